@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.config.load import looked_for
+from grpo_spmd.config.load import path_remark
 from grpo_spmd.config.schema import EnvironmentConfig
 
 _SHIPPED = ("countdown", "python", "search")
@@ -78,7 +78,7 @@ def _check_spec(
 def _parse_file(key: str, file: str) -> ast.Module:
     path = Path(file)
     if not path.is_file():
-        raise ConfigError(f"{key}: there is no file {file}{looked_for(path)}")
+        raise ConfigError(f"{key}: there is no file {file}{path_remark(path)}")
     try:
         return ast.parse(path.read_bytes(), file)
     except OSError as error:

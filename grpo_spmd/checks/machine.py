@@ -26,7 +26,7 @@ from grpo_spmd.checks.memory import ITEMSIZE, TRAINED_ITEMSIZE, adapter_shapes, 
 from grpo_spmd.checks.model_folder import version_of
 from grpo_spmd.config.describe import flatten_config
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.config.load import looked_for
+from grpo_spmd.config.load import path_remark
 from grpo_spmd.config.schema import Config
 from grpo_spmd.model.config_json import read_model
 
@@ -136,7 +136,7 @@ def check_run_dir(config: Config) -> None:
 def _check_resume_folder(folder: Path) -> None:
     if not folder.is_dir():
         rule = "it is auto, never, or the folder of a checkpoint"
-        what = f"there is no folder {folder}{looked_for(folder)}"
+        what = f"there is no folder {folder}{path_remark(folder)}"
         raise ConfigError(f"checkpoint.resume: {what}; {rule}")
     if not (folder / "manifest.json").exists():
         checkpoints = list_checkpoints(folder) or list_checkpoints(folder.parent)

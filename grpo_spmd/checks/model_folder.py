@@ -15,7 +15,7 @@ from typing import Any
 from grpo_spmd.checks.data import load_tokenizer_file
 from grpo_spmd.checks.memory import engine_tokens, kv_bytes_per_token, kv_itemsize
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.config.load import looked_for
+from grpo_spmd.config.load import path_remark
 from grpo_spmd.config.schema import Config, LoraConfig
 from grpo_spmd.data.hub import check_reachable
 from grpo_spmd.engine.cache_room import cpu_cache_bytes, host_bytes
@@ -341,7 +341,7 @@ def _explain_no_folder(path: str) -> str:
         is_config = folder.name == "config.json"
         hint = f"give its folder ({folder.parent})" if is_config else "a model is a folder"
         return f"there is no folder {path}: it is a file; {hint}"
-    what = f"there is no folder {folder}{looked_for(folder)}"
+    what = f"there is no folder {folder}{path_remark(folder)}"
     return f"{what}, and it is no hub id (organisation/name)"
 
 

@@ -1,4 +1,4 @@
-"""Command lines with overrides: what people write otherwise elsewhere costs one line that says how it is written."""
+"""Command lines with `section.key=value` overrides; every mistake is one line and exit code 2."""
 
 from __future__ import annotations
 
@@ -11,130 +11,139 @@ import sys
 import typing
 from collections.abc import Iterator, Sequence
 
-from grpo_spmd.config.coerce import key_names
+from grpo_spmd.config.aliases import equivalent_key, translate_key
+from grpo_spmd.config.coerce import key_names, keys_named
 from grpo_spmd.config.errors import ConfigError, refuse
 from grpo_spmd.config.schema import Config
 
+# Options that people try, and what they are here.
+_OPTION_REMEDIES = {
+    "c": "--config x.yaml",
+    "cfg": "--config x.yaml",
+    "conf": "--config x.yaml",
+    "config_file": "--config x.yaml",
+    "config_name": "--config x.yaml",
+    "config_path": "--config x.yaml",
+    "nproc": "grpo-spmd train --nproc N, or torchrun's --nproc-per-node N before -m",
+    "nproc_per_node": "grpo-spmd train --nproc N, or torchrun's --nproc-per-node N before -m",
+    "num_processes": "grpo-spmd train --nproc N, or torchrun's --nproc-per-node N before -m",
+    "nnodes": "grpo-spmd train --nnodes N, or torchrun's --nnodes N before -m",
+    "version": "python -c 'import grpo_spmd; print(grpo_spmd.__version__)'",
+    "bench": "benchmarks/README.md has the commands that measure",
+    "profile": "benchmarks/README.md has the commands that measure",
+}
+# Launch scripts put these before or after what was typed. The last one counts.
+_REPEATABLE_KEYS = ("run_dir", "checkpoint.resume")
+
 
 class OneLineParser(argparse.ArgumentParser):
-    """A mistake is one line and exit code 2, no page of usage."""
+    """Argument parser whose errors are one line and exit code 2, without a page of usage."""
 
     def error(self, message: str) -> typing.NoReturn:
         refuse(ConfigError(f"{message}; --help says more"))
 
 
 class OverridesParser(OneLineParser):
-    """Options anywhere between `section.key=value` words."""
+    """Parser for options and `section.key=value` words in any order."""
 
     def parse(self, words: Sequence[str] | None = None) -> argparse.Namespace:
         words = sys.argv[1:] if words is None else words
         takes_value = {
             name: action.nargs != 0 for name, action in self._option_string_actions.items()
         }
-        if found := next(_misspelt(words, takes_value), None):
-            refuse(ConfigError(found))
+        for error in _misspelt_words(words, takes_value):
+            refuse(ConfigError(error))
         args = self.parse_intermixed_args(words)
-        if found := next(_given_twice(words, args.overrides), None):
-            refuse(ConfigError(found))
+        for error in _repeated_keys(words, args.overrides):
+            refuse(ConfigError(error))
         return args
 
 
-def number_of_ranks(given: int | None = None) -> int:
-    """`given`, else WORLD_SIZE, else 1. ConfigError where what torchrun sets is not a number."""
-    for name, least in (("WORLD_SIZE", 1), ("LOCAL_WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0)):
+def number_of_ranks(num_ranks: int | None = None) -> int:
+    """Returns `num_ranks`, else WORLD_SIZE, else 1. Raises ConfigError if what torchrun sets is no
+    number."""
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK"):
         text = os.environ.get(name)
-        if text is not None and not (text.isdecimal() and int(text) >= least):
-            rule = f"must be a whole number from {least} on; got {text!r}"
+        low = 1 if name.endswith("SIZE") else 0
+        if text is not None and not (text.isdecimal() and int(text) >= low):
             raise ConfigError(
-                f"{name} {rule}; torchrun sets it: unset {name}, or start by torchrun"
+                f"{name} must be a whole number from {low} on; got {text!r}; "
+                f"torchrun sets it: unset {name}, or start by torchrun"
             )
-    return given or int(os.environ.get("WORLD_SIZE", "1"))
+    return num_ranks or int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def _given_twice(words: Sequence[str], overrides: Sequence[str]) -> Iterator[str]:
-    """Of two values for one key neither is surely the one that was meant. Launch scripts put a run_dir and a resume of
-    their own before or after what was typed, so that of these the last counts."""
+def _repeated_keys(words: Sequence[str], overrides: Sequence[str]) -> Iterator[str]:
+    """Yields an error for each key with two values: nobody can know which one was meant."""
     if sum(word.partition("=")[0] == "--config" for word in words) > 1:
-        yield "--config is given twice; a run has one file, whose values overrides replace: section.key=value"
-    given: dict[str, str] = {}
-    for name, _, value in (override.partition("=") for override in overrides):
-        if given.setdefault(name, value) != value and name not in ("run_dir", "checkpoint.resume"):
+        rule = "a run has one file, whose values overrides replace: section.key=value"
+        yield f"--config is given twice; {rule}"
+    values: dict[str, str] = {}
+    for override in overrides:
+        name, _, value = override.partition("=")
+        if values.setdefault(name, value) != value and name not in _REPEATABLE_KEYS:
             yield f"{name} is given twice, with two values; leave one out"
 
 
-def _misspelt(words: Sequence[str], takes_value: dict[str, bool]) -> Iterator[str]:
-    """What is wrong with each word that is neither an option, the value of one, nor an override."""
-    left = list(words)
-    while left:
-        word = left.pop(0)
-        option, equals, text = word.partition("=")
-        if word in takes_value or option in takes_value:
-            if takes_value.get(option) and not equals and left:
-                left.pop(0)
-        elif found := re.fullmatch(r"--?([A-Za-z][\w.-]*)", option):
-            value = text if equals else _taken(left)
-            close = difflib.get_close_matches(option, takes_value, n=1, cutoff=0.8)
-            instead = (
-                f"did you mean {close[0]}?" if close else _OTHERWISE.get(found[1].replace("-", "_"))
-            )
-            yield f"{option}: no such option; {instead}" if instead else _advice(found[1], value)
-        elif (
-            not text
-            and re.fullmatch(r"[A-Za-z_][\w.]*", option)
-            and (left[:1] == ["="] or _is_value(left))
-        ):
-            is_spaced = left[0].startswith("=")
-            value = (left.pop(0)[1:] or _taken(left)) if is_spaced else _taken(left)
-            yield _advice(option, value, "no spaces around the equals sign")
+def _misspelt_words(words: Sequence[str], takes_value: dict[str, bool]) -> Iterator[str]:
+    """Yields an error for each word that is no option, no value of an option and no override."""
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        name, equals, text = word.partition("=")
+        option = re.fullmatch(r"--?([A-Za-z][\w.-]*)", name)
+        is_key = not text and re.fullmatch(r"[A-Za-z_][\w.]*", name)
+        if word in takes_value or name in takes_value:
+            if takes_value.get(name) and not equals and rest:
+                rest.pop(0)
+        elif option:
+            value = text if equals else _pop_value(rest)
+            similar = difflib.get_close_matches(name, takes_value, n=1, cutoff=0.8)
+            remedy = _OPTION_REMEDIES.get(option[1].replace("-", "_"))
+            if similar:
+                remedy = f"did you mean {similar[0]}?"
+            rule = f"{name}: no such option; {remedy}"
+            yield rule if remedy else _advise(option[1], value, "an override has no dashes")
+        elif is_key and (rest[:1] == ["="] or _is_value(rest)):
+            # "key = value", "key =value", "key= value" or "key value"
+            value = rest.pop(0)[1:] if rest[0].startswith("=") else ""
+            yield _advise(name, value or _pop_value(rest), "no spaces around the equals sign")
 
 
-def _is_value(left: Sequence[str]) -> bool:
-    """The next word can only belong to this one."""
-    return bool(left) and (
-        left[0].startswith("=") or not re.match(r"-{1,2}[A-Za-z]|[A-Za-z_][\w.]*=", left[0])
-    )
+def _is_value(rest: Sequence[str]) -> bool:
+    """Returns True if the next word can only be the value of the word before it."""
+    if not rest:
+        return False
+    is_word = re.match(r"-{1,2}[A-Za-z]|[A-Za-z_][\w.]*=", rest[0])
+    return rest[0].startswith("=") or not is_word
 
 
-def _taken(left: list[str]) -> str | None:
-    return left.pop(0) if _is_value(left) else None
+def _pop_value(rest: list[str]) -> str | None:
+    return rest.pop(0) if _is_value(rest) else None
 
 
-_OTHERWISE = {
-    "c": "--config x.yaml",
-    **dict.fromkeys(("cfg", "conf", "config_file", "config_name", "config_path"), "--config x.yaml"),
-    **dict.fromkeys(("nproc", "nproc_per_node", "num_processes"), "grpo-spmd train --nproc N, or torchrun's "
-        "--nproc-per-node N before -m"),
-    "nnodes": "grpo-spmd train --nnodes N, or torchrun's --nnodes N before -m",
-    "version": "python -c 'import grpo_spmd; print(grpo_spmd.__version__)'",
-    **dict.fromkeys(("bench", "profile"), "benchmarks/README.md has the commands that measure"),
-}  # fmt: skip
-
-
-def _advice(name: str, value: str | None, rule: str = "an override has no dashes") -> str:
-    """The key by our name, with the value where it means the same there."""
-    from grpo_spmd.config.aliases import known_elsewhere, same_here
-    from grpo_spmd.config.coerce import keys_named
-
-    known, said, key = key_names(Config), known_elsewhere(name), name
-    if name in known or name.startswith("rewards."):
-        said = None
-    elif said is None:
-        last = name.replace("-", "_").rpartition(".")[2]
-        ours = keys_named(last, known)
-        if len(ours) != 1 and "." not in name:
-            return f"{name}: neither an option nor a key; --help lists both"
-        key = ours[0] if len(ours) == 1 else name.replace("-", "_")
-    else:
-        keys = {
-            key
-            for found in re.findall(r"here ([\w., ]+?)(?= \(|;|$)", said)
-            for key in found.split(", ")
-        }
-        key, value = (
-            (keys.pop() if len(keys) == 1 else "section.key"),
-            value if same_here(name) else None,
-        )
-        if "nothing here" in said:
-            return said
+def _advise(name: str, value: str | None, rule: str) -> str:
+    """Returns the error with the override that was probably meant, under our key's name."""
+    known = key_names(Config)
+    key = name
+    translation = None
+    if name not in known and not name.startswith("rewards."):
+        translation = translate_key(name)
+        if translation is None:
+            key = name.replace("-", "_")
+            same_name = keys_named(key.rpartition(".")[2], known)
+            if len(same_name) == 1:
+                key = same_name[0]
+            elif "." not in name:
+                return f"{name}: neither an option nor a key; --help lists both"
+    if translation is not None:
+        if "nothing here" in translation:
+            return translation
+        # The line names our keys: "here optimizer.lr (...)". The value is copied only where it
+        # means the same.
+        lists = re.findall(r"here ([\w., ]+?)(?= \(|;|$)", translation)
+        keys = {key for names in lists for key in names.split(", ")}
+        key = keys.pop() if len(keys) == 1 else "section.key"
+        value = value if equivalent_key(name) else None
     example = shlex.quote(f"{key}={'value' if value is None else value}")
-    return f"{said or name}{'; ' if said else ': '}{rule}: {example}"
+    return f"{translation}; {rule}: {example}" if translation else f"{name}: {rule}: {example}"

@@ -1,10 +1,17 @@
-"""What the bounds of single keys cannot say: keys that need, exclude or bound each other."""
+"""Rules between config keys: which ones need, exclude or bound each other.
+
+Each function raises ConfigError for the first rule that is broken. Bounds of a single key are in
+its declaration (schema.py).
+"""
 
 from __future__ import annotations
 
+import difflib
+import os
 import re
-from collections.abc import Mapping
-from dataclasses import fields
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, fields
+from typing import Any
 from urllib.parse import urlsplit
 
 from grpo_spmd.config.coerce import REFUSED_KEYS
@@ -13,20 +20,19 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import (
     ADAPTER_RANKS,
     PHASES,
+    TRACKERS,
     Config,
+    LoggingConfig,
     LossConfig,
     OptimizerConfig,
     RewardConfig,
     RolloutConfig,
     TeacherConfig,
-    check_critic,
-    check_environment,
-    check_logging,
-    check_teacher,
 )
 
-# What the trainer itself decides about the engine, where a second value would be a second truth, and where it is set.
-_ENGINE_KEYS_OWNED = {
+# Arguments of vllm.LLM that the trainer sets, with the key that decides them; "": no key does.
+# A second value for one of them in rollout.engine would contradict the first.
+_TRAINER_ENGINE_KEYS = {
     "model": "model.path",
     "dtype": "model.dtype",
     "seed": "seed",
@@ -38,39 +44,49 @@ _ENGINE_KEYS_OWNED = {
     "max_tokens": "rollout.max_completion_tokens",
     "temperature": "rollout.temperature",
     "n": "rollout.group_size",
-} | dict.fromkeys((
-    "distributed_executor_backend", "data_parallel_size", "pipeline_parallel_size", "enable_sleep_mode", "load_format",
-    "logprobs_mode", "skip_tokenizer_init", "scheduling_policy", "quantization", "generation_config",
-    "override_generation_config", "logits_processors", "trust_remote_code", "hf_config_path", "code_revision",
-    "tokenizer", "worker_cls", "worker_extension_cls", "stop",
-))  # fmt: skip
+} | dict.fromkeys(
+    [
+        "distributed_executor_backend",
+        "data_parallel_size",
+        "pipeline_parallel_size",
+        "enable_sleep_mode",
+        "load_format",
+        "logprobs_mode",
+        "skip_tokenizer_init",
+        "scheduling_policy",
+        "quantization",
+        "generation_config",
+        "override_generation_config",
+        "logits_processors",
+        "trust_remote_code",
+        "hf_config_path",
+        "code_revision",
+        "tokenizer",
+        "worker_cls",
+        "worker_extension_cls",
+        "stop",
+    ],
+    "",
+)
 
 
 def check_rules(config: Config) -> None:
-    """Raises ConfigError for the first combination of keys that cannot mean what it says."""
+    """Raises ConfigError for the first combination of keys that cannot work."""
     _check_sizes(config)
     _check_engine_keys(config.rollout)
     _check_loss(config.loss)
     _check_evaluation(config)
     _check_schedule(config.optimizer)
     check_logging(config.logging)
-    has_rewards = config.environment.can_reward or any(reward.weight for reward in config.rewards)
-    check_signals(config, has_rewards)
-    overlong, is_gae = config.advantage.overlong_buffer_tokens, config.advantage.estimator == "gae"
-    kl_in = "loss" if is_gae else config.loss.kl_in  # gae's KL is the tokens'
-    check_environment(config.environment, config.rollout.tail_batching, overlong, kl_in)
+    check_signals(config, _has_weighted_reward(config) or config.environment.can_reward)
+    _check_environment(config)
     template = config.data.prompt_template
     if template is not None and not re.search(r"\{\w+\}", template):
-        what = "names no column in braces, as {question} does, so that all prompts were alike"
-        raise ConfigError(f"data.prompt_template {what}; got {template!r}")
-    lora, most = config.model.lora, ADAPTER_RANKS[-1]
-    if lora.base_stays_in_engine and lora.rank > most:
         raise ConfigError(
-            f"model.lora.rank: {lora.rank} is more than vLLM takes ({most}); set model.lora.sync: merged"
+            "data.prompt_template names no column in braces, as {question} does, "
+            f"so that all prompts were alike; got {template!r}"
         )
-    if config.rollout.sleep_level == 2 and config.model.lora.base_stays_in_engine:
-        why = "2 drops the engine's weights, and with model.lora.sync: adapter no sync brings the base back"
-        raise ConfigError(f"rollout.sleep_level: {why}; leave sleep_level out, or set it to 1")
+    _check_lora(config)
     phases = ("start", *PHASES)
     for name in config.watchdog.phase_timeouts_s:
         if name not in phases:
@@ -80,218 +96,387 @@ def check_rules(config: Config) -> None:
     if not (config.rewards or config.environment.can_reward or config.teacher.is_on):
         raise ConfigError("rewards must name at least one reward, e.g. `rewards: [{name: gsm8k}]`")
     for index, reward in enumerate(config.rewards):
-        check_reward(f"rewards.{index}", reward)
+        _check_reward(f"rewards.{index}", reward)
+    if os.path.realpath(config.run_dir) == os.path.realpath(config.model.path):
+        raise ConfigError(
+            f"run_dir: {config.run_dir} is the folder of model.path; a run has a folder of its own"
+        )
+
+
+def check_known_rewards(config: Config, weights: Mapping[str, float]) -> None:
+    """Checks the rules about rewards once it is known which rewards an environment gives.
+
+    `weights` are those of all rewards but reward models, by name.
+    """
+    has_rewards = any(weights.values()) or _has_weighted_reward(config)
+    if not (has_rewards or config.teacher.is_on):
+        cause = "the environment gives none" + (", and all weights are 0" if config.rewards else "")
+        raise ConfigError(
+            f"rewards: {cause}; name one, e.g. `rewards: [{{function: my.py:reward}}]`"
+        )
+    check_signals(config, has_rewards)
+
+
+def check_signals(config: Config, has_rewards: bool) -> None:
+    """Checks critic and teacher. `has_rewards`: at least one reward has a weight.
+
+    From the config alone an environment is assumed to give one.
+    """
+    _check_critic(config, has_rewards)
+    _check_teacher(config, has_rewards)
+    _check_teacher_url(config.teacher, config.rollout.temperature)
+
+
+def check_logging(logging: LoggingConfig) -> None:
+    """Checks the section `logging`."""
+    for name in logging.trackers:
+        if name not in TRACKERS:
+            similar = difflib.get_close_matches(name.lower(), TRACKERS, n=1)
+            known = f"did you mean {similar[0]}? There are" if similar else "there are"
+            raise ConfigError(
+                f"logging.trackers: no tracker {name!r}; {known} {', '.join(TRACKERS)}"
+            )
+    every_steps = logging.trackers_rollouts_every_steps
+    dump_steps = logging.rollouts_every_steps
+    key = f"logging.trackers_rollouts_every_steps ({every_steps})"
+    if every_steps and not logging.tracker_names:
+        raise ConfigError(
+            f"{key} needs a tracker: set logging.trackers, e.g. to [tensorboard], or leave it out"
+        )
+    if every_steps and (not dump_steps or every_steps % dump_steps):
+        raise ConfigError(
+            f"{key} must be a multiple of logging.rollouts_every_steps ({dump_steps}), "
+            "whose files it reads; set it to another"
+        )
+
+
+def _has_weighted_reward(config: Config) -> bool:
+    return any(reward.weight for reward in config.rewards)
 
 
 def _check_sizes(config: Config) -> None:
-    budget, longest = config.training.max_tokens_per_micro_batch, config.max_rollout_tokens
-    completion = f"rollout.max_completion_tokens ({config.rollout.max_completion_tokens})"
-    if budget < longest:
-        of_episode = longest - config.data.max_prompt_tokens
-        is_completion = of_episode == config.rollout.max_completion_tokens
-        behind = completion if is_completion else f"environment.max_tokens ({of_episode})"
-        sizes = f"data.max_prompt_tokens ({config.data.max_prompt_tokens}) + {behind} = {longest}"
-        rule = f"must hold the longest rollout: {sizes}; raise the first or lower one of the others"
-        raise ConfigError(f"training.max_tokens_per_micro_batch ({budget}) {rule}")
-    batches, prompts = config.training.num_mini_batches, config.rollout.num_prompts_per_step
-    if prompts % batches:
-        rule = f"must divide rollout.num_prompts_per_step ({prompts}), so that every optimizer step sees as many prompts"
-        raise ConfigError(f"training.num_mini_batches ({batches}) {rule}")
-    if config.rollout.dynamic_sampling and config.rollout.tail_batching > 1:
-        why = "which groups are refilled would hang on which were fast; set dynamic_sampling: false or tail_batching: 1"
+    rollout = config.rollout
+    prompt_tokens = config.data.max_prompt_tokens
+    rollout_tokens = config.max_rollout_tokens
+    micro_batch_tokens = config.training.max_tokens_per_micro_batch
+    completion = f"rollout.max_completion_tokens ({rollout.max_completion_tokens})"
+    if micro_batch_tokens < rollout_tokens:
+        episode_tokens = rollout_tokens - prompt_tokens
+        is_completion = episode_tokens == rollout.max_completion_tokens
+        second = completion if is_completion else f"environment.max_tokens ({episode_tokens})"
         raise ConfigError(
-            f"rollout.tail_batching and rollout.dynamic_sampling do not go together: {why}"
+            f"training.max_tokens_per_micro_batch ({micro_batch_tokens}) must hold the longest "
+            f"rollout: data.max_prompt_tokens ({prompt_tokens}) + {second} = {rollout_tokens}; "
+            "raise the first or lower one of the others"
         )
-    overlong = config.advantage.overlong_buffer_tokens
-    if overlong > config.rollout.max_completion_tokens:
-        raise ConfigError(f"advantage.overlong_buffer_tokens ({overlong}) must be <= {completion}")
+    mini_batches = config.training.num_mini_batches
+    if rollout.num_prompts_per_step % mini_batches:
+        raise ConfigError(
+            f"training.num_mini_batches ({mini_batches}) must divide rollout.num_prompts_per_step "
+            f"({rollout.num_prompts_per_step}), so that every optimizer step sees as many prompts"
+        )
+    # With both, a group's speed would decide whether another group is sampled in its place.
+    if rollout.dynamic_sampling and rollout.tail_batching > 1:
+        raise ConfigError(
+            "rollout.tail_batching and rollout.dynamic_sampling do not go together: which groups "
+            "are refilled would hang on which were fast; set dynamic_sampling: false or "
+            "tail_batching: 1"
+        )
+    overlong_tokens = config.advantage.overlong_buffer_tokens
+    if overlong_tokens > rollout.max_completion_tokens:
+        raise ConfigError(
+            f"advantage.overlong_buffer_tokens ({overlong_tokens}) must be <= {completion}"
+        )
 
 
 def _check_engine_keys(rollout: RolloutConfig) -> None:
     for name in rollout.engine:
         if name in REFUSED_KEYS:
             raise ConfigError(f"rollout.engine.{name}: {REFUSED_KEYS[name]}")
-        if name in _ENGINE_KEYS_OWNED:
-            instead = _ENGINE_KEYS_OWNED[name]
-            remedy = f"set {instead} instead" if instead else "the trainer decides this itself"
+        if name in _TRAINER_ENGINE_KEYS:
+            key = _TRAINER_ENGINE_KEYS[name]
+            remedy = f"set {key} instead" if key else "the trainer decides this itself"
             raise ConfigError(f"rollout.engine.{name}: {remedy}")
 
 
-def _check_loss(loss: LossConfig) -> None:
-    dual_clip, upper = loss.dual_clip, 1.0 + loss.clip_ratio_high
-    if dual_clip is not None and loss.policy != "cispo" and dual_clip <= upper:
-        why = "or it would cut off what the upper clip leaves; raise it, or set it to null"
+def _check_lora(config: Config) -> None:
+    lora = config.model.lora
+    if not lora.base_stays_in_engine:
+        return
+    if lora.rank > ADAPTER_RANKS[-1]:
         raise ConfigError(
-            f"loss.dual_clip ({dual_clip:g}) must be > 1 + loss.clip_ratio_high ({upper:g}), {why}"
+            f"model.lora.rank: {lora.rank} is more than vLLM takes ({ADAPTER_RANKS[-1]}); "
+            "set model.lora.sync: merged"
+        )
+    if config.rollout.sleep_level == 2:
+        raise ConfigError(
+            "rollout.sleep_level: 2 drops the engine's weights, and with model.lora.sync: adapter "
+            "no sync brings the base back; leave sleep_level out, or set it to 1"
+        )
+
+
+def _check_loss(loss: LossConfig) -> None:
+    upper = 1.0 + loss.clip_ratio_high
+    if loss.dual_clip is not None and loss.policy != "cispo" and loss.dual_clip <= upper:
+        raise ConfigError(
+            f"loss.dual_clip ({loss.dual_clip:g}) must be > 1 + loss.clip_ratio_high ({upper:g}), "
+            "or it would cut off what the upper clip leaves; raise it, or set it to null"
         )
     if loss.kl_in == "reward" and not loss.kl_coef:
         raise ConfigError("loss.kl_in: reward needs loss.kl_coef > 0; set it, or leave kl_in out")
-    if loss.old_logprobs == "engine" and (correction := loss.rollout_correction) != "none":
-        why = "with engine the ratio itself is taken to the engine's logprobs, so that nothing is left to correct"
-        remedy = f"needs loss.old_logprobs: policy; {why}: set rollout_correction: none"
-        raise ConfigError(f"loss.rollout_correction ({correction}) {remedy}")
+    if loss.old_logprobs == "engine" and loss.rollout_correction != "none":
+        raise ConfigError(
+            f"loss.rollout_correction ({loss.rollout_correction}) needs loss.old_logprobs: policy; "
+            "with engine the ratio itself is taken to the engine's logprobs, so that nothing is "
+            "left to correct: set rollout_correction: none"
+        )
 
 
 def _check_schedule(optimizer: OptimizerConfig) -> None:
+    key = f"optimizer.min_lr ({optimizer.min_lr:g})"
     if optimizer.min_lr and optimizer.schedule == "constant":
-        remedy = "needs optimizer.schedule: linear or cosine, which come down to it; set one, or leave min_lr out"
-        raise ConfigError(f"optimizer.min_lr ({optimizer.min_lr:g}) {remedy}")
-    if optimizer.min_lr > optimizer.lr:
         raise ConfigError(
-            f"optimizer.min_lr ({optimizer.min_lr:g}) must be <= optimizer.lr ({optimizer.lr:g})"
+            f"{key} needs optimizer.schedule: linear or cosine, which come down to it; "
+            "set one, or leave min_lr out"
         )
+    if optimizer.min_lr > optimizer.lr:
+        raise ConfigError(f"{key} must be <= optimizer.lr ({optimizer.lr:g})")
 
 
 def _check_evaluation(config: Config) -> None:
-    sets, every, temperature = (
-        config.data.eval_sets,
-        config.eval.every_steps,
-        config.eval.temperature,
-    )
-    if sets and not every:
-        why = "so that nothing would be evaluated; set it, e.g. to 20"
-        raise ConfigError(f"data.eval is set, but eval.every_steps is 0, {why}")
-    if every and not sets:
-        remedy = "set data.eval, e.g. {gsm8k: hub:openai/gsm8k:main:test}"
-        raise ConfigError(f"eval.every_steps needs held-out sets: {remedy}")
-    if 0 < temperature < 0.01:  # vLLM would silently sample at 0.01
+    sets = config.data.eval_sets
+    every_steps = config.eval.every_steps
+    temperature = config.eval.temperature
+    if sets and not every_steps:
+        raise ConfigError(
+            "data.eval is set, but eval.every_steps is 0, so that nothing would be evaluated; "
+            "set it, e.g. to 20"
+        )
+    if every_steps and not sets:
+        raise ConfigError(
+            "eval.every_steps needs held-out sets: "
+            "set data.eval, e.g. {gsm8k: hub:openai/gsm8k:main:test}"
+        )
+    # vLLM silently samples at 0.01 where less is asked for.
+    if 0 < temperature < 0.01:
         raise ConfigError(f"eval.temperature must be 0 (greedy) or >= 0.01; got {temperature:g}")
-    if not temperature and (samples := config.eval.num_samples) > 1:
-        rule = "must be 1 with eval.temperature: 0, where all samples are alike"
-        raise ConfigError(f"eval.num_samples ({samples}) {rule}")
+    if not temperature and config.eval.num_samples > 1:
+        raise ConfigError(
+            f"eval.num_samples ({config.eval.num_samples}) must be 1 with eval.temperature: 0, "
+            "where all samples are alike"
+        )
     metric = config.checkpoint.best_metric or ""
     if metric.startswith("eval/") and metric.split("/")[1] not in sets:
-        there = ", ".join(sets) or "no held-out sets"
+        names = ", ".join(sets) or "no held-out sets"
         raise ConfigError(
-            f"checkpoint.best_metric ({metric}) is of a set that data.eval does not have: {there}"
+            f"checkpoint.best_metric ({metric}) is of a set that data.eval does not have: {names}"
         )
     for name, source in sets.items():
         if not isinstance(source, str) or not re.fullmatch(r"[\w.-]+", name):
-            form = "must be a name (letters, digits, . _ -) with a source as in data.train"
-            raise ConfigError(f"data.eval.{name} {form}; got {source!r}")
+            rule = "must be a name (letters, digits, . _ -) with a source as in data.train"
+            raise ConfigError(f"data.eval.{name} {rule}; got {source!r}")
 
 
-# What an entry of `rewards` may say together with what.
-
-
-_OF_A_CALL = ("timeout_s", "max_concurrent", "max_per_minute")
-_OF_A_URL = ("retries", "headers_env", "form", "judge")
-_OF_A_MODEL = ("label", "max_tokens", "on_long", "template", "revision")
-_OF_A_JUDGE = ("judge_model", "judge_scale")
-_OF_A_SERVER = ("retries", "headers_env", "form", "judge_model")
-_HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,100}")
-_VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]{0,99}")
-# Those that say how the body is sent, which is the client's matter.
-_OWN_HEADERS = ("host", "content-length", "content-type", "content-encoding", "transfer-encoding", "connection",
-                "accept-encoding", "expect", "te", "trailer", "upgrade")  # fmt: skip
-
-
-def check_reward(where: str, reward: RewardConfig) -> None:
-    """Raises ConfigError, which begins with `where`, the entry."""
-    given = [name for name in ("function", "url", "model") if getattr(reward, name) is not None]
-    if len(given) > 1:
+def _check_environment(config: Config) -> None:
+    environment = config.environment
+    kinds = [name for name in ("gym", "agent") if getattr(environment, name)]
+    if environment.tools or environment.factory:
+        kinds.insert(0, "tools" if environment.tools else "factory")
+    if len(kinds) > 1:
         raise ConfigError(
-            f"{where} has {' and '.join(given)}, and a reward is one of them; make it two entries"
+            f"environment.{kinds[0]} and environment.{kinds[1]} are two ways to run an episode; "
+            "leave one out (tools and factory go together)"
         )
-    if not given and reward.name is None:
-        what = "needs a name (a shipped reward) or a function (file.py:function) or a url or a model (a folder or hub id)"
-        raise ConfigError(f"{where} {what}")
-    if reward.is_shipped or reward.model is not None:
-        _refuse_set(
-            where,
-            reward,
-            _OF_A_CALL,
-            "is of a function or a url; reward_pool.timeout_s bounds all rewards",
-        )
-    if reward.model is None:
-        of_model = tuple(
-            name for name in _OF_A_MODEL if not (reward.is_engine_judge and name == "max_tokens")
-        )
-        _refuse_set(where, reward, of_model, "is of a reward model")
-    elif reward.args:
+    if environment.is_on and config.rollout.tail_batching > 1:
         raise ConfigError(
-            f"{where}.args: they are for a function or a url, and a model takes none; take it out"
+            f"rollout.tail_batching and environment.{kinds[0]} do not go together: an episode that "
+            "waits for its environment would be dropped as a slow one; set tail_batching: 1"
         )
-    if reward.url is None:
-        _refuse_set(where, reward, _OF_A_URL, "is of a url")
-    if reward.judge is None:
-        _refuse_set(where, reward, _OF_A_JUDGE, "is of a judge; set judge, a rubric's file")
-    if reward.model is not None and reward.metric_name in ("", ".."):
+    overlong_tokens = config.advantage.overlong_buffer_tokens
+    if environment.is_on and overlong_tokens:
+        raise ConfigError(
+            f"advantage.overlong_buffer_tokens ({overlong_tokens}) with environment.{kinds[0]}: "
+            "which measures one completion, not the turns of an episode; set it to 0"
+        )
+    if environment.discount is None:
+        return
+    key = f"environment.discount ({environment.discount:g})"
+    # With gae the KL is subtracted token by token, whatever kl_in says.
+    if config.loss.kl_in == "reward" and config.advantage.estimator != "gae":
+        raise ConfigError(
+            f"loss.kl_in: reward and {key}: the KL is taken from an episode's reward as a whole; "
+            "set kl_in: loss, or leave discount out"
+        )
+    if environment.is_on and not environment.gym:
+        raise ConfigError(
+            f"{key} credits turns with rewards of their own, "
+            "which only a step of environment.gym gives; leave it out"
+        )
+
+
+def _check_critic(config: Config, has_rewards: bool) -> None:
+    critic = config.critic
+    estimator = config.advantage.estimator
+    if critic.path is not None and not critic.path.strip():
+        raise ConfigError("critic.path is empty; name a model's folder or hub id, or leave it out")
+    if critic.path is None:
+        if estimator == "gae":
+            raise ConfigError(
+                "advantage.estimator: gae needs a critic; "
+                "set critic.path, e.g. to policy or model.path's model"
+            )
+        return
+    if estimator != "gae":
+        raise ConfigError(
+            f"critic.path ({critic.path}) is not used by advantage.estimator: {estimator}; "
+            "set estimator: gae, or leave critic.path out"
+        )
+    if not has_rewards:
+        raise ConfigError(
+            "critic.path: a critic learns what rewards come to, and there is none that counts; "
+            "give a reward a weight, or leave the critic out"
+        )
+    if config.advantage.normalize_std == "group":
+        raise ConfigError(
+            "advantage.normalize_std: group is a deviation within groups, of which gae knows none; "
+            "set it to batch (over the step's tokens) or none"
+        )
+    if critic.warmup_steps >= config.training.num_steps:
+        raise ConfigError(
+            f"critic.warmup_steps ({critic.warmup_steps}) must be < training.num_steps "
+            f"({config.training.num_steps}), or the policy is never trained"
+        )
+    discount = config.environment.discount
+    if discount is not None and discount != 1:
+        raise ConfigError(
+            f"environment.discount ({discount:g}): with gae it is critic.gamma that discounts, "
+            "token by token; set 1 for rewards at the ends of their turns, or leave it out"
+        )
+
+
+def _check_teacher(config: Config, has_rewards: bool) -> None:
+    teacher = config.teacher
+    if teacher.is_on and teacher.prompt_key is not None and config.environment.is_on:
+        raise ConfigError(
+            "teacher.prompt_key with an environment: an episode's prompt comes again in its later "
+            "turns, where the teacher's would not; leave one of them out"
+        )
+    is_alone = teacher.is_on and not has_rewards
+    if is_alone and config.rollout.dynamic_sampling:
+        raise ConfigError(
+            "rollout.dynamic_sampling with a teacher alone: without a reward that counts all "
+            "groups are alike, and would all be dropped; set dynamic_sampling: false"
+        )
+    if is_alone and config.loss.kl_in == "reward":
+        raise ConfigError(
+            "loss.kl_in: reward with a teacher alone: without a reward that counts there is "
+            "nothing that the KL could be taken off; set kl_in: loss"
+        )
+    for name, path in teacher.paths.items():
+        if not path.strip() or "/" in name:
+            raise ConfigError(
+                f"teacher.path.{name} needs a path, and a name without a slash, since metrics bear "
+                f"it (teacher/NAME/kl); got {path!r}"
+            )
+
+
+def _check_teacher_url(teacher: TeacherConfig, temperature: float) -> None:
+    """`temperature` is the rollouts'."""
+    if teacher.path and teacher.url:
+        raise ConfigError("teacher has path and url, and is one of them; take one out")
+    if not teacher.url:
+        keys = ("model", "timeout_s", "max_concurrent", "retries", "headers_env")
+        for name in _keys_set(teacher, keys):
+            raise ConfigError(f"teacher.{name} is of a url; set teacher.url, or take it out")
+        return
+    for name, url in teacher.urls.items():
+        key = f"teacher.url.{name}" if name else "teacher.url"
+        _check_url(key, url)
+        path = urlsplit(url).path
+        if "/" in name or not path.endswith("/completions") or path.endswith("/chat/completions"):
+            raise ConfigError(
+                f"{key} must be the address of completions, such as "
+                f"http://host:8000/v1/completions, with a name without /; got {url!r}"
+            )
+    _check_headers("teacher.headers_env", teacher.headers_env)
+    if teacher.loss == "full":
+        raise ConfigError(
+            "teacher.loss: full needs the whole distribution, which no url gives; "
+            "take topk, or a path"
+        )
+    if temperature != 1:
+        raise ConfigError(
+            f"rollout.temperature ({temperature:g}) must be 1 with teacher.url, whose logprobs are "
+            "of temperature 1; set it to 1, or take teacher.path"
+        )
+
+
+# Keys of an entry of `rewards` that only some kinds of rewards have.
+_CALL_KEYS = ("timeout_s", "max_concurrent", "max_per_minute")
+_SERVER_KEYS = ("retries", "headers_env", "form", "judge_model")
+_URL_KEYS = ("retries", "headers_env", "form", "judge")
+_MODEL_KEYS = ("label", "on_long", "template", "revision")
+_JUDGE_KEYS = ("judge_model", "judge_scale")
+
+
+def _check_reward(where: str, reward: RewardConfig) -> None:
+    """`where` is the entry's dotted key."""
+    kinds = [name for name in ("function", "url", "model") if getattr(reward, name) is not None]
+    if len(kinds) > 1:
+        raise ConfigError(
+            f"{where} has {' and '.join(kinds)}, and a reward is one of them; make it two entries"
+        )
+    if not kinds and reward.name is None:
+        raise ConfigError(
+            f"{where} needs a name (a shipped reward) or a function (file.py:function) or a url "
+            "or a model (a folder or hub id)"
+        )
+    is_model = reward.model is not None
+    is_engine = reward.is_engine_judge
+    if is_engine and reward.judge is None:
+        raise ConfigError(
+            f"{where}.judge: url: engine is the policy as a judge, by a rubric; "
+            "give the rubric's file"
+        )
+    # Each row: whether these keys must not be set, the keys, and the reason.
+    for is_refused, names, reason in (
+        (
+            reward.is_shipped or is_model,
+            _CALL_KEYS,
+            " is of a function or a url; reward_pool.timeout_s bounds all rewards",
+        ),
+        (not is_model, _MODEL_KEYS, " is of a reward model"),
+        (not is_model and not is_engine, ("max_tokens",), " is of a reward model"),
+        (is_model, ("args",), ": they are for a function or a url, and a model takes none"),
+        (reward.url is None, _URL_KEYS, " is of a url"),
+        (reward.judge is None, _JUDGE_KEYS, " is of a judge; set judge, a rubric's file"),
+        (
+            is_engine,
+            _CALL_KEYS + _SERVER_KEYS,
+            " is of a server, and url: engine is the run's own engine",
+        ),
+        (
+            is_engine,
+            ("args",),
+            ": they are for a function or a server, and url: engine takes none",
+        ),
+        (
+            not is_engine,
+            ("judge_tokens",),
+            " is of url: engine; a judge's server takes args: {max_tokens: N}",
+        ),
+    ):
+        for name in _keys_set(reward, names) if is_refused else ():
+            raise ConfigError(f"{where}.{name}{reason}; take it out")
+    if is_model and reward.metric_name in ("", ".."):
         raise ConfigError(
             f"{where}.name: {reward.model!r} ends with no name, which its metrics bear; set name"
         )
-    if reward.is_engine_judge:
-        _check_engine_judge(where, reward)
-    else:
-        _refuse_set(
-            where,
-            reward,
-            ("judge_tokens",),
-            "is of url: engine; a judge's server takes args: {max_tokens: N}",
-        )
-    if reward.url is not None and not reward.is_engine_judge:
-        check_url(f"{where}.url", reward.url)
-        check_headers(f"{where}.headers_env", reward.headers_env)
+    if reward.url is not None and not is_engine:
+        _check_url(f"{where}.url", reward.url)
+        _check_headers(f"{where}.headers_env", reward.headers_env)
     if reward.judge is not None:
         _check_judge(where, reward)
-
-
-def _refuse_set(where: str, reward: RewardConfig, names: tuple[str, ...], why: str) -> None:
-    defaults = {field.name: field.default for field in fields(RewardConfig)} | {"headers_env": {}}
-    for name in names:
-        if getattr(reward, name) != defaults[name]:
-            raise ConfigError(f"{where}.{name} {why}; take it out")
-
-
-def check_url(where: str, url: str) -> None:
-    """What it says is not shown where it may hold a secret."""
-    address, _, query = url.partition("?")
-    parameters = [parameter.partition("=")[0] for parameter in query.split("&")]
-    is_secret = any(
-        SECRET_NAME.search(name) or name.lower() == "code" for name in parameters
-    )  # code: Azure's
-    if SECRET.search(url) or "@" in address or is_secret:
-        raise ConfigError(
-            f"{where} holds a password or a key, and would be written down; give it by headers_env"
-        )
-    try:
-        parts = urlsplit(url)
-        is_whole = (
-            bool(parts.hostname) and parts.port != 0 and url.isascii() and not re.search(r"\s", url)
-        )
-        (parts.hostname or "").encode("idna")
-    except ValueError:
-        is_whole = False
-    if not is_whole or parts.scheme not in ("http", "https") or parts.fragment:
-        raise ConfigError(f"{where} must be an address such as http://host:8000/path; got {url!r}")
-
-
-def check_headers(where: str, headers: Mapping[str, str]) -> None:
-    for name, variable in headers.items():
-        if not _HEADER.fullmatch(name) or name.lower() in _OWN_HEADERS:
-            raise ConfigError(f"{where}: {name!r:.100} is no header that can be given")
-        if not _VARIABLE.fullmatch(variable) or SECRET.search(variable):
-            rule = "must be the name of an environment variable, in capitals, and not what it holds"
-            raise ConfigError(f"{where}.{name} {rule} (not shown here)")
-    if len({name.lower() for name in headers}) < len(headers):
-        raise ConfigError(f"{where} names a header twice: {', '.join(headers)}")
-
-
-def _check_engine_judge(where: str, reward: RewardConfig) -> None:
-    if reward.judge is None:
-        raise ConfigError(
-            f"{where}.judge: url: engine is the policy as a judge, by a rubric; give the rubric's file"
-        )
-    _refuse_set(
-        where,
-        reward,
-        (*_OF_A_CALL, *_OF_A_SERVER),
-        "is of a server, and url: engine is the run's own engine",
-    )
-    if reward.args:
-        raise ConfigError(
-            f"{where}.args: they are for a function or a server, and url: engine takes none; take it out"
-        )
 
 
 def _check_judge(where: str, reward: RewardConfig) -> None:
@@ -310,67 +495,61 @@ def _check_judge(where: str, reward: RewardConfig) -> None:
         )
 
 
-# What a critic and teachers do not go together with.
+def _keys_set(section: Any, names: Iterable[str]) -> list[str]:
+    """Returns those of the keys `names` whose value is not the default."""
+    defaults = {
+        field.name: field.default if field.default_factory is MISSING else field.default_factory()
+        for field in fields(section)
+    }
+    return [name for name in names if getattr(section, name) != defaults[name]]
 
 
-def check_signals(config: Config, has_rewards: bool) -> None:
-    """`has_rewards`: some that count; from the config alone an environment is taken to give one. Raises ConfigError."""
-    of_turns, num_steps, estimator = (
-        config.environment.discount,
-        config.training.num_steps,
-        config.advantage.estimator,
-    )
-    check_critic(
-        config.critic, estimator, config.advantage.normalize_std, of_turns, num_steps, has_rewards
-    )
-    sampling = {"is_dynamic": config.rollout.dynamic_sampling, "has_rewards": has_rewards}
-    check_teacher(
-        config.teacher, has_episodes=config.environment.is_on, kl_in=config.loss.kl_in, **sampling
-    )
-    check_teacher_url(config.teacher, config.rollout.temperature)
-
-
-def check_known_rewards(config: Config, weights: dict[str, float]) -> None:
-    """Once it is known what an environment gives: `weights` of all rewards but models. Raises ConfigError."""
-    has_rewards = any(weights.values()) or any(reward.weight for reward in config.rewards)
-    if not (has_rewards or config.teacher.is_on):
-        what = "the environment gives none" + (", and all weights are 0" if config.rewards else "")
+def _check_url(where: str, url: str) -> None:
+    """The address is not quoted where it may hold a secret."""
+    address, _, query = url.partition("?")
+    parameters = [parameter.partition("=")[0] for parameter in query.split("&")]
+    # "code" is the name of Azure's keys.
+    has_secret = any(SECRET_NAME.search(name) or name.lower() == "code" for name in parameters)
+    if SECRET.search(url) or "@" in address or has_secret:
         raise ConfigError(
-            f"rewards: {what}; name one, e.g. `rewards: [{{function: my.py:reward}}]`"
+            f"{where} holds a password or a key, and would be written down; give it by headers_env"
         )
-    check_signals(config, has_rewards)
+    try:
+        parts = urlsplit(url)
+        (parts.hostname or "").encode("idna")
+        is_text = url.isascii() and not re.search(r"\s", url)
+        is_address = bool(parts.hostname) and parts.port != 0 and is_text
+    except ValueError:
+        is_address = False
+    if not is_address or parts.scheme not in ("http", "https") or parts.fragment:
+        raise ConfigError(f"{where} must be an address such as http://host:8000/path; got {url!r}")
 
 
-# What the section `teacher` may say of a server.
+_HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,100}")
+_VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]{0,99}")
+# Headers that say how the body is sent. The HTTP client sets them.
+_CLIENT_HEADERS = [
+    "host",
+    "content-length",
+    "content-type",
+    "content-encoding",
+    "transfer-encoding",
+    "connection",
+    "accept-encoding",
+    "expect",
+    "te",
+    "trailer",
+    "upgrade",
+]
 
 
-_OF_A_URL_teacher_rules = ("model", "timeout_s", "max_concurrent", "retries", "headers_env")
-
-
-def check_teacher_url(teacher: TeacherConfig, temperature: float) -> None:
-    """Raises ConfigError. `temperature`: of the rollouts."""
-    if teacher.path and teacher.url:
-        raise ConfigError("teacher has path and url, and is one of them; take one out")
-    if not teacher.url:
-        defaults = {field.name: field.default for field in fields(TeacherConfig)} | {
-            "headers_env": {}
-        }
-        for name in _OF_A_URL_teacher_rules:
-            if getattr(teacher, name) != defaults[name]:
-                raise ConfigError(f"teacher.{name} is of a url; set teacher.url, or take it out")
-        return
-    for name, url in teacher.urls.items():
-        key = f"teacher.url.{name}" if name else "teacher.url"
-        check_url(key, url)
-        path = urlsplit(url).path
-        if "/" in name or not path.endswith("/completions") or path.endswith("/chat/completions"):
-            rule = "must be the address of completions, such as http://host:8000/v1/completions, with a name without /"
-            raise ConfigError(f"{key} {rule}; got {url!r}")
-    check_headers("teacher.headers_env", teacher.headers_env)
-    if teacher.loss == "full":
-        raise ConfigError(
-            "teacher.loss: full needs the whole distribution, which no url gives; take topk, or a path"
-        )
-    if temperature != 1:
-        rule = f"rollout.temperature ({temperature:g}) must be 1 with teacher.url, whose logprobs are of temperature 1"
-        raise ConfigError(f"{rule}; set it to 1, or take teacher.path")
+def _check_headers(where: str, headers: Mapping[str, str]) -> None:
+    for name, variable in headers.items():
+        if not _HEADER.fullmatch(name) or name.lower() in _CLIENT_HEADERS:
+            raise ConfigError(f"{where}: {name!r:.100} is no header that can be given")
+        # Somebody may have written the secret itself: it is not shown.
+        if not _VARIABLE.fullmatch(variable) or SECRET.search(variable):
+            rule = "must be the name of an environment variable, in capitals, and not what it holds"
+            raise ConfigError(f"{where}.{name} {rule} (not shown here)")
+    if len({name.lower() for name in headers}) < len(headers):
+        raise ConfigError(f"{where} names a header twice: {', '.join(headers)}")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.config.load import looked_for
+from grpo_spmd.config.load import path_remark
 from grpo_spmd.config.schema import DataConfig
 from grpo_spmd.data.cache import Entry, EntryWriter, digest_of, load_or_make, stamp, versions_of
 from grpo_spmd.data.hub import check_reachable, is_offline, need_datasets
@@ -142,7 +142,7 @@ def _find_file(path: Path, key: str) -> Source:
 
 
 def _unreadable(path: Path, key: str, error: OSError) -> str:
-    return f"{key}: cannot read {path}: {error.strerror or error}{looked_for(path)}"
+    return f"{key}: cannot read {path}: {error.strerror or error}{path_remark(path)}"
 
 
 def _read_jsonl(path: Path) -> Iterator[SourceRow]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.config.load import looked_for
+from grpo_spmd.config.load import path_remark
 from grpo_spmd.config.schema import RewardConfig
 from grpo_spmd.data.rows import PromptRow
 from grpo_spmd.rewards.verifiers import tests_of
@@ -36,7 +36,7 @@ def load_named(
         raise ConfigError(f'{key} must be "file.py:{what}"; got {spec!r}')
     path = Path(file)
     if not path.is_file():
-        raise ConfigError(f"{key}: there is no file {file}{looked_for(path)}")
+        raise ConfigError(f"{key}: there is no file {file}{path_remark(path)}")
     modules = {} if modules is None else modules
     if (place := os.path.abspath(path)) not in modules:
         modules[place] = _run(path, key)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from grpo_spmd.config.aliases import TRAINERS, entries, known_elsewhere, same_here
+from grpo_spmd.config.aliases import equivalent_key, read_aliases, translate_key
 from grpo_spmd.config.coerce import key_names
 from grpo_spmd.config.command_line import OverridesParser, number_of_ranks
 from grpo_spmd.config.errors import ConfigError
@@ -19,10 +19,9 @@ from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config, RewardConfig
 
 OURS = {*key_names(Config), *key_names(RewardConfig, "rewards.N")}
-NAMES = {
-    trainer: [name for names, *_ in entries(table) for name in names]
-    for trainer, table in TRAINERS.items()
-}
+NAMES: dict[str, list[str]] = {}
+for _alias in read_aliases():
+    NAMES.setdefault(_alias.trainer, []).extend(_alias.names)
 
 
 @pytest.mark.parametrize(
@@ -33,9 +32,8 @@ def test_each_name_is_given_once_and_leads_to_keys_that_exist(trainer: str, leas
     names = NAMES[trainer]
     assert len(names) >= least
     assert sorted(names) == sorted(set(names))
-    for _, keys, note in entries(TRAINERS[trainer]):
-        assert set(keys) <= OURS
-        assert "\n" not in note
+    for alias in read_aliases():
+        assert set(alias.keys) <= OURS
 
 
 @pytest.mark.parametrize("trainer", NAMES)
@@ -189,12 +187,12 @@ def test_a_name_that_is_nearly_theirs_is_asked_for_where_none_of_ours_is_near(
 
 
 def test_what_nobody_has_is_left_to_the_closest_key(tmp_path: Path) -> None:
-    assert known_elsewhere("optimizer.lrr") is None
+    assert translate_key("optimizer.lrr") is None
     assert _refusal(tmp_path, {}, "optimizer.lrr=1").endswith("did you mean optimizer.lr?")
 
 
 def test_the_table_is_not_read_for_a_good_config(tmp_path: Path) -> None:
-    sys.modules.pop("grpo_spmd.config.aliases")
+    read_aliases.cache_clear()
     good = {
         "run_dir": "r",
         "model": {"path": "m"},
@@ -203,7 +201,7 @@ def test_the_table_is_not_read_for_a_good_config(tmp_path: Path) -> None:
     }
     (tmp_path / "x.yaml").write_text(yaml.safe_dump(good), encoding="utf-8")
     load_config(tmp_path / "x.yaml", ["optimizer.lr=1e-5"])
-    assert "grpo_spmd.config.aliases" not in sys.modules
+    assert not read_aliases.cache_info().currsize
 
 
 def _parser() -> OverridesParser:
@@ -325,10 +323,10 @@ def test_what_is_written_well_is_taken() -> None:
 
 @pytest.mark.parametrize("trainer", NAMES)
 def test_a_value_is_copied_only_where_one_key_means_the_same_in_all(trainer: str) -> None:
-    for names, keys, note in entries(TRAINERS[trainer]):
-        for name in names:
-            same = same_here(name)
-            assert same is None or ([same], "") == (keys, note)
+    for alias in read_aliases():
+        for name in alias.names if alias.trainer == trainer else ():
+            key = equivalent_key(name)
+            assert key is None or ([key], "") == (alias.keys, alias.note)
 
 
 @pytest.mark.parametrize("command", ["export", "replay", "prefetch", "demo"])

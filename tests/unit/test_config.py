@@ -507,7 +507,7 @@ def test_help_fits_the_terminal_and_names_each_key_at_the_start_of_a_line(column
     assert max(map(len, lines)) <= columns
     assert "  rollout.group_size  (a whole number >= 2; default 8)" in lines
     assert lines[lines.index("  rollout.group_size  (a whole number >= 2; default 8)") + 1] == (
-        "      completions per prompt (G)"
+        "      completions for each prompt (G)"
     )
 
 

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.config.schema import LoggingConfig, check_logging
+from grpo_spmd.config.rules import check_logging
+from grpo_spmd.config.schema import LoggingConfig
 from grpo_spmd.observe import followers as module
 from grpo_spmd.observe.followers import open_followers
 from grpo_spmd.observe.metrics_file import LineFile

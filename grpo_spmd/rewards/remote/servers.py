@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.config.load import looked_for
+from grpo_spmd.config.load import path_remark
 from grpo_spmd.config.schema import RewardConfig, WatchdogConfig
 from grpo_spmd.data.rows import PromptRow
 from grpo_spmd.files import UntrustedError, open_regular
@@ -252,7 +252,7 @@ def read_rubric(file: str, where: str) -> str:
         raise ConfigError(f"{where}: {error}; give a file with a rubric") from None
     except OSError as error:
         raise ConfigError(
-            f"{where}: cannot read {file}: {error.strerror}{looked_for(Path(file))}"
+            f"{where}: cannot read {file}: {error.strerror}{path_remark(Path(file))}"
         ) from None
     except UnicodeDecodeError:
         raise ConfigError(f"{where}: {file} is not UTF-8 text") from None
