@@ -38,7 +38,8 @@ from grpo_spmd.config.schema import AdvantageConfig, LossConfig, RolloutConfig, 
 from grpo_spmd.distributed.reductions import Mean, Sum, merge_bytes, to_bytes
 from grpo_spmd.learn import sampled_step
 from grpo_spmd.learn.losses import mismatch_sums
-from grpo_spmd.learn.sampled_step import StepRules, _Decider, encode_facts, encode_shares
+from grpo_spmd.learn.sampled_step import StepRules, _Rank0Step
+from grpo_spmd.learn.step_messages import encode_decisions, encode_groups
 from grpo_spmd.learn.update import no_update
 from grpo_spmd.records import Completion, Prompt, RolloutGroup, ScoredRollouts
 
@@ -65,14 +66,14 @@ def _measure(num_rollouts: int, num_ranks: int) -> Row:
     rounds = []
     for _ in range(5):
         seconds: dict[str, float] = {}
-        decider = _Decider(rules)
-        _timed(seconds, "judge_s", decider.add_round)(facts, num_rollouts // GROUP_SIZE)
+        rank0_step = _Rank0Step(rules)
+        _timed(seconds, "judge_s", rank0_step.add_round)(facts, num_rollouts // GROUP_SIZE)
         with patch.object(
             sampled_step, "plan_batch", _timed(seconds, "plan_s", sampled_step.plan_batch)
         ):
-            step = _timed(seconds, "rest_s", decider.decide)()
+            step = _timed(seconds, "rest_s", rank0_step.decide)()
         seconds["rest_s"] -= seconds["plan_s"]
-        shares = _timed(seconds, "encode_s", encode_shares)(step)
+        shares = _timed(seconds, "encode_s", encode_decisions)(step)
         rounds.append(seconds)
         _timed(seconds, "sums_s", merge_bytes)(sums)
     least = min(rounds, key=lambda seconds: sum(seconds.values()))
@@ -136,28 +137,28 @@ def simulated_step(num_rollouts: int, num_ranks: int) -> tuple[list[bytes], Step
         num_ranks,
         attention_cost_ratio=2.8e-5,
     )
-    return [encode_facts(*own, GROUP_SIZE) for own in zip(of_ranks, of_scores, strict=True)], rules
+    return [encode_groups(*own, GROUP_SIZE) for own in zip(of_ranks, of_scores, strict=True)], rules
 
 
 def memory(facts: list[bytes], rules: StepRules) -> tuple[float, float]:
     """Bytes a rollout that rank 0 holds until the step's end, and at most meanwhile: Python's and numpy's."""
 
-    def decided() -> _Decider:
-        decider = _Decider(rules)
-        decider.add_round(facts, rules.rollout.num_prompts_per_step)
-        encode_shares(decider.decide())
-        return decider
+    def decided() -> _Rank0Step:
+        rank0_step = _Rank0Step(rules)
+        rank0_step.add_round(facts, rules.rollout.num_prompts_per_step)
+        encode_decisions(rank0_step.decide())
+        return rank0_step
 
     decided()  # what is made once in a process stays out of it
     gc.collect()
     tracemalloc.start()
-    decider = decided()
+    rank0_step = decided()
     gc.collect()
     held, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert decider.decided is not None
-    held += decider.decided.advantages.nbytes  # torch's memory
-    return held / len(decider.decided.rewards), peak / len(decider.decided.rewards)
+    assert rank0_step.decision is not None
+    held += rank0_step.decision.advantages.nbytes  # torch's memory
+    return held / len(rank0_step.decision.rewards), peak / len(rank0_step.decision.rewards)
 
 
 def simulated_sums(rank: int, num_rollouts: int) -> bytes:

@@ -87,7 +87,7 @@ class BatchCheck:
                 self._line([penalised[i] for i in ids], *whole),
                 [penalised[i] for i in ids],
             )
-            divisor = math.inf if sampled.rules.is_measured else divisor
+            divisor = math.inf if sampled.rules.zero_advantages else divisor
             advantages = [
                 0.0 if math.isnan(r) or math.isinf(divisor) else (r - center) / divisor
                 for r in of_group

@@ -36,7 +36,8 @@ from grpo_spmd.learn.advantages import (
     whitening,
 )
 from grpo_spmd.learn.losses import kl_estimate
-from grpo_spmd.learn.sampled_step import SampledStep, cut, of_sampled, of_trained
+from grpo_spmd.learn.sampled_step import SampledStep
+from grpo_spmd.learn.step_messages import split_sampled, trained_ids
 from grpo_spmd.learn.update import StopCheck, ValueHead
 from grpo_spmd.model.offload import Beside
 from grpo_spmd.model.optimizer import build_optimizer, go_on_at
@@ -201,7 +202,9 @@ class Critic:
             ).tolist()
             mean, factor = whitening(count, a, a_squares) if self._whitens else (0.0, 1.0)
             of_rollouts = np.full(len(of_all.rewards), math.nan)
-            of_rollouts[of_trained(of_all)[0]] = np.concatenate([each[_NUM_SUMS:] for each in told])
+            of_rollouts[trained_ids(of_all)[0]] = np.concatenate(
+                [each[_NUM_SUMS:] for each in told]
+            )
             advantages = np.nan_to_num((of_rollouts - mean) * factor).astype(np.float32)
             metrics = {
                 "critic/value_mean": v / count if count else None,
@@ -216,7 +219,7 @@ class Critic:
                 dataclasses.replace(of_all, advantages=advantages, metrics=of_all.metrics | metrics)
             )
             header = np.array([mean, factor]).tobytes()
-            return [header + part for part in cut(*of_sampled(of_all, advantages))]
+            return [header + part for part in split_sampled(of_all, advantages)]
 
         share = scatter_from_rank0(decide, np.concatenate([sums, own]).tobytes())
         mean, factor = np.frombuffer(share, np.float64, 2).tolist()

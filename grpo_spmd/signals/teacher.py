@@ -24,7 +24,7 @@ from grpo_spmd.data.tokens import build_prompts
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.distributed.reductions import Reductions
 from grpo_spmd.distributed.session import Session
-from grpo_spmd.learn.assemble import pack_rollouts, rollout_of
+from grpo_spmd.learn.assemble import pack_rollouts, episode_rollout
 from grpo_spmd.learn.sampled_step import SampledStep
 from grpo_spmd.learn.update import StopCheck
 from grpo_spmd.model.divergence import Places, TaughtBy, TopTeacher, WholeTeacher, top_outcomes
@@ -186,7 +186,7 @@ def taught_row(row: MicroBatch, asked: Mapping[int, Ask], name: str) -> tuple[Mi
     rollouts = []
     for place, parts in segments.items():
         zeros = [0.0] * int(sum(part.sampled.sum() for part in parts))
-        rollouts.append(rollout_of(row.rollout_ids[place], 0.0, True, tuple(parts), zeros))
+        rollouts.append(episode_rollout(row.rollout_ids[place], 0.0, True, tuple(parts), zeros))
     places = np.flatnonzero(np.isin(index, [*own]))
     device = row.input_ids.device
     return pack_rollouts(rollouts, device), torch.from_numpy(places).to(device)

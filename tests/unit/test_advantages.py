@@ -10,7 +10,8 @@ from torch import Tensor
 
 from grpo_spmd.config.schema import AdvantageConfig, LossConfig, RolloutConfig, TrainingConfig
 from grpo_spmd.learn.advantages import batch_std, compute_advantages, overlong_penalties
-from grpo_spmd.learn.sampled_step import StepRules, _Decider, encode_facts
+from grpo_spmd.learn.sampled_step import StepRules, _Rank0Step
+from grpo_spmd.learn.step_messages import encode_groups
 from grpo_spmd.records import Completion, Prompt, RolloutGroup, ScoredRollouts
 
 NAN = math.nan
@@ -221,7 +222,7 @@ def test_dynamic_sampling_judges_a_group_before_the_length_penalty() -> None:
         num_prompts_per_step=2, group_size=4, max_completion_tokens=20, dynamic_sampling=True
     )
     advantage = AdvantageConfig(overlong_buffer_tokens=8)
-    decider = _Decider(
+    rank0_step = _Rank0Step(
         StepRules(rollout, advantage, LossConfig(), TrainingConfig(), 0.3, num_ranks=1)
     )
 
@@ -236,18 +237,18 @@ def test_dynamic_sampling_judges_a_group_before_the_length_penalty() -> None:
         scored = ScoredRollouts()
         for _, of_group in groups:
             scored.extend(of_group)
-        return [encode_facts([group for group, _ in groups], scored, 4)]
+        return [encode_groups([group for group, _ in groups], scored, 4)]
 
     # 16 tokens are 4 of the 8 that are punished: -0.5. The group with one right answer and one long one stays.
     first = told(group(0, [0.0] * 4, [5, 5, 5, 16]), group(1, [1.0, 0.0, 0.0, 0.0], [5, 5, 5, 16]))
-    assert decider.add_round(first, 2) == 2  # one is missing, and half of them stay
+    assert rank0_step.add_round(first, 2) == 2  # one is missing, and half of them stay
     assert (
-        decider.add_round(
+        rank0_step.add_round(
             told(group(2, [1.0, 1.0, 0.0, 0.0], [5] * 4), group(3, [1.0] * 4, [5] * 4)), 2
         )
         == 0
     )
-    decision = decider.decide()
+    decision = rank0_step.decide()
     assert decision.positions.tolist() == [1, 2]
     assert decision.rewards[:4].tolist() == [1.0, 0.0, 0.0, -0.5]  # the penalty itself counts
     assert decision.metrics["dynamic_sampling/alike_groups"] == 2

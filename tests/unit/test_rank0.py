@@ -18,11 +18,13 @@ from grpo_spmd.learn.advantages import compute_advantages
 from grpo_spmd.learn.balance import plan_batch
 from grpo_spmd.learn.sampled_step import (
     StepRules,
-    _Decider,
-    decode_facts,
-    decode_share,
-    encode_facts,
-    encode_shares,
+    _Rank0Step,
+)
+from grpo_spmd.learn.step_messages import (
+    decode_decision,
+    decode_groups,
+    encode_decisions,
+    encode_groups,
 )
 from grpo_spmd.proofs.batch_check import kl_shares, misplaced, told
 from grpo_spmd.records import (
@@ -101,12 +103,15 @@ def _decided(
         num_ranks=num_ranks,
         attention_cost_ratio=RATIO,
     )
-    decider = _Decider(rules)
-    assert decider.add_round([encode_facts(*_on_rank(own), G) for own in of_ranks], num_groups) == 0
-    step = decider.decide()
-    shares = encode_shares(step)
+    rank0_step = _Rank0Step(rules)
+    assert (
+        rank0_step.add_round([encode_groups(*_on_rank(own), G) for own in of_ranks], num_groups)
+        == 0
+    )
+    step = rank0_step.decide()
+    shares = encode_decisions(step)
     return step, [
-        decode_share(share, _on_rank(own)[0], G, None) for share, own in zip(shares, of_ranks, strict=True)
+        decode_decision(share, _on_rank(own)[0], G, None) for share, own in zip(shares, of_ranks, strict=True)
     ], of_ranks, made, rules  # fmt: skip
 
 
@@ -238,34 +243,35 @@ def test_a_group_sampled_twice_and_another_not_at_all_is_seen() -> None:
     rng = random.Random(0)
     groups = [_made_up(position, rng) for position in (0, 1, 1)]
     rollout = RolloutConfig(num_prompts_per_step=3, group_size=G, max_completion_tokens=LONGEST)
-    decider = _Decider(
+    rank0_step = _Rank0Step(
         StepRules(rollout, AdvantageConfig(), LossConfig(), TrainingConfig(), 1.1, num_ranks=2)
     )
     with pytest.raises(AssertionError, match="a group was sampled twice"):
-        decider.add_round(
-            [encode_facts(*_on_rank(groups[:2]), G), encode_facts(*_on_rank(groups[2:]), G)], 3
+        rank0_step.add_round(
+            [encode_groups(*_on_rank(groups[:2]), G), encode_groups(*_on_rank(groups[2:]), G)], 3
         )
 
 
 def test_a_rank_without_groups_sends_nothing_and_ranks_must_name_their_rewards_alike() -> None:
     rng = random.Random(0)
-    facts = encode_facts(*_on_rank([_made_up(0, rng)]), G)
-    assert encode_facts([], ScoredRollouts(), G) == b""
-    records, num_groups, names, _ = decode_facts([b"", facts, b""], G)
-    assert (len(records), num_groups, names) == (1, [0, 1, 0], list(NAMES))
+    facts = encode_groups(*_on_rank([_made_up(0, rng)]), G)
+    assert encode_groups([], ScoredRollouts(), G) == b""
+    sampled = decode_groups([b"", facts, b""], G)
+    assert len(sampled.rows) == 1
+    assert (sampled.num_groups, sampled.reward_names) == ([0, 1, 0], list(NAMES))
     group, scored = _made_up(1, rng)
     scored.by_name = dict(reversed(scored.by_name.items()))
     with pytest.raises(AssertionError, match="second"):
-        decode_facts([facts, encode_facts([group], scored, G)], G)
+        decode_groups([facts, encode_groups([group], scored, G)], G)
 
 
 @pytest.mark.parametrize(("num_rollouts", "num_ranks"), [(1_000, 8), (10_000, 64), (10_000, 1_024)])
 def test_bytes_of_a_rollout_are_bounded(num_rollouts: int, num_ranks: int) -> None:
     """With two rewards that are real numbers: at most 64 to rank 0 and 16 from it, beside about 70 for each rank."""
     facts, rules = simulated_step(num_rollouts, num_ranks)
-    decider = _Decider(rules)
-    decider.add_round(facts, num_rollouts // rules.rollout.group_size)
-    shares = encode_shares(decider.decide())
+    rank0_step = _Rank0Step(rules)
+    rank0_step.add_round(facts, num_rollouts // rules.rollout.group_size)
+    shares = encode_decisions(rank0_step.decide())
     assert sum(map(len, facts)) <= 64 * num_rollouts
     assert sum(map(len, shares)) <= 16 * num_rollouts + 90 * num_ranks
     # Each gets its own and no more: nobody is sent what grows with the step.

@@ -12,7 +12,12 @@ import pytest
 import torch
 
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.learn.assemble import decode_rollouts, encode_rollouts, pack_rollouts, rollout_of
+from grpo_spmd.learn.assemble import (
+    decode_rollouts,
+    encode_rollouts,
+    pack_rollouts,
+    episode_rollout,
+)
 from grpo_spmd.learn.contexts import (
     broken_rule,
     completion_contexts,
@@ -327,7 +332,7 @@ def test_what_arrives_of_thousands_of_episodes_has_the_name_of_what_was_sampled(
             tokens = [(context.token_ids, np.flatnonzero(context.sampled)) for context in contexts]
             names[i] = _name(tokens, completion.logprobs, [0.5] * count, [True] * count)
             if segments:
-                rollouts.append(rollout_of(i, 0.5, True, segments, completion.logprobs))
+                rollouts.append(episode_rollout(i, 0.5, True, segments, completion.logprobs))
             else:
                 rollouts.append(
                     Rollout(i, 0.5, True, [1, 2], completion.token_ids, completion.logprobs)
@@ -351,7 +356,7 @@ def test_what_arrives_of_thousands_of_episodes_has_the_name_of_what_was_sampled(
                     mask[[draw.choice(places.tolist()), draw.choice(free.tolist())]] = [False, True]
                     parts = [*rollout.segments]
                     parts[number] = Segment(segment_.token_ids, mask)
-                    moved = rollout_of(
+                    moved = episode_rollout(
                         rollout.rollout_id, 0.5, True, tuple(parts), rollout.rollout_logprobs
                     )
                     [(_, name)] = _named_rollouts(pack_rollouts([moved], torch.device("cpu")))

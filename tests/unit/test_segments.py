@@ -21,16 +21,19 @@ from grpo_spmd.config.schema import (
 )
 from grpo_spmd.distributed.session import Session, end_session, start_session
 from grpo_spmd.learn.advantages import returns_to_go, turn_advantages
-from grpo_spmd.learn.assemble import decode_rollouts, encode_rollouts, pack_rollouts, rollout_of
+from grpo_spmd.learn.assemble import (
+    decode_rollouts,
+    encode_rollouts,
+    pack_rollouts,
+    episode_rollout,
+)
 from grpo_spmd.learn.sampled_step import (
     SampledStep,
     StepRules,
     check_environment_errors,
-    decode_facts,
-    encode_facts,
     episode_metrics,
-    rollout_tokens,
 )
+from grpo_spmd.learn.step_messages import count_rollout_tokens, decode_groups, encode_groups
 from grpo_spmd.model.policy import build_policy
 from grpo_spmd.records import (
     EPISODE_STATUSES,
@@ -67,7 +70,7 @@ FORK = segment(([1, 2, 9, 9], GIVEN), ([8, 8, 8], SAID))
 
 
 def test_segments_are_sequences_of_one_rollout_by_hand() -> None:
-    episode = rollout_of(
+    episode = episode_rollout(
         5, 2.0, True, (FIRST, FORK), np.array([-1, -2, -3, -4, -5, -6], np.float32)
     )
     plain = Rollout(6, -1.0, True, [10, 11], [12], [-7.0])
@@ -86,7 +89,7 @@ def test_segments_are_sequences_of_one_rollout_by_hand() -> None:
 
 def test_a_sequence_that_begins_with_a_sampled_token_is_refused() -> None:
     """The token before it is another sequence's, which would be trained to predict it."""
-    odd = rollout_of(0, 1.0, True, (segment(([4], SAID), ([5], GIVEN)),), [0.0])
+    odd = episode_rollout(0, 1.0, True, (segment(([4], SAID), ([5], GIVEN)),), [0.0])
     with pytest.raises(AssertionError, match="nothing to predict it"):
         pack_rollouts([odd], CPU)
 
@@ -119,7 +122,9 @@ def random_rollout(number: int, rng: random.Random) -> Rollout:
         if rng.random() < 0.5
         else np.array([rng.random() < 0.5 for _ in range(count)], np.bool_)
     )
-    return rollout_of(number, advantages, mask, segments, [rng.gauss(-1, 1) for _ in range(count)])
+    return episode_rollout(
+        number, advantages, mask, segments, [rng.gauss(-1, 1) for _ in range(count)]
+    )
 
 
 def test_ten_thousand_episodes_cross_ranks_and_are_packed_with_exact_masks() -> None:
@@ -222,15 +227,16 @@ def test_what_rank0_is_told_of_episodes_by_hand() -> None:
         ],
         [1.0, 0.0, None, 0.5],
     )
-    payload = encode_facts(groups, scored, 2)
-    facts, of_ranks, names, tally = decode_facts([b"", payload], 2)
-    assert (of_ranks, names) == ([0, 2], ["r"])
-    assert rollout_tokens(facts).tolist() == [
+    payload = encode_groups(groups, scored, 2)
+    sampled = decode_groups([b"", payload], 2)
+    facts = sampled.rows
+    assert (sampled.num_groups, sampled.reward_names) == ([0, 2], ["r"])
+    assert count_rollout_tokens(facts).tolist() == [
         [14, 7],
         [2, 7],
     ]  # the failed one has its prompt alone
     assert facts["completion_tokens"].tolist() == [[6, 3], [0, 3]]
-    metrics = episode_metrics(facts, tally.calls_s)
+    metrics = episode_metrics(facts, sampled.counts.calls_s)
     expected = {
         "episode/turns_mean": 1.5,
         "episode/segments_mean": 1.0,
@@ -244,15 +250,8 @@ def test_what_rank0_is_told_of_episodes_by_hand() -> None:
     assert {name for name in metrics if name.endswith("_frac")} == {
         f"episode/{name}_frac" for name in EPISODE_STATUSES
     }
-    assert (
-        episode_metrics(
-            decode_facts([encode_facts(*step_of([[Completion([1], [0.0], "stop")]], [1.0]), 1)], 1)[
-                0
-            ],
-            [],
-        )
-        == {}
-    )
+    plain = encode_groups(*step_of([[Completion([1], [0.0], "stop")]], [1.0]), 1)
+    assert episode_metrics(decode_groups([plain], 1).rows, []) == {}
 
 
 def test_environments_that_fail_too_often_stop_the_run_and_are_never_a_reward_of_zero(
@@ -263,14 +262,14 @@ def test_environments_that_fail_too_often_stop_the_run_and_are_never_a_reward_of
     )
     good = [episode("ok", (FIRST,)), episode("ok", (FORK,)), episode("ok", (FIRST,))]
     groups, scored = step_of([[*good, failed]], [1.0, 0.0, 0.5, None])
-    facts, *_, tally = decode_facts([encode_facts(groups, ScoredRollouts(**vars(scored)), 4)], 4)
-    check_environment_errors(facts, tally.first_errors, 0.3)
+    sampled = decode_groups([encode_groups(groups, ScoredRollouts(**vars(scored)), 4)], 4)
+    check_environment_errors(sampled.rows, sampled.counts.first_errors, 0.3)
     scored.first_error = "environment (row 1): hung"
-    facts, *_, tally = decode_facts([encode_facts(groups, scored, 4)], 4)
+    sampled = decode_groups([encode_groups(groups, scored, 4)], 4)
     with pytest.raises(
         RewardError, match=r"failed in 1 of 4 episodes \(0 env_error, 1 env_timeout\).*\n.*hung"
     ):
-        check_environment_errors(facts, tally.first_errors, 0.25)
+        check_environment_errors(sampled.rows, sampled.counts.first_errors, 0.25)
     sizes = RolloutConfig(num_prompts_per_step=1, group_size=4)
     step = SampledStep(
         StepRules(

@@ -9,19 +9,20 @@ import numpy as np
 import pytest
 
 from grpo_spmd.config.schema import AdvantageConfig, RolloutConfig
-from grpo_spmd.learn.sampled_step import Records, group_metrics, judge, record_type
+from grpo_spmd.learn.sampled_step import group_metrics, make_group_table, reward_metrics
+from grpo_spmd.learn.step_messages import GroupRows, group_dtype
 
 ROLLOUT = RolloutConfig(num_prompts_per_step=2, group_size=4, max_completion_tokens=100)
 
 
-Groups = tuple[Records, list[str]]
+Groups = tuple[GroupRows, list[str]]
 
 
 def facts(position: int, lengths: list[int], by_name: dict[str, list[float | None]]) -> Groups:
     total: list[Any] = [
         None if None in row else sum(map(float, row)) for row in zip(*by_name.values(), strict=True)
     ]
-    record = np.zeros(1, record_type(len(by_name), 4))
+    record = np.zeros(1, group_dtype(len(by_name), 4))
     record["position"], record["prompt_tokens"], record["completion_tokens"] = position, 3, lengths
     record["truncated"], record["rewards"] = [n == 100 for n in lengths], np.array(total, float)
     record["by_name"] = np.array(list(by_name.values()), float)
@@ -29,9 +30,13 @@ def facts(position: int, lengths: list[int], by_name: dict[str, list[float | Non
 
 
 def metrics_of(*groups: Groups) -> dict[str, float | None]:
-    records, places = np.concatenate([record for record, _ in groups]), np.arange(len(groups))
-    judged = judge(records, places, places, ROLLOUT, AdvantageConfig())
-    return group_metrics(judged, groups[0][1], {}, AdvantageConfig())
+    rows = np.concatenate([record for record, _ in groups])
+    index = np.arange(len(groups))
+    table = make_group_table(rows, index, index, rollout=ROLLOUT, advantage=AdvantageConfig())
+    metrics = group_metrics(table, 0)
+    for number, name in enumerate(groups[0][1]):
+        metrics |= reward_metrics(name, rows["by_name"][:, number])
+    return metrics
 
 
 def test_spread_of_each_reward_and_percentiles_of_lengths() -> None:

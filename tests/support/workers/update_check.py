@@ -27,7 +27,7 @@ from grpo_spmd.distributed.exit import Rank0Error
 from grpo_spmd.distributed.session import end_session, policy_mesh, start_session
 from grpo_spmd.learn import assemble, losses, sampled_step
 from grpo_spmd.learn import update as learn_update
-from grpo_spmd.learn.assemble import rollout_of
+from grpo_spmd.learn.assemble import episode_rollout
 from grpo_spmd.learn.update import attach_logprobs
 from grpo_spmd.model import policy as model_policy
 from grpo_spmd.model.attention import PackedLayout
@@ -469,7 +469,7 @@ def faults_of_episodes(trials: Trials) -> int:
         def changed(payload: bytes) -> list[Rollout]:
             rollouts = [(r, change(r)) for r in decode(payload)]
             return [
-                rollout_of(r.rollout_id, r.advantages, r.loss_mask, segments, r.rollout_logprobs)
+                episode_rollout(r.rollout_id, r.advantages, r.loss_mask, segments, r.rollout_logprobs)
                 if segments
                 else r
                 for r, segments in rollouts
