@@ -24,7 +24,7 @@ from grpo_spmd.data.tokens import build_prompts
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.distributed.reductions import Reductions
 from grpo_spmd.distributed.session import Session
-from grpo_spmd.learn.assemble import pack_rollouts, episode_rollout
+from grpo_spmd.learn.assemble import episode_rollout, pack_rollouts
 from grpo_spmd.learn.sampled_step import SampledStep
 from grpo_spmd.learn.update import StopCheck
 from grpo_spmd.model.divergence import Places, TaughtBy, TopTeacher, WholeTeacher, top_outcomes

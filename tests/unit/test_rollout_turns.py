@@ -15,8 +15,8 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.learn.assemble import (
     decode_rollouts,
     encode_rollouts,
-    pack_rollouts,
     episode_rollout,
+    pack_rollouts,
 )
 from grpo_spmd.learn.contexts import (
     broken_rule,

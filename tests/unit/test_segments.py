@@ -24,8 +24,8 @@ from grpo_spmd.learn.advantages import returns_to_go, turn_advantages
 from grpo_spmd.learn.assemble import (
     decode_rollouts,
     encode_rollouts,
-    pack_rollouts,
     episode_rollout,
+    pack_rollouts,
 )
 from grpo_spmd.learn.sampled_step import (
     SampledStep,
