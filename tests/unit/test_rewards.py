@@ -14,7 +14,7 @@ import torch
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import RewardConfig
-from grpo_spmd.learn.sampled_step import decode_facts, encode_facts
+from grpo_spmd.learn.step_messages import decode_groups, encode_groups
 from grpo_spmd.records import Completion, Prompt, RolloutGroup, ScoredRollouts
 from grpo_spmd.rewards.pool.worker import call_reward
 from grpo_spmd.rewards.protocol import Reward, load_rewards
@@ -413,12 +413,12 @@ def _facts(statuses: list[str], retried: str | None, first_error: str | None = N
     group = RolloutGroup(0, Prompt(0, 0, [1], "", {}), [Completion([2], [-1.0], "stop")] * 2)
     notes = {0: {"retried": {"f": retried}}} if retried else {}
     scored = ScoredRollouts([0.0] * 2, {"f": [0.0] * 2}, {"f": statuses}, first_error, notes=notes)
-    return encode_facts([group], scored, 2)
+    return encode_groups([group], scored, 2)
 
 
 def _retried_fracs(facts: list[bytes]) -> dict[str, float]:
-    *_, tally = decode_facts(facts, 2)
-    return retried_fracs(tally.statuses, tally.retried, len(facts), tally.first_errors)
+    counts = decode_groups(facts, 2).counts
+    return retried_fracs(counts.statuses, counts.retried, len(facts), counts.first_errors)
 
 
 FINE = ["ok", "ok"]

@@ -23,7 +23,7 @@ from grpo_spmd.config.describe import flatten_config
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config, load_config_with_sources
 from grpo_spmd.config.schema import RewardConfig
-from grpo_spmd.learn.assemble import pack_rollouts, rollout_of
+from grpo_spmd.learn.assemble import pack_rollouts, episode_rollout
 from grpo_spmd.learn.losses import divergence_loss, taught_advantages
 from grpo_spmd.model.config_json import read_model
 from grpo_spmd.model.divergence import LEAST
@@ -322,7 +322,7 @@ def test_each_context_of_an_episode_is_asked_of_up_to_its_last_sampled_token() -
         np.array([1, 2, 3, 4, 5, 6, 7], np.int32), np.array([0, 0, 1, 1, 0, 1, 0], np.bool_)
     )
     of_second = Segment(np.array([1, 2, 8, 9], np.int32), np.array([0, 0, 0, 1], np.bool_))
-    episode = rollout_of(4, 0.0, True, (of_first, of_second), [0.0] * 4)
+    episode = episode_rollout(4, 0.0, True, (of_first, of_second), [0.0] * 4)
     row = pack_rollouts(
         [episode, Rollout(9, 0.0, True, [11], [12, 13], [0.0] * 2)], torch.device("cpu")
     )

@@ -38,7 +38,7 @@ from grpo_spmd.config.schema import (
 )
 from grpo_spmd.distributed.reductions import Max, Reductions
 from grpo_spmd.distributed.session import Session, end_session, start_session
-from grpo_spmd.learn.assemble import pack_rollouts, rollout_of
+from grpo_spmd.learn.assemble import pack_rollouts, episode_rollout
 from grpo_spmd.learn.update import PolicyUpdater, attach_logprobs
 from grpo_spmd.model.policy import Policy, build_policy, hf_named_parameters, load_weights
 from grpo_spmd.observe.rollout_dump import RolloutDump
@@ -90,7 +90,7 @@ def of_segments(rollout_id: int, *sampled: list[int]) -> Scored:
         segments.append(Segment(np.array(token_ids, np.int32), np.array(is_sampled)))
         ids += of_segment
     one = scored(rollout_id, len(ids))
-    rollout = rollout_of(rollout_id, 0.5, True, tuple(segments), one.rollout.rollout_logprobs)
+    rollout = episode_rollout(rollout_id, 0.5, True, tuple(segments), one.rollout.rollout_logprobs)
     assert list(rollout.completion_ids) == ids
     return Scored(rollout, one.logprobs, one.entropy)
 
