@@ -23,7 +23,7 @@ from grpo_spmd.config.describe import flatten_config
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config, load_config_with_sources
 from grpo_spmd.config.schema import RewardConfig
-from grpo_spmd.learn.assemble import pack_rollouts, episode_rollout
+from grpo_spmd.learn.assemble import episode_rollout, pack_rollouts
 from grpo_spmd.learn.losses import divergence_loss, taught_advantages
 from grpo_spmd.model.config_json import read_model
 from grpo_spmd.model.divergence import LEAST

@@ -38,7 +38,7 @@ from grpo_spmd.config.schema import (
 )
 from grpo_spmd.distributed.reductions import Max, Reductions
 from grpo_spmd.distributed.session import Session, end_session, start_session
-from grpo_spmd.learn.assemble import pack_rollouts, episode_rollout
+from grpo_spmd.learn.assemble import episode_rollout, pack_rollouts
 from grpo_spmd.learn.update import PolicyUpdater, attach_logprobs
 from grpo_spmd.model.policy import Policy, build_policy, hf_named_parameters, load_weights
 from grpo_spmd.observe.rollout_dump import RolloutDump
