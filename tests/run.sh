@@ -1,12 +1,16 @@
 #!/usr/bin/env bash
-# Set-up, lint, types and every test that needs no GPU.
-#   tests/run.sh [pytest arguments]      e.g. tests/run.sh -k weight_sync
-#   tests/run.sh --quick [...]           lint, and the tests that start no process: about a minute after set-up
+# Set-up, lint, types and the tests that need no GPU.
+#   tests/run.sh [pytest arguments]      e.g. tests/run.sh -k weight_sync; all tests but those marked nightly
+#   tests/run.sh --quick [...]           lint, and the tests that start no process: about 90 s after set-up
+#   tests/run.sh --nightly [...]         everything: further variants of what the plain call shows already
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-quick=""
-if [ "${1:-}" = --quick ]; then quick=yes; shift; fi
+quick="" marks="not gpu and not nightly"
+case ${1:-} in
+  --quick) quick=yes; shift ;;
+  --nightly) marks="not gpu"; shift ;;
+esac
 
 launch/setup.sh
 . .venv/bin/activate
@@ -20,5 +24,5 @@ else
   mypy
 fi
 echo "tests: pytest"
-# Two files at a time, in the order of tests/conftest.py: the longest first, so that at the end both cores have work.
-exec python -m pytest -m "not gpu" -n 2 --dist loadfile --no-loadscope-reorder "$@"
+# In the order of tests/conftest.py: the longest files first, so that at the end all processes have work.
+exec python -m pytest -m "$marks" -n "${TEST_PROCESSES:-2}" --dist loadfile --no-loadscope-reorder "$@"
