@@ -71,9 +71,9 @@ def translate_last_part(key: str) -> str | None:
 
 def translate_misspelt_key(key: str) -> str | None:
     """Does the same for a key that is nearly one of their names (num_generation)."""
-    last = key.rpartition(".")[2].replace("-", "_")
+    last_name = key.rpartition(".")[2].replace("-", "_")
     names = {name for alias in read_aliases() for name in alias.names}
-    for name in difflib.get_close_matches(last, names, n=1, cutoff=0.9):
+    for name in difflib.get_close_matches(last_name, names, n=1, cutoff=0.9):
         if line := translate_key(name):
             return f"{key}: unknown key; did you mean {line.replace(': unknown key', '', 1)}?"
     return None
@@ -94,8 +94,8 @@ def equivalent_key(name: str) -> str | None:
 
 def _suffixes(name: str) -> list[str]:
     """Returns the dotted name and its ends without the first section, the first two, ..."""
-    parts = name.removeprefix("-").replace("-", "_").split(".")
-    return [".".join(parts[start:]) for start in range(len(parts))]
+    names = name.removeprefix("-").replace("-", "_").split(".")
+    return [".".join(names[start:]) for start in range(len(names))]
 
 
 def _keys_below(key: str, value: object) -> Iterator[str]:
@@ -107,12 +107,12 @@ def _keys_below(key: str, value: object) -> Iterator[str]:
 
 def _find_aliases(name: str, *, by_last_part: bool = False) -> list[Alias]:
     """Returns the first row of each trainer that has this name."""
-    first: dict[str, Alias] = {}
+    aliases: dict[str, Alias] = {}
     for alias in read_aliases():
         names = [n.rpartition(".")[2] for n in alias.names] if by_last_part else alias.names
         if name in names:
-            first.setdefault(alias.trainer, alias)
-    return list(first.values())
+            aliases.setdefault(alias.trainer, alias)
+    return list(aliases.values())
 
 
 def _error_line(key: str, aliases: list[Alias]) -> str | None:

@@ -53,20 +53,20 @@ REFUSED_KEYS = {
 }
 
 
-def build(cls: type, tree: Any, where: str) -> Any:
-    """Returns dataclass `cls` built from a mapping; `where` is its dotted key, "" at the root."""
+def build(cls: type, tree: Any, prefix: str) -> Any:
+    """Returns dataclass `cls` built from a mapping; `prefix` is its dotted key, "" at the root."""
     tree = {} if tree in _NULLS else tree
     if not isinstance(tree, Mapping):
-        remedy = _section_remedy(where, tree)
-        raise ConfigError(f"{where}: expected a section (a mapping), got {tree!r}{remedy}")
+        remedy = _section_remedy(prefix, tree)
+        raise ConfigError(f"{prefix}: expected a section (a mapping), got {tree!r}{remedy}")
     fields = {field.name: field for field in dataclasses.fields(cls)}
     hints = typing.get_type_hints(cls)
     for name in tree:
         if name not in fields:
-            raise ConfigError(unknown_key(join_key(where, str(name)), where, tree[name]))
+            raise ConfigError(unknown_key(join_key(prefix, str(name)), prefix, tree[name]))
     values = {}
     for name, field in fields.items():
-        key = join_key(where, name)
+        key = join_key(prefix, name)
         if name in tree:
             try:
                 values[name] = _checked(coerce(hints[name], tree[name], key), field, key)
@@ -79,33 +79,35 @@ def build(cls: type, tree: Any, where: str) -> Any:
     return cls(**values)
 
 
-def coerce(hint: Any, value: Any, where: str) -> Any:
+def coerce(hint: Any, value: Any, prefix: str) -> Any:
     """Returns `value` as the declared type. PyYAML reads "lr: 1e-6" as text; here it is a float."""
     value = _interpret(hint, value)
     origin: Any = typing.get_origin(hint)
     args = typing.get_args(hint)
     if dataclasses.is_dataclass(hint):
-        return build(typing.cast(type, hint), value, where)
+        return build(typing.cast(type, hint), value, prefix)
     if origin is Literal:
         # 1 == True in Python, so the type is compared too.
         if any(value == option and type(value) is type(option) for option in args):
             return value
-        raise ConfigError(f"{where} must be one of {', '.join(map(str, args))}; got {value!r}")
+        raise ConfigError(f"{prefix} must be one of {', '.join(map(str, args))}; got {value!r}")
     if origin in (Union, types.UnionType):
-        return _coerce_union(hint, value, where)
+        return _coerce_union(hint, value, prefix)
     if origin is tuple:
         if not isinstance(value, list | tuple):
-            raise ConfigError(f"{where} must be a list; got {value!r}")
+            raise ConfigError(f"{prefix} must be a list; got {value!r}")
         hints = args[:1] * len(value) if args[1:] == (Ellipsis,) else args
         if len(value) != len(hints):
-            raise ConfigError(f"{where} must have {len(hints)} values; got {len(value)}: {value!r}")
-        return tuple(coerce(hints[i], item, f"{where}.{i}") for i, item in enumerate(value))
+            raise ConfigError(
+                f"{prefix} must have {len(hints)} values; got {len(value)}: {value!r}"
+            )
+        return tuple(coerce(hints[i], item, f"{prefix}.{i}") for i, item in enumerate(value))
     if origin is dict:
-        return _coerce_mapping(args[1], value, where)
-    return _coerce_scalar(hint, value, where)
+        return _coerce_mapping(args[1], value, prefix)
+    return _coerce_scalar(hint, value, prefix)
 
 
-def _coerce_union(hint: Any, value: Any, where: str) -> Any:
+def _coerce_union(hint: Any, value: Any, prefix: str) -> Any:
     args = typing.get_args(hint)
     if value is None and type(None) in args:
         return None
@@ -114,11 +116,11 @@ def _coerce_union(hint: Any, value: Any, where: str) -> Any:
     options.sort(key=_is_no_literal)
     for option in options:
         try:
-            return coerce(option, value, where)
+            return coerce(option, value, prefix)
         except ConfigError:
             if len(options) == 1:
                 raise
-    raise ConfigError(f"{where} must be {type_name(hint)}; got {value!r}")
+    raise ConfigError(f"{prefix} must be {type_name(hint)}; got {value!r}")
 
 
 def _is_no_literal(hint: Any) -> bool:
@@ -126,21 +128,21 @@ def _is_no_literal(hint: Any) -> bool:
     return origin is not Literal
 
 
-def _coerce_mapping(hint: Any, value: Any, where: str) -> dict[str, Any]:
+def _coerce_mapping(hint: Any, value: Any, prefix: str) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
-        raise ConfigError(f"{where} must be a mapping with names as keys; got {value!r}")
+        raise ConfigError(f"{prefix} must be a mapping with names as keys; got {value!r}")
     if hint is not Any:
-        return {name: coerce(hint, item, join_key(where, name)) for name, item in value.items()}
-    for name, leaf in flat(value, where).items():
+        return {name: coerce(hint, item, join_key(prefix, name)) for name, item in value.items()}
+    for name, leaf in flat(value, prefix).items():
         # YAML also has dates, sets and bytes, which JSON has not.
         if leaf is not None and not isinstance(leaf, str | int | float | list | dict):
             raise ConfigError(f"{name} must be text or a number; got {leaf!r}")
     return value
 
 
-def _coerce_scalar(hint: Any, value: Any, where: str) -> Any:
+def _coerce_scalar(hint: Any, value: Any, prefix: str) -> Any:
     is_bool = isinstance(value, bool)
     if hint is bool and is_bool:
         return value
@@ -156,10 +158,10 @@ def _coerce_scalar(hint: Any, value: Any, where: str) -> Any:
             number = math.nan
         if math.isfinite(number):
             return number
-        raise ConfigError(f"{where} must be a finite number; got {value!r}")
+        raise ConfigError(f"{prefix} must be a finite number; got {value!r}")
     if hint is str and isinstance(value, str | int | float | date) and not is_bool:
         return str(value)
-    raise ConfigError(f"{where} must be {type_name(hint)}; got {value!r}")
+    raise ConfigError(f"{prefix} must be {type_name(hint)}; got {value!r}")
 
 
 _DTYPES = {
@@ -254,34 +256,36 @@ def _check_run_dir(text: str, expanded: str) -> None:
         raise ConfigError(f"run_dir: {text}: there is no user {user}; name the folder itself")
 
 
-def key_names(cls: type, where: str = "") -> list[str]:
+def key_names(cls: type, prefix: str = "") -> list[str]:
     """Returns the dotted names of all keys and sections."""
     names = []
     for name, hint in typing.get_type_hints(cls).items():
-        names.append(join_key(where, name))
+        names.append(join_key(prefix, name))
         if dataclasses.is_dataclass(hint):
             names += key_names(typing.cast(type, hint), names[-1])
     return names
 
 
-def unknown_key(key: str, where: str, value: Any) -> str:
-    """Returns the error line for a key that does not exist in section `where`.
+def unknown_key(key: str, prefix: str, value: Any) -> str:
+    """Returns the error line for a key that does not exist in section `prefix`.
 
     It names our key for another trainer's name, or the key that was probably meant.
     """
-    name = key.removeprefix(f"{where}.") if where else key
-    if name in REFUSED_KEYS and where in ("", "rollout"):
+    name = key.removeprefix(f"{prefix}.") if prefix else key
+    if name in REFUSED_KEYS and prefix in ("", "rollout"):
         return f"{key}: {REFUSED_KEYS[name]}"
     if "." in name and (key in key_names(Config) or name.startswith("rewards.")):
-        section, _, last = key.rpartition(".")
+        section, _, last_name = key.rpartition(".")
         rule = "a key with a dot is for the command line; in the file write"
-        return f"{key}: {rule} {section}: {{{last}: {value}}}"
+        return f"{key}: {rule} {section}: {{{last_name}: {value}}}"
     if translation := translate_key(key, value):
         return translation
-    is_last_name = any(known.rpartition(".")[2] == name for known in key_names(Config))
+    is_last_name = any(
+        declared_key.rpartition(".")[2] == name for declared_key in key_names(Config)
+    )
     if not is_last_name and (translation := translate_last_part(key)):
         return translation
-    if similar := _similar_key(name, where, is_section=isinstance(value, dict)):
+    if similar := _similar_key(name, prefix, is_section=isinstance(value, dict)):
         return f"{key}: unknown key; did you mean {similar}?"
     return translate_misspelt_key(key) or f"{key}: unknown key; --help lists them all"
 
@@ -291,15 +295,15 @@ _SAME_SECTION_RATIO = 0.7
 _OTHER_SECTION_RATIO = 0.85
 
 
-def _similar_key(name: str, where: str, *, is_section: bool) -> str | None:
+def _similar_key(name: str, prefix: str, *, is_section: bool) -> str | None:
     """Returns a key with a similar name in the same section, else one in another section."""
     known = key_names(Config)
-    if where.startswith("rewards"):
-        known = [join_key(where, field.name) for field in dataclasses.fields(RewardConfig)]
+    if prefix.startswith("rewards"):
+        known = [join_key(prefix, field.name) for field in dataclasses.fields(RewardConfig)]
     sections = {key.rpartition(".")[0] for key in known}
     if not is_section:
         known = [key for key in known if key not in sections]
-    siblings = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == where}
+    siblings = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == prefix}
     if similar := _similar_name(name, siblings, _SAME_SECTION_RATIO):
         return siblings[similar]
     last_names = {key.rpartition(".")[2] for key in known}
@@ -308,9 +312,9 @@ def _similar_key(name: str, where: str, *, is_section: bool) -> str | None:
     return keys[0] if len(keys) == 1 else None
 
 
-def keys_named(name: str | None, known: Iterable[str]) -> list[str]:
+def keys_named(name: str | None, all_keys: Iterable[str]) -> list[str]:
     """Returns the keys with this last part. Where policy and critic both have it, the policy's."""
-    keys = [key for key in known if key.rpartition(".")[2] == name]
+    keys = [key for key in all_keys if key.rpartition(".")[2] == name]
     return [key for key in keys if not key.startswith("critic.")] or keys
 
 
@@ -318,14 +322,14 @@ def _similar_name(name: str, names: Iterable[str], ratio: float) -> str | None:
     names = list(names)
     similar = difflib.get_close_matches(name, names, n=1, cutoff=ratio)
     if not similar and ratio == _SAME_SECTION_RATIO:
-        similar = [known for known in names if _is_cut_short(name, known)]
+        similar = [candidate for candidate in names if _is_cut_short(name, candidate)]
     # max_lr looks like min_lr, but it means the opposite.
     return similar[0] if similar and _extremes(similar[0]) == _extremes(name) else None
 
 
-def _is_cut_short(name: str, known: str) -> bool:
+def _is_cut_short(name: str, candidate: str) -> bool:
     """True for temp and temperature, or lrate and lr; lr_end is another thing than lr."""
-    short, long = sorted((name, known), key=len)
+    short, long = sorted((name, candidate), key=len)
     return long.startswith(short) and long[len(short) :].isalpha()
 
 
@@ -356,8 +360,8 @@ def _read_remedies() -> list[list[str]]:
 
 def _value_remedy(key: str, value: Any) -> str:
     """Returns what is added to the line that refuses this value; "" where its rule is enough."""
-    for known, pattern, remedy in _read_remedies():
-        if known == key and re.fullmatch(pattern, str(value), re.DOTALL):
+    for known_key, pattern, remedy in _read_remedies():
+        if known_key == key and re.fullmatch(pattern, str(value), re.DOTALL):
             return f"; {remedy.replace('VALUE', str(value))}"
     for pattern, rewrite in _NUMBERS:
         if isinstance(value, str) and re.fullmatch(pattern, value):
@@ -365,11 +369,11 @@ def _value_remedy(key: str, value: Any) -> str:
     return ""
 
 
-def _section_remedy(where: str, value: Any) -> str:
+def _section_remedy(prefix: str, value: Any) -> str:
     """Returns what is added where a section is expected and something else is written."""
     if not isinstance(value, str):
         return ""
-    if where.startswith("rewards."):
+    if prefix.startswith("rewards."):
         return f"; {{function: '{value}'}}" if ".py:" in value else f"; {{name: {value}}}"
     match = re.fullmatch(r"(\w+):(\S+)", value)
     return f"; a blank is missing after the colon: {match[1]}: {match[2]}" if match else ""

@@ -124,14 +124,14 @@ def _pop_value(rest: list[str]) -> str | None:
 
 def _advise(name: str, value: str | None, rule: str) -> str:
     """Returns the error with the override that was probably meant, under our key's name."""
-    known = key_names(Config)
+    all_keys = key_names(Config)
     key = name
     translation = None
-    if name not in known and not name.startswith("rewards."):
+    if name not in all_keys and not name.startswith("rewards."):
         translation = translate_key(name)
         if translation is None:
             key = name.replace("-", "_")
-            same_name = keys_named(key.rpartition(".")[2], known)
+            same_name = keys_named(key.rpartition(".")[2], all_keys)
             if len(same_name) == 1:
                 key = same_name[0]
             elif "." not in name:

@@ -87,11 +87,11 @@ def type_name(hint: Any) -> str:
     return names[origin or hint]
 
 
-def _key_texts(cls: type, where: str) -> Iterator[KeyText]:
+def _key_texts(cls: type, prefix: str) -> Iterator[KeyText]:
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         hint = hints[field.name]
-        name = join_key(where, field.name)
+        name = join_key(prefix, field.name)
         if dataclasses.is_dataclass(hint):
             yield from _key_texts(typing.cast(type, hint), name)
         elif name == "rewards":
@@ -110,18 +110,18 @@ def _key_texts(cls: type, where: str) -> Iterator[KeyText]:
             yield KeyText(name, default, f"{kind}{bounds}{null}", field.metadata["doc"])
 
 
-def join_key(where: str, name: str) -> str:
-    """Returns the dotted key of `name` in section `where`; "" is the root."""
-    return f"{where}.{name}" if where else name
+def join_key(prefix: str, name: str) -> str:
+    """Returns the dotted key of `name` in section `prefix`; "" is the root."""
+    return f"{prefix}.{name}" if prefix else name
 
 
-def flat(value: Any, where: str = "") -> dict[str, Any]:
+def flat(value: Any, prefix: str = "") -> dict[str, Any]:
     """Returns {dotted key: value} of nested mappings and lists; an empty one is a value itself."""
     if not isinstance(value, dict | list) or not value:
-        return {where: value}
+        return {prefix: value}
     leaves: dict[str, Any] = {}
     for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
-        leaves |= flat(inner, join_key(where, str(name)))
+        leaves |= flat(inner, join_key(prefix, str(name)))
     return leaves
 
 
@@ -188,16 +188,16 @@ def redact(text: str) -> str:
     Removes the values of names like api_key, unless they are declared keys (data.prompt_key), and
     everything from the first secret on that is known by its form.
     """
-    parts: list[str] = []
+    pieces: list[str] = []
     end = 0
     for name in _NAME.finditer(text):
         value = _VALUE.match(text, name.end())
         if value is not None and name.start() >= end and _is_secret(name[1], value[0]):
-            parts += [text[end : name.end()], "<redacted>"]
+            pieces += [text[end : name.end()], "<redacted>"]
             end = value.end()
-    shown = "".join([*parts, text[end:]])
-    secret = SECRET.search(shown)
-    return f"{shown[: secret.start()]}<redacted>" if secret else shown
+    text_shown = "".join([*pieces, text[end:]])
+    secret = SECRET.search(text_shown)
+    return f"{text_shown[: secret.start()]}<redacted>" if secret else text_shown
 
 
 def redact_arguments(arguments: Sequence[str]) -> list[str]:
@@ -205,27 +205,32 @@ def redact_arguments(arguments: Sequence[str]) -> list[str]:
 
     In `--api-key VALUE` the secret is an argument of its own.
     """
-    shown = []
+    arguments_shown = []
     previous = ""
     for argument in arguments[:_MAX_ARGUMENTS]:
         is_option = previous.startswith("-") and "=" not in previous
         is_value = is_option and not argument.startswith("-")
         is_secret = is_value and _is_secret(previous, argument)
-        shown.append("<redacted>" if is_secret else redact(argument[:_MAX_ARGUMENT_LENGTH]))
+        arguments_shown.append(
+            "<redacted>" if is_secret else redact(argument[:_MAX_ARGUMENT_LENGTH])
+        )
         previous = argument
-    return shown
+    return arguments_shown
 
 
 def _is_secret(name: str, value: str) -> bool:
-    parts = name.strip("-").split(".")
-    is_named = any(SECRET_NAME.search(part) and part not in _declared_names() for part in parts)
+    name_parts = name.strip("-").split(".")
+    is_named = any(
+        SECRET_NAME.search(name_part) and name_part not in _declared_names()
+        for name_part in name_parts
+    )
     return is_named and not (name.endswith("tokens") and re.fullmatch(r"[\d.e+-]+", value))
 
 
 @functools.cache
 def _declared_names() -> set[str]:
     """Returns the parts of all dotted keys of the config."""
-    return {part for key in _key_texts(Config, "") for part in key.name.split(".")}
+    return {name_part for key in _key_texts(Config, "") for name_part in key.name.split(".")}
 
 
 if __name__ == "__main__":

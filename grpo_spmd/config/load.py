@@ -110,7 +110,7 @@ def read_tree(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     return tree, sources
 
 
-def _note_lines(node: yaml.Node | None, where: str, path: Path, sources: dict[str, str]) -> None:
+def _note_lines(node: yaml.Node | None, prefix: str, path: Path, sources: dict[str, str]) -> None:
     """Enters {dotted key: "FILE:LINE"} for everything in `node`."""
     if isinstance(node, yaml.MappingNode):
         items = [(str(key_node.value), key_node, value) for key_node, value in node.value]
@@ -119,7 +119,7 @@ def _note_lines(node: yaml.Node | None, where: str, path: Path, sources: dict[st
     else:
         return
     for name, marked_node, value in items:
-        key = join_key(where, name)
+        key = join_key(prefix, name)
         sources[key] = f"{path}:{marked_node.start_mark.line + 1}"
         _note_lines(value, key, path, sources)
 
@@ -159,27 +159,27 @@ def apply_override(tree: dict[str, Any], override: str) -> tuple[str, Any]:
         reason = f": {problem}" if "base 8" in problem else ""
         raise ConfigError(f"{name}: the value {text!r} is not valid YAML{reason}") from None
     node: Any = tree
-    *parents, last = name.split(".")
+    *parents, last_name = name.split(".")
     for depth, parent in enumerate(parents):
-        where = ".".join(parents[: depth + 1])
+        prefix = ".".join(parents[: depth + 1])
         if isinstance(node, list):
-            node = node[_list_index(node, parent, where)]
+            node = node[_list_index(node, parent, prefix)]
         elif isinstance(node, dict):
             if node.get(parent) is None:
                 node[parent] = {}
             node = node[parent]
         if not isinstance(node, dict | list):
-            raise ConfigError(f"{name}: {where} is a value, not a section")
-    node[_list_index(node, last, name) if isinstance(node, list) else last] = value
+            raise ConfigError(f"{name}: {prefix} is a value, not a section")
+    node[_list_index(node, last_name, name) if isinstance(node, list) else last_name] = value
     return name, value
 
 
-def _list_index(node: list[Any], text: str, where: str) -> int:
+def _list_index(node: list[Any], text: str, prefix: str) -> int:
     if not text.isdecimal() or int(text) >= len(node):
-        example = "[{name: exact}, {name: gsm8k}]" if where.startswith("rewards.") else "[...]"
+        example = "[{name: exact}, {name: gsm8k}]" if prefix.startswith("rewards.") else "[...]"
         raise ConfigError(
-            f"{where}: {text!r} is not an index into a list of {len(node)}; "
-            f"to add one, give the whole list: {where.split('.')[0]}={example}"
+            f"{prefix}: {text!r} is not an index into a list of {len(node)}; "
+            f"to add one, give the whole list: {prefix.split('.')[0]}={example}"
         )
     return int(text)
 
@@ -260,10 +260,10 @@ def _yaml_error(error: Exception, text: str, path: Path) -> ConfigError:
     # PyYAML notices a missing colon only at the end of the next line.
     if "could not find expected ':'" in str(problem):
         mark = getattr(error, "context_mark", None) or mark
-    where = f"{path}:{mark.line + 1}" if mark is not None else str(path)
+    prefix = f"{path}:{mark.line + 1}" if mark is not None else str(path)
     lines = text.splitlines()
     line = lines[mark.line] if mark is not None and mark.line < len(lines) else ""
-    return ConfigError(f"{where}: not valid YAML: {problem}{_yaml_remark(line, text)}")
+    return ConfigError(f"{prefix}: not valid YAML: {problem}{_yaml_remark(line, text)}")
 
 
 def _yaml_remark(line: str, text: str) -> str:
@@ -292,7 +292,7 @@ def recipe_of(tree: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     if isinstance(name, str) and name in RECIPES:
         return RECIPES[name].values
-    names = {_plain_algorithm(known): known for known in RECIPES}
+    names = {_plain_algorithm(algorithm): algorithm for algorithm in RECIPES}
     similar = difflib.get_close_matches(_plain_algorithm(str(name)), names, n=1, cutoff=0.6)
     remark = f"; did you mean {names[similar[0]]}?" if similar else ""
     raise ConfigError(f"algorithm must be one of {', '.join(RECIPES)}; got {name!r}{remark}")
@@ -378,8 +378,8 @@ def gpus_are_hidden() -> bool:
 
     CUDA stops at the first name that is no device. Slurm writes NoDevFiles.
     """
-    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip().lower()
-    return first in ("", "-1", "nodevfiles", "none", "void")
+    first_device = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip().lower()
+    return first_device in ("", "-1", "nodevfiles", "none", "void")
 
 
 def trains_on_cpu() -> bool:

@@ -150,14 +150,14 @@ def recipes_as_markdown() -> str:
     for name, recipe in RECIPES.items():
         sections: dict[str, list[str]] = {}
         for key, value in recipe.values.items():
-            section, _, last = key.partition(".")
+            section, _, name_in_section = key.partition(".")
             sections.setdefault(section, []).append(
-                f"{last}: {value if isinstance(value, str) else json.dumps(value)}"
+                f"{name_in_section}: {value if isinstance(value, str) else json.dumps(value)}"
             )
-        said = "; ".join(
+        settings = "; ".join(
             f"`{section}: {{{', '.join(values)}}}`" for section, values in sections.items()
         )
-        lines.append(f"| `{name}` | {recipe.name} | {said} | {recipe.yours} |")
+        lines.append(f"| `{name}` | {recipe.name} | {settings} | {recipe.yours} |")
     return "\n".join(lines)
 
 

@@ -132,9 +132,9 @@ def check_logging(logging: LoggingConfig) -> None:
     for name in logging.trackers:
         if name not in TRACKERS:
             similar = difflib.get_close_matches(name.lower(), TRACKERS, n=1)
-            known = f"did you mean {similar[0]}? There are" if similar else "there are"
+            known_trackers = f"did you mean {similar[0]}? There are" if similar else "there are"
             raise ConfigError(
-                f"logging.trackers: no tracker {name!r}; {known} {', '.join(TRACKERS)}"
+                f"logging.trackers: no tracker {name!r}; {known_trackers} {', '.join(TRACKERS)}"
             )
     every_steps = logging.trackers_rollouts_every_steps
     dump_steps = logging.rollouts_every_steps
@@ -419,23 +419,23 @@ _MODEL_KEYS = ("label", "on_long", "template", "revision")
 _JUDGE_KEYS = ("judge_model", "judge_scale")
 
 
-def _check_reward(where: str, reward: RewardConfig) -> None:
-    """`where` is the entry's dotted key."""
+def _check_reward(prefix: str, reward: RewardConfig) -> None:
+    """`prefix` is the entry's dotted key."""
     kinds = [name for name in ("function", "url", "model") if getattr(reward, name) is not None]
     if len(kinds) > 1:
         raise ConfigError(
-            f"{where} has {' and '.join(kinds)}, and a reward is one of them; make it two entries"
+            f"{prefix} has {' and '.join(kinds)}, and a reward is one of them; make it two entries"
         )
     if not kinds and reward.name is None:
         raise ConfigError(
-            f"{where} needs a name (a shipped reward) or a function (file.py:function) or a url "
+            f"{prefix} needs a name (a shipped reward) or a function (file.py:function) or a url "
             "or a model (a folder or hub id)"
         )
     is_model = reward.model is not None
     is_engine = reward.is_engine_judge
     if is_engine and reward.judge is None:
         raise ConfigError(
-            f"{where}.judge: url: engine is the policy as a judge, by a rubric; "
+            f"{prefix}.judge: url: engine is the policy as a judge, by a rubric; "
             "give the rubric's file"
         )
     # Each row: whether these keys must not be set, the keys, and the reason.
@@ -467,31 +467,31 @@ def _check_reward(where: str, reward: RewardConfig) -> None:
         ),
     ):
         for name in _keys_set(reward, names) if is_refused else ():
-            raise ConfigError(f"{where}.{name}{reason}; take it out")
+            raise ConfigError(f"{prefix}.{name}{reason}; take it out")
     if is_model and reward.metric_name in ("", ".."):
         raise ConfigError(
-            f"{where}.name: {reward.model!r} ends with no name, which its metrics bear; set name"
+            f"{prefix}.name: {reward.model!r} ends with no name, which its metrics bear; set name"
         )
     if reward.url is not None and not is_engine:
-        _check_url(f"{where}.url", reward.url)
-        _check_headers(f"{where}.headers_env", reward.headers_env)
+        _check_url(f"{prefix}.url", reward.url)
+        _check_headers(f"{prefix}.headers_env", reward.headers_env)
     if reward.judge is not None:
-        _check_judge(where, reward)
+        _check_judge(prefix, reward)
 
 
-def _check_judge(where: str, reward: RewardConfig) -> None:
+def _check_judge(prefix: str, reward: RewardConfig) -> None:
     if reward.judge_model is None and not reward.is_engine_judge:
         raise ConfigError(
-            f"{where}.judge needs judge_model, the name that the server at url has for it"
+            f"{prefix}.judge needs judge_model, the name that the server at url has for it"
         )
     if reward.form != "slime":
         raise ConfigError(
-            f"{where}.form ({reward.form}) is of a server that is no judge; take it out"
+            f"{prefix}.form ({reward.form}) is of a server that is no judge; take it out"
         )
     low, high = reward.judge_scale
     if not low < high:
         raise ConfigError(
-            f"{where}.judge_scale must be its lowest and its highest score; got {low:g}, {high:g}"
+            f"{prefix}.judge_scale must be its lowest and its highest score; got {low:g}, {high:g}"
         )
 
 
@@ -504,7 +504,7 @@ def _keys_set(section: Any, names: Iterable[str]) -> list[str]:
     return [name for name in names if getattr(section, name) != defaults[name]]
 
 
-def _check_url(where: str, url: str) -> None:
+def _check_url(prefix: str, url: str) -> None:
     """The address is not quoted where it may hold a secret."""
     address, _, query = url.partition("?")
     parameters = [parameter.partition("=")[0] for parameter in query.split("&")]
@@ -512,17 +512,17 @@ def _check_url(where: str, url: str) -> None:
     has_secret = any(SECRET_NAME.search(name) or name.lower() == "code" for name in parameters)
     if SECRET.search(url) or "@" in address or has_secret:
         raise ConfigError(
-            f"{where} holds a password or a key, and would be written down; give it by headers_env"
+            f"{prefix} holds a password or a key, and would be written down; give it by headers_env"
         )
     try:
-        parts = urlsplit(url)
-        (parts.hostname or "").encode("idna")
+        address_parts = urlsplit(url)
+        (address_parts.hostname or "").encode("idna")
         is_text = url.isascii() and not re.search(r"\s", url)
-        is_address = bool(parts.hostname) and parts.port != 0 and is_text
+        is_address = bool(address_parts.hostname) and address_parts.port != 0 and is_text
     except ValueError:
         is_address = False
-    if not is_address or parts.scheme not in ("http", "https") or parts.fragment:
-        raise ConfigError(f"{where} must be an address such as http://host:8000/path; got {url!r}")
+    if not is_address or address_parts.scheme not in ("http", "https") or address_parts.fragment:
+        raise ConfigError(f"{prefix} must be an address such as http://host:8000/path; got {url!r}")
 
 
 _HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,100}")
@@ -543,13 +543,13 @@ _CLIENT_HEADERS = [
 ]
 
 
-def _check_headers(where: str, headers: Mapping[str, str]) -> None:
+def _check_headers(prefix: str, headers: Mapping[str, str]) -> None:
     for name, variable in headers.items():
         if not _HEADER.fullmatch(name) or name.lower() in _CLIENT_HEADERS:
-            raise ConfigError(f"{where}: {name!r:.100} is no header that can be given")
+            raise ConfigError(f"{prefix}: {name!r:.100} is no header that can be given")
         # Somebody may have written the secret itself: it is not shown.
         if not _VARIABLE.fullmatch(variable) or SECRET.search(variable):
             rule = "must be the name of an environment variable, in capitals, and not what it holds"
-            raise ConfigError(f"{where}.{name} {rule} (not shown here)")
+            raise ConfigError(f"{prefix}.{name} {rule} (not shown here)")
     if len({name.lower() for name in headers}) < len(headers):
-        raise ConfigError(f"{where} names a header twice: {', '.join(headers)}")
+        raise ConfigError(f"{prefix} names a header twice: {', '.join(headers)}")

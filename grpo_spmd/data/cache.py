@@ -171,7 +171,9 @@ def load_or_make(kind: str, inputs: Any, size: int, make: Make, of: str = "") ->
 
 
 def _found(name: str) -> Entry | None:
-    return next((entry for place in cache_folders() if (entry := _open(place, name)) is not None), None)
+    return next(
+        (entry for place in cache_folders() if (entry := _open(place, name)) is not None), None
+    )
 
 
 def _made(name: str, size: int, make: Make, error_name: str) -> Entry:

@@ -14,7 +14,9 @@ from typing import Any, Literal
 from grpo_spmd.config.errors import ConfigError
 
 WAIT_S = 2.5
-_REMEDY = "run `python -m grpo_spmd.prefetch --config ...` on a node with network, or give a local {what}"
+_REMEDY = (
+    "run `python -m grpo_spmd.prefetch --config ...` on a node with network, or give a local {what}"
+)
 
 
 def is_offline() -> bool:

@@ -1,7 +1,11 @@
-"""The hang doctor: who failed first, or who sleeps while the others wait; then all ranks end within seconds. Twice a
-second a thread of each rank looks after its own phase, a neighbour's process and the run's store. The first rank that
-finds something raises the alarm; all answer where they are, it writes one report, and all leave with its exit code. No
-torch is imported before a session starts: a config error must not wait for it."""
+"""The hang doctor: finds the rank that failed or hangs, writes one report, and ends all ranks.
+
+A thread on each rank looks twice a second at its own phase, at the process of one other rank and at
+the run's store. The first rank that finds something raises the alarm in the store. Then all ranks
+answer where they are, the first one writes the report, and all exit with its code within seconds.
+
+Imports no torch: an error in the config must not wait for it.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -33,176 +37,305 @@ from grpo_spmd.files import hold_standard_streams
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-
 _POLL_S = 0.5
-_PEERS_ANSWER_S = 2.0  # then a rank of this host is looked at from outside; on a busy machine up to 3 times so much
-_ANSWER_S, _REPORT_S = (
-    3 * _PEERS_ANSWER_S + 5.0,
-    8.0,
-)  # the most: an answer that is there is taken at once
-_BEHIND_S = 20.0  # between two looks whether the rank that is furthest behind still beats, or half the limit
-_SILENT_S = 60.0  # a rank on another host that says nothing for so long is lost; on this host its process is looked at
-_doctor: Doctor | None = None
-_waits_at: Callable[[], str] = str
-_num_debuggers = 0  # of reward workers; one on the main thread is seen on its stack
+# After this time a rank of the same host that does not answer is looked at from outside. On a busy
+# machine it gets up to 3 times as much.
+_PEER_ANSWER_S = 2.0
+# Upper bounds: an answer or a report that is there is read at once.
+_ANSWER_S = 3 * _PEER_ANSWER_S + 5.0
+_REPORT_S = 8.0
+# Time between two looks at whether the slowest rank still beats; less where the limit is short.
+_BEHIND_S = 20.0
+# A rank on another host that says nothing for so long is lost. On this host its process is
+# looked at instead.
+_SILENT_S = 60.0
+# Text of torch's errors from a collective whose other side is gone.
+_LOST_PEER = re.compile(r"onnection|gloo|NCCL|[Tt]imed out|Broken pipe|reset by peer")
+_STATES = {
+    "gone": "its process is gone (killed, or crashed outside Python)",
+    "stopped": "its process is stopped (SIGSTOP, or a debugger)",
+    "running": "its process is there, but its Python does not run: a call into C keeps the "
+    "interpreter's lock (GIL)",
+    "blocked": "its process waits in the kernel, likely for a disk or a file system, and does not "
+    "answer",
+    "unknown": "it does not answer, and no other rank of its host is there to look at it: its "
+    "process, host or network is gone",
+}
 
 
-def start(store: Store, rank: int, world_size: int, config: WatchdogConfig) -> None:
-    """Watch this rank from here on, in phase "start". No earlier attempt of the run has used the prefix of `store`."""
-    global _doctor
-    assert _doctor is None, "the doctor is there already"
-    _doctor = Doctor(store, rank, world_size, config)
+@dataclass(frozen=True)
+class Position:
+    """Where a rank is in the run."""
+
+    phase: str
+    step: int
+    # Phases and collectives entered so far. All ranks count alike, so the slowest rank has fewest.
+    sequence: int
+
+    def __str__(self) -> str:
+        return f"phase {self.phase}, step {self.step}"
 
 
-def stop() -> None:
-    """Watch no more; for the orderly end, when all is saved."""
-    global _doctor
-    interrupt.leave_on_second_press(0)
-    if _doctor is not None:
-        _doctor.stop()
-    _doctor = None
+@dataclass(frozen=True)
+class Fault:
+    """How one rank failed."""
+
+    # "stopped": by Ctrl-C or SIGTERM; "follows": because another rank failed.
+    kind: Literal["raise", "config", "stopped", "follows"]
+    headline: str
+    traceback: str = ""
 
 
-def write_reports_to(folder: Path, tell: Callable[[str], None] | None = None) -> None:
-    """From here on reports go to failure.txt and hang.txt in `folder` too, which must be this run's own, and one rank
-    calls `tell`, which must not take long, with the first line."""
-    if _doctor is not None:
-        _doctor.folder, _doctor.tell = folder, tell
+@dataclass(frozen=True)
+class Alarm:
+    """What the first rank that noticed something has noticed."""
+
+    why: Literal["raise", "config", "stopped", "follows", "timeout", "dead", "silent"]
+    by: int  # the rank that raised the alarm
+    rank: int  # the rank that it is about
+    limit_s: float = 0.0
 
 
-def limit_s(config: WatchdogConfig, phase: str) -> float:
-    return float(config.phase_timeouts_s.get(phase, config.timeout_s))
+@dataclass(frozen=True)
+class Answer:
+    """What a rank says about itself after an alarm, or another rank of its host about it."""
+
+    position: Position
+    answers: bool = True  # False: its Python does not run
+    fault: Fault | None = None
+    waits: Literal["collective", "device", ""] = ""  # what its main thread waits for
+    line: str = ""  # the innermost line of our code or the user's
+    stacks: str = ""
+    # Collectives by process group, from torch's flight recorder.
+    enqueued: dict[str, int] = field(default_factory=dict)
+    flight: str = ""
+    state: str = ""  # of its process (a key of _STATES), if it does not answer
 
 
-def enter_phase(name: str, step: int) -> None:
-    if _doctor is not None:
-        _doctor.move(name, step)
+@dataclass(frozen=True)
+class Report:
+    """The report on a failed run, which all ranks share."""
+
+    headline: str
+    text: str
+    details: str  # stacks of all ranks, for hang.txt
+    code: int
+    culprit: int
 
 
-def count_collective() -> None:
-    if _doctor is not None:
-        _doctor.sequence += 1
+def fault_of(error: BaseException, rank: int) -> Fault:
+    """Returns the fault for an error that ended the main thread of `rank`."""
+    if isinstance(error, ConfigError):
+        return Fault("config", str(error))
+    if isinstance(error, KeyboardInterrupt):
+        return Fault("stopped", f"stopped by {error.args[0] if error.args else 'Ctrl-C'}")
+    is_from_rank0 = isinstance(error, Rank0Error)
+    cause = error.__cause__ if is_from_rank0 and error.__cause__ else error
+    # The message of a failed proof is complete; where it was raised tells nobody anything.
+    is_complete = getattr(cause, "says_all", False)
+    text = "" if is_complete else "".join(traceback.format_exception(cause))
+    if len(text) > MAX_TEXT:
+        text = f"{text[: MAX_TEXT // 2]}\n...\n{text[-MAX_TEXT // 2 :]}"
+    # A lost peer shows as torch's own error, raised from within a collective.
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    is_lost_peer = (
+        isinstance(error, RuntimeError)
+        and _LOST_PEER.search(str(error)) is not None
+        and waits_for(frames[-1] if frames else None) == "collective"
+    )
+    is_follower = is_lost_peer or (is_from_rank0 and rank != 0)
+    headline = f"{type(cause).__name__}: {str(cause).partition(chr(10))[0]}"
+    return Fault("follows" if is_follower else "raise", headline, text)
 
 
-def count_debugger(is_open: bool) -> None:
-    """A debugger opens in a reward worker, or closes: no rank has limits meanwhile."""
-    global _num_debuggers
-    _num_debuggers += 1 if is_open else -1
+def write_report(alarm: Alarm, answers: list[Answer], hosts: list[str]) -> Report:
+    """Returns the report; `answers` and `hosts` (name and process) are in the order of ranks."""
+    culprit, reason = find_culprit(alarm, answers)
+    answer = answers[culprit]
+    fault = answer.fault
+    if fault is not None and fault.kind == "config":
+        is_common = all(a.fault is not None and a.fault.kind == "config" for a in answers)
+        origin = "" if is_common else f" (said by rank {culprit} on {hosts[culprit]})"
+        text = f"error: {fault.headline}{origin}"
+        return Report(text, text, "", 2, culprit)
+    host = f" ({hosts[culprit]})" if len(answers) > 1 else ""
+    headline = f"rank {culprit}{host} {reason}"
+    lines = [headline]
+    if fault is not None and fault.traceback:
+        lines.append(fault.traceback.rstrip())
+    elif answer.stacks and fault is None:
+        # With a fault it was stopped, or its message is complete: stacks would say nothing more.
+        lines += ["its stacks:", answer.stacks.rstrip()]
+    ranks_by_text: dict[str, list[int]] = {}
+    details = []
+    for rank, answer in enumerate(answers):
+        text = _describe(answer)
+        if rank != culprit:
+            ranks_by_text.setdefault(text, []).append(rank)
+        flight = f"flight recorder: {answer.flight}\n" if answer.flight else ""
+        head = f"--- rank {rank} ({hosts[rank]}): {text}, sequence {answer.position.sequence}"
+        details.append(f"{head}\n{answer.stacks}\n{flight}")
+    if ranks_by_text:
+        lines.append("where the other ranks were:")
+        lines += [f"  {_format_ranks(ranks)}: {text}" for text, ranks in ranks_by_text.items()]
+    lines.append("all ranks stop with exit code 1")
+    return Report(headline, "\n".join(lines), "\n".join(details), 1, culprit)
 
 
-def describe_waiting_with(where: Callable[[], str]) -> None:
-    """From here on a report has what `where` says of the processes that this rank waits for; any thread asks it."""
-    global _waits_at
-    _waits_at = where
+def find_culprit(alarm: Alarm, answers: list[Answer]) -> tuple[int, str]:
+    """Returns the rank to blame and the reason: a rank that raised, else one that is gone, else one
+    that is silent, else one that was stopped; for a hang the slowest rank."""
+
+    def ranks_with_fault(kind: str) -> list[int]:
+        ranks = [
+            rank for rank, a in enumerate(answers) if a.fault is not None and a.fault.kind == kind
+        ]
+        return [alarm.by] if alarm.by in ranks else ranks
+
+    suspects = [
+        *(ranks_with_fault("raise") or ranks_with_fault("config")),
+        *(rank for rank, answer in enumerate(answers) if answer.state == "gone"),
+        *(rank for rank, answer in enumerate(answers) if not answer.answers),
+        *ranks_with_fault("stopped"),
+        *ranks_with_fault("follows"),
+    ]
+    for rank in suspects:
+        answer = answers[rank]
+        if answer.fault is not None:
+            return rank, f"failed first, in {answer.position}: {answer.fault.headline}"
+        return rank, f"went silent in {answer.position}: {_STATES[answer.state]}"
+    slowest = _slowest_ranks(answers)
+    rank = slowest[0]
+    line = f", at {answers[rank].line}" if answers[rank].line else ""
+    ending = ", and the others wait for it" if len(answers) > 1 else ""
+    if len(slowest) > 1:
+        ending = ", as do others: no rank can be told to be the one that the others wait for"
+    limit = f"{alarm.limit_s:g} s here (watchdog.timeout_s, watchdog.phase_timeouts_s)"
+    hang = f"hangs in {answers[rank].position}{line}{ending}"
+    return rank, f"{hang}; no phase may take longer than {limit}"
 
 
-@contextmanager
-def exit_with_outcome() -> Iterator[None]:
-    """End this process with its block, code 0. A failure ends all ranks with one report: ConfigError 2, others 1."""
-    hold_standard_streams()
-    try:
-        yield
-        exit_process(0)
-    except BaseException as error:
-        interrupt.leave_on_second_press(1)
-        if _doctor is not None:
-            _doctor.fail(error)
-        elif isinstance(
-            error, ConfigError
-        ):  # seen only now: it took the tokenizer or the model to see it
-            with suppress(SystemExit):
-                refuse(error)
-            exit_process(2)
-        exit_process(
-            1,
-            ""
-            if isinstance(error, KeyboardInterrupt)
-            else "".join(traceback.format_exception(error)).rstrip(),
-        )
+def _slowest_ranks(answers: list[Answer]) -> list[int]:
+    """Returns the ranks that may hold up the others.
+
+    They entered the fewest phases and collectives; among equals they enqueued the fewest
+    collectives in torch's flight recorder; among equals their main threads wait for nobody.
+    """
+    ranks = _ranks_with_min(range(len(answers)), lambda rank: answers[rank].position.sequence)
+    groups = set.intersection(*(set(answers[rank].enqueued) for rank in ranks))
+    for group in sorted(groups):
+        counts = {rank: answers[rank].enqueued[group] for rank in ranks}
+        ranks = _ranks_with_min(ranks, counts.__getitem__)
+    order = ("", "device", "collective")
+    return _ranks_with_min(ranks, lambda rank: order.index(answers[rank].waits))
 
 
-def report_failure(error: BaseException) -> None:
-    """Have the doctor, if there is one, report a failure of this rank and end the process, or tell its host."""
-    if _doctor is not None:
-        _doctor.fail(error)
+def _ranks_with_min(ranks: Sequence[int], key: Callable[[int], int]) -> list[int]:
+    low = min(map(key, ranks))
+    return [rank for rank in ranks if key(rank) == low]
+
+
+def _describe(answer: Answer) -> str:
+    if not answer.answers:
+        return f"{answer.position}, went silent: {_STATES[answer.state]}"
+    if answer.fault is not None and answer.fault.kind == "raise":
+        return f"{answer.position}, failed too: {answer.fault.headline}"
+    waits = {"collective": ", waits in a collective", "device": ", waits for its device", "": ""}
+    line = f", at {answer.line}" if answer.line and answer.fault is None else ""
+    return f"{answer.position}{waits[answer.waits]}{line}"
+
+
+def _format_ranks(ranks: list[int]) -> str:
+    """Returns [0, 1, 2, 5] as "ranks 0-2, 5", so that a report of 1,000 ranks can be read."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if not spans or spans[-1][-1] != rank - 1:
+            spans.append([])
+        spans[-1].append(rank)
+    text = ", ".join(f"{s[0]}-{s[-1]}" if len(s) > 1 else f"{s[0]}" for s in spans)
+    return ("ranks " if len(ranks) > 1 else "rank ") + text
 
 
 class Doctor:
-    """Watches one rank from a thread of its own, over a connection of its own to the run's store."""
+    """Watches one rank from its own thread, over its own connection to the run's store."""
 
     def __init__(self, store: Store, rank: int, world_size: int, config: WatchdogConfig) -> None:
-        self._rank, self._world_size, self._config = rank, world_size, config
-        # Two connections, since a request locks its own: `_store` is of the thread that calls move().
+        self._rank = rank
+        self._world_size = world_size
+        self._config = config
+        # Two connections, because a request locks its connection. `_store` belongs to the thread
+        # that calls move().
         self._store = store
         self._watch_store: Store = store.clone()  # type: ignore[attr-defined]
         self.folder: Path | None = None
         self.tell: Callable[[str], None] | None = None
-        self.sequence = self._num_beats = 0
-        self._phase, self._step, self._entered = "start", 0, time.monotonic()
-        self._paused_s = (
-            0.0  # this process was stopped, or in a debugger: that time counts for no limit
-        )
+        self.sequence = 0
+        self._num_beats = 0
+        self._phase = "start"
+        self._step = 0
+        # Time in which this process was stopped or in a debugger. It counts for no limit.
+        self._paused_s = 0.0
+        self._entered = time.monotonic()
         self._fault: Fault | None = None
         self._wake = threading.Event()
-        self._is_stopped = self._says_debugger = False
-        self._behind, self._looked_behind = (
-            (-1, 0),
-            -math.inf,
-        )  # who was furthest behind, with how many beats; when
+        self._is_stopped = False
+        self._is_in_debugger = False
+        # The slowest rank and its number of beats, when this rank last looked.
+        self._slowest = (-1, 0)
+        self._slowest_seen = -math.inf
+        # The last new beat of the rank that this one watches, and when it came.
+        self._last_beat = b""
+        self._last_beat_seen = self._now()
         self._main_thread = threading.get_ident()
-        self._heard: tuple[bytes, float] = (b"", self._now())
-        self._stacks_fd = os.memfd_create(
-            "grpo_spmd_stacks"
-        )  # for processes.stacks_of_peer, on any rank of this host
+        # A rank whose Python does not run writes its stacks here for processes.stacks_of_peer.
+        self._stacks_fd = os.memfd_create("grpo_spmd_stacks")
         faulthandler.register(signal.SIGUSR2, self._stacks_fd, all_threads=True)
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            # torchrun sends it to the survivors of a failure; they would be gone before they can say which rank failed.
-            signal.signal(signal.SIGTERM, _interrupt)
-        self._process = processes.own_process(self._stacks_fd)
-        self._store.set(f"process/{rank}", json.dumps(asdict(self._process)))
+            # torchrun sends it to the survivors of a failure. They would end before they can say
+            # which rank failed.
+            signal.signal(signal.SIGTERM, _raise_interrupt)
+        self._process = processes.this_process(self._stacks_fd)
+        self._publish(f"process/{rank}", self._process, self._store)
         self.move("start", 0)
         self._beat(self._store)
-        self._peers: dict[int, RankProcess] | None = (
-            None  # other ranks of this host; the thread fills it
-        )
+        # The other ranks of this host. The thread fills it in.
+        self._peers: dict[int, RankProcess] | None = None
         self._thread = threading.Thread(target=self._watch, name="doctor", daemon=True)
         self._thread.start()
 
     def move(self, phase: str, step: int) -> None:
-        self._phase, self._step, self._entered, self._looked_behind = (
-            phase,
-            step,
-            self._now(),
-            -math.inf,
-        )
+        """Enters a phase."""
+        self._phase = phase
+        self._step = step
+        self._entered = self._now()
+        self._slowest_seen = -math.inf
         self.sequence += 1
-        with suppress(RuntimeError):  # the store is gone; the thread says so
-            self._store.set(f"at/{self._rank}", json.dumps(asdict(self._place())))
+        with suppress(RuntimeError):  # the store is gone; the thread reports it
+            self._publish(f"at/{self._rank}", self._position(), self._store)
 
     def stop(self) -> None:
+        """Ends the thread and undoes what it set."""
         self._is_stopped = True
         self._wake.set()
         self._thread.join()
         faulthandler.unregister(signal.SIGUSR2)
         os.close(self._stacks_fd)
-        if signal.getsignal(signal.SIGTERM) is _interrupt:
+        if signal.getsignal(signal.SIGTERM) is _raise_interrupt:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def fail(self, error: BaseException) -> NoReturn:
-        """Wait for the doctor to end this process; where even it fails, end it here."""
+        """Waits until the thread ends this process; if even that fails, ends it here."""
         self._fault = fault_of(error, self._rank)
         self._wake.set()
-        until = time.monotonic() + _ANSWER_S + 2 * _REPORT_S
-        while time.monotonic() < until and self._thread.is_alive():
-            with suppress(
-                KeyboardInterrupt
-            ):  # Ctrl-C again, or torchrun's SIGTERM; the thread is about to end us
-                time.sleep(
-                    0.1
-                )  # not join(), after which an interrupted Python 3.11 takes the thread for ended
+        deadline = time.monotonic() + _ANSWER_S + 2 * _REPORT_S
+        while time.monotonic() < deadline and self._thread.is_alive():
+            # Ctrl-C again, or torchrun's SIGTERM: the thread is about to end this process.
+            with suppress(KeyboardInterrupt):
+                # Not join(): interrupted, Python 3.11 takes the thread for ended.
+                time.sleep(0.1)
         exit_process(1, f"rank {self._rank}: {self._fault.headline}\n{self._fault.traceback}")
 
-    def _place(self) -> Position:
+    def _position(self) -> Position:
         return Position(self._phase, self._step, self.sequence)
 
     def _now(self) -> float:
@@ -211,441 +344,341 @@ class Doctor:
     def _watch(self) -> None:
         try:
             self._watch_store.set_timeout(timedelta(seconds=_SILENT_S))
-            last = time.monotonic()
+            previous = time.monotonic()
             while not self._is_stopped:
                 now = time.monotonic()
-                self._paused_s += (
-                    now - last if self._in_debugger() else max(0.0, now - last - 4 * _POLL_S)
-                )
-                last = now
+                # After a long gap between two rounds this process was stopped (SIGSTOP).
+                gap_s = 0.0 if self._look_for_debugger() else 4 * _POLL_S
+                self._paused_s += max(0.0, now - previous - gap_s)
+                previous = now
                 self._beat(self._watch_store)
-                if (
-                    self._watch_store.add("debuggers", 0) > 0
-                ):  # the others wait, however long it takes
+                # The others wait for a rank in a debugger, however long that takes.
+                if self._watch_store.add("debuggers", 0) > 0:
                     self._entered = self._now()
-                alarm = (
-                    Alarm(**self._read("alarm"))
-                    if self._watch_store.check(["alarm"])
-                    else self._own_alarm()
-                )
+                if self._watch_store.check(["alarm"]):
+                    alarm: Alarm | None = Alarm(**self._read("alarm"))
+                else:
+                    alarm = self._find_alarm()
                 if alarm is not None and not self._is_stopped:
-                    first = self._watch_store.compare_set("alarm", "", json.dumps(asdict(alarm)))
+                    text = json.dumps(asdict(alarm))
+                    # Only the first alarm counts, on all ranks.
+                    first = self._watch_store.compare_set("alarm", "", text)
                     self._end(Alarm(**json.loads(first)))
                 if self._fault is None:
                     self._wake.wait(_POLL_S)
-        except Exception as error:  # the store is gone, with rank 0's host; or a mistake of ours: it hides no failure
+        except Exception as error:
+            # The store is gone with rank 0's host, or this code is wrong: no failure may be hidden.
             self._wake.wait(1.0)
             if not self._is_stopped:
-                self._leave_alone(error)
+                self._exit_alone(error)
 
     def _read(self, key: str) -> Any:
         return json.loads(self._watch_store.get(key))  # waits for it
 
+    def _publish(self, key: str, record: Any, store: Store | None = None) -> None:
+        (store or self._watch_store).set(key, json.dumps(asdict(record)))
+
     def _beat(self, store: Store) -> None:
         self._num_beats += 1
-        store.set(
-            f"beat/{self._rank}", json.dumps(asdict(self._place()) | {"num_beats": self._num_beats})
-        )
+        beat = asdict(self._position()) | {"num_beats": self._num_beats}
+        store.set(f"beat/{self._rank}", json.dumps(beat))
 
-    def _own_alarm(self) -> Alarm | None:
+    def _find_alarm(self) -> Alarm | None:
+        """Returns what this rank has to report about itself or the ranks that it watches."""
         if self._fault is not None:
             return Alarm(self._fault.kind, self._rank, self._rank)
-        # The first look at the others comes so long before the limit that the second can decide at it.
-        limit, waited = limit_s(self._config, self._phase), self._now() - self._entered
-        between = min(_BEHIND_S, max(limit / 2, 6 * _POLL_S))
-        is_time = waited > limit - between and self._now() - self._looked_behind > between
-        if is_time and not self._others_are_busy() and waited > limit:
+        limit = limit_s(self._config, self._phase)
+        waited_s = self._now() - self._entered
+        # The first look at the slowest rank is early enough for the second to decide at the limit.
+        interval_s = min(_BEHIND_S, max(limit / 2, 6 * _POLL_S))
+        is_due = self._now() - self._slowest_seen > interval_s and waited_s > limit - interval_s
+        if is_due and not self._waits_for_busy_rank() and waited_s > limit:
             return Alarm("timeout", self._rank, self._rank, limit)
         if self._peers is None:
             self._peers = self._find_peers()
-        for rank in processes.next_of(self._rank, self._peers):
+        for rank in processes.next_rank(self._rank, self._peers):
             if processes.process_state(self._peers[rank]) == "gone":
-                self._wake.wait(1.0)  # at the orderly end it may have left before us
+                self._wake.wait(1.0)  # at a normal end it may exit before this rank
                 is_known = self._is_stopped or self._watch_store.check(["alarm"])
                 return None if is_known else Alarm("dead", self._rank, rank)
-        for rank in processes.next_of(self._rank, range(self._world_size)):
+        for rank in processes.next_rank(self._rank, range(self._world_size)):
             beat = self._watch_store.get(f"beat/{rank}")
-            if beat != self._heard[0] or rank in self._peers:
-                self._heard = beat, self._now()
-            elif self._now() - self._heard[1] > _SILENT_S:
+            if beat != self._last_beat or rank in self._peers:
+                self._last_beat = beat
+                self._last_beat_seen = self._now()
+            elif self._now() - self._last_beat_seen > _SILENT_S:
                 return Alarm("silent", self._rank, rank, _SILENT_S)
         return None
 
-    def _others_are_busy(self) -> bool:
-        """Whether this rank only waits for one in an earlier phase that still beats: its thread minds its own limit."""
-        keys = [f"{key}/{rank}" for key in ("at", "beat") for rank in range(self._world_size)]
-        said = [json.loads(text) for text in self._watch_store.multi_get(keys)]
-        ats, beats = said[: self._world_size], said[self._world_size :]
-        latest = [_later(at, beat) for at, beat in zip(ats, beats, strict=True)]
-        rank = min(range(self._world_size), key=lambda rank: latest[rank].sequence)
-        before, self._behind = self._behind, (rank, beats[rank]["num_beats"])
-        self._looked_behind = self._now()
-        return (latest[rank].phase, latest[rank].step) != (
-            self._phase,
-            self._step,
-        ) and self._behind != before
+    def _waits_for_busy_rank(self) -> bool:
+        """Returns True if this rank only waits for one in an earlier phase that still beats.
+
+        That rank's own thread watches its limit.
+        """
+        ranks = range(self._world_size)
+        keys = [f"{key}/{rank}" for key in ("at", "beat") for rank in ranks]
+        values = [json.loads(text) for text in self._watch_store.multi_get(keys)]
+        beats = values[self._world_size :]
+        positions = [_newer_position(values[rank], beats[rank]) for rank in ranks]
+        slowest = min(ranks, key=lambda rank: positions[rank].sequence)
+        previous = self._slowest
+        self._slowest = (slowest, beats[slowest]["num_beats"])
+        self._slowest_seen = self._now()
+        position = positions[slowest]
+        is_same_phase = position.phase == self._phase and position.step == self._step
+        return not is_same_phase and self._slowest != previous
 
     def _find_peers(self) -> dict[int, RankProcess]:
-        """The other ranks of this host whose processes can be seen from here."""
+        """Returns the other ranks of this host whose processes can be seen from here."""
         first = self._rank - int(os.environ.get("LOCAL_RANK", "0"))
-        ranks = range(
-            max(first, 0),
-            min(first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")), self._world_size),
-        )
-        peers = {
-            rank: RankProcess(**self._read(f"process/{rank}"))
-            for rank in ranks
-            if rank != self._rank
-        }
-        return {rank: peer for rank, peer in peers.items() if peer.machine == self._process.machine}
+        stop = first + int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        peers = {}
+        for rank in range(max(first, 0), min(stop, self._world_size)):
+            if rank != self._rank:
+                process = RankProcess(**self._read(f"process/{rank}"))
+                if process.machine == self._process.machine:
+                    peers[rank] = process
+        return peers
 
-    def _in_debugger(self) -> bool:
-        """Here; all other ranks are told, for they wait for this one."""
-        found = _num_debuggers > 0 or processes.in_debugger(
-            sys._current_frames().get(self._main_thread)
-        )
-        if found != self._says_debugger:
-            self._says_debugger = found
-            self._watch_store.add("debuggers", 1 if found else -1)
-        return found
+    def _look_for_debugger(self) -> bool:
+        """Returns True if this rank is in a debugger; tells the other ranks, which wait for it."""
+        frame = sys._current_frames().get(self._main_thread)
+        is_open = _num_debuggers > 0 or processes.in_debugger(frame)
+        if is_open != self._is_in_debugger:
+            self._is_in_debugger = is_open
+            self._watch_store.add("debuggers", 1 if is_open else -1)
+        return is_open
 
     @exit.killed_after(_ANSWER_S + 3 * _REPORT_S)
     def _end(self, alarm: Alarm) -> NoReturn:
-        seen = time.monotonic()
+        """Answers the alarm, writes or reads the report, and ends this process."""
+        start = time.monotonic()
         if alarm.why in ("follows", "config") and self._fault is None:
-            self._wake.wait(
-                _POLL_S
-            )  # our own main thread is about to raise the same, or what it follows from
-        self._say(self._rank, self._answer())
-        silent = self._examine_peers(seen)
+            # The main thread is about to raise the same error, or the one that the other follows.
+            self._wake.wait(_POLL_S)
+        self._publish(f"answer/{self._rank}", self._answer())
+        silent = self._answer_for_peers(start)
         if alarm.by == self._rank:
-            hosts = [
-                str(RankProcess(**self._read(f"process/{rank}")))
-                for rank in range(self._world_size)
-            ]
-            answers = [self._answer_of(rank, seen + _ANSWER_S) for rank in range(self._world_size)]
+            ranks = range(self._world_size)
+            hosts = [str(RankProcess(**self._read(f"process/{rank}"))) for rank in ranks]
+            answers = [self._answer_of(rank, start + _ANSWER_S) for rank in ranks]
             report = write_report(alarm, answers, hosts)
-            self._publish(report, alarm)
+            self._share(report, alarm)
         else:
-            if not self._waited_for("report", seen + _ANSWER_S + _REPORT_S):
+            if not self._wait_for("report", start + _ANSWER_S + _REPORT_S):
                 raise TimeoutError(f"rank {alarm.by}, which was to report it, is gone too")
             report = Report(**self._read("report"))
-        for (
-            rank,
-            peer,
-        ) in (
-            silent.items()
-        ):  # one that is stopped or stuck in C cannot leave by itself; a slow one can
-            if (
-                not self._read(f"answer/{rank}")["answers"]
-                and processes.process_state(peer) != "gone"
-            ):
+        # A rank that is stopped or stuck in C cannot exit by itself. A slow one can.
+        for rank, peer in silent.items():
+            is_stuck = not self._read(f"answer/{rank}")["answers"]
+            if is_stuck and processes.process_state(peer) != "gone":
                 with suppress(OSError):
                     os.kill(peer.pid, signal.SIGKILL)
-        self._exit_process(report, report.text if alarm.by == self._rank else "")
-
-    def _say(self, rank: int, answer: Answer) -> None:
-        self._watch_store.set(f"answer/{rank}", json.dumps(asdict(answer)))
+        self._exit(report, report.text if alarm.by == self._rank else "")
 
     def _answer(self) -> Answer:
         threads = sys._current_frames()
-        main, stacks = (
-            threads.get(self._main_thread),
-            processes.stacks_of(threads, self._main_thread),
-        )
-        waits, line = processes.waits_for(main), processes.innermost_line(main)
-        with suppress(Exception):  # it changes while we look
-            line = "; ".join(filter(None, [line, _waits_at()]))
+        frame = threads.get(self._main_thread)
+        lines = [processes.innermost_line(frame)]
+        with suppress(Exception):  # what it describes changes meanwhile
+            lines.append(_describe_waiting())
+        enqueued, flight = processes.flight_recorder()
         return Answer(
-            self._place(), True, self._fault, waits, line, stacks, *processes.flight_recorder()
+            position=self._position(),
+            fault=self._fault,
+            waits=waits_for(frame),
+            line="; ".join(filter(None, lines)),
+            stacks=processes.stacks_of(threads, self._main_thread),
+            enqueued=enqueued,
+            flight=flight,
         )
 
-    def _examine_peers(self, seen: float) -> dict[int, RankProcess]:
-        """Answer for the ranks of this host that do not; which these are."""
-        silent, busy = {}, min(3.0, max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
+    def _answer_for_peers(self, start: float) -> dict[int, RankProcess]:
+        """Answers for the ranks of this host that do not answer themselves; returns them."""
+        silent = {}
+        load = min(3.0, max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
         for rank, peer in (self._peers or {}).items():
-            key, cannot = f"answer/{rank}", processes.process_state(peer) in ("gone", "stopped")
-            if not self._waited_for(key, seen + _PEERS_ANSWER_S * (1.0 if cannot else busy)):
+            key = f"answer/{rank}"
+            cannot_answer = ("gone", "stopped")
+            wait_s = _PEER_ANSWER_S
+            if processes.process_state(peer) not in cannot_answer:
+                wait_s *= load
+            if not self._wait_for(key, start + wait_s):
                 state = processes.process_state(peer)
-                stacks = processes.stacks_of_peer(peer) if state not in ("gone", "stopped") else ""
-                if not self._watch_store.check(
-                    [key]
-                ):  # else it was slow, or another rank has looked
-                    self._say(
-                        rank, Answer(self._last_place(rank), False, stacks=stacks, state=state)
-                    )
+                stacks = "" if state in cannot_answer else processes.stacks_of_peer(peer)
+                # Meanwhile a slow rank may have answered, or another rank for it.
+                if not self._watch_store.check([key]):
+                    position = self._last_position(rank)
+                    answer = Answer(position, answers=False, stacks=stacks, state=state)
+                    self._publish(key, answer)
             if not self._read(key)["answers"]:
                 silent[rank] = peer
         return silent
 
-    def _last_place(self, rank: int) -> Position:
-        return _later(self._read(f"at/{rank}"), self._read(f"beat/{rank}"))
+    def _last_position(self, rank: int) -> Position:
+        return _newer_position(self._read(f"at/{rank}"), self._read(f"beat/{rank}"))
 
-    def _waited_for(self, key: str, until: float) -> bool:
+    def _wait_for(self, key: str, deadline: float) -> bool:
         while not self._watch_store.check([key]):
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 return False
             time.sleep(0.02)
         return True
 
-    def _answer_of(self, rank: int, until: float) -> Answer:
-        if self._waited_for(f"answer/{rank}", until):
-            return answer_from(self._read(f"answer/{rank}"))
-        return Answer(self._last_place(rank), False, state="unknown")
+    def _answer_of(self, rank: int, deadline: float) -> Answer:
+        if not self._wait_for(f"answer/{rank}", deadline):
+            return Answer(self._last_position(rank), answers=False, state="unknown")
+        values = self._read(f"answer/{rank}")
+        fault = values["fault"] and Fault(**values["fault"])
+        return Answer(**values | {"position": Position(**values["position"]), "fault": fault})
 
-    def _publish(self, report: Report, alarm: Alarm) -> None:
-        self._watch_store.set(
-            "report", json.dumps(asdict(report) | {"details": ""})
-        )  # details of all: gigabytes
+    def _share(self, report: Report, alarm: Alarm) -> None:
+        """Gives the report to the other ranks, the run's folder and the log."""
+        # Without the details: for many ranks they would be gigabytes in the store.
+        self._publish("report", replace(report, details=""))
         if self.folder is not None and report.code != 2:
             head = f"=== {time.strftime('%Y-%m-%d %H:%M:%S')}\n{report.text}\n"
             texts = {"failure.txt": head}
             if alarm.why in ("timeout", "silent"):
                 texts["hang.txt"] = f"{head}\n{report.details}\n"
-            with suppress(OSError):  # a full disk must not keep the others from leaving
+            with suppress(OSError):  # a full disk must not keep the others from exiting
                 for name, text in texts.items():
-                    with (self.folder / name).open(
-                        "a", encoding="utf-8", errors="backslashreplace"
-                    ) as file:
+                    path = self.folder / name
+                    with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
                         file.write(text)
         if self.tell is not None:
             self.tell(report.headline)
 
-    def _exit_process(self, report: Report, last_words: str) -> NoReturn:
-        """Via the error file for torchrun, to which the earliest one, the culprit's, is the root cause."""
-        if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+    def _exit(self, report: Report, last_words: str) -> NoReturn:
+        path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+        if path:
+            # torchrun takes the error file with the earliest time for the root cause.
             is_other = self._rank != report.culprit
             text = report.headline if is_other else report.text
             info = {"py_callstack": text, "timestamp": str(int(time.time()) + is_other)}
             with suppress(OSError):
                 Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": info}}))
         if self._rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-            time.sleep(1.0)  # the store is in this process: the others read the report from it
+            # The store is in this process, and the others read the report from it.
+            time.sleep(1.0)
         exit_process(report.code, last_words)
 
-    def _leave_alone(self, error: Exception) -> NoReturn:
-        why, fault = f"{type(error).__name__}: {error}", self._fault
-        text = f"rank {self._rank}, {self._place()}: stops without a common report, since the ranks cannot talk ({why})"
-        text += f"\n{fault.traceback or fault.headline}" if fault is not None else ""
+    def _exit_alone(self, error: Exception) -> NoReturn:
+        fault = self._fault
+        reason = f"{type(error).__name__}: {error}"
+        text = (
+            f"rank {self._rank}, {self._position()}: stops without a common report, "
+            f"since the ranks cannot talk ({reason})"
+        )
+        if fault is not None:
+            text += f"\n{fault.traceback or fault.headline}"
         if self.tell is not None and self._rank == 0:
             self.tell(text)
         exit_process(2 if fault is not None and fault.kind == "config" else 1, text)
 
 
-def _later(at: dict[str, Any], beat: dict[str, Any]) -> Position:
-    """Of the places that a rank published, as it entered the phase and with its last beat."""
-    last = max(at, beat, key=lambda place: place["sequence"])
-    return Position(last["phase"], last["step"], last["sequence"])
+def _newer_position(at: dict[str, Any], beat: dict[str, Any]) -> Position:
+    """Returns the newer of two positions: at the start of the phase, and at the last beat."""
+    newer = max(at, beat, key=lambda position: position["sequence"])
+    return Position(newer["phase"], newer["step"], newer["sequence"])
 
 
-def _interrupt(number: int, _: FrameType | None) -> None:
+def _raise_interrupt(number: int, _: FrameType | None) -> None:
     raise KeyboardInterrupt(signal.Signals(number).name)
 
 
-# The doctor's report: what ranks say after an alarm, who is to blame, and the text for a person.
+# The doctor of this process, None before a session starts and after it has ended.
+_doctor: Doctor | None = None
+_describe_waiting: Callable[[], str] = str
+# Debuggers open in reward workers. One on the main thread is seen on its stack.
+_num_debuggers = 0
 
 
-_LOST_PEER = re.compile(r"onnection|gloo|NCCL|[Tt]imed out|Broken pipe|reset by peer")
+def start(store: Store, rank: int, world_size: int, config: WatchdogConfig) -> None:
+    """Starts to watch this rank, in phase "start". The prefix of `store` must be new."""
+    global _doctor
+    assert _doctor is None, "the doctor is there already"
+    _doctor = Doctor(store, rank, world_size, config)
 
 
-@dataclass(frozen=True)
-class Position:
-    phase: str
-    step: int
-    sequence: int  # phases and collectives that it has entered; all ranks count alike, so that a laggard has fewer
-
-    def __str__(self) -> str:
-        return f"phase {self.phase}, step {self.step}"
-
-
-@dataclass(frozen=True)
-class Fault:
-    kind: Literal[
-        "raise", "config", "stopped", "follows"
-    ]  # "stopped": Ctrl-C, SIGTERM; "follows": another failed
-    headline: str
-    traceback: str = ""
+def stop() -> None:
+    """Stops to watch. For the normal end, when everything is saved."""
+    global _doctor
+    interrupt.leave_on_second_press(0)
+    if _doctor is not None:
+        _doctor.stop()
+    _doctor = None
 
 
-@dataclass(frozen=True)
-class Alarm:
-    """What the first rank that noticed something noticed."""
+def write_reports_to(folder: Path, tell: Callable[[str], None] | None = None) -> None:
+    """From now on reports also go to failure.txt and hang.txt in `folder`, which is this run's own.
 
-    why: Literal["raise", "config", "stopped", "follows", "timeout", "dead", "silent"]
-    by: int
-    rank: int  # the one that it noticed it of
-    limit_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What a rank says of itself after an alarm, or what another of its host says of it."""
-
-    place: Position
-    answers: bool = True  # False: its Python does not run
-    fault: Fault | None = None
-    waits: Literal["collective", "device", ""] = ""  # what its main thread waits for
-    line: str = ""  # the innermost of our own or the user's code
-    stacks: str = ""
-    enqueued: dict[str, int] = field(
-        default_factory=dict
-    )  # collectives by process group, from torch's flight recorder
-    flight: str = ""
-    state: str = ""  # of the process, where it does not answer
+    One rank calls `tell` with the first line; it must not take long.
+    """
+    if _doctor is not None:
+        _doctor.folder = folder
+        _doctor.tell = tell
 
 
-@dataclass(frozen=True)
-class Report:
-    headline: str
-    text: str
-    details: str
-    code: int
-    culprit: int
+def limit_s(config: WatchdogConfig, phase: str) -> float:
+    """Returns the limit of a phase in seconds."""
+    return float(config.phase_timeouts_s.get(phase, config.timeout_s))
 
 
-def fault_of(error: BaseException, rank: int) -> Fault:
-    if isinstance(error, ConfigError):
-        return Fault("config", str(error))
-    if isinstance(error, KeyboardInterrupt):
-        return Fault("stopped", f"stopped by {error.args[0] if error.args else 'Ctrl-C'}")
-    shown = error.__cause__ if isinstance(error, Rank0Error) and error.__cause__ else error
-    # What a running proof found says all there is to say; where it was raised tells nobody anything.
-    text = "" if getattr(shown, "says_all", False) else "".join(traceback.format_exception(shown))
-    text = (
-        text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT // 2]}\n...\n{text[-MAX_TEXT // 2 :]}"
-    )
-    # A lost peer: torch's own text, raised from within a collective.
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    lost = isinstance(error, RuntimeError) and _LOST_PEER.search(str(error)) is not None
-    lost = lost and waits_for(frames[-1] if frames else None) == "collective"
-    follows = (isinstance(error, Rank0Error) and rank != 0) or lost
-    first_line = str(shown).partition("\n")[0]
-    return Fault("follows" if follows else "raise", f"{type(shown).__name__}: {first_line}", text)
+def enter_phase(name: str, step: int) -> None:
+    """Tells the doctor that this rank enters a phase. Its limit starts now."""
+    if _doctor is not None:
+        _doctor.move(name, step)
 
 
-def answer_from(tree: dict[str, Any]) -> Answer:  # of dataclasses.asdict
-    fault = tree.pop("fault")
-    return Answer(
-        **(
-            tree
-            | {
-                "place": Position(**tree["place"]),
-                "fault": None if fault is None else Fault(**fault),
-            }
-        )
-    )
+def count_collective() -> None:
+    """Tells the doctor that this rank enters a collective."""
+    if _doctor is not None:
+        _doctor.sequence += 1
 
 
-def write_report(alarm: Alarm, answers: list[Answer], hosts: list[str]) -> Report:
-    """`answers` and `hosts` (name and process) in the order of ranks."""
-    culprit, reason = find_culprit(alarm, answers)
-    of_culprit = answers[culprit]
-    fault = of_culprit.fault
-    if fault is not None and fault.kind == "config":
-        is_common = all(a.fault is not None and a.fault.kind == "config" for a in answers)
-        text = f"error: {fault.headline}" + (
-            "" if is_common else f" (said by rank {culprit} on {hosts[culprit]})"
-        )
-        return Report(text, text, "", 2, culprit)
-    where = f" ({hosts[culprit]})" if len(answers) > 1 else ""
-    headline = f"rank {culprit}{where} {reason}"
-    lines = [headline]
-    if fault is not None and fault.traceback:
-        lines.append(fault.traceback.rstrip())
-    elif of_culprit.stacks and fault is None:  # else it was stopped, or its words say it all
-        lines += ["its stacks:", of_culprit.stacks.rstrip()]
-    by_text, details = dict[str, list[int]](), ""
-    for rank, answer in enumerate(answers):
-        described, flight = (
-            _describe(answer),
-            f"flight recorder: {answer.flight}\n" if answer.flight else "",
-        )
-        if rank != culprit:
-            by_text.setdefault(described, []).append(rank)
-        details += (
-            f"\n--- rank {rank} ({hosts[rank]}): {described}, sequence {answer.place.sequence}\n"
-        )
-        details += f"{answer.stacks}\n{flight}"
-    if by_text:
-        lines.append("where the other ranks were:")
-        lines += [f"  {_ranks(ranks)}: {text}" for text, ranks in by_text.items()]
-    lines.append("all ranks stop with exit code 1")
-    return Report(headline, "\n".join(lines), details[1:], 1, culprit)
+def count_debugger(is_open: bool) -> None:
+    """Tells the doctor that a debugger opens or closes in a reward worker.
+
+    While one is open, no rank has limits.
+    """
+    global _num_debuggers
+    _num_debuggers += 1 if is_open else -1
 
 
-def find_culprit(alarm: Alarm, answers: list[Answer]) -> tuple[int, str]:
-    """Its rank, and what is said of it: who raised, else is gone, else is silent; of a hang `_laggard`."""
+def describe_waiting_with(describe: Callable[[], str]) -> None:
+    """From now on reports include what `describe` says about processes this rank waits for.
 
-    def of_kind(kind: str) -> list[int]:
-        found = [
-            rank for rank, a in enumerate(answers) if a.fault is not None and a.fault.kind == kind
-        ]
-        return [alarm.by] if alarm.by in found else found
-
-    gone = [rank for rank, a in enumerate(answers) if a.state == "gone"]
-    silent = [rank for rank, a in enumerate(answers) if not a.answers]
-    raised = of_kind("raise") or of_kind("config")
-    for rank in raised + gone + silent + of_kind("stopped") + of_kind("follows"):
-        place, fault = answers[rank].place, answers[rank].fault
-        if fault is not None:
-            return rank, f"failed first, in {place}: {fault.headline}"
-        return rank, f"went silent in {place}: {_STATES[answers[rank].state]}"
-    rank, is_clear = _laggard(answers)
-    hangs = f"hangs in {answers[rank].place}" + (
-        f", at {answers[rank].line}" if answers[rank].line else ""
-    )
-    if not is_clear:
-        hangs += ", as do others: no rank can be told to be the one that the others wait for"
-    elif len(answers) > 1:
-        hangs += ", and the others wait for it"
-    limit = f"{alarm.limit_s:g} s here (watchdog.timeout_s, watchdog.phase_timeouts_s)"
-    return rank, f"{hangs}; no phase may take longer than {limit}"
+    Any thread may call it.
+    """
+    global _describe_waiting
+    _describe_waiting = describe
 
 
-def _laggard(answers: list[Answer]) -> tuple[int, bool]:
-    """Who entered the fewest phases and collectives; among equals who enqueued the fewest in torch's flight recorder,
-    then whose main thread waits for nobody. And whether that is one rank alone."""
-    ranks = _least(range(len(answers)), lambda rank: answers[rank].place.sequence)
-    for group in sorted(set.intersection(*(set(answers[rank].enqueued) for rank in ranks))):
-        ranks = _least(ranks, lambda rank, group=group: answers[rank].enqueued[group])  # type: ignore[misc]
-    ranks = _least(ranks, lambda rank: ("", "device", "collective").index(answers[rank].waits))
-    return ranks[0], len(ranks) == 1
+def report_failure(error: BaseException) -> None:
+    """Has the doctor, if there is one, report a failure of this rank and end the process, or tell
+    the process in which the run is embedded."""
+    if _doctor is not None:
+        _doctor.fail(error)
 
 
-def _least(ranks: Sequence[int], key: Callable[[int], int]) -> list[int]:
-    least = min(map(key, ranks))
-    return [rank for rank in ranks if key(rank) == least]
+@contextmanager
+def exit_with_outcome() -> Iterator[None]:
+    """Ends this process with its block, code 0.
 
-
-_STATES = {
-    "gone": "its process is gone (killed, or crashed outside Python)",
-    "stopped": "its process is stopped (SIGSTOP, or a debugger)",
-    "running": "its process is there, but its Python does not run: a call into C keeps the interpreter's lock (GIL)",
-    "blocked": "its process waits in the kernel, likely for a disk or a file system, and does not answer",
-    "unknown": "it does not answer, and no other rank of its host is there to look at it: its process, host or "
-    "network is gone",
-}
-
-
-def _describe(answer: Answer) -> str:
-    if not answer.answers:
-        return f"{answer.place}, went silent: {_STATES[answer.state]}"
-    if answer.fault is not None and answer.fault.kind == "raise":
-        return f"{answer.place}, failed too: {answer.fault.headline}"
-    waits = {"collective": ", waits in a collective", "device": ", waits for its device", "": ""}[
-        answer.waits
-    ]
-    return f"{answer.place}{waits}" + (
-        f", at {answer.line}" if answer.line and answer.fault is None else ""
-    )
-
-
-def _ranks(ranks: list[int]) -> str:
-    """[0, 1, 2, 5] as "ranks 0-2, 5": a report of 1,000 ranks is still read."""
-    spans: list[list[int]] = []
-    for rank in ranks:
-        if not spans or spans[-1][-1] != rank - 1:
-            spans.append([])
-        spans[-1].append(rank)
-    text = ", ".join(f"{s[0]}-{s[-1]}" if len(s) > 1 else f"{s[0]}" for s in spans)
-    return ("ranks " if len(ranks) > 1 else "rank ") + text
+    A failure ends all ranks with one report: ConfigError with code 2, others with code 1.
+    """
+    hold_standard_streams()
+    try:
+        yield
+        exit_process(0)
+    except BaseException as error:
+        interrupt.leave_on_second_press(1)
+        report_failure(error)
+        # There is no doctor: no session had started, or it has ended.
+        if isinstance(error, ConfigError):
+            with suppress(SystemExit):
+                refuse(error)
+            exit_process(2)
+        text = "".join(traceback.format_exception(error)).rstrip()
+        exit_process(1, "" if isinstance(error, KeyboardInterrupt) else text)

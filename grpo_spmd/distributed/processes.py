@@ -52,7 +52,7 @@ class RankProcess:
         return f"{self.host}, process {self.pid}"
 
 
-def own_process(stacks_fd: int) -> RankProcess:
+def this_process(stacks_fd: int) -> RankProcess:
     try:
         machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink(
             "/proc/self/ns/pid"
@@ -82,7 +82,7 @@ def read_stat(pid: int) -> tuple[str, str]:
     return fields[0], fields[19]
 
 
-def next_of(rank: int, ranks: Iterable[int]) -> list[int]:
+def next_rank(rank: int, ranks: Iterable[int]) -> list[int]:
     """The one after `rank` in the ring of `ranks`, or none: each rank is looked after by one other."""
     others = sorted(other for other in ranks if other != rank)
     return [next((other for other in others if other > rank), others[0])] if others else []

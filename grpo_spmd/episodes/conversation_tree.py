@@ -169,7 +169,9 @@ class ConversationTree:
         longest = self._longest(self._leaves())
         return self._refused or ("truncated" if longest is not None and longest.is_cut else "ok")
 
-    def begin(self, messages: list[Message], tools: Tools, max_tokens: int | None = None) -> TurnRequest:
+    def begin(
+        self, messages: list[Message], tools: Tools, max_tokens: int | None = None
+    ) -> TurnRequest:
         """The turn that a request asks for; messages as wire.read_request has them, `max_tokens`: what the agent allows
         at most. Raises ApiError where there is no room for it or the template refuses the messages."""
         if len(self._nodes) >= self._max_turns:

@@ -68,9 +68,7 @@ def main() -> None:
             _fetch_rows(config.data, name)
     except ConfigError as error:
         refuse(
-            ConfigError(
-                str(error).replace("`python -m grpo_spmd.prefetch --config ...`", "this")
-            )
+            ConfigError(str(error).replace("`python -m grpo_spmd.prefetch --config ...`", "this"))
         )
     show(f"prefetch: all of it is in {constants.HF_HOME}, which the nodes must see. In the job:")
     show(f"  export HF_HOME={constants.HF_HOME} HF_HUB_OFFLINE=1")

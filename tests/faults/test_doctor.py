@@ -231,7 +231,7 @@ ENDS = {
 def test_the_end_itself_has_an_end(case: str) -> None:
     body, code = ENDS[case]
     shorter = "ending._END_S = 1.0; ending._FLUSH_S = 0.5"
-    script = f"import os, signal, time\nfrom grpo_spmd.distributed import ending\n{shorter}\n{body}"
+    script = f"import os, signal, time\nfrom grpo_spmd.distributed import exit as ending\n{shorter}\n{body}"
     assert Job([sys.executable, "-c", script]).wait(60)[0] == code
 
 

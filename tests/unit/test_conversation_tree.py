@@ -453,7 +453,9 @@ def test_with_the_chat_format_of_a_tokenizer_nothing_sampled_is_made_anew(
     that no text gives."""
     tokenizer = make_tokenizer(tmp_path)
     chat = ChatFormat(tokenizer, history, [], has_user_turns=True, has_tool_results=True)
-    contexts = ConversationTree(chat, max_turns=9, max_tokens=1000, max_model_len=2000, max_all_tokens=5000)
+    contexts = ConversationTree(
+        chat, max_turns=9, max_tokens=1000, max_model_len=2000, max_all_tokens=5000
+    )
     tools = [
         {
             "type": "function",

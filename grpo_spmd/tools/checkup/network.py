@@ -149,9 +149,7 @@ def look_at_hub(place: Place) -> Iterator[Result]:
             "hub", "ok", f"{endpoint} gives no answer, and model and data of the config are local"
         )
     else:
-        remedy = (
-            "python -m grpo_spmd.prefetch where there is network, and HF_HUB_OFFLINE=1 here"
-        )
+        remedy = "python -m grpo_spmd.prefetch where there is network, and HF_HUB_OFFLINE=1 here"
         yield Result("hub", "warning", f"{endpoint} gives no answer ({said or status})", remedy)
 
 
