@@ -107,7 +107,7 @@ def _release() -> None:
     """End what a failed run has left of its engine, its process group and whoever followed its metrics."""
     import torch.distributed as dist
 
-    from grpo_spmd.engine.leftovers import end_engines
+    from grpo_spmd.engine.failures import end_engines
     from grpo_spmd.observe.followers import finish_all
 
     finish_all()

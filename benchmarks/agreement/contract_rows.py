@@ -92,10 +92,10 @@ OPTIONS = (
         "()",
         says=("return (distributed_init_method, rank, local_rank)",),
     ),
-    Row(f"{_STATE}.destroy_model_parallel", "leftovers.py ends what a failed run has left of the groups", "()"),
+    Row(f"{_STATE}.destroy_model_parallel", "failures.py ends what a failed run has left of the groups", "()"),
     Row(
         f"{_STATE}.destroy_distributed_environment",
-        "leftovers.py: the next engine would take the old world for its own",
+        "failures.py: the next engine would take the old world for its own",
         "()",
         says=("_WORLD = None",),
     ),

@@ -53,7 +53,7 @@ _YIELD = "            yield name, full.view(-1)[: parameter.numel()].view(parame
 _TENSOR = "            tensor = full.view(-1)[: parameter.numel()].view(parameter.shape)\n"
 _VALUES = "        return cast(name, shard().detach()).reshape(-1)\n"
 _COPY = "copy(part, piece, first, shape)\n"
-_LOAD = "engine.load_weights(full_tensors(pieces, engine.dtype), step, direct, of_entries(pieces, copied))\n"
+_LOAD = "engine.load_weights(full_tensors(pieces, engine.dtype), step, direct, leading_pieces(pieces, copied))\n"
 _SEED = "place_of = self._seed, step - 1, prompt.position, sample"
 
 FAULTS = (
@@ -69,7 +69,7 @@ FAULTS = (
         "one tensor stale: k_proj of layer 1 keeps its first value",
         "engine/gather.py",
         _VALUES,
-        "        values, kept = cast(name, shard().detach()).reshape(-1), as_it_is.__dict__.setdefault('kept', {})\n"
+        "        values, kept = cast(name, shard().detach()).reshape(-1), no_cast.__dict__.setdefault('kept', {})\n"
         "        return kept.setdefault(name, values.clone()) if 'layers.1.self_attn.k_proj' in name else values\n",
         (_SHARDED,),
         of_sync=True,

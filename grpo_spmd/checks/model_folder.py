@@ -18,7 +18,7 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import path_remark
 from grpo_spmd.config.schema import Config, LoraConfig
 from grpo_spmd.data.hub import check_reachable
-from grpo_spmd.engine.cache_room import cpu_cache_bytes, host_bytes
+from grpo_spmd.engine.failures import cpu_cache_bytes, host_bytes
 from grpo_spmd.files import (
     UntrustedError,
     read_header,

@@ -19,7 +19,7 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import Config, RewardConfig
 from grpo_spmd.data.rows import PromptRow, overview_of
 from grpo_spmd.files import read_model_config
-from grpo_spmd.model.reward_model_files import RewardModelFiles, read_reward_model, said_of
+from grpo_spmd.model.reward_model_files import RewardModelFiles, read_reward_model, errors_about
 from grpo_spmd.rewards.remote.servers import Judge
 
 _NUM_TRIED = 8  # prompts that a template is tried on
@@ -72,7 +72,7 @@ def _check_template(files: RewardModelFiles, what: str, rows: Sequence[PromptRow
         if (files.folder / "chat_template.json").is_file():
             what += " (its chat_template.json is a processor's, which no tokenizer reads)"
         raise ConfigError(f"{key}: {what}; give a file with one")
-    with said_of(key):
+    with errors_about(key):
         render = renderer(template, settings, opens_turn=False)
     # None: only transformers can compile the template.
     if render is not None:

@@ -1,134 +1,136 @@
-"""Which conversations of a generation run in vLLM, which wait for an answer from outside, and what each has so far."""
+"""The conversations of one generation: which run in vLLM, which wait, and what each has so far."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import astuple
 from typing import Any
 
 import torch.distributed as dist
 
 from grpo_spmd.distributed.collectives import find_differing_ranks, on_first_in_group
-from grpo_spmd.engine.requests import Answers, EngineStateError, Later, NextRequest, Place, Request
+from grpo_spmd.engine.requests import (
+    ConversationId,
+    EngineStateError,
+    GenerationHooks,
+    Later,
+    Request,
+)
 from grpo_spmd.records import Completion
 
-ANSWERS_S = 0.5  # for so long an engine with nothing to run waits for an answer before it asks whether to stop
+# An engine with nothing to run waits so long for a late request, then asks whether to stop.
+LATE_REQUESTS_WAIT_S = 0.5
 
 
 class Conversations:
-    """Of one engine, on each of its ranks, which take the same steps. What comes from outside, and when, only the first
-    of them knows: it tells the others, while somebody waits for it."""
+    """The conversations of one engine. Each of its ranks holds a copy and takes the same steps.
+
+    Late requests arrive on the engine's first rank, which sends them to the others."""
 
     def __init__(
-        self,
-        next_request: NextRequest,
-        answers: Answers | None,
-        group: dist.ProcessGroup | None,
-        engine_rank: int,
+        self, hooks: GenerationHooks, group: dist.ProcessGroup | None, engine_rank: int
     ) -> None:
-        """`group`: the engine's ranks, where there are several."""
-        self._next_request, self._answers = next_request, answers
-        self._group, self._engine_rank = group, engine_rank
-        self._names = map(str, itertools.count())
-        self.completions: dict[Place, list[Completion]] = {}  # of each that has begun, one a turn
-        self.running: dict[
-            str, Place
-        ] = {}  # by the name of the request, in the order in which vLLM got them
-        self._waiting: set[Place] = set()
+        """`group` holds the engine's ranks, and is None if the engine has one."""
+        self._hooks = hooks
+        self._group = group
+        self._engine_rank = engine_rank
+        self._request_ids = map(str, itertools.count())
+        self.completions: dict[ConversationId, list[Completion]] = {}
+        """The completions of each conversation that was started, one a turn."""
+        self.running: dict[str, ConversationId] = {}
+        """Conversations by request id, in the order in which vLLM got the requests."""
+        self._waiting: set[ConversationId] = set()
 
     @property
     def num_open(self) -> int:
-        """Those that run or wait."""
+        """Number of conversations that run or wait."""
         return len(self.running) + len(self._waiting)
 
-    def go_on(self, places: Iterable[Place]) -> list[tuple[str, Request]]:
-        """Collective over the engine's ranks. The requests that follow at once in these conversations, new or with a
-        turn more, by name. Raises EngineStateError on all ranks: `next_request` did not say the same on them."""
-        asked = [
-            (place, self._next_request(*place, self.completions.setdefault(place, [])))
-            for place in places
-        ]
-        said = [request for _, request in asked if request is not None or self._answers is not None]
-        unlike = (
-            find_differing_ranks(repr(said).encode(), self._group)
-            if said and self._group is not None
-            else []
-        )
-        if unlike:  # each rank samples for itself: different requests would give garbage, or hang
-            whose = f"ranks {unlike} of engine {self._engine_rank}"
-            raise EngineStateError(
-                f"generate: {whose} were given other requests than its first rank"
-            )
-        self._waiting |= {place for place, request in asked if isinstance(request, Later)}
-        return self._begun(
-            (place, request) for place, request in asked if isinstance(request, Request)
-        )
+    def advance(self, ids: Iterable[ConversationId]) -> list[tuple[str, Request]]:
+        """Collective over the engine's ranks. Returns the next requests of these conversations.
 
-    def answered(self) -> list[tuple[str, Request]]:
-        """Collective over the engine's ranks. The requests that have come for conversations that wait; where nothing
-        runs, waits for the first. Raises EngineStateError on all ranks: one came for a conversation that does not wait.
-        What `Answers.ready` raises on the first rank is an error on all."""
+        The conversations are new or have a new completion. Raises EngineStateError on all ranks
+        if `next_request` returned different requests on them."""
+        answers = [
+            (id_, self._hooks.next_request(*id_, self.completions.setdefault(id_, [])))
+            for id_ in ids
+        ]
+        late = self._hooks.late_requests
+        compared = [answer for _, answer in answers if answer is not None or late is not None]
+        # Each rank samples by itself: different requests would give garbage, or hang.
+        if compared and self._group is not None:
+            ranks = find_differing_ranks(repr(compared).encode(), self._group)
+            if ranks:
+                raise EngineStateError(
+                    f"generate: ranks {ranks} of engine {self._engine_rank} were given other "
+                    "requests than its first rank"
+                )
+        self._waiting |= {id_ for id_, answer in answers if isinstance(answer, Later)}
+        return self._start((id_, answer) for id_, answer in answers if isinstance(answer, Request))
+
+    def take_late_requests(self) -> list[tuple[str, Request]]:
+        """Collective over the engine's ranks. Returns the requests that arrived for conversations.
+
+        If no request runs, it waits for the first. Raises EngineStateError on all ranks if one came
+        for a conversation that does not wait. Errors of `ready` are raised on all ranks too."""
         if not self._waiting:
             return []
-        assert self._answers is not None, (
-            "a conversation is to be answered later, and nobody answers"
-        )
-        timeout_s, answers = 0.0 if self.running else ANSWERS_S, self._answers
+        late = self._hooks.late_requests
+        assert late is not None, "next_request returned LATER, and there are no late_requests"
+        timeout_s = 0.0 if self.running else LATE_REQUESTS_WAIT_S
         if self._group is None:
-            came = answers.ready(timeout_s)
+            arrived = late.ready(timeout_s)
         else:
-            said = on_first_in_group(
-                lambda: [_packed(answer) for answer in answers.ready(timeout_s)], self._group
+            # Requests travel as plain lists, since the collective sends JSON.
+            packed: list[Any] = on_first_in_group(
+                lambda: [
+                    (id_, request and astuple(request)) for id_, request in late.ready(timeout_s)
+                ],
+                self._group,
             )
-            came = [_unpacked(answer) for answer in said]
-        for place, _ in came:
-            if place not in self._waiting:
+            arrived = [
+                (tuple(id_), None if fields is None else Request(*fields)) for id_, fields in packed
+            ]
+        for id_, _ in arrived:
+            if id_ not in self._waiting:
                 raise EngineStateError(
-                    f"generate: an answer for conversation {place}, which does not wait for one"
+                    f"generate: an answer for conversation {id_}, which does not wait for one"
                 )
-            self._waiting.remove(place)
-        return self._begun((place, request) for place, request in came if request is not None)
+            self._waiting.remove(id_)
+        return self._start((id_, request) for id_, request in arrived if request is not None)
 
-    def end_turn(self, name: str, completion: Completion) -> Place:
-        """Note what vLLM made of the request of this name; returns whose it was."""
-        place = self.running.pop(name)
-        self.completions[place].append(completion)
-        return place
+    def end_turn(self, request_id: str, completion: Completion) -> ConversationId:
+        """Adds the completion of this request, and returns the conversation that it belongs to."""
+        id_ = self.running.pop(request_id)
+        self.completions[id_].append(completion)
+        return id_
 
-    def complete(self) -> dict[Place, list[Completion]]:
-        """The completions of those that have ended."""
+    def finished(self) -> dict[ConversationId, list[Completion]]:
+        """Returns the completions of the conversations that are over."""
         unfinished = {*self.running.values(), *self._waiting}
-        return {
-            place: turns for place, turns in self.completions.items() if place not in unfinished
-        }
+        return {id_: turns for id_, turns in self.completions.items() if id_ not in unfinished}
 
     def num_tokens(self, num_running: Iterable[int]) -> list[int]:
-        """Tokens sampled in each that runs or waits; `num_running`: by the requests that run, in their order."""
-        before = {
-            place: sum(len(turn.token_ids) for turn in turns)
-            for place, turns in self.completions.items()
+        """Returns the sampled tokens of each conversation that runs or waits.
+
+        `num_running` has the tokens of the running requests, in their order."""
+        totals = {
+            id_: sum(len(turn.token_ids) for turn in turns)
+            for id_, turns in self.completions.items()
         }
         running = zip(self.running.values(), num_running, strict=True)
         return [
-            *(before[place] + tokens for place, tokens in running),
-            *(before[place] for place in self._waiting),
+            *(totals[id_] + tokens for id_, tokens in running),
+            *(totals[id_] for id_ in self._waiting),
         ]
 
-    def _begun(self, requests: Iterable[tuple[Place, Request]]) -> list[tuple[str, Request]]:
-        begun = []
-        for place, request in requests:
-            name = next(self._names)
-            self.running[name] = place
-            begun.append((name, request))
-        return begun
-
-
-def _packed(answer: tuple[Place, Request | None]) -> list[Any]:
-    place, request = answer
-    return [place, astuple(request) if request is not None else None]
-
-
-def _unpacked(packed: Sequence[Any]) -> tuple[Place, Request | None]:
-    (job, number), fields = packed
-    return (job, number), Request(*fields) if fields is not None else None
+    def _start(
+        self, requests: Iterable[tuple[ConversationId, Request]]
+    ) -> list[tuple[str, Request]]:
+        started = []
+        for id_, request in requests:
+            request_id = next(self._request_ids)
+            self.running[request_id] = id_
+            started.append((request_id, request))
+        return started

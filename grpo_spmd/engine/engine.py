@@ -1,4 +1,4 @@
-"""The rollout engine: vLLM (0.26 to 0.33) inside this process, its states, and generations shared out over engines."""
+"""The rollout engine: vLLM (0.26 to 0.33) in this process, its states, and generation over engines."""
 
 from __future__ import annotations
 
@@ -20,16 +20,14 @@ from grpo_spmd.distributed.session import Session
 from grpo_spmd.distributed.store import claim
 from grpo_spmd.engine.conversations import Conversations
 from grpo_spmd.engine.direct_load import DirectLoad
+from grpo_spmd.engine.failures import forget_engine, note_engine
 from grpo_spmd.engine.gather import Piece
-from grpo_spmd.engine.leftovers import forget_engine, note_engine
 from grpo_spmd.engine.reload import EngineAdapters, WeightReload
 from grpo_spmd.engine.requests import (
-    Answers,
+    ConversationId,
+    EarlyStop,
     EngineStateError,
-    Finished,
-    NextRequest,
-    Place,
-    Race,
+    GenerationHooks,
     Request,
     deal,
     share_out,
@@ -42,22 +40,21 @@ from grpo_spmd.engine.start import (
     warn_of_slow_seeds,
 )
 from grpo_spmd.engine.weight_map import EngineTensor, engine_tensors
-from grpo_spmd.model.families.build import keep_hf_classes, one_line_for
+from grpo_spmd.model.families.build import as_config_error, keep_hf_classes
 from grpo_spmd.observe.memory import MemoryUse, measure
 from grpo_spmd.records import Completion
 
 _log = logging.getLogger("grpo_spmd")
-_AGREE_EVERY_STEPS = (
-    8  # ranks that share an engine ask each other this often whether to end a generation early
-)
+# The ranks of an engine, and all engines, agree this often on whether to end a generation early.
+_AGREE_EVERY_STEPS = 8
 
 
 class RolloutEngine:
     """One vLLM engine on this rank, or on a group of `tensor_parallel_size` consecutive ranks.
 
-    States: asleep -> `wake_weights` -> `load_weights` -> `wake_kv_cache` -> `generate` -> `sleep`. It raises
-    EngineStateError rather than answer from weights of another step. On a CPU vLLM takes the same calls in the same
-    order, so that a mistake shows there too, but frees nothing.
+    States: asleep -> `wake_weights` -> `load_weights` -> `wake_kv_cache` -> `generate` -> `sleep`.
+    It raises EngineStateError rather than answer from the weights of another step. On a CPU vLLM
+    takes the same calls in the same order, so that a mistake shows there too, but frees nothing.
     """
 
     def __init__(
@@ -69,21 +66,17 @@ class RolloutEngine:
         stop_token_ids: Iterable[int],
         should_abort: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Collective. Start the engine with dummy weights (the first sync brings the real ones), then put it to sleep.
-        `max_rollout_tokens`: longest prompt plus longest completion. `should_abort` is asked before each step of a
-        shared generation; once True it must stay so."""
-        self.policy_version: int | None = None
-        self._weights_awake, self._kv_cache_awake, self._holds_weights = True, True, False
-        self._rested_from: MemoryUse | None = (
-            None  # what was in use before the rest; None: it does not rest
-        )
-        self._rollout, self._session, self._should_abort = rollout, session, should_abort
-        self._sleep_level, self._stop_token_ids = (
-            rollout.sleep_level_with(model.lora),
-            sorted(stop_token_ids),
-        )
-        self._sleep_check = SleepCheck(session.device, tp_size=rollout.tensor_parallel_size)
-        self._num_shared_calls = 0  # the same on all ranks: it names the queue of a call
+        """Collective. Starts the engine with dummy weights, then puts it to sleep.
+
+        The first sync brings the real weights. `max_rollout_tokens` is the longest prompt plus the
+        longest completion. `should_abort` is called before each step of a shared generation; once
+        True it must stay True."""
+        self._rollout = rollout
+        self._session = session
+        self._should_abort = should_abort
+        self._stop_token_ids = sorted(stop_token_ids)
+        self._sleep_level = rollout.sleep_level_with(model.lora)
+        self._on_cpu = session.device.type == "cpu"
         self.tp_size = rollout.tensor_parallel_size
         self.engine_rank, self.tp_rank = divmod(session.rank, self.tp_size)
         self.num_engines = session.world_size // self.tp_size
@@ -91,22 +84,26 @@ class RolloutEngine:
         assert has_group == (self.tp_size > 1), (
             "start_session was given another tensor_parallel_size"
         )
-        self._on_cpu = session.device.type == "cpu"
+        self.policy_version: int | None = None
+        self._weights_awake = True
+        self._kv_cache_awake = True
+        self._holds_weights = False
+        # Memory in use before the rest. None if the engine does not rest.
+        self._use_before_rest: MemoryUse | None = None
+        self._sleep_check = SleepCheck(session.device, tp_size=self.tp_size)
+        self._num_shared_calls = 0  # equal on all ranks: it names the queue of a call
         _log.info(
             "starting vLLM: %d engines of %d ranks, on %s",
             self.num_engines,
             self.tp_size,
             session.device.type,
         )
-        put_back_hf_classes, by_vllm = (
-            keep_hf_classes(model.path),
-            one_line_for(model.path, "cannot be built by vLLM"),
-        )
+        restore_hf_classes = keep_hf_classes(model.path)
         with (
             isolated(),
             allocator_settings_kept(session.device),
             warnings.catch_warnings(),
-            by_vllm,
+            as_config_error(model.path, "cannot be built by vLLM"),
         ):
             warnings.simplefilter("ignore", FutureWarning)  # about vLLM's own use of torch
             self._llm = start_vllm(model, rollout, max_rollout_tokens, session)
@@ -114,32 +111,30 @@ class RolloutEngine:
         note_engine(self._engine)
         warn_of_slow_seeds(self._engine.vllm_config, session.device.type)
         self._model: nn.Module = self._llm.apply_model(lambda model: model)[0]
-        put_back_hf_classes(self._model)
+        restore_hf_classes(self._model)
         self._reload = WeightReload(self._llm, self._model, self._on_cpu)
+        self.takes_adapters = model.lora.base_stays_in_engine
+        """True if `load_adapters` brings the adapters alone, onto a base that stays."""
         self._adapters = (
-            EngineAdapters(self._model, model.lora.rank)
-            if model.lora.base_stays_in_engine
-            else None
+            EngineAdapters(self._model, model.lora.rank) if self.takes_adapters else None
         )
-        self.takes_adapters = (
-            self._adapters is not None
-        )  # by themselves (`load_adapters`), onto a base that stays
-        self.dtype: torch.dtype = (
-            self._engine.vllm_config.model_config.dtype
-        )  # of the weights that it holds
+        self.dtype: torch.dtype = self._engine.vllm_config.model_config.dtype
+        """The dtype of the engine's weights."""
         self.sleep()
 
     @property
     def needs_weights(self) -> bool:
-        """Whether a sync must bring all weights, since the engine does not hold a base that stays."""
+        """True if a sync must bring all weights, False if the engine holds a base that stays."""
         return not (self.takes_adapters and self._holds_weights)
 
     def wake_weights(self) -> None:
-        """Bring back the memory of the weights; what is in it means nothing before the next `load_weights`."""
+        """Gets the memory of the weights back. Its content means nothing before `load_weights`."""
         self._end_rest()
-        torch.cuda.empty_cache()  # what the update freed: while torch caches it, vLLM's pool finds no room
+        # What the update freed stays in torch's cache, where vLLM's pool would find no room.
+        torch.cuda.empty_cache()
         self._llm.wake_up(tags=["weights"])
-        self._weights_awake, self.policy_version = True, None
+        self._weights_awake = True
+        self.policy_version = None
 
     def load_weights(
         self,
@@ -148,12 +143,16 @@ class RolloutEngine:
         direct: DirectLoad | None = None,
         pieces: Iterable[Piece] = (),
     ) -> None:
-        """Collective over the engine's ranks. Replace every weight by (checkpoint name, full tensor) pairs, or the base
-        where `load_adapters` is to follow; those that `direct` copies first, from `pieces`. Raises EngineStateError:
-        asleep, requests still running, or an engine parameter that was not covered."""
+        """Collective over the engine's ranks. Replaces every weight.
+
+        `weights` are (name in the checkpoint, full tensor) pairs. If `direct` is given, it copies
+        its tensors first, from `pieces`. Where adapters travel alone these are the weights of the
+        base, and `load_adapters` must follow. Raises EngineStateError if the engine is asleep, if
+        requests still run, or if an engine parameter was not covered."""
         if not self._weights_awake:
             raise EngineStateError("load_weights: the engine is asleep; call wake_weights first")
-        self.policy_version, self._holds_weights = None, False
+        self.policy_version = None
+        self._holds_weights = False
         with isolated():
             if direct is not None:
                 self._llm.apply_model(lambda _: direct(pieces))
@@ -163,12 +162,16 @@ class RolloutEngine:
         self.policy_version = None if self.takes_adapters else policy_version
 
     def load_adapters(self, adapters: Mapping[str, Tensor], policy_version: int) -> None:
-        """Collective over the engine's ranks. Replace all adapters by full tensors LAYER.lora_A.weight and
-        LAYER.lora_B.weight (which has the factor alpha / rank in it). Raises EngineStateError: asleep, without the
-        base, requests still running, or an adapter without a place here."""
+        """Collective over the engine's ranks. Replaces all adapters by full tensors.
+
+        Their names are LAYER.lora_A.weight and LAYER.lora_B.weight; B includes the factor
+        alpha / rank. Raises EngineStateError if the engine is asleep or has no base, if requests
+        still run, or if the engine has no layer for an adapter."""
         if self._adapters is None or not (self._weights_awake and self._holds_weights):
-            text = "load_adapters: the engine is asleep or lacks the base; call wake_weights and load_weights first"
-            raise EngineStateError(text)
+            raise EngineStateError(
+                "load_adapters: the engine is asleep or lacks the base; call wake_weights and "
+                "load_weights first"
+            )
         self.policy_version = None
         with isolated():
             self._adapters.load(adapters)
@@ -176,55 +179,59 @@ class RolloutEngine:
         self.policy_version = policy_version
 
     def reset_prefix_cache(self) -> None:
-        """Collective over the engine's ranks. Forget all cached prefixes. Raises EngineStateError: requests run."""
-        if not self._llm.reset_prefix_cache():  # says False, and raises nothing, while requests run
+        """Collective over the engine's ranks. Drops all cached prefixes.
+
+        Raises EngineStateError if requests still run: vLLM then only returns False."""
+        if not self._llm.reset_prefix_cache():
             raise EngineStateError(
                 "requests are still running, the prefix cache could not be reset"
             )
 
     def wake_kv_cache(self) -> None:
-        """Bring back the memory of the KV cache: after the sync, whose buckets are free again."""
+        """Gets the memory of the KV cache back. Call it after the sync, whose buckets are free."""
         torch.cuda.empty_cache()
         self._llm.wake_up(tags=["kv_cache"])
         self._kv_cache_awake = True
 
     def sleep(self, held_bytes: int | None = None) -> dict[str, float]:
-        """Free weights and KV cache for the policy's update; without a GPU vLLM only takes note of it. Returns the
-        metrics of SleepCheck, given `held_bytes`, what the trainer itself holds."""
-        before = self._rested_from if self._sleep_level == 1 else None
-        sleeps_already = (
-            before is not None
-        )  # a rest is that sleep; the other one drops only what is on the device
-        if before is None:
+        """Frees weights and KV cache for the policy's update. Without a GPU vLLM frees nothing.
+
+        Returns the metrics of SleepCheck if `held_bytes`, the memory of the trainer, is given."""
+        # A rest is a sleep of level 1. Level 2 drops only what is still on the device.
+        is_asleep = self._use_before_rest is not None and self._sleep_level == 1
+        if not is_asleep:
             self._end_rest()
-            before = measure(self._session.device, self.pool_bytes())
+        use_before = self._use_before_rest or measure(self._session.device, self.pool_bytes())
         if self._adapters is not None:
             self._adapters.drop()
-        if not sleeps_already:
+        if not is_asleep:
             self._llm.sleep(level=self._sleep_level)
-        self._weights_awake, self._kv_cache_awake, self._rested_from = False, False, None
+        self._weights_awake = False
+        self._kv_cache_awake = False
+        self._use_before_rest = None
         self.policy_version = None
         if held_bytes is None:
             return {}
-        return self._sleep_check.check(
-            before, measure(self._session.device, self.pool_bytes()), held_bytes
-        )
+        use_after = measure(self._session.device, self.pool_bytes())
+        return self._sleep_check.check(use_before, use_after, held_bytes)
 
     def rest(self) -> None:
-        """Make room on the device between two generations by the same weights, which wait in host memory, whatever
-        `sleep_level` is. The next generation ends it, with an empty prefix cache, as does a sleep."""
-        if self._weights_awake and self._kv_cache_awake and self._rested_from is None:
-            self._rested_from = measure(self._session.device, self.pool_bytes())
+        """Makes room on the device between two generations with the same weights.
+
+        The weights wait in host memory, whatever `sleep_level` is. The next generation or sleep
+        ends the rest. The prefix cache is empty afterwards."""
+        if self._weights_awake and self._kv_cache_awake and self._use_before_rest is None:
+            self._use_before_rest = measure(self._session.device, self.pool_bytes())
             self._llm.sleep(level=1)
 
     def _end_rest(self) -> None:
-        if self._rested_from is not None:
-            torch.cuda.empty_cache()  # of the other model
+        if self._use_before_rest is not None:
+            torch.cuda.empty_cache()  # memory of the model that computed meanwhile
             self._llm.wake_up(tags=["weights", "kv_cache"])
-            self._rested_from = None
+            self._use_before_rest = None
 
     def pool_bytes(self) -> int:
-        """Bytes of vLLM's sleep pool (weights, KV cache), awake or asleep; 0 without a GPU."""
+        """Returns the bytes of vLLM's sleep pool (weights, KV cache), 0 without a GPU."""
         if self._on_cpu:
             return 0
         from vllm.device_allocator.cumem import CuMemAllocator
@@ -232,159 +239,156 @@ class RolloutEngine:
         return int(CuMemAllocator.get_instance().get_current_usage())
 
     def tensors(self, hf_names: Collection[str]) -> list[EngineTensor]:
-        """Where the rows of HF's tensors are in this rank's engine; the same in number and kind on all ranks."""
-        return engine_tensors(self._model, hf_names) + (
-            self._adapters.tensors() if self._adapters is not None else []
-        )
+        """Returns which rows of HF's tensors this rank's engine holds, alike on all ranks."""
+        adapters = self._adapters.tensors() if self._adapters is not None else []
+        return engine_tensors(self._model, hf_names) + adapters
 
     def direct_load(self, names: Mapping[str, str]) -> DirectLoad:
-        """To be made when a proof has passed. `names`: of the policy's tensors, by each name that they have."""
+        """Returns a DirectLoad of the current layout. Call it only after a proof has passed.
+
+        `names` has the policy's tensors by each name that they have."""
         return DirectLoad(self._model, self.tensors(names), names, self.dtype)
 
     def shutdown(self) -> None:
-        """Collective. Stop vLLM. From 0.24 on this ends the default process group too, so all ranks must be here."""
+        """Collective. Stops vLLM, which from 0.24 on ends the default process group too."""
         barrier()
-        doctor.stop()  # from here on ranks end one by one, and none of them is lost
+        doctor.stop()  # from here on ranks end one by one: a rank that is gone is not lost
         self._engine.engine_core.shutdown()
         forget_engine(self._engine)
 
     def generate(self, requests: Sequence[Request], policy_version: int) -> list[Completion]:
-        """Collective over the engine's ranks: each must pass the same requests. One completion each, in their order.
-        A completion depends on the weights, the prompt, its seed and temperature, not on the batch. Logprobs are those
-        of the distribution that was sampled from (greedy: of temperature 1). A "stop" completion ends with the
-        end-of-sequence token. Raises EngineStateError: asleep, or it holds another version than `policy_version`."""
-        places = [(0, number) for number in range(len(requests))]
-        done = self._generate(
-            iter([places]), 1, policy_version, lambda _, n, turns: None if turns else requests[n]
-        )
-        assert done is not None
-        return [done[place][0] for place in places]
+        """Collective over the engine's ranks, with the same requests. Returns their completions.
+
+        A completion depends on the weights, the prompt, its seed and temperature, not on the batch.
+        Logprobs are those of the distribution that was sampled from (greedy: of temperature 1). A
+        completion with finish_reason "stop" ends with the stop token. Raises EngineStateError if
+        the engine is asleep or holds another version than `policy_version`."""
+        ids = [(0, number) for number in range(len(requests))]
+        hooks = GenerationHooks(lambda _, number, turns: None if turns else requests[number])
+        completions = self._generate(iter([ids]), 1, policy_version, hooks)
+        assert completions is not None
+        return [completions[id_][0] for id_ in ids]
 
     def generate_shared(
         self,
         job_sizes: Sequence[int],
-        next_request: NextRequest,
+        hooks: GenerationHooks,
         policy_version: int,
-        finished: Finished | None = None,
-        expected: Sequence[float] | None = None,
-        race: Race | None = None,
-        answers: Answers | None = None,
-        meanwhile: Callable[[], None] | None = None,
+        expected_tokens: Sequence[float] | None = None,
     ) -> dict[int, list[list[Completion]]]:
-        """Collective. Share jobs out over all engines. Job j is `job_sizes[j]` >= 1 conversations, all on one engine,
-        each of one request or of several in turn. Raises EngineStateError as `generate` does.
+        """Collective. Shares jobs out over all engines.
 
-        `rollout.schedule: static` deals all jobs in turn. `shared_queue` deals an engine what it can run at once, at
-        most its fair share; whoever then runs fewer claims one of the rest, so that short completions leave no engine
-        idle. `expected`, equal on all ranks, decides which come first (`deal`). Once `should_abort` is True on a rank,
-        its engine drops what is unfinished and claims no more. Others notice by themselves or finish: the caller has
-        all ranks agree that nothing comes of it (`Preemption.guard`). With a `race`, which all ranks have or none, jobs
-        that are not done when it is over are dropped, and not returned.
+        Job j is `job_sizes[j]` >= 1 conversations, all on one engine. A conversation is one request
+        or several in turn. Returns, by job of this engine and equal on all its ranks, the
+        completions of each conversation. Returns {} if it aborted. Raises EngineStateError as
+        `generate` does.
 
-        `next_request(job, number within it, completions of this conversation so far)` gives the next request or None,
-        the same on any rank. Where it says LATER the others go on, this conversation keeps its room, and `answers`
-        (on all ranks or none, asked on an engine's first) say what follows. What waits is dropped like what runs.
-        `finished` gets (job, number, completion) at once, on all ranks of the engine. Returned are, by
-        job of this engine, the completions of each conversation, on all its ranks; nothing if it aborted. `meanwhile`
-        is called before each step of the engine.
+        `rollout.schedule: static` deals all jobs in turn. `shared_queue` deals an engine what it
+        can run at once, at most its fair share; an engine that then runs fewer claims one of the
+        rest, so that short completions leave no engine idle. `expected_tokens`, equal on all ranks,
+        decides which jobs come first (`deal`).
+
+        Once `should_abort` is True on a rank, its engine drops what is unfinished and claims no
+        more. Others notice by themselves or finish: the caller must have all ranks agree that the
+        result is void (`Preemption.guard`). Jobs that `hooks.early_stop` ends are not returned.
         """
-        static = self._rollout.schedule == "static" or self.num_engines == 1
-        max_num_seqs = None if static else self._engine.vllm_config.scheduler_config.max_num_seqs
-        largest = max(job_sizes, default=1)
+        is_static = self._rollout.schedule == "static" or self.num_engines == 1
+        max_num_seqs = None if is_static else self._engine.vllm_config.scheduler_config.max_num_seqs
         max_in_flight, num_dealt = share_out(
-            len(job_sizes), largest, self.num_engines, max_num_seqs
+            len(job_sizes), max(job_sizes, default=1), self.num_engines, max_num_seqs
         )
-        dealt, queued = deal(job_sizes, expected, num_dealt, self.num_engines)
+        schedule = deal(job_sizes, expected_tokens, num_dealt, self.num_engines)
         queue = f"jobs/{self._num_shared_calls}"
         self._num_shared_calls += 1
 
-        def places(jobs: Iterable[int]) -> list[Place]:
+        def conversation_ids(jobs: Iterable[int]) -> list[ConversationId]:
             return [(job, number) for job in jobs for number in range(job_sizes[job])]
 
-        def batches() -> Iterator[list[Place]]:
-            yield places(dealt[self.engine_rank])
-            while queued and (claimed := self._claim(queue, len(queued))) is not None:
-                yield places([queued[claimed]])
+        def claim_batches() -> Iterator[list[ConversationId]]:
+            yield conversation_ids(schedule.dealt[self.engine_rank])
+            while schedule.queued:
+                claimed = self._claim(queue, len(schedule.queued))
+                if claimed is None:
+                    return
+                yield conversation_ids([schedule.queued[claimed]])
 
-        of_engine = batches()
-        done = self._generate(
-            of_engine,
-            max_in_flight,
-            policy_version,
-            next_request,
-            finished,
-            self._must_abort,
-            race,
-            answers,
-            meanwhile,
+        batches = claim_batches()
+        completions = self._generate(
+            batches, max_in_flight, policy_version, hooks, must_abort=self._must_abort
         )
-        for _ in of_engine:  # ended early: whoever claims must claim until there is nothing left
+        # If it ended early: every engine must claim until nothing is left, or the queue stays.
+        for _ in batches:
             pass
         by_job: dict[int, list[list[Completion]]] = {}
-        for (job, _), completions in sorted((done or {}).items()):
-            by_job.setdefault(job, []).append(completions)
-        return {job: of_job for job, of_job in by_job.items() if len(of_job) == job_sizes[job]}
+        for (job, _), turns in sorted((completions or {}).items()):
+            by_job.setdefault(job, []).append(turns)
+        return {job: turns for job, turns in by_job.items() if len(turns) == job_sizes[job]}
 
     def _claim(self, queue: str, num_jobs: int) -> int | None:
-        """Collective over the engine's ranks, which schedule alike and so ask together: what the first one claims."""
+        """Collective over the engine's ranks. Returns the job that the first of them claims."""
         group = self._session.engine_group
-        claimed = partial(claim, queue, num_jobs, self.num_engines)
-        return claimed() if group is None else on_first_in_group(claimed, group)
+        claim_one = partial(claim, queue, num_jobs, self.num_engines)
+        return claim_one() if group is None else on_first_in_group(claim_one, group)
 
     def _must_abort(self, num_steps: int) -> bool:
-        """Collective over the engine's ranks: whether one of them should abort. They run, and stop, in lockstep."""
-        if (group := self._session.engine_group) is None:
+        """Collective over the engine's ranks, which stop in lockstep: True if one should abort."""
+        group = self._session.engine_group
+        if group is None:
             return self._should_abort()
         return num_steps % _AGREE_EVERY_STEPS == 0 and any_rank(self._should_abort(), group)
 
-    def _is_over(self, race: Race, num_steps: int) -> bool:
-        """Collective over the engine's ranks: what its first one finds, asked now and then."""
+    def _is_stopped(self, early_stop: EarlyStop, num_steps: int) -> bool:
+        """Collective over the engine's ranks, whose first one asks now and then."""
         if num_steps % _AGREE_EVERY_STEPS:
             return False
-        found, group = self.tp_rank == 0 and race.is_over(), self._session.engine_group
-        return found if group is None else any_rank(found, group)
+        group = self._session.engine_group
+        is_over = self.tp_rank == 0 and early_stop.is_over()
+        return is_over if group is None else any_rank(is_over, group)
 
-    def _abort(self, names: Sequence[str]) -> None:
-        """Drop these requests, all that are unfinished, and leave an engine that has none."""
-        self._engine.abort_request(names)
+    def _abort(self, request_ids: Sequence[str]) -> None:
+        """Drops these requests, which must be all that are unfinished."""
+        self._engine.abort_request(request_ids)
         core = self._engine.engine_core.engine_core
-        # The model's side learns of it at the next step; asynchronous scheduling (GPU) may have a batch under way.
+        # vLLM's model runner learns of it at the next step. Asynchronous scheduling (GPU) may have
+        # a batch under way.
         while core.scheduler.has_requests() or getattr(core, "batch_queue", None):
             self._engine.step()
 
     def _generate(
         self,
-        batches: Iterator[Sequence[Place]],
+        batches: Iterator[Sequence[ConversationId]],
         max_in_flight: int,
         policy_version: int,
-        next_request: NextRequest,
-        finished: Finished | None = None,
+        hooks: GenerationHooks,
         must_abort: Callable[[int], bool] = lambda num_steps: False,
-        race: Race | None = None,
-        answers: Answers | None = None,
-        meanwhile: Callable[[], None] | None = None,
-    ) -> dict[Place, list[Completion]] | None:
-        """The completions of each place, without those that are unfinished when `race` is over, or None where
-        `must_abort(steps done)` said so. Takes the next batch while fewer than `max_in_flight` are unfinished."""
+    ) -> dict[ConversationId, list[Completion]] | None:
+        """Returns the completions of the finished conversations, None if `must_abort` said so.
+
+        It takes the next batch while fewer than `max_in_flight` conversations are open."""
         self._refuse_unless_ready(policy_version)
         self._end_rest()
-        conversations = Conversations(
-            next_request, answers, self._session.engine_group, self.engine_rank
-        )
+        conversations = Conversations(hooks, self._session.engine_group, self.engine_rank)
         scheduler = self._engine.engine_core.engine_core.scheduler
-        all_taken, num_steps, just_finished = False, 0, list[Place]()
-        # On a CPU vLLM compiles a helper of its logprobs on first use, for seconds; its result is the same without.
+        all_taken = False
+        num_steps = 0
+        just_finished: list[ConversationId] = []
+        # On a CPU vLLM compiles a helper of its logprobs on first use, which takes seconds. Its
+        # result is the same without.
         stance = torch.compiler.set_stance("force_eager") if self._on_cpu else nullcontext()
-        # A bar once a rollout takes some seconds, of the first rank's requests; None is tqdm's "only on a terminal".
-        quiet = True if self._session.rank else None
+        # The bar shows the first rank's requests. None is tqdm's "only on a terminal".
         bar: tqdm[Any] = tqdm(
-            desc="generate", unit="completion", delay=3, leave=False, disable=quiet
+            desc="generate",
+            unit="completion",
+            delay=3,
+            leave=False,
+            disable=True if self._session.rank else None,
         )
         with isolated(), stance, bar as progress:
             while True:
-                # While requests wait for room (the KV cache may hold fewer than max_num_seqs), leave batches to others.
+                # While requests wait for room (the KV cache may hold fewer than max_num_seqs), it
+                # leaves the batches to other engines.
                 _, num_waiting = scheduler.get_request_counts()
-                self._start(conversations.go_on(just_finished))
+                self._add_requests(conversations.advance(just_finished))
                 while (
                     not all_taken
                     and not num_waiting
@@ -392,82 +396,90 @@ class RolloutEngine:
                 ):
                     batch = next(batches, None)
                     all_taken = batch is None
-                    self._start(conversations.go_on(batch or ()))
-                self._start(conversations.answered())
+                    self._add_requests(conversations.advance(batch or ()))
+                self._add_requests(conversations.take_late_requests())
                 progress.total = progress.n + conversations.num_open
                 if all_taken and not conversations.num_open:
-                    return conversations.complete()
-                # While nothing runs, whether to end is asked each time: no step is done, and a wait is long.
-                num_since = num_steps if conversations.running else 0
-                if must_abort(num_since):
+                    return conversations.finished()
+                # While nothing runs, each turn of the loop is a long wait, and asks whether to end.
+                step_to_agree = num_steps if conversations.running else 0
+                if must_abort(step_to_agree):
                     self._abort(list(conversations.running))
                     return None
-                if race is not None and self._is_over(race, num_since):
-                    unfinished = scheduler.requests
-                    race.drop(
+                if hooks.early_stop is not None and self._is_stopped(
+                    hooks.early_stop, step_to_agree
+                ):
+                    requests = scheduler.requests
+                    hooks.early_stop.drop(
                         conversations.num_tokens(
-                            [one.num_output_tokens for one in unfinished.values()]
+                            request.num_output_tokens for request in requests.values()
                         )
                     )
                     self._abort(list(conversations.running))
-                    return conversations.complete()
+                    return conversations.finished()
                 num_steps += 1
-                if meanwhile is not None:
-                    meanwhile()
-                outputs = (
-                    [output for output in self._engine.step() if output.finished]
-                    if conversations.running
-                    else []
-                )
+                if hooks.before_step is not None:
+                    hooks.before_step()
+                outputs = self._engine.step() if conversations.running else []
                 just_finished = [
                     conversations.end_turn(output.request_id, _completion(output))
                     for output in outputs
+                    if output.finished
                 ]
-                if finished is not None:
-                    for place in just_finished:
-                        finished(*place, conversations.completions[place][-1])
-                progress.update(len(outputs))
-
-    def _start(self, requests: Iterable[tuple[str, Request]]) -> None:
-        for name, request in requests:
-            self._add_request(name, request)
+                if hooks.on_completion is not None:
+                    for id_ in just_finished:
+                        hooks.on_completion(*id_, conversations.completions[id_][-1])
+                progress.update(len(just_finished))
 
     def _refuse_unless_ready(self, policy_version: int) -> None:
         if not (self._weights_awake and self._kv_cache_awake):
-            text = "generate: the engine is asleep; wake_weights, load_weights and wake_kv_cache come first"
-            raise EngineStateError(text)
-        if (held := self.policy_version) != policy_version:
-            versions = f"policy_version {held}, this step needs {policy_version}"
-            raise EngineStateError(f"generate: the engine holds {versions}")
+            raise EngineStateError(
+                "generate: the engine is asleep; wake_weights, load_weights and wake_kv_cache "
+                "come first"
+            )
+        if self.policy_version != policy_version:
+            raise EngineStateError(
+                f"generate: the engine holds policy_version {self.policy_version}, this step "
+                f"needs {policy_version}"
+            )
 
-    def _add_request(self, name: str, request: Request) -> None:
+    def _add_requests(self, requests: Iterable[tuple[str, Request]]) -> None:
+        for request_id, request in requests:
+            self._add_request(request_id, request)
+
+    def _add_request(self, request_id: str, request: Request) -> None:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        most = self._rollout.max_completion_tokens
+        max_tokens = self._rollout.max_completion_tokens
         if request.max_tokens is not None:
-            most = min(request.max_tokens, most) if request.is_rollout else request.max_tokens
+            max_tokens = (
+                min(request.max_tokens, max_tokens) if request.is_rollout else request.max_tokens
+            )
+        temperature = request.temperature
         params = SamplingParams(
-            max_tokens=most,
-            temperature=self._rollout.temperature
-            if request.temperature is None
-            else request.temperature,
+            max_tokens=max_tokens,
+            temperature=self._rollout.temperature if temperature is None else temperature,
             seed=request.seed,
             stop_token_ids=self._stop_token_ids,
-            logprobs=0 if request.is_rollout else None,  # of the sampled token alone
+            logprobs=0 if request.is_rollout else None,  # 0: of the sampled token alone
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        adapters = self._adapters.request if self._adapters is not None else None
         self._engine.add_request(
-            name, {"prompt_token_ids": request.prompt_ids}, params, lora_request=adapters
+            request_id,
+            {"prompt_token_ids": request.prompt_ids},
+            params,
+            lora_request=self._adapters.request if self._adapters is not None else None,
         )
 
 
 def _completion(output: Any) -> Completion:
     sampled = output.outputs[0]
-    token_ids, found = list(sampled.token_ids), sampled.logprobs
-    logprobs = list(found.logprobs) if found is not None else []
-    assert found is None or len(token_ids) == len(logprobs), (len(token_ids), len(logprobs))
+    token_ids = list(sampled.token_ids)
+    if sampled.logprobs is None:
+        return Completion(token_ids, [], sampled.finish_reason)
+    logprobs = list(sampled.logprobs.logprobs)
+    assert len(token_ids) == len(logprobs), (len(token_ids), len(logprobs))
     return Completion(token_ids, logprobs, sampled.finish_reason)

@@ -31,7 +31,7 @@ Cast = Callable[[str, Tensor], Tensor]
 Piece = tuple[Shard, int, Tensor]
 
 
-def as_it_is(_: str, shard: Tensor) -> Tensor:
+def no_cast(_: str, shard: Tensor) -> Tensor:
     return shard
 
 
@@ -40,7 +40,7 @@ def gather_pieces(
     dtype: torch.dtype,
     bucket_bytes: int,
     stats: SyncStats,
-    cast: Cast = as_it_is,
+    cast: Cast = no_cast,
     digest: WeightDigest | None = None,
 ) -> Generator[Piece, None, None]:
     """Collective. Every rank must draw all of it, in step. The tensors of `entries`, one after the other, each in
@@ -106,7 +106,7 @@ def _own_pieces(
         values = piece = torch.empty(0)  # freed before the next one is made
 
 
-def of_entries(pieces: Iterator[Piece], entries: Iterable[Shard]) -> Iterator[Piece]:
+def leading_pieces(pieces: Iterator[Piece], entries: Iterable[Shard]) -> Iterator[Piece]:
     """Those of `entries`, which come first in `pieces`; what comes after them is left to be drawn."""
     for _, parameter, _ in entries:
         is_whole = not parameter.numel()
@@ -122,7 +122,7 @@ def gather_full_tensors(
     dtype: torch.dtype,
     bucket_bytes: int,
     stats: SyncStats,
-    cast: Cast = as_it_is,
+    cast: Cast = no_cast,
     digest: WeightDigest | None = None,
 ) -> Generator[tuple[str, Tensor], None, None]:
     """Collective. `full_tensors` of `gather_pieces`, of the whole policy or of some of its shards."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from grpo_spmd.engine.requests import EngineStateError
 from grpo_spmd.engine.weight_map import EngineTensor, adapter_tensors
-from grpo_spmd.model.families.build import one_line_for
+from grpo_spmd.model.families.build import as_config_error
 from grpo_spmd.model.lora import hf_name
 
 
@@ -50,7 +50,7 @@ class WeightReload:
             self._llm.model_config.model,
             (AssertionError, AttributeError, KeyError, ValueError),
         )
-        with one_line_for(path, "cannot be loaded by vLLM", *kinds):
+        with as_config_error(path, "cannot be loaded by vLLM", *kinds):
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         if self._on_cpu:
             self._llm.apply_model(after_reload_on_cpu)

@@ -22,7 +22,7 @@ from grpo_spmd.config.schema import ADAPTER_RANKS, LoraConfig, ModelConfig, Roll
 from grpo_spmd.data.cache import is_of_this_host, is_own_folder
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.distributed.startup import garbage_collector_off
-from grpo_spmd.engine.cache_room import cpu_cache_bytes, no_room_for_cache, refused_keys
+from grpo_spmd.engine.failures import cpu_cache_bytes, no_room_for_cache, refused_keys
 from grpo_spmd.model.config_json import head_dim
 from grpo_spmd.model.hf_files import load_config
 from grpo_spmd.model.lora import engine_target_modules

@@ -11,14 +11,14 @@ from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.engine.gather import (
     Cast,
     WeightDigest,
-    as_it_is,
     full_tensors,
     gather_pieces,
-    of_entries,
+    leading_pieces,
+    no_cast,
     weights_id,
 )
 from grpo_spmd.engine.weight_proof import fits, prove_weights
-from grpo_spmd.model.families.refusals import refuse_holes
+from grpo_spmd.model.families.refusals import refuse_unsynced_tensors
 from grpo_spmd.model.lora import adapter_shards, gather_adapters, hf_name
 from grpo_spmd.model.offload import HostOffload
 from grpo_spmd.model.policy import Policy, hf_named_parameters, hf_named_shards
@@ -35,12 +35,12 @@ class WeightSync:
         bucket_bytes: int,
         prove_every_steps: int = 0,
         offload: HostOffload | None = None,
-        cast: Cast = as_it_is,
+        cast: Cast = no_cast,
         is_named: bool = False,
     ) -> None:
         """`prove_every_steps` 0: only the first syncs are proved. `is_named`: the stats name the weights, which a
-        rollout buffer needs. Raises ConfigError as `refuse_holes` does."""
-        refuse_holes(policy.model, engine.tensors, fits)
+        rollout buffer needs. Raises ConfigError as `refuse_unsynced_tensors` does."""
+        refuse_unsynced_tensors(policy.model, engine.tensors, fits)
         self._policy, self._engine, self._offload, self._cast = policy, engine, offload, cast
         self._device = next(policy.model.parameters()).device
         self._bucket_bytes, self._prove_every_steps, self._is_named = (
@@ -122,7 +122,7 @@ class WeightSync:
         how = engine.dtype, self._bucket_bytes, stats, self._cast, digest
         with closing(gather_pieces(entries, *how)) as pieces:
             engine.load_weights(
-                full_tensors(pieces, engine.dtype), step, direct, of_entries(pieces, copied)
+                full_tensors(pieces, engine.dtype), step, direct, leading_pieces(pieces, copied)
             )
 
     def _proved_direct_load(self) -> DirectLoad | None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from grpo_spmd.engine.requests import Finished, Place, Request, Task
+from grpo_spmd.engine.requests import OnCompletion, ConversationId, Request, EpisodeTask
 from grpo_spmd.episodes.chat_format import ChatFormat
 from grpo_spmd.episodes.conversation_tree import ConversationTree, TurnRequest
 from grpo_spmd.episodes.endpoint import Call, Endpoint
@@ -37,19 +37,19 @@ class AgentEpisodes(Episodes):
         pool: EnvironmentPool,
         chat: ChatFormat,
         limits: EpisodeLimits,
-        task: Callable[[Place], Task],
+        task: Callable[[ConversationId], EpisodeTask],
         *,
         temperature: float | None,
-        finished: Finished | None,
+        finished: OnCompletion | None,
     ) -> None:
         super().__init__(
             pool, chat, limits, task, temperature=temperature, discount=None, finished=finished
         )
         self._endpoint = endpoint
-        self._sessions: dict[Place, _Session] = {}
+        self._sessions: dict[ConversationId, _Session] = {}
 
-    def ready(self, timeout_s: float, /) -> list[tuple[Place, Request | None]]:
-        """As Answers has it."""
+    def ready(self, timeout_s: float, /) -> list[tuple[ConversationId, Request | None]]:
+        """As LateRequests has it."""
         self._take()  # what came while nobody looked
         said = super().ready(0.0 if self._said else timeout_s)
         if not said:
@@ -88,7 +88,7 @@ class AgentEpisodes(Episodes):
             if session.asked is None:
                 self._ask_next(call.place, session)
 
-    def _ask_next(self, place: Place, session: _Session) -> None:
+    def _ask_next(self, place: ConversationId, session: _Session) -> None:
         """Have the engine sample the next turn that is waited for."""
         while session.waiting:
             call = session.waiting.popleft()

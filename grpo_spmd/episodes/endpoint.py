@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
-from grpo_spmd.engine.requests import Place
+from grpo_spmd.engine.requests import ConversationId
 from grpo_spmd.episodes.openai_api import (
     ApiError,
     Message,
@@ -237,7 +237,7 @@ _ENDED = ApiError(
 class Call:
     """A request that waits for its turn."""
 
-    place: Place
+    place: ConversationId
     messages: list[Message]
     tools: list[dict[str, Any]]
     options: Options
@@ -253,7 +253,7 @@ class Call:
 
 @dataclass(eq=False)
 class _Session:
-    place: Place
+    place: ConversationId
     token: bytes
     has_ended: bool = False
     waiting: dict[Call, None] = field(default_factory=dict)
@@ -298,7 +298,7 @@ class Endpoint(AbstractContextManager["Endpoint"]):
             beat_s,
         )
         self._sessions: dict[str, _Session] = {}
-        self._ids: dict[Place, str] = {}
+        self._ids: dict[ConversationId, str] = {}
         self._calls: deque[Call] = deque()
         self._connections: dict[Connection, None] = {}  # the oldest first
         self._held_bytes = 0
@@ -318,14 +318,14 @@ class Endpoint(AbstractContextManager["Endpoint"]):
         """Readable where `take` has something to give."""
         return self._wakeup_read
 
-    def open(self, place: Place) -> dict[str, str]:
+    def open(self, place: ConversationId) -> dict[str, str]:
         """A new session: `base_url`, `api_key` and `model` for the agent's client."""
         assert place not in self._ids, f"the session of {place} is open"
         name, token = secrets.token_hex(8), secrets.token_urlsafe(32)
         self._sessions[name], self._ids[place] = _Session(place, token.encode()), name
         return {"base_url": f"{self._url}/{name}/v1", "api_key": token, "model": self._model}
 
-    def close(self, place: Place) -> None:
+    def close(self, place: ConversationId) -> None:
         """End the session, if it is open: who waits in it or comes later gets a 404."""
         if (name := self._ids.pop(place, None)) is not None:
             session = self._sessions.pop(name)
@@ -370,7 +370,7 @@ class Endpoint(AbstractContextManager["Endpoint"]):
         """Answer it with an error of the protocol."""
         self._in_thread(_set_reply, call, ApiError(status, code, why))
 
-    def engine_s(self, place: Place) -> float:
+    def engine_s(self, place: ConversationId) -> float:
         """Seconds in which a request of the session, if it is open, waited for its answer: not the agent's own time."""
         if (name := self._ids.get(place)) is None:
             return 0.0

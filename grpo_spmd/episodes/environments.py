@@ -14,7 +14,7 @@ from grpo_spmd.config.schema import EnvironmentConfig, ModelConfig, RewardConfig
 from grpo_spmd.distributed import doctor
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.engine.engine import RolloutEngine
-from grpo_spmd.engine.requests import Finished, Place, Task
+from grpo_spmd.engine.requests import ConversationId, EpisodeTask, GenerationHooks, OnCompletion
 from grpo_spmd.episodes.agent_episodes import AgentEpisodes
 from grpo_spmd.episodes.chat_format import ChatFormat
 from grpo_spmd.episodes.endpoint import Endpoint
@@ -122,11 +122,11 @@ class Environments(AbstractContextManager["Environments"]):
         self,
         engine: RolloutEngine,
         job_sizes: Sequence[int],
-        task: Callable[[Place], Task],
+        task: Callable[[ConversationId], EpisodeTask],
         policy_version: int,
         *,
         temperature: float | None = None,
-        finished: Finished | None = None,
+        finished: OnCompletion | None = None,
         expected: Sequence[float] | None = None,
     ) -> dict[int, list[list[Completion]]]:
         """Collective. An episode for each place, as RolloutEngine.generate_shared makes completions: by job, a list of
@@ -134,7 +134,10 @@ class Environments(AbstractContextManager["Environments"]):
         talks = self._episodes(task, temperature, finished)
         try:
             done = engine.generate_shared(
-                job_sizes, talks.next_request, policy_version, expected=expected, answers=talks
+                job_sizes,
+                GenerationHooks(talks.next_request, late_requests=talks),
+                policy_version,
+                expected,
             )
         finally:
             talks.close()
@@ -146,7 +149,7 @@ class Environments(AbstractContextManager["Environments"]):
         }
 
     def _episodes(
-        self, task: Callable[[Place], Task], temperature: float | None, finished: Finished | None
+        self, task: Callable[[ConversationId], EpisodeTask], temperature: float | None, finished: OnCompletion | None
     ) -> FollowerEpisodes:
         if self._pool is None:
             return FollowerEpisodes()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from grpo_spmd.engine.requests import LATER, Finished, Later, Place, Request, Task
+from grpo_spmd.engine.requests import LATER, OnCompletion, Later, ConversationId, Request, EpisodeTask
 from grpo_spmd.episodes.chat_format import ChatFormat
 from grpo_spmd.episodes.open_episode import EpisodeLimits, Message, OpenEpisode
 from grpo_spmd.episodes.pool import EnvironmentPool, Failure, Reply
@@ -25,7 +25,7 @@ _MOST_ATTEMPTS = (
 class RunningEpisode:
     """One rollout's episode, in its first or its second try."""
 
-    place: Place
+    place: ConversationId
     prompt: Prompt
     seed: Callable[..., int]
     """Of a turn, by its number; of the environment, as turn -1."""
@@ -38,12 +38,12 @@ class FollowerEpisodes:
     """On the ranks of an engine that are not its first: they sample what it tells them."""
 
     def __init__(self) -> None:
-        self.completions: dict[Place, Completion] = {}
+        self.completions: dict[ConversationId, Completion] = {}
 
     def next_request(self, job: int, number: int, turns: Sequence[Completion]) -> Later:
         return LATER
 
-    def ready(self, timeout_s: float, /) -> list[tuple[Place, Request | None]]:
+    def ready(self, timeout_s: float, /) -> list[tuple[ConversationId, Request | None]]:
         raise AssertionError("asked on the first rank of an engine alone")
 
     def close(self) -> None:
@@ -59,18 +59,18 @@ class Episodes(FollowerEpisodes):
         pool: EnvironmentPool,
         chat: ChatFormat,
         limits: EpisodeLimits,
-        task: Callable[[Place], Task],
+        task: Callable[[ConversationId], EpisodeTask],
         *,
         temperature: float | None,
         discount: float | None,
-        finished: Finished | None = None,
+        finished: OnCompletion | None = None,
     ) -> None:
         """`task` tells what each place is; `finished` is called with each completion at once."""
         self._pool, self._chat, self._limits, self._task = pool, chat, limits, task
         self._temperature, self._discount, self._finished = temperature, discount, finished
         super().__init__()
-        self._talks: dict[Place, RunningEpisode] = {}
-        self._said: list[tuple[Place, Request | None]] = []  # that the engine has not been told
+        self._talks: dict[ConversationId, RunningEpisode] = {}
+        self._said: list[tuple[ConversationId, Request | None]] = []  # that the engine has not been told
 
     def next_request(self, job: int, number: int, turns: Sequence[Completion]) -> Later:
         """Always later: on all ranks of an engine alike (FollowerEpisodes)."""
@@ -82,8 +82,8 @@ class Episodes(FollowerEpisodes):
             self._end_turn(self._talks[place], turns[-1])
         return LATER
 
-    def ready(self, timeout_s: float, /) -> list[tuple[Place, Request | None]]:
-        """As Answers has it."""
+    def ready(self, timeout_s: float, /) -> list[tuple[ConversationId, Request | None]]:
+        """As LateRequests has it."""
         for place, reply in self._pool.poll(0.0 if self._said else timeout_s):
             if (talk := self._talks.get(place)) is not None:
                 self._hear(talk, reply)

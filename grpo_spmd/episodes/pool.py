@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import EnvironmentConfig, RewardConfig
-from grpo_spmd.engine.requests import Place
+from grpo_spmd.engine.requests import ConversationId
 from grpo_spmd.rewards.pool.nursery import encode_frame
 from grpo_spmd.rewards.pool.processes import HowItFailed, ProcessPool, WorkerProcess, allow_workers
 from grpo_spmd.rewards.trl import RewardError
@@ -63,7 +63,7 @@ class _Live:
 
 @dataclass
 class _Call:
-    place: Place
+    place: ConversationId
     what: What
     serial: int
     at: str  # what is running, for people
@@ -97,12 +97,12 @@ class EnvironmentPool(ProcessPool):
         super().__init__(module, setup, rewards, log_file, check=check, variables=variables)
         self._config = environment
         self._facts: EnvironmentFacts | None = None
-        self._waiting: deque[tuple[Place, dict[str, Any]]] = deque()  # to begin
-        self._live: dict[Place, _Live] = {}
+        self._waiting: deque[tuple[ConversationId, dict[str, Any]]] = deque()  # to begin
+        self._live: dict[ConversationId, _Live] = {}
         self._idle: list[WorkerProcess] = []
-        self._came: list[tuple[Place, Reply | Failure]] = []
+        self._came: list[tuple[ConversationId, Reply | Failure]] = []
         self._num_calls = 0
-        self._engine_s: Callable[[Place], float] = lambda place: 0.0
+        self._engine_s: Callable[[ConversationId], float] = lambda place: 0.0
 
     @property
     def facts(self) -> EnvironmentFacts:
@@ -115,19 +115,23 @@ class EnvironmentPool(ProcessPool):
         """`poll` returns early where there is something to read in it."""
         self._selector.register(fileno, 1)
 
-    def excuse(self, engine_s: Callable[[Place], float]) -> None:
+    def excuse(self, engine_s: Callable[[ConversationId], float]) -> None:
         """`engine_s` says how long an agent's episode has waited for the engine so far, which is not its time."""
         self._engine_s = engine_s
 
     def begin(
-        self, place: Place, row: dict[str, Any], seed: int, extra: dict[str, str] | None = None
+        self,
+        place: ConversationId,
+        row: dict[str, Any],
+        seed: int,
+        extra: dict[str, str] | None = None,
     ) -> None:
         """An episode, as soon as a worker is free; `random` and numpy's are seeded in it. `extra`: an agent's."""
         assert place not in self._live, f"the episode of {place} is under way"
         self._waiting.append((place, {"row": row, "seed": seed, "extra": extra or {}}))
         self._dispatch()
 
-    def act(self, place: Place, message: dict[str, Any]) -> None:
+    def act(self, place: ConversationId, message: dict[str, Any]) -> None:
         """What the policy said. A reply or a failure comes of it, as of everything that is asked."""
         calls = [call["function"]["name"] for call in message.get("tool_calls") or ()]
         self._ask(
@@ -137,20 +141,20 @@ class EnvironmentPool(ProcessPool):
             f"tool {calls[0]!r:.100}" if calls else "step()",
         )
 
-    def end(self, place: Place, given: dict[str, Any]) -> None:
+    def end(self, place: ConversationId, given: dict[str, Any]) -> None:
         """Ask for its rewards; `given` are the keyword lists of a reward function for this one completion."""
         said = {name: given[name] for name in ("completions", "completion_ids") if name in given}
         columns = {name: values for name, values in given.items() if name not in said}
         self._ask(place, "end", {"given": columns, "said": json.dumps(said)}, "its rewards")
 
-    def release(self, place: Place) -> None:
+    def release(self, place: ConversationId) -> None:
         """It is over, and its worker free for the next."""
         live = self._live.pop(place)
         if not live.died:
             self._idle.append(live.worker)
         self._dispatch()
 
-    def drop(self, place: Place) -> None:
+    def drop(self, place: ConversationId) -> None:
         """It is over, whatever it was at: its worker is killed."""
         self._waiting = deque(entry for entry in self._waiting if entry[0] != place)
         self._came = [entry for entry in self._came if entry[0] != place]
@@ -158,7 +162,7 @@ class EnvironmentPool(ProcessPool):
         if live is not None and not live.died:
             self._discard(live.worker)
 
-    def poll(self, timeout_s: float) -> list[tuple[Place, Reply | Failure]]:
+    def poll(self, timeout_s: float) -> list[tuple[ConversationId, Reply | Failure]]:
         """What has come of what was asked; where nothing has, waits at most `timeout_s` for something. Raises
         RewardError: the nursery was killed, the user left the debugger, or code that no episode is to blame for."""
         self._dispatch()
@@ -197,7 +201,13 @@ class EnvironmentPool(ProcessPool):
                 self._waiting.appendleft((place, message))
 
     def _ask(
-        self, place: Place, what: What, message: dict[str, Any], at: str, *, is_new: bool = True
+        self,
+        place: ConversationId,
+        what: What,
+        message: dict[str, Any],
+        at: str,
+        *,
+        is_new: bool = True,
     ) -> bool:
         """Whether it could be: False where a worker has gone, unseen, that has done nothing for this episode yet."""
         live, config = self._live[place], self._config

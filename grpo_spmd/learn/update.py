@@ -23,7 +23,7 @@ from grpo_spmd.learn.losses import (
     rollout_correction,
     taught_loss,
 )
-from grpo_spmd.model.optimizer import build_optimizer, go_on_at
+from grpo_spmd.model.optimizer import build_optimizer, resume_schedule
 from grpo_spmd.model.policy import Policy, Scores
 from grpo_spmd.records import MicroBatch, RolloutBatch
 
@@ -143,7 +143,7 @@ class PolicyUpdater:
         """Continues from a `state()`."""
         self._num_updates = state["num_updates"]
         self._skipped_in_a_row = state["skipped_in_a_row"]
-        go_on_at(self.optimizer, self._schedule, self._num_updates)
+        resume_schedule(self.optimizer, self._schedule, self._num_updates)
 
     def update(
         self,

@@ -19,8 +19,8 @@ from torch import Tensor
 from grpo_spmd.model.logprobs import Cap, Head, Hidden, add_product, chunks
 
 Scaling = tuple[float, int, Cap]  # temperature, tokens of a chunk, cap of the logits
-Places = Int[Tensor, " n"]  # of tokens [C]
-LEAST = math.log(
+TokenIndices = Int[Tensor, " n"]  # of tokens [C]
+MIN_LOGPROB = math.log(
     torch.finfo(torch.float32).tiny
 )  # log of the least probability that a bucket counts as having
 
@@ -126,10 +126,10 @@ class Divergence(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class TaughtBy:
+class TeacherDivergence:
     """The divergence from the teachers that each token has, as a function of the policy's hidden states and head."""
 
-    parts: Sequence[tuple[Places | None, WholeTeacher | TopTeacher]]
+    parts: Sequence[tuple[TokenIndices | None, WholeTeacher | TopTeacher]]
     """Which tokens, and their teacher; None: all."""
     beta: float
     scaling: Scaling  # of the policy
@@ -161,7 +161,7 @@ def top_outcomes(
 def _outcomes(log_p: Tensor, ids: Tensor) -> Tensor:
     """[rows, K + 1]: logprobs of `ids`, and of all other tokens together: their sum, not 1 less the others', which
     would cancel."""
-    rest = log_p.exp().scatter(-1, ids, 0.0).sum(-1, keepdim=True).log().clamp(min=LEAST)
+    rest = log_p.exp().scatter(-1, ids, 0.0).sum(-1, keepdim=True).log().clamp(min=MIN_LOGPROB)
     return torch.cat([log_p.gather(-1, ids), rest], dim=-1)
 
 

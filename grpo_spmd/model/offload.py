@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 _GIB = 2**30
-Beside = tuple[nn.Module, torch.optim.Optimizer | None]
+OffloadableModel = tuple[nn.Module, torch.optim.Optimizer | None]
 
 
 class HostOffload:
@@ -27,7 +27,7 @@ class HostOffload:
         policy: nn.Module,
         reference: object,
         optimizer: torch.optim.Optimizer,
-        beside: Sequence[Beside] = (),
+        beside: Sequence[OffloadableModel] = (),
     ) -> None:
         """`reference`: a model of its own; anything else is the policy with its adapters off, or none. `beside`: models
         of their own that are needed only while the engine sleeps (teachers, a critic), each with its optimizer."""

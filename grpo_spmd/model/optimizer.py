@@ -7,7 +7,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 from grpo_spmd.config.schema import OptimizerConfig
-from grpo_spmd.model.schedule import lr_share
+from grpo_spmd.model.schedule import lr_fraction
 
 
 def build_optimizer(
@@ -25,10 +25,10 @@ def build_optimizer(
     optimizer = AdamW(
         [g for g in groups if g["params"]], lr=config.lr, betas=config.betas, fused=fused
     )
-    return optimizer, LambdaLR(optimizer, lambda num_made: lr_share(config, num_made, num_all))
+    return optimizer, LambdaLR(optimizer, lambda num_made: lr_fraction(config, num_made, num_all))
 
 
-def go_on_at(optimizer: AdamW, schedule: LambdaLR, num_made: int) -> None:
+def resume_schedule(optimizer: AdamW, schedule: LambdaLR, num_made: int) -> None:
     """Set the learning rate of the step that follows `num_made` optimizer steps."""
     rates = [base * schedule.lr_lambdas[0](num_made) for base in schedule.base_lrs]
     schedule.load_state_dict(schedule.state_dict() | {"last_epoch": num_made, "_last_lr": rates})

@@ -23,7 +23,7 @@ from grpo_spmd.model.families.build import build_hf_model, decoder_layers, initi
 from grpo_spmd.model.families.refusals import refuse_structure, refuse_tensors
 from grpo_spmd.model.hf_files import load_config
 from grpo_spmd.model.policy import DTYPES, load_weights
-from grpo_spmd.model.reward_model_files import RewardModelFiles, said_of
+from grpo_spmd.model.reward_model_files import RewardModelFiles, errors_about
 from grpo_spmd.model.sharding import shard_over_ranks
 
 _log = logging.getLogger("grpo_spmd")
@@ -98,7 +98,7 @@ def build_reward_model(
 ) -> RewardModel:
     """Collective. The model of `files.folder`, frozen in the compute dtype of the policy's `config`: meta device, then
     FSDP2, then each rank reads its own rows. Raises ConfigError, of the reward's key, for what cannot be packed."""
-    with said_of(f"{files.where}.model"):
+    with errors_about(f"{files.where}.model"):
         path = str(files.folder)
         hf_config, compute = load_config(path), DTYPES[config.dtype]
         capped = getattr(hf_config, "attn_logit_softcapping", None) is not None

@@ -33,7 +33,7 @@ class RewardModelFiles:
 
 
 @contextmanager
-def said_of(where: str) -> Iterator[None]:
+def errors_about(where: str) -> Iterator[None]:
     """What is refused inside of a model is said of the key `where`, and not of model.path."""
     try:
         yield
@@ -48,7 +48,7 @@ def read_reward_model(
     """`folder`: that of `reward.model`; `budget`: training.max_tokens_per_micro_batch. Raises ConfigError for what is
     no decoder with a head for sequence classification, and where it is not clear which label or how long a text."""
     where = f"rewards.{index}"
-    with said_of(f"{where}.model"):
+    with errors_about(f"{where}.model"):
         try:
             config = read_model_config(folder)
             refuse_by_config(

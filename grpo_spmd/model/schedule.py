@@ -10,7 +10,7 @@ from grpo_spmd.config.coerce import build
 from grpo_spmd.config.schema import OptimizerConfig, TrainingConfig
 
 
-def lr_share(config: OptimizerConfig, num_made: int, num_all: int) -> float:
+def lr_fraction(config: OptimizerConfig, num_made: int, num_all: int) -> float:
     """The learning rate of the next optimizer step, as a share of `config.lr`.
 
     With n = `num_made` steps made, W = `warmup_steps` and N = `num_all` steps of the whole run: (n + 1) / W while
@@ -34,7 +34,7 @@ def lr_share(config: OptimizerConfig, num_made: int, num_all: int) -> float:
 def schedule_rows(config: OptimizerConfig, num_all: int) -> Iterator[tuple[str, str, str]]:
     """For `--explain`: where the learning rate changes, what the last optimizer step has, and how it comes there."""
     if config.schedule != "constant":
-        last = config.lr * lr_share(config, num_all - 1, num_all)
+        last = config.lr * lr_fraction(config, num_all - 1, num_all)
         warmup = f" after {config.warmup_steps} of warm-up" if config.warmup_steps else ""
         how = f"{config.schedule} from lr {config.lr:g} to min_lr {config.min_lr:g} over {num_all} optimizer steps"
         yield "learning rate of the last", f"{last:.3g}", how + warmup
@@ -70,4 +70,4 @@ def _rate_of(flat: Mapping[str, Any], num_made: int) -> tuple[float, int]:
     optimizer: OptimizerConfig = build(OptimizerConfig, of_optimizer, "optimizer")
     training: TrainingConfig = build(TrainingConfig, of_training, "training")
     num_all = training.num_run_optimizer_steps
-    return optimizer.lr * lr_share(optimizer, num_made, num_all), num_all
+    return optimizer.lr * lr_fraction(optimizer, num_made, num_all), num_all

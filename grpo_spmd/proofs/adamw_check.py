@@ -15,7 +15,7 @@ from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.learn.update import PolicyUpdater
 from grpo_spmd.model.policy import Policy
 from grpo_spmd.model.sharding import is_first_replica
-from grpo_spmd.proofs.gradient_check import Found
+from grpo_spmd.proofs.gradient_check import CheckResult
 from grpo_spmd.records import MicroBatch
 
 _EPS = 1e-8  # AdamW's
@@ -58,7 +58,7 @@ class AdamwCheck:
         self._num_updates = 0
         self._factor = 1.0
 
-    def open(self, found: Found) -> None:
+    def open(self, found: CheckResult) -> None:
         """Before the first of the steps to look at: the moments are taken from the optimizer, but for a fresh one."""
         self._shadows, self._num_updates = [], self._updater.state()["num_updates"]
         self._check_groups(found)
@@ -67,24 +67,24 @@ class AdamwCheck:
             mean, square = torch.zeros_like(weights), torch.zeros_like(weights)
             state = self._updater.optimizer.state.get(parameter, {})
             if self._num_updates and "exp_avg" not in state:
-                found.wrong.append(
+                found.errors.append(
                     f"the optimizer has no moments of {name} after {self._num_updates} updates"
                 )
             elif self._num_updates:
                 mean, square = _host(state["exp_avg"]), _host(state["exp_avg_sq"])
                 if int(state["step"]) != self._num_updates:
                     counts = f"{int(state['step'])} steps of {name}, and {self._num_updates} updates were made"
-                    found.wrong.append(f"the optimizer counts {counts}")
+                    found.errors.append(f"the optimizer counts {counts}")
             self._shadows.append(
                 _Shadow(name, parameter, weights, mean, square, torch.zeros_like(weights))
             )
 
     def begin(
-        self, mini_batch: list[MicroBatch], num_tokens: int, num_sequences: int, found: Found
+        self, mini_batch: list[MicroBatch], num_tokens: int, num_sequences: int, found: CheckResult
     ) -> None:
         """Collective. The denominators are those of all ranks' tokens, and no gradient is left from before."""
         if stray := [name for name, p in self._policy.named_parameters() if p.grad is not None]:
-            found.wrong.append(f"a gradient was left from the last update: that of {stray[0]}")
+            found.errors.append(f"a gradient was left from the last update: that of {stray[0]}")
         own = [sum(int(m.loss_mask.sum()) for m in mini_batch)]
         own.append(sum(len(m.sequence_index[m.loss_mask].unique()) for m in mini_batch))
         counted = on_rank0(
@@ -92,7 +92,7 @@ class AdamwCheck:
         )
         if counted != [num_tokens, num_sequences]:
             given = f"{num_tokens} tokens and {num_sequences} sequences"
-            found.wrong.append(
+            found.errors.append(
                 f"the loss divides by {given}, and {counted[0]} and {counted[1]} count over all ranks"
             )
 
@@ -112,7 +112,7 @@ class AdamwCheck:
                 torch.zeros_like(shadow.weights) if grad is None else _host(cast(DTensor, grad))
             )
 
-    def end(self, is_made: bool, found: Found) -> None:
+    def end(self, is_made: bool, found: CheckResult) -> None:
         """Compare what the step left; go on from what it should have left."""
         self._num_updates += is_made
         for shadow in self._shadows:
@@ -133,7 +133,7 @@ class AdamwCheck:
             shadow.weights * (1 - rate * decay) - rate * (shadow.mean / (1 - first**t)) / size
         )
 
-    def _compare(self, shadow: _Shadow, before: Tensor, found: Found) -> None:
+    def _compare(self, shadow: _Shadow, before: Tensor, found: CheckResult) -> None:
         state, now = (
             self._updater.optimizer.state.get(shadow.parameter, {}),
             _host(shadow.parameter),
@@ -141,18 +141,20 @@ class AdamwCheck:
         step, off = (shadow.weights - before).norm(), (now - shadow.weights).norm()
         beyond = max(0.0, float(off - _ROUNDING * before.norm()))
         what = f"the step of AdamW on {shadow.name}, of its size,"
-        found.within(
+        found.check_difference(
             what, "AdamW", beyond / float(step) if step else float(beyond > 0), _STEP_BOUND
         )
         for key, expected in (("exp_avg", shadow.mean), ("exp_avg_sq", shadow.square)):
             held = _host(state[key]) if key in state else torch.zeros_like(expected)
             size, off = float(expected.norm()), float((held - expected).norm())
             what = f"AdamW's {key} of {shadow.name}, of its norm,"
-            found.within(what, "AdamW", off / size if size else float(off > 0), _MOMENTS_BOUND)
+            found.check_difference(
+                what, "AdamW", off / size if size else float(off > 0), _MOMENTS_BOUND
+            )
         # What is within rounding now shall not add up.
         shadow.weights = now
 
-    def _check_groups(self, found: Found) -> None:
+    def _check_groups(self, found: CheckResult) -> None:
         """A decay of 1e-8 of a weight is below its rounding: the settings themselves are looked at."""
         seen: list[int] = []
         for group in self._updater.optimizer.param_groups:
@@ -162,11 +164,11 @@ class AdamwCheck:
             decays = {self._config.weight_decay if p.ndim > 1 else 0.0 for p in group["params"]}
             if settings != expected or decays != {group["weight_decay"]}:
                 held = f"{settings} and weight_decay {group['weight_decay']}"
-                found.wrong.append(
+                found.errors.append(
                     f"the optimizer has {held} where {expected} and {sorted(decays)} are asked for"
                 )
         if sorted(seen) != sorted(id(p) for p in self._policy.parameters() if p.requires_grad):
-            found.wrong.append(
+            found.errors.append(
                 f"the optimizer has {len(seen)} tensors, which are not those that train, each once"
             )
 

@@ -22,7 +22,7 @@ from grpo_spmd.distributed.packed import PackedReader, pack
 from grpo_spmd.learn.advantages import Credit, turn_advantages
 from grpo_spmd.learn.contexts import broken_rule, completion_contexts, turns_of
 from grpo_spmd.learn.sampled_step import SampledStep
-from grpo_spmd.proofs.gradient_check import Found
+from grpo_spmd.proofs.gradient_check import CheckResult
 from grpo_spmd.records import (
     Completion,
     Decision,
@@ -53,9 +53,9 @@ class BatchCheck:
         self._weights, self._stop_ids, self._is_agent = weights, set(stop_ids), is_agent
         self._has_critic = advantage.estimator == "gae"  # whose advantages critic_check.py looks at
 
-    def run(self, sampled: SampledStep, batch: RolloutBatch, decision: Decision) -> Found:
+    def run(self, sampled: SampledStep, batch: RolloutBatch, decision: Decision) -> CheckResult:
         """Collective."""
-        found, size = Found(), self._rollout.group_size
+        found, size = CheckResult(), self._rollout.group_size
         self._check_completions(found, sampled)
         rewards, slots = self._rewards(sampled), decision.slots
         kl = _kl_penalties(
@@ -73,7 +73,7 @@ class BatchCheck:
                 continue
             slot = slots[position]
             if self._rollout.dynamic_sampling and is_alike:
-                found.wrong.append(
+                found.errors.append(
                     f"group {slot} has rewards that are all alike, and dynamic sampling kept it"
                 )
         penalised = {i: reward - kl.get(i, 0.0) for i, reward in shorter.items()}
@@ -109,12 +109,12 @@ class BatchCheck:
             for number, (i, completion, expected) in enumerate(entries):
                 given = 0.0 if self._has_critic else decision.advantages[i]
                 if not self._has_critic and not same(given, expected):
-                    found.wrong.append(
+                    found.errors.append(
                         f"rollout {i} has the advantage {given:.6g}, not {expected:.6g}"
                     )
                 is_cut = self._loss.mask_truncated and completion.finish_reason == "length"
                 if decision.in_loss[i] != (not math.isnan(shorter[i]) and not is_cut):
-                    found.wrong.append(
+                    found.errors.append(
                         f"rollout {i} is {'' if decision.in_loss[i] else 'not '}in the loss"
                     )
                 count = len(completion.token_ids)
@@ -128,21 +128,21 @@ class BatchCheck:
                 if credited and not math.isnan(shorter[i]):
                     above = [given + over for over in credit(completion, discount or 0.0)]
                     if not np.allclose(of_tokens, above, rtol=1e-4, atol=1e-5):
-                        found.wrong.append(
+                        found.errors.append(
                             f"rollout {i} has other advantages of its turns than their returns say"
                         )
                 name = _name(tokens, completion.logprobs, of_tokens, [decision.in_loss[i]] * count)
                 mine.append((i, name, shorter[i]))
-        found.measured["advantages"] = float(len(mine))
+        found.metrics["advantages"] = float(len(mine))
         trained = [
             pair
             for micro_batch in batch.micro_batches
-            for pair in _named_rollouts(micro_batch, self._has_critic)
+            for pair in _hash_rollouts(micro_batch, self._has_critic)
         ]
         # With so many groups in the step those of later positions are surplus.
         wanted = self._rollout.num_prompts_per_step if self._rollout.dynamic_sampling else math.inf
-        judge = partial(misplaced, of_all=decision.rank0_decision, wanted=wanted)
-        found.wrong.extend(on_rank0_bytes(judge, told(mine, trained, dropped)))
+        judge = partial(find_misplaced, of_all=decision.rank0_decision, wanted=wanted)
+        found.errors.extend(on_rank0_bytes(judge, told(mine, trained, dropped)))
         self._check_denominators(found, batch)
         return found
 
@@ -205,7 +205,7 @@ class BatchCheck:
             divisor = by[self._advantage.normalize_std]
         return center, divisor if usable else math.inf
 
-    def _check_completions(self, found: Found, sampled: SampledStep) -> None:
+    def _check_completions(self, found: CheckResult, sampled: SampledStep) -> None:
         """A completion ends at its first stop token, or at the longest length; a group's were drawn one by one."""
         longest = self._rollout.max_completion_tokens
         for group in sampled.groups:
@@ -216,31 +216,31 @@ class BatchCheck:
                 others, more = len(group.completions) - 1, copies[ids] - 1
                 chance = math.log(math.comb(others, more)) + more * math.fsum(logprobs)
                 if chance < _LEAST_CHANCE:
-                    found.wrong.append(
+                    found.errors.append(
                         f"{more + 1} completions of a group are one: a chance of e{chance:.0f}"
                     )
         for completion in (c for group in sampled.groups for c in group.completions):
             episode, turns = completion.episode, turns_of(completion)
             if episode is not None and (why := broken_rule(completion.token_ids, episode)):
-                found.wrong.append(f"an episode is none: {why}")
+                found.errors.append(f"an episode is none: {why}")
             if not self._is_agent and any(reason == "length" for _, reason in turns[:-1]):
-                found.wrong.append("an episode goes on after a turn that was cut off")
+                found.errors.append("an episode goes on after a turn that was cut off")
             for said, reason in turns:
                 *before, last = said or [-1]
                 # In an episode a turn may have less room.
                 is_cut = len(said) == longest if episode is None else 0 < len(said) <= longest
                 what = "completion" if episode is None else "turn"
                 if self._stop_ids.intersection(before):
-                    found.wrong.append(
+                    found.errors.append(
                         f"a {what} goes on after a token that ends it (generation_config's eos_token_id)"
                     )
                 elif last not in self._stop_ids if reason == "stop" else not is_cut:
                     ending = (
                         f"{len(said)} tokens that ends with {last} has finish_reason {reason!r}"
                     )
-                    found.wrong.append(f"a {what} of {ending}")
+                    found.errors.append(f"a {what} of {ending}")
 
-    def _check_denominators(self, found: Found, batch: RolloutBatch) -> None:
+    def _check_denominators(self, found: CheckResult, batch: RolloutBatch) -> None:
         """Collective."""
         own = []
         for rows in batch.mini_batches:
@@ -253,7 +253,7 @@ class BatchCheck:
             zip(batch.num_loss_tokens, batch.num_loss_sequences, strict=True)
         ):
             if (there := (counted[2 * number], counted[2 * number + 1])) != pair:
-                found.wrong.append(
+                found.errors.append(
                     f"mini-batch {number} is to divide by {pair} tokens and sequences, and has {there}"
                 )
 
@@ -288,7 +288,7 @@ def _kl_penalties(
         np.array([*own.values()], np.float64),
         np.array(sampled, np.int32),
     )
-    share = scatter_from_rank0(kl_shares, pack([len(own), len(sampled)], arrays))
+    share = scatter_from_rank0(kl_penalties_by_rank, pack([len(own), len(sampled)], arrays))
     return dict(zip(sampled, np.frombuffer(share).tolist(), strict=True))
 
 
@@ -318,7 +318,7 @@ def _credit(
     ]
 
 
-def _named_rollouts(row: MicroBatch, has_critic: bool = False) -> list[tuple[int, int]]:
+def _hash_rollouts(row: MicroBatch, has_critic: bool = False) -> list[tuple[int, int]]:
     """The rollouts of a micro-batch, each with a name for its numbers; -1: some token is scored at another place."""
     of_tokens = torch.zeros_like(row.advantages) if has_critic else row.advantages
     columns = row.rollout_logprobs, of_tokens, row.loss_mask
@@ -391,7 +391,7 @@ def told(
     return pack([len(array) for array in arrays], arrays)
 
 
-def misplaced(of_ranks: list[bytes], of_all: StepDecision | None, wanted: float) -> list[str]:
+def find_misplaced(of_ranks: list[bytes], of_all: StepDecision | None, wanted: float) -> list[str]:
     """On rank 0: what it decided, the ranks that sampled say, and those that train."""
     assert of_all is not None
     parts = [
@@ -434,7 +434,7 @@ def moments_of_all(of_ranks: Sequence[bytes]) -> tuple[float, float]:
     return moments(np.frombuffer(b"".join(of_ranks)).tolist())
 
 
-def kl_shares(of_ranks: Sequence[bytes]) -> list[bytes]:
+def kl_penalties_by_rank(of_ranks: Sequence[bytes]) -> list[bytes]:
     """On rank 0, of each rank's trained ids (int32), what is taken off their rewards (float64) and sampled ids (int32):
     for each what is taken off those that it sampled, wherever they are trained on."""
     taken, sampled = dict[int, float](), list[list[int]]()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_spmd.config.schema import DataConfig
-from grpo_spmd.proofs.gradient_check import Found
+from grpo_spmd.proofs.gradient_check import CheckResult
 from grpo_spmd.records import RolloutGroup, ScoredRollouts
 
 _log = logging.getLogger("grpo_spmd")
@@ -19,9 +19,9 @@ _Row = dict[str, Any]
 
 def check_data(
     groups: Sequence[RolloutGroup], scored: ScoredRollouts, tokenizer: Any, data: DataConfig
-) -> Found:
+) -> CheckResult:
     """Some of this rank's prompts beside their rows, and what the reward functions were given for their completions."""
-    found, chosen = Found(), list(enumerate(groups[:_NUM_PROMPTS]))
+    found, chosen = CheckResult(), list(enumerate(groups[:_NUM_PROMPTS]))
     try:
         rows = _rows(data.train, {group.prompt.row for _, group in chosen})
     except (OSError, ValueError) as error:  # moved away since the start: no fault of the run
@@ -34,16 +34,16 @@ def check_data(
         prompt, row = group.prompt, rows.get(group.prompt.row)
         where = f"{data.train}, row {prompt.row}"
         if row is None:
-            found.wrong.append(f"the prompt of {where} has no such row")
+            found.errors.append(f"the prompt of {where} has no such row")
             continue
         if data.prompt_template is None and prompt.text != _prompt_of(row, data):
-            found.wrong.append(f"the prompt of {where} is not what stands there")
+            found.errors.append(f"the prompt of {where} is not what stands there")
         # A template may write today's date, which was another when the run began.
         is_dated = not isinstance(prompt.text, str) and "strftime_now" in str(
             tokenizer.chat_template
         )
         if not is_dated and list(prompt.token_ids) != _token_ids(prompt.text, tokenizer):
-            found.wrong.append(f"the token ids of the prompt of {where} are not those of its text")
+            found.errors.append(f"the token ids of the prompt of {where} are not those of its text")
         own = None if data.prompt_template else data.prompt_key
         expected = {name: value for name, value in row.items() if name != own} | {
             "prompts": prompt.text
@@ -63,11 +63,11 @@ def check_data(
                 name for name, value in expected.items() if repr(given.get(name)) != repr(value)
             ]:
                 what = f"the reward functions were given another {wrong[0]!r} for a completion of {where}"
-                found.wrong.append(f"{what} than the row and the completion have")
+                found.errors.append(f"{what} than the row and the completion have")
     return found
 
 
-def check_stop_ids(path: Path, tokenizer: Any, used: Collection[int]) -> Found:
+def check_stop_ids(path: Path, tokenizer: Any, used: Collection[int]) -> CheckResult:
     """Beside what the model's folder says, `used`, at which the engine stops."""
     said: set[int] = {tokenizer.eos_token_id} - {None}
     for file in filter(Path.is_file, (path / "generation_config.json", path / "config.json")):
@@ -76,7 +76,7 @@ def check_stop_ids(path: Path, tokenizer: Any, used: Collection[int]) -> Found:
             said |= {ids} if isinstance(ids, int) else set(ids)
             break
     wrong = f"completions are to end at {sorted(said)} (eos_token_id in {path}), and the engine ends them at "
-    return Found([] if said == set(used) else [f"{wrong}{sorted(used)}"])
+    return CheckResult([] if said == set(used) else [f"{wrong}{sorted(used)}"])
 
 
 def _rows(source: str, wanted: Collection[int]) -> dict[int, _Row]:

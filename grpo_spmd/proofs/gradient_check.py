@@ -45,17 +45,19 @@ _BOUNDS = {"float32": (1e-4, 1e-4, 1e-3, 1e-4), "bfloat16": (0.05, 1e-4, 0.2, 0.
 
 
 @dataclass
-class Found:
-    """What one check found: a sentence for each breach on this rank, and what it measured."""
+class CheckResult:
+    """What one check found on this rank."""
 
-    wrong: list[str] = field(default_factory=list)
-    measured: dict[str, float] = field(default_factory=dict)
+    errors: list[str] = field(default_factory=list)
+    """One sentence for each difference that is too large."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """The largest difference of each kind."""
 
-    def within(self, what: str, key: str, difference: float, bound: float) -> None:
-        """A NaN is a breach."""
-        self.measured[key] = max(self.measured.get(key, 0.0), difference)
+    def check_difference(self, what: str, key: str, difference: float, bound: float) -> None:
+        """Records a difference, and an error if it is above `bound` or NaN."""
+        self.metrics[key] = max(self.metrics.get(key, 0.0), difference)
         if not difference <= bound:
-            self.wrong.append(f"{what} is off by {difference:.3g} (bound {bound:.3g})")
+            self.errors.append(f"{what} is off by {difference:.3g} (bound {bound:.3g})")
 
 
 class SyntheticTeacher(Protocol):
@@ -101,7 +103,7 @@ class SyntheticValues(Protocol):
         values are off, relative to their size. `counts` [n] marks the tokens of the rollouts that count."""
         ...
 
-    def check_head_gradient(self, found: Found, bound: float) -> None:
+    def check_head_gradient(self, found: CheckResult, bound: float) -> None:
         """Collective. Compares the head's gradient with the plain one, and drops it."""
         ...
 
@@ -130,7 +132,7 @@ class GradientCheck:
 
     def run(
         self, groups: Sequence[RolloutGroup], device: torch.device, *, accumulates: bool
-    ) -> Found:
+    ) -> CheckResult:
         """Collective. Compare on this rank's own rollouts; a rank without any takes part with tokens that count
         nothing. Leaves no gradient behind. What is wrong on all ranks alike is found on rank 0. `accumulates`: over two
         micro-batches, not one, which costs a pass more."""
@@ -139,8 +141,8 @@ class GradientCheck:
 
     def _run(
         self, groups: Sequence[RolloutGroup], device: torch.device, accumulates: bool
-    ) -> Found:
-        found, policy, rollouts = Found(), self._policy, _short_rollouts(groups)
+    ) -> CheckResult:
+        found, policy, rollouts = CheckResult(), self._policy, _short_rollouts(groups)
         self._look_for_strays(found)
         rows = [rollouts[:3], rollouts[3:]] if accumulates else [rollouts]
         scores: list[Scores] = []
@@ -176,7 +178,7 @@ class GradientCheck:
         handle.remove()
         base, base_entropy = _joined(scores, rows)
         squares, sketch = self._squares(), _Sketch(policy)
-        with plain_layers(policy.model), sketch.watching():
+        with eager_attention(policy.model), sketch.watching():
             before = sketch.of_gradient()
             kept: list[Tensor] = []
             logprobs, entropy, touch, largest = _plain_scores(
@@ -212,7 +214,7 @@ class GradientCheck:
                 bound = (
                     self._term_bound if name != "entropy" else math.inf
                 )  # that has been compared above
-                found.within(
+                found.check_difference(
                     f"the term {name!r} of the loss, of the size of what it sums,",
                     "loss",
                     off,
@@ -227,19 +229,19 @@ class GradientCheck:
         if self._values is not None:
             self._values.check_head_gradient(found, self._gradient_bound)
         # A policy that is not finite is for the update to say, which is skipped then.
-        return Found() if any_rank(not bool(logprobs.isfinite().all())) else found
+        return CheckResult() if any_rank(not bool(logprobs.isfinite().all())) else found
 
-    def _look_for_strays(self, found: Found) -> None:
+    def _look_for_strays(self, found: CheckResult) -> None:
         named = [
             *self._policy.named_parameters(),
             *(self._values.named_parameters() if self._values is not None else ()),
         ]
         if stray := [name for name, p in named if p.grad is not None]:
-            found.wrong.append(f"a gradient was left from the last update: that of {stray[0]}")
+            found.errors.append(f"a gradient was left from the last update: that of {stray[0]}")
 
     @staticmethod
     def _valued(
-        found: Found,
+        found: CheckResult,
         values: SyntheticValues,
         loss: Term,
         rollouts: Sequence[Rollout],
@@ -250,7 +252,9 @@ class GradientCheck:
             np.concatenate([np.zeros(0, np.bool_), *(r.loss_mask for r in rollouts)])
         )
         term, size, off = values.plain_loss(rollouts, counts, num_tokens)
-        found.within("the value of a token, of the values' size,", "values", off, values.bound)
+        found.check_difference(
+            "the value of a token, of the values' size,", "values", off, values.bound
+        )
         return {"loss": (loss[0] + term, loss[1] + size), "value": (term, size)}
 
     def _sequences(
@@ -268,7 +272,7 @@ class GradientCheck:
 
     def _taught(
         self,
-        found: Found,
+        found: CheckResult,
         teacher: SyntheticTeacher,
         columns: dict[str, Tensor],
         log_p: Sequence[Tensor],
@@ -289,7 +293,7 @@ class GradientCheck:
         self, policy: Policy, groups: Sequence[RolloutGroup], device: torch.device
     ) -> Tensor:
         """Collective. Of the tokens that `run` looks at, by another policy; no gradient."""
-        with plain_layers(policy.model), torch.no_grad():
+        with eager_attention(policy.model), torch.no_grad():
             logprobs, _ = _plain_scores(policy, _short_rollouts(groups), self._temperature, device)[
                 :2
             ]
@@ -312,8 +316,8 @@ class GradientCheck:
         self.score_bound = max(least, largest * self._rounding)
         self._gradient_bound = max(gradient, min(0.5, gradient * self.score_bound / least))
 
-    def _compare(self, found: Found, what: str, differences: Tensor) -> None:
-        found.within(
+    def _compare(self, found: CheckResult, what: str, differences: Tensor) -> None:
+        found.check_difference(
             f"{what}, in nats on average,",
             "logprobs",
             float(differences.abs().mean()),
@@ -368,7 +372,7 @@ class GradientCheck:
         )
 
     def _judge_gradients(
-        self, found: Found, of_trainer: dict[str, float], left: dict[str, float]
+        self, found: CheckResult, of_trainer: dict[str, float], left: dict[str, float]
     ) -> None:
         """Collective. Tensor by tensor, each beside its own norm and a hundredth of the whole gradient's."""
 
@@ -387,9 +391,11 @@ class GradientCheck:
             range(len(names)), key=lambda i: shares[i] if math.isfinite(shares[i]) else math.inf
         )
         what = f"the gradient of {names[worst]}, of its norm,"
-        found.within(what, "gradient", shares[worst], self._gradient_bound)
+        found.check_difference(what, "gradient", shares[worst], self._gradient_bound)
 
-    def _judge_reduction(self, found: Found, reduced: list[float], of_tokens: list[float]) -> None:
+    def _judge_reduction(
+        self, found: CheckResult, reduced: list[float], of_tokens: list[float]
+    ) -> None:
         """Collective. FSDP's sum over ranks beside a sum of ours."""
 
         def judge(parts: list[list[list[float]]]) -> float:
@@ -401,7 +407,7 @@ class GradientCheck:
             return off / size if size else 0.0
 
         what = "the sum over ranks of a gradient, of its norm,"
-        found.within(
+        found.check_difference(
             what, "reduction", on_rank0(judge, [reduced, of_tokens]), self._reduction_bound
         )
 
@@ -516,7 +522,7 @@ def _plain_scores(
 
 
 @contextmanager
-def plain_layers(model: Any) -> Iterator[None]:
+def eager_attention(model: Any) -> Iterator[None]:
     """Within it HF's own eager attention, with its own mask, and nothing compiled; also for a backward pass, which may
     run layers again."""
     configs = {

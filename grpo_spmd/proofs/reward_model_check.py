@@ -14,7 +14,7 @@ import transformers
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.model.reward_model import RewardModel
 from grpo_spmd.model.reward_model_files import RewardModelFiles
-from grpo_spmd.proofs.gradient_check import plain_layers
+from grpo_spmd.proofs.gradient_check import eager_attention
 from grpo_spmd.records import Completion, Prompt
 
 _log = logging.getLogger("grpo_spmd")
@@ -120,7 +120,7 @@ class RewardModelCheck:
     @torch.no_grad()
     def _plain_score(self, ids: list[int]) -> float:
         device = next(self._model.parameters()).device
-        with plain_layers(self._model.model):
+        with eager_attention(self._model.model):
             return float(self._model.plain_score(torch.tensor(ids, device=device)))
 
 

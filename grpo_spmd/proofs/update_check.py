@@ -35,7 +35,7 @@ from grpo_spmd.proofs.adamw_check import AdamwCheck
 from grpo_spmd.proofs.batch_check import BatchCheck
 from grpo_spmd.proofs.data_check import check_data, check_stop_ids
 from grpo_spmd.proofs.gradient_check import (
-    Found,
+    CheckResult,
     GradientCheck,
     SyntheticTeacher,
     SyntheticValues,
@@ -53,7 +53,7 @@ _MAX_NAMED = 4
 
 # Collective. Checks one signal's part of a step. The last argument has the rewards of the rollouts that this rank
 # sampled, by rollout id.
-SignalCheck = Callable[[SampledStep, RolloutBatch, Decision, dict[int, float]], Found]
+SignalCheck = Callable[[SampledStep, RolloutBatch, Decision, dict[int, float]], CheckResult]
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class UpdateCheck:
         self._window = 0
         self._step = 0
         self._signal_checks = signals.checks
-        self._found = Found()
+        self._found = CheckResult()
         self._seconds = 0.0
 
     def run_if_due(
@@ -177,7 +177,7 @@ class UpdateCheck:
         rewards = self._batch_check.rewards_of(sampled, decision)
         parts += [check(sampled, batch, decision, rewards) for check in self._signal_checks]
         self._window = _FIRST_WINDOW if is_first else _LATER_WINDOW
-        self._found = Found()
+        self._found = CheckResult()
         self._adamw.open(self._found)
         measured = self._judge([*parts, self._found])
         self._seconds = time.perf_counter() - start
@@ -220,11 +220,11 @@ class UpdateCheck:
             look()
             self._seconds += time.perf_counter() - start
 
-    def _check_reference(self, sampled: SampledStep) -> Found:
+    def _check_reference(self, sampled: SampledStep) -> CheckResult:
         """Collective. It scores as plainly computed, and has the weights of the model's files."""
-        found, policy, reference = Found(), self._policy, self._reference
+        found, policy, reference = CheckResult(), self._policy, self._reference
         if (reference is None) == (self._loss.kl_coef > 0):
-            found.wrong.append(
+            found.errors.append(
                 "there is a reference where no KL term asks for it, or none where one does"
             )
         if reference is None:
@@ -236,16 +236,16 @@ class UpdateCheck:
         elif isinstance(reference, Policy) and reference is not policy:
             plain = check.plain_logprobs(reference, *rows)
         else:
-            return Found(["the reference is not a model of its own"])
+            return CheckResult(["the reference is not a model of its own"])
         difference = (check.trainer_logprobs(reference, *rows) - plain).abs()
         if len(difference) and plain.isfinite().all():  # else it is for the update to say
             what = "the reference's logprob of a token, in nats on average,"
-            found.within(what, "logprobs", float(difference.mean()), check.score_bound)
+            found.check_difference(what, "logprobs", float(difference.mean()), check.score_bound)
         self._check_files(found, policy if policy.lora.rank else reference)
         return found
 
     @torch.no_grad()
-    def _check_files(self, found: Found, model: Any) -> None:
+    def _check_files(self, found: CheckResult, model: Any) -> None:
         named = list(hf_named_parameters(model))
         files = tensor_files(self._folder) if self._num_runs == 1 else {}
         for name, parameter in named[:: max(1, len(named) // _NUM_TENSORS)]:
@@ -256,35 +256,35 @@ class UpdateCheck:
                         held.dtype
                     )
             if name in self._stored and not torch.equal(self._stored[name], held):
-                found.wrong.append(f"the reference's {name} is not that of {self._folder}")
+                found.errors.append(f"the reference's {name} is not that of {self._folder}")
 
     @torch.no_grad()
-    def _check_attached(self, batch: RolloutBatch) -> Found:
+    def _check_attached(self, batch: RolloutBatch) -> CheckResult:
         """Collective. The old and reference logprobs that the loss is given are those of policy and reference."""
         found, row, is_engine_judge = (
-            Found(),
+            CheckResult(),
             batch.micro_batches[0],
             self._loss.old_logprobs == "engine",
         )
         lacks_old = row.old_logprobs is None and (is_engine_judge or len(batch.mini_batches) > 1)
         if lacks_old or (row.ref_logprobs is None) != (self._reference is None):
-            found.wrong.append("the loss is not given the old or reference logprobs that it needs")
+            found.errors.append("the loss is not given the old or reference logprobs that it needs")
         old = ("old", row.old_logprobs, None if is_engine_judge else self._policy)
         for what, held, score in (old, ("reference", row.ref_logprobs, self._reference)):
             if held is not None and score is not None:
                 off = float((score(row)[0] - held).abs().nan_to_num().mean())
                 what = f"the {what} logprob that the loss is given, in nats on average,"
-                found.within(what, "attached", off, self._gradients.score_bound / 10)
+                found.check_difference(what, "attached", off, self._gradients.score_bound / 10)
         cast(FSDPModule, self._policy).reshard()
         return found
 
-    def _judge(self, parts: list[Found]) -> dict[str, float]:
+    def _judge(self, parts: list[CheckResult]) -> dict[str, float]:
         """Collective. The largest figures over ranks. Raises Rank0Error."""
-        wrong = [text for found in parts for text in found.wrong]
+        wrong = [text for found in parts for text in found.errors]
         measured: dict[str, float] = {}
         for found in parts:
             measured |= {
-                key: max(value, measured.get(key, 0.0)) for key, value in found.measured.items()
+                key: max(value, measured.get(key, 0.0)) for key, value in found.metrics.items()
             }
         return on_rank0(
             lambda of_ranks: _raise_if_wrong(of_ranks, self._step),

@@ -16,7 +16,7 @@ from grpo_spmd.config.schema import RewardConfig
 from grpo_spmd.distributed.collectives import exchange_bytes
 from grpo_spmd.distributed.packed import PackedReader, pack
 from grpo_spmd.engine.engine import RolloutEngine
-from grpo_spmd.engine.requests import Request
+from grpo_spmd.engine.requests import GenerationHooks, Request
 from grpo_spmd.episodes.plain_text import PlainText, TemplateError, without_surrogates
 from grpo_spmd.records import Completion, RolloutGroup, ScoredRollouts
 from grpo_spmd.rewards.remote.client import UnexpectedError
@@ -177,7 +177,9 @@ class EngineJudges:
             return None if turns else Request(prompt, None, 0.0, max_tokens, is_rollout=False)
 
         version = self._engine.policy_version or 0  # of an engine that has none it is refused
-        made = self._engine.generate_shared([len(keys) for keys in jobs], request, version)
+        made = self._engine.generate_shared(
+            [len(keys) for keys in jobs], GenerationHooks(request), version
+        )
         self._check()
         back: list[list[Any]] = [[] for _ in range(self._num_ranks)]
         for job, turns in (

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from grpo_spmd.config.schema import EvalConfig
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.engine.engine import RolloutEngine
-from grpo_spmd.engine.requests import Place, Request, Task
+from grpo_spmd.engine.requests import ConversationId, EpisodeTask, GenerationHooks, Request
 from grpo_spmd.observe.columns import bounded
 from grpo_spmd.observe.rollout_reader import EvalRecord, to_line
 from grpo_spmd.observe.rollout_writer import RolloutWriter
@@ -75,7 +75,7 @@ class Evaluator:
         version = step + 1  # the weights are there for the next step
         sizes = [1] * len(self._wanted)
         if self._environments is None:
-            made = engine.generate_shared(sizes, self._request, policy_version=version)
+            made = engine.generate_shared(sizes, GenerationHooks(self._request), version)
         else:
             temperature = self._config.temperature
             made = self._environments.generate(
@@ -129,7 +129,7 @@ class Evaluator:
         prompt, seed = self._task((number, 0))
         return Request(prompt.token_ids, seed(), self._config.temperature)
 
-    def _task(self, place: Place) -> Task:
+    def _task(self, place: ConversationId) -> EpisodeTask:
         (name, _, sample), prompt = self._wanted[place[0]], self._prompt(place[0])
         return prompt, partial(rollout_seed, self._seed, f"eval/{name}", prompt.row, sample)
 

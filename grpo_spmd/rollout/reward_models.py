@@ -17,7 +17,7 @@ from grpo_spmd.learn.balance import fill_rows
 from grpo_spmd.model.hf_files import load_tokenizer
 from grpo_spmd.model.offload import ParkedModel
 from grpo_spmd.model.reward_model import RewardModel
-from grpo_spmd.model.reward_model_files import RewardModelFiles, said_of
+from grpo_spmd.model.reward_model_files import RewardModelFiles, errors_about
 from grpo_spmd.proofs.reward_model_check import RewardModelCheck, Scored
 from grpo_spmd.records import Completion, Prompt, RolloutGroup, ScoredRollouts
 from grpo_spmd.rewards.scorers import merge_results
@@ -215,7 +215,7 @@ class RewardTexts:
 
     def __init__(self, files: RewardModelFiles, policy_tokenizer: Any) -> None:
         """Raises ConfigError where there is no tokenizer."""
-        with said_of(f"{files.where}.model"):
+        with errors_about(f"{files.where}.model"):
             self.tokenizer = load_tokenizer(str(files.folder))
         self._files = files
         self._shares_ids = (

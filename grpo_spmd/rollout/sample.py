@@ -16,7 +16,7 @@ from grpo_spmd.data.prompts import PromptStream, TailStream, check_enough_to_lau
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.distributed.store import count_up, delete_counter
 from grpo_spmd.engine.engine import RolloutEngine
-from grpo_spmd.engine.requests import Place, Request, Task
+from grpo_spmd.engine.requests import ConversationId, EpisodeTask, GenerationHooks, Request
 from grpo_spmd.records import Completion, Prompt, RolloutGroup, rollout_seed
 from grpo_spmd.rollout.buffer import RolloutBuffer
 
@@ -79,7 +79,7 @@ class Sampler:
             of_kept = [(slot, place[2]) for (slot, _), place in kept.items()]
             race = self._tail.begin(missing, of_kept, is_first=engine.tp_rank == 0)
 
-        def task(place: Place) -> Task:
+        def task(place: ConversationId) -> EpisodeTask:
             prompt, sample = prompts[jobs[place[0]]], missing[jobs[place[0]]][place[1]]
             place_of = self._seed, step - 1, prompt.position, sample  # by the steps before it
             return prompt, partial(rollout_seed, *place_of)
@@ -112,10 +112,10 @@ class Sampler:
         start = time.perf_counter()
         try:
             if self._environments is None:
-                scheduled = step, keep, expected, race
-                sampled = engine.generate_shared(
-                    sizes, request, *scheduled, meanwhile=own.meanwhile
+                hooks = GenerationHooks(
+                    request, on_completion=keep, early_stop=race, before_step=own.meanwhile
                 )
+                sampled = engine.generate_shared(sizes, hooks, step, expected)
             else:
                 sampled = self._environments.generate(
                     engine, sizes, task, step, finished=keep, expected=expected

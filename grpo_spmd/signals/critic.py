@@ -39,11 +39,11 @@ from grpo_spmd.learn.losses import kl_estimate
 from grpo_spmd.learn.sampled_step import SampledStep
 from grpo_spmd.learn.step_messages import split_sampled, trained_ids
 from grpo_spmd.learn.update import StopCheck, ValueHead
-from grpo_spmd.model.offload import Beside
-from grpo_spmd.model.optimizer import build_optimizer, go_on_at
+from grpo_spmd.model.offload import OffloadableModel
+from grpo_spmd.model.optimizer import build_optimizer, resume_schedule
 from grpo_spmd.model.policy import Policy
 from grpo_spmd.model.values import PolicyValues, ValueModel, build_value_model
-from grpo_spmd.proofs.gradient_check import Found, plain_layers
+from grpo_spmd.proofs.gradient_check import CheckResult, eager_attention
 from grpo_spmd.proofs.update_check import SignalProofs, UpdateCheckSettings
 from grpo_spmd.records import Completion, Decision, MicroBatch, RolloutBatch, StepDecision
 
@@ -87,7 +87,7 @@ class Critic:
         self._num_updates = self._skipped_in_a_row = 0
 
     @property
-    def offloadable_models(self) -> list[Beside]:
+    def offloadable_models(self) -> list[OffloadableModel]:
         return [(self.model, self.optimizer)]
 
     @property
@@ -122,7 +122,7 @@ class Critic:
     def restore(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken."""
         self._num_updates, self._skipped_in_a_row = state["num_updates"], state["skipped_in_a_row"]
-        go_on_at(self.optimizer, self._schedule, self._num_updates)
+        resume_schedule(self.optimizer, self._schedule, self._num_updates)
 
     @torch.no_grad()
     def attach(self, batch: RolloutBatch, decision: Decision, stop_check: StopCheck) -> Decision:
@@ -376,9 +376,9 @@ class CriticCheck:
         batch: RolloutBatch,
         decision: Decision,
         rewards: Mapping[int, float],
-    ) -> Found:
+    ) -> CheckResult:
         """Collective. `rewards`: of the rollouts that this rank sampled and some rank trains on; NaN: not known."""
-        found = Found()
+        found = CheckResult()
         self._check_values(found, batch.micro_batches[0])
         given = self._rewards_of_trained(sampled, batch, decision, rewards)
         plain = [self._plainly(found, row, given) for row in batch.micro_batches]
@@ -394,12 +394,12 @@ class CriticCheck:
         for row in plain:
             expected = np.where(row.counts, (row.advantages - mean) / deviation, 0.0)
             for c in _apart(row.held, expected)[:1]:
-                found.wrong.append(
+                found.errors.append(
                     f"a token has the advantage {row.held[c]:.6g}, and gae gives {expected[c]:.6g}"
                 )
         return found
 
-    def _check_values(self, found: Found, row: MicroBatch) -> None:
+    def _check_values(self, found: CheckResult, row: MicroBatch) -> None:
         """Collective. Of the first row, as it holds them, and by a plain pass of some of its sequences. For that the
         head gets something to say: it may be zero."""
         starts = torch.nonzero(row.position_ids == 0)[:, 0].tolist()[:_NUM_SEQUENCES]
@@ -418,13 +418,13 @@ class CriticCheck:
             again = self._model(row)
             with random_head(self._model.head):
                 by_trainer = self._model(row)
-                with plain_layers(self._model.backbone):
+                with eager_attention(self._model.backbone):
                     plainly = self._model.plain_values(ids)
         cast(FSDPModule, self._model).reshard()
         assert row.old_values is not None
         size = float(again.abs().mean()) + 1e-6
         what = "a value that the advantages are made of, of its size,"
-        found.within(
+        found.check_difference(
             what, "values", float((row.old_values - again).abs().mean()) / size, self._bound
         )
         by_plain, held = list[float](), list[float]()
@@ -435,14 +435,14 @@ class CriticCheck:
         if held:
             off = math.fsum(abs(a - b) for a, b in zip(held, by_plain, strict=True))
             size = math.fsum(map(abs, by_plain)) + 1e-6
-            found.within(
+            found.check_difference(
                 "a value beside that of a plain forward pass, of its size,",
                 "values",
                 off / size,
                 self._bound,
             )
 
-    def _plainly(self, found: Found, row: MicroBatch, given: Mapping[int, _Given]) -> _Plain:
+    def _plainly(self, found: CheckResult, row: MicroBatch, given: Mapping[int, _Given]) -> _Plain:
         """The values that the row holds are taken as they are."""
         assert row.old_values is not None
         assert row.returns is not None
@@ -451,7 +451,7 @@ class CriticCheck:
         mask, index = row.loss_mask.cpu().numpy(), row.sequence_index.cpu().numpy()
         ids, lengths = row.rollout_ids, np.bincount(index, minlength=len(row.rollout_ids))
         if wrong := [i for i, n in zip(ids, lengths, strict=False) if n != given[i].num_tokens]:
-            found.wrong.append(f"rollouts {wrong[:5]} have other tokens than were sampled")
+            found.errors.append(f"rollouts {wrong[:5]} have other tokens than were sampled")
         if wrong or not ids:
             return _Plain(np.zeros_like(held), np.zeros_like(mask), np.zeros_like(held))
         # A rollout a line, which ends in the last column.
@@ -475,7 +475,7 @@ class CriticCheck:
         )
         for c in _apart(returns, taught)[:1]:
             what = f"and the returns of rollout {ids[index[c]]} say {taught[c]:.6g}"
-            found.wrong.append(f"a value is taught {returns[c]:.6g}, {what}")
+            found.errors.append(f"a value is taught {returns[c]:.6g}, {what}")
         return _Plain(judged - values, mask, held)
 
     def _kl(self, row: MicroBatch) -> Numbers:

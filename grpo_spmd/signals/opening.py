@@ -10,7 +10,7 @@ from grpo_spmd.config.schema import Config
 from grpo_spmd.distributed.reductions import Reductions
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.learn.update import StopCheck, ValueHead
-from grpo_spmd.model.offload import Beside
+from grpo_spmd.model.offload import OffloadableModel
 from grpo_spmd.model.policy import Policy
 from grpo_spmd.proofs.update_check import SignalProofs, UpdateCheckSettings
 from grpo_spmd.records import Decision, Prompt, RolloutBatch
@@ -24,7 +24,7 @@ class Signal(Protocol):
     """A training signal for single tokens, besides the rewards. Every call is collective."""
 
     @property
-    def offloadable_models(self) -> Sequence[Beside]:
+    def offloadable_models(self) -> Sequence[OffloadableModel]:
         """The signal's own models, each with its optimizer. They wait in host memory while the engine is awake."""
         ...
 
@@ -60,7 +60,7 @@ class Signals:
         return self.critic.value_head if self.critic is not None else None
 
     @property
-    def offloadable_models(self) -> list[Beside]:
+    def offloadable_models(self) -> list[OffloadableModel]:
         """As Signal.offloadable_models, of all signals."""
         return [model for signal in self._active for model in signal.offloadable_models]
 

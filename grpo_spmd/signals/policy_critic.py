@@ -19,11 +19,11 @@ from grpo_spmd.distributed.reductions import Max, Reductions, merge
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.learn.contexts import contexts_of
 from grpo_spmd.learn.update import StopCheck
-from grpo_spmd.model.offload import Beside
+from grpo_spmd.model.offload import OffloadableModel
 from grpo_spmd.model.policy import Policy
 from grpo_spmd.model.sharding import is_first_replica
 from grpo_spmd.model.values import PolicyValues, plain_states
-from grpo_spmd.proofs.gradient_check import Found
+from grpo_spmd.proofs.gradient_check import CheckResult
 from grpo_spmd.proofs.update_check import SignalProofs, UpdateCheckSettings
 from grpo_spmd.records import Decision, MicroBatch, Rollout, RolloutBatch
 from grpo_spmd.signals.critic import Critic, random_head, random_product
@@ -41,7 +41,7 @@ class PolicyCritic(Critic):
         self._num_skipped = 0
 
     @property
-    def offloadable_models(self) -> list[Beside]:
+    def offloadable_models(self) -> list[OffloadableModel]:
         return [(self.model.head, self.optimizer)]  # what the policy's own pass enters too
 
     @property
@@ -166,7 +166,7 @@ class ValueTargets:
             total, size = total + term, size + abs(float(term.detach()))
         return total, size, off
 
-    def check_head_gradient(self, found: Found, bound: float) -> None:
+    def check_head_gradient(self, found: CheckResult, bound: float) -> None:
         """Collective. The head's gradient by the trainer, summed over ranks by FSDP, beside what the plain pass of each
         rank has left, summed by us: eight products of each with random vectors. Leaves none."""
         draw, reduced, plain = (
@@ -204,7 +204,9 @@ class ValueTargets:
             return off / (math.sqrt(sum(b * b for b in by_us)) + 1e-30)
 
         off = on_rank0(judge, [reduced, plain])
-        found.within("the gradient of the value head, of its norm,", "gradient", off, bound)
+        found.check_difference(
+            "the gradient of the value head, of its norm,", "gradient", off, bound
+        )
         self._critic.forget()
 
     @contextmanager

@@ -22,9 +22,15 @@ from grpo_spmd.distributed.collectives import any_rank, on_rank0
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.learn.sampled_step import SampledStep
 from grpo_spmd.learn.update import StopCheck
-from grpo_spmd.model.divergence import LEAST, Places, TaughtBy, TopTeacher, WholeTeacher
+from grpo_spmd.model.divergence import (
+    MIN_LOGPROB,
+    TeacherDivergence,
+    TokenIndices,
+    TopTeacher,
+    WholeTeacher,
+)
 from grpo_spmd.model.policy import Policy
-from grpo_spmd.proofs.gradient_check import Found
+from grpo_spmd.proofs.gradient_check import CheckResult
 from grpo_spmd.proofs.update_check import SignalProofs, UpdateCheckSettings
 from grpo_spmd.records import Decision, MicroBatch, Prompt, RolloutBatch
 from grpo_spmd.rewards.pool.call_limits import CallLimits
@@ -163,7 +169,7 @@ class ServedTeacher(Teacher):
     ) -> None:
         answered, device = torch.zeros_like(row.loss_mask), row.input_ids.device
         parts, names = (
-            list[tuple[Places | None, Tensor | WholeTeacher | TopTeacher]](),
+            list[tuple[TokenIndices | None, Tensor | WholeTeacher | TopTeacher]](),
             dict[str, Tensor](),
         )
         for name, answers in said.items():
@@ -239,7 +245,7 @@ def _as_tensors(said: Sequence[Said], device: torch.device) -> Tensor | TopTeach
 def rest_of(known: Sequence[float], num_tokens: int) -> float:
     """Logprob of all tokens together but those whose logprobs are known."""
     if len(known) >= num_tokens:
-        return LEAST
+        return MIN_LOGPROB
     return math.log(max(1 - math.fsum(map(math.exp, known)), _UNKNOWN))
 
 
@@ -278,13 +284,13 @@ class ServerCheck(TeacherCheck):
 
     def __call__(
         self, sampled: SampledStep, batch: RolloutBatch, decision: Decision, *_: object
-    ) -> Found:
+    ) -> CheckResult:
         """Collective. As TeacherCheck's, and who is taught."""
         found = super().__call__(sampled, batch, decision)
         if not all(
             _says_who_is_taught(row, self._served.unanswered) for row in batch.micro_batches
         ):
-            found.wrong.append(
+            found.errors.append(
                 "a rollout without an answer of its teacher's server is taught, or one that has it is not"
             )
         return found
@@ -331,7 +337,7 @@ def _says_who_is_taught(row: MicroBatch, unanswered: set[int]) -> bool:
         return True
     taught = ~torch.isin(row.sequence_index, row.sequence_index.new_tensor(silent))
     said = [torch.ones_like(taught) if signal.answered_mask is None else signal.answered_mask]
-    if isinstance(signal.divergence, TaughtBy):
+    if isinstance(signal.divergence, TeacherDivergence):
         of_term = torch.zeros_like(taught)
         for places, _ in signal.divergence.parts:
             of_term[slice(None) if places is None else places] = True

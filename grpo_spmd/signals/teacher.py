@@ -27,12 +27,18 @@ from grpo_spmd.distributed.session import Session
 from grpo_spmd.learn.assemble import episode_rollout, pack_rollouts
 from grpo_spmd.learn.sampled_step import SampledStep
 from grpo_spmd.learn.update import StopCheck
-from grpo_spmd.model.divergence import Places, TaughtBy, TopTeacher, WholeTeacher, top_outcomes
+from grpo_spmd.model.divergence import (
+    TeacherDivergence,
+    TokenIndices,
+    TopTeacher,
+    WholeTeacher,
+    top_outcomes,
+)
 from grpo_spmd.model.lora import adapters_off
-from grpo_spmd.model.offload import Beside
+from grpo_spmd.model.offload import OffloadableModel
 from grpo_spmd.model.policy import DTYPES, Policy, Term, build_policy
 from grpo_spmd.model.sharding import gather_rows
-from grpo_spmd.proofs.gradient_check import Found, plain_layers
+from grpo_spmd.proofs.gradient_check import CheckResult, eager_attention
 from grpo_spmd.proofs.update_check import SignalProofs, UpdateCheckSettings, adapters_at_zero
 from grpo_spmd.records import Decision, MicroBatch, Prompt, RolloutBatch, Segment, TeacherSignal
 
@@ -74,7 +80,7 @@ class Teacher:
         self._num_tokens: int = policy.model.get_output_embeddings().weight.shape[0]
 
     @property
-    def offloadable_models(self) -> Sequence[Beside]:
+    def offloadable_models(self) -> Sequence[OffloadableModel]:
         return [(one.model, None) for one in self.models.values() if one.is_own]
 
     @torch.no_grad()
@@ -88,7 +94,7 @@ class Teacher:
             }
         for row in batch.micro_batches:
             parts, names = (
-                list[tuple[Places | None, Tensor | WholeTeacher | TopTeacher]](),
+                list[tuple[TokenIndices | None, Tensor | WholeTeacher | TopTeacher]](),
                 dict[str, Tensor](),
             )
             for name, one in self.models.items():
@@ -153,12 +159,14 @@ class Teacher:
     def _teacher_signal(
         self,
         row: MicroBatch,
-        parts: Sequence[tuple[Places | None, Tensor | WholeTeacher | TopTeacher]],
+        parts: Sequence[tuple[TokenIndices | None, Tensor | WholeTeacher | TopTeacher]],
         names: dict[str, Tensor],
     ) -> TeacherSignal:
         coef, whole = self.config.coef, [(p, t) for p, t in parts if not isinstance(t, Tensor)]
         if self.config.loss != "sampled":
-            taught_by = TaughtBy(whole, self.config.beta, _scaling(self.policy), self._num_tokens)
+            taught_by = TeacherDivergence(
+                whole, self.config.beta, _scaling(self.policy), self._num_tokens
+            )
             return TeacherSignal(coef, divergence=taught_by, masks_by_teacher=names)
         logprobs = torch.zeros_like(row.rollout_logprobs)
         for places, said in parts:
@@ -167,7 +175,9 @@ class Teacher:
         return TeacherSignal(coef, logprobs, masks_by_teacher=names)
 
 
-def taught_row(row: MicroBatch, asked: Mapping[int, Ask], name: str) -> tuple[MicroBatch, Places]:
+def taught_row(
+    row: MicroBatch, asked: Mapping[int, Ask], name: str
+) -> tuple[MicroBatch, TokenIndices]:
     """The rollouts of a row that the teacher `name` has, as it sees them, in their order; and the places [n] of their
     tokens among all of the row. Waits for the device. Without any a row of two tokens, and no place."""
     ids, predict, index = (
@@ -230,15 +240,15 @@ class TeacherCheck:
     @torch.no_grad()
     def __call__(
         self, sampled: SampledStep, batch: RolloutBatch, decision: Decision, *_: object
-    ) -> Found:
+    ) -> CheckResult:
         """Collective. Looks at this rank's first row."""
-        found, asked = Found(), self._teacher.asked(decision)
+        found, asked = CheckResult(), self._teacher.asked(decision)
         if asked is not None:
             self._check_asked(found, sampled, decision, asked)
         is_sampled, coef = self._teacher.config.loss == "sampled", self._teacher.config.coef
         for signal in (row.teacher_signal for row in batch.micro_batches):
             if signal is None or signal.coef != coef or (signal.logprobs is None) == is_sampled:
-                found.wrong.append(
+                found.errors.append(
                     "a micro-batch lacks what its teacher says of it, or has it in another form"
                 )
                 break
@@ -261,7 +271,7 @@ class TeacherCheck:
                 differences.append(self._compare(one, row, place, asked, most))
         if len(all_of := torch.cat(differences)):
             what = "a teacher's logprob of a token that the update is given, in nats on average,"
-            found.within(what, "teacher", float(all_of.mean()), self._bound)
+            found.check_difference(what, "teacher", float(all_of.mean()), self._bound)
         cast(FSDPModule, self._teacher.policy).reshard()
         return found
 
@@ -276,14 +286,14 @@ class TeacherCheck:
         """Collective. [n, V] at the places [n] of the ids [T], or what has their softmax; None: nothing was said."""
         one: TeacherModel = source
         with (
-            plain_layers(one.model.model),
+            eager_attention(one.model.model),
             adapters_at_zero(one.model) if one.is_base else nullcontext(),
         ):
             logits: Tensor = one.model.plain_logits(ids[None], where)[0].float() / self._temperature
         return logits
 
     def _check_asked(
-        self, found: Found, sampled: SampledStep, decision: Decision, asked: Mapping[int, Ask]
+        self, found: CheckResult, sampled: SampledStep, decision: Decision, asked: Mapping[int, Ask]
     ) -> None:
         """Collective. Who sampled a group has its row."""
         own = [(g, decision.slots.get(g.prompt.position)) for g in sampled.groups]
@@ -293,7 +303,7 @@ class TeacherCheck:
         of_slots = dict(on_rank0(lambda parts: [pair for part in parts for pair in part], told))
         size = sampled.rules.rollout.group_size
         if wrong := [i for i, ask in asked.items() if of_slots.get(i // size) != _name(ask)]:
-            found.wrong.append(
+            found.errors.append(
                 f"rollouts {wrong[:5]} go to another teacher, or with another prompt, than their rows say"
             )
 
@@ -354,7 +364,7 @@ def _differences(signal: TeacherSignal, logits: Tensor, tokens: Tensor, targets:
             signal.logprobs[tokens] - logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
         ).abs()
     taught = signal.divergence
-    assert isinstance(taught, TaughtBy)
+    assert isinstance(taught, TeacherDivergence)
     found = []
     for number, token in enumerate(tokens.tolist()):
         for places, teacher in taught.parts:
@@ -407,7 +417,9 @@ class RandomTeacher:
             )
         row.teacher_signal = TeacherSignal(
             self.coef,
-            divergence=TaughtBy([(None, said)], self._config.beta, self._scaling, len(head)),
+            divergence=TeacherDivergence(
+                [(None, said)], self._config.beta, self._scaling, len(head)
+            ),
         )
         if row.rollout_ids:
             self._log_p.append((hidden @ head.T).double().div(self._temperature).log_softmax(-1))

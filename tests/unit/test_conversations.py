@@ -9,9 +9,16 @@ from typing import Any
 
 import pytest
 
-from grpo_spmd.engine.conversations import ANSWERS_S, Conversations
+from grpo_spmd.engine.conversations import LATE_REQUESTS_WAIT_S, Conversations
 from grpo_spmd.engine.engine import RolloutEngine
-from grpo_spmd.engine.requests import LATER, EngineStateError, Later, Place, Request
+from grpo_spmd.engine.requests import (
+    LATER,
+    ConversationId,
+    EngineStateError,
+    GenerationHooks,
+    Later,
+    Request,
+)
 from grpo_spmd.records import Completion
 
 
@@ -70,38 +77,38 @@ class Engine:
         self._engine.requests[name] = running
 
     generate = RolloutEngine._generate
-    _start = RolloutEngine._start
+    _add_requests = RolloutEngine._add_requests
     _abort = RolloutEngine._abort
 
-    def _is_over(self, race: Any, num_steps: int) -> bool:
-        return bool(race.is_over())
+    def _is_stopped(self, early_stop: Any, num_steps: int) -> bool:
+        return bool(early_stop.is_over())
 
 
 @dataclasses.dataclass
 class World:
-    """Answers each turn of a conversation after some calls: `delays[place]`, one a turn; then it is over."""
+    """LateRequests each turn of a conversation after some calls: `delays[place]`, one a turn; then it is over."""
 
-    delays: dict[Place, list[int]]
-    waiting: dict[Place, int] = dataclasses.field(default_factory=dict)
+    delays: dict[ConversationId, list[int]]
+    waiting: dict[ConversationId, int] = dataclasses.field(default_factory=dict)
     asked: list[tuple[float, int]] = dataclasses.field(
         default_factory=list
     )  # timeout, and how many waited
     most_open: int = 0
-    turns: dict[Place, int] = dataclasses.field(default_factory=dict)
+    turns: dict[ConversationId, int] = dataclasses.field(default_factory=dict)
 
     def next_request(self, job: int, number: int, turns: Sequence[Completion]) -> Later:
         self.turns[job, number] = len(turns)
         self.waiting[job, number] = ([*self.delays[job, number], 0])[len(turns)]
         return LATER
 
-    def ready(self, timeout_s: float) -> list[tuple[Place, Request | None]]:
+    def ready(self, timeout_s: float) -> list[tuple[ConversationId, Request | None]]:
         assert self.waiting, "asked while nobody waits"
         self.asked.append((timeout_s, len(self.waiting)))
         come = [place for place, left in self.waiting.items() if left <= 0]
         self.waiting = {place: left - 1 for place, left in self.waiting.items() if left > 0}
         return [(place, self._request(place)) for place in come]
 
-    def _request(self, place: Place) -> Request | None:
+    def _request(self, place: ConversationId) -> Request | None:
         turn = self.turns[place]
         return (
             Request([10 * place[0] + place[1], turn], seed=turn + 2)
@@ -111,12 +118,20 @@ class World:
 
 
 def generate(
-    engine: Engine, batches: list[list[Place]], most: int, world: Any, **given: Any
-) -> dict[Place, list[Completion]] | None:
-    return engine.generate(iter(batches), most, 0, world.next_request, answers=world, **given)  # type: ignore[misc]
+    engine: Engine,
+    batches: list[list[ConversationId]],
+    most: int,
+    world: Any,
+    early_stop: Any = None,
+    **options: Any,
+) -> dict[ConversationId, list[Completion]] | None:
+    hooks = GenerationHooks(world.next_request, late_requests=world, early_stop=early_stop)
+    return engine.generate(iter(batches), most, 0, hooks, **options)  # type: ignore[misc]
 
 
-def lengths(made: dict[Place, list[Completion]] | None) -> dict[Place, list[tuple[int, int]]]:
+def lengths(
+    made: dict[ConversationId, list[Completion]] | None,
+) -> dict[ConversationId, list[tuple[int, int]]]:
     """Of each turn the tokens and which turn it was."""
     assert made is not None
     return {
@@ -136,7 +151,7 @@ def test_answers_of_any_order_enter_while_others_run() -> None:
     assert lengths(made) == expected
     assert {timeout_s for timeout_s, _ in world.asked} == {
         0.0,
-        ANSWERS_S,
+        LATE_REQUESTS_WAIT_S,
     }  # some came while others ran
 
 
@@ -145,7 +160,7 @@ def test_nobody_waits_for_an_answer_while_something_runs() -> None:
     engine, world = Engine(), World({(0, 0): [30], (0, 1): [0] * 9})
     ready = world.ready
 
-    def watched(timeout_s: float) -> list[tuple[Place, Request | None]]:
+    def watched(timeout_s: float) -> list[tuple[ConversationId, Request | None]]:
         assert (timeout_s > 0) == (not engine._engine.requests)
         return ready(timeout_s)
 
@@ -157,13 +172,14 @@ def test_a_conversation_that_waits_keeps_its_room() -> None:
     places = [[(job, 0)] for job in range(5)]
     world, taken = World({(job, 0): [4, 2] for job in range(5)}), list[int]()
 
-    def batches() -> Iterator[list[Place]]:
+    def batches() -> Iterator[list[ConversationId]]:
         for batch in places:
             taken.append(sum(world.turns.get((job, 0), -1) < 2 for job in range(len(taken))))
             yield batch
 
     engine = Engine()
-    made = engine.generate(batches(), 2, 0, world.next_request, answers=world)  # type: ignore[misc]
+    hooks = GenerationHooks(world.next_request, late_requests=world)
+    made = engine.generate(batches(), 2, 0, hooks)  # type: ignore[misc]
     assert lengths(made) == {(job, 0): [(2, 0), (3, 1)] for job in range(5)}
     assert max(taken) == 1  # with two open no third is taken
 
@@ -180,7 +196,7 @@ def test_to_end_is_asked_while_all_wait() -> None:
     assert (
         asked == [0] * 6
     )  # each time: ranks that share an engine ask each other at steps 0, 8, 16, ...
-    assert [timeout_s for timeout_s, _ in world.asked] == [ANSWERS_S] * 6
+    assert [timeout_s for timeout_s, _ in world.asked] == [LATE_REQUESTS_WAIT_S] * 6
 
 
 def test_what_waits_is_dropped_with_its_tokens_when_the_race_is_over() -> None:
@@ -188,8 +204,8 @@ def test_what_waits_is_dropped_with_its_tokens_when_the_race_is_over() -> None:
     engine = Engine()
     world = World({(0, 1): [0, 99], (1, 0): [0], (2, 0): [0, 0], (3, 0): [99]})
     dropped: list[list[int]] = []
-    race = SimpleNamespace(is_over=lambda: world.turns.get((2, 0)) == 1, drop=dropped.append)
-    made = generate(engine, [[(0, 1), (1, 0), (2, 0), (3, 0)]], 9, world, race=race)
+    early_stop = SimpleNamespace(is_over=lambda: world.turns.get((2, 0)) == 1, drop=dropped.append)
+    made = generate(engine, [[(0, 1), (1, 0), (2, 0), (3, 0)]], 9, world, early_stop=early_stop)
     assert lengths(made) == {(1, 0): [(2, 0)]}
     assert [sorted(tokens) for tokens in dropped] == [
         [0, 2, 2]
@@ -199,23 +215,25 @@ def test_what_waits_is_dropped_with_its_tokens_when_the_race_is_over() -> None:
 
 
 @pytest.mark.parametrize("answer", [(0, 1), (7, 7)])
-def test_an_answer_for_one_that_does_not_wait_is_refused(answer: Place) -> None:
+def test_an_answer_for_one_that_does_not_wait_is_refused(answer: ConversationId) -> None:
     """That of a sibling, or of one that an earlier generation has dropped."""
     said = [(answer, Request([1], 1))]
     conversations = Conversations(
-        lambda job, number, turns: Request([1], 1) if number else LATER,
-        SimpleNamespace(ready=lambda _: said),
+        GenerationHooks(
+            lambda job, number, turns: Request([1], 1) if number else LATER,
+            late_requests=SimpleNamespace(ready=lambda _: said),
+        ),
         None,
         0,
     )
-    assert [request for _, request in conversations.go_on([(0, 0), (0, 1)])] == [Request([1], 1)]
+    assert [request for _, request in conversations.advance([(0, 0), (0, 1)])] == [Request([1], 1)]
     with pytest.raises(EngineStateError, match=r"conversation \(\d, \d\), which does not wait"):
-        conversations.answered()
+        conversations.take_late_requests()
 
 
 def test_an_answer_that_comes_twice_is_refused() -> None:
     twice = SimpleNamespace(ready=lambda _: [((0, 0), Request([1], 1))] * 2)
-    conversations = Conversations(lambda *_: LATER, twice, None, 0)
-    conversations.go_on([(0, 0)])
+    conversations = Conversations(GenerationHooks(lambda *_: LATER, late_requests=twice), None, 0)
+    conversations.advance([(0, 0)])
     with pytest.raises(EngineStateError, match="does not wait"):
-        conversations.answered()
+        conversations.take_late_requests()

@@ -25,7 +25,7 @@ from grpo_spmd.config.load import load_config, load_config_with_sources
 from grpo_spmd.config.schema import DataConfig, RewardConfig
 from grpo_spmd.data import hub
 from grpo_spmd.data.rows import PromptRow, read_rows
-from grpo_spmd.engine.cache_room import no_room_for_cache, refused_keys
+from grpo_spmd.engine.failures import no_room_for_cache, refused_keys
 from grpo_spmd.rewards.named import check_gold
 from grpo_spmd.rewards.verifiers import SHIPPED
 from tests.support.bad_inputs import check_exit_code

@@ -19,7 +19,7 @@ import transformers
 
 from grpo_spmd.config.schema import EnvironmentConfig
 from grpo_spmd.demo.tools import make_tokenizer
-from grpo_spmd.engine.requests import Later, Place, Request
+from grpo_spmd.engine.requests import Later, ConversationId, Request
 from grpo_spmd.episodes.chat_format import ChatFormat
 from grpo_spmd.episodes.episodes import Episodes
 from grpo_spmd.episodes.open_episode import EpisodeLimits
@@ -88,7 +88,7 @@ WIDE = EpisodeLimits(
     max_model_len=10_000,
     max_all_tokens=10_000,
 )
-Script = dict[Place, Sequence[str]]
+Script = dict[ConversationId, Sequence[str]]
 
 
 class Bed:
@@ -109,9 +109,9 @@ class Bed:
         return list(self.tokenizer.encode(text))
 
     def episodes(
-        self, row: Callable[[Place], dict[str, Any]], limits: EpisodeLimits, discount: float | None
+        self, row: Callable[[ConversationId], dict[str, Any]], limits: EpisodeLimits, discount: float | None
     ) -> Episodes:
-        def task(place: Place) -> tuple[Prompt, Callable[..., int]]:
+        def task(place: ConversationId) -> tuple[Prompt, Callable[..., int]]:
             chat = [{"role": "user", "content": "go"}]
             return Prompt(7, 3, [1], chat, row(place)), partial(rollout_seed, 5, 2, 7, place[1])
 
@@ -120,16 +120,16 @@ class Bed:
     def play(
         self,
         says: Script,
-        row: Callable[[Place], dict[str, Any]],
+        row: Callable[[ConversationId], dict[str, Any]],
         limits: EpisodeLimits = WIDE,
         *,
         discount: float | None = None,
         num_turns: int = 10_000,
-    ) -> tuple[dict[Place, Completion], list[tuple[Place, Request]]]:
+    ) -> tuple[dict[ConversationId, Completion], list[tuple[ConversationId, Request]]]:
         """What comes of each place, whose n-th turn is the n-th text of `says` however long a try of it took, and all
         that was requested. After `num_turns` the generation is stopped."""
-        talks, asked = self.episodes(row, limits, discount), list[tuple[Place, Request]]()
-        turns: dict[Place, list[Completion]] = {place: [] for place in says}
+        talks, asked = self.episodes(row, limits, discount), list[tuple[ConversationId, Request]]()
+        turns: dict[ConversationId, list[Completion]] = {place: [] for place in says}
         is_open, deadline = set(says), time.monotonic() + 120
         for place in says:
             assert isinstance(talks.next_request(*place, []), Later)
@@ -192,11 +192,11 @@ def call(text: str, times: int = 1, name: str = "say") -> str:
     return f'<tool_call>{{"name": "{name}", "arguments": {{"text": "{text}", "times": {times}}}}}</tool_call>'
 
 
-def row_of(log: Path | str, **columns: Any) -> Callable[[Place], dict[str, Any]]:
+def row_of(log: Path | str, **columns: Any) -> Callable[[ConversationId], dict[str, Any]]:
     return lambda place: {"log": str(log), **columns}
 
 
-def only(found: dict[Place, Completion]) -> tuple[Completion, Episode]:
+def only(found: dict[ConversationId, Completion]) -> tuple[Completion, Episode]:
     (completion,) = found.values()
     assert completion.episode is not None
     assert broken_rule(completion.token_ids, completion.episode) is None
@@ -439,7 +439,7 @@ def test_a_generation_that_was_stopped_leaves_nothing_to_the_next(
             (job, n): [call(f"{job}{n}") + "<|end|>", ANSWER] for job in range(3) for n in range(2)
         }
 
-        def row(place: Place, stop_after: int = stop_after) -> dict[str, Any]:
+        def row(place: ConversationId, stop_after: int = stop_after) -> dict[str, Any]:
             return {"log": str(tmp_path / f"{stop_after} {place}")}
 
         tools.play(says, row, num_turns=stop_after)

@@ -15,12 +15,16 @@ from torch import Tensor, nn
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.model.config_json import refuse_by_config
 from grpo_spmd.model.families.build import (
+    as_config_error,
     build_hf_model,
     decoder_layers,
     keep_hf_classes,
-    one_line_for,
 )
-from grpo_spmd.model.families.refusals import refuse_other_tensors, refuse_untrainable, stored_names
+from grpo_spmd.model.families.refusals import (
+    refuse_unmatched_names,
+    refuse_untrainable,
+    stored_names,
+)
 from tests.support.models import FAMILIES, make_model
 
 
@@ -200,18 +204,18 @@ def test_tensors_that_transformers_renames_are_found() -> None:
 
 
 def test_a_tensor_that_one_side_lacks_is_refused_and_a_strange_layout_is_not() -> None:
-    refuse_other_tensors("Policy", {}, {})
-    refuse_other_tensors(
+    refuse_unmatched_names("Policy", {}, {})
+    refuse_unmatched_names(
         "Policy", {"a": 3, "b": 4}, {"ab": 8}
     )  # fused, and padded: not known, not absent
     with pytest.raises(
         ConfigError, match=r"Policy has a\.bias and 1 more, which vLLM's model does not have"
     ):
-        refuse_other_tensors("Policy", {"b.bias": 3, "a.bias": 4}, {})
+        refuse_unmatched_names("Policy", {"b.bias": 3, "a.bias": 4}, {})
     with pytest.raises(
         ConfigError, match=r"vLLM's model has a\.bias, which Policy does not have: no sync"
     ):
-        refuse_other_tensors("Policy", {}, {"a.bias": 4})
+        refuse_unmatched_names("Policy", {}, {"a.bias": 4})
 
 
 def test_classes_of_transformers_are_put_back_as_they_were(tmp_path: Path) -> None:
@@ -262,7 +266,7 @@ def test_what_a_library_raises_is_one_line_but_not_what_the_machine_does() -> No
 
 
 def _built() -> Any:
-    return one_line_for("m", "cannot be built")
+    return as_config_error("m", "cannot be built")
 
 
 def test_the_list_of_layers_is_found_by_whatever_name() -> None:

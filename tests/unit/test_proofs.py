@@ -277,14 +277,14 @@ def test_the_check_of_the_data_stops_no_run_over_a_new_day_or_a_moved_file(tmp_p
     prompts = Prompt(0, 0, [2, 97, 98], messages, {"n": 1}), Prompt(1, 1, [99, 100], "cd", {"n": 2})
     groups = [RolloutGroup(slot, prompt, [completion]) for slot, prompt in enumerate(prompts)]
     data, scored = DataConfig(train=str(source)), ScoredRollouts(reward_inputs=given)
-    assert check_data(groups, scored, _Tokenizer(), data).wrong == []
+    assert check_data(groups, scored, _Tokenizer(), data).errors == []
     changed = [groups[0], RolloutGroup(1, Prompt(1, 1, [99], "cd", {"n": 2}), [completion])]
-    assert "token ids" in check_data(changed, scored, _Tokenizer(), data).wrong[0]
+    assert "token ids" in check_data(changed, scored, _Tokenizer(), data).errors[0]
     source.unlink()
-    assert check_data(changed, scored, _Tokenizer(), data).wrong == []
+    assert check_data(changed, scored, _Tokenizer(), data).errors == []
 
 
 def test_stop_tokens_are_read_from_a_file_with_a_byte_order_mark(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text('\ufeff{"eos_token_id": [3, 4]}', "utf-8")
-    assert check_stop_ids(tmp_path, _Tokenizer(), {3, 4, 7}).wrong == []
-    assert check_stop_ids(tmp_path, _Tokenizer(), {3, 7}).wrong != []
+    assert check_stop_ids(tmp_path, _Tokenizer(), {3, 4, 7}).errors == []
+    assert check_stop_ids(tmp_path, _Tokenizer(), {3, 7}).errors != []

@@ -26,7 +26,7 @@ from grpo_spmd.learn.step_messages import (
     encode_decisions,
     encode_groups,
 )
-from grpo_spmd.proofs.batch_check import kl_shares, misplaced, told
+from grpo_spmd.proofs.batch_check import find_misplaced, kl_penalties_by_rank, told
 from grpo_spmd.records import (
     Completion,
     Decision,
@@ -308,7 +308,7 @@ def _told(
     rewards = np.array([0.1, math.nan, 2.0, 3.0])
     of_all = StepDecision(np.array([5, 7]), rewards, none, none, plan, none, none, [], [], 0, 0, {})
     parts = [told(sampled[:1], trained[:3], dropped), told(sampled[1:], trained[3:], [])]
-    return misplaced(parts, of_all, 2)
+    return find_misplaced(parts, of_all, 2)
 
 
 def test_what_two_ranks_say_of_a_decision_by_hand() -> None:
@@ -339,7 +339,7 @@ def test_each_rank_is_told_what_is_taken_off_the_rewards_of_what_it_sampled() ->
         )
         for own, ids in zip(taken, sampled, strict=True)
     ]
-    assert [np.frombuffer(share).tolist() for share in kl_shares(parts)] == [
+    assert [np.frombuffer(share).tolist() for share in kl_penalties_by_rank(parts)] == [
         [math.pi, 0.25],
         [1e-300, 0.0],
         [],

@@ -11,7 +11,7 @@ from benchmarks.speed.rollout_replay import play, play_epoch
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config, RolloutConfig
 from grpo_spmd.engine.engine import RolloutEngine
-from grpo_spmd.engine.requests import NextRequest, Place, Request
+from grpo_spmd.engine.requests import ConversationId, GenerationHooks, Request
 from grpo_spmd.observe.derive import tail_waste_frac
 from grpo_spmd.records import Completion, Prompt, RolloutGroup
 from grpo_spmd.rollout.sample import Sampler
@@ -41,14 +41,14 @@ class Recorder:
         batches: Any,
         max_in_flight: int,
         policy_version: int,
-        next_request: NextRequest,
-        *_: Any,
-    ) -> dict[Place, list[Completion]]:
-        places: list[Place] = [place for batch in batches for place in batch]
-        made: dict[Place, list[Completion]] = {}
+        hooks: GenerationHooks,
+        must_abort: Any,
+    ) -> dict[ConversationId, list[Completion]]:
+        places: list[ConversationId] = [place for batch in batches for place in batch]
+        made: dict[ConversationId, list[Completion]] = {}
         for place in places:
             turns = made.setdefault(place, [])
-            while isinstance(request := next_request(*place, turns), Request):
+            while isinstance(request := hooks.next_request(*place, turns), Request):
                 said = [*request.prompt_ids, request.seed or 0]
                 turns.append(Completion(said, [policy_version, 0.0, 0.0], "stop"))
         return made

@@ -32,7 +32,7 @@ from grpo_spmd.observe.rollout_reader import (
     shown_fields,
     to_line,
 )
-from grpo_spmd.proofs.batch_check import NOTHING, _name, _named_rollouts
+from grpo_spmd.proofs.batch_check import NOTHING, _hash_rollouts, _name
 from grpo_spmd.records import (
     EPISODE_STATUSES,
     FAILED_STATUSES,
@@ -339,7 +339,7 @@ def test_what_arrives_of_thousands_of_episodes_has_the_name_of_what_was_sampled(
                 )
         arrived = decode_rollouts(encode_rollouts(rollouts))
         row = pack_rollouts(arrived, torch.device("cpu"))
-        assert dict(_named_rollouts(row)) == {
+        assert dict(_hash_rollouts(row)) == {
             i: name for i, name in names.items() if name != NOTHING
         }
         assert {i for i, name in names.items() if name == NOTHING} == {
@@ -359,7 +359,7 @@ def test_what_arrives_of_thousands_of_episodes_has_the_name_of_what_was_sampled(
                     moved = episode_rollout(
                         rollout.rollout_id, 0.5, True, tuple(parts), rollout.rollout_logprobs
                     )
-                    [(_, name)] = _named_rollouts(pack_rollouts([moved], torch.device("cpu")))
+                    [(_, name)] = _hash_rollouts(pack_rollouts([moved], torch.device("cpu")))
                     assert name != names[rollout.rollout_id]
                     num_moved += 1
     assert num_moved > 1000

@@ -13,7 +13,7 @@ from grpo_spmd.config.describe import flatten_config
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config, OptimizerConfig, TrainingConfig
-from grpo_spmd.model.schedule import changed_schedule, lr_share, schedule_rows
+from grpo_spmd.model.schedule import changed_schedule, lr_fraction, schedule_rows
 from grpo_spmd.proofs import adamw_check
 from tests.support.models import write_config
 
@@ -21,7 +21,7 @@ _N = 40
 
 
 def _rates(config: OptimizerConfig, num_all: int = _N) -> list[float]:
-    return [config.lr * lr_share(config, made, num_all) for made in range(num_all)]
+    return [config.lr * lr_fraction(config, made, num_all) for made in range(num_all)]
 
 
 def _plain_optimizer(lr: float) -> torch.optim.Optimizer:
@@ -80,7 +80,7 @@ def test_a_constant_rate_is_exactly_lr_and_a_long_warmup_never_divides_by_zero()
     ]
     assert _rates(OptimizerConfig(lr=0.0, schedule="cosine"), 3) == [0.0, 0.0, 0.0]
     # More steps than the run has would be a mistake of ours, and still never climb again.
-    assert lr_share(OptimizerConfig(lr=1.0, schedule="cosine", min_lr=0.5), 99, 10) == 0.5
+    assert lr_fraction(OptimizerConfig(lr=1.0, schedule="cosine", min_lr=0.5), 99, 10) == 0.5
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])

@@ -26,7 +26,7 @@ from grpo_spmd.config.schema import RewardConfig
 from grpo_spmd.learn.assemble import episode_rollout, pack_rollouts
 from grpo_spmd.learn.losses import divergence_loss, taught_advantages
 from grpo_spmd.model.config_json import read_model
-from grpo_spmd.model.divergence import LEAST
+from grpo_spmd.model.divergence import MIN_LOGPROB
 from grpo_spmd.records import Rollout, Segment, TeacherSignal
 from grpo_spmd.rewards.pool import call_limits
 from grpo_spmd.rewards.pool.call_limits import CallLimits
@@ -348,7 +348,7 @@ def test_each_context_of_an_episode_is_asked_of_up_to_its_last_sampled_token() -
 def test_what_is_left_of_1_is_known_to_rounding() -> None:
     assert rest_of([math.log(0.5), math.log(0.25)], 97) == pytest.approx(math.log(0.25))
     assert rest_of([math.log(0.5), math.log(0.5)], 97) == pytest.approx(math.log(2.0**-23))
-    assert rest_of([math.log(0.5), math.log(0.5)], 2) == LEAST  # there are no others
+    assert rest_of([math.log(0.5), math.log(0.5)], 2) == MIN_LOGPROB  # there are no others
 
 
 # Before a model is built

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_spmd.engine import gather, weight_sync
-from grpo_spmd.engine.gather import WeightDigest, gather_full_tensors, gather_pieces, of_entries
+from grpo_spmd.engine.gather import WeightDigest, gather_full_tensors, gather_pieces, leading_pieces
 from grpo_spmd.engine.weight_sync import WeightSync
 from grpo_spmd.records import SyncStats
 
@@ -84,7 +84,7 @@ def synced(monkeypatch: pytest.MonkeyPatch, ranks: SimpleNamespace) -> SimpleNam
         found.asked += 1
         return fn([value])
 
-    monkeypatch.setattr(weight_sync, "refuse_holes", lambda *_: None)
+    monkeypatch.setattr(weight_sync, "refuse_unsynced_tensors", lambda *_: None)
     monkeypatch.setattr(weight_sync, "prove_weights", prove)
     monkeypatch.setattr(weight_sync, "on_rank0", on_rank0)
     monkeypatch.setattr(WeightSync, "_proved_direct_load", direct_load)
@@ -235,7 +235,7 @@ def test_pieces_that_come_first_leave_the_others_to_be_drawn(ranks: SimpleNamesp
         entry("c", torch.randn(5, 4)),
     ]
     pieces: Iterator[Any] = gather_pieces(entries, torch.float32, 64, SyncStats())
-    assert [of[0] for of, *_ in of_entries(pieces, entries[:2])] == ["a"]
+    assert [of[0] for of, *_ in leading_pieces(pieces, entries[:2])] == ["a"]
     assert [of[0] for of, *_ in pieces] == ["c"]
     whole = dict(gather_full_tensors(entries, torch.float32, 64, SyncStats()))
     assert torch.equal(whole["a"], entries[0][1])

@@ -36,7 +36,7 @@ _OF_THE_MACHINE = re.compile(
 
 
 @contextmanager
-def one_line_for(path: str, what: str, *kinds: type[Exception]) -> Iterator[None]:
+def as_config_error(path: str, what: str, *kinds: type[Exception]) -> Iterator[None]:
     """Turn what is raised inside, unless it is the machine's fault, into a ConfigError: the model of `path` `what`, and
     why. The traceback goes to the log for whoever asks it for details (DEBUG)."""
     try:
@@ -65,7 +65,7 @@ def build_hf_model(
 ) -> Any:
     """The causal LM of a config, or what another auto class makes of it, on the device that is set. Raises ConfigError
     where transformers cannot build it."""
-    with one_line_for(path, "cannot be built by transformers"):
+    with as_config_error(path, "cannot be built by transformers"):
         try:
             return kind.from_config(hf_config, trust_remote_code=False, **options)
         except KeyError as error:  # looked up among classes, one for each kind of attention

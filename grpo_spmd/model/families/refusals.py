@@ -22,7 +22,7 @@ from transformers.pytorch_utils import Conv1D
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.model.attention import PackedLayout, packed_attention
 from grpo_spmd.model.config_json import head_dim, refuse_by_config
-from grpo_spmd.model.families.build import build_hf_model, decoder_layers, one_line_for
+from grpo_spmd.model.families.build import as_config_error, build_hf_model, decoder_layers
 from grpo_spmd.model.families.logits import logits_map
 from grpo_spmd.model.hf_files import checkpoint_folder, load_config, tensor_files
 from grpo_spmd.model.lora import hf_name, is_adapter
@@ -134,7 +134,7 @@ def stored_names(model: Any, stored: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def refuse_holes(
+def refuse_unsynced_tensors(
     model: Any, tensors_of: Callable[[Collection[str]], Sequence[Any]], fits: Callable[..., bool]
 ) -> None:
     """Raises ConfigError, on all ranks alike, where the policy's model would train a tensor that the engine has no
@@ -155,14 +155,14 @@ def refuse_holes(
     lacking = {
         id(parameter): name for name, parameter in of_policy.items() if id(parameter) not in found
     }
-    refuse_other_tensors(
+    refuse_unmatched_names(
         type(model).__name__,
         {name: len(of_policy[name]) for name in lacking.values()},
         {name: sum(part.num_hf_rows for part in parts) for name, parts in unknown.items()},
     )
 
 
-def refuse_other_tensors(
+def refuse_unmatched_names(
     model_class: str, lacking: Mapping[str, int], unknown: Mapping[str, int]
 ) -> None:
     """Given the rows of the policy's tensors that were not found in the engine, and of the engine's tensors that were
@@ -211,7 +211,7 @@ def refuse_untrainable(path: str, longest: int = 0, *, is_policy: bool = True) -
     refuse_window(hf_config, path, longest)
     with torch.device("meta"):
         model = build_hf_model(hf_config, path, attn_implementation=_PROBE).eval()
-    with one_line_for(path, "has sizes that differ from layer to layer"):
+    with as_config_error(path, "has sizes that differ from layer to layer"):
         head_dim(hf_config)
     refuse_structure(model, path)
     if is_policy:
@@ -252,7 +252,7 @@ def refuse_other_maths(model: Any, path: str) -> None:
     layout = _ProbeLayout(_LENGTHS, torch.device("meta"), "sdpa")
     ids = torch.zeros(1, sum(_LENGTHS), dtype=torch.long, device="meta")
     row = {"input_ids": ids, "position_ids": ids.clone()}
-    with one_line_for(path, f"({name}) cannot be run over packed rows"), trace:
+    with as_config_error(path, f"({name}) cannot be run over packed rows"), trace:
         out = decoder(**row, use_cache=False, packed_layout=layout)
         hidden = out.last_hidden_state
     num_layers = len(decoder_layers(model))

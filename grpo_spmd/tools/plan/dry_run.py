@@ -36,7 +36,7 @@ from grpo_spmd.distributed.session import policy_mesh
 from grpo_spmd.learn.assemble import pack_rollouts
 from grpo_spmd.learn.update import PolicyUpdater
 from grpo_spmd.model import lora
-from grpo_spmd.model.families.build import build_hf_model, decoder_layers, one_line_for
+from grpo_spmd.model.families.build import as_config_error, build_hf_model, decoder_layers
 from grpo_spmd.model.hf_files import load_config
 from grpo_spmd.model.policy import DTYPES, Policy, set_up_layer
 from grpo_spmd.model.sharding import shard_over_ranks
@@ -116,7 +116,7 @@ class Peaks:
 @lru_cache(maxsize=64)
 def peaks_of(work: Pass) -> Peaks:
     """Of the whole model. Raises ConfigError where transformers cannot build or run it."""
-    with one_line_for(str(work.folder), "cannot be run on fake tensors"):
+    with as_config_error(str(work.folder), "cannot be run on fake tensors"):
         moments = at_full_depth(work.run)
     scoring = {moment: parts for moment, parts in moments.items() if moment.startswith("scoring")}
     update = {moment: parts for moment, parts in moments.items() if moment not in scoring}

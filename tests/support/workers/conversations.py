@@ -11,9 +11,16 @@ from unittest.mock import patch
 
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.distributed.exit import Rank0Error
-from grpo_spmd.engine.conversations import ANSWERS_S
+from grpo_spmd.engine.conversations import LATE_REQUESTS_WAIT_S
 from grpo_spmd.engine.engine import RolloutEngine
-from grpo_spmd.engine.requests import LATER, EngineStateError, Later, Place, Request
+from grpo_spmd.engine.requests import (
+    LATER,
+    ConversationId,
+    EngineStateError,
+    GenerationHooks,
+    Later,
+    Request,
+)
 from grpo_spmd.records import Completion
 
 JOBS = [2, 3, 1, 2, 2]  # conversations of each
@@ -39,13 +46,13 @@ def request_of(
 
 
 class World:
-    """Answers each turn after some calls: `how` "random", some at once, in any order, or "idle", only when nothing
+    """LateRequests each turn after some calls: `how` "random", some at once, in any order, or "idle", only when nothing
     runs in the engine and it is asked for the third time."""
 
     def __init__(self, engine: RolloutEngine, how: str) -> None:
         self._engine, self._how = engine, how
         self._random = random.Random(f"{how} {engine.engine_rank}")
-        self._waiting: dict[Place, tuple[int, Request | None]] = {}
+        self._waiting: dict[ConversationId, tuple[int, Request | None]] = {}
         self.came: list[float] = []  # the timeouts of the calls with which something came
         self.num_calls = 0
 
@@ -54,7 +61,7 @@ class World:
         self._waiting[job, number] = (calls, request_of(self._engine, job, number, turns))
         return LATER
 
-    def ready(self, timeout_s: float) -> list[tuple[Place, Request | None]]:
+    def ready(self, timeout_s: float) -> list[tuple[ConversationId, Request | None]]:
         assert self._engine.tp_rank == 0, "asked on a rank that is not its engine's first"
         assert self._waiting, "asked while nobody waits"
         self.num_calls += 1
@@ -96,13 +103,15 @@ def converse(engine: RolloutEngine, how: str, version: int) -> dict[int, list[li
     world = World(engine, how)
     with watched(engine) as outputs:
         made = engine.generate_shared(
-            JOBS, world.next_request, version, lambda *f: told.append(f), answers=world
+            JOBS,
+            GenerationHooks(world.next_request, lambda *f: told.append(f), late_requests=world),
+            version,
         )
     for job, talks in made.items():
         for number, turns in enumerate(talks):
             assert [c for j, n, c in told if (j, n) == (job, number)] == turns
     if how == "idle":
-        assert set(world.came) <= {ANSWERS_S}, world.came
+        assert set(world.came) <= {LATE_REQUESTS_WAIT_S}, world.came
     elif engine.tp_rank == 0 and engine.num_engines == 1:
         assert 0.0 in world.came  # some came while others ran
     check_cached(outputs)
@@ -169,7 +178,12 @@ def end_while_all_wait(engine: RolloutEngine, version: int = 0) -> None:
         return is_last and len(asked) > 2
 
     with patch.object(engine, "_should_abort", should_abort):
-        assert engine.generate_shared([2] * 4, world.next_request, version, answers=world) == {}
+        assert (
+            engine.generate_shared(
+                [2] * 4, GenerationHooks(world.next_request, late_requests=world), version
+            )
+            == {}
+        )
     assert not engine._engine.has_unfinished_requests()
     assert len(engine.generate([Request([1], 0)], version)) == 1
 
@@ -185,7 +199,7 @@ def fail_while_all_wait(engine: RolloutEngine, version: int) -> None:
         return ready
 
     def say(next_request: Any) -> None:
-        engine.generate_shared([2] * 4, next_request, version, answers=world)
+        engine.generate_shared([2] * 4, GenerationHooks(next_request, late_requests=world), version)
 
     world.ready = failing(ValueError("the world ends"))  # type: ignore[method-assign, assignment]
     raises(
@@ -212,7 +226,7 @@ def race_while_some_wait(engine: RolloutEngine, version: int) -> None:
     told: list[tuple[int, int, Completion]] = []
     dropped: list[int] = []
     race: Any = type(
-        "Race",
+        "EarlyStop",
         (),
         {"is_over": lambda self: len(told) > 20, "drop": lambda self, n: dropped.extend(n)},
     )()
@@ -220,11 +234,13 @@ def race_while_some_wait(engine: RolloutEngine, version: int) -> None:
     with uneven(engine):
         made = engine.generate_shared(
             [1] * 12,
-            world.next_request,
+            GenerationHooks(
+                world.next_request,
+                lambda *f: told.append(f),
+                late_requests=world,
+                early_stop=race,
+            ),
             version,
-            lambda *f: told.append(f),
-            race=race,
-            answers=world,
         )
         assert made == {job: [alone(engine, version, job, 0)] for job in made}
     assert 0 < len(made) < 12

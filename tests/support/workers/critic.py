@@ -111,7 +111,7 @@ class Trials:
             sampled, batch, decision, of_batch.rewards_of(sampled, decision)
         )
         wrong: list[str] = on_rank0(
-            lambda of_ranks: [text for texts in of_ranks for text in texts], found.wrong
+            lambda of_ranks: [text for texts in of_ranks for text in texts], found.errors
         )
         return wrong
 

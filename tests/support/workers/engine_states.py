@@ -18,7 +18,7 @@ from grpo_spmd.config.load import load_config
 from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.session import end_session, start_session
 from grpo_spmd.engine.engine import RolloutEngine
-from grpo_spmd.engine.requests import Request
+from grpo_spmd.engine.requests import GenerationHooks, Request
 from grpo_spmd.engine.weight_sync import WeightSync
 from grpo_spmd.model.policy import build_policy
 from tests.support.workers.conversations import converse_later, race_while_some_wait
@@ -132,9 +132,11 @@ def abort(engine: RolloutEngine, version: int) -> None:
     with patch.object(engine, "_should_abort", lambda: bool(done)):
         made = engine.generate_shared(
             [1] * 40,
-            lambda job, _, turns: None if turns else Request([job + 1], job),
+            GenerationHooks(
+                lambda job, _, turns: None if turns else Request([job + 1], job),
+                lambda *_: done.append(0),
+            ),
             version,
-            lambda *_: done.append(0),
         )
     core = engine._llm.llm_engine.engine_core.engine_core
     assert made == {}, "it was not aborted"

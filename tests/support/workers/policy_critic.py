@@ -101,7 +101,7 @@ class PolicyTrials(Trials):
             self.policy, updater, config.loss, temperature, longest, dtype, None, of_values
         )
         groups = deal(fixed_groups(), "in turn", self.session)
-        wrong = check.run(groups, self.session.device, accumulates=True).wrong
+        wrong = check.run(groups, self.session.device, accumulates=True).errors
         found: list[str] = on_rank0(
             lambda of_ranks: [text for texts in of_ranks for text in texts], wrong
         )

@@ -133,10 +133,10 @@ class Engine:
                 os.kill(os.getpid(), number)
             return outputs
 
-        def aborting(names: Any) -> None:
-            self.num_aborted = len(names)
+        def aborting(request_ids: Any) -> None:
+            self.num_aborted = len(request_ids)
             self.engine._engine.step = step
-            abort(names)
+            abort(request_ids)
             if is_target:
                 latency.append(time.perf_counter() - sent_at[0])
             self.engine._engine.step = stepping

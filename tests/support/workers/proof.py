@@ -357,9 +357,8 @@ class Trials:
         try:
             log.check_step(self.step, decision, SyncStats(), local, [])
         except Rank0Error as error:
-            assert f"MismatchError: step {self.step}: engine and policy differ by" in str(error), (
-                error
-            )
+            message = str(error)
+            assert f"MismatchError: step {self.step}: engine and policy differ by" in message
         else:
             raise AssertionError("check_step did not stop this rank")
 

@@ -25,7 +25,7 @@ from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.session import Session, end_session, start_session
 from grpo_spmd.distributed.store import claim
 from grpo_spmd.engine.engine import RolloutEngine
-from grpo_spmd.engine.requests import Request
+from grpo_spmd.engine.requests import GenerationHooks, Request
 from grpo_spmd.engine.weight_sync import WeightSync
 from grpo_spmd.model.policy import build_policy
 from grpo_spmd.records import Completion, Prompt, RolloutGroup
@@ -113,7 +113,9 @@ def converse(engine: RolloutEngine) -> list[list[int]]:
     """[job, turns of each of its conversations] over all engines. Fails unless each completion is what its request
     gives by itself."""
     told: list[tuple[int, int, Completion]] = []
-    made = engine.generate_shared(JOBS, turn, 0, lambda *finished: told.append(finished))
+    made = engine.generate_shared(
+        JOBS, GenerationHooks(turn, lambda *finished: told.append(finished)), 0
+    )
     assert list(made) == sorted(made)
     for job, conversations in made.items():
         for number, turns in enumerate(conversations):
@@ -136,7 +138,9 @@ def end_conversations_early(engine: RolloutEngine) -> None:
     told: list[int] = []
     engine._should_abort = lambda: len(told) >= 2
     made = engine.generate_shared(
-        [4] * 8, lambda job, number, turns: turn(2, 0, turns), 0, lambda *_: told.append(0)
+        [4] * 8,
+        GenerationHooks(lambda job, number, turns: turn(2, 0, turns), lambda *_: told.append(0)),
+        0,
     )
     engine._should_abort = lambda: False
     assert made == {} or len(told) < 2
@@ -154,24 +158,18 @@ def longest_first(
     generate_shared, stops = engine.generate_shared, engine._stop_token_ids
     orders: list[tuple[list[int], list[float]]] = []
 
-    def watched(
-        sizes: Any,
-        next_request: Any,
-        version: int,
-        finished: Any,
-        expected: Any,
-        *rest: Any,
-        **named: Any,
-    ) -> Any:
+    def watched(sizes: Any, hooks: GenerationHooks, version: int, expected: Any) -> Any:
         begun: list[int] = []
 
         def asked(job: int, number: int, turns: Sequence[Completion]) -> Any:
             if not turns and not number:
                 begun.append(job)
-            return next_request(job, number, turns)
+            return hooks.next_request(job, number, turns)
 
         orders.append((begun, expected))
-        return generate_shared(sizes, asked, version, finished, expected, *rest, **named)
+        return generate_shared(
+            sizes, dataclasses.replace(hooks, next_request=asked), version, expected
+        )
 
     engine.generate_shared = watched  # type: ignore[method-assign, assignment]
     engine._stop_token_ids = list(range(20))  # of 97

@@ -31,7 +31,7 @@ from grpo_spmd.learn.assemble import assemble_batch
 from grpo_spmd.learn.balance import plan_batch
 from grpo_spmd.learn.losses import LossInputs, policy_loss
 from grpo_spmd.learn.update import attach_logprobs
-from grpo_spmd.model.divergence import TaughtBy, TopTeacher, WholeTeacher
+from grpo_spmd.model.divergence import TeacherDivergence, TopTeacher, WholeTeacher
 from grpo_spmd.model.policy import Policy, build_policy, hf_named_parameters, load_weights
 from grpo_spmd.proofs.gradient_check import GradientCheck
 from grpo_spmd.records import MicroBatch, Prompt, RolloutBatch, TeacherSignal
@@ -131,11 +131,11 @@ class Trials:
         attach_logprobs(policy, None, batch, config.loss, config.training.num_optimizer_steps)
         teacher.attach(batch, decision, self.look)
         spoil(teacher, batch)
-        wrong = self.check(teacher)(sampled, batch, decision).wrong
+        wrong = self.check(teacher)(sampled, batch, decision).errors
         wrong += (
             self.of_gradients(updater, teacher, policy)
             .run(groups, self.session.device, accumulates=True)
-            .wrong
+            .errors
         )
         if any_rank(bool(wrong)):
             return {}, wrong
@@ -191,7 +191,7 @@ def changed(signal: TeacherSignal, change: Callable[[Tensor], Tensor]) -> Teache
     if signal.logprobs is not None:
         return dataclasses.replace(signal, logprobs=change(signal.logprobs))
     taught = signal.divergence
-    assert isinstance(taught, TaughtBy)
+    assert isinstance(taught, TeacherDivergence)
     parts: list[Any] = []
     for places, said in taught.parts:
         if isinstance(said, WholeTeacher):
@@ -272,7 +272,7 @@ def faults(trials: Trials) -> int:
 
 
 def other_samples(row: MicroBatch) -> Tensor:
-    """Places of the row's tokens with its rollouts in the opposite order."""
+    """TokenIndices of the row's tokens with its rollouts in the opposite order."""
     index = row.sequence_index.tolist()
     return torch.tensor(sorted(range(len(index)), key=lambda c: (-index[c], c)), dtype=torch.int64)
 

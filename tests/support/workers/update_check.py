@@ -301,8 +301,8 @@ def few_rollouts(trials: Trials, config: Config, number: int) -> None:
     updater, temperature = updater_of(trials.policy, config), config.rollout.temperature
     check = GradientCheck(trials.policy, updater, config.loss, temperature, 28, config.model.dtype)
     found = check.run(groups, trials.session.device, accumulates=number % 2 == 0)
-    assert found.measured, number
-    assert not found.wrong, found.wrong
+    assert found.metrics, number
+    assert not found.errors, found.errors
 
 
 def _with(config: Config, section: str, **values: Any) -> Config:
