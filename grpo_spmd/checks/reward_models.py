@@ -19,7 +19,7 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import Config, RewardConfig
 from grpo_spmd.data.rows import PromptRow, overview_of
 from grpo_spmd.files import read_model_config
-from grpo_spmd.model.reward_model_files import RewardModelFiles, read_reward_model, errors_about
+from grpo_spmd.model.reward_model_files import RewardModelFiles, errors_about, read_reward_model
 from grpo_spmd.rewards.remote.servers import Judge
 
 _NUM_TRIED = 8  # prompts that a template is tried on

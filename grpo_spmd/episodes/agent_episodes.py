@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from grpo_spmd.engine.requests import OnCompletion, ConversationId, Request, EpisodeTask
+from grpo_spmd.engine.requests import ConversationId, EpisodeTask, OnCompletion, Request
 from grpo_spmd.episodes.chat_format import ChatFormat
 from grpo_spmd.episodes.conversation_tree import ConversationTree, TurnRequest
 from grpo_spmd.episodes.endpoint import Call, Endpoint

@@ -149,7 +149,10 @@ class Environments(AbstractContextManager["Environments"]):
         }
 
     def _episodes(
-        self, task: Callable[[ConversationId], EpisodeTask], temperature: float | None, finished: OnCompletion | None
+        self,
+        task: Callable[[ConversationId], EpisodeTask],
+        temperature: float | None,
+        finished: OnCompletion | None,
     ) -> FollowerEpisodes:
         if self._pool is None:
             return FollowerEpisodes()

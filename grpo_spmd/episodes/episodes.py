@@ -10,7 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from grpo_spmd.engine.requests import LATER, OnCompletion, Later, ConversationId, Request, EpisodeTask
+from grpo_spmd.engine.requests import (
+    LATER,
+    ConversationId,
+    EpisodeTask,
+    Later,
+    OnCompletion,
+    Request,
+)
 from grpo_spmd.episodes.chat_format import ChatFormat
 from grpo_spmd.episodes.open_episode import EpisodeLimits, Message, OpenEpisode
 from grpo_spmd.episodes.pool import EnvironmentPool, Failure, Reply
@@ -70,7 +77,9 @@ class Episodes(FollowerEpisodes):
         self._temperature, self._discount, self._finished = temperature, discount, finished
         super().__init__()
         self._talks: dict[ConversationId, RunningEpisode] = {}
-        self._said: list[tuple[ConversationId, Request | None]] = []  # that the engine has not been told
+        self._said: list[
+            tuple[ConversationId, Request | None]
+        ] = []  # that the engine has not been told
 
     def next_request(self, job: int, number: int, turns: Sequence[Completion]) -> Later:
         """Always later: on all ranks of an engine alike (FollowerEpisodes)."""

@@ -19,7 +19,7 @@ import transformers
 
 from grpo_spmd.config.schema import EnvironmentConfig
 from grpo_spmd.demo.tools import make_tokenizer
-from grpo_spmd.engine.requests import Later, ConversationId, Request
+from grpo_spmd.engine.requests import ConversationId, Later, Request
 from grpo_spmd.episodes.chat_format import ChatFormat
 from grpo_spmd.episodes.episodes import Episodes
 from grpo_spmd.episodes.open_episode import EpisodeLimits
@@ -109,7 +109,10 @@ class Bed:
         return list(self.tokenizer.encode(text))
 
     def episodes(
-        self, row: Callable[[ConversationId], dict[str, Any]], limits: EpisodeLimits, discount: float | None
+        self,
+        row: Callable[[ConversationId], dict[str, Any]],
+        limits: EpisodeLimits,
+        discount: float | None,
     ) -> Episodes:
         def task(place: ConversationId) -> tuple[Prompt, Callable[..., int]]:
             chat = [{"role": "user", "content": "go"}]

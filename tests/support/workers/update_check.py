@@ -469,7 +469,9 @@ def faults_of_episodes(trials: Trials) -> int:
         def changed(payload: bytes) -> list[Rollout]:
             rollouts = [(r, change(r)) for r in decode(payload)]
             return [
-                episode_rollout(r.rollout_id, r.advantages, r.loss_mask, segments, r.rollout_logprobs)
+                episode_rollout(
+                    r.rollout_id, r.advantages, r.loss_mask, segments, r.rollout_logprobs
+                )
                 if segments
                 else r
                 for r, segments in rollouts
