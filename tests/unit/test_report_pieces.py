@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from grpo_spmd.tools.report.pieces import Pieces, read_pieces
+from grpo_spmd.tools.report.pieces import TokenPieces, read_pieces
 
 TEXTS = [
     "The answer is 42.\n\n def f(x):\n\treturn x  # tabs and  blanks\r\n",
@@ -80,12 +80,12 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_pieces_join_to_what_decode_makes(kind: str) -> None:
     tokenizer, rng = KINDS[kind](), random.Random(0)
-    pieces, size = Pieces(json.loads(tokenizer.to_str())), tokenizer.get_vocab_size()
+    pieces, size = TokenPieces(json.loads(tokenizer.to_str())), tokenizer.get_vocab_size()
     of_texts = [tokenizer.encode(text).ids for text in TEXTS]
     # what no text is encoded to: half characters, bytes that are none, special tokens in between
     noise = [[rng.randrange(size) for _ in range(rng.randint(1, 40))] for _ in range(1000)]
     for ids in (*of_texts, *noise):
-        found = pieces.of(ids)
+        found = pieces.decode(ids)
         assert len(found) == len(ids)
         assert "".join(found) == tokenizer.decode(ids, skip_special_tokens=False), [
             tokenizer.id_to_token(i) for i in ids
@@ -98,8 +98,8 @@ def test_a_character_belongs_to_the_token_that_completes_it() -> None:
     # U+1F600 is f0 9f 98 80, whose letters in GPT-2's alphabet these are; U+00E9 is c3 a9
     smile = [letters[letter] for letter in "\u00f0\u0141\u013a\u0122"]
     e_acute = [letters[letter] for letter in "\u00c3\u00a9"]
-    pieces = Pieces(json.loads(tokenizer.to_str()))
-    assert pieces.of([*smile, letters["a"], *e_acute]) == [
+    pieces = TokenPieces(json.loads(tokenizer.to_str()))
+    assert pieces.decode([*smile, letters["a"], *e_acute]) == [
         "",
         "",
         "",
@@ -108,21 +108,21 @@ def test_a_character_belongs_to_the_token_that_completes_it() -> None:
         "",
         "\u00e9",
     ]
-    assert pieces.of([*smile[:3], letters["a"]]) == [
+    assert pieces.decode([*smile[:3], letters["a"]]) == [
         "",
         "",
         "",
         "\ufffda",
     ]  # it was never completed
-    assert pieces.of(smile[:2]) == ["", "\ufffd"]
-    assert pieces.of([]) == []
+    assert pieces.decode(smile[:2]) == ["", "\ufffd"]
+    assert pieces.decode([]) == []
 
 
 def test_an_id_that_the_tokenizer_does_not_have_is_no_text() -> None:
     tokenizer = _byte_level()
     vocabulary = tokenizer.get_vocab()
     ids = [vocabulary["a"], 10**9, vocabulary["b"]]
-    assert Pieces(json.loads(tokenizer.to_str())).of(ids) == ["a", "", "b"]
+    assert TokenPieces(json.loads(tokenizer.to_str())).decode(ids) == ["a", "", "b"]
 
 
 def test_a_tokenizer_that_cannot_be_read_is_none(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_a_tokenizer_that_cannot_be_read_is_none(tmp_path: Path) -> None:
     ]
     for tree in trees:
         path.write_text(tree)
-        assert read_pieces(tmp_path) is None or read_pieces(tmp_path).of([0, 1]) == ["", ""]  # type: ignore[union-attr]
+        assert read_pieces(tmp_path) is None or read_pieces(tmp_path).decode([0, 1]) == ["", ""]  # type: ignore[union-attr]
     path.unlink()
     os.mkfifo(path)
     assert read_pieces(tmp_path) is None

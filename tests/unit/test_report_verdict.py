@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from grpo_spmd.tools.report.run import read_run
-from grpo_spmd.tools.report.verdict import Check, Finding, checks, findings
+from grpo_spmd.tools.report.verdict import Check, Finding, list_checks, list_findings
 from tests.support.reported import LAUNCH, healthy, make_run
 
 Lines = list[dict[str, Any]]
@@ -19,21 +19,21 @@ STEPS, FIRST = 200, 120  # of the run; at which a trouble begins
 
 
 def _found(folder: Path, lines: Lines, **how: Any) -> list[Finding]:
-    return findings(read_run(make_run(folder, lines, **how)))
+    return list_findings(read_run(make_run(folder, lines, **how)))
 
 
 def _checked(folder: Path, lines: Lines, **how: Any) -> dict[str, Check]:
-    return {check.name: check for check in checks(read_run(make_run(folder, lines, **how)))}
+    return {check.name: check for check in list_checks(read_run(make_run(folder, lines, **how)))}
 
 
 @pytest.mark.parametrize("num_steps", [1, 3, 20, STEPS, 1000])
 def test_a_run_that_learns_is_left_in_peace(num_steps: int, tmp_path: Path) -> None:
     for seed in range(3):
         run = read_run(make_run(tmp_path, healthy(num_steps, seed)))
-        assert [(found.level, found.title) for found in findings(run)] == [
+        assert [(found.level, found.title) for found in list_findings(run)] == [
             ("ok", "nothing stands out")
         ]
-        assert {check.level for check in checks(run)} == {"ok"}
+        assert {check.level for check in list_checks(run)} == {"ok"}
 
 
 def _set(key: str, value: float | Callable[[int], float]) -> Callable[[dict[str, Any]], None]:

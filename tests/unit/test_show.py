@@ -17,8 +17,9 @@ import pytest
 from grpo_spmd.observe.metrics_file import is_evaluation
 from grpo_spmd.tools.report.run import read_run
 from grpo_spmd.tools.show.__main__ import main
-from grpo_spmd.tools.show.dump import Scored, Unread, holds, rollouts_of
-from grpo_spmd.tools.show.paper import number
+from grpo_spmd.tools.show.charts import number
+from grpo_spmd.tools.show.dump import ReadErrors, contains_text, read_rollouts
+from grpo_spmd.tools.show.token_differences import TokenDifferences
 from tests.support.processes import ROOT, environment
 from tests.support.shown_run import metrics_of, rollout_of, write_lines, write_run, write_scored_run
 
@@ -351,11 +352,11 @@ def test_a_dump_that_is_broken_shows_what_can_be_read(run: Path, shown: Shown) -
 def test_a_dump_of_millions_of_lines_is_given_up(run: Path) -> None:
     """Where only some lines are looked at too: 1 MB of gzip holds 300 million."""
     (run / "rollouts/step_000004.node_1.jsonl.gz").write_bytes(gzip.compress(b"{}\n" * (1 << 19)))
-    unread = Unread()
-    assert len([*rollouts_of(run, 4, unread, holds("it is"))]) == 2
+    errors = ReadErrors()
+    assert len([*read_rollouts(run, 4, errors, contains_text("it is"))]) == 2
     assert (
-        unread.num,
-        "more than 262,144 lines or 4 GiB; this is no rollout dump" in unread.first,
+        errors.num,
+        "more than 262,144 lines or 4 GiB; this is no rollout dump" in errors.first,
     ) == (1, True)
 
 
@@ -395,27 +396,29 @@ def test_differences_of_tokens_are_said(scored: Path, shown: Shown) -> None:
 
 def test_tokens_are_coloured_by_their_difference(scored: Path) -> None:
     """In float32 from 1e-4 nats on: 0.5 is beyond all, 0.001 is ten times that."""
-    run, unread = read_run(scored), Unread()
-    [record, _] = rollouts_of(scored, 8, unread)
-    text, styles = Scored(run, 8, [record], unread).coloured(record)
+    run, errors = read_run(scored), ReadErrors()
+    [record, _] = read_rollouts(scored, 8, errors)
+    text, styles = TokenDifferences(run, 8, [record], errors).coloured_text(record)
     assert text == "ab<end>"
     assert styles == ["", "far", *["over"] * 5]
     other = replace(record, completion="another text")  # that the tokens do not make
-    assert Scored(run, 8, [record], unread).coloured(other) == ("another text", [])
+    assert TokenDifferences(run, 8, [record], errors).coloured_text(other) == ("another text", "")
     short = replace(record, completion_ids=[3, 4])  # scores of another run's rollout
-    assert Scored(run, 8, [record], unread).coloured(short) == ("ab", [])
-    assert Scored(run, 8, [record], unread).said_of(short) == ""
+    assert TokenDifferences(run, 8, [record], errors).coloured_text(short) == ("ab", "")
+    assert TokenDifferences(run, 8, [record], errors).describe(short) == ""
 
 
 def test_tokens_of_an_episode_are_coloured_turn_by_turn(scored: Path) -> None:
-    [record, _] = rollouts_of(scored, 8, Unread())
+    [record, _] = read_rollouts(scored, 8, ReadErrors())
     turns: list[dict[str, Any]] = [
         {"sampled": True, "token_ids": [3]},
         {"sampled": False, "token_ids": [9, 9]},
     ]
     turns += [{"sampled": True, "token_ids": [4, 0]}]
     episode = replace(record, status="ok", turns=turns)
-    text, styles = Scored(read_run(scored), 8, [episode], Unread()).coloured(episode)
+    text, styles = TokenDifferences(read_run(scored), 8, [episode], ReadErrors()).coloured_text(
+        episode
+    )
     assert text == "a\nb<end>"
     assert styles == ["", "", "far", *["over"] * 5]
 

@@ -16,7 +16,7 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import FROM_RECIPE, build_config, recipe_of
 from grpo_spmd.observe.timeline import read_timeline
 from grpo_spmd.tools.report.run import RecordedRun
-from grpo_spmd.tools.report.verdict import checks, findings
+from grpo_spmd.tools.report.verdict import list_checks, list_findings
 
 _MOST_POINTS, _MOST_NUMBERS = 4_000, 1_500_000  # of a curve; of all curves of a page
 _DIGITS = 6
@@ -45,8 +45,8 @@ def overview(run: RecordedRun, num_runs: int = 1) -> dict[str, Any]:
         "num_steps": run.num_steps,
         "last_step": run.last_step,
         "reports": run.reports,
-        "findings": [asdict(finding) for finding in findings(run)],
-        "checks": [asdict(check) for check in checks(run)],
+        "findings": [asdict(finding) for finding in list_findings(run)],
+        "checks": [asdict(check) for check in list_checks(run)],
         "checkpoints": run.checkpoints,
         **_curves(steps),
         **({"thinned": thinned} if thinned else {}),

@@ -1,188 +1,164 @@
-"""Token ids as the pieces of text that they stand for, from the tokenizer.json of a run.
+"""Token ids as pieces of text, from the tokenizer.json of a run.
 
-The pieces of a sequence join to what the tokenizer's own decode makes of it, special tokens included. A character that
-several tokens make belongs to the last of them; bytes that make none become U+FFFD, as in decode."""
+The pieces of a sequence join to the tokenizer's own decoding, special tokens included. A character
+that several tokens make belongs to the last of them; invalid bytes become U+FFFD, as in decode.
+
+`tokenizers.decoders.DecodeStream` (0.23) is no replacement: it raises on invalid bytes of tokenizers
+with byte fallback, and it takes ten times as long.
+"""
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from grpo_spmd.files import UntrustedError, open_regular
 
-_LONGEST = 1 << 27  # bytes of a tokenizer.json
-_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_BLANK = "\u2581"  # of sentencepiece
+_MAX_FILE_BYTES = 1 << 27
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SENTENCEPIECE_BLANK = "\u2581"
+_KNOWN_DECODERS = {"ByteLevel", "ByteFallback", "Metaspace", "Replace"}
 
 
-class Pieces:
-    """The vocabulary of a tokenizer, each token as bytes."""
+class _Token(NamedTuple):
+    """One token of the vocabulary."""
+
+    data: bytes
+    text: str | None  # None for bytes that are no characters, or that neighbours may complete
+
+
+class TokenPieces:
+    """A tokenizer's vocabulary, for decoding token by token."""
 
     def __init__(self, tree: Mapping[str, Any]) -> None:
-        """`tree`: of tokenizer.json. Raises ValueError for a kind of tokenizer that we do not know."""
-        decoders = [*_parts_of(tree.get("decoder"))]
-        kinds = {kind for part in decoders if isinstance(kind := part.get("type"), str)}
+        """Reads the tree of tokenizer.json. Raises ValueError for an unknown kind of tokenizer."""
+        decoders = _decoders(tree.get("decoder"))
+        kinds = {kind for decoder in decoders if isinstance(kind := decoder.get("type"), str)}
         model = tree.get("model")
         vocabulary = model.get("vocab") if isinstance(model, dict) else None
-        if isinstance(vocabulary, list):  # Unigram: [token, score] in the order of ids
+        if isinstance(vocabulary, list):
+            # Unigram: pairs of token and score, in the order of their ids.
+            pairs = [pair if isinstance(pair, list) and pair else [None] for pair in vocabulary]
             vocabulary = {
-                pair[0]: i
-                for i, pair in enumerate(vocabulary)
-                if isinstance(pair, list) and pair and isinstance(pair[0], str)
+                pair[0]: index for index, pair in enumerate(pairs) if isinstance(pair[0], str)
             }
-        is_known = kinds & {"ByteLevel", "ByteFallback", "Metaspace", "Replace"} or kinds == {
-            "Fuse"
-        }  # as it is
+        # A decoder that only fuses leaves the tokens as they are.
+        is_known = kinds & _KNOWN_DECODERS or kinds == {"Fuse"}
         if not isinstance(vocabulary, dict) or not is_known:
             raise ValueError("this kind of tokenizer is not known")
-        self._is_byte_level = "ByteLevel" in kinds
-        tokens = {
-            i: token for token, i in vocabulary.items() if type(i) is int and isinstance(token, str)
+        self._texts = {
+            index: token
+            for token, index in vocabulary.items()
+            if type(index) is int and isinstance(token, str)
         }
         added = tree.get("added_tokens")
         for entry in added if isinstance(added, list) else []:
-            if (
-                isinstance(entry, dict)
-                and type(entry.get("id")) is int
-                and isinstance(entry.get("content"), str)
-            ):
-                tokens[entry["id"]] = entry["content"]
-        self._tokens = tokens
-        self._strips_blank = any(
-            (part.get("type") == "Strip" and part.get("content") == " " and part.get("start"))
-            or (part.get("type") == "Metaspace" and part.get("prepend_scheme", "always") != "never")
-            for part in decoders
-        )
-        self._made: dict[int, tuple[bytes, str | None]] = {}
+            fields = entry if isinstance(entry, dict) else {}
+            if type(fields.get("id")) is int and isinstance(fields.get("content"), str):
+                self._texts[fields["id"]] = fields["content"]
+        self._is_byte_level = "ByteLevel" in kinds
+        self._strips_blank = any(map(_strips_blank, decoders))
+        self._tokens: dict[int, _Token] = {}
 
-    def of(self, token_ids: Sequence[int]) -> list[str]:
-        """One text a token, from the beginning of what is decoded."""
-        found = self._of_bytes(token_ids) if self._is_byte_level else self._of_texts(token_ids)
-        if self._strips_blank and found and found[0].startswith(" "):
-            found[0] = found[0][1:]
-        return found
-
-    def _of_bytes(self, token_ids: Sequence[int]) -> list[str]:
-        found: list[str] = []
-        waiting = b""  # of the tokens before, the beginning of a character
-        for token in token_ids:
-            made, text = self._made.get(token) or self._make(token)
-            if text is None or waiting:
-                whole, waiting = _whole(waiting + made)
-                text = whole.decode("utf-8", "replace")
-            found.append(text)
-        if waiting:
-            found[-1] += waiting.decode("utf-8", "replace")
-        return found
-
-    def _of_texts(self, token_ids: Sequence[int]) -> list[str]:
-        """Where bytes that follow each other are no text, each of them is U+FFFD."""
-        found: list[str] = []
-        for is_byte, run in groupby(
-            token_ids, lambda token: (self._made.get(token) or self._make(token))[1] is None
-        ):
-            made = [self._made[token] for token in run]
-            if not is_byte:
-                found += [text or "" for _, text in made]
-                continue
-            waiting = b""
-            try:
-                b"".join(part for part, _ in made).decode("utf-8")
-            except UnicodeDecodeError:
-                found += ["\ufffd"] * len(made)
-                continue
-            for part, _ in made:
-                whole, waiting = _whole(waiting + part)
-                found.append(whole.decode("utf-8"))
-        return found
-
-    def _make(self, token: int) -> tuple[bytes, str | None]:
-        """Its bytes, and the text that they are; None for bytes that are no characters, or that others may join."""
-        token_text = self._tokens.get(token, "")
-        text: str | None = None
+    def decode(self, token_ids: Sequence[int]) -> list[str]:
+        """Returns one text for each token of a sequence."""
+        pieces: list[str] = []
         if self._is_byte_level:
-            known = all(letter in BYTE_ALPHABET for letter in token_text)
-            made = (
-                bytes(BYTE_ALPHABET[letter] for letter in token_text)
-                if known
-                else _encoded(token_text)
-            )
-            with suppress(UnicodeDecodeError):
-                text = made.decode("utf-8")
-        elif found := _BYTE.fullmatch(token_text):
-            made = bytes([int(found[1], 16)])
+            pieces = _decode_bytes([self._token(token_id) for token_id in token_ids])
         else:
-            made = _encoded(token_text.replace(_BLANK, " "))
-            text = made.decode("utf-8")
-        self._made[token] = made, text
-        return made, text
+            tokens = map(self._token, token_ids)
+            for is_byte, group in groupby(tokens, lambda token: token.text is None):
+                neighbours = list(group)
+                if is_byte:
+                    pieces += _decode_fallback_bytes(neighbours)
+                else:
+                    pieces += [token.text or "" for token in neighbours]
+        if self._strips_blank and pieces:
+            pieces[0] = pieces[0].removeprefix(" ")
+        return pieces
+
+    def _token(self, token_id: int) -> _Token:
+        token = self._tokens.get(token_id)
+        if token is None:
+            token = self._tokens[token_id] = self._make_token(self._texts.get(token_id, ""))
+        return token
+
+    def _make_token(self, source: str) -> _Token:
+        if match := _BYTE_TOKEN.fullmatch(source) if not self._is_byte_level else None:
+            return _Token(bytes([int(match[1], 16)]), None)
+        if not self._is_byte_level:
+            source = source.replace(_SENTENCEPIECE_BLANK, " ")
+        elif all(letter in BYTE_ALPHABET for letter in source):
+            data = bytes(BYTE_ALPHABET[letter] for letter in source)
+            with suppress(UnicodeDecodeError):
+                return _Token(data, data.decode("utf-8"))
+            return _Token(data, None)
+        data = source.encode("utf-8", "replace")
+        return _Token(data, data.decode("utf-8"))
 
 
-def _encoded(text: str) -> bytes:
-    return text.encode("utf-8", "replace")
+def _decode_bytes(tokens: Sequence[_Token]) -> list[str]:
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    pieces: list[str] = []
+    is_pending = False  # the decoder holds the beginning of a character
+    for data, text in tokens:
+        if text is None or is_pending:
+            text = decoder.decode(data)
+            is_pending = bool(decoder.getstate()[0])
+        pieces.append(text)
+    if is_pending:
+        pieces[-1] += decoder.decode(b"", final=True)
+    return pieces
 
 
-def read_pieces(run_dir: Path) -> Pieces | None:
-    """None where the run has no tokenizer.json, or one that is broken or of a kind that we do not know."""
+def _decode_fallback_bytes(tokens: Sequence[_Token]) -> list[str]:
+    # If neighbouring bytes are not valid as a whole, each of them is U+FFFD.
+    try:
+        b"".join(token.data for token in tokens).decode("utf-8")
+    except UnicodeDecodeError:
+        return ["\ufffd"] * len(tokens)
+    return _decode_bytes(tokens)
+
+
+def read_pieces(run_dir: Path) -> TokenPieces | None:
+    """Returns None if the run's tokenizer.json is missing, broken or of an unknown kind."""
     with (
         suppress(OSError, UntrustedError, ValueError, RecursionError),
         open_regular(run_dir / "tokenizer.json") as file,
     ):
-        content = file.read(_LONGEST + 1)
-        tree = json.loads(content) if len(content) <= _LONGEST else None
-        return Pieces(tree) if isinstance(tree, dict) else None
+        content = file.read(_MAX_FILE_BYTES + 1)
+        tree = json.loads(content) if len(content) <= _MAX_FILE_BYTES else None
+        return TokenPieces(tree) if isinstance(tree, dict) else None
     return None
 
 
-def _parts_of(decoder: Any) -> Iterable[dict[str, Any]]:
-    if isinstance(decoder, dict):
-        parts = decoder.get("decoders") if decoder.get("type") == "Sequence" else [decoder]
-        yield from (
-            part for part in (parts if isinstance(parts, list) else []) if isinstance(part, dict)
-        )
+def _decoders(decoder: object) -> list[dict[str, Any]]:
+    """Returns the parts of a decoder that are well formed."""
+    if not isinstance(decoder, dict):
+        return []
+    parts = decoder.get("decoders") if decoder.get("type") == "Sequence" else [decoder]
+    return [part for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
 
 
-def _whole(text: bytes) -> tuple[bytes, bytes]:
-    """What can be decoded, and a character's beginning behind it that further bytes may complete."""
-    for length in range(1, min(4, len(text)) + 1):
-        lead = text[-length]
-        if lead & 0xC0 != 0x80:  # no continuation
-            needed = (
-                2
-                if 0xC2 <= lead <= 0xDF
-                else 3
-                if 0xE0 <= lead <= 0xEF
-                else 4
-                if 0xF0 <= lead <= 0xF4
-                else 1
-            )
-            if length < needed and _may_go_on(text[-length:]):
-                return text[:-length], text[-length:]
-            break
-    return text, b""
-
-
-def _may_go_on(text: bytes) -> bool:
-    """Whether the decoder asks for more, and does not call it broken already."""
-    try:
-        text.decode("utf-8")
-    except UnicodeDecodeError as error:
-        return error.reason == "unexpected end of data"
-    return False
+def _strips_blank(decoder: Mapping[str, Any]) -> bool:
+    if decoder.get("type") == "Metaspace":
+        return bool(decoder.get("prepend_scheme", "always") != "never")
+    is_blank = decoder.get("type") == "Strip" and decoder.get("content") == " "
+    return bool(is_blank and decoder.get("start"))
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's letters for bytes: printable ones are themselves, the others follow from U+0100 on."""
+    # GPT-2's letters for bytes: printable ones are themselves, the others follow from U+0100 on.
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {
-        chr(0x100 + i): byte for i, byte in enumerate(others)
-    }
+    hidden = [byte for byte in range(256) if byte not in printable]
+    letters = {chr(0x100 + index): byte for index, byte in enumerate(hidden)}
+    return {chr(byte): byte for byte in printable} | letters
 
 
 BYTE_ALPHABET = _byte_alphabet()

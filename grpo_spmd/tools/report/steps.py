@@ -32,7 +32,7 @@ from grpo_spmd.observe.rollout_reader import (
     step_stem,
 )
 from grpo_spmd.tools.report.page import json_bytes
-from grpo_spmd.tools.report.pieces import Pieces, read_pieces
+from grpo_spmd.tools.report.pieces import TokenPieces, read_pieces
 
 _BLOCK, _LONGEST = 1 << 25, 1 << 26  # bytes that are read at a time; that a line has
 _MOST_BYTES, _MOST_LINES = 1 << 32, 1 << 18  # of a step: what is behind is left out
@@ -390,7 +390,7 @@ class Shown:
 
 
 def shown(
-    line: bytes, scores: bytes | None, pieces: Pieces | None, longest: int, why: str
+    line: bytes, scores: bytes | None, pieces: TokenPieces | None, longest: int, why: str
 ) -> Shown | None:
     """None where the line is broken; `scores`: its line of token scores; `longest`: characters of a completion, in
     whose middle further ones are left out."""
@@ -417,7 +417,7 @@ def shown(
     def make_tokens() -> dict[str, Any] | None:
         if cut and (values["status"] is not None or pieces is None):
             return None  # turns count on all of them; without their texts nobody sees where the middle is
-        texts = pieces.of(values["completion_ids"]) if pieces is not None else None
+        texts = pieces.decode(values["completion_ids"]) if pieces is not None else None
         tokens = _tokens(values["completion_ids"], texts, values["rollout_logprobs"], scores)
         return _without_middle(tokens, texts, longest) if cut and texts is not None else tokens
 
@@ -506,7 +506,7 @@ def _without_middle(tokens: dict[str, Any], texts: Sequence[str], longest: int) 
 
 
 def _episode(
-    values: dict[str, Any], pieces: Pieces | None, longest: int, cut: int
+    values: dict[str, Any], pieces: TokenPieces | None, longest: int, cut: int
 ) -> dict[str, Any]:
     """All given turns have a third of `longest` characters, and so have sampled ones where the completion is `cut`, and
     messages: each says again what the completion says."""
@@ -516,7 +516,7 @@ def _episode(
     given = min(_LONGEST_GIVEN, max(_LEAST_TURN, longest // max(1, len(places) - num_sampled)))
     for turn in places:
         is_sampled, ids = turn["sampled"], turn["token_ids"]
-        texts = pieces.of(ids) if pieces is not None else None
+        texts = pieces.decode(ids) if pieces is not None else None
         one = {
             "sampled": is_sampled,
             "segment": turn["segment"],
@@ -785,7 +785,7 @@ class _Reader:
     """Makes what is shown of single rollouts, by their place in the step."""
 
     def __init__(
-        self, scan: StepScan, contents: Contents, pieces: Pieces | None, room: int
+        self, scan: StepScan, contents: Contents, pieces: TokenPieces | None, room: int
     ) -> None:
         self._scan, self._contents, self._pieces = scan, contents, pieces
         self._longest = min(
@@ -807,7 +807,7 @@ class _Reader:
 
 
 @lru_cache(maxsize=1)
-def _pieces_of_steps(run_dir: Path) -> Pieces | None:
+def _pieces_of_steps(run_dir: Path) -> TokenPieces | None:
     return read_pieces(run_dir)
 
 

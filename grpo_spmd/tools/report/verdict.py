@@ -159,7 +159,7 @@ class Check:
     text: str
 
 
-def findings(run: RecordedRun) -> list[Finding]:
+def list_findings(run: RecordedRun) -> list[Finding]:
     """The worst first; one that all is well where nothing is warned of."""
     with np.errstate(
         all="ignore"
@@ -172,7 +172,7 @@ def findings(run: RecordedRun) -> list[Finding]:
     return sorted(found, key=lambda finding: _RANK[finding.level])
 
 
-def checks(run: RecordedRun) -> list[Check]:
+def list_checks(run: RecordedRun) -> list[Check]:
     """Those that the run has made, with their margins."""
     with np.errstate(all="ignore"):
         found = [
@@ -186,7 +186,7 @@ def checks(run: RecordedRun) -> list[Check]:
 
 def _near_checks(run: RecordedRun) -> Iterator[Finding]:
     """Where nothing else is said of them: one that is not well must not stand beside praise."""
-    for check in (check for check in checks(run) if check.level != "ok"):
+    for check in (check for check in list_checks(run) if check.level != "ok"):
         text = f"{check.value}; its bound is {check.bound}: {check.text}."
         yield Finding(
             check.level, f"the check of {check.name} is not far from its bound", text, None, None

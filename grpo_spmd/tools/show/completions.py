@@ -1,4 +1,4 @@
-"""Completions in full: the best, the worst, those of a prompt; an episode as a conversation."""
+"""Completions in full: the best and the worst of a step, those of a prompt, an episode's turns."""
 
 from __future__ import annotations
 
@@ -7,209 +7,211 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rich.text import Text
+
 from grpo_spmd.observe.rollout_reader import RolloutRecord
 from grpo_spmd.tools.report.run import RecordedRun
+from grpo_spmd.tools.show.charts import MAX_FINITE, number
 from grpo_spmd.tools.show.dump import (
-    Scored,
-    Unread,
+    ReadErrors,
     as_json,
     as_text,
-    content_of,
-    dumped_step,
-    rollouts_of,
-    unread_lines,
+    find_dumped_step,
+    message_text,
+    read_rollouts,
 )
-from grpo_spmd.tools.show.paper import Line, Paper, Span, Styles, number, width_of
+from grpo_spmd.tools.show.token_differences import TokenDifferences
+from grpo_spmd.tools.terminal import Line, Styles, Terminal, width_of
 
-_MARGIN, _WIDEST_TEXT = 2, 120
-_HEAD, _TAIL = 14, 10  # lines of a text that is not shown in full
-_MOST_MESSAGES, _MOST_COLUMNS = 40, 12
+_INDENT = 2
+_MAX_TEXT_COLUMNS = 120
+# Lines of a text that is not shown in full.
+_HEAD_LINES = 14
+_TAIL_LINES = 10
+_MAX_MESSAGES = 40
+_MAX_COLUMNS = 12  # of a data row
+_FINISH_REASONS = {"stop": "ended by itself", "length": "cut off"}
 
 
 @dataclass(frozen=True)
-class Look:
+class View:
     """How completions are shown."""
 
-    paper: Paper
-    is_full: bool
-    has_colour: bool
+    terminal: Terminal
+    is_full: bool  # nothing is left out of texts and lists
 
-    @property
-    def lines(self) -> tuple[int, int]:
-        return (1 << 40, 0) if self.is_full else (_HEAD, _TAIL)
+    def excerpt(
+        self, text: str, num_head: int, num_tail: int, indent: int, styles: Styles = ""
+    ) -> Iterator[Line]:
+        if self.is_full:
+            num_head = len(text) + 1
+        hint = " (--full shows them)"
+        return self.terminal.excerpt(text, num_head, num_tail, indent, styles, hint)
 
     def text(self, text: str, styles: Styles = "") -> Iterator[Line]:
-        """`text` as it was written, behind a margin; `styles`: of its characters, where there are colours."""
-        paper = Paper(min(self.paper.columns, _WIDEST_TEXT), self.paper.encoding)
-        yield from paper.excerpt(text, *self.lines, 2 * _MARGIN, styles, " (--full shows them)")
+        """Yields a text that a model or a data set wrote, behind a margin."""
+        terminal = self.terminal.resized(min(self.terminal.columns, _MAX_TEXT_COLUMNS))
+        view = View(terminal, self.is_full)
+        return view.excerpt(text, _HEAD_LINES, _TAIL_LINES, 2 * _INDENT, styles)
+
+    def note(self, text: str, style: str) -> Line:
+        """Returns one indented line."""
+        fitted = self.terminal.fit(text, self.terminal.columns - _INDENT, style)
+        return Text.assemble(" " * _INDENT, fitted)
 
 
-def ranked_lines(
-    run: RecordedRun, step: int | None, num: int, is_best: bool, look: Look
+def ranked_completions(
+    run: RecordedRun, step: int | None, num: int, is_best: bool, view: View
 ) -> Iterator[Line]:
-    """The `num` completions of a step with the most or the least reward. Of equal ones those come first that are the
-    furthest from their group; those without a reward last. Raises ConfigError where the step has none."""
-    step, unread = dumped_step(run, step), Unread()
-    counted = _Counted(rollouts_of(run.folder, step, unread))
-    sign = -1.0 if is_best else 1.0
-    chosen = heapq.nsmallest(num, counted, key=lambda record: _place(record, sign))
-    scored = Scored(run, step, chosen, unread)
-    for place, record in enumerate(chosen, start=1):
-        which = f"{'best' if is_best else 'worst'} {place} of {counted.num}"
-        yield from completion_lines(record, f"{which}, step {step}", scored, look)
-        yield []
-    yield from legend_lines(scored, look)
-    yield from unread_lines(unread, look.paper)
-    hint = f"more: --step {step}   --prompt ROW   --grep TEXT" + "   --full" * (not look.is_full)
-    yield [look.paper.fitted(hint, look.paper.columns, "dim")]
+    """Yields the `num` completions of a step with the highest or the lowest reward.
 
+    Equal ones are ordered by their distance from the group's mean; those without a reward come
+    last. Raises ConfigError if the step has no completions.
+    """
+    step = find_dumped_step(run, step)
+    errors = ReadErrors()
+    num_records = 0
 
-class _Counted:
-    """Counts what passes."""
-
-    def __init__(self, records: Iterable[RolloutRecord]) -> None:
-        self._records, self.num = records, 0
-
-    def __iter__(self) -> Iterator[RolloutRecord]:
-        for record in self._records:
-            self.num += 1
+    def counted_records() -> Iterator[RolloutRecord]:
+        nonlocal num_records
+        for record in read_rollouts(run.folder, step, errors):
+            num_records += 1
             yield record
 
+    # A heap, because all completions of a step may not fit into memory.
+    records = heapq.nsmallest(num, counted_records(), key=lambda record: _rank(record, is_best))
+    differences = TokenDifferences(run, step, records, errors)
+    word = "best" if is_best else "worst"
+    for rank, record in enumerate(records, start=1):
+        title = f"{word} {rank} of {num_records}, step {step}"
+        yield from completion_lines(record, title, differences, view)
+        yield Text()
+    yield from legend_lines(differences, view)
+    yield from errors.lines(view.terminal)
+    hint = f"more: --step {step}   --prompt ROW   --grep TEXT" + "   --full" * (not view.is_full)
+    yield view.terminal.fit(hint, view.terminal.columns, "dim")
 
-def _place(record: RolloutRecord, sign: float) -> tuple[bool, float, float, int, int]:
-    reward, advantage = record.reward, record.advantage
-    is_known = reward is not None and abs(reward) <= 1e300
-    own = sign * float(reward) if is_known and reward is not None else 0.0
-    far = sign * float(advantage) if advantage is not None and abs(advantage) <= 1e300 else 0.0
-    return not is_known, own, far, record.sample, record.position
+
+def _rank(record: RolloutRecord, is_best: bool) -> tuple[bool, float, float, int, int]:
+    sign = -1.0 if is_best else 1.0
+    reward = _finite(record.reward)
+    advantage = sign * (_finite(record.advantage) or 0.0)
+    return reward is None, sign * (reward or 0.0), advantage, record.sample, record.position
+
+
+def _finite(value: float | None) -> float | None:
+    return float(value) if value is not None and abs(value) <= MAX_FINITE else None
 
 
 def completion_lines(
-    record: RolloutRecord, title: str, scored: Scored, look: Look, has_prompt: bool = True
+    record: RolloutRecord,
+    title: str,
+    differences: TokenDifferences,
+    view: View,
+    has_prompt: bool = True,
 ) -> Iterator[Line]:
-    paper = look.paper
-    yield [
-        paper.fitted(
-            f"{title}, row {number(record.row)}, sample {number(record.sample)}",
-            paper.columns,
-            "title",
-        )
-    ]
-    yield from _facts(record, paper)
-    if said := scored.said_of(record):
-        yield from paper.excerpt(said, 3, 0, _MARGIN)
+    """Yields one completion with its figures, its prompt and what went wrong."""
+    terminal = view.terminal
+    title += f", row {number(record.row)}, sample {number(record.sample)}"
+    yield terminal.fit(title, terminal.columns, "title")
+    yield from _flow(_facts(record), terminal)
+    if description := differences.describe(record):
+        yield from terminal.excerpt(description, 3, indent=_INDENT)
     if has_prompt:
-        yield from prompt_lines(record, look)
+        yield from prompt_lines(record, view)
     if record.messages:
-        yield from _messages(record.messages, look)
-    else:
-        yield [Span(" " * _MARGIN), Span("completion", "role")]
-        yield from look.text(
-            *(scored.coloured(record) if look.has_colour else (record.completion,))
-        )
-    if record.messages and look.has_colour and scored.is_apart(record):
-        yield [Span(" " * _MARGIN), Span("sampled tokens", "role")]
-        yield from look.text(*scored.coloured(record))
+        yield from _message_lines(record.messages, view)
+    text: str = record.completion
+    styles: Styles = ""
+    if terminal.has_colour:
+        text, styles = differences.coloured_text(record)
+    if not record.messages:
+        yield view.note("completion", "role")
+        yield from view.text(text, styles)
+    elif terminal.has_colour and differences.is_coloured(record):
+        yield view.note("sampled tokens", "role")
+        yield from view.text(text, styles)
     if error := record.environment.get("error"):
-        yield [
-            Span(" " * _MARGIN),
-            paper.fitted(f"failed: {error}", paper.columns - _MARGIN, "bad"),
-        ]
+        yield view.note(f"failed: {error}", "bad")
 
 
-def legend_lines(scored: Scored, look: Look) -> Iterator[Line]:
-    if look.has_colour and scored.legend:
-        yield from look.paper.excerpt(scored.legend, 2, 0, 0, "dim")
+def legend_lines(differences: TokenDifferences, view: View) -> Iterator[Line]:
+    if view.terminal.has_colour and differences.legend:
+        yield from view.terminal.excerpt(differences.legend, 2, styles="dim")
 
 
-def prompt_lines(record: RolloutRecord, look: Look) -> Iterator[Line]:
-    """The prompt, and the other columns of its row."""
-    paper = look.paper
+def prompt_lines(record: RolloutRecord, view: View) -> Iterator[Line]:
+    """Yields the prompt and the other columns of its data row."""
     if isinstance(record.prompt, str):
-        yield [Span(" " * _MARGIN), Span("prompt", "role")]
-        yield from look.text(record.prompt)
+        yield view.note("prompt", "role")
+        yield from view.text(record.prompt)
     else:
-        yield from _messages(record.prompt, look)
+        yield from _message_lines(record.prompt, view)
     columns = list(record.columns.items())
-    for name, value in columns if look.is_full else columns[:_MOST_COLUMNS]:
-        text = f"{name} = {as_text(value)}"
-        yield from paper.excerpt(
-            text, *(look.lines if look.is_full else (3, 0)), 2 * _MARGIN, "dim"
-        )
+    for name, value in columns if view.is_full else columns[:_MAX_COLUMNS]:
+        yield from view.excerpt(f"{name} = {as_text(value)}", 3, 0, 2 * _INDENT, "dim")
 
 
-def _facts(record: RolloutRecord, paper: Paper) -> Iterator[Line]:
-    """Reward, what it is made of, and how sampling ended."""
+def _facts(record: RolloutRecord) -> Iterator[str]:
+    """Yields the reward, its components, and how sampling ended."""
+    yield f"reward {number(record.reward)}"
     sign = "+" if (record.advantage or 0) > 0 else ""
-    facts = [f"reward {number(record.reward)}", f"advantage {sign}{number(record.advantage)}"]
+    yield f"advantage {sign}{number(record.advantage)}"
     for name, value in record.rewards.items():
         status = record.statuses.get(name, "ok")
-        facts.append(f"{name} {number(value)}" + (f" ({status})" if status != "ok" else ""))
-    ended = {"stop": "ended by itself", "length": "cut off"}.get(
-        record.finish_reason, record.finish_reason
-    )
-    facts.append(f"{len(record.completion_ids)} tokens, {ended}")
+        yield f"{name} {number(value)}" + (f" ({status})" if status != "ok" else "")
+    ending = _FINISH_REASONS.get(record.finish_reason, record.finish_reason)
+    yield f"{len(record.completion_ids)} tokens, {ending}"
     if record.status is not None:
-        facts.append(
-            f"{sum(bool(turn.get('sampled')) for turn in record.turns)} turns, {record.status}"
-        )
+        num_turns = sum(bool(turn.get("sampled")) for turn in record.turns)
+        yield f"{num_turns} turns, {record.status}"
     if record.rollout_id is None:
-        facts.append("not trained on")
+        yield "not trained on"
     for name, values in record.extra.items():
-        facts += [f"{name}/{column}={as_json(value)}" for column, value in _items(values)]
-    yield from _flowing(facts, paper)
+        if isinstance(values, Mapping):
+            yield from (f"{name}/{column}={as_json(value)}" for column, value in values.items())
 
 
-def _flowing(facts: Iterable[str], paper: Paper) -> Iterator[Line]:
-    """As many on a line as have room, each whole."""
-    line, used = [Span(" " * _MARGIN)], _MARGIN
+def _flow(facts: Iterable[str], terminal: Terminal) -> Iterator[Line]:
+    """Yields lines with as many whole facts on each as fit."""
+    line = Text(" " * _INDENT)
+    num_columns = _INDENT
     for fact in facts:
-        cell = paper.fitted(fact, paper.columns - _MARGIN)
-        width = width_of(cell.shown)
-        if used + width > paper.columns:
+        cell = terminal.fit(fact, terminal.columns - _INDENT)
+        width = width_of(cell.plain)
+        if num_columns + width > terminal.columns:
             yield line
-            line, used = [Span(" " * _MARGIN)], _MARGIN
-        line += [cell, Span("   ")]
-        used += width + 3
+            line = Text(" " * _INDENT)
+            num_columns = _INDENT
+        line.append_text(cell).append("   ")
+        num_columns += width + 3
     yield line
 
 
-def _items(values: object) -> Iterable[tuple[Any, Any]]:
-    return values.items() if isinstance(values, Mapping) else ()
-
-
-def _messages(messages: Sequence[Any], look: Look) -> Iterator[Line]:
-    """Who said what, in their order; the middle of a long conversation is left out."""
-    half = _MOST_MESSAGES // 2
-    for place, message in enumerate(messages):
-        if not look.is_full and half <= place < len(messages) - half:
-            if place == half:
-                said = f"{len(messages) - 2 * half} messages left out (--full shows them)"
-                yield [
-                    Span(" " * _MARGIN),
-                    look.paper.fitted(said, look.paper.columns - _MARGIN, "dim"),
-                ]
+def _message_lines(messages: Sequence[Any], view: View) -> Iterator[Line]:
+    """Yields a conversation; the middle of a long one is left out."""
+    half = _MAX_MESSAGES // 2
+    num_hidden = 0 if view.is_full else max(0, len(messages) - 2 * half)
+    for index, message in enumerate(messages):
+        if num_hidden and half <= index < half + num_hidden:
+            if index == half:
+                yield view.note(f"{num_hidden} messages left out (--full shows them)", "dim")
             continue
         fields = message if isinstance(message, Mapping) else {}
-        named = [
-            as_text(fields.get(name, otherwise))
-            for name, otherwise in (("role", "message"), ("name", ""))
-        ]
-        yield [
-            Span(" " * _MARGIN),
-            look.paper.fitted(" ".join(named).rstrip(), look.paper.columns - _MARGIN, "role"),
-        ]
+        speaker = f"{as_text(fields.get('role', 'message'))} {as_text(fields.get('name', ''))}"
+        yield view.note(speaker.rstrip(), "role")
         for name in ("reasoning_content", "thinking"):
-            if isinstance(thought := fields.get(name), str) and thought:
-                yield from look.text(thought, "dim")
-        if content := content_of(message):
-            yield from look.text(content)
+            thought = fields.get(name)
+            if isinstance(thought, str) and thought:
+                yield from view.text(thought, "dim")
+        if content := message_text(message):
+            yield from view.text(content)
         calls = fields.get("tool_calls")
         for call in calls if isinstance(calls, list) else ():
-            yield from look.text(_call(call))
+            yield from view.text(_describe_call(call))
 
 
-def _call(call: object) -> str:
+def _describe_call(call: object) -> str:
     function = call.get("function", call) if isinstance(call, Mapping) else call
     if not isinstance(function, Mapping):
         return f"calls {as_json(call)}"

@@ -1,4 +1,4 @@
-"""The same page again and again, while a run goes on."""
+"""Draws a page again and again while a run goes on."""
 
 from __future__ import annotations
 
@@ -9,73 +9,76 @@ from pathlib import Path
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.tools.report.run import RecordedRun, read_run
-from grpo_spmd.tools.show.overview import newest_line, state_lines
-from grpo_spmd.tools.show.paper import Line
-from grpo_spmd.tools.show.terminal import Terminal, find_terminal
+from grpo_spmd.tools.show.overview import newest_lines, state_lines
+from grpo_spmd.tools.terminal import Line, Terminal, find_terminal
 
-_LOOK_S, _STATE_S = (
-    0.5,
-    10.0,
-)  # how often metrics.jsonl is looked at; and the run, which may have been killed
-_SHARE = 10  # of the time that reading and drawing take, so long nothing is read
-_GOES_ON = ("going", "silent")
+_POLL_S = 0.5  # between two looks at the size of metrics.jsonl
+_STATE_S = 10.0  # between two looks at the run's state: it may have been killed
+# After reading and drawing, nothing is read for so many times as long as that took.
+_PAUSE_FACTOR = 10
+_RUNNING_STATES = ("going", "silent")
 Draw = Callable[[RecordedRun, Terminal], list[Line]]
 
 
 def follow(run_dir: Path, draw: Draw) -> None:
-    """Draws the page whenever metrics.jsonl grew or the terminal changed, until the run has ended; where the output is
-    no terminal, the page once and then a line a step. Raises ConfigError where there is no run."""
-    terminal, is_first = find_terminal(), True
-    seen: tuple[int, Terminal] | None = None
-    next_s, state_s, last = 0.0, 0.0, 0
+    """Draws the page when metrics.jsonl or the terminal changed, until the run has ended.
+
+    If stdout is no terminal, writes the page once, and then a line for each step. Raises
+    ConfigError if there is no run.
+    """
+    drawn_for: tuple[int, Terminal] | None = None
+    is_first = True
+    last_step = 0
+    next_draw_s = 0.0
+    next_state_s = 0.0
     while True:
         now = time.monotonic()
-        there = (_size(run_dir / "metrics.jsonl"), find_terminal())
-        if is_first or (now >= next_s and there != seen) or now >= state_s:
-            run, terminal = read_run(run_dir), there[1]
-            ended = run.state not in _GOES_ON
+        terminal = find_terminal()
+        current = (_file_size(run_dir / "metrics.jsonl"), terminal)
+        if (now >= next_draw_s and current != drawn_for) or now >= next_state_s:
+            run = read_run(run_dir)
+            has_ended = run.state not in _RUNNING_STATES
             if terminal.is_tty or is_first:
-                _show(_drawn(draw, run, terminal, ended), terminal, is_first, ended)
-            elif ended or run.last_step != last:
-                terminal.write(
-                    [*newest_line(run, terminal.paper)][-1:] if run.last_step != last else []
-                )
-                terminal.write(state_lines(run, terminal.paper) if ended else [])
-            if ended:
+                page = _draw_page(draw, run, terminal, has_ended)
+                _show_page(page, terminal, clear=is_first or has_ended, redraw=not has_ended)
+            else:
+                if run.last_step != last_step:
+                    terminal.write(list(newest_lines(run, terminal))[-1:])
+                if has_ended:
+                    terminal.write(state_lines(run, terminal))
+            if has_ended:
                 return
-            seen, is_first, last = there, False, run.last_step
+            is_first = False
+            drawn_for = current
+            last_step = run.last_step
             end = time.monotonic()
-            next_s, state_s = end + _SHARE * (end - now), end + max(_STATE_S, _SHARE * (end - now))
-        time.sleep(_LOOK_S)
+            next_draw_s = end + _PAUSE_FACTOR * (end - now)
+            next_state_s = max(next_draw_s, end + _STATE_S)
+        time.sleep(_POLL_S)
 
 
-def _drawn(draw: Draw, run: RecordedRun, terminal: Terminal, ended: bool) -> list[Line]:
-    """The page, or why there is none yet: the first completions of a run may be to come."""
+def _draw_page(draw: Draw, run: RecordedRun, terminal: Terminal, has_ended: bool) -> list[Line]:
+    """Returns the page, or why there is none yet: the first completions may be to come."""
     try:
         return draw(run, terminal)
     except ConfigError as error:
-        if ended:
+        if has_ended:
             raise
-        return [
-            *state_lines(run, terminal.paper),
-            *terminal.paper.excerpt(str(error), 4, 0, 0, "warning"),
-        ]
+        warning = terminal.excerpt(str(error), 4, styles="warning")
+        return [*state_lines(run, terminal), *warning]
 
 
-def _show(lines: list[Line], terminal: Terminal, is_first: bool, ended: bool) -> None:
-    """The last page stays, whole, for whoever scrolls back."""
-    if not terminal.is_tty:
-        terminal.write(lines)
-        return
-    if is_first or ended:
+def _show_page(lines: list[Line], terminal: Terminal, *, clear: bool, redraw: bool) -> None:
+    if terminal.is_tty and clear:
         terminal.clear()
-    if ended:
-        terminal.write(lines)
-    else:
+    if terminal.is_tty and redraw:
         terminal.redraw(lines)
+    else:
+        # The last page stays as a whole, for a user who scrolls back.
+        terminal.write(lines)
 
 
-def _size(path: Path) -> int:
+def _file_size(path: Path) -> int:
     with suppress(OSError):
         return path.stat().st_size
     return 0

@@ -1,152 +1,169 @@
-"""One prompt over the steps: how its reward went, and its completions of one step."""
+"""One prompt over the steps: how its reward went, and its completions at one step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+
+from rich.text import Text
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.observe.rollout_reader import RolloutRecord
 from grpo_spmd.tools.report.run import RecordedRun
-from grpo_spmd.tools.show.completions import Look, completion_lines, legend_lines, prompt_lines
+from grpo_spmd.tools.show.charts import curve, histogram, number
+from grpo_spmd.tools.show.completions import View, completion_lines, legend_lines, prompt_lines
 from grpo_spmd.tools.show.dump import (
-    Scored,
-    Unread,
-    dumped_step,
+    ReadErrors,
+    contains_text,
+    find_dumped_step,
     has_row,
-    holds,
-    pattern_of,
     prompt_text,
-    rollouts_of,
-    unread_lines,
+    read_rollouts,
+    text_pattern,
 )
 from grpo_spmd.tools.show.overview import label_width
-from grpo_spmd.tools.show.paper import Line, Span, number
-from grpo_spmd.tools.show.step import Group
+from grpo_spmd.tools.show.step import PromptGroup
+from grpo_spmd.tools.show.token_differences import TokenDifferences
+from grpo_spmd.tools.terminal import Column, Line
 
-_MOST_ROWS, _MOST_NAMED, _MOST_STEPS = 200, 12, 12
-_LONGEST = 400  # characters of a prompt in a list
+_MAX_ROWS = 200  # that are searched for
+_MAX_LISTED_ROWS = 12
+_MAX_STEPS = 12
+_MAX_PROMPT_CHARS = 400  # in a list
 
 
 @dataclass
-class Prompt:
-    """A row of the data set: what became of it at each step, and its completions at the one that is shown."""
+class PromptHistory:
+    """One row of the data set: its group at each step, and its completions at one step."""
 
     row: int
     text: str
-    steps: dict[int, Group] = field(default_factory=dict)
-    step: int = 0
+    groups: dict[int, PromptGroup] = field(default_factory=dict)  # by step
+    step: int = 0  # of the records
     records: list[RolloutRecord] = field(default_factory=list)
 
-    def add(self, record: RolloutRecord, step: int, is_wanted: bool) -> None:
-        self.steps.setdefault(step, Group(self.row, self.text)).add(record, None)
-        if is_wanted:
+    def add(self, record: RolloutRecord, step: int, keep_record: bool) -> None:
+        self.groups.setdefault(step, PromptGroup(self.row, self.text)).add(record, None)
+        if keep_record:
             if step != self.step:
-                self.step, self.records = step, []
+                self.step = step
+                self.records = []
             self.records.append(record)
 
 
-def find_prompts(run: RecordedRun, wanted: str, step: int | None, unread: Unread) -> list[Prompt]:
-    """Rows by number, else those whose prompts contain `wanted`, whatever the case of its letters; at most a bounded
-    number of them. Completions are those of `step`, else of the newest in which a row was sampled."""
-    found: dict[int, Prompt] = {}
+def find_prompts(
+    run: RecordedRun, wanted: str, step: int | None, errors: ReadErrors
+) -> list[PromptHistory]:
+    """Returns rows by their number, or those whose prompts contain `wanted` in any case.
+
+    Their number is bounded. Completions are kept for `step`, or else for the newest step at which
+    a row was sampled; for several rows only those of the first row are kept.
+    """
     row = int(wanted) if wanted.isascii() and wanted.isdecimal() and len(wanted) < 19 else None
-    pattern = pattern_of(wanted)
-    for own in run.dumped_steps:
-        is_shown = step is None or own == step
-        for record in rollouts_of(
-            run.folder, own, unread, holds(wanted) if row is None else has_row(row)
-        ):
-            is_one = (
-                record.row == row
-                if row is not None
-                else pattern.search(prompt_text(record.prompt)) is not None
-            )
-            if is_one and (record.row in found or len(found) < _MOST_ROWS):
-                new = Prompt(record.row, prompt_text(record.prompt)[:_LONGEST])
-                found.setdefault(record.row, new).add(record, own, is_shown and len(found) == 1)
-    return sorted(found.values(), key=lambda prompt: prompt.row)
+    pattern = text_pattern(wanted)
+    line_filter = contains_text(wanted) if row is None else has_row(row)
+    prompts: dict[int, PromptHistory] = {}
+    for dumped_step in run.dumped_steps:
+        for record in read_rollouts(run.folder, dumped_step, errors, line_filter):
+            text = prompt_text(record.prompt)
+            is_match = pattern.search(text) is not None if row is None else record.row == row
+            if is_match and (record.row in prompts or len(prompts) < _MAX_ROWS):
+                prompt = prompts.setdefault(
+                    record.row, PromptHistory(record.row, text[:_MAX_PROMPT_CHARS])
+                )
+                is_shown = step is None or dumped_step == step
+                prompt.add(record, dumped_step, is_shown and len(prompts) == 1)
+    return sorted(prompts.values(), key=lambda prompt: prompt.row)
 
 
-def prompt_page(run: RecordedRun, wanted: str, step: int | None, look: Look) -> Iterator[Line]:
-    """Raises ConfigError where no dump has such a prompt."""
-    unread, paper = Unread(), look.paper
-    dumped_step(run, step)
-    prompts = find_prompts(run, wanted, step, unread)
+def prompt_page(run: RecordedRun, wanted: str, step: int | None, view: View) -> Iterator[Line]:
+    """Yields the page of one prompt, or a list if several match.
+
+    Raises ConfigError if no dump has such a prompt.
+    """
+    errors = ReadErrors()
+    find_dumped_step(run, step)
+    prompts = find_prompts(run, wanted, step, errors)
+    num_steps = len(run.dumped_steps)
     if not prompts and wanted.isdecimal():
-        raise ConfigError(
-            f"--prompt {wanted}: no such row is in the completions of {len(run.dumped_steps)} steps"
-        )
+        problem = f"no such row is in the completions of {num_steps} steps"
+        raise ConfigError(f"--prompt {wanted}: {problem}")
     if not prompts:
-        raise ConfigError(
-            f"--prompt {wanted!r}: no prompt of {len(run.dumped_steps)} steps contains that text"
-        )
+        problem = f"no prompt of {num_steps} steps contains that text"
+        raise ConfigError(f"--prompt {wanted!r}: {problem}")
     if len(prompts) > 1:
-        yield from _choice(prompts, look)
+        yield from _prompt_list(prompts, view)
     else:
-        yield from _one(run, prompts[0], step, look, unread)
-    yield from unread_lines(unread, paper)
+        yield from _prompt_history(run, prompts[0], step, view, errors)
+    yield from errors.lines(view.terminal)
 
 
-def _choice(prompts: list[Prompt], look: Look) -> Iterator[Line]:
-    paper = look.paper
-    most = len(prompts) if look.is_full else _MOST_NAMED
-    least = " or more" if len(prompts) == _MOST_ROWS else ""
-    yield [
-        paper.fitted(
-            f"{len(prompts)}{least} prompts; --prompt ROW shows one", paper.columns, "title"
-        )
-    ]
-    yield [Span(f"{'row':>8}{'steps':>7}{'first':>8}{'last':>8}  prompt", "dim")]
-    for prompt in prompts[:most]:
-        means = [group.mean for group in prompt.steps.values()]
-        begin = (
-            f"{number(prompt.row):>8}{len(means):>7}{number(means[0]):>8}{number(means[-1]):>8}  "
-        )
-        yield [Span(begin), paper.fitted(prompt.text, paper.columns - len(begin))]
-    if len(prompts) > most:
-        yield [
-            paper.fitted(
-                f"and {len(prompts) - most} more (--full shows them)", paper.columns, "dim"
-            )
-        ]
+def _prompt_list(prompts: Sequence[PromptHistory], view: View) -> Iterator[Line]:
+    terminal = view.terminal
+    more = " or more" if len(prompts) == _MAX_ROWS else ""
+    title = f"{len(prompts)}{more} prompts; --prompt ROW shows one"
+    yield terminal.fit(title, terminal.columns, "title")
+    columns = [Column("row", ">", 8), Column("steps", ">", 7), Column("first", ">", 8)]
+    columns += [Column("last", ">", 8), Column("  prompt")]
+    rows = []
+    for prompt in prompts if view.is_full else prompts[:_MAX_LISTED_ROWS]:
+        means = [number(group.mean) for group in prompt.groups.values()]
+        figures = [number(prompt.row), str(len(means)), means[0], means[-1]]
+        rows.append([*figures, f"  {prompt.text}"])
+    yield from terminal.table(columns, rows, gap=0)
+    if len(rows) < len(prompts):
+        hint = f"and {len(prompts) - len(rows)} more (--full shows them)"
+        yield terminal.fit(hint, terminal.columns, "dim")
 
 
-def _one(
-    run: RecordedRun, prompt: Prompt, step: int | None, look: Look, unread: Unread
+def _prompt_history(
+    run: RecordedRun, prompt: PromptHistory, step: int | None, view: View, errors: ReadErrors
 ) -> Iterator[Line]:
-    paper, label = look.paper, label_width(look.paper)
-    means = [group.mean for group in prompt.steps.values()]
-    known = [mean for mean in means if mean is not None]
-    said = f"row {number(prompt.row)}: sampled at {len(means)} of {len(run.dumped_steps)} steps with completions"
-    yield [paper.fitted(said, paper.columns, "title")]
+    terminal = view.terminal
+    title = f"row {number(prompt.row)}: sampled at {len(prompt.groups)} of "
+    title += f"{len(run.dumped_steps)} steps with completions"
+    yield terminal.fit(title, terminal.columns, "title")
     if prompt.records:
-        yield from prompt_lines(prompt.records[0], look)
-    yield []
-    if known:
-        drawn = paper.curve(means, paper.columns - label - 32)
-        figures = f"{'first':>8}{number(known[0]):>8}{'last':>8}{number(known[-1]):>8}"
-        yield [paper.padded("mean reward", label), Span(drawn, "curve"), Span(figures)]
-    yield [Span(f"{'step':>8}{'n':>5}{'mean':>8}{'spread':>8}{'cut':>6}  rewards", "dim")]
-    rewards = [reward for group in prompt.steps.values() for reward in group.known]
-    low, high = (min(rewards), max(rewards)) if rewards else (0.0, 0.0)
-    rows = list(prompt.steps.items())
-    if len(rows) > _MOST_STEPS and not look.is_full:
-        said = f"{len(rows) - _MOST_STEPS} earlier ones (--full shows them)"
-        yield [paper.fitted(f"        {said}", paper.columns, "dim")]
-        rows = rows[-_MOST_STEPS:]
-    for number_of, group in rows:
-        figures = (
-            f"{number_of:>8}{len(group.rewards):>5}{number(group.mean):>8}{number(group.spread):>8}"
-        )
-        cut = f"{group.cut_frac:>6.0%}  "
-        yield [Span(figures + cut), Span(paper.counts(group.rewards, low, high), "curve")]
+        yield from prompt_lines(prompt.records[0], view)
+    yield Text()
+    yield from _group_lines(prompt, view)
     if not prompt.records:
-        yield [paper.fitted(f"not sampled at step {step}", paper.columns, "warning")]
+        yield terminal.fit(f"not sampled at step {step}", terminal.columns, "warning")
         return
     records = sorted(prompt.records, key=lambda record: (record.position, record.sample))
-    scored = Scored(run, prompt.step, records, unread)
+    differences = TokenDifferences(run, prompt.step, records, errors)
     for record in records:
-        yield []
-        yield from completion_lines(record, f"step {prompt.step}", scored, look, has_prompt=False)
-    yield from legend_lines(scored, look)
+        yield Text()
+        title = f"step {prompt.step}"
+        yield from completion_lines(record, title, differences, view, has_prompt=False)
+    yield from legend_lines(differences, view)
+
+
+def _group_lines(prompt: PromptHistory, view: View) -> Iterator[Line]:
+    """Yields the curve of the prompt's mean reward, and a row for each step."""
+    terminal = view.terminal
+    is_unicode = terminal.is_unicode
+    means = [group.mean for group in prompt.groups.values()]
+    known = [mean for mean in means if mean is not None]
+    if known:
+        label = label_width(terminal)
+        drawn = curve(means, terminal.columns - label - 32, is_unicode=is_unicode)
+        figures = f"{'first':>8}{number(known[0]):>8}{'last':>8}{number(known[-1]):>8}"
+        yield Text.assemble(terminal.pad("mean reward", label), (drawn, "curve"), figures)
+    columns = [Column("step", ">", 8), Column("n", ">", 5), Column("mean", ">", 8)]
+    columns += [Column("spread", ">", 8), Column("cut", ">", 6), Column("  rewards", style="curve")]
+    rewards = [reward for group in prompt.groups.values() for reward in group.known_rewards]
+    low = min(rewards, default=0.0)
+    high = max(rewards, default=0.0)
+    steps = list(prompt.groups)
+    rows: list[list[str | Line]] = []
+    if len(steps) > _MAX_STEPS and not view.is_full:
+        hint = f"{len(steps) - _MAX_STEPS} earlier ones (--full shows them)"
+        rows.append(["", "", "", "", "", terminal.text(f"  {hint}", "dim")])
+        steps = steps[-_MAX_STEPS:]
+    for step in steps:
+        group = prompt.groups[step]
+        heights = histogram(group.rewards, low, high, is_unicode=is_unicode)
+        row = [str(step), str(len(group.rewards)), number(group.mean), number(group.spread)]
+        rows.append([*row, f"{group.cut_frac:.0%}", f"  {heights}"])
+    yield from terminal.table(columns, rows, gap=0)

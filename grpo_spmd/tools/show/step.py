@@ -8,20 +8,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rich.text import Text
+
 from grpo_spmd.observe.rollout_reader import RolloutRecord
 from grpo_spmd.tools.report.run import RecordedRun
+from grpo_spmd.tools.show.charts import Value, histogram, is_drawable, number
 from grpo_spmd.tools.show.dump import (
-    Unread,
-    largest_differences,
+    ReadErrors,
+    describe_steps,
     prompt_text,
-    ranges,
-    rollouts_of,
-    unread_lines,
+    read_max_differences,
+    read_rollouts,
 )
 from grpo_spmd.tools.show.overview import time_lines
-from grpo_spmd.tools.show.paper import Line, Paper, Span, Value, number
+from grpo_spmd.tools.terminal import Column, Line, Terminal
 
-_FIRST = (
+_FIRST_BLOCKS = (
     "reward",
     "dynamic_sampling",
     "completion",
@@ -32,165 +34,172 @@ _FIRST = (
     "weight_sync",
     "rollout",
 )
-_OF_MEMORY = ("peak", "allocated", "reserved", "driver_used", "other")
-_MOST_GROUPS = 24
-_BINS = 8
+_MEMORY_KINDS = ("peak", "allocated", "reserved", "driver_used", "other")
+_MAX_GROUPS = 24
+_NUM_BINS = 8
+_MAX_PROMPT_CHARS = 400
 
 
-@dataclass(frozen=True)
-class Group:
-    """The completions of one prompt, as far as a table tells of them."""
+@dataclass
+class PromptGroup:
+    """The completions of one prompt at one step, as rows of figures."""
 
     row: int
     prompt: str
     rewards: list[Value] = field(default_factory=list)
-    cut: list[bool] = field(default_factory=list)
-    mismatches: list[float] = field(
-        default_factory=list
-    )  # of each that was trained on, the largest on a token, nats
+    num_cut: int = 0
+    mismatches: list[float] = field(default_factory=list)  # of each trained completion, in nats
 
     def add(self, record: RolloutRecord, mismatch: float | None) -> None:
         self.rewards.append(record.reward)
-        self.cut.append(record.finish_reason == "length")
-        self.mismatches.extend([mismatch] if mismatch is not None else [])
+        self.num_cut += record.finish_reason == "length"
+        if mismatch is not None:
+            self.mismatches.append(mismatch)
 
     @property
     def mismatch(self) -> float | None:
-        """A NaN is worse than any number."""
-        return max(self.mismatches, key=lambda value: (value != value, value), default=None)
+        """The largest |policy - engine| of a trained token; NaN is worse than any number."""
+        return max(self.mismatches, key=lambda value: (math.isnan(value), value), default=None)
 
     @property
     def cut_frac(self) -> float:
-        return sum(self.cut) / len(self.cut)
+        return self.num_cut / len(self.rewards)
 
     @property
-    def known(self) -> list[float]:
+    def known_rewards(self) -> list[float]:
         return [
-            float(reward) for reward in self.rewards if reward is not None and abs(reward) <= 1e300
+            float(reward) for reward in self.rewards if reward is not None and is_drawable(reward)
         ]
 
     @property
     def mean(self) -> float | None:
-        return math.fsum(self.known) / len(self.known) if self.known else None
+        known = self.known_rewards
+        return math.fsum(known) / len(known) if known else None
 
     @property
     def spread(self) -> float | None:
-        """Of n - 1, as advantages have it."""
-        if len(self.known) < 2 or self.mean is None:
+        """The standard deviation with n - 1, as in advantages."""
+        known = self.known_rewards
+        if len(known) < 2 or self.mean is None:
             return None
         mean = self.mean
-        return math.hypot(*(reward - mean for reward in self.known)) / math.sqrt(
-            len(self.known) - 1
-        )
+        return math.hypot(*(reward - mean for reward in known)) / math.sqrt(len(known) - 1)
 
 
-def step_lines(run: RecordedRun, step: int, paper: Paper) -> Iterator[Line]:
+def step_lines(run: RecordedRun, step: int, terminal: Terminal) -> Iterator[Line]:
+    """Yields the page of one step."""
     metrics = next((line for line in run.steps if line["step"] == step), {})
     evaluation = next((line for line in run.evaluations if line["step"] == step), {})
-    of = f" of {run.num_steps}" if run.num_steps else ""
-    yield [paper.fitted(f"{run.name}  step {step}{of}", paper.columns, "title")]
-    yield from metric_blocks({**metrics, **evaluation}, paper)
+    total = f" of {run.num_steps}" if run.num_steps else ""
+    yield terminal.fit(f"{run.name}  step {step}{total}", terminal.columns, "title")
+    yield from metric_blocks({**metrics, **evaluation}, terminal)
     if metrics:
-        yield from time_lines([metrics], paper)
-    yield from _memory_lines(metrics, paper)
-    yield []
+        yield from time_lines([metrics], terminal)
+    yield from _memory_lines(metrics, terminal)
+    yield Text()
     if step in run.dumped_steps:
-        yield from _group_lines(run, step, paper)
+        yield from _group_lines(run, step, terminal)
     else:
-        said = f"no completions of step {step} are there; {ranges(run.dumped_steps)}"
-        yield [paper.fitted(said, paper.columns, "warning")]
+        warning = f"no completions of step {step} are there; {describe_steps(run.dumped_steps)}"
+        yield terminal.fit(warning, terminal.columns, "warning")
 
 
-def metric_blocks(metrics: Mapping[str, Any], paper: Paper) -> Iterator[Line]:
-    """Names without their first part under that, in as many columns as have room."""
-    num = max(1, paper.columns // 40)
-    label = (paper.columns - 2) // num - 12
-    blocks: dict[str, list[str]] = {name: [] for name in _FIRST}
+def metric_blocks(metrics: Mapping[str, Any], terminal: Terminal) -> Iterator[Line]:
+    """Yields metrics below the first part of their names, in as many columns as fit."""
+    num_columns = max(1, terminal.columns // 40)
+    label = (terminal.columns - 2) // num_columns - 12
+    blocks: dict[str, list[str]] = {name: [] for name in _FIRST_BLOCKS}
     for name in metrics:
         block, slash, _ = name.partition("/")
+        # Memory and the phases' times have tables of their own.
         if slash and block != "memory" and not re.fullmatch(r"time/(?!wall)\w+_s", name):
             blocks.setdefault(block, []).append(name)
     for block, names in blocks.items():
-        if not names:
-            continue
-        yield [paper.fitted(block, paper.columns, "role")]
-        texts = [name.partition("/")[2] for name in names]
-        num_rows = -(-len(names) // num)
+        if names:
+            yield terminal.fit(block, terminal.columns, "role")
+        num_rows = -(-len(names) // num_columns)
         for row in range(num_rows):
-            line = [Span("  ")]
-            for place in range(row, len(names), num_rows):
-                value = number(metrics[names[place]]).rjust(8)
-                line += [paper.padded(texts[place], label, "dim"), Span(f"{value}    ")]
+            line = Text("  ")
+            for name in names[row::num_rows]:
+                line.append_text(terminal.pad(name.partition("/")[2], label, "dim"))
+                line.append(f"{number(metrics[name]):>8}    ")
             yield line
 
 
-def _memory_lines(metrics: Mapping[str, Any], paper: Paper) -> Iterator[Line]:
-    """A row a phase, GiB of the fullest rank."""
+def _memory_lines(metrics: Mapping[str, Any], terminal: Terminal) -> Iterator[Line]:
+    """Yields a row for each phase, in GiB of the fullest rank."""
     phases = [
-        found[1] for name in metrics if (found := re.fullmatch(r"memory/(.+)/peak_gib", name))
+        match[1] for name in metrics if (match := re.fullmatch(r"memory/(.+)/peak_gib", name))
     ]
     if not phases:
         return
-    width = 12 if paper.columns >= 78 else 9
-    titles = "".join(title.replace("_used", "")[: width - 1].rjust(width) for title in _OF_MEMORY)
-    yield [paper.padded("memory (GiB)", 14, "role"), Span(titles, "dim")]
+    width = 12 if terminal.columns >= 78 else 9
+    titles = "".join(kind.replace("_used", "")[: width - 1].rjust(width) for kind in _MEMORY_KINDS)
+    yield Text.assemble(terminal.pad("memory (GiB)", 14, "role"), (titles, "dim"))
     for phase in phases:
-        values = [metrics.get(f"memory/{phase}/{of}_gib") for of in _OF_MEMORY]
-        yield [
-            paper.padded(f"  {phase}", 14),
-            Span("".join(number(value).rjust(width) for value in values)),
-        ]
+        values = [number(metrics.get(f"memory/{phase}/{kind}_gib")) for kind in _MEMORY_KINDS]
+        figures = "".join(value.rjust(width) for value in values)
+        yield Text.assemble(terminal.pad(f"  {phase}", 14), figures)
 
 
-def groups_of(run: RecordedRun, step: int, unread: Unread) -> list[Group]:
-    """In the order of the prompt stream."""
-    mismatch, groups = largest_differences(run.folder, step, unread), dict[int, Group]()
-    for record in rollouts_of(run.folder, step, unread):
+def read_groups(run: RecordedRun, step: int, errors: ReadErrors) -> list[PromptGroup]:
+    """Returns the groups of a step in the order of the prompt stream."""
+    mismatches = read_max_differences(run.folder, step, errors)
+    groups: dict[int, PromptGroup] = {}
+    for record in read_rollouts(run.folder, step, errors):
         if record.position not in groups:
-            groups[record.position] = Group(record.row, prompt_text(record.prompt)[:400])
-        groups[record.position].add(
-            record, mismatch.get(-1 if record.rollout_id is None else record.rollout_id)
-        )
+            prompt = prompt_text(record.prompt)[:_MAX_PROMPT_CHARS]
+            groups[record.position] = PromptGroup(record.row, prompt)
+        rollout_id = -1 if record.rollout_id is None else record.rollout_id  # -1: not trained on
+        groups[record.position].add(record, mismatches.get(rollout_id))
     return [groups[position] for position in sorted(groups)]
 
 
-def _group_lines(run: RecordedRun, step: int, paper: Paper) -> Iterator[Line]:
-    unread = Unread()
-    groups = groups_of(run, step, unread)
-    known = [reward for group in groups for reward in group.known]
-    low, high = (min(known), max(known)) if known else (0.0, 0.0)
-    num = sum(len(group.rewards) for group in groups)
-    said = f"{len(groups)} groups, {num} completions; rewards from {number(low)} to {number(high)}"
-    yield [paper.fitted(said + ", least mean first", paper.columns, "role")]
+def _group_lines(run: RecordedRun, step: int, terminal: Terminal) -> Iterator[Line]:
+    errors = ReadErrors()
+    groups = read_groups(run, step, errors)
+    rewards = [reward for group in groups for reward in group.known_rewards]
+    low = min(rewards, default=0.0)
+    high = max(rewards, default=0.0)
+    num_completions = sum(len(group.rewards) for group in groups)
+    title = f"{len(groups)} groups, {num_completions} completions; "
+    title += f"rewards from {number(low)} to {number(high)}, least mean first"
+    yield terminal.fit(title, terminal.columns, "role")
     groups.sort(key=lambda group: (group.mean is None, group.mean or 0.0))
-    has_scores = any(group.mismatch is not None for group in groups) and paper.columns >= 76
-    titles = f"{'row':>7}{'n':>5}  {'rewards':{_BINS}}{'mean':>8}{'spread':>8}{'cut':>6}"
-    yield [Span(titles + f"{'mismatch':>10}" * has_scores + "  prompt", "dim")]
-    yield from _table(groups, low, high, has_scores, paper)
-    unscored = sum(reward is None for group in groups for reward in group.rewards)
-    if unscored:
-        yield [paper.fitted(f"{unscored} completions have no reward", paper.columns, "warning")]
-    yield from unread_lines(unread, paper)
-    yield []
+    yield from _group_table(groups, low, high, terminal)
+    num_unscored = sum(reward is None for group in groups for reward in group.rewards)
+    if num_unscored:
+        warning = f"{num_unscored} completions have no reward"
+        yield terminal.fit(warning, terminal.columns, "warning")
+    yield from errors.lines(terminal)
+    yield Text()
     hint = f"--step {step} --worst 3   --step {step} --best 3   --prompt ROW   --grep TEXT"
-    yield [paper.fitted(f"more: {hint}", paper.columns, "dim")]
+    yield terminal.fit(f"more: {hint}", terminal.columns, "dim")
 
 
-def _table(
-    groups: Sequence[Group], low: float, high: float, has_scores: bool, paper: Paper
+def _group_table(
+    groups: Sequence[PromptGroup], low: float, high: float, terminal: Terminal
 ) -> Iterator[Line]:
-    half = _MOST_GROUPS // 2
-    for place, group in enumerate(groups):
-        if len(groups) > _MOST_GROUPS and half <= place < len(groups) - half:
-            if place == half:
-                said = f"{len(groups) - 2 * half} groups between them".center(
-                    paper.columns
-                ).rstrip()
-                yield [paper.fitted(said, paper.columns, "dim")]
-            continue
-        figures = f"{number(group.mean):>8}{number(group.spread):>8}{group.cut_frac:>6.0%}"
-        figures += f"{number(group.mismatch):>10}  " if has_scores else "  "
-        begin = f"{number(group.row):>7}{len(group.rewards):>5}  "
-        drawn = paper.counts(group.rewards, low, high, _BINS)
-        room = paper.columns - len(begin) - _BINS - len(figures)
-        yield [Span(begin), Span(drawn, "curve"), Span(figures), paper.fitted(group.prompt, room)]
+    has_mismatch = any(g.mismatch is not None for g in groups) and terminal.columns >= 76
+    columns = [Column("row", ">", 7), Column("n", ">", 5)]
+    columns += [Column("  rewards", width=_NUM_BINS + 2, style="curve"), Column("mean", ">", 8)]
+    columns += [Column("spread", ">", 8), Column("cut", ">", 6)]
+    columns += [Column("mismatch", ">", 10)] * has_mismatch + [Column("  prompt")]
+    rows = []
+    for group in groups:
+        heights = histogram(group.rewards, low, high, _NUM_BINS, is_unicode=terminal.is_unicode)
+        row = [number(group.row), str(len(group.rewards)), f"  {heights}"]
+        row += [number(group.mean), number(group.spread), f"{group.cut_frac:.0%}"]
+        row += [number(group.mismatch)] * has_mismatch
+        rows.append([*row, f"  {group.prompt}"])
+    titles, *lines = terminal.table(columns, rows, gap=0)
+    yield titles
+    half = _MAX_GROUPS // 2
+    num_hidden = len(groups) - 2 * half
+    if num_hidden <= 0:
+        yield from lines
+        return
+    yield from lines[:half]
+    note = f"{num_hidden} groups between them".center(terminal.columns).rstrip()
+    yield terminal.fit(note, terminal.columns, "dim")
+    yield from lines[-half:]
