@@ -57,7 +57,7 @@ from grpo_spmd.records import MicroBatch, Prompt, ScoredRollouts
 from grpo_spmd.rewards.pool.pool import RewardPool
 from grpo_spmd.rewards.protocol import Reward
 from grpo_spmd.rewards.trl import TrainerState
-from grpo_spmd.rollout.buffer import RolloutBuffer
+from grpo_spmd.rollout.buffer import EpisodeBuffer, RolloutBuffer
 from grpo_spmd.rollout.evaluate import Evaluator
 from grpo_spmd.rollout.sample import EarlyScoring, ExpectedLengths, Sampler
 from grpo_spmd.signals.opening import Signals, open_signals
@@ -270,12 +270,7 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
     dump = RolloutDump(
         writer, every_steps, RolloutWriter(run_dir, config.logging, session, "token_scores")
     )
-    open_buffer = RolloutBuffer if environments is None else environments.buffer
-    buffer = (
-        open_buffer(config.run_dir, config.seed, config.model, config.rollout, session)
-        if keeps
-        else None
-    )
+    buffer = open_buffer(config, session, environments) if keeps else None
     lengths = ExpectedLengths() if config.rollout.schedule == "shared_queue" else None
     of_groups = buffer, lengths, tail, environments, EarlyScoring(rewards, tokenizer)
     sampler = Sampler(engine, config.rollout.group_size, config.seed, *of_groups)
@@ -334,6 +329,25 @@ def open_environments(
     is_first = session.rank % config.rollout.tensor_parallel_size == 0
     sources = config.environment, config.pool_rewards, rewards, tokenizer, limits
     return Environments(*sources, log_file if is_first else None, check)
+
+
+def open_buffer(
+    config: Config, session: Session, environments: Environments | None
+) -> RolloutBuffer:
+    """Collective. Returns what keeps finished completions, or whole episodes, on disk."""
+    if environments is None:
+        return RolloutBuffer(
+            config.run_dir, config.seed, config.model, config.rollout, session=session
+        )
+    return EpisodeBuffer(
+        config.run_dir,
+        config.seed,
+        config.model,
+        config.rollout,
+        session=session,
+        environment=config.environment,
+        rewards=environments.looking_rewards,
+    )
 
 
 def open_stream(

@@ -54,7 +54,7 @@ _TENSOR = "            tensor = full.view(-1)[: parameter.numel()].view(paramete
 _VALUES = "        return cast(name, shard().detach()).reshape(-1)\n"
 _COPY = "copy(part, piece, first, shape)\n"
 _LOAD = "engine.load_weights(full_tensors(pieces, engine.dtype), step, direct, leading_pieces(pieces, copied))\n"
-_SEED = "place_of = self._seed, step - 1, prompt.position, sample"
+_SEED = "partial(rollout_seed, self._seed, self._step - 1, prompt.position, sample)"
 
 FAULTS = (
     Fault(
@@ -186,8 +186,8 @@ FAULTS = (
     Fault(
         "completions paired with another prompt",
         "rollout/sample.py",
-        "RolloutGroup(slot, prompts[slot], completions)",
-        "RolloutGroup(slot, prompts[slot - 1], completions)",
+        "RolloutGroup(slot, self._prompts[slot], completions)",
+        "RolloutGroup(slot, self._prompts[slot - 1], completions)",
         (_ROLLOUT,),
     ),
     Fault(

@@ -43,7 +43,7 @@ from grpo_spmd.model.offload import host_buffer
 from grpo_spmd.model.policy import Policy
 from grpo_spmd.model.sharding import first_row, is_first_replica
 from grpo_spmd.observe.metrics_file import is_evaluation, read_lines
-from grpo_spmd.rollout.buffer import forget_until
+from grpo_spmd.rollout.buffer import delete_until
 
 _log = logging.getLogger("grpo_spmd")
 _SAVED_WITHIN_S = 3600.0  # a file server that hangs for longer is a failed save
@@ -271,7 +271,7 @@ class Checkpoints:
             sync_path(metrics)
         put_in_place(temporary, staged.folder)
         self._longest_s = max(self._longest_s, time.perf_counter() - staged.start)
-        forget_until(self._run_dir, staged.step)
+        delete_until(self._run_dir, staged.step)
         remove_old(self._run_dir, self._config.keep, self._best_step())
 
     def _write_companions(self, folder: Path) -> None:

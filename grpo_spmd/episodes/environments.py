@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.config.schema import EnvironmentConfig, ModelConfig, RewardConfig, RolloutConfig
+from grpo_spmd.config.schema import EnvironmentConfig, RewardConfig
 from grpo_spmd.distributed import doctor
-from grpo_spmd.distributed.session import Session
 from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.engine.requests import ConversationId, EpisodeTask, GenerationHooks, OnCompletion
 from grpo_spmd.episodes.agent_episodes import AgentEpisodes
@@ -24,7 +23,6 @@ from grpo_spmd.episodes.pool import EnvironmentPool
 from grpo_spmd.episodes.scores import EnvironmentScorer
 from grpo_spmd.records import Completion, RolloutGroup
 from grpo_spmd.rewards.protocol import Reward
-from grpo_spmd.rollout.buffer import EpisodeBuffer, RolloutBuffer
 
 _log = logging.getLogger("grpo_spmd")
 
@@ -91,11 +89,10 @@ class Environments(AbstractContextManager["Environments"]):
         if self._endpoint is not None:
             self._endpoint.stop()
 
-    def buffer(
-        self, run_dir: str, seed: int, model: ModelConfig, rollout: RolloutConfig, session: Session
-    ) -> RolloutBuffer:
-        """Collective. RolloutBuffer of episodes."""
-        return EpisodeBuffer(run_dir, seed, model, rollout, session, self._config, self._looking)
+    @property
+    def looking_rewards(self) -> list[RewardConfig]:
+        """The rewards of the config that look at environments."""
+        return self._looking
 
     @property
     def scorer(self) -> EnvironmentScorer:

@@ -1,11 +1,11 @@
-"""Finished completions on disk until their step is saved, so that a run that was stopped does not sample them again.
+"""Finished completions on disk until their step is saved, so that a resumed run does not sample them again.
 
     <run_dir>/rollout_buffer/step_000012/<sha256 of the file>.safetensors
 
-One is used only for the same prompt, place and sampling settings, and for weights that are the same to the bit
-(`weights_id`): those of the step that was resumed from, and of later ones where they came about in the same way, as on
-a CPU. A process that dies leaves a file complete or absent; one that a crash of the machine tore does not have the name
-that its contents call for, and is ignored.
+A completion is used again only for the same prompt, sample and sampling settings, and for weights that are bit-identical
+(`weights_id`): those of the step that was resumed from, and of later steps where training is deterministic, as on a
+CPU. A process that dies leaves a file complete or absent. A file that a crash of the machine tore does not match the
+hash in its name, and is ignored.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -39,85 +39,112 @@ from grpo_spmd.records import FAILED_STATUSES, Completion, Episode, Prompt
 _log = logging.getLogger("grpo_spmd")
 _FOLDER = "rollout_buffer"
 _FINISH_REASONS = ("stop", "length")
-_WRITE_EVERY_S = 60.0  # what a kill that gives no warning may lose
+_WRITE_EVERY_S = 60.0  # what a kill without warning may lose
+# What decides how an episode goes. Deadlines and the number of processes do not.
+_EPISODE_SETTINGS = (
+    "tools", "factory", "gym", "agent", "max_turns", "max_tokens", "history", "discount",
+)  # fmt: skip
+Array = npt.NDArray[Any]
 Key = tuple[int, int, str]  # position in the prompt stream, sample, digest of the prompt's tokens
-Place = tuple[
-    str, int, int, int, *tuple[int, ...]
-]  # file name, first token in it, number of tokens, finish reason
-Kept = tuple[Prompt, int, Completion]  # and the sample in the middle
-Slot = tuple[int, int]  # of the step: slot of the prompt, sample
+Slot = tuple[int, int]  # of a step: slot of the prompt, sample
+Sampled = tuple[Prompt, int, Completion]  # with the sample's number in the middle
+
+
+class StoredCompletion(NamedTuple):
+    """Where a finished completion lies on disk."""
+
+    file: str
+    start: int  # its first token in the file
+    num_tokens: int
+    finish_reason: int  # index in _FINISH_REASONS
+    row: int
 
 
 class RolloutBuffer:
-    """What this rank keeps, and what all ranks kept before the run was stopped. Trouble with the disk only warns."""
+    """Completions that this rank keeps, and those that all ranks kept before the run was stopped.
+
+    Trouble with the disk gives a warning and nothing else.
+    """
+
+    _array_names: tuple[str, ...] = ("rows", "prompts", "token_ids", "logprobs")
+    _format = "1"
 
     def __init__(
         self, run_dir: str, seed: int, model: ModelConfig, rollout: RolloutConfig, session: Session
     ) -> None:
         """Collective."""
-        self._folder, self._session = Path(run_dir, _FOLDER), session
+        self._folder = Path(run_dir, _FOLDER)
+        self._session = session
         settings = config_to_dict(rollout)
         sampling = {
             name: settings[name] for name in ("temperature", "max_completion_tokens", "engine")
         }
-        decides = json.dumps(
-            [seed, model.path, model.dtype, config_to_dict(model.lora), sampling], sort_keys=True
+        self._sampling_id = _json_digest(
+            [seed, model.path, model.dtype, config_to_dict(model.lora), sampling]
         )
-        self._sampling_id = hashlib.blake2b(decides.encode(), digest_size=16).hexdigest()
-        self._step, self._weights_id = -1, ""
-        self._found: dict[Key, Place] = {}  # of this step, equal on all ranks
-        self._files: dict[
-            str, tuple[Any, Any]
-        ] = {}  # token ids and logprobs of those that were opened
-        self._pending: list[Kept] = []
+        self._step = -1
+        self._weights_id = ""
+        self._stored: dict[Key, StoredCompletion] = {}  # of this step, equal on all ranks
+        self._open_files: dict[str, dict[str, Any]] = {}  # slices of their arrays, by name
+        self._pending: list[Sampled] = []
         self._last_write = time.monotonic()
         self._steps_on_disk: set[int] = set(on_rank0(lambda _: steps_on_disk(run_dir), None))
 
     def find(
         self, step: int, weights_id: str, prompts: Sequence[Prompt], num_samples: int
-    ) -> dict[Slot, Place]:
-        """Collective, on the first call of a step. Where the completions of these weights are that need not be sampled;
-        equal on all ranks, since it decides who samples what."""
-        if step != self._step:
-            self._step, self._weights_id, self._pending, self._found, self._files = (
-                step,
-                weights_id,
-                [],
-                {},
-                {},
-            )
-            if step in self._steps_on_disk:
-                # Each rank reads some of the files. One that it does not see yet on a shared disk is merely not used.
-                of_ranks: list[list[Any]] = on_rank0(list, self._read_own_files())
-                self._found = {
-                    tuple(key): tuple(place) for found in of_ranks for key, place in found
-                }
-                _log.info(
-                    "step %d: %d completions were sampled before the run was stopped",
-                    step,
-                    len(self._found),
-                )
-        places: dict[Slot, Place] = {}
-        for slot, prompt in enumerate(prompts if self._found else ()):
-            digest = prompt_digest(prompt)
-            keys = [(prompt.position, sample, digest) for sample in range(num_samples)]
-            places |= {
-                (slot, sample): self._found[key]
-                for sample, key in enumerate(keys)
-                if key in self._found
-            }
-        return places
+    ) -> dict[Slot, StoredCompletion]:
+        """Returns the completions of these weights that need not be sampled.
 
-    def read(self, place: Place) -> Completion:
-        """One that `find` found."""
-        name, start, num_tokens, finish_reason, *_ = place
-        if name not in self._files:
-            file = safe_open(self._step_folder / name, "np")
-            self._files[name] = (file.get_slice("token_ids"), file.get_slice("logprobs"))
-        token_ids, logprobs = (
-            rows[start : start + num_tokens].tolist() for rows in self._files[name]
+        Collective on the first call of a step. Equal on all ranks, since it decides who samples what.
+        """
+        if step != self._step:
+            self._begin_step(step, weights_id)
+        if not self._stored:
+            return {}
+        stored: dict[Slot, StoredCompletion] = {}
+        for slot, prompt in enumerate(prompts):
+            digest = prompt_digest(prompt)
+            for sample in range(num_samples):
+                entry = self._stored.get((prompt.position, sample, digest))
+                if entry is not None:
+                    stored[slot, sample] = entry
+        return stored
+
+    def _begin_step(self, step: int, weights_id: str) -> None:
+        """Collective if completions of the step are on disk."""
+        self._step = step
+        self._weights_id = weights_id
+        self._pending = []
+        self._stored = {}
+        self._open_files = {}
+        if step not in self._steps_on_disk:
+            return
+        # Each rank reads some of the files. A file that it does not see yet on a shared disk is merely not used.
+        by_rank: list[list[Any]] = on_rank0(list, self._read_local_files())
+        for entries in by_rank:
+            self._stored |= {tuple(key): StoredCompletion(*entry) for key, entry in entries}
+        _log.info(
+            "step %d: %d completions were sampled before the run was stopped",
+            step,
+            len(self._stored),
         )
-        return Completion(token_ids, logprobs, _FINISH_REASONS[finish_reason])
+
+    def read(self, stored: StoredCompletion) -> Completion:
+        """Returns a completion that `find` gave."""
+        slices = self._open_slices(stored.file)
+        end = stored.start + stored.num_tokens
+        return Completion(
+            slices["token_ids"][stored.start : end].tolist(),
+            slices["logprobs"][stored.start : end].tolist(),
+            _FINISH_REASONS[stored.finish_reason],
+        )
+
+    def _open_slices(self, name: str) -> dict[str, Any]:
+        """Returns the arrays of a file, of which only what is asked for is read."""
+        if name not in self._open_files:
+            file = safe_open(self._step_folder / name, "np")
+            self._open_files[name] = {key: file.get_slice(key) for key in self._array_names}
+        return self._open_files[name]
 
     def keep(self, prompt: Prompt, sample: int, completion: Completion) -> None:
         """Keep a completion of the step of the last `find`; written within a minute, if generation goes on."""
@@ -127,16 +154,19 @@ class RolloutBuffer:
 
     def write(self) -> None:
         """Write what was kept since the last time, if anything."""
-        pending, self._pending, self._last_write = self._pending, [], time.monotonic()
+        pending = self._pending
+        self._pending = []
+        self._last_write = time.monotonic()
         if not pending:
             return
-        payload = save(self._packed(pending), self._metadata())
+        payload = save(self._pack(pending), self._metadata())
         name = f"{hashlib.sha256(payload).hexdigest()}.safetensors"
         temporary = self._step_folder / f"{name}.tmp"
         try:
             self._step_folder.mkdir(parents=True, exist_ok=True)
+            # Checkpoints need the rest of the disk more.
             if shutil.disk_usage(self._step_folder).free < 10 * len(payload):
-                raise OSError("the disk is nearly full")  # checkpoints need it more
+                raise OSError("the disk is nearly full")
             temporary.write_bytes(payload)
             temporary.replace(self._step_folder / name)
         except OSError as error:
@@ -146,183 +176,147 @@ class RolloutBuffer:
                 "step %d: %d completions are not kept on disk (%s)", self._step, len(pending), error
             )
 
-    def _packed(self, completions: Sequence[Kept]) -> dict[str, npt.NDArray[Any]]:
-        return _pack(completions)
+    def _pack(self, sampled: Sequence[Sampled]) -> dict[str, Array]:
+        """Returns the arrays of a file: the tokens of one completion after the other.
+
+        `rows` has a row a completion (position, sample, number of tokens, finish reason), `prompts` its prompt's digest.
+        """
+        token_ids = array("i")
+        logprobs = array("d")
+        rows: list[list[int]] = []
+        digests: dict[int, bytes] = {}  # by position
+        for prompt, sample, completion in sampled:
+            # A quarter of the time that numpy takes for a list.
+            token_ids.fromlist(completion.token_ids)
+            logprobs.fromlist(completion.logprobs)
+            reason = _FINISH_REASONS.index(completion.finish_reason)
+            rows.append([prompt.position, sample, len(completion.token_ids), reason])
+            if prompt.position not in digests:
+                digests[prompt.position] = bytes.fromhex(prompt_digest(prompt))
+        prompts = b"".join(digests[prompt.position] for prompt, *_ in sampled)
+        return {
+            "token_ids": np.frombuffer(token_ids, np.int32),
+            "logprobs": np.frombuffer(logprobs, np.float64),
+            "rows": np.array(rows, np.int64),
+            "prompts": np.frombuffer(prompts, np.uint8).reshape(-1, 16),
+        }
 
     @property
     def _step_folder(self) -> Path:
         return self._folder / _step_name(self._step)
 
     def _metadata(self) -> dict[str, str]:
-        """What a file says of its completions, and must say so that they are used."""
-        step, weights, sampling = str(self._step), self._weights_id, self._sampling_id
-        return {"format": "1", "step": step, "weights_id": weights, "sampling_id": sampling}
+        """Returns what a file must say of its completions so that they are used."""
+        return {
+            "format": self._format,
+            "step": str(self._step),
+            "weights_id": self._weights_id,
+            "sampling_id": self._sampling_id,
+        }
 
-    def _read_own_files(self) -> list[tuple[Key, Place]]:
-        rank, num_ranks = self._session.rank, self._session.world_size
-        paths = sorted(self._step_folder.glob("*.safetensors"))
-        own = [path for path in paths if zlib.crc32(path.name.encode()) % num_ranks == rank]
-        return [entry for path in own for entry in self._read_file(path)]
+    def _read_local_files(self) -> list[tuple[Key, StoredCompletion]]:
+        """Returns the completions of this rank's share of the files."""
+        entries: list[tuple[Key, StoredCompletion]] = []
+        for path in sorted(self._step_folder.glob("*.safetensors")):
+            if zlib.crc32(path.name.encode()) % self._session.world_size == self._session.rank:
+                entries += self._read_file(path)
+        return entries
 
-    def _read_file(self, path: Path) -> list[tuple[Key, Place]]:
-        """Its completions, if it is whole and of this policy."""
+    def _read_file(self, path: Path) -> list[tuple[Key, StoredCompletion]]:
+        """Returns the completions of a file; none if it is damaged, forged or of another policy."""
         try:
             with open_regular(path) as opened:
                 if hashlib.file_digest(opened, "sha256").hexdigest() != path.stem:
                     raise OSError("its contents are damaged")
             with safe_open(path, "np") as file:
                 if file.metadata() != self._metadata():
-                    text = "step %d: %s was sampled from other weights or with other settings, and is not used"
-                    _log.info(text, self._step, path.name)
+                    _log.info(
+                        "step %d: %s was sampled from other weights or with other settings, and is not used",
+                        self._step,
+                        path.name,
+                    )
                     return []
-                arrays = [
-                    file.get_tensor(name) for name in ("rows", "prompts", "token_ids", "logprobs")
-                ]
-                rows, prompts, n, m = *arrays[:2], len(arrays[0]), len(arrays[2])
-                as_packed = [f"int64({n}, 4)", f"uint8({n}, 16)", f"int32({m},)", f"float64({m},)"]
-                is_sound = [
-                    f"{array.dtype}{array.shape}" for array in arrays
-                ] == as_packed and rows[:, 2].sum() == m
-                is_sound = is_sound and all((array >= 0).all() for array in arrays[:3])
-                if not is_sound or (rows > [1 << 62, 1 << 31, m, len(_FINISH_REASONS) - 1]).any():
-                    raise UntrustedError("its rows do not fit its tokens")
+                arrays = {name: file.get_tensor(name) for name in self._array_names}
+            self._check(arrays)
         except (OSError, SafetensorError, KeyError, TypeError, UntrustedError) as error:
             _log.warning("step %d: %s is not used: %s", self._step, path, error)
             return []
-        found, ends = list[tuple[Key, Place]](), np.cumsum(rows[:, 2]).tolist()
-        for (position, sample, num_tokens, reason), prompt, end in zip(
-            rows.tolist(), prompts, ends, strict=True
+        rows = arrays["rows"].tolist()
+        entries: list[tuple[Key, StoredCompletion]] = []
+        start = 0
+        for number, (position, sample, num_tokens, reason) in enumerate(rows):
+            key = (position, sample, arrays["prompts"][number].tobytes().hex())
+            stored = StoredCompletion(path.name, start, num_tokens, reason, row=number)
+            entries.append((key, stored))
+            start += num_tokens
+        return entries
+
+    def _check(self, arrays: Mapping[str, Array]) -> None:
+        """Raises UntrustedError for arrays that `_pack` does not write: anybody can make a file with a fitting name."""
+        rows = arrays["rows"]
+        num_rows = len(rows)
+        num_tokens = len(arrays["token_ids"])
+        shapes = {
+            "rows": f"int64({num_rows}, 4)",
+            "prompts": f"uint8({num_rows}, 16)",
+            "token_ids": f"int32({num_tokens},)",
+            "logprobs": f"float64({num_tokens},)",
+        }
+        maxima = [1 << 62, 1 << 31, num_tokens, len(_FINISH_REASONS) - 1]
+        if (
+            any(_shape(arrays[name]) != shape for name, shape in shapes.items())
+            or rows[:, 2].sum() != num_tokens
+            or (rows < 0).any()
+            or (arrays["token_ids"] < 0).any()
+            or (rows > maxima).any()
         ):
-            place = path.name, end - num_tokens, num_tokens, reason
-            found.append(((position, sample, prompt.tobytes().hex()), place))
-        return found
+            raise UntrustedError("its rows do not fit its tokens")
 
 
 def steps_on_disk(run_dir: str | Path) -> list[int]:
-    """The steps of which completions are kept."""
-    found = Path(run_dir, _FOLDER).glob("step_*")
+    """Returns the steps of which completions are kept."""
     return sorted(
-        int(path.name[5:]) for path in found if path.name[5:].isdecimal() and not path.is_symlink()
+        int(path.name[5:])
+        for path in Path(run_dir, _FOLDER).glob("step_*")
+        if path.name[5:].isdecimal() and not path.is_symlink()
     )
 
 
-def forget_until(run_dir: str | Path, step: int) -> None:
-    """On one rank: remove what is kept of steps up to `step`, once its checkpoint is complete. Errors only warn."""
+def delete_until(run_dir: str | Path, step: int) -> None:
+    """On one rank: delete what is kept of steps up to `step`, once its checkpoint is complete. Errors only warn."""
 
     def warn(_: object, path: str, error: Any) -> None:
         _log.warning("%s could not be removed: %s", path, error[1])
 
-    for old in steps_on_disk(run_dir):
-        if old <= step:
-            shutil.rmtree(Path(run_dir, _FOLDER, _step_name(old)), onerror=warn)
+    for old_step in steps_on_disk(run_dir):
+        if old_step <= step:
+            shutil.rmtree(Path(run_dir, _FOLDER, _step_name(old_step)), onerror=warn)
 
 
 def prompt_digest(prompt: Prompt) -> str:
-    """16 bytes in hex, of the prompt's tokens."""
-    return hashlib.blake2b(
-        np.asarray(prompt.token_ids, np.int32).tobytes(), digest_size=16
-    ).hexdigest()
+    """Returns 16 bytes in hex, a digest of the prompt's tokens."""
+    content = np.asarray(prompt.token_ids, np.int32).tobytes()
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
-def _pack(completions: Sequence[Kept]) -> dict[str, npt.NDArray[Any]]:
-    """Tokens one completion after the other; for each a row (position, sample, number of tokens, finish reason) in
-    `rows` and a digest in `prompts`."""
-    token_ids, logprobs = array("i"), array("d")
-    rows, digests = list[list[int]](), dict[int, bytes]()  # of a prompt, by its position
-    for prompt, sample, completion in completions:
-        token_ids.fromlist(completion.token_ids)  # a quarter of the time of numpy's way from a list
-        logprobs.fromlist(completion.logprobs)
-        reason = _FINISH_REASONS.index(completion.finish_reason)
-        rows.append([prompt.position, sample, len(completion.token_ids), reason])
-        if prompt.position not in digests:
-            digests[prompt.position] = bytes.fromhex(prompt_digest(prompt))
-    prompts = b"".join(digests[prompt.position] for prompt, *_ in completions)
-    return {
-        "token_ids": np.frombuffer(token_ids, np.int32),
-        "logprobs": np.frombuffer(logprobs, np.float64),
-        "rows": np.array(rows, np.int64),
-        "prompts": np.frombuffer(prompts, np.uint8).reshape(-1, 16),
-    }
+def _json_digest(value: Any) -> str:
+    content = json.dumps(value, sort_keys=True).encode()
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 def _step_name(step: int) -> str:
     return f"step_{step:06d}"
 
 
-# The rollout buffer of a run whose completions are episodes.
-
-
-# What decides how an episode goes. Deadlines and processes do not: one that they ended is not kept.
-_DECIDE = "tools", "factory", "gym", "agent", "max_turns", "max_tokens", "history", "discount"
-
-
-def environment_id(
-    environment: EnvironmentConfig, rewards: Sequence[RewardConfig] = ()
-) -> list[Any]:
-    """What the config says of episodes and of `rewards`, those that look at environments, with the
-    SHA-256 of each file that they name. What these files import or read in their turn is not looked at."""
-    settings = config_to_dict(environment)
-    decide = {name: settings[name] for name in _DECIDE}
-    of_rewards = [config_to_dict(reward) for reward in rewards]
-    return [
-        decide,
-        of_rewards,
-        {name: _digest(name) for name in sorted({*_files([decide, of_rewards])})},
-    ]
-
-
-def _files(settings: Any) -> Iterator[str]:
-    """What of all texts in `settings` is "file.py:name"."""
-    if isinstance(settings, str):
-        path, _, name = settings.rpartition(":")
-        if name and path.endswith(".py"):
-            yield path
-    elif isinstance(settings, Mapping | list | tuple):
-        for inner in settings.values() if isinstance(settings, Mapping) else settings:
-            yield from _files(inner)
-
-
-def _digest(path: str) -> str:
-    try:
-        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
-    except OSError as error:  # who runs it refuses it
-        return f"{error.strerror}"
-
-
-def encode_episode(completion: Completion) -> bytes | None:
-    """JSON that `decode_episode` makes the same of; None for an episode that is not kept: its environment failed, or
-    its messages are no JSON (NaN, nested without end), so that it would come back as another."""
-    assert completion.episode is not None
-    if completion.episode.status in FAILED_STATUSES:
-        return None
-    try:
-        fields = episode_fields(completion.episode)
-        encoded = json.dumps(fields, allow_nan=False, separators=(",", ":")).encode()
-        return (
-            encoded
-            if json.loads(encoded) == fields and decode_episode(encoded, completion.token_ids)
-            else None
-        )
-    except (TypeError, ValueError, RecursionError, UntrustedError):
-        return None
-
-
-def decode_episode(encoded: bytes, token_ids: Sequence[int]) -> Episode:
-    """Raises UntrustedError for what is no episode of these tokens."""
-    try:
-        fields = json.loads(encoded)
-        if not isinstance(fields, dict):
-            raise ValueError(f"got {type(fields).__name__}")
-        episode = read_episode(fields, token_ids)
-    except (ValueError, RecursionError) as error:
-        raise UntrustedError(f"an episode: {error}") from None
-    if episode.status in FAILED_STATUSES:
-        raise UntrustedError(f"an episode that is {episode.status} is not kept")
-    return episode
+def _shape(values: Array) -> str:
+    return f"{values.dtype}{values.shape}"
 
 
 class EpisodeBuffer(RolloutBuffer):
-    """Keeps whole episodes, each as JSON beside the tokens that were sampled in it."""
+    """Keeps whole episodes, each as JSON next to the tokens that were sampled in it."""
+
+    _array_names = (*RolloutBuffer._array_names, "episodes", "episode_bytes")
+    _format = "2"
 
     def __init__(
         self,
@@ -334,89 +328,114 @@ class EpisodeBuffer(RolloutBuffer):
         environment: EnvironmentConfig,
         rewards: Sequence[RewardConfig],
     ) -> None:
-        """Collective. `rewards`: those that look at environments, whose values an episode has with it."""
+        """Collective. `rewards`: those that look at environments, whose values are part of an episode."""
         super().__init__(run_dir, seed, model, rollout, session)
-        decides = json.dumps(
-            [self._sampling_id, environment_id(environment, rewards)], sort_keys=True
-        )
-        self._sampling_id = hashlib.blake2b(decides.encode(), digest_size=16).hexdigest()
-        self._episodes: dict[
-            str, tuple[Any, list[int]]
-        ] = {}  # of the files that were opened: JSON, where each begins
+        self._sampling_id = _json_digest([self._sampling_id, environment_id(environment, rewards)])
 
-    def find(
-        self, step: int, weights_id: str, prompts: Sequence[Prompt], num_samples: int
-    ) -> dict[Slot, Place]:
-        """Collective."""
-        if step != self._step:
-            self._episodes = {}
-        return super().find(step, weights_id, prompts, num_samples)
-
-    def read(self, place: Place) -> Completion:
-        completion, name, row = super().read(place), place[0], place[-1]
-        if name not in self._episodes:
-            file = safe_open(self._step_folder / name, "np")
-            starts = [0, *np.cumsum(file.get_tensor("episode_bytes")).tolist()]
-            self._episodes[name] = file.get_slice("episodes"), starts
-        encoded, starts = self._episodes[name]
-        episode = decode_episode(
-            encoded[starts[row] : starts[row + 1]].tobytes(), completion.token_ids
-        )
+    def read(self, stored: StoredCompletion) -> Completion:
+        """Returns a completion with its episode."""
+        completion = super().read(stored)
+        slices = self._open_slices(stored.file)
+        if "ends" not in slices:
+            slices["ends"] = np.cumsum(slices["episode_bytes"][:]).tolist()
+        start = slices["ends"][stored.row - 1] if stored.row else 0
+        encoded = slices["episodes"][start : slices["ends"][stored.row]].tobytes()
+        episode = decode_episode(encoded, completion.token_ids)
         return dataclasses.replace(completion, episode=episode)
 
     def keep(self, prompt: Prompt, sample: int, completion: Completion) -> None:
-        """Those that can be; another is sampled again where a run goes on."""
+        """Keep an episode if it can be read back; any other is sampled again when the run resumes."""
         if encode_episode(completion) is not None:
             super().keep(prompt, sample, completion)
 
-    def _packed(self, completions: Sequence[Kept]) -> dict[str, npt.NDArray[Any]]:
-        encoded = [encode_episode(completion) or b"" for _, _, completion in completions]
-        return super()._packed(completions) | {
+    def _pack(self, sampled: Sequence[Sampled]) -> dict[str, Array]:
+        encoded = [encode_episode(completion) or b"" for _, _, completion in sampled]
+        return super()._pack(sampled) | {
             "episodes": np.frombuffer(b"".join(encoded), np.uint8),
-            "episode_bytes": np.array([len(one) for one in encoded], np.int64),
+            "episode_bytes": np.array([len(episode) for episode in encoded], np.int64),
         }
 
-    def _metadata(self) -> dict[str, str]:
-        return super()._metadata() | {"format": "2"}
+    def _check(self, arrays: Mapping[str, Array]) -> None:
+        """Raises UntrustedError also where an episode is not one of its tokens."""
+        super()._check(arrays)
+        episodes = arrays["episodes"]
+        sizes = arrays["episode_bytes"]
+        num_tokens = arrays["rows"][:, 2]
+        if (
+            _shape(episodes) != f"uint8({episodes.size},)"
+            or _shape(sizes) != f"int64({len(num_tokens)},)"
+            or (sizes < 0).any()
+            or (sizes > episodes.size).any()
+            or sizes.sum() != episodes.size
+        ):
+            raise UntrustedError("its episodes do not fit its rows")
+        parts = np.split(episodes, np.cumsum(sizes)[:-1])
+        tokens = np.split(arrays["token_ids"], np.cumsum(num_tokens)[:-1])
+        for encoded, token_ids in zip(parts, tokens, strict=True):
+            decode_episode(encoded.tobytes(), token_ids.tolist())
 
-    def _read_file(self, path: Path) -> list[tuple[Key, Place]]:
-        """Those of a file whose episodes are all whole; a place ends with the row."""
-        if not (found := super()._read_file(path)):
-            return []
-        try:
-            with safe_open(path, "np") as file:
-                _check_episodes(
-                    *(
-                        file.get_tensor(name)
-                        for name in ("episodes", "episode_bytes", "token_ids", "rows")
-                    )
-                )
-        except (OSError, SafetensorError, UntrustedError) as error:
-            _log.warning("step %d: %s is not used: %s", self._step, path, error)
-            return []
-        return [(key, (*place, row)) for row, (key, place) in enumerate(found)]
+
+def environment_id(
+    environment: EnvironmentConfig, rewards: Sequence[RewardConfig] = ()
+) -> list[Any]:
+    """Returns what the config says of episodes and of `rewards`, which look at environments.
+
+    It holds the SHA-256 of each file that they name. What these files import or read is not looked at.
+    """
+    settings = config_to_dict(environment)
+    episode_settings = {name: settings[name] for name in _EPISODE_SETTINGS}
+    reward_settings = [config_to_dict(reward) for reward in rewards]
+    files = sorted(set(_files([episode_settings, reward_settings])))
+    return [episode_settings, reward_settings, {file: _file_digest(file) for file in files}]
 
 
-def _check_episodes(
-    episodes: npt.NDArray[Any],
-    sizes: npt.NDArray[Any],
-    token_ids: npt.NDArray[Any],
-    rows: npt.NDArray[Any],
-) -> None:
-    """Each with its part of `token_ids`. Raises UntrustedError."""
-    shapes = f"{episodes.dtype}{episodes.shape} {sizes.dtype}{sizes.shape}"
-    is_sound = shapes == f"uint8({episodes.size},) int64({len(rows)},)"
-    if (
-        not is_sound
-        or (sizes < 0).any()
-        or (sizes > episodes.size).any()
-        or sizes.sum() != episodes.size
-    ):
-        raise UntrustedError("its episodes do not fit its rows")
-    ends, token_ends = np.cumsum(sizes).tolist(), np.cumsum(rows[:, 2]).tolist()
-    for size, end, count, token_end in zip(
-        sizes.tolist(), ends, rows[:, 2].tolist(), token_ends, strict=True
-    ):
-        decode_episode(
-            episodes[end - size : end].tobytes(), token_ids[token_end - count : token_end].tolist()
-        )
+def _files(settings: Any) -> Iterator[str]:
+    """Yields the files of all texts in `settings` that are "file.py:name"."""
+    if isinstance(settings, str):
+        path, _, name = settings.rpartition(":")
+        if name and path.endswith(".py"):
+            yield path
+    elif isinstance(settings, Mapping | list | tuple):
+        for inner in settings.values() if isinstance(settings, Mapping) else settings:
+            yield from _files(inner)
+
+
+def _file_digest(path: str) -> str:
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    except OSError as error:  # whoever runs the file refuses it
+        return f"{error.strerror}"
+
+
+def encode_episode(completion: Completion) -> bytes | None:
+    """Returns JSON that `decode_episode` reads back as the same episode.
+
+    None for an episode that is not kept: its environment failed, or its messages are not JSON (NaN, nested without
+    end), so that it would come back as another.
+    """
+    assert completion.episode is not None
+    if completion.episode.status in FAILED_STATUSES:
+        return None
+    try:
+        fields = episode_fields(completion.episode)
+        encoded = json.dumps(fields, allow_nan=False, separators=(",", ":")).encode()
+        if json.loads(encoded) != fields:
+            return None
+        decode_episode(encoded, completion.token_ids)
+    except (TypeError, ValueError, RecursionError, UntrustedError):
+        return None
+    return encoded
+
+
+def decode_episode(encoded: bytes, token_ids: Sequence[int]) -> Episode:
+    """Returns the episode. Raises UntrustedError for what is no episode of these tokens."""
+    try:
+        fields = json.loads(encoded)
+        if not isinstance(fields, dict):
+            raise ValueError(f"got {type(fields).__name__}")
+        episode = read_episode(fields, token_ids)
+    except (ValueError, RecursionError) as error:
+        raise UntrustedError(f"an episode: {error}") from None
+    if episode.status in FAILED_STATUSES:
+        raise UntrustedError(f"an episode that is {episode.status} is not kept")
+    return episode

@@ -67,7 +67,7 @@ def sample(pool: RewardPool, groups: Sequence[RolloutGroup], steps: int = 5) -> 
     for group in groups:
         pool.start_early(group, CharacterTokenizer())
         for _ in range(steps):
-            pool.go_on()
+            pool.poll()
             time.sleep(0.02)
 
 
@@ -148,7 +148,7 @@ def test_a_function_that_hangs_in_every_call_ends_the_step(
     pool, groups = pools("one", early=[0]), _groups(*[["hang"]] * 3)
     sample(pool, groups, 1)
     time.sleep(1.1)
-    pool.go_on()  # all three have timed out, and nothing is left to do
+    pool.poll()  # all three have timed out, and nothing is left to do
     assert not pool._of_step.calls
     with pytest.raises(RewardError, match="timeout"):
         pool.score(groups, CharacterTokenizer(), num_step_completions=3)
@@ -174,7 +174,7 @@ def test_how_workers_died_is_heard_of_all_at_once(pools: Callable[..., RewardPoo
     pool, groups = pools("one", early=[0]), _groups(["segfault"], ["segfault"], ["segfault"])
     sample(pool, groups, steps=0)
     for _ in range(3):  # long steps: longer than a word of how one died is waited for
-        pool.go_on()
+        pool.poll()
         time.sleep(1.1)
     assert {why.removeprefix("reward 'one' ") for why in pool._of_step.errors[0].values()} == {
         "died of SIGSEGV"
@@ -190,7 +190,7 @@ def test_a_long_step_of_the_engine_is_not_a_calls_time(tmp_path: Path) -> None:
             pool._begin()  # the rewards are imported
             groups = _groups(["a"], ["b"])
             pool.start_early(groups[0], CharacterTokenizer())
-            pool.go_on()
+            pool.poll()
             time.sleep(2.5)
             scored = pool.score(groups, CharacterTokenizer())
     assert scored.statuses["asked"] == ["ok", "ok"]
@@ -202,7 +202,7 @@ def test_a_free_worker_does_not_wait_for_two_steps(pools: Callable[..., RewardPo
     pool, groups = pools("one", early=[0]), _groups(*[["a"]] * 9)
     sample(pool, groups, steps=0)
     for left in (6, 3, 0):  # three workers
-        pool.go_on()
+        pool.poll()
         assert len(pool._of_step.calls) == left
         time.sleep(0.5)
     assert pool.score(groups, CharacterTokenizer()).statuses["one"] == ["ok"] * 9
@@ -217,7 +217,7 @@ def test_a_nursery_that_was_killed_ends_the_step_where_it_is_scored(
     pool._process.wait()
     for group in groups[1:]:
         pool.start_early(group, CharacterTokenizer())
-        pool.go_on()  # raises nothing
+        pool.poll()  # raises nothing
     with pytest.raises(RewardError, match="ended with code -9"):
         pool.score(groups, CharacterTokenizer())
 

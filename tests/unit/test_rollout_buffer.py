@@ -20,7 +20,7 @@ from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config
 from grpo_spmd.distributed.session import Session, end_session, start_session
 from grpo_spmd.records import Completion, Prompt
-from grpo_spmd.rollout.buffer import RolloutBuffer, forget_until, steps_on_disk
+from grpo_spmd.rollout.buffer import RolloutBuffer, delete_until, steps_on_disk
 from tests.support.models import write_config
 
 # Files alone.
@@ -168,10 +168,10 @@ def test_steps_are_forgotten_once_they_are_saved(written: Path, config: Config) 
     for step in (4, 12, 1_000_000):
         shutil.copytree(written.parent, written.parents[1] / f"step_{step:06d}")
     assert steps_on_disk(config.run_dir) == [3, 4, 12, 1_000_000]
-    forget_until(config.run_dir, 4)
+    delete_until(config.run_dir, 4)
     assert steps_on_disk(config.run_dir) == [12, 1_000_000]
-    forget_until(config.run_dir, 4)
-    forget_until(config.run_dir + "/elsewhere", 12)
+    delete_until(config.run_dir, 4)
+    delete_until(config.run_dir + "/elsewhere", 12)
 
 
 @pytest.mark.parametrize(

@@ -84,14 +84,14 @@ def test_a_dropped_prompt_is_expected_to_be_as_long_as_the_longest_that_it_ran_b
     told = list[Any]()
     monkeypatch.setattr(sample, "on_rank0", lambda fn, value: fn([*told, value]))
     prompts, lengths = [prompt(row) for row in range(6)], ExpectedLengths()
-    other[0].note(*other[1:])
-    told.append((other[0]._to_note, other[0]._to_guess))
-    lengths.note([group(0, 2, 4), group(1, 9, 1)], [prompts[2]])
+    other[0].record(*other[1:])
+    told.append((other[0]._sampled, other[0]._dropped))
+    lengths.record([group(0, 2, 4), group(1, 9, 1)], [prompts[2]])
     # Means of 3, 5 and 2, and 9 where it was not done; of a prompt that nobody sampled the mean of the three.
-    assert lengths.of(prompts, {}) == [3.0, 5.0, 9.0, 9.0, 2.0, 3.3]
+    assert lengths.estimate(prompts, {}) == [3.0, 5.0, 9.0, 9.0, 2.0, 3.3]
     told.clear()
-    lengths.note([], [prompts[3]])  # beside nothing that is known
-    assert lengths.of(prompts, {}) == [3.0, 5.0, 9.0, 9.0, 2.0, 3.3]
+    lengths.record([], [prompts[3]])  # beside nothing that is known
+    assert lengths.estimate(prompts, {}) == [3.0, 5.0, 9.0, 9.0, 2.0, 3.3]
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -197,7 +197,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
     monkeypatch.setattr(sample, "count_up", count_up)
     monkeypatch.setattr(sample, "delete_counter", lambda counter: found.pop(counter, None))
-    monkeypatch.setattr(sample, "on_rank0", lambda judge, told: judge([told]))
+    monkeypatch.setattr(sample, "on_rank0", lambda decide, report: decide([report]))
     return found
 
 
@@ -229,7 +229,7 @@ def test_a_race_of_two_engines_by_hand(counts: dict[str, int]) -> None:
     other.finish(2, 6)
     other.finish(2, 8)  # slot 3 came too late
     first.drop([3, 0, 1])
-    slots, metrics = first.judge([first.told(), same_engine.told(), other.told()])
+    slots, metrics = first.decide([first.report(), same_engine.report(), other.report()])
     assert slots == [1, 4, 5]
     # Trained: 5 7, 2 4, 20 30. Finished in vain: 10, 6 8. Begun: 3 1. What had no token yet was not begun.
     sampled = [5, 7, 2, 4, 20, 30, 10, 6, 8, 3, 1]
@@ -252,7 +252,7 @@ def test_a_race_that_was_over_before_it_began(counts: dict[str, int]) -> None:
     # Stopped before anything was sampled.
     race = batching.begin({0: [0], 1: [0], 2: [0]}, [], True)
     assert race is not None
-    assert race.judge([race.told()])[0] == []
+    assert race.decide([race.report()])[0] == []
 
 
 def test_how_many_are_launched() -> None:

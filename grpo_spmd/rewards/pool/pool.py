@@ -81,7 +81,7 @@ class RewardPool(ProcessPool):
         self._state = state
 
     @property
-    def starts_early(self) -> bool:
+    def has_slow_rewards(self) -> bool:
         """Whether some reward is worth calling while the engine still samples."""
         return bool(self._slow.early)
 
@@ -97,7 +97,7 @@ class RewardPool(ProcessPool):
             except Exception as error:
                 self._early_error = error
 
-    def go_on(self) -> None:
+    def poll(self) -> None:
         """Hear what workers say by now and give them what may begin, between two steps of the engine. In this order:
         whoever is free then would else be idle for a whole step."""
         if self._step is not None and self._early_error is None and self._is_at_work(self._step):

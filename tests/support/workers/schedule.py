@@ -191,7 +191,7 @@ class Started:
     def start(self, group: RolloutGroup) -> None:
         self.groups.append(group)
 
-    def go_on(self) -> None:
+    def poll(self) -> None:
         self.num_looks += 1
 
 

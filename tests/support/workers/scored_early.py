@@ -25,7 +25,7 @@ _steps: dict[int, int] = {}  # groups begun early, by step
 def _counted(pool: RewardPool, group: RolloutGroup, tokenizer: Any) -> None:
     print(f"rank {os.environ['RANK']} began early", flush=True)
     _start(pool, group, tokenizer)
-    pool.go_on()
+    pool.poll()
     step = pool._state.global_step
     _steps[step] = _steps.get(step, 0) + 1
     is_last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
