@@ -1,5 +1,8 @@
-"""Teachers behind vLLM servers: each context that the policy trains on is asked of its teacher's server, which says the
-logprobs of its tokens, before the update."""
+"""Teachers behind vLLM servers: before each update their servers are asked for the logprobs of the policy's tokens.
+
+Each context that the policy trains on is one request. A rollout without an answer gets no teacher signal. The last part
+of the file is the running check.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,13 +25,7 @@ from grpo_spmd.distributed.collectives import any_rank, on_rank0
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.learn.sampled_step import SampledStep
 from grpo_spmd.learn.update import StopCheck
-from grpo_spmd.model.divergence import (
-    MIN_LOGPROB,
-    TeacherDivergence,
-    TokenIndices,
-    TopTeacher,
-    WholeTeacher,
-)
+from grpo_spmd.model.divergence import MIN_LOGPROB, TokenIndices, TeacherDivergence, TopTeacher
 from grpo_spmd.model.policy import Policy
 from grpo_spmd.proofs.gradient_check import CheckResult
 from grpo_spmd.proofs.update_check import SignalProofs, UpdateCheckSettings
@@ -37,34 +34,47 @@ from grpo_spmd.rewards.pool.call_limits import CallLimits
 from grpo_spmd.rewards.remote.client import Place, PromptLogprobs
 from grpo_spmd.rewards.remote.server_calls import ServerCalls
 from grpo_spmd.rewards.trl import FailedCallError, RewardError
-from grpo_spmd.signals.teacher import Ask, Teacher, TeacherCheck, taught_row, teacher_requests
+from grpo_spmd.signals.teacher import (
+    Requests,
+    Teacher,
+    TeacherCheck,
+    TeacherRequest,
+    TeacherScores,
+    make_request_for,
+    select_teacher_row,
+)
 
 _log = logging.getLogger("grpo_spmd")
-_LOOK_S = 0.5  # between two looks whether the run has to stop
-_UNKNOWN = float(
-    np.finfo(np.float32).eps
-)  # a probability that what is left of 1 cannot tell from none
+_STOP_CHECK_S = 0.5  # seconds between two questions whether the run has to stop
+# 1 minus a sum of float32 probabilities cannot tell smaller ones from 0.
+_MIN_REST = float(np.finfo(np.float32).eps)
 
 
-Said = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]
-"""Of n tokens: the ids of the K likeliest [n, K] and their logprobs with that of all others [n, K + 1]; where none were
-asked for [n, 0], and the tokens' own [n, 1]. All contexts of a step are held as these."""
+class Answer(NamedTuple):
+    """What a server says about n tokens. The answers of a whole step are held in this compact form."""
+
+    ids: npt.NDArray[np.int32]
+    """[n, K] The K most probable tokens. [n, 0] if only the sampled tokens were asked for."""
+    logprobs: npt.NDArray[np.float32]
+    """[n, K + 1] Their logprobs, and last that of all other tokens together. [n, 1] with K = 0: the logprobs of the
+    sampled tokens."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """One context of a rollout, as its teacher is shown it."""
+    """One context of a rollout, as its teacher sees it."""
 
     rollout_id: int
     token_ids: npt.NDArray[np.int64]
-    predicted: npt.NDArray[np.int64]
-    """[n] The places in it of the tokens that the policy sampled there."""
-    places: npt.NDArray[np.int64]
-    """[n] Those of the same tokens among all of the row."""
+    """The context up to its last sampled token."""
+    sampled_at: npt.NDArray[np.int64]
+    """[n] Positions in it of the tokens that the policy sampled."""
+    tokens: npt.NDArray[np.int64]
+    """[n] Indices of the same tokens among the completion tokens of the row."""
 
 
 class ServedTeacher(Teacher):
-    """The servers of a run, as one Signal. A rollout of which one has said nothing is taught nothing."""
+    """The servers of a run, as one Signal."""
 
     def __init__(
         self,
@@ -72,15 +82,16 @@ class ServedTeacher(Teacher):
         servers: Mapping[str, PromptLogprobs],
         policy: Policy,
         prompt_at: Callable[[int], Prompt] | None = None,
-        ask_of: Callable[[Prompt], Ask] | None = None,
+        request_for: Callable[[Prompt], TeacherRequest] | None = None,
         *,
         ranks: tuple[int, int] = (0, 1),
         max_error_frac: float = 1.0,
     ) -> None:
-        """As Teacher. `ranks`: this one of how many, which share the limit of requests; `max_error_frac`: the share of
-        a step's rollouts without an answer from which on the run stops."""
-        super().__init__(config, {}, policy, prompt_at, ask_of)
-        self.servers, self._max_error_frac = dict(servers), max_error_frac
+        """`ranks`: this rank and their number; they share the limit of requests. The run stops if `max_error_frac` of a
+        step's rollouts have no answer."""
+        super().__init__(config, {}, policy, prompt_at, request_for)
+        self.servers = dict(servers)
+        self._max_error_frac = max_error_frac
         limit = RewardConfig(
             url="",
             timeout_s=config.timeout_s,
@@ -88,261 +99,190 @@ class ServedTeacher(Teacher):
             retries=config.retries,
         )
         self._limits = CallLimits([limit] * len(self.servers), config.timeout_s, *ranks)
-        self.unanswered: set[int] = set()  # rollouts of this rank's rows, of the last step
+        # Rollouts of this rank's rows in the last step.
+        self.unanswered: set[int] = set()
 
     @property
     def top_k(self) -> int:
+        """The number of most probable tokens to ask for. 0: only the sampled tokens."""
         return self.config.top_k if self.config.loss == "topk" else 0
 
     def attach(self, batch: RolloutBatch, decision: Decision, stop_check: StopCheck) -> Decision:
-        """Collective. As Teacher's. Raises RewardError on all ranks where too many rollouts have no answer."""
-        asked = self.asked(decision)
-        of_rows = [
-            {name: self._questions(row, asked, name) for name in self.servers}
+        """Collective. As Teacher.attach. Raises RewardError on all ranks if too many rollouts have no answer."""
+        requests = self.requests(decision)
+        questions = [
+            {name: self._questions(row, requests, name) for name in self.servers}
             for row in batch.micro_batches
         ]
         numbered = [
             (number, question)
-            for of_row in of_rows
-            for number, questions in enumerate(of_row.values())
-            for question in questions
+            for row_questions in questions
+            for number, name in enumerate(self.servers)
+            for question in row_questions[name]
         ]
         servers = [*self.servers.values()]
         calls = ServerCalls(
             self._limits,
             [(n, partial(self._ask, servers[n], question)) for n, question in numbered],
         )
-        while any_rank(calls.go_on(_LOOK_S)):
+        while any_rank(calls.go_on(_STOP_CHECK_S)):
             stop_check(False)
         self.unanswered = {numbered[job][1].rollout_id for job in calls.failed}
-        decision = self._counted(
-            decision, calls, len({question.rollout_id for _, question in numbered})
-        )
-        said = iter([calls.found.get(job) for job in range(len(numbered))])
-        for row, of_row in zip(batch.micro_batches, of_rows, strict=True):
-            self._teach(
-                row,
-                {name: [(q, next(said)) for q in questions] for name, questions in of_row.items()},
-            )
+        num_asked = len({question.rollout_id for _, question in numbered})
+        decision = self._add_metrics(decision, calls, num_asked)
+        answers = iter([calls.found.get(job) for job in range(len(numbered))])
+        for row, row_questions in zip(batch.micro_batches, questions, strict=True):
+            answered = {
+                name: [(question, next(answers)) for question in asked]
+                for name, asked in row_questions.items()
+            }
+            self._attach_answers(row, answered)
         return decision
 
     def proofs(self, settings: UpdateCheckSettings) -> SignalProofs:
-        return SignalProofs([ServerCheck(self)], self._synthetic(settings))
+        """As Signal.proofs."""
+        return SignalProofs([ServerCheck(self)], self._random_teacher(settings))
 
-    def _questions(
-        self, row: MicroBatch, asked: Mapping[int, Ask] | None, name: str
-    ) -> list[Question]:
-        own, places = (row, None) if asked is None else taught_row(row, asked, name)
-        return [*_contexts(own, None if places is None else places.cpu().numpy())]
+    def _questions(self, row: MicroBatch, requests: Requests, name: str) -> list[Question]:
+        """Returns the questions about a row to the server `name`."""
+        if requests is None:
+            return [*_contexts(row, None)]
+        teacher_row, tokens = select_teacher_row(row, requests, name)
+        return [*_contexts(teacher_row, tokens.cpu().numpy())]
 
-    def _ask(self, server: PromptLogprobs, question: Question, limit_s: float) -> Said:
-        """In a thread. What the update needs of the answer, of each sampled token's place."""
-        said = server.ask(question.token_ids.tolist(), self.top_k, limit_s)
-        own = [
-            said[place - 1] for place in question.predicted.tolist()
-        ]  # of the first token nothing is said
-        if any(token_id >= self._num_tokens for place in own for token_id, _ in place.likeliest):
+    def _ask(self, server: PromptLogprobs, question: Question, limit_s: float) -> Answer:
+        """Runs in a thread. Returns what the server says about the sampled tokens. Raises FailedCallError."""
+        places = server.ask(question.token_ids.tolist(), self.top_k, limit_s)
+        # The server says nothing about the first token.
+        sampled = [places[position - 1] for position in question.sampled_at.tolist()]
+        if any(
+            token_id >= self._vocabulary_size
+            for place in sampled
+            for token_id, _ in place.likeliest
+        ):
             raise FailedCallError("finds a token likely that the policy does not have")
-        return said_of(own, self.top_k, self._num_tokens)
+        return compact_answer(sampled, self.top_k, self._vocabulary_size)
 
-    def _counted(self, decision: Decision, calls: ServerCalls, num_asked: int) -> Decision:
-        """Collective. With the metrics. Raises RewardError as attach."""
-        first = calls.failed[min(calls.failed)] if calls.failed else None
-        mine = {
+    def _add_metrics(self, decision: Decision, calls: ServerCalls, num_asked: int) -> Decision:
+        """Collective. Returns the decision with the servers' metrics. Raises RewardError as `attach`."""
+        local = {
             "asked": num_asked,
             "unanswered": len(self.unanswered),
-            "first": first,
-            "again": calls.num_again,
+            "first_error": calls.failed[min(calls.failed)] if calls.failed else None,
+            "retries": calls.num_again,
+            "seconds": calls.seconds,
         }
-        found = on_rank0(
-            partial(_count, max_error_frac=self._max_error_frac), mine | {"seconds": calls.seconds}
-        )
-        if decision.rank0_decision is None:
+        metrics = on_rank0(partial(_count_answers, max_error_frac=self._max_error_frac), local)
+        step = decision.rank0_decision
+        if step is None:
             return decision
-        of_all = dataclasses.replace(
-            decision.rank0_decision, metrics=decision.rank0_decision.metrics | found
-        )
-        return dataclasses.replace(decision, rank0_decision=of_all)
+        step = dataclasses.replace(step, metrics=step.metrics | metrics)
+        return dataclasses.replace(decision, rank0_decision=step)
 
-    def _teach(
-        self, row: MicroBatch, said: Mapping[str, Sequence[tuple[Question, Said | None]]]
+    def _attach_answers(
+        self, row: MicroBatch, answers: Mapping[str, Sequence[tuple[Question, Answer | None]]]
     ) -> None:
-        answered, device = torch.zeros_like(row.loss_mask), row.input_ids.device
-        parts, names = (
-            list[tuple[TokenIndices | None, Tensor | WholeTeacher | TopTeacher]](),
-            dict[str, Tensor](),
-        )
-        for name, answers in said.items():
-            whole = [
-                (question, known)
-                for question, known in answers
-                if question.rollout_id not in self.unanswered
+        """Writes the servers' answers into a row. An episode of which one context has no answer has none."""
+        answered_mask = torch.zeros_like(row.loss_mask)
+        parts: list[tuple[TokenIndices | None, TeacherScores]] = []
+        masks: dict[str, Tensor] = {}
+        for name, pairs in answers.items():
+            known = [
+                (question.tokens, answer)
+                for question, answer in pairs
+                if question.rollout_id not in self.unanswered and answer is not None
             ]
             if len(self.servers) > 1:
-                names[name] = _marked(row, [question.places for question, _ in answers])
-            if whole:
-                of_tokens = torch.from_numpy(
-                    np.concatenate([question.places for question, _ in whole])
-                ).to(device)
-                answered = answered.index_fill(0, of_tokens, True)
-                parts.append(
-                    (
-                        of_tokens,
-                        _as_tensors([known for _, known in whole if known is not None], device),
-                    )
-                )
-        row.teacher_signal = self._teacher_signal(row, parts, names)
+                masks[name] = _mask_of(row, [question.tokens for question, _ in pairs])
+            if known:
+                device = row.input_ids.device
+                tokens = torch.from_numpy(np.concatenate([t for t, _ in known])).to(device)
+                answered_mask = answered_mask.index_fill(0, tokens, True)
+                parts.append((tokens, _as_tensors([answer for _, answer in known], device)))
+        row.teacher_signal = self._make_signal(row, parts, masks)
         if self.unanswered & {*row.rollout_ids}:
-            row.teacher_signal = dataclasses.replace(row.teacher_signal, answered_mask=answered)
+            row.teacher_signal = dataclasses.replace(
+                row.teacher_signal, answered_mask=answered_mask
+            )
 
 
-def _contexts(row: MicroBatch, places: npt.NDArray[np.int64] | None) -> Iterator[Question]:
-    """Of each sequence of a row in which the policy sampled something, up to the last such token. `places` [C]: of its
-    tokens in another row."""
+def _contexts(row: MicroBatch, tokens: npt.NDArray[np.int64] | None) -> Iterator[Question]:
+    """Yields each sequence of a row in which the policy sampled a token, up to the last such token.
+
+    `tokens` [C] are the indices of the row's completion tokens in another row.
+    """
     if not row.rollout_ids:
         return
-    ids, predict, index = (
-        x.cpu().numpy() for x in (row.input_ids, row.predict_index, row.sequence_index)
-    )
+    columns = (row.input_ids, row.predict_index, row.sequence_index)
+    input_ids, predict_index, rollout_index = (column.cpu().numpy() for column in columns)
     bounds = np.cumsum([0, *row.sequence_lengths])
-    sequences = np.searchsorted(bounds, predict, side="right") - 1
-    for number in np.unique(sequences).tolist():
-        own = np.flatnonzero(sequences == number)
-        predicted = predict[own] + 1 - bounds[number]
-        token_ids = ids[bounds[number] : bounds[number] + predicted[-1] + 1]
+    sequence_of_token = np.searchsorted(bounds, predict_index, side="right") - 1
+    for sequence in np.unique(sequence_of_token).tolist():
+        indices = np.flatnonzero(sequence_of_token == sequence)
+        start = bounds[sequence]
+        sampled_at = predict_index[indices] + 1 - start
         yield Question(
-            row.rollout_ids[index[own[0]]],
-            token_ids,
-            predicted,
-            own if places is None else places[own],
+            rollout_id=row.rollout_ids[rollout_index[indices[0]]],
+            token_ids=input_ids[start : start + sampled_at[-1] + 1],
+            sampled_at=sampled_at,
+            tokens=indices if tokens is None else tokens[indices],
         )
 
 
-def _marked(row: MicroBatch, places: Sequence[npt.NDArray[np.int64]]) -> Tensor:
-    marks = np.zeros(len(row.loss_mask), np.bool_)
-    marks[np.concatenate([np.zeros(0, np.int64), *places])] = True
-    return torch.from_numpy(marks).to(row.loss_mask.device)
+def _mask_of(row: MicroBatch, tokens: Sequence[npt.NDArray[np.int64]]) -> Tensor:
+    mask = np.zeros(len(row.loss_mask), np.bool_)
+    mask[np.concatenate([np.zeros(0, np.int64), *tokens])] = True
+    return torch.from_numpy(mask).to(row.loss_mask.device)
 
 
-def said_of(places: Sequence[Place], top_k: int, num_tokens: int) -> Said:
-    """Numbers of a few bytes: what JSON is read into takes ten times as much."""
+def compact_answer(places: Sequence[Place], top_k: int, vocabulary_size: int) -> Answer:
+    """Returns the answer in a few bytes per token. What JSON is parsed into takes ten times as much."""
     if not top_k:
-        return np.zeros((len(places), 0), np.int32), np.array(
-            [[place.logprob] for place in places], np.float32
-        )
+        logprobs = np.array([[place.logprob] for place in places], np.float32)
+        return Answer(np.zeros((len(places), 0), np.int32), logprobs)
     ids = np.array([[token_id for token_id, _ in place.likeliest] for place in places], np.int32)
-    logprobs = ([value for _, value in place.likeliest] for place in places)
-    return ids, np.array([[*known, rest_of(known, num_tokens)] for known in logprobs], np.float32)
+    known = [[value for _, value in place.likeliest] for place in places]
+    rows = [[*values, rest_logprob(values, vocabulary_size)] for values in known]
+    return Answer(ids, np.array(rows, np.float32))
 
 
-def _as_tensors(said: Sequence[Said], device: torch.device) -> Tensor | TopTeacher:
+def _as_tensors(answers: Sequence[Answer], device: torch.device) -> Tensor | TopTeacher:
     ids, logprobs = (
-        torch.from_numpy(np.concatenate(each)).to(device) for each in zip(*said, strict=True)
+        torch.from_numpy(np.concatenate(column)).to(device) for column in zip(*answers, strict=True)
     )
     return TopTeacher(ids.long(), logprobs) if ids.shape[1] else logprobs.flatten()
 
 
-def rest_of(known: Sequence[float], num_tokens: int) -> float:
-    """Logprob of all tokens together but those whose logprobs are known."""
-    if len(known) >= num_tokens:
+def rest_logprob(known: Sequence[float], vocabulary_size: int) -> float:
+    """Returns the logprob of all tokens together whose logprobs are not among the `known` ones."""
+    if len(known) >= vocabulary_size:
         return MIN_LOGPROB
-    return math.log(max(1 - math.fsum(map(math.exp, known)), _UNKNOWN))
+    return math.log(max(1 - math.fsum(map(math.exp, known)), _MIN_REST))
 
 
-def _count(parts: list[dict[str, Any]], max_error_frac: float) -> dict[str, float | None]:
-    """The metrics, of what all ranks say. Raises RewardError."""
-    num_asked, unanswered = (
-        sum(part["asked"] for part in parts),
-        sum(part["unanswered"] for part in parts),
-    )
-    seconds = [each for part in parts for each in part["seconds"]]
-    if unanswered:
-        first = next(part["first"] for part in parts if part["first"] is not None)
-        what = f"teacher.url: {unanswered} of {num_asked} rollouts have no answer"
-        if (share := unanswered / num_asked) >= max_error_frac:
-            rule = f"{share:.3g} is not under reward_pool.max_error_frac={max_error_frac:g}"
-            raise RewardError(f"{what}: {rule}. The first: the server {first}")
-        _log.warning("%s, and are taught nothing; the first: the server %s", what, first)
-    return {
-        "teacher/unanswered_frac": unanswered / max(num_asked, 1),
-        "teacher/retries": sum(part["again"] for part in parts),
-        **{
-            f"teacher/call_s_p{p}": float(np.percentile(seconds, p)) if seconds else None
-            for p in (50, 95)
-        },
+def _count_answers(parts: list[dict[str, Any]], max_error_frac: float) -> dict[str, float | None]:
+    """Runs on rank 0. Returns the metrics over all ranks. Raises RewardError."""
+    num_asked = sum(part["asked"] for part in parts)
+    num_unanswered = sum(part["unanswered"] for part in parts)
+    if num_unanswered:
+        error = next(part["first_error"] for part in parts if part["first_error"] is not None)
+        what = f"teacher.url: {num_unanswered} of {num_asked} rollouts have no answer"
+        unanswered_frac = num_unanswered / num_asked
+        if unanswered_frac >= max_error_frac:
+            rule = (
+                f"{unanswered_frac:.3g} is not under reward_pool.max_error_frac={max_error_frac:g}"
+            )
+            raise RewardError(f"{what}: {rule}. The first: the server {error}")
+        _log.warning("%s, and are taught nothing; the first: the server %s", what, error)
+    metrics: dict[str, float | None] = {
+        "teacher/unanswered_frac": num_unanswered / max(num_asked, 1),
+        "teacher/retries": sum(part["retries"] for part in parts),
     }
-
-
-_BOUND = 0.1  # nats on average: nobody here knows the server's number format, or with whom it batches a request
-_MOST_S = 30.0
-
-
-class ServerCheck(TeacherCheck):
-    def __init__(self, teacher: ServedTeacher) -> None:
-        super().__init__(teacher, 1.0, "float32")
-        self._served, self._bound, self._rounding = teacher, _BOUND, 0.0
-
-    def __call__(
-        self, sampled: SampledStep, batch: RolloutBatch, decision: Decision, *_: object
-    ) -> CheckResult:
-        """Collective. As TeacherCheck's, and who is taught."""
-        found = super().__call__(sampled, batch, decision)
-        if not all(
-            _says_who_is_taught(row, self._served.unanswered) for row in batch.micro_batches
-        ):
-            found.errors.append(
-                "a rollout without an answer of its teacher's server is taught, or one that has it is not"
-            )
-        return found
-
-    def _sources(self) -> Mapping[str, Any]:
-        return self._served.servers
-
-    def _was_taught(self, rollout_id: int) -> bool:
-        return rollout_id not in self._served.unanswered
-
-    def _logits(self, source: Any, ids: Tensor, where: Tensor) -> Tensor | None:
-        """As TeacherCheck's. Not collective."""
-        server: PromptLogprobs = source
-        if not where.any():  # no rollout
-            return None
-        asked, num_tokens = (
-            ids.tolist(),
-            self._served.policy.model.get_output_embeddings().weight.shape[0],
-        )
-        try:
-            said = server.ask(
-                asked, self._served.top_k, min(self._served.config.timeout_s, _MOST_S)
-            )
-        except FailedCallError:
-            return None
-        logits = torch.empty(len(where), num_tokens)
-        for number, place in enumerate(where.tolist()):
-            known = {**dict(said[place].likeliest), asked[place + 1]: said[place].logprob}
-            # What is not known of the others is as good as any: only what they have together is compared.
-            others = max(num_tokens - len(known), 1)
-            rest = rest_of([*known.values()], num_tokens)
-            logits[number] = rest - torch.tensor(float(others)).log()
-            logits[number, list(known)] = torch.tensor(list(known.values()))
-        return logits.to(ids.device)
-
-
-def _says_who_is_taught(row: MicroBatch, unanswered: set[int]) -> bool:
-    """Whether what is attached to the tokens says that those of these rollouts, and no others, are taught nothing."""
-    signal, silent = (
-        row.teacher_signal,
-        [place for place, i in enumerate(row.rollout_ids) if i in unanswered],
-    )
-    if signal is None or not row.rollout_ids:
-        return True
-    taught = ~torch.isin(row.sequence_index, row.sequence_index.new_tensor(silent))
-    said = [torch.ones_like(taught) if signal.answered_mask is None else signal.answered_mask]
-    if isinstance(signal.divergence, TeacherDivergence):
-        of_term = torch.zeros_like(taught)
-        for places, _ in signal.divergence.parts:
-            of_term[slice(None) if places is None else places] = True
-        said.append(of_term)
-    return all(bool((each == taught).all()) for each in said)
+    seconds = [value for part in parts for value in part["seconds"]]
+    for percent in (50, 95):
+        value = float(np.percentile(seconds, percent)) if seconds else None
+        metrics[f"teacher/call_s_p{percent}"] = value
+    return metrics
 
 
 def open_served_teacher(
@@ -352,17 +292,89 @@ def open_served_teacher(
     prompt_at: Callable[[int], Prompt] | None,
     tokenizer: Any,
 ) -> ServedTeacher:
-    """Collective. Connects to the servers of teacher.url. Raises ConfigError if one is not fit."""
+    """Collective. Connects to the servers of teacher.url. Raises ConfigError if one does not fit."""
     models = on_rank0(
         lambda _: {name: check_server(config, name) for name in config.teacher.urls}, None
     )
-    servers = {name: open_server(config, name, model) for name, model in models.items()}
     return ServedTeacher(
         config.teacher,
-        servers,
+        {name: open_server(config, name, model) for name, model in models.items()},
         policy,
-        prompt_at,
-        teacher_requests(config, tokenizer),
+        prompt_at=prompt_at,
+        request_for=make_request_for(config, tokenizer),
         ranks=(session.rank, session.world_size),
         max_error_frac=config.reward_pool.max_error_frac,
     )
+
+
+# Mean difference in nats: the server's number format and its batches of requests are not known here.
+_BOUND = 0.1
+_MAX_CHECK_S = 30.0
+
+
+class ServerCheck(TeacherCheck):
+    """Asks again about a few rollouts, each alone and cut after the last compared token, and compares the signal."""
+
+    def __init__(self, teacher: ServedTeacher) -> None:
+        super().__init__(teacher, 1.0, "float32")
+        self._served = teacher
+        self._bound = _BOUND
+        self._rounding = 0.0
+
+    def __call__(
+        self, sampled: SampledStep, batch: RolloutBatch, decision: Decision, *_: object
+    ) -> CheckResult:
+        """Collective. As TeacherCheck, and checks which rollouts get a signal."""
+        result = super().__call__(sampled, batch, decision)
+        if not all(_has_right_mask(row, self._served.unanswered) for row in batch.micro_batches):
+            result.errors.append(
+                "a rollout without an answer of its teacher's server is taught, or one that has it is not"
+            )
+        return result
+
+    def _sources(self) -> Mapping[str, Any]:
+        return self._served.servers
+
+    def _has_signal(self, rollout_id: int) -> bool:
+        return rollout_id not in self._served.unanswered
+
+    def _logits(self, source: Any, token_ids: Tensor, predict_index: Tensor) -> Tensor | None:
+        """As TeacherCheck._logits. Not collective."""
+        # Without a rollout there is nothing to ask.
+        if not predict_index.any():
+            return None
+        server: PromptLogprobs = source
+        ids = token_ids.tolist()
+        vocabulary_size = self._served.policy.model.get_output_embeddings().weight.shape[0]
+        limit_s = min(self._served.config.timeout_s, _MAX_CHECK_S)
+        try:
+            places = server.ask(ids, self._served.top_k, limit_s)
+        except FailedCallError:
+            return None
+        logits = torch.empty(len(predict_index), vocabulary_size)
+        for number, position in enumerate(predict_index.tolist()):
+            place = places[position]
+            known = {**dict(place.likeliest), ids[position + 1]: place.logprob}
+            # Nothing is known about single other tokens, and only all of them together are compared.
+            num_others = max(vocabulary_size - len(known), 1)
+            rest = rest_logprob([*known.values()], vocabulary_size)
+            logits[number] = rest - torch.tensor(float(num_others)).log()
+            logits[number, list(known)] = torch.tensor(list(known.values()))
+        return logits.to(token_ids.device)
+
+
+def _has_right_mask(row: MicroBatch, unanswered: set[int]) -> bool:
+    """Returns whether exactly the tokens of answered rollouts have a signal."""
+    signal = row.teacher_signal
+    if signal is None or not row.rollout_ids:
+        return True
+    silent = [index for index, rollout_id in enumerate(row.rollout_ids) if rollout_id in unanswered]
+    expected = ~torch.isin(row.sequence_index, row.sequence_index.new_tensor(silent))
+    mask = torch.ones_like(expected) if signal.answered_mask is None else signal.answered_mask
+    masks = [mask]
+    if isinstance(signal.divergence, TeacherDivergence):
+        scored = torch.zeros_like(expected)
+        for tokens, _ in signal.divergence.parts:
+            scored[slice(None) if tokens is None else tokens] = True
+        masks.append(scored)
+    return all(bool((mask == expected).all()) for mask in masks)

@@ -1,5 +1,9 @@
-"""Teachers of the policy, models that score its own rollouts token by token before the update (on-policy distillation,
-Agarwal et al. 2024). They see the rows that the policy sees, or with a prompt of their own the same completions."""
+"""Teachers: frozen models that score the policy's own rollouts token by token before each update (on-policy
+distillation, Agarwal et al. 2024).
+
+A teacher sees the same rows as the policy, or the same completions after a prompt of its own. The last part of the
+file is its running check.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -27,40 +31,56 @@ from grpo_spmd.distributed.session import Session
 from grpo_spmd.learn.assemble import episode_rollout, pack_rollouts
 from grpo_spmd.learn.sampled_step import SampledStep
 from grpo_spmd.learn.update import StopCheck
-from grpo_spmd.model.divergence import (
-    TeacherDivergence,
-    TokenIndices,
-    TopTeacher,
-    WholeTeacher,
-    top_outcomes,
-)
+from grpo_spmd.model.divergence import TokenIndices, TeacherDivergence, TopTeacher, WholeTeacher, top_outcomes
 from grpo_spmd.model.lora import adapters_off
 from grpo_spmd.model.offload import OffloadableModel
 from grpo_spmd.model.policy import DTYPES, Policy, Term, build_policy
 from grpo_spmd.model.sharding import gather_rows
 from grpo_spmd.proofs.gradient_check import CheckResult, eager_attention
 from grpo_spmd.proofs.update_check import SignalProofs, UpdateCheckSettings, adapters_at_zero
-from grpo_spmd.records import Decision, MicroBatch, Prompt, RolloutBatch, Segment, TeacherSignal
+from grpo_spmd.records import (
+    Decision,
+    MicroBatch,
+    Prompt,
+    RolloutBatch,
+    Segment,
+    TeacherSignal,
+)
+
+# What a teacher says about n tokens: their logprobs [n], or distributions.
+TeacherScores = Tensor | WholeTeacher | TopTeacher
 
 
 @dataclass(frozen=True)
 class TeacherModel:
+    """One teacher, sharded as the policy is."""
+
     model: Policy
-    is_base: bool = False  # the policy itself, with its adapters off
-    is_own: bool = True  # a model that nobody else has
+    is_base: bool = False
+    """True if the model is the policy itself: then its adapters are off while it scores."""
+    is_own: bool = True
+    """True if nobody else in the run holds the model."""
 
     def score(self, row: MicroBatch, term: Term | None = None) -> Any:
-        """Collective. Logprobs [C] of the row's targets, or what `term` makes of hidden states and head."""
+        """Collective. Returns the logprobs [C] of the row's targets, or what `term` makes of hidden states and head."""
         with adapters_off(self.model.model) if self.is_base else nullcontext():
-            return (self.model(row) if term is None else self.model(row, term, only_term=True))[0]
+            if term is None:
+                return self.model(row)[0]
+            return self.model(row, term, only_term=True)[0]
 
 
 @dataclass(frozen=True)
-class Ask:
-    """Who teaches a prompt's rollouts, and what is shown to that teacher in place of the prompt, if anything."""
+class TeacherRequest:
+    """Which teacher scores the rollouts of a prompt, and what it sees in place of the prompt."""
 
-    name: str
+    teacher: str
+    """The teacher's name; empty if the run has one."""
     prompt_ids: list[int] | None = None
+    """None: the policy's own prompt."""
+
+
+# By rollout id. None: one teacher sees what the policy sees.
+Requests = Mapping[int, TeacherRequest] | None
 
 
 class Teacher:
@@ -72,385 +92,186 @@ class Teacher:
         models: Mapping[str, TeacherModel],
         policy: Policy,
         prompt_at: Callable[[int], Prompt] | None = None,
-        ask_of: Callable[[Prompt], Ask] | None = None,
+        request_for: Callable[[Prompt], TeacherRequest] | None = None,
     ) -> None:
-        """`prompt_at`: of a place in the prompt stream. Without `ask_of` one teacher sees what the policy sees."""
-        self.config, self.models, self.policy = config, dict(models), policy
-        self._prompt_at, self._ask_of = prompt_at, ask_of
-        self._num_tokens: int = policy.model.get_output_embeddings().weight.shape[0]
+        """`prompt_at` returns the prompt at a position of the prompt stream. Without `request_for` one teacher sees what
+        the policy sees."""
+        self.config = config
+        self.models = dict(models)
+        self.policy = policy
+        self._prompt_at = prompt_at
+        self._request_for = request_for
+        self._vocabulary_size: int = policy.model.get_output_embeddings().weight.shape[0]
 
     @property
     def offloadable_models(self) -> Sequence[OffloadableModel]:
-        return [(one.model, None) for one in self.models.values() if one.is_own]
+        """As Signal.offloadable_models."""
+        return [(teacher.model, None) for teacher in self.models.values() if teacher.is_own]
 
     @torch.no_grad()
     def attach(self, batch: RolloutBatch, decision: Decision, stop_check: StopCheck) -> Decision:
-        """Collective. A teacher_signal into every micro-batch; a forward pass of each teacher over its own rollouts."""
-        asked, heads = self.asked(decision), dict[str, Tensor]()
+        """Collective. Writes a TeacherSignal into every micro-batch, by one forward pass of each teacher over its own
+        rollouts."""
+        requests = self.requests(decision)
+        heads: dict[str, Tensor] = {}
         if self.config.loss == "full":
             heads = {
-                name: _whole_head(one.model)[: self._num_tokens]
-                for name, one in self.models.items()
+                name: _gather_head(teacher.model)[: self._vocabulary_size]
+                for name, teacher in self.models.items()
             }
         for row in batch.micro_batches:
-            parts, names = (
-                list[tuple[TokenIndices | None, Tensor | WholeTeacher | TopTeacher]](),
-                dict[str, Tensor](),
-            )
-            for name, one in self.models.items():
+            parts: list[tuple[TokenIndices | None, TeacherScores]] = []
+            masks: dict[str, Tensor] = {}
+            for name, teacher in self.models.items():
                 stop_check(False)
-                own, places = (row, None) if asked is None else taught_row(row, asked, name)
-                said = self._said(one, own, heads.get(name))
-                if places is None or len(places):
-                    parts.append((places, said))
-                if places is not None and len(self.models) > 1:
-                    names[name] = torch.zeros_like(row.loss_mask).index_fill(0, places, True)
-            row.teacher_signal = self._teacher_signal(row, parts, names)
-        cast(FSDPModule, self.policy).reshard()  # where it teaches itself
+                if requests is None:
+                    parts.append((None, self._score(teacher, row, heads.get(name))))
+                    continue
+                teacher_row, tokens = select_teacher_row(row, requests, name)
+                # Every rank makes the pass, also without a rollout: it is collective.
+                scores = self._score(teacher, teacher_row, heads.get(name))
+                if len(tokens):
+                    parts.append((tokens, scores))
+                if len(self.models) > 1:
+                    masks[name] = torch.zeros_like(row.loss_mask).index_fill(0, tokens, True)
+            row.teacher_signal = self._make_signal(row, parts, masks)
+        # A teacher that is the policy's own base leaves the policy gathered.
+        cast(FSDPModule, self.policy).reshard()
         return decision
 
     def update(self, batch: RolloutBatch) -> Reductions:
-        """Nothing of it trains."""
+        """A teacher does not train."""
         return {}
 
     def proofs(self, settings: UpdateCheckSettings) -> SignalProofs:
+        """As Signal.proofs."""
         check = TeacherCheck(self, settings.rollout.temperature, settings.dtype)
-        return SignalProofs([check], self._synthetic(settings))
+        return SignalProofs([check], self._random_teacher(settings))
 
-    def _synthetic(self, settings: UpdateCheckSettings) -> Callable[[], RandomTeacher]:
+    def _random_teacher(self, settings: UpdateCheckSettings) -> Callable[[], RandomTeacher]:
         return partial(
             RandomTeacher, self.config, self.policy, settings.rollout.temperature, settings.dtype
         )
 
-    def asked(self, decision: Decision) -> dict[int, Ask] | None:
-        """Collective. By rollout id, of all ranks; None where one teacher sees what the policy sees."""
-        if self._ask_of is None or self._prompt_at is None:
+    def requests(self, decision: Decision) -> Requests:
+        """Collective. Returns the requests for the rollouts of all ranks."""
+        if self._request_for is None or self._prompt_at is None:
             return None
-        of_all = decision.rank0_decision
-        positions = on_rank0(lambda _: [] if of_all is None else of_all.positions.tolist(), None)
-        size = decision.num_rollouts // max(len(positions), 1)
-        asks = [self.ask_of(self._prompt_at(position)) for position in positions]
+        step = decision.rank0_decision
+        positions = on_rank0(lambda _: [] if step is None else step.positions.tolist(), None)
+        group_size = decision.num_rollouts // max(len(positions), 1)
         return {
-            slot * size + sample: ask for slot, ask in enumerate(asks) for sample in range(size)
+            slot * group_size + sample: request
+            for slot, position in enumerate(positions)
+            for request in [self.request_for(self._prompt_at(position))]
+            for sample in range(group_size)
         }
 
-    def ask_of(self, prompt: Prompt) -> Ask:
-        return Ask("") if self._ask_of is None else self._ask_of(prompt)
+    def request_for(self, prompt: Prompt) -> TeacherRequest:
+        """Returns the request for the rollouts of a prompt."""
+        return TeacherRequest("") if self._request_for is None else self._request_for(prompt)
 
-    def _said(
-        self, one: TeacherModel, row: MicroBatch, head: Tensor | None
-    ) -> Tensor | WholeTeacher | TopTeacher:
+    def _score(self, teacher: TeacherModel, row: MicroBatch, head: Tensor | None) -> TeacherScores:
+        """Collective. Returns what a teacher says about the row. `head` is its lm_head with teacher.loss: full."""
         if self.config.loss == "sampled":
-            logprobs: Tensor = one.score(row)
+            logprobs: Tensor = teacher.score(row)
             return logprobs
+        temperature, chunk_tokens, softcap = _scaling(teacher.model)
         if head is not None:
-            temperature, _, softcap = _scaling(one.model)
-            return WholeTeacher(
-                one.score(row, lambda hidden, _: hidden), head, temperature, softcap
-            )
-        temperature, chunk, softcap = _scaling(one.model)
+            hidden = teacher.score(row, lambda hidden, _: hidden)
+            return WholeTeacher(hidden, head, temperature, softcap)
         top = partial(
-            top_outcomes, k=self.config.top_k, temperature=temperature, chunk=chunk, softcap=softcap
+            top_outcomes,
+            k=self.config.top_k,
+            temperature=temperature,
+            chunk=chunk_tokens,
+            softcap=softcap,
         )
-        return TopTeacher(
-            *one.score(row, lambda hidden, head: top(hidden, head[: self._num_tokens]))
-        )
+        size = self._vocabulary_size
+        return TopTeacher(*teacher.score(row, lambda hidden, head: top(hidden, head[:size])))
 
-    def _teacher_signal(
+    def _make_signal(
         self,
         row: MicroBatch,
-        parts: Sequence[tuple[TokenIndices | None, Tensor | WholeTeacher | TopTeacher]],
-        names: dict[str, Tensor],
+        parts: Sequence[tuple[TokenIndices | None, TeacherScores]],
+        masks: dict[str, Tensor],
     ) -> TeacherSignal:
-        coef, whole = self.config.coef, [(p, t) for p, t in parts if not isinstance(t, Tensor)]
+        """Returns the signal from the scores of each teacher and the tokens that it scored (None: all)."""
+        coef = self.config.coef
         if self.config.loss != "sampled":
-            taught_by = TeacherDivergence(
-                whole, self.config.beta, _scaling(self.policy), self._num_tokens
+            distributions = [(t, scores) for t, scores in parts if not isinstance(scores, Tensor)]
+            divergence = TeacherDivergence(
+                distributions, self.config.beta, _scaling(self.policy), self._vocabulary_size
             )
-            return TeacherSignal(coef, divergence=taught_by, masks_by_teacher=names)
+            return TeacherSignal(coef, divergence=divergence, masks_by_teacher=masks)
         logprobs = torch.zeros_like(row.rollout_logprobs)
-        for places, said in parts:
-            assert isinstance(said, Tensor)
-            logprobs = said if places is None else logprobs.index_copy(0, places, said)
-        return TeacherSignal(coef, logprobs, masks_by_teacher=names)
+        for tokens, scores in parts:
+            assert isinstance(scores, Tensor)
+            logprobs = scores if tokens is None else logprobs.index_copy(0, tokens, scores)
+        return TeacherSignal(coef, logprobs, masks_by_teacher=masks)
 
 
-def taught_row(
-    row: MicroBatch, asked: Mapping[int, Ask], name: str
-) -> tuple[MicroBatch, TokenIndices]:
-    """The rollouts of a row that the teacher `name` has, as it sees them, in their order; and the places [n] of their
-    tokens among all of the row. Waits for the device. Without any a row of two tokens, and no place."""
-    ids, predict, index = (
-        x.cpu().numpy() for x in (row.input_ids, row.predict_index, row.sequence_index)
-    )
-    bounds, is_sampled = np.cumsum([0, *row.sequence_lengths]), np.zeros(len(ids), np.bool_)
-    is_sampled[predict + 1] = True
-    sequences = (np.searchsorted(bounds, predict, side="right") - 1).tolist()
-    own = {place: asked[i] for place, i in enumerate(row.rollout_ids) if asked[i].name == name}
-    segments: dict[int, list[Segment]] = {place: [] for place in own}
-    for place, number in dict.fromkeys(zip(index.tolist(), sequences, strict=True)):
-        if place in own:
-            span = slice(bounds[number], bounds[number + 1])
-            segment = Segment(ids[span].astype(np.int32), is_sampled[span])
-            segments[place].append(_shown(segment, own[place].prompt_ids))
+class TeacherRow(NamedTuple):
+    """The rollouts of a row that one teacher scores, as it sees them."""
+
+    row: MicroBatch
+    """Without any rollout: a row of two tokens that do not count."""
+    tokens: TokenIndices
+    """[n] Indices of its completion tokens among those of the policy's row."""
+
+
+def select_teacher_row(
+    row: MicroBatch, requests: Mapping[int, TeacherRequest], name: str
+) -> TeacherRow:
+    """Returns the part of a row that the teacher `name` scores. Waits for the device."""
+    columns = (row.input_ids, row.predict_index, row.sequence_index)
+    input_ids, predict_index, rollout_index = (column.cpu().numpy() for column in columns)
+    bounds = np.cumsum([0, *row.sequence_lengths])
+    is_sampled = np.zeros(len(input_ids), np.bool_)
+    is_sampled[predict_index + 1] = True
+    sequence_of_token = (np.searchsorted(bounds, predict_index, side="right") - 1).tolist()
+    prompts = {
+        index: requests[rollout_id].prompt_ids
+        for index, rollout_id in enumerate(row.rollout_ids)
+        if requests[rollout_id].teacher == name
+    }
+    segments: dict[int, list[Segment]] = {index: [] for index in prompts}
+    # The distinct pairs of rollout and sequence, in the order of the row.
+    pairs = dict.fromkeys(zip(rollout_index.tolist(), sequence_of_token, strict=True))
+    for index, sequence in pairs:
+        if index in prompts:
+            span = slice(bounds[sequence], bounds[sequence + 1])
+            segment = Segment(input_ids[span].astype(np.int32), is_sampled[span])
+            segments[index].append(_with_prompt(segment, prompts[index]))
     rollouts = []
-    for place, parts in segments.items():
-        zeros = [0.0] * int(sum(part.sampled.sum() for part in parts))
-        rollouts.append(episode_rollout(row.rollout_ids[place], 0.0, True, tuple(parts), zeros))
-    places = np.flatnonzero(np.isin(index, [*own]))
+    for index, rollout_segments in segments.items():
+        logprobs = [0.0] * int(sum(segment.sampled.sum() for segment in rollout_segments))
+        rollouts.append(
+            episode_rollout(row.rollout_ids[index], 0.0, True, tuple(rollout_segments), logprobs)
+        )
+    tokens = np.flatnonzero(np.isin(rollout_index, [*prompts]))
     device = row.input_ids.device
-    return pack_rollouts(rollouts, device), torch.from_numpy(places).to(device)
+    return TeacherRow(pack_rollouts(rollouts, device), torch.from_numpy(tokens).to(device))
 
 
-def _shown(segment: Segment, prompt_ids: list[int] | None) -> Segment:
+def _with_prompt(segment: Segment, prompt_ids: list[int] | None) -> Segment:
+    """Returns the sampled tokens of a segment after another prompt."""
     if prompt_ids is None:
         return segment
-    said = segment.token_ids[segment.sampled]
-    token_ids = np.concatenate([np.array(prompt_ids, np.int32), said])
+    completion_ids = segment.token_ids[segment.sampled]
+    token_ids = np.concatenate([np.array(prompt_ids, np.int32), completion_ids])
     return Segment(token_ids, np.arange(len(token_ids)) >= len(prompt_ids))
 
 
 def _scaling(policy: Policy) -> tuple[float, int, float | None]:
-    """How its logits become distributions: temperature, tokens of a chunk, cap."""
+    """Returns the temperature, the tokens of a chunk, and the cap of a policy's logits."""
     return policy.temperature, policy.logprob_chunk_tokens, policy.softcap
 
 
-def _whole_head(policy: Policy) -> Tensor:
-    """Collective. The lm_head [V, D] of a model that is sharded, in its compute dtype."""
+def _gather_head(policy: Policy) -> Tensor:
+    """Collective. Returns the whole lm_head [V, D] of a sharded model, in its compute dtype."""
     weight = policy.model.get_output_embeddings().weight
     return gather_rows([(weight, weight.to_local())])[0]
-
-
-_NUM_ROLLOUTS, _NUM_TOKENS = 3, 12  # of each teacher on a rank, at most, and of the tokens of one
-# Tokens of a plain pass, whose attention takes memory by their square: of prompts that are all longer only the shortest
-# is looked at, of longer ones still none.
-_LONG, _TOO_LONG = 2048, 8192
-_BOUNDS = {
-    "float32": 1e-4,
-    "bfloat16": 0.05,
-}  # nats a token on average, as of the policy's own logprobs
-
-
-class TeacherCheck:
-    def __init__(self, teacher: Teacher, temperature: float, dtype: str) -> None:
-        """`temperature`: what the engine samples at."""
-        self._teacher, self._temperature = teacher, temperature
-        self._bound, self._rounding = _BOUNDS[dtype], torch.finfo(DTYPES[dtype]).eps / 2
-
-    @torch.no_grad()
-    def __call__(
-        self, sampled: SampledStep, batch: RolloutBatch, decision: Decision, *_: object
-    ) -> CheckResult:
-        """Collective. Looks at this rank's first row."""
-        found, asked = CheckResult(), self._teacher.asked(decision)
-        if asked is not None:
-            self._check_asked(found, sampled, decision, asked)
-        is_sampled, coef = self._teacher.config.loss == "sampled", self._teacher.config.coef
-        for signal in (row.teacher_signal for row in batch.micro_batches):
-            if signal is None or signal.coef != coef or (signal.logprobs is None) == is_sampled:
-                found.errors.append(
-                    "a micro-batch lacks what its teacher says of it, or has it in another form"
-                )
-                break
-        row, differences = batch.micro_batches[0], [torch.zeros(0, dtype=torch.float64)]
-        lengths = _pass_lengths(row, asked)
-        for name, one in self._sources().items():
-            own = [
-                p for p, i in enumerate(row.rollout_ids) if asked is None or asked[i].name == name
-            ]
-            own = [
-                p for p in own if lengths[p] <= _TOO_LONG and self._was_taught(row.rollout_ids[p])
-            ]
-            own = sorted(own, key=lengths.__getitem__)
-            own = [p for p in own if lengths[p] <= _LONG] or own[:1]
-            for number in range(_NUM_ROLLOUTS):  # as many passes on each rank
-                place = (
-                    own[number * max(len(own) // _NUM_ROLLOUTS, 1)] if number < len(own) else None
-                )
-                most = 0 if place is None else max(_LONG - lengths[place], 0)
-                differences.append(self._compare(one, row, place, asked, most))
-        if len(all_of := torch.cat(differences)):
-            what = "a teacher's logprob of a token that the update is given, in nats on average,"
-            found.check_difference(what, "teacher", float(all_of.mean()), self._bound)
-        cast(FSDPModule, self._teacher.policy).reshard()
-        return found
-
-    def _sources(self) -> Mapping[str, Any]:
-        """What is asked again, by the names of the teachers."""
-        return self._teacher.models
-
-    def _was_taught(self, rollout_id: int) -> bool:
-        return True
-
-    def _logits(self, source: Any, ids: Tensor, where: Tensor) -> Tensor | None:
-        """Collective. [n, V] at the places [n] of the ids [T], or what has their softmax; None: nothing was said."""
-        one: TeacherModel = source
-        with (
-            eager_attention(one.model.model),
-            adapters_at_zero(one.model) if one.is_base else nullcontext(),
-        ):
-            logits: Tensor = one.model.plain_logits(ids[None], where)[0].float() / self._temperature
-        return logits
-
-    def _check_asked(
-        self, found: CheckResult, sampled: SampledStep, decision: Decision, asked: Mapping[int, Ask]
-    ) -> None:
-        """Collective. Who sampled a group has its row."""
-        own = [(g, decision.slots.get(g.prompt.position)) for g in sampled.groups]
-        told = [
-            [slot, _name(self._teacher.ask_of(g.prompt))] for g, slot in own if slot is not None
-        ]
-        of_slots = dict(on_rank0(lambda parts: [pair for part in parts for pair in part], told))
-        size = sampled.rules.rollout.group_size
-        if wrong := [i for i, ask in asked.items() if of_slots.get(i // size) != _name(ask)]:
-            found.errors.append(
-                f"rollouts {wrong[:5]} go to another teacher, or with another prompt, than their rows say"
-            )
-
-    def _compare(
-        self,
-        source: Any,
-        row: MicroBatch,
-        place: int | None,
-        asked: Mapping[int, Ask] | None,
-        most: int,
-    ) -> Tensor:
-        """Collective. |difference| at some tokens of the first context of a rollout, nats, `most` behind the first;
-        none of no rollout."""
-        ids, where, tokens = (
-            row.input_ids[:2],
-            torch.zeros(1, dtype=torch.int64, device=row.input_ids.device),
-            None,
-        )
-        if place is not None:
-            starts = torch.nonzero(row.position_ids == 0)[:, 0]
-            own = torch.nonzero(row.sequence_index == place)[:, 0]
-            start = int(starts[starts <= row.predict_index[own[0]]].max())
-            behind = starts[starts > start]
-            end = int(behind.min()) if len(behind) else len(row.input_ids)
-            tokens = own[
-                row.predict_index[own] < min(end, int(row.predict_index[own[0]]) + most + 1)
-            ][:_NUM_TOKENS]
-            where = row.predict_index[tokens] - start
-            ids = row.input_ids[start : start + int(where[-1]) + 2]
-            prompt = None if asked is None else asked[row.rollout_ids[place]].prompt_ids
-            if prompt is not None:
-                ids = torch.cat([ids.new_tensor(prompt), ids[int(where[0]) + 1 :]])
-                where = where - where[0] + len(prompt) - 1
-        logits = self._logits(source, ids, where)
-        if tokens is None or row.teacher_signal is None or logits is None:
-            return torch.zeros(0, dtype=torch.float64)
-        self._bound = max(self._bound, float(logits.abs().amax(-1).mean()) * self._rounding)
-        return (
-            _differences(row.teacher_signal, logits, tokens, row.target_ids[tokens]).double().cpu()
-        )
-
-
-def _pass_lengths(row: MicroBatch, asked: Mapping[int, Ask] | None) -> list[int]:
-    """Tokens of a pass to each rollout's first token, with the prompt that its teacher is shown."""
-    first = dict[int, int]()
-    for place, position in zip(
-        row.sequence_index.tolist(), row.position_ids[row.predict_index].tolist(), strict=True
-    ):
-        first.setdefault(place, position + 2)
-    shown = [None if asked is None else asked[i].prompt_ids for i in row.rollout_ids]
-    return [first.get(p, 2) if ids is None else len(ids) + 1 for p, ids in enumerate(shown)]
-
-
-def _differences(signal: TeacherSignal, logits: Tensor, tokens: Tensor, targets: Tensor) -> Tensor:
-    """[n] Of the logprobs of `targets`, or of all outcomes by their probability; `logits` [n, V] are plain."""
-    if signal.logprobs is not None:
-        return (
-            signal.logprobs[tokens] - logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
-        ).abs()
-    taught = signal.divergence
-    assert isinstance(taught, TeacherDivergence)
-    found = []
-    for number, token in enumerate(tokens.tolist()):
-        for places, teacher in taught.parts:
-            own = [token] if places is None else torch.nonzero(places == token)[:, 0].tolist()
-            for place in own:
-                part, num_tokens = slice(place, place + 1), taught.num_tokens
-                plain = teacher.outcomes(
-                    logits[number : number + 1, :num_tokens].log_softmax(-1), part
-                )
-                found.append((plain.exp() * (plain - teacher.logprobs_of(part)).abs()).sum())
-    return torch.stack(found) if found else torch.full((1,), torch.inf)
-
-
-def _name(ask: Ask) -> int:
-    return zlib.crc32(repr((ask.name, ask.prompt_ids)).encode())
-
-
-_WIDTH = 8  # of its hidden states
-
-
-class RandomTeacher:
-    """Says of each sampled token what it is told to, or has a distribution of its own, drawn from a fixed seed."""
-
-    def __init__(
-        self, config: TeacherConfig, policy: Policy, temperature: float, dtype: str
-    ) -> None:
-        self._config, self._temperature, self._dtype = config, temperature, DTYPES[dtype]
-        self.coef, self._draw = config.coef, torch.Generator().manual_seed(0)
-        self._scaling = policy.temperature, policy.logprob_chunk_tokens, policy.softcap
-        self._head = self._drawn(policy.model.get_output_embeddings().weight.shape[0])
-        self._log_p: list[Tensor] = []  # of rows with a rollout
-        self._ids: list[Tensor] = []
-
-    @property
-    def is_sampled(self) -> bool:
-        return self._config.loss == "sampled"
-
-    def teach(self, row: MicroBatch) -> None:
-        if self.is_sampled:
-            row.teacher_signal = TeacherSignal(self.coef, torch.zeros_like(row.rollout_logprobs))
-            return
-        hidden, head = (
-            self._drawn(len(row.target_ids)).to(row.input_ids.device),
-            self._head.to(row.input_ids.device),
-        )
-        said: WholeTeacher | TopTeacher = WholeTeacher(hidden, head, self._temperature, None)
-        if self._config.loss == "topk":
-            said = TopTeacher(
-                *top_outcomes(hidden, head, self._config.top_k, *self._scaling_of_own())
-            )
-        row.teacher_signal = TeacherSignal(
-            self.coef,
-            divergence=TeacherDivergence(
-                [(None, said)], self._config.beta, self._scaling, len(head)
-            ),
-        )
-        if row.rollout_ids:
-            self._log_p.append((hidden @ head.T).double().div(self._temperature).log_softmax(-1))
-            self._ids += [said.ids] if isinstance(said, TopTeacher) else []
-
-    def divergence(self, log_p: Tensor) -> Tensor:
-        """[n] float64, of the policy's logprobs [n, V] of all rows' tokens, by the formula and autograd alone."""
-        s, t, beta = (
-            log_p.double(),
-            torch.cat([log_p[:0].double(), *self._log_p]),
-            self._config.beta,
-        )
-        if self._ids:
-            ids = torch.cat(self._ids)
-            s, t = (torch.cat([x.gather(-1, ids), _of_others(x, ids)], -1) for x in (s, t))
-        if beta == 0.0:
-            return (t.exp() * (t - s)).sum(-1)
-        if beta == 1.0:
-            return (s.exp() * (s - t)).sum(-1)
-        m = torch.logaddexp(s + math.log(1 - beta), t + math.log(beta))
-        return (beta * t.exp() * (t - m) + (1 - beta) * s.exp() * (s - m)).sum(-1)
-
-    def _scaling_of_own(self) -> tuple[float, int, None]:
-        return self._temperature, self._scaling[1], None
-
-    def _drawn(self, rows: int) -> Tensor:
-        return torch.randn(rows, _WIDTH, generator=self._draw).to(self._dtype)
-
-
-def _of_others(log_p: Tensor, ids: Tensor) -> Tensor:
-    return log_p.scatter(-1, ids, -math.inf).logsumexp(-1, keepdim=True)
 
 
 def open_model_teacher(
@@ -461,8 +282,11 @@ def open_model_teacher(
     prompt_at: Callable[[int], Prompt] | None,
     tokenizer: Any,
 ) -> Teacher:
-    """Collective. Builds the teachers of teacher.path. A teacher that is the model the run starts from shares it with
-    the reference, or with the policy's base under LoRA."""
+    """Collective. Builds the teachers of teacher.path.
+
+    A teacher that is the model which the run starts from shares it with the reference, or with the policy's base under
+    LoRA.
+    """
     models: dict[str, TeacherModel] = {}
     for name, path in config.teacher.paths.items():
         is_start = path == config.model.path
@@ -482,20 +306,312 @@ def open_model_teacher(
             models[name] = TeacherModel(model)
             key = f"teacher.path.{name}" if name else "teacher.path"
             check_vocabulary(config.model.path, path, key)
-    return Teacher(config.teacher, models, policy, prompt_at, teacher_requests(config, tokenizer))
+    return Teacher(
+        config.teacher,
+        models,
+        policy,
+        prompt_at=prompt_at,
+        request_for=make_request_for(config, tokenizer),
+    )
 
 
-def teacher_requests(config: Config, tokenizer: Any) -> Callable[[Prompt], Ask] | None:
-    """Returns the function that tells which teacher scores a prompt's rollouts, and which prompt that teacher sees.
-    None if one teacher sees what the policy sees."""
+def make_request_for(config: Config, tokenizer: Any) -> Callable[[Prompt], TeacherRequest] | None:
+    """Returns the function from a prompt to its request, or None if one teacher sees what the policy sees."""
     has_one = "" in config.teacher.names
     if has_one and config.teacher.prompt_key is None:
         return None
     data = teacher_data(config)
-    teacher_prompts = None if data is None else build_prompts(read_rows(data), tokenizer, data, 1)
+    prompts = None if data is None else build_prompts(read_rows(data), tokenizer, data, 1)
 
-    def ask_of(prompt: Prompt) -> Ask:
+    def request_for(prompt: Prompt) -> TeacherRequest:
         name = "" if has_one else str(prompt.columns["teacher"])
-        return Ask(name, None if teacher_prompts is None else teacher_prompts[prompt.row].token_ids)
+        return TeacherRequest(name, None if prompts is None else prompts[prompt.row].token_ids)
 
-    return ask_of
+    return request_for
+
+
+# The running check: what the update gets for single tokens is compared with a plain forward pass of
+# the teacher over one rollout alone. Prompt and teacher are those that the sampling rank names.
+
+_NUM_ROLLOUTS = 3  # of each teacher on a rank, at most
+_NUM_TOKENS = 12  # of one rollout, at most
+# Attention of a plain pass takes memory by the square of its tokens. If all rollouts of a teacher are
+# longer than _LONG, only the shortest is compared; one longer than _TOO_LONG never is.
+_LONG, _TOO_LONG = 2048, 8192
+# Mean difference in nats per token, as for the policy's own logprobs.
+_BOUNDS = {"float32": 1e-4, "bfloat16": 0.05}
+
+
+@dataclass(frozen=True)
+class _Context:
+    """The beginning of one rollout as its teacher sees it, up to the last token that is compared."""
+
+    token_ids: Tensor
+    """[T]"""
+    predict_index: Tensor
+    """[n] Positions in it that predict the tokens to compare."""
+    tokens: Tensor | None
+    """[n] Indices of these tokens in the row. None: there is no rollout, and the pass is made for the others."""
+
+
+class TeacherCheck:
+    """Compares the teachers' signal with plain forward passes."""
+
+    def __init__(self, teacher: Teacher, temperature: float, dtype: str) -> None:
+        """`temperature` is what the engine samples at."""
+        self._teacher = teacher
+        self._temperature = temperature
+        self._bound = _BOUNDS[dtype]
+        self._rounding = torch.finfo(DTYPES[dtype]).eps / 2
+
+    @torch.no_grad()
+    def __call__(
+        self, sampled: SampledStep, batch: RolloutBatch, decision: Decision, *_: object
+    ) -> CheckResult:
+        """Collective. Compares some tokens of this rank's first row."""
+        result = CheckResult()
+        requests = self._teacher.requests(decision)
+        if requests is not None:
+            self._check_requests(result, sampled, decision, requests)
+        if not all(self._is_complete(row.teacher_signal) for row in batch.micro_batches):
+            result.errors.append(
+                "a micro-batch lacks what its teacher says of it, or has it in another form"
+            )
+        row = batch.micro_batches[0]
+        lengths = _first_pass_lengths(row, requests)
+        differences = [torch.zeros(0, dtype=torch.float64)]
+        for name, source in self._sources().items():
+            chosen = self._choose(row, requests, name, lengths)
+            # Each rank makes as many passes.
+            for index in chosen:
+                max_tokens = 0 if index is None else max(_LONG - lengths[index], 0)
+                differences.append(self._compare(source, row, index, requests, max_tokens))
+        compared = torch.cat(differences)
+        if len(compared):
+            what = "a teacher's logprob of a token that the update is given, in nats on average,"
+            result.check_difference(what, "teacher", float(compared.mean()), self._bound)
+        cast(FSDPModule, self._teacher.policy).reshard()
+        return result
+
+    def _is_complete(self, signal: TeacherSignal | None) -> bool:
+        """Returns whether a row has the signal that the config asks for."""
+        if signal is None or signal.coef != self._teacher.config.coef:
+            return False
+        return (signal.logprobs is not None) == (self._teacher.config.loss == "sampled")
+
+    def _sources(self) -> Mapping[str, Any]:
+        """Returns what the check asks again, by the teachers' names."""
+        return self._teacher.models
+
+    def _has_signal(self, rollout_id: int) -> bool:
+        """Returns False if the teacher could not score the rollout."""
+        return True
+
+    def _choose(
+        self, row: MicroBatch, requests: Requests, name: str, lengths: Sequence[int]
+    ) -> list[int | None]:
+        """Returns the indices of _NUM_ROLLOUTS rollouts of a teacher, with None for those that are missing."""
+        candidates = [
+            index
+            for index, rollout_id in enumerate(row.rollout_ids)
+            if (requests is None or requests[rollout_id].teacher == name)
+            and lengths[index] <= _TOO_LONG
+            and self._has_signal(rollout_id)
+        ]
+        candidates.sort(key=lengths.__getitem__)
+        short = [index for index in candidates if lengths[index] <= _LONG] or candidates[:1]
+        stride = max(len(short) // _NUM_ROLLOUTS, 1)
+        chosen: list[int | None] = [*short[::stride][: min(len(short), _NUM_ROLLOUTS)]]
+        return chosen + [None] * (_NUM_ROLLOUTS - len(chosen))
+
+    def _logits(self, source: Any, token_ids: Tensor, predict_index: Tensor) -> Tensor | None:
+        """Collective. Returns logits [n, V] at the positions [n] of the ids [T], or None if the teacher gives none."""
+        teacher: TeacherModel = source
+        with (
+            eager_attention(teacher.model.model),
+            adapters_at_zero(teacher.model) if teacher.is_base else nullcontext(),
+        ):
+            logits: Tensor = teacher.model.plain_logits(token_ids[None], predict_index)[0].float()
+        return logits / self._temperature
+
+    def _check_requests(
+        self,
+        result: CheckResult,
+        sampled: SampledStep,
+        decision: Decision,
+        requests: Mapping[int, TeacherRequest],
+    ) -> None:
+        """Collective. Compares the requests with those that the sampling ranks make from their own rows."""
+        slots = [(g.prompt, decision.slots.get(g.prompt.position)) for g in sampled.groups]
+        local = [
+            [slot, _digest(self._teacher.request_for(prompt))]
+            for prompt, slot in slots
+            if slot is not None
+        ]
+        by_slot = dict(on_rank0(lambda parts: [pair for part in parts for pair in part], local))
+        size = sampled.rules.rollout.group_size
+        wrong = [i for i, request in requests.items() if by_slot.get(i // size) != _digest(request)]
+        if wrong:
+            result.errors.append(
+                f"rollouts {wrong[:5]} go to another teacher, or with another prompt, than their rows say"
+            )
+
+    def _compare(
+        self,
+        source: Any,
+        row: MicroBatch,
+        index: int | None,
+        requests: Requests,
+        max_tokens: int,
+    ) -> Tensor:
+        """Collective. Returns |differences| in nats at some tokens of a rollout's first context; none without a
+        rollout. `max_tokens` bounds the tokens between the first one compared and the last."""
+        context = _first_context(row, index, requests, max_tokens)
+        logits = self._logits(source, context.token_ids, context.predict_index)
+        if context.tokens is None or row.teacher_signal is None or logits is None:
+            return torch.zeros(0, dtype=torch.float64)
+        # Large logits are rounded by more.
+        self._bound = max(self._bound, float(logits.abs().amax(-1).mean()) * self._rounding)
+        targets = row.target_ids[context.tokens]
+        return _differences(row.teacher_signal, logits, context.tokens, targets).double().cpu()
+
+
+def _first_context(
+    row: MicroBatch, index: int | None, requests: Requests, max_tokens: int
+) -> _Context:
+    if index is None:
+        return _Context(row.input_ids[:2], row.predict_index.new_zeros(1), None)
+    starts = torch.nonzero(row.position_ids == 0)[:, 0]
+    tokens = torch.nonzero(row.sequence_index == index)[:, 0]
+    predict_index = row.predict_index[tokens]
+    first = int(predict_index[0])
+    start = int(starts[starts <= first].max())
+    later_starts = starts[starts > start]
+    end = int(later_starts.min()) if len(later_starts) else len(row.input_ids)
+    tokens = tokens[predict_index < min(end, first + max_tokens + 1)][:_NUM_TOKENS]
+    predict_index = row.predict_index[tokens] - start
+    token_ids = row.input_ids[start : start + int(predict_index[-1]) + 2]
+    prompt_ids = None if requests is None else requests[row.rollout_ids[index]].prompt_ids
+    if prompt_ids is not None:
+        completion_ids = token_ids[int(predict_index[0]) + 1 :]
+        token_ids = torch.cat([token_ids.new_tensor(prompt_ids), completion_ids])
+        predict_index = predict_index - predict_index[0] + len(prompt_ids) - 1
+    return _Context(token_ids, predict_index, tokens)
+
+
+def _first_pass_lengths(row: MicroBatch, requests: Requests) -> list[int]:
+    """Returns the tokens of a pass to each rollout's first completion token, with the prompt that its teacher sees."""
+    lengths: dict[int, int] = {}
+    positions = row.position_ids[row.predict_index].tolist()
+    for index, position in zip(row.sequence_index.tolist(), positions, strict=True):
+        lengths.setdefault(index, position + 2)
+    prompts = [None if requests is None else requests[i].prompt_ids for i in row.rollout_ids]
+    return [
+        lengths.get(index, 2) if prompt_ids is None else len(prompt_ids) + 1
+        for index, prompt_ids in enumerate(prompts)
+    ]
+
+
+def _differences(signal: TeacherSignal, logits: Tensor, tokens: Tensor, targets: Tensor) -> Tensor:
+    """Returns the differences [n] of the targets' logprobs, or of all outcomes weighted by their probability, from
+    plain logits [n, V]."""
+    if signal.logprobs is not None:
+        plain = logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+        return (signal.logprobs[tokens] - plain).abs()
+    taught = signal.divergence
+    assert isinstance(taught, TeacherDivergence)
+    differences = []
+    for number, token in enumerate(tokens.tolist()):
+        log_p = logits[number : number + 1, : taught.num_tokens].log_softmax(-1)
+        for places, scores in taught.parts:
+            rows = [token] if places is None else torch.nonzero(places == token)[:, 0].tolist()
+            for index in rows:
+                part = slice(index, index + 1)
+                plain = scores.outcomes(log_p, part)
+                difference = (plain - scores.logprobs_of(part)).abs()
+                differences.append((plain.exp() * difference).sum())
+    # A token that no teacher scored is as wrong as can be.
+    return torch.stack(differences) if differences else torch.full((1,), torch.inf)
+
+
+def _digest(request: TeacherRequest) -> int:
+    return zlib.crc32(repr((request.teacher, request.prompt_ids)).encode())
+
+
+_HIDDEN_SIZE = 8  # of a RandomTeacher
+
+
+class RandomTeacher:
+    """A teacher for the synthetic rows of the gradient check, with its term in the loss written out plainly.
+
+    It says about each sampled token what it is told to, or has a random distribution, drawn from a fixed seed.
+    """
+
+    def __init__(
+        self, config: TeacherConfig, policy: Policy, temperature: float, dtype: str
+    ) -> None:
+        self.coef = config.coef
+        self._config = config
+        self._temperature = temperature
+        self._dtype = DTYPES[dtype]
+        self._generator = torch.Generator().manual_seed(0)
+        self._policy_scaling = _scaling(policy)
+        self._head = self._draw(policy.model.get_output_embeddings().weight.shape[0])
+        # Of the rows that hold a rollout: logprobs [n, V], and the ids of the top tokens.
+        self._log_p: list[Tensor] = []
+        self._top_ids: list[Tensor] = []
+
+    @property
+    def is_sampled(self) -> bool:
+        """True if it gives logprobs of the sampled tokens, False if it gives distributions."""
+        return self._config.loss == "sampled"
+
+    def teach(self, row: MicroBatch) -> None:
+        """Attaches its signal to a row."""
+        if self.is_sampled:
+            row.teacher_signal = TeacherSignal(self.coef, torch.zeros_like(row.rollout_logprobs))
+            return
+        device = row.input_ids.device
+        hidden = self._draw(len(row.target_ids)).to(device)
+        head = self._head.to(device)
+        scores: WholeTeacher | TopTeacher = WholeTeacher(hidden, head, self._temperature, None)
+        if self._config.loss == "topk":
+            ids, logprobs = top_outcomes(
+                hidden,
+                head,
+                self._config.top_k,
+                temperature=self._temperature,
+                chunk=self._policy_scaling[1],
+            )
+            scores = TopTeacher(ids, logprobs)
+        divergence = TeacherDivergence([(None, scores)], self._config.beta, self._policy_scaling, len(head))
+        row.teacher_signal = TeacherSignal(self.coef, divergence=divergence)
+        if row.rollout_ids:
+            self._log_p.append((hidden @ head.T).double().div(self._temperature).log_softmax(-1))
+            self._top_ids += [scores.ids] if isinstance(scores, TopTeacher) else []
+
+    def divergence(self, log_p: Tensor) -> Tensor:
+        """Returns the divergence [n], float64, of the policy's logprobs [n, V] of all rows, by the formula and autograd
+        alone."""
+        beta = self._config.beta
+        s = log_p.double()
+        t = torch.cat([log_p[:0].double(), *self._log_p])
+        if self._top_ids:
+            ids = torch.cat(self._top_ids)
+            s = _top_and_rest(s, ids)
+            t = _top_and_rest(t, ids)
+        if beta == 0.0:
+            return (t.exp() * (t - s)).sum(-1)
+        if beta == 1.0:
+            return (s.exp() * (s - t)).sum(-1)
+        m = torch.logaddexp(s + math.log(1 - beta), t + math.log(beta))
+        return (beta * t.exp() * (t - m) + (1 - beta) * s.exp() * (s - m)).sum(-1)
+
+    def _draw(self, num_rows: int) -> Tensor:
+        return torch.randn(num_rows, _HIDDEN_SIZE, generator=self._generator).to(self._dtype)
+
+
+def _top_and_rest(log_p: Tensor, ids: Tensor) -> Tensor:
+    """Returns the logprobs [n, K + 1] of the tokens `ids` [n, K], and of all other tokens together."""
+    rest = log_p.scatter(-1, ids, -math.inf).logsumexp(-1, keepdim=True)
+    return torch.cat([log_p.gather(-1, ids), rest], -1)

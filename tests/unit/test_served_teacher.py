@@ -33,7 +33,7 @@ from grpo_spmd.rewards.pool.call_limits import CallLimits
 from grpo_spmd.rewards.remote.client import Place, PromptLogprobs
 from grpo_spmd.rewards.remote.server_calls import ServerCalls
 from grpo_spmd.rewards.trl import FailedCallError
-from grpo_spmd.signals.served_teacher import _contexts, rest_of, said_of
+from grpo_spmd.signals.served_teacher import _contexts, compact_answer, rest_logprob
 from tests.support.models import make_model, write_config
 from tests.support.stub_server import SECRET, StubServer, stub_server
 from tests.support.stub_vllm import NAME, answers
@@ -149,7 +149,7 @@ def test_what_is_no_answer_to_these_tokens_is_refused(
 
 def test_what_is_kept_of_a_token_is_8_bytes_for_each_of_the_likeliest() -> None:
     places = [Place(-5.6, [(40, -1.0), (41, -2.0)]), Place(-0.25, [(8, -0.25), (40, -2.5)])]
-    ids, logprobs = said_of(places, 2, 96)
+    ids, logprobs = compact_answer(places, 2, 96)
     assert ids.tolist() == [[40, 41], [8, 40]]
     rests = [
         math.log(1 - math.exp(-1) - math.exp(-2)),
@@ -160,7 +160,7 @@ def test_what_is_kept_of_a_token_is_8_bytes_for_each_of_the_likeliest() -> None:
         pytest.approx([-0.25, -2.5, rests[1]]),
     ]
     assert (ids.nbytes, logprobs.nbytes) == (2 * 2 * 4, 2 * 3 * 4)
-    ids, logprobs = said_of(places, 0, 96)
+    ids, logprobs = compact_answer(places, 0, 96)
     assert (ids.shape, logprobs.tolist()) == ((2, 0), [[pytest.approx(-5.6)], [-0.25]])
 
 
@@ -327,7 +327,7 @@ def test_each_context_of_an_episode_is_asked_of_up_to_its_last_sampled_token() -
         [episode, Rollout(9, 0.0, True, [11], [12, 13], [0.0] * 2)], torch.device("cpu")
     )
     found = [
-        (q.rollout_id, q.token_ids.tolist(), q.predicted.tolist(), q.places.tolist())
+        (q.rollout_id, q.token_ids.tolist(), q.sampled_at.tolist(), q.tokens.tolist())
         for q in _contexts(row, None)
     ]
     assert found == [
@@ -335,7 +335,7 @@ def test_each_context_of_an_episode_is_asked_of_up_to_its_last_sampled_token() -
         (4, [1, 2, 8, 9], [3], [3]),
         (9, [11, 12, 13], [1, 2], [4, 5]),
     ]
-    assert [q.places.tolist() for q in _contexts(row, np.array([7, 8, 9, 0, 1, 2]))] == [
+    assert [q.tokens.tolist() for q in _contexts(row, np.array([7, 8, 9, 0, 1, 2]))] == [
         [7, 8, 9],
         [0],
         [1, 2],
@@ -346,9 +346,9 @@ def test_each_context_of_an_episode_is_asked_of_up_to_its_last_sampled_token() -
 
 
 def test_what_is_left_of_1_is_known_to_rounding() -> None:
-    assert rest_of([math.log(0.5), math.log(0.25)], 97) == pytest.approx(math.log(0.25))
-    assert rest_of([math.log(0.5), math.log(0.5)], 97) == pytest.approx(math.log(2.0**-23))
-    assert rest_of([math.log(0.5), math.log(0.5)], 2) == MIN_LOGPROB  # there are no others
+    assert rest_logprob([math.log(0.5), math.log(0.25)], 97) == pytest.approx(math.log(0.25))
+    assert rest_logprob([math.log(0.5), math.log(0.5)], 97) == pytest.approx(math.log(2.0**-23))
+    assert rest_logprob([math.log(0.5), math.log(0.5)], 2) == MIN_LOGPROB  # there are no others
 
 
 # Before a model is built

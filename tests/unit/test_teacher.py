@@ -38,7 +38,7 @@ from grpo_spmd.model.divergence import Divergence, TopTeacher, WholeTeacher, top
 from grpo_spmd.model.policy import Policy, build_policy
 from grpo_spmd.records import Decision, MicroBatch, Rollout, RolloutBatch, TeacherSignal
 from grpo_spmd.signals import rewards as signal_rewards
-from grpo_spmd.signals.teacher import Ask, Teacher, TeacherModel, taught_row
+from grpo_spmd.signals.teacher import Teacher, TeacherModel, TeacherRequest, select_teacher_row
 from tests.support import trl_distillation
 from tests.support.models import make_model, write_config
 
@@ -221,9 +221,13 @@ def test_each_rollout_is_scored_by_its_own_teacher_with_the_prompt_that_it_is_sh
         name: TeacherModel(build(path, session, trainable=False))
         for name, path in zip("ab", folders, strict=True)
     }
-    asks = {0: Ask("b"), 1: Ask("a", [4, 4, 9, 1, 2]), 2: Ask("b", [6, 30])}
+    asks = {
+        0: TeacherRequest("b"),
+        1: TeacherRequest("a", [4, 4, 9, 1, 2]),
+        2: TeacherRequest("b", [6, 30]),
+    }
     teacher = Teacher(TeacherConfig(path={"a": "x", "b": "y"}, loss=loss, top_k=5), models, policy)
-    monkeypatch.setattr(teacher, "asked", lambda _: asks)
+    monkeypatch.setattr(teacher, "requests", lambda _: asks)
     empty = Rollout(7, 0.0, True, [3, 3], [], [])
     (row, nothing) = attached(
         teacher,
@@ -236,7 +240,7 @@ def test_each_rollout_is_scored_by_its_own_teacher_with_the_prompt_that_it_is_sh
     for rollout in rollouts():
         ask, said = asks[rollout.rollout_id], cast(list[int], rollout.completion_ids)
         plain = plain_logprobs(
-            folders["ab".index(ask.name)],
+            folders["ab".index(ask.teacher)],
             ask.prompt_ids or cast(list[int], rollout.prompt_ids),
             said,
         )
@@ -244,9 +248,9 @@ def test_each_rollout_is_scored_by_its_own_teacher_with_the_prompt_that_it_is_sh
         at, targets = torch.arange(len(said)), torch.tensor(said)
         if loss == "sampled":
             found.append(plain[at, targets])
-            expected[ask.name] += (policys - plain)[at, targets].tolist()
+            expected[ask.teacher] += (policys - plain)[at, targets].tolist()
         elif loss == "full":
-            expected[ask.name] += (policys.exp() * (policys - plain)).sum(-1).tolist()
+            expected[ask.teacher] += (policys.exp() * (policys - plain)).sum(-1).tolist()
     assert row.teacher_signal is not None
     if loss == "sampled":
         assert row.teacher_signal.logprobs is not None
@@ -261,13 +265,13 @@ def test_each_rollout_is_scored_by_its_own_teacher_with_the_prompt_that_it_is_sh
 
 def test_rows_for_a_teacher_keep_their_order() -> None:
     row = pack_rollouts(rollouts(), CPU)
-    asks = {0: Ask("x"), 1: Ask("y"), 2: Ask("x", [50, 51, 52])}
-    own, places = taught_row(row, asks, "x")
+    asks = {0: TeacherRequest("x"), 1: TeacherRequest("y"), 2: TeacherRequest("x", [50, 51, 52])}
+    own, places = select_teacher_row(row, asks, "x")
     assert places.tolist() == [0, 1, 2, 3, 10]
     assert own.rollout_ids == [0, 2]
     assert own.input_ids.tolist() == [5, 9, 2, 7, 1, 30, 4, 50, 51, 52, 3]
     assert own.target_ids.tolist() == row.target_ids[places].tolist()
-    whole, everywhere = taught_row(row, {i: Ask("x") for i in asks}, "x")
+    whole, everywhere = select_teacher_row(row, {i: TeacherRequest("x") for i in asks}, "x")
     assert everywhere.tolist() == list(range(11))
     for name in ("input_ids", "position_ids", "predict_index", "target_ids"):
         assert torch.equal(getattr(whole, name), getattr(row, name)), name

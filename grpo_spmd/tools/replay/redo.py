@@ -71,7 +71,7 @@ def _replay(
     is_measured = not any(weights_of(recorded).values())
     discount = None if is_measured else config.environment.discount
     rules = StepRules(
-        *sections, config.reward_pool.max_error_frac, 1, discount=discount, is_measured=is_measured
+        *sections, config.reward_pool.max_error_frac, 1, discount=discount, zero_advantages=is_measured
     )
     sampled = SampledStep(rules)
     pool.begin_step(TrainerState(recorded.step - 1, config.training.num_steps, recorded.epoch))

@@ -236,7 +236,10 @@ def texts_on_the_cpu(trials: Trials) -> None:
 
 
 def teachers_places_on_the_cpu(trials: Trials) -> None:
-    policy, plain = build_policy(trials.config.model, 1.0, trials.session()), teacher.taught_row
+    policy, plain = (
+        build_policy(trials.config.model, 1.0, trials.session()),
+        teacher.select_teacher_row,
+    )
     one = teacher.Teacher(trials.config.teacher, {"": teacher.TeacherModel(policy)}, policy)
     row = micro_batch(trials.cuda.device)
 
@@ -244,10 +247,10 @@ def teachers_places_on_the_cpu(trials: Trials) -> None:
         own, places = plain(*given)
         return own, trials.cuda.values(places)
 
-    asks = {i: teacher.Ask("") for i in row.rollout_ids}
+    asks = {i: teacher.TeacherRequest("") for i in row.rollout_ids}
     with (
-        patch.object(teacher, "taught_row", on_the_cpu),
-        patch.object(one, "asked", lambda _: asks),
+        patch.object(teacher, "select_teacher_row", on_the_cpu),
+        patch.object(one, "requests", lambda _: asks),
     ):
         one.attach(RolloutBatch([[row]], [24], [4]), cast(Any, None), lambda _: None)
 

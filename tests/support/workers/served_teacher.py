@@ -28,7 +28,7 @@ from grpo_spmd.rewards.remote.client import PromptLogprobs
 from grpo_spmd.signals import served_teacher
 from grpo_spmd.signals.served_teacher import Question, ServedTeacher, ServerCheck
 from grpo_spmd.signals.teacher import Teacher, TeacherCheck, TeacherModel
-from tests.support.workers.teacher import Trials, ask_of, changed, other_samples
+from tests.support.workers.teacher import Trials, changed, other_samples, request_for
 from tests.support.workers.update import GROUP_SIZE, SPLITS, fixed_groups
 
 LIMITS: dict[str, Any] = {"timeout_s": 30.0, "max_concurrent": 5, "retries": 1}
@@ -59,7 +59,10 @@ class ServedTrials(Trials):
     def teacher(self, kind: str, policy: Policy) -> Teacher:
         config = KINDS[kind.removesuffix(SOME).removesuffix(", ")]
         names = {"a": "a", "b": "b"} if kind == SEVERAL else {"": "a"}
-        asks: tuple[Any, ...] = ([group.prompt for group in fixed_groups()].__getitem__, ask_of)
+        asks: tuple[Any, ...] = (
+            [group.prompt for group in fixed_groups()].__getitem__,
+            request_for,
+        )
         asks = asks if kind == SEVERAL else (None, None)
         if self.is_here:
             here = {name: TeacherModel(self.models[model]) for name, model in names.items()}
@@ -140,8 +143,8 @@ def faults(trials: ServedTrials) -> int:
             yield Question(
                 question.rollout_id,
                 question.token_ids,
-                question.predicted.clip(2) - 1,
-                question.places,
+                question.sampled_at.clip(2) - 1,
+                question.tokens,
             )
 
     with patch.object(served_teacher, "_contexts", earlier):

@@ -36,7 +36,13 @@ from grpo_spmd.model.policy import Policy, build_policy, hf_named_parameters, lo
 from grpo_spmd.proofs.gradient_check import GradientCheck
 from grpo_spmd.records import MicroBatch, Prompt, RolloutBatch, TeacherSignal
 from grpo_spmd.signals import teacher as teacher_check
-from grpo_spmd.signals.teacher import Ask, RandomTeacher, Teacher, TeacherCheck, TeacherModel
+from grpo_spmd.signals.teacher import (
+    RandomTeacher,
+    Teacher,
+    TeacherCheck,
+    TeacherModel,
+    TeacherRequest,
+)
 from tests.support.learn import merged_on_all, sampled_step_of, updater_of
 from tests.support.workers.update import LONGEST, SPLITS, deal, fixed_groups, plan_unpacked, score
 
@@ -53,8 +59,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def ask_of(prompt: Prompt) -> Ask:
-    return Ask(
+def request_for(prompt: Prompt) -> TeacherRequest:
+    return TeacherRequest(
         "ab"[prompt.position % 2], [1 + prompt.position, 2, 3] if prompt.position < 4 else None
     )
 
@@ -84,7 +90,7 @@ class Trials:
         models = {name: TeacherModel(model) for name, model in self.models.items()}
         if kind == SEVERAL:
             prompts = [group.prompt for group in fixed_groups()]
-            return Teacher(KINDS[kind], models, policy, prompts.__getitem__, ask_of)
+            return Teacher(KINDS[kind], models, policy, prompts.__getitem__, request_for)
         one = TeacherModel(policy, is_base=True, is_own=False) if policy.lora.rank else models["a"]
         return Teacher(KINDS[kind], {"": one}, policy)
 
