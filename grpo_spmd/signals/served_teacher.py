@@ -25,7 +25,7 @@ from grpo_spmd.distributed.collectives import any_rank, on_rank0
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.learn.sampled_step import SampledStep
 from grpo_spmd.learn.update import StopCheck
-from grpo_spmd.model.divergence import MIN_LOGPROB, TokenIndices, TeacherDivergence, TopTeacher
+from grpo_spmd.model.divergence import MIN_LOGPROB, TeacherDivergence, TokenIndices, TopTeacher
 from grpo_spmd.model.policy import Policy
 from grpo_spmd.proofs.gradient_check import CheckResult
 from grpo_spmd.proofs.update_check import SignalProofs, UpdateCheckSettings

@@ -31,7 +31,13 @@ from grpo_spmd.distributed.session import Session
 from grpo_spmd.learn.assemble import episode_rollout, pack_rollouts
 from grpo_spmd.learn.sampled_step import SampledStep
 from grpo_spmd.learn.update import StopCheck
-from grpo_spmd.model.divergence import TokenIndices, TeacherDivergence, TopTeacher, WholeTeacher, top_outcomes
+from grpo_spmd.model.divergence import (
+    TeacherDivergence,
+    TokenIndices,
+    TopTeacher,
+    WholeTeacher,
+    top_outcomes,
+)
 from grpo_spmd.model.lora import adapters_off
 from grpo_spmd.model.offload import OffloadableModel
 from grpo_spmd.model.policy import DTYPES, Policy, Term, build_policy
@@ -584,7 +590,9 @@ class RandomTeacher:
                 chunk=self._policy_scaling[1],
             )
             scores = TopTeacher(ids, logprobs)
-        divergence = TeacherDivergence([(None, scores)], self._config.beta, self._policy_scaling, len(head))
+        divergence = TeacherDivergence(
+            [(None, scores)], self._config.beta, self._policy_scaling, len(head)
+        )
         row.teacher_signal = TeacherSignal(self.coef, divergence=divergence)
         if row.rollout_ids:
             self._log_p.append((hidden @ head.T).double().div(self._temperature).log_softmax(-1))
