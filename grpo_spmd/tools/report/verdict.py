@@ -1,7 +1,12 @@
-"""Where a curve begins to be what it should not be. Pure."""
+"""What a person should look at in a run, and how far its running checks are from their bounds.
+
+A finding is about a range of steps, never about one step's luck, and tells at which step it began.
+Pure: from metrics in memory to texts. Imports no torch.
+"""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,142 +20,44 @@ from grpo_spmd.proofs.logprob_check import bounds_of
 from grpo_spmd.tools.report.run import RecordedRun
 
 Floats = npt.NDArray[np.float64]
-Mask = npt.NDArray[np.bool_]
-LEAST_STEPS = 3  # in a row, more or less, before something is more than a hiccup
-_MOST_LEVEL = 20  # steps that a level is the mean of
-
-
-@dataclass(frozen=True)
-class Curve:
-    """A metric where it is known: at least one value, at ascending steps."""
-
-    steps: npt.NDArray[np.int64]
-    values: Floats
-
-    @property
-    def window(self) -> int:
-        """Steps that say what a level is: a tenth of the curve."""
-        return min(max(len(self.values) // 10, min(3, len(self.values))), _MOST_LEVEL)
-
-    @property
-    def start(self) -> float:
-        """The level that it began at."""
-        return float(np.median(self.values[: self.window]))
-
-    @property
-    def now(self) -> float:
-        """The level that it has come to."""
-        return float(np.median(self.values[-self.window :]))
-
-    @property
-    def smooth(self) -> Floats:
-        """Means of `window` values around each."""
-        sums = np.concatenate([[0.0], np.cumsum(self.values)])
-        half, number = self.window // 2, len(self.values)
-        low = np.maximum(np.arange(number) - half, 0)
-        high = np.minimum(np.arange(number) + half + 1, number)
-        means: Floats = (sums[high] - sums[low]) / (high - low)
-        return means
-
-
-@dataclass(frozen=True)
-class Stretch:
-    """Steps at which something held, nearly all of them."""
-
-    first: int
-    last: int
-    goes_on: bool  # to the end of the curve
-
-    def __str__(self) -> str:
-        return (
-            f"since step {self.first}" if self.goes_on else f"from step {self.first} to {self.last}"
-        )
-
-
-def curve(lines: Sequence[Mapping[str, Any]], key: str) -> Curve | None:
-    """None where no line knows the metric."""
-    known = [(line["step"], float(value)) for line in lines if (value := line.get(key)) is not None]
-    if not known:
-        return None
-    return Curve(
-        np.array([step for step, _ in known], np.int64), np.array([value for _, value in known])
-    )
-
-
-def stretch(steps: npt.NDArray[np.int64], holds: Mask, least: int = LEAST_STEPS) -> Stretch | None:
-    """Where `holds` is mostly true: the end of the curve that has most steps with it beyond those without, else such a
-    part in the middle; None where that is fewer than `least` steps (or than all, of a short curve)."""
-    score = np.where(holds, 1, -1)
-    needed = min(least, len(score))
-    of_ends = np.cumsum(score[::-1])[::-1]
-    best = int(of_ends.max(initial=0))
-    if best >= needed > 0:
-        first = int(np.flatnonzero(of_ends == best)[-1])  # of two that say the same the shorter one
-        return Stretch(int(steps[first]), int(steps[-1]), True)
-    sums = np.concatenate([[0], np.cumsum(score)])
-    gains = sums[1:] - np.minimum.accumulate(sums[:-1])
-    if len(gains) and gains.max() >= max(needed, LEAST_STEPS):
-        last = int(np.argmax(gains))
-        low = sums[: last + 1]
-        first = int(np.flatnonzero(low == low.min())[-1])
-        return Stretch(int(steps[first]), int(steps[last]), False)
-    return None
-
-
-def moved(of: Curve, start: float, now: float, part: float = 0.25) -> Stretch | None:
-    """Since when it is `part` of the way from `start` to `now`, or further."""
-    there = start + part * (now - start)
-    return stretch(of.steps, of.values >= there if now > start else of.values <= there)
-
-
-def spikes(
-    of: Curve, times: float, before: int = 20, least_before: int = 5
-) -> npt.NDArray[np.int64]:
-    """Steps with a value of more than `times` the median of those `before` it."""
-    found = [
-        int(of.steps[i])
-        for i in np.flatnonzero(of.values > times * np.median(of.values))
-        if i >= least_before and of.values[i] > times * np.median(of.values[max(0, i - before) : i])
-    ]
-    return np.array(found, np.int64)
-
-
-# What a person should look at in a run, and how far its running checks were from their bounds. Imports no torch.
-#
-# A finding is of a stretch of steps, never of one step's luck, and says at which it began.
-
-
+Steps = npt.NDArray[np.int64]
 Level = Literal["ok", "warning", "bad"]
-_RANK = {"bad": 0, "warning": 1, "ok": 2}
-_FAILED = 0.01  # share of completions that failed, from which on it is worth a word
-_NEAR = 0.5  # of a bound
-_SPIKE = 10.0  # times the gradients before
-_MOST_ALIKE, _MOST_CUT, _MOST_WASTE, _MOST_UNSCORED, _FAR_UNSCORED = (
-    0.8,
-    0.5,
-    0.3,
-    0.05,
-    0.25,
-)  # shares
-_TEACH_ALIKE = {"teacher/kl", "critic/loss"}  # what learns from groups whose rewards are alike
-_LEAST_GROWTH_GIB = 0.5
-_MEAN, _LARGEST = "weight_sync/mismatch_abs_mean", "weight_sync/mismatch_abs_max"
+Metrics = Sequence[Mapping[str, Any]]  # lines of metrics.jsonl
+
+_LEVELS: tuple[Level, ...] = ("bad", "warning", "ok")  # the worst first
+_MIN_STEPS = 3  # in a row, more or less, before something is more than a hiccup
+_MAX_LEVEL_STEPS = 20
+_NEAR_BOUND = 0.5  # of a bound
+_SPIKE = 10.0  # times the gradients before it
+# Shares of completions, groups, episodes or time from which on there is something to say.
+_FAILED_FRAC = 0.01
+_ALIKE_FRAC = 0.8
+_CUT_FRAC = 0.5
+_WASTE_FRAC = 0.3
+_UNSCORED_FRAC = 0.05
+_BAD_UNSCORED_FRAC = 0.25
+_MIN_GROWTH_GIB = 0.5
+# With these a policy or a critic learns from groups whose rewards are alike, too.
+_OTHER_SIGNALS = {"teacher/kl", "critic/loss"}
+_MISMATCH_MEAN = "weight_sync/mismatch_abs_mean"
+_MISMATCH_MAX = "weight_sync/mismatch_abs_max"
+_END_STATES = {"failed": "failed", "killed": "was killed", "silent": "writes nothing any more"}
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something to look at; `step`: where it began; `metric`: the curve that shows it."""
+    """Something to look at in a run."""
 
     level: Level
     title: str
     text: str
-    step: int | None
-    metric: str | None
+    step: int | None  # where it began
+    metric: str | None  # the curve that shows it
 
 
 @dataclass(frozen=True)
 class Check:
-    """One of the run's own checks: what it found so far beside the bound at which it stops the run."""
+    """One of the run's own checks: its result so far, and the bound at which it stops the run."""
 
     name: str
     level: Level
@@ -159,513 +66,618 @@ class Check:
     text: str
 
 
+@dataclass(frozen=True)
+class Curve:
+    """A metric at the steps where it is known: at least one value, ascending steps."""
+
+    key: str
+    steps: Steps
+    values: Floats
+
+    @property
+    def window(self) -> int:
+        """Number of steps that make up a level: a tenth of the curve."""
+        return min(max(len(self.values) // 10, min(3, len(self.values))), _MAX_LEVEL_STEPS)
+
+    @property
+    def start(self) -> float:
+        """The level at the beginning."""
+        return float(np.median(self.values[: self.window]))
+
+    @property
+    def end(self) -> float:
+        """The level at the end."""
+        return float(np.median(self.values[-self.window :]))
+
+    @property
+    def smoothed(self) -> Floats:
+        """Means over `window` values around each value."""
+        sums = np.concatenate([[0.0], np.cumsum(self.values)])
+        half = self.window // 2
+        indices = np.arange(len(self.values))
+        low = np.maximum(indices - half, 0)
+        high = np.minimum(indices + half + 1, len(self.values))
+        means: Floats = (sums[high] - sums[low]) / (high - low)
+        return means
+
+    def mean_over(self, steps: StepRange) -> float:
+        is_inside = (self.steps >= steps.first) & (self.steps <= steps.last)
+        return float(np.mean(self.values[is_inside]))
+
+    def above(self, bound: float) -> StepRange | None:
+        """Returns the steps at which the metric is at `bound` or above."""
+        return find_range(self.steps, self.values >= bound)
+
+    def moved(self, start: float, end: float, frac: float = 0.25) -> StepRange | None:
+        """Returns the steps since which the metric is `frac` of the way from `start` to `end`."""
+        bound = start + frac * (end - start)
+        return find_range(self.steps, self.values >= bound if end > start else self.values <= bound)
+
+
+@dataclass(frozen=True)
+class StepRange:
+    """Steps at nearly all of which a condition held."""
+
+    first: int
+    last: int
+    is_open: bool  # up to the end of the curve
+
+    def __str__(self) -> str:
+        end = f"from step {self.first} to {self.last}"
+        return f"since step {self.first}" if self.is_open else end
+
+
+def metric_curve(lines: Metrics, key: str) -> Curve | None:
+    """Returns None if no line has the metric."""
+    known = [(line["step"], float(line[key])) for line in lines if line.get(key) is not None]
+    if not known:
+        return None
+    steps, values = zip(*known, strict=True)
+    return Curve(key, np.array(steps, np.int64), np.array(values))
+
+
+def find_range(
+    steps: Steps, holds: npt.NDArray[np.bool_], min_steps: int = _MIN_STEPS
+) -> StepRange | None:
+    """Returns the steps at which `holds` is mostly true.
+
+    That is the end of the curve with the largest majority of true over false, or else such a range
+    in the middle. Returns None for fewer than `min_steps` (or than all, in a short curve).
+    """
+    score = np.where(holds, 1, -1)
+    needed = min(min_steps, len(score))
+    end_sums = np.cumsum(score[::-1])[::-1]
+    best = int(end_sums.max(initial=0))
+    if best >= needed > 0:
+        first = int(np.flatnonzero(end_sums == best)[-1])  # the shorter one of equal ends
+        return StepRange(int(steps[first]), int(steps[-1]), is_open=True)
+    sums = np.concatenate([[0], np.cumsum(score)])
+    gains = sums[1:] - np.minimum.accumulate(sums[:-1])
+    if len(gains) and gains.max() >= max(needed, _MIN_STEPS):
+        last = int(np.argmax(gains))
+        earlier_sums = sums[: last + 1]
+        first = int(np.flatnonzero(earlier_sums == earlier_sums.min())[-1])
+        return StepRange(int(steps[first]), int(steps[last]), is_open=False)
+    return None
+
+
+def find_spikes(curve: Curve, factor: float, num_before: int = 20, min_before: int = 5) -> Steps:
+    """Returns the steps with a value of more than `factor` times the median before them."""
+    values = curve.values
+    spikes = [
+        int(curve.steps[index])
+        for index in np.flatnonzero(values > factor * np.median(values))
+        if index >= min_before
+        and values[index] > factor * np.median(values[max(0, index - num_before) : index])
+    ]
+    return np.array(spikes, np.int64)
+
+
 def list_findings(run: RecordedRun) -> list[Finding]:
-    """The worst first; one that all is well where nothing is warned of."""
-    with np.errstate(
-        all="ignore"
-    ):  # a folder that somebody made up may have figures beyond all bounds
-        found = [finding for rule in _RULES for finding in rule(run)]
-        found += _near_checks(run) if all(finding.level == "ok" for finding in found) else ()
-    if run.steps and all(finding.level == "ok" for finding in found):
-        text = f"{len(run.steps)} steps: rewards, lengths, entropy, gradients, memory and the checks show no trouble."
-        found.append(Finding("ok", "nothing stands out", text, None, None))
-    return sorted(found, key=lambda finding: _RANK[finding.level])
+    """Returns the findings, the worst first; one that all is well if nothing is wrong."""
+    # The figures in other people's folders may be beyond all bounds.
+    with np.errstate(all="ignore"):
+        findings = [finding for rule in _RULES for finding in rule(run)]
+        if all(finding.level == "ok" for finding in findings):
+            findings += _findings_from_checks(run)
+    if run.steps and all(finding.level == "ok" for finding in findings):
+        text = f"{len(run.steps)} steps: rewards, lengths, entropy, gradients, memory and the "
+        text += "checks show no trouble."
+        findings.append(Finding("ok", "nothing stands out", text, None, None))
+    return sorted(findings, key=lambda finding: _LEVELS.index(finding.level))
 
 
 def list_checks(run: RecordedRun) -> list[Check]:
-    """Those that the run has made, with their margins."""
+    """Returns the checks that the run has made, with their margins."""
     with np.errstate(all="ignore"):
-        found = [
-            *_proof_checks(run),
-            *_logprob_checks(run),
-            *_step_checks(run),
-            *_error_checks(run),
-        ]
-    return [check for check in found if check.value]
+        checks = [check for rule in _CHECK_RULES for check in rule(run)]
+    return [check for check in checks if check.value]
 
 
-def _near_checks(run: RecordedRun) -> Iterator[Finding]:
-    """Where nothing else is said of them: one that is not well must not stand beside praise."""
-    for check in (check for check in list_checks(run) if check.level != "ok"):
-        text = f"{check.value}; its bound is {check.bound}: {check.text}."
-        yield Finding(
-            check.level, f"the check of {check.name} is not far from its bound", text, None, None
-        )
+def _findings_from_checks(run: RecordedRun) -> Iterator[Finding]:
+    """Yields checks near their bound, so that a verdict of praise does not stand beside them."""
+    for check in list_checks(run):
+        if check.level != "ok":
+            title = f"the check of {check.name} is not far from its bound"
+            text = f"{check.value}; its bound is {check.bound}: {check.text}."
+            yield Finding(check.level, title, text, None, None)
 
 
-# What stopped it
+def _find_end_state(run: RecordedRun) -> Iterator[Finding]:
+    if run.state in _END_STATES:
+        title = f"the run {_END_STATES[run.state]}"
+        yield Finding("bad", title, run.why, run.last_step or None, None)
 
 
-def _state(run: RecordedRun) -> Iterator[Finding]:
-    if run.state in ("failed", "killed", "silent"):
-        yield Finding("bad", f"the run {_WORDS[run.state]}", run.why, run.last_step or None, None)
-
-
-_WORDS = {"failed": "failed", "killed": "was killed", "silent": "writes nothing any more"}
-
-# Rewards
-
-
-def _alike(run: RecordedRun) -> Iterator[Finding]:
-    key, steps = (
-        "reward/zero_std_groups_frac",
-        [one for one in run.steps if not one.keys() & _TEACH_ALIKE],
-    )
-    alike, reward = curve(steps, key), curve(run.steps, "reward/mean")
-    if alike is None or (where := stretch(alike.steps, alike.values >= _MOST_ALIKE)) is None:
+def _find_alike_groups(run: RecordedRun) -> Iterator[Finding]:
+    steps = [line for line in run.steps if not line.keys() & _OTHER_SIGNALS]
+    alike = metric_curve(steps, "reward/zero_std_groups_frac")
+    steps_above = alike.above(_ALIKE_FRAC) if alike is not None else None
+    if alike is None or steps_above is None:
         return
-    share = f"{_mean_in(alike, where):.0%} of the groups have rewards that are all alike {where}, and teach nothing"
-    if reward is not None and where.goes_on and _is_solved(run, reward):
-        text = f"{share}: the reward has risen from {reward.start:.3g} to {reward.now:.3g}, and what is left is little."
-        yield Finding("ok", "the prompts are nearly solved", text, where.first, key)
+    share = f"{alike.mean_over(steps_above):.0%} of the groups have rewards that are all alike "
+    share += f"{steps_above}, and teach nothing"
+    reward = metric_curve(run.steps, "reward/mean")
+    if reward is not None and steps_above.is_open and _is_solved(run, reward):
+        text = f"{share}: the reward has risen from {reward.start:.3g} to {reward.end:.3g}, "
+        text += "and what is left is little."
+        title = "the prompts are nearly solved"
+        yield Finding("ok", title, text, steps_above.first, alike.key)
         return
-    remedy = "The task is too hard, too easy, or the reward never differs: see the completions, other prompts, a larger"
-    text = f"{share}. {remedy} rollout.group_size, or rollout.dynamic_sampling."
-    level: Level = "bad" if where.goes_on and alike.now >= 0.95 else "warning"
-    yield Finding(level, "groups are alike", text, where.first, key)
+    text = f"{share}. The task is too hard, too easy, or the reward never differs: see the "
+    text += "completions, other prompts, a larger rollout.group_size, or rollout.dynamic_sampling."
+    level: Level = "bad" if steps_above.is_open and alike.end >= 0.95 else "warning"
+    yield Finding(level, "groups are alike", text, steps_above.first, alike.key)
 
 
-def _reward(run: RecordedRun) -> Iterator[Finding]:
-    """A fall counts that is a quarter of the climb before it, of the spread within a step, and beyond the curve's own
-    noise."""
-    key = "reward/mean"
-    reward = curve(run.steps, key)
-    if reward is None or len(reward.values) < 2 * reward.window or len(reward.values) < 6:
+def _find_reward_fall(run: RecordedRun) -> Iterator[Finding]:
+    reward = metric_curve(run.steps, "reward/mean")
+    if reward is None or len(reward.values) < max(6, 2 * reward.window):
         return
-    smooth = reward.smooth
-    top = int(np.argmax(smooth[: -reward.window]))
-    peak, drop = float(smooth[top]), float(smooth[top]) - reward.now
-    noise = float(np.std(reward.values - smooth)) * (2 / reward.window) ** 0.5
-    climbed = peak - float(smooth[: top + 1].min())
-    if drop < max(0.25 * climbed, 0.25 * _spread(run), 4 * noise, 1e-9):
+    smoothed = reward.smoothed
+    top = int(np.argmax(smoothed[: -reward.window]))
+    peak = float(smoothed[top])
+    drop = peak - reward.end
+    climb = peak - float(smoothed[: top + 1].min())
+    spread = _reward_spread(run)
+    noise = float(np.std(reward.values - smoothed)) * (2 / reward.window) ** 0.5
+    # A fall counts if it is a quarter of the climb before it and of the spread within a step, and
+    # beyond the curve's own noise.
+    if drop < max(0.25 * climb, 0.25 * spread, 4 * noise, 1e-9):
         return
-    after = Curve(reward.steps[top:], reward.values[top:])
-    where = moved(after, peak, reward.now)
-    if where is not None and where.goes_on:
-        text = f"It was {peak:.3g} about step {reward.steps[top]}, and is {reward.now:.3g} now."
-        level: Level = "bad" if drop >= 0.5 * max(climbed, _spread(run)) else "warning"
-        yield Finding(level, "the reward falls", f"{text}{_beside(run, where)}", where.first, key)
+    falling = Curve(reward.key, reward.steps[top:], reward.values[top:])
+    steps = falling.moved(peak, reward.end)
+    if steps is not None and steps.is_open:
+        text = f"It was {peak:.3g} about step {reward.steps[top]}, and is {reward.end:.3g} now."
+        level: Level = "bad" if drop >= 0.5 * max(climb, spread) else "warning"
+        text += _describe_changes(run, steps)
+        yield Finding(level, "the reward falls", text, steps.first, reward.key)
 
 
-def _beside(run: RecordedRun, where: Stretch) -> str:
-    """What else changed with it, by how many times."""
-    said = []
+def _describe_changes(run: RecordedRun, steps: StepRange) -> str:
+    """Returns which other metrics changed by half or more at the same time."""
+    changes = []
     for key in (
         "completion/tokens_mean",
         "loss/entropy",
         "optim/grad_norm",
         "completion/truncated_frac",
-        _MEAN,
+        _MISMATCH_MEAN,
     ):
-        of = curve(run.steps, key)
-        if of is None or not (of.steps < where.first).any() or not (of.steps >= where.first).any():
+        curve = metric_curve(run.steps, key)
+        is_before = curve.steps < steps.first if curve is not None else np.zeros(0, np.bool_)
+        if curve is None or is_before.all() or not is_before.any():
             continue
-        before, after = (
-            np.mean(of.values[of.steps < where.first][-20:]),
-            np.mean(of.values[of.steps >= where.first]),
-        )
-        if max(before, after) > 1.5 * min(before, after) and max(abs(before), abs(after)) > 1e-9:
-            said.append(f"{key} {before:.3g} -> {after:.3g}")
-    return f" With it changed {', '.join(said)}." if said else ""
+        before = np.mean(curve.values[is_before][-20:])
+        after = np.mean(curve.values[~is_before])
+        is_changed = max(before, after) > 1.5 * min(before, after)
+        if is_changed and max(abs(before), abs(after)) > 1e-9:
+            changes.append(f"{key} {before:.3g} -> {after:.3g}")
+    return f" With it changed {', '.join(changes)}." if changes else ""
 
 
-def _unscored(run: RecordedRun) -> Iterator[Finding]:
-    key = "reward/unscored_frac"
-    unscored = curve(run.steps, key)
-    if (
-        unscored is None
-        or (where := stretch(unscored.steps, unscored.values >= _MOST_UNSCORED)) is None
+def _find_unscored(run: RecordedRun) -> Iterator[Finding]:
+    unscored = metric_curve(run.steps, "reward/unscored_frac")
+    steps = unscored.above(_UNSCORED_FRAC) if unscored is not None else None
+    if unscored is None or steps is None:
+        return
+    text = f"{unscored.mean_over(steps):.0%} of the completions have no reward {steps}: they enter "
+    text += "no mean, and nothing is learned from them. A reward gave nothing, or the environment "
+    text += "failed: see their statuses."
+    is_bad = steps.is_open and unscored.end >= _BAD_UNSCORED_FRAC
+    level: Level = "bad" if is_bad else "warning"
+    yield Finding(level, "completions have no reward", text, steps.first, unscored.key)
+
+
+def _find_reward_errors(run: RecordedRun) -> Iterator[Finding]:
+    for name in _matching_metrics(run.steps, r"reward/(.+)/error_frac"):
+        keys = [f"reward/{name}/error_frac", f"reward/{name}/timeout_frac"]
+        yield from _find_failures(run, f"reward {name}", keys)
+
+
+def _find_episode_errors(run: RecordedRun) -> Iterator[Finding]:
+    keys = ["episode/env_error_frac", "episode/env_timeout_frac"]
+    yield from _find_failures(run, "the environment", keys)
+    for status, cause in (
+        ("context_overflow", "the context's end"),
+        ("max_turns", "max_turns"),
+        ("invalid_calls", "calls that nobody could read"),
     ):
+        curve = metric_curve(run.steps, f"episode/{status}_frac")
+        steps = curve.above(_CUT_FRAC) if curve is not None else None
+        if curve is not None and steps is not None:
+            text = f"{curve.mean_over(steps):.0%} of the episodes end so {steps}."
+            yield Finding("warning", f"episodes end by {cause}", text, steps.first, curve.key)
+
+
+def _find_failures(run: RecordedRun, subject: str, keys: Sequence[str]) -> Iterator[Finding]:
+    curves = [metric_curve(run.steps, key) for key in keys]
+    known = [curve for curve in curves if curve is not None]
+    worst = max(known, key=lambda curve: float(curve.values.max()), default=None)
+    if worst is None or worst.values.max() < _FAILED_FRAC:
         return
-    text = f"{_mean_in(unscored, where):.0%} of the completions have no reward {where}: they enter no mean, and nothing "
-    text += "is learned from them. A reward gave nothing, or the environment failed: see their statuses."
-    level: Level = "bad" if where.goes_on and unscored.now >= _FAR_UNSCORED else "warning"
-    yield Finding(level, "completions have no reward", text, where.first, key)
-
-
-def _reward_errors(run: RecordedRun) -> Iterator[Finding]:
-    bound = _number(run, "reward_pool.max_error_frac", 0.3)
-    for name in _named(run, r"reward/(.+)/error_frac"):
-        yield from _failures(
-            run,
-            f"reward {name}",
-            (f"reward/{name}/error_frac", f"reward/{name}/timeout_frac"),
-            bound,
-        )
-
-
-def _episode_errors(run: RecordedRun) -> Iterator[Finding]:
-    bound = _number(run, "reward_pool.max_error_frac", 0.3)
-    yield from _failures(
-        run, "the environment", ("episode/env_error_frac", "episode/env_timeout_frac"), bound
+    peak = float(worst.values.max())
+    bound = _setting(run, "reward_pool.max_error_frac", 0.3)
+    failed_steps = worst.steps[worst.values >= _FAILED_FRAC]
+    text = f"{peak:.1%} of the completions of step {worst.steps[np.argmax(worst.values)]} at the "
+    text += (
+        f"most, in {len(failed_steps)} of {len(worst.values)} steps {_FAILED_FRAC:.0%} or more; "
     )
-    for key, what in (("episode/context_overflow_frac", "the context's end"), ("episode/max_turns_frac", "max_turns"),
-                      ("episode/invalid_calls_frac", "calls that nobody could read")):  # fmt: skip
-        of = curve(run.steps, key)
-        if of is not None and (where := stretch(of.steps, of.values >= _MOST_CUT)) is not None:
-            text = f"{_mean_in(of, where):.0%} of the episodes end so {where}."
-            yield Finding("warning", f"episodes end by {what}", text, where.first, key)
+    text += f"at {bound:.0%} the run stops."
+    title = f"{subject} {'times out' if 'timeout' in worst.key else 'fails'}"
+    level: Level = "bad" if peak >= _NEAR_BOUND * bound else "warning"
+    yield Finding(level, title, text, int(failed_steps[0]), worst.key)
 
 
-def _failures(run: RecordedRun, who: str, keys: tuple[str, ...], bound: float) -> Iterator[Finding]:
-    curves = [of for key in keys if (of := curve(run.steps, key)) is not None]
-    worst = max(curves, key=lambda of: float(of.values.max()), default=None)
-    if worst is None or (most := float(worst.values.max())) < _FAILED:
-        return
-    key = keys[
-        next(
-            i
-            for i, name in enumerate(keys)
-            if (of := curve(run.steps, name)) and of.values.max() == most
-        )
-    ]
-    first = int(worst.steps[np.flatnonzero(worst.values >= _FAILED)[0]])
-    is_near = most >= _NEAR * bound
-    number = int((worst.values >= _FAILED).sum())
-    text = f"{most:.1%} of the completions of step {int(worst.steps[np.argmax(worst.values)])} at the most, "
-    text += f"in {number} of {len(worst.values)} steps {_FAILED:.0%} or more; at {bound:.0%} the run stops."
-    title = f"{who} {'times out' if 'timeout' in key else 'fails'}"
-    yield Finding("bad" if is_near else "warning", title, text, first, key)
-
-
-# Lengths, entropy, gradients
-
-
-def _truncation(run: RecordedRun) -> Iterator[Finding]:
-    key = "completion/truncated_frac"
-    cut = curve(run.steps, key)
+def _find_truncation(run: RecordedRun) -> Iterator[Finding]:
+    cut = metric_curve(run.steps, "completion/truncated_frac")
     if cut is None:
         return
-    where = stretch(cut.steps, cut.values >= _MOST_CUT)
-    if where is None and cut.now >= cut.start + 0.2:
-        where = moved(cut, cut.start, cut.now)
-    if where is None:
+    steps = cut.above(_CUT_FRAC)
+    if steps is None and cut.end >= cut.start + 0.2:
+        steps = cut.moved(cut.start, cut.end)
+    if steps is None:
         return
-    text = f"{_mean_in(cut, where):.0%} of the completions are cut off {where}, {cut.values[0]:.0%} at the start. "
-    longest = run.config.get("rollout.max_completion_tokens")
-    text += f"Their ends, and answers, are missing: rollout.max_completion_tokens={longest}, or a penalty for length."
-    is_bad = where.goes_on and cut.now >= 0.9
-    yield Finding("bad" if is_bad else "warning", "completions are cut off", text, where.first, key)
+    limit = run.config.get("rollout.max_completion_tokens")
+    text = f"{cut.mean_over(steps):.0%} of the completions are cut off {steps}, "
+    text += f"{cut.values[0]:.0%} at the start. Their ends, and answers, are missing: "
+    text += f"rollout.max_completion_tokens={limit}, or a penalty for length."
+    level: Level = "bad" if steps.is_open and cut.end >= 0.9 else "warning"
+    yield Finding(level, "completions are cut off", text, steps.first, cut.key)
 
 
-def _lengths(run: RecordedRun) -> Iterator[Finding]:
-    """Longer completions are no trouble where the reward comes with them."""
-    key = "completion/tokens_mean"
-    tokens, reward = curve(run.steps, key), curve(run.steps, "reward/mean")
+def _find_length_change(run: RecordedRun) -> Iterator[Finding]:
+    tokens = metric_curve(run.steps, "completion/tokens_mean")
+    reward = metric_curve(run.steps, "reward/mean")
     if tokens is None or reward is None or tokens.start <= 0 or len(tokens.values) < 6:
         return
-    times, gained = tokens.now / tokens.start, reward.now - reward.start
-    if (times >= 3 and gained < 0.25 * _spread(run)) or (
-        times <= 1 / 3 and gained < -0.25 * _spread(run)
-    ):
-        where = moved(tokens, tokens.start, tokens.now)
-        if where is not None:
-            what = "explode" if times > 1 else "collapse"
-            text = f"{tokens.start:.0f} tokens at the start, {tokens.now:.0f} now, and the reward went from "
-            text += f"{reward.start:.3g} to {reward.now:.3g}."
-            yield Finding("warning", f"lengths {what}", text, where.first, key)
+    ratio = tokens.end / tokens.start
+    gain = reward.end - reward.start
+    threshold = 0.25 * _reward_spread(run)
+    # Longer completions are no trouble if the reward rises with them.
+    is_explosion = ratio >= 3 and gain < threshold
+    is_collapse = ratio <= 1 / 3 and gain < -threshold
+    steps = tokens.moved(tokens.start, tokens.end)
+    if (is_explosion or is_collapse) and steps is not None:
+        text = f"{tokens.start:.0f} tokens at the start, {tokens.end:.0f} now, and the reward went "
+        text += f"from {reward.start:.3g} to {reward.end:.3g}."
+        title = f"lengths {'explode' if is_explosion else 'collapse'}"
+        yield Finding("warning", title, text, steps.first, tokens.key)
 
 
-def _entropy(run: RecordedRun) -> Iterator[Finding]:
-    key = "loss/entropy"
-    entropy, reward = curve(run.steps, key), curve(run.steps, "reward/mean")
+def _find_entropy_change(run: RecordedRun) -> Iterator[Finding]:
+    entropy = metric_curve(run.steps, "loss/entropy")
     if entropy is None:
         return
-    gone = _alarmed(run, "entropy")
+    reward = metric_curve(run.steps, "reward/mean")
     is_solved = reward is not None and _is_solved(run, reward)
-    if gone is not None:
+    alarm = _find_alarm(run, "entropy")
+    if alarm is not None:
+        steps, text = alarm
         level: Level = "ok" if is_solved else "bad"
-        yield Finding(level, "the entropy is gone", f"{_said(run, 'entropy')}.", gone.first, key)
-    elif len(entropy.values) >= 6 and entropy.start > 0 and not is_solved:
-        times = entropy.now / entropy.start
-        where = moved(entropy, entropy.start, entropy.now, part=0.5)  # it falls by right too
-        if where is None or 0.1 < times < 3 or (times >= 3 and entropy.now < 1):
-            return
-        word = "collapses" if times < 1 else "explodes"
-        text = f"{entropy.start:.3g} nats a token at the start, {entropy.now:.3g} now. A lower optimizer.lr, "
-        text += "a higher loss.clip_ratio_high or loss.kl_coef slow that down."
-        yield Finding("warning", f"the entropy {word}", text, where.first, key)
+        yield Finding(level, "the entropy is gone", text, steps.first, entropy.key)
+        return
+    if len(entropy.values) < 6 or entropy.start <= 0 or is_solved:
+        return
+    ratio = entropy.end / entropy.start
+    # Entropy falls in a healthy run too, so only a large change counts.
+    is_collapse = ratio <= 0.1
+    is_explosion = ratio >= 3 and entropy.end >= 1
+    half_way = entropy.moved(entropy.start, entropy.end, frac=0.5)
+    if (is_collapse or is_explosion) and half_way is not None:
+        text = f"{entropy.start:.3g} nats a token at the start, {entropy.end:.3g} now. A lower "
+        text += "optimizer.lr, a higher loss.clip_ratio_high or loss.kl_coef slow that down."
+        title = f"the entropy {'collapses' if is_collapse else 'explodes'}"
+        yield Finding("warning", title, text, half_way.first, entropy.key)
 
 
-def _gradients(run: RecordedRun) -> Iterator[Finding]:
-    skipped, norm = curve(run.steps, "optim/skipped_updates"), curve(run.steps, "optim/grad_norm")
+def _find_gradient_trouble(run: RecordedRun) -> Iterator[Finding]:
+    skipped = metric_curve(run.steps, "optim/skipped_updates")
     if skipped is not None and skipped.values.any():
-        where = np.flatnonzero(skipped.values)
-        text = f"{skipped.values.sum():.0f} updates in {len(where)} steps, since loss or gradient was not finite."
-        level: Level = "bad" if len(where) > 1 or where[0] == len(skipped.values) - 1 else "warning"
-        yield Finding(
-            level,
-            "updates are skipped",
-            text,
-            int(skipped.steps[where[0]]),
-            "optim/skipped_updates",
+        indices = np.flatnonzero(skipped.values)
+        text = (
+            f"{skipped.values.sum():.0f} updates in {len(indices)} steps, since loss or gradient "
         )
+        text += "was not finite."
+        is_bad = len(indices) > 1 or indices[0] == len(skipped.values) - 1
+        level: Level = "bad" if is_bad else "warning"
+        first = int(skipped.steps[indices[0]])
+        yield Finding(level, "updates are skipped", text, first, skipped.key)
+    norm = metric_curve(run.steps, "optim/grad_norm")
     if norm is None:
         return
-    high, bound = spikes(norm, _SPIKE), _number(run, "optimizer.max_grad_norm", 1.0)
-    high = high[np.isin(high, norm.steps[norm.values > bound])]
-    if len(high):
-        at = ", ".join(map(str, high[:5])) + ", ..." * (len(high) > 5)
-        text = f"More than {_SPIKE:.0f} times those before, and above optimizer.max_grad_norm={bound:g}, at step {at}."
-        yield Finding("warning", "the gradient spikes", text, int(high[0]), "optim/grad_norm")
+    bound = _setting(run, "optimizer.max_grad_norm", 1.0)
+    spikes = find_spikes(norm, _SPIKE)
+    spikes = spikes[np.isin(spikes, norm.steps[norm.values > bound])]
+    if len(spikes):
+        listed = ", ".join(map(str, spikes[:5])) + ", ..." * (len(spikes) > 5)
+        text = f"More than {_SPIKE:.0f} times those before, and above "
+        text += f"optimizer.max_grad_norm={bound:g}, at step {listed}."
+        yield Finding("warning", "the gradient spikes", text, int(spikes[0]), norm.key)
     for name, title in (("update", "no update is made"), ("gradient", "the gradient is 0")):
-        if (stopped := _alarmed(run, name)) is not None:
-            yield Finding("bad", title, f"{_said(run, name)}.", stopped.first, "optim/grad_norm")
+        alarm = _find_alarm(run, name)
+        if alarm is not None:
+            steps, text = alarm
+            yield Finding("bad", title, text, steps.first, norm.key)
 
 
-# Engine and policy, memory, time, evaluation
-
-
-def _mismatch(run: RecordedRun) -> Iterator[Finding]:
-    for key, place in ((_MEAN, 0), (_LARGEST, 1)):
-        of = curve(run.steps, key)
-        if of is None:
+def _find_mismatch(run: RecordedRun) -> Iterator[Finding]:
+    for key in (_MISMATCH_MEAN, _MISMATCH_MAX):
+        curve = metric_curve(run.steps, key)
+        if curve is None:
             continue
-        first_bound, bound = _bounds(run, 0)[place], _bounds(run, 1)[place]
-        shares = of.values / np.where(np.arange(len(of.values)) == 0, first_bound, bound)
-        where = stretch(of.steps, shares >= _NEAR)
-        if shares.max() >= 1:
-            where = where or Stretch(
-                int(of.steps[np.argmax(shares)]), int(of.steps[np.argmax(shares)]), False
-            )
-            text = (
-                f"It differs by {of.values.max():.3g} nats, and the bound is {bound:.3g} ({where})."
-            )
-            yield Finding("bad", "engine and policy differ", text, where.first, key)
-        elif where is not None:
-            text = f"{of.now:.3g} nats now, {of.start:.3g} at the start; at {bound:.3g} the run stops ({where})."
-            yield Finding("warning", "engine and policy near their bound", text, where.first, key)
-        elif (
-            place == 0
-            and of.now >= max(3 * of.start, 0.1 * bound)
-            and (since := moved(of, of.start, of.now))
-        ):
-            text = f"{of.now:.3g} nats a token now, {of.start:.3g} at the start; at {bound:.3g} the run stops."
-            yield Finding("warning", "engine and policy drift apart", text, since.first, key)
+        bounds = _mismatch_bounds(run, curve)
+        bound = _mismatch_bound(run, key, is_first=False)
+        fracs = curve.values / bounds
+        steps = find_range(curve.steps, fracs >= _NEAR_BOUND)
+        text = f"{curve.end:.3g} nats now, {curve.start:.3g} at the start; at {bound:.3g} the run "
+        text += "stops"
+        if fracs.max() >= 1:
+            worst = int(curve.steps[np.argmax(fracs)])
+            steps = steps or StepRange(worst, worst, is_open=False)
+            text = f"It differs by {curve.values.max():.3g} nats, and the bound is {bound:.3g} "
+            text += f"({steps})."
+            yield Finding("bad", "engine and policy differ", text, steps.first, key)
+        elif steps is not None:
+            title = "engine and policy near their bound"
+            yield Finding("warning", title, f"{text} ({steps}).", steps.first, key)
+        elif key == _MISMATCH_MEAN and curve.end >= max(3 * curve.start, 0.1 * bound):
+            drift = curve.moved(curve.start, curve.end)
+            if drift is not None:
+                title = "engine and policy drift apart"
+                yield Finding("warning", title, f"{text}.", drift.first, key)
 
 
-def _memory(run: RecordedRun) -> Iterator[Finding]:
-    """What stays in use, not peaks, which follow lengths. It must still grow: a start takes what it needs, once."""
-    found = []
-    for key in _named(run, r"(memory/(?:sleep/left|\w+/allocated)_gib)"):
-        of = curve(run.steps[2:], key)
-        if of is None or len(of.values) < 20:
+def _find_memory_growth(run: RecordedRun) -> Iterator[Finding]:
+    growths: list[tuple[float, Curve]] = []
+    # Memory that stays in use, not peaks, which follow the lengths. The first steps take what they
+    # need once, so a leak must still grow in the second half.
+    for key in _matching_metrics(run.steps, r"(memory/(?:sleep/left|\w+/allocated)_gib)"):
+        curve = metric_curve(run.steps[2:], key)
+        if curve is None or len(curve.values) < 20:
             continue
-        late = Curve(of.steps, of.values)
-        half, grown = (
-            float(np.median(of.values[len(of.values) // 2 :][: of.window])),
-            late.now - late.start,
-        )
-        if (
-            grown >= max(_LEAST_GROWTH_GIB, 0.1 * abs(late.start))
-            and late.now - half >= 0.25 * grown
-        ):
-            found.append((grown, key, late))
-    if found:
-        grown, key, late = max(found, key=lambda entry: entry[0])
-        where = moved(late, late.start, late.now)
-        text = f"{key}: {late.start:.2f} GiB at the start, {late.now:.2f} now, "
-        text += f"{grown / max(1, late.steps[-1] - late.steps[0]) * 1000:.2g} GiB in 1,000 steps."
-        first = where.first if where is not None else int(late.steps[0])
-        yield Finding("warning", "memory grows", text, first, key)
+        middle = float(np.median(curve.values[len(curve.values) // 2 :][: curve.window]))
+        growth = curve.end - curve.start
+        is_large = growth >= max(_MIN_GROWTH_GIB, 0.1 * abs(curve.start))
+        if is_large and curve.end - middle >= 0.25 * growth:
+            growths.append((growth, curve))
+    if growths:
+        growth, curve = max(growths, key=lambda entry: entry[0])
+        steps = curve.moved(curve.start, curve.end)
+        rate = growth / max(1, curve.steps[-1] - curve.steps[0]) * 1000
+        text = f"{curve.key}: {curve.start:.2f} GiB at the start, {curve.end:.2f} now, "
+        text += f"{rate:.2g} GiB in 1,000 steps."
+        first = steps.first if steps is not None else int(curve.steps[0])
+        yield Finding("warning", "memory grows", text, first, curve.key)
 
 
-def _tail(run: RecordedRun) -> Iterator[Finding]:
-    key = "rollout/tail_waste_frac"
-    waste = curve(run.steps, key)
-    if (
-        waste is not None
-        and (where := stretch(waste.steps, waste.smooth >= _MOST_WASTE, 5)) is not None
-    ):
-        share = _mean_in(waste, where)
-        text = (
-            f"{share:.0%} of the ranks' time in rollout is spent waiting for the slowest {where}: "
-        )
-        text += "rollout.tail_batching, or a bound on lengths."
-        yield Finding("warning", "ranks wait for the slowest completion", text, where.first, key)
+def _find_tail_waste(run: RecordedRun) -> Iterator[Finding]:
+    waste = metric_curve(run.steps, "rollout/tail_waste_frac")
+    if waste is None:
+        return
+    steps = find_range(waste.steps, waste.smoothed >= _WASTE_FRAC, min_steps=5)
+    if steps is not None:
+        text = f"{waste.mean_over(steps):.0%} of the ranks' time in rollout is spent waiting for "
+        text += f"the slowest {steps}: rollout.tail_batching, or a bound on lengths."
+        title = "ranks wait for the slowest completion"
+        yield Finding("warning", title, text, steps.first, waste.key)
 
 
-def _evaluation(run: RecordedRun) -> Iterator[Finding]:
-    """Two evaluations in a row well below the best, while the training reward went on rising."""
-    reward = curve(run.steps, "reward/mean")
-    for name in _named(run, r"eval/(.+)/mean", run.evaluations):
-        key = f"eval/{name}/mean"
-        held = curve(run.evaluations, key)
-        if held is None or reward is None or len(held.values) < 4:
+def _find_evaluation_fall(run: RecordedRun) -> Iterator[Finding]:
+    """Yields evaluations whose last two are well below the best, while the reward still rose."""
+    reward = metric_curve(run.steps, "reward/mean")
+    for name in _matching_metrics(run.evaluations, r"eval/(.+)/mean"):
+        scores = metric_curve(run.evaluations, f"eval/{name}/mean")
+        if scores is None or reward is None or len(scores.values) < 4:
             continue
-        top = int(np.argmax(held.values[:-2]))
-        best, last = float(held.values[top]), float(held.values[-2:].max())
-        size = curve(run.evaluations, f"eval/{name}/num_prompts")
-        noise = 2 * (0.25 / size.now) ** 0.5 if size is not None and size.now > 0 else 0.0
-        before = reward.values[reward.steps <= max(held.steps[top], reward.steps[0])][
-            -reward.window :
-        ]
-        rose = reward.now - float(np.mean(before))
-        if best - last >= max(0.05 * abs(best), noise, 1e-9) and rose >= 0.1 * _spread(run):
-            text = f"{best:.3g} after step {held.steps[top]}, {held.values[-1]:.3g} now, while the training reward "
-            text += f"rose by {rose:.2g}: it learns what only holds for its own prompts. "
-            text += "checkpoint.best_metric keeps a best."
-            yield Finding(
-                "warning", f"evaluation {name} falls", text, int(held.steps[top + 1]), key
+        top = int(np.argmax(scores.values[:-2]))
+        best = float(scores.values[top])
+        drop = best - float(scores.values[-2:].max())
+        sizes = metric_curve(run.evaluations, f"eval/{name}/num_prompts")
+        # Two standard errors of a share of prompts, at most.
+        noise = 2 * (0.25 / sizes.end) ** 0.5 if sizes is not None and sizes.end > 0 else 0.0
+        is_before = reward.steps <= max(scores.steps[top], reward.steps[0])
+        gain = reward.end - float(np.mean(reward.values[is_before][-reward.window :]))
+        if drop >= max(0.05 * abs(best), noise, 1e-9) and gain >= 0.1 * _reward_spread(run):
+            text = f"{best:.3g} after step {scores.steps[top]}, {scores.values[-1]:.3g} now, while "
+            text += (
+                f"the training reward rose by {gain:.2g}: it learns what only holds for its own "
             )
+            text += "prompts. checkpoint.best_metric keeps a best."
+            first = int(scores.steps[top + 1])
+            yield Finding("warning", f"evaluation {name} falls", text, first, scores.key)
 
 
 _RULES: tuple[Callable[[RecordedRun], Iterator[Finding]], ...] = (
-    _state, _reward, _alike, _unscored, _reward_errors, _episode_errors, _truncation, _lengths, _entropy, _gradients,
-    _mismatch, _memory, _evaluation, _tail,
-)  # fmt: skip
+    _find_end_state,
+    _find_reward_fall,
+    _find_alike_groups,
+    _find_unscored,
+    _find_reward_errors,
+    _find_episode_errors,
+    _find_truncation,
+    _find_length_change,
+    _find_entropy_change,
+    _find_gradient_trouble,
+    _find_mismatch,
+    _find_memory_growth,
+    _find_evaluation_fall,
+    _find_tail_waste,
+)
 
 
-# Checks
+def _check_proofs(run: RecordedRun) -> Iterator[Check]:
+    interval = run.config.get("proofs.every_steps")
+    bound = f"at the start and every {interval} steps" if interval else "at the start"
+    for name, key, failure, text in (
+        (
+            "weight sync",
+            "weight_sync/proof_s",
+            r"does not hold the policy's weights|hold different weights",
+            "each engine holds the policy's weights, tensor by tensor",
+        ),
+        (
+            "update",
+            "proofs/update_check_s",
+            r"plain recomputation|plain one",
+            "loss, gradient, AdamW, advantages, masks, data and rewards as a plain recomputation "
+            "has them",
+        ),
+    ):
+        steps = [line["step"] for line in run.steps if (line.get(key) or 0.0) > 0]
+        if _failed_with(run, failure):
+            yield Check(name, "bad", "broken", bound, run.why)
+        elif steps:
+            value = f"held {len(steps)} times, last at step {steps[-1]}"
+            yield Check(name, "ok", value, bound, text)
 
 
-def _proof_checks(run: RecordedRun) -> Iterator[Check]:
-    every = run.config.get("proofs.every_steps")
-    how = f"at the start and every {every} steps" if every else "at the start"
-    for name, key, told, text in (
-        ("weight sync", "weight_sync/proof_s", r"does not hold the policy's weights|hold different weights",
-         "each engine holds the policy's weights, tensor by tensor"),
-        ("update", "proofs/update_check_s", r"plain recomputation|plain one",
-         "loss, gradient, AdamW, advantages, masks, data and rewards as a plain recomputation has them"),
-    ):  # fmt: skip
-        made = [line["step"] for line in run.steps if (line.get(key) or 0.0) > 0]
-        broken = run.state == "failed" and re.search(told, run.why) is not None
-        value = f"held {len(made)} times, last at step {made[-1]}" if made else ""
-        yield Check(
-            name,
-            "bad" if broken else "ok",
-            "broken" if broken else value,
-            how,
-            run.why if broken else text,
-        )
-
-
-def _logprob_checks(run: RecordedRun) -> Iterator[Check]:
-    for name, key, place in (("logprobs, mean", _MEAN, 0), ("logprobs, largest", _LARGEST, 1)):
-        of = curve(run.steps, key)
-        if of is None or (place and np.isinf(_bounds(run, 1)[place])):
+def _check_logprobs(run: RecordedRun) -> Iterator[Check]:
+    for name, key in (("logprobs, mean", _MISMATCH_MEAN), ("logprobs, largest", _MISMATCH_MAX)):
+        curve = metric_curve(run.steps, key)
+        if curve is None:
             continue
-        shares = [value / _bounds(run, i)[place] for i, value in enumerate(of.values)]
-        worst = int(np.argmax(shares))
-        level: Level = (
-            "bad" if shares[worst] >= 1 else "warning" if shares[worst] >= _NEAR else "ok"
-        )
-        value = f"{of.values[worst]:.3g} at step {of.steps[worst]}"
+        bounds = _mismatch_bounds(run, curve)
+        # With proofs.max_mismatch only the mean has a bound.
+        if key == _MISMATCH_MAX and math.isinf(_mismatch_bound(run, key, is_first=False)):
+            continue
+        fracs = curve.values / bounds
+        worst = int(np.argmax(fracs))
+        level: Level = "warning" if fracs[worst] >= _NEAR_BOUND else "ok"
+        if fracs[worst] >= 1:
+            level = "bad"
+        value = f"{curve.values[worst]:.3g} at step {curve.steps[worst]}"
         text = "|policy - engine| on the tokens just sampled, nats a token, at each step"
-        yield Check(name, level, value, f"{_bounds(run, worst)[place]:.3g}", text)
+        yield Check(name, level, value, f"{bounds[worst]:.3g}", text)
 
 
-def _step_checks(run: RecordedRun) -> Iterator[Check]:
+def _check_steps(run: RecordedRun) -> Iterator[Check]:
     if not run.steps:
         return
-    text = "each token that rank 0 counted was trained on once, on whichever rank"
-    lost = (
-        run.state == "failed"
-        and re.search(r"trained on \d+ tokens where rank 0 had decided", run.why) is not None
+    is_broken = _failed_with(run, r"trained on \d+ tokens where rank 0 had decided")
+    yield Check(
+        name="partition of tokens",
+        level="bad" if is_broken else "ok",
+        value="broken" if is_broken else f"held at {len(run.steps)} steps",
+        bound="at each step",
+        text="each token that rank 0 counted was trained on once, on whichever rank",
     )
-    value = "broken" if lost else f"held at {len(run.steps)} steps"
-    yield Check("partition of tokens", "bad" if lost else "ok", value, "at each step", text)
-    skipped = curve(run.steps, "optim/skipped_updates")
+    skipped = metric_curve(run.steps, "optim/skipped_updates")
     if skipped is not None:
-        number = float(skipped.values.sum())
-        bound = f"fewer than {run.config.get('training.max_nonfinite_in_a_row', 3)} in a row"
-        text = "updates that were not made, since loss or gradient was not finite"
+        num_skipped = float(skipped.values.sum())
+        limit = run.config.get("training.max_nonfinite_in_a_row", 3)
         yield Check(
-            "finite updates", "warning" if number else "ok", f"{number:.6g} skipped", bound, text
+            name="finite updates",
+            level="warning" if num_skipped else "ok",
+            value=f"{num_skipped:.6g} skipped",
+            bound=f"fewer than {limit} in a row",
+            text="updates that were not made, since loss or gradient was not finite",
         )
 
 
-def _error_checks(run: RecordedRun) -> Iterator[Check]:
-    bound = _number(run, "reward_pool.max_error_frac", 0.3)
-    pairs = [
-        (f"reward {name}", f"reward/{name}/{{}}_frac")
-        for name in _named(run, r"reward/(.+)/error_frac")
-    ]
-    pairs += [("environment", "episode/env_{}_frac")] * bool(
-        _named(run, r"(episode/env_error_frac)")
-    )
-    for name, form in pairs:
-        totals = [
-            sum(line.get(form.format(kind)) or 0.0 for kind in ("error", "timeout"))
+def _check_errors(run: RecordedRun) -> Iterator[Check]:
+    bound = _setting(run, "reward_pool.max_error_frac", 0.3)
+    names = _matching_metrics(run.steps, r"reward/(.+)/error_frac")
+    prefixes = {f"reward {name}": f"reward/{name}/" for name in names}
+    if _matching_metrics(run.steps, r"(episode/env_error_frac)"):
+        prefixes["environment"] = "episode/env_"
+    for name, prefix in prefixes.items():
+        fracs = [
+            (line.get(f"{prefix}error_frac") or 0.0) + (line.get(f"{prefix}timeout_frac") or 0.0)
             for line in run.steps
         ]
-        worst = int(np.argmax(totals))
-        level: Level = (
-            "bad"
-            if totals[worst] >= _NEAR * bound
-            else "warning"
-            if totals[worst] >= _FAILED
-            else "ok"
-        )
-        value = f"{totals[worst]:.2%}" + (
-            f" at step {run.steps[worst]['step']}" if totals[worst] else ""
-        )
-        yield Check(
-            name,
-            level,
-            value,
-            f"{bound:.0%}",
-            "share of a step's completions that failed or timed out",
-        )
+        worst = int(np.argmax(fracs))
+        level: Level = "warning" if fracs[worst] >= _FAILED_FRAC else "ok"
+        if fracs[worst] >= _NEAR_BOUND * bound:
+            level = "bad"
+        value = f"{fracs[worst]:.2%}"
+        if fracs[worst]:
+            value += f" at step {run.steps[worst]['step']}"
+        text = "share of a step's completions that failed or timed out"
+        yield Check(name, level, value, f"{bound:.0%}", text)
 
 
-# Common to several
+_CHECK_RULES: tuple[Callable[[RecordedRun], Iterator[Check]], ...] = (
+    _check_proofs,
+    _check_logprobs,
+    _check_steps,
+    _check_errors,
+)
 
 
-def _bounds(run: RecordedRun, place: int) -> tuple[float, float]:
-    """Of mean and largest mismatch at the run's `place`-th step."""
+def _failed_with(run: RecordedRun, pattern: str) -> bool:
+    return run.state == "failed" and re.search(pattern, run.why) is not None
+
+
+def _mismatch_bound(run: RecordedRun, key: str, *, is_first: bool) -> float:
+    """Returns the bound of a mismatch metric; later steps' bounds depend on the first step."""
     dtype = "float32" if run.config.get("model.dtype") == "float32" else "bfloat16"
-    first = run.steps[0].get(_MEAN) if place and run.steps else None
-    return bounds_of(dtype, _number(run, "proofs.max_mismatch", 0.0) or None, first)
+    first = None if is_first or not run.steps else run.steps[0].get(_MISMATCH_MEAN)
+    limit = _setting(run, "proofs.max_mismatch", 0.0) or None
+    return bounds_of(dtype, limit, first)[key == _MISMATCH_MAX]
+
+
+def _mismatch_bounds(run: RecordedRun, curve: Curve) -> Floats:
+    """Returns the bound of a mismatch metric at each step of its curve."""
+    bounds = np.full(len(curve.values), _mismatch_bound(run, curve.key, is_first=False))
+    bounds[0] = _mismatch_bound(run, curve.key, is_first=True)
+    return bounds
 
 
 def _is_solved(run: RecordedRun, reward: Curve) -> bool:
-    """The reward has risen by half of a step's spread or more, is where it was at its best, and hardly differs any more
-    within a step."""
-    std = curve(run.steps, "reward/std")
-    if std is None or std.now > 0.5 * std.start:
+    """Returns True if the reward has risen, is at its best, and hardly differs within a step."""
+    std = metric_curve(run.steps, "reward/std")
+    if std is None or std.end > 0.5 * std.start:
         return False
-    return reward.now - reward.start >= 0.5 * std.start > 0 and reward.now >= 0.9 * float(
-        reward.smooth.max()
-    )
+    has_risen = reward.end - reward.start >= 0.5 * std.start > 0
+    return has_risen and reward.end >= 0.9 * float(reward.smoothed.max())
 
 
-def _spread(run: RecordedRun) -> float:
-    """Standard deviation of the rewards of a step."""
-    std = curve(run.steps, "reward/std")
+def _reward_spread(run: RecordedRun) -> float:
+    """Returns the standard deviation of the rewards within a step; the median over the steps."""
+    std = metric_curve(run.steps, "reward/std")
     return 0.0 if std is None else float(np.median(std.values))
 
 
-def _alarmed(run: RecordedRun, name: str) -> Stretch | None:
-    """Where the run's own alarm of that name would have been raised, step by step."""
-    lines = [
-        line for line in run.steps if "optim/updates" in line and "optim/skipped_updates" in line
-    ]
+def _find_alarm(run: RecordedRun, name: str) -> tuple[StepRange, str] | None:
+    """Returns the steps at which the run's console gives that alarm, and its newest text."""
+    keys = {"optim/updates", "optim/skipped_updates"}  # that alarms need
+    lines = [line for line in run.steps if keys <= line.keys()]
+    texts = [dict(alarms(line)).get(name, "") for line in lines]
     steps = np.array([line["step"] for line in lines], np.int64)
-    return stretch(
-        steps, np.array([any(name == own for own, _ in alarms(line)) for line in lines], np.bool_)
-    )
+    alarmed = find_range(steps, np.array([bool(text) for text in texts], np.bool_))
+    if alarmed is None:
+        return None
+    return alarmed, f"{[text for text in texts if text][-1]}."
 
 
-def _said(run: RecordedRun, name: str) -> str:
-    lines = [
-        line for line in run.steps if "optim/updates" in line and "optim/skipped_updates" in line
-    ]
-    return next((text for line in lines[::-1] for own, text in alarms(line) if own == name), "")
+def _matching_metrics(lines: Metrics, pattern: str) -> list[str]:
+    """Returns the first group of `pattern` in each metric's name, in their order."""
+    keys = dict.fromkeys(key for line in lines[-200:] for key in line)
+    matches = (re.fullmatch(pattern, key) for key in keys)
+    return [match[1] for match in matches if match is not None]
 
 
-def _mean_in(of: Curve, where: Stretch) -> float:
-    return float(np.mean(of.values[(of.steps >= where.first) & (of.steps <= where.last)]))
-
-
-def _named(run: RecordedRun, pattern: str, lines: list[dict[str, Any]] | None = None) -> list[str]:
-    """What the group of `pattern` is in the metrics' names, in their order."""
-    keys = dict.fromkeys(
-        key for line in (run.steps if lines is None else lines)[-200:] for key in line
-    )
-    return [found[1] for key in keys if (found := re.fullmatch(pattern, key))]
-
-
-def _number(run: RecordedRun, key: str, default: float) -> float:
+def _setting(run: RecordedRun, key: str, default: float) -> float:
     value = run.config.get(key)
     return float(value) if isinstance(value, int | float) and value > 0 else default
