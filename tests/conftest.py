@@ -17,6 +17,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 from jaxtyping import install_import_hook
 
+from tests.support.nightly import is_nightly
 from tests.support.processes import launches
 
 install_import_hook(
@@ -43,8 +44,13 @@ _FIRST = (
 _FOLDERS = ("faults", "ranks", "runs", "unit")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest's own hook selects by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files first: pytest hands them to its processes in this order (`--dist loadfile --no-loadscope-reorder`)."""
+
+    for item in items:
+        if is_nightly(item.nodeid):
+            item.add_marker("nightly")
 
     def place(item: pytest.Item) -> tuple[int, int]:
         name = str(item.path.relative_to(Path(__file__).parent))

@@ -16,6 +16,7 @@ from grpo_spmd.config.schema import DataConfig
 from grpo_spmd.data import hub
 from grpo_spmd.data.rows import read_rows
 from grpo_spmd.tools import prefetch
+from tests.support.nightly import NIGHTLY
 from tests.support.processes import ROOT
 
 _EXTRAS = ("datasets", "wandb", "tensorboard", "trackio")
@@ -67,3 +68,11 @@ def test_without_datasets_a_set_of_the_hub_is_refused_in_one_line(
             str(caught.value)
             == f"{said}pip install 'grpo_spmd[datasets]', or give a .jsonl or .parquet file"
         )
+
+
+def test_every_nightly_entry_names_tests() -> None:
+    """An entry that fits nothing would say that a test is nightly which every run has."""
+    for entry in NIGHTLY:
+        file, _, test = entry.partition("::")
+        text = (ROOT / "tests" / file).read_text(encoding="utf-8")
+        assert not test or f"def {test.partition('[')[0]}" in text, entry
