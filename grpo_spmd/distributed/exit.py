@@ -1,4 +1,7 @@
-"""How a process ends, in time whatever it is stuck in, and log lines that nobody has to read. Imports no torch."""
+"""Ends a process in bounded time, whatever it is stuck in, and prints log lines without waiting.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -10,103 +13,121 @@ import struct
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from logging.handlers import QueueHandler
 from queue import Full, Queue
-from typing import Any, NoReturn, TextIO
+from typing import NoReturn, TextIO
 
-from grpo_spmd.config.errors import printable, say
+from grpo_spmd.config.errors import printable, say, within
 from grpo_spmd.distributed import startup
 
-_FLUSH_S = 10.0  # what a worker printed may be all that it was for; a reader that is there takes it at once
-_WRAPPED: dict[str, Any] = {
-    "subsequent_indent": "  ",
-    "break_long_words": False,
-    "break_on_hyphens": False,
-}
-_END_S = 60.0  # for vLLM's and NCCL's teardown
-_host: Callable[[str], None] | None = None
+# What a worker printed may be all that it was started for. A reader that is there takes it at once.
+_FLUSH_S = 10.0
+_FAILED_FLUSH_S = 1.0
+# For vLLM's and NCCL's teardown.
+_END_S = 60.0
+_MAX_WAITING_LINES = 1000
+_MIN_COLUMNS = 40
+# The owner of this process, if the run is embedded in it.
+_owner: Callable[[str], None] | None = None
+
+
+class Rank0Error(RuntimeError):
+    """`on_rank0` failed on rank 0. Every rank raises this, so that none waits for its result."""
 
 
 class Terminal(QueueHandler):
-    """Shows log lines on `stream` from a thread of its own, so that a reader who stalls (Ctrl-S, a stuck tee) does not
-    hold the run. Lines that find 1,000 waiting are left out."""
+    """Log handler that prints on `stream` from its own thread.
+
+    A reader who stalls (Ctrl-S, a stuck tee) does not hold up the run. Lines that find 1,000
+    waiting are dropped.
+    """
 
     def __init__(self, stream: TextIO) -> None:
-        self._lines: Queue[logging.LogRecord | None] = Queue(1000)
+        self._lines: Queue[logging.LogRecord | None] = Queue(_MAX_WAITING_LINES)
         super().__init__(self._lines)
-        self._thread = threading.Thread(
-            target=self._show, args=(stream,), name="terminal", daemon=True
-        )
+        self._stream = stream
+        self._thread = threading.Thread(target=self._run, name="terminal", daemon=True)
         self._thread.start()
 
     def enqueue(self, record: logging.LogRecord) -> None:
         with suppress(Full):
             self._lines.put_nowait(record)
 
-    def _show(self, stream: TextIO) -> None:
-        while (record := self._lines.get()) is not None:
+    def _run(self) -> None:
+        for record in iter(self._lines.get, None):
             line = printable(record.getMessage())
-            with suppress(
-                OSError, ValueError, AttributeError
-            ):  # whoever read it is gone (train | head), or no file
-                columns = os.get_terminal_size(stream.fileno()).columns if stream.isatty() else 0
-                if 0 < columns < len(line):
-                    line = textwrap.fill(line, max(columns, 40), **_WRAPPED)
-                stream.write(
-                    f"{line}\n"
-                )  # at once: ranks share a pipe, and print() writes the newline by itself
-                stream.flush()
+            # Whoever read it is gone (train | head), or the stream is no file.
+            with suppress(OSError, ValueError, AttributeError):
+                # One write: ranks share a pipe, and print() writes the newline separately.
+                self._stream.write(f"{self._wrap(line)}\n")
+                self._stream.flush()
             startup.follow(line)
             self._lines.task_done()
 
+    def _wrap(self, line: str) -> str:
+        """Returns the line in the width of the terminal, if the stream is one."""
+        is_terminal = self._stream.isatty()
+        columns = os.get_terminal_size(self._stream.fileno()).columns if is_terminal else 0
+        if not 0 < columns < len(line):
+            return line
+        return textwrap.fill(
+            line,
+            max(columns, _MIN_COLUMNS),
+            subsequent_indent="  ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+
     def end(self) -> None:
-        """Show what waits, and end the thread. Not close(), which vLLM's set-up of logging calls."""
+        """Prints the waiting lines and ends the thread. Not close(), which vLLM's logging calls."""
         with suppress(Full):
             self._lines.put_nowait(None)
         self._thread.join(_FLUSH_S)
 
     def flush(self) -> None:
-        """Wait until the lines so far are shown."""
+        """Waits until the lines so far are printed."""
         with self._lines.all_tasks_done:
             self._lines.all_tasks_done.wait_for(lambda: not self._lines.unfinished_tasks, _FLUSH_S)
 
 
 @contextmanager
-def embedded_in(tell: Callable[[str], None]) -> Iterator[None]:
-    """Within it this process is not ours to end: whoever would leave it gives `tell` the last words, and its
-    thread ends."""
-    global _host
-    _host = tell
+def embedded_in(owner: Callable[[str], None]) -> Iterator[None]:
+    """Within the block this process is not ours to end.
+
+    Whatever would end it gives its last words to `owner` instead, and only its thread ends.
+    """
+    global _owner
+    _owner = owner
     try:
         yield
     finally:
-        _host = None
+        _owner = None
 
 
 def is_embedded() -> bool:
-    return _host is not None
+    return _owner is not None
 
 
 @contextmanager
 def killed_after(seconds: float) -> Iterator[None]:
-    """SIGKILL for this process, by the kernel, if the block takes longer: also where it is stopped or stuck in C."""
-    libc, timer = ctypes.CDLL(None), ctypes.c_void_p()
-    event, moment = (
-        struct.pack("Pii48x", 0, signal.SIGKILL, 0),
-        struct.pack("4l", 0, 0, int(seconds), 0),
-    )
-    monotonic, has_timer = (
-        1,
-        hasattr(libc, "timer_create"),
-    )  # not elsewhere than on Linux, nor with an old glibc
-    if (
-        is_set := _host is None
-        and has_timer
-        and libc.timer_create(monotonic, event, ctypes.byref(timer)) == 0
-    ):
-        libc.timer_settime(timer, 0, moment, None)
+    """Has the kernel kill this process if the block takes longer.
+
+    It also ends a process that is stopped or stuck in C, which no thread of its own could.
+    """
+    libc = ctypes.CDLL(None)
+    timer = ctypes.c_void_p()
+    is_set = False
+    # Only Linux has it, with a glibc that is not old.
+    if _owner is None and hasattr(libc, "timer_create"):
+        # struct sigevent: value, signal, SIGEV_SIGNAL, padding.
+        event = struct.pack("Pii48x", 0, signal.SIGKILL, 0)
+        is_set = libc.timer_create(time.CLOCK_MONOTONIC, event, ctypes.byref(timer)) == 0
+    if is_set:
+        # struct itimerspec: no interval, then seconds and nanoseconds.
+        libc.timer_settime(timer, 0, struct.pack("4l", 0, 0, int(seconds), 0), None)
     try:
         yield
     finally:
@@ -116,9 +137,12 @@ def killed_after(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def bounded_teardown() -> Iterator[None]:
-    """Around what is taken down when all is saved and every rank knows it. Whoever hangs in it for a minute has come to
-    its end all the same, and whoever is stopped is killed: torchrun waits for it, and the nodes would be held."""
-    if _host is not None:
+    """For the teardown after everything is saved, which every rank knows.
+
+    A process that hangs in it for a minute exits with success; one that is stopped is killed.
+    torchrun waits for all ranks, and the nodes would be held.
+    """
+    if _owner is not None:
         yield
         return
     timer = threading.Timer(_END_S, exit_process, (0,))
@@ -133,18 +157,21 @@ def bounded_teardown() -> Iterator[None]:
 
 @killed_after(3 * _FLUSH_S)
 def exit_process(code: int, last_words: str = "") -> NoReturn:
-    """Exit without finalizers: vLLM's and the process group's wait for peers. The interpreter's own exit now and then
-    aborts in threads that gloo left ("terminate called without an active exception"), to torchrun a failed run."""
-    if _host is not None:
-        _host(last_words)
+    """Exits without finalizers, because vLLM's and the process group's wait for other ranks.
+
+    The interpreter's own exit sometimes aborts in threads that gloo left behind ("terminate called
+    without an active exception"), which torchrun takes for a failed run.
+    """
+    if _owner is not None:
+        _owner(last_words)
         raise SystemExit(code)
     try:
-        flusher = threading.Thread(target=_flush, daemon=True)
-        flusher.start()
-        flusher.join(1.0 if code else _FLUSH_S)
+        with suppress(TimeoutError):
+            within(_FAILED_FLUSH_S if code else _FLUSH_S, _flush)
         if last_words:
             say(last_words)
-    finally:  # Ctrl-C in here too
+    finally:
+        # Also after another Ctrl-C in here.
         os._exit(code)
 
 
@@ -152,10 +179,3 @@ def _flush() -> None:
     for stream in (*logging.getLogger("grpo_spmd").handlers, sys.stdout, sys.stderr):
         with suppress(Exception):  # a closed pipe
             stream.flush()
-
-
-# The error that all ranks share.
-
-
-class Rank0Error(RuntimeError):
-    """`on_rank0` failed on rank 0; every rank raises this, so that none waits for a result that never comes."""

@@ -1,5 +1,7 @@
-"""What must be right with a machine before its rank joins the others, and otherwise comes to light as a run on the CPU
-that nobody asked for, or as a hang."""
+"""Checks of a machine before its rank joins the others.
+
+Otherwise a fault shows as a run on the CPU that nobody wanted, or as a hang.
+"""
 
 from __future__ import annotations
 
@@ -20,54 +22,57 @@ from grpo_spmd.config.load import gpus_are_hidden, num_gpus
 from grpo_spmd.config.schema import WatchdogConfig
 
 _log = logging.getLogger("grpo_spmd")
-_START_S_A_RANK = 10.0
+_START_S_PER_RANK = 10.0
+_RANKS_PER_NODE = 8
 
 
 def rank_device(local_rank: int) -> torch.device:
-    """The GPU of this rank, or the CPU where the machine has none, or where they are hidden (CUDA_VISIBLE_DEVICES= ).
-    Raises ConfigError: there are GPUs, and torch cannot use them, or there are fewer than ranks."""
+    """Returns this rank's GPU, or the CPU if there are none or they are hidden.
+
+    CUDA_VISIBLE_DEVICES= hides them. Raises ConfigError if there are GPUs that torch cannot use, or
+    fewer than ranks.
+    """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch only warns, and says False
+        # torch only warns, and says False.
+        warnings.simplefilter("ignore")
         is_usable = torch.cuda.is_available()
     if is_usable:
-        if local_rank >= (found := torch.cuda.device_count()):
-            ranks = f"rank {local_rank} of this node (counted from 0) has no GPU"
+        num_devices = torch.cuda.device_count()
+        if local_rank >= num_devices:
             raise ConfigError(
-                f"{ranks}: torch sees {found}; start as many ranks, or look at CUDA_VISIBLE_DEVICES"
+                f"rank {local_rank} of this node (counted from 0) has no GPU: torch sees "
+                f"{num_devices}; start as many ranks, or look at CUDA_VISIBLE_DEVICES"
             )
         return torch.device("cuda", local_rank)
-    if num_gpus() and not gpus_are_hidden():
-        build = f"torch {torch.__version__}"
-        if torch.version.cuda is None:
-            if local_rank == 0:
-                _log.warning(
-                    "this machine has %d GPUs, and %s is a build for the CPU: training there",
-                    num_gpus(),
-                    build,
-                )
-            return torch.device("cpu")
-        what = f"this machine has {num_gpus()} GPUs{_driver()}, and {build} (CUDA {torch.version.cuda}) cannot use them"
-        named = os.environ.get("CUDA_VISIBLE_DEVICES")
-        look = (
-            f"look whether CUDA_VISIBLE_DEVICES={named} names GPUs that are there, "
-            if named
-            else ""
-        )
-        remedy = f"{look}update the driver, or install a torch for it; CUDA_VISIBLE_DEVICES= trains on the CPU"
-        raise ConfigError(f"{what}: {_why_not()}; {remedy}")
-    return torch.device("cpu")
+    if not num_gpus() or gpus_are_hidden():
+        return torch.device("cpu")
+    build = f"torch {torch.__version__}"
+    if torch.version.cuda is None:
+        if local_rank == 0:
+            text = "this machine has %d GPUs, and %s is a build for the CPU: training there"
+            _log.warning(text, num_gpus(), build)
+        return torch.device("cpu")
+    devices = os.environ.get("CUDA_VISIBLE_DEVICES")
+    remedy = f"look whether CUDA_VISIBLE_DEVICES={devices} names GPUs that are there, "
+    raise ConfigError(
+        f"this machine has {num_gpus()} GPUs{_driver()}, and {build} (CUDA {torch.version.cuda}) "
+        f"cannot use them: {_why_not()}; {remedy if devices else ''}update the driver, or install "
+        "a torch for it; CUDA_VISIBLE_DEVICES= trains on the CPU"
+    )
 
 
 def _driver() -> str:
+    """Returns " with driver VERSION", or "" if the version cannot be read."""
     with suppress(OSError, IndexError):
-        line = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8").splitlines()[0]
-        numbers = [word for word in line.split() if word[0].isdigit() and "." in word]
+        text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
+        words = text.splitlines()[0].split()
+        numbers = [word for word in words if word[0].isdigit() and "." in word]
         return f" with driver {numbers[0]}"
     return ""
 
 
 def _why_not() -> str:
-    """Torch's own reason, in a sentence."""
+    """Returns torch's own reason in one sentence."""
     try:
         torch.cuda.init()
     except (AssertionError, RuntimeError) as error:
@@ -76,40 +81,49 @@ def _why_not() -> str:
 
 
 def with_time_to_start(watchdog: WatchdogConfig, world_size: int) -> WatchdogConfig:
-    """The limits, with more time for phase start where there are more ranks than a node has, unless it was given: all
-    ranks make vLLM's groups one after another, and each compiles."""
-    start_s = watchdog.timeout_s + _START_S_A_RANK * max(0, world_size - 8)
+    """Returns the limits with more time for phase start on several nodes, if it is not set.
+
+    All ranks create vLLM's groups one after another, and each compiles.
+    """
+    more_ranks = max(0, world_size - _RANKS_PER_NODE)
+    start_s = watchdog.timeout_s + _START_S_PER_RANK * more_ranks
     return replace(watchdog, phase_timeouts_s={"start": start_s, **watchdog.phase_timeouts_s})
 
 
 def refuse_unreachable(store: Store, rank: int, world_size: int) -> None:
-    """Collective. Raises ConfigError where ranks of other hosts could not reach this one: gloo listens where the name
-    of the host leads, and a name that leads to the loopback interface (127.0.1.1 of many Linux installations) has all
-    ranks wait for each other until their limits are over."""
+    """Collective. Raises ConfigError if ranks of other hosts could not reach this one.
+
+    gloo listens at the address of the host's name. If that is the loopback interface (127.0.1.1 in
+    many Linux installations), all ranks would wait for each other until their limits.
+    """
     if world_size == int(os.environ.get("LOCAL_WORLD_SIZE", world_size)):
         return
     store.set(f"host/{rank}", host_identity())
     address = None if os.environ.get("GLOO_SOCKET_IFNAME") else gloo_address()
     if address is None or not ip_address(address).is_loopback:
         return
-    # One from the far end: rank 0's host, or for those on it the last rank's. Two launchers on one host are let be.
-    others = {store.get(f"host/{other}").decode() for other in (0, world_size - 1)}
-    if others != {host_identity()}:
+    # Rank 0's host stands for the others; on that host, the last rank's does. Two launchers on one
+    # host are fine.
+    hosts = {store.get(f"host/{peer}").decode() for peer in (0, world_size - 1)}
+    if hosts != {host_identity()}:
         names = [name for _, name in socket.if_nameindex() if name != "lo"]
-        there = f" (this host has {', '.join(names)})" if names else ""
-        where = f"the name of host {socket.gethostname()!r} leads to {address}, where ranks of other hosts cannot reach it"
+        interfaces = f" (this host has {', '.join(names)})" if names else ""
         raise ConfigError(
-            f"{where}: set GLOO_SOCKET_IFNAME to the network interface between the hosts{there}"
+            f"the name of host {socket.gethostname()!r} leads to {address}, where ranks of other "
+            "hosts cannot reach it: set GLOO_SOCKET_IFNAME to the network interface between the "
+            f"hosts{interfaces}"
         )
 
 
 def gloo_address() -> str:
-    """Where torch's gloo listens if GLOO_SOCKET_IFNAME is not set: at the first address of this host's name that it can
-    bind, else at the loopback interface (ProcessGroupGloo.cpp of torch 2.11 to 2.13)."""
+    """Returns where torch's gloo listens if GLOO_SOCKET_IFNAME is not set.
+
+    That is the first address of the host's name that it can bind, else the loopback interface
+    (ProcessGroupGloo.cpp of torch 2.11 to 2.13).
+    """
     with suppress(OSError):
-        for family, kind, _, _, address in socket.getaddrinfo(
-            socket.gethostname(), 0, type=socket.SOCK_STREAM
-        ):
+        host = socket.gethostname()
+        for family, kind, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
             with suppress(OSError), socket.socket(family, kind) as trial:
                 trial.bind(address)
                 return str(address[0]).partition("%")[0]
@@ -117,20 +131,28 @@ def gloo_address() -> str:
 
 
 def host_identity() -> str:
-    """Of this boot of the kernel and this network: the same for all processes that a loopback address joins."""
-    boot, network = "", ""
+    """Returns a text that is the same for all processes that a loopback address joins.
+
+    It names this boot of the kernel and this network.
+    """
+    boot_id = ""
+    network = ""
     with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
         network = os.readlink("/proc/self/ns/net")
-    return f"{socket.gethostname()} {boot} {network}"
+    return f"{socket.gethostname()} {boot_id} {network}"
 
 
 def check_setup() -> None:
-    """Of launch/setup.sh gpu: a login node may have no GPU, but torch must be a build for one. Exits with 2 if not."""
+    """Exits with 2 if torch is a build for the CPU; for `launch/setup.sh gpu`.
+
+    A login node may have no GPU.
+    """
     try:
         if torch.version.cuda is None:
+            version = torch.__version__
             raise ConfigError(
-                f"pip installed torch {torch.__version__}, a build for the CPU: look at pip's indexes"
+                f"pip installed torch {version}, a build for the CPU: look at pip's indexes"
             )
         rank_device(0)
     except ConfigError as error:

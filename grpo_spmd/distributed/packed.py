@@ -1,4 +1,7 @@
-"""A JSON header and arrays as one byte string, for the way between ranks of one job: nothing is pickled or rounded."""
+"""A JSON header and arrays as one byte string, to send between the ranks of one job.
+
+Nothing is pickled or rounded.
+"""
 
 from __future__ import annotations
 
@@ -10,31 +13,37 @@ import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[Any]
+_LENGTH_BYTES = 4
 
 
 def pack(header: Any, arrays: Iterable[Array] = ()) -> bytes:
-    """`header` must survive JSON. The lengths of `arrays` are for the reader to know."""
+    """Returns header and arrays as bytes. `header` goes through JSON.
+
+    The reader must know the lengths and dtypes of the arrays.
+    """
     text = json.dumps(header, separators=(",", ":")).encode()
-    return b"".join([len(text).to_bytes(4, "little"), text, *(array.tobytes() for array in arrays)])
+    length = len(text).to_bytes(_LENGTH_BYTES, "little")
+    return b"".join([length, text, *(array.tobytes() for array in arrays)])
 
 
 class PackedReader:
-    """What `pack` made, read from its beginning."""
+    """Reads from its beginning what `pack` returned."""
 
     def __init__(self, payload: bytes) -> None:
-        self._payload, self._end = payload, 4 + int.from_bytes(payload[:4], "little")
-        self.header_text = payload[4 : self._end]
+        self._payload = payload
+        self._end = _LENGTH_BYTES + int.from_bytes(payload[:_LENGTH_BYTES], "little")
+        self.header_text = payload[_LENGTH_BYTES : self._end]
 
     @property
     def header(self) -> Any:
         return json.loads(self.header_text)
 
     def array(self, dtype: npt.DTypeLike, count: int) -> Array:
-        """The next one. It lies in the payload, so nobody can write into it."""
-        found: Array = np.frombuffer(self._payload, dtype, count, self._end)
-        self._end += found.nbytes
-        return found
+        """Returns the next array. It is a read-only view of the payload."""
+        array: Array = np.frombuffer(self._payload, dtype, count, self._end)
+        self._end += array.nbytes
+        return array
 
     def rest(self) -> bytes:
-        """What nobody has read yet."""
+        """Returns the bytes that were not read yet."""
         return self._payload[self._end :]

@@ -1,4 +1,8 @@
-"""Looking at processes and stacks: /proc, Python frames, torch's flight recorder. Imports no torch at its top."""
+"""Looks at processes and stacks for the doctor, and at the time that is left to the job.
+
+Reads /proc itself where psutil would count from the clock: psutil's start time of a process changes
+when the clock is set, and two ranks could disagree about it. Imports no torch at its top.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +24,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Literal
 
-# Whoever is in one of these waits for other ranks.
-_COLLECTIVE_MODULES = tuple(
-    f"grpo_spmd.distributed.{name}" for name in ("collectives", "session", "store")
+_log = logging.getLogger("grpo_spmd")
+# A thread in one of these modules waits for other ranks.
+_COLLECTIVE_MODULES = (
+    "grpo_spmd.distributed.collectives",
+    "grpo_spmd.distributed.session",
+    "grpo_spmd.distributed.store",
 )
 _DEBUGGERS = (
     "pdb",
@@ -35,199 +42,227 @@ _DEBUGGERS = (
     "debugpy",
 )
 _STACKS_S = 2.0
+_SQUEUE_TIMEOUT_S = 20
 MAX_TEXT = 60_000  # characters of a traceback, or of a process's stacks
+_MAX_PENDING = 10  # unfinished collectives in a report
+# Frames of torch's Python code around the call that waits.
+_MAX_WRAPPERS = 6
 
 
 @dataclass(frozen=True)
 class RankProcess:
-    """What a rank says of its process, so that another rank can look at it from outside."""
+    """What a rank publishes about its process, so that another rank can look at it."""
 
-    machine: str  # two processes of one machine see each other in /proc
+    machine: str  # processes with the same one see each other in /proc
     host: str
     pid: int
-    start: str  # as read_stat has it: another process may get the number
-    stacks_fd: int  # its own file into which SIGUSR2 makes it write its stacks
+    start: str  # as in read_stat; another process may get the same pid
+    stacks_fd: int  # its file into which SIGUSR2 makes it write its stacks
 
     def __str__(self) -> str:
         return f"{self.host}, process {self.pid}"
 
 
 def this_process(stacks_fd: int) -> RankProcess:
+    """Returns the record of this process."""
+    host = socket.gethostname()
+    pid = os.getpid()
     try:
-        machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink(
-            "/proc/self/ns/pid"
-        )
-    except OSError:  # not Linux, or hidden by the container: nobody's peer
-        machine = f"{socket.gethostname()}/{os.getpid()}"
-    return RankProcess(
-        machine, socket.gethostname(), os.getpid(), read_stat(os.getpid())[1], stacks_fd
-    )
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        machine = boot_id + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        # Not Linux, or the container hides it: no other rank can look at it.
+        machine = f"{host}/{pid}"
+    return RankProcess(machine, host, pid, start=read_stat(pid)[1], stacks_fd=stacks_fd)
 
 
 def process_state(process: RankProcess) -> Literal["gone", "stopped", "blocked", "running"]:
     state, start = read_stat(process.pid)
     if start != process.start or state in ("", "Z", "X"):
         return "gone"
-    return "stopped" if state in ("T", "t") else "blocked" if state == "D" else "running"
+    if state in ("T", "t"):
+        return "stopped"
+    return "blocked" if state == "D" else "running"
 
 
 def read_stat(pid: int) -> tuple[str, str]:
-    """State letter and start time, in ticks since boot; ("", "") where there is no such process, or no /proc."""
+    """Returns the state letter and the start time of a process, in ticks since boot.
+
+    ("", "") if there is no such process, or no /proc.
+    """
     try:
-        fields = (
-            Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        )  # the name before may hold anything
+        text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return "", ""
+    # The name in brackets may hold anything, so the fields are counted from its end.
+    fields = text.rpartition(")")[2].split()
     return fields[0], fields[19]
 
 
 def next_rank(rank: int, ranks: Iterable[int]) -> list[int]:
-    """The one after `rank` in the ring of `ranks`, or none: each rank is looked after by one other."""
-    others = sorted(other for other in ranks if other != rank)
-    return [next((other for other in others if other > rank), others[0])] if others else []
+    """Returns the rank after `rank` in the ring of `ranks`, or none if there is no other rank.
+
+    So each rank is watched by one other.
+    """
+    ring = sorted(set(ranks) - {rank})
+    return [next((later for later in ring if later > rank), ring[0])] if ring else []
 
 
-def frames(frame: FrameType | None) -> Iterator[FrameType]:  # the innermost first
+def frames(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yields a thread's frames, the innermost first."""
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
 def in_debugger(frame: FrameType | None) -> bool:
-    return any(
-        inner.f_globals.get("__name__", "").startswith(_DEBUGGERS) for inner in frames(frame)
-    )
+    """Returns True if the thread with this innermost frame is at a debugger's prompt."""
+    return any(_module(inner).startswith(_DEBUGGERS) for inner in frames(frame))
 
 
 def waits_for(frame: FrameType | None) -> Literal["collective", "device", ""]:
-    """What a thread with this innermost frame waits for: other ranks, its GPU, or nobody that we know of."""
+    """Returns what a thread with this innermost frame waits for: other ranks, its GPU, or ""."""
     for number, inner in enumerate(frames(frame)):
-        name = inner.f_globals.get("__name__", "")
+        name = _module(inner)
         if name.startswith(("torch.distributed.", *_COLLECTIVE_MODULES)):
             return "collective"
         if number == 0 and name.startswith("torch.cuda"):
             return "device"
-        if number > 6 or not name.startswith(("torch.", "contextlib")):
+        if number > _MAX_WRAPPERS or not name.startswith(("torch.", "contextlib")):
             return ""
     return ""
 
 
 def innermost_line(frame: FrameType | None) -> str:
-    """File, line and function of the innermost frame that is not torch's, vLLM's or the standard library's."""
-    library = ("site-packages", f"{os.sep}lib{os.sep}python{sys.version_info.major}", "<frozen")
+    """Returns file, line and function of the innermost frame in our code or the user's."""
+    library_paths = (
+        "site-packages",
+        f"{os.sep}lib{os.sep}python{sys.version_info.major}",
+        "<frozen",
+    )
     for inner in frames(frame):
-        name = inner.f_code.co_filename
-        if (
-            not any(part in name for part in library)
-            and inner.f_globals.get("__name__") not in _COLLECTIVE_MODULES
-        ):
-            return f"{name}:{inner.f_lineno} ({inner.f_code.co_name})"
+        path = inner.f_code.co_filename
+        is_library = any(text in path for text in library_paths)
+        if not is_library and _module(inner) not in _COLLECTIVE_MODULES:
+            return f"{path}:{inner.f_lineno} ({inner.f_code.co_name})"
     return ""
 
 
 def stacks_of(threads: dict[int, FrameType], main_thread: int) -> str:
-    """As text. `threads`: as sys._current_frames has them; the calling one is left out."""
+    """Returns the stacks of `threads` (as from sys._current_frames) as text.
+
+    The calling thread is left out.
+    """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    main = threads.get(main_thread)
-    texts = [
-        "main thread:\n"
-        + ("".join(traceback.format_stack(main)) if main else "  (no Python frame)\n")
-    ]
+    main_frame = threads.get(main_thread)
+    stack = "".join(traceback.format_stack(main_frame)) if main_frame else "  (no Python frame)\n"
+    texts = [f"main thread:\n{stack}"]
     for thread, frame in threads.items():
         if thread not in (main_thread, threading.get_ident()):
-            texts.append(
-                f"thread {names.get(thread, thread)}:\n{''.join(traceback.format_stack(frame))}"
-            )
+            stack = "".join(traceback.format_stack(frame))
+            texts.append(f"thread {names.get(thread, thread)}:\n{stack}")
     return "\n".join(texts)[:MAX_TEXT]
 
 
 def stacks_of_peer(process: RankProcess) -> str:
-    """Of one whose Python does not run: the handler of faulthandler is plain C. "" where that does not help either."""
-    path, stacks, until = (
-        Path(f"/proc/{process.pid}/fd/{process.stacks_fd}"),
-        "",
-        time.monotonic() + _STACKS_S,
-    )
+    """Returns the stacks of a process whose Python does not run, or "".
+
+    SIGUSR2 makes it write them: faulthandler's signal handler is plain C.
+    """
+    path = Path(f"/proc/{process.pid}/fd/{process.stacks_fd}")
+    deadline = time.monotonic() + _STACKS_S
+    stacks = ""
     with suppress(OSError):
         os.kill(process.pid, signal.SIGUSR2)
-        while time.monotonic() < until:  # a busy machine lets it write late, and in pieces
+        # On a busy machine it writes late, and in pieces.
+        while time.monotonic() < deadline:
             time.sleep(0.2)
-            before, stacks = stacks, path.read_text(errors="replace")
-            if stacks and stacks == before:
+            previous = stacks
+            stacks = path.read_text(errors="replace")
+            if stacks and stacks == previous:
                 break
     return stacks[-MAX_TEXT:]
 
 
 def flight_recorder() -> tuple[dict[str, int], str]:
-    """Collectives enqueued by process group, and the last of each, where torch records them (TORCH_FR_BUFFER_SIZE)."""
+    """Returns the number of collectives enqueued by process group, and the last ones as text.
+
+    torch records them if TORCH_FR_BUFFER_SIZE is set.
+    """
     from torch._C import _distributed_c10d as c10d
 
-    enqueued, pending = dict[str, int](), list[str]()
-    for name in (
-        "_dump_fr_trace_json",
-        "_dump_nccl_trace_json",
-    ):  # gloo's and NCCL's; either may be missing in a build
-        with suppress(
-            Exception
-        ):  # of private functions nothing is certain, and the report must be written
+    enqueued: dict[str, int] = {}
+    pending = []
+    # gloo's and NCCL's. A build may lack either.
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        # These functions are private and may change, but the report must be written.
+        with suppress(Exception):
             for entry in json.loads(getattr(c10d, name)()).get("entries", []):
-                group, number = ":".join(entry["process_group"]), entry["collective_seq_id"]
+                group = ":".join(entry["process_group"])
+                number = entry["collective_seq_id"]
                 enqueued[group] = max(enqueued.get(group, 0), number)
                 if not entry["retired"]:
-                    pending.append(
-                        f"{entry['profiling_name']} number {number} of group {group} ({entry['state']})"
-                    )
-    last = [
-        f"group {group}: {number} collectives enqueued"
-        for group, number in sorted(enqueued.items())
+                    text = f"{entry['profiling_name']} number {number} of group {group}"
+                    pending.append(f"not finished: {text} ({entry['state']})")
+    counts = [
+        f"group {group}: {enqueued[group]} collectives enqueued" for group in sorted(enqueued)
     ]
-    return enqueued, "; ".join(last + [f"not finished: {text}" for text in pending[-10:]])
-
-
-# What is left of the job's time: by the config, or by Slurm's word. Imports no torch.
-
-
-_log = logging.getLogger("grpo_spmd")
-_SQUEUE_TIMEOUT_S = 20
+    return enqueued, "; ".join(counts + pending[-_MAX_PENDING:])
 
 
 def seconds_left(max_time_s: float | None) -> float | None:
-    """Of this job; None where nothing says so."""
+    """Returns the time left to this job: of `max_time_s`, else of the Slurm job, else None."""
     if max_time_s is not None:
         return max_time_s - seconds_since_launch()
-    job, end = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_JOB_END_TIME", "")
-    if end.isdecimal():
-        return int(end) - time.time()
+    end_time = os.environ.get("SLURM_JOB_END_TIME", "")
+    if end_time.isdecimal():
+        return int(end_time) - time.time()
+    job = os.environ.get("SLURM_JOB_ID")
     if job is None:
         return None
     command = ["squeue", "-h", "-j", job, "-o", "%L"]
     try:
-        said = subprocess.run(
+        text = subprocess.run(
             command, capture_output=True, text=True, timeout=_SQUEUE_TIMEOUT_S, check=True
         ).stdout
     except (OSError, subprocess.SubprocessError) as error:
-        what = "the end of the Slurm job is not known (%s); without training.max_time_s only signals stop the run"
-        _log.warning(what, error)
+        _log.warning(
+            "the end of the Slurm job is not known (%s); "
+            "without training.max_time_s only signals stop the run",
+            error,
+        )
         return None
-    left = parse_time_left(said)
-    if left is None and said.strip() != "UNLIMITED":
-        what = "the end of the Slurm job is not known: squeue said %r; without training.max_time_s only signals stop it"
-        _log.warning(what, said)
-    return left
+    time_s = parse_time_left(text)
+    if time_s is None and text.strip() != "UNLIMITED":
+        _log.warning(
+            "the end of the Slurm job is not known: squeue said %r; "
+            "without training.max_time_s only signals stop it",
+            text,
+        )
+    return time_s
 
 
 def parse_time_left(text: str) -> int | None:
-    """Seconds of squeue's %L, [[days-]hours:]minutes:seconds; None for UNLIMITED, INVALID, NOT_SET and all else."""
-    found = re.match(r"\s*(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+)\s*$", text, re.ASCII)
-    if found is None:
+    """Returns the seconds in squeue's %L, [[days-]hours:]minutes:seconds.
+
+    None for UNLIMITED, INVALID, NOT_SET and everything else.
+    """
+    match = re.match(r"\s*(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+)\s*$", text, re.ASCII)
+    if match is None:
         return None
-    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    days, hours, minutes, seconds = (int(number or 0) for number in match.groups())
     return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def seconds_since_launch() -> float:
-    """Since torchrun was started, as its restarts of the ranks give no new time; without it, since this process was."""
+    """Returns the time since torchrun was started, else since this process was.
+
+    A restart of the ranks by torchrun gives the job no new time.
+    """
     pid = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
-    ticks = int(read_stat(pid)[1])  # since boot
+    ticks = int(read_stat(pid)[1])
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")

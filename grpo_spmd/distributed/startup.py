@@ -1,4 +1,7 @@
-"""Lines for whoever waits in front of a terminal while nothing else is said. They are in no log file. No torch."""
+"""What happens before a run's first log line: progress lines on the terminal, faster imports.
+
+The progress lines are in no log file. Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -10,84 +13,90 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-_FIRST_S, _EVERY_S = 3.0, 7.0  # three processes follow each other before the first line of a log
-_beat: _Beat | None = None
+# Three processes follow each other before the first log line, each with a first line of its own.
+_FIRST_LINE_S = 3.0
+_LINE_EVERY_S = 7.0
+_heartbeat: _Heartbeat | None = None
 
 
-def begin(what: str) -> None:
-    """From here on rank 0 says now and then that it is busy with `what`, and since when: "starting vLLM ... 20 s"."""
-    global _beat
+def begin(activity: str) -> None:
+    """From now on rank 0 prints from time to time what it is doing: "starting vLLM ... 20 s"."""
+    global _heartbeat
     if os.environ.get("RANK", "0") != "0":
         return
-    if _beat is None:
-        _beat = _Beat()
-    _beat.change(what)
+    if _heartbeat is None:
+        _heartbeat = _Heartbeat()
+    _heartbeat.change(activity)
 
 
-def note(more: str) -> None:
-    """How far it has come: the next line says so too."""
-    if _beat is not None:
-        _beat.more = more
+def note(progress: str) -> None:
+    """Adds how far the activity has come to the next line."""
+    if _heartbeat is not None:
+        _heartbeat.progress = progress
 
 
 def follow(line: str) -> None:
-    """A log line is shown: it says what begins, up to that of the first step."""
-    if _beat is None:
+    """Takes the activity from a log line that is shown; the line of the first step ends it."""
+    if _heartbeat is None:
         return
-    _beat.shown = time.monotonic()
+    _heartbeat.last_line = time.monotonic()
     if line.startswith("step"):
         end()
     else:
-        _beat.change(line.partition(":")[0] if line.startswith("starting") else "preparing")
+        is_start = line.startswith("starting")
+        _heartbeat.change(line.partition(":")[0] if is_start else "preparing")
 
 
 def end() -> None:
-    """Others speak again."""
-    global _beat
-    if _beat is not None:
-        _beat.stop.set()
-    _beat = None
+    """Prints no more lines."""
+    global _heartbeat
+    if _heartbeat is not None:
+        _heartbeat.stop.set()
+    _heartbeat = None
 
 
-class _Beat:
+class _Heartbeat:
+    """Thread that prints a line when nothing else was printed for a while."""
+
     def __init__(self) -> None:
-        self.stop, self.shown = threading.Event(), time.monotonic() - _EVERY_S + _FIRST_S
+        self.stop = threading.Event()
+        self.last_line = time.monotonic() - _LINE_EVERY_S + _FIRST_LINE_S
         self.change("")
         threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
 
-    def change(self, what: str) -> None:
-        self._what, self.more, self._since = what, "", time.monotonic()
+    def change(self, activity: str) -> None:
+        self.progress = ""
+        self._activity = activity
+        self._start = time.monotonic()
 
-    def look(self) -> None:
-        """Say it, if nothing was shown for so long."""
-        if (now := time.monotonic()) - self.shown >= _EVERY_S:
-            self.shown = now
+    def print_if_due(self) -> None:
+        time_s = time.monotonic()
+        if time_s - self.last_line >= _LINE_EVERY_S:
+            self.last_line = time_s
             with suppress(OSError, ValueError):  # whoever read it is gone
-                print(f"{self._what}{self.more} ... {now - self._since:.0f} s", flush=True)
+                text = f"{self._activity}{self.progress} ... {time_s - self._start:.0f} s"
+                print(text, flush=True)
 
     def _run(self) -> None:
         while not self.stop.wait(0.5):
-            self.look()
-
-
-# Python's garbage collector, kept out of the way while modules are imported. Imports no torch.
+            self.print_if_due()
 
 
 @contextmanager
 def garbage_collector_off() -> Iterator[None]:
-    """Collect no garbage within, and never look again at what there is at its end.
+    """Turns Python's garbage collector off, and exempts all objects that exist at the end.
 
-    torch, transformers and vLLM make a million objects that stay. Collections that go through all of them again and
-    again are half of the time of the imports, and each of vLLM's own at its start and end takes as long as importing
-    torch."""
-    was_on = gc.isenabled()
+    torch, transformers and vLLM create a million objects that stay. Collections that go through all
+    of them again and again are half of the import time, and each of vLLM's own collections takes as
+    long as importing torch.
+    """
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         gc.freeze()
-        atexit.register(
-            gc.unfreeze
-        )  # libraries whose objects are there at the very end call them leaks, at length
-        if was_on:
+        # Libraries report objects that are still exempt at the very end as leaks, at length.
+        atexit.register(gc.unfreeze)
+        if was_enabled:
             gc.enable()

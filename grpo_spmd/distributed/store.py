@@ -1,4 +1,7 @@
-"""The run's key-value store, which torchrun's agent or rank 0 keeps: what ranks tell each other without waiting."""
+"""The run's key-value store, through which ranks tell each other things without waiting.
+
+torchrun's agent keeps it, or rank 0.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,17 @@ _store: dist.Store | None = None
 
 
 def open_store(store: dist.Store) -> None:
-    """Take `store`, whose prefix no earlier attempt of the run has used, for the run's (start_session)."""
+    """Makes `store` the run's store. No earlier attempt of the run has used its prefix."""
     global _store
     _store = store
 
 
 def claim(queue: str, num_jobs: int, num_claimers: int) -> int | None:
-    """The first of 0 .. `num_jobs` - 1 not yet claimed from `queue`, or None: until it each of the `num_claimers` ranks
-    must claim. The last None removes the queue, or the store would grow; only then may its name be used anew."""
+    """Returns the first of 0 .. `num_jobs` - 1 that nobody has claimed from `queue`, else None.
+
+    Each of the `num_claimers` ranks must claim until it gets None. The last None removes the queue,
+    so that the store does not grow; only then its name may be used again.
+    """
     number = _run_store().add(queue, 1) - 1
     if number == num_jobs + num_claimers - 1:
         _run_store().delete_key(queue)
@@ -23,27 +29,30 @@ def claim(queue: str, num_jobs: int, num_claimers: int) -> int | None:
 
 
 def count_up(counter: str, by: int = 1) -> int:
-    """The number that `counter`, 0 at first, has come to with this; two calls never bring it to the same one."""
+    """Adds to `counter`, which starts at 0, and returns its new value; no two calls get the same."""
     return int(_run_store().add(counter, by))
 
 
 def delete_counter(counter: str) -> None:
-    """Remove a counter that nobody asks for any more, or the store would grow."""
+    """Removes a counter that nobody uses any more, so that the store does not grow."""
     _run_store().delete_key(counter)
 
 
 def clone_store() -> dist.Store:
-    """Over a connection of its own, for a thread: a call that waits would make the main thread wait too."""
+    """Returns the store over a new connection, for a thread.
+
+    A call that waits blocks its connection, and with it the main thread.
+    """
     return _run_store().clone()  # type: ignore[attr-defined, no-any-return]
 
 
 def post_notice(notice: str, text: str) -> None:
-    """Show `text` to all ranks under the name `notice`."""
+    """Shows `text` to all ranks under the name `notice`."""
     _run_store().set(notice, text)
 
 
 def read_notice(notice: str) -> str | None:
-    """What some rank has read_notice under this name, or None."""
+    """Returns what some rank has posted under this name, or None."""
     return _run_store().get(notice).decode() if _run_store().check([notice]) else None
 
 
