@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.support.ranks import tell
-from grpo_spmd.observe.rollout_reader import RolloutRecord, rollouts_file, to_line
+from grpo_spmd.observe.rollout_record import RolloutRecord, to_line
+from grpo_spmd.observe.run_folder import dump_path
 
 _DIFFERENT, _GROUP, _POOL, _TOKENS = 50, 8, 1_000, 740
 _PHASES = ("weight_sync", "eval", "rollout", "reward", "logprobs", "update", "checkpoint")
@@ -91,7 +92,7 @@ def make_run(folder: Path, num_steps: int, num_rollouts: int) -> None:
     for step in range(1, min(num_steps, _DIFFERENT) + 1):
         _dump_step(folder, step, num_rollouts, pool, rng)
     for step in range(_DIFFERENT + 1, num_steps + 1):
-        for of in (rollouts_file, _scores_file):
+        for of in (dump_path, _scores_file):
             os.link(of(folder, (step - 1) % _DIFFERENT + 1), of(folder, step))
     with (
         (folder / "metrics.jsonl").open("w") as metrics,
@@ -183,7 +184,7 @@ def _dump_step(
             "difference_max": float(abs(difference).max()),
         }
         scores.append(json.dumps(score).encode() + b"\n")
-    rollouts_file(folder, step).write_bytes(b"".join(lines))
+    dump_path(folder, step).write_bytes(b"".join(lines))
     _scores_file(folder, step).write_bytes(b"".join(scores))
 
 

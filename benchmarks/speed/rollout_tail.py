@@ -30,7 +30,7 @@ from benchmarks.speed import rollout_tail_worker
 from benchmarks.speed.rollout_replay import MEAN_TOKENS, Lengths, draw, play, play_epoch
 from benchmarks.support import ranks
 from benchmarks.support.report import Row, arguments_parser, ratios, report, spread
-from grpo_spmd.observe.rollout_reader import dumped_steps
+from grpo_spmd.observe.run_folder import RunFolder
 from grpo_spmd.tools.replay.read import read_step
 
 GROUP_SIZE, NUM_SEEDS, NUM_TAIL_SEEDS = 8, 7, 3
@@ -138,7 +138,7 @@ def recorded_steps(run_dir: Path) -> list[dict[str, Lengths]]:
     """Of a run's rollout dump, the steps all of whose prompts an earlier step had."""
     lengths_of: dict[int, list[int]] = {}
     steps: list[dict[str, Lengths]] = []
-    for step in dumped_steps(run_dir):
+    for step in RunFolder(run_dir).dumped_steps:
         groups = read_step(run_dir, step).rollouts
         rows, lengths = (
             [group[0].row for group in groups],

@@ -57,7 +57,7 @@ from benchmarks.support.models import make_model
 from benchmarks.support.report import Row, arguments_parser, ratios, report, spread
 from benchmarks.support.trl_environment import TRL_VERSION, trl_python
 from grpo_spmd.demo.making import model_config
-from grpo_spmd.observe.rollout_reader import read_rollouts
+from grpo_spmd.observe.run_folder import RunFolder
 
 _ROUNDS = 5
 _STEPS_A_TURN = 2  # of ours; TRL makes one
@@ -352,7 +352,8 @@ def compare(folder: Path, python: str) -> list[Row]:
     ours = Ours(folder, "compared", _COMPARED)
     metrics = ours.wait(_COMPARED.num_steps)
     ours.end()
-    rollouts = [read_rollouts(ours.run, step) for step in range(1, _COMPARED.num_steps + 1)]
+    run_folder = RunFolder(ours.run)
+    rollouts = [run_folder.complete_rollouts(step) for step in range(1, _COMPARED.num_steps + 1)]
     kept = ("prompt_ids", "completion_ids", "rollout_logprobs")
     replay = [
         [{key: getattr(rollout, key) for key in kept} for rollout in step] for step in rollouts

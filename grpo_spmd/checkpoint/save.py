@@ -42,7 +42,7 @@ from grpo_spmd.model.lora import write_peft_config
 from grpo_spmd.model.offload import host_buffer
 from grpo_spmd.model.policy import Policy
 from grpo_spmd.model.sharding import first_row, is_first_replica
-from grpo_spmd.observe.metrics_file import is_evaluation, read_lines
+from grpo_spmd.observe.metrics_file import is_evaluation, read_metrics
 from grpo_spmd.rollout.buffer import delete_until
 
 _log = logging.getLogger("grpo_spmd")
@@ -287,7 +287,7 @@ class Checkpoints:
         if name is None:
             return None
         start = self._metrics_read
-        for line in read_lines(path, start):
+        for line in read_metrics(path, start):
             self._metrics_read = line.end
             if isinstance(line.metrics.get(name), int | float):
                 self._metric_by_step[line.metrics["step"] - (not is_evaluation(line.metrics))] = (

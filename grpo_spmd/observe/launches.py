@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import grpo_spmd
 from grpo_spmd.config.describe import redact, redact_arguments
 from grpo_spmd.files import UntrustedError, open_regular, write_durably
-from grpo_spmd.observe.metrics_file import is_evaluation, lines_from_end
+from grpo_spmd.observe.metrics_file import is_evaluation, read_metrics_backwards
 
 if TYPE_CHECKING:
     import torch
@@ -112,7 +112,7 @@ class Launch:
         def complete(launches: list[dict[str, Any]]) -> None:
             for own in launches:
                 if own.get("launch") == number and own.get("outcome") is None:
-                    lines = lines_from_end(self._run_dir / "metrics.jsonl")
+                    lines = read_metrics_backwards(self._run_dir / "metrics.jsonl")
                     step = next((line["step"] for line in lines if not is_evaluation(line)), 0)
                     first = own.get("first_step")
                     own.update(end=_utc(time.time()), outcome=outcome, why=why)

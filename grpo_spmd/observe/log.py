@@ -20,10 +20,15 @@ from grpo_spmd.learn.losses import TILT_SUMS
 from grpo_spmd.observe.console import Console
 from grpo_spmd.observe.derive import Metrics, loss_metrics, mfu, tail_waste_frac, throughput
 from grpo_spmd.observe.followers import Followers
-from grpo_spmd.observe.metrics_file import LineFile, is_evaluation, lines_from_end, read_lines
+from grpo_spmd.observe.metrics_file import (
+    LineFile,
+    is_evaluation,
+    read_metrics,
+    read_metrics_backwards,
+)
 from grpo_spmd.observe.phase_timer import PhaseTimer
 from grpo_spmd.observe.progress import WallClock
-from grpo_spmd.observe.rollout_reader import rollouts_file
+from grpo_spmd.observe.run_folder import dump_path
 from grpo_spmd.observe.timeline import TimelineFile, pack_spans, unpack_spans
 from grpo_spmd.proofs.logprob_check import LogprobCheck
 from grpo_spmd.records import Decision, SyncStats
@@ -62,9 +67,13 @@ class MetricsLog:
         self._generation_s: list[float] = []  # of this rank, in the step
         self._rank0_metrics: Metrics = {}  # of the step, as far as they are known
         # of the run so far, which may have begun in another process
-        steps = (line.metrics for line in read_lines(self._path) if not is_evaluation(line.metrics))
+        steps = (
+            line.metrics for line in read_metrics(self._path) if not is_evaluation(line.metrics)
+        )
         first = [*islice(steps, session.is_rank0)]
-        from_end = (metrics for metrics in lines_from_end(self._path) if not is_evaluation(metrics))
+        from_end = (
+            metrics for metrics in read_metrics_backwards(self._path) if not is_evaluation(metrics)
+        )
         newest = [*islice(from_end, 10 * len(first))][::-1]
         self._num_steps = newest[-1]["step"] + 1 - first[0]["step"] if first else 0
         self._rewards = [
@@ -120,7 +129,7 @@ class MetricsLog:
                     step,
                     sums,
                     self._training.max_nonfinite_in_a_row,
-                    rollouts_file(self._run_dir, step),
+                    dump_path(self._run_dir, step),
                 )
                 _check_trained(
                     step, sums, self._training.num_epochs * sum(decision.num_loss_tokens)

@@ -1,29 +1,43 @@
-"""metrics.jsonl: whole lines appended, and the one reader of them."""
+"""Files of JSON lines in a run folder: appended whole, read with bounds. And metrics.jsonl, the first of them.
+
+A run folder may be somebody else's, half written, or on a disk that is full. Imports no torch.
+"""
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import logging
 import os
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
+from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.files import open_regular, sync_path, write_durably
 
 _log = logging.getLogger("grpo_spmd")
-_BLOCK, _LONGEST = 1 << 16, 1 << 24  # bytes that are read at a time; that no line has
+# A line with a million tokens takes about 20 MiB; a month of steps is 100,000 lines.
+MAX_LINE_BYTES = 1 << 25
+MAX_FILE_BYTES = 1 << 32  # unpacked: a few megabytes of gzip can hold very much more
+MAX_LINES = 1 << 20
+_BLOCK_BYTES = 1 << 16
 
 
 class LineFile:
-    """Appends whole lines. What a full disk does not take waits in memory for the next line: a run should not end for
-    want of a kilobyte while the space may come back. Else the next checkpoint says so."""
+    """Appends whole lines.
+
+    Lines that a full disk refuses wait in memory for the next line: a run should not end for want of a kilobyte while
+    the space may come back. If it does not come back, the next checkpoint fails and says so.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._path, self._file = path, path.open("ab", buffering=0)
+        self._path = path
+        self._file = path.open("ab", buffering=0)
         self._waiting: list[bytes] = []
 
     def write(self, line: str) -> None:
@@ -37,46 +51,112 @@ class LineFile:
         self._file.close()
 
     def _flush(self) -> None:
-        end, rest = self._file.seek(0, os.SEEK_END), b"".join(self._waiting)
+        end = self._file.seek(0, os.SEEK_END)
+        rest = b"".join(self._waiting)
+        num_waiting = len(self._waiting)
         try:
             while rest:  # a disk that is nearly full takes a part
                 rest = rest[self._file.write(rest) :]
         except OSError as error:
             with suppress(OSError):
                 self._file.truncate(end)  # half a line would spoil the next one
-            _log.warning(
-                "%s: %s; %d lines wait in memory", self._path, error.strerror, len(self._waiting)
-            )
+            _log.warning("%s: %s; %d lines wait in memory", self._path, error.strerror, num_waiting)
             return
-        if len(self._waiting) > 1:
-            _log.warning(
-                "%s: written again, all %d lines that waited", self._path, len(self._waiting)
-            )
+        if num_waiting > 1:
+            _log.warning("%s: written again, all %d lines that waited", self._path, num_waiting)
         self._waiting.clear()
+
+
+class LinePosition(NamedTuple):
+    """Where a line is: the bytes [start, end) of the file when it is unpacked, its line break included."""
+
+    path: Path
+    start: int
+    end: int
+
+
+class FileLine(NamedTuple):
+    """A line of a file, without its line break."""
+
+    path: Path
+    number: int
+    """From 1 on."""
+    start: int
+    """Byte of the unpacked file."""
+    end: int
+    """Byte behind its line break: where a follower reads on."""
+    text: bytes
+
+    @property
+    def name(self) -> str:
+        """Returns "FILE:NUMBER" for messages."""
+        return f"{self.path}:{self.number}"
+
+    @property
+    def position(self) -> LinePosition:
+        return LinePosition(self.path, self.start, self.end)
+
+
+def read_lines(path: Path, start: int = 0, *, follow: bool = False) -> Iterator[FileLine]:
+    """Yields the lines of a plain or .gz file from byte `start` on, one in memory at a time.
+
+    Raises ConfigError, one line, for a path that is missing, not a regular file (`follow`: links are allowed), not a
+    whole gzip file or larger than any that a run writes. The lines before the damage are yielded first.
+    """
+    try:
+        with open_lines(path, follow=follow) as file:
+            end = file.seek(start)
+            for number in range(1, MAX_LINES + 2):
+                line = file.readline(MAX_LINE_BYTES)
+                if not line:
+                    return
+                begin = end
+                end += len(line)
+                if len(line) == MAX_LINE_BYTES:
+                    size = f"{MAX_LINE_BYTES >> 20} MiB"
+                    raise ConfigError(f"{path}:{number}: a line of more than {size}")
+                if number > MAX_LINES or end > MAX_FILE_BYTES:
+                    size = f"{MAX_LINES:,} lines or {MAX_FILE_BYTES >> 30} GiB"
+                    raise ConfigError(f"{path} has more than {size}, as no run writes")
+                yield FileLine(path, number, begin, end, line.removesuffix(b"\n"))
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ConfigError(f"{path}: not a whole gzip file: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
+
+
+def open_lines(path: Path, *, follow: bool = False) -> IO[bytes]:
+    """Opens a regular file for reading, unpacked if its name ends with .gz."""
+    file = open_regular(path, follow=follow)
+    # mypy: GzipFile has all methods of IO[bytes] that are used, but is no subclass of it
+    return gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file  # type: ignore[return-value]
 
 
 class MetricsLine(NamedTuple):
     metrics: dict[str, Any]
     text: bytes
-    end: int  # the byte of the file after it: from where a follower reads on
+    end: int
+    """Byte of the file behind the line: where a follower reads on."""
 
 
-def read_lines(path: Path, start: int = 0) -> Iterator[MetricsLine]:
-    """The lines of a metrics.jsonl from byte `start` on; none where there is no file. What is no metrics object is
-    passed over: a kill may have cut the last line short, or it is being written."""
-    with _opened(path) as file:
-        end = file.seek(start)
-        while text := file.readline(_LONGEST):
-            end += len(text)
-            if (metrics := _parsed(text)) is not None:
-                yield MetricsLine(metrics, text.rstrip(b"\n"), end)
+def read_metrics(path: Path, start: int = 0) -> Iterator[MetricsLine]:
+    """Yields the lines of a metrics.jsonl from byte `start` on; nothing if there is no file.
+
+    Lines that are no metrics object are skipped: a kill may have cut the last line, or it is being written.
+    """
+    if not os.path.lexists(path):
+        return
+    for line in read_lines(path, start):
+        metrics = _parse_metrics(line.text)
+        if metrics is not None:
+            yield MetricsLine(metrics, line.text, line.end)
 
 
-def _opened(path: Path) -> io.BufferedReader:
+def _open_metrics(path: Path) -> io.BufferedReader:
     return open_regular(path) if os.path.lexists(path) else open(os.devnull, "rb")
 
 
-def _parsed(text: bytes) -> dict[str, Any] | None:
+def _parse_metrics(text: bytes) -> dict[str, Any] | None:
     with suppress(ValueError, RecursionError):
         metrics = json.loads(text)
         if isinstance(metrics, dict) and type(metrics.get("step")) is int:
@@ -84,55 +164,52 @@ def _parsed(text: bytes) -> dict[str, Any] | None:
     return None
 
 
-def lines_from_end(path: Path) -> Iterator[dict[str, Any]]:
-    """The metrics in the lines of a metrics.jsonl, the last first: a month has 100,000 lines of a hundred values."""
-    with _opened(path) as file:
-        place, rest = file.seek(0, os.SEEK_END), b""
-        while place:
-            size = min(_BLOCK, place)
-            place = file.seek(place - size)
-            rest, *lines = (file.read(size) + rest[:_LONGEST]).split(b"\n")
-            texts = lines if place else [rest, *lines]
-            yield from (metrics for text in texts[::-1] if (metrics := _parsed(text)) is not None)
+def read_metrics_backwards(path: Path) -> Iterator[dict[str, Any]]:
+    """Yields the metrics of a metrics.jsonl, the last line first, without reading the lines before it."""
+    with _open_metrics(path) as file:
+        position = file.seek(0, os.SEEK_END)
+        rest = b""
+        while position:
+            size = min(_BLOCK_BYTES, position)
+            position = file.seek(position - size)
+            # the block's first line may begin in the block before it
+            rest, *lines = (file.read(size) + rest[:MAX_LINE_BYTES]).split(b"\n")
+            texts = lines if position else [rest, *lines]
+            for text in reversed(texts):
+                metrics = _parse_metrics(text)
+                if metrics is not None:
+                    yield metrics
 
 
 def is_evaluation(metrics: Mapping[str, Any]) -> bool:
-    """Whether a line is of the policy after its step, and not of the step: such a line follows the step's own."""
+    """Whether a line evaluates the policy after its step; such a line follows the step's own line."""
     return next(islice(metrics, 1, None), "").startswith("eval/")
 
 
 def ends_with_evaluation(path: Path, step: int) -> bool:
-    """Whether the last line of a metrics.jsonl is of the policy after `step`, or a later one."""
-    last = next(lines_from_end(path), {"step": -1})
+    """Whether the last line of a metrics.jsonl evaluates the policy after `step`, or after a later one."""
+    last = next(read_metrics_backwards(path), {"step": -1})
     return is_evaluation(last) and last["step"] >= step
 
 
 def cut_metrics(path: Path, num_steps: int) -> None:
-    """Keep the whole lines up to that of step `num_steps`, and say so where one is missing. The evaluation that follows
-    it goes: the run that goes on makes it."""
+    """Keeps the whole lines up to that of step `num_steps`, and warns if one is missing.
+
+    The evaluation after that step is removed: the run that goes on makes it again.
+    """
     if not os.path.lexists(path):
         return
-    with _opened(path) as file:  # lines in their order, as a run leaves them, need no parsing
-        step, is_plain = 0, True
-        while is_plain and step < num_steps:
-            line = file.readline(_LONGEST)
-            is_plain = line[-2:] == b"}\n"
-            if line.startswith(b'{"step": %d,' % (step + 1)):
-                step += 1
-            else:
-                is_plain &= line.startswith(b'{"step": %d, "eval/' % step)
-        end, after = file.tell(), _parsed(file.readline(_LONGEST))
-        if is_plain and (after is None or after["step"] >= num_steps):
-            os.truncate(path, end)
-            sync_path(path)
-            return
+    if _truncate_ordered(path, num_steps):
+        return
     kept: dict[tuple[int, bool], bytes] = {}
-    for metrics, text, _ in read_lines(path):
-        place = metrics["step"], is_evaluation(metrics)
-        if place <= (num_steps, False) and place != (0, False):
-            kept[place] = text + b"\n"
+    for line in read_metrics(path):
+        key = line.metrics["step"], is_evaluation(line.metrics)
+        # False < True: the step's own line is kept, its evaluation is not
+        if key <= (num_steps, False) and key != (0, False):
+            kept[key] = line.text + b"\n"
     write_durably(path, b"".join(kept.values()))
-    if missing := sorted({(step, False) for step in range(1, num_steps + 1)} - kept.keys()):
+    missing = sorted({(step, False) for step in range(1, num_steps + 1)} - kept.keys())
+    if missing:
         _log.warning(
             "%s lacks %d of the first %d steps, first step %d",
             path,
@@ -140,3 +217,24 @@ def cut_metrics(path: Path, num_steps: int) -> None:
             num_steps,
             missing[0][0],
         )
+
+
+def _truncate_ordered(path: Path, num_steps: int) -> bool:
+    """Cuts a file whose lines are in order, as a run leaves them, without parsing; else returns False."""
+    with _open_metrics(path) as file:
+        step = 0
+        while step < num_steps:
+            line = file.readline(MAX_LINE_BYTES)
+            if not line.endswith(b"}\n"):
+                return False
+            if line.startswith(b'{"step": %d,' % (step + 1)):
+                step += 1
+            elif not line.startswith(b'{"step": %d, "eval/' % step):
+                return False
+        end = file.tell()
+        after = _parse_metrics(file.readline(MAX_LINE_BYTES))
+    if after is not None and after["step"] < num_steps:
+        return False
+    os.truncate(path, end)
+    sync_path(path)
+    return True

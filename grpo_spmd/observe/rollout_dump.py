@@ -9,9 +9,14 @@ from typing import TYPE_CHECKING
 from grpo_spmd.distributed.exit import Rank0Error
 from grpo_spmd.distributed.reductions import Reductions
 from grpo_spmd.learn.sampled_step import SampledStep
-from grpo_spmd.observe.columns import bounded
-from grpo_spmd.observe.rollout_reader import RolloutRecord, shown_fields, step_stem, to_line
+from grpo_spmd.observe.rollout_record import (
+    RolloutRecord,
+    bounded_values,
+    dumped_episode_fields,
+    to_line,
+)
 from grpo_spmd.observe.rollout_writer import RolloutWriter
+from grpo_spmd.observe.run_folder import step_stem
 from grpo_spmd.records import Decision
 
 if TYPE_CHECKING:  # of the steps that are dumped; and until then not even imported
@@ -78,7 +83,7 @@ class RolloutDump:
 def records_of(sampled: SampledStep, decision: Decision | None) -> Iterator[RolloutRecord]:
     """This rank's rollouts of a step, in the order in which they were sampled."""
     scored, slots = sampled.scored, decision.slots if decision is not None else {}
-    columns = [bounded(group.prompt.columns) for group in sampled.groups]
+    columns = [bounded_values(group.prompt.columns) for group in sampled.groups]
     own = (
         (i, n, c) for i, group in enumerate(sampled.groups) for n, c in enumerate(group.completions)
     )
@@ -106,5 +111,5 @@ def records_of(sampled: SampledStep, decision: Decision | None) -> Iterator[Roll
             rollout_logprobs=completion.logprobs,
             num_rollouts=None if decision is None else sampled.num_completions,
             extra=scored.notes.get(number, {}).get("extra", {}),
-            **(shown_fields(completion.episode) if completion.episode is not None else {}),
+            **(dumped_episode_fields(completion.episode) if completion.episode is not None else {}),
         )

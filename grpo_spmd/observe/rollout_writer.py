@@ -17,13 +17,13 @@ from pathlib import Path
 from grpo_spmd.config.schema import LoggingConfig
 from grpo_spmd.distributed.collectives import all_gather_numbers
 from grpo_spmd.distributed.session import Session
-from grpo_spmd.observe.rollout_reader import (
+from grpo_spmd.observe.run_folder import (
     PACKED,
     PLAIN,
-    begun_there,
-    files_there,
-    part_name,
-    step_of,
+    list_dumps,
+    list_unfinished,
+    node_stem,
+    step_of_stem,
     step_stem,
 )
 
@@ -73,7 +73,7 @@ class RolloutWriter:
         upto = {
             number: stem
             for stem in self._there
-            if (number := step_of(stem)) is not None and number <= step
+            if (number := step_of_stem(stem)) is not None and number <= step
         }
         for number in sorted(upto)[: -self._keep]:
             self._remove(upto[number], also=self._nodes().own)
@@ -121,19 +121,19 @@ class RolloutWriter:
         ):  # first: a kill in between must not leave them beside another's rollouts
             _unlink(
                 [
-                    self._scores / f"{part_name(stem, nodes.own)}{ending}"
+                    self._scores / f"{node_stem(stem, nodes.own)}{ending}"
                     for ending in (PLAIN, PACKED)
                 ]
             )
         if nodes.own in written and (error := _error_of(temporary.replace, path)):
             written.remove(nodes.own)
             _log.warning("%s is not written: %s", path, os.strerror(error))
-        other = path.with_name(part_name(stem, nodes.own) + self._other_ending)
+        other = path.with_name(node_stem(stem, nodes.own) + self._other_ending)
         _unlink([other] if nodes.own in written else [temporary, path, other])
         if self._there is None:  # read once: a run may come to have very many
             self._there = {}
             with suppress(OSError):
-                for known, node in files_there(self._folder):
+                for known, node, _ in list_dumps(self._folder):
                     self._there.setdefault(known, set()).add(node)
                 self._sweep()
         self._remove(stem)
@@ -143,7 +143,7 @@ class RolloutWriter:
 
     def _sweep(self) -> None:
         """Remove what killed processes had begun, as far as none of another node can be at it now."""
-        for path, node in [*begun_there(self._folder)]:
+        for path, node in [*list_unfinished(self._folder)]:
             if node == self._nodes().own or node >= len(self._nodes().ranks):
                 with suppress(OSError):
                     path.unlink(missing_ok=True)
@@ -155,14 +155,14 @@ class RolloutWriter:
         }
         for node in sorted(nodes | ({also} if also is not None else set())):
             for folder, ending in product({self._folder, self._scores}, (PLAIN, PACKED)):
-                path = folder / f"{part_name(stem, node)}{ending}"
+                path = folder / f"{node_stem(stem, node)}{ending}"
                 try:
                     path.unlink(missing_ok=True)
                 except OSError as error:
                     _log.warning("could not remove %s: %s", path, error.strerror)
 
     def _path(self, stem: str, node: int) -> Path:
-        return self._folder / f"{part_name(stem, node)}{self._ending}"
+        return self._folder / f"{node_stem(stem, node)}{self._ending}"
 
     def _nodes(self) -> _Nodes:
         """Collective at the first call, which `write` makes. Consecutive ranks of one host and one launcher: what they

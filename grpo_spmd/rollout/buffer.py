@@ -33,7 +33,7 @@ from grpo_spmd.config.schema import EnvironmentConfig, ModelConfig, RewardConfig
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.files import UntrustedError, open_regular
-from grpo_spmd.observe.rollout_reader import episode_fields, read_episode
+from grpo_spmd.observe.rollout_record import episode_fields, read_episode
 from grpo_spmd.records import FAILED_STATUSES, Completion, Episode, Prompt
 
 _log = logging.getLogger("grpo_spmd")

@@ -18,8 +18,8 @@ from grpo_spmd.config.schema import EvalConfig
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.engine.requests import ConversationId, EpisodeTask, GenerationHooks, Request
-from grpo_spmd.observe.columns import bounded
-from grpo_spmd.observe.rollout_reader import EvalRecord, to_line
+from grpo_spmd.observe.rollout_record import bounded_values
+from grpo_spmd.observe.rollout_record import EvalRecord, to_line
 from grpo_spmd.observe.rollout_writer import RolloutWriter
 from grpo_spmd.records import Completion, Prompt, RolloutGroup, ScoredRollouts, rollout_seed
 from grpo_spmd.rewards.protocol import check_error_rate
@@ -190,7 +190,7 @@ class Evaluator:
                 judged = outcome.right, outcome.reward, scored.finite_by_name(i)
                 said = (
                     prompt.text,
-                    bounded(prompt.columns),
+                    bounded_values(prompt.columns),
                     scored.texts[i],
                     final_answer(scored.texts[i]),
                 )

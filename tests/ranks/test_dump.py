@@ -10,8 +10,7 @@ import pytest
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.distributed.session import end_session, start_session
-from grpo_spmd.observe.rollout_reader import dumped_steps, read_rollouts
-from grpo_spmd.observe.token_scores import read_token_scores
+from grpo_spmd.observe.run_folder import RunFolder
 from tests.support.dumps import dumped, scored
 from tests.support.ranks import RanksJob
 from tests.support.workers import dump as worker
@@ -68,13 +67,13 @@ def test_two_ranks_write_what_one_does(
     assert names(run_dir) == sorted(file.format(1) for file in files)  # and nothing of another name
     assert len(lines(alone, 1)) == worker.NUM_GROUPS * worker.GROUP_SIZE
     assert lines(run_dir, 1) == lines(alone, 1)
-    records = read_rollouts(run_dir, 1)
+    records = RunFolder(run_dir).complete_rollouts(1)
     assert [(r.position, r.sample) for r in records] == [(100 + i // 2, i % 2) for i in range(12)]
     assert [r.rollout_id for r in records] == list(range(12))
     assert [r.prompt for r in records] == [worker.TEXTS[i // 2 % 3] for i in range(12)]
     assert {r.num_rollouts for r in records} == {12}
     assert list(map(repr, records)) == list(
-        map(repr, read_rollouts(alone, 1))
+        map(repr, RunFolder(alone).complete_rollouts(1))
     )  # repr: NaN is not NaN
     if "gzip" not in name:
         assert dumped(run_dir, 1) == dumped(alone, 1)
@@ -116,7 +115,7 @@ def test_a_disk_that_is_full_on_one_rank_costs_its_nodes_file_and_one_warning(
     assert names(folder / "two_full") == sorted(set(whole) - {TWO.format(2)})
     missing = r"step_000002\.jsonl: 6 rollouts are missing, with the ids 2, 3, 6, 7, 10, 11; each node wrote a file"
     with pytest.raises(ConfigError, match=missing):
-        read_rollouts(folder / "two_full", 2)
+        RunFolder(folder / "two_full").complete_rollouts(2)
 
 
 def test_the_newest_stay_with_all_their_parts(folder: Path) -> None:
@@ -132,7 +131,7 @@ def test_the_newest_stay_with_all_their_parts(folder: Path) -> None:
 def test_a_step_written_again_on_fewer_nodes_leaves_no_old_part(folder: Path, alone: Path) -> None:
     assert names(folder / "shrunk") == sorted([ONE.format(1), TWO.format(1), f"{ONE.format(2)}.gz"])
     assert lines(folder / "shrunk", 2) == lines(alone, 1)
-    assert dumped_steps(folder / "shrunk") == [1, 2]
+    assert RunFolder(folder / "shrunk").dumped_steps == [1, 2]
 
 
 def test_scores_of_tokens_are_beside_their_dumps_on_each_node(folder: Path) -> None:
@@ -146,7 +145,7 @@ def test_scores_of_tokens_are_beside_their_dumps_on_each_node(folder: Path) -> N
         names(folder / "shrunk_scored", "token_scores") == names(folder / "shrunk_scored") == shrunk
     )
     for name, step in (("one", 3), ("two", 2), ("two", 3), ("shrunk", 1), ("shrunk", 2)):
-        found = read_token_scores(folder / f"{name}_scored", step)
+        found = RunFolder(folder / f"{name}_scored").scores_by_id(step)
         assert sorted(found) == list(range(12))
         for rollout_id, scores in found.items():
             assert scores.difference.tolist() == [rollout_id / 8] * (rollout_id + 1)

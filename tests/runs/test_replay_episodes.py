@@ -15,7 +15,7 @@ import torch
 import transformers
 
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.observe.rollout_reader import shown_fields, to_line
+from grpo_spmd.observe.rollout_record import dumped_episode_fields, to_line
 from grpo_spmd.records import Completion, Episode, Segment, Turn
 from grpo_spmd.tools.replay.read import Replay, read_step
 from grpo_spmd.tools.replay.redo import replay
@@ -97,7 +97,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 RECORD, rollout_id=4 * position + sample, position=position, sample=sample, num_rollouts=8,
                 reward=reward, rewards={"sums": reward}, completion="said",
                 statuses={"sums": "ok" if reward is not None else "not_applicable"}, advantage=0.0, **parts,
-                **shown_fields(made.episode),
+                **dumped_episode_fields(made.episode),
             )  # fmt: skip
             lines.append(to_line(record) + b"\n")
     (folder / "run/rollouts/step_000001.jsonl").write_bytes(b"".join(lines))

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from grpo_spmd.observe.rollout_reader import RolloutRecord, part_name, step_stem, to_line
+from grpo_spmd.observe.rollout_record import RolloutRecord, to_line
+from grpo_spmd.observe.run_folder import node_stem, step_stem
 
 GROUP = 4
 LAUNCH = {
@@ -95,7 +96,7 @@ def record(step: int, position: int, sample: int, text: str, **values: Any) -> R
 
 def dump(folder: Path, step: int, records: Iterable[RolloutRecord], node: int = 0) -> Path:
     (folder / "rollouts").mkdir(exist_ok=True)
-    path = folder / "rollouts" / f"{part_name(step_stem(step), node)}.jsonl"
+    path = folder / "rollouts" / f"{node_stem(step_stem(step), node)}.jsonl"
     path.write_bytes(b"".join(to_line(one) + b"\n" for one in records))
     return path
 

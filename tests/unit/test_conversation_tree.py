@@ -16,7 +16,7 @@ from grpo_spmd.episodes.chat_format import ChatFormat
 from grpo_spmd.episodes.conversation_tree import ConversationTree, SessionRecord, TurnAnswer
 from grpo_spmd.episodes.openai_api import ApiError, completion_body, read_request
 from grpo_spmd.learn.contexts import broken_rule
-from grpo_spmd.observe.rollout_reader import episode_fields, read_episode
+from grpo_spmd.observe.rollout_record import episode_fields, read_episode
 from grpo_spmd.records import Completion, Episode
 from tests.support.agents import Bytes
 

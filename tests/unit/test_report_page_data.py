@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from grpo_spmd.observe.rollout_reader import RolloutRecord, to_line
+from grpo_spmd.observe.rollout_record import RolloutRecord, to_line
 from grpo_spmd.tools.report import __main__ as command
 from grpo_spmd.tools.report import build, steps
 from grpo_spmd.tools.report.build import build_page

@@ -17,16 +17,10 @@ import pytest
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import LoggingConfig
 from grpo_spmd.distributed.session import Session, end_session, start_session
-from grpo_spmd.observe.rollout_reader import (
-    RolloutRecord,
-    dumped_steps,
-    read_lines_of,
-    read_rollouts,
-    rollouts_file,
-    rollouts_parts,
-    to_line,
-)
+from grpo_spmd.observe.metrics_file import read_lines
+from grpo_spmd.observe.rollout_record import RolloutRecord, to_line
 from grpo_spmd.observe.rollout_writer import RolloutWriter, _Nodes
+from grpo_spmd.observe.run_folder import RunFolder, dump_path
 
 LINES = [b'{"a": 1}', '{"b": "häh\u2028"}'.encode(), b'{"c": "\\n"}']
 TEXT = b"".join(line + b"\n" for line in LINES)
@@ -57,15 +51,17 @@ def test_text_is_the_lines_and_gzip_is_what_others_unpack(tmp_path: Path) -> Non
     files(tmp_path).write_step(12, iter(LINES))
     files(tmp_path, "gzip").write("eval_held_step_000012", iter(LINES))
     assert names(tmp_path) == ["eval_held_step_000012.jsonl.gz", "step_000012.jsonl"]
-    assert rollouts_file(tmp_path, 12).read_bytes() == TEXT
+    assert dump_path(tmp_path, 12).read_bytes() == TEXT
     files(tmp_path, "gzip").write_step(12, iter(LINES))
-    path = rollouts_file(tmp_path, 12)
+    path = dump_path(tmp_path, 12)
     assert path.name == "step_000012.jsonl.gz"
     assert gzip.decompress(path.read_bytes()) == TEXT
     assert (zcat := shutil.which("zcat")) is not None
     assert subprocess.run([zcat, path], capture_output=True, check=True, timeout=20).stdout == TEXT
-    assert list(read_lines_of(path)) == LINES
-    assert list(read_lines_of(tmp_path / "rollouts/eval_held_step_000012.jsonl.gz")) == LINES
+    assert [line.text for line in read_lines(path)] == LINES
+    assert [
+        line.text for line in read_lines(tmp_path / "rollouts/eval_held_step_000012.jsonl.gz")
+    ] == LINES
     packed = path.read_bytes()
     files(tmp_path, "gzip").write_step(12, iter(LINES))
     assert path.read_bytes() == packed  # no time in it
@@ -73,8 +69,8 @@ def test_text_is_the_lines_and_gzip_is_what_others_unpack(tmp_path: Path) -> Non
         12, iter(LINES[:1])
     )  # the other form of a step that is run again goes
     assert names(tmp_path) == ["eval_held_step_000012.jsonl.gz", "step_000012.jsonl"]
-    assert list(read_lines_of(rollouts_file(tmp_path, 12))) == LINES[:1]
-    assert dumped_steps(tmp_path) == [12]
+    assert [line.text for line in read_lines(dump_path(tmp_path, 12))] == LINES[:1]
+    assert RunFolder(tmp_path).dumped_steps == [12]
 
 
 def test_of_two_forms_that_a_kill_left_the_newer_is_read(tmp_path: Path) -> None:
@@ -84,13 +80,13 @@ def test_of_two_forms_that_a_kill_left_the_newer_is_read(tmp_path: Path) -> None
             path = tmp_path / f"rollouts/step_000003{ending}"
             path.write_bytes(b"x")
             os.utime(path, (1e9 - age, 1e9 - age))
-        assert rollouts_file(tmp_path, 3).name == f"step_000003{newer}"
+        assert dump_path(tmp_path, 3).name == f"step_000003{newer}"
     (tmp_path / "rollouts/step_000004.jsonl.tmp").write_bytes(b"half" * 1000)
-    assert rollouts_file(tmp_path, 4).name == "step_000004.jsonl"
-    assert dumped_steps(tmp_path) == [3]
+    assert dump_path(tmp_path, 4).name == "step_000004.jsonl"
+    assert RunFolder(tmp_path).dumped_steps == [3]
     files(tmp_path).write_step(4, LINES)
     assert (
-        rollouts_file(tmp_path, 4).read_bytes() == TEXT
+        dump_path(tmp_path, 4).read_bytes() == TEXT
     )  # without the end of what a killed process had begun
 
 
@@ -127,12 +123,12 @@ def test_the_newest_stay_and_nothing_else_goes(tmp_path: Path) -> None:
     keeps_two = files(tmp_path, "gzip", keep=2)
     keeps_two.write("eval_held_step_000004", LINES)
     keeps_two.write_step(4, LINES)
-    assert dumped_steps(tmp_path) == [3, 4]
+    assert RunFolder(tmp_path).dumped_steps == [3, 4]
     # A run that goes on after step 1: what it writes stays, and the files of steps to come wait for their turn.
     files(tmp_path, keep=2).write_step(2, LINES)
-    assert dumped_steps(tmp_path) == [2, 3, 4]
+    assert RunFolder(tmp_path).dumped_steps == [2, 3, 4]
     files(tmp_path, keep=2).write_step(3, LINES)
-    assert dumped_steps(tmp_path) == [2, 3, 4]
+    assert RunFolder(tmp_path).dumped_steps == [2, 3, 4]
     files(tmp_path, keep=1).write_step(1_000_000, LINES)  # seven digits: by number, not by name
     assert names(tmp_path) == [
         *others[:1],
@@ -167,7 +163,7 @@ def test_a_full_disk_costs_the_file_alone(
     )  # neither half of the new one nor the old one, which says something else
     assert "is not written: File too large (on rank 0)" in caplog.text
     written.write_step(3, LINES)
-    assert dumped_steps(tmp_path) == [3]
+    assert RunFolder(tmp_path).dumped_steps == [3]
 
 
 def test_what_is_in_the_way_is_a_warning_and_nobody_elses_file(
@@ -186,7 +182,7 @@ def test_what_is_in_the_way_is_a_warning_and_nobody_elses_file(
     assert "step_000002.jsonl is not written: Is a directory" in caplog.text
     assert len(caplog.records) == 2
     assert (tmp_path / "precious").read_text() == "kept"
-    assert rollouts_file(tmp_path, 3).read_bytes() == TEXT
+    assert dump_path(tmp_path, 3).read_bytes() == TEXT
     (tmp_path / "elsewhere").write_text("no folder")
     files(tmp_path / "elsewhere").write_step(1, LINES)
     assert (
@@ -236,9 +232,13 @@ def test_the_parts_of_nodes_are_one_dump_to_a_reader(tmp_path: Path) -> None:
         "eval_a.jsonl",
     ):
         (tmp_path / "rollouts" / other).write_bytes(b"of somebody else\n")
-    assert list(rollouts_parts(tmp_path, 1).items()) == [(0, plain), (2, second), (10, packed)]
-    assert dumped_steps(tmp_path) == [1]
-    assert [r.rollout_id for r in read_rollouts(tmp_path, 1)] == list(range(8))
+    assert list(RunFolder(tmp_path).rollout_files[1].items()) == [
+        (0, plain),
+        (2, second),
+        (10, packed),
+    ]
+    assert RunFolder(tmp_path).dumped_steps == [1]
+    assert [r.rollout_id for r in RunFolder(tmp_path).complete_rollouts(1)] == list(range(8))
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def test_rollouts_that_are_missing_or_there_twice_are_named_in_a_line(
         path = tmp_path / f"rollouts/step_000001{f'.node_{node}' if node else ''}.jsonl"
         path.write_bytes(b"".join(map(_record, ids)))
     with pytest.raises(ConfigError, match=rf"^{tmp_path}/rollouts/.*{expected}") as refused:
-        read_rollouts(tmp_path, 1)
+        RunFolder(tmp_path).complete_rollouts(1)
     assert "\n" not in str(refused.value)
 
 
@@ -280,17 +280,17 @@ def test_parts_of_two_steps_and_dumps_of_earlier_versions(tmp_path: Path) -> Non
         ConfigError,
         match=r"2 rollouts of a step that had 2, 4; is one of these files of another run",
     ):
-        read_rollouts(tmp_path, 1)
+        RunFolder(tmp_path).complete_rollouts(1)
     second.unlink()
     first.write_bytes(
         _record(0, of=None) + _record(2, of=None) + _record(1, of=None)
     )  # they have only ids
-    assert len(read_rollouts(tmp_path, 1)) == 3
+    assert len(RunFolder(tmp_path).complete_rollouts(1)) == 3
     first.write_bytes(_record(0, of=None) + _record(2, of=None))
     with pytest.raises(ConfigError, match="1 rollouts are missing, with the ids 1;"):
-        read_rollouts(tmp_path, 1)
+        RunFolder(tmp_path).complete_rollouts(1)
     first.write_bytes(_record(None, of=None))  # a step that was refused has no ids
-    assert len(read_rollouts(tmp_path, 1)) == 1
+    assert len(RunFolder(tmp_path).complete_rollouts(1)) == 1
 
 
 @pytest.mark.parametrize(
@@ -308,12 +308,12 @@ def test_a_damaged_gzip_is_one_line(
     path = tmp_path / "step_000001.jsonl.gz"
     path.write_bytes(damage(gzip.compress(TEXT)))
     with pytest.raises(ConfigError, match=rf"^{path}: not a whole gzip file: {expected}"):
-        list(read_lines_of(path))
+        list(read_lines(path))
 
 
-def test_what_is_no_file_is_refused_and_what_is_not_there_is_an_os_error(tmp_path: Path) -> None:
+def test_what_is_no_file_is_or_not_there_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "step_000001.jsonl")
     with pytest.raises(ConfigError, match="is a fifo, and not a regular file"):
-        list(read_lines_of(tmp_path / "step_000001.jsonl"))
-    with pytest.raises(FileNotFoundError):
-        list(read_lines_of(tmp_path / "nothing.jsonl"))
+        list(read_lines(tmp_path / "step_000001.jsonl"))
+    with pytest.raises(ConfigError, match=r"nothing\.jsonl: cannot be read: No such file"):
+        list(read_lines(tmp_path / "nothing.jsonl"))

@@ -15,14 +15,22 @@ import numpy as np
 import pytest
 
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.observe.columns import LONGEST_ROW, LONGEST_VALUE, bounded, gold
 from grpo_spmd.observe.metrics_file import (
     cut_metrics,
     ends_with_evaluation,
-    lines_from_end,
-    read_lines,
+    read_metrics,
+    read_metrics_backwards,
 )
-from grpo_spmd.observe.rollout_reader import EvalRecord, RolloutRecord, read_rollout, to_line
+from grpo_spmd.observe.rollout_record import (
+    MAX_ROW_CHARS,
+    MAX_VALUE_CHARS,
+    EvalRecord,
+    RolloutRecord,
+    bounded_values,
+    gold_answer,
+    parse_rollout,
+    to_line,
+)
 
 RECORD = RolloutRecord(
     rollout_id=None,
@@ -53,7 +61,7 @@ def test_a_record_is_read_as_it_was_written() -> None:
     # -0.5 is 0xbf000000 and 1.0 is 0x3f800000, the lowest byte first; one of them at a time by hand
     assert b'"rollout_logprobs":"AAAAvwAAgD8=","num_rollouts":16}' in line
     assert b'"completion_ids":[3,4]' in line
-    assert read_rollout(line, "f:1") == RECORD
+    assert parse_rollout(line, "f:1") == RECORD
     assert json.loads(line)["prompt_ids"] == [1, 2]
 
 
@@ -67,17 +75,17 @@ OLD_LINE = (
 
 
 def test_a_line_of_the_version_before_is_read() -> None:
-    record = read_rollout(OLD_LINE.encode(), "f:1")
+    record = parse_rollout(OLD_LINE.encode(), "f:1")
     assert (record.columns, record.extra) == ({}, {"exact": {"length": 1}})
     assert (record.prompt, record.completion, record.reward) == ("2+2=", "4", 1.0)
     assert record.num_rollouts is None
     assert repr(record.rollout_logprobs) == "[-0.10000000149011612, nan, -1.401298464324817e-45]"
-    assert repr(read_rollout(to_line(record), "f:1")) == repr(record)
+    assert repr(parse_rollout(to_line(record), "f:1")) == repr(record)
     nine_digits = OLD_LINE.replace("-0.10000000149011612", "-0.100000001").replace(
         "-1.401298464324817e-45", "-0.0"
     )
     assert (
-        repr(read_rollout(nine_digits.encode(), "f:1").rollout_logprobs)
+        repr(parse_rollout(nine_digits.encode(), "f:1").rollout_logprobs)
         == "[-0.10000000149011612, nan, -0.0]"
     )
 
@@ -97,7 +105,7 @@ def test_logprobs_come_back_to_the_bit_and_numpy_reads_them() -> None:
     line = to_line(record)
     read = np.frombuffer(base64.b64decode(json.loads(line)["rollout_logprobs"]), "<f4")
     assert (read.view(np.uint32) == values.view(np.uint32)).all()
-    again = np.array(read_rollout(line, "f:1").rollout_logprobs, np.float64).astype(np.float32)
+    again = np.array(parse_rollout(line, "f:1").rollout_logprobs, np.float64).astype(np.float32)
     assert (again.view(np.uint32) == values.view(np.uint32)).all()
     assert len(line) < 4 / 3 * 4 * len(values) + 2 * len(values) + 1000
 
@@ -132,30 +140,30 @@ def test_columns_are_bounded_and_become_json() -> None:
         "nums": [1, 2.5, None, {"a": "ü"}],
         "when": moment,
         "nan": math.nan,
-        "exact": "y" * LONGEST_VALUE,
-        "long": "x" * (LONGEST_VALUE + 1),
+        "exact": "y" * MAX_VALUE_CHARS,
+        "long": "x" * (MAX_VALUE_CHARS + 1),
         "tests": [f"assert f({i}) == {i}" for i in range(10_000)],
     }
-    found = bounded(columns)
+    found = bounded_values(columns)
     assert list(found) == list(columns)
     assert {name: found[name] for name in ("answer", "nums", "exact")} == {
         name: columns[name] for name in ("answer", "nums", "exact")
     }
     assert (found["when"], found["nan"]) == ("2026-01-02 03:04:05", "nan")
-    assert found["long"] == "x" * LONGEST_VALUE + f" ... ({LONGEST_VALUE + 1} characters)"
+    assert found["long"] == "x" * MAX_VALUE_CHARS + f" ... ({MAX_VALUE_CHARS + 1} characters)"
     as_json = json.dumps(columns["tests"])
-    assert found["tests"] == as_json[:LONGEST_VALUE] + f" ... ({len(as_json)} characters)"
-    many = bounded({f"c{i}": "z" * 3000 for i in range(100)})
-    assert sum(value.count("z") for value in many.values()) == LONGEST_ROW
+    assert found["tests"] == as_json[:MAX_VALUE_CHARS] + f" ... ({len(as_json)} characters)"
+    many = bounded_values({f"c{i}": "z" * 3000 for i in range(100)})
+    assert sum(value.count("z") for value in many.values()) == MAX_ROW_CHARS
     assert many["c0"] == "z" * 3000
     assert many["c99"] == " ... (3000 characters)"
-    assert columns["long"] == "x" * (LONGEST_VALUE + 1)  # the reward functions' own
+    assert columns["long"] == "x" * (MAX_VALUE_CHARS + 1)  # the reward functions' own
     record = dataclasses.replace(
-        RECORD, columns=bounded({"bytes": b"\x00\n", "keys": {(1, 2): 3}, "half": "\ud800"})
+        RECORD, columns=bounded_values({"bytes": b"\x00\n", "keys": {(1, 2): 3}, "half": "\ud800"})
     )
     line = to_line(record)
     assert b"\n" not in line
-    assert read_rollout(line, "f:1").columns == {
+    assert parse_rollout(line, "f:1").columns == {
         "bytes": "b'\\x00\\n'",
         "keys": "{(1, 2): 3}",
         "half": "\ud800",
@@ -176,7 +184,7 @@ def test_columns_are_bounded_and_become_json() -> None:
     ],
 )
 def test_the_gold_answer_is_shown_in_a_line(columns: dict[str, Any], expected: str) -> None:
-    assert gold(columns) == expected
+    assert gold_answer(columns) == expected
 
 
 def test_a_line_of_an_evaluation_tells_the_models_answer_from_the_datas() -> None:
@@ -195,58 +203,71 @@ def test_a_line_of_an_evaluation_tells_the_models_answer_from_the_datas() -> Non
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"columns": 3}, "f:1: columns is 3; this is no rollout dump"),
+        (
+            {"columns": 3},
+            r"f:1: Expected `object`, got `int` - at `\$.columns`; this is no rollout dump",
+        ),
         (
             {"rollout_logprobs": ["x", 1]},
-            r"f:1: rollout_logprobs are no numbers \(must be real number, not str\); .*",
+            r"f:1: Expected `float \| null`, got `str` - at `\$.rollout_logprobs\[0\]`; .*",
         ),
-        ({"row": "3"}, "f:1: row is '3'; this is no rollout dump"),
-        ({"reward": "no"}, "f:1: reward is 'no'; this is no rollout dump"),
-        ({"rewards": []}, r"f:1: rewards is \[\]; this is no rollout dump"),
+        ({"row": "3"}, r"f:1: Expected `int`, got `str` - at `\$.row`; this is no rollout dump"),
+        ({"reward": "no"}, r"f:1: Expected `float \| null`, got `str` - at `\$.reward`; .*"),
+        ({"rewards": []}, r"f:1: Expected `object`, got `array` - at `\$.rewards`; .*"),
         ({"rollout_logprobs": [-0.5]}, "f:1: 2 completion_ids, but 1 rollout_logprobs"),
         ({"rollout_logprobs": "AAAAvw=="}, "f:1: 2 completion_ids, but 1 rollout_logprobs"),
         ({"rollout_logprobs": ""}, "f:1: 2 completion_ids, but 0 rollout_logprobs"),
         (
             {"rollout_logprobs": "AAAAvwAAgA=="},
-            r"f:1: rollout_logprobs are no numbers \(unpack requires .*",
+            r"f:1: rollout_logprobs has 7 bytes, but a float32 has 4; .*",
         ),
         (
             {"rollout_logprobs": "AAAAvwAAgD8"},
-            r"f:1: rollout_logprobs are no numbers \(Incorrect padding\); .*",
+            r"f:1: Invalid base64 encoded string - at `\$.rollout_logprobs`; .*",
         ),
         (
             {"rollout_logprobs": "AAAA\nvwAAgD8="},
-            r"f:1: rollout_logprobs are no numbers \(Only base64 data .*",
+            r"f:1: Invalid base64 encoded string .*",
         ),
         (
             {"rollout_logprobs": "h\u00e4h"},
-            r"f:1: rollout_logprobs are no numbers \(string argument should .*",
+            r"f:1: Invalid base64 encoded string .*",
         ),
-        ({"rollout_logprobs": 3}, "f:1: rollout_logprobs is 3; this is no rollout dump"),
-        ({"num_rollouts": "16"}, "f:1: num_rollouts is '16'; this is no rollout dump"),
+        (
+            {"rollout_logprobs": 3},
+            r"f:1: Expected `bytes \| array`, got `int` - at `\$.rollout_logprobs`; .*",
+        ),
+        (
+            {"num_rollouts": "16"},
+            r"f:1: Expected `int \| null`, got `str` - at `\$.num_rollouts`; .*",
+        ),
     ],
 )
 def test_what_is_no_record_is_one_line(change: dict[str, Any], expected: str) -> None:
     values = json.loads(to_line(RECORD))
-    assert read_rollout(json.dumps(values | {"reward": 1, "more": "x"}).encode(), "f:1").reward == 1
+    assert (
+        parse_rollout(json.dumps(values | {"reward": 1, "more": "x"}).encode(), "f:1").reward == 1
+    )
     with pytest.raises(ConfigError, match=f"^{expected}$"):
-        read_rollout(json.dumps(values | change).encode(), "f:1")
+        parse_rollout(json.dumps(values | change).encode(), "f:1")
     del values["sample"]
-    with pytest.raises(ConfigError, match=r"^f:1: sample is missing; this is no rollout dump$"):
-        read_rollout(json.dumps(values).encode(), "f:1")
+    with pytest.raises(
+        ConfigError, match=r"^f:1: Object missing required field `sample`; this is no rollout dump$"
+    ):
+        parse_rollout(json.dumps(values).encode(), "f:1")
     for text in (b"{", b"[" * 100_000):
         with pytest.raises(ConfigError, match=r"^f:1: not valid JSON: "):
-            read_rollout(text, "f:1")
+            parse_rollout(text, "f:1")
 
 
 def test_a_follower_gets_each_line_once_however_it_was_written(tmp_path: Path) -> None:
     path, place, seen = tmp_path / "metrics.jsonl", 0, []
-    assert list(read_lines(path)) == []
+    assert list(read_metrics(path)) == []
     parts = ('{"step": 0}\n{"st', 'ep": 1}\n', "hostile\n[1]\n", '{"step": 2}', '\n{"step": 3}\n')
     for part in parts:
         with path.open("a") as file:
             file.write(part)
-        for line in read_lines(path, place):
+        for line in read_metrics(path, place):
             seen.append(line.metrics["step"])
             place = line.end
     assert seen == [0, 1, 2, 3]
@@ -274,12 +295,12 @@ def test_the_last_lines_are_read_from_the_end_and_cut(end: str, tmp_path: Path) 
         )
         + end
     )
-    assert [metrics["step"] for metrics in lines_from_end(path)] == [*range(1, 301)][::-1]
+    assert [metrics["step"] for metrics in read_metrics_backwards(path)] == [*range(1, 301)][::-1]
     for num_steps in (300, 299, 1, 0):
         cut_metrics(path, num_steps)
-        assert [metrics["step"] for metrics in lines_from_end(path)] == [*range(1, num_steps + 1)][
-            ::-1
-        ]
+        assert [metrics["step"] for metrics in read_metrics_backwards(path)] == [
+            *range(1, num_steps + 1)
+        ][::-1]
         assert len(path.read_bytes().splitlines()) == num_steps
 
 
@@ -330,7 +351,7 @@ def test_metrics_that_are_no_file_are_refused(tmp_path: Path) -> None:
         for read in (
             lambda path: ends_with_evaluation(path, 3),
             lambda path: cut_metrics(path, 3),
-            lambda path: list(read_lines(path)),
+            lambda path: list(read_metrics(path)),
         ):
             with pytest.raises(ConfigError, match=r"metrics\.jsonl is a"):
                 read(path)

@@ -25,11 +25,11 @@ from grpo_spmd.learn.contexts import (
     shortened,
     turns_of,
 )
-from grpo_spmd.observe.rollout_reader import (
+from grpo_spmd.observe.rollout_record import (
+    dumped_episode_fields,
     episode_fields,
+    parse_rollout,
     read_episode,
-    read_rollout,
-    shown_fields,
     to_line,
 )
 from grpo_spmd.proofs.batch_check import NOTHING, _hash_rollouts, _name
@@ -70,7 +70,9 @@ def line_of(completion: Completion) -> bytes:
         "completion_ids": completion.token_ids,
         "rollout_logprobs": completion.logprobs,
     }
-    return to_line(dataclasses.replace(RECORD, **tokens, **shown_fields(completion.episode)))
+    return to_line(
+        dataclasses.replace(RECORD, **tokens, **dumped_episode_fields(completion.episode))
+    )
 
 
 def test_contexts_by_hand() -> None:
@@ -113,7 +115,7 @@ def test_a_short_look_at_an_episode_by_hand() -> None:
 
 def test_a_single_turns_line_is_what_it_was() -> None:
     assert to_line(RECORD).decode() == RECORDED_LINE
-    assert read_rollout(RECORDED_LINE.encode(), "f:1") == RECORD
+    assert parse_rollout(RECORDED_LINE.encode(), "f:1") == RECORD
 
 
 def test_an_episodes_line_by_hand() -> None:
@@ -150,7 +152,7 @@ def test_thousands_of_episodes_come_back() -> None:
         made = made_up_episode(draw)
         assert made.episode is not None
         assert broken_rule(made.token_ids, made.episode) is None, number
-        record = read_rollout(line_of(made), "f:1")
+        record = parse_rollout(line_of(made), "f:1")
         episode = read_episode(vars(record), record.completion_ids)
         assert same_episode(episode, made.episode), number
         assert (record.completion_ids, record.status) == (made.token_ids, made.episode.status)
@@ -223,52 +225,91 @@ for _ in range(70):
 GIVEN = {"segment": 0, "sampled": False, "token_ids": [1, 2]}
 SAMPLED = {"segment": 0, "sampled": True, "token_ids": TOKENS, "finish_reason": "stop"}
 HOSTILE: list[tuple[dict[str, Any], str]] = [
-    ({"status": None}, "status is None"),
+    ({"status": None}, "Expected `str`, got `null` - at `\\$.status`"),
     ({"status": "fine"}, "its status is 'fine'"),
-    ({"status": 3}, "status is 3; this"),
+    ({"status": 3}, r"Expected `str \| null`, got `int` - at `\$.status`"),
     ({"status": "env_error"}, "its status is 'env_error', and it has tokens"),
     ({"turns": []}, "the tokens that its segments have as sampled are not those of the completion"),
-    ({"turns": {}}, "turns is {}"),
-    ({"turns": [3]}, r"turns are \[3\]"),
+    ({"turns": {}}, r"Expected `array`, got `object` - at `\$.turns`"),
+    ({"turns": [3]}, r"Expected `object`, got `int` - at `\$.turns\[0\]`"),
     ({"turns": [SAMPLED]}, "segment 0 begins with no token that was given"),
     (
         {"turns": [GIVEN, SAMPLED | {"token_ids": TOKENS[:4]}]},
         "the tokens that its segments have as sampled are not",
     ),
-    ({"turns": [GIVEN, SAMPLED | {"token_ids": [*TOKENS[:4], 2**31]}]}, "a turn's token_ids are"),
-    ({"turns": [GIVEN, SAMPLED | {"token_ids": [*TOKENS[:4], -1]}]}, "a turn's token_ids are"),
-    ({"turns": [GIVEN, SAMPLED | {"token_ids": [*TOKENS[:4], True]}]}, "a turn's token_ids are"),
-    ({"turns": [GIVEN, SAMPLED | {"token_ids": "34896"}]}, "a turn's token_ids are '34896'"),
-    ({"turns": [GIVEN, SAMPLED | {"sampled": 1}]}, "a turn's sampled is 1"),
-    ({"turns": [GIVEN, SAMPLED | {"segment": 2}]}, "a turn's segment is 2, behind 1 of them"),
-    ({"turns": [GIVEN, SAMPLED | {"segment": -1}]}, "a turn's segment is -1"),
-    ({"turns": [GIVEN | {"segment": -1}, SAMPLED]}, "a turn's segment is -1"),
-    ({"turns": [GIVEN, SAMPLED | {"segment": 0.0}]}, r"a turn's segment is 0\.0"),
+    (
+        {"turns": [GIVEN, SAMPLED | {"token_ids": [*TOKENS[:4], 2**31]}]},
+        r"Expected `int` <= 2147483647 - at `\$.turns\[1\].token_ids\[4\]`",
+    ),
+    (
+        {"turns": [GIVEN, SAMPLED | {"token_ids": [*TOKENS[:4], -1]}]},
+        r"Expected `int` >= 0 - at `\$.turns\[1\].token_ids\[4\]`",
+    ),
+    (
+        {"turns": [GIVEN, SAMPLED | {"token_ids": [*TOKENS[:4], True]}]},
+        r"Expected `int`, got `bool` - at `\$.turns\[1\].token_ids\[4\]`",
+    ),
+    (
+        {"turns": [GIVEN, SAMPLED | {"token_ids": "34896"}]},
+        r"Expected `array`, got `str` - at `\$.turns\[1\].token_ids`",
+    ),
+    (
+        {"turns": [GIVEN, SAMPLED | {"sampled": 1}]},
+        r"Expected `bool`, got `int` - at `\$.turns\[1\].sampled`",
+    ),
+    ({"turns": [GIVEN, SAMPLED | {"segment": 2}]}, "a turn's segment is 2 after 1 segments"),
+    (
+        {"turns": [GIVEN, SAMPLED | {"segment": -1}]},
+        r"Expected `int` >= 0 - at `\$.turns\[1\].segment`",
+    ),
+    (
+        {"turns": [GIVEN | {"segment": -1}, SAMPLED]},
+        r"Expected `int` >= 0 - at `\$.turns\[0\].segment`",
+    ),
+    (
+        {"turns": [GIVEN, SAMPLED | {"segment": 0.0}]},
+        r"Expected `int`, got `float` - at `\$.turns\[1\].segment`",
+    ),
     ({"turns": [GIVEN, SAMPLED | {"finish_reason": "eos"}]}, "a turn's finish_reason is 'eos'"),
-    ({"turns": [GIVEN, SAMPLED | {"finish_reason": None}]}, "a turn's finish_reason is None"),
+    (
+        {"turns": [GIVEN, SAMPLED | {"finish_reason": None}]},
+        "a sampled turn has a finish_reason and may have a reward",
+    ),
     (
         {"turns": [GIVEN | {"reward": 1.0}, SAMPLED]},
-        r"a turn's finish_reason is None, its reward 1\.0",
+        "a sampled turn has .*; a given turn has neither",
     ),
-    ({"turns": [GIVEN, SAMPLED | {"reward": "1"}]}, ".*its reward '1'"),
-    ({"turns": [GIVEN, SAMPLED | {"reward": 1e999}]}, ".*its reward inf"),
-    ({"turns": [GIVEN, SAMPLED | {"reward": True}]}, ".*its reward True"),
-    ({"messages": ["hello"]}, r"messages are \['hello'\]"),
+    (
+        {"turns": [GIVEN, SAMPLED | {"reward": "1"}]},
+        r"Expected `float \| null`, got `str` - at `\$.turns\[1\].reward`",
+    ),
+    (
+        {"turns": [GIVEN, SAMPLED | {"reward": 1e999}]},
+        r"Expected `float` <= 1e\+300 - at `\$.turns\[1\].reward`",
+    ),
+    (
+        {"turns": [GIVEN, SAMPLED | {"reward": True}]},
+        r"Expected `float \| null`, got `bool` - at `\$.turns\[1\].reward`",
+    ),
+    ({"messages": ["hello"]}, r"Expected `object`, got `str` - at `\$.messages\[0\]`"),
     ({"messages": [{"role": "tool", "content": DEEP}]}, "messages are nested more than 64 deep"),
-    ({"environment": {}}, "environment.rewards are None"),
+    ({"environment": {}}, r"Object missing required field `rewards` - at `\$.environment`"),
     (
         {"environment": {"rewards": {"r": [1]}, "calls_s": [], "error": None}},
-        r"environment.rewards are {'r': \[1\]}",
+        r"Expected `int \| float \| str \| null`, got `array` - at `\$.environment.rewards\[...\]`",
     ),
     (
         {"environment": {"rewards": {"r": 10**400}, "calls_s": [], "error": None}},
-        "environment.rewards are",
+        r"Expected `int` <= 9007199254740992 - at `\$.environment.rewards",
     ),
     (
         {"environment": {"rewards": {}, "calls_s": [-1], "error": None}},
-        r"environment.calls_s are \[-1\]",
+        r"Expected `float` >= 0.0 - at `\$.environment.calls_s\[0\]`",
     ),
-    ({"environment": {"rewards": {}, "calls_s": [], "error": 3}}, "environment.error is 3"),
+    (
+        {"environment": {"rewards": {}, "calls_s": [], "error": 3}},
+        r"Expected `str \| null`, got `int` - at `\$.environment.error`",
+    ),
 ]
 
 
@@ -276,7 +317,7 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
 def test_a_hostile_line_is_refused_in_one_line(change: dict[str, Any], expected: str) -> None:
     values = json.loads(line_of(Completion(TOKENS, [0.0] * 5, "length", EPISODE)))
     with pytest.raises(ConfigError, match=f"^f:1: (an episode: )?{expected}") as refused:
-        read_rollout(json.dumps(values | change).encode(), "f:1")
+        parse_rollout(json.dumps(values | change).encode(), "f:1")
     assert str(refused.value).endswith("; this is no rollout dump")
     assert len(str(refused.value)) < 300
     assert "\n" not in str(refused.value)
@@ -296,7 +337,7 @@ def test_what_a_policy_writes_into_a_call_is_dumped_whatever_it_is() -> None:
         "tool_calls": [{"function": {"name": "t", "arguments": arguments}}],
     }
     episode = dataclasses.replace(EPISODE, messages=[said], rewards={"r": float("inf")}, error=None)
-    record = read_rollout(line_of(Completion(TOKENS, [0.0] * 5, "stop", episode)), "f:1")
+    record = parse_rollout(line_of(Completion(TOKENS, [0.0] * 5, "stop", episode)), "f:1")
     shown = record.messages[0]["tool_calls"][0]["function"]["arguments"]
     assert (shown["nan"], shown["half"], shown["odd"]) == ("nan", "\ud800", {"1": "{2}"})
     assert json.dumps(shown["deep"]).strip("[]") == '"..."'
@@ -306,7 +347,7 @@ def test_what_a_policy_writes_into_a_call_is_dumped_whatever_it_is() -> None:
 def test_a_failed_episode_has_no_token() -> None:
     for status in FAILED_STATUSES:
         failed = Episode(status, (), (), [], {}, [1.5], "it raised")
-        record = read_rollout(line_of(Completion([], [], "stop", failed)), "f:1")
+        record = parse_rollout(line_of(Completion([], [], "stop", failed)), "f:1")
         assert (record.status, record.turns, record.environment["error"]) == (
             status,
             [],

@@ -20,7 +20,7 @@ from grpo_spmd.config.schema import LoggingConfig
 from grpo_spmd.observe import followers as module
 from grpo_spmd.observe.followers import open_followers
 from grpo_spmd.observe.metrics_file import LineFile
-from grpo_spmd.observe.rollout_reader import RolloutRecord, to_line
+from grpo_spmd.observe.rollout_record import RolloutRecord, to_line
 from grpo_spmd.observe.trackers.completions import (
     LONGEST_TEXT,
     ShownRollout,

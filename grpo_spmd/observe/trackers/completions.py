@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import re
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.files import open_regular
-from grpo_spmd.observe.columns import gold
-from grpo_spmd.observe.rollout_reader import rollouts_parts
+from grpo_spmd.observe.metrics_file import read_lines
+from grpo_spmd.observe.rollout_record import RolloutRecord, gold_answer, parse_rollout_fields
+from grpo_spmd.observe.run_folder import RunFolder
 
 MOST_ROLLOUTS, MOST_MESSAGES, MOST_REWARDS = 64, 32, 16
 LONGEST_TEXT = 4_000  # characters of a prompt, a completion or a message
-_LONGEST_LINE, _MOST_BYTES = (
-    1 << 24,
-    1 << 32,
-)  # of a dump: what is longer is passed over, what is beyond not read
+_FIELDS = (
+    "position", "sample", "prompt", "completion", "reward", "rewards", "advantage", "finish_reason", "columns",
+    "status", "messages",
+)  # fmt: skip
 # What a browser obeys instead of showing it: control characters, directions of writing, halves of surrogate pairs.
 _OBEYED = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
@@ -47,28 +45,20 @@ class ShownRollout:
     answer: str  # the column that most likely holds the right one, as "name=value"; "": none
 
 
-@dataclass(frozen=True)
-class _Line:
-    """What of a line of a dump is shown: the rest, token ids and logprobs, is passed over without being made."""
-
-    position: int
-    sample: int
-    prompt: str | list[Any]
-    completion: str
-    reward: float | None = None
-    rewards: dict[str, float | None] = field(default_factory=dict)
-    advantage: float | None = None
-    finish_reason: str = ""
-    columns: dict[str, Any] = field(default_factory=dict)
-    status: str | None = None
-    messages: list[Any] = field(default_factory=list)
-
-
 def shown_rollouts(run_dir: Path, step: int) -> list[ShownRollout]:
     """At most MOST_ROLLOUTS of the step's dump, evenly over it; lines that are none are passed over. Raises OSError and
     ConfigError for files that cannot be read."""
-    lines = evenly(_lines(rollouts_parts(run_dir, step).values()), MOST_ROLLOUTS)
-    return [_shown(line) for text in lines if (line := _parsed(text)) is not None]
+    files = RunFolder(run_dir).rollout_files.get(step, {})
+    lines = evenly(chain.from_iterable(map(_raw_lines, files.values())), MOST_ROLLOUTS)
+    shown = []
+    for line in lines:
+        with suppress(ConfigError):  # a broken line
+            shown.append(_shown(parse_rollout_fields(line, "", _FIELDS)))
+    return shown
+
+
+def _raw_lines(path: Path) -> Iterator[bytes]:
+    return (line.text for line in read_lines(path, follow=True))
 
 
 def evenly(lines: Iterable[bytes], most: int) -> list[bytes]:
@@ -82,33 +72,7 @@ def evenly(lines: Iterable[bytes], most: int) -> list[bytes]:
     return [kept[i * len(kept) // most] for i in range(most)] if len(kept) > most else kept
 
 
-def _lines(paths: Iterable[Path]) -> Iterator[bytes]:
-    room = _MOST_BYTES
-    for path in paths:
-        with open_regular(path) as raw:
-            file = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
-            try:
-                while room > 0 and (line := file.readline(_LONGEST_LINE)):
-                    room -= len(line)
-                    if line.endswith(b"\n"):  # else a part of one that is too long
-                        yield line
-            except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-                raise ConfigError(
-                    f"{path}: not a whole gzip file: {error}; other steps may have one"
-                ) from None
-
-
-def _parsed(text: bytes) -> _Line | None:
-    try:
-        try:
-            return msgspec.json.decode(text, type=_Line)
-        except ValueError:  # half a surrogate pair, which msgspec refuses, or what is no rollout
-            return msgspec.convert(json.loads(text), type=_Line)
-    except (ValueError, RecursionError):
-        return None
-
-
-def _shown(line: _Line) -> ShownRollout:
+def _shown(line: RolloutRecord) -> ShownRollout:
     prompt = (
         line.prompt if isinstance(line.prompt, list) else [{"role": "user", "content": line.prompt}]
     )
@@ -132,7 +96,7 @@ def _shown(line: _Line) -> ShownRollout:
         advantage=line.advantage,
         finish_reason=shown_text(line.finish_reason),
         status=None if line.status is None else shown_text(line.status),
-        answer=shown_text(gold(line.columns)),
+        answer=shown_text(gold_answer(line.columns)),
     )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.files import UntrustedError, check_fields, read_json, text, whole
-from grpo_spmd.observe.metrics_file import is_evaluation, lines_from_end, read_lines
+from grpo_spmd.observe.metrics_file import is_evaluation, read_metrics, read_metrics_backwards
 from grpo_spmd.observe.trackers.completions import ShownRollout, shown_rollouts
 
 _log = logging.getLogger("grpo_spmd")
@@ -64,7 +64,7 @@ class TrackerFeed:
         self._id, next_step = _read_state(self._state)
         # What lies before this is of an earlier process, and the tracker may know it.
         self._known_bytes = self._metrics.stat().st_size if self._metrics.exists() else 0
-        last_step = next((metrics["step"] for metrics in lines_from_end(self._metrics)), -1)
+        last_step = next((metrics["step"] for metrics in read_metrics_backwards(self._metrics)), -1)
         self._next_step = min(
             next_step, last_step + 1
         )  # the file was cut back to where the run goes on
@@ -145,7 +145,7 @@ class TrackerFeed:
             ended = (
                 self._ended.is_set()
             )  # before the reading: what was written until then must still be sent
-            for line in read_lines(self._metrics, place):
+            for line in read_metrics(self._metrics, place):
                 of_line = line.metrics["step"], is_evaluation(line.metrics)
                 if line.end > self._known_bytes or self._tracker.lacks(*of_line, next_step):
                     yield line.metrics

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grpo_spmd.config.schema import RewardConfig
-from grpo_spmd.observe.rollout_reader import RolloutRecord, read_episode
+from grpo_spmd.observe.rollout_record import RolloutRecord, read_episode
 from grpo_spmd.records import Completion
 from grpo_spmd.rewards.protocol import load_rewards
 from grpo_spmd.tools.replay.read import RecordedStep, ReplayedRollout, unasked_rewards

@@ -16,13 +16,9 @@ from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config, RewardConfig
 from grpo_spmd.data.rows import overview_of, read_rows
 from grpo_spmd.observe.launches import other_versions
-from grpo_spmd.observe.metrics_file import is_evaluation, read_lines
-from grpo_spmd.observe.rollout_reader import (
-    RolloutRecord,
-    dumped_steps,
-    read_rollouts,
-    rollouts_file,
-)
+from grpo_spmd.observe.metrics_file import is_evaluation, read_metrics
+from grpo_spmd.observe.rollout_record import RolloutRecord
+from grpo_spmd.observe.run_folder import RunFolder, dump_path
 from grpo_spmd.rewards.protocol import load_rewards
 
 
@@ -144,7 +140,7 @@ def read_step(
     if versions := other_versions(run_dir, step):
         notes.append(f"other versions than the run's, which may round otherwise: {versions}")
     rollouts = _read_dump(run_dir, step, config.rollout.group_size)
-    lines = [line.metrics for line in read_lines(run_dir / "metrics.jsonl")]
+    lines = [line.metrics for line in read_metrics(run_dir / "metrics.jsonl")]
     metrics = next(
         (line for line in lines[::-1] if line["step"] == step and not is_evaluation(line)), {}
     )
@@ -169,16 +165,11 @@ def read_step(
 
 
 def _read_dump(run_dir: Path, step: int, group_size: int) -> list[list[RolloutRecord]]:
-    path = rollouts_file(run_dir, step)
+    path = dump_path(run_dir, step)
     try:
-        records = read_rollouts(run_dir, step)
-    except OSError as error:
-        steps = ", ".join(map(str, dumped_steps(run_dir)))
-        there = f"there are dumps of the steps {steps}" if steps else "there are no dumps of steps"
-        there += " (logging.rollouts_every_steps, rollouts_keep)"
-        raise ConfigError(
-            f"--step: cannot read {error.filename or path}: {error.strerror}; {there}"
-        ) from None
+        records = RunFolder(run_dir).complete_rollouts(step)
+    except ConfigError as error:
+        raise ConfigError(f"--step: {error}") from None
     groups: dict[int, list[RolloutRecord]] = {}
     for record in records:
         groups.setdefault(record.position, []).append(record)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.observe.rollout_reader import RolloutRecord
+from grpo_spmd.observe.rollout_record import RolloutRecord
 from grpo_spmd.records import Decision, Prompt, RolloutGroup, ScoredRollouts
 from grpo_spmd.rewards.pool.pool import RewardPool
 from grpo_spmd.rewards.scorers import weighted_sum

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from grpo_spmd.observe.columns import gold
+from grpo_spmd.observe.rollout_record import gold_answer
 from grpo_spmd.tools.replay.episodes import shown_episodes
 from grpo_spmd.tools.replay.read import RecordedStep, Replay, ReplayedRollout
 
@@ -102,7 +102,7 @@ def _listed(title: str, scored: Sequence[tuple[float, ReplayedRollout]], top: in
 
 def _gold(rollout: ReplayedRollout) -> str:
     """Of the dump; where that is of an earlier version, of the data set, if it is there."""
-    return gold(rollout.recorded.columns or rollout.replayed.columns)
+    return gold_answer(rollout.recorded.columns or rollout.replayed.columns)
 
 
 def _is_finite(rollout: ReplayedRollout) -> bool:

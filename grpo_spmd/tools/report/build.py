@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import grpo_spmd
-from grpo_spmd.observe.token_scores import FOLDER as SCORES
 from grpo_spmd.tools.report.overview import config_differences, overview
 from grpo_spmd.tools.report.page import FORMAT, json_bytes, write_page
 from grpo_spmd.tools.report.prompts import prompts_of
@@ -99,7 +98,10 @@ def _chunks(runs: Sequence[RecordedRun]) -> Iterator[tuple[str, bytes]]:
 def plan_of(run: RecordedRun, num_bytes: int, until: float) -> Plan:
     """For `num_bytes` of the page, compressed. All steps get the same room where that is enough for tokens; else some,
     at even distances, get more, and where even the figures of all steps are too much, some are left out."""
-    there, scores = parts_by_step(run.folder / "rollouts"), parts_by_step(run.folder / SCORES)
+    there, scores = (
+        parts_by_step(run.folder / "rollouts"),
+        parts_by_step(run.folder / "token_scores"),
+    )
     own = set(run.dumped_steps)
     parts = {step: paths for step, paths in there.items() if step in own}
     if sum(map(_unpacked_size, chain(*parts.values(), *scores.values()))) <= _SMALL_BYTES:

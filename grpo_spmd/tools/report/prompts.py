@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from grpo_spmd.observe.columns import bounded
+from grpo_spmd.observe.rollout_record import bounded_values
 from grpo_spmd.tools.report.steps import (
     Contents,
     Line,
@@ -149,7 +149,8 @@ def _texts(
         for number, text in Contents(parts[step], ()).lines(lines).items():
             if (values := whole_line(text)) is not None:
                 columns = {
-                    name: _short(value) for name, value in [*bounded(values["columns"]).items()][:8]
+                    name: _short(value)
+                    for name, value in [*bounded_values(values["columns"]).items()][:8]
                 }
                 found[number] = shortened(prompt_text(values["prompt"]), _LONGEST)[0], columns
     return found

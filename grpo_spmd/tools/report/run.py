@@ -20,8 +20,8 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import YAML_ERRORS, StrictLoader
 from grpo_spmd.files import UntrustedError, open_regular, read_json
 from grpo_spmd.observe.launches import read_launches
-from grpo_spmd.observe.metrics_file import is_evaluation, read_lines
-from grpo_spmd.observe.rollout_reader import dumped_steps, rollouts_parts
+from grpo_spmd.observe.metrics_file import is_evaluation, read_metrics
+from grpo_spmd.observe.run_folder import RunFolder
 
 REPORTS = "failure.txt", "hang.txt"
 # Of metrics in memory, 100 bytes each value; of a longer run every second step, every fourth and so on.
@@ -158,7 +158,7 @@ def _read_metrics(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]
     _check_length(path)
     found: tuple[dict[int, dict[str, Any]], ...] = {}, {}
     strides, newest, names = [1, 1], [-1, -1], dict[str, str]()
-    for line in read_lines(path):
+    for line in read_metrics(path):
         kind, step = int(is_evaluation(line.metrics)), line.metrics["step"]
         if not 0 <= step < 2**53:
             continue
@@ -232,14 +232,15 @@ def _own_dumps(
 ) -> list[int]:
     """A run that goes on from an older checkpoint leaves the dumps of the steps behind it until it makes these again:
     nothing else tells of that attempt any more."""
-    there = dumped_steps(folder)
+    files = RunFolder(folder).rollout_files
+    there = list(files)
     if not steps:
         return there
     begun = steps[-1]["step"] + 1  # its dump comes before its line
     first = _unix_s(launches[-1].get("start")) if launches else None
     if first is not None and begun in there:
         with suppress(OSError):
-            newest = max(path.stat().st_mtime for path in rollouts_parts(folder, begun).values())
+            newest = max(path.stat().st_mtime for path in files[begun].values())
             begun -= newest < first - _SKEW_S
     return [step for step in there if step <= begun]
 

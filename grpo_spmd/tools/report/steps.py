@@ -22,15 +22,13 @@ import numpy.typing as npt
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.files import UntrustedError, open_regular
-from grpo_spmd.observe.columns import bounded
-from grpo_spmd.observe.rollout_reader import (
-    OF_EPISODES,
-    PACKED,
-    PLAIN,
+from grpo_spmd.observe.rollout_record import (
+    EPISODE_FIELDS,
+    bounded_values,
     is_shallow,
-    read_rollout,
-    step_stem,
+    parse_rollout,
 )
+from grpo_spmd.observe.run_folder import PACKED, PLAIN, step_stem
 from grpo_spmd.tools.report.page import json_bytes
 from grpo_spmd.tools.report.pieces import TokenPieces, read_pieces
 
@@ -407,8 +405,8 @@ def shown(
             name: values[name]
             for name in ("reward", "rewards", "statuses", "advantage", "finish_reason")
         },
-        "columns": bounded(values["columns"]),
-        "extra": bounded(values["extra"]),
+        "columns": bounded_values(values["columns"]),
+        "extra": bounded_values(values["extra"]),
         "tokens": None,
     }
     if values["status"] is not None:
@@ -441,7 +439,7 @@ def whole_line(line: bytes) -> dict[str, Any] | None:
     with suppress(
         ConfigError, RecursionError, OverflowError
     ):  # an episode, another version's, or broken
-        record = read_rollout(line, "")
+        record = parse_rollout(line, "")
         if is_shallow([record.columns, record.prompt, record.extra, record.environment]):
             logprobs = np.array(record.rollout_logprobs, np.float32)
             return {**vars(record), "rollout_logprobs": logprobs}
@@ -537,8 +535,8 @@ def _episode(
             messages.append({"role": "", "content": "further messages are not in this page"})
             break
         messages.append(message)
-    environment = bounded(values["environment"])
-    return {name: values[name] for name in OF_EPISODES} | {
+    environment = bounded_values(values["environment"])
+    return {name: values[name] for name in EPISODE_FIELDS} | {
         "turns": turns,
         "messages": messages,
         "environment": environment,

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.text import Text
 
-from grpo_spmd.observe.rollout_reader import RolloutRecord
+from grpo_spmd.observe.rollout_record import RolloutRecord
 from grpo_spmd.tools.report.run import RecordedRun
 from grpo_spmd.tools.show.charts import MAX_FINITE, number
 from grpo_spmd.tools.show.dump import (

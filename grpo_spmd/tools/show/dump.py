@@ -20,8 +20,9 @@ from typing import Any, BinaryIO, cast
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.files import open_regular
-from grpo_spmd.observe.rollout_reader import RolloutRecord, read_rollout, rollouts_parts
-from grpo_spmd.observe.token_scores import TokenScores, each_token_scores
+from grpo_spmd.observe.rollout_record import RolloutRecord, parse_rollout
+from grpo_spmd.observe.run_folder import RunFolder
+from grpo_spmd.observe.token_scores import TokenScores
 from grpo_spmd.tools.report.run import RecordedRun
 from grpo_spmd.tools.terminal import Line, Terminal
 
@@ -67,7 +68,7 @@ def read_rollouts(
     num_read = 0
     num_recorded: set[int] = set()
     try:
-        paths = rollouts_parts(run_dir, step).values()
+        paths = RunFolder(run_dir).rollout_files.get(step, {}).values()
     except OSError as error:
         errors.add(f"{run_dir}/rollouts: {error.strerror or error}")
         return
@@ -78,7 +79,7 @@ def read_rollouts(
                 if is_wanted is not None and not is_wanted(line):
                     continue
                 try:
-                    record = read_rollout(line, f"{path}:{line_number}")
+                    record = parse_rollout(line, f"{path}:{line_number}")
                 except ConfigError as error:
                     errors.add(str(error))
                     if errors.num - num_broken > _MAX_BROKEN_LINES:
@@ -183,8 +184,8 @@ def read_max_differences(run_dir: Path, step: int, errors: ReadErrors) -> dict[i
 
 def _each_scores(run_dir: Path, step: int, errors: ReadErrors) -> Iterator[tuple[int, TokenScores]]:
     try:
-        for _, rollout_id, scores in each_token_scores(run_dir, step):
-            yield rollout_id, scores
+        for scores in RunFolder(run_dir).scores(step):
+            yield scores.rollout_id, scores
     except ConfigError as error:
         errors.add(str(error))
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from rich.text import Text
 
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.observe.rollout_reader import RolloutRecord
+from grpo_spmd.observe.rollout_record import RolloutRecord
 from grpo_spmd.tools.report.run import RecordedRun
 from grpo_spmd.tools.show.charts import curve, histogram, number
 from grpo_spmd.tools.show.completions import View, completion_lines, legend_lines, prompt_lines

@@ -8,7 +8,7 @@ from itertools import islice
 
 from rich.text import Text
 
-from grpo_spmd.observe.rollout_reader import RolloutRecord
+from grpo_spmd.observe.rollout_record import RolloutRecord
 from grpo_spmd.tools.report.run import RecordedRun
 from grpo_spmd.tools.show.charts import curve, number
 from grpo_spmd.tools.show.completions import View

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from grpo_spmd.observe.rollout_reader import RolloutRecord
+from grpo_spmd.observe.rollout_record import RolloutRecord
 from grpo_spmd.observe.token_scores import TokenScores
 from grpo_spmd.proofs.logprob_check import bounds_of
 from grpo_spmd.tools.report.pieces import TokenPieces, read_pieces

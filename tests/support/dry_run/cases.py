@@ -37,7 +37,7 @@ from grpo_spmd.engine.weight_proof import prove_weights
 from grpo_spmd.learn.update import PolicyUpdater, attach_logprobs
 from grpo_spmd.model.offload import HostOffload, optimizer_state
 from grpo_spmd.model.policy import Policy, build_policy, build_reference
-from grpo_spmd.observe.token_scores import read_token_scores
+from grpo_spmd.observe.run_folder import RunFolder
 from grpo_spmd.records import RolloutBatch, SyncStats
 from tests.support.checkpoints import checkpoints_of
 from tests.support.dry_run import runtime
@@ -362,7 +362,7 @@ class Trials:
         with patch.object(dist, "init_process_group", _fake_group):
             assert loop.train(config, check_inputs(config, num_ranks=1))
         lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-        scored = [len(read_token_scores(run_dir, step)) for step in (1, 2)]
+        scored = [len(RunFolder(run_dir).scores_by_id(step)) for step in (1, 2)]
         return {"lines": lines, "told": StandInLLM.last.calls, "scored": scored}
 
 

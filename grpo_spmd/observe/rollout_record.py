@@ -1,0 +1,407 @@
+"""One line of a rollout dump: the records, how they become JSON, and how JSON becomes a record again.
+
+A rollout of several turns (an episode) has four more fields: `status`, `turns`, `messages` and `environment`. The
+rollout buffer of a checkpoint stores episodes in the same form. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import binascii
+import json
+import math
+import struct
+import typing
+from array import array
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+
+from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.learn.contexts import broken_rule
+from grpo_spmd.records import Episode, Segment, Turn
+
+EPISODE_FIELDS = ("status", "turns", "messages", "environment")
+# Characters of one column's value, and of all columns of a row.
+MAX_VALUE_CHARS = 4_000
+MAX_ROW_CHARS = 16_000
+_MAX_DEPTH = 64  # policies and tools can write JSON that is nested without end
+# The usual names of the column with the right answer, the most common name first.
+_GOLD_COLUMNS = (
+    "answer",
+    "final_answer",
+    "ground_truth",
+    "gold",
+    "solution",
+    "target",
+    "label",
+    "expected",
+    "output",
+)
+_ENCODER = msgspec.json.Encoder()
+
+# Whole numbers stay exact in a browser, which computes with doubles.
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**53 - 1)]
+_TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+_Finite = Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)]
+_Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e300)]
+_ExactInt = Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]
+
+
+@dataclass(frozen=True)
+class RolloutRecord:
+    """One rollout. The fields are written in this order."""
+
+    rollout_id: _Count | None
+    """slot * group_size + sample. None if dynamic sampling dropped the group or the step was refused."""
+    row: _Count
+    """Index of the row in the data set."""
+    position: _Count
+    """Index of the prompt in the prompt stream."""
+    sample: _Count
+    """Index in the group, 0 .. group_size - 1."""
+    prompt: str | list[Any]
+    """A string, or chat messages."""
+    columns: dict[str, Any]
+    """The other columns of the data row, cut by `bounded_values`. Earlier versions wrote none."""
+    completion: str
+    """The text that the reward functions were given."""
+    reward: float | None
+    """The weighted sum. None if it is unknown."""
+    rewards: dict[str, float | None]
+    """By name, before weighting. None if a reward does not apply or is unusable."""
+    statuses: dict[str, str]
+    """By name: "ok", "not_applicable", "error" or "timeout"."""
+    advantage: float | None
+    """None if rollout_id is None."""
+    finish_reason: str
+    """Why sampling ended: "stop" or "length"."""
+    prompt_ids: list[_Count]
+    completion_ids: list[_Count]
+    rollout_logprobs: list[float]
+    """The engine's, one per completion token. The file has base64 of little-endian float32."""
+    num_rollouts: int | None = None
+    """Rollouts of the whole step, in all its files. None in earlier versions or in a refused step."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """What rewards logged for this rollout: {reward: {column: value}}."""
+    status: str | None = None
+    """How an episode ended. None for a single turn, which has none of the fields below."""
+    turns: list[Any] = field(default_factory=list)
+    """The episode's tokens, sampled and given, as `episode_fields` describes them."""
+    messages: list[Any] = field(default_factory=list)
+    """Chat messages after the prompt."""
+    environment: dict[str, Any] = field(default_factory=dict)
+    """The environment's rewards, the seconds of its calls, and its error."""
+
+
+_ALL_FIELDS = tuple(RolloutRecord.__dataclass_fields__)
+# Fields that a line may lack, which an earlier version or a refused step wrote.
+_DEFAULTS: dict[str, Any] = {
+    **dict.fromkeys(("rollout_id", "reward", "advantage", "num_rollouts", "status")),
+    **{name: {} for name in ("rewards", "statuses", "columns", "extra", "environment")},
+    **{"turns": [], "messages": [], "finish_reason": "stop", "rollout_logprobs": b""},
+}
+
+
+@dataclass(frozen=True)
+class EvalRecord:
+    """A line of rollouts/eval_SET_step_N.jsonl; fields mean the same as in RolloutRecord."""
+
+    row: int
+    sample: int
+    prompt: str | list[Any]
+    columns: dict[str, Any]
+    completion: str
+    final_answer: str
+    """Extracted from the completion; the data's own answer is in `columns`."""
+    right: bool
+    """By the first of the rewards."""
+    reward: float | None
+    rewards: dict[str, float | None]
+    finish_reason: str
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def to_line(record: RolloutRecord | EvalRecord) -> bytes:
+    """Returns the record as one line of JSON, without a newline and without empty optional fields."""
+    values = dict(vars(record))
+    if not record.extra:
+        del values["extra"]
+    if isinstance(record, RolloutRecord):
+        if record.status is None:
+            for name in EPISODE_FIELDS:
+                del values[name]
+        logprobs = record.rollout_logprobs
+        packed = struct.pack(f"<{len(logprobs)}f", *logprobs)
+        values["rollout_logprobs"] = binascii.b2a_base64(packed, newline=False).decode("ascii")
+    try:
+        return _ENCODER.encode(values)
+    except (ValueError, TypeError):
+        # msgspec refuses half a surrogate pair, which a prompt may hold, and keys that are not text.
+        # json writes both; backslashreplace turns the half pair into JSON's own escape.
+        text = json.dumps(values, ensure_ascii=False, separators=(",", ":"))
+        return text.encode("utf-8", "backslashreplace")
+
+
+def parse_rollout(line: bytes, where: str) -> RolloutRecord:
+    """Returns the checked record of one line, also of earlier versions; unknown fields are skipped.
+
+    Raises ConfigError, which begins with `where`.
+    """
+    values = msgspec.structs.asdict(_decode_line(line, where, _ALL_FIELDS))
+    values["rollout_logprobs"] = _unpack_logprobs(values["rollout_logprobs"], where)
+    record = RolloutRecord(**values)
+    num_tokens, num_logprobs = len(record.completion_ids), len(record.rollout_logprobs)
+    if num_tokens != num_logprobs:
+        raise ConfigError(
+            f"{where}: {num_tokens} completion_ids, but {num_logprobs} rollout_logprobs"
+        )
+    if record.status is not None or record.turns or record.messages or record.environment:
+        try:
+            read_episode(vars(record), record.completion_ids)
+        except ValueError as error:
+            raise ConfigError(f"{where}: an episode: {error}; this is no rollout dump") from None
+    return record
+
+
+def parse_rollout_fields(line: bytes, where: str, fields: tuple[str, ...]) -> Any:
+    """Returns an object with these fields of RolloutRecord alone, about ten times faster than `parse_rollout`.
+
+    Fields that the line lacks have their default. `rollout_logprobs` is bytes of float32, 4 per token, or the list that
+    earlier versions wrote. Raises ConfigError, which begins with `where`.
+    """
+    return _decode_line(line, where, fields)
+
+
+def _decode_line(line: bytes, where: str, fields: tuple[str, ...]) -> Any:
+    decoder = _line_decoder(fields)
+    try:
+        try:
+            return decoder.decode(line)
+        except ValueError:
+            # json also reads half a surrogate pair, NaN and very large numbers
+            return msgspec.convert(json.loads(line), decoder.type)
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"{where}: not valid JSON: {error}") from None
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}; this is no rollout dump") from None
+
+
+@lru_cache(maxsize=16)
+def _line_decoder(fields: tuple[str, ...]) -> msgspec.json.Decoder[Any]:
+    """Returns a decoder into a struct of these fields; it skips the others without making objects of them."""
+    hints = typing.get_type_hints(RolloutRecord, include_extras=True)
+    hints["rollout_logprobs"] = bytes | list[float | None]
+    required = [(name, hints[name]) for name in fields if name not in _DEFAULTS]
+    optional = [(name, hints[name], _DEFAULTS[name]) for name in fields if name in _DEFAULTS]
+    record_type = msgspec.defstruct("RolloutFields", [*required, *optional], kw_only=True, gc=False)
+    return msgspec.json.Decoder(record_type)
+
+
+def _unpack_logprobs(values: bytes | list[float | None], where: str) -> list[float]:
+    """Returns float32 values as Python floats; an earlier version's null becomes NaN: not finite."""
+    if isinstance(values, list):
+        # the decimals of that version name the float32 that is nearest to them
+        return array("f", [math.nan if value is None else value for value in values]).tolist()
+    if len(values) % 4:
+        raise ConfigError(
+            f"{where}: rollout_logprobs has {len(values)} bytes, but a float32 has 4; "
+            "this is no rollout dump"
+        )
+    logprobs: list[float] = np.frombuffer(values, "<f4").tolist()
+    return logprobs
+
+
+class _TurnFields(msgspec.Struct):
+    segment: _Count
+    sampled: bool
+    token_ids: list[_TokenId]
+    finish_reason: str | None = None
+    reward: _Finite | None = None
+
+
+class _EnvironmentFields(msgspec.Struct):
+    rewards: dict[str, _ExactInt | _Finite | str | None]
+    calls_s: list[_Seconds]
+    error: str | None = None
+
+
+class _EpisodeFields(msgspec.Struct):
+    status: str
+    turns: list[_TurnFields]
+    messages: list[dict[str, Any]]
+    environment: _EnvironmentFields
+
+
+def episode_fields(episode: Episode) -> dict[str, Any]:
+    """Returns the episode as JSON values.
+
+    `turns` has the tokens of all segments in order, cut wherever sampled tokens follow given tokens or the reverse, and
+    at the end of each sampled turn.
+    """
+    turns = list[dict[str, Any]]()
+    waiting = deque(episode.turns)
+    for number, segment in enumerate(episode.segments):
+        changes = np.flatnonzero(np.diff(segment.sampled)) + 1
+        stretches = np.split(segment.token_ids, changes)
+        for ids, sampled in zip(stretches, np.split(segment.sampled, changes), strict=True):
+            if not sampled[0]:
+                turns.append({"segment": number, "sampled": False, "token_ids": ids.tolist()})
+                continue
+            # one stretch can hold several turns without a given token between them
+            while len(ids):
+                turns.append(_turn_fields(number, waiting[0], ids.tolist()))
+                ids = ids[waiting.popleft().num_tokens :]
+    # turns without a token come last
+    last_segment = max(0, len(episode.segments) - 1)
+    turns += [_turn_fields(last_segment, turn, []) for turn in waiting]
+    return {
+        "status": episode.status,
+        "turns": turns,
+        "messages": episode.messages,
+        "environment": {
+            "rewards": episode.rewards,
+            "calls_s": episode.calls_s,
+            "error": episode.error,
+        },
+    }
+
+
+def dumped_episode_fields(episode: Episode) -> dict[str, Any]:
+    """Returns `episode_fields` with everything that policies, tools and environments wrote as plain JSON."""
+    fields = episode_fields(episode)
+    return {
+        **fields,
+        "messages": _as_json_value(fields["messages"]),
+        "environment": _as_json_value(fields["environment"]),
+    }
+
+
+def _turn_fields(segment: int, turn: Turn, token_ids: list[int]) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "segment": segment,
+        "sampled": True,
+        "token_ids": token_ids[: turn.num_tokens],
+        "finish_reason": turn.finish_reason,
+    }
+    if turn.reward is not None:
+        fields["reward"] = turn.reward
+    return fields
+
+
+def read_episode(fields: Mapping[str, Any], completion_ids: Sequence[int]) -> Episode:
+    """Returns the episode of `episode_fields`. Raises ValueError if it cannot be one with these sampled tokens."""
+    values = msgspec.convert({name: fields.get(name) for name in EPISODE_FIELDS}, _EpisodeFields)
+    if not is_shallow(values.messages):
+        raise ValueError(f"messages are nested more than {_MAX_DEPTH} deep")
+    environment = values.environment
+    episode = Episode(
+        status=values.status,
+        segments=_read_segments(values.turns),
+        turns=_read_turns(values.turns),
+        messages=values.messages,
+        rewards=environment.rewards,
+        calls_s=environment.calls_s,
+        error=environment.error,
+    )
+    if reason := broken_rule(completion_ids, episode):
+        raise ValueError(reason)
+    return episode
+
+
+def _read_segments(turns: Sequence[_TurnFields]) -> tuple[Segment, ...]:
+    stretches = list[list[_TurnFields]]()
+    for turn in turns:
+        if turn.segment == len(stretches):
+            stretches.append([])
+        # segments come in order: a turn continues the newest segment or begins the next one
+        if turn.segment != len(stretches) - 1:
+            raise ValueError(f"a turn's segment is {turn.segment} after {len(stretches)} segments")
+        stretches[-1].append(turn)
+    return tuple(
+        Segment(
+            np.concatenate([np.array(turn.token_ids, np.int32) for turn in stretch]),
+            np.repeat(
+                [turn.sampled for turn in stretch], [len(turn.token_ids) for turn in stretch]
+            ),
+        )
+        for stretch in stretches
+    )
+
+
+def _read_turns(turns: Sequence[_TurnFields]) -> tuple[Turn, ...]:
+    sampled = []
+    for turn in turns:
+        if turn.sampled and turn.finish_reason is not None:
+            sampled.append(Turn(len(turn.token_ids), turn.finish_reason, turn.reward))
+        elif turn.sampled or turn.finish_reason is not None or turn.reward is not None:
+            raise ValueError(
+                "a sampled turn has a finish_reason and may have a reward; a given turn has neither"
+            )
+    return tuple(sampled)
+
+
+def is_shallow(value: Any) -> bool:
+    """Whether JSON is nested at most 64 deep, so that recursive functions can walk it."""
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        level = [inner for outer in level if isinstance(outer, dict | list)
+                 for inner in (outer.values() if isinstance(outer, dict) else outer)]  # fmt: skip
+        if not level:
+            return True
+    return False
+
+
+def _as_json_value(value: Any, depth: int = _MAX_DEPTH) -> Any:
+    """Returns `value` as JSON can hold it: other types become text, deeper nesting becomes "..."."""
+    if isinstance(value, dict | list | tuple) and depth == 1:
+        return "..."
+    if isinstance(value, dict):
+        return {str(name): _as_json_value(inner, depth - 1) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_json_value(inner, depth - 1) for inner in value]
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    return value if isinstance(value, float) and math.isfinite(value) else str(value)
+
+
+def bounded_values(columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a data row's columns as JSON values of bounded size.
+
+    A value that JSON cannot hold (a date, bytes, NaN) becomes text. A value of more than MAX_VALUE_CHARS characters, and
+    what lies beyond MAX_ROW_CHARS in a row, becomes a cut text that says how long it was.
+    """
+    bounded: dict[str, Any] = {}
+    room = MAX_ROW_CHARS
+    for name, value in columns.items():
+        text, is_json = _to_text(value)
+        max_chars = min(MAX_VALUE_CHARS, room)
+        if len(text) > max_chars:
+            bounded[name] = f"{text[:max_chars]} ... ({len(text)} characters)"
+        else:
+            bounded[name] = value if is_json else text
+        room -= min(len(text), max_chars)
+    return bounded
+
+
+def gold_answer(columns: Mapping[str, Any]) -> str:
+    """Returns "name=value" of the column that most likely holds the right answer, else of the first column."""
+    name = next((name for name in _GOLD_COLUMNS if name in columns), next(iter(columns), None))
+    if name is None:
+        return ""
+    text, _ = _to_text(columns[name])
+    return f"{name}={text if len(text) <= 40 else f'{text[:18]} ... {text[-18:]}'!r}"
+
+
+def _to_text(value: Any) -> tuple[str, bool]:
+    """Returns a text unchanged and anything else as JSON, and whether JSON can hold `value`; else str()."""
+    if isinstance(value, str):
+        return value, True
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False), True
+    except (TypeError, ValueError, RecursionError):
+        return str(value), False

@@ -1,0 +1,362 @@
+"""The reader of a run folder: its metrics, rollouts, token scores, timeline and launches. Imports no torch.
+
+A folder that a command is pointed at may be somebody else's: links, fifos, huge lines and broken JSON each cost one
+line of a message and never a traceback. A dump of step 12 is rollouts/step_000012.jsonl of the first node and
+step_000012.node_1.jsonl of the second, or the same with .gz; token_scores/ has the same names.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.observe.launches import read_launches
+from grpo_spmd.observe.metrics_file import (
+    FileLine,
+    LinePosition,
+    MetricsLine,
+    open_lines,
+    read_lines,
+    read_metrics,
+)
+from grpo_spmd.observe.rollout_record import (
+    RolloutRecord,
+    parse_rollout,
+    parse_rollout_fields,
+)
+from grpo_spmd.observe.timeline import Timeline, read_timeline
+from grpo_spmd.observe.token_scores import TokenScores, parse_scores
+
+PLAIN, PACKED = ".jsonl", ".jsonl.gz"
+_FILE_NAME = re.compile(r"(.+?)(?:\.node_([1-9]\d{0,8}))?\.jsonl(?:\.gz)?")  # stem and node
+_MAX_ERRORS = 1000  # broken lines, after which a file is given up
+_MAX_LISTED = 8  # names in a message
+_HELD_BYTES = 1 << 25  # of an unpacked file that stays in memory
+_MAX_OPEN = 64  # files that a LineStore keeps open
+T = TypeVar("T")
+
+
+def step_stem(step: int) -> str:
+    """Returns "step_000012"."""
+    return f"step_{step:06d}"
+
+
+def step_of_stem(stem: str) -> int | None:
+    """Returns the step of "step_000012"; None for an evaluation's stem."""
+    match = re.fullmatch(r"step_(\d{6,15})", stem)
+    return int(match[1]) if match else None
+
+
+def node_stem(stem: str, node: int) -> str:
+    """Returns the name of a node's file without its ending."""
+    return f"{stem}.node_{node}" if node else stem
+
+
+def list_dumps(folder: Path) -> Iterator[tuple[str, int, Path]]:
+    """Yields (stem, node, path) for each dump in `folder`; both forms of one that is there plain and packed."""
+    with suppress(OSError):
+        for name in os.listdir(folder):
+            match = _FILE_NAME.fullmatch(name)
+            if match:
+                yield match[1], int(match[2] or 0), folder / name
+
+
+def list_unfinished(folder: Path) -> Iterator[tuple[Path, int]]:
+    """Yields (path, node) for each file that a process was writing, or is still writing."""
+    for path in folder.glob("*.tmp"):
+        match = _FILE_NAME.fullmatch(path.stem)
+        if match:
+            yield path, int(match[2] or 0)
+
+
+def dump_path(run_dir: Path, step: int) -> Path:
+    """Returns the first node's dump of `step`; the plain name if there is none."""
+    plain = run_dir / "rollouts" / f"{step_stem(step)}{PLAIN}"
+    return _newer(plain, plain.with_name(plain.name + ".gz"))
+
+
+def _newer(path: Path, other: Path) -> Path:
+    """Returns the file that changed last. A kill can leave a dump both plain and packed, and the newer one counts."""
+    return max(path, other, key=_change_time)
+
+
+def _change_time(path: Path) -> int:
+    with suppress(OSError):
+        return path.stat().st_mtime_ns
+    return -1
+
+
+@dataclass
+class ReadErrors:
+    """Counts the lines and files that could not be read, and keeps the first message."""
+
+    num: int = 0
+    first: str = ""
+    num_missing: int = 0
+    """Rollouts that a step had and its files lack, as each line records their number."""
+
+    def add(self, message: str) -> None:
+        self.num += 1
+        self.first = self.first or message
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """A run folder. The lists of its files are read once: make a new RunFolder to see new files.
+
+    Readers take `errors`: with it, what cannot be read is counted there and skipped; without it, the first such line or
+    file raises ConfigError.
+    """
+
+    path: Path
+
+    @cached_property
+    def rollout_files(self) -> dict[int, dict[int, Path]]:
+        """Dumps by step and node, both in order."""
+        return self._dumped_files("rollouts")
+
+    @cached_property
+    def score_files(self) -> dict[int, dict[int, Path]]:
+        """Files of token scores by step and node, both in order."""
+        return self._dumped_files("token_scores")
+
+    @property
+    def dumped_steps(self) -> list[int]:
+        """The steps with rollouts, or a part of them, in order."""
+        return list(self.rollout_files)
+
+    def _dumped_files(self, folder: str) -> dict[int, dict[int, Path]]:
+        files: dict[int, dict[int, Path]] = {}
+        for stem, node, path in list_dumps(self.path / folder):
+            step = step_of_stem(stem)
+            if step is not None and stem == step_stem(step):
+                nodes = files.setdefault(step, {})
+                nodes[node] = _newer(nodes[node], path) if node in nodes else path
+        return {step: dict(sorted(nodes.items())) for step, nodes in sorted(files.items())}
+
+    def metrics(self, start: int = 0) -> Iterator[MetricsLine]:
+        """Yields the lines of metrics.jsonl from byte `start` on."""
+        return read_metrics(self.path / "metrics.jsonl", start)
+
+    def launches(self) -> list[dict[str, Any]]:
+        """Returns the launches in order."""
+        return read_launches(self.path)
+
+    def timeline(self, steps: Collection[int] | None = None) -> dict[int, Timeline]:
+        """Returns the phases of each rank by step; of `steps` alone if given."""
+        return read_timeline(self.path, steps)
+
+    def rollouts(
+        self,
+        step: int,
+        fields: tuple[str, ...] = (),
+        errors: ReadErrors | None = None,
+        is_wanted: Callable[[bytes], bool] | None = None,
+    ) -> Iterator[RolloutRecord]:
+        """Yields the step's rollouts in the order of the files.
+
+        `fields`: with some fields of RolloutRecord, objects with these alone are made, unchecked against each other and
+        much faster; see `parse_rollout_fields`. `is_wanted` tells from the raw line whether to parse it.
+        """
+        num_read = 0
+        sizes = set[int]()
+        for _, record in self.scan_rollouts(step, fields, errors, is_wanted):
+            num_read += 1
+            if not fields and record.num_rollouts is not None:
+                sizes.add(record.num_rollouts)
+            yield record
+        if errors is not None and is_wanted is None and len(sizes) == 1:
+            errors.num_missing += max(0, sizes.pop() - num_read)
+
+    def scan_rollouts(
+        self,
+        step: int,
+        fields: tuple[str, ...] = (),
+        errors: ReadErrors | None = None,
+        is_wanted: Callable[[bytes], bool] | None = None,
+    ) -> Iterator[tuple[FileLine, RolloutRecord]]:
+        """Yields what `rollouts` yields, each with its line."""
+
+        def parse(line: bytes, name: str) -> RolloutRecord:
+            if fields:
+                return parse_rollout_fields(line, name, fields)  # type: ignore[no-any-return]
+            return parse_rollout(line, name)
+
+        files = self.rollout_files.get(step, {})
+        return _parse_files(list(files.values()), parse, errors, is_wanted)
+
+    def scores(self, step: int, errors: ReadErrors | None = None) -> Iterator[TokenScores]:
+        """Yields the token scores of the step's rollouts; nothing if the run recorded none."""
+        for _, scores in self.scan_scores(step, errors):
+            yield scores
+
+    def scan_scores(
+        self, step: int, errors: ReadErrors | None = None
+    ) -> Iterator[tuple[FileLine, TokenScores]]:
+        """Yields what `scores` yields, each with its line."""
+        files = self.score_files.get(step, {})
+        return _parse_files(list(files.values()), parse_scores, errors)
+
+    def scores_by_id(self, step: int) -> dict[int, TokenScores]:
+        """Returns the step's token scores by rollout id. Raises ConfigError if a line is broken or repeated."""
+        scores_by_id: dict[int, TokenScores] = {}
+        for line, scores in self.scan_scores(step):
+            if scores.rollout_id in scores_by_id:
+                raise ConfigError(
+                    f"{line.name}: the rollout id {scores.rollout_id} is there twice; "
+                    "is one of the files another run's?"
+                )
+            scores_by_id[scores.rollout_id] = scores
+        return scores_by_id
+
+    def complete_rollouts(self, step: int) -> list[RolloutRecord]:
+        """Returns all rollouts of a step in the order of the prompt stream.
+
+        Raises ConfigError, which names the file and the line or the rollouts, if the dump is missing, broken, incomplete
+        or mixed from several runs.
+        """
+        files = self.rollout_files.get(step)
+        if not files:
+            steps = _list_names(self.dumped_steps)
+            hint = f"there are dumps of the steps {steps}" if steps else "there are no dumps"
+            raise ConfigError(
+                f"{dump_path(self.path, step)}: No such file or directory; {hint} "
+                "(logging.rollouts_every_steps, rollouts_keep)"
+            )
+        records = []
+        seen: dict[str, str] = {}
+        for line, record in self.scan_rollouts(step):
+            keys = [f"the rollout {record.position}/{record.sample} (position/sample)"]
+            if record.rollout_id is not None:
+                keys.append(f"the rollout id {record.rollout_id}")
+            for key in keys:
+                earlier = seen.setdefault(key, line.name)
+                if earlier != line.name:
+                    raise ConfigError(
+                        f"{line.name}: {key} is in {earlier} too; is one of these files of another run?"
+                    )
+            records.append(record)
+        _check_complete(records, files, step)
+        return sorted(records, key=lambda record: (record.position, record.sample))
+
+
+def _parse_files(
+    paths: Sequence[Path],
+    parse: Callable[[bytes, str], T],
+    errors: ReadErrors | None,
+    is_wanted: Callable[[bytes], bool] | None = None,
+) -> Iterator[tuple[FileLine, T]]:
+    for path in paths:
+        num_errors_before = errors.num if errors is not None else 0
+        try:
+            for line in read_lines(path, follow=True):
+                if is_wanted is not None and not is_wanted(line.text):
+                    continue
+                try:
+                    value = parse(line.text, line.name)
+                except ConfigError as error:
+                    if errors is None:
+                        raise
+                    errors.add(str(error))
+                    if errors.num - num_errors_before > _MAX_ERRORS:
+                        raise ConfigError(
+                            f"{path}: more than {_MAX_ERRORS} lines are broken; this is no rollout dump"
+                        ) from None
+                    continue
+                yield line, value
+        except ConfigError as error:
+            if errors is None:
+                raise
+            # a run that goes on may have removed the file meanwhile (logging.rollouts_keep)
+            if os.path.lexists(path):
+                errors.add(str(error))
+
+
+def _check_complete(records: Sequence[RolloutRecord], files: Mapping[int, Path], step: int) -> None:
+    """Raises ConfigError if rollouts are missing, by the step's number of rollouts and by their ids.
+
+    Ids have no gap. Dumps of earlier versions have only the ids; those of a refused step have neither.
+    """
+    first, *others = files.values()
+    name = f"{first} and {len(others)} more" if others else f"{first}"
+    sizes = sorted({record.num_rollouts for record in records if record.num_rollouts is not None})
+    if len(sizes) > 1 or (sizes and sizes[0] < len(records)):
+        raise ConfigError(
+            f"{name}: {len(records)} rollouts of a step that had {_list_names(sizes)}; "
+            "is one of these files of another run?"
+        )
+    ids = {record.rollout_id for record in records if record.rollout_id is not None}
+    num_ids = max(ids, default=-1) + 1
+    if sizes and len(ids) == len(records):  # dynamic sampling dropped none of these
+        num_ids = max(num_ids, sizes[0])
+    num_missing = max(num_ids - len(ids), sizes[0] - len(records) if sizes else 0)
+    if num_missing <= 0:
+        return
+    message = f"{name}: {num_missing} rollouts are missing"
+    # an id can be as large as a hostile line says: look at no more than a message can name
+    missing_ids = [i for i in range(min(num_ids, len(ids) + _MAX_LISTED + 1)) if i not in ids]
+    if missing_ids:
+        message += f", with the ids {_list_names(missing_ids)}"
+    nodes = range(min(max(files), len(files) + _MAX_LISTED))
+    missing_files = [f"{node_stem(step_stem(step), n)}.jsonl" for n in nodes if n not in files]
+    if missing_files:
+        message += f"; there is no {_list_names(missing_files)}"
+    raise ConfigError(f"{message}; each node wrote a file, and all of them must be in one folder")
+
+
+def _list_names(values: Sequence[object]) -> str:
+    names = ", ".join(map(str, values[:_MAX_LISTED]))
+    return f"{names}, ..." if len(values) > _MAX_LISTED else names
+
+
+class LineStore:
+    """Reads lines again by their position, after a scan of a step found which are worth showing.
+
+    Small files stay in memory. A large packed file is unpacked again up to the line: read its lines in order.
+    """
+
+    def __init__(self) -> None:
+        self._files: dict[Path, IO[bytes]] = {}
+
+    def read(self, position: LinePosition) -> bytes | None:
+        """Returns the line without its line break; None if it cannot be read any more."""
+        with suppress(OSError, ConfigError, EOFError, zlib.error):
+            if position.path not in self._files:
+                if len(self._files) >= _MAX_OPEN:
+                    self.close()
+                self._files[position.path] = self._open(position.path)
+            file = self._files[position.path]
+            file.seek(position.start)
+            return file.read(position.end - position.start).removesuffix(b"\n")
+        return None
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def _open(self, path: Path) -> IO[bytes]:
+        file = open_lines(path, follow=True)
+        if path.suffix != ".gz":
+            return file
+        content = bytearray()
+        with suppress(EOFError, zlib.error, OSError):  # keep the lines before the damage
+            while len(content) <= _HELD_BYTES:
+                piece = file.read1(1 << 17)  # type: ignore[attr-defined]
+                if not piece:
+                    break
+                content += piece
+        if len(content) > _HELD_BYTES:
+            file.seek(0)
+            return file
+        file.close()
+        return io.BytesIO(content)
