@@ -18,8 +18,7 @@ from grpo_spmd.config.schema import EvalConfig
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.engine.requests import ConversationId, EpisodeTask, GenerationHooks, Request
-from grpo_spmd.observe.rollout_record import bounded_values
-from grpo_spmd.observe.rollout_record import EvalRecord, to_line
+from grpo_spmd.observe.rollout_record import EvalRecord, bounded_values, to_line
 from grpo_spmd.observe.rollout_writer import RolloutWriter
 from grpo_spmd.records import Completion, Prompt, RolloutGroup, ScoredRollouts, rollout_seed
 from grpo_spmd.rewards.protocol import check_error_rate
