@@ -1,8 +1,9 @@
-"""An agent in its worker: a coroutine of the user's that asks this rank for turns, as it would ask OpenAI.
+"""Agents, in a worker: a coroutine of the user's that asks this rank for turns as it would OpenAI.
 
     async def rollout(task, base_url, api_key, model) -> float | {"reward": float} | None
 
-`task` is the row: its `prompt` and its other columns. None: the reward is not known. A plain function is called too.
+`task` is the row: its `prompt` and its other columns. None means that the reward is not known. A
+plain function will do, too.
 """
 
 from __future__ import annotations
@@ -17,78 +18,87 @@ from typing import Any
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.rewards.trl import BrokenContractError, as_number
 
-REWARD = "agent"  # the name of what it returns
-_GIVEN = ("task", "base_url", "api_key", "model")
+REWARD = "agent"
+_ACCESS = ("base_url", "api_key", "model")
+# Error codes of the endpoint that end an episode, with the status of the episode.
+LIMITS = {
+    "episode_max_turns": "max_turns",
+    "episode_max_tokens": "max_tokens",
+    "episode_max_all_tokens": "context_overflow",
+}
+# OpenAI's own code.
+TOO_LONG = "context_length_exceeded"
 
 
 class AgentDriver:
-    """An episode of it is one call: `act` and `end` have nothing to do."""
+    """Runs one episode at a time. An agent's episode is one call."""
 
-    def __init__(self, rollout: Callable[..., Any], where: str = "environment.agent") -> None:
-        """ConfigError where it cannot be called so."""
+    def __init__(self, rollout: Callable[..., Any], key: str = "environment.agent") -> None:
+        """Raises ConfigError if `rollout` does not take these arguments."""
         self._rollout = rollout
+        parameters = ("task", *_ACCESS)
         try:
-            inspect.signature(rollout).bind(**dict.fromkeys(_GIVEN))
+            inspect.signature(rollout).bind(**dict.fromkeys(parameters))
         except TypeError as error:
-            rule = f"must be called as rollout({', '.join(_GIVEN)})"
-            raise ConfigError(
-                f"{where}: {getattr(rollout, '__name__', rollout)!r} {rule}: {error}"
-            ) from None
+            name = getattr(rollout, "__name__", rollout)
+            rule = f"must be called as rollout({', '.join(parameters)})"
+            raise ConfigError(f"{key}: {name!r} {rule}: {error}") from None
         self._runner: asyncio.Runner | None = None
-        _leave_out_proxies()
+        _bypass_proxies()
 
-    def begin(self, row: Mapping[str, Any], extra: Mapping[str, str]) -> dict[str, Any]:
-        """Run it to its end: {"rewards": {"agent": a number, None, or a string that says why it is unusable}}. What it
-        raises goes on to the caller, but for a turn that was refused by a limit of the episode: it would be refused
-        again. Raises BrokenContractError where it returns something else than a reward."""
+    def begin(self, row: Mapping[str, Any], access: Mapping[str, str]) -> dict[str, Any]:
+        """Runs the agent to its end.
+
+        Returns {"rewards": {"agent": a number, None, or a string that says why it is unusable}}.
+        What the agent raises goes to the caller, except after a turn was refused by a limit of the
+        episode: it would be refused again. Raises BrokenContractError for a return value that is
+        no reward.
+        """
         try:
-            found = self._rollout(task=dict(row), **{name: extra[name] for name in _GIVEN[1:]})
-            if inspect.isawaitable(found):
-                # One loop for all episodes: a client that nobody closed closes itself in it, whenever it is collected.
+            result = self._rollout(task=dict(row), **{name: access[name] for name in _ACCESS})
+            if inspect.isawaitable(result):
+                # One loop for all episodes: a client that nobody closed closes itself in its loop
+                # whenever it is collected.
                 self._runner = self._runner or asyncio.Runner()
-                found = self._runner.run(_finish(found))
+                result = self._runner.run(_run_alone(result))
         except Exception as error:
-            if (code := _limit_of(error)) is None:
+            code = _limit_code(error)
+            if code is None:
                 raise
             remedy = "catch openai.BadRequestError in it and return a reward"
-            return {
-                "rewards": {
-                    REWARD: f"is unknown: rollout() was refused a turn ({code}) and raised; {remedy}"
-                }
-            }
-        return {"rewards": {REWARD: _reward_of(found)}}
+            reason = f"is unknown: rollout() was refused a turn ({code}) and raised; {remedy}"
+            return {"rewards": {REWARD: reason}}
+        return {"rewards": {REWARD: _reward(result)}}
 
 
-async def _finish(found: Any) -> Any:
-    """What it gives; tasks that it left are ended, as they would go on in the next episode."""
+async def _run_alone(awaitable: Any) -> Any:
+    """Returns its result. Cancels the tasks that it left, which would run in the next episode."""
     try:
-        return await found
+        return await awaitable
     finally:
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _reward_of(found: Any) -> float | str | None:
-    if isinstance(found, Mapping):
-        if set(found) != {"reward"}:
+def _reward(result: Any) -> float | str | None:
+    if isinstance(result, Mapping):
+        if set(result) != {"reward"}:
+            keys = sorted(map(str, result))
             raise BrokenContractError(
-                f"rollout() returned a dict with the keys {sorted(map(str, found))}, not `reward`"
+                f"rollout() returned a dict with the keys {keys}, not `reward`"
             )
-        found = found["reward"]
-    if found is None:
+        result = result["reward"]
+    if result is None:
         return None
-    number = as_number(found)
-    return (
-        number
-        if isinstance(number, float) and math.isfinite(number)
-        else f"rollout() returned {number}"
-    )
+    number = as_number(result)
+    is_finite = isinstance(number, float) and math.isfinite(number)
+    return number if is_finite else f"rollout() returned {number}"
 
 
-def _limit_of(error: BaseException | None) -> str | None:
-    """The code of the endpoint's refusal that an error of a client comes from, through what was raised from it."""
+def _limit_code(error: BaseException | None) -> str | None:
+    """Returns the code of the endpoint's refusal that an error, or one of its causes, is."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -99,21 +109,8 @@ def _limit_of(error: BaseException | None) -> str | None:
     return None
 
 
-def _leave_out_proxies() -> None:
-    """A cluster's HTTP proxy knows nothing of this host's loopback, and clients ask it for what is not left out."""
+def _bypass_proxies() -> None:
+    """Excludes loopback from HTTP proxies: a cluster's proxy cannot reach this host's loopback."""
     for name in ("no_proxy", "NO_PROXY"):
-        others = [host for host in os.environ.get(name, "").split(",") if host]
-        os.environ[name] = ",".join(dict.fromkeys([*others, "127.0.0.1"]))
-
-
-# Codes of the errors that end an agent's episode, known on both sides of its endpoint.
-
-
-LIMITS = {
-    "episode_max_turns": "max_turns",
-    "episode_max_tokens": "max_tokens",
-    "episode_max_all_tokens": "context_overflow",
-}
-"""To the status of the episode."""
-TOO_LONG = "context_length_exceeded"
-"""OpenAI's."""
+        hosts = [host for host in os.environ.get(name, "").split(",") if host]
+        os.environ[name] = ",".join(dict.fromkeys([*hosts, "127.0.0.1"]))

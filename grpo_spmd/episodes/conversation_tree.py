@@ -1,13 +1,13 @@
-"""An agent's conversations in tokens: what the policy has before it at each turn, and what is trained on.
+"""The conversations of one agent session as a tree of turns: their contexts and what is trained on.
 
-An agent sends whole conversations, in whatever order it likes and several at a time. Its turns form a tree: a request
-that sends on what an earlier turn was asked and answered is that turn's child, and its context is that turn's tokens,
-as they were sampled, and the ids of the new messages behind them. What was sampled is never tokenised again. A request
-that goes on from no turn begins a tree of its own. A segment is a way from a root to a leaf; a turn that several of
-them share is trained on in the first and given in the others.
+An agent sends whole conversations, in any order and several at a time. A request that continues an
+earlier turn becomes that turn's child: its context is that turn's tokens, as they were sampled, and
+the ids of the new messages behind them. Sampled tokens are never made from text again. A request
+that continues no turn is the root of a tree of its own. A segment is a path from a root to a leaf.
+A turn that several segments share is trained on in the first and is context in the others.
 
-Nothing here depends on the order in which requests came, where they do not depend on each other: an agent that asks for
-three turns at once gets the same ones, and the same segments, at the same seed.
+Nothing here depends on the order of requests that do not depend on each other: an agent that asks
+for three turns at once gets the same ones, and the same segments, at the same seed.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from grpo_spmd.episodes.agent import LIMITS, TOO_LONG
+from grpo_spmd.episodes.open_episode import EpisodeLimits
 from grpo_spmd.episodes.openai_api import ApiError, Message, is_plain, num_chars
 from grpo_spmd.episodes.plain_text import TemplateError
 from grpo_spmd.records import Completion, Segment, Turn
@@ -30,7 +31,9 @@ from grpo_spmd.records import Completion, Segment, Turn
 Tools = list[dict[str, Any]]
 
 
-class Parsed(Protocol):
+class ParsedTurn(Protocol):
+    """What is needed of reply_parser.Parsed."""
+
     @property
     def message(self) -> Message: ...
     @property
@@ -59,7 +62,7 @@ class Chat(Protocol):
         context_ids: Sequence[int],
         tools: Sequence[dict[str, Any]],
         /,
-    ) -> Parsed: ...
+    ) -> ParsedTurn: ...
 
 
 @dataclass(frozen=True)
@@ -67,349 +70,368 @@ class TurnRequest:
     """A turn to sample."""
 
     number: int
-    """Of the turn, in the order of the requests."""
+    """The turn's number, in the order of the requests."""
     key: str
-    """For its seed: says which turn it is among the session's, whatever the order of requests was."""
+    """Identifies the turn for its seed, whatever the order of the requests was."""
     context_ids: list[int]
     max_tokens: int
 
 
 @dataclass(frozen=True)
 class TurnAnswer:
-    """What the agent is told of its turn."""
+    """What the agent gets for its request."""
 
     message: Message
-    finish_reason: str  # "stop", "length" or "tool_calls"
+    finish_reason: str
+    """"stop", "length" or "tool_calls"."""
     usage: dict[str, int]
-    num_invalid: int  # calls that nobody could take; they are not in the message
+    num_invalid: int
+    """Calls that could not be read; they are not in the message."""
 
 
 @dataclass(frozen=True)
 class SessionRecord:
-    """A session's turns for the records, segment behind segment."""
+    """A session's turns for the records, segment after segment."""
 
     token_ids: list[int]
-    """The sampled ones."""
+    """The sampled tokens."""
     logprobs: list[float]
     segments: tuple[Segment, ...]
     turns: tuple[Turn, ...]
     messages: list[Message]
-    """Of the longest conversation, behind what its first request had."""
+    """Those of the longest conversation, without the messages of its first request."""
 
 
 @dataclass(eq=False)
-class _Node:
-    """A turn: what was given behind its parent's tokens, and what was sampled then."""
+class _Turn:
+    """A node of the tree: the new context behind the parent's tokens, and what was sampled."""
 
-    parent: _Node | None
-    given: list[int]
-    messages: list[Message]  # up to its answer, once there is one
-    said: frozenset[int]  # places of ours among them
+    parent: _Turn | None
+    new_ids: list[int]
+    messages: list[Message]
+    """The request's, and the answer once there is one."""
+    policy_messages: frozenset[int]
+    """Indices of the messages that the policy wrote."""
     tools: Tools
-    num_first_messages: int  # of the request that began the conversation
-    num_prompt_tokens: int  # of the conversation, before the episode's own began
-    key: str
+    num_first_messages: int
+    """Messages of the request that began the conversation."""
+    num_prompt_tokens: int
+    """Tokens of the conversation that do not count against `max_tokens`."""
+    key: str = ""
     completion: Completion | None = None
-    most: int = 0  # tokens that it may have
-    wanted: int | None = None  # no more than these, as the agent said
+    max_tokens: int = 0
+    """Room that is reserved while the turn is sampled."""
+    requested_tokens: int | None = None
+    """The agent's own limit."""
     num_children: int = 0
-    way: list[_Node] = field(default_factory=list)  # from the root to itself
+    path: list[_Turn] = field(default_factory=list)
+    """The turns from the root to this one."""
+
+    def __post_init__(self) -> None:
+        self.path = [*(self.parent.path if self.parent else ()), self]
 
     @property
-    def is_cut(self) -> bool:
-        said = self.completion
-        return (
-            said is not None
-            and said.finish_reason == "length"
-            and len(said.token_ids) != self.wanted
-        )
+    def is_cut_off(self) -> bool:
+        """Whether a limit ended the turn, and not the agent's own wish."""
+        completion = self.completion
+        if completion is None or completion.finish_reason != "length":
+            return False
+        return len(completion.token_ids) != self.requested_tokens
+
+    @property
+    def sampled_ids(self) -> list[int]:
+        return self.completion.token_ids if self.completion else []
 
     def token_ids(self) -> list[int]:
-        """From the prompt on, with what was sampled."""
+        """Returns all tokens from the prompt on, with those that were sampled."""
         ids: list[int] = []
-        for node in self.way:
-            ids += node.given
-            ids += node.completion.token_ids if node.completion else []
+        for turn in self.path:
+            ids += turn.new_ids
+            ids += turn.sampled_ids
         return ids
 
-    def num_tokens_before(self, ids: list[int]) -> int:
-        """How many this turn ends with, where `ids` begin with them and go on; else 0."""
+    def is_prefix_of(self, ids: list[int]) -> bool:
+        """Returns whether `ids` begin with this turn's tokens and have more behind them."""
         length = 0
-        for node in self.way:
-            for part in (node.given, node.completion.token_ids if node.completion else []):
-                if ids[length : length + len(part)] != part:
-                    return 0
-                length += len(part)
-        return length if length < len(ids) else 0
+        for turn in self.path:
+            for piece in (turn.new_ids, turn.sampled_ids):
+                if ids[length : length + len(piece)] != piece:
+                    return False
+                length += len(piece)
+        return length < len(ids)
 
 
 class ConversationTree:
-    """One session's. `max_tokens`: of a conversation behind its prompt, sampled and given; `max_model_len`: of a
-    context and what is sampled behind it; `max_all_tokens`: of all segments together, which train side by side."""
+    """The conversations of one session."""
 
-    def __init__(
-        self,
-        chat: Chat,
-        *,
-        max_turns: int,
-        max_tokens: int,
-        max_model_len: int,
-        max_all_tokens: int,
-    ) -> None:
-        self._chat, self._max_turns, self._max_tokens = chat, max_turns, max_tokens
-        self._max_model_len, self._max_all_tokens = max_model_len, max_all_tokens
-        self._nodes: list[_Node] = []
-        self._num_alike = Counter[bytes]()
-        self._refused: str | None = None
+    def __init__(self, chat: Chat, limits: EpisodeLimits) -> None:
+        self._chat = chat
+        self._limits = limits
+        self._turns: list[_Turn] = []
+        self._num_equal_contexts = Counter[bytes]()
+        self._refused_status: str | None = None
 
     @property
     def status(self) -> str:
-        """The episode's, as far as it shows here: "ok", "truncated" where the longest conversation ends in a turn that
-        was cut off, and not by the agent's own wish, or the limit that refused a turn."""
-        longest = self._longest(self._leaves())
-        return self._refused or ("truncated" if longest is not None and longest.is_cut else "ok")
+        """The episode's status, as far as it shows here.
+
+        The limit that refused a turn; "truncated" where the longest conversation ends in a turn
+        that was cut off; else "ok".
+        """
+        longest = _longest(self._leaves())
+        cut_off = longest is not None and longest.is_cut_off
+        return self._refused_status or ("truncated" if cut_off else "ok")
 
     def begin(
         self, messages: list[Message], tools: Tools, max_tokens: int | None = None
     ) -> TurnRequest:
-        """The turn that a request asks for; messages as wire.read_request has them, `max_tokens`: what the agent allows
-        at most. Raises ApiError where there is no room for it or the template refuses the messages."""
-        if len(self._nodes) >= self._max_turns:
-            raise self._limit(
-                "episode_max_turns",
-                f"the episode has had its environment.max_turns={self._max_turns}",
-            )
-        if num_chars(messages) > self._max_model_len * self._chat.max_token_chars:
-            raise self._too_long("far more")
-        node = self._place(messages, tools)
-        context_ids = node.token_ids()
-        room = self._room(node, len(context_ids))
-        node.most, node.wanted = min(room, max_tokens or room), max_tokens
-        digest = hashlib.blake2b(
-            np.asarray(context_ids, np.int64).tobytes(), digest_size=8
-        ).digest()
-        node.key = f"{digest.hex()}.{self._num_alike[digest]}"
-        self._num_alike[digest] += 1
-        if node.parent is not None:
-            node.parent.num_children += 1
-        self._refused = None  # the agent has found a way on
-        self._nodes.append(node)
-        return TurnRequest(len(self._nodes) - 1, node.key, context_ids, node.most)
+        """Returns the turn to sample for a request, whose messages are as read_request returns them.
+
+        `max_tokens` is the agent's own limit. Raises ApiError where a limit leaves no room for a
+        turn, and where the template refuses the messages.
+        """
+        if len(self._turns) >= self._limits.max_turns:
+            rule = f"the episode has had its environment.max_turns={self._limits.max_turns}"
+            raise self._limit_error("episode_max_turns", rule)
+        if num_chars(messages) > self._limits.max_model_len * self._chat.max_token_chars:
+            raise self._too_long_error("far more")
+        turn = self._new_turn(messages, tools)
+        context_ids = turn.token_ids()
+        room = self._room(turn, len(context_ids))
+        turn.max_tokens = min(room, max_tokens or room)
+        turn.requested_tokens = max_tokens
+        digest = hashlib.blake2b(np.asarray(context_ids, np.int64).tobytes(), digest_size=8)
+        turn.key = f"{digest.hexdigest()}.{self._num_equal_contexts[digest.digest()]}"
+        self._num_equal_contexts[digest.digest()] += 1
+        if turn.parent is not None:
+            turn.parent.num_children += 1
+        self._refused_status = None  # the agent has found a way to continue
+        self._turns.append(turn)
+        return TurnRequest(len(self._turns) - 1, turn.key, context_ids, turn.max_tokens)
 
     def finish(self, number: int, completion: Completion) -> TurnAnswer:
-        """Put what was sampled for a turn in its place. A turn that was cut off has no calls: they may be half ones."""
-        node = self._nodes[number]
-        assert node.completion is None, f"turn {number} has its completion"
-        context_ids = node.token_ids()
-        parsed = self._chat.parse(completion.token_ids, context_ids, node.tools)
-        is_whole = completion.finish_reason == "stop"
-        message = {
-            name: value
-            for name, value in parsed.message.items()
-            if is_whole or name != "tool_calls"
-        }
-        said = message.pop("tool_calls", None) or []
-        calls = [
-            call for call in said if is_plain(call)
-        ]  # no template or client could take the others
+        """Stores what was sampled for a turn and returns the answer for the agent.
+
+        A turn that was cut off has no calls: they may be incomplete.
+        """
+        turn = self._turns[number]
+        assert turn.completion is None, f"turn {number} has its completion"
+        context_ids = turn.token_ids()
+        parsed = self._chat.parse(completion.token_ids, context_ids, turn.tools)
+        message = dict(parsed.message)
+        parsed_calls = message.pop("tool_calls", None) or []
+        calls, num_invalid = [], 0
+        if completion.finish_reason == "stop":
+            # No template or client could take the others.
+            calls = [call for call in parsed_calls if is_plain(call)]
+            num_invalid = parsed.num_invalid + len(parsed_calls) - len(calls)
         if calls:
-            # Nine letters and digits, which every template takes that writes them down.
-            ids = (
-                hashlib.blake2b(f"{node.key}.{i}".encode()).hexdigest()[:9]
-                for i in range(len(calls))
-            )
             message["tool_calls"] = [
-                {**call, "id": name} for call, name in zip(calls, ids, strict=True)
+                {**call, "id": _call_id(turn.key, i)} for i, call in enumerate(calls)
             ]
-        node.completion = completion
-        node.said |= {len(node.messages)}
-        node.messages = [*node.messages, message]
-        num_prompt, num_sampled = len(context_ids), len(completion.token_ids)
-        return TurnAnswer(
-            message,
-            "tool_calls" if calls else completion.finish_reason,
-            {
-                "prompt_tokens": num_prompt,
-                "completion_tokens": num_sampled,
-                "total_tokens": num_prompt + num_sampled,
-            },
-            parsed.num_invalid + len(said) - len(calls) if is_whole else 0,
-        )
+        turn.completion = completion
+        turn.policy_messages |= {len(turn.messages)}
+        turn.messages = [*turn.messages, message]
+        num_sampled = len(completion.token_ids)
+        usage = {
+            "prompt_tokens": len(context_ids),
+            "completion_tokens": num_sampled,
+            "total_tokens": len(context_ids) + num_sampled,
+        }
+        finish_reason = "tool_calls" if calls else completion.finish_reason
+        return TurnAnswer(message, finish_reason, usage, num_invalid)
 
     def record(self) -> SessionRecord:
-        """Of the turns that are finished. Those that nobody has seen are left out: their completion never came here."""
+        """Returns the turns that are finished; those whose client had left never got a completion."""
         token_ids: list[int] = []
         logprobs: list[float] = []
-        segments, turns = [], []
-        trained: set[_Node] = set()
+        segments: list[Segment] = []
+        turns: list[Turn] = []
+        trained: set[_Turn] = set()
         leaves = self._leaves()
         for leaf in leaves:
             sampled: list[bool] = []
-            for node in leaf.way:
-                assert node.completion is not None, "a turn has a child before it was sampled"
-                completion, is_new = node.completion, node not in trained
-                sampled += [False] * len(node.given) + [is_new] * len(completion.token_ids)
+            for turn in leaf.path:
+                completion = turn.completion
+                assert completion is not None, "a turn has a child before it was sampled"
+                is_new = turn not in trained
+                sampled += [False] * len(turn.new_ids) + [is_new] * len(completion.token_ids)
                 if is_new:
-                    trained.add(node)
+                    trained.add(turn)
                     token_ids += completion.token_ids
                     logprobs += completion.logprobs
                     turns.append(Turn(len(completion.token_ids), completion.finish_reason))
-            segments.append(
-                Segment(np.asarray(leaf.token_ids(), np.int32), np.asarray(sampled, np.bool_))
-            )
-        longest = self._longest(leaves)
+            ids = np.asarray(leaf.token_ids(), np.int32)
+            segments.append(Segment(ids, np.asarray(sampled, np.bool_)))
+        longest = _longest(leaves)
         messages = longest.messages[longest.num_first_messages :] if longest else []
         return SessionRecord(token_ids, logprobs, tuple(segments), tuple(turns), messages)
 
-    def _longest(self, leaves: Sequence[_Node]) -> _Node | None:
-        return max(leaves, key=lambda leaf: len(leaf.messages), default=None)
+    def _leaves(self) -> list[_Turn]:
+        """Returns the finished turns that no finished one continues.
 
-    def _leaves(self) -> list[_Node]:
-        """Finished turns from which no finished one goes on, in an order that says nothing of when they were asked."""
-        finished = [node for node in self._nodes if node.completion is not None]
-        inner = {node.parent for node in finished}
-        leaves = [node for node in finished if node not in inner]
+        Their order depends on their content alone, not on when they were requested.
+        """
+        finished = [turn for turn in self._turns if turn.completion is not None]
+        parents = {turn.parent for turn in finished}
+        leaves = [turn for turn in finished if turn not in parents]
         return sorted(
             leaves, key=lambda leaf: (leaf.num_first_messages, len(leaf.messages), leaf.token_ids())
         )
 
-    def _place(self, messages: list[Message], tools: Tools) -> _Node:
-        """The node of a request, which is not in the tree yet."""
+    def _new_turn(self, messages: list[Message], tools: Tools) -> _Turn:
+        """Returns the turn of a request; it is not in the tree yet. Raises ApiError."""
+        parent = self._earlier_turn(messages, tools)
+        policy_messages = frozenset[int]()
+        if parent is not None:
+            policy_messages = parent.policy_messages
+            # Our own copies, with the thinking that the agent left out.
+            messages = [*parent.messages, *messages[len(parent.messages) :]]
         try:
-            parent = self._earlier_turn(messages, tools)
-            if parent is not None:
-                so_far, new = parent.messages, messages[len(parent.messages) :]
-                messages = [
-                    *so_far,
-                    *new,
-                ]  # as we have them: with the thinking that the agent left out
-                before = parent.token_ids()
-                # Behind a turn that was cut off the template has more to write than new messages.
-                is_whole = (
-                    parent.completion is not None and parent.completion.finish_reason == "stop"
-                )
-                if is_whole and {message["role"] for message in new} <= {"tool", "user"}:
-                    ids, continues = self._chat.next_ids(before, so_far, new, tools)
-                    if continues:
-                        assert ids[: len(before)] == before, (
-                            "a context that continues another begins with it"
-                        )
-                        return self._child(parent, ids[len(before) :], messages, parent.said, tools)
-                else:
-                    ids = self._chat.whole_ids(messages, tools)
-            else:
-                ids = self._chat.whole_ids(messages, tools)
+            ids, continues = self._context_ids(parent, messages, tools)
         except TemplateError as error:
-            raise ApiError(
-                400, "invalid_messages", f"the chat template refuses the messages: {error}"
-            ) from None
-        said = parent.said if parent is not None else frozenset[int]()
-        continued = self._longest_prefix(ids)
-        if continued is not None:
-            return self._child(continued, ids[len(continued.token_ids()) :], messages, said, tools)
-        num_prompt = len(ids) if parent is None else min(parent.num_prompt_tokens, len(ids))
-        num_first = len(messages) if parent is None else parent.num_first_messages
-        root = _Node(None, ids, messages, said, tools, num_first, num_prompt, "")
-        root.way.append(root)
-        return root
-
-    def _child(
-        self,
-        parent: _Node,
-        given: list[int],
-        messages: list[Message],
-        said: frozenset[int],
-        tools: Tools,
-    ) -> _Node:
-        num_first = min(parent.num_first_messages, len(messages))
-        child = _Node(parent, given, messages, said, tools, num_first, parent.num_prompt_tokens, "")
-        child.way += [*parent.way, child]
-        return child
-
-    def _room(self, node: _Node, length: int) -> int:
-        """Tokens that a turn behind a context of this length may have. Raises ApiError where it may have none."""
-        if (room := self._max_model_len - length) < 1:
-            raise self._too_long(str(length))
-        if (left := self._max_tokens - (length - node.num_prompt_tokens)) < 1:
-            why = f"the conversation has had its environment.max_tokens={self._max_tokens}"
-            raise self._limit("episode_max_tokens", why)
-        others = [
-            other for other in self._nodes if not other.num_children and other is not node.parent
-        ]
-        # A turn that is being sampled has its completion yet to come.
-        num_others = sum(
-            len(other.token_ids()) + (0 if other.completion else other.most) for other in others
+            rule = f"the chat template refuses the messages: {error}"
+            raise ApiError(400, "invalid_messages", rule) from None
+        # The text of a conversation may tokenize to what an earlier turn has sampled.
+        prefix = parent if continues else self._longest_prefix(ids)
+        if prefix is not None:
+            ids = ids[len(prefix.token_ids()) :]
+            num_first = min(prefix.num_first_messages, len(messages))
+            num_prompt = prefix.num_prompt_tokens
+        elif parent is not None:
+            # The template has rewritten the conversation: it gets no new allowance.
+            num_first = parent.num_first_messages
+            num_prompt = min(parent.num_prompt_tokens, len(ids))
+        else:
+            num_first = len(messages)
+            num_prompt = len(ids)
+        return _Turn(
+            parent=prefix,
+            new_ids=ids,
+            messages=messages,
+            policy_messages=policy_messages,
+            tools=tools,
+            num_first_messages=num_first,
+            num_prompt_tokens=num_prompt,
         )
-        if (left_of_all := self._max_all_tokens - num_others - length) < 1:
-            why = f"its conversations have had the {self._max_all_tokens} tokens that fit into one micro-batch"
-            raise self._limit("episode_max_all_tokens", why)
-        return min(room, left, left_of_all)
 
-    def _earlier_turn(self, messages: list[Message], tools: Tools) -> _Node | None:
-        """The last turn that the conversation has in it, with its tools; of several alike one without a child."""
+    def _context_ids(
+        self, parent: _Turn | None, messages: list[Message], tools: Tools
+    ) -> tuple[list[int], bool]:
+        """Returns the tokens of a conversation, and whether they continue those of `parent`."""
+        if parent is None or parent.completion is None:
+            return self._chat.whole_ids(messages, tools), False
+        new_messages = messages[len(parent.messages) :]
+        roles = {message["role"] for message in new_messages}
+        # Behind a turn that was cut off the template has more to write than new messages.
+        if parent.completion.finish_reason != "stop" or not roles <= {"tool", "user"}:
+            return self._chat.whole_ids(messages, tools), False
+        parent_ids = parent.token_ids()
+        ids, continues = self._chat.next_ids(parent_ids, parent.messages, new_messages, tools)
+        assert not continues or ids[: len(parent_ids)] == parent_ids, (
+            "a context that continues another begins with it"
+        )
+        return ids, continues
+
+    def _room(self, turn: _Turn, length: int) -> int:
+        """Returns the most tokens of a turn behind a context of `length`. Raises ApiError if none."""
+        room = self._limits.max_model_len - length
+        if room < 1:
+            raise self._too_long_error(str(length))
+        conversation_room = self._limits.max_tokens - (length - turn.num_prompt_tokens)
+        if conversation_room < 1:
+            rule = f"the conversation has had its environment.max_tokens={self._limits.max_tokens}"
+            raise self._limit_error("episode_max_tokens", rule)
+        # This turn makes its parent's segment longer; all other segments stay beside it.
+        num_other_tokens = sum(
+            len(leaf.token_ids()) + (0 if leaf.completion else leaf.max_tokens)
+            for leaf in self._turns
+            if not leaf.num_children and leaf is not turn.parent
+        )
+        session_room = self._limits.max_all_tokens - num_other_tokens - length
+        if session_room < 1:
+            rule = f"the {self._limits.max_all_tokens} tokens that fit into one micro-batch"
+            raise self._limit_error("episode_max_all_tokens", f"its conversations have had {rule}")
+        return min(room, conversation_room, session_room)
+
+    def _earlier_turn(self, messages: list[Message], tools: Tools) -> _Turn | None:
+        """Returns the last turn that a conversation contains; of several, one without a child."""
         candidates = [
-            node
-            for node in self._nodes
-            if node.completion is not None
-            and len(node.messages) < len(messages)
-            and node.tools == tools
-            if all(
-                _is_same(ours, messages[i], i in node.said) for i, ours in enumerate(node.messages)
+            turn
+            for turn in self._turns
+            if turn.completion is not None
+            and len(turn.messages) < len(messages)
+            and turn.tools == tools
+            and all(
+                _is_same(message, messages[i], is_policys=i in turn.policy_messages)
+                for i, message in enumerate(turn.messages)
             )
         ]
         return max(
-            candidates, key=lambda node: (len(node.messages), not node.num_children), default=None
+            candidates, key=lambda turn: (len(turn.messages), not turn.num_children), default=None
         )
 
-    def _longest_prefix(self, ids: list[int]) -> _Node | None:
-        """The turn with whose tokens a context begins that was made from text."""
-        finished = [
-            node
-            for node in self._nodes
-            if node.completion is not None and node.completion.token_ids
-        ]
-        found = [(node.num_tokens_before(ids), not node.num_children, node) for node in finished]
+    def _longest_prefix(self, ids: list[int]) -> _Turn | None:
+        """Returns the finished turn with the most tokens that `ids` begin with."""
+        candidates = [turn for turn in self._turns if turn.sampled_ids and turn.is_prefix_of(ids)]
         return max(
-            (one for one in found if one[0]), key=lambda one: one[:2], default=(0, False, None)
-        )[2]
-
-    def _too_long(self, length: str) -> ApiError:
-        self._refused = self._refused or "context_overflow"
-        return ApiError(
-            400,
-            TOO_LONG,
-            f"This model's maximum context length is {self._max_model_len} tokens, and the messages have {length}.",
+            candidates,
+            key=lambda turn: (len(turn.token_ids()), not turn.num_children),
+            default=None,
         )
 
-    def _limit(self, code: str, why: str) -> ApiError:
-        self._refused = self._refused or LIMITS[code]
-        return ApiError(400, code, f"{why}: return the reward")
+    def _too_long_error(self, length: str) -> ApiError:
+        self._refused_status = self._refused_status or "context_overflow"
+        rule = f"This model's maximum context length is {self._limits.max_model_len} tokens"
+        return ApiError(400, TOO_LONG, f"{rule}, and the messages have {length}.")
+
+    def _limit_error(self, code: str, rule: str) -> ApiError:
+        self._refused_status = self._refused_status or LIMITS[code]
+        return ApiError(400, code, f"{rule}: return the reward")
 
 
-def _is_same(ours: Message, theirs: Message, is_said: bool) -> bool:
-    """Whether a message that was sent again is the one that we know; of what we said, clients keep no thinking, and
-    some no ids of calls."""
-    names = {*ours, *theirs} - {"tool_calls"} - ({"reasoning_content"} if is_said else set())
-    if any((ours.get(name) or "") != (theirs.get(name) or "") for name in names):
+def _call_id(turn_key: str, number: int) -> str:
+    # Nine letters and digits: every template that writes ids down accepts them.
+    return hashlib.blake2b(f"{turn_key}.{number}".encode()).hexdigest()[:9]
+
+
+def _longest(leaves: Sequence[_Turn]) -> _Turn | None:
+    return max(leaves, key=lambda leaf: len(leaf.messages), default=None)
+
+
+def _is_same(known: Message, received: Message, *, is_policys: bool) -> bool:
+    """Returns whether a received message is the known one.
+
+    Of the policy's messages, clients keep no thinking, and some no ids of calls.
+    """
+    names = {*known, *received} - {"tool_calls"}
+    if is_policys:
+        names -= {"reasoning_content"}
+        thinking = received.get("reasoning_content")
+        if thinking not in (None, known.get("reasoning_content")):
+            return False
+    if any((known.get(name) or "") != (received.get(name) or "") for name in names):
         return False
-    if is_said and theirs.get("reasoning_content") not in (None, ours.get("reasoning_content")):
-        return False
-    calls, others = ours.get("tool_calls") or [], theirs.get("tool_calls") or []
-    return len(calls) == len(others) and all(
-        _is_same_call(*pair) for pair in zip(calls, others, strict=True)
+    known_calls = known.get("tool_calls") or []
+    received_calls = received.get("tool_calls") or []
+    return len(known_calls) == len(received_calls) and all(
+        map(_is_same_call, known_calls, received_calls)
     )
 
 
-def _is_same_call(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
-    mine, yours = ours["function"], theirs["function"]
-    is_alike = mine["name"] == yours["name"] and _as_text(mine["arguments"]) == _as_text(
-        yours["arguments"]
+def _is_same_call(known: dict[str, Any], received: dict[str, Any]) -> bool:
+    known_function = known["function"]
+    received_function = received["function"]
+    return (
+        known_function["name"] == received_function["name"]
+        and _canonical(known_function["arguments"]) == _canonical(received_function["arguments"])
+        and received.get("id") in (None, known.get("id"))
     )
-    return is_alike and theirs.get("id") in (None, ours.get("id"))
 
 
-def _as_text(arguments: Any) -> str:
-    """One for all forms that mean the same: NaN is not itself, and what is no dict stays a text on the wire."""
+def _canonical(arguments: Any) -> str:
+    """Returns one text for all forms of the same arguments: NaN is not equal to itself, and
+    arguments that are no dict stay a text on the wire."""
     if isinstance(arguments, str):
         with suppress(ValueError, RecursionError):
             arguments = json.loads(arguments)

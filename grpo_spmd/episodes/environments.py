@@ -78,7 +78,7 @@ class Environments(AbstractContextManager["Environments"]):
         if facts.kind == "agent":
             self._endpoint = Endpoint()
             self._pool.add_file(self._endpoint.fileno())
-            self._pool.excuse(self._endpoint.engine_s)
+            self._pool.set_engine_clock(self._endpoint.engine_s)
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -1,7 +1,8 @@
-"""The episodes of one generation: between the engine, which samples turns, and the processes of the environments.
+"""The episodes of one generation: between the engine and the processes of the environments.
 
-A turn that ends goes to its environment's process; the engine goes on with the others, and the answer re-enters when it
-is there. On an engine of several ranks its first one does all of this, and the records are its.
+The engine samples turns. A turn that ends goes to its environment's process; the engine continues
+with the others, and the answer re-enters when it is there. On an engine of several ranks the first
+one does all of this and has the records.
 """
 
 from __future__ import annotations
@@ -19,30 +20,34 @@ from grpo_spmd.engine.requests import (
     Request,
 )
 from grpo_spmd.episodes.chat_format import ChatFormat
-from grpo_spmd.episodes.open_episode import EpisodeLimits, Message, OpenEpisode
+from grpo_spmd.episodes.open_episode import EpisodeLimits, Message, OpenEpisode, finish_reason
 from grpo_spmd.episodes.pool import EnvironmentPool, Failure, Reply
 from grpo_spmd.records import Completion, Episode, Prompt
 
-_MOST_ATTEMPTS = (
-    2  # an environment that fails has one more try, from the start and with the same seeds
-)
+# An episode whose environment fails is run once more, from the start and with the same seeds.
+_MAX_ATTEMPTS = 2
 
 
 @dataclass
 class RunningEpisode:
-    """One rollout's episode, in its first or its second try."""
+    """One rollout's episode, in its first or its second attempt."""
 
     place: ConversationId
     prompt: Prompt
     seed: Callable[..., int]
-    """Of a turn, by its number; of the environment, as turn -1."""
+    """Returns the seed of a turn by its number; the environment's is that of turn -1."""
     attempt: int = 1
-    open: OpenEpisode | None = None  # once the environment has begun
+    open: OpenEpisode | None = None
+    """Its state, once the environment has begun."""
     calls_s: list[float] = field(default_factory=list)
+
+    @property
+    def row(self) -> dict[str, Any]:
+        return {**self.prompt.columns, "prompt": self.prompt.text}
 
 
 class FollowerEpisodes:
-    """On the ranks of an engine that are not its first: they sample what it tells them."""
+    """Episodes on the ranks of an engine that are not its first: they sample what it tells them."""
 
     def __init__(self) -> None:
         self.completions: dict[ConversationId, Completion] = {}
@@ -58,8 +63,10 @@ class FollowerEpisodes:
 
 
 class Episodes(FollowerEpisodes):
-    """Those of one generation, of environments that answer turns (tools, gym). For the engine: `next_request` and
-    `ready`. `completions` has each that has ended."""
+    """Episodes of one generation, with environments that answer turns (tools, gym).
+
+    The engine calls `next_request` and `ready`. `completions` has each episode that has ended.
+    """
 
     def __init__(
         self,
@@ -72,152 +79,180 @@ class Episodes(FollowerEpisodes):
         discount: float | None,
         finished: OnCompletion | None = None,
     ) -> None:
-        """`task` tells what each place is; `finished` is called with each completion at once."""
-        self._pool, self._chat, self._limits, self._task = pool, chat, limits, task
-        self._temperature, self._discount, self._finished = temperature, discount, finished
+        """`task` returns what to sample; `finished` is called with each completion at once."""
         super().__init__()
-        self._talks: dict[ConversationId, RunningEpisode] = {}
-        self._said: list[
-            tuple[ConversationId, Request | None]
-        ] = []  # that the engine has not been told
+        self._pool = pool
+        self._chat = chat
+        self._limits = limits
+        self._task = task
+        self._temperature = temperature
+        self._discount = discount
+        self._finished = finished
+        self._running: dict[ConversationId, RunningEpisode] = {}
+        # What the engine has not been told yet.
+        self._requests: list[tuple[ConversationId, Request | None]] = []
 
     def next_request(self, job: int, number: int, turns: Sequence[Completion]) -> Later:
-        """Always later: on all ranks of an engine alike (FollowerEpisodes)."""
-        place = job, number
-        if not turns:
-            self._talks[place] = RunningEpisode(place, *self._task(place))
-            self._begin(self._talks[place])
+        """Takes a turn that has ended. Returns LATER, as all ranks of an engine must agree."""
+        place = (job, number)
+        if turns:
+            self._end_turn(self._running[place], turns[-1])
         else:
-            self._end_turn(self._talks[place], turns[-1])
+            episode = RunningEpisode(place, *self._task(place))
+            self._running[place] = episode
+            self._begin(episode)
         return LATER
 
     def ready(self, timeout_s: float, /) -> list[tuple[ConversationId, Request | None]]:
-        """As LateRequests has it."""
-        for place, reply in self._pool.poll(0.0 if self._said else timeout_s):
-            if (talk := self._talks.get(place)) is not None:
-                self._hear(talk, reply)
-        said, self._said = self._said, []
-        return said
+        """Returns the requests that are known by now; see LateRequests."""
+        for place, reply in self._pool.poll(0.0 if self._requests else timeout_s):
+            episode = self._running.get(place)
+            if episode is not None:
+                self._take_reply(episode, reply)
+        requests = self._requests
+        self._requests = []
+        return requests
 
     def close(self) -> None:
-        """End what is under way: the generation was stopped."""
-        for place in self._talks:
+        """Ends the episodes that still run: the generation was stopped."""
+        for place in self._running:
             self._pool.drop(place)
-        self._talks.clear()
+        self._running.clear()
 
-    def _begin(self, talk: RunningEpisode) -> None:
-        prompt = talk.prompt
-        row = prompt.columns | {"prompt": prompt.text}
-        self._pool.begin(talk.place, row, talk.seed(-1))
+    def _begin(self, episode: RunningEpisode) -> None:
+        self._pool.begin(episode.place, episode.row, episode.seed(-1))
 
-    def _hear(self, talk: RunningEpisode, reply: Reply | Failure) -> None:
-        talk.calls_s.append(reply.seconds)
+    def _take_reply(self, episode: RunningEpisode, reply: Reply | Failure) -> None:
+        episode.calls_s.append(reply.seconds)
         if isinstance(reply, Failure):
-            self._fail(talk, reply)
-            return
-        try:
-            if reply.what == "begin":
-                messages = opening(talk.prompt.text, reply.values["messages"])
-                tools = reply.values["tools"]
-                ids = self._chat.prompt_ids(messages, tools)
-                talk.open = OpenEpisode(self._limits, messages, tools, ids)
-            elif reply.what == "act":
-                assert talk.open is not None
-                talk.open.add_answer(reply.values, self._chat)
-        except ValueError as error:  # the template's, about messages that the environment made
-            self._pool.drop(talk.place)
-            self._fail(
-                talk, Failure("env_error", f"gave what cannot be told to the policy: {error}", 0.0)
+            self._fail(episode, reply)
+        elif reply.method == "end":
+            self._pool.release(episode.place)
+            self._end(episode, reply.values["rewards"])
+        else:
+            try:
+                self._add_reply(episode, reply)
+            except ValueError as error:
+                # The template refuses messages that the environment made.
+                self._pool.drop(episode.place)
+                rule = f"gave what cannot be told to the policy: {error}"
+                self._fail(episode, Failure("env_error", rule, 0.0))
+            else:
+                self._continue(episode)
+
+    def _add_reply(self, episode: RunningEpisode, reply: Reply) -> None:
+        if reply.method == "begin":
+            messages = opening(episode.prompt.text, reply.values["messages"])
+            tools = reply.values["tools"]
+            prompt_ids = self._chat.prompt_ids(messages, tools)
+            episode.open = OpenEpisode(self._limits, messages, tools, prompt_ids)
+        else:
+            assert episode.open is not None
+            episode.open.add_answer(reply.values, self._chat)
+
+    def _continue(self, episode: RunningEpisode) -> None:
+        """Asks the engine for the next turn, or the environment for the rewards of all turns."""
+        state = episode.open
+        assert state is not None
+        if state.status is None:
+            request = Request(
+                prompt_ids=list(state.context_ids),
+                seed=episode.seed(len(state.turns)),
+                temperature=self._temperature,
+                max_tokens=state.max_turn_tokens(),
             )
-            return
-        if reply.what == "end":
-            self._pool.release(talk.place)
-            self._end(talk, reply.values["rewards"])
-        else:
-            self._go_on(talk)
+            self._requests.append((episode.place, request))
+        elif state.turns:
+            arguments = {
+                **episode.prompt.columns,
+                "prompts": episode.prompt.text,
+                "completions": state.messages,
+                "completion_ids": state.token_ids,
+            }
+            columns = {name: [value] for name, value in arguments.items()}
+            self._pool.end(episode.place, columns)
+        else:  # there was no room for a single turn, so there is nothing to reward
+            self._pool.release(episode.place)
+            self._end(episode, {})
 
-    def _go_on(self, talk: RunningEpisode) -> None:
-        episode = talk.open
-        assert episode is not None
-        if episode.status is None:
-            seed = talk.seed(len(episode.turns))
-            request = Request(list(episode.context_ids), seed, self._temperature, episode.room())
-            self._said.append((talk.place, request))
-        elif episode.turns:
-            prompt = talk.prompt
-            given = prompt.columns | {"prompts": prompt.text, "completions": episode.messages}
-            given |= {"completion_ids": episode.token_ids}
-            self._pool.end(talk.place, {name: [value] for name, value in given.items()})
-        else:  # no room for a single turn: there is nothing to reward
-            self._pool.release(talk.place)
-            self._end(talk, {})
-
-    def _end_turn(self, talk: RunningEpisode, completion: Completion) -> None:
-        episode = talk.open
-        assert episode is not None
-        parsed = self._chat.parse(completion.token_ids, episode.context_ids, episode.tools)
+    def _end_turn(self, episode: RunningEpisode, completion: Completion) -> None:
+        state = episode.open
+        assert state is not None
+        parsed = self._chat.parse(completion.token_ids, state.context_ids, state.tools)
         ends_without_call = self._pool.facts.kind == "tools"
-        episode.add_turn(completion, parsed.message, parsed.num_invalid, ends_without_call)
-        if episode.status is None:
-            self._pool.act(talk.place, parsed.message)
+        state.add_turn(completion, parsed.message, parsed.num_invalid, ends_without_call)
+        if state.status is None:
+            self._pool.act(episode.place, parsed.message)
         else:
-            self._go_on(talk)
+            self._continue(episode)
 
-    def _end(self, talk: RunningEpisode, rewards: Mapping[str, float | str | None]) -> None:
-        episode = talk.open
-        assert episode is not None
-        named: dict[str, float | str | None] = {
-            name: rewards.get(name) for name in self._pool.facts.reward_names
-        }
-        if self._pool.facts.kind == "gym" and episode.turns:
-            named[self._pool.facts.reward_names[0]] = episode_return(episode, self._discount)
-        record = episode.episode(named, talk.calls_s)
-        self._finish(
-            talk, Completion(episode.token_ids, episode.logprobs, episode.finish_reason(), record)
+    def _end(self, episode: RunningEpisode, rewards: Mapping[str, float | str | None]) -> None:
+        state = episode.open
+        assert state is not None
+        facts = self._pool.facts
+        values = {name: rewards.get(name) for name in facts.reward_names}
+        if facts.kind == "gym" and state.turns:
+            values[facts.reward_names[0]] = episode_return(state, self._discount)
+        completion = Completion(
+            token_ids=state.token_ids,
+            logprobs=state.logprobs,
+            finish_reason=finish_reason(state.status),
+            episode=state.episode(values, episode.calls_s),
         )
+        self._finish(episode, completion)
 
-    def _fail(self, talk: RunningEpisode, failure: Failure) -> None:
-        """The environment did, and its process is gone."""
-        if talk.attempt < _MOST_ATTEMPTS:
-            talk.attempt, talk.open = talk.attempt + 1, None
-            self._begin(talk)
+    def _fail(self, episode: RunningEpisode, failure: Failure) -> None:
+        """Runs a failed episode again, or records the failure. Its process is gone."""
+        if episode.attempt < _MAX_ATTEMPTS:
+            episode.attempt += 1
+            episode.open = None
+            self._begin(episode)
             return
-        prompt, (_, number) = talk.prompt, talk.place
-        why = f"environment (row {prompt.row}, sample {number}): {failure.why}"
-        record = Episode(failure.status, (), (), [], {}, talk.calls_s, why)
-        self._finish(talk, Completion([], [], "stop", record))
+        _, number = episode.place
+        error = f"environment (row {episode.prompt.row}, sample {number}): {failure.error}"
+        record = Episode(
+            status=failure.status,
+            segments=(),
+            turns=(),
+            messages=[],
+            rewards={},
+            calls_s=episode.calls_s,
+            error=error,
+        )
+        self._finish(episode, Completion([], [], "stop", record))
 
-    def _finish(self, talk: RunningEpisode, completion: Completion) -> None:
-        del self._talks[talk.place]
-        self.completions[talk.place] = completion
-        self._said.append((talk.place, None))
+    def _finish(self, episode: RunningEpisode, completion: Completion) -> None:
+        del self._running[episode.place]
+        self.completions[episode.place] = completion
+        self._requests.append((episode.place, None))
         if self._finished is not None:
-            self._finished(*talk.place, completion)
+            self._finished(*episode.place, completion)
 
 
 def opening(prompt: str | list[Message], addition: Any) -> list[Message]:
-    """The messages that an episode begins with: the prompt's, and what the environment adds. Text, or blocks of text,
-    goes to the end of the last user message, as in TRL; messages come behind. Raises ValueError."""
+    """Returns an episode's first messages: the prompt's, and what the environment adds.
+
+    Text, or blocks of text, goes to the end of the last user message, as in TRL; messages follow
+    the prompt's. Raises ValueError.
+    """
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
     if not addition:
         return messages
     if isinstance(addition, list) and all(
-        isinstance(found, dict) and "role" in found for found in addition
+        isinstance(item, dict) and "role" in item for item in addition
     ):
         return [*messages, *addition]
-    last = next(
-        (i for i in reversed(range(len(messages))) if messages[i].get("role") == "user"), None
-    )
-    if last is None:
-        raise ValueError(
-            "reset() gave text, and the prompt has no user message that it could go to"
-        )
-    content: Any = messages[last].get("content") or ""
+    user_indices = [i for i, message in enumerate(messages) if message.get("role") == "user"]
+    if not user_indices:
+        rule = "the prompt has no user message that it could go to"
+        raise ValueError(f"reset() gave text, and {rule}")
+    message = messages[user_indices[-1]]
+    content: Any = message.get("content") or ""
     if isinstance(content, str) and isinstance(addition, str):
         content += addition
     else:
         content = [*_blocks(content), *_blocks(addition)]
-    messages[last] = {**messages[last], "content": content}
+    messages[user_indices[-1]] = {**message, "content": content}
     return messages
 
 
@@ -226,7 +261,10 @@ def _blocks(content: Any) -> list[Any]:
 
 
 def episode_return(episode: OpenEpisode, discount: float | None) -> float | None:
-    """What its turns were worth, discounted to the first where `discount` is a number; None: none had a reward."""
+    """Returns the sum of the turns' rewards, discounted from the first turn on.
+
+    A `discount` of None is 1. None: no turn had a reward.
+    """
     rewards = [(i, turn.reward) for i, turn in enumerate(episode.turns) if turn.reward is not None]
     factor = 1.0 if discount is None else discount
     return sum(reward * factor**i for i, reward in rewards) if rewards else None

@@ -1,10 +1,10 @@
-"""Environments by Gym's protocol over messages, in a worker, and what makes others' classes such: `reset(**row)` gives
-what the policy is told, `step(action)` what comes of the text that it said.
+"""Environments with Gym's methods over messages, in a worker.
 
-An observation is text (a user message), a message, a list of messages, or None. A step gives (observation, reward,
-terminated, truncated, info) as in Gymnasium, (observation, reward, done, info) as in ms-swift, a dict with
-observations, reward and done as in SkyRL Gym, or an object with these attributes as in OpenEnv. All of it may be
-async.
+`reset(**row)` returns what the policy is told; `step(action)` what follows from the policy's text.
+An observation is text (a user message), a message, a list of messages, or None. A step returns
+(observation, reward, terminated, truncated, info) as in Gymnasium, (observation, reward, done,
+info) as in ms-swift, a dict with observations, reward and done as in SkyRL Gym, or an object with
+these attributes as in OpenEnv. All methods may be async.
 """
 
 from __future__ import annotations
@@ -16,142 +16,143 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.episodes.trl import finished
+from grpo_spmd.episodes.trl import resolve
 from grpo_spmd.rewards.trl import BrokenContractError, as_number
 
-REWARD = "environment"  # the name of the sum of its steps'
+# The name of the reward: the sum of the steps' rewards.
+REWARD = "environment"
 
 
 class GymDriver:
-    """Serves one episode at a time, of one object each where it begins by `init` (SkyRL), else of one for all."""
+    """Runs one episode at a time.
+
+    An environment that begins by `init` (SkyRL) is made for each episode; others are made once.
+    """
 
     def __init__(self, make: Callable[[], Any], key: str = "environment.gym") -> None:
-        """Raises ConfigError where `make` is a class that cannot be one."""
+        """Raises ConfigError for a class that cannot be an environment."""
         self._make = make
         if inspect.isclass(make):
-            for one_of in (("reset", "init"), ("step",)):
-                if not any(callable(getattr(make, name, None)) for name in one_of):
-                    raise ConfigError(f"{key}: {make.__name__} has no method {' or '.join(one_of)}")
+            for names in (("reset", "init"), ("step",)):
+                if not any(callable(getattr(make, name, None)) for name in names):
+                    raise ConfigError(f"{key}: {make.__name__} has no method {' or '.join(names)}")
         self.environment: Any = None
-        self._said: list[dict[str, Any]] = []
+        self._messages: list[dict[str, Any]] = []
 
     def begin(self, row: dict[str, Any]) -> dict[str, Any]:
-        """{"messages": what comes behind the prompt}."""
+        """Returns {"messages": what follows the prompt}."""
         prompt = row.get("prompt")
-        self._said = (
-            [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt or [])
-        )
+        if isinstance(prompt, str):
+            self._messages = [{"role": "user", "content": prompt}]
+        else:
+            self._messages = list(prompt or [])
         if self.environment is not None and not hasattr(self.environment, "reset"):
-            finished(getattr(self.environment, "close", bool)())
+            resolve(getattr(self.environment, "close", bool)())
             self.environment = None
-        self.environment = self.environment if self.environment is not None else self._make()
-        if not hasattr(self.environment, "reset"):  # SkyRL: it gives the whole prompt
-            found, _ = finished(self.environment.init(self._said))
-            messages = messages_of(found)
-            return {
-                "messages": messages[len(self._said) :]
-                if messages[: len(self._said)] == self._said
-                else messages
-            }
-        names = [*inspect.signature(self.environment.reset).parameters]
-        if names == ["config"]:  # ms-swift: what is to come before the observation is its own
-            observation, _, system = finished(self.environment.reset(row))
-            before = [{"role": "system", "content": system}] if system else []
-            return {"messages": [*before, *messages_of(observation)]}
-        return {"messages": messages_of(_first(finished(self.environment.reset(**row))))}
+        if self.environment is None:
+            self.environment = self._make()
+        if not hasattr(self.environment, "reset"):
+            return {"messages": self._init()}
+        parameters = [*inspect.signature(self.environment.reset).parameters]
+        if parameters == ["config"]:  # ms-swift: the system prompt comes before the observation
+            observation, _, system = resolve(self.environment.reset(row))
+            system_messages = [{"role": "system", "content": system}] if system else []
+            return {"messages": [*system_messages, *to_messages(observation)]}
+        result = resolve(self.environment.reset(**row))
+        # An observation alone, with an info, or in an object.
+        if isinstance(result, tuple):
+            result = result[0]
+        elif hasattr(result, "observation"):
+            result = result.observation
+        return {"messages": to_messages(result)}
+
+    def _init(self) -> list[dict[str, Any]]:
+        """Begins a SkyRL environment, which returns the whole prompt with its own additions."""
+        prompt, _ = resolve(self.environment.init(self._messages))
+        messages = to_messages(prompt)
+        num_known = len(self._messages)
+        return messages[num_known:] if messages[:num_known] == self._messages else messages
 
     def act(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """One step, by what the policy said."""
-        self._said.append(dict(message))
-        step, text = self.environment.step, str(message.get("content") or "")
-        found = step_of(finished(step(_action(step, text, self._said))))
-        self._said += found["messages"]
-        return found | {"num_calls": 0, "num_invalid": 0}
+        """Runs one step with the policy's turn."""
+        self._messages.append(dict(message))
+        step = self.environment.step
+        text = str(message.get("content") or "")
+        values = read_step(resolve(step(_action(step, text, self._messages))))
+        self._messages += values["messages"]
+        return {**values, "num_calls": 0, "num_invalid": 0}
 
     def end(self) -> dict[str, float | None]:
-        """Nothing: its reward is that of its turns."""
+        """Returns nothing: the rewards are those of the turns."""
         return {}
 
 
-def step_of(found: Any) -> dict[str, Any]:
-    """{"messages", "reward", "done"} of what a step gave. Raises BrokenContractError."""
-    if isinstance(found, Mapping):
-        observation, reward = (
-            found.get("observations", found.get("observation")),
-            found.get("reward"),
-        )
-        done = found.get("done", found.get("terminated", False) or found.get("truncated", False))
-    elif hasattr(found, "observation") and hasattr(found, "done"):
-        observation, reward, done = found.observation, getattr(found, "reward", None), found.done
-    elif isinstance(found, tuple) and len(found) == 5:
-        observation, reward, done = found[0], found[1], bool(found[2] or found[3])
-    elif isinstance(found, tuple) and len(found) in (3, 4):
-        observation, reward, done = found[:3]
+def read_step(result: Any) -> dict[str, Any]:
+    """Returns {"messages", "reward", "done"} from what a step returned.
+
+    Raises BrokenContractError for another form, ValueError for a reward that is no finite number.
+    """
+    if isinstance(result, Mapping):
+        observation = result.get("observations", result.get("observation"))
+        reward = result.get("reward")
+        ended = result.get("terminated", False) or result.get("truncated", False)
+        done = result.get("done", ended)
+    elif hasattr(result, "observation") and hasattr(result, "done"):
+        observation = result.observation
+        reward = getattr(result, "reward", None)
+        done = result.done
+    elif isinstance(result, tuple) and len(result) == 5:
+        observation, reward, terminated, truncated, _ = result
+        done = terminated or truncated
+    elif isinstance(result, tuple) and len(result) in (3, 4):
+        observation, reward, done = result[:3]
     else:
-        kinds = "(observation, reward, terminated, truncated, info), (observation, reward, done, info), a dict or an object"
-        raise BrokenContractError(
-            f"step() returned {type(found).__name__}, and not {kinds} with these"
+        forms = (
+            "(observation, reward, terminated, truncated, info), (observation, reward, done, info), "
+            "a dict or an object with these"
         )
+        raise BrokenContractError(f"step() returned {type(result).__name__}, and not {forms}")
     number = None if reward is None else as_number(reward)
     if isinstance(number, str) or (number is not None and not math.isfinite(number)):
         raise ValueError(f"step() gave the reward {number}")
-    return {"messages": messages_of(observation), "reward": number, "done": bool(done)}
+    return {"messages": to_messages(observation), "reward": number, "done": bool(done)}
 
 
-def messages_of(observation: Any) -> list[dict[str, Any]]:
-    """An observation as messages. Raises BrokenContractError."""
+def to_messages(observation: Any) -> list[dict[str, Any]]:
+    """Returns an observation as messages. Raises BrokenContractError."""
     if observation is None:
         return []
-    if isinstance(observation, Mapping) and "role" in observation:
-        return [dict(observation)]
-    if isinstance(observation, list) and all(
-        isinstance(one, Mapping) and "role" in one for one in observation
-    ):
-        return [dict(one) for one in observation]
-    for name in (
-        "messages",
-        "message",
-        "text",
-        "content",
-        "prompt",
-    ):  # an object of OpenEnv's that has some text
-        inner = (
-            observation.get(name)
-            if isinstance(observation, Mapping)
-            else getattr(observation, name, None)
-        )
+    if isinstance(observation, str):
+        return [{"role": "user", "content": observation}]
+    items = observation if isinstance(observation, list) else [observation]
+    if all(isinstance(item, Mapping) and "role" in item for item in items):
+        return [dict(item) for item in items]
+    # An object of OpenEnv's that has some text.
+    for name in ("messages", "message", "text", "content", "prompt"):
+        if isinstance(observation, Mapping):
+            inner = observation.get(name)
+        else:
+            inner = getattr(observation, name, None)
         if isinstance(inner, str | list):
-            return messages_of(inner)
-    if not isinstance(observation, str):
-        what = f"an observation is {type(observation).__name__}"
-        raise BrokenContractError(
-            f"{what}: it must be text, messages, or have an attribute `messages` or `text`"
-        )
-    return [{"role": "user", "content": observation}]
+            return to_messages(inner)
+    rule = "it must be text, messages, or have an attribute `messages` or `text`"
+    raise BrokenContractError(f"an observation is {type(observation).__name__}: {rule}")
 
 
-def _first(found: Any) -> Any:
-    """The observation of what `reset` gave: alone, with an info, or in an object."""
-    if isinstance(found, tuple):
-        return found[0]
-    return found.observation if hasattr(found, "observation") else found
+def _action(step: Callable[..., Any], text: str, messages: list[dict[str, Any]]) -> Any:
+    """Returns the argument of `step`, by its annotation.
 
-
-def _action(step: Callable[..., Any], text: str, said: list[dict[str, Any]]) -> Any:
-    """The text; or, as the annotation of `step` has it, all messages so far, or a class with a text first."""
+    The policy's text; or all messages so far; or an object of a class whose first field is a text.
+    """
     function = getattr(step, "__func__", step)
-    names = list(inspect.signature(step).parameters)
+    parameters = list(inspect.signature(step).parameters)
     try:
-        hint = typing.get_type_hints(function).get(names[0], str) if names else str
-    except Exception:  # names that are not there when it runs
+        hint = typing.get_type_hints(function).get(parameters[0], str) if parameters else str
+    except Exception:  # annotations may name what exists for type checkers alone
         hint = str
     if typing.get_origin(hint) is list or getattr(hint, "__name__", "") == "Messages":
-        return said
-    is_own = (
-        inspect.isclass(hint) and hint not in (str, object) and hasattr(hint, "__annotations__")
-    )
-    return (
-        hint(**{next(iter(hint.__annotations__)): text})
-        if is_own and hint.__annotations__
-        else text
-    )
+        return messages
+    if not inspect.isclass(hint) or hint in (str, object):
+        return text
+    fields = getattr(hint, "__annotations__", None)
+    return hint(**{next(iter(fields)): text}) if fields else text

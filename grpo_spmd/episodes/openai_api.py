@@ -1,40 +1,39 @@
-"""Chat completions of the OpenAI protocol: what a request's body asks for, and the bodies that answer it.
+"""Chat completions of the OpenAI protocol: reads request bodies and writes answer bodies.
 
-An agent writes the requests, so a body is hostile until read here. What would change how tokens are sampled cannot be
-done, for the logprobs would not be the policy's: it is ignored with a warning where the answer keeps its form, and
-refused by name where it would not.
+An agent writes the requests, so a body is hostile until `read_request` has checked it. Options that
+would change how tokens are sampled cannot be honoured: the logprobs would not be the policy's. They
+are ignored with a warning where the answer keeps its form, and refused by name where it would not.
 """
 
 from __future__ import annotations
 
 import json
+import secrets
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Annotated, Any, Literal
+
+import msgspec
 
 Message = dict[str, Any]
 
-_MAX_DEPTH, _MAX_VALUES = 32, 100_000  # of tools and arguments: templates walk through them
+# Chat templates walk through tools and arguments by recursion.
+_MAX_DEPTH = 32
+_MAX_VALUES = 100_000
 _NOT_PLAIN = f"has more than {_MAX_DEPTH} levels or {_MAX_VALUES} values, or a text that is not valid Unicode"
-_MAX_TOOLS = 128
-_ROLES = ("system", "developer", "user", "assistant", "tool")
-_READ = (
-    "model",
-    "messages",
-    "tools",
-    "max_tokens",
-    "max_completion_tokens",
-    "stream",
-    "stream_options",
-)
-_SAYS_NOTHING = (
-    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-)  # fmt: skip
+_READ = {
+    "model", "messages", "tools", "max_tokens", "max_completion_tokens", "stream", "stream_options",
+}  # fmt: skip
+_WITHOUT_EFFECT = {
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+    "prompt_cache_retention",
+}  # fmt: skip
 _IGNORED = (
-    "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "parallel_tool_calls", "reasoning_effort", "verbosity",
+    "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "parallel_tool_calls", "reasoning_effort", "verbosity",
 )  # fmt: skip
-# What others may say without asking for anything.
+# Values of other options that ask for nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
@@ -55,121 +54,252 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 class ApiError(ValueError):
-    """A request that is answered with an error: the HTTP status, a code for programs, a line for people."""
+    """A request that is answered with an error: HTTP status, code for programs, line for people."""
 
-    def __init__(self, status: int, code: str, why: str) -> None:
-        super().__init__(why)
-        self.status, self.code = status, code
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a request says beside its conversation."""
+    """What a request says besides its conversation."""
 
-    max_tokens: int | None = None  # of the answer at most; None: as many as there is room for
+    max_tokens: int | None = None
+    """Most tokens of the answer. None: as many as there is room for."""
     is_stream: bool = False
     streams_usage: bool = False
-    ignored: tuple[str, ...] = ()  # names of options that were given and change nothing
+    ignored: tuple[str, ...] = ()
+    """Names of given options that change nothing."""
 
 
 @dataclass(frozen=True)
-class Asked:
+class ChatRequest:
     """One request for a chat completion, in the form that chat templates take."""
 
     messages: list[Message]
-    """Texts of several parts are joined, null is "", the arguments of tool calls are dicts; keys that a template does
-    not know are gone."""
+    """Text parts are joined, null is "", arguments of tool calls are dicts; unknown keys are dropped."""
     tools: list[dict[str, Any]]
     options: Options
 
 
-def read_request(body: bytes, model: str) -> Asked:
-    """Raises ApiError for what is no request, and for what cannot be done for it."""
+# The forms that a body must have. msgspec ignores unknown keys; `_check_options` refuses options.
+
+
+class _Function(msgspec.Struct):
+    name: str
+    arguments: Any = None
+
+
+class _ToolCall(msgspec.Struct):
+    function: _Function
+    id: str | None = None
+
+
+class _TextPart(msgspec.Struct):
+    type: Literal["text"]
+    text: str
+
+
+class _Message(msgspec.Struct):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[_TextPart] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: list[_ToolCall] | None = None
+
+
+class _Tool(msgspec.Struct):
+    type: Literal["function"]
+    function: _Function
+
+
+class _StreamOptions(msgspec.Struct):
+    include_usage: bool | None = False
+
+
+_Limit = Annotated[int, msgspec.Meta(ge=1)] | None
+
+
+class _Body(msgspec.Struct):
+    messages: Annotated[list[_Message], msgspec.Meta(min_length=1)]
+    tools: Annotated[list[_Tool], msgspec.Meta(max_length=128)] = []
+    max_tokens: _Limit = None
+    max_completion_tokens: _Limit = None
+    stream: bool = False
+    stream_options: _StreamOptions = msgspec.field(default_factory=_StreamOptions)
+
+
+def read_request(body: bytes, model: str) -> ChatRequest:
+    """Returns the request in `body`.
+
+    Raises ApiError for a malformed body and for options that cannot be honoured.
+    """
     try:
-        found = json.loads(body.decode(), parse_constant=_refuse_constant)
-    except (ValueError, RecursionError):
-        _refuse("the body is not JSON")
-    if not isinstance(found, dict):
-        _refuse("the body is not a JSON object")
-    given = {name: value for name, value in found.items() if value is not None}
-    if given.get("model", model) != model:
-        raise ApiError(
-            404,
-            "model_not_found",
-            f"there is one model here, {model!r}; got {given['model']!r:.100}",
-        )
-    options = _options(given)
-    tools = given.get("tools", [])
-    if not isinstance(tools, list) or len(tools) > _MAX_TOOLS:
-        _refuse(f"`tools` must be a list of at most {_MAX_TOOLS}")
+        fields = msgspec.json.decode(body, type=dict[str, Any])
+        fields = {name: value for name, value in fields.items() if value is not None}
+        _check_model(fields, model)
+        _check_options(fields)
+        request = msgspec.convert(fields, _Body)
+    except ApiError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise _invalid(f"the body is not a chat completion request: {error!s:.200}") from None
+    tools = fields.get("tools", [])
     for number, tool in enumerate(tools):
-        _check_tool(tool, f"tools[{number}]")
-    messages = given.get("messages")
-    if not isinstance(messages, list) or not messages:
-        _refuse("`messages` must be a list of at least one message")
-    return Asked(
-        [_message(message, f"messages[{i}]") for i, message in enumerate(messages)], tools, options
+        if not is_plain(tool):
+            raise _invalid(f"tools[{number}] {_NOT_PLAIN}")
+    limits = [limit for limit in (request.max_tokens, request.max_completion_tokens) if limit]
+    options = Options(
+        max_tokens=min(limits, default=None),
+        is_stream=request.stream,
+        streams_usage=bool(request.stream_options.include_usage),
+        ignored=tuple(
+            name
+            for name in _IGNORED
+            if name in fields and fields[name] not in _NEUTRAL.get(name, ())
+        ),
     )
+    return ChatRequest([_template_message(message) for message in request.messages], tools, options)
+
+
+def _check_model(fields: Mapping[str, Any], model: str) -> None:
+    requested = fields.get("model", model)
+    if requested != model:
+        message = f"there is one model here, {model!r}; got {requested!r:.100}"
+        raise ApiError(404, "model_not_found", message)
+
+
+def _check_options(fields: Mapping[str, Any]) -> None:
+    for name, value in fields.items():
+        is_known = name in _READ or name in _WITHOUT_EFFECT or name in _IGNORED
+        if not is_known and value not in _NEUTRAL.get(name, ()):
+            message = f"`{name:.100}`={value!r:.100} is not done here; leave it out"
+            raise ApiError(400, "unsupported_parameter", message)
+
+
+def _template_message(message: _Message) -> Message:
+    content = message.content or ""
+    if isinstance(content, list):
+        content = "".join(part.text for part in content)
+    fields: Message = {"role": message.role, "content": content}
+    if message.role == "assistant" and message.reasoning_content:
+        fields["reasoning_content"] = message.reasoning_content
+    if message.role == "tool" and message.tool_call_id:
+        fields["tool_call_id"] = message.tool_call_id
+    if message.name:
+        fields["name"] = message.name
+    if message.role == "assistant" and message.tool_calls:
+        fields["tool_calls"] = [_template_call(call) for call in message.tool_calls]
+    return fields
+
+
+def _template_call(call: _ToolCall) -> dict[str, Any]:
+    function = {"name": call.function.name, "arguments": _arguments(call.function.arguments)}
+    fields: dict[str, Any] = {"type": "function", "function": function}
+    return fields if call.id is None else {**fields, "id": call.id}
+
+
+def _arguments(arguments: Any) -> Any:
+    """Returns the arguments as a dict; a text that holds no JSON object stays the text."""
+    if not isinstance(arguments, str):
+        if not is_plain(arguments):
+            raise _invalid(f"`arguments` {_NOT_PLAIN}")
+        return arguments if isinstance(arguments, dict) else {}
+    try:
+        decoded = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        return arguments
+    return decoded if isinstance(decoded, dict) and is_plain(decoded) else arguments
+
+
+def _invalid(message: str) -> ApiError:
+    return ApiError(400, "invalid_request", message)
+
+
+def is_plain(value: Any) -> bool:
+    """Returns whether a JSON value is small and shallow enough for recursion, with valid texts."""
+    waiting = [(value, 0)]
+    num_values = 0
+    while waiting:
+        value, depth = waiting.pop()
+        num_values += 1
+        if depth > _MAX_DEPTH or num_values > _MAX_VALUES:
+            return False
+        if isinstance(value, str):
+            try:
+                value.encode()
+            except UnicodeEncodeError:  # half a surrogate pair, which no tokenizer takes
+                return False
+        elif isinstance(value, dict):
+            waiting += [(item, depth + 1) for pair in value.items() for item in pair]
+        elif isinstance(value, list):
+            waiting += [(item, depth + 1) for item in value]
+    return True
+
+
+def num_chars(messages: Sequence[Message]) -> int:
+    """Returns the number of characters that the context has, whatever the template adds."""
+    return sum(len(message["content"]) for message in messages)
+
+
+# Answer bodies.
 
 
 def completion_body(
-    name: str,
-    created: int,
-    model: str,
-    message: Message,
-    finish_reason: str,
-    usage: Mapping[str, int],
+    model: str, message: Message, finish_reason: str, usage: Mapping[str, int]
 ) -> bytes:
+    """Returns the JSON body of an answer that is not streamed."""
     choice = {
         "index": 0,
-        "message": _on_the_wire(message),
+        "message": _wire_message(message),
         "logprobs": None,
         "finish_reason": finish_reason,
     }
-    common = {"id": name, "object": "chat.completion", "created": created, "model": model}
-    return json.dumps({**common, "choices": [choice], "usage": usage}).encode()
+    header = _header("chat.completion", model)
+    return json.dumps({**header, "choices": [choice], "usage": usage}).encode()
 
 
 def stream_body(
-    name: str,
-    created: int,
-    model: str,
-    message: Message,
-    finish_reason: str,
-    usage: Mapping[str, int] | None,
+    model: str, message: Message, finish_reason: str, usage: Mapping[str, int] | None
 ) -> bytes:
-    """The whole message as one delta: the engine hands over whole turns."""
-    common = {"id": name, "object": "chat.completion.chunk", "created": created, "model": model}
-    delta = _on_the_wire(message)
-    delta["tool_calls"] = [
-        {"index": i, **call} for i, call in enumerate(delta.pop("tool_calls", []))
-    ] or None
+    """Returns the events of a streamed answer: one delta, as the engine hands over whole turns."""
+    delta = _wire_message(message)
+    calls = delta.pop("tool_calls", [])
+    delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)] or None
     chunks: list[dict[str, Any]] = [
-        {**common, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]},
-        {**common, "choices": [{"index": 0, "delta": {}, "finish_reason": finish_reason}]},
+        {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]},
+        {"choices": [{"index": 0, "delta": {}, "finish_reason": finish_reason}]},
     ]
     if usage is not None:
-        chunks.append({**common, "choices": [], "usage": usage})
-    return (
-        b"".join(b"data: %s\n\n" % json.dumps(chunk).encode() for chunk in chunks)
-        + b"data: [DONE]\n\n"
-    )
+        chunks.append({"choices": [], "usage": usage})
+    header = _header("chat.completion.chunk", model)
+    events = [json.dumps({**header, **chunk}) for chunk in chunks]
+    return "".join(f"data: {event}\n\n" for event in [*events, "[DONE]"]).encode()
 
 
-def error_body(status: int, code: str, why: str) -> bytes:
-    kind = "server_error" if status >= 500 else "invalid_request_error"
-    return json.dumps(
-        {"error": {"message": why, "type": kind, "param": None, "code": code}}
-    ).encode()
+def error_body(error: ApiError) -> bytes:
+    """Returns the JSON body of a refusal."""
+    kind = "server_error" if error.status >= 500 else "invalid_request_error"
+    fields = {"message": str(error), "type": kind, "param": None, "code": error.code}
+    return json.dumps({"error": fields}).encode()
 
 
 def models_body(model: str) -> bytes:
+    """Returns the JSON body of the list of models, which has one entry."""
     entry = {"id": model, "object": "model", "created": 0, "owned_by": "grpo_spmd"}
     return json.dumps({"object": "list", "data": [entry]}).encode()
 
 
-def _on_the_wire(message: Message) -> Message:
-    """As the protocol has it: arguments as JSON text, no content beside calls as null."""
+def _header(kind: str, model: str) -> dict[str, Any]:
+    name = f"chatcmpl-{secrets.token_hex(8)}"
+    return {"id": name, "object": kind, "created": int(time.time()), "model": model}
+
+
+def _wire_message(message: Message) -> Message:
+    """Returns a message in the protocol's form: arguments as JSON text, no content as null."""
     calls = [
         {
             "id": call["id"],
@@ -182,162 +312,11 @@ def _on_the_wire(message: Message) -> Message:
         for call in message.get("tool_calls") or ()
     ]
     content = message.get("content") or ""
-    written: Message = {"role": "assistant", "content": None if calls and not content else content}
+    fields: Message = {"role": "assistant", "content": None if calls and not content else content}
     if message.get("reasoning_content"):
-        written["reasoning_content"] = message["reasoning_content"]
-    return written | ({"tool_calls": calls} if calls else {})
+        fields["reasoning_content"] = message["reasoning_content"]
+    return {**fields, "tool_calls": calls} if calls else fields
 
 
 def _json_text(arguments: Any) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-
-
-def _options(given: Mapping[str, Any]) -> Options:
-    for name, value in given.items():
-        if name in _READ + _SAYS_NOTHING + _IGNORED or value in _NEUTRAL.get(name, ()):
-            continue
-        raise ApiError(
-            400,
-            "unsupported_parameter",
-            f"`{name:.100}`={value!r:.100} is not done here; leave it out",
-        )
-    is_stream, with_usage = given.get("stream", False), False
-    if not isinstance(is_stream, bool):
-        _refuse("`stream` must be true or false")
-    if (of_stream := given.get("stream_options")) is not None:
-        with_usage = isinstance(of_stream, dict) and of_stream.get("include_usage") is True
-    limits = [given[name] for name in ("max_completion_tokens", "max_tokens") if name in given]
-    for limit in limits:
-        if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
-            _refuse(f"`max_tokens` must be a whole number from 1 on; got {limit!r:.100}")
-    return Options(
-        max_tokens=min(limits, default=None),
-        is_stream=is_stream,
-        streams_usage=with_usage,
-        ignored=tuple(
-            name for name in _IGNORED if name in given and given[name] not in _NEUTRAL.get(name, ())
-        ),
-    )
-
-
-def _message(found: Any, where: str) -> Message:
-    if not isinstance(found, dict):
-        _refuse(f"{where} must be an object")
-    role = found.get("role")
-    if role not in _ROLES:
-        _refuse(f"{where}.role must be one of {', '.join(_ROLES)}; got {role!r:.100}")
-    message: Message = {"role": role, "content": _content(found.get("content"), where)}
-    optional = {"assistant": ("reasoning_content", "name"), "tool": ("tool_call_id", "name")}.get(
-        role, ("name",)
-    )
-    for name in optional:
-        if found.get(name):
-            message[name] = _text(found[name], f"{where}.{name}")
-    if role == "assistant" and (calls := found.get("tool_calls")):
-        if not isinstance(calls, list):
-            _refuse(f"{where}.tool_calls must be a list")
-        message["tool_calls"] = [
-            _call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)
-        ]
-    return message
-
-
-def _content(found: Any, where: str) -> str:
-    if found is None:
-        return ""
-    if not isinstance(found, list):
-        return _text(found, f"{where}.content")
-    texts = []
-    for part in found:
-        if not isinstance(part, dict) or part.get("type") != "text":
-            kind = part.get("type") if isinstance(part, dict) else part
-            _refuse(f"{where}.content may hold parts of type 'text' only; got {kind!r:.100}")
-        texts.append(_text(part.get("text"), f"{where}.content"))
-    return "".join(texts)
-
-
-def _call(found: Any, where: str) -> dict[str, Any]:
-    function = found.get("function") if isinstance(found, dict) else None
-    if not isinstance(function, dict):
-        _refuse(f"{where}.function must be an object")
-    call = {
-        "type": "function",
-        "function": {
-            "name": _text(function.get("name"), f"{where}.function.name"),
-            "arguments": _arguments(function),
-        },
-    }
-    return call | ({"id": _text(found["id"], f"{where}.id")} if found.get("id") is not None else {})
-
-
-def _arguments(function: Mapping[str, Any]) -> Any:
-    """A dict, where the text is one in JSON; else the text."""
-    given = function.get("arguments")
-    if isinstance(given, str):
-        text = _text(given, "arguments")
-        try:
-            given = json.loads(text or "{}")
-        except (ValueError, RecursionError):
-            return text
-        return given if isinstance(given, dict) and is_plain(given) else text
-    if not is_plain(given):
-        _refuse(f"`arguments` {_NOT_PLAIN}")
-    return given if isinstance(given, dict) else {}
-
-
-def _check_tool(found: Any, where: str) -> None:
-    function = found.get("function") if isinstance(found, dict) else None
-    if not isinstance(function, dict) or found.get("type") != "function":
-        _refuse(f"{where} must be an object of type 'function'")
-    _text(function.get("name"), f"{where}.function.name")
-    if not is_plain(found):
-        _refuse(f"{where} {_NOT_PLAIN}")
-
-
-def is_plain(value: Any) -> bool:
-    """Whether it is neither too deep nor too much for those who walk through it by recursion, and all its texts are."""
-    waiting, num_values = [(value, 0)], 0
-    while waiting:
-        value, depth = waiting.pop()
-        num_values += 1
-        if (
-            depth > _MAX_DEPTH
-            or num_values > _MAX_VALUES
-            or (isinstance(value, str) and not _is_unicode(value))
-        ):
-            return False
-        if isinstance(value, dict):
-            waiting += [(part, depth + 1) for pair in value.items() for part in pair]
-        elif isinstance(value, list):
-            waiting += [(part, depth + 1) for part in value]
-    return True
-
-
-def _is_unicode(text: str) -> bool:
-    """False where it has half of a pair, escaped in the JSON: no tokenizer takes it."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _text(value: Any, where: str) -> str:
-    if not isinstance(value, str):
-        _refuse(f"{where} must be a text; got {type(value).__name__}")
-    if not _is_unicode(value):
-        _refuse(f"{where} is not valid Unicode")
-    return value
-
-
-def _refuse(why: str) -> NoReturn:
-    raise ApiError(400, "invalid_request", why)
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(name)
-
-
-def num_chars(messages: Sequence[Message]) -> int:
-    """Characters that are in the context whatever the template adds."""
-    return sum(len(message["content"]) for message in messages)

@@ -1,8 +1,9 @@
-"""Tools and environments by TRL's protocol (1.16), in a worker: people's code as it is.
+"""Tools and environments in TRL's form (1.16), in a worker: people's code runs as it is.
 
-A tool is a function with types and a docstring. An environment is a class: `reset(**row)`, public methods, which are
-tools, and perhaps `get_reward()`. All of it may be async. What a tool raises is its result, for the policy to read;
-what `reset` or `get_reward` raises is a failure of the environment.
+A tool is a function with types and a docstring. An environment is a class with `reset(**row)`,
+public methods, which are its tools, and perhaps `get_reward()`. All of them may be async. What a
+tool raises is its result, for the policy to read; what `reset` or `get_reward` raises is a failure
+of the environment.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import bdb
 import functools
 import inspect
 import threading
-import types
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,11 +21,15 @@ from grpo_spmd.rewards.trl import callable_name
 
 Tool = Callable[..., Any]
 _NO_TOOLS = ("reset", "get_reward")
-COLUMN = "environment"  # of the row, which names one of several factories
+# The row's column that names one of several factories.
+COLUMN = "environment"
 
 
 class TrlDriver:
-    """Serves one episode at a time. An environment is made once a worker and reset for each episode, as TRL does."""
+    """Runs one episode at a time.
+
+    An environment is made once in a worker and reset for each episode, as in TRL.
+    """
 
     def __init__(
         self,
@@ -33,193 +37,198 @@ class TrlDriver:
         helpers: Sequence[Callable[[], Any]],
         factories: Mapping[str, Callable[[], Any]],
         by_column: bool,
-        tell: Callable[[str], None] = lambda name: None,
+        report_tool: Callable[[str], None] = lambda name: None,
     ) -> None:
-        """`helpers` make environments that only have tools, for every episode; of `factories` there is one, or with
-        `by_column` the row names one. `tell` hears which tool is called. Raises ConfigError."""
-        self._tools, self._makers, self._factories, self._by_column = (
-            tools,
-            helpers,
-            factories,
-            by_column,
-        )
-        self._tell = tell
+        """`helpers` make environments that only have tools, for every episode. `factories` has one
+        entry, or with `by_column` the row names one. `report_tool` gets each called tool's name."""
+        self._tools = tools
+        self._helper_factories = helpers
+        self._factories = factories
+        self._by_column = by_column
+        self._report_tool = report_tool
         self._helpers: list[Any] | None = None
-        self._made: dict[str, Any] = {}
-        self._called: dict[str, Tool] = {}  # by name, in the episode under way
-        self.environment: Any = None  # that of the episode under way
+        self._environments: dict[str, Any] = {}
+        self._episode_tools: dict[str, Tool] = {}
+        self.environment: Any = None
+        """The environment of the episode that runs."""
 
     def begin(self, row: dict[str, Any]) -> dict[str, Any]:
-        """{"messages": what reset gave, "tools": the schemas of this episode's}."""
-        self._helpers = (
-            self._helpers if self._helpers is not None else [make() for make in self._makers]
-        )
+        """Returns {"messages": what reset returned, "tools": the schemas of this episode}."""
+        if self._helpers is None:
+            self._helpers = [make() for make in self._helper_factories]
         for helper in self._helpers:
-            finished(helper.reset(**row))
-        said, self.environment = None, None
+            resolve(helper.reset(**row))
+        messages = None
+        self.environment = None
+        owners = list(self._helpers)
         if self._factories:
-            name = str(row.pop(COLUMN, None)) if self._by_column else next(iter(self._factories))
-            if name not in self._factories:
-                there = ", ".join(self._factories)
-                raise ValueError(
-                    f"the row's column {COLUMN!r} is {name!r}, and environment.factory has {there}"
-                )
-            if name not in self._made:
-                self._made[name] = self._factories[name]()
-            self.environment = self._made[name]
-            said = finished(self.environment.reset(**row))
-        owners = [*self._helpers, *([self.environment] if self.environment is not None else [])]
-        self._called = {
-            **self._tools,
-            **{name: tool for owner in owners for name, tool in methods_of(owner).items()},
-        }
-        return {"messages": said, "tools": [schema_of(tool) for tool in self._called.values()]}
+            self.environment = self._environment_of(row)
+            messages = resolve(self.environment.reset(**row))
+            owners.append(self.environment)
+        self._episode_tools = dict(self._tools)
+        for owner in owners:
+            self._episode_tools |= {name: getattr(owner, name) for name in tool_names(type(owner))}
+        schemas = [tool_schema(tool) for tool in self._episode_tools.values()]
+        return {"messages": messages, "tools": schemas}
+
+    def _environment_of(self, row: dict[str, Any]) -> Any:
+        """Returns a row's environment; takes the column that names it out of the row."""
+        name = str(row.pop(COLUMN, None)) if self._by_column else next(iter(self._factories))
+        if name not in self._factories:
+            factories = ", ".join(self._factories)
+            rule = f"environment.factory has {factories}"
+            raise ValueError(f"the row's column {COLUMN!r} is {name!r}, and {rule}")
+        if name not in self._environments:
+            self._environments[name] = self._factories[name]()
+        return self._environments[name]
 
     def act(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Call the tools that the message asks for. TRL's order: the results of async ones, which run together, come
-        behind the others'."""
+        """Calls the tools that a message asks for.
+
+        As in TRL, the results of async tools, which run together, follow those of the others.
+        """
         results: list[dict[str, Any]] = []
-        waiting: list[tuple[str, Awaitable[Any]]] = []
-        calls, num_invalid = message.get("tool_calls") or [], 0
+        pending: list[tuple[str, Awaitable[Any]]] = []
+        calls = message.get("tool_calls") or []
+        num_invalid = 0
         for call in calls:
-            name, arguments = call["function"]["name"], call["function"]["arguments"]
-            tool = self._called.get(name)
-            self._tell(name)
+            name = call["function"]["name"]
+            arguments = call["function"]["arguments"]
+            tool = self._episode_tools.get(name)
+            self._report_tool(name)
             try:
                 if tool is None:
                     raise ValueError(f"Tool {name} not found.")
-                found = tool(**arguments)
+                result = tool(**arguments)
             except bdb.BdbQuit:  # the user left the debugger
                 raise
             except Exception as error:
-                num_invalid += tool is None or (
-                    isinstance(error, TypeError) and not _fits(tool, arguments)
-                )
-                found = {"error": str(error)}
-            if inspect.isawaitable(found):
-                waiting.append((name, found))
+                # A TypeError from inside a tool is the tool's; one from its signature is the call's.
+                is_misfit = isinstance(error, TypeError) and not _fits(tool, arguments)
+                num_invalid += tool is None or is_misfit
+                result = {"error": str(error)}
+            if inspect.isawaitable(result):
+                pending.append((name, result))
             else:
-                results.append(_result(name, found))
-        if waiting:
-            for (name, _), (given, raised) in zip(
-                waiting, _outcomes([one for _, one in waiting]), strict=True
-            ):
-                if raised is not None and (
-                    isinstance(raised, bdb.BdbQuit) or not isinstance(raised, Exception)
-                ):
-                    raise raised
-                results.append(_result(name, given if raised is None else {"error": str(raised)}))
-        counts = {"num_calls": len(calls), "num_invalid": num_invalid}
-        return {"messages": results, "reward": None, "done": not calls, **counts}
+                results.append(_tool_message(name, result))
+        outcomes = _outcomes([awaitable for _, awaitable in pending]) if pending else []
+        for (name, _), (result, raised) in zip(pending, outcomes, strict=True):
+            if isinstance(raised, Exception) and not isinstance(raised, bdb.BdbQuit):
+                result = {"error": str(raised)}
+            elif raised is not None:
+                raise raised
+            results.append(_tool_message(name, result))
+        return {
+            "messages": results,
+            "reward": None,
+            "done": not calls,
+            "num_calls": len(calls),
+            "num_invalid": int(num_invalid),
+        }
 
     def end(self) -> dict[str, float | None]:
-        """What get_reward gives, under the name of its class."""
-        if (get_reward := getattr(self.environment, "get_reward", None)) is None:
+        """Returns what get_reward returns, under the name of its class."""
+        get_reward = getattr(self.environment, "get_reward", None)
+        if get_reward is None:
             return {}
-        return {type(self.environment).__name__: finished(get_reward())}
+        return {type(self.environment).__name__: resolve(get_reward())}
 
 
-def methods_of(environment: Any) -> dict[str, Tool]:
-    """The tools of an environment: the public functions of its class."""
-    names = [name for name, _ in inspect.getmembers(type(environment), inspect.isfunction)]
-    return {
-        name: getattr(environment, name)
-        for name in names
-        if not name.startswith("_") and name not in _NO_TOOLS
-    }
+def tool_names(environment_class: type) -> list[str]:
+    """Returns the names of an environment's tools: the public functions of its class."""
+    functions = inspect.getmembers(environment_class, inspect.isfunction)
+    return [name for name, _ in functions if not name.startswith("_") and name not in _NO_TOOLS]
 
 
-def checked_class(make: Callable[[], Any], key: str) -> type:
-    """The class of what `make` makes, which is asked only where it is none. Raises ConfigError where that is no
-    environment."""
-    found = make if inspect.isclass(make) else type(make())
-    if not callable(getattr(found, "reset", None)):
-        raise ConfigError(f"{key}: {found.__name__} has no method reset(**row)")
-    return found
+def check_class(make: Callable[[], Any], key: str) -> type:
+    """Returns the class of what `make` makes, which is called only if it is no class itself.
+
+    Raises ConfigError for a class that is no environment.
+    """
+    environment_class = make if inspect.isclass(make) else type(make())
+    if not callable(getattr(environment_class, "reset", None)):
+        raise ConfigError(f"{key}: {environment_class.__name__} has no method reset(**row)")
+    return environment_class
 
 
-def schemas_of(found: type, key: str) -> list[dict[str, Any]]:
-    """Of the tools of a class, without an object of it. Raises ConfigError."""
-    blank: Any = object.__new__(found)
-    functions = inspect.getmembers(found, inspect.isfunction)
-    named = [types.MethodType(function, blank) for name, function in functions]
-    names = [name for name, _ in functions]
-    public = [
-        tool
-        for name, tool in zip(names, named, strict=True)
-        if not name.startswith("_") and name not in _NO_TOOLS
-    ]
-    return [checked_schema(tool, key) for tool in public]
+def class_schemas(environment_class: type, key: str) -> list[dict[str, Any]]:
+    """Returns the schemas of a class's tools, without running its __init__. Raises ConfigError."""
+    blank: Any = object.__new__(environment_class)
+    names = tool_names(environment_class)
+    # Bound methods, as their schemas have no `self`.
+    methods = [getattr(environment_class, name).__get__(blank) for name in names]
+    return [checked_schema(method, key) for method in methods]
 
 
 def checked_schema(tool: Tool, key: str) -> dict[str, Any]:
+    """Returns the schema of a tool. Raises ConfigError if it has none."""
     try:
-        return schema_of(tool)
-    except (
-        Exception
-    ) as error:  # transformers raises several kinds, for types and docstrings that say too little
-        what = f"{callable_name(tool)} has no schema: {' '.join(str(error).split())}"
-        raise ConfigError(
-            f"{key}: {what}; give it types and a docstring of Google's style"
-        ) from None
+        return tool_schema(tool)
+    # transformers raises several kinds, for types and docstrings that say too little.
+    except Exception as error:
+        rule = f"{callable_name(tool)} has no schema: {' '.join(str(error).split())}"
+        remedy = "give it types and a docstring of Google's style"
+        raise ConfigError(f"{key}: {rule}; {remedy}") from None
 
 
-def schema_of(tool: Tool) -> dict[str, Any]:
+def tool_schema(tool: Tool) -> dict[str, Any]:
+    # Imported late: transformers takes seconds, and a gym environment or an agent has no tools.
     from transformers.utils import get_json_schema
 
-    found: dict[str, Any] = get_json_schema(tool)
-    return found
+    schema: dict[str, Any] = get_json_schema(tool)
+    return schema
 
 
-def _fits(tool: Tool, arguments: Any) -> bool:
-    """Whether it can be called so."""
+def _fits(tool: Tool | None, arguments: Any) -> bool:
+    """Returns whether the tool's signature accepts the arguments."""
     try:
-        inspect.signature(tool).bind(**arguments)
+        inspect.signature(tool).bind(**arguments)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         return False
     return True
 
 
-def _result(name: str, found: Any) -> dict[str, Any]:
-    is_blocks = (
-        isinstance(found, list)
-        and found
-        and all(isinstance(one, dict) and one.get("type") == "text" for one in found)
+def _tool_message(name: str, result: Any) -> dict[str, Any]:
+    is_text_blocks = (
+        isinstance(result, list)
+        and result
+        and all(isinstance(block, dict) and block.get("type") == "text" for block in result)
     )
-    return {"role": "tool", "name": name, "content": found if is_blocks else str(found)}
+    return {"role": "tool", "name": name, "content": result if is_text_blocks else str(result)}
 
 
-def finished(found: Any) -> Any:
-    """What it is, or what comes of it where it is to be awaited."""
-    if not inspect.isawaitable(found):
-        return found
-    ((value, error),) = _outcomes([found])
+def resolve(value: Any) -> Any:
+    """Returns a value, or the result of an awaitable."""
+    if not inspect.isawaitable(value):
+        return value
+    ((result, error),) = _outcomes([value])
     if error is not None:
         raise error
-    return value
+    return result
 
 
 def _outcomes(awaitables: Sequence[Awaitable[Any]]) -> list[tuple[Any, BaseException | None]]:
-    """What each of them, which run together, gives or raises."""
+    """Returns the result or the error of each awaitable. They run together."""
 
     async def outcome(awaitable: Awaitable[Any]) -> tuple[Any, BaseException | None]:
         try:
             return await awaitable, None
-        except (
-            BaseException
-        ) as error:  # SystemExit too, which would end the loop and leave the caller waiting
+        # SystemExit too, which would end the loop and leave the caller waiting.
+        except BaseException as error:
             return None, error
 
-    async def together() -> list[tuple[Any, BaseException | None]]:
+    async def gather() -> list[tuple[Any, BaseException | None]]:
         return await asyncio.gather(*map(outcome, awaitables))
 
-    return asyncio.run_coroutine_threadsafe(together(), _loop()).result()
+    return asyncio.run_coroutine_threadsafe(gather(), _loop()).result()
 
 
 @functools.cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """One for the process, in a thread of its own, as TRL has it: a client that reset() made is bound to its loop, and
-    its background tasks go on between calls."""
+    """Returns the process's event loop, which runs in a thread of its own, as in TRL.
+
+    A client that reset() made is bound to its loop, and its tasks go on between calls.
+    """
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="async tools", daemon=True).start()
     return loop

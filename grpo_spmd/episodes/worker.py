@@ -1,6 +1,6 @@
-"""What the processes of environments run: the user's code, imported once, and one episode after the other.
+"""The program of the environments' processes: imports the user's code once, then runs episodes.
 
-python -m grpo_spmd.episodes.worker SOCKET_FD PARENT_PID      (by pool.py; nursery.py says the rest)
+python -m grpo_spmd.episodes.worker SOCKET_FD PARENT_PID      (started by pool.py; see nursery.py)
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import random
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy
@@ -22,7 +22,7 @@ from grpo_spmd.episodes.agent import REWARD as AGENT_REWARD
 from grpo_spmd.episodes.agent import AgentDriver
 from grpo_spmd.episodes.gym import REWARD, GymDriver
 from grpo_spmd.episodes.shipped.catalog import shipped_factory
-from grpo_spmd.episodes.trl import TrlDriver, checked_class, checked_schema, schemas_of
+from grpo_spmd.episodes.trl import TrlDriver, check_class, checked_schema, class_schemas
 from grpo_spmd.rewards.named import Modules, load_named, unpack
 from grpo_spmd.rewards.pool.nursery import MAX_ERROR_CHARS, Answer, Worker, run_nursery
 from grpo_spmd.rewards.pool.worker import call_reward
@@ -32,154 +32,179 @@ from grpo_spmd.rewards.trl import BrokenContractError, as_number, callable_name
 Driver = TrlDriver | GymDriver | AgentDriver
 
 
+@dataclass
+class _Environment:
+    """What the config's environment is."""
+
+    kind: str
+    reward_names: list[str]
+    make_driver: Callable[[Worker], Driver]
+    tools: list[dict[str, Any]]
+    """JSON schemas."""
+
+
 def load(setup: dict[str, Any]) -> tuple[dict[str, Any], Callable[[Worker], Answer]]:
-    """In the nursery: EnvironmentFacts, and what answers the pool's calls in a worker. Raises ConfigError."""
-    if (functions := setup.get("functions")) is not None:
+    """Runs in the nursery. Returns EnvironmentFacts, and what answers the pool's calls in a worker.
+
+    Raises ConfigError.
+    """
+    functions = setup.get("functions")
+    if functions is not None:
         unpack(functions)
     config = EnvironmentConfig(**setup["environment"])
-    modules: Modules = {}  # a reward may ask of which class an environment is: their file is run once
-    loaded = load_rewards([RewardConfig(**reward) for reward in setup["rewards"]], modules=modules)
-    # They are given here what a reward pool has none of.
+    # Shared, so that a file is run once: a reward may ask for the class of an environment.
+    modules: Modules = {}
+    rewards = load_rewards([RewardConfig(**reward) for reward in setup["rewards"]], modules=modules)
+    # `call_reward` refuses `environments` in a reward pool, which has none; here they are passed.
     rewards = [
         replace(reward, takes=[name for name in reward.takes if name != "environments"])
-        for reward in loaded
+        for reward in rewards
     ]
-    kind, names, tools, make = _kind_of(config, modules)
-    names += [reward.name for reward in rewards]
-    if kind == "agent" and rewards:
-        why = "takes `environments`, and an agent has none"
-        raise ConfigError(
-            f"environment.agent: reward {rewards[0].name!r} {why}; return the reward in rollout()"
-        )
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise ConfigError(
-            f"environment: two rewards are called {twice[0]!r}; give one another name"
-        )
-    weights = [1.0] * (len(names) - len(rewards)) + [reward.weight for reward in rewards]
-    facts = {"kind": kind, "reward_names": names, "weights": weights, "tools": tools}
-    most = setup["max_chars"]
-    return facts, lambda worker: functools.partial(answer, make(worker), rewards, most)
+    environment = _load_environment(config, modules)
+    if environment.kind == "agent" and rewards:
+        rule = "takes `environments`, and an agent has none; return the reward in rollout()"
+        raise ConfigError(f"environment.agent: reward {rewards[0].name!r} {rule}")
+    names = [*environment.reward_names, *(reward.name for reward in rewards)]
+    duplicates = [name for name in names if names.count(name) > 1]
+    if duplicates:
+        rule = f"two rewards are called {duplicates[0]!r}; give one another name"
+        raise ConfigError(f"environment: {rule}")
+    facts = {
+        "kind": environment.kind,
+        "reward_names": names,
+        "weights": [
+            *(1.0 for _ in environment.reward_names),
+            *(reward.weight for reward in rewards),
+        ],
+        "tools": environment.tools,
+    }
+
+    def make_answer(worker: Worker) -> Answer:
+        driver = environment.make_driver(worker)
+        return functools.partial(answer, driver, rewards, setup["max_chars"])
+
+    return facts, make_answer
 
 
-def _kind_of(
-    config: EnvironmentConfig, modules: Modules
-) -> tuple[str, list[str], list[dict[str, Any]], Callable[[Worker], Driver]]:
-    """What it is, the names of the rewards that it gives, the schemas of its tools, and what makes it."""
+def _load_environment(config: EnvironmentConfig, modules: Modules) -> _Environment:
     if config.agent:
         rollout = load_named(config.agent, "environment.agent", "function", modules)
-        driver = AgentDriver(rollout)
-        return "agent", [AGENT_REWARD], [], lambda worker: driver
+        agent = AgentDriver(rollout)
+        return _Environment("agent", [AGENT_REWARD], lambda worker: agent, [])
     if config.gym:
-        environment = load_named(config.gym, "environment.gym", "Class", modules)
-        GymDriver(environment)  # which refuses what cannot be one
-        return "gym", [REWARD], [], lambda worker: GymDriver(environment)
-    tools, helpers, schemas = {}, [], list[dict[str, Any]]()
+        make_gym = load_named(config.gym, "environment.gym", "Class", modules)
+        GymDriver(make_gym)  # raises ConfigError for a class that is no environment
+        return _Environment("gym", [REWARD], lambda worker: GymDriver(make_gym), [])
+    return _load_tools(config, modules)
+
+
+def _load_tools(config: EnvironmentConfig, modules: Modules) -> _Environment:
+    tools: dict[str, Callable[..., Any]] = {}
+    helpers: list[Callable[[], Any]] = []
+    schemas: list[dict[str, Any]] = []
     for number, spec in enumerate(config.tools):
         key = f"environment.tools.{number}"
-        if (maker := shipped_factory(spec)) is not None:
-            helpers.append(maker)
-            schemas += schemas_of(checked_class(maker, key), key)
+        factory = shipped_factory(spec)
+        if factory is not None:
+            helpers.append(factory)
+            schemas += class_schemas(check_class(factory, key), key)
             continue
         tool = load_named(spec, key, "function", modules)
-        if callable_name(tool) in tools:
-            raise ConfigError(f"{key}: there is a tool {callable_name(tool)!r} already")
-        tools[callable_name(tool)] = tool
+        name = callable_name(tool)
+        if name in tools:
+            raise ConfigError(f"{key}: there is a tool {name!r} already")
+        tools[name] = tool
         schemas.append(checked_schema(tool, key))
     by_column = isinstance(config.factory, Mapping)
     specs = config.factory if isinstance(config.factory, Mapping) else {"": config.factory}
-    factories = {name: _factory(spec, _key(name), modules) for name, spec in specs.items()}
-    classes = {name: checked_class(make, _key(name)) for name, make in factories.items()}
-    schemas += [
-        schema for name, found in classes.items() for schema in schemas_of(found, _key(name))
-    ]
+    factories: dict[str, Callable[[], Any]] = {}
+    reward_names: dict[str, None] = {}
+    for name, spec in specs.items():
+        key = f"environment.factory.{name}" if name else "environment.factory"
+        factories[name] = shipped_factory(spec) or load_named(spec, key, "Class", modules)
+        environment_class = check_class(factories[name], key)
+        schemas += class_schemas(environment_class, key)
+        if hasattr(environment_class, "get_reward"):
+            reward_names[environment_class.__name__] = None
     if not schemas:
-        raise ConfigError(
-            "environment: there is no tool; a factory's class needs public methods, or name some in tools"
-        )
-    names = list(
-        dict.fromkeys(found.__name__ for found in classes.values() if hasattr(found, "get_reward"))
-    )
+        rule = "there is no tool; a factory's class needs public methods, or name some in tools"
+        raise ConfigError(f"environment: {rule}")
 
     def make_driver(worker: Worker) -> Driver:
-        return TrlDriver(
-            tools, helpers, factories, by_column, lambda name: worker.say({"at": name})
-        )
+        def report_tool(name: str) -> None:
+            worker.say({"tool": name})
 
-    return "tools", names, schemas, make_driver
+        return TrlDriver(tools, helpers, factories, by_column, report_tool)
 
-
-def _key(name: str) -> str:
-    return f"environment.factory.{name}" if name else "environment.factory"
-
-
-def _factory(spec: str, key: str, modules: Modules) -> Callable[[], Any]:
-    return shipped_factory(spec) or load_named(spec, key, "Class", modules)
+    return _Environment("tools", list(reward_names), make_driver, schemas)
 
 
 def answer(
     driver: Driver, rewards: list[Reward], max_chars: int, message: dict[str, Any]
 ) -> dict[str, Any]:
-    """A call's reply: {"values": ...}, {"failed": why, with the traceback}, {"broken": what is wrong whatever the
-    episode is}, {"quit": True} where the user left the debugger; with the place and the number of its call."""
-    which = {"place": message["place"], "serial": message["serial"]}
+    """Returns the reply to a call, with the place and the serial number of the call.
+
+    One of {"values": ...}, {"failed": error with its traceback}, {"broken": an error of every
+    episode}, {"quit": True} where the user left the debugger.
+    """
+    call = {"place": message["place"], "serial": message["serial"]}
     try:
         values = _values(driver, rewards, message)
-        told = values.get("messages")
-        if (num_chars := len(str(told))) > max_chars:
-            if message["what"] != "act":
-                raise ValueError(
-                    f"reset() gave {num_chars:,} characters, and {max_chars:,} are the most"
-                )
-            values |= {"messages": [], "too_long": num_chars}
+        num_chars = len(str(values.get("messages")))
+        if num_chars > max_chars:
+            if message["method"] != "act":
+                rule = f"{max_chars:,} are the most"
+                raise ValueError(f"reset() gave {num_chars:,} characters, and {rule}")
+            values = {**values, "messages": [], "too_long": num_chars}
         json.dumps(values)
-        return {"values": values, **which}
+        return {"values": values, **call}
     except BrokenContractError as error:
-        return {"broken": str(error), **which}
+        return {"broken": str(error), **call}
     except bdb.BdbQuit:
-        return {"quit": True, **which}
-    except (
-        BaseException
-    ) as error:  # SystemExit and KeyboardInterrupt too: the environment fails, not the worker
+        return {"quit": True, **call}
+    # SystemExit and KeyboardInterrupt too: the environment fails, not the worker.
+    except BaseException as error:
         if error.__traceback__ is not None:
             error.__traceback__ = error.__traceback__.tb_next
-        what = traceback.format_exception_only(error)[-1].strip()[:500]
-        return {
-            "failed": f"raised {what}\n{''.join(traceback.format_exception(error))[-MAX_ERROR_CHARS:]}",
-            **which,
-        }
+        summary = traceback.format_exception_only(error)[-1].strip()[:500]
+        details = "".join(traceback.format_exception(error))[-MAX_ERROR_CHARS:]
+        return {"failed": f"raised {summary}\n{details}", **call}
 
 
 def _values(driver: Driver, rewards: list[Reward], message: dict[str, Any]) -> dict[str, Any]:
-    if message["what"] == "begin":
+    if message["method"] == "begin":
         random.seed(message["seed"])
         numpy.random.seed(message["seed"] % 2**32)
         row = message["row"]
         if isinstance(driver, AgentDriver):
-            return driver.begin(row, message["extra"])
+            return driver.begin(row, message["access"])
         return {"tools": [], **driver.begin(row)}
     assert not isinstance(driver, AgentDriver), "an agent's episode is one call"
-    if message["what"] == "act":
+    if message["method"] == "act":
         return driver.act(json.loads(message["message"]))
-    found: dict[str, float | str | None] = {
-        name: _as_reward(value) for name, value in driver.end().items()
+    values = {name: _as_reward(value) for name, value in driver.end().items()}
+    columns = {
+        **message["columns"],
+        **json.loads(message["completion"]),
+        "environments": [driver.environment],
     }
     for reward in rewards:
-        reply = call_reward(
-            reward,
-            message["given"] | json.loads(message["said"]) | {"environments": [driver.environment]},
-        )
+        reply = call_reward(reward, columns)
         if "broken" in reply:
             raise BrokenContractError(f"reward {reward.name!r} {reply['broken']}")
         if "quit" in reply:
             raise bdb.BdbQuit
-        found[reward.name] = reply["values"][0] if "values" in reply else str(reply["failed"])
-    return {"rewards": found}
+        values[reward.name] = reply["values"][0] if "values" in reply else str(reply["failed"])
+    return {"rewards": values}
 
 
 def _as_reward(value: Any) -> float | str | None:
-    number = None if value is None else as_number(value)
-    is_finite = not isinstance(number, str) and number is not None and abs(number) < float("inf")
-    return number if number is None or is_finite else f"is {number}"
+    """Returns the number, None, or a string that says why the value is unusable."""
+    if value is None:
+        return None
+    number = as_number(value)
+    is_finite = not isinstance(number, str) and abs(number) < float("inf")
+    return number if is_finite else f"is {number}"
 
 
 if __name__ == "__main__":

@@ -167,7 +167,7 @@ def _played(
 
 def _failure(reply: Reply | Failure) -> tuple[str, str]:
     assert isinstance(reply, Failure), reply
-    return reply.status, reply.why.splitlines()[0]
+    return reply.status, reply.error.splitlines()[0]
 
 
 DIES = {

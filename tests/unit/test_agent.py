@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import openai
@@ -16,6 +17,7 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.episodes.agent import AgentDriver
 from grpo_spmd.episodes.conversation_tree import ConversationTree
 from grpo_spmd.episodes.endpoint import Call, Endpoint
+from grpo_spmd.episodes.open_episode import EpisodeLimits
 from grpo_spmd.episodes.openai_api import ApiError
 from grpo_spmd.records import Completion
 from grpo_spmd.rewards.trl import BrokenContractError
@@ -37,14 +39,22 @@ def _session(
     policy: Callable[[Call], str], **limits: int
 ) -> Iterator[tuple[dict[str, str], ConversationTree]]:
     """A session that is answered as the rank does it, but for the engine."""
-    most = {"max_turns": 10, "max_tokens": 2000, "max_model_len": 3000, "max_all_tokens": 10_000}
-    contexts = ConversationTree(CHAT, **most | limits)
+    wide = EpisodeLimits(
+        max_turns=10,
+        max_tokens=2000,
+        max_turn_tokens=2000,
+        max_model_len=3000,
+        max_all_tokens=10_000,
+    )
+    contexts = ConversationTree(CHAT, replace(wide, **limits))
 
     def answer(endpoint: Endpoint, call: Call) -> None:
         try:
-            wanted = contexts.begin(call.messages, call.tools, call.options.max_tokens)
+            wanted = contexts.begin(
+                call.request.messages, call.request.tools, call.request.options.max_tokens
+            )
         except ApiError as error:
-            endpoint.refuse(call, error.status, str(error), error.code)
+            endpoint.refuse(call, error)
             return
         ids = CHAT.sampled(policy(call))
         reason = "stop" if len(ids) <= wanted.max_tokens else "length"
@@ -74,7 +84,7 @@ async def _adds(task: dict[str, Any], base_url: str, api_key: str, model: str) -
 
 
 def _adding_policy(call: Call) -> str:
-    results = [message["content"] for message in call.messages if message["role"] == "tool"]
+    results = [message["content"] for message in call.request.messages if message["role"] == "tool"]
     return results[-1] if len(results) > 1 else '\n!add {"terms": [1, 2]}\n!add {"terms": [30, 1]}'
 
 
@@ -125,7 +135,7 @@ async def _asks_three_at_once(task: Any, base_url: str, api_key: str, model: str
 
 
 def test_requests_at_once_are_all_served_and_go_on_from_the_same_tokens() -> None:
-    with _session(lambda call: f"to {call.messages[-1]['content']}") as (opened, contexts):
+    with _session(lambda call: f"to {call.request.messages[-1]['content']}") as (opened, contexts):
         assert AgentDriver(_asks_three_at_once).begin({}, opened) == {"rewards": {"agent": 3.0}}
     found = contexts.record()
     plan = [257, *b"plan", 260, 258, *CHAT.sampled("to plan")]

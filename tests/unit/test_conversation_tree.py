@@ -6,6 +6,7 @@ import copy
 import itertools
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from grpo_spmd.demo.tools import make_tokenizer
 from grpo_spmd.episodes.chat_format import ChatFormat
 from grpo_spmd.episodes.conversation_tree import ConversationTree, SessionRecord, TurnAnswer
+from grpo_spmd.episodes.open_episode import EpisodeLimits
 from grpo_spmd.episodes.openai_api import ApiError, completion_body, read_request
 from grpo_spmd.learn.contexts import broken_rule
 from grpo_spmd.observe.rollout_record import episode_fields, read_episode
@@ -24,11 +26,14 @@ Messages = list[dict[str, Any]]
 
 
 def _contexts(chat: Bytes | None = None, **limits: int) -> ConversationTree:
-    return ConversationTree(
-        chat or Bytes(),
-        **{"max_turns": 50, "max_tokens": 10_000, "max_model_len": 20_000, "max_all_tokens": 10**6}
-        | limits,
+    wide = EpisodeLimits(
+        max_turns=50,
+        max_tokens=10_000,
+        max_turn_tokens=10_000,
+        max_model_len=20_000,
+        max_all_tokens=10**6,
     )
+    return ConversationTree(chat or Bytes(), replace(wide, **limits))
 
 
 def _completion(chat: Bytes, text: str, *, whole: bool = True, first: float = 0.0) -> Completion:
@@ -44,9 +49,7 @@ def _wired(messages: Messages, tools: list[Any] | None = None) -> Messages:
 
 def _returned(answer: TurnAnswer) -> dict[str, Any]:
     """The message as a client has it."""
-    body = json.loads(
-        completion_body("x", 0, "policy", answer.message, answer.finish_reason, answer.usage)
-    )
+    body = json.loads(completion_body("policy", answer.message, answer.finish_reason, answer.usage))
     message: dict[str, Any] = body["choices"][0]["message"]
     return message
 
@@ -453,9 +456,14 @@ def test_with_the_chat_format_of_a_tokenizer_nothing_sampled_is_made_anew(
     that no text gives."""
     tokenizer = make_tokenizer(tmp_path)
     chat = ChatFormat(tokenizer, history, [], has_user_turns=True, has_tool_results=True)
-    contexts = ConversationTree(
-        chat, max_turns=9, max_tokens=1000, max_model_len=2000, max_all_tokens=5000
+    limits = EpisodeLimits(
+        max_turns=9,
+        max_tokens=1000,
+        max_turn_tokens=1000,
+        max_model_len=2000,
+        max_all_tokens=5000,
     )
+    contexts = ConversationTree(chat, limits)
     tools = [
         {
             "type": "function",

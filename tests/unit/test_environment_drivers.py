@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.episodes.gym import GymDriver, step_of
+from grpo_spmd.episodes.gym import GymDriver, read_step
 from grpo_spmd.episodes.trl import TrlDriver
 from grpo_spmd.episodes.worker import load
 from grpo_spmd.rewards.named import Modules, load_named
@@ -139,7 +139,7 @@ def test_the_column_chooses_one_of_several_which_are_made_once() -> None:
 )
 def test_what_a_step_may_give(found: Any) -> None:
     expected = {"messages": [{"role": "user", "content": "seen"}], "reward": 0.5, "done": True}
-    assert step_of(found) == expected
+    assert read_step(found) == expected
 
 
 def test_an_async_gym_keeps_its_loop() -> None:

@@ -70,7 +70,7 @@ class Bench:
         if self.how == "no reward": raise ValueError("none")
         return float(open(self.log).read().count("say"))
 
-class RunningEpisode:
+class Talk:
     """Its row has what each step gives: [observation, reward, done]."""
 
     def reset(self, steps, log, **row):
@@ -186,7 +186,7 @@ def tools(file: Path, tokenizer: Any) -> Iterator[Bed]:
 
 @pytest.fixture(scope="module")
 def gym(file: Path, tokenizer: Any) -> Iterator[Bed]:
-    config = EnvironmentConfig(gym=f"{file}:RunningEpisode", num_workers=3)
+    config = EnvironmentConfig(gym=f"{file}:Talk", num_workers=3)
     with EnvironmentPool(config, (), file.with_suffix(".gym.log")) as pool:
         yield Bed(pool, tokenizer)
 
