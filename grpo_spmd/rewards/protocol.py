@@ -35,7 +35,7 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import RewardConfig
 from grpo_spmd.rewards.named import MARK, Modules, check_callable, given_function, load_named
 from grpo_spmd.rewards.sandbox.sandbox import SandboxError, check_isolation
-from grpo_spmd.rewards.trl import GIVEN, RewardError, callable_name, check_args, taken
+from grpo_spmd.rewards.trl import CALL_COLUMNS, RewardError, callable_name, check_args, taken
 from grpo_spmd.rewards.verifiers import SHIPPED, matches_format, run_tests
 
 
@@ -163,7 +163,7 @@ def _with_args(
         except (re.error, TypeError) as error:
             what = f"{args['pattern']!r} is not a regular expression"
             raise ConfigError(f"{where}.args.pattern: {what}: {error}") from None
-    needs = tuple(n for n in required if n not in (*args, *GIVEN, *trl))
+    needs = tuple(n for n in required if n not in (*args, *CALL_COLUMNS, *trl))
     if function is run_tests:
         _check_sandbox(args, where)
         needs = (args.get("tests_column", "tests"),)

@@ -1,7 +1,8 @@
-"""All rewards of a run behind one call: the reward functions, then an ordered list of scorers, merged once.
+"""All rewards of a run behind one call: the reward functions, then an ordered list of scorers,
+merged once.
 
-Reward functions run in the worker processes of pool/. Environments, judges and reward models are scorers: each gives
-further rewards for the completions that the functions have scored.
+Reward functions run in the worker processes of pool/. Environments, judges and reward models are
+scorers: each gives further rewards for the completions that the functions have scored.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ class Scorer(Protocol):
     def score(self, groups: Sequence[RolloutGroup], scored: ScoredRollouts) -> ScoredRollouts:
         """Returns `by_name`, `statuses`, `first_error` and `notes` of this scorer's rewards alone.
 
-        Each list has one entry a completion of `groups`. `scored` is what the functions gave. It may be collective:
-        every rank calls every scorer in the same order, also with no groups.
+        Each list has one entry a completion of `groups`. `scored` is what the functions gave. It
+        may be collective: every rank calls every scorer in the same order, also with no groups.
         """
 
 
@@ -75,7 +76,9 @@ def merge_scores(
 
 
 def merge_results(results: Sequence[ScoredRollouts]) -> ScoredRollouts:
-    """Returns the scores of several scorers for the same completions as one, without texts and sums."""
+    """Returns the scores of several scorers for the same completions as one, without texts and
+    sums.
+    """
     merged = ScoredRollouts()
     for result in results:
         merged.by_name |= result.by_name
@@ -104,8 +107,8 @@ def sum_rewards(
 def weighted_sum(parts: Sequence[tuple[float, float | None]]) -> float | None:
     """Returns the sum of (weight, reward) over the rewards that apply.
 
-    None where no reward applies or one is NaN. If all weights are 0 (rewards that are only watched, next to a
-    teacher), it is the plain sum.
+    None where no reward applies or one is NaN. If all weights are 0 (rewards that are only watched,
+    next to a teacher), it is the plain sum.
     """
     if not any(weight for weight, _ in parts):
         parts = [(1.0, value) for _, value in parts]
@@ -122,7 +125,8 @@ def has_turns(completion: Completion) -> bool:
 def _score_played(
     score: Score, groups: Sequence[RolloutGroup], options: Mapping[str, Any]
 ) -> ScoredRollouts:
-    """Score all completions but episodes without a turn, which have nothing that a function could read.
+    """Score all completions but episodes without a turn, which have nothing that a function could
+    read.
 
     The others of such a group are scored as a smaller group.
     """

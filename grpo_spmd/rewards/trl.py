@@ -23,7 +23,7 @@ from typing import Any
 
 from grpo_spmd.config.errors import ConfigError
 
-GIVEN = ("prompts", "completions", "completion_ids")
+CALL_COLUMNS = ("prompts", "completions", "completion_ids")
 _IN_KWARGS = ("trainer_state", "log_metric", "log_extra")
 Counts = Mapping[str, Mapping[str, int]]  # by reward
 # Our own metrics of a reward.
@@ -203,7 +203,7 @@ def values_of(taken: Collection[str], state: TrainerState, log: CallLog) -> dict
 def check_args(where: str, shown: str, args: Iterable[str], options: Collection[str]) -> None:
     """Refuse what is no option of the function, also where it has **kwargs: a misspelt one would do nothing."""
     for name in args:
-        if name in (*GIVEN, *_IN_KWARGS, "environments"):
+        if name in (*CALL_COLUMNS, *_IN_KWARGS, "environments"):
             raise ConfigError(f"{where}.args: {name!r} is given by the trainer; take it out")
         if name not in options:
             close = difflib.get_close_matches(name, options, n=1)

@@ -1,11 +1,12 @@
-"""Finished completions on disk until their step is saved, so that a resumed run does not sample them again.
+"""Finished completions on disk until their step is saved, so that a resumed run does not sample
+them again.
 
     <run_dir>/rollout_buffer/step_000012/<sha256 of the file>.safetensors
 
-A completion is used again only for the same prompt, sample and sampling settings, and for weights that are bit-identical
-(`weights_id`): those of the step that was resumed from, and of later steps where training is deterministic, as on a
-CPU. A process that dies leaves a file complete or absent. A file that a crash of the machine tore does not match the
-hash in its name, and is ignored.
+A completion is used again only for the same prompt, sample and sampling settings, and for weights
+that are bit-identical (`weights_id`): those of the step that was resumed from, and of later steps
+where training is deterministic, as on a CPU. A process that dies leaves a file complete or absent.
+A file that a crash of the machine tore does not match the hash in its name, and is ignored.
 """
 
 from __future__ import annotations
@@ -95,7 +96,8 @@ class RolloutBuffer:
     ) -> dict[Slot, StoredCompletion]:
         """Returns the completions of these weights that need not be sampled.
 
-        Collective on the first call of a step. Equal on all ranks, since it decides who samples what.
+        Collective on the first call of a step. Equal on all ranks, since it decides who samples
+        what.
         """
         if step != self._step:
             self._begin_step(step, weights_id)
@@ -119,7 +121,8 @@ class RolloutBuffer:
         self._open_files = {}
         if step not in self._steps_on_disk:
             return
-        # Each rank reads some of the files. A file that it does not see yet on a shared disk is merely not used.
+        # Each rank reads some of the files. A file that it does not see yet on a shared disk is
+        # merely not used.
         by_rank: list[list[Any]] = on_rank0(list, self._read_local_files())
         for entries in by_rank:
             self._stored |= {tuple(key): StoredCompletion(*entry) for key, entry in entries}
@@ -147,7 +150,9 @@ class RolloutBuffer:
         return self._open_files[name]
 
     def keep(self, prompt: Prompt, sample: int, completion: Completion) -> None:
-        """Keep a completion of the step of the last `find`; written within a minute, if generation goes on."""
+        """Keep a completion of the step of the last `find`; written within a minute, if generation
+        goes on.
+        """
         self._pending.append((prompt, sample, completion))
         if time.monotonic() - self._last_write > _WRITE_EVERY_S:
             self.write()
@@ -179,7 +184,8 @@ class RolloutBuffer:
     def _pack(self, sampled: Sequence[Sampled]) -> dict[str, Array]:
         """Returns the arrays of a file: the tokens of one completion after the other.
 
-        `rows` has a row a completion (position, sample, number of tokens, finish reason), `prompts` its prompt's digest.
+        `rows` has a row a completion (position, sample, number of tokens, finish reason), `prompts`
+        its prompt's digest.
         """
         token_ids = array("i")
         logprobs = array("d")
@@ -231,7 +237,8 @@ class RolloutBuffer:
             with safe_open(path, "np") as file:
                 if file.metadata() != self._metadata():
                     _log.info(
-                        "step %d: %s was sampled from other weights or with other settings, and is not used",
+                        "step %d: %s was sampled from other weights or with other settings, "
+                        "and is not used",
                         self._step,
                         path.name,
                     )
@@ -252,7 +259,10 @@ class RolloutBuffer:
         return entries
 
     def _check(self, arrays: Mapping[str, Array]) -> None:
-        """Raises UntrustedError for arrays that `_pack` does not write: anybody can make a file with a fitting name."""
+        """Raises UntrustedError for arrays that `_pack` does not write:
+
+        anybody can make a file with a fitting name.
+        """
         rows = arrays["rows"]
         num_rows = len(rows)
         num_tokens = len(arrays["token_ids"])
@@ -283,7 +293,10 @@ def steps_on_disk(run_dir: str | Path) -> list[int]:
 
 
 def delete_until(run_dir: str | Path, step: int) -> None:
-    """On one rank: delete what is kept of steps up to `step`, once its checkpoint is complete. Errors only warn."""
+    """On one rank:
+
+    delete what is kept of steps up to `step`, once its checkpoint is complete. Errors only warn.
+    """
 
     def warn(_: object, path: str, error: Any) -> None:
         _log.warning("%s could not be removed: %s", path, error[1])
@@ -328,7 +341,10 @@ class EpisodeBuffer(RolloutBuffer):
         environment: EnvironmentConfig,
         rewards: Sequence[RewardConfig],
     ) -> None:
-        """Collective. `rewards`: those that look at environments, whose values are part of an episode."""
+        """Collective.
+
+        `rewards`: those that look at environments, whose values are part of an episode.
+        """
         super().__init__(run_dir, seed, model, rollout, session)
         self._sampling_id = _json_digest([self._sampling_id, environment_id(environment, rewards)])
 
@@ -344,7 +360,7 @@ class EpisodeBuffer(RolloutBuffer):
         return dataclasses.replace(completion, episode=episode)
 
     def keep(self, prompt: Prompt, sample: int, completion: Completion) -> None:
-        """Keep an episode if it can be read back; any other is sampled again when the run resumes."""
+        """Keep an episode if it can be read back; any other is sampled again after a resume."""
         if encode_episode(completion) is not None:
             super().keep(prompt, sample, completion)
 
@@ -380,7 +396,8 @@ def environment_id(
 ) -> list[Any]:
     """Returns what the config says of episodes and of `rewards`, which look at environments.
 
-    It holds the SHA-256 of each file that they name. What these files import or read is not looked at.
+    It holds the SHA-256 of each file that they name. What these files import or read is not looked
+    at.
     """
     settings = config_to_dict(environment)
     episode_settings = {name: settings[name] for name in _EPISODE_SETTINGS}
@@ -410,8 +427,8 @@ def _file_digest(path: str) -> str:
 def encode_episode(completion: Completion) -> bytes | None:
     """Returns JSON that `decode_episode` reads back as the same episode.
 
-    None for an episode that is not kept: its environment failed, or its messages are not JSON (NaN, nested without
-    end), so that it would come back as another.
+    None for an episode that is not kept: its environment failed, or its messages are not JSON (NaN,
+    nested without end), so that it would come back as another.
     """
     assert completion.episode is not None
     if completion.episode.status in FAILED_STATUSES:

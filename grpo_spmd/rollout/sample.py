@@ -1,8 +1,8 @@
 """Samples G completions for each prompt of a step.
 
-It decides the random seeds, which rank scores which group, and what need not be sampled again after a restart. Slow
-rewards are called while other groups are still sampled (EarlyScoring), the longest groups are begun first
-(ExpectedLengths), and tail batching ends a step early (TailBatching).
+It decides the random seeds, which rank scores which group, and what need not be sampled again after
+a restart. Slow rewards are called while other groups are still sampled (EarlyScoring), the longest
+groups are begun first (ExpectedLengths), and tail batching ends a step early (TailBatching).
 """
 
 from __future__ import annotations
@@ -47,17 +47,20 @@ class Sampler:
     environments: Environments | None = None
     """With it a completion is an episode; the first rank of an engine has its episodes."""
     early: EarlyScoring | None = None
-    """With it slow rewards are called for a group as soon as it is complete, but not for episodes."""
+    """With it slow rewards are called for a group as soon as it is complete, but not for episodes.
+    """
 
     def sample(
         self, prompts: Sequence[Prompt], step: int, weights_id: str
     ) -> tuple[list[RolloutGroup], float]:
-        """Collective. Returns the groups that this rank scores, in the order of slots, and the seconds of generation.
+        """Collective. Returns the groups that this rank scores, in the order of slots, and the
+        seconds of generation.
 
-        Prompts, equal on all ranks, go to engines by `rollout.schedule`, the groups of one engine to its ranks in
-        turn: each group is on exactly one rank, and a rank may have none. `step` decides the random numbers,
-        `weights_id` names the weights that the engine holds (SyncStats). A generation that is aborted keeps what was
-        finished; its groups are not complete, and `Preemption.guard` ends the step.
+        Prompts, equal on all ranks, go to engines by `rollout.schedule`, the groups of one engine
+        to its ranks in turn: each group is on exactly one rank, and a rank may have none. `step`
+        decides the random numbers, `weights_id` names the weights that the engine holds
+        (SyncStats). A generation that is aborted keeps what was finished; its groups are not
+        complete, and `Preemption.guard` ends the step.
         """
         stored: dict[Slot, StoredCompletion] = {}
         if self.buffer is not None:
@@ -90,7 +93,10 @@ class Sampler:
     def _generate(
         self, sampling: _Round, step: int, expected: Sequence[float] | None
     ) -> dict[int, list[list[Completion]]]:
-        """Collective. Returns by job the conversations of this engine; a completion is a conversation of one turn."""
+        """Collective.
+
+        Returns by job the conversations of this engine; a completion is a conversation of one turn.
+        """
         if self.environments is not None:
             return self.environments.generate(
                 self.engine,
@@ -112,8 +118,8 @@ class Sampler:
 class _Round:
     """One call of `Sampler.sample`: the missing samples, and the groups as they get complete.
 
-    A job is a slot with samples to generate. The ranks of an engine take turns with its groups as these get complete,
-    which they do in the same order on all of them.
+    A job is a slot with samples to generate. The ranks of an engine take turns with its groups as
+    these get complete, which they do in the same order on all of them.
     """
 
     def __init__(
@@ -136,7 +142,8 @@ class _Round:
         }
         self.jobs = [slot for slot, samples in self.missing.items() if samples]
         self.sizes = [len(self.missing[slot]) for slot in self.jobs]
-        # Ranks of an engine share its groups, but episodes are its first rank's, which has their environments.
+        # Ranks of an engine share its groups, but episodes are its first rank's, which has their
+        # environments.
         self._num_sharing = engine.tp_size if sampler.environments is None else 1
         self._tp_rank = engine.tp_rank
         self.rank = engine.engine_rank * self._num_sharing + engine.tp_rank
@@ -149,7 +156,9 @@ class _Round:
         self._begun: dict[int, RolloutGroup] = {}  # of jobs whose scoring has begun
 
     def stored_lengths(self) -> dict[int, list[int]]:
-        """Returns by slot the tokens of the completions that are there already, for slots that miss others."""
+        """Returns by slot the tokens of the completions that are there already, for slots that miss
+        others.
+        """
         return {
             slot: [
                 self._stored[slot, sample].num_tokens
@@ -194,7 +203,9 @@ class _Round:
     def groups(
         self, conversations: Mapping[int, Sequence[Sequence[Completion]]], slots: set[int]
     ) -> list[RolloutGroup]:
-        """Returns the groups of this rank, in the order of slots; `slots` are those that the step is made of."""
+        """Returns the groups of this rank, in the order of slots; `slots` are those that the step
+        is made of.
+        """
         groups: dict[int, RolloutGroup] = {}
         complete = [slot for slot, samples in self.missing.items() if not samples and slot in slots]
         if self._tp_rank < self._num_sharing:
@@ -227,9 +238,9 @@ class _Round:
 class EarlyScoring:
     """Calls slow rewards for a group as soon as it is complete, while others are still sampled.
 
-    Their processes work next to the engine, which is held up for a group's decoding and for microseconds between two
-    steps. What comes of a group does not depend on when it is scored. Evaluations and episodes are scored after the
-    engine has finished.
+    Their processes work next to the engine, which is held up for a group's decoding and for
+    microseconds between two steps. What comes of a group does not depend on when it is scored.
+    Evaluations and episodes are scored after the engine has finished.
     """
 
     def __init__(self, rewards: RewardPool, tokenizer: Any) -> None:
@@ -253,22 +264,24 @@ class EarlyScoring:
 class ExpectedLengths:
     """How long completions may become, so that the longest are begun first. No token depends on it.
 
-    The estimate is what a prompt's completions took when it was last sampled in this launch, an epoch ago. Rank 0
-    keeps 4 bytes a row of the data. A resumed run begins with none, which costs time and changes nothing else.
+    The estimate is what a prompt's completions took when it was last sampled in this launch, an
+    epoch ago. Rank 0 keeps 4 bytes a row of the data. A resumed run begins with none, which costs
+    time and changes nothing else.
     """
 
     def __init__(self) -> None:
         self._means = array("f")  # tokens by row; NaN: not sampled yet
         self._recent_mean = 0.0  # of the groups recorded in the previous round
-        # What rank 0 is told next: this rank's groups as (row, mean, maximum of tokens), and dropped rows.
+        # What rank 0 is told next: this rank's groups as (row, mean, maximum of tokens), and
+        # dropped rows.
         self._sampled: list[tuple[int, float, int]] = []
         self._dropped: list[int] = []
 
     def record(self, groups: Sequence[RolloutGroup], dropped: Sequence[Prompt] = ()) -> None:
         """Note the groups that this rank sampled; rank 0 learns them with the next `estimate`.
 
-        `dropped`: prompts whose groups ran next to those of all ranks and were not done, so that they may be no
-        shorter than the longest.
+        `dropped`: prompts whose groups ran next to those of all ranks and were not done, so that
+        they may be no shorter than the longest.
         """
         for group in groups:
             lengths = [len(completion.token_ids) for completion in group.completions]
@@ -279,11 +292,13 @@ class ExpectedLengths:
     def estimate(
         self, prompts: Sequence[Prompt], stored: Mapping[int, Sequence[int]]
     ) -> list[float]:
-        """Collective. Returns the tokens that a completion of each prompt may have, equal on all ranks.
+        """Collective. Returns the tokens that a completion of each prompt may have, equal on all
+        ranks.
 
-        It is as many as last time, else the mean of the prompts before it. `stored`, equal on all ranks: by index in
-        `prompts`, the tokens of completions that are there already. What is missing ran next to them and was not done,
-        so that it may be no shorter than the longest of them.
+        It is as many as last time, else the mean of the prompts before it. `stored`, equal on all
+        ranks: by index in `prompts`, the tokens of completions that are there already. What is
+        missing ran next to them and was not done, so that it may be no shorter than the longest of
+        them.
         """
         report = (self._sampled, self._dropped)
         self._sampled = []
@@ -316,8 +331,9 @@ class ExpectedLengths:
 class TailRace:
     """One short round of tail batching, as this rank's engine sees it.
 
-    Engines count complete groups in the run's key-value store. The number to which a group brings the count is its
-    rank in the order of completion, so that all know the order and nobody waits to learn it.
+    Engines count complete groups in the run's key-value store. The number to which a group brings
+    the count is its rank in the order of completion, so that all know the order and nobody waits to
+    learn it.
     """
 
     def __init__(
@@ -328,10 +344,11 @@ class TailRace:
         stored_lengths: Sequence[tuple[int, int]],
         is_first: bool,
     ) -> None:
-        """`counter`: its key in the store. `missing`: the samples to generate by slot; slots without any come first.
+        """`counter`: its key in the store. `missing`: the samples to generate by slot; slots
+        without any come first.
 
-        `stored_lengths`: (slot, tokens) of completions that need not be sampled. `is_first`: this rank speaks for its
-        engine.
+        `stored_lengths`: (slot, tokens) of completions that need not be sampled. `is_first`: this
+        rank speaks for its engine.
         """
         self._counter = counter
         self._complete = [slot for slot, samples in missing.items() if not samples][:num_wanted]
@@ -345,7 +362,10 @@ class TailRace:
         self._dropped: list[int] = []  # tokens of what was begun and not finished
 
     def finish(self, job: int, num_tokens: int) -> bool:
-        """Take a completion of `job`. Returns True if its group is now complete and certainly in the step."""
+        """Take a completion of `job`.
+
+        Returns True if its group is now complete and certainly in the step.
+        """
         self._num_unfinished[job] -= 1
         if not self._is_first:
             return False
@@ -390,9 +410,11 @@ class TailRace:
 
 
 class TailBatching:
-    """Fills a step with the groups that are complete first; the prompts of the others wait for a step of their own.
+    """Fills a step with the groups that are complete first; the prompts of the others wait for a
+    step of their own.
 
-    It stays on-policy: what was dropped is sampled again, by the policy of the step that trains on it.
+    It stays on-policy: what was dropped is sampled again, by the policy of the step that trains on
+    it.
     """
 
     def __init__(self, stream: TailStream, num_prompts: int) -> None:
@@ -407,7 +429,10 @@ class TailBatching:
         stored_lengths: Sequence[tuple[int, int]],
         is_first: bool,
     ) -> TailRace | None:
-        """Returns the race of a round, None if it has no more prompts than the step needs. See TailRace."""
+        """Returns the race of a round, None if it has no more prompts than the step needs.
+
+        See TailRace.
+        """
         if len(missing) <= self._num_prompts:
             return None
         self._num_races += 1
@@ -421,7 +446,10 @@ class TailBatching:
         )
 
     def settle(self, race: TailRace, prompts: Sequence[Prompt]) -> set[int]:
-        """Collective. Returns the slots that the step is made of; the prompts of the others wait."""
+        """Collective.
+
+        Returns the slots that the step is made of; the prompts of the others wait.
+        """
         chosen, metrics = on_rank0(race.decide, race.report())
         slots = set(chosen)
         waiting = [prompt for slot, prompt in enumerate(prompts) if slot not in slots]
@@ -432,7 +460,10 @@ class TailBatching:
 def open_tail(
     fresh: PromptStream, num_rows: int, rollout: RolloutConfig, waiting: Sequence[int]
 ) -> tuple[TailStream, TailBatching]:
-    """Returns the stream and the batching of a run that resumes with `waiting` prompts. Raises ConfigError."""
+    """Returns the stream and the batching of a run that resumes with `waiting` prompts.
+
+    Raises ConfigError.
+    """
     check_enough_to_launch(num_rows, rollout)
     stream = TailStream(fresh, num_rows, rollout.num_launched_prompts, waiting)
     return stream, TailBatching(stream, rollout.num_prompts_per_step)

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -19,12 +20,11 @@ from grpo_spmd.checks.inputs import check_inputs
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config, load_config_with_sources
 from grpo_spmd.config.schema import RewardConfig
-from grpo_spmd.distributed.packed import pack
 from grpo_spmd.model.reward_model_files import read_reward_model
 from grpo_spmd.records import ScoredRollouts
 from grpo_spmd.rewards.protocol import load_rewards
 from grpo_spmd.rewards.scorers import Scorers
-from grpo_spmd.rollout.reward_models import RewardModels, _deal
+from grpo_spmd.rollout.reward_models import RewardModels, _Share, _share_out
 from tests.support.models import make_model, make_reward_model, write_config
 
 Change = Callable[[Path], None]
@@ -372,16 +372,17 @@ def test_texts_are_dealt_alike_whichever_rank_has_them() -> None:
     def rows(parts: list[list[int]]) -> list[list[set[int]]]:
         """The keys of each row of each rank."""
         packed = [
-            pack(len(p), (np.array(p, np.int64), np.array([lengths[k] for k in p], np.int64)))
-            for p in parts
+            msgspec.msgpack.encode((part, [lengths[key] for key in part])) for part in parts
         ]
-        shares = [json.loads(share) for share in _deal(packed, 40)]
+        shares = [
+            msgspec.msgpack.decode(share, type=_Share) for share in _share_out(packed, 40)
+        ]
         sent = [
-            [[parts[source][n] for n in to] for to in share["give"]]
+            [[parts[source][n] for n in to] for to in share.send]
             for source, share in enumerate(shares)
         ]
         return [
-            [{sent[source][target][n] for source, n in row} for row in share["rows"]]
+            [{sent[source][target][n] for source, n in row} for row in share.rows]
             for target, share in enumerate(shares)
         ]
 

@@ -78,7 +78,7 @@ class _Asks:
         if self._client is None:
             headers = headers_of(self._config.headers_env, self._where)
             self._client = JsonClient(str(self._config.url), headers)
-        said = [text_of(completion) for completion in completions]
+        said = [assistant_text(completion) for completion in completions]
         answer = self._client.ask({**self._config.args, **self._form.body(prompts, said, columns)})
         try:
             return self._form.scores(answer, len(said))
@@ -86,7 +86,7 @@ class _Asks:
             raise self._client.malformed(error) from None
 
 
-def text_of(completion: Any) -> Any:
+def assistant_text(completion: Any) -> Any:
     """What the assistant said to a chat, which is a list of one message; anything else as it is, calls of tools too."""
     if isinstance(completion, list) and len(completion) == 1 and isinstance(completion[0], dict):
         return (

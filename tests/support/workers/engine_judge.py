@@ -160,14 +160,14 @@ def _replaced(owner: Any, name: str, new: Any) -> Callable[[], None]:
 
 def _another_completion() -> Callable[[], None]:
     """The judge sees what was said before."""
-    real, last = EngineJudge._ids, ["7"]
+    real, last = EngineJudge._encode, ["7"]
 
     def other(self: EngineJudge, given: Any) -> list[int]:
         shown = {**given, "completions": last[0]}
         last[0] = given["completions"]
         return real(self, shown)
 
-    return _replaced(EngineJudge, "_ids", other)
+    return _replaced(EngineJudge, "_encode", other)
 
 
 def _not_greedy() -> Callable[[], None]:
@@ -178,13 +178,13 @@ def _not_greedy() -> Callable[[], None]:
 
 
 def _no_template() -> Callable[[], None]:
-    real = EngineJudge._ids
-    return _replaced(EngineJudge, "_ids", lambda self, given: real(self, given)[1:-2])
+    real = EngineJudge._encode
+    return _replaced(EngineJudge, "_encode", lambda self, given: real(self, given)[1:-2])
 
 
 def _no_generation_prompt() -> Callable[[], None]:
-    real = EngineJudge._ids
-    return _replaced(EngineJudge, "_ids", lambda self, given: real(self, given)[:-1])
+    real = EngineJudge._encode
+    return _replaced(EngineJudge, "_encode", lambda self, given: real(self, given)[:-1])
 
 
 def _cut_off_counts() -> Callable[[], None]:
@@ -197,14 +197,14 @@ def _cut_off_counts() -> Callable[[], None]:
 
 
 def _replies_swapped() -> Callable[[], None]:
-    real = EngineJudges._replies
+    real = EngineJudges._generate_replies
 
     def swapped(self: EngineJudges, *of: Any) -> Any:
         replies = real(self, *of)
         keys = [*replies]
         return dict(zip(keys, [replies[key] for key in keys[1:] + keys[:1]], strict=True))
 
-    return _replaced(EngineJudges, "_replies", swapped)
+    return _replaced(EngineJudges, "_generate_replies", swapped)
 
 
 def _special_tokens() -> Callable[[], None]:

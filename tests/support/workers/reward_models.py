@@ -120,12 +120,12 @@ def _said(
 
 def _generation_prompt() -> tuple[str, Callable[[], None]]:
     """The text ends with an opened turn of the assistant."""
-    real = RewardTexts._ids
+    real = RewardTexts._encode
 
     def opened(self: RewardTexts, *of: Any) -> list[int]:
         return [*real(self, *of), *self.tokenizer("<|assistant|>")["input_ids"]]
 
-    return "chat", _replaced(RewardTexts, "_ids", opened)
+    return "chat", _replaced(RewardTexts, "_encode", opened)
 
 
 def _own_template_kept() -> tuple[str, Callable[[], None]]:
@@ -177,7 +177,7 @@ def _too_long_scored() -> tuple[str, Callable[[], None]]:
     real = RewardTexts.ids_of
 
     def cut(self: RewardTexts, *of: Any) -> list[int] | None:
-        return real(self, *of) or self._ids(*of)[-5:]
+        return real(self, *of) or self._encode(*of)[-5:]
 
     return "too long", _replaced(RewardTexts, "ids_of", cut)
 
