@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from grpo_spmd.config.load import load_config
-from grpo_spmd.tools.checkup.devices import look_at_config, look_at_plan
-from grpo_spmd.tools.checkup.results import Place
+from grpo_spmd.tools.checkup.devices import check_config, check_plan
+from grpo_spmd.tools.checkup.results import Target
 from tests.support.models import make_model, write_config
 from tests.support.processes import ROOT, Job, run_command, torchrun
 from tests.support.terminal import TerminalJob
@@ -198,14 +198,14 @@ def test_ranks_of_srun_speak_once(tmp_path: Path) -> None:
 
 # Comes, and goes to sleep when the others reduce.
 SLEEPER = """import sys, time
-from grpo_spmd.tools.checkup.exchange import Exchange, launched
+from grpo_spmd.tools.checkup.exchange import Exchange
 from grpo_spmd.tools.checkup.reduce import open_store
 from grpo_spmd.distributed.machine import host_identity
 from torch.distributed import PrefixStore
 import os
 store = open_store(os.environ, 60.0, serves=False)
 exchange = Exchange(PrefixStore("checkup//0", store), 1, 2)
-exchange.post("found", {"host": "h", "node": host_identity(), "local_rank": 1, "lines": []})
+exchange.post("found", {"host": "h", "node": host_identity(), "lines": []})
 time.sleep(600)
 """
 
@@ -236,7 +236,7 @@ def test_a_rank_without_the_others_says_so_itself(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("sees", [True, False])
 def test_two_hosts(tmp_path: Path, two_hosts: list[list[str]], sees: bool) -> None:
-    """Both see the run folder, or one has a disk of its own at its place."""
+    """Both see the run folder, or one has a disk of its own at its target."""
     (shared := tmp_path / "shared").mkdir()
     out, port, jobs = tmp_path / "lines.jsonl", free_port(), []
     command = [
@@ -284,23 +284,27 @@ def test_what_check_and_planner_say_are_lines(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", "qwen3", tied=False)
     config = write_config(tmp_path, model, rollout={"num_prompts_per_step": 8})
     rows = "".join(H100.format(i, "580.95", 4) for i in range(8))
-    smi_place = with_smi(tmp_path, smi(rows, STATE.format(0, "Disabled") * 8), 8)
-    environ = {**os.environ, **smi_place.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    smi_target = with_smi(tmp_path, smi(rows, STATE.format(0, "Disabled") * 8), 8)
+    environ = {**os.environ, **smi_target.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
 
-    def place(*words: str) -> Place:
+    def target(*words: str) -> Target:
         told = ["--config", str(config), *words]
         return replace(
-            smi_place, num_ranks=8, environ=environ, config=load_config(config, words), words=told
+            smi_target,
+            num_ranks=8,
+            environ=environ,
+            config=load_config(config, words),
+            arguments=told,
         )
 
-    (plan,) = look_at_plan(place("rollout.gpu_memory_utilization=0.99"))
+    (plan,) = check_plan(target("rollout.gpu_memory_utilization=0.99"))
     assert plan.level == "bad"
-    assert plan.found.startswith("does not fit: margin -")
-    assert "H100-80GB, 8 ranks" in plan.found
-    (check,) = look_at_config(place())
+    assert plan.finding.startswith("does not fit: margin -")
+    assert "H100-80GB, 8 ranks" in plan.finding
+    (check,) = check_config(target())
     assert check.level == "ok", check
-    (check,) = look_at_config(place("data.train=none.jsonl"))
-    assert (check.level, "none.jsonl" in check.found) == ("bad", True)
+    (check,) = check_config(target("data.train=none.jsonl"))
+    assert (check.level, "none.jsonl" in check.finding) == ("bad", True)
 
 
 def test_a_checkup_that_is_ended_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -322,9 +326,9 @@ def test_a_checkup_that_is_ended_leaves_nothing_behind(tmp_path: Path) -> None:
 
 def test_a_terminal_of_80_columns_shows_colours_and_no_longer_line(tmp_path: Path) -> None:
     only = ["--only", "versions,memory", "--ranks", "4096"]  # more than any machine has cores
-    code, lines = TerminalJob([*CHECKUP, *only], tmp_path).wait(120)
+    code, lines = TerminalJob(["/usr/bin/env", "TERM=xterm", *CHECKUP, *only], tmp_path).wait(120)
     plain = [re.sub(r"\x1b\[[\d;]*m", "", line) for line in lines]
     assert code == 2
     assert max(map(len, plain)) <= 80
     assert plain != lines
-    assert any(line.startswith("  \x1b[31;1mbad    \x1b[0m  /dev/shm") for line in lines), lines
+    assert any(line.startswith("  \x1b[1;31mbad    \x1b[0m  /dev/shm") for line in lines), lines

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import resource
 import socket
 import threading
 import time
@@ -17,9 +18,8 @@ import pytest
 from grpo_spmd.checks.model_folder import version_of
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config
-from grpo_spmd.tools.checkup import devices, disk, memory, network, versions
-from grpo_spmd.tools.checkup.page import Page
-from grpo_spmd.tools.checkup.results import Check, Place, Result, run_check
+from grpo_spmd.tools.checkup import devices, disk, file_trial, memory, network, versions
+from grpo_spmd.tools.checkup.results import Check, Page, Result, Target, run_check
 from tests.support.fake_hub import serve
 
 GIB = 1 << 30
@@ -52,14 +52,14 @@ def only(results: Iterable[Result]) -> Result:
 
 
 def test_a_check_that_raises_is_a_line_after_what_it_had_found() -> None:
-    def look(_: Place) -> Iterator[Result]:
+    def look(_: Target) -> Iterator[Result]:
         yield Result("first", "ok", "found")
         raise OSError("the disk\nis gone")
 
-    first, last = run_check(Check("planted", "memory", look), Place())
-    assert first.found == "found"
+    first, last = run_check(Check("planted", "memory", look), Target())
+    assert first.finding == "found"
     assert (last.name, last.level) == ("planted", "warning")
-    assert last.found == "could not be looked at: OSError: the disk is gone"
+    assert last.finding == "could not be looked at: OSError: the disk is gone"
 
 
 def test_a_check_that_hangs_is_a_line_at_its_deadline(tmp_path: Path) -> None:
@@ -67,9 +67,12 @@ def test_a_check_that_hangs_is_a_line_at_its_deadline(tmp_path: Path) -> None:
     (tmp_path / "proc").mkdir()
     os.mkfifo(tmp_path / "proc/meminfo")
     line = only(
-        run_check(Check("memory", "memory", memory.look_at_memory, 0.3), Place(root=tmp_path))
+        run_check(Check("memory", "memory", memory.check_memory, 0.3), Target(root=tmp_path))
     )
-    assert (line.level, line.found) == ("warning", "could not be looked at: no answer within 0.3 s")
+    assert (line.level, line.finding) == (
+        "warning",
+        "could not be looked at: no answer within 0.3 s",
+    )
     with open(tmp_path / "proc/meminfo", "w") as release:  # the thread of this test's process
         release.write("")
 
@@ -78,9 +81,9 @@ def test_a_program_that_hangs_is_a_line_at_its_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(devices, "_SMI_S", 1.0)
-    place = with_smi(tmp_path, f"echo $$ >{tmp_path}/pid; exec sleep 100")
-    line = only(run_check(Check("GPUs", "devices", devices.look_at_gpus, 50.0), place))
-    assert line.found.startswith("could not be looked at: no answer")
+    target = with_smi(tmp_path, f"echo $$ >{tmp_path}/pid; exec sleep 100")
+    line = only(run_check(Check("GPUs", "devices", devices.check_gpus, 50.0), target))
+    assert line.finding.startswith("could not be looked at: no answer")
     with pytest.raises(ProcessLookupError):  # it was ended
         os.kill(int((tmp_path / "pid").read_text()), 0)
 
@@ -97,18 +100,18 @@ MEMINFO = "MemTotal: 67108864 kB\nMemAvailable: 33554432 kB\nSwapTotal: 8388608 
 
 
 def test_memory_is_held_against_the_ranks(tmp_path: Path) -> None:
-    place = Place(root=plant(tmp_path, proc__meminfo=MEMINFO), local_ranks=8)
-    assert only(memory.look_at_memory(place)).level == "ok"  # 4 GiB a rank
-    assert only(memory.look_at_memory(replace(place, num_gpus=8))).level == "ok"
-    assert only(memory.look_at_memory(replace(place, local_ranks=16))).level == "ok"  # 2
+    target = Target(root=plant(tmp_path, proc__meminfo=MEMINFO), local_ranks=8)
+    assert only(memory.check_memory(target)).level == "ok"  # 4 GiB a rank
+    assert only(memory.check_memory(replace(target, num_gpus=8))).level == "ok"
+    assert only(memory.check_memory(replace(target, local_ranks=16))).level == "ok"  # 2
     assert (
-        only(memory.look_at_memory(replace(place, local_ranks=16, num_gpus=16))).level == "warning"
+        only(memory.check_memory(replace(target, local_ranks=16, num_gpus=16))).level == "warning"
     )
-    assert only(memory.look_at_memory(replace(place, local_ranks=24))).level == "warning"  # 1.3
-    line = only(memory.look_at_memory(replace(place, local_ranks=40)))  # 0.8
-    assert (line.level, line.found) == ("bad", "32 GiB free of 64 GiB, for 40 ranks")
-    strict = replace(place, root=plant(tmp_path, proc__sys__vm__overcommit_memory="2\n"))
-    assert levels(memory.look_at_memory(strict)) == {"memory": "ok", "overcommit": "warning"}
+    assert only(memory.check_memory(replace(target, local_ranks=24))).level == "warning"  # 1.3
+    line = only(memory.check_memory(replace(target, local_ranks=40)))  # 0.8
+    assert (line.level, line.finding) == ("bad", "32 GiB free of 64 GiB, for 40 ranks")
+    strict = replace(target, root=plant(tmp_path, proc__sys__vm__overcommit_memory="2\n"))
+    assert levels(memory.check_memory(strict)) == {"memory": "ok", "overcommit": "warning"}
 
 
 def test_memory_is_held_against_what_the_config_needs(tmp_path: Path) -> None:
@@ -127,10 +130,10 @@ def test_memory_is_held_against_what_the_config_needs(tmp_path: Path) -> None:
         f"run_dir: {tmp_path}\nmodel: {{path: {folder}, dtype: float32}}\n"
         "data: {train: x.jsonl}\nrewards: [{name: countdown}]"
     )
-    place = Place(root=plant(tmp_path, proc__meminfo=MEMINFO), config=load_config(file))
-    line = only(memory.look_at_memory(place))
+    target = Target(root=plant(tmp_path, proc__meminfo=MEMINFO), config=load_config(file))
+    line = only(memory.check_memory(target))
     assert line.level == "bad"
-    assert "need about 228 GiB (each: the checkpoint's copy 85 GiB" in line.found
+    assert "need about 228 GiB (each: the checkpoint's copy 85 GiB" in line.finding
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -167,28 +170,28 @@ def test_the_cgroups_limit_counts_wherever_it_stands_above(tmp_path: Path, versi
             (at := base / kind / "slurm" / folder).mkdir(parents=True)
             for name, text in files.items():
                 (at / name).write_text(text + "\n")
-    place = Place(root=tmp_path, local_ranks=4, cores=64, environ={"OMP_NUM_THREADS": "1"})
-    line = only(memory.look_at_memory(replace(place, num_gpus=4)))
-    assert (line.level, line.found.partition(",")[0]) == (
+    target = Target(root=tmp_path, local_ranks=4, cores=64, environ={"OMP_NUM_THREADS": "1"})
+    line = only(memory.check_memory(replace(target, num_gpus=4)))
+    assert (line.level, line.finding.partition(",")[0]) == (
         "warning",
         "6.0 GiB free of 16 GiB (the cgroup's limit)",
     )
-    assert memory.cpu_quota(place) == 4.0
-    assert only(memory.look_at_cores(place)).level == "ok"
-    assert only(memory.look_at_cores(replace(place, local_ranks=5))).level == "warning"
+    assert memory.cpu_quota(target) == 4.0
+    assert only(memory.check_threads(target)).level == "ok"
+    assert only(memory.check_threads(replace(target, local_ranks=5))).level == "warning"
     assert (
-        only(memory.look_at_cores(replace(place, environ={"OMP_NUM_THREADS": "2"}))).level == "bad"
+        only(memory.check_threads(replace(target, environ={"OMP_NUM_THREADS": "2"}))).level == "bad"
     )  # 4 x 2 on 4
 
 
 def test_swap_in_use_is_no_good_sign(tmp_path: Path) -> None:
-    place = Place(root=plant(tmp_path, proc__meminfo=MEMINFO))
-    assert only(memory.look_at_swap(place)).level == "ok"
+    target = Target(root=plant(tmp_path, proc__meminfo=MEMINFO))
+    assert only(memory.check_swap(target)).level == "ok"
     plant(tmp_path, proc__meminfo=MEMINFO.replace("SwapFree: 8388608", "SwapFree: 4194304"))
-    assert only(memory.look_at_swap(place)).found.startswith("4.0 GiB of 8.0 GiB in use")
-    assert only(memory.look_at_swap(place)).level == "warning"
+    assert only(memory.check_swap(target)).finding.startswith("4.0 GiB of 8.0 GiB in use")
+    assert only(memory.check_swap(target)).level == "warning"
     plant(tmp_path, proc__meminfo="MemTotal: 1 kB\nSwapTotal: 0 kB\n")
-    assert only(memory.look_at_swap(place)).found == "none"
+    assert only(memory.check_swap(target)).finding == "none"
 
 
 @pytest.mark.parametrize(
@@ -200,67 +203,66 @@ def test_threads_are_held_against_the_cores(
     cores: int, ranks: int, threads: str | None, level: str
 ) -> None:
     environ = {} if threads is None else {"OMP_NUM_THREADS": threads}
-    place = Place(root=Path("/nowhere"), cores=cores, local_ranks=ranks, environ=environ)
-    assert only(memory.look_at_cores(place)).level == level
+    target = Target(root=Path("/nowhere"), cores=cores, local_ranks=ranks, environ=environ)
+    assert only(memory.check_threads(target)).level == level
 
 
 def test_no_shared_memory_is_bad(tmp_path: Path) -> None:
-    assert only(memory.look_at_shm(Place(root=tmp_path))).level == "bad"
+    assert only(memory.check_shared_memory(Target(root=tmp_path))).level == "bad"
 
 
-LIMITS = """Limit                     Soft Limit           Hard Limit           Units
-Max file size             unlimited            unlimited            bytes
-Max core file size        0                    unlimited            bytes
-Max processes             96365                96365                processes
-Max open files            65536                1048576              files
-Max locked memory         unlimited            unlimited            bytes
-Max address space         unlimited            unlimited            bytes
-"""
+UNLIMITED = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+LIMITS = {
+    resource.RLIMIT_FSIZE: UNLIMITED,
+    resource.RLIMIT_CORE: (0, resource.RLIM_INFINITY),
+    resource.RLIMIT_NPROC: (96365, 96365),
+    resource.RLIMIT_NOFILE: (65536, 1048576),
+    resource.RLIMIT_MEMLOCK: UNLIMITED,
+    resource.RLIMIT_AS: UNLIMITED,
+}
+
+
+def set_limits(monkeypatch: pytest.MonkeyPatch, **soft: int) -> None:
+    """Limits of this process as planted, with these soft ones."""
+    changed = {
+        getattr(resource, f"RLIMIT_{name}"): (limit, resource.RLIM_INFINITY)
+        for name, limit in soft.items()
+    }
+    monkeypatch.setattr(resource, "getrlimit", (LIMITS | changed).__getitem__)
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "expected"),
+    ("soft", "expected"),
     [
-        ("", "", {"ulimit": "ok"}),
-        ("65536  ", "1024   ", {"ulimit -n": "warning"}),
-        ("65536  ", "64     ", {"ulimit -n": "bad"}),
-        ("96365                96365", "500                  500  ", {"ulimit -u": "warning"}),
-        (
-            "Max file size             unlimited",
-            "Max file size             1048576  ",
-            {"ulimit -f": "bad"},
-        ),
-        (
-            "Max address space         unlimited",
-            "Max address space         1048576  ",
-            {"ulimit -v": "warning"},
-        ),
-        (
-            "Max locked memory         unlimited",
-            "Max locked memory         8388608  ",
-            {"ulimit -l": "bad"},
-        ),
+        ({}, {"ulimit": "ok"}),
+        ({"NOFILE": 1024}, {"ulimit -n": "warning"}),
+        ({"NOFILE": 64}, {"ulimit -n": "bad"}),
+        ({"NPROC": 500}, {"ulimit -u": "warning"}),
+        ({"FSIZE": 1048576}, {"ulimit -f": "bad"}),
+        ({"AS": 1048576}, {"ulimit -v": "warning"}),
+        ({"MEMLOCK": 8388608}, {"ulimit -l": "bad"}),
     ],
 )
 def test_limits_that_are_too_low(
-    tmp_path: Path, before: str, after: str, expected: dict[str, str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, soft: dict[str, int], expected: dict[str, str]
 ) -> None:
-    assert before in LIMITS
-    plant(
-        tmp_path,
-        proc__self__limits=LIMITS.replace(before, after),
-        sys__class__infiniband__mlx5_0="",
-    )
-    assert levels(memory.look_at_limits(Place(root=tmp_path))) == expected
+    plant(tmp_path, sys__class__infiniband__mlx5_0="")
+    set_limits(monkeypatch, **soft)
+    assert levels(memory.check_limits(Target(root=tmp_path))) == expected
 
 
-def test_locked_memory_counts_where_there_is_infiniband(tmp_path: Path) -> None:
-    text = LIMITS.replace(
-        "Max locked memory         unlimited", "Max locked memory         8388608  "
-    )
-    assert levels(memory.look_at_limits(Place(root=plant(tmp_path, proc__self__limits=text)))) == {
-        "ulimit": "ok"
-    }
+def test_locked_memory_counts_where_there_is_infiniband(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_limits(monkeypatch, MEMLOCK=8388608)
+    line = only(memory.check_limits(Target(root=tmp_path)))
+    assert (line.level, "locked memory 8.0 MiB" in line.finding) == ("ok", True)
+
+
+def test_unlimited_is_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_limits(monkeypatch)
+    line = only(memory.check_limits(Target(root=tmp_path)))
+    assert line.finding == "open files 65,536, processes 96,365, locked memory unlimited"
 
 
 # Disk
@@ -268,7 +270,7 @@ def test_locked_memory_counts_where_there_is_infiniband(tmp_path: Path) -> None:
 
 def test_a_run_dir_is_tried_out_and_left_as_it_was(tmp_path: Path) -> None:
     before = sorted(tmp_path.iterdir())
-    results = [*disk.look_at_run_dir(Place(run_dir=tmp_path / "runs/new"))]
+    results = [*disk.check_run_folder(Target(run_dir=tmp_path / "runs/new"))]
     assert {"run_dir", "room", "files", "flock", "speed"} == levels(results).keys()
     assert {
         result.name: result.level for result in results if result.name in ("files", "flock")
@@ -281,18 +283,20 @@ def test_a_run_dir_is_tried_out_and_left_as_it_was(tmp_path: Path) -> None:
 
 def test_a_run_dir_that_is_a_file_is_bad(tmp_path: Path) -> None:
     (tmp_path / "runs").touch()
-    assert only(disk.look_at_run_dir(Place(run_dir=tmp_path / "runs"))).level == "bad"
-    assert only(disk.look_at_run_dir(Place(run_dir=tmp_path / "runs/demo"))).level == "bad"
+    assert only(disk.check_run_folder(Target(run_dir=tmp_path / "runs"))).level == "bad"
+    assert only(disk.check_run_folder(Target(run_dir=tmp_path / "runs/demo"))).level == "bad"
 
 
 def test_lost_lines_and_locks_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file system without O_APPEND and flock, played by processes that use neither."""
-    without = disk._APPEND.replace("os.O_WRONLY | os.O_APPEND", "os.O_WRONLY").replace(
-        "fcntl.flock(", "str("
+    source = Path(file_trial.__file__).read_text()
+    without = source.replace("os.O_WRONLY | os.O_APPEND", "os.O_WRONLY").replace(
+        "fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)", "pass"
     )
-    assert without.count("str(") == 1
-    monkeypatch.setattr(disk, "_APPEND", without.replace("fcntl.LOCK_EX | fcntl.LOCK_NB", "2"))
-    found = levels(disk._abilities(tmp_path))
+    assert (without.count("O_APPEND)"), without.count("flock(")) == (0, 0)
+    (tmp_path / "trial.py").write_text(without)
+    monkeypatch.setattr(disk, "_TRIAL", str(tmp_path / "trial.py"))
+    found = levels(disk.check_abilities(tmp_path))
     assert found == {"files": "bad", "flock": "warning"}
 
 
@@ -314,11 +318,11 @@ def test_the_file_system_is_that_of_the_nearest_and_newest_mount(
     tmp_path: Path, path: str, kind: str, level: str
 ) -> None:
     found = disk.file_system_of(
-        Place(root=plant(tmp_path, proc__self__mountinfo=MOUNTS)), Path(path)
+        Target(root=plant(tmp_path, proc__self__mountinfo=MOUNTS)), Path(path)
     )
     assert found is not None
     assert found.kind == kind
-    assert disk._kind_of(path, found).level == level
+    assert disk.check_kind(path, found).level == level
     assert ("ro" in found.options) == (kind == "xfs")
 
 
@@ -328,9 +332,9 @@ def test_a_temporary_folder_that_takes_nothing_or_runs_nothing(tmp_path: Path) -
     )
     for option, level in (("noexec", "warning"), ("relatime", "ok")):
         root = plant(tmp_path / option, proc__self__mountinfo=mounts.format(option))
-        (line,) = disk.look_at_temporary(Place(root=root, environ={"TMPDIR": str(tmp_path)}))
-        assert (line.level, "noexec" in line.found) == (level, level == "warning")
-    assert only(disk.look_at_temporary(Place(environ={"TMPDIR": "/nowhere"}))).level == "bad"
+        (line,) = disk.check_temporary(Target(root=root, environ={"TMPDIR": str(tmp_path)}))
+        assert (line.level, "noexec" in line.finding) == (level, level == "warning")
+    assert only(disk.check_temporary(Target(environ={"TMPDIR": "/nowhere"}))).level == "bad"
 
 
 # Versions
@@ -349,7 +353,7 @@ def dist_info(folder: Path, name: str, version: str, *requires: str) -> None:
 
 
 def test_the_versions_of_these_tests_are_well() -> None:
-    found = levels([*versions.look_at_python(Place()), *versions.look_at_packages(Place())])
+    found = levels([*versions.check_python(Target()), *versions.check_packages(Target())])
     assert {found[name] for name in ("python", "torch", "transformers", "packages")} == {"ok"}
 
 
@@ -367,11 +371,11 @@ def test_a_wrong_torch_is_bad(
     dist_info(tmp_path, "torch", version)
     monkeypatch.syspath_prepend(str(tmp_path))
     assert importlib.metadata.version("torch") == version
-    wrong = [result for result in versions.look_at_packages(Place()) if result.level != "ok"]
+    wrong = [result for result in versions.check_packages(Target()) if result.level != "ok"]
     assert [result.name for result in wrong] == ["torch"]
     assert wrong[0].level == "bad"
-    assert wrong[0].found.startswith(text)
-    mixed = only(versions.look_at_build(Place()))
+    assert wrong[0].finding.startswith(text)
+    mixed = only(versions.check_build(Target()))
     assert mixed.level == "bad"
     assert str(tmp_path) in mixed.remedy
 
@@ -382,7 +386,9 @@ def test_two_engines_and_a_package_out_of_range_are_bad(
     dist_info(tmp_path, "vllm", "0.99.0", "torch==2.13.0")
     dist_info(tmp_path, "peft", "0.1")
     monkeypatch.syspath_prepend(str(tmp_path))
-    wrong = [result.found for result in versions.look_at_packages(Place()) if result.level == "bad"]
+    wrong = [
+        result.finding for result in versions.check_packages(Target()) if result.level == "bad"
+    ]
     assert "vllm 0.99.0, and <0.34,>=0.26 is asked for" in wrong
     assert any("are both installed" in text for text in wrong)
     assert any(text.startswith("peft 0.1, and >=0.18") for text in wrong)
@@ -394,19 +400,19 @@ def test_an_engine_from_source_may_say_any_version(
     dist_info(tmp_path, "vllm", "0.1.dev7+g123")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert not [
-        result for result in versions.look_at_packages(Place()) if "asked for" in result.found
+        result for result in versions.check_packages(Target()) if "asked for" in result.finding
     ]
 
 
 def test_a_build_for_the_cpu_beside_gpus_is_bad() -> None:
-    spec = only(versions.look_at_build(Place()))
-    assert spec.level == "ok" or "no GPU" in spec.found
-    if spec.found == "for the CPU":
-        assert only(versions.look_at_build(Place(num_gpus=8))).level == "bad"
+    spec = only(versions.check_build(Target()))
+    assert spec.level == "ok" or "no GPU" in spec.finding
+    if spec.finding == "for the CPU":
+        assert only(versions.check_build(Target(num_gpus=8))).level == "bad"
 
 
 def test_the_ranges_are_those_of_the_project() -> None:
-    python, asked = versions.asked_for()
+    python, asked = versions.read_requirements()
     assert python == ">=3.11"
     assert "torch>=2.11" in asked
     assert 'vllm>=0.26,<0.34; extra == "gpu"' in asked
@@ -415,13 +421,13 @@ def test_the_ranges_are_those_of_the_project() -> None:
 # Devices
 
 
-def with_smi(folder: Path, script: str, num_gpus: int = 2) -> Place:
+def with_smi(folder: Path, script: str, num_gpus: int = 2) -> Target:
     """A machine whose nvidia-smi is this script."""
     (folder / "bin").mkdir(exist_ok=True)
     program = folder / "bin/nvidia-smi"
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)
-    return Place(
+    return Target(
         environ={"PATH": f"{folder / 'bin'}:{os.environ['PATH']}"},
         num_gpus=num_gpus,
         local_ranks=num_gpus,
@@ -446,9 +452,9 @@ def test_gpus_that_are_well(tmp_path: Path) -> None:
         "".join(H100.format(i, "580.95", 4) for i in range(2)),
         STATE.format(0, "Disabled") * 2,
     )
-    results = [*devices.look_at_gpus(with_smi(tmp_path, smi(rows, more)))]
+    results = [*devices.check_gpus(with_smi(tmp_path, smi(rows, more)))]
     assert levels(results) == dict.fromkeys(("GPUs", "driver", "capability", "GPU memory"), "ok")
-    assert results[0].found == "2 x NVIDIA H100 80GB HBM3, 80 GiB"
+    assert results[0].finding == "2 x NVIDIA H100 80GB HBM3, 80 GiB"
 
 
 def test_gpus_that_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -457,7 +463,7 @@ def test_gpus_that_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     rows = H100.format(0, "535.104", 20480) + "1, NVIDIA A100-SXM4-40GB, 535.104, 40960, 4\\n"
     more = STATE.format(3, "Disabled") + STATE.format("[N/A]", "Enabled")
     results = [
-        *devices.look_at_gpus(with_smi(tmp_path, smi(rows, more, "4711, 20000 MiB, python\\n")))
+        *devices.check_gpus(with_smi(tmp_path, smi(rows, more, "4711, 20000 MiB, python\\n")))
     ]
     expected = {
         "GPUs": "warning",
@@ -469,23 +475,23 @@ def test_gpus_that_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     }
     assert levels(results) == expected
     found = {result.name: result for result in results}
-    assert found["ECC"].found.endswith("GPU 0")
-    assert "535.104, and torch's CUDA 13.0 asks for 580" in found["driver"].found
+    assert found["ECC"].finding.endswith("GPU 0")
+    assert "535.104, and torch's CUDA 13.0 asks for 580" in found["driver"].finding
     assert found["driver"].remedy.endswith("CUDA 12.x")
-    assert "GPU 0: 20.0 GiB (4711, 20000 MiB, python)" in found["GPU memory"].found
+    assert "GPU 0: 20.0 GiB (4711, 20000 MiB, python)" in found["GPU memory"].finding
 
 
 def test_a_driver_that_knows_less_tells_what_it_knows(tmp_path: Path) -> None:
-    results = [*devices.look_at_gpus(with_smi(tmp_path, smi(H100.format(0, "580.1", 4)), 1))]
+    results = [*devices.check_gpus(with_smi(tmp_path, smi(H100.format(0, "580.1", 4)), 1))]
     assert levels(results) == dict.fromkeys(("GPUs", "driver", "GPU memory"), "ok")
 
 
 def test_a_driver_that_does_not_answer_is_bad(tmp_path: Path) -> None:
     said = "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver."
-    line = only(devices.look_at_gpus(with_smi(tmp_path, f'echo "{said}"; exit 9')))
-    assert (line.level, said in line.found) == ("bad", True)
-    place = replace(with_smi(tmp_path, ""), environ={"PATH": "/nowhere"})
-    assert only(devices.look_at_gpus(place)).level == "warning"
+    line = only(devices.check_gpus(with_smi(tmp_path, f'echo "{said}"; exit 9')))
+    assert (line.level, said in line.finding) == ("bad", True)
+    target = replace(with_smi(tmp_path, ""), environ={"PATH": "/nowhere"})
+    assert only(devices.check_gpus(target)).level == "warning"
 
 
 TOPOLOGY = (
@@ -498,13 +504,13 @@ TOPOLOGY = (
 
 def test_links_of_gpus(tmp_path: Path) -> None:
     line = only(
-        devices.look_at_links(with_smi(tmp_path, smi("", topology=TOPOLOGY.format("NV18")), 3))
+        devices.check_topology(with_smi(tmp_path, smi("", topology=TOPOLOGY.format("NV18")), 3))
     )
-    assert (line.level, line.found) == ("ok", "3 NV18 of 3 pairs")
+    assert (line.level, line.finding) == ("ok", "3 NV18 of 3 pairs")
     line = only(
-        devices.look_at_links(with_smi(tmp_path, smi("", topology=TOPOLOGY.format("SYS")), 3))
+        devices.check_topology(with_smi(tmp_path, smi("", topology=TOPOLOGY.format("SYS")), 3))
     )
-    assert (line.level, "0-2, 1-2" in line.found) == ("warning", True)
+    assert (line.level, "0-2, 1-2" in line.finding) == ("warning", True)
 
 
 def test_cards_by_their_drivers_names() -> None:
@@ -527,46 +533,46 @@ def test_a_port_in_use_is_found_with_who_holds_it() -> None:
     with socket.socket() as holder:
         holder.bind(("0.0.0.0", 0))
         holder.listen()
-        place = Place(environ={"MASTER_PORT": str(holder.getsockname()[1])})
-        line = only(network.look_at_port(place))
+        target = Target(environ={"MASTER_PORT": str(holder.getsockname()[1])})
+        line = only(network.check_port(target))
         assert line.level == "bad"
-        assert f"process {os.getpid()} (" in line.found
-        assert [*network.look_at_port(replace(place, is_launched=True))] == []  # the ranks' own
-    assert only(network.look_at_port(place)).level == "ok"
-    assert only(network.look_at_port(Place(environ={"MASTER_PORT": "none"}))).level == "bad"
+        assert f"process {os.getpid()} (" in line.finding
+        assert [*network.check_port(replace(target, is_launched=True))] == []  # the ranks' own
+    assert only(network.check_port(target)).level == "ok"
+    assert only(network.check_port(Target(environ={"MASTER_PORT": "none"}))).level == "bad"
 
 
 def test_an_interface_that_is_not_there_is_bad() -> None:
     results = [
-        *network.look_at_name(
-            Place(environ={"GLOO_SOCKET_IFNAME": "ib7", "NCCL_SOCKET_IFNAME": "lo"})
+        *network.check_host_name(
+            Target(environ={"GLOO_SOCKET_IFNAME": "ib7", "NCCL_SOCKET_IFNAME": "lo"})
         )
     ]
     assert levels(results)["interface"] == "bad"
-    assert "GLOO_SOCKET_IFNAME names ib7" in results[0].found
+    assert "GLOO_SOCKET_IFNAME names ib7" in results[0].finding
     assert "interface" not in levels(
-        network.look_at_name(Place(environ={"NCCL_SOCKET_IFNAME": "^docker"}))
+        network.check_host_name(Target(environ={"NCCL_SOCKET_IFNAME": "^docker"}))
     )
 
 
 def test_a_name_that_leads_nowhere_and_one_that_leads_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
-    assert levels(network.look_at_name(Place(environ={})))["host name"] == "warning"
+    assert levels(network.check_host_name(Target(environ={})))["host name"] == "warning"
     monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
-    assert levels(network.look_at_name(Place(environ={})))["host name"] == "ok"
-    two_hosts = Place(environ={}, num_ranks=2, local_ranks=1, is_launched=True)
-    assert levels(network.look_at_name(two_hosts))["host name"] == "bad"
+    assert levels(network.check_host_name(Target(environ={})))["host name"] == "ok"
+    two_hosts = Target(environ={}, num_ranks=2, local_ranks=1, is_launched=True)
+    assert levels(network.check_host_name(two_hosts))["host name"] == "bad"
 
 
 def test_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.setenv("TRANSFORMERS_OFFLINE", "0")
     with serve(tmp_path) as hub:
-        assert only(network.look_at_hub(Place(environ={"HF_ENDPOINT": hub.url}))).level == "ok"
+        assert only(network.check_hub(Target(environ={"HF_ENDPOINT": hub.url}))).level == "ok"
         assert hub.asked
-    assert only(network.look_at_hub(Place(environ={"HF_ENDPOINT": hub.url}))).level == "warning"
+    assert only(network.check_hub(Target(environ={"HF_ENDPOINT": hub.url}))).level == "warning"
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert only(network.look_at_hub(Place(environ={"HF_ENDPOINT": hub.url}))).level == "ok"
+    assert only(network.check_hub(Target(environ={"HF_ENDPOINT": hub.url}))).level == "ok"
 
 
 def test_variables_that_slow_ranks_are_named_and_secrets_are_not() -> None:
@@ -576,9 +582,9 @@ def test_variables_that_slow_ranks_are_named_and_secrets_are_not() -> None:
         "HF_TOKEN": "hf_very_secret",
         "CUDA_VISIBLE_DEVICES": "3",
     }
-    line = only(network.look_at_environment(Place(environ=environ)))
+    line = only(network.check_environment(Target(environ=environ)))
     assert (line.level, line.remedy) == ("warning", "unset CUDA_LAUNCH_BLOCKING")
-    assert line.alike.keys() == {
+    assert line.facts.keys() == {
         "CUDA_LAUNCH_BLOCKING",
         "NCCL_DEBUG",
         "HF_TOKEN",
@@ -590,8 +596,8 @@ def test_the_end_of_a_slurm_job(monkeypatch: pytest.MonkeyPatch) -> None:
     for left, level in ((300, "warning"), (7200, "ok")):
         monkeypatch.setenv("SLURM_JOB_ID", "7")
         monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + left))
-        assert only(network.look_at_slurm(Place())).level == level
-    assert [*network.look_at_slurm(Place(environ={}))] == []
+        assert only(network.check_slurm(Target())).level == level
+    assert [*network.check_slurm(Target(environ={}))] == []
 
 
 def test_a_torchrun_of_another_python_is_named(tmp_path: Path) -> None:
@@ -599,7 +605,7 @@ def test_a_torchrun_of_another_python_is_named(tmp_path: Path) -> None:
     for first, level in (("#!/opt/other/bin/python3", "warning"), ("#!/usr/bin/env python3", "ok")):
         program.write_text(f"{first}\n")
         program.chmod(0o755)
-        assert only(network.look_at_torchrun(Place(environ={"PATH": str(tmp_path)}))).level == level
+        assert only(network.check_torchrun(Target(environ={"PATH": str(tmp_path)}))).level == level
 
 
 # The page
@@ -640,10 +646,12 @@ def test_warnings_alone_are_fit(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_hanging_check_does_not_hold_the_interpreter() -> None:
     never = threading.Event()
 
-    def look(_: Place) -> Iterator[Result]:
+    def look(_: Target) -> Iterator[Result]:
         never.wait()
         yield Result("x", "ok", "")
 
-    run_check(Check("x", "memory", look, 0.1), Place())
-    assert any(thread.name == "checkup: x" and thread.daemon for thread in threading.enumerate())
+    before = threading.enumerate()
+    run_check(Check("x", "memory", look, 0.1), Target())
+    (thread,) = {*threading.enumerate()}.difference(before)
+    assert thread.daemon
     never.set()

@@ -10,34 +10,33 @@ import pytest
 from torch.distributed import HashStore
 
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.tools.checkup import exchange, together
+from grpo_spmd.tools.checkup import exchange, merge
 from grpo_spmd.tools.checkup.exchange import (
     Exchange,
-    ask_clock,
-    clocks_of,
-    first_host,
-    launched,
-    of_clocks,
+    answer_clock,
+    check_clocks,
+    measure_clocks,
 )
+from grpo_spmd.tools.checkup.launch import find_launch, first_host
+from grpo_spmd.tools.checkup.merge import RankFindings, check_reports, format_ranks, merge_findings
 from grpo_spmd.tools.checkup.results import Result
-from grpo_spmd.tools.checkup.together import Rank, as_ranges, merged, of_reports
 
-ONE_HOST = {rank: Rank("a", []) for rank in range(2)}
-TWO_HOSTS = {rank: Rank("ab"[rank // 2], []) for rank in range(4)}
+ONE_HOST = {rank: RankFindings("a", []) for rank in range(2)}
+TWO_HOSTS = {rank: RankFindings("ab"[rank // 2], []) for rank in range(4)}
 NODES = [[0, 1], [2, 3]]
 
 
 def of_ranks(*results: Result | None, group: str = "memory", hosts: str = "aabb") -> list[str]:
     """ "level: found" of the lines for ranks that found these."""
     of = {
-        rank: Rank(host, [] if result is None else [(group, result)])
+        rank: RankFindings(host, [] if result is None else [(group, result)])
         for rank, (host, result) in enumerate(zip(hosts, results, strict=True))
     }
-    return [f"{line.level}: {line.found}" for _, line in merged(of)]
+    return [f"{line.level}: {line.finding}" for _, line in merge_findings(of)]
 
 
 def ok(found: str = "well", **alike: str) -> Result:
-    return Result("x", "ok", found, alike=alike)
+    return Result("x", "ok", found, facts=alike)
 
 
 def bad(found: str) -> Result:
@@ -86,7 +85,7 @@ def test_many_facts_that_differ_are_few_lines() -> None:
      ([*range(0, 40, 2)], "ranks 0, 2, 4, 6, 8, 10 and 14 more")],
 )  # fmt: skip
 def test_ranks_as_ranges(ranks: list[int], text: str) -> None:
-    assert as_ranges(ranks) == text
+    assert format_ranks(ranks) == text
 
 
 # Devices and all-reduces
@@ -97,9 +96,11 @@ def report(at: str = "done", **more: Any) -> dict[str, Any]:
 
 
 def lines(
-    reports: dict[int, dict[str, Any]], of: dict[int, Rank] = ONE_HOST, nodes: Any = ([0, 1],)
+    reports: dict[int, dict[str, Any]],
+    of: dict[int, RankFindings] = ONE_HOST,
+    nodes: Any = ([0, 1],),
 ) -> list[Result]:
-    return [*of_reports(reports, nodes, of, 9.0)]
+    return [*check_reports(reports, nodes, of, 9.0)]
 
 
 def names_and_levels(results: Iterable[Result]) -> list[tuple[str, str]]:
@@ -114,7 +115,7 @@ def test_bandwidth_is_that_of_the_slowest_rank() -> None:
     }
     device, speed = lines(reports)
     assert names_and_levels([device, speed]) == [("device", "ok"), ("all-reduce", "ok")]
-    assert "64 KiB 2 ms, 64 MiB 500 ms; 0.134 GB/s" in speed.found
+    assert "64 KiB 2 ms, 64 MiB 500 ms; 0.134 GB/s" in speed.finding
 
 
 def on_h100(rate: float, ranks: int, name: str = "all") -> dict[str, Any]:
@@ -135,25 +136,25 @@ def test_a_link_is_held_against_its_cards_figure() -> None:
     }
     results = lines(over_nodes, TWO_HOSTS, NODES)
     assert names_and_levels(results)[2:] == [("all-reduce", "ok"), ("all-reduce", "warning")]
-    assert "over 2 nodes" in results[-1].found
+    assert "over 2 nodes" in results[-1].finding
 
 
 def test_slow_and_refused_pinned_memory_is_named() -> None:
     slow = lines({0: on_h100(300.0, 2), 1: on_h100(300.0, 2) | {"pinned_gb_s": 3.0}})
     assert ("pinned memory", "warning") in names_and_levels(slow)
-    assert "rank 1" in slow[1].found
+    assert "rank 1" in slow[1].finding
     refused = lines({0: on_h100(300.0, 2), 1: on_h100(300.0, 2) | {"pinned_error": "cannot pin"}})
     assert ("pinned memory", "bad") in names_and_levels(refused)
 
 
 def test_a_rank_that_does_not_answer_or_come_through_is_named() -> None:
     (silent,) = lines({0: report("forming the group")})
-    assert (silent.level, silent.found) == ("bad", "rank 1 gave no answer within 9 s")
+    assert (silent.level, silent.finding) == ("bad", "rank 1 gave no answer within 9 s")
     waits = "waiting for the devices of the others"
     (stuck,) = lines({0: report(waits), 1: report("its device")})
-    assert stuck.found == "rank 1 did not come through within 9 s: its device"
+    assert stuck.finding == "rank 1 did not come through within 9 s: its device"
     (all_of_them,) = lines({0: report("forming the group"), 1: report("forming the group")})
-    assert "ranks 0-1" in all_of_them.found
+    assert "ranks 0-1" in all_of_them.finding
 
 
 def test_the_rank_whose_device_fails_is_named_and_not_those_that_wait() -> None:
@@ -163,7 +164,7 @@ def test_the_rank_whose_device_fails_is_named_and_not_those_that_wait() -> None:
     }
     (line,) = lines({0: report(failed="a peer is gone"), 1: failing})
     assert (line.name, line.level, line.remedy) == ("device", "bad", "start as many ranks")
-    assert line.found == "rank 1 of this node has no GPU: torch sees 1 (rank 1)"
+    assert line.finding == "rank 1 of this node has no GPU: torch sees 1 (rank 1)"
 
 
 def test_ranks_that_find_no_way_to_each_other_are_one_line() -> None:
@@ -179,7 +180,7 @@ def test_ranks_that_find_no_way_to_each_other_are_one_line() -> None:
     said = (
         "forming the group: Gloo connectFullMesh failed timed out connecting: remote=[127.0.0.1]:7"
     )
-    assert line.found == f"{said} (ranks 1-2 on a, b)"
+    assert line.finding == f"{said} (ranks 1-2 on a, b)"
     assert "GLOO_SOCKET_IFNAME" in line.remedy
 
 
@@ -187,7 +188,7 @@ def test_a_wrong_sum_and_different_devices_are_bad() -> None:
     rows = [[1 << 16, 0.001]]
     assert lines({0: report(all=rows, wrong="64 KiB"), 1: report(all=rows)})[0].level == "bad"
     mixed = lines({0: on_h100(300.0, 2), 1: report(all=rows)})[0]
-    assert (mixed.level, mixed.found) == (
+    assert (mixed.level, mixed.finding) == (
         "bad",
         "ranks differ: NVIDIA H100 80GB HBM3 on rank 0; cpu on rank 1",
     )
@@ -201,15 +202,15 @@ def test_ranks_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match="MASTER_ADDR or MASTER_PORT is not"):
-        launched(environ)
+        find_launch(environ)
     environ |= {"MASTER_ADDR": "a", "MASTER_PORT": "29500"}
-    found = launched(environ)
+    found = find_launch(environ)
     assert found is not None
     assert (found.num_ranks, found.local_ranks, found.serves_store) == (16, 8, True)
-    found = launched(environ | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
+    found = find_launch(environ | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
     assert found is not None
     assert not found.serves_store
-    assert launched({}) is None
+    assert find_launch({}) is None
 
 
 def test_ranks_of_srun() -> None:
@@ -218,13 +219,13 @@ def test_ranks_of_srun() -> None:
         "SLURM_LOCALID": "1", "SLURM_NODEID": "2", "SLURM_STEP_TASKS_PER_NODE": "4(x2),2",
         "SLURM_STEP_NODELIST": "gpu[03-04,9]",
     }  # fmt: skip
-    found = launched(step)
+    found = find_launch(step)
     assert found is not None
     assert (found.rank, found.num_ranks, found.local_rank, found.local_ranks) == (9, 10, 1, 2)
     assert (found.environ["MASTER_ADDR"], found.environ["MASTER_PORT"]) == ("gpu03", "20042")
     assert not found.serves_store
     batch_script = {"SLURM_JOB_ID": "41", "SLURM_NTASKS": "10", "SLURM_PROCID": "0"}
-    assert launched(batch_script) is None
+    assert find_launch(batch_script) is None
 
 
 @pytest.mark.parametrize(
@@ -252,7 +253,7 @@ def test_those_who_do_not_speak_in_time_are_missing() -> None:
     assert ranks[0].gather("found", 0.2) == {0: {"x": 1}, 2: {"x": 3}}
     with pytest.raises(TimeoutError, match="rank 0 said nothing of 'plan'"):
         ranks[1].hear("plan", 0.1)
-    ranks[0].say("plan", [1])
+    ranks[0].post("plan", [1])
     assert ranks[1].hear("plan", 0.1) == [1]
 
 
@@ -263,21 +264,21 @@ def test_a_clock_that_is_wrong_is_found_by_how_much(
     store = HashStore()
     clock = exchange.time.time
     asking = threading.Thread(
-        target=ask_clock, args=(store, 2, lambda: clock() + skew), daemon=True
+        target=answer_clock, args=(store, 2, lambda: clock() + skew), daemon=True
     )
     asking.start()
-    found = clocks_of(store, [2])
+    found = measure_clocks(store, [2])
     asking.join()
     measured, uncertainty = found[2]
     assert abs(measured - skew) <= uncertainty + 1e-3
-    monkeypatch.setattr(exchange, "clocks_of", lambda *_: found)
-    (line,) = of_clocks(store, [2], TWO_HOSTS)
+    monkeypatch.setattr(exchange, "measure_clocks", lambda *_: found)
+    (line,) = check_clocks(store, [2], TWO_HOSTS)
     if skew and uncertainty < 5:
-        assert (line.level, f"b {skew:+.1f} s" in line.found) == ("warning", True)
+        assert (line.level, f"b {skew:+.1f} s" in line.finding) == ("warning", True)
     else:
         assert line.level == "ok"
 
 
 def test_hosts_are_named_only_where_there_are_several() -> None:
-    assert together.named([0, 1], ONE_HOST) == "ranks 0-1"
-    assert together.named([1, 2], TWO_HOSTS) == "ranks 1-2 on a, b"
+    assert merge.name_ranks([0, 1], ONE_HOST) == "ranks 0-1"
+    assert merge.name_ranks([1, 2], TWO_HOSTS) == "ranks 1-2 on a, b"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import signal
 import time
 from collections.abc import Sequence
@@ -12,298 +11,313 @@ from dataclasses import asdict
 from pathlib import Path
 from socket import gethostname
 from types import FrameType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from grpo_spmd.config.command_line import OverridesParser, number_of_ranks
 from grpo_spmd.config.errors import ConfigError, refuse, say
 from grpo_spmd.config.load import gpus_are_hidden, load_config_with_sources, num_gpus, trains_on_cpu
 from grpo_spmd.distributed.exit import exit_process
 from grpo_spmd.files import hold_standard_streams, show
-from grpo_spmd.tools.checkup.checks import CHECKS
-from grpo_spmd.tools.checkup.disk import remove_scratch
+from grpo_spmd.tools.checkup import devices, disk, memory, network, versions
 from grpo_spmd.tools.checkup.exchange import (
     Exchange,
-    Ranks,
-    ask_clock,
-    launched,
-    of_clocks,
-    of_missing,
-    shared_folder,
+    answer_clock,
+    check_clocks,
+    check_shared_folder,
+    missing_ranks_result,
     try_folder,
 )
-from grpo_spmd.tools.checkup.page import Page
-from grpo_spmd.tools.checkup.reduce import Children, measure_within, open_store
-from grpo_spmd.tools.checkup.results import Check, Place, Result, run_check
-from grpo_spmd.tools.checkup.together import Rank, merged, of_reports
+from grpo_spmd.tools.checkup.launch import Launch, LocalRanks, find_launch
+from grpo_spmd.tools.checkup.merge import RankFindings, check_reports, merge_findings
+from grpo_spmd.tools.checkup.results import Check, Page, Result, Target, bad, plural, run_check
+from grpo_spmd.tools.terminal import find_terminal
 
-_GROUPS = (*dict.fromkeys(check.group for check in CHECKS), "links")
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+_MAX_COLUMNS = 100
 _SHORT_S = 20.0  # for what is quick once all ranks are there
-_SLOW_S = 300.0  # more than all checks of rank 0 together may take
+_REPORT_S = 5.0
+_ALL_CHECKS_S = 300.0  # more than all checks of rank 0 together may take
+
+# What a machine, or a rank, checks alone, in the order of the page: quick checks first.
+CHECKS = (
+    Check("python", "versions", versions.check_python, scope="rank"),
+    Check("packages", "versions", versions.check_packages, scope="rank"),
+    Check("torch's build", "versions", versions.check_build, scope="rank"),
+    Check("tested set", "versions", versions.check_tested_set),
+    Check("torchrun", "versions", network.check_torchrun),
+    Check("GPUs", "devices", devices.check_gpus, 20.0),
+    Check("topology", "devices", devices.check_topology, 10.0),
+    Check("memory", "memory", memory.check_memory),
+    Check("swap", "memory", memory.check_swap),
+    Check("/dev/shm", "memory", memory.check_shared_memory),
+    Check("threads", "memory", memory.check_threads, scope="rank"),
+    Check("ulimit", "memory", memory.check_limits, scope="rank"),
+    Check("run_dir", "disk", disk.check_run_folder, 20.0),
+    Check("/tmp", "disk", disk.check_temporary),
+    Check("environment", "network", network.check_environment, scope="rank"),
+    Check("host name", "network", network.check_host_name, 10.0),
+    Check("port", "network", network.check_port),
+    Check("hub", "network", network.check_hub),
+    Check("job", "network", network.check_slurm, 25.0, scope="run"),
+    Check("sandbox", "config", devices.check_sandbox, 15.0),
+    Check("--check", "config", devices.check_config, devices.CHECK_S + 5),
+    Check("planner", "config", devices.check_plan, devices.PLAN_S + 20, scope="run"),
+)
+_GROUPS = (*dict.fromkeys(check.group for check in CHECKS), "links")
 
 
 def main() -> None:
     hold_standard_streams()
     args = _parser().parse()
-    code, ranks = 1, None
+    code, launch = 1, None
     try:
         signal.signal(signal.SIGTERM, _stop)
-        ranks = launched(os.environ)
-        place = _place(args, ranks)
-        checks = [check for check in CHECKS if check.group in args.only]
-        code = (
-            _alone(args, place, checks) if ranks is None else _together(args, place, checks, ranks)
-        )
+        launch = find_launch(os.environ)
+        target = _find_target(args, launch)
+        if launch is None:
+            code = _check_alone(args, target)
+        else:
+            code = _RankCheckup(args, target, launch).run()
     except ConfigError as error:
         refuse(error)
-    except KeyboardInterrupt:  # torchrun too ends ranks that are slower to leave
-        if ranks is None or ranks.rank == 0:
+    except KeyboardInterrupt:
+        # torchrun too ends ranks that are slower to leave than the first.
+        if launch is None or launch.rank == 0:
             say("checkup: stopped by a signal")
     finally:
-        remove_scratch()
-    exit_process(code)  # a check that hangs may hold a thread
+        disk.remove_scratch()
+    # A check that hangs may hold a thread, which an ordinary exit would wait for.
+    exit_process(code)
 
 
 def _stop(_: int, __: FrameType | None) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def _place(args: argparse.Namespace, ranks: Ranks | None) -> Place:
+def _find_target(args: argparse.Namespace, launch: Launch | None) -> Target:
     gpus = 0 if gpus_are_hidden() else num_gpus()
-    if ranks is not None:
-        size, local = ranks.num_ranks, ranks.local_ranks
-    else:
-        local = args.ranks or max(1, gpus)
-        size = max(local, number_of_ranks())
-    if not args.config and args.overrides:
-        raise ConfigError(
-            f"{args.overrides[0]}: there is no config to override; --config x.yaml names it"
-        )
-    config = (
-        load_config_with_sources(args.config, args.overrides, on_cpu=trains_on_cpu())[0]
-        if args.config
-        else None
-    )
-    return Place(
-        num_ranks=size,
-        local_ranks=local,
+    local_ranks = args.ranks or max(1, gpus)
+    num_ranks = max(local_ranks, number_of_ranks())
+    if launch is not None:
+        num_ranks, local_ranks = launch.num_ranks, launch.local_ranks
+    config = None
+    if args.config:
+        on_cpu = trains_on_cpu()
+        config, _ = load_config_with_sources(args.config, args.overrides, on_cpu=on_cpu)
+    elif args.overrides:
+        finding = f"{args.overrides[0]}: there is no config to override"
+        raise ConfigError(f"{finding}; --config x.yaml names it")
+    return Target(
+        num_ranks=num_ranks,
+        local_ranks=local_ranks,
         num_gpus=gpus,
-        is_launched=ranks is not None,
+        is_launched=launch is not None,
         config=config,
-        words=("--config", args.config, *args.overrides) if args.config else (),
+        arguments=("--config", args.config, *args.overrides) if args.config else (),
         run_dir=Path(config.run_dir) if config else Path.cwd(),
     )
 
 
-def _page(args: argparse.Namespace) -> Page:
-    return Page(args.json, min(100, max(60, shutil.get_terminal_size().columns)))
+def _open_page(args: argparse.Namespace) -> Page:
+    terminal = find_terminal()
+    return Page(args.json, terminal.resized(min(_MAX_COLUMNS, terminal.columns)))
 
 
-def _alone(args: argparse.Namespace, place: Place, checks: Sequence[Check]) -> int:
-    began, page = time.monotonic(), _page(args)
-    show(
-        f"checkup of {gethostname()}, for a run of {place.num_ranks} rank{'s' * (place.num_ranks > 1)}\n"
-    )
-    children = Children(place, args.deadline) if "links" in args.only else None
+def _check_alone(args: argparse.Namespace, target: Target) -> int:
+    start, page = time.monotonic(), _open_page(args)
+    show(f"checkup of {gethostname()}, for a run of {plural(target.num_ranks, 'rank')}\n")
+    ranks = LocalRanks(target, args.deadline) if "links" in args.only else None
     try:
-        for check in checks:
-            for result in run_check(check, place):
+        for check in CHECKS:
+            for result in run_check(check, target) if check.group in args.only else ():
                 page.add(check.group, result)
-        if children is not None:
-            of = {rank: Rank(gethostname(), []) for rank in range(children.num_ranks)}
-            for result in of_reports(children.reports(), [range(len(of))], of, args.deadline):
+        if ranks is not None:
+            findings = {rank: RankFindings(gethostname(), []) for rank in range(ranks.num_ranks)}
+            reports = ranks.reports()
+            for result in check_reports(reports, [[*findings]], findings, args.deadline):
                 page.add("links", result)
     finally:
-        if children is not None:
-            children.end()
-    return page.close(time.monotonic() - began)
+        if ranks is not None:
+            ranks.end()
+    return page.close(time.monotonic() - start)
 
 
-def _together(args: argparse.Namespace, place: Place, checks: Sequence[Check], ranks: Ranks) -> int:
-    """Each rank looks, rank 0 speaks for all. A rank without a store says so itself."""
-    began, whose = (
-        time.monotonic(),
-        {"rank": True, "machine": ranks.local_rank == 0, "run": ranks.rank == 0},
-    )
-    page = _page(args) if ranks.rank == 0 else None
-    if page is not None:
-        show(f"checkup of {ranks.num_ranks} ranks, by {gethostname()}\n")
-    own_checks, found = [check for check in checks if whose[check.of]], list[tuple[str, Result]]()
-    try:
-        exchange = (
-            _exchange(args, ranks) if ranks.serves_store else None
-        )  # before others lose patience
-        found += ((check.group, line) for check in own_checks for line in run_check(check, place))
-        exchange = exchange or _exchange(args, ranks)
-        if page is None:
-            return _follow(args, place, exchange, ranks, found)
-        return _lead(args, place, exchange, ranks, found, page, began)
-    except (ImportError, RuntimeError, TimeoutError, OSError) as error:
+class _RankCheckup:
+    """The checkup of one launched rank. Every rank looks; rank 0 prints for all."""
+
+    def __init__(self, args: argparse.Namespace, target: Target, launch: Launch) -> None:
+        self._args, self._target, self._launch = args, target, launch
+        self._start = time.monotonic()
+        self._results: list[tuple[str, Result]] = []
+        self._page = _open_page(args) if launch.rank == 0 else None
+        self._has_looked = False
+
+    def run(self) -> int:
+        """Returns the exit code."""
+        if self._page is not None:
+            show(f"checkup of {self._launch.num_ranks} ranks, by {gethostname()}\n")
+        try:
+            # The rank that serves the store opens it before the others lose patience.
+            serves = self._launch.serves_store
+            exchange = self._open_exchange() if serves else None
+            self._look()
+            exchange = exchange or self._open_exchange()
+            if self._page is None:
+                return self._follow(exchange)
+            return self._lead(exchange, self._page)
+        except (ImportError, RuntimeError, TimeoutError, OSError) as error:
+            return self._finish_alone(error)
+
+    def _look(self) -> None:
+        is_first = {"rank": True, "machine": self._launch.local_rank == 0}
+        is_first["run"] = self._launch.rank == 0
+        for check in CHECKS:
+            if check.group in self._args.only and is_first[check.scope]:
+                self._results += [(check.group, line) for line in run_check(check, self._target)]
+        self._has_looked = True
+
+    def _finish_alone(self, error: Exception) -> int:
+        """Without the store every rank says so itself; rank 0 prints what it has found."""
         text = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300]}"
-        where = f"{ranks.environ.get('MASTER_ADDR')}:{ranks.environ.get('MASTER_PORT')}"
-        if page is None:
-            say(f"checkup: rank {ranks.rank} on {gethostname()} lost rank 0 at {where}: {text}")
+        address = self._launch.address
+        if self._page is None:
+            rank = f"rank {self._launch.rank} on {gethostname()}"
+            say(f"checkup: {rank} lost rank 0 at {address}: {text}")
             return 2
-        found = found or [
-            (check.group, line) for check in own_checks for line in run_check(check, place)
-        ]
-        for group, line in () if page.counts else found:
+        if not self._has_looked:
+            self._look()
+        for group, line in () if self._page.counts else self._results:
+            self._page.add(group, line)
+        finding = f"no way to the other ranks by {address}: {text}"
+        remedy = "MASTER_ADDR is rank 0's host, MASTER_PORT a free port of it, and torch must be"
+        self._page.add("links", bad("ranks", finding, f"{remedy} there"))
+        return self._page.close(time.monotonic() - self._start)
+
+    def _open_exchange(self) -> Exchange:
+        """Raises RuntimeError, ImportError."""
+        # torch would print a page of C++ frames if a host cannot be reached.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+        from torch.distributed import PrefixStore
+
+        from grpo_spmd.tools.checkup.reduce import open_store
+
+        launch = self._launch
+        store = open_store(launch.environ, self._args.deadline, serves=launch.serves_store)
+        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        attempt = f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{restart}"
+        return Exchange(PrefixStore(f"checkup/{attempt}", store), launch.rank, launch.num_ranks)
+
+    def _introduce(self, exchange: Exchange) -> None:
+        from grpo_spmd.distributed.machine import host_identity
+
+        lines = [[group, asdict(line)] for group, line in self._results]
+        rank = {"host": gethostname(), "node": host_identity(), "lines": lines}
+        exchange.post("found", rank)
+
+    def _measure(self, store: dist.Store, nodes: Sequence[Sequence[int]]) -> dict[str, Any]:
+        from grpo_spmd.tools.checkup.reduce import measure_within
+
+        launch = self._launch
+        return measure_within(self._args.deadline, store, launch.rank, nodes, launch.local_rank)
+
+    def _follow(self, exchange: Exchange) -> int:
+        """Every other rank: post what it found, then do what rank 0's plan asks for."""
+        self._introduce(exchange)
+        patience_s = self._args.deadline + _ALL_CHECKS_S
+        plan = exchange.hear("plan", patience_s)
+        if exchange.rank in plan["leaders"]:
+            answer_clock(exchange.store, exchange.rank)
+            folder = exchange.hear("folder", patience_s) if plan["tries_folder"] else None
+            if folder:
+                exchange.post("folder", try_folder(folder, exchange.rank))
+        if plan["nodes"]:
+            exchange.post("report", self._measure(exchange.store, plan["nodes"]))
+        code = int(exchange.hear("code", patience_s + self._args.deadline))
+        exchange.post("heard", True)
+        return code
+
+    def _lead(self, exchange: Exchange, page: Page) -> int:
+        """Rank 0: gather and print the findings, then lead the measurements of several ranks."""
+        args = self._args
+        self._introduce(exchange)
+        posted = exchange.gather("found", args.deadline)
+        findings: dict[int, RankFindings] = {}
+        nodes: dict[str, list[int]] = {}
+        for rank, values in posted.items():
+            results = [(group, Result(**line)) for group, line in values["lines"]]
+            findings[rank] = RankFindings(values["host"], results)
+            nodes.setdefault(values["node"], []).append(rank)
+        for group, line in merge_findings(findings):
             page.add(group, line)
-        remedy = (
-            "MASTER_ADDR is rank 0's host, MASTER_PORT a free port of it, and torch must be there"
-        )
-        page.add(
-            "links", Result("ranks", "bad", f"no way to the other ranks by {where}: {text}", remedy)
-        )
-        return page.close(time.monotonic() - began)
-
-
-def _exchange(args: argparse.Namespace, ranks: Ranks) -> Exchange:
-    """Raises RuntimeError, ImportError."""
-    os.environ.setdefault(
-        "TORCH_CPP_LOG_LEVEL", "FATAL"
-    )  # a page of C++ frames where a host is not reached
-    from torch.distributed import PrefixStore
-
-    store = open_store(ranks.environ, args.deadline, serves=ranks.serves_store)
-    attempt = f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    return Exchange(PrefixStore(f"checkup/{attempt}", store), ranks.rank, ranks.num_ranks)
-
-
-def _follow(
-    args: argparse.Namespace,
-    place: Place,
-    exchange: Exchange,
-    ranks: Ranks,
-    found: Sequence[tuple[str, Result]],
-) -> int:
-    from grpo_spmd.distributed.machine import host_identity
-
-    lines = [[group, asdict(line)] for group, line in found]
-    exchange.post(
-        "found",
-        {
-            "host": gethostname(),
-            "node": host_identity(),
-            "local_rank": ranks.local_rank,
-            "lines": lines,
-        },
-    )
-    patience = args.deadline + _SLOW_S
-    plan = exchange.hear("plan", patience)
-    if ranks.rank in plan["leaders"]:
-        ask_clock(exchange.store, ranks.rank)
-        if plan["tries_folder"] and (folder := exchange.hear("folder", patience)):
-            exchange.post("folder", try_folder(folder, ranks.rank))
-    if plan["nodes"]:
-        report = measure_within(
-            args.deadline, exchange.store, ranks.rank, plan["nodes"], ranks.local_rank
-        )
-        exchange.post("report", report)
-    code = int(exchange.hear("code", patience + args.deadline))
-    exchange.post("heard", True)
-    return code
-
-
-def _lead(
-    args: argparse.Namespace,
-    place: Place,
-    exchange: Exchange,
-    ranks: Ranks,
-    found: Sequence[tuple[str, Result]],
-    page: Page,
-    began: float,
-) -> int:
-    from grpo_spmd.distributed.machine import host_identity
-
-    exchange.post(
-        "found",
-        {
-            "host": gethostname(),
-            "node": host_identity(),
-            "local_rank": ranks.local_rank,
-            "lines": [],
-        },
-    )
-    came = exchange.gather("found", args.deadline)
-    of = {
-        rank: Rank(said["host"], [(at, Result(**line)) for at, line in said["lines"]])
-        for rank, said in came.items()
-    }
-    of[0] = Rank(gethostname(), [*found])
-    for group, line in merged(of):
-        page.add(group, line)
-    missing = [rank for rank in range(ranks.num_ranks) if rank not in came]
-    nodes: dict[str, list[int]] = {}
-    for rank, said in came.items():
-        nodes.setdefault(said["node"], []).append(rank)
-    leaders = [members[0] for members in nodes.values()][1:]
-    tries_folder, measures = (
-        bool(leaders) and "disk" in args.only,
-        not missing and "links" in args.only,
-    )
-    plan: dict[str, Any] = {
-        "leaders": leaders,
-        "tries_folder": tries_folder,
-        "nodes": [*nodes.values()] if measures else [],
-    }
-    exchange.say("plan", plan)
-    for line in of_clocks(exchange.store, leaders, of):
-        page.add("links", line)
-    for line in shared_folder(exchange, place, leaders, of, _SHORT_S) if tries_folder else ():
-        page.add("links", line)
-    if missing:
-        page.add("links", of_missing(missing, args.deadline, ranks))
-    elif measures:
-        own = measure_within(args.deadline, exchange.store, 0, plan["nodes"], ranks.local_rank)
-        reports = {**exchange.gather("report", 5.0, range(1, ranks.num_ranks)), 0: own}
-        for line in of_reports(reports, [*nodes.values()], of, args.deadline):
+        missing = [rank for rank in range(exchange.num_ranks) if rank not in posted]
+        measures = "links" in args.only and not missing
+        leaders = [ranks[0] for ranks in nodes.values()][1:]
+        plan: dict[str, Any] = {
+            "leaders": leaders,
+            "tries_folder": "disk" in args.only and bool(leaders),
+            "nodes": [*nodes.values()] if measures else [],
+        }
+        exchange.post("plan", plan)
+        lines = [*check_clocks(exchange.store, leaders, findings)]
+        if plan["tries_folder"]:
+            lines += check_shared_folder(exchange, self._target, leaders, findings, _SHORT_S)
+        if missing:
+            lines.append(missing_ranks_result(missing, args.deadline, self._launch))
+        for line in lines:
             page.add("links", line)
-    code = page.close(time.monotonic() - began)
-    signal.signal(
-        signal.SIGTERM, signal.SIG_IGN
-    )  # all is said; torchrun ends the others when the first leaves with 2
-    exchange.say("code", code)
-    exchange.gather(
-        "heard", 5.0, [rank for rank in came if rank]
-    )  # the store may be this process's
-    return code
+        if measures:
+            report = self._measure(exchange.store, plan["nodes"])
+            reports = exchange.gather("report", _REPORT_S, range(1, exchange.num_ranks))
+            reports[0] = report
+            for line in check_reports(reports, [*nodes.values()], findings, args.deadline):
+                page.add("links", line)
+        code = page.close(time.monotonic() - self._start)
+        # All is said. torchrun ends the other ranks when the first leaves with code 2.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        exchange.post("code", code)
+        # This process may serve the store: it waits until the others have heard.
+        exchange.gather("heard", _REPORT_S, [rank for rank in posted if rank])
+        return code
 
 
 def _parser() -> OverridesParser:
     parser = OverridesParser(
         allow_abbrev=False,
         prog="python -m grpo_spmd.checkup",
-        description="Is this machine fit for a run? Each line is ok, warning or bad, and says what helps. Under "
-        "torchrun or srun it speaks for all ranks, once, and names those that differ. Exit code 2: a line is bad.",
+        description="Is this machine fit for a run? Each line is ok, warning or bad, and says what "
+        "helps. Under torchrun or srun it speaks for all ranks, once, and names those that differ. "
+        "Exit code 2: a line is bad.",
     )
     add = parser.add_argument
-    add(
-        "--config",
-        metavar="FILE",
-        help="a YAML file: its run_dir, model, data and memory are looked at too",
-    )
-    add(
-        "--ranks", type=_number, metavar="N", help="ranks of this machine (default: its GPUs, or 1)"
-    )
-    groups = ", ".join(_GROUPS)
-    add("--only", type=_groups, default=_GROUPS, metavar="GROUP,...", help=f"some of {groups}")
-    patience = "how long ranks and their all-reduces are waited for (default: 60)"
-    add("--deadline", type=float, default=60.0, metavar="SECONDS", help=patience)
-    add("--json", type=Path, metavar="FILE", help="write each line there too, as a JSON object")
-    add("overrides", nargs="*", metavar="section.key=value", help="values that replace the file's")
+    config_help = "a YAML file: its run_dir, model, data and memory are looked at too"
+    ranks_help = "ranks of this machine (default: its GPUs, or 1)"
+    only_help = f"some of {', '.join(_GROUPS)}"
+    deadline_help = "how long ranks and their all-reduces are waited for (default: 60)"
+    json_help = "write each line there too, as a JSON object"
+    overrides_help = "values that replace the file's"
+    add("--config", metavar="FILE", help=config_help)
+    add("--ranks", type=_parse_number, metavar="N", help=ranks_help)
+    add("--only", type=_parse_groups, default=_GROUPS, metavar="GROUP,...", help=only_help)
+    add("--deadline", type=float, default=60.0, metavar="SECONDS", help=deadline_help)
+    add("--json", type=Path, metavar="FILE", help=json_help)
+    add("overrides", nargs="*", metavar="section.key=value", help=overrides_help)
     return parser
 
 
-def _number(text: str) -> int:
+def _parse_number(text: str) -> int:
     if not (text.isdecimal() and int(text) > 0):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
     return int(text)
 
 
-def _groups(text: str) -> tuple[str, ...]:
-    if unknown := [name for name in text.split(",") if name not in _GROUPS]:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(_GROUPS)}")
-    return tuple(text.split(","))
+def _parse_groups(text: str) -> tuple[str, ...]:
+    groups = tuple(text.split(","))
+    for name in groups:
+        if name not in _GROUPS:
+            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(_GROUPS)}")
+    return groups
 
 
 if __name__ == "__main__":

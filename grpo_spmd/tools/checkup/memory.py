@@ -1,291 +1,261 @@
-"""Memory, cores and limits of this machine against its ranks."""
+"""Memory, cores and limits of this machine, compared with what its ranks need."""
 
 from __future__ import annotations
 
 import os
 import re
+import resource
+import shutil
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 
-from grpo_spmd.checks.memory import engine_weights, state_of
+from grpo_spmd.checks.memory import TRAINED_ITEMSIZE, engine_weights, state_of
 from grpo_spmd.model.config_json import read_model
-from grpo_spmd.tools.checkup.results import Level, Place, Result, plural, size_of
+from grpo_spmd.tools.checkup.results import Result, Target, bad, ok, plural, size_text, warning
 
 _GIB = 1 << 30
 _MIB = 1 << 20
-# NCCL's segments for ranks of a node without direct access to each other's GPU, about 10 MB a channel, and vLLM's.
-_SHM_LEAST, _SHM_WANTED = 64 * _MIB, 256 * _MIB  # of a rank
-# A rank with torch and vLLM loaded and a tiny model: 0.8 GiB on a CPU, as measured; CUDA's libraries take more.
-_RANK_LEAST, _RANK_WANTED, _GPU_RANK_WANTED = 1.0 * _GIB, 1.5 * _GIB, 4 * _GIB
+# Per rank: NCCL's segments for ranks of a node without direct access to each other's GPU, about
+# 10 MB a channel, and vLLM's.
+_SHM_NEEDED = 64 * _MIB
+_SHM_WANTED = 256 * _MIB
+# A rank with torch and vLLM loaded and a tiny model: 0.8 GiB on a CPU, as measured. CUDA's
+# libraries take more.
+_RANK_NEEDED = 1.0 * _GIB
+_RANK_WANTED = 1.5 * _GIB
+_GPU_RANK_WANTED = 4.0 * _GIB
 _UNLIMITED = 1 << 60
 
 
-def look_at_shm(place: Place) -> Iterator[Result]:
-    folder = place.root / "dev/shm"
-    least, wanted = (size * place.local_ranks for size in (_SHM_LEAST, _SHM_WANTED))
-    enlarge = "docker run --shm-size 64g; Kubernetes: an emptyDir of medium Memory; mount -o remount,size=64g /dev/shm"
+def check_shared_memory(target: Target) -> Iterator[Result]:
+    folder, name = target.root / "dev/shm", "/dev/shm"
+    enlarge = (
+        "docker run --shm-size 64g; Kubernetes: an emptyDir of medium Memory; "
+        "mount -o remount,size=64g /dev/shm"
+    )
     if not folder.is_dir():
-        yield Result(
-            "/dev/shm", "bad", "there is no such folder: NCCL and vLLM share memory there", enlarge
-        )
+        finding = "there is no such folder: NCCL and vLLM share memory there"
+        yield bad(name, finding, enlarge)
         return
-    stat = os.statvfs(folder)
-    total, free = stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize
-    found = f"{size_of(free)} free of {size_of(total)}, {plural(place.local_ranks, 'rank')} here"
+    disk = shutil.disk_usage(folder)
+    finding = f"{size_text(disk.free)} free of {size_text(disk.total)}, {target.ranks_text} here"
     if not os.access(folder, os.W_OK):
-        yield Result(
-            "/dev/shm", "bad", f"no permission to write there ({found})", "chmod 1777 /dev/shm"
-        )
+        yield bad(name, f"no permission to write there ({finding})", "chmod 1777 /dev/shm")
         return
-    level: Level = "bad" if free < least else "warning" if free < wanted else "ok"
-    if level == "ok":
-        yield Result("/dev/shm", "ok", found)
-    elif total >= wanted:
-        yield Result(
-            "/dev/shm",
-            level,
-            f"{found}: files of others fill it",
-            "ls -l /dev/shm; remove what nobody uses",
-        )
+    free_each = disk.free / target.local_ranks
+    if free_each >= _SHM_WANTED:
+        yield ok(name, finding)
+        return
+    is_bad = free_each < _SHM_NEEDED
+    make = bad if is_bad else warning
+    if disk.total >= _SHM_WANTED * target.local_ranks:
+        remedy = "ls -l /dev/shm; remove what nobody uses"
+        yield make(name, f"{finding}: files of others fill it", remedy)
     else:
-        short = (
-            f"{found}: less than {size_of(_SHM_LEAST if level == 'bad' else _SHM_WANTED)} a rank"
-        )
-        yield Result("/dev/shm", level, short, enlarge)
+        limit = size_text(_SHM_NEEDED if is_bad else _SHM_WANTED)
+        yield make(name, f"{finding}: less than {limit} a rank", enlarge)
 
 
-def look_at_memory(place: Place) -> Iterator[Result]:
-    host = _meminfo(place)
-    total, available = host["MemTotal"], host["MemAvailable"]
-    limit, used = _memory_limit(place)
-    bound = ""
+def check_memory(target: Target) -> Iterator[Result]:
+    host = _read_meminfo(target)
+    total, available, note = host["MemTotal"], host["MemAvailable"], ""
+    limit, used = _memory_limit(target)
     if limit < total:
-        total, available = limit, min(available, limit - used)
-        bound = " (the cgroup's limit)"
-    needed, how = _needed(place)
-    found = f"{size_of(available)} free of {size_of(total)}{bound}, for {plural(place.local_ranks, 'rank')}"
-    if needed is not None:
-        found += f", which need about {size_of(needed)} ({how})"
-    fewer = "fewer ranks here, a larger --mem or memory limit, or end what else is running"
-    least = needed if needed is not None else place.local_ranks * _RANK_LEAST
-    if available < least:
-        yield Result("memory", "bad", found, fewer)
-    elif available < place.local_ranks * (
-        wanted := _GPU_RANK_WANTED if place.num_gpus else _RANK_WANTED
-    ):
-        yield Result("memory", "warning", f"{found}: under {size_of(wanted)} a rank", fewer)
+        total, available, note = limit, min(available, limit - used), " (the cgroup's limit)"
+    finding = f"{size_text(available)} free of {size_text(total)}{note}, for {target.ranks_text}"
+    sizes = _rank_memory(target)
+    if sizes:
+        each = sum(sizes.values())
+        terms = [f"{name} {size_text(n)}" for name, n in sizes.items() if n > 0.01 * each]
+        finding += f", which need about {size_text(target.local_ranks * each)}"
+        finding += f" (each: {' + '.join(terms)})"
+    needed = sum(sizes.values()) if sizes else _RANK_NEEDED
+    wanted = _GPU_RANK_WANTED if target.num_gpus else _RANK_WANTED
+    remedy = "fewer ranks here, a larger --mem or memory limit, or end what else is running"
+    if available < target.local_ranks * needed:
+        yield bad("memory", finding, remedy)
+    elif available < target.local_ranks * wanted:
+        yield warning("memory", f"{finding}: under {size_text(wanted)} a rank", remedy)
     else:
-        yield Result("memory", "ok", found)
-    if place.read("/proc/sys/vm/overcommit_memory").strip() == "2":
-        what = "vm.overcommit_memory is 2: CUDA and torch reserve more addresses than they use"
-        yield Result("overcommit", "warning", what, "sysctl vm.overcommit_memory=0")
+        yield ok("memory", finding)
+    if target.read("/proc/sys/vm/overcommit_memory").strip() == "2":
+        finding = "vm.overcommit_memory is 2: CUDA and torch reserve more addresses than they use"
+        yield warning("overcommit", finding, "sysctl vm.overcommit_memory=0")
 
 
-def look_at_swap(place: Place) -> Iterator[Result]:
-    host = _meminfo(place)
+def check_swap(target: Target) -> Iterator[Result]:
+    host = _read_meminfo(target)
     total = host.get("SwapTotal", 0)
     used = total - host.get("SwapFree", 0)
-    if not total:
-        yield Result("swap", "ok", "none")
-    elif used > 0.1 * total and used > _GIB:
-        what = f"{size_of(used)} of {size_of(total)} in use: ranks that are swapped out make all others wait"
-        yield Result("swap", "warning", what, "end what else is running; swapoff -a")
+    finding = f"{size_text(used)} of {size_text(total)} in use" if total else "none"
+    if used > 0.1 * total and used > _GIB:
+        finding += ": ranks that are swapped out make all others wait"
+        yield warning("swap", finding, "end what else is running; swapoff -a")
     else:
-        yield Result("swap", "ok", f"{size_of(used)} of {size_of(total)} in use")
+        yield ok("swap", finding)
 
 
-def _needed(place: Place) -> tuple[float | None, str]:
-    """Bytes of host memory of this machine's ranks by the config, where the model's sizes are known."""
-    config = place.config
-    if config is None or (model := read_model(config.model.path)) is None:
-        return None, ""
-    state = state_of(config, model, place.num_ranks)
-    sizes = {"a process": _RANK_LEAST, "the checkpoint's copy": 12 * state.trained}
-    if place.num_gpus:
-        sizes["offloaded"] = state.offloaded(config.model.offload)
-        if config.rollout.sleep_level_with(config.model.lora) == 1:
-            sizes["the engine's weights, asleep"] = engine_weights(config, model)
-    else:
+def _rank_memory(target: Target) -> dict[str, float]:
+    """Bytes of host memory that a rank needs by the config; {} if the model is not here."""
+    config = target.config
+    model = read_model(config.model.path) if config else None
+    if config is None or model is None:
+        return {}
+    state, weights = state_of(config, model, target.num_ranks), engine_weights(config, model)
+    sizes = {"a process": _RANK_NEEDED, "the checkpoint's copy": TRAINED_ITEMSIZE * state.trained}
+    if not target.num_gpus:
         sizes["state and gradients"] = state.num_bytes + state.gradients
-        sizes["the engine's weights"] = engine_weights(config, model)
-    each = sum(sizes.values())
-    parts = " + ".join(
-        f"{name} {size_of(size)}" for name, size in sizes.items() if size > 0.01 * each
-    )
-    return place.local_ranks * each, f"each: {parts}"
+        sizes["the engine's weights"] = weights
+        return sizes
+    sizes["offloaded"] = state.offloaded(config.model.offload)
+    if config.rollout.sleep_level_with(config.model.lora) == 1:
+        sizes["the engine's weights, asleep"] = weights
+    return sizes
 
 
-def _meminfo(place: Place) -> dict[str, int]:
-    """Bytes."""
-    found = re.findall(r"^(\w+): +(\d+) kB", place.read("/proc/meminfo"), re.MULTILINE)
-    return {name: int(kib) << 10 for name, kib in found}
+def _read_meminfo(target: Target) -> dict[str, int]:
+    """Bytes by name."""
+    lines = re.findall(r"^(\w+): +(\d+) kB", target.read("/proc/meminfo"), re.MULTILINE)
+    return {name: int(kib) << 10 for name, kib in lines}
 
 
 def _cgroup_files(
-    place: Place, controller: str, name_2: str, name_1: str
+    target: Target, controller: str, name_v2: str, name_v1: str
 ) -> Iterator[tuple[str, str]]:
-    """(folder, text) of a control file of this process's cgroup and of those above it, of version 2 and 1: a limit may
-    be on any. In a container the path is often that of the host, of which only the end, or nothing, is mounted."""
-    for line in place.read("/proc/self/cgroup").splitlines():
-        _, kinds, path = [*line.split(":", 2), "", ""][:3]
-        if kinds == "":
-            bases, name = ("sys/fs/cgroup", "sys/fs/cgroup/unified"), name_2
-        elif controller in kinds.split(","):
-            bases, name = (f"sys/fs/cgroup/{kinds}", f"sys/fs/cgroup/{controller}"), name_1
+    """Yields (folder, text) of a control file, of cgroup version 2 or 1, for this process's
+    cgroup and all above it: any of them may set a limit."""
+    for line in target.read("/proc/self/cgroup").splitlines():
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
+        if not controllers:
+            bases, name = ["sys/fs/cgroup", "sys/fs/cgroup/unified"], name_v2
+        elif controller in controllers.split(","):
+            bases, name = [f"sys/fs/cgroup/{controllers}", f"sys/fs/cgroup/{controller}"], name_v1
         else:
             continue
         for base in dict.fromkeys(bases):
-            own = PurePosixPath(base, path.lstrip("/"))
-            for folder in (own, *own.parents):
-                if folder.is_relative_to(base) and (text := place.read(f"{folder}/{name}").strip()):
+            # In a container the path may be the host's, of which only the end is mounted.
+            cgroup = PurePosixPath(base, path.lstrip("/"))
+            for folder in (cgroup, *cgroup.parents):
+                text = target.read(f"{folder}/{name}").strip()
+                if text and folder.is_relative_to(base):
                     yield str(folder), text
 
 
-def _memory_limit(place: Place) -> tuple[int, int]:
-    """The least limit, and what is used of it, in bytes; pages of files, which can be let go, are not counted."""
-    limit, used = _UNLIMITED, 0
-    for folder, text in _cgroup_files(place, "memory", "memory.max", "memory.limit_in_bytes"):
-        if text.isdecimal() and int(text) < limit:
-            limit = int(text)
-            now = place.read(f"{folder}/memory.current") or place.read(
-                f"{folder}/memory.usage_in_bytes"
-            )
-            stat = dict(
-                re.findall(r"^(\w+) (\d+)$", place.read(f"{folder}/memory.stat"), re.MULTILINE)
-            )
-            files = int(stat.get("total_inactive_file") or stat.get("inactive_file") or 0)
-            used = max(0, (int(now) if now.strip().isdecimal() else 0) - files)
-    return limit, used
+def _memory_limit(target: Target) -> tuple[int, int]:
+    """The smallest memory limit of the cgroups, and how much of it is used. Cached pages of files
+    do not count as used: the kernel can drop them."""
+    limits = [
+        (int(text), folder)
+        for folder, text in _cgroup_files(target, "memory", "memory.max", "memory.limit_in_bytes")
+        if text.isdecimal()
+    ]
+    if not limits:
+        return _UNLIMITED, 0
+    limit, folder = min(limits)
+    text = target.read(f"{folder}/memory.current") or target.read(f"{folder}/memory.usage_in_bytes")
+    stat = dict(re.findall(r"^(\w+) (\d+)$", target.read(f"{folder}/memory.stat"), re.MULTILINE))
+    cached = int(stat.get("total_inactive_file") or stat.get("inactive_file") or 0)
+    return limit, max(0, int(text or 0) - cached)
 
 
-def cpu_quota(place: Place) -> float | None:
-    """Cores that the cgroup allows; None without a limit."""
+def cpu_quota(target: Target) -> float | None:
+    """Cores that the cgroups allow; None without a limit."""
     quotas: list[float] = []
-    for folder, text in _cgroup_files(place, "cpu", "cpu.max", "cpu.cfs_quota_us"):
+    for folder, text in _cgroup_files(target, "cpu", "cpu.max", "cpu.cfs_quota_us"):
         quota, _, period = text.partition(" ")
-        period = period or place.read(f"{folder}/cpu.cfs_period_us").strip()
+        period = period or target.read(f"{folder}/cpu.cfs_period_us").strip()
         if quota.isdecimal() and period.isdecimal() and int(period):
             quotas.append(int(quota) / int(period))
     return min(quotas, default=None)
 
 
-def look_at_cores(place: Place) -> Iterator[Result]:
-    quota = cpu_quota(place)
-    cores = place.cores if quota is None else min(place.cores, quota)
-    nodes = len([*(place.root / "sys/devices/system/node").glob("node[0-9]*")])
-    whose = f"{place.cores} cores" + (
-        f", of which the cgroup allows {quota:g}" if cores < place.cores else ""
-    )
-    whose += f", {nodes} NUMA nodes" if nodes > 1 else ""
-    set_to = place.environ.get("OMP_NUM_THREADS", "")
-    ranks, threads = place.local_ranks, int(set_to) if set_to.isdecimal() else 1
-    found = (
-        f"{whose}; {plural(ranks, 'rank')} x {plural(threads, 'thread')} (OMP_NUM_THREADS={set_to})"
-    )
-    best = max(1, int(cores // ranks))
-    if set_to and (not set_to.isdecimal() or threads < 1):
-        yield Result(
-            "threads",
-            "bad",
-            f"OMP_NUM_THREADS={set_to!r} is no number from 1 on",
-            "export OMP_NUM_THREADS=1",
-        )
-    elif not set_to:
-        note = "OMP_NUM_THREADS is not set, which torchrun and grpo-spmd make 1"
-        level: Level = "ok" if ranks <= cores else "warning"
-        yield Result(
-            "threads",
-            level,
-            f"{whose}; {plural(ranks, 'rank')}; {note}",
-            "" if level == "ok" else "fewer ranks",
-        )
-    elif threads > 1 and ranks * threads > cores:
-        what = f"{found}: threads wait for each other on too few cores"
-        yield Result("threads", "bad", what, f"export OMP_NUM_THREADS={best}")
-    elif ranks > cores:
-        yield Result(
-            "threads",
-            "warning",
-            f"{found}: more ranks than cores",
-            "fewer ranks, or a larger share of cores",
-        )
+def check_threads(target: Target) -> Iterator[Result]:
+    quota, ranks = cpu_quota(target), target.local_ranks
+    cores = target.cores if quota is None else min(target.cores, quota)
+    finding = f"{target.cores} cores"
+    if cores < target.cores:
+        finding += f", of which the cgroup allows {cores:g}"
+    num_nodes = len([*(target.root / "sys/devices/system/node").glob("node[0-9]*")])
+    finding += f", {num_nodes} NUMA nodes" if num_nodes > 1 else ""
+    finding += f"; {target.ranks_text}"
+    text = target.environ.get("OMP_NUM_THREADS", "")
+    threads = int(text) if text.isdecimal() else 0
+    if text:
+        finding += f" x {plural(threads, 'thread')} (OMP_NUM_THREADS={text})"
     else:
-        yield Result("threads", "ok", found)
-    if (
-        "[never]" in place.read("/sys/kernel/mm/transparent_hugepage/enabled")
-        and not place.num_gpus
-    ):
-        what = "transparent huge pages are off: page faults are a large part of a weight sync on the CPU"
-        yield Result(
-            "huge pages",
-            "warning",
-            what,
-            "echo madvise >/sys/kernel/mm/transparent_hugepage/enabled",
+        finding += "; OMP_NUM_THREADS is not set, which torchrun and grpo-spmd make 1"
+    if text and threads < 1:
+        finding = f"OMP_NUM_THREADS={text!r} is no number from 1 on"
+        yield bad("threads", finding, "export OMP_NUM_THREADS=1")
+    elif threads > 1 and ranks * threads > cores:
+        remedy = f"export OMP_NUM_THREADS={max(1, int(cores // ranks))}"
+        yield bad("threads", f"{finding}: threads wait for each other on too few cores", remedy)
+    elif ranks > cores:
+        remedy = "fewer ranks, or a larger share of cores"
+        yield warning("threads", f"{finding}: more ranks than cores", remedy)
+    else:
+        yield ok("threads", finding)
+    huge_pages = target.read("/sys/kernel/mm/transparent_hugepage/enabled")
+    if "[never]" in huge_pages and not target.num_gpus:
+        finding = (
+            "transparent huge pages are off: page faults are a large part of a CPU weight sync"
         )
+        remedy = "echo madvise >/sys/kernel/mm/transparent_hugepage/enabled"
+        yield warning("huge pages", finding, remedy)
 
 
-def look_at_limits(place: Place) -> Iterator[Result]:
-    """ulimit, as /proc says it of this process: (soft, hard), None without a limit."""
-    pattern = re.compile(r"^Max (.+?) {2,}(\d+|unlimited) +(\d+|unlimited)", re.MULTILINE)
-    numbers: dict[str, tuple[int | None, ...]] = {
-        name: tuple(None if text == "unlimited" else int(text) for text in both)
-        for name, *both in pattern.findall(place.read("/proc/self/limits"))
-    }
-    if not numbers:
-        raise OSError("/proc/self/limits is not to be read")
-    lines = [*_wrong_limits(place, numbers)]
-    yield from lines
-    if not lines:
-        soft = {
-            name: numbers.get(name, (None,))[0]
-            for name in ("open files", "processes", "locked memory")
+def check_limits(target: Target) -> Iterator[Result]:
+    """The limits of this process, as ulimit shows them."""
+    results = [*_exceeded_limits(target)]
+    yield from results
+    if not results:
+        limits = {
+            "open files": f"{_soft_limit('NOFILE'):,}",
+            "processes": f"{_soft_limit('NPROC'):,}",
+            "locked memory": size_text(_soft_limit("MEMLOCK")),
         }
-        texts = {
-            name: "unlimited" if limit is None else f"{limit:,}" for name, limit in soft.items()
-        }
-        if (locked := soft["locked memory"]) is not None:
-            texts["locked memory"] = size_of(locked)
-        shown = (f"{name} {text}" for name, text in texts.items())
-        yield Result("ulimit", "ok", ", ".join(shown))
+        unlimited = {f"{_UNLIMITED:,}", size_text(_UNLIMITED)}
+        texts = (
+            f"{name} {'unlimited' if text in unlimited else text}" for name, text in limits.items()
+        )
+        yield ok("ulimit", ", ".join(texts))
 
 
-def _wrong_limits(place: Place, numbers: dict[str, tuple[int | None, ...]]) -> Iterator[Result]:
-    def soft(name: str) -> int:
-        limit = numbers.get(name, (None, None))[0]
-        return _UNLIMITED if limit is None else limit
+def _soft_limit(name: str) -> int:
+    soft = resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))[0]
+    return _UNLIMITED if soft == resource.RLIM_INFINITY else soft
 
-    hard = numbers.get("open files", (None, None))[1]
-    raise_it = f"ulimit -n {min(65536, hard or 65536)}; systemd: LimitNOFILE; docker run --ulimit nofile=65536"
-    if (files := soft("open files")) < 4096:
-        level: Level = "bad" if files < 256 else "warning"
-        what = f"{files:,} open files: sockets of ranks, files of safetensors and workers' pipes need more"
-        yield Result("ulimit -n", level, what, raise_it)
-    if (processes := soft("processes")) < 1024 * place.local_ranks:
-        level = "bad" if processes < 128 * place.local_ranks else "warning"
-        what = f"{processes:,} processes and threads of this user, for {plural(place.local_ranks, 'rank')}"
-        yield Result(
-            "ulimit -u", level, what, "ulimit -u unlimited; slurm: PropagateResourceLimits"
+
+def _exceeded_limits(target: Target) -> Iterator[Result]:
+    files, processes = _soft_limit("NOFILE"), _soft_limit("NPROC")
+    if files < 4096:
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        raised = 65536 if hard == resource.RLIM_INFINITY else min(65536, hard)
+        remedy = f"ulimit -n {raised}; systemd: LimitNOFILE; docker run --ulimit nofile=65536"
+        finding = f"{files:,} open files: sockets of ranks, files of safetensors and workers' pipes"
+        make = bad if files < 256 else warning
+        yield make("ulimit -n", f"{finding} need more", remedy)
+    if processes < 1024 * target.local_ranks:
+        finding = f"{processes:,} processes and threads of this user, for {target.ranks_text}"
+        make = bad if processes < 128 * target.local_ranks else warning
+        yield make("ulimit -u", finding, "ulimit -u unlimited; slurm: PropagateResourceLimits")
+    locked = _soft_limit("MEMLOCK")
+    has_infiniband = any((target.root / "sys/class/infiniband").glob("*"))
+    if locked < 64 * _GIB and has_infiniband:
+        finding = f"{size_text(locked)} of locked memory, and this machine has InfiniBand"
+        remedy = "ulimit -l unlimited; docker run --ulimit memlock=-1"
+        yield bad("ulimit -l", f"{finding}, which registers more", remedy)
+    file_size, addresses = _soft_limit("FSIZE"), _soft_limit("AS")
+    if file_size < _UNLIMITED:
+        finding = f"files of {size_text(file_size)} at most: checkpoints grow"
+        yield bad("ulimit -f", finding, "ulimit -f unlimited")
+    if addresses < _UNLIMITED:
+        finding = (
+            f"{size_text(addresses)} of address space: CUDA and torch reserve more than they use"
         )
-    if (locked := soft("locked memory")) < 64 * _GIB and any(
-        (place.root / "sys/class/infiniband").glob("*")
-    ):
-        what = f"{size_of(locked)} of locked memory, and this machine has InfiniBand, which registers more"
-        yield Result(
-            "ulimit -l", "bad", what, "ulimit -l unlimited; docker run --ulimit memlock=-1"
-        )
-    if (largest := soft("file size")) < _UNLIMITED:
-        yield Result(
-            "ulimit -f",
-            "bad",
-            f"files of {size_of(largest)} at most: checkpoints grow",
-            "ulimit -f unlimited",
-        )
-    if (addresses := soft("address space")) < _UNLIMITED:
-        what = f"{size_of(addresses)} of address space: CUDA and torch reserve more than they use"
-        yield Result(
-            "ulimit -v", "bad" if place.num_gpus else "warning", what, "ulimit -v unlimited"
-        )
-    piped = place.read("/proc/sys/kernel/core_pattern").startswith("|")
-    if soft("core file size") > _GIB and not piped and place.num_gpus:
-        what = "core dumps are on: a rank that crashes writes all of its memory into the working folder"
-        yield Result("ulimit -c", "warning", what, "ulimit -c 0")
+        make = bad if target.num_gpus else warning
+        yield make("ulimit -v", finding, "ulimit -v unlimited")
+    is_piped = target.read("/proc/sys/kernel/core_pattern").startswith("|")
+    if _soft_limit("CORE") > _GIB and not is_piped and target.num_gpus:
+        finding = "core dumps are on: a rank that crashes writes all of its memory into the working"
+        yield warning("ulimit -c", f"{finding} folder", "ulimit -c 0")

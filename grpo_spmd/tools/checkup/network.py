@@ -1,8 +1,7 @@
-"""Names, ports, the hub, and who started the ranks; of a Slurm job the time that is left."""
+"""Host name, ports, the hub, the launcher, environment variables, and a Slurm job's time left."""
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import socket
@@ -12,17 +11,21 @@ from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
 
+import psutil  # type: ignore[import-untyped]
+
 from grpo_spmd.data.hub import ask, is_offline
 from grpo_spmd.distributed.processes import seconds_left
-from grpo_spmd.tools.checkup.results import Place, Result, listed
+from grpo_spmd.tools.checkup.results import Result, Target, bad, join_items, ok, warning
 
-_DEFAULT_PORT = 29500
+_DEFAULT_PORT = "29500"
 _SHORT_S = 600.0
 _SECRET = re.compile("TOKEN|SECRET|PASSWORD|API_KEY|CREDENTIAL", re.IGNORECASE)
-_TOLD = re.compile(
-    r"(OMP_NUM_THREADS|(NCCL|GLOO|HF|VLLM|PYTORCH|TORCH|CUDA|FI|UCX|TRITON|TOKENIZERS)_\w+|LD_LIBRARY_PATH)"
+_REPORTED = re.compile(
+    r"(OMP_NUM_THREADS|(NCCL|GLOO|HF|VLLM|PYTORCH|TORCH|CUDA|FI|UCX|TRITON|TOKENIZERS)_\w+"
+    r"|LD_LIBRARY_PATH)"
 )
-_OWN = ("CUDA_VISIBLE_DEVICES", "TORCHELASTIC", "TORCH_ELASTIC")  # these differ from rank to rank
+# These differ from rank to rank.
+_RANK_SPECIFIC = ("CUDA_VISIBLE_DEVICES", "TORCHELASTIC", "TORCH_ELASTIC")
 _SLOWING = {
     "CUDA_LAUNCH_BLOCKING": ("1", "each kernel is waited for"),
     "TORCH_DISTRIBUTED_DEBUG": ("DETAIL", "each collective is checked by another"),
@@ -34,215 +37,168 @@ _SLOWING = {
 }
 
 
-def look_at_name(place: Place) -> Iterator[Result]:
-    name = socket.gethostname()
-    interfaces = [each for _, each in socket.if_nameindex() if each != "lo"]
+def check_host_name(target: Target) -> Iterator[Result]:
+    interfaces = [name for _, name in socket.if_nameindex() if name != "lo"]
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        for asked in filter(None, place.environ.get(variable, "").split(",")):
-            wanted = asked.lstrip("^=").partition(":")[0]
-            fits = [
-                each
-                for each in ["lo", *interfaces]
-                if each == wanted or (variable[0] == "N" and each.startswith(wanted))
-            ]
-            if not fits and not asked.startswith("^"):
-                what = f"{variable} names {wanted}, and this host has {listed(interfaces) or 'lo alone'}"
-                yield Result(
-                    "interface", "bad", what, f"export {variable}=... (ip -br address shows them)"
-                )
+        yield from _check_interfaces(target, variable, interfaces)
+    name = socket.gethostname()
     try:
-        found = {
-            str(each[4][0]).partition("%")[0]
-            for each in socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
-        }
+        entries = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
     except OSError as error:
-        what = f"the name of this host, {name}, leads nowhere ({error.strerror or error})"
-        yield Result(
-            "host name",
-            "warning",
-            what,
-            f"echo '127.0.1.1 {name}' >>/etc/hosts, or GLOO_SOCKET_IFNAME",
-        )
+        finding = f"the name of this host, {name}, leads nowhere ({error.strerror or error})"
+        remedy = f"echo '127.0.1.1 {name}' >>/etc/hosts, or GLOO_SOCKET_IFNAME"
+        yield warning("host name", finding, remedy)
         return
-    leads = f"{name} leads to {listed(sorted(found))}"
-    if (
-        all(ip_address(address).is_loopback for address in found)
-        and "GLOO_SOCKET_IFNAME" not in place.environ
-    ):
-        several = place.is_launched and place.num_ranks > place.local_ranks
-        what, remedy = (
-            f"{leads}, this host alone",
-            f"export GLOO_SOCKET_IFNAME=... ({listed(interfaces) or 'none here'})",
-        )
-        if several:
-            yield Result(
-                "host name", "bad", f"{what}: ranks of other hosts do not reach it", remedy
-            )
-        else:
-            yield Result("host name", "ok", f"{what}; several nodes need GLOO_SOCKET_IFNAME")
+    addresses = sorted({str(entry[4][0]).partition("%")[0] for entry in entries})
+    finding = f"{name} leads to {join_items(addresses)}"
+    is_loopback = all(ip_address(address).is_loopback for address in addresses)
+    if not is_loopback or "GLOO_SOCKET_IFNAME" in target.environ:
+        yield ok("host name", finding)
+    elif target.is_launched and target.num_ranks > target.local_ranks:
+        finding += ", this host alone: ranks of other hosts do not reach it"
+        remedy = f"export GLOO_SOCKET_IFNAME=... ({join_items(interfaces) or 'none here'})"
+        yield bad("host name", finding, remedy)
     else:
-        yield Result("host name", "ok", leads)
+        finding += ", this host alone; several nodes need GLOO_SOCKET_IFNAME"
+        yield ok("host name", finding)
 
 
-def look_at_port(place: Place) -> Iterator[Result]:
-    """Where ranks would meet, while there are none."""
-    if place.is_launched or place.environ.get("TORCHELASTIC_RUN_ID"):  # its agent holds it
-        return
-    given = place.environ.get("MASTER_PORT") or place.environ.get("PET_MASTER_PORT")
-    text = given or str(_DEFAULT_PORT)
-    if not (text.isdecimal() and 0 < int(text) < 1 << 16):
-        yield Result(
-            "port", "bad", f"MASTER_PORT={text!r} is no port", "a number from 1024 to 65535"
+def _check_interfaces(target: Target, variable: str, interfaces: list[str]) -> Iterator[Result]:
+    for entry in filter(None, target.environ.get(variable, "").split(",")):
+        wanted = entry.lstrip("^=").partition(":")[0]
+        # NCCL takes the beginning of a name, gloo the whole name.
+        matches = (
+            name == wanted or (variable.startswith("NCCL") and name.startswith(wanted))
+            for name in ["lo", *interfaces]
         )
+        if not entry.startswith("^") and not any(matches):
+            known = join_items(interfaces) or "lo alone"
+            finding = f"{variable} names {wanted}, and this host has {known}"
+            remedy = f"export {variable}=... (ip -br address shows them)"
+            yield bad("interface", finding, remedy)
+
+
+def check_port(target: Target) -> Iterator[Result]:
+    """The port where ranks would meet. Launched ranks already use it."""
+    if target.is_launched or target.environ.get("TORCHELASTIC_RUN_ID"):
+        return
+    variable = target.environ.get("MASTER_PORT") or target.environ.get("PET_MASTER_PORT")
+    text = variable or _DEFAULT_PORT
+    if not (text.isdecimal() and 0 < int(text) < 1 << 16):
+        yield bad("port", f"MASTER_PORT={text!r} is no port", "a number from 1024 to 65535")
         return
     port = int(text)
-    what = f"port {port}, " + ("by MASTER_PORT" if given else "where plain torchrun's ranks meet")
+    origin = "by MASTER_PORT" if variable else "where plain torchrun's ranks meet"
     try:
         with socket.socket() as trial:
             trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             trial.bind(("", port))
     except OSError as error:
-        who = _listener(place, port)
-        taken = f"{what}, is in use{f' by {who}' if who else ''} ({error.strerror})"
-        remedy = (
-            "end it, or another MASTER_PORT"
-            if given
-            else "torchrun --standalone, --master-port, or grpo-spmd train"
-        )
-        yield Result("port", "bad" if given else "warning", taken, remedy)
+        finding = f"port {port}, {origin}, is in use{_find_listener(port)} ({error.strerror})"
+        if variable:
+            yield bad("port", finding, "end it, or another MASTER_PORT")
+        else:
+            remedy = "torchrun --standalone, --master-port, or grpo-spmd train"
+            yield warning("port", finding, remedy)
     else:
-        yield Result("port", "ok", f"{what}, is free")
+        yield ok("port", f"port {port}, {origin}, is free")
 
 
-def _listener(place: Place, port: int) -> str:
-    """The process that listens there, where /proc says it."""
-    inodes = set()
-    for table in ("tcp", "tcp6"):
-        for line in place.read(f"/proc/net/{table}").splitlines()[1:]:
-            fields = line.split()
-            if (
-                len(fields) > 9
-                and fields[3] == "0A"
-                and int(fields[1].rpartition(":")[2], 16) == port
-            ):
-                inodes.add(f"socket:[{fields[9]}]")
-    for process in sorted((place.root / "proc").glob("[0-9]*")) if inodes else ():
-        with suppress(OSError):
-            if any(os.readlink(each) in inodes for each in (process / "fd").iterdir()):
-                command = place.read(f"/proc/{process.name}/cmdline").replace("\0", " ").strip()
-                return f"process {process.name} ({command[:60]})"
+def _find_listener(port: int) -> str:
+    """ " by process PID (COMMAND)", or "" if the process belongs to somebody else."""
+    with suppress(psutil.Error):
+        for connection in psutil.net_connections("tcp"):
+            is_listener = connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
+            if is_listener and connection.pid:
+                command = " ".join(psutil.Process(connection.pid).cmdline())
+                return f" by process {connection.pid} ({command[:60]})"
     return ""
 
 
-def look_at_hub(place: Place) -> Iterator[Result]:
+def check_hub(target: Target) -> Iterator[Result]:
     if is_offline():
-        yield Result(
-            "hub", "ok", "HF_HUB_OFFLINE is set: nothing is asked; model and data must be here"
-        )
+        finding = "HF_HUB_OFFLINE is set: nothing is asked; model and data must be here"
+        yield ok("hub", finding)
         return
-    endpoint = place.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
-    status, said = ask(f"{endpoint}/api/models?limit=1")
+    endpoint = target.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+    status, text = ask(f"{endpoint}/api/models?limit=1")
+    finding = f"{endpoint} gives no answer"
     if status is not None and status < 500:
-        yield Result("hub", "ok", f"{endpoint} answers")
-    elif place.config is not None and _is_local(place):
-        yield Result(
-            "hub", "ok", f"{endpoint} gives no answer, and model and data of the config are local"
-        )
+        yield ok("hub", f"{endpoint} answers")
+    elif _is_local(target):
+        yield ok("hub", f"{finding}, and model and data of the config are local")
     else:
-        remedy = "python -m grpo_spmd.prefetch where there is network, and HF_HUB_OFFLINE=1 here"
-        yield Result("hub", "warning", f"{endpoint} gives no answer ({said or status})", remedy)
-
-
-def _is_local(place: Place) -> bool:
-    assert place.config is not None
-    data = place.config.data
-    sources = (data.train, *data.eval_sets.values())
-    return Path(place.config.model.path).is_dir() and not any(
-        str(source).startswith("hub:") for source in sources
-    )
-
-
-def look_at_torchrun(place: Place) -> Iterator[Result]:
-    if place.environ.get("TORCHELASTIC_RUN_ID"):
-        nodes, restarts = (
-            place.environ.get("GROUP_WORLD_SIZE", "1"),
-            place.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"),
+        command = "python -m grpo_spmd.prefetch where there is network"
+        yield warning(
+            "hub", f"{finding} ({text or status})", f"{command}, and HF_HUB_OFFLINE=1 here"
         )
-        what = f"{place.num_ranks} ranks on {nodes} node{'s' * (nodes != '1')}, {restarts} restarts"
-        yield Result("torchrun", "ok", what)
+
+
+def _is_local(target: Target) -> bool:
+    """Whether the config names no model and no data of the hub."""
+    config = target.config
+    if config is None or not Path(config.model.path).is_dir():
+        return False
+    sources = (config.data.train, *config.data.eval_sets.values())
+    return not any(str(source).startswith("hub:") for source in sources)
+
+
+def check_torchrun(target: Target) -> Iterator[Result]:
+    if target.environ.get("TORCHELASTIC_RUN_ID"):
+        nodes = target.environ.get("GROUP_WORLD_SIZE", "1")
+        restarts = target.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+        nodes_text = f"{nodes} node{'s' * (nodes != '1')}"
+        yield ok("torchrun", f"{target.num_ranks} ranks on {nodes_text}, {restarts} restarts")
         return
-    path = shutil.which("torchrun", path=place.environ.get("PATH"))
-    if place.is_launched:
+    if target.is_launched:
         return
+    path = shutil.which("torchrun", path=target.environ.get("PATH"))
     if path is None:
-        yield Result(
-            "torchrun",
-            "ok",
-            "not on PATH; grpo-spmd train, or python -m torch.distributed.run, is the same",
-        )
+        finding = "not on PATH; grpo-spmd train, or python -m torch.distributed.run, is the same"
+        yield ok("torchrun", finding)
         return
     with open(path, "rb") as file:
-        first = file.readline(512).decode(errors="replace").strip()
-    interpreter = first.removeprefix("#!").strip()
-    is_other = (
-        first.startswith("#!/")
-        and "env" not in interpreter
-        and Path(interpreter).parent != Path(sys.executable).parent
-    )
-    if is_other and not interpreter.startswith("/bin/sh"):
-        what = f"{path} starts {interpreter}, and this is {sys.executable}"
-        yield Result(
-            "torchrun",
-            "warning",
-            what,
-            "activate the environment, or python -m torch.distributed.run",
-        )
+        line = file.readline(512).decode(errors="replace").strip()
+    interpreter = line.removeprefix("#!").strip()
+    # `env python3` and a shell that starts python say nothing about the environment.
+    is_known = line.startswith("#!/") and "env" not in interpreter
+    is_known &= not interpreter.startswith("/bin/sh")
+    if is_known and Path(interpreter).parent != Path(sys.executable).parent:
+        finding = f"{path} starts {interpreter}, and this is {sys.executable}"
+        remedy = "activate the environment, or python -m torch.distributed.run"
+        yield warning("torchrun", finding, remedy)
     else:
-        yield Result("torchrun", "ok", path)
+        yield ok("torchrun", path)
 
 
-def look_at_environment(place: Place) -> Iterator[Result]:
-    told = {name: value for name, value in sorted(place.environ.items()) if _TOLD.fullmatch(name)}
-    alike = {name: _shown(name, value) for name, value in told.items() if not name.startswith(_OWN)}
-    wrong = [
-        f"{name}={value}: {_SLOWING[name][1]}"
-        for name, value in told.items()
-        if _slows(name, value)
-    ]
-    if wrong:
-        names = " ".join(name for name in told if _slows(name, told[name]))
-        yield Result("environment", "warning", "; ".join(wrong), f"unset {names}", alike)
+def check_environment(target: Target) -> Iterator[Result]:
+    """Environment variables that slow ranks down. The others must be the same on all ranks."""
+    variables = {
+        name: value for name, value in sorted(target.environ.items()) if _REPORTED.fullmatch(name)
+    }
+    facts = {
+        name: f"a secret of {len(value)} characters" if _SECRET.search(name) else value
+        for name, value in variables.items()
+        if not name.startswith(_RANK_SPECIFIC)
+    }
+    slow = [n for n, (value, _) in _SLOWING.items() if variables.get(n, "").upper() == value]
+    if slow:
+        effects = "; ".join(f"{name}={variables[name]}: {_SLOWING[name][1]}" for name in slow)
+        yield warning("environment", effects, f"unset {' '.join(slow)}", facts)
     else:
-        shown = [name for name in alike if name.startswith(("NCCL_", "GLOO_"))]
-        yield Result(
-            "environment",
-            "ok",
-            listed(shown) if shown else "nothing set that slows ranks",
-            alike=alike,
-        )
+        names = join_items(name for name in facts if name.startswith(("NCCL_", "GLOO_")))
+        yield ok("environment", names or "nothing set that slows ranks", facts)
 
 
-def _slows(name: str, value: str) -> bool:
-    return name in _SLOWING and value.upper() == _SLOWING[name][0]
-
-
-def _shown(name: str, value: str) -> str:
-    return f"a secret of {len(value)} characters" if _SECRET.search(name) else value
-
-
-def look_at_slurm(place: Place) -> Iterator[Result]:
-    if not place.environ.get("SLURM_JOB_ID"):
+def check_slurm(target: Target) -> Iterator[Result]:
+    if not target.environ.get("SLURM_JOB_ID"):
         return
-    left = seconds_left(None)
-    if left is None:
-        yield Result("job", "ok", "Slurm sets no end, or does not say it")
-    elif left < _SHORT_S:
-        what = f"Slurm ends this job in {max(0, left) / 60:.0f} min, less than a start and a step may take"
-        yield Result(
-            "job",
-            "warning",
-            what,
-            "sbatch --time=24:00:00; the run saves and queues again near its end",
-        )
+    rest_s = seconds_left(None)
+    if rest_s is None:
+        yield ok("job", "Slurm sets no end, or does not say it")
+    elif rest_s < _SHORT_S:
+        finding = f"Slurm ends this job in {max(0, rest_s) / 60:.0f} min"
+        remedy = "sbatch --time=24:00:00; the run saves and queues again near its end"
+        yield warning("job", f"{finding}, less than a start and a step may take", remedy)
     else:
-        yield Result("job", "ok", f"Slurm ends this job in {left / 3600:.1f} h")
+        yield ok("job", f"Slurm ends this job in {rest_s / 3600:.1f} h")

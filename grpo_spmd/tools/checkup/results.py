@@ -1,148 +1,219 @@
-"""What a check finds, where it looks, and how it is run: one that raises or hangs is a line, never the end."""
+"""Results of checks, the machine they look at, how they are run and how they are printed."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
-import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from grpo_spmd.config.errors import ConfigError, within
 from grpo_spmd.config.schema import Config
+from grpo_spmd.files import show
+from grpo_spmd.tools.terminal import Terminal
 
 Level = Literal["ok", "warning", "bad"]
 LEVELS: tuple[Level, ...] = ("ok", "warning", "bad")
-_MOST_CHARACTERS = 1 << 20
-_OF_A_RANK = {
-    "RANK",
-    "LOCAL_RANK",
-    "GROUP_RANK",
-    "ROLE_RANK",
-    "MASTER_ADDR",
-    "MASTER_PORT",
+_STYLES = {"ok": "green", "warning": "yellow", "bad": "bold red"}
+_NAME_COLUMNS = 14
+_MAX_FILE_BYTES = 1 << 20
+_RANK_VARIABLES = {
+    "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT",
     "TORCHELASTIC_RUN_ID",
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Result:
-    """One line."""
+    """One line of the checkup. A line that is not ok has a remedy."""
 
     name: str
     level: Level
-    found: str
+    finding: str
     remedy: str = ""
-    alike: dict[str, str] = field(
-        default_factory=dict
-    )  # facts that must be the same on all ranks, by name
+    facts: dict[str, str] = field(default_factory=dict)  # must be the same on all ranks
 
     def __post_init__(self) -> None:
-        assert self.level == "ok" or self.remedy, f"no remedy for {self.name}: {self.found}"
+        assert self.level == "ok" or self.remedy, f"no remedy for {self.name}: {self.finding}"
+
+
+def ok(name: str, finding: str, facts: dict[str, str] | None = None) -> Result:
+    return Result(name, "ok", finding, "", facts or {})
+
+
+def warning(name: str, finding: str, remedy: str, facts: dict[str, str] | None = None) -> Result:
+    return Result(name, "warning", finding, remedy, facts or {})
+
+
+def bad(name: str, finding: str, remedy: str, facts: dict[str, str] | None = None) -> Result:
+    return Result(name, "bad", finding, remedy, facts or {})
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where checks look, and for how many ranks."""
+class Target:
+    """The machine that is checked, and the run it is checked for."""
 
-    root: Path = Path(
-        "/"
-    )  # /proc, /sys and /dev are looked at below it, so that tests can plant what is there
+    # Files of /proc, /sys and /dev are read below it, so that tests can plant them.
+    root: Path = Path("/")
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
     num_ranks: int = 1
     local_ranks: int = 1  # of this machine
     num_gpus: int = 0
     cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
-    is_launched: bool = False  # ranks are there already, by torchrun or srun
+    is_launched: bool = False  # torchrun or srun has started the ranks
     config: Config | None = None
-    words: Sequence[str] = ()  # of the command line: --config FILE and the overrides
+    arguments: Sequence[str] = ()  # --config FILE and the overrides
     run_dir: Path = Path()
 
+    @property
+    def ranks_text(self) -> str:
+        return plural(self.local_ranks, "rank")
+
     def read(self, path: str) -> str:
-        """The text of a file below the root; "" where it is not there, or is not ours to read."""
+        """Text of a file below the root; "" if it is missing or cannot be read."""
         try:
             with open(self.root / path.lstrip("/"), encoding="utf-8", errors="replace") as file:
-                return file.read(_MOST_CHARACTERS)
+                return file.read(_MAX_FILE_BYTES)
         except OSError:
             return ""
 
-    def ask(self, command: Sequence[str], timeout_s: float) -> tuple[int, str, str] | None:
-        """Exit code, output and errors of a program that is no rank; None where there is no such program. Raises
+    def run(
+        self, command: Sequence[str], timeout_s: float
+    ) -> subprocess.CompletedProcess[str] | None:
+        """Run a program that is no rank. Returns None if there is no such program. Raises
         subprocess.TimeoutExpired."""
-        own = {name: value for name, value in self.environ.items() if name not in _OF_A_RANK}
+        env = {name: value for name, value in self.environ.items() if name not in _RANK_VARIABLES}
         if self.num_ranks > 1:
-            own |= {"WORLD_SIZE": str(self.num_ranks), "LOCAL_WORLD_SIZE": str(self.local_ranks)}
-        options: dict[str, Any] = {"capture_output": True, "text": True, "errors": "replace"}
+            env["WORLD_SIZE"] = str(self.num_ranks)
+            env["LOCAL_WORLD_SIZE"] = str(self.local_ranks)
         try:
-            done = subprocess.run(
-                command, stdin=subprocess.DEVNULL, env=own, timeout=timeout_s, **options
+            return subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                env=env,
+                timeout=timeout_s,
             )
         except (FileNotFoundError, PermissionError):
             return None
-        return done.returncode, done.stdout, done.stderr
 
 
 @dataclass(frozen=True)
 class Check:
     name: str
     group: str
-    look: Callable[[Place], Iterable[Result]]
+    look: Callable[[Target], Iterable[Result]]
     deadline_s: float = 5.0
-    of: Literal["rank", "machine", "run"] = (
-        "machine"  # who looks: each rank, one of each machine, rank 0
-    )
+    # Who looks: every rank, the first rank of each machine, or rank 0 alone.
+    scope: Literal["rank", "machine", "run"] = "machine"
 
 
-def run_check(check: Check, place: Place) -> list[Result]:
-    """What it finds until its deadline. A thread that hangs beyond it is left behind: whoever calls leaves the process
-    by distributed.ending."""
-    found: list[Result] = []
-    raised: list[BaseException] = []
+def run_check(check: Check, target: Target) -> list[Result]:
+    """Returns what the check finds until its deadline. A check that raises or hangs is a line.
+
+    A check that hangs leaves its thread behind: the caller must end with exit_process.
+    """
+    results: list[Result] = []
 
     def look() -> None:
-        try:
-            for result in check.look(place):
-                found.append(result)
-        except BaseException as error:  # whatever it is: a line
-            raised.append(error)
+        for result in check.look(target):
+            results.append(result)
 
-    thread = threading.Thread(target=look, name=f"checkup: {check.name}", daemon=True)
-    thread.start()
-    thread.join(check.deadline_s)
-    is_stuck, results = thread.is_alive(), [*found]
-    if is_stuck or (raised and isinstance(raised[0], subprocess.TimeoutExpired)):
-        what = f"could not be looked at: no answer within {check.deadline_s:g} s"
-        results.append(
-            Result(
-                check.name,
-                "warning",
-                what,
-                "look at what it reads or starts: something there hangs",
-            )
-        )
-    elif raised:
-        said = " ".join(str(raised[0]).split())[:300]
-        what = f"could not be looked at: {type(raised[0]).__name__}: {said}"
-        results.append(
-            Result(check.name, "warning", what, "look at what it names; the other lines stand")
-        )
+    try:
+        within(check.deadline_s, look)
+    except (TimeoutError, subprocess.TimeoutExpired):
+        finding = f"could not be looked at: no answer within {check.deadline_s:g} s"
+        remedy = "look at what it reads or starts: something there hangs"
+        return [*results, warning(check.name, finding, remedy)]
+    except KeyboardInterrupt:  # a signal to this process
+        raise
+    except BaseException as error:  # whatever it is: a line
+        text = " ".join(str(error).split())[:300]
+        finding = f"could not be looked at: {type(error).__name__}: {text}"
+        return [
+            *results,
+            warning(check.name, finding, "look at what it names; the other lines stand"),
+        ]
     return results
 
 
-def size_of(num_bytes: float) -> str:
-    """In the unit that leaves few digits."""
+class Page:
+    """Prints results in groups and writes them to a JSON Lines file."""
+
+    def __init__(self, json_file: Path | None = None, terminal: Terminal | None = None) -> None:
+        """Raises ConfigError if `json_file` cannot be written."""
+        self.counts: Counter[str] = Counter()
+        self._terminal, self._group = terminal or Terminal(), ""
+        try:
+            self._json = json_file.open("w", encoding="utf-8") if json_file else None
+        except OSError as error:
+            raise ConfigError(f"--json: cannot write {json_file}: {error.strerror}") from None
+
+    def add(self, group: str, result: Result) -> None:
+        if group != self._group:
+            show(("\n" if self._group else "") + group)
+            self._group = group
+        self.counts[result.level] += 1
+        self._show(result)
+        self._write(
+            group=group,
+            name=result.name,
+            level=result.level,
+            found=result.finding,
+            remedy=result.remedy,
+        )
+
+    def _show(self, result: Result) -> None:
+        level = self._terminal.paint(
+            self._terminal.pad(result.level, 7, _STYLES[result.level])
+        ).ljust(7)
+        indent = " " * (2 + 7 + 2 + _NAME_COLUMNS + 1)
+        label = f"  {level}  {result.name:{_NAME_COLUMNS}} "
+        narrow = self._terminal.resized(self._terminal.columns - len(indent))
+        lines = [line.plain for line in narrow.words(result.finding)]
+        if result.remedy:
+            lines += [line.plain for line in narrow.words(result.remedy, "-> ", "   ")]
+        text = f"\n{indent}".join(lines)
+        show(f"{label}{text}".rstrip())
+
+    def close(self, seconds: float) -> int:
+        """Show the verdict; returns the exit code: 2 if a line is bad, else 0."""
+        num_bad, warnings, num_ok = (self.counts[level] for level in ("bad", "warning", "ok"))
+        counts = [f"{num_bad} bad"] if num_bad else []
+        counts += [plural(warnings, "warning")] if warnings else []
+        verdict = "not fit" if num_bad else "fit"
+        show(f"\n{verdict}: {', '.join([*counts, f'{num_ok} ok'])}, {seconds:.1f} s")
+        self._write(verdict=verdict, bad=num_bad, warnings=warnings, ok=num_ok)
+        if self._json is not None:
+            self._json.close()
+        return 2 if num_bad else 0
+
+    def _write(self, **fields: Any) -> None:
+        if self._json is not None:
+            self._json.write(json.dumps(fields) + "\n")
+            self._json.flush()
+
+
+def size_text(num_bytes: float) -> str:
+    """A size in the unit that leaves few digits."""
     for unit, scale in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if num_bytes >= scale:
             return f"{num_bytes / scale:.{0 if num_bytes >= 10 * scale else 1}f} {unit}"
     return f"{num_bytes:.0f} B"
 
 
-def listed(items: Iterable[object], most: int = 6) -> str:
+def join_items(items: Iterable[object], limit: int = 6) -> str:
+    """Items with commas, and how many more there are than `limit`."""
     texts = [str(item) for item in items]
-    more = f" and {len(texts) - most} more" if len(texts) > most else ""
-    return ", ".join(texts[:most]) + more
+    rest = f" and {len(texts) - limit} more" if len(texts) > limit else ""
+    return ", ".join(texts[:limit]) + rest
 
 
-def plural(count: int, what: str) -> str:
-    return f"{count:,} {what}" + ("" if count == 1 else "s")
+def plural(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")

@@ -1,4 +1,7 @@
-"""Packages against the ranges that this project and vLLM ask for, by their metadata alone: nothing is imported."""
+"""Installed packages, compared with the ranges that this project and vLLM require.
+
+Reads metadata only: nothing is imported.
+"""
 
 from __future__ import annotations
 
@@ -12,181 +15,146 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
 from grpo_spmd import __version__
 from grpo_spmd.checks.machine import VLLM
 from grpo_spmd.checks.model_folder import version_of
 from grpo_spmd.config.load import is_built_for_cpu
-from grpo_spmd.tools.checkup.results import Place, Result, listed
+from grpo_spmd.tools.checkup.devices import torch_cuda
+from grpo_spmd.tools.checkup.results import Result, Target, bad, join_items, ok, warning
 
 _PACKAGE = Path(__file__).resolve().parents[2]
-_SHOWN = ("torch", "transformers")  # on lines of their own, and vLLM
+_OWN_LINES = ("torch", "transformers")  # vLLM has its own line too
 _REMEDY = "launch/setup.sh installs the tested set"
 
 
-def asked_for(package: Path = _PACKAGE) -> tuple[str, list[str]]:
-    """The range of Python and the requirements (PEP 508, extras as markers): of the checkout's pyproject.toml, else of
-    the installed package's metadata."""
+def read_requirements(package: Path = _PACKAGE) -> tuple[str, list[str]]:
+    """The range of Python and the requirements (PEP 508, extras as markers), from the checkout's
+    pyproject.toml, else from the installed package's metadata."""
     file = package.with_name("pyproject.toml")
     if file.is_file():
         project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
         if project["name"] == "grpo_spmd":
-            extras = project["optional-dependencies"]
-            of_extras = [
-                f'{text}; extra == "{name}"' for name, texts in extras.items() for text in texts
-            ]
-            return project["requires-python"], [*project["dependencies"], *of_extras]
+            extras = project["optional-dependencies"].items()
+            optional = [f'{text}; extra == "{name}"' for name, texts in extras for text in texts]
+            return project["requires-python"], [*project["dependencies"], *optional]
     metadata = importlib.metadata.metadata("grpo_spmd")
     return metadata["Requires-Python"] or "", importlib.metadata.requires("grpo_spmd") or []
 
 
-def look_at_python(_: Place) -> Iterator[Result]:
-    from packaging.specifiers import SpecifierSet
-
-    asked, here = asked_for()[0], platform.python_version()
-    where = f"{here} ({sys.prefix})"
-    alike = {"Python": here, "grpo_spmd": f"{__version__} {source_digest()}"}
-    if not SpecifierSet(asked).contains(here, prereleases=True):
-        yield Result(
-            "python",
-            "bad",
-            f"{where}, and {asked} is asked for",
-            "PYTHON=python3.12 launch/setup.sh",
-            alike,
-        )
+def check_python(_: Target) -> Iterator[Result]:
+    required, version = read_requirements()[0], platform.python_version()
+    finding = f"{version} ({sys.prefix})"
+    facts = {"Python": version, "grpo_spmd": f"{__version__} {_source_digest()}"}
+    if SpecifierSet(required).contains(version, prereleases=True):
+        yield ok("python", finding, facts)
     else:
-        yield Result("python", "ok", where, alike=alike)
+        remedy = "PYTHON=python3.12 launch/setup.sh"
+        yield bad("python", f"{finding}, and {required} is asked for", remedy, facts)
 
 
-def source_digest(package: Path = _PACKAGE) -> str:
-    """Of this package's code: ranks that see different checkouts run different programs."""
+def _source_digest() -> str:
+    """Digest of this package's code: ranks with different checkouts run different programs."""
     digest = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
-        digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes())
+    for path in sorted(_PACKAGE.rglob("*.py")):
+        digest.update(path.relative_to(_PACKAGE).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:12]
 
 
-def look_at_packages(place: Place) -> Iterator[Result]:
-    from packaging.requirements import Requirement
-
-    vllm = next((name for name in VLLM if version_of(name)), None)
-    asked = [Requirement(text) for text in asked_for()[1]]
-    mandatory = [each for each in asked if each.marker is None or "extra" not in str(each.marker)]
-    by_name = {each.name: each for each in asked if each in mandatory or version_of(each.name)}
-    wrong: dict[str, str] = {}
-    for name, each in by_name.items():
-        here = version_of(name)
-        if each.marker is not None and each in mandatory and not each.marker.evaluate():
+def check_packages(target: Target) -> Iterator[Result]:
+    engines = [name for name in VLLM if version_of(name)]
+    engine = engines[0] if engines else None
+    problems: dict[str, str] = {}
+    names: set[str] = set()
+    for requirement in map(Requirement, read_requirements()[1]):
+        name, marker, version = requirement.name, requirement.marker, version_of(requirement.name)
+        is_extra = "extra" in str(marker)
+        if is_extra and version is None:
             continue
-        if name in VLLM and re.match(
-            r"0\.\d+\.?\d*\.?dev", here or ""
-        ):  # built from source: it may be any
+        names.add(name)
+        is_for_others = marker is not None and not is_extra and not marker.evaluate()
+        # vLLM built from source says 0.1.dev: it may be any version.
+        from_source = name in VLLM and re.match(r"0\.\d+\.?\d*\.?dev", version or "")
+        if is_for_others or from_source:
             continue
-        if here is None or not each.specifier.contains(here, prereleases=True):
-            wrong[name] = (
-                f"{name} {here or 'is missing'}, and {each.specifier or 'any version'} is asked for"
-            )
-    for name in (*_SHOWN, vllm) if vllm else _SHOWN:
-        yield _of_one(name, wrong.pop(name, None), vllm)
-    if vllm is None:
-        which = "gpu" if place.num_gpus else "cpu"
-        yield Result(
-            "vllm", "bad", "not installed: it samples the completions", f"launch/setup.sh {which}"
-        )
-    if both := [name for name in VLLM if version_of(name)][1:]:
-        what = f"{vllm} and {both[0]} are both installed, over each other's files"
-        yield Result("vllm", "bad", what, f"pip uninstall {vllm} {both[0]}, then launch/setup.sh")
-    rest = [name for name in by_name if name not in (*_SHOWN, *VLLM)]
-    alike = {name: version_of(name) or "missing" for name in rest}
-    if wrong:
-        yield Result("packages", "bad", "; ".join(wrong.values()), _REMEDY, alike)
+        if version is None or not requirement.specifier.contains(version, prereleases=True):
+            required = requirement.specifier or "any version"
+            problems[name] = f"{name} {version or 'is missing'}, and {required} is asked for"
+    for name in (*_OWN_LINES, *engines[:1]):
+        yield _check_package(name, problems.pop(name, None), engine)
+    if engine is None:
+        remedy = f"launch/setup.sh {'gpu' if target.num_gpus else 'cpu'}"
+        yield bad("vllm", "not installed: it samples the completions", remedy)
+    if len(engines) > 1:
+        finding = f"{engines[0]} and {engines[1]} are both installed, over each other's files"
+        remedy = f"pip uninstall {' '.join(engines)}, then launch/setup.sh"
+        yield bad("vllm", finding, remedy)
+    rest = sorted(names.difference(_OWN_LINES, VLLM))
+    facts = {name: version_of(name) or "missing" for name in rest}
+    if problems:
+        yield bad("packages", "; ".join(problems.values()), _REMEDY, facts)
     else:
-        yield Result("packages", "ok", f"{len(rest)} others within their ranges", alike=alike)
+        yield ok("packages", f"{len(rest)} others within their ranges", facts)
 
 
-def _of_one(name: str, wrong: str | None, vllm: str | None) -> Result:
-    """The line of torch, transformers or vLLM; torch and transformers against what vLLM was built with too."""
-    here = version_of(name)
-    alike = {name: here or "missing"}
-    if wrong is not None:
-        return Result(name, "bad", wrong, _REMEDY, alike)
-    if vllm is not None and name != vllm and (pinned := _asked_by(vllm, name)):
-        asked, fits = pinned
-        if not fits:
-            what = f"{here}, and {vllm} {version_of(vllm)} was built for {name}{asked}"
-            return Result(
-                name, "bad", what, f"pip install '{name}{asked}', or launch/setup.sh", alike
-            )
-        return Result(name, "ok", f"{here}, as {vllm} {version_of(vllm)} asks", alike=alike)
-    return Result(name, "ok", str(here), alike=alike)
+def _check_package(name: str, problem: str | None, engine: str | None) -> Result:
+    """torch and transformers must also be those that vLLM was built with."""
+    version = version_of(name)
+    engine_version = version_of(engine) if engine else None
+    facts = {name: version or "missing"}
+    if problem is not None:
+        return bad(name, problem, _REMEDY, facts)
+    texts = importlib.metadata.requires(engine) if engine else None
+    for requirement in map(Requirement, texts or ()):
+        marker = requirement.marker
+        if requirement.name != name or (marker and not marker.evaluate({"extra": ""})):
+            continue
+        if requirement.specifier.contains(version or "0", prereleases=True):
+            return ok(name, f"{version}, as {engine} {engine_version} asks", facts)
+        finding = f"{version}, and {engine} {engine_version} was built for"
+        pinned = f"{name}{requirement.specifier}"
+        remedy = f"pip install '{pinned}', or launch/setup.sh"
+        return bad(name, f"{finding} {pinned}", remedy, facts)
+    return ok(name, str(version), facts)
 
 
-def _asked_by(distribution: str, name: str) -> tuple[str, bool] | None:
-    """The range in which `distribution` asks for `name` here, and whether what is installed is in it."""
-    from packaging.requirements import Requirement
-
-    for text in importlib.metadata.requires(distribution) or ():
-        each = Requirement(text)
-        if each.name == name and (each.marker is None or each.marker.evaluate({"extra": ""})):
-            return str(each.specifier), each.specifier.contains(
-                version_of(name) or "0", prereleases=True
-            )
-    return None
-
-
-def look_at_build(place: Place) -> Iterator[Result]:
-    """What torch's files say of themselves, beside their metadata: an install over another leaves both."""
-    spec, said = find_spec("torch"), version_of("torch")
+def check_build(target: Target) -> Iterator[Result]:
+    """Compare torch's files with its metadata: one install over another leaves both."""
+    name, spec, version = "torch's build", find_spec("torch"), version_of("torch")
     if spec is None or spec.origin is None:
-        yield Result("torch's build", "bad", "there is no torch that could be imported", _REMEDY)
+        yield bad(name, "there is no torch that could be imported", _REMEDY)
         return
     text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
-    found = re.search(r"^__version__ *= *['\"]([^'\"]+)", text, re.MULTILINE)
-    cuda = re.search(r"^cuda\b.*= *['\"]([\d.]+)", text, re.MULTILINE)
-    build = f"for CUDA {cuda[1]}" if cuda else "for the CPU"
-    if found and said and found[1].partition("+")[0] != said.partition("+")[0]:
-        where = f"its files are {found[1]}, and the metadata that is found first says {said}: two installs are mixed"
-        first = next((str(path.parent) for path in _dist_info("torch")), "?")
-        yield Result(
-            "torch's build",
-            "bad",
-            where,
-            f"look at {first} and PYTHONPATH; or set up anew: launch/setup.sh",
-        )
-    elif is_built_for_cpu(spec) and place.num_gpus:
-        what = f"{build}, and this machine has {place.num_gpus} GPUs: ranks would train on the CPU"
-        yield Result(
-            "torch's build",
-            "bad",
-            what,
-            "launch/setup.sh gpu; CUDA_VISIBLE_DEVICES= where the CPU is meant",
-        )
-    elif cuda and not place.num_gpus:
-        what = f"{build}, and no GPU is to be found: ranks would train on the CPU"
-        yield Result(
-            "torch's build",
-            "warning",
-            what,
-            "look at the driver (nvidia-smi), or launch/setup.sh cpu",
-        )
+    match = re.search(r"^__version__ *= *['\"]([^'\"+]+)", text, re.MULTILINE)
+    cuda = torch_cuda()
+    build = f"for CUDA {cuda}" if cuda else "for the CPU"
+    if match and version and match[1] != version.partition("+")[0]:
+        finding = f"its files are {match[1]}, and the metadata that is found first says {version}"
+        paths = (getattr(d, "_path", None) for d in importlib.metadata.distributions(name="torch"))
+        folder = next((path.parent for path in paths if isinstance(path, Path)), "?")
+        remedy = f"look at {folder} and PYTHONPATH; or set up again: launch/setup.sh"
+        yield bad(name, f"{finding}: two installs are mixed", remedy)
+    elif is_built_for_cpu(spec) and target.num_gpus:
+        finding = f"{build}, and this machine has {target.num_gpus} GPUs"
+        remedy = "launch/setup.sh gpu; CUDA_VISIBLE_DEVICES= where the CPU is meant"
+        yield bad(name, f"{finding}: ranks would train on the CPU", remedy)
+    elif cuda and not target.num_gpus:
+        finding = f"{build}, and no GPU is to be found: ranks would train on the CPU"
+        yield warning(name, finding, "look at the driver (nvidia-smi), or launch/setup.sh cpu")
     else:
-        yield Result("torch's build", "ok", build)
+        yield ok(name, build)
 
 
-def _dist_info(name: str) -> Iterator[Path]:
-    for each in importlib.metadata.distributions(name=name):
-        if isinstance(path := getattr(each, "_path", None), Path):
-            yield path
-
-
-def look_at_tested_set(place: Place) -> Iterator[Result]:
-    """Beside the checkout's lock. Other versions within the ranges may do as well: no warning."""
+def check_tested_set(_: Target) -> Iterator[Result]:
+    """Compare with the checkout's lock. Other versions within the ranges are no warning."""
     lock = _PACKAGE.parent / "launch" / f"constraints-{'gpu' if version_of('vllm') else 'cpu'}.txt"
     if not lock.is_file():
         return
     pinned = re.findall(r"^([\w.-]+)==(\S+)", lock.read_text(encoding="utf-8"), re.MULTILINE)
-    there = [
-        (name, version, here) for name, version in pinned if (here := version_of(name)) is not None
-    ]
-    other = [f"{name} {here} for {version}" for name, version, here in there if here != version]
-    what = f"{len(there) - len(other)} of {len(pinned)} packages are as tested"
-    yield Result("tested set", "ok", f"{what}; others: {listed(other, 4)}" if other else what)
+    versions = [(name, wanted, version_of(name)) for name, wanted in pinned]
+    num_same = sum(version == wanted for _, wanted, version in versions)
+    other = [f"{name} {v} for {wanted}" for name, wanted, v in versions if v not in (None, wanted)]
+    rest = f"; others: {join_items(other, 4)}" if other else ""
+    yield ok("tested set", f"{num_same} of {len(pinned)} packages are as tested{rest}")
