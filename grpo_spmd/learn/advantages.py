@@ -191,7 +191,7 @@ Array = npt.NDArray[np.float64]  # [C]
 _LEAST_VARIANCE = 1e-8
 
 
-def advantages_of_tokens(
+def gae_advantages(
     rewards: Array, values: Array, lengths: npt.NDArray[np.int64], gamma: float, lam: Array | float
 ) -> Array:
     """A_t = sum over k of (gamma lam)^k delta_{t+k}, where delta_t = r_t + gamma V_{t+1} - V_t, of each of C tokens.

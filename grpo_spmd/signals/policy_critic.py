@@ -1,5 +1,7 @@
-"""The critic whose head is on the policy's own layers: it learns in the policy's update, where one forward pass gives
-logprobs and values and one backward pass has both losses, as TRL's PPO with a value head has it."""
+"""A critic whose value head reads the policy's own last hidden states and learns in the policy's update.
+
+One forward pass gives logprobs and values, one backward pass has both losses, as in TRL's PPO with a value head.
+"""
 
 from __future__ import annotations
 
@@ -26,195 +28,65 @@ from grpo_spmd.model.values import PolicyValues, plain_states
 from grpo_spmd.proofs.gradient_check import CheckResult
 from grpo_spmd.proofs.update_check import SignalProofs, UpdateCheckSettings
 from grpo_spmd.records import Decision, MicroBatch, Rollout, RolloutBatch
-from grpo_spmd.signals.critic import Critic, random_head, random_product
+from grpo_spmd.signals.critic import Critic, CriticCheck, random_head, random_product
 
 
 class PolicyCritic(Critic):
-    """Also the `Head` of a PolicyUpdater. In a step whose update it was not part of, the head learns alone, from states
-    that have no gradient: the warm-up."""
+    """The critic, and the ValueHead of a PolicyUpdater.
+
+    In a step whose policy update it was not part of (the warm-up), the head learns alone, from states without a
+    gradient.
+    """
 
     model: PolicyValues
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._in_update: Reductions | None = None
+        # The metrics of the policy's update, if the head was part of it.
+        self._update_metrics: Reductions | None = None
         self._num_skipped = 0
 
     @property
     def offloadable_models(self) -> list[OffloadableModel]:
-        return [(self.model.head, self.optimizer)]  # what the policy's own pass enters too
+        """The head as a module of its own: the policy's forward pass enters it too."""
+        return [(self.model.head, self.optimizer)]
 
     @property
     def value_head(self) -> PolicyCritic:
+        """This critic learns in the policy's update."""
         return self
 
     def proofs(self, settings: UpdateCheckSettings) -> SignalProofs:
-        targets = ValueTargets(self, self._config, settings.dtype)
-        return SignalProofs([self._check(settings)], values=targets)
+        """As Signal.proofs."""
+        check = CriticCheck(self.model, self._config, settings)
+        return SignalProofs([check], values=ValueTargets(self, self._config, settings.dtype))
 
     def attach(self, batch: RolloutBatch, decision: Decision, stop_check: StopCheck) -> Decision:
-        self._in_update, self._num_skipped = None, 0
+        """Collective. As Critic.attach."""
+        self._update_metrics = None
+        self._num_skipped = 0
         return super().attach(batch, decision, stop_check)
 
     def term(self, hidden: Tensor, head: Tensor) -> Tensor:
-        """Collective. Values [C]."""
+        """Collective. Returns values [C]."""
         return self.model.term(hidden, head)
 
     def end_mini_batch(self, is_made: bool) -> None:
-        """The policy's update of a mini-batch was made, or was skipped: so is the head's."""
-        self._in_update = merge([self._in_update or {}, self.stepped(is_made)])
+        """Makes the head's optimizer step or drops its gradient, as the policy did."""
+        self._update_metrics = merge([self._update_metrics or {}, self.end_step(is_made)])
         self._num_skipped += not is_made
 
     def update(self, batch: RolloutBatch) -> Reductions:
-        if self._in_update is None:
+        """Collective. Returns the metrics of the update that was made with the policy; without one the head learns
+        alone."""
+        if self._update_metrics is None:
             try:
                 return super().update(batch)
             finally:
-                self.model.reshard()  # as held.py: no backward pass has come down the policy
-        return (
-            self.no_update()
-            | self._in_update
-            | {"critic/skipped_updates": Max(float(self._num_skipped))}
-        )
-
-
-_VALUE_BOUNDS = {
-    "float32": 1e-4,
-    "bfloat16": 0.05,
-}  # mean |difference| of a value, of the values' size
-# Old values and returns lie at these distances from the values, in bounds of the clip: on both sides of it, each where
-# the clipped error is the larger one, and where it is not.
-_FROM_OLD, _TO_RETURN = (0.0, 0.5, -0.5, 1.5, -1.5, 2.0, -2.0), (0.7, -0.7, 0.9)
-_NUM_SKETCHES = 8
-_LARGEST = 5.0  # of a bound, beyond which nothing is clipped here
-
-
-class ValueTargets:
-    def __init__(self, critic: PolicyCritic, config: CriticConfig, dtype: str) -> None:
-        self._critic, self._clip, self._coef, self.bound = (
-            critic,
-            config.clip_value,
-            config.coef,
-            _VALUE_BOUNDS[dtype],
-        )
-        self._states: list[Tensor] = []
-        self._head: tuple[Tensor, ...] = ()
-        self._values: list[
-            Tensor
-        ] = []  # of rows with a rollout, as old values and returns, float64
-        self._old: list[Tensor] = []
-        self._returns: list[Tensor] = []
-
-    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        return self._critic.model.named_parameters()
-
-    def set_targets(self, row: MicroBatch, values: Tensor) -> None:
-        """Old values and returns of a row, from the values [C] that the trainer has just found."""
-        step, n = min(self._clip or 1.0, _LARGEST), range(len(values))
-        v = values.detach().double()
-        old = v - v.new_tensor([step * _FROM_OLD[k % len(_FROM_OLD)] for k in n])
-        row.old_values = old.float()
-        row.returns = (
-            v + v.new_tensor([step * _TO_RETURN[k // len(_FROM_OLD) % len(_TO_RETURN)] for k in n])
-        ).float()
-        if row.rollout_ids:
-            for kept, column in (
-                (self._values, v),
-                (self._old, row.old_values),
-                (self._returns, row.returns),
-            ):
-                kept.append(column.double())
-
-    def plain_loss(
-        self, rollouts: Sequence[Rollout], counts: Tensor, num_tokens: int
-    ) -> tuple[Tensor, float, float]:
-        """Collective. The value loss [] by the last pass within `lively`, a plain one over the rollouts' contexts, with
-        its graph; the sum of its terms' sizes; and how far the trainer's values are off, of their size. `counts` [n]
-        of all tokens. Empties what `give` has kept."""
-        states, places = self._states[-1], list[Tensor]()  # [S, L, D]
-        for number, context in enumerate(
-            c for r in rollouts for c in contexts_of(r.prompt_ids, r.completion_ids, r.segments)
-        ):
-            where = torch.from_numpy(np.flatnonzero(context.sampled)).to(states.device)
-            places.append(states[number, where - 1])
-        head = (
-            cast(DTensor, parameter).full_tensor()
-            for parameter in self._critic.model.head.parameters()
-        )
-        self._head = weight, bias = tuple(tensor.detach().requires_grad_() for tensor in head)
-        hidden = torch.cat(places) if places else states[0, :1]
-        plain = (hidden.float() @ weight[0] + bias + random_product(hidden.float())).double()
-        if not places:
-            return (plain * 0.0).sum(), 0.0, 0.0
-        by_trainer, old, target = (
-            torch.cat(each) for each in (self._values, self._old, self._returns)
-        )
-        self._values, self._old, self._returns = [], [], []
-        off = float(
-            (by_trainer - plain.detach()).abs().mean() / (plain.detach().abs().mean() + 1e-6)
-        )
-        v, total, size = plain + (by_trainer - plain).detach(), (plain * 0.0).sum(), 0.0
-        for k in torch.nonzero(counts)[:, 0].tolist():
-            error = (v[k] - target[k]) ** 2
-            if self._clip is not None:
-                moved = float(v[k].detach() - old[k])
-                bounded = old[k] + max(-self._clip, min(self._clip, moved))
-                other = (bounded - target[k]) ** 2  # which has no gradient where it is bounded
-                if abs(moved) > self._clip and other > error:
-                    error = other
-            term = self._coef * 0.5 * error / num_tokens
-            total, size = total + term, size + abs(float(term.detach()))
-        return total, size, off
-
-    def check_head_gradient(self, found: CheckResult, bound: float) -> None:
-        """Collective. The head's gradient by the trainer, summed over ranks by FSDP, beside what the plain pass of each
-        rank has left, summed by us: eight products of each with random vectors. Leaves none."""
-        draw, reduced, plain = (
-            torch.Generator().manual_seed(0),
-            [0.0] * _NUM_SKETCHES,
-            [0.0] * _NUM_SKETCHES,
-        )
-        for parameter, whole in zip(self._critic.model.head.parameters(), self._head, strict=True):
-            vectors = torch.randn(
-                _NUM_SKETCHES, whole.numel(), generator=draw, dtype=torch.float64
-            ).to(whole.device)
-            sharded, of_tokens = cast(DTensor, parameter.grad), whole.grad
-            assert of_tokens is not None
-            plain = [
-                a - b
-                for a, b in zip(
-                    plain, (vectors @ of_tokens.flatten().double()).tolist(), strict=True
-                )
-            ]
-            if is_first_replica(cast(DTensor, parameter)) and len(
-                own := sharded._local_tensor
-            ):  # one row: one rank's
-                reduced = [
-                    a + b
-                    for a, b in zip(
-                        reduced, (vectors @ own.flatten().double()).tolist(), strict=True
-                    )
-                ]
-
-        def judge(parts: list[list[list[float]]]) -> float:
-            by_fsdp, by_us = (
-                [sum(each) for each in zip(*of, strict=True)] for of in zip(*parts, strict=True)
-            )
-            off = math.sqrt(sum((a - b) ** 2 for a, b in zip(by_fsdp, by_us, strict=True)))
-            return off / (math.sqrt(sum(b * b for b in by_us)) + 1e-30)
-
-        off = on_rank0(judge, [reduced, plain])
-        found.check_difference(
-            "the gradient of the value head, of its norm,", "gradient", off, bound
-        )
-        self._critic.forget()
-
-    @contextmanager
-    def random_head(self) -> Iterator[None]:
-        model = self._critic.model
-        with random_head(model.head), plain_states(model.policy) as self._states:
-            yield
-        self._states = []
+                # No backward pass has reached the policy, which would give its gathered parameters back.
+                self.model.reshard()
+        skipped = {"critic/skipped_updates": Max(float(self._num_skipped))}
+        return self.no_update() | self._update_metrics | skipped
 
 
 def open_policy_critic(config: Config, policy: Policy, session: Session) -> PolicyCritic:
@@ -227,3 +99,144 @@ def open_policy_critic(config: Config, policy: Policy, session: Session) -> Poli
         config.optimizer,
         config.training,
     )
+
+
+_VALUE_BOUNDS = {
+    "float32": 1e-4,
+    "bfloat16": 0.05,
+}  # mean |difference| relative to the mean |value|
+# Distances of old values and returns from the values, in multiples of the clip: on both sides of it,
+# each where the clipped error is the larger one, and where it is not.
+_OLD_DISTANCES = (0.0, 0.5, -0.5, 1.5, -1.5, 2.0, -2.0)
+_RETURN_DISTANCES = (0.7, -0.7, 0.9)
+_NUM_SKETCHES = 8
+_MAX_CLIP = 5.0  # with a larger clip nothing is clipped on synthetic rows
+
+
+class ValueTargets:
+    """Value targets for the synthetic rows of the gradient check, with their loss written out plainly."""
+
+    def __init__(self, critic: PolicyCritic, config: CriticConfig, dtype: str) -> None:
+        self.bound = _VALUE_BOUNDS[dtype]
+        self._critic = critic
+        self._clip = config.clip_value
+        self._coef = config.coef
+        # The decoder's outputs of each plain pass within `random_head`.
+        self._states: list[Tensor] = []
+        # Weight and bias of the head as leaves of the plain loss.
+        self._head: tuple[Tensor, ...] = ()
+        # Values, old values and returns of the rows that hold a rollout, float64.
+        self._columns: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields the head's parameters."""
+        return self._critic.model.named_parameters()
+
+    @contextmanager
+    def random_head(self) -> Iterator[None]:
+        """Within it the head, which may be zero, adds a fixed random product."""
+        model = self._critic.model
+        with random_head(model.head), plain_states(model.policy) as self._states:
+            yield
+        self._states = []
+
+    def set_targets(self, row: MicroBatch, values: Tensor) -> None:
+        """Gives a row old values and returns at known distances from the trainer's values [C]."""
+        clip = min(self._clip or 1.0, _MAX_CLIP)
+        num_old = len(_OLD_DISTANCES)
+        num_returns = len(_RETURN_DISTANCES)
+        v = values.detach().double()
+        old_steps = [clip * _OLD_DISTANCES[k % num_old] for k in range(len(v))]
+        return_steps = [clip * _RETURN_DISTANCES[k // num_old % num_returns] for k in range(len(v))]
+        row.old_values = (v - v.new_tensor(old_steps)).float()
+        row.returns = (v + v.new_tensor(return_steps)).float()
+        if row.rollout_ids:
+            self._columns.append((v, row.old_values.double(), row.returns.double()))
+
+    def plain_loss(
+        self, rollouts: Sequence[Rollout], counts: Tensor, num_tokens: int
+    ) -> tuple[Tensor, float, float]:
+        """Collective. Returns the value loss [] with its graph, the sum of its terms' sizes, and how far the trainer's
+        values are off, relative to their size.
+
+        It reads the last plain pass within `random_head`, over the contexts of `rollouts`. `counts` [n] marks the tokens
+        that count. The targets of `set_targets` are used up.
+        """
+        states = self._states[-1]  # [S, L, D]
+        hidden: list[Tensor] = []
+        contexts = [
+            context
+            for rollout in rollouts
+            for context in contexts_of(rollout.prompt_ids, rollout.completion_ids, rollout.segments)
+        ]
+        for number, context in enumerate(contexts):
+            sampled = torch.from_numpy(np.flatnonzero(context.sampled)).to(states.device)
+            hidden.append(states[number, sampled - 1])
+        parameters = self._critic.model.head.parameters()
+        gathered = [cast(DTensor, parameter).full_tensor() for parameter in parameters]
+        self._head = tuple(tensor.detach().requires_grad_() for tensor in gathered)
+        weight, bias = self._head
+        inputs = (torch.cat(hidden) if hidden else states[0, :1]).float()
+        plain = (inputs @ weight[0] + bias + random_product(inputs)).double()
+        zero = (plain * 0.0).sum()
+        if not hidden:
+            return zero, 0.0, 0.0
+        values, old, target = (torch.cat(column) for column in zip(*self._columns, strict=True))
+        self._columns = []
+        size = plain.detach().abs().mean() + 1e-6
+        off = float((values - plain.detach()).abs().mean() / size)
+        # The trainer's values with the plain gradient: else rounding would clip here what it does not clip there.
+        v = plain + (values - plain).detach()
+        total = zero
+        total_size = 0.0
+        for k in torch.nonzero(counts)[:, 0].tolist():
+            term = self._coef * 0.5 * self._squared_error(v[k], old[k], target[k]) / num_tokens
+            total = total + term
+            total_size += abs(float(term.detach()))
+        return total, total_size, off
+
+    def _squared_error(self, value: Tensor, old: Tensor, target: Tensor) -> Tensor:
+        """Returns the squared error of a value; the larger one of PPO's clipped pair."""
+        error = (value - target) ** 2
+        if self._clip is None:
+            return error
+        step = float(value.detach() - old)
+        clipped = old + max(-self._clip, min(self._clip, step))
+        # It has no gradient where the value is clipped.
+        clipped_error = (clipped - target) ** 2
+        return clipped_error if abs(step) > self._clip and clipped_error > error else error
+
+    def check_head_gradient(self, result: CheckResult, bound: float) -> None:
+        """Collective. Compares the head's gradient, which FSDP summed over ranks, with the plain gradients, summed here:
+        by their products with eight random vectors. Drops the gradient."""
+        generator = torch.Generator().manual_seed(0)
+        reduced = [0.0] * _NUM_SKETCHES
+        plain = [0.0] * _NUM_SKETCHES
+        for parameter, leaf in zip(self._critic.model.head.parameters(), self._head, strict=True):
+            vectors = torch.randn(
+                _NUM_SKETCHES, leaf.numel(), generator=generator, dtype=torch.float64
+            ).to(leaf.device)
+            assert leaf.grad is not None
+            # The plain loss is subtracted in the backward pass.
+            products = (vectors @ leaf.grad.flatten().double()).tolist()
+            plain = [total - product for total, product in zip(plain, products, strict=True)]
+            local = cast(DTensor, parameter.grad)._local_tensor
+            # The head has one row, which one rank of each replica holds.
+            if is_first_replica(cast(DTensor, parameter)) and len(local):
+                products = (vectors @ local.flatten().double()).tolist()
+                reduced = [
+                    total + product for total, product in zip(reduced, products, strict=True)
+                ]
+        off = on_rank0(_relative_difference, [reduced, plain])
+        what = "the gradient of the value head, of its norm,"
+        result.check_difference(what, "gradient", off, bound)
+        self._critic.drop_gradient()
+
+
+def _relative_difference(parts: list[list[list[float]]]) -> float:
+    """Runs on rank 0. Returns |sum of the first lists - sum of the second| over the size of the latter."""
+    reduced, plain = (
+        [sum(column) for column in zip(*lists, strict=True)] for lists in zip(*parts, strict=True)
+    )
+    off = math.sqrt(sum((a - b) ** 2 for a, b in zip(reduced, plain, strict=True)))
+    return off / (math.sqrt(sum(b * b for b in plain)) + 1e-30)

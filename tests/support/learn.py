@@ -9,6 +9,7 @@ from grpo_spmd.distributed.session import Session
 from grpo_spmd.learn.sampled_step import SampledStep, StepRules
 from grpo_spmd.learn.update import PolicyUpdater
 from grpo_spmd.model.policy import Policy
+from grpo_spmd.proofs.update_check import UpdateCheckSettings
 
 
 def updater_of(policy: Policy, config: Config) -> PolicyUpdater:
@@ -25,3 +26,20 @@ def sampled_step_of(config: Config, session: Session) -> SampledStep:
 def merged_on_all(local: Reductions) -> Reductions:
     """Collective. What all ranks' sums come to, on every rank."""
     return merge_bytes(bytes.fromhex(part) for part in on_rank0(list, to_bytes(local).hex()))
+
+
+def check_settings_of(config: Config, stop_ids: frozenset[int]) -> UpdateCheckSettings:
+    """Settings of an update check that runs at every step."""
+    return UpdateCheckSettings(
+        every_steps=1,
+        model_path=config.model.path,
+        dtype=config.model.dtype,
+        stop_ids=stop_ids,
+        data=config.data,
+        rollout=config.rollout,
+        advantage=config.advantage,
+        loss=config.loss,
+        optimizer=config.optimizer,
+        training=config.training,
+        reward_weights=[reward.weight for reward in config.rewards],
+    )

@@ -27,9 +27,9 @@ from grpo_spmd.config.load import load_config
 from grpo_spmd.distributed.packed import PackedReader, pack
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.learn.advantages import (
-    advantages_of_tokens,
     compute_advantages,
     explained_variance,
+    gae_advantages,
     length_lambda,
     token_rewards,
     value_loss,
@@ -38,7 +38,13 @@ from grpo_spmd.learn.advantages import (
 from grpo_spmd.model.policy import Policy
 from grpo_spmd.observe.console import alarms
 from grpo_spmd.records import Completion, Episode, Turn
-from grpo_spmd.signals.critic import _dealt, _given, _packed, _unpacked, lambda_returns
+from grpo_spmd.signals.critic import (
+    _distribute,
+    _pack_rewards,
+    _place_rewards,
+    _unpack_rewards,
+    lambda_returns,
+)
 from grpo_spmd.signals.opening import open_signals
 from grpo_spmd.tools.plan.dry_run import Peaks
 from grpo_spmd.tools.plan.signals import extras_of, with_value_head
@@ -55,7 +61,7 @@ def _made_up(seed: int = 0) -> tuple[Any, Any]:
 
 def test_three_tokens_by_hand() -> None:
     """delta = [0.9 * 0.6 - 0.5, 0.9 * 0.7 - 0.6, 1 - 0.7] = [0.04, 0.03, 0.3], and 0.9 * 0.5 = 0.45 of what follows."""
-    found = advantages_of_tokens(
+    found = gae_advantages(
         np.array([0.0, 0.0, 1.0]), np.array([0.5, 0.6, 0.7]), np.array([3]), 0.9, 0.5
     )
     assert found == pytest.approx([0.04 + 0.45 * (0.03 + 0.45 * 0.3), 0.03 + 0.45 * 0.3, 0.3])
@@ -64,7 +70,7 @@ def test_three_tokens_by_hand() -> None:
 def test_sequences_side_by_side_are_those_alone_and_a_plain_sum() -> None:
     rewards, values = _made_up()
     lam = np.array([0.9, 0.5, 0.0, 1.0])
-    found, first = advantages_of_tokens(rewards, values, LENGTHS, 0.97, lam), 0
+    found, first = gae_advantages(rewards, values, LENGTHS, 0.97, lam), 0
     for n, of in zip(LENGTHS, lam, strict=True):
         r, v = rewards[first : first + n], np.append(values[first : first + n], 0.0)
         delta = r + 0.97 * v[1:] - v[:-1]
@@ -79,9 +85,7 @@ def test_the_ends_of_lambda() -> None:
     """1: the reward to go less the value; 0: one step's error."""
     rewards, values = _made_up(1)
     n = LENGTHS[0]
-    whole, step = (
-        advantages_of_tokens(rewards, values, LENGTHS, 1.0, lam)[:n] for lam in (1.0, 0.0)
-    )
+    whole, step = (gae_advantages(rewards, values, LENGTHS, 1.0, lam)[:n] for lam in (1.0, 0.0))
     assert whole == pytest.approx(rewards[:n][::-1].cumsum()[::-1] - values[:n])
     assert step == pytest.approx(rewards[:n] + np.append(values[1:n], 0.0) - values[:n])
 
@@ -111,7 +115,7 @@ def test_advantages_and_returns_are_those_of_verl() -> None:
     )
     whitened = (advantages - mean) * torch.rsqrt(variance + 1e-8)
 
-    found = advantages_of_tokens(rewards, values, LENGTHS, gamma, lam)
+    found = gae_advantages(rewards, values, LENGTHS, gamma, lam)
     assert found + values == pytest.approx(returns[index, place].numpy())
     center, factor = whitening(float(len(found)), float(found.sum()), float((found**2).sum()))
     assert (found - center) * factor == pytest.approx(whitened[index, place].numpy())
@@ -274,14 +278,16 @@ def test_a_rank_without_a_group_takes_part_in_the_check() -> None:
         [1, 2, 3, 4, 5], [0.0] * 5, "stop", Episode("ok", (), turns, [], {}, [])
     )
     given = {
-        4: _given(completion, 1.0, True),
-        5: _given(completion, 2.0, False),
-        6: _given(Completion([], [], ""), 1, True),
+        4: _place_rewards(completion, 1.0, True),
+        5: _place_rewards(completion, 2.0, False),
+        6: _place_rewards(Completion([], [], ""), 1, True),
     }
     parts = [(given, [5]), ({}, [4, 6])]
-    payloads = [pack([len(ids)], [np.array(ids, np.int32)]) + _packed(own) for own, ids in parts]
+    payloads = [
+        pack([len(ids)], [np.array(ids, np.int32)]) + _pack_rewards(own) for own, ids in parts
+    ]
     assert len(payloads[0]) < 24 * 3 + 12 + 30
-    shares = [_unpacked(PackedReader(share)) for share in _dealt(payloads)]
+    shares = [_unpack_rewards(PackedReader(share)) for share in _distribute(payloads)]
     found = [
         {i: (n, p.tolist(), r.tolist()) for i, (n, p, r) in share.items()}
         for share in [
@@ -296,7 +302,7 @@ def test_returns_of_the_check_are_those_of_gae() -> None:
     """Lines of 5, 1, 8 and 3 tokens, which end in the last of 8 columns."""
     rewards, values = _made_up(3)
     lam = np.array([0.9, 0.5, 0.0, 1.0])
-    expected = advantages_of_tokens(rewards, values, LENGTHS, 0.97, lam) + values
+    expected = gae_advantages(rewards, values, LENGTHS, 0.97, lam) + values
     index, column = (
         np.repeat(np.arange(4), LENGTHS),
         np.concatenate([np.arange(8 - n, 8) for n in LENGTHS]),

@@ -32,7 +32,7 @@ from grpo_spmd.distributed.collectives import barrier, on_rank0
 from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.session import Session, end_session, policy_mesh, start_session
 from grpo_spmd.learn import advantages, assemble, sampled_step
-from grpo_spmd.learn.advantages import advantages_of_tokens
+from grpo_spmd.learn.advantages import gae_advantages
 from grpo_spmd.learn.balance import plan_batch
 from grpo_spmd.learn.sampled_step import SampledStep, StepRules
 from grpo_spmd.learn.update import PolicyUpdater, attach_logprobs
@@ -46,7 +46,7 @@ from grpo_spmd.records import Decision, MicroBatch, Rollout, RolloutBatch, Rollo
 from grpo_spmd.signals import critic as learn_critic
 from grpo_spmd.signals.critic import Critic, CriticCheck
 from grpo_spmd.signals.opening import open_critic
-from tests.support.learn import merged_on_all, updater_of
+from tests.support.learn import check_settings_of, merged_on_all, updater_of
 from tests.support.workers.update import SETTINGS as OF_POLICY
 from tests.support.workers.update import deal, fixed_groups, plan_unpacked, score, with_setting
 from tests.support.workers.update_check import as_episode
@@ -106,8 +106,8 @@ class Trials:
     def check(self, config: Config, critic: Critic, step: Step) -> list[str]:
         sampled, batch, decision = step
         of_batch = BatchCheck(config.rollout, config.advantage, config.loss, [1.0], {0}, False)
-        sections = config.critic, config.advantage.normalize_std, config.loss, config.model.dtype
-        found = CriticCheck(critic.model, *sections)(
+        settings = check_settings_of(config, frozenset())
+        found = CriticCheck(critic.model, config.critic, settings)(
             sampled, batch, decision, of_batch.rewards_of(sampled, decision)
         )
         wrong: list[str] = on_rank0(
@@ -331,7 +331,7 @@ def faults(trials: Trials) -> int:
         ends = lengths.cumsum() - 1
         beyond = np.zeros_like(rewards)
         beyond[ends] = gamma * values[ends]
-        return advantages_of_tokens(rewards + beyond, values, lengths, gamma, lam)
+        return gae_advantages(rewards + beyond, values, lengths, gamma, lam)
 
     def shifted(model: ValueModel, batch: MicroBatch) -> Tensor:
         return forward(model, dataclasses.replace(batch, predict_index=batch.predict_index + 1))
@@ -359,7 +359,7 @@ def faults(trials: Trials) -> int:
 
     sees(
         "the returns of rollout",
-        within=patch.object(learn_critic, "advantages_of_tokens", bootstraps),
+        within=patch.object(learn_critic, "gae_advantages", bootstraps),
     )
     sees(
         "a value beside that of a plain forward pass",

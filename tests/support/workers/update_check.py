@@ -40,7 +40,7 @@ from grpo_spmd.model.policy import (
     load_weights,
 )
 from grpo_spmd.proofs.gradient_check import GradientCheck
-from grpo_spmd.proofs.update_check import UpdateCheck, UpdateCheckSettings
+from grpo_spmd.proofs.update_check import UpdateCheck
 from grpo_spmd.records import (
     Completion,
     Episode,
@@ -50,7 +50,7 @@ from grpo_spmd.records import (
     Segment,
     Turn,
 )
-from tests.support.learn import sampled_step_of, updater_of
+from tests.support.learn import check_settings_of, sampled_step_of, updater_of
 from tests.support.workers.update import (
     GROUP_SIZE,
     SETTINGS,
@@ -152,21 +152,8 @@ class Trials:
             )
         updater = updater_of(policy, trained or config)
         change_updater(updater)
-        settings = UpdateCheckSettings(
-            every_steps=1,
-            model_path=config.model.path,
-            dtype=config.model.dtype,
-            stop_ids=stop_ids,
-            data=config.data,
-            rollout=config.rollout,
-            advantage=config.advantage,
-            loss=config.loss,
-            optimizer=config.optimizer,
-            training=config.training,
-            reward_weights=[reward.weight for reward in config.rewards],
-        )
         check = UpdateCheck(
-            settings,
+            check_settings_of(config, stop_ids),
             session=self.session,
             policy=policy,
             reference=reference,
