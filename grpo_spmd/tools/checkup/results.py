@@ -14,7 +14,7 @@ from typing import Any, Literal
 from grpo_spmd.config.errors import ConfigError, within
 from grpo_spmd.config.schema import Config
 from grpo_spmd.files import show
-from grpo_spmd.tools.terminal import Terminal
+from grpo_spmd.tools.terminal import Line, Terminal
 
 Level = Literal["ok", "warning", "bad"]
 LEVELS: tuple[Level, ...] = ("ok", "warning", "bad")
@@ -170,17 +170,17 @@ class Page:
         )
 
     def _show(self, result: Result) -> None:
-        level = self._terminal.paint(
-            self._terminal.pad(result.level, 7, _STYLES[result.level])
-        ).ljust(7)
-        indent = " " * (2 + 7 + 2 + _NAME_COLUMNS + 1)
-        label = f"  {level}  {result.name:{_NAME_COLUMNS}} "
-        narrow = self._terminal.resized(self._terminal.columns - len(indent))
-        lines = [line.plain for line in narrow.words(result.finding)]
+        level = self._terminal.pad(result.level, 7, _STYLES[result.level])
+        label = Line.assemble("  ", level, f"  {result.name:{_NAME_COLUMNS}} ")
+        indent = len(label.plain)
+        narrow = self._terminal.resized(self._terminal.columns - indent)
+        lines = [*narrow.words(result.finding)]
         if result.remedy:
-            lines += [line.plain for line in narrow.words(result.remedy, "-> ", "   ")]
-        text = f"\n{indent}".join(lines)
-        show(f"{label}{text}".rstrip())
+            lines += narrow.words(result.remedy, "-> ", "   ")
+        self._terminal.write(
+            Line.assemble(" " * indent if index else label, line)
+            for index, line in enumerate(lines)
+        )
 
     def close(self, seconds: float) -> int:
         """Show the verdict; returns the exit code: 2 if a line is bad, else 0."""
