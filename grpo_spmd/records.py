@@ -1,7 +1,8 @@
 """The records that the phases of a step hand to each other.
 
-Dimensions: P prompts in a step, G = `group_size`, B = P*G rollouts. In one micro-batch: S sequences, T tokens (prompts
-and completions together), C completion tokens. V is the size of the vocabulary, D the width of hidden states.
+Dimensions: P prompts in a step, G = `group_size`, B = P*G rollouts. In one micro-batch: S
+sequences, T tokens (prompts and completions together), C completion tokens. V is the size of the
+vocabulary, D the width of hidden states.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class Prompt:
     """One prompt of the shuffled prompt stream."""
 
     position: int
-    """Index in the stream, counted from 0 over the whole run. In a data set of 64 rows, position 69 is some row of the
-    second epoch."""
+    """Index in the stream, counted from 0 over the whole run. In a data set of 64 rows, position 69
+    is some row of the second epoch."""
     row: int
     """Row of the data set."""
     token_ids: list[int]
@@ -62,12 +63,14 @@ class Completion:
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive turns of an episode that share one prefix: one sequence of the policy's forward pass."""
+    """Consecutive turns of an episode that share one prefix: one sequence of the policy's forward
+    pass."""
 
     token_ids: npt.NDArray[np.int32]
     """All tokens of the sequence, the prompt included."""
     sampled: npt.NDArray[np.bool_]
-    """For each token: True if the policy sampled it, False if the prompt or the environment gave it."""
+    """For each token: True if the policy sampled it, False if the prompt or the environment gave
+    it."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,8 @@ class Turn:
 
 @dataclass(frozen=True)
 class Episode:
-    """A rollout of several turns. The sampled tokens of its segments, concatenated, are its completion's tokens."""
+    """A rollout of several turns. The sampled tokens of its segments, concatenated, are its
+    completion's tokens."""
 
     status: str
     """One of EPISODE_STATUSES."""
@@ -104,7 +108,8 @@ class Episode:
 
 @dataclass(frozen=True)
 class RolloutGroup:
-    """A prompt and its G completions. Their seeds are a function of (seed, step, prompt, sample)."""
+    """A prompt and its G completions. Their seeds are a function of (seed, step, prompt,
+    sample)."""
 
     slot: int
     """Index of the prompt within the step, 0 .. P-1."""
@@ -116,11 +121,11 @@ class RolloutGroup:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One rollout as numbers, without text, so that it can be sent from the rank that sampled it to the rank that
-    trains on it.
+    """One rollout as numbers, without text, so that it can be sent from the rank that sampled it to
+    the rank that trains on it.
 
-    Token ids and logprobs are the engine's lists on the sending rank and arrays on the receiving one: to make lists of
-    all tokens of a step would take long.
+    Token ids and logprobs are the engine's lists on the sending rank and arrays on the receiving
+    one: to make lists of all tokens of a step would take long.
     """
 
     rollout_id: int
@@ -128,8 +133,9 @@ class Rollout:
     advantages: float | npt.NDArray[np.float64]
     """One number for all completion tokens, or one for each."""
     loss_mask: bool | npt.NDArray[np.bool_]
-    """True where a completion token counts in the loss; one value for all tokens, or one for each. False if the reward
-    is unknown, or if the completion was cut off and `loss.mask_truncated` is on."""
+    """True where a completion token counts in the loss; one value for all tokens, or one for each.
+    False if the reward is unknown, or if the completion was cut off and `loss.mask_truncated` is
+    on."""
     prompt_ids: list[int] | npt.NDArray[np.int32]
     """Tokens of the prompt."""
     completion_ids: list[int] | npt.NDArray[np.int32]
@@ -149,15 +155,16 @@ class Rollout:
 
 @dataclass(frozen=True)
 class TeacherSignal:
-    """What the teachers say about the completion tokens of one micro-batch: either logprobs or a divergence."""
+    """What the teachers say about the completion tokens of one micro-batch: either logprobs or a
+    divergence."""
 
     coef: float
     """Weight of the teacher's term, from `teacher.coef`."""
     logprobs: Tensor | None = None
     """float32 [C]: the teacher's logprob of each sampled token."""
     divergence: Callable[[Tensor, Tensor], Tensor] | None = None
-    """Maps hidden states [C, D] and head [V, D] of the policy to float32 [C]: the divergence from the teacher's
-    distribution at each token."""
+    """Maps hidden states [C, D] and head [V, D] of the policy to float32 [C]: the divergence from
+    the teacher's distribution at each token."""
     masks_by_teacher: dict[str, Tensor] = field(default_factory=dict)
     """bool [C] for each teacher: the tokens that it scored. Empty if there is only one teacher."""
     answered_mask: Tensor | None = None
@@ -166,7 +173,8 @@ class TeacherSignal:
 
 @dataclass
 class MicroBatch:
-    """The sequences of one forward and backward pass on one rank, packed into one row without padding.
+    """The sequences of one forward and backward pass on one rank, packed into one row without
+    padding.
 
     All [C] fields are aligned with each other.
     """
@@ -213,7 +221,8 @@ class RolloutBatch:
     mini_batches: list[list[MicroBatch]]
     """One list of micro-batches for each optimizer step of an epoch."""
     num_loss_tokens: list[int]
-    """For each mini-batch the tokens that count in the loss, over all ranks: the denominator of its token mean."""
+    """For each mini-batch the tokens that count in the loss, over all ranks: the denominator of its
+    token mean."""
     num_loss_sequences: list[int]
     """For each mini-batch the rollouts with at least one such token, over all ranks."""
 
@@ -225,7 +234,8 @@ class RolloutBatch:
 
 @dataclass
 class ScoredRollouts:
-    """The rewards that one rank computed: lists with one entry per completion, in the order of its groups."""
+    """The rewards that one rank computed: lists with one entry per completion, in the order of its
+    groups."""
 
     rewards: list[float | None] = field(default_factory=list)
     """The weighted sum over the reward functions. None: no reward is known."""
@@ -240,9 +250,9 @@ class ScoredRollouts:
     reward_inputs: list[dict[str, Any]] = field(default_factory=list)
     """The arguments that the functions were called with."""
     notes: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """Notes by the index of a completion: "extra" {reward: {column: value}}; at the first completion of a call "logged"
-    {reward: {metric: [sum, count]}}; at the first completion of a group "retried" {reward: how the first call
-    failed}."""
+    """Notes by the index of a completion: "extra" {reward: {column: value}}; at the first
+    completion of a call "logged" {reward: {metric: [sum, count]}}; at the first completion of a
+    group "retried" {reward: how the first call failed}."""
 
     def extend(self, other: ScoredRollouts) -> None:
         """Append the completions of another round."""
@@ -261,7 +271,8 @@ class ScoredRollouts:
         return {name: Counter(statuses) for name, statuses in self.statuses.items()}
 
     def finite_by_name(self, number: int) -> dict[str, float | None]:
-        """The reward of each function for one completion. Unusable rewards are None, because NaN is not JSON."""
+        """The reward of each function for one completion. Unusable rewards are None, because NaN is
+        not JSON."""
         values = {name: column[number] for name, column in self.by_name.items()}
         return {
             name: None if value is None or math.isnan(value) else value
@@ -274,8 +285,8 @@ def rollout_seed(
 ) -> int:
     """Returns the sampling seed of one turn, in [0, 2**63).
 
-    It depends only on the turn's coordinates in the run, never on ranks or batches. An evaluation passes a text as
-    `step`, the same at all steps, and the row as `position`.
+    It depends only on the turn's coordinates in the run, never on ranks or batches. An evaluation
+    passes a text as `step`, the same at all steps, and the row as `position`.
     """
     coordinates = f"{seed}/{step}/{position}/{sample}" + (f"/{turn}" if turn else "")
     digest = hashlib.blake2b(coordinates.encode(), digest_size=8).digest()
@@ -286,11 +297,13 @@ def rollout_seed(
 class BatchPlan:
     """Which rank trains on which rollouts, and in which forward passes.
 
-    `plan[mini_batch][rank][micro_batch]` is a list of rollout ids. It takes 4 bytes per rollout and 4 per row.
+    `plan[mini_batch][rank][micro_batch]` is a list of rollout ids. It takes 4 bytes per rollout and
+    4 per row.
     """
 
     ids: npt.NDArray[np.int32]
-    """[B] Rollout ids row after row. In each mini-batch the rows of rank 0 come first, then those of rank 1."""
+    """[B] Rollout ids row after row. In each mini-batch the rows of rank 0 come first, then those
+    of rank 1."""
     lengths: list[npt.NDArray[np.int32]]
     """For each mini-batch [ranks, rows per rank]: the number of rollouts in each row."""
 
@@ -321,7 +334,8 @@ class StepDecision:
     """Everything that rank 0 decides about a step. [B] fields are in the order of rollout ids."""
 
     positions: npt.NDArray[np.int64]
-    """Positions in the prompt stream of the groups to train on. The index here is the group's slot."""
+    """Positions in the prompt stream of the groups to train on. The index here is the group's
+    slot."""
     rewards: npt.NDArray[np.float64]
     """[B] Weighted sums minus the overlong penalty. NaN: unknown."""
     advantages: npt.NDArray[np.float32]
@@ -333,8 +347,8 @@ class StepDecision:
     num_groups: npt.NDArray[np.int64]
     """[ranks] The number of groups that each rank sampled."""
     slots: npt.NDArray[np.int32]
-    """The slots of all sampled groups, rank after rank, in the order in which the rank holds them. -1: not trained
-    on."""
+    """The slots of all sampled groups, rank after rank, in the order in which the rank holds them.
+    -1: not trained on."""
     num_loss_tokens: list[int]
     """For each mini-batch the tokens that count in the loss."""
     num_loss_sequences: list[int]
@@ -349,7 +363,8 @@ class StepDecision:
 
 @dataclass(frozen=True)
 class Decision:
-    """The part of a StepDecision that one rank needs. Dicts by rollout id cover the rollouts that this rank sampled."""
+    """The part of a StepDecision that one rank needs. Dicts by rollout id cover the rollouts that
+    this rank sampled."""
 
     slots: dict[int, int]
     """Position in the prompt stream -> slot, for this rank's groups that are trained on."""
@@ -385,8 +400,8 @@ class SyncStats:
     """What one weight sync moved."""
 
     bytes: int = 0
-    """Bytes handed to one engine, padding of the shards included. A base model that stays in the engine under LoRA
-    adapters does not count."""
+    """Bytes handed to one engine, padding of the shards included. A base model that stays in the
+    engine under LoRA adapters does not count."""
     num_collectives: int = 0
     """Collectives that the sync took. 0 if one rank holds the whole policy."""
     proof_s: float = 0.0

@@ -1,5 +1,5 @@
-"""From scored groups to a changed policy: advantages, plan, exchange, loss, update.
+"""From scored groups to a changed policy: advantages, plan, exchange of rollouts, loss, update.
 
-Not here: vllm, files, log lines. Pure maths takes tensors and numbers, never a config or a process group.
-Imports distributed, rewards and model.
+Not here: vllm, files, log lines. Pure maths takes tensors and numbers, no config or process group.
+Imports config, records, distributed, rewards and model.
 """

@@ -1,6 +1,7 @@
 """Turns a rank's scored groups into the batch that it trains on.
 
-Rank 0 decides from a few numbers per rollout; then every rollout moves to the rank that trains on it.
+Rank 0 decides from a few numbers per rollout; then every rollout moves to the rank that trains on
+it.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ TokenIds = list[int] | npt.NDArray[np.int32]
 
 
 def assemble_batch(sampled: SampledStep, session: Session) -> tuple[RolloutBatch, Decision]:
-    """Collective. Returns this rank's batch, and rank 0's decision. Raises Rank0Error if no completion of the step has
-    a usable reward."""
+    """Collective. Returns this rank's batch, and rank 0's decision. Raises Rank0Error if no
+    completion of the step has a usable reward."""
     decision = sampled.decide()
     outgoing: list[list[Rollout]] = [[] for _ in range(session.world_size)]
     for rollout in _sampled_rollouts(sampled, decision):
@@ -112,8 +113,8 @@ def episode_rollout(
     segments: tuple[Segment, ...],
     logprobs: Any,
 ) -> Rollout:
-    """Returns the rollout of an episode. Its prompt is the beginning of the first segment, its completion the sampled
-    tokens of all segments."""
+    """Returns the rollout of an episode. Its prompt is the beginning of the first segment, its
+    completion the sampled tokens of all segments."""
     first = segments[0]
     num_prompt_tokens = int(first.sampled.argmax()) if first.sampled.any() else len(first.sampled)
     return Rollout(
@@ -130,8 +131,9 @@ def episode_rollout(
 def penalise_rewards_by_kl(
     batch: RolloutBatch, decision: Decision, loss: LossConfig, advantage: AdvantageConfig
 ) -> Decision:
-    """Collective. With `loss.kl_in: reward`, subtracts kl_coef * (KL to the reference, summed over the completion) from
-    each reward and computes the advantages again, also those in `batch`. With gae the critic does it token by token."""
+    """Collective. With `loss.kl_in: reward`, subtracts kl_coef * (KL to the reference, summed over
+    the completion) from each reward and computes the advantages again, also those in `batch`. With
+    gae the critic does it token by token."""
     if loss.kl_in != "reward" or advantage.estimator == "gae":
         return decision
     kl_by_id = _sum_kl(batch, loss.kl_estimator)
@@ -175,7 +177,8 @@ def penalise_rewards_by_kl(
 
 
 def _sum_kl(batch: RolloutBatch, estimator: str) -> dict[int, float]:
-    """Returns the KL to the reference of each rollout of the batch, summed over its tokens in float64."""
+    """Returns the KL to the reference of each rollout of the batch, summed over its tokens in
+    float64."""
     kl_by_id: dict[int, float] = {}
     for micro_batch in batch.micro_batches:
         assert micro_batch.old_logprobs is not None
@@ -189,11 +192,13 @@ def _sum_kl(batch: RolloutBatch, estimator: str) -> dict[int, float]:
 
 
 def encode_rollouts(rollouts: Sequence[Rollout]) -> bytes:
-    """Returns rollouts as bytes, for the way from the rank that sampled them to the rank that trains on them.
+    """Returns rollouts as bytes, for the way from the rank that sampled them to the rank that
+    trains on them.
 
-    After the header come all token ids (int32; of an episode those of its segments), all logprobs (float32 if no bit is
-    lost, else float64), the advantages (float64) and loss masks (a byte per token) of those rollouts that have not one
-    value for all tokens, and the masks of the sampled tokens of all segments (a byte per token).
+    After the header come all token ids (int32; of an episode those of its segments), all logprobs
+    (float32 if no bit is lost, else float64), the advantages (float64) and loss masks (a byte per
+    token) of those rollouts that have not one value for all tokens, and the masks of the sampled
+    tokens of all segments (a byte per token).
     """
     header = []
     token_advantages: list[npt.NDArray[Any]] = []
@@ -281,8 +286,9 @@ def _common_flag(mask: bool | npt.NDArray[np.bool_]) -> bool | None:
 
 
 def _narrowest(values: npt.NDArray[np.float64]) -> npt.NDArray[Any]:
-    """Returns the values as float32 if no bit is lost: an engine's logprobs are float32 in Python floats. NaN equals
-    nothing and may have more bits than float32 holds, so arrays with NaN stay float64."""
+    """Returns the values as float32 if no bit is lost: an engine's logprobs are float32 in Python
+    floats. NaN equals nothing and may have more bits than float32 holds, so arrays with NaN stay
+    float64."""
     with np.errstate(over="ignore"):
         narrow = values.astype(np.float32)
     return narrow if np.array_equal(narrow, values) else values
@@ -291,7 +297,8 @@ def _narrowest(values: npt.NDArray[np.float64]) -> npt.NDArray[Any]:
 def pack_rollouts(rollouts: Sequence[Rollout], device: torch.device) -> MicroBatch:
     """Returns one row of rollouts as a micro-batch without padding.
 
-    A row without any completion token becomes two tokens that do not count, so that the rank keeps step with the others.
+    A row without any completion token becomes two tokens that do not count, so that the rank keeps
+    step with the others.
     """
     ids_with_tokens = [rollout.rollout_id for rollout in rollouts if len(rollout.completion_ids)]
     # The backward pass needs at least one logprob to start from.
@@ -323,7 +330,8 @@ def pack_rollouts(rollouts: Sequence[Rollout], device: torch.device) -> MicroBat
         input_ids=on_device(input_ids),
         position_ids=on_device(position_ids),
         sequence_lengths=lengths.tolist(),
-        # The hidden state at place t predicts token t + 1: the last prompt token predicts the first of the completion.
+        # The hidden state at place t predicts token t + 1: the last prompt token predicts the first
+        # of the completion.
         predict_index=on_device(completion_places - 1),
         target_ids=on_device(input_ids[completion_places]),
         rollout_logprobs=on_device(

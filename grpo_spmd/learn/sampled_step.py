@@ -1,4 +1,5 @@
-"""The groups sampled in one step, and what rank 0 decides about them from a few numbers per rollout."""
+"""The groups sampled in one step, and what rank 0 decides about them from a few numbers per
+rollout."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ class StepRules:
     """The run stops if this share of the completions has no usable reward."""
     num_ranks: int
     attention_cost_ratio: float = 0.0
-    """The cost of attention relative to that of the other layers; see balance.attention_cost_ratio."""
+    """The cost of attention relative to that of the other layers; see
+    balance.attention_cost_ratio."""
     discount: float | None = None
     """`environment.discount`. None: one reward for all turns."""
     zero_advantages: bool = False
@@ -61,10 +63,12 @@ class StepRules:
 
 
 class SampledStep:
-    """The groups of one step: one round of prompts, or with dynamic sampling as many rounds as fill the step.
+    """The groups of one step: one round of prompts, or with dynamic sampling as many rounds as fill
+    the step.
 
-    Dynamic sampling (DAPO, Yu et al. 2025) drops groups whose rewards are all alike, since their advantages are 0. Of
-    the others the first in the prompt stream are taken, never the first to finish: that would favour short completions.
+    Dynamic sampling (DAPO, Yu et al. 2025) drops groups whose rewards are all alike, since their
+    advantages are 0. Of the others the first in the prompt stream are taken, never the first to
+    finish: that would favour short completions.
     """
 
     def __init__(self, rules: StepRules) -> None:
@@ -86,8 +90,9 @@ class SampledStep:
     def add(
         self, groups: Sequence[RolloutGroup], scored: ScoredRollouts, num_groups: int | None = None
     ) -> None:
-        """Collective. Adds this rank's groups of one round with their scores; rank 0 decides how many prompts are still
-        missing. `num_groups` counts the round's groups over all ranks, if they are not `num_missing`."""
+        """Collective. Adds this rank's groups of one round with their scores; rank 0 decides how
+        many prompts are still missing. `num_groups` counts the round's groups over all ranks, if
+        they are not `num_missing`."""
         num_expected = self.num_missing if num_groups is None else num_groups
         message = encode_groups(groups, scored, self._group_size)
         self.groups += groups
@@ -138,7 +143,8 @@ class _Rank0Step:
         self.decision: StepDecision | None = None
 
     def add_round(self, messages: list[bytes], num_expected: int) -> int:
-        """Returns how many prompts are still missing. Raises RewardError if too many rewards failed."""
+        """Returns how many prompts are still missing. Raises RewardError if too many rewards
+        failed."""
         rollout = self._rules.rollout
         table = self._read_round(messages, num_expected)
         self._rounds.append(table)
@@ -178,7 +184,8 @@ class _Rank0Step:
         return table
 
     def _check_errors(self, table: GroupTable, num_groups: int) -> None:
-        """Raises RewardError if too many environments or rewards failed. `num_groups` are those of all rounds."""
+        """Raises RewardError if too many environments or rewards failed. `num_groups` are those of
+        all rounds."""
         counts = self._counts
         max_error_frac = self._rules.max_error_frac
         check_environment_errors(table.rows, counts.first_errors, max_error_frac)
@@ -188,7 +195,8 @@ class _Rank0Step:
         )
 
     def decide(self) -> StepDecision:
-        """Returns the decision about the step. Raises RewardError if no completion has a usable reward."""
+        """Returns the decision about the step. Raises RewardError if no completion has a usable
+        reward."""
         rules = self._rules
         group_size = rules.rollout.group_size
         num_rounds = len(self._rounds)
@@ -197,8 +205,9 @@ class _Rank0Step:
         self._rounds.clear()
         if np.isnan(groups.rows["rewards"]).all():
             raise RewardError(
-                f"none of the {len(groups) * group_size} completions of this step has a usable reward: every "
-                "value was None, NaN or not a number; see the module docstring of grpo_spmd.rewards for what these mean"
+                f"none of the {len(groups) * group_size} completions of this step has a usable "
+                "reward: every value was None, NaN or not a number; see the module docstring of "
+                "grpo_spmd.rewards for what these mean"
             )
         positions = np.sort(self._kept_positions)[: rules.rollout.num_prompts_per_step]
         order = np.argsort(groups.rows["position"])
@@ -248,8 +257,8 @@ class _Rank0Step:
     def _metrics(
         self, groups: GroupTable, num_rounds: int, num_used: int
     ) -> dict[str, float | None]:
-        """Returns the metrics of all sampled groups. Those that dynamic sampling keeps would say little about the
-        policy."""
+        """Returns the metrics of all sampled groups. Those that dynamic sampling keeps would say
+        little about the policy."""
         metrics = group_metrics(groups, self._rules.advantage.overlong_buffer_tokens)
         metrics |= mean_metrics(self._counts.logged)
         for number, name in enumerate(self._reward_names):
@@ -294,7 +303,8 @@ def make_group_table(
     rollout: RolloutConfig,
     advantage: AdvantageConfig,
 ) -> GroupTable:
-    """Returns the groups with their penalties, and with which of them have rewards that are all alike."""
+    """Returns the groups with their penalties, and with which of them have rewards that are all
+    alike."""
     overlong = overlong_penalties(
         _float_grid(rows["completion_tokens"]),
         rollout.max_completion_tokens,
@@ -302,7 +312,8 @@ def make_group_table(
         advantage.overlong_penalty,
     )
     rewards = _float_grid(rows["rewards"])
-    # Before the penalty, as in DAPO: four wrong answers, one of them a little long, teach nothing but length.
+    # Before the penalty, as in DAPO: four wrong answers, one of them a little long, teach nothing
+    # but length.
     _, is_alike = compute_advantages(rewards, "dr_grpo", "none")
     return GroupTable(
         rows,
@@ -356,12 +367,14 @@ def reward_metrics(name: str, rewards: npt.NDArray[np.float64]) -> dict[str, flo
 
 
 def _float_grid(column: npt.NDArray[Any]) -> Tensor:
-    """Returns float64 [groups, G]. It is a copy, because torch cannot share a field of a structured array."""
+    """Returns float64 [groups, G]. It is a copy, because torch cannot share a field of a structured
+    array."""
     return torch.from_numpy(np.array(column, np.float64, order="C"))
 
 
 def count_statuses(rows: GroupRows) -> npt.NDArray[np.int64] | None:
-    """Returns how many episodes ended in each of EPISODE_STATUSES, or None if rollouts are not episodes."""
+    """Returns how many episodes ended in each of EPISODE_STATUSES, or None if rollouts are not
+    episodes."""
     if "status" not in (rows.dtype.names or ()):
         return None
     return np.bincount(rows["status"].ravel(), minlength=len(EPISODE_STATUSES))
@@ -370,7 +383,8 @@ def count_statuses(rows: GroupRows) -> npt.NDArray[np.int64] | None:
 def check_environment_errors(
     rows: GroupRows, first_errors: Sequence[str], max_error_frac: float
 ) -> None:
-    """Raises RewardError if environments failed in `max_error_frac` of the episodes of a round, at both tries."""
+    """Raises RewardError if environments failed in `max_error_frac` of the episodes of a round, at
+    both tries."""
     counts = count_statuses(rows)
     if counts is None:
         return
@@ -381,16 +395,17 @@ def check_environment_errors(
         by_status = ", ".join(f"{number} {status}" for status, number in failed.items())
         environment_errors = [error for error in first_errors if error.startswith("environment")]
         raise RewardError(
-            f"the environment failed in {num_failed} of {num_episodes} episodes ({by_status}), each tried twice: "
-            f"{num_failed / num_episodes:.3g} is not under reward_pool.max_error_frac={max_error_frac:g}. "
-            f"The first failure:\n{[*environment_errors, 'not recorded'][0]}"
+            f"the environment failed in {num_failed} of {num_episodes} episodes ({by_status}), "
+            f"each tried twice: {num_failed / num_episodes:.3g} is not under "
+            f"reward_pool.max_error_frac={max_error_frac:g}. The first failure:\n{[*environment_errors, 'not recorded'][0]}"
         )
 
 
 def episode_metrics(
     rows: GroupRows, calls_s: Sequence[npt.NDArray[np.float32]]
 ) -> dict[str, float | None]:
-    """Returns the metrics `episode/...` and `environment/...`; none if rollouts are not episodes."""
+    """Returns the metrics `episode/...` and `environment/...`; none if rollouts are not
+    episodes."""
     counts = count_statuses(rows)
     if counts is None:
         return {}

@@ -1,5 +1,5 @@
-"""The two messages of a step between a rank and rank 0, as bytes: the numbers of the groups that the rank sampled, and
-the part of rank 0's decision that the rank needs."""
+"""The two messages of a step between a rank and rank 0, as bytes: the numbers of the groups that
+the rank sampled, and the part of rank 0's decision that the rank needs."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _MAX_RANKS = 1 << 16  # a rank's number takes two bytes
 
 
 def group_dtype(num_rewards: int, group_size: int, are_episodes: bool = False) -> np.dtype[np.void]:
-    """Returns the dtype of one group. It takes 13 bytes per rollout, 8 more per reward function, 9 more for an
-    episode, and 12 per group."""
+    """Returns the dtype of one group. It takes 13 bytes per rollout, 8 more per reward function, 9
+    more for an episode, and 12 per group."""
     columns: list[tuple[str, type]] = [
         ("completion_tokens", np.int32),
         ("truncated", np.bool_),
@@ -195,8 +195,8 @@ def decode_groups(messages: Sequence[bytes], group_size: int) -> SampledGroups:
 
 
 def encode_decisions(step: StepDecision) -> list[bytes]:
-    """Returns one message for each rank. It takes 7 bytes per rollout and 4 per group that the rank sampled, 4 per
-    rollout and 4 per row that it trains on, and about 60 more."""
+    """Returns one message for each rank. It takes 7 bytes per rollout and 4 per group that the rank
+    sampled, 4 per rollout and 4 per row that it trains on, and about 60 more."""
     assert len(step.num_groups) <= _MAX_RANKS, len(step.num_groups)
     trained_by = np.zeros(len(step.rewards), np.uint16)
     trained_by[step.plan.ids] = _trainers(step)
@@ -228,7 +228,8 @@ def decode_decision(
     group_size: int,
     rank0_decision: StepDecision | None,
 ) -> Decision:
-    """Reads this rank's message of `encode_decisions`. `groups` are those that this rank sampled."""
+    """Reads this rank's message of `encode_decisions`. `groups` are those that this rank
+    sampled."""
     reader = PackedReader(message)
     num_rollouts, num_tokens, num_sampled_tokens, num_loss_tokens, num_loss_sequences, num_rows = (
         reader.header
@@ -269,13 +270,15 @@ def decode_decision(
 
 
 def sampled_ids(slots: npt.NDArray[np.int32], group_size: int) -> npt.NDArray[np.int32]:
-    """Returns the rollout ids of groups with these slots, without groups that are not trained on (-1)."""
+    """Returns the rollout ids of groups with these slots, without groups that are not trained on
+    (-1)."""
     trained_slots = slots[slots >= 0]
     return (trained_slots[:, None] * group_size + np.arange(group_size, dtype=np.int32)).ravel()
 
 
 def split_sampled(step: StepDecision, values: Array) -> list[bytes]:
-    """Splits `values` [B] by the rank that sampled each rollout. Each part is in the order of `sampled_ids`."""
+    """Splits `values` [B] by the rank that sampled each rollout. Each part is in the order of
+    `sampled_ids`."""
     group_size = len(step.rewards) // max(len(step.positions), 1)
     ranks = np.arange(len(step.num_groups))
     trained_groups = np.repeat(ranks, step.num_groups)[step.slots >= 0]
@@ -284,15 +287,16 @@ def split_sampled(step: StepDecision, values: Array) -> list[bytes]:
 
 
 def trained_ids(step: StepDecision) -> tuple[npt.NDArray[np.int32], Array]:
-    """Returns the rollout ids in the order in which ranks train on them, rank after rank, and the number of each
-    rank's."""
+    """Returns the rollout ids in the order in which ranks train on them, rank after rank, and the
+    number of each rank's."""
     trainers = _trainers(step)
     ids = step.plan.ids[np.argsort(trainers, kind="stable")]
     return ids, np.bincount(trainers, minlength=len(step.num_groups))
 
 
 def split_by_rank(values: Array, counts: Array) -> list[bytes]:
-    """Splits `values`, which are in rank order, into one part of `counts[rank]` values for each rank."""
+    """Splits `values`, which are in rank order, into one part of `counts[rank]` values for each
+    rank."""
     data = values.tobytes()
     ends = np.cumsum(counts) * values.itemsize
     return [data[begin:end] for begin, end in pairwise([0, *ends.tolist()])]
@@ -311,8 +315,8 @@ def revise_decision(
 ) -> tuple[bytes, StepDecision | None]:
     """Collective. Lets rank 0 revise its decision from one message of each rank.
 
-    `revise` runs on rank 0 and returns the new decision with one reply for each rank. Returns this rank's reply, and the
-    new decision on rank 0.
+    `revise` runs on rank 0 and returns the new decision with one reply for each rank. Returns this
+    rank's reply, and the new decision on rank 0.
     """
     revised: list[StepDecision] = []
 

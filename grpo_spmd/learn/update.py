@@ -56,10 +56,12 @@ class UpdateObserver(Protocol):
 
 
 class ValueHead(Protocol):
-    """A critic whose head reads the policy's last hidden states and learns in the policy's update."""
+    """A critic whose head reads the policy's last hidden states and learns in the policy's
+    update."""
 
     def term(self, hidden: Tensor, head: Tensor) -> Tensor:
-        """Collective. Returns values [C] of hidden states [C, D], within the policy's forward pass."""
+        """Collective. Returns values [C] of hidden states [C, D], within the policy's forward
+        pass."""
         ...
 
     def loss_term(self, values: Tensor, micro_batch: MicroBatch, num_loss_tokens: int) -> Tensor:
@@ -85,10 +87,12 @@ def attach_logprobs(
     stop_check: StopCheck | None = None,
     keep_scores: KeepScores | None = None,
 ) -> None:
-    """Collective. Fills `old_logprobs` and `ref_logprobs` of every micro-batch where the loss needs them.
+    """Collective. Fills `old_logprobs` and `ref_logprobs` of every micro-batch where the loss needs
+    them.
 
-    With one optimizer step per rollout the update's own logprobs are the old ones, so no pass is made for them. If
-    `stop_check` raises, the policy is as it was. `keep_scores` receives the policy's scores.
+    With one optimizer step per rollout the update's own logprobs are the old ones, so no pass is
+    made for them. If `stop_check` raises, the policy is as it was. `keep_scores` receives the
+    policy's scores.
     """
     uses_engine = loss.old_logprobs == "engine"
     needs_old = (num_optimizer_steps > 1 or loss.kl_in == "reward") and not uses_engine
@@ -105,7 +109,8 @@ def attach_logprobs(
             if reference is not None:
                 micro_batch.ref_logprobs, _ = reference(micro_batch)
     finally:
-        # FSDP leaves the root gathered until a backward pass, and a step in which no token counts has none.
+        # FSDP leaves the root gathered until a backward pass, and a step in which no token counts
+        # has none.
         cast(FSDPModule, policy).reshard()
 
 
@@ -135,8 +140,8 @@ class PolicyUpdater:
         self._skipped_in_a_row = 0
 
     def state(self) -> dict[str, int]:
-        """Returns what a checkpoint stores besides the optimizer's moments. The schedule follows from
-        `num_updates`."""
+        """Returns what a checkpoint stores besides the optimizer's moments. The schedule follows
+        from `num_updates`."""
         return {"num_updates": self._num_updates, "skipped_in_a_row": self._skipped_in_a_row}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -152,15 +157,17 @@ class PolicyUpdater:
         stop_check: StopCheck | None = None,
         keep_scores: KeepScores | None = None,
     ) -> Reductions:
-        """Collective. Makes one optimizer step for each mini-batch of each epoch. Returns this rank's metrics.
+        """Collective. Makes one optimizer step for each mini-batch of each epoch. Returns this
+        rank's metrics.
 
-        Gradients are sums over ranks of token sums divided by one global denominator, so they do not depend on how the
-        rollouts were split over ranks and micro-batches. A mini-batch whose loss or gradient is not finite on any rank
-        changes nothing on all ranks: "skipped_in_a_row" counts it, and "nonfinite_rollouts" lists the rollouts with a
-        logprob or entropy that is not finite. The gradient norm is the one before clipping.
+        Gradients are sums over ranks of token sums divided by one global denominator, so they do
+        not depend on how the rollouts were split over ranks and micro-batches. A mini-batch whose
+        loss or gradient is not finite on any rank changes nothing on all ranks: "skipped_in_a_row"
+        counts it, and "nonfinite_rollouts" lists the rollouts with a logprob or entropy that is not
+        finite. The gradient norm is the one before clipping.
 
-        If `stop_check` raises, the policy is as it was. `keep_scores` receives the scores of the policy that the engine
-        sampled with.
+        If `stop_check` raises, the policy is as it was. `keep_scores` receives the scores of the
+        policy that the engine sampled with.
         """
         totals = no_update(self._loss)
         num_updates = 0
@@ -168,11 +175,13 @@ class PolicyUpdater:
         for epoch in range(self._num_epochs):
             for number, mini_batch in enumerate(batch.mini_batches):
                 num_loss_tokens = batch.num_loss_tokens[number]
-                # Momentum and weight decay would move the policy without any evidence. All ranks agree here.
+                # Momentum and weight decay would move the policy without any evidence. All ranks
+                # agree here.
                 if num_loss_tokens == 0:
                     continue
-                # The policy's old logprobs were taken before the first update. The engine's say nothing about the
-                # policy: then only what comes before the first update has the weights that the engine holds.
+                # The policy's old logprobs were taken before the first update. The engine's say
+                # nothing about the policy: then only what comes before the first update has the
+                # weights that the engine holds.
                 is_synced = not num_updates or (epoch == 0 and self._loss.old_logprobs == "policy")
                 is_first = not num_updates and not num_skipped
                 metrics, is_made = self._step(
@@ -202,8 +211,9 @@ class PolicyUpdater:
         stop_check: StopCheck | None = None,
         keep_scores: KeepScores | None = None,
     ) -> Reductions:
-        """Collective. Returns what `update` measures over one epoch, without changing the policy: it is frozen while a
-        critic warms up. "measured" is the number of mini-batches that count."""
+        """Collective. Returns what `update` measures over one epoch, without changing the policy:
+        it is frozen while a critic warms up. "measured" is the number of mini-batches that
+        count."""
         totals = no_update(self._loss)
         num_measured = 0
         try:
@@ -238,8 +248,8 @@ class PolicyUpdater:
         stop_check: StopCheck | None = None,
         keep_scores: KeepScores | None = None,
     ) -> tuple[Reductions, list[NonfiniteTokens]]:
-        """Collective. Adds the gradient of a mini-batch. Returns its metrics, and the tokens with a score that is not
-        finite."""
+        """Collective. Adds the gradient of a mini-batch. Returns its metrics, and the tokens with a
+        score that is not finite."""
         totals: Reductions = {}
         suspects: list[NonfiniteTokens] = []
         for micro_batch in mini_batch:
@@ -310,8 +320,9 @@ class PolicyUpdater:
     ) -> tuple[Reductions, Tensor]:
         """Collective. Adds the gradient of one micro-batch; without gradients it only measures.
 
-        Returns its metrics, and a mask [C] of the tokens that count and have a score that is not finite. `is_synced`:
-        the policy has the weights that the engine sampled with, so that their logprobs can be compared.
+        Returns its metrics, and a mask [C] of the tokens that count and have a score that is not
+        finite. `is_synced`: the policy has the weights that the engine sampled with, so that their
+        logprobs can be compared.
         """
         loss = self._loss
         mask = micro_batch.loss_mask
@@ -326,7 +337,8 @@ class PolicyUpdater:
             terms.append(value_head.term)
         logprobs, entropy, *extra = self._policy(micro_batch, *terms)
         values = extra.pop() if value_head is not None else None
-        # Without an earlier pass the old policy is this one: the ratio is exactly 1, its gradient the logprob's.
+        # Without an earlier pass the old policy is this one: the ratio is exactly 1, its gradient
+        # the logprob's.
         old_logprobs = micro_batch.old_logprobs
         if old_logprobs is None:
             old_logprobs = logprobs.detach()

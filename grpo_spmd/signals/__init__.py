@@ -1,5 +1,5 @@
-"""Training signals other than reward functions: teachers and critics, each with its running check and its opening.
+"""Training signals besides the rewards: teachers and critics, each with its running check.
 
-Not here: vllm, torch's collectives, the reward functions themselves, the phases of a step.
-Imports config, records, distributed, data, model, rewards, learn, proofs, engine, episodes, rollout and checks.
+Not here: vllm, torch's collectives, the reward functions themselves.
+Imports everything up to checks.
 """

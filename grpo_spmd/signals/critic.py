@@ -1,7 +1,8 @@
-"""The critic: a model of the values of a step's tokens, from which their advantages follow (GAE), and its own update.
+"""The critic: a model of the values of a step's tokens, from which their advantages follow (GAE),
+and its own update.
 
-PPO as in Schulman et al. 2017, with a lambda of its own for the value targets (VC-PPO, Yuan et al. 2025). The second
-half of the file is the running check.
+PPO as in Schulman et al. 2017, with a lambda of its own for the value targets (VC-PPO, Yuan et al.
+2025). The second half of the file is the running check.
 """
 
 from __future__ import annotations
@@ -63,13 +64,13 @@ class _Estimate:
     returns: Numbers
     """[C]"""
     sums: Numbers
-    """[8] Sums over the tokens that count: their number; A and A^2 of advantages; V of values; R and R^2 of returns;
-    R - V and its square."""
+    """[8] Sums over the tokens that count: their number; A and A^2 of advantages; V of values; R
+    and R^2 of returns; R - V and its square."""
 
 
 class Critic:
-    """The critic as a Signal: it gives each token its advantage before the policy's update, and learns from the same
-    rollouts after it."""
+    """The critic as a Signal: it gives each token its advantage before the policy's update, and
+    learns from the same rollouts after it."""
 
     def __init__(
         self,
@@ -136,8 +137,8 @@ class Critic:
     def attach(self, batch: RolloutBatch, decision: Decision, stop_check: StopCheck) -> Decision:
         """Collective. Writes values, returns and advantages into the micro-batches.
 
-        Until now their advantages are rewards, each at the token that it was given for. The returned decision has the
-        mean advantage of each rollout's tokens.
+        Until now their advantages are rewards, each at the token that it was given for. The
+        returned decision has the mean advantage of each rollout's tokens.
         """
         rows = batch.micro_batches
         try:
@@ -188,8 +189,9 @@ class Critic:
     def _whiten(
         self, rows: list[MicroBatch], estimates: list[_Estimate], decision: Decision
     ) -> tuple[float, float, Decision]:
-        """Collective. Returns the mean to subtract from the advantages and the factor to multiply them by, over the
-        tokens of all ranks, and the decision with the rollouts' mean advantages."""
+        """Collective. Returns the mean to subtract from the advantages and the factor to multiply
+        them by, over the tokens of all ranks, and the decision with the rollouts' mean
+        advantages."""
         pairs = zip(rows, estimates, strict=True)
         means = {i: mean for row, e in pairs for i, mean in _rollout_means(row, e.advantages)}
         trained = [i for rows_of_rank in decision.rows for row in rows_of_rank for i in row]
@@ -233,10 +235,12 @@ class Critic:
         return mean, factor, decision
 
     def update(self, batch: RolloutBatch) -> Reductions:
-        """Collective. Makes one optimizer step for each mini-batch of each epoch, as the policy does.
+        """Collective. Makes one optimizer step for each mini-batch of each epoch, as the policy
+        does.
 
-        The loss is a mean over tokens, whatever the policy's aggregation is. A mini-batch whose loss or gradient is not
-        finite on some rank changes nothing. Raises FloatingPointError after training.max_nonfinite_in_a_row of them.
+        The loss is a mean over tokens, whatever the policy's aggregation is. A mini-batch whose
+        loss or gradient is not finite on some rank changes nothing. Raises FloatingPointError after
+        training.max_nonfinite_in_a_row of them.
         """
         totals = self.no_update()
         num_skipped = 0
@@ -278,8 +282,8 @@ class Critic:
         return metrics
 
     def loss_term(self, values: Tensor, row: MicroBatch, num_loss_tokens: int) -> Tensor:
-        """Returns what the values [C] of a row add to the loss of its mini-batch. `num_loss_tokens` counts over all
-        ranks."""
+        """Returns what the values [C] of a row add to the loss of its mini-batch. `num_loss_tokens`
+        counts over all ranks."""
         assert row.old_values is not None
         assert row.returns is not None
         loss, num_clipped = value_loss(
@@ -294,16 +298,16 @@ class Critic:
         return self._coef * loss / num_loss_tokens
 
     def clip_gradient(self) -> float:
-        """Collective. Clips the gradient to optimizer.max_grad_norm, apart from the policy's. Returns its norm before
-        clipping."""
+        """Collective. Clips the gradient to optimizer.max_grad_norm, apart from the policy's.
+        Returns its norm before clipping."""
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._max_grad_norm)
         grad_norm = float(cast(DTensor, norm).full_tensor())
         self._metrics["critic/grad_norm"] = Max(grad_norm)
         return grad_norm
 
     def end_step(self, is_made: bool) -> Reductions:
-        """Makes the optimizer step, or drops the gradient. Returns the metrics of the mini-batch; none if it was
-        skipped."""
+        """Makes the optimizer step, or drops the gradient. Returns the metrics of the mini-batch;
+        none if it was skipped."""
         metrics: Reductions = {}
         if is_made:
             metrics = {name: reduction.on_host() for name, reduction in self._metrics.items()}
@@ -322,7 +326,8 @@ class Critic:
 
 
 def _rollout_means(row: MicroBatch, advantages: Numbers) -> list[tuple[int, float]]:
-    """Returns the mean advantage of each rollout's tokens that count, by its id; NaN if none counts."""
+    """Returns the mean advantage of each rollout's tokens that count, by its id; NaN if none
+    counts."""
     mask = row.loss_mask.cpu().numpy()
     index = row.sequence_index.cpu().numpy()
     size = max(len(row.rollout_ids), 1)
@@ -334,7 +339,8 @@ def _rollout_means(row: MicroBatch, advantages: Numbers) -> list[tuple[int, floa
 
 
 def open_own_critic(config: Config, policy: Policy, session: Session) -> Critic:
-    """Collective. Builds the model of critic.path. Raises ConfigError for a model that cannot be a critic."""
+    """Collective. Builds the model of critic.path. Raises ConfigError for a model that cannot be a
+    critic."""
     model = build_value_model(
         config.critic.path or "",
         config.model,
@@ -352,8 +358,8 @@ def open_own_critic(config: Config, policy: Policy, session: Session) -> Critic:
     )
 
 
-# The running check: values by a plain forward pass, and returns and advantages from them and from the
-# rewards that the sampling ranks know. It uses nothing of learn/advantages.py.
+# The running check: values by a plain forward pass, and returns and advantages from them and from
+# the rewards that the sampling ranks know. It uses nothing of learn/advantages.py.
 
 # Of the first row of a rank, whose values are computed again: the sequences, the tokens after the
 # first sampled one, and the longest prompt, since plain attention takes memory by the square of it.
@@ -406,7 +412,8 @@ class CriticCheck:
         decision: Decision,
         rewards: Mapping[int, float],
     ) -> CheckResult:
-        """Collective. `rewards` of the rollouts that this rank sampled and some rank trains on; NaN: unknown."""
+        """Collective. `rewards` of the rollouts that this rank sampled and some rank trains on;
+        NaN: unknown."""
         result = CheckResult()
         self._check_values(result, batch.micro_batches[0])
         known = self._fetch_rewards(sampled, batch, decision, rewards)
@@ -422,14 +429,14 @@ class CriticCheck:
         for row in rows:
             expected = np.where(row.mask, (row.advantages - mean) / deviation, 0.0)
             for c in _find_differences(row.attached, expected)[:1]:
-                result.errors.append(
-                    f"a token has the advantage {row.attached[c]:.6g}, and gae gives {expected[c]:.6g}"
-                )
+                what = f"and gae gives {expected[c]:.6g}"
+                result.errors.append(f"a token has the advantage {row.attached[c]:.6g}, {what}")
         return result
 
     def _check_values(self, result: CheckResult, row: MicroBatch) -> None:
-        """Collective. Compares the values that the row holds with the model's, and the model's with those of a plain
-        pass over some sequences. For the latter the head, which may be zero, gets a random term."""
+        """Collective. Compares the values that the row holds with the model's, and the model's with
+        those of a plain pass over some sequences. For the latter the head, which may be zero, gets
+        a random term."""
         starts = torch.nonzero(row.position_ids == 0)[:, 0].tolist()[:_NUM_SEQUENCES]
         places = row.predict_index.tolist()
         lengths: list[int] = []
@@ -531,8 +538,9 @@ class CriticCheck:
         decision: Decision,
         rewards: Mapping[int, float],
     ) -> dict[int, _RolloutRewards]:
-        """Collective. Returns the rewards of the rollouts that this rank trains on, from the ranks that sampled them.
-        Rank 0 gets 24 bytes per rollout, and 12 more for each further turn with a reward."""
+        """Collective. Returns the rewards of the rollouts that this rank trains on, from the ranks
+        that sampled them. Rank 0 gets 24 bytes per rollout, and 12 more for each further turn with
+        a reward."""
         known: dict[int, _RolloutRewards] = {}
         size = sampled.rules.rollout.group_size
         for group in sampled.groups:
@@ -550,8 +558,8 @@ class CriticCheck:
 
 
 def lambda_returns(rewards: Numbers, values: Numbers, gamma: float, lam: Numbers) -> Numbers:
-    """Returns G_t = r_t + gamma ((1 - lam) V_{t+1} + lam G_{t+1}) of each line [n, L], with nothing after the last
-    column. `lam` [n]."""
+    """Returns G_t = r_t + gamma ((1 - lam) V_{t+1} + lam G_{t+1}) of each line [n, L], with nothing
+    after the last column. `lam` [n]."""
     returns = np.zeros_like(rewards)
     next_value = np.zeros(len(rewards))
     next_return = np.zeros(len(rewards))
@@ -570,8 +578,8 @@ def _find_differences(attached: Numbers, expected: Numbers) -> npt.NDArray[np.in
 
 
 def _place_rewards(completion: Completion, reward: float, by_turn: bool) -> _RolloutRewards:
-    """Puts the reward at the last token; with `by_turn` the turns' rewards where the turns end, and the rest at the
-    last token."""
+    """Puts the reward at the last token; with `by_turn` the turns' rewards where the turns end, and
+    the rest at the last token."""
     num_tokens = len(completion.token_ids)
     rewards: dict[int, float] = {}
     if by_turn and completion.episode is not None:

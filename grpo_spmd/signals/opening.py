@@ -1,4 +1,5 @@
-"""Opens the teachers and the critic that the config asks for. A signal that is off is not even imported."""
+"""Opens the teachers and the critic that the config asks for. A signal that is off is not even
+imported."""
 
 from __future__ import annotations
 
@@ -25,16 +26,18 @@ class Signal(Protocol):
 
     @property
     def offloadable_models(self) -> Sequence[OffloadableModel]:
-        """The signal's own models, each with its optimizer. They wait in host memory while the engine is awake."""
+        """The signal's own models, each with its optimizer. They wait in host memory while the
+        engine is awake."""
         ...
 
     def attach(self, batch: RolloutBatch, decision: Decision, stop_check: StopCheck) -> Decision:
-        """Write the signal into the micro-batches, before the first update of the step. Returns the decision with the
-        signal's metrics added on rank 0."""
+        """Write the signal into the micro-batches, before the first update of the step. Returns the
+        decision with the signal's metrics added on rank 0."""
         ...
 
     def update(self, batch: RolloutBatch) -> Reductions:
-        """Train the signal's own model on the batch, after the policy's update. Returns this rank's metrics."""
+        """Train the signal's own model on the batch, after the policy's update. Returns this rank's
+        metrics."""
         ...
 
     def proofs(self, settings: UpdateCheckSettings) -> SignalProofs:
@@ -51,7 +54,8 @@ class Signals:
 
     @property
     def _active(self) -> list[Signal]:
-        """The signals that are on. The critic comes first: it replaces advantages that a teacher then adjusts."""
+        """The signals that are on. The critic comes first: it replaces advantages that a teacher
+        then adjusts."""
         return [signal for signal in (self.critic, self.teacher) if signal is not None]
 
     @property
@@ -65,7 +69,8 @@ class Signals:
         return [model for signal in self._active for model in signal.offloadable_models]
 
     def freezes_policy(self, step: int) -> bool:
-        """True in the first steps of a run in which only the critic learns (critic.warmup_steps)."""
+        """True in the first steps of a run in which only the critic learns
+        (critic.warmup_steps)."""
         return self.critic is not None and step <= self.critic.warmup_steps
 
     def attach(self, batch: RolloutBatch, decision: Decision, stop_check: StopCheck) -> Decision:
@@ -109,8 +114,8 @@ def open_signals(
 
 
 def open_critic(config: Config, policy: Policy, session: Session) -> Critic | None:
-    """Collective. Returns the critic, or None if the config has none. Raises ConfigError for a model that cannot be
-    one."""
+    """Collective. Returns the critic, or None if the config has none. Raises ConfigError for a
+    model that cannot be one."""
     if config.critic.path is None:
         return None
     if config.critic.is_on_policy:
@@ -130,7 +135,8 @@ def open_teacher(
     prompt_at: Callable[[int], Prompt] | None,
     tokenizer: Any,
 ) -> Teacher | None:
-    """Collective. Returns the teachers as one signal, or None if the config has none. Raises ConfigError."""
+    """Collective. Returns the teachers as one signal, or None if the config has none. Raises
+    ConfigError."""
     if not config.teacher.is_on:
         return None
     if config.teacher.url:

@@ -1,6 +1,8 @@
-"""A critic whose value head reads the policy's own last hidden states and learns in the policy's update.
+"""A critic whose value head reads the policy's own last hidden states and learns in the policy's
+update.
 
-One forward pass gives logprobs and values, one backward pass has both losses, as in TRL's PPO with a value head.
+One forward pass gives logprobs and values, one backward pass has both losses, as in TRL's PPO with
+a value head.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ from grpo_spmd.signals.critic import Critic, CriticCheck, random_head, random_pr
 class PolicyCritic(Critic):
     """The critic, and the ValueHead of a PolicyUpdater.
 
-    In a step whose policy update it was not part of (the warm-up), the head learns alone, from states without a
-    gradient.
+    In a step whose policy update it was not part of (the warm-up), the head learns alone, from
+    states without a gradient.
     """
 
     model: PolicyValues
@@ -77,13 +79,14 @@ class PolicyCritic(Critic):
         self._num_skipped += not is_made
 
     def update(self, batch: RolloutBatch) -> Reductions:
-        """Collective. Returns the metrics of the update that was made with the policy; without one the head learns
-        alone."""
+        """Collective. Returns the metrics of the update that was made with the policy; without one
+        the head learns alone."""
         if self._update_metrics is None:
             try:
                 return super().update(batch)
             finally:
-                # No backward pass has reached the policy, which would give its gathered parameters back.
+                # No backward pass has reached the policy, which would give its gathered parameters
+                # back.
                 self.model.reshard()
         skipped = {"critic/skipped_updates": Max(float(self._num_skipped))}
         return self.no_update() | self._update_metrics | skipped
@@ -105,8 +108,8 @@ _VALUE_BOUNDS = {
     "float32": 1e-4,
     "bfloat16": 0.05,
 }  # mean |difference| relative to the mean |value|
-# Distances of old values and returns from the values, in multiples of the clip: on both sides of it,
-# each where the clipped error is the larger one, and where it is not.
+# Distances of old values and returns from the values, in multiples of the clip: on both sides of
+# it, each where the clipped error is the larger one, and where it is not.
 _OLD_DISTANCES = (0.0, 0.5, -0.5, 1.5, -1.5, 2.0, -2.0)
 _RETURN_DISTANCES = (0.7, -0.7, 0.9)
 _NUM_SKETCHES = 8
@@ -114,7 +117,8 @@ _MAX_CLIP = 5.0  # with a larger clip nothing is clipped on synthetic rows
 
 
 class ValueTargets:
-    """Value targets for the synthetic rows of the gradient check, with their loss written out plainly."""
+    """Value targets for the synthetic rows of the gradient check, with their loss written out
+    plainly."""
 
     def __init__(self, critic: PolicyCritic, config: CriticConfig, dtype: str) -> None:
         self.bound = _VALUE_BOUNDS[dtype]
@@ -156,11 +160,11 @@ class ValueTargets:
     def plain_loss(
         self, rollouts: Sequence[Rollout], counts: Tensor, num_tokens: int
     ) -> tuple[Tensor, float, float]:
-        """Collective. Returns the value loss [] with its graph, the sum of its terms' sizes, and how far the trainer's
-        values are off, relative to their size.
+        """Collective. Returns the value loss [] with its graph, the sum of its terms' sizes, and
+        how far the trainer's values are off, relative to their size.
 
-        It reads the last plain pass within `random_head`, over the contexts of `rollouts`. `counts` [n] marks the tokens
-        that count. The targets of `set_targets` are used up.
+        It reads the last plain pass within `random_head`, over the contexts of `rollouts`. `counts`
+        [n] marks the tokens that count. The targets of `set_targets` are used up.
         """
         states = self._states[-1]  # [S, L, D]
         hidden: list[Tensor] = []
@@ -185,7 +189,8 @@ class ValueTargets:
         self._columns = []
         size = plain.detach().abs().mean() + 1e-6
         off = float((values - plain.detach()).abs().mean() / size)
-        # The trainer's values with the plain gradient: else rounding would clip here what it does not clip there.
+        # The trainer's values with the plain gradient: else rounding would clip here what it does
+        # not clip there.
         v = plain + (values - plain).detach()
         total = zero
         total_size = 0.0
@@ -207,8 +212,8 @@ class ValueTargets:
         return clipped_error if abs(step) > self._clip and clipped_error > error else error
 
     def check_head_gradient(self, result: CheckResult, bound: float) -> None:
-        """Collective. Compares the head's gradient, which FSDP summed over ranks, with the plain gradients, summed here:
-        by their products with eight random vectors. Drops the gradient."""
+        """Collective. Compares the head's gradient, which FSDP summed over ranks, with the plain
+        gradients, summed here: by their products with eight random vectors. Drops the gradient."""
         generator = torch.Generator().manual_seed(0)
         reduced = [0.0] * _NUM_SKETCHES
         plain = [0.0] * _NUM_SKETCHES
@@ -234,7 +239,8 @@ class ValueTargets:
 
 
 def _relative_difference(parts: list[list[list[float]]]) -> float:
-    """Runs on rank 0. Returns |sum of the first lists - sum of the second| over the size of the latter."""
+    """Runs on rank 0. Returns |sum of the first lists - sum of the second| over the size of the
+    latter."""
     reduced, plain = (
         [sum(column) for column in zip(*lists, strict=True)] for lists in zip(*parts, strict=True)
     )

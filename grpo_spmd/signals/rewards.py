@@ -1,5 +1,5 @@
-"""Opens the rewards of a run: functions, servers, environments, reward models and judges. Reward models and judges that
-the config does not name are not even imported."""
+"""Opens the rewards of a run: functions, servers, environments, reward models and judges. Reward
+models and judges that the config does not name are not even imported."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def open_rewards(
     preemption: Preemption,
     environments: Environments | None,
 ) -> tuple[RewardPool, Scorers]:
-    """Returns the pool of reward functions, and what scores with all rewards but judges and reward models.
+    """Returns the pool of reward functions, and what scores with all rewards but judges and reward
+    models.
 
     Raises ConfigError if rewards are needed, and neither config nor environment gives one.
     """
@@ -58,15 +59,15 @@ def open_reward_models(
     session: Session,
     preemption: Preemption,
 ) -> Scorers:
-    """Collective. Returns `scorers` with the engine's judges and the reward models behind them, which are built here.
-    Raises ConfigError."""
+    """Collective. Returns `scorers` with the engine's judges and the reward models behind them,
+    which are built here. Raises ConfigError."""
     more: list[Scorer] = []
     for index, reward in enumerate(config.rewards):
         if reward.metric_name in scorers.weights and (reward.model or reward.is_engine_judge):
             kind = "model" if reward.model else "judge"
             raise ConfigError(
-                f"rewards.{index}.name: the environment's own reward is called {reward.metric_name!r} too; "
-                f"give the {kind} another name"
+                f"rewards.{index}.name: the environment's own reward is called "
+                f"{reward.metric_name!r} too; give the {kind} another name"
             )
     if any(reward.is_engine_judge for reward in config.rewards):
         from grpo_spmd.checks.memory import judge_prompt_tokens

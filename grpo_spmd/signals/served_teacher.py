@@ -1,7 +1,8 @@
-"""Teachers behind vLLM servers: before each update their servers are asked for the logprobs of the policy's tokens.
+"""Teachers behind vLLM servers: before each update their servers are asked for the logprobs of the
+policy's tokens.
 
-Each context that the policy trains on is one request. A rollout without an answer gets no teacher signal. The last part
-of the file is the running check.
+Each context that the policy trains on is one request. A rollout without an answer gets no teacher
+signal. The last part of the file is the running check.
 """
 
 from __future__ import annotations
@@ -51,13 +52,14 @@ _MIN_REST = float(np.finfo(np.float32).eps)
 
 
 class Answer(NamedTuple):
-    """What a server says about n tokens. The answers of a whole step are held in this compact form."""
+    """What a server says about n tokens. The answers of a whole step are held in this compact
+    form."""
 
     ids: npt.NDArray[np.int32]
     """[n, K] The K most probable tokens. [n, 0] if only the sampled tokens were asked for."""
     logprobs: npt.NDArray[np.float32]
-    """[n, K + 1] Their logprobs, and last that of all other tokens together. [n, 1] with K = 0: the logprobs of the
-    sampled tokens."""
+    """[n, K + 1] Their logprobs, and last that of all other tokens together. [n, 1] with K = 0: the
+    logprobs of the sampled tokens."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +89,8 @@ class ServedTeacher(Teacher):
         ranks: tuple[int, int] = (0, 1),
         max_error_frac: float = 1.0,
     ) -> None:
-        """`ranks`: this rank and their number; they share the limit of requests. The run stops if `max_error_frac` of a
-        step's rollouts have no answer."""
+        """`ranks`: this rank and their number; they share the limit of requests. The run stops if
+        `max_error_frac` of a step's rollouts have no answer."""
         super().__init__(config, {}, policy, prompt_at, request_for)
         self.servers = dict(servers)
         self._max_error_frac = max_error_frac
@@ -108,7 +110,8 @@ class ServedTeacher(Teacher):
         return self.config.top_k if self.config.loss == "topk" else 0
 
     def attach(self, batch: RolloutBatch, decision: Decision, stop_check: StopCheck) -> Decision:
-        """Collective. As Teacher.attach. Raises RewardError on all ranks if too many rollouts have no answer."""
+        """Collective. As Teacher.attach. Raises RewardError on all ranks if too many rollouts have
+        no answer."""
         requests = self.requests(decision)
         questions = [
             {name: self._questions(row, requests, name) for name in self.servers}
@@ -151,7 +154,8 @@ class ServedTeacher(Teacher):
         return [*_contexts(teacher_row, tokens.cpu().numpy())]
 
     def _ask(self, server: PromptLogprobs, question: Question, limit_s: float) -> Answer:
-        """Runs in a thread. Returns what the server says about the sampled tokens. Raises FailedCallError."""
+        """Runs in a thread. Returns what the server says about the sampled tokens. Raises
+        FailedCallError."""
         places = server.ask(question.token_ids.tolist(), self.top_k, limit_s)
         # The server says nothing about the first token.
         sampled = [places[position - 1] for position in question.sampled_at.tolist()]
@@ -164,7 +168,8 @@ class ServedTeacher(Teacher):
         return compact_answer(sampled, self.top_k, self._vocabulary_size)
 
     def _add_metrics(self, decision: Decision, calls: ServerCalls, num_asked: int) -> Decision:
-        """Collective. Returns the decision with the servers' metrics. Raises RewardError as `attach`."""
+        """Collective. Returns the decision with the servers' metrics. Raises RewardError as
+        `attach`."""
         local = {
             "asked": num_asked,
             "unanswered": len(self.unanswered),
@@ -182,7 +187,8 @@ class ServedTeacher(Teacher):
     def _attach_answers(
         self, row: MicroBatch, answers: Mapping[str, Sequence[tuple[Question, Answer | None]]]
     ) -> None:
-        """Writes the servers' answers into a row. An episode of which one context has no answer has none."""
+        """Writes the servers' answers into a row. An episode of which one context has no answer has
+        none."""
         answered_mask = torch.zeros_like(row.loss_mask)
         parts: list[tuple[TokenIndices | None, TeacherScores]] = []
         masks: dict[str, Tensor] = {}
@@ -236,7 +242,8 @@ def _mask_of(row: MicroBatch, tokens: Sequence[npt.NDArray[np.int64]]) -> Tensor
 
 
 def compact_answer(places: Sequence[Place], top_k: int, vocabulary_size: int) -> Answer:
-    """Returns the answer in a few bytes per token. What JSON is parsed into takes ten times as much."""
+    """Returns the answer in a few bytes per token. What JSON is parsed into takes ten times as
+    much."""
     if not top_k:
         logprobs = np.array([[place.logprob] for place in places], np.float32)
         return Answer(np.zeros((len(places), 0), np.int32), logprobs)
@@ -292,7 +299,8 @@ def open_served_teacher(
     prompt_at: Callable[[int], Prompt] | None,
     tokenizer: Any,
 ) -> ServedTeacher:
-    """Collective. Connects to the servers of teacher.url. Raises ConfigError if one does not fit."""
+    """Collective. Connects to the servers of teacher.url. Raises ConfigError if one does not
+    fit."""
     models = on_rank0(
         lambda _: {name: check_server(config, name) for name in config.teacher.urls}, None
     )
@@ -307,13 +315,15 @@ def open_served_teacher(
     )
 
 
-# Mean difference in nats: the server's number format and its batches of requests are not known here.
+# Mean difference in nats: the server's number format and its batches of requests are not known
+# here.
 _BOUND = 0.1
 _MAX_CHECK_S = 30.0
 
 
 class ServerCheck(TeacherCheck):
-    """Asks again about a few rollouts, each alone and cut after the last compared token, and compares the signal."""
+    """Asks again about a few rollouts, each alone and cut after the last compared token, and
+    compares the signal."""
 
     def __init__(self, teacher: ServedTeacher) -> None:
         super().__init__(teacher, 1.0, "float32")
@@ -328,7 +338,8 @@ class ServerCheck(TeacherCheck):
         result = super().__call__(sampled, batch, decision)
         if not all(_has_right_mask(row, self._served.unanswered) for row in batch.micro_batches):
             result.errors.append(
-                "a rollout without an answer of its teacher's server is taught, or one that has it is not"
+                "a rollout without an answer of its teacher's server is taught, "
+                "or one that has it is not"
             )
         return result
 
@@ -355,7 +366,8 @@ class ServerCheck(TeacherCheck):
         for number, position in enumerate(predict_index.tolist()):
             place = places[position]
             known = {**dict(place.likeliest), ids[position + 1]: place.logprob}
-            # Nothing is known about single other tokens, and only all of them together are compared.
+            # Nothing is known about single other tokens, and only all of them together are
+            # compared.
             num_others = max(vocabulary_size - len(known), 1)
             rest = rest_logprob([*known.values()], vocabulary_size)
             logits[number] = rest - torch.tensor(float(num_others)).log()

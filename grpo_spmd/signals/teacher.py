@@ -1,8 +1,8 @@
-"""Teachers: frozen models that score the policy's own rollouts token by token before each update (on-policy
-distillation, Agarwal et al. 2024).
+"""Teachers: frozen models that score the policy's own rollouts token by token before each update
+(on-policy distillation, Agarwal et al. 2024).
 
-A teacher sees the same rows as the policy, or the same completions after a prompt of its own. The last part of the
-file is its running check.
+A teacher sees the same rows as the policy, or the same completions after a prompt of its own. The
+last part of the file is its running check.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ class TeacherModel:
     """True if nobody else in the run holds the model."""
 
     def score(self, row: MicroBatch, term: Term | None = None) -> Any:
-        """Collective. Returns the logprobs [C] of the row's targets, or what `term` makes of hidden states and head."""
+        """Collective. Returns the logprobs [C] of the row's targets, or what `term` makes of hidden
+        states and head."""
         with adapters_off(self.model.model) if self.is_base else nullcontext():
             if term is None:
                 return self.model(row)[0]
@@ -100,8 +101,8 @@ class Teacher:
         prompt_at: Callable[[int], Prompt] | None = None,
         request_for: Callable[[Prompt], TeacherRequest] | None = None,
     ) -> None:
-        """`prompt_at` returns the prompt at a position of the prompt stream. Without `request_for` one teacher sees what
-        the policy sees."""
+        """`prompt_at` returns the prompt at a position of the prompt stream. Without `request_for`
+        one teacher sees what the policy sees."""
         self.config = config
         self.models = dict(models)
         self.policy = policy
@@ -116,8 +117,8 @@ class Teacher:
 
     @torch.no_grad()
     def attach(self, batch: RolloutBatch, decision: Decision, stop_check: StopCheck) -> Decision:
-        """Collective. Writes a TeacherSignal into every micro-batch, by one forward pass of each teacher over its own
-        rollouts."""
+        """Collective. Writes a TeacherSignal into every micro-batch, by one forward pass of each
+        teacher over its own rollouts."""
         requests = self.requests(decision)
         heads: dict[str, Tensor] = {}
         if self.config.loss == "full":
@@ -178,7 +179,8 @@ class Teacher:
         return TeacherRequest("") if self._request_for is None else self._request_for(prompt)
 
     def _score(self, teacher: TeacherModel, row: MicroBatch, head: Tensor | None) -> TeacherScores:
-        """Collective. Returns what a teacher says about the row. `head` is its lm_head with teacher.loss: full."""
+        """Collective. Returns what a teacher says about the row. `head` is its lm_head with
+        teacher.loss: full."""
         if self.config.loss == "sampled":
             logprobs: Tensor = teacher.score(row)
             return logprobs
@@ -202,7 +204,8 @@ class Teacher:
         parts: Sequence[tuple[TokenIndices | None, TeacherScores]],
         masks: dict[str, Tensor],
     ) -> TeacherSignal:
-        """Returns the signal from the scores of each teacher and the tokens that it scored (None: all)."""
+        """Returns the signal from the scores of each teacher and the tokens that it scored (None:
+        all)."""
         coef = self.config.coef
         if self.config.loss != "sampled":
             distributions = [(t, scores) for t, scores in parts if not isinstance(scores, Tensor)]
@@ -290,8 +293,8 @@ def open_model_teacher(
 ) -> Teacher:
     """Collective. Builds the teachers of teacher.path.
 
-    A teacher that is the model which the run starts from shares it with the reference, or with the policy's base under
-    LoRA.
+    A teacher that is the model which the run starts from shares it with the reference, or with the
+    policy's base under LoRA.
     """
     models: dict[str, TeacherModel] = {}
     for name, path in config.teacher.paths.items():
@@ -322,7 +325,8 @@ def open_model_teacher(
 
 
 def make_request_for(config: Config, tokenizer: Any) -> Callable[[Prompt], TeacherRequest] | None:
-    """Returns the function from a prompt to its request, or None if one teacher sees what the policy sees."""
+    """Returns the function from a prompt to its request, or None if one teacher sees what the
+    policy sees."""
     has_one = "" in config.teacher.names
     if has_one and config.teacher.prompt_key is None:
         return None
@@ -341,8 +345,8 @@ def make_request_for(config: Config, tokenizer: Any) -> Callable[[Prompt], Teach
 
 _NUM_ROLLOUTS = 3  # of each teacher on a rank, at most
 _NUM_TOKENS = 12  # of one rollout, at most
-# Attention of a plain pass takes memory by the square of its tokens. If all rollouts of a teacher are
-# longer than _LONG, only the shortest is compared; one longer than _TOO_LONG never is.
+# Attention of a plain pass takes memory by the square of its tokens. If all rollouts of a teacher
+# are longer than _LONG, only the shortest is compared; one longer than _TOO_LONG never is.
 _LONG, _TOO_LONG = 2048, 8192
 # Mean difference in nats per token, as for the policy's own logprobs.
 _BOUNDS = {"float32": 1e-4, "bfloat16": 0.05}
@@ -350,14 +354,16 @@ _BOUNDS = {"float32": 1e-4, "bfloat16": 0.05}
 
 @dataclass(frozen=True)
 class _Context:
-    """The beginning of one rollout as its teacher sees it, up to the last token that is compared."""
+    """The beginning of one rollout as its teacher sees it, up to the last token that is
+    compared."""
 
     token_ids: Tensor
     """[T]"""
     predict_index: Tensor
     """[n] Positions in it that predict the tokens to compare."""
     tokens: Tensor | None
-    """[n] Indices of these tokens in the row. None: there is no rollout, and the pass is made for the others."""
+    """[n] Indices of these tokens in the row. None: there is no rollout, and the pass is made for
+    the others."""
 
 
 class TeacherCheck:
@@ -416,7 +422,8 @@ class TeacherCheck:
     def _choose(
         self, row: MicroBatch, requests: Requests, name: str, lengths: Sequence[int]
     ) -> list[int | None]:
-        """Returns the indices of _NUM_ROLLOUTS rollouts of a teacher, with None for those that are missing."""
+        """Returns the indices of _NUM_ROLLOUTS rollouts of a teacher, with None for those that are
+        missing."""
         candidates = [
             index
             for index, rollout_id in enumerate(row.rollout_ids)
@@ -431,7 +438,8 @@ class TeacherCheck:
         return chosen + [None] * (_NUM_ROLLOUTS - len(chosen))
 
     def _logits(self, source: Any, token_ids: Tensor, predict_index: Tensor) -> Tensor | None:
-        """Collective. Returns logits [n, V] at the positions [n] of the ids [T], or None if the teacher gives none."""
+        """Collective. Returns logits [n, V] at the positions [n] of the ids [T], or None if the
+        teacher gives none."""
         teacher: TeacherModel = source
         with (
             eager_attention(teacher.model.model),
@@ -447,7 +455,8 @@ class TeacherCheck:
         decision: Decision,
         requests: Mapping[int, TeacherRequest],
     ) -> None:
-        """Collective. Compares the requests with those that the sampling ranks make from their own rows."""
+        """Collective. Compares the requests with those that the sampling ranks make from their own
+        rows."""
         slots = [(g.prompt, decision.slots.get(g.prompt.position)) for g in sampled.groups]
         local = [
             [slot, _digest(self._teacher.request_for(prompt))]
@@ -459,7 +468,8 @@ class TeacherCheck:
         wrong = [i for i, request in requests.items() if by_slot.get(i // size) != _digest(request)]
         if wrong:
             result.errors.append(
-                f"rollouts {wrong[:5]} go to another teacher, or with another prompt, than their rows say"
+                f"rollouts {wrong[:5]} go to another teacher, or with another prompt, "
+                "than their rows say"
             )
 
     def _compare(
@@ -470,8 +480,9 @@ class TeacherCheck:
         requests: Requests,
         max_tokens: int,
     ) -> Tensor:
-        """Collective. Returns |differences| in nats at some tokens of a rollout's first context; none without a
-        rollout. `max_tokens` bounds the tokens between the first one compared and the last."""
+        """Collective. Returns |differences| in nats at some tokens of a rollout's first context;
+        none without a rollout. `max_tokens` bounds the tokens between the first one compared and
+        the last."""
         context = _first_context(row, index, requests, max_tokens)
         logits = self._logits(source, context.token_ids, context.predict_index)
         if context.tokens is None or row.teacher_signal is None or logits is None:
@@ -506,7 +517,8 @@ def _first_context(
 
 
 def _first_pass_lengths(row: MicroBatch, requests: Requests) -> list[int]:
-    """Returns the tokens of a pass to each rollout's first completion token, with the prompt that its teacher sees."""
+    """Returns the tokens of a pass to each rollout's first completion token, with the prompt that
+    its teacher sees."""
     lengths: dict[int, int] = {}
     positions = row.position_ids[row.predict_index].tolist()
     for index, position in zip(row.sequence_index.tolist(), positions, strict=True):
@@ -519,8 +531,8 @@ def _first_pass_lengths(row: MicroBatch, requests: Requests) -> list[int]:
 
 
 def _differences(signal: TeacherSignal, logits: Tensor, tokens: Tensor, targets: Tensor) -> Tensor:
-    """Returns the differences [n] of the targets' logprobs, or of all outcomes weighted by their probability, from
-    plain logits [n, V]."""
+    """Returns the differences [n] of the targets' logprobs, or of all outcomes weighted by their
+    probability, from plain logits [n, V]."""
     if signal.logprobs is not None:
         plain = logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
         return (signal.logprobs[tokens] - plain).abs()
@@ -548,9 +560,11 @@ _HIDDEN_SIZE = 8  # of a RandomTeacher
 
 
 class RandomTeacher:
-    """A teacher for the synthetic rows of the gradient check, with its term in the loss written out plainly.
+    """A teacher for the synthetic rows of the gradient check, with its term in the loss written out
+    plainly.
 
-    It says about each sampled token what it is told to, or has a random distribution, drawn from a fixed seed.
+    It says about each sampled token what it is told to, or has a random distribution, drawn from a
+    fixed seed.
     """
 
     def __init__(
@@ -599,8 +613,8 @@ class RandomTeacher:
             self._top_ids += [scores.ids] if isinstance(scores, TopTeacher) else []
 
     def divergence(self, log_p: Tensor) -> Tensor:
-        """Returns the divergence [n], float64, of the policy's logprobs [n, V] of all rows, by the formula and autograd
-        alone."""
+        """Returns the divergence [n], float64, of the policy's logprobs [n, V] of all rows, by the
+        formula and autograd alone."""
         beta = self._config.beta
         s = log_p.double()
         t = torch.cat([log_p[:0].double(), *self._log_p])
@@ -620,6 +634,7 @@ class RandomTeacher:
 
 
 def _top_and_rest(log_p: Tensor, ids: Tensor) -> Tensor:
-    """Returns the logprobs [n, K + 1] of the tokens `ids` [n, K], and of all other tokens together."""
+    """Returns the logprobs [n, K + 1] of the tokens `ids` [n, K], and of all other tokens
+    together."""
     rest = log_p.scatter(-1, ids, -math.inf).logsumexp(-1, keepdim=True)
     return torch.cat([log_p.gather(-1, ids), rest], -1)
