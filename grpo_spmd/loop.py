@@ -1,4 +1,8 @@
-"""The story: the order of the phases, nothing else. A phase's name is its timer, its metrics' prefix and its limit."""
+"""The training loop: the phases of a step in their order, and nothing else.
+
+The name of a phase is also the name of its timer, the prefix of its metrics and the name of its
+time limit.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +16,15 @@ from grpo_spmd.parts import Run, open_run
 
 
 def train(config: Config, inputs: Inputs) -> bool:
-    """Collective. One whole run; True when it came to its end, or was preempted with everything saved."""
+    """Collective. Trains one whole run. Returns True if it ended, or was preempted with everything
+    saved."""
     run = open_run(config, inputs)
-    if run is None:  # it has come to its end before
+    # The run has ended before.
+    if run is None:
         return True
     try:
-        for step in run.steps():  # asks each time whether the run has to stop
+        # Each step first asks whether the run has to stop.
+        for step in run.steps():
             _train_step(run, step)
         _finish(run)
     except Preempted as preempted:
@@ -28,15 +35,19 @@ def train(config: Config, inputs: Inputs) -> bool:
 
 
 def _train_step(run: Run, step: int) -> None:
-    config, log, phase = run.config, run.log, run.phase
+    """Collective. Samples, scores and trains on the rollouts of one step."""
+    config = run.config
+    log = run.log
+    phase = run.phase
     with phase("weight_sync"):
         sync_stats = run.weight_sync.sync(step)
     with phase("eval"):
-        log.write_evaluation(
-            step - 1, run.evaluator.evaluate_if_due(step - 1)
-        )  # of the policy so far
-    sampled, generation_s = SampledStep(run.step_rules), list[float]()
-    while sampled.num_missing:  # once, unless dynamic sampling has to refill the step
+        # The policy has finished `step - 1` steps.
+        log.write_evaluation(step - 1, run.evaluator.evaluate_if_due(step - 1))
+    sampled = SampledStep(run.step_rules)
+    generation_s: list[float] = []
+    # Once, unless dynamic sampling has to refill the step.
+    while sampled.num_missing:
         with phase("rollout"):
             prompts = run.stream.take(sampled.num_missing)
             groups, seconds = run.sampler.sample(prompts, step, sync_stats.weights_id)
@@ -47,43 +58,45 @@ def _train_step(run: Run, step: int) -> None:
         log.record_largest(run.hand_device_to_trainer())
     with phase("reward"), run.dump.if_refused(step, sampled):
         batch, decision = assemble_batch(sampled, run.session)
+    stop_check = run.preemption.check_in_update
+    kept_scores = run.dump.keep_scores_if_due(step)
     with phase("logprobs"):
-        check, keep = run.preemption.check_in_update, run.dump.keep_scores_if_due(step)
         attach_logprobs(
             run.policy,
             run.reference,
             batch,
             config.loss,
-            config.training.num_optimizer_steps,
-            check,
-            keep,
+            num_optimizer_steps=config.training.num_optimizer_steps,
+            stop_check=stop_check,
+            keep_scores=kept_scores,
         )
         decision = penalise_rewards_by_kl(batch, decision, config.loss, config.advantage)
-        decision = run.signals.attach(batch, decision, check)
+        decision = run.signals.attach(batch, decision, stop_check)
     with phase("reward"):
         run.dump.write_if_due(step, sampled, decision)
     run.preemption.check_before_update()
     with phase("update"):
         run.update_check.run_if_due(step, sampled, batch, decision)
         update = run.updater.measure if run.signals.freezes_policy(step) else run.updater.update
-        sums = update(batch, run.update_check, check, keep) | run.signals.update(batch)
+        sums = update(batch, run.update_check, stop_check, kept_scores)
+        sums |= run.signals.update(batch)
     log.record_largest(run.update_check.metrics())
-    run.dump.write_updated(step, sampled, decision, sums, keep)
+    run.dump.write_updated(step, sampled, decision, sums, kept_scores)
     counts = run.progress.count(
         sampled.num_completions, decision.num_sampled_tokens, run.stream.epoch
     )
     log.record_largest(counts | run.stream.metrics())
-    log.check_step(
-        step, decision, sync_stats, sums, generation_s
-    )  # before a checkpoint is made of it
+    # Before a checkpoint of the step is made.
+    log.check_step(step, decision, sync_stats, sums, generation_s)
     with phase("checkpoint"):
         run.checkpoints.stage_if_due(step, run.stream.position, run.log_state())
     log.end_step(step, decision)
-    run.checkpoints.write_staged()  # in the background, now that the step's line is on disk
+    # In the background, now that the step's line is on disk.
+    run.checkpoints.write_staged()
 
 
 def _finish(run: Run) -> None:
-    """After the last step: evaluate the policy that the run ends with, wait for its checkpoint, say how it went."""
+    """Collective. Evaluates the final policy, waits for its checkpoint and ends the log."""
     num_steps = run.config.training.num_steps
     if run.config.eval.every_steps:
         run.begin_step(num_steps + 1)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,6 @@ from grpo_spmd.data.prompts import PromptStream
 from grpo_spmd.data.tokens import build_prompts
 from grpo_spmd.distributed import doctor
 from grpo_spmd.distributed.collectives import barrier, on_rank0
-from grpo_spmd.distributed.exit import bounded_teardown
 from grpo_spmd.distributed.preemption import Preemption
 from grpo_spmd.distributed.session import (
     Session,
@@ -63,7 +62,8 @@ from grpo_spmd.rollout.sample import EarlyScoring, ExpectedLengths, Sampler
 from grpo_spmd.signals.opening import Signals, open_signals
 from grpo_spmd.signals.rewards import open_reward_models, open_rewards
 
-if TYPE_CHECKING:  # off by default, and then not even imported
+# Off by default, and then not even imported.
+if TYPE_CHECKING:
     from grpo_spmd.data.prompts import TailStream
     from grpo_spmd.episodes.environments import Environments
     from grpo_spmd.rollout.sample import TailBatching
@@ -100,203 +100,309 @@ class Run:
     log: MetricsLog
     progress: Progress
     launch: Launch
-    num_finished_steps: int  # when it was opened
-    begun: tuple[int, int, dict[str, Any]] = (
-        0,
-        0,
-        {},
-    )  # with the step under way: finished steps, the prompt stream
+    num_finished_steps: int
+    """Finished steps when the run was opened."""
+    step_start: StepStart = field(default_factory=lambda: StepStart(0, 0, {}))
+    """The state with which the current step began."""
 
     def steps(self) -> Iterator[int]:
-        """Collective. The steps that the run still has to make, each begun when it is drawn. Raises Preempted."""
+        """Collective. Yields the steps that are still to do, each begun when it is drawn. Raises
+        Preempted."""
         for step in range(self.num_finished_steps + 1, self.config.training.num_steps + 1):
             self.begin_step(step)
             yield step
 
     def begin_step(self, step: int) -> None:
-        """Collective. Note where the step begins, and ask whether to begin it. Raises Preempted."""
-        self.begun = step - 1, self.stream.position, self.stream.state()
+        """Collective. Notes where the step begins. Raises Preempted if the run has to stop."""
+        self.step_start = StepStart(step - 1, self.stream.position, self.stream.state())
         self.rewards.begin_step(
             TrainerState(step - 1, self.config.training.num_steps, self.stream.epoch)
         )
         self.preemption.begin_step(self.checkpoints.time_to_save_s)
 
     def hand_device_to_trainer(self) -> dict[str, float]:
-        """The engine sleeps, and what of the trainer waited in host memory comes back. Returns memory metrics."""
+        """Puts the engine to sleep and brings back what waited in host memory. Returns memory
+        metrics."""
         return self.engine.sleep(self.offload.held_bytes) | self.offload.to_device()
 
     def log_state(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """Returns the state of logs and prompt stream, for a checkpoint."""
         return self.logprob_check.state() | self.progress.state() | self.stream.state()
 
     def save_begun_step(self, reason: str) -> None:
-        """Collective. Preempted: save the state with which the step under way began, and leave word of it."""
+        """Collective. Saves the state with which the current step began, because the run was
+        preempted."""
         self.engine.sleep()
         self.offload.to_device()
-        step, position, of_stream = self.begun
-        self.checkpoints.save_preempted(step, position, self.log_state() | of_stream, reason)
+        start = self.step_start
+        self.checkpoints.save_preempted(
+            start.num_finished_steps,
+            start.position,
+            self.log_state() | start.stream_state,
+            reason,
+        )
         self.launch.end("preempted", reason)
 
     def close(self) -> None:
-        """Collective. In the reverse order, all ranks together."""
-        self.launch.end("done")  # unless it was preempted
+        """Collective. Closes the parts in the reverse order, on all ranks together."""
+        self.launch.end("done")  # does nothing after a preemption
         self.log.close()
         self.rewards.close()
         if self.environments is not None:
             self.environments.close()
-        barrier()  # all is saved
+        # No rank may end before every rank has saved.
+        barrier()
         with bounded_teardown():
             self.engine.shutdown()
             end_session()
 
 
+@dataclass(frozen=True)
+class StepStart:
+    """The state with which a step begins."""
+
+    num_finished_steps: int
+    position: int
+    """In the prompt stream."""
+    stream_state: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RunPrompts:
+    """The prompts of a run, with the tokenizer that encoded them."""
+
+    tokenizer: Any
+    train: Sequence[Prompt]
+    held_out: dict[str, Sequence[Prompt]]
+    """The evaluation sets by name."""
+    num_dropped: int
+    """Prompts that are longer than data.max_prompt_tokens."""
+
+
 def open_run(config: Config, inputs: Inputs) -> Run | None:
-    """Collective. Everything that a run needs, where it goes on if it does; None where the run is over already. Raises
-    ConfigError for what could be seen only now, and leaves nothing behind in the run folder."""
-    tokenizer = load_tokenizer(config.model.path)
-    data, per_step = config.data, config.rollout.num_prompts_per_step
-    prompts = build_prompts(inputs.rows, tokenizer, data, per_step)
-    held_out = {
-        name: build_prompts(rows, tokenizer, data, per_step, name)
-        for name, rows in inputs.eval_rows.items()
-    }
+    """Collective. Opens all parts of a run, from its checkpoint if it has one. Returns None if the
+    run is over already.
+
+    Raises ConfigError for faults that can be seen only now, and then leaves nothing in the run
+    folder.
+    """
+    prompts = encode_prompts(config, inputs)
     session = start_session(
         config.model.num_replicas, config.rollout.tensor_parallel_size, config.watchdog
     )
     preemption = Preemption(config.training.max_time_s)
-    log_to_terminal(session.rank)
-    if session.is_rank0:
-        for line in banner(
-            config.model, data, config.rollout, config.rewards, config.training.num_steps
-        ):
-            _log.info(line)
-    run_dir, num_steps = Path(config.run_dir), config.training.num_steps
-    facts = run_facts(flatten_config(config), prompts, session, held_out)
+    log_banner(config, session)
+    facts = run_facts(flatten_config(config), prompts.train, session, prompts.held_out)
     start = find_start(
-        run_dir, config.checkpoint.resume, session, facts, num_steps, bool(config.eval.every_steps)
+        Path(config.run_dir),
+        config.checkpoint.resume,
+        session,
+        facts=facts,
+        num_steps=config.training.num_steps,
+        has_closing_eval=bool(config.eval.every_steps),
     )
     if start.is_over:
         end_session()
         return None
     environments = open_environments(
-        config, inputs.rewards, tokenizer, session, preemption.check_scoring
+        config, inputs.rewards, prompts.tokenizer, session, preemption.check_scoring
     )
-    rewards, scorers = open_rewards(config, inputs, tokenizer, session, preemption, environments)
+    rewards, scorers = open_rewards(
+        config, inputs, prompts.tokenizer, session, preemption, environments
+    )
     refuse_untrainable(config.model.path, config.max_rollout_tokens)
+    stop_ids = stop_token_ids(config.model.path, prompts.tokenizer)
     # The engine first: it measures the GPU's free memory, then sleeps and leaves it to the policy.
-    longest, stops = config.max_rollout_tokens, stop_token_ids(config.model.path, tokenizer)
     engine = RolloutEngine(
-        config.model, config.rollout, engine_tokens(config), session, stops, preemption.should_abort
+        config.model,
+        config.rollout,
+        engine_tokens(config),
+        session,
+        stop_ids,
+        preemption.should_abort,
     )
+    temperature = config.rollout.temperature
     policy = build_policy(
-        config.model, config.rollout.temperature, session, seed=config.seed, longest=longest
+        config.model, temperature, session, seed=config.seed, longest=config.max_rollout_tokens
     )
-    reference = build_reference(
-        policy, config.model, config.rollout.temperature, config.loss.kl_coef, session
-    )
-    score = open_reward_models(config, scorers, engine, tokenizer, session, preemption)
-    weights = [*score.weights.values()]
-    max_completion, max_error_frac = (
-        config.rollout.max_completion_tokens,
-        config.reward_pool.max_error_frac,
-    )
-    prompt_at = PromptStream(prompts, config.seed, data.shuffle).at
-    signals = open_signals(config, policy, session, reference, prompt_at, tokenizer)
+    reference = build_reference(policy, config.model, temperature, config.loss.kl_coef, session)
+    score = open_reward_models(config, scorers, engine, prompts.tokenizer, session, preemption)
+    reward_weights = [*score.weights.values()]
+    prompt_at = PromptStream(prompts.train, config.seed, config.data.shuffle).at
+    signals = open_signals(config, policy, session, reference, prompt_at, prompts.tokenizer)
     updater = PolicyUpdater(
-        policy, config.optimizer, config.loss, config.training, max_completion, signals.value_head
+        policy,
+        config.optimizer,
+        config.loss,
+        config.training,
+        max_completion_tokens=config.rollout.max_completion_tokens,
+        value_head=signals.value_head,
     )
-    check_settings = UpdateCheckSettings(
-        every_steps=config.proofs.every_steps,
-        model_path=config.model.path,
-        dtype=config.model.dtype,
-        stop_ids=frozenset(stops),
-        data=data,
-        rollout=config.rollout,
-        advantage=config.advantage,
-        loss=config.loss,
-        optimizer=config.optimizer,
-        training=config.training,
-        reward_weights=weights,
-        is_agent=bool(config.environment.agent),
-    )
+    check_settings = make_check_settings(config, stop_ids, reward_weights)
     update_check = UpdateCheck(
         check_settings,
         session=session,
         policy=policy,
         reference=reference,
         updater=updater,
-        tokenizer=tokenizer,
+        tokenizer=prompts.tokenizer,
         signals=signals.proofs(check_settings),
     )
     cost_ratio = attention_cost_ratio(policy.num_parameters, policy.model.config)
-    step_rules = open_step_rules(config, session.world_size, cost_ratio, weights)
+    step_rules = make_step_rules(config, session.world_size, cost_ratio, reward_weights)
     offload = HostOffload(
         config.model.offload, policy, reference, updater.optimizer, signals.offloadable_models
     )
-    bucket_bytes, keeps = (
-        config.rollout.sync_bucket_bytes(session.device.type),
-        config.checkpoint.rollout_buffer,
-    )
     weight_sync = WeightSync(
-        policy, engine, bucket_bytes, config.proofs.every_steps, offload, is_named=keeps
+        policy,
+        engine,
+        config.rollout.sync_bucket_bytes(session.device.type),
+        config.proofs.every_steps,
+        offload,
+        is_named=config.checkpoint.rollout_buffer,
     )
-    writer, every_steps = (
-        RolloutWriter(run_dir, config.logging, session),
-        config.logging.rollouts_every_steps,
-    )
-    of_eval = (
+    writer = RolloutWriter(Path(config.run_dir), config.logging, session)
+    writes_rollouts = config.logging.rollouts_every_steps > 0
+    evaluator = Evaluator(
+        prompts.held_out,
+        engine,
+        score,
         config.eval,
         config.seed,
-        max_error_frac,
-        writer if every_steps else None,
+        config.reward_pool.max_error_frac,
+        writer if writes_rollouts else None,
         environments,
     )
-    evaluator = Evaluator(held_out, engine, score, *of_eval)
     checkpoints = Checkpoints(
-        run_dir, config.checkpoint, num_steps, session, policy, updater, facts, signals.critic
+        Path(config.run_dir),
+        config.checkpoint,
+        config.training.num_steps,
+        session,
+        policy,
+        updater,
+        facts,
+        signals.critic,
     )
     checkpoints.load(start)
-    stream, tail = open_stream(config, prompts, start)
-    # Only now, when all that could still be refused has been tried: a refusal leaves nothing behind.
-    num_dropped = inputs.num_rows - len(prompts) - sum(map(len, held_out.values()))
-    launch = open_run_dir(config, session, num_dropped, start, inputs.start_time, tokenizer)
-    set_collective_timeouts(config.watchdog)  # now that engine and policy have made their groups
+    stream, tail = open_stream(config, prompts.train, start)
+    # Only now, when all that could be refused has been tried: a refusal leaves nothing behind.
+    launch = open_run_dir(
+        config, session, prompts.num_dropped, start, inputs.start_time, prompts.tokenizer
+    )
+    # Engine and policy have made their process groups by now.
+    set_collective_timeouts(config.watchdog)
     logprob_check = LogprobCheck(config.model.dtype, config.proofs.max_mismatch)
     logprob_check.restore(start.trainer)
-    of_policy = policy.num_parameters, logprob_check
     phase, log = open_log(
-        config, session, inputs.start_time, *of_policy, engine.pool_bytes, start.step + 1
+        config,
+        session,
+        inputs.start_time,
+        policy.num_parameters,
+        logprob_check,
+        pool_bytes=engine.pool_bytes,
+        first_step=start.step + 1,
     )
-    dump = RolloutDump(
-        writer, every_steps, RolloutWriter(run_dir, config.logging, session, "token_scores")
+    score_writer = RolloutWriter(Path(config.run_dir), config.logging, session, "token_scores")
+    has_buffer = config.checkpoint.rollout_buffer
+    sampler = Sampler(
+        engine,
+        config.rollout.group_size,
+        config.seed,
+        buffer=open_buffer(config, session, environments) if has_buffer else None,
+        lengths=ExpectedLengths() if config.rollout.schedule == "shared_queue" else None,
+        tail=tail,
+        environments=environments,
+        early=EarlyScoring(rewards, prompts.tokenizer),
     )
-    buffer = open_buffer(config, session, environments) if keeps else None
-    lengths = ExpectedLengths() if config.rollout.schedule == "shared_queue" else None
-    of_groups = buffer, lengths, tail, environments, EarlyScoring(rewards, tokenizer)
-    sampler = Sampler(engine, config.rollout.group_size, config.seed, *of_groups)
     return Run(
-        config, session, preemption, stream, rewards, score, environments, engine, policy, reference,
-        updater, signals, update_check, step_rules, offload, weight_sync, sampler, evaluator, checkpoints, phase,
-        logprob_check, dump, log, Progress(start.trainer, start.step), launch, start.step,
-    )  # fmt: skip
-
-
-def open_step_rules(
-    config: Config, num_ranks: int, cost_ratio: float, weights: Sequence[float]
-) -> StepRules:
-    """`cost_ratio`: as balance.py has it. `weights` of the rewards: where all are 0, these are only watched."""
-    sections, is_measured = (
-        (config.rollout, config.advantage, config.loss, config.training),
-        not any(weights),
+        config=config,
+        session=session,
+        preemption=preemption,
+        stream=stream,
+        rewards=rewards,
+        score=score,
+        environments=environments,
+        engine=engine,
+        policy=policy,
+        reference=reference,
+        updater=updater,
+        signals=signals,
+        update_check=update_check,
+        step_rules=step_rules,
+        offload=offload,
+        weight_sync=weight_sync,
+        sampler=sampler,
+        evaluator=evaluator,
+        checkpoints=checkpoints,
+        phase=phase,
+        logprob_check=logprob_check,
+        dump=RolloutDump(writer, config.logging.rollouts_every_steps, score_writer),
+        log=log,
+        progress=Progress(start.trainer, start.step),
+        launch=launch,
+        num_finished_steps=start.step,
     )
-    discount, max_error_frac = config.environment.discount, config.reward_pool.max_error_frac
+
+
+def encode_prompts(config: Config, inputs: Inputs) -> RunPrompts:
+    """Returns the encoded prompts of training and evaluation sets. Raises ConfigError."""
+    tokenizer = load_tokenizer(config.model.path)
+    num_per_step = config.rollout.num_prompts_per_step
+    train = build_prompts(inputs.rows, tokenizer, config.data, num_per_step)
+    held_out: dict[str, Sequence[Prompt]] = {
+        name: build_prompts(rows, tokenizer, config.data, num_per_step, name)
+        for name, rows in inputs.eval_rows.items()
+    }
+    num_dropped = inputs.num_rows - len(train) - sum(map(len, held_out.values()))
+    return RunPrompts(tokenizer, train, held_out, num_dropped)
+
+
+def log_banner(config: Config, session: Session) -> None:
+    """Starts to log to the terminal. Rank 0 says what is about to be trained."""
+    log_to_terminal(session.rank)
+    if session.is_rank0:
+        for line in banner(
+            config.model, config.data, config.rollout, config.rewards, config.training.num_steps
+        ):
+            _log.info(line)
+
+
+def make_check_settings(
+    config: Config, stop_ids: Iterable[int], reward_weights: Sequence[float]
+) -> UpdateCheckSettings:
+    """Returns the settings that the running check of the update follows."""
+    return UpdateCheckSettings(
+        every_steps=config.proofs.every_steps,
+        model_path=config.model.path,
+        dtype=config.model.dtype,
+        stop_ids=frozenset(stop_ids),
+        data=config.data,
+        rollout=config.rollout,
+        advantage=config.advantage,
+        loss=config.loss,
+        optimizer=config.optimizer,
+        training=config.training,
+        reward_weights=reward_weights,
+        is_agent=bool(config.environment.agent),
+    )
+
+
+def make_step_rules(
+    config: Config, num_ranks: int, cost_ratio: float, reward_weights: Sequence[float]
+) -> StepRules:
+    """Returns the rules of a step. `cost_ratio` is that of balance.attention_cost_ratio."""
+    # Rewards of weight 0 are only logged, next to a teacher that teaches alone.
+    has_rewards = any(reward_weights)
     return StepRules(
-        *sections,
-        max_error_frac,
-        num_ranks,
-        cost_ratio,
-        None if is_measured else discount,
-        is_measured,
+        config.rollout,
+        config.advantage,
+        config.loss,
+        config.training,
+        max_error_frac=config.reward_pool.max_error_frac,
+        num_ranks=num_ranks,
+        attention_cost_ratio=cost_ratio,
+        discount=config.environment.discount if has_rewards else None,
+        zero_advantages=not has_rewards,
     )
 
 
@@ -307,28 +413,32 @@ def open_environments(
     session: Session,
     check: Callable[[], None],
 ) -> Environments | None:
-    """None where the policy talks to nobody. Raises ConfigError."""
+    """Returns the environments, or None if the policy talks to none. `check` is called while they
+    run. Raises ConfigError."""
     if not config.environment.is_on:
         return None
     from grpo_spmd.episodes.environments import Environments
     from grpo_spmd.episodes.open_episode import EpisodeLimits
 
-    longest = config.max_rollout_tokens
-    of_turn, of_all = (
-        config.rollout.max_completion_tokens,
-        config.training.max_tokens_per_micro_batch,
-    )
     limits = EpisodeLimits(
         config.environment.max_turns,
-        longest - config.data.max_prompt_tokens,
-        of_turn,
-        longest,
-        of_all,
+        config.max_rollout_tokens - config.data.max_prompt_tokens,
+        config.rollout.max_completion_tokens,
+        config.max_rollout_tokens,
+        config.training.max_tokens_per_micro_batch,
     )
+    # Only the first rank of an engine has episodes.
+    has_episodes = session.rank % config.rollout.tensor_parallel_size == 0
     log_file = Path(config.run_dir, "logs", f"environments_rank_{session.rank}.log")
-    is_first = session.rank % config.rollout.tensor_parallel_size == 0
-    sources = config.environment, config.pool_rewards, rewards, tokenizer, limits
-    return Environments(*sources, log_file if is_first else None, check)
+    return Environments(
+        config.environment,
+        config.pool_rewards,
+        rewards,
+        tokenizer,
+        limits,
+        log_file if has_episodes else None,
+        check,
+    )
 
 
 def open_buffer(
@@ -353,7 +463,8 @@ def open_buffer(
 def open_stream(
     config: Config, prompts: Sequence[Prompt], start: Start
 ) -> tuple[PromptStream | TailStream, TailBatching | None]:
-    """What waits since the start's steps is trained on first, also where tail batching is off by now."""
+    """Returns the prompt stream, and the tail batching if it is on. Prompts that the start's steps
+    left waiting come first, even if tail batching is off by now."""
     fresh = PromptStream(prompts, config.seed, config.data.shuffle, start.position)
     if config.rollout.tail_batching == 1 and not start.waiting:
         return fresh, None
@@ -365,28 +476,43 @@ def open_stream(
 def open_log(
     config: Config,
     session: Session,
-    began: float,
+    start_time: float,
     num_parameters: int,
     logprob_check: LogprobCheck,
+    *,
     pool_bytes: Callable[[], int] = lambda: 0,
     first_step: int = 1,
 ) -> tuple[PhaseTimer, MetricsLog]:
-    """The clock of the steps from `first_step` on, and the log of their metrics; `began`: the launch, on the monotonic
-    clock; `pool_bytes` is the engine's."""
-    run_dir, num_workers = Path(config.run_dir), config.reward_pool.num_workers
-    may_help = remedies(
-        config.model, config.rollout, config.training, config.max_rollout_tokens, num_workers
+    """Returns the clock of the steps from `first_step` on, and the log of their metrics.
+
+    `start_time` is that of the launch on the monotonic clock, `pool_bytes` returns the size of the
+    engine's memory pool.
+    """
+    memory_remedies = remedies(
+        config.model,
+        config.rollout,
+        config.training,
+        config.max_rollout_tokens,
+        config.reward_pool.num_workers,
     )
-    timer = PhaseTimer(
-        session.device, MemoryLedger(session.device, pool_bytes, may_help), first_step
+    ledger = MemoryLedger(session.device, pool_bytes, memory_remedies)
+    timer = PhaseTimer(session.device, ledger, first_step)
+    run_dir = Path(config.run_dir)
+    followers = None
+    if session.is_rank0:
+        followers = open_followers(run_dir, config.logging, config_to_dict(config))
+    log = MetricsLog(
+        run_dir,
+        session,
+        timer,
+        logprob_check,
+        config.loss,
+        config.training,
+        num_parameters,
+        followers,
+        start_time,
     )
-    followers = (
-        open_followers(run_dir, config.logging, config_to_dict(config))
-        if session.is_rank0
-        else None
-    )
-    of_loss = logprob_check, config.loss, config.training
-    return timer, MetricsLog(run_dir, session, timer, *of_loss, num_parameters, followers, began)
+    return timer, log
 
 
 def open_run_dir(
@@ -394,34 +520,36 @@ def open_run_dir(
     session: Session,
     num_dropped_prompts: int,
     start: Start,
-    began: float,
+    start_time: float,
     tokenizer: Any = None,
 ) -> Launch:
-    """Collective. Make the run folder, with the resolved `config.yaml`, `tokenizer` and a log file of each rank; its
-    line of launches.jsonl, of a launch that `began` on the monotonic clock.
+    """Collective. Makes the run folder with the resolved `config.yaml`, the tokenizer and a log
+    file of each rank, and adds the launch to launches.jsonl.
 
-    Where a run goes on in it, its metrics are cut back to the steps before the start, as if it had never come further.
-    Raises ConfigError where another run has taken the folder since it was checked.
+    If a run resumes in it, its metrics are cut back to the steps before the start, as if it had
+    never come further. `start_time` is that of the launch on the monotonic clock. Raises
+    ConfigError if another run has taken the folder since it was checked.
     """
-    run_dir, logs = Path(config.run_dir), Path(config.run_dir, "logs")
+    run_dir = Path(config.run_dir)
+    logs = run_dir / "logs"
 
-    def claim(places: list[Any]) -> int | None:
+    def claim(devices: list[Any]) -> int | None:
         begin_in(run_dir, start)
         cut_metrics(run_dir / "metrics.jsonl", start.step)
         text = yaml.safe_dump(config_to_dict(config), sort_keys=False)
         write_durably(run_dir / "config.yaml", text.encode("utf-8"))
         save_tokenizer(run_dir, tokenizer)
-        return begin_launch(run_dir, start.step + 1, began, places, session.is_restart)
+        return begin_launch(run_dir, start.step + 1, start_time, devices, session.is_restart)
 
     launch = Launch(run_dir, on_rank0(claim, place_of(session.device)), session.is_rank0)
-    logs.mkdir(parents=True, exist_ok=True)  # a node's own, where the folder is not shared
+    # Each node has its own, if the folder is not shared.
+    logs.mkdir(parents=True, exist_ok=True)
     doctor.write_reports_to(logs, launch.fail)
     log_to_file(logs / f"rank_{session.rank}.log")
     if num_dropped_prompts and session.is_rank0:
-        longest = config.data.max_prompt_tokens
         _log.warning(
             "data: dropped %d prompts longer than data.max_prompt_tokens=%d",
             num_dropped_prompts,
-            longest,
+            config.data.max_prompt_tokens,
         )
     return launch
