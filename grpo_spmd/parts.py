@@ -42,14 +42,11 @@ from grpo_spmd.model.policy import Policy, Scores, build_policy, build_reference
 from grpo_spmd.observe.console import banner, log_to_file, log_to_terminal
 from grpo_spmd.observe.followers import open_followers
 from grpo_spmd.observe.launches import Launch, begin_launch, place_of
-from grpo_spmd.observe.log import MetricsLog
-from grpo_spmd.observe.memory import MemoryLedger, remedies
+from grpo_spmd.observe.log import LaunchFacts, MetricsLog
+from grpo_spmd.observe.memory import MemoryLedger, PhaseTimer, remedies
 from grpo_spmd.observe.metrics_file import cut_metrics
-from grpo_spmd.observe.phase_timer import PhaseTimer
-from grpo_spmd.observe.progress import Progress
-from grpo_spmd.observe.rollout_dump import RolloutDump
-from grpo_spmd.observe.rollout_writer import RolloutWriter
-from grpo_spmd.observe.tokenizer_file import save_tokenizer
+from grpo_spmd.observe.rollout_writer import RolloutDump, RolloutWriter, save_tokenizer
+from grpo_spmd.observe.step_metrics import Progress
 from grpo_spmd.proofs.logprob_check import LogprobCheck
 from grpo_spmd.proofs.update_check import UpdateCheck, UpdateCheckSettings
 from grpo_spmd.records import MicroBatch, Prompt, ScoredRollouts
@@ -502,15 +499,13 @@ def open_log(
     if session.is_rank0:
         followers = open_followers(run_dir, config.logging, config_to_dict(config))
     log = MetricsLog(
-        run_dir,
-        session,
-        timer,
-        logprob_check,
-        config.loss,
-        config.training,
-        num_parameters,
-        followers,
-        start_time,
+        LaunchFacts(run_dir=run_dir, num_parameters=num_parameters, began=start_time),
+        session=session,
+        timer=timer,
+        logprob_check=logprob_check,
+        loss=config.loss,
+        training=config.training,
+        followers=followers,
     )
     return timer, log
 

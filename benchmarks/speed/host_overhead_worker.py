@@ -30,8 +30,7 @@ from grpo_spmd.distributed.session import Session, end_session, start_session
 from grpo_spmd.learn import assemble, sampled_step
 from grpo_spmd.learn.assemble import assemble_batch
 from grpo_spmd.learn.sampled_step import SampledStep, StepRules
-from grpo_spmd.observe.rollout_dump import RolloutDump
-from grpo_spmd.observe.rollout_writer import RolloutWriter
+from grpo_spmd.observe.rollout_writer import RolloutDump, RolloutWriter
 from grpo_spmd.records import Completion, Prompt, RolloutGroup, ScoredRollouts
 
 PARTS = (

@@ -25,8 +25,7 @@ from grpo_spmd.distributed.collectives import barrier, gather_bytes, on_rank0
 from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.session import end_session, start_session
 from grpo_spmd.learn.sampled_step import SampledStep, StepRules
-from grpo_spmd.observe.rollout_dump import RolloutDump, records_of
-from grpo_spmd.observe.rollout_writer import RolloutWriter
+from grpo_spmd.observe.rollout_writer import RolloutDump, RolloutWriter, rollout_records
 from grpo_spmd.records import Completion, Decision
 
 _PROMPT = 128  # tokens, as make_groups makes them
@@ -86,7 +85,7 @@ def dump_through_rank0(sampled: SampledStep, decision: Decision, path: Path) -> 
     """Collective. As it was until the dump became one file a node: JSON by the standard library with logprobs in nine
     digits, gathered on rank 0, which sorts and writes it."""
     lines = []
-    for record in records_of(sampled, decision):
+    for record in rollout_records(sampled, decision):
         values = {
             name: value
             for name, value in vars(record).items()

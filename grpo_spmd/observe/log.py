@@ -1,4 +1,4 @@
-"""One metrics object a step: brought together, judged, and written to metrics.jsonl, the console and the tracker."""
+"""One line of metrics per step: merged over the ranks, judged, and written to metrics.jsonl, console and trackers."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import json
 import logging
 import math
 import time
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,81 +20,96 @@ from grpo_spmd.distributed.reductions import Max, Reductions, merge_bytes, metri
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.learn.losses import TILT_SUMS
 from grpo_spmd.observe.console import Console
-from grpo_spmd.observe.derive import Metrics, loss_metrics, mfu, tail_waste_frac, throughput
 from grpo_spmd.observe.followers import Followers
+from grpo_spmd.observe.memory import PhaseTimer
 from grpo_spmd.observe.metrics_file import (
     LineFile,
     is_evaluation,
     read_metrics,
     read_metrics_backwards,
 )
-from grpo_spmd.observe.phase_timer import PhaseTimer
-from grpo_spmd.observe.progress import WallClock
 from grpo_spmd.observe.run_folder import dump_path
+from grpo_spmd.observe.step_metrics import (
+    Metrics,
+    WallClock,
+    loss_metrics,
+    mfu,
+    tail_waste_frac,
+    throughput,
+)
 from grpo_spmd.observe.timeline import TimelineFile, pack_spans, unpack_spans
 from grpo_spmd.proofs.logprob_check import LogprobCheck
 from grpo_spmd.records import Decision, SyncStats
 
 _log = logging.getLogger("grpo_spmd")
+_NUM_LAST_REWARDS = 10  # steps whose mean reward the last line of a run names
+
+
+@dataclass(frozen=True)
+class LaunchFacts:
+    """What the metrics need to know of this launch."""
+
+    run_dir: Path
+    num_parameters: int
+    began: float
+    """On the monotonic clock."""
 
 
 class MetricsLog:
     def __init__(
         self,
-        run_dir: Path,
+        launch: LaunchFacts,
         session: Session,
         timer: PhaseTimer,
         logprob_check: LogprobCheck,
         loss: LossConfig,
         training: TrainingConfig,
-        num_parameters: int,
         followers: Followers | None,
-        began: float,
     ) -> None:
-        """`began`: the launch, on the monotonic clock."""
-        self._run_dir, self._session, self._timer, self._logprob_check = (
-            run_dir,
-            session,
-            timer,
-            logprob_check,
-        )
-        self._loss, self._training, self._num_parameters, self._followers = (
-            loss,
-            training,
-            num_parameters,
-            followers,
-        )
-        self._path = run_dir / "metrics.jsonl"
-        self._largest: dict[str, float] = {}
+        self._launch = launch
+        self._session = session
+        self._timer = timer
+        self._logprob_check = logprob_check
+        self._loss = loss
+        self._training = training
+        self._followers = followers
+        self._path = launch.run_dir / "metrics.jsonl"
+        self._local_maxima: dict[str, float] = {}
         self._generation_s: list[float] = []  # of this rank, in the step
         self._rank0_metrics: Metrics = {}  # of the step, as far as they are known
-        # of the run so far, which may have begun in another process
-        steps = (
-            line.metrics for line in read_metrics(self._path) if not is_evaluation(line.metrics)
-        )
-        first = [*islice(steps, session.is_rank0)]
-        from_end = (
-            metrics for metrics in read_metrics_backwards(self._path) if not is_evaluation(metrics)
-        )
-        newest = [*islice(from_end, 10 * len(first))][::-1]
+        first, newest = self._read_earlier_steps()
         self._num_steps = newest[-1]["step"] + 1 - first[0]["step"] if first else 0
-        self._rewards = [
-            metrics.get("reward/mean") or 0.0 for metrics in first + newest
-        ]  # the first, and the last ten
-        self._clock = WallClock(began, newest[-1] if newest else {})
-        self._num_own_steps, self._has_ended = 0, False
-        self._run_start, self._console = time.perf_counter(), Console(training.num_steps)
+        # reward/mean of the first step and of the last ten, for the last line of the run
+        self._rewards = [metrics.get("reward/mean") or 0.0 for metrics in first + newest]
+        self._clock = WallClock(launch.began, newest[-1] if newest else {})
+        self._num_own_steps = 0
+        self._has_ended = False
+        self._run_start = time.perf_counter()
+        self._console = Console(training.num_steps)
         self._file = LineFile(self._path) if session.is_rank0 else None
-        self._timeline = TimelineFile(run_dir) if session.is_rank0 else None
+        self._timeline = TimelineFile(launch.run_dir) if session.is_rank0 else None
+
+    def _read_earlier_steps(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Returns the first line of a step and the last ten, which an earlier launch may have written.
+
+        Both are empty on ranks other than 0, which write nothing.
+        """
+        if not self._session.is_rank0:
+            return [], []
+        lines = (line.metrics for line in read_metrics(self._path))
+        first = [*islice((line for line in lines if not is_evaluation(line)), 1)]
+        backwards = (line for line in read_metrics_backwards(self._path) if not is_evaluation(line))
+        newest = [*islice(backwards, _NUM_LAST_REWARDS)] if first else []
+        return first, newest[::-1]
 
     def write_evaluation(self, step: int, metrics: Metrics) -> None:
-        """A line of its own for what an evaluation of the policy after `step` found; none where there was none."""
+        """Writes a line of its own for an evaluation of the policy after `step`; nothing without metrics."""
         if metrics and self._session.is_rank0:
             self._write({"step": step, **metrics})
 
     def record_largest(self, local_metrics: dict[str, float]) -> None:
-        """Keep this rank's `local_metrics` for the line of the step, which gets the largest over the ranks."""
-        self._largest |= local_metrics
+        """Keeps this rank's metrics for the line of the step, which gets the largest value over the ranks."""
+        self._local_maxima |= local_metrics
 
     def check_step(
         self,
@@ -102,148 +119,141 @@ class MetricsLog:
         local_sums: Reductions,
         local_generation_s: list[float],
     ) -> None:
-        """Collective. Bring together and judge what the ranks' updates came to, and how long their generations took.
-        Raises Rank0Error on every rank, where engine and policy differ by more than rounding (logprob_check.py), too
-        many updates in a row were not finite, or other tokens were trained on than rank 0 decided. The step's line is
-        written all the same: its figures are what one wants to see then."""
+        """Collective. Merges and judges the ranks' updates and the times of their generations.
+
+        Raises Rank0Error on every rank if engine and policy differ by more than rounding (logprob_check.py), too many
+        updates in a row were not finite, or other tokens were trained on than rank 0 decided. The step's line is written
+        all the same: its figures are what one wants to see then.
+        """
 
         def judge(parts: list[bytes]) -> None:
-            told = [PackedReader(part) for part in parts]
-            sums = merge_bytes(of_rank.rest() for of_rank in told)
-            waste = {
-                "rollout/tail_waste_frac": tail_waste_frac([of_rank.header for of_rank in told])
+            readers = [PackedReader(part) for part in parts]
+            sums = merge_bytes(reader.rest() for reader in readers)
+            waste = tail_waste_frac([reader.header for reader in readers])
+            self._rank0_metrics = {
+                **decision.metrics,
+                **loss_metrics(sums, self._loss),
+                "weight_sync/bytes": sync.bytes,
+                "weight_sync/num_collectives": sync.num_collectives,
+                "weight_sync/proof_s": sync.proof_s,
+                "rollout/tail_waste_frac": waste,
             }
-            synced = {
-                f"weight_sync/{name}": getattr(sync, name)
-                for name in ("bytes", "num_collectives", "proof_s")
-            }
-            self._rank0_metrics = decision.metrics | loss_metrics(sums, self._loss) | synced | waste
             try:
-                mean, largest = (
-                    sums[f"weight_sync/mismatch_abs_{name}"].value for name in ("mean", "max")
-                )
                 self._logprob_check.check(
-                    step, mean, largest, [sums[name].value for name in TILT_SUMS]
-                )
-                _check_skipped(
                     step,
-                    sums,
-                    self._training.max_nonfinite_in_a_row,
-                    dump_path(self._run_dir, step),
+                    sums["weight_sync/mismatch_abs_mean"].value,
+                    sums["weight_sync/mismatch_abs_max"].value,
+                    [sums[name].value for name in TILT_SUMS],
                 )
-                _check_trained(
-                    step, sums, self._training.num_epochs * sum(decision.num_loss_tokens)
-                )
+                dump = dump_path(self._launch.run_dir, step)
+                _check_skipped(step, sums, self._training.max_nonfinite_in_a_row, dump)
+                num_loss_tokens = self._training.num_epochs * sum(decision.num_loss_tokens)
+                _check_trained(step, sums, num_loss_tokens)
             except Exception:
-                self._write_step(step, decision, [self._of_rank()])
+                self._write_step(step, decision, [self._pack_local()])
                 raise
 
         self._generation_s = local_generation_s
         on_rank0_bytes(judge, pack(local_generation_s) + to_bytes(local_sums))
 
     def end_step(self, step: int, decision: Decision) -> None:
-        """Collective. Bring the ranks' times together and write the step."""
-        on_rank0_bytes(lambda parts: self._write_step(step, decision, parts), self._of_rank())
-        self._largest.clear()
+        """Collective. Brings the ranks' times together and writes the step."""
+        on_rank0_bytes(lambda parts: self._write_step(step, decision, parts), self._pack_local())
+        self._local_maxima.clear()
         self._timer.end_step()
 
     def end_run(self) -> None:
-        """Say how the run went."""
+        """Logs how the run went."""
         self._has_ended = True
-        if not self._session.is_rank0:
-            return
-        if not self._rewards:  # it has only evaluated a policy that was trained elsewhere
+        # without a step of its own the launch only evaluated a policy that was trained elsewhere
+        if not self._session.is_rank0 or not self._rewards:
             return
         minutes, seconds = divmod(int(time.perf_counter() - self._run_start), 60)
-        first, last = self._rewards[0], self._rewards[1:][-10:]
-        own = (
-            f", the last {self._num_own_steps} of them"
-            if self._num_own_steps < self._num_steps
-            else ""
-        )
+        last = self._rewards[1:][-_NUM_LAST_REWARDS:]
+        own_steps = ""
+        if self._num_own_steps < self._num_steps:
+            own_steps = f", the last {self._num_own_steps} of them"
         _log.info(
             "done: %d steps%s in %d min %02d s, reward/mean %.3f at the first step, %.3f over the last %d; see %s",
-            *(
-                self._num_steps,
-                own,
-                minutes,
-                seconds,
-                first,
-                sum(last) / len(last),
-                len(last),
-                self._path,
-            ),
+            self._num_steps,
+            own_steps,
+            minutes,
+            seconds,
+            self._rewards[0],
+            sum(last) / len(last),
+            len(last),
+            self._path,
         )
 
     def close(self) -> None:
-        """No line comes any more. Trackers get their time to end, or 5 s where the run was preempted and has none."""
+        """Ends the files. Trackers get time to finish: 60 s, or 5 s if the run was preempted."""
         for file in (self._file, self._timeline):
             if file is not None:
                 file.close()
         if self._followers is not None:
             self._followers.finish(self._has_ended)
 
-    def _of_rank(self) -> bytes:
-        """What rank 0 needs of each: its spans, and what the largest is written of."""
-        largest: Reductions = {
-            name: Max(value) for name, value in (self._timer.metrics() | self._largest).items()
-        }
-        return pack_spans(self._timer.spans, self._generation_s) + to_bytes(largest)
+    def _pack_local(self) -> bytes:
+        """Returns this rank's spans, and the metrics whose largest value over the ranks is written."""
+        local_metrics = self._timer.metrics() | self._local_maxima
+        maxima: Reductions = {name: Max(value) for name, value in local_metrics.items()}
+        return pack_spans(self._timer.spans, self._generation_s) + to_bytes(maxima)
 
     def _write_step(self, step: int, decision: Decision, parts: list[bytes]) -> None:
-        told, world_size = [PackedReader(part) for part in parts], self._session.world_size
-        spans = [unpack_spans(of_rank) for of_rank in told]
-        largest = metric_values(merge_bytes(of_rank.rest() for of_rank in told))
+        readers = [PackedReader(part) for part in parts]
+        spans = [unpack_spans(reader) for reader in readers]
+        maxima = metric_values(merge_bytes(reader.rest() for reader in readers))
+        world_size = self._session.world_size
         metrics = {
             "step": step,
             **self._rank0_metrics,
-            **largest,
-            **throughput(decision, largest, world_size),
+            **maxima,
+            **throughput(decision, maxima, world_size),
         }
         if self._session.device.type == "cuda":
-            num_tokens, update_s = (
-                decision.num_tokens * self._training.num_epochs,
-                largest["time/update_s"] or 0.0,
-            )
-            device = torch.cuda.get_device_name()
             metrics["throughput/mfu"] = mfu(
-                self._num_parameters, num_tokens, update_s, world_size, device
+                num_parameters=self._launch.num_parameters,
+                num_tokens=decision.num_tokens * self._training.num_epochs,
+                update_s=maxima["time/update_s"] or 0.0,
+                world_size=world_size,
+                device_name=torch.cuda.get_device_name(),
             )
-        if self._timeline is not None:  # before it: who follows metrics.jsonl finds it
+        if self._timeline is not None:
+            # first, so that readers who follow metrics.jsonl find it
             self._timeline.write(step, self._timer.step_unix_s, world_size, spans)
         self._write(metrics)
         reward = metrics["reward/mean"] or 0.0
+        # the first step's reward is kept apart from the last ten
         self._rewards += [reward] if self._rewards else [reward, reward]
-        self._num_own_steps, self._num_steps = self._num_own_steps + 1, self._num_steps + 1
+        self._num_own_steps += 1
+        self._num_steps += 1
         self._console.show(metrics)
 
     def _write(self, metrics: Metrics) -> None:
-        metrics = metrics | self._clock.metrics()
         # NaN is not JSON: a reader would stop at it
-        clean = {
+        finite = {
             name: value if value is None or math.isfinite(value) else None
-            for name, value in metrics.items()
+            for name, value in (metrics | self._clock.metrics()).items()
         }
         assert self._file is not None
-        self._file.write(json.dumps(clean))
+        self._file.write(json.dumps(finite))
         if self._followers is not None:
-            self._followers.line_written(int(clean["step"] or 0), is_evaluation(clean))
+            self._followers.line_written(int(finite["step"] or 0), is_evaluation(finite))
 
 
 def _check_skipped(step: int, sums: Reductions, max_in_a_row: int, dump: Path) -> None:
-    """Warn of updates that were not made, with the rollouts that are to blame; an error after too many in a row."""
-    num_skipped, ids = (
-        int(sums["optim/skipped_updates"].value),
-        sorted(set(sums["nonfinite_rollouts"].value)),
-    )
+    """Warns of skipped updates and names the rollouts that caused them; raises after too many in a row."""
+    num_skipped = int(sums["optim/skipped_updates"].value)
     if not num_skipped:
         return
-    found = (
-        f"rollouts {ids[:10]} have logprobs that are not finite"
-        if ids
-        else "no single rollout's logprobs show it"
+    ids = sorted(set(sums["nonfinite_rollouts"].value))
+    cause = "no single rollout's logprobs show it"
+    if ids:
+        cause = f"rollouts {ids[:10]} have logprobs that are not finite"
+    text = (
+        f"step {step}: {num_skipped} updates skipped, since loss or gradient was not finite; {cause}; "
+        f"see {dump}"
     )
-    text = f"step {step}: {num_skipped} updates skipped, since loss or gradient was not finite; {found}; see {dump}"
     if sums["skipped_in_a_row"].value >= max_in_a_row:
         raise FloatingPointError(
             f"{text}. That is {max_in_a_row} in a row (training.max_nonfinite_in_a_row)"
@@ -252,11 +262,14 @@ def _check_skipped(step: int, sums: Reductions, max_in_a_row: int, dump: Path) -
 
 
 def _check_trained(step: int, sums: Reductions, expected: int) -> None:
-    """Each token that rank 0 counted, once an epoch: a rollout lost or doubled on the way would bias the gradient."""
-    found = sums["loss_tokens"].value
-    if "measured" in sums:  # one pass, and no update
+    """Raises unless each token that rank 0 counted was trained on once per epoch.
+
+    A rollout that is lost or doubled on the way to the ranks would bias the gradient.
+    """
+    if "measured" in sums:  # one pass without an update
         return
-    if not sums["optim/skipped_updates"].value and found != expected:
+    num_tokens = sums["loss_tokens"].value
+    if not sums["optim/skipped_updates"].value and num_tokens != expected:
         raise RuntimeError(
-            f"step {step}: trained on {found:.0f} tokens where rank 0 had decided on {expected}"
+            f"step {step}: trained on {num_tokens:.0f} tokens where rank 0 had decided on {expected}"
         )

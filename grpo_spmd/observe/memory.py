@@ -1,68 +1,88 @@
-"""Where a rank's memory is, by phase. Torch's tensors do not show the engine's pool, NCCL's buffers or other processes,
-so every figure stands beside what the driver says."""
+"""The phases of a step on this rank: how long each takes, and where the memory is.
+
+Torch's tensors do not show the engine's pool, NCCL's buffers or other processes, so every figure of memory is reported
+beside what the driver says.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import torch
 
-from grpo_spmd.config.schema import ModelConfig, RolloutConfig, TrainingConfig
+from grpo_spmd.config.schema import PHASES, ModelConfig, RolloutConfig, TrainingConfig
+from grpo_spmd.distributed import doctor
+from grpo_spmd.observe.timeline import Span
 
 _GIB = 2**30
 
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes of one moment, of this rank's process where nothing else is said.
-    On a GPU torch counts the engine's sleep pool (weights, KV cache) even while the engine sleeps: vLLM's allocator
-    unmaps it behind torch's back. It is left out of the first three, and counted in `other` while it is mapped."""
+    """Bytes at one moment, of this rank's process unless said otherwise.
 
-    peak: int  # GPU: most bytes in live tensors since `reset_peak`; CPU: most resident memory since then (VmHWM)
-    allocated: int  # GPU: in live tensors; CPU: RssAnon, all that was allocated and touched, by torch or not
-    reserved: int  # GPU: what torch took from the driver, its cache included; CPU: VmRSS, pages of mapped files too
-    driver_used: int  # GPU: all that is in use on the device, by every process; CPU: the host's MemTotal - MemAvailable
-    other: int  # driver_used less reserved (CPU: allocated): engine pool while awake, CUDA context, NCCL, others
+    On a GPU torch counts the engine's sleep pool (weights, KV cache) even while the engine sleeps: vLLM's allocator
+    unmaps it without telling torch. The pool is left out of the first three fields, and counted in `other` while it is
+    mapped.
+    """
+
+    peak: int
+    """GPU: most bytes in live tensors since `reset_peak`. CPU: most resident memory since then (VmHWM)."""
+    allocated: int
+    """GPU: in live tensors. CPU: RssAnon, everything allocated and touched, by torch or not."""
+    reserved: int
+    """GPU: what torch took from the driver, its cache included. CPU: VmRSS, pages of mapped files too."""
+    driver_used: int
+    """GPU: in use on the device by all processes. CPU: the host's MemTotal - MemAvailable."""
+    other: int
+    """driver_used - reserved (CPU: - allocated): the engine's mapped pool, CUDA context, NCCL, other processes."""
 
 
 def measure(device: torch.device, pool_bytes: int = 0) -> MemoryUse:
-    """Memory now; `pool_bytes`: RolloutEngine.pool_bytes. Takes 0.1 ms on a CPU."""
+    """Returns the memory in use now; `pool_bytes` is RolloutEngine.pool_bytes. Takes 0.1 ms on a CPU."""
     if device.type == "cuda":
         stats = torch.cuda.memory_stats()
         free, total = torch.cuda.mem_get_info()
-        # Not below 0: the pool is counted in whole segments, which its tensors need not fill.
-        peak, allocated, reserved = (
-            max(0, stats.get(f"{name}_bytes.all.{which}", 0) - pool_bytes)
-            for name, which in (
-                ("allocated", "peak"),
-                ("allocated", "current"),
-                ("reserved", "current"),
-            )
+
+        def without_pool(name: str) -> int:
+            # not below 0: the pool is counted in whole segments, which its tensors need not fill
+            return max(0, stats.get(name, 0) - pool_bytes)
+
+        reserved = without_pool("reserved_bytes.all.current")
+        return MemoryUse(
+            peak=without_pool("allocated_bytes.all.peak"),
+            allocated=without_pool("allocated_bytes.all.current"),
+            reserved=reserved,
+            driver_used=total - free,
+            other=max(0, total - free - reserved),
         )
-        return MemoryUse(peak, allocated, reserved, total - free, max(0, total - free - reserved))
-    own, host = _proc_kib("/proc/self/status"), _proc_kib("/proc/meminfo")
-    allocated, used = own["RssAnon"] << 10, (host["MemTotal"] - host["MemAvailable"]) << 10
+    process = _read_proc_bytes("/proc/self/status")
+    host = _read_proc_bytes("/proc/meminfo")
+    host_used = host["MemTotal"] - host["MemAvailable"]
     return MemoryUse(
-        own["VmHWM"] << 10, allocated, own["VmRSS"] << 10, used, max(0, used - allocated)
+        peak=process["VmHWM"],
+        allocated=process["RssAnon"],
+        reserved=process["VmRSS"],
+        driver_used=host_used,
+        other=max(0, host_used - process["RssAnon"]),
     )
 
 
 def reset_peak(device: torch.device) -> None:
-    """`MemoryUse.peak` counts from here on."""
+    """Makes `MemoryUse.peak` count from now on."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         return
-    with suppress(
-        OSError
-    ):  # a container may forbid it; the peak is then that of the whole run so far
-        Path("/proc/self/clear_refs").write_text(
-            "5"
-        )  # Linux: VmHWM starts again from the present size
+    # a container may forbid it: the peak is then that of the whole run so far
+    with suppress(OSError):
+        # on Linux 5 sets VmHWM back to the present size
+        Path("/proc/self/clear_refs").write_text("5")
 
 
 def total_bytes(device: torch.device) -> int:
@@ -71,28 +91,29 @@ def total_bytes(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _proc_kib(path: str) -> dict[str, int]:
+def _read_proc_bytes(path: str) -> dict[str, int]:
     pairs = (line.split(":", 1) for line in Path(path).read_text().splitlines())
-    return {name: int(value.split()[0]) for name, value in pairs if value.endswith(" kB")}
+    return {name: int(value.split()[0]) << 10 for name, value in pairs if value.endswith(" kB")}
 
 
 class MemoryLedger:
-    """What each phase of a step took on this rank; for the metrics, and for the message of an out-of-memory error."""
+    """The memory of each phase of a step, for the metrics and for the message of an out-of-memory error."""
 
     def __init__(
         self, device: torch.device, pool_bytes: Callable[[], int], remedies: dict[str, list[str]]
     ) -> None:
-        """`pool_bytes`: the engine's, see MemoryUse. `remedies`: what may help, by phase, the likeliest first."""
-        self._device, self._pool_bytes, self._remedies = device, pool_bytes, remedies
+        """`pool_bytes` is the engine's, see MemoryUse. `remedies` may help, by phase, the likeliest first."""
+        self._device = device
+        self._pool_bytes = pool_bytes
+        self._remedies = remedies
         self._step: dict[str, MemoryUse] = {}
-        self._before: dict[
-            str, MemoryUse
-        ] = {}  # of earlier steps, for phases that this step has not come to
-        self.last_peak_gib = 0.0  # of the phase that ended last, this time
+        self._earlier: dict[str, MemoryUse] = {}  # for phases that this step has not reached
+        self.last_peak_gib = 0.0
+        """Of the phase that ended last."""
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure when the block ends, and keep a step's largest figures. An out-of-memory error gets a note."""
+        """Measures when the block ends and keeps a step's largest figures. An out-of-memory error gets a note."""
         reset_peak(self._device)
         try:
             yield
@@ -100,51 +121,105 @@ class MemoryLedger:
             if is_out_of_memory(error):
                 error.add_note(self.explain(name))
             raise
-        now = measure(self._device, self._pool_bytes())
-        self.last_peak_gib = now.peak / _GIB
-        self._step[name] = MemoryUse(
-            *map(max, vars(self._step.get(name, now)).values(), vars(now).values())
-        )
+        use = measure(self._device, self._pool_bytes())
+        self.last_peak_gib = use.peak / _GIB
+        earlier = self._step.get(name, use)
+        self._step[name] = MemoryUse(*map(max, astuple(earlier), astuple(use)))
 
     def metrics(self) -> dict[str, float]:
-        """`memory/<phase>/{peak,allocated,reserved,driver_used,other}_gib` of this step so far."""
-        numbers = (
-            (f"{phase}/{field}", n)
+        """Returns `memory/<phase>/{peak,allocated,reserved,driver_used,other}_gib` of this step so far."""
+        return {
+            f"memory/{phase}/{field}_gib": num_bytes / _GIB
             for phase, use in self._step.items()
-            for field, n in vars(use).items()
-        )
-        return {f"memory/{name}_gib": number / _GIB for name, number in numbers}
+            for field, num_bytes in vars(use).items()
+        }
 
     def end_step(self) -> None:
-        self._before |= self._step
+        self._earlier |= self._step
         self._step = {}
 
     def explain(self, name: str) -> str:
-        """The ledger as a table, with this moment in its last row, and the keys that may help in phase `name`."""
+        """Returns the ledger as a table, this moment in its last row, and the keys that may help in phase `name`."""
         now = measure(self._device, self._pool_bytes())
+        rows = self._earlier | self._step | {f"{name}, when it failed": now}
         lines = [f"{'GiB':24}" + "".join(f"{field:>12}" for field in vars(now))]
-        for phase, use in [*(self._before | self._step).items(), (f"{name}, when it failed", now)]:
-            lines.append(
-                f"{phase:24}" + "".join(f"{number / _GIB:12.2f}" for number in vars(use).values())
-            )
-        rank, where = (
-            os.environ.get("RANK", "0"),
-            "the device" if self._device.type == "cuda" else "the host",
-        )
-        table, may_help = "\n  ".join(lines), "; ".join(self._remedies[name])
+        for phase, use in rows.items():
+            lines.append(f"{phase:24}" + "".join(f"{size / _GIB:12.2f}" for size in astuple(use)))
+        table = "\n  ".join(lines)
+        rank = os.environ.get("RANK", "0")
+        device = "the device" if self._device.type == "cuda" else "the host"
+        remedies = "; ".join(self._remedies[name])
         return (
-            f"rank {rank} ran out of memory in phase {name}; {where} has {total_bytes(self._device) / _GIB:.1f} GiB, "
+            f"rank {rank} ran out of memory in phase {name}; {device} has {total_bytes(self._device) / _GIB:.1f} GiB, "
             f"the engine's pool of weights and KV cache is {self._pool_bytes() / _GIB:.1f} GiB:\n  {table}\n"
-            f"what may help, the likeliest first: {may_help}"
+            f"what may help, the likeliest first: {remedies}"
         )
+
+
+class PhaseTimer:
+    """`with phase("rollout"):` adds to `time/rollout_s` and to the ledger."""
+
+    def __init__(self, device: torch.device, memory: MemoryLedger, first_step: int) -> None:
+        self._device = device
+        self._memory = memory
+        self._step = first_step
+        self._seconds: dict[str, float] = {}
+        self.spans: list[Span] = []
+        """The phases of this step so far."""
+        self._start_clock()
+
+    def _start_clock(self) -> None:
+        self._step_start = time.perf_counter()
+        self.step_unix_s = time.time()
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Meanwhile the doctor knows that this rank is in the phase, and how long it may take."""
+        assert name in PHASES, name
+        doctor.enter_phase(name, self._step)
+        with self._memory.phase(name):
+            start = time.perf_counter()
+            yield
+            if self._device.type == "cuda":
+                # kernels are still running: without this their time would count in a later phase
+                torch.cuda.synchronize()
+            end = time.perf_counter()
+            self._seconds[name] = self._seconds.get(name, 0.0) + end - start
+        self.spans.append(
+            Span(
+                phase=name,
+                start_s=start - self._step_start,
+                end_s=end - self._step_start,
+                peak_gib=self._memory.last_peak_gib,
+                busy_s=None,
+            )
+        )
+        # the code between phases can hang too, and has a limit of its own
+        doctor.enter_phase(f"after {name}", self._step)
+
+    def metrics(self) -> dict[str, float]:
+        """Returns `time/...` and `memory/...` of this rank, of this step so far."""
+        return {
+            "time/step_s": time.perf_counter() - self._step_start,
+            **{f"time/{name}_s": self._seconds.get(name, 0.0) for name in PHASES},
+            **self._memory.metrics(),
+        }
+
+    def end_step(self) -> None:
+        self._seconds.clear()
+        self.spans.clear()
+        self._memory.end_step()
+        self._step += 1
+        self._start_clock()
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """torch's error of a GPU or of the CPU, vLLM's when it wakes ("CUDA Error: out of memory"), NCCL's, Python's."""
-    said = isinstance(error, RuntimeError) and re.search(
-        "out of memory|can't allocate memory", str(error)
-    )
-    return bool(said) or isinstance(error, MemoryError | torch.OutOfMemoryError)
+    """Whether an error says so: torch's of a GPU or CPU, vLLM's when it wakes, NCCL's, Python's."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    # vLLM: "CUDA Error: out of memory"; NCCL: "Cuda failure 2 'out of memory'"
+    pattern = "out of memory|can't allocate memory"
+    return isinstance(error, RuntimeError) and re.search(pattern, str(error)) is not None
 
 
 def remedies(
@@ -154,13 +229,13 @@ def remedies(
     max_rollout_tokens: int,
     num_workers: int,
 ) -> dict[str, list[str]]:
-    """Config keys that lower the peak of each phase, the likeliest first; without those that are used up."""
+    """Returns config keys that lower the peak of each phase, the likeliest first, without those in use already."""
     fewer_tokens = (
         f"lower training.max_tokens_per_micro_batch ({training.max_tokens_per_micro_batch})"
     )
     if training.max_tokens_per_micro_batch <= max_rollout_tokens:
-        longest = f"rollout.max_completion_tokens ({rollout.max_completion_tokens})"
-        fewer_tokens = f"shorter rollouts: {longest}; a micro-batch holds only one"
+        length_key = f"rollout.max_completion_tokens ({rollout.max_completion_tokens})"
+        fewer_tokens = f"shorter rollouts: {length_key}; a micro-batch holds only one"
     recompute = (
         "" if model.activation_checkpointing is True else "model.activation_checkpointing: true"
     )
@@ -171,16 +246,15 @@ def remedies(
         "optimizer": "model.offload: true",
         True: "",
     }[model.offload]
-    most = rollout.engine.get("max_num_seqs")
-    fewer_requests = "lower rollout.engine.max_num_seqs" + (f" ({most})" if most else "")
+    max_num_seqs = rollout.engine.get("max_num_seqs")
+    fewer_requests = "lower rollout.engine.max_num_seqs" + (
+        f" ({max_num_seqs})" if max_num_seqs else ""
+    )
     mib = rollout.weight_sync_bucket_mib
     smaller_buckets = "lower rollout.weight_sync_bucket_mib" + (f" ({mib})" if mib else "")
-    or_else = (
-        "or fewer of model.num_replicas"
-        if model.num_replicas > 1
-        else "so that each holds less of the model"
-    )
-    more_ranks = f"more ranks, {or_else}"
+    more_ranks = "more ranks, so that each holds less of the model"
+    if model.num_replicas > 1:
+        more_ranks = "more ranks, or fewer of model.num_replicas"
     by_phase = {
         "weight_sync": [offload, smaller_engine, smaller_buckets, more_ranks],
         "eval": [smaller_engine, offload, fewer_requests],
@@ -191,5 +265,6 @@ def remedies(
         "checkpoint": [fewer_tokens, more_ranks],
     }
     return {
-        phase: [remedy for remedy in of_phase if remedy] for phase, of_phase in by_phase.items()
+        phase: [remedy for remedy in phase_remedies if remedy]
+        for phase, phase_remedies in by_phase.items()
     }

@@ -1,4 +1,7 @@
-"""Writes dumps of rollouts: one file a node, into which each rank of the node puts its own lines itself."""
+"""Writes dumps of rollouts and token scores: one file per node, into which each rank of the node puts its own lines.
+
+Dumps are for people: a full disk costs the files that it hits, and a warning. No rank sends its rollouts to another.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,26 @@ import logging
 import os
 import socket
 import zlib
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise, product
 from pathlib import Path
+from typing import Any
 
 from grpo_spmd.config.schema import LoggingConfig
 from grpo_spmd.distributed.collectives import all_gather_numbers
+from grpo_spmd.distributed.exit import Rank0Error
+from grpo_spmd.distributed.reductions import Reductions
 from grpo_spmd.distributed.session import Session
+from grpo_spmd.files import UntrustedError, open_regular, write_durably
+from grpo_spmd.learn.sampled_step import SampledStep
+from grpo_spmd.observe.rollout_record import (
+    RolloutRecord,
+    bounded_values,
+    dumped_episode_fields,
+    to_line,
+)
 from grpo_spmd.observe.run_folder import (
     PACKED,
     PLAIN,
@@ -26,134 +40,249 @@ from grpo_spmd.observe.run_folder import (
     step_of_stem,
     step_stem,
 )
+from grpo_spmd.observe.token_scores import KeptScores
+from grpo_spmd.records import Decision
 
 _log = logging.getLogger("grpo_spmd")
-_LEVEL = 1  # of gzip: 6 takes four times as long for a tenth less
-_BUFFER = 1 << 18
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_GZIP_LEVEL = 1  # 6 takes four times as long for a tenth less
+_BUFFER_BYTES = 1 << 18
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class RolloutDump:
+    """Dumps the rollouts of each `every_steps`-th step (0: of none), and of steps that went wrong."""
+
+    def __init__(
+        self, writer: RolloutWriter, every_steps: int, score_writer: RolloutWriter | None = None
+    ) -> None:
+        """`score_writer` writes the scores of a dump's tokens beside the dump."""
+        self._writer = writer
+        self._every_steps = every_steps
+        self._score_writer = score_writer
+
+    def write_if_due(self, step: int, sampled: SampledStep, decision: Decision) -> None:
+        """Collective. Writes the dump if the step has one."""
+        if self._is_due(step):
+            self._write(step, sampled, decision)
+
+    def keep_scores_if_due(self, step: int) -> KeptScores | None:
+        """Returns an object that takes the scores of the step's tokens; None if they are not written."""
+        if self._score_writer is None or not self._is_due(step):
+            return None
+        return KeptScores()
+
+    def write_updated(
+        self,
+        step: int,
+        sampled: SampledStep,
+        decision: Decision,
+        sums: Reductions,
+        scores: KeptScores | None,
+    ) -> None:
+        """Collective. Writes the `scores` after the updates.
+
+        The rollouts are written too if an update was skipped (on all ranks alike) and the step had no dump.
+        """
+        if scores is not None and self._score_writer is not None:
+            self._score_writer.write(step_stem(step), scores.lines())
+        if sums["optim/skipped_updates"].value and not self._is_due(step):
+            self._write(step, sampled, decision)
+
+    @contextmanager
+    def if_refused(self, step: int, sampled: SampledStep) -> Iterator[None]:
+        """Collective. Dumps the rollouts if rank 0 refuses the step's rewards, to show what was wrong."""
+        try:
+            yield
+        except Rank0Error:  # raised on all ranks alike
+            self._write(step, sampled, None)
+            raise
+
+    def _is_due(self, step: int) -> bool:
+        return self._every_steps > 0 and step % self._every_steps == 0
+
+    def _write(self, step: int, sampled: SampledStep, decision: Decision | None) -> None:
+        # each rank's rollouts in the order of the prompt stream, dropped groups among them
+        records = sorted(
+            rollout_records(sampled, decision), key=lambda record: (record.position, record.sample)
+        )
+        self._writer.write_step(step, map(to_line, records))
+
+
+def rollout_records(sampled: SampledStep, decision: Decision | None) -> Iterator[RolloutRecord]:
+    """Yields this rank's rollouts of a step in the order in which they were sampled."""
+    scored = sampled.scored
+    slots = decision.slots if decision is not None else {}
+    number = -1  # of the rollout among this rank's, as `scored` counts them
+    for group in sampled.groups:
+        prompt = group.prompt
+        columns = bounded_values(prompt.columns)
+        slot = slots.get(prompt.position)
+        for sample, completion in enumerate(group.completions):
+            number += 1
+            rollout_id = None if slot is None else slot * len(group.completions) + sample
+            advantage = None
+            if decision is not None and rollout_id is not None:
+                advantage = decision.advantages[rollout_id]
+            episode_fields: dict[str, Any] = {}
+            if completion.episode is not None:
+                episode_fields = dumped_episode_fields(completion.episode)
+            yield RolloutRecord(
+                rollout_id=rollout_id,
+                row=prompt.row,
+                position=prompt.position,
+                sample=sample,
+                prompt=prompt.text,
+                columns=columns,
+                completion=scored.texts[number],
+                reward=scored.rewards[number],
+                rewards=scored.finite_by_name(number),
+                statuses={name: statuses[number] for name, statuses in scored.statuses.items()},
+                advantage=advantage,
+                finish_reason=completion.finish_reason,
+                prompt_ids=prompt.token_ids,
+                completion_ids=completion.token_ids,
+                rollout_logprobs=completion.logprobs,
+                num_rollouts=None if decision is None else sampled.num_completions,
+                extra=scored.notes.get(number, {}).get("extra", {}),
+                **episode_fields,
+            )
 
 
 @dataclass(frozen=True)
 class _Nodes:
-    """The ranks that write into one file, for each file, and whose place this rank has among them."""
+    """Which ranks write into which file."""
 
     ranks: list[range]
+    """The ranks of each node."""
     rank: int
-    own: int  # the node of `rank`
+    own: int
+    """The node of `rank`."""
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank begins its node's file, and ends it."""
+        """Whether this rank creates its node's file and gives it its name."""
         return self.rank == self.ranks[self.own].start
 
 
 class RolloutWriter:
-    """Writes the dumps of a run. They are for people: a full disk costs the files that it hits, and a warning.
-    With a file of rollouts/ goes what token_scores/ has of the same name: it is of another attempt."""
+    """Writes the files of one folder of a run: rollouts/, or token_scores/ beside it.
+
+    Replacing or removing a file of rollouts/ removes the file of the same name in token_scores/: those scores belong to
+    another attempt at the step.
+    """
 
     def __init__(
         self, run_dir: Path, options: LoggingConfig, session: Session, folder: str = "rollouts"
     ) -> None:
-        self._folder, self._session = run_dir / folder, session
+        self._folder = run_dir / folder
+        self._session = session
         self._scores = run_dir / "token_scores" if folder == "rollouts" else self._folder
-        self._is_packed, self._keep = options.rollouts_compression == "gzip", options.rollouts_keep
-        self._ending, self._other_ending = (PACKED, PLAIN) if self._is_packed else (PLAIN, PACKED)
+        self._is_packed = options.rollouts_compression == "gzip"
+        self._keep = options.rollouts_keep
+        self._ending = PACKED if self._is_packed else PLAIN
+        self._other_ending = PLAIN if self._is_packed else PACKED
         self._known_nodes: _Nodes | None = None
-        self._there: dict[str, set[int]] | None = (
-            None  # on a node's first rank: the nodes of each stem's files
-        )
+        # On a node's first rank: the nodes that have a file of each stem, listed at the first write.
+        self._nodes_by_stem: dict[str, set[int]] | None = None
 
     def write_step(self, step: int, lines: Iterable[bytes]) -> None:
-        """Collective. `write` as the dump of `step`, and remove those before it, but for the newest
-        `logging.rollouts_keep`. A run that goes on needs none of them; of steps that it will do again the files stay
-        until then."""
+        """Collective. Writes the dump of `step` and removes older ones but the newest `logging.rollouts_keep`.
+
+        A run that goes on needs no dump. Files of later steps, which it will do again, stay until then.
+        """
         self.write(step_stem(step), lines)
-        if self._keep is None or self._there is None:
+        if self._keep is None or self._nodes_by_stem is None:
             return
-        upto = {
-            number: stem
-            for stem in self._there
-            if (number := step_of_stem(stem)) is not None and number <= step
-        }
-        for number in sorted(upto)[: -self._keep]:
-            self._remove(upto[number], also=self._nodes().own)
-            del self._there[upto[number]]
+        stems = {}
+        for stem in self._nodes_by_stem:
+            number = step_of_stem(stem)
+            if number is not None and number <= step:
+                stems[number] = stem
+        for number in sorted(stems)[: -self._keep]:
+            self._remove(stems[number], also=self._nodes().own)
+            del self._nodes_by_stem[stems[number]]
 
     def write(self, stem: str, lines: Iterable[bytes]) -> None:
-        """Collective. Put all ranks' lines into the files of `stem`, rank by rank, each file whole or not at all, in
-        the place of what was there: the same step may have been run before. A rank holds its own lines, encoded, and
-        nothing of others'; what a disk does to it raises nothing."""
+        """Collective. Puts all ranks' lines into the files of `stem`, rank by rank.
+
+        Each file is written whole or not at all, and replaces an earlier one: the step may have run before. A rank holds
+        its own encoded lines and nothing of the others. A disk that fails raises nothing.
+        """
         nodes = self._nodes()
         path = self._path(stem, nodes.own)
         temporary = path.with_name(path.name + ".tmp")
-        chunks = _packed(lines) if self._is_packed else [line + b"\n" for line in lines]
-        error = _error_of(_make_room, temporary) if nodes.is_first else 0
-        sizes = all_gather_numbers(
-            sum(map(len, chunks))
-        )  # behind it there is room, and no file of that name
+        chunks = _pack(lines) if self._is_packed else [line + b"\n" for line in lines]
+        error = _error_number(_make_room, temporary) if nodes.is_first else 0
+        # After this collective the folder is there, and no old temporary file.
+        sizes = all_gather_numbers(sum(map(len, chunks)))
         if not error and (chunks or nodes.is_first):
-            error = _error_of(
-                _write_at, temporary, sum(sizes[nodes.ranks[nodes.own].start : nodes.rank]), chunks
-            )
-        errors = all_gather_numbers(error)  # behind it all is written
+            offset = sum(sizes[nodes.ranks[nodes.own].start : nodes.rank])
+            error = _error_number(_write_at, temporary, offset, chunks)
+        # After this collective every rank has written.
+        errors = all_gather_numbers(error)
         if nodes.is_first:
             self._finish(stem, temporary, errors)
 
     def _finish(self, stem: str, temporary: Path, errors: Sequence[int]) -> None:
-        """On a node's first rank: the file gets its name where no rank of the node failed. What earlier processes left
-        of `stem` goes, in the other form or of another number of nodes: it may say something else."""
-        nodes, path = self._nodes(), self._path(stem, self._nodes().own)
+        """Gives the node's file its name if no rank of the node failed, and removes earlier files of `stem`.
+
+        Earlier files may be packed, or of another number of nodes: they may say something else.
+        """
+        nodes = self._nodes()
+        path = self._path(stem, nodes.own)
         written = {
             node
             for node, ranks in enumerate(nodes.ranks)
             if not any(errors[rank] for rank in ranks)
         }
-        if nodes.rank == 0 and len(written) < len(nodes.ranks):
-            failed, rank = (
-                set(range(len(nodes.ranks))) - written,
-                next(rank for rank, e in enumerate(errors) if e),
-            )
-            more = f", nor are the files of {len(failed) - 1} more nodes" if len(failed) > 1 else ""
-            why = f"{os.strerror(errors[rank])} (on rank {rank})"
-            _log.warning("%s is not written%s: %s", self._path(stem, min(failed)), more, why)
-        if (
-            self._scores != self._folder
-        ):  # first: a kill in between must not leave them beside another's rollouts
-            _unlink(
-                [
-                    self._scores / f"{node_stem(stem, nodes.own)}{ending}"
-                    for ending in (PLAIN, PACKED)
-                ]
-            )
-        if nodes.own in written and (error := _error_of(temporary.replace, path)):
-            written.remove(nodes.own)
-            _log.warning("%s is not written: %s", path, os.strerror(error))
-        other = path.with_name(node_stem(stem, nodes.own) + self._other_ending)
+        if nodes.rank == 0:
+            self._warn_of_failures(stem, written, errors)
+        own_name = node_stem(stem, nodes.own)
+        # The scores go first: a kill in between must not leave them beside another attempt's rollouts.
+        if self._scores != self._folder:
+            _unlink(self._scores / f"{own_name}{ending}" for ending in (PLAIN, PACKED))
+        if nodes.own in written:
+            error = _error_number(temporary.replace, path)
+            if error:
+                written.remove(nodes.own)
+                _log.warning("%s is not written: %s", path, os.strerror(error))
+        other = path.with_name(own_name + self._other_ending)
         _unlink([other] if nodes.own in written else [temporary, path, other])
-        if self._there is None:  # read once: a run may come to have very many
-            self._there = {}
-            with suppress(OSError):
-                for known, node, _ in list_dumps(self._folder):
-                    self._there.setdefault(known, set()).add(node)
-                self._sweep()
+        if self._nodes_by_stem is None:  # listed once: a run may have very many files
+            self._nodes_by_stem = {}
+            for known_stem, node, _ in list_dumps(self._folder):
+                self._nodes_by_stem.setdefault(known_stem, set()).add(node)
+            self._remove_unfinished()
         self._remove(stem)
-        self._there.pop(stem, None)
+        self._nodes_by_stem.pop(stem, None)
         if written:
-            self._there[stem] = written
+            self._nodes_by_stem[stem] = written
 
-    def _sweep(self) -> None:
-        """Remove what killed processes had begun, as far as none of another node can be at it now."""
-        for path, node in [*list_unfinished(self._folder)]:
-            if node == self._nodes().own or node >= len(self._nodes().ranks):
-                with suppress(OSError):
-                    path.unlink(missing_ok=True)
+    def _warn_of_failures(self, stem: str, written: set[int], errors: Sequence[int]) -> None:
+        failed = sorted(set(range(len(self._nodes().ranks))) - written)
+        if not failed:
+            return
+        rank = next(rank for rank, error in enumerate(errors) if error)
+        more = f", nor are the files of {len(failed) - 1} more nodes" if len(failed) > 1 else ""
+        reason = f"{os.strerror(errors[rank])} (on rank {rank})"
+        _log.warning("%s is not written%s: %s", self._path(stem, failed[0]), more, reason)
+
+    def _remove_unfinished(self) -> None:
+        """Removes what killed processes had begun, but nothing that another node may be writing now."""
+        nodes = self._nodes()
+        _unlink(
+            path
+            for path, node in list_unfinished(self._folder)
+            if node == nodes.own or node >= len(nodes.ranks)
+        )
 
     def _remove(self, stem: str, also: int | None = None) -> None:
-        """Files of `stem`: those of nodes that there are no more, and of the node `also`."""
-        nodes = {
-            node for node in (self._there or {}).get(stem, ()) if node >= len(self._nodes().ranks)
-        }
-        for node in sorted(nodes | ({also} if also is not None else set())):
+        """Removes the files of `stem` of nodes that the run no longer has, and of the node `also`."""
+        known = (self._nodes_by_stem or {}).get(stem, ())
+        nodes = {node for node in known if node >= len(self._nodes().ranks)}
+        if also is not None:
+            nodes.add(also)
+        for node in sorted(nodes):
             for folder, ending in product({self._folder, self._scores}, (PLAIN, PACKED)):
                 path = folder / f"{node_stem(stem, node)}{ending}"
                 try:
@@ -165,36 +294,66 @@ class RolloutWriter:
         return self._folder / f"{node_stem(stem, node)}{self._ending}"
 
     def _nodes(self) -> _Nodes:
-        """Collective at the first call, which `write` makes. Consecutive ranks of one host and one launcher: what they
-        write into a file meets in one kernel."""
+        """Collective at the first call, which `write` makes.
+
+        A node here is a stretch of consecutive ranks of one host and one launcher: what they write into a file meets in
+        one kernel.
+        """
         if self._known_nodes is None:
-            host = socket.gethostname().encode() + (_BOOT.read_bytes() if _BOOT.exists() else b"")
+            # the boot id tells two containers of one name apart
+            host = socket.gethostname().encode()
+            host += _BOOT_ID.read_bytes() if _BOOT_ID.exists() else b""
             number = int.from_bytes(hashlib.blake2b(host, digest_size=7).digest(), "big")
+            # the lowest bit marks the first rank of a launcher
             hosts = all_gather_numbers(2 * number + (self._session.local_rank == 0))
-            changes = [
+            begins = [
                 rank
                 for rank in range(1, len(hosts))
                 if hosts[rank] % 2 or hosts[rank] // 2 != hosts[rank - 1] // 2
             ]
-            ranks = [range(*ends) for ends in pairwise([0, *changes, len(hosts)])]
-            own = next(node for node, of_node in enumerate(ranks) if self._session.rank in of_node)
+            ranks = [range(*ends) for ends in pairwise([0, *begins, len(hosts)])]
+            own = next(i for i, node in enumerate(ranks) if self._session.rank in node)
             self._known_nodes = _Nodes(ranks, self._session.rank, own)
         return self._known_nodes
 
 
-def _packed(lines: Iterable[bytes]) -> list[bytes]:
-    """A member of a gzip file, without the time: a step run again gives the same bytes. Members one behind the other
-    are a gzip file too."""
-    packer = zlib.compressobj(_LEVEL, wbits=16 + zlib.MAX_WBITS)
+def save_tokenizer(run_dir: Path, tokenizer: Any) -> None:
+    """Writes tokenizer.json, so that token ids can be shown where the model is not.
+
+    Only a fast tokenizer of transformers has one. A file that is already there stays; a disk that fails raises nothing.
+    """
+    if not getattr(tokenizer, "is_fast", False):
+        return
+    path = run_dir / "tokenizer.json"
+    content = tokenizer.backend_tokenizer.to_str().encode("utf-8", "surrogatepass")
+    try:
+        if _read_if_regular(path) != content:
+            write_durably(path, content)
+    except OSError as error:
+        _log.warning("%s is not written: %s", path, error.strerror)
+
+
+def _read_if_regular(path: Path) -> bytes | None:
+    # a link or a fifo is replaced, and what it leads to stays
+    with suppress(UntrustedError, FileNotFoundError), open_regular(path) as file:
+        return file.read()
+    return None
+
+
+def _pack(lines: Iterable[bytes]) -> list[bytes]:
+    """Returns one member of a gzip file, without a time: a step that is run again gives the same bytes.
+
+    Members one after the other are a gzip file too, so each rank packs its own.
+    """
+    packer = zlib.compressobj(_GZIP_LEVEL, wbits=16 + zlib.MAX_WBITS)
     pieces = [packer.compress(line + b"\n") for line in lines]
     return [piece for piece in (*pieces, packer.flush()) if piece]
 
 
 def _make_room(temporary: Path) -> None:
     temporary.parent.mkdir(exist_ok=True)
-    temporary.unlink(
-        missing_ok=True
-    )  # of a process that was killed: it may be longer than what comes
+    # a killed process may have left one that is longer than what comes now
+    temporary.unlink(missing_ok=True)
 
 
 def _unlink(paths: Iterable[Path]) -> None:
@@ -204,15 +363,15 @@ def _unlink(paths: Iterable[Path]) -> None:
 
 
 def _write_at(path: Path, offset: int, chunks: Sequence[bytes]) -> None:
-    """Whichever rank comes first makes the file; only ours have this name, and none that leads elsewhere."""
+    # Whichever rank comes first creates the file. A link or a fifo of that name is not followed.
     flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-    with open(os.open(path, flags, 0o666), "wb", _BUFFER) as file:
+    with open(os.open(path, flags, 0o666), "wb", _BUFFER_BYTES) as file:
         file.seek(offset)
         file.writelines(chunks)
 
 
-def _error_of(act: Callable[..., object], *arguments: object) -> int:
-    """The error number of what the disk refused; 0: nothing."""
+def _error_number(act: Callable[..., object], *arguments: object) -> int:
+    """Returns the error number of what the disk refused; 0 if it refused nothing."""
     try:
         act(*arguments)
     except OSError as error:

@@ -19,8 +19,7 @@ import torch
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.distributed.packed import PackedReader
 from grpo_spmd.distributed.reductions import Max, Reductions, merge_bytes, to_bytes
-from grpo_spmd.observe.memory import MemoryLedger
-from grpo_spmd.observe.phase_timer import PhaseTimer
+from grpo_spmd.observe.memory import MemoryLedger, PhaseTimer
 from grpo_spmd.observe.timeline import (
     Span,
     Timeline,

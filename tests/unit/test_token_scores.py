@@ -41,11 +41,9 @@ from grpo_spmd.distributed.session import Session, end_session, start_session
 from grpo_spmd.learn.assemble import episode_rollout, pack_rollouts
 from grpo_spmd.learn.update import PolicyUpdater, attach_logprobs
 from grpo_spmd.model.policy import Policy, build_policy, hf_named_parameters, load_weights
-from grpo_spmd.observe.rollout_dump import RolloutDump
-from grpo_spmd.observe.rollout_writer import RolloutWriter
+from grpo_spmd.observe.rollout_writer import RolloutDump, RolloutWriter, save_tokenizer
 from grpo_spmd.observe.run_folder import RunFolder
 from grpo_spmd.observe.token_scores import KeptScores
-from grpo_spmd.observe.tokenizer_file import save_tokenizer
 from grpo_spmd.records import MicroBatch, Rollout, RolloutBatch, Segment
 from tests.support.dumps import scored as read
 from tests.support.models import make_model

@@ -184,7 +184,7 @@ def _tell(folder: Path, event: dict[str, Any]) -> None:
 def _wrap(trap: Trap, folder: Path, rank: int) -> None:
     """The places of a fault; a name that the product no longer has raises AttributeError here."""
     from grpo_spmd.checkpoint import save as checkpoint
-    from grpo_spmd.observe.phase_timer import PhaseTimer
+    from grpo_spmd.observe.memory import PhaseTimer
 
     phase, load = PhaseTimer.__call__, checkpoint.Checkpoints.load
 

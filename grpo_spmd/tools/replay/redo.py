@@ -71,7 +71,11 @@ def _replay(
     is_measured = not any(weights_of(recorded).values())
     discount = None if is_measured else config.environment.discount
     rules = StepRules(
-        *sections, config.reward_pool.max_error_frac, 1, discount=discount, zero_advantages=is_measured
+        *sections,
+        config.reward_pool.max_error_frac,
+        1,
+        discount=discount,
+        zero_advantages=is_measured,
     )
     sampled = SampledStep(rules)
     pool.begin_step(TrainerState(recorded.step - 1, config.training.num_steps, recorded.epoch))
@@ -171,13 +175,13 @@ def _rollouts(
     decision: Decision | None,
     logprobs: dict[int, list[float]],
 ) -> list[ReplayedRollout]:
-    from grpo_spmd.observe.rollout_dump import records_of
+    from grpo_spmd.observe.rollout_writer import rollout_records
 
     was = {
         (record.position, record.sample): record for group in recorded.rollouts for record in group
     }
     found = []
-    for record in records_of(sampled, decision):
+    for record in rollout_records(sampled, decision):
         number = -1 if record.rollout_id is None else record.rollout_id
         in_loss = decision is not None and number >= 0 and decision.in_loss[number]
         found.append(

@@ -32,8 +32,7 @@ from grpo_spmd.distributed.reductions import Max, Reductions
 from grpo_spmd.distributed.session import Session, end_session, start_session
 from grpo_spmd.learn.assemble import pack_rollouts
 from grpo_spmd.learn.sampled_step import SampledStep, StepRules
-from grpo_spmd.observe.rollout_dump import RolloutDump
-from grpo_spmd.observe.rollout_writer import RolloutWriter
+from grpo_spmd.observe.rollout_writer import RolloutDump, RolloutWriter
 from grpo_spmd.records import Completion, Decision, Prompt, Rollout, RolloutGroup, ScoredRollouts
 
 NUM_GROUPS, GROUP_SIZE = 6, 2
