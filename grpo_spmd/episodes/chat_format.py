@@ -1,4 +1,7 @@
-"""Chat messages as templates take them. Pure."""
+"""Conversations as tokens, by the tokenizer's chat template.
+
+Sampled tokens stay as they were sampled; only new messages are rendered and encoded, behind them.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,8 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, count, pairwise
+from os.path import commonprefix
 from typing import Any, Literal
 
 from grpo_spmd.config.errors import ConfigError
@@ -14,127 +18,66 @@ from grpo_spmd.episodes.plain_text import PlainText, Span, TemplateError, withou
 from grpo_spmd.episodes.reply_parser import Parsed, ReplyParser
 
 Message = dict[str, Any]
+Tools = Sequence[dict[str, Any]]
+Kind = Literal["tool", "user"]
+
+# Words for trial conversations that no template, no tool and nobody's text contains.
+_SAID_WORD = "said7c1f0b"
+_ANSWER_WORD = "given7c1f0b"
+_THINKING_WORD = "thought7c1f0b"
+_TRIAL_PROMPT: list[Message] = [{"role": "user", "content": "asked7c1f0b"}]
+_SLOT = re.compile(r"(slot\d+x7c1f0b)")
+# Thinking may differ where a template rewrites nothing else; `history: append` keeps all of it.
+_THINKING = re.compile(r"<think>.*?(?:</think>|$)\s*", re.DOTALL)
+# A canonical composition (NFC) makes one letter out of at most so many.
+_MAX_COMPOSED = 4
+# Names of tools come from the policy, so there may be many of them.
+_MAX_CACHED = 4096
+_KEY = "environment: the chat template of model.path"
+_NO_TEMPLATE = "give the model's folder one (chat_template.jinja), or take an instruct model"
 _FIELDS = {
-    "role", "type", "content", "text", "name", "tool_call_id", "tool_calls", "id", "function", "arguments",
-    "reasoning_content", "thinking",
+    "role", "type", "content", "text", "name", "tool_call_id", "tool_calls", "id", "function",
+    "arguments", "reasoning_content", "thinking",
 }  # fmt: skip
 
 
-def name_of(tool: Mapping[str, Any]) -> str:
-    return str(tool.get("function", tool).get("name", ""))
-
-
-def text_of(message: Message) -> str:
-    content = message.get("content")
-    return content if isinstance(content, str) else "" if content is None else str(content)
-
-
-def call_id(number: int) -> str:
-    return f"call{number:05d}"  # nine letters and digits, which Mistral's templates insist on
-
-
-def called(new: Message, said: Message, otherwise: str) -> str:
-    """The name of the tool that a message answers: gpt-oss writes the turn's, not the message's."""
-    calls = said.get("tool_calls") or [{}]
-    return str(new.get("name") or calls[0].get("function", {}).get("name") or otherwise)
-
-
-def complete(messages: Sequence[Message]) -> list[Message]:
-    """With ids for calls that have none, and the same in their results; contents that are nothing else are text."""
-    found, ids = list[Message](), list[str]()
-    for message in messages:
-        made = dict(message)
-        if calls := made.get("tool_calls"):
-            made["tool_calls"] = [
-                {"id": call_id(number), **call} for number, call in enumerate(calls)
-            ]
-            ids = [str(call["id"]) for call in made["tool_calls"]]
-        if made["role"] == "tool":
-            made.setdefault("tool_call_id", ids.pop(0) if ids else call_id(0))
-            if not isinstance(made.get("content"), str | list):
-                made["content"] = str(made.get("content"))
-        found.append(made)
-    return found
-
-
-def mapped(message: Any, change: Callable[[str], str]) -> Any:
-    """The same with each string in it changed, in their order, but for roles and the names of its fields."""
-    if isinstance(message, str):
-        return change(message)
-    if isinstance(message, Mapping):
-        return {
-            (name if name in _FIELDS else change(name)): value
-            if name in ("role", "type")
-            else mapped(value, change)
-            for name, value in message.items()
-        }
-    if isinstance(message, list | tuple):
-        return [mapped(value, change) for value in message]
-    return message
-
-
-def form_of(slot: str, frame: str, text: str) -> str:
-    """What stands in `text` where `frame` has the slot."""
-    parts = frame.split(slot)
-    length = (len(text) - sum(map(len, parts))) // (len(parts) - 1)
-    form = text[len(parts[0]) : len(parts[0]) + max(length, 0)]
-    if form.join(parts) != text:
-        raise TemplateError(
-            "the chat template looks into a message that has the text of special tokens in it"
-        )
-    return form
-
-
-def moved(data: Sequence[Span], begin: int) -> list[Span]:
-    return [(first - begin, last - begin) for first, last in data]
-
-
-# Conversations as tokens, by the tokenizer's chat template: what was sampled stays as it was sampled, and only what is
-# new is rendered and encoded, behind it.
-
-
-Tools = Sequence[dict[str, Any]]
-Kind = Literal["tool", "user"]
-# No template, no tool and nobody's text has these words in it.
-_SAID, _GIVEN, _THOUGHT = "said7c1f0b", "given7c1f0b", "thought7c1f0b"
-_USER: list[Message] = [{"role": "user", "content": "asked7c1f0b"}]
-_SLOT = re.compile(r"(slot\d+x7c1f0b)")
-# What may differ where a template rewrites nothing but thinking, of which `history: append` keeps all.
-_THINKING = re.compile(r"<think>.*?(?:</think>|$)\s*", re.DOTALL)
-# The longest of canonical compositions (NFC) makes one letter of this many.
-_MOST_COMPOSED = 4
-_NO_TEMPLATE = "give the model's folder one (chat_template.jinja), or take an instruct model"
-
-
 @dataclass(frozen=True)
-class _End:
-    """How the template ends a turn of the assistant that has new messages behind it."""
+class _TurnEnd:
+    """How the template ends a turn of the assistant that new messages follow."""
 
-    text: str  # behind what was said, up to and with the token that ends the turn
+    text: str
+    """All text behind what the turn says, up to and with the token that ends the turn."""
     token: str
     token_id: int
 
 
 @dataclass(frozen=True)
-class _Found:
-    """What the template does where such messages follow."""
+class _HistoryRule:
+    """What the template does with earlier turns when messages of one kind follow."""
 
-    end: _End
-    is_replaced: str | None  # how it ends a turn that nothing follows, where that is something else
-    rewrites: bool  # more of what came before than thinking
+    end: _TurnEnd
+    replaced_end: str | None
+    """The token that ends a turn which nothing follows, if it is another one."""
+    rewrites: bool
+    """The template rewrites more of what came before than thinking."""
     strips_thinking: bool
 
     @property
+    def may_append(self) -> bool:
+        return self.replaced_end is None and not self.rewrites
+
+    @property
     def keeps(self) -> bool:
-        return self.is_replaced is None and not self.rewrites and not self.strips_thinking
+        return self.may_append and not self.strips_thinking
 
 
 class ChatFormat:
-    """Prompts, contexts of next turns, and what a turn says, in tokens.
+    """Makes prompts and the contexts of next turns in tokens, and reads what a turn says.
 
-    The next context is the last one with what was sampled, and behind it the new messages as the template writes them
-    after a made-up turn of the assistant; that this is what the template makes of the whole conversation is tried at
-    the start. Text of tools, users and policies is data: see PlainText. A prompt is encoded as data/tokens.py does it.
+    The next context is the last one with what was sampled, and behind it the new messages as the
+    template writes them after a made-up turn of the assistant. Whether the template makes the same
+    of the whole conversation is tried at the start. Texts of tools, users and policies are data:
+    see PlainText. A prompt is encoded as in data/tokens.py.
     """
 
     def __init__(
@@ -146,443 +89,559 @@ class ChatFormat:
         has_user_turns: bool,
         has_tool_results: bool,
     ) -> None:
-        """`tools`: JSON schemas; the two say what follows turns of the policy for sure. Raises ConfigError for what the
-        template does not do, or does so that no context can be appended to."""
+        """`tools`: JSON schemas. The flags say what is sure to follow the policy's turns.
+
+        Raises ConfigError for what the template cannot do, or does so that no context can be
+        appended to.
+        """
+        name = "environment: the tokenizer of model.path"
         if getattr(tokenizer, "chat_template", None) is None:
-            raise ConfigError(
-                f"environment: the tokenizer of model.path has no chat template; {_NO_TEMPLATE}"
-            )
+            raise ConfigError(f"{name} has no chat template; {_NO_TEMPLATE}")
         if not getattr(tokenizer, "is_fast", False):
-            what = "is not a fast one, which alone says where in a text a token stands"
-            raise ConfigError(
-                f"environment: the tokenizer of model.path {what}; save it as tokenizer.json"
-            )
-        self._tokenizer, self._history = tokenizer, history
+            rule = "is not a fast one, which alone says where in a text a token stands"
+            raise ConfigError(f"{name} {rule}; save it as tokenizer.json")
+        self._tokenizer = tokenizer
+        self._history = history
         self._plain = PlainText(tokenizer)
-        self.max_token_chars = _MOST_COMPOSED * max(map(len, tokenizer.get_vocab()))
-        """A text with more characters than this times a budget of tokens is not tokenized to see that it has no room in
-        it."""
-        self._special_ids: dict[Any, list[int]] = {}
+        self.max_token_chars = _MAX_COMPOSED * max(map(len, tokenizer.get_vocab()))
+        """A text with more characters than this times the room in tokens cannot fit, and is not
+        tokenized to find that out."""
         try:
-            prompt = self._render(_USER, tools)
+            prompt = self._render(_TRIAL_PROMPT, tools)
         except TemplateError as error:
-            raise ConfigError(
-                f"environment: the chat template of model.path refuses a user's message: {error}"
-            ) from None
-        # No mistake: a policy may know its tools from its training.
-        self._untold = [name for name in map(name_of, tools) if name not in prompt]
-        self._name = name_of(tools[0]) if tools else "function"
-        self._found: dict[Kind, _Found] = {}
-        self._found_by_tools: dict[str, _Found | None] = {}
-        self._is_rewritten = False  # each turn is rendered anew
-        self._try("tool", tools, has_tool_results)
-        self._try("user", tools, has_user_turns)
-        if has_user_turns and has_tool_results:
-            self._try_mixed(tools)
-        is_talk = has_user_turns and not has_tool_results and not tools  # there is nobody to call
+            raise ConfigError(f"{_KEY} refuses a user's message: {error}") from None
+        # No error: a policy may know its tools from its training.
+        self._hidden_tools = [name for name in map(_tool_name, tools) if name not in prompt]
+        self._trial_tool = _tool_name(tools[0]) if tools else "function"
+        self._expected_ids: dict[str, list[int]] = {}
+        self._rules_by_tools: dict[str, _HistoryRule | None] = {}
+        self._rules: dict[Kind, _HistoryRule] = {}
+        self._try_kind("tool", tools, is_sure=has_tool_results)
+        self._try_kind("user", tools, is_sure=has_user_turns)
+        # With this, each turn's whole conversation is rendered.
+        self._renders_whole = has_user_turns and has_tool_results and self._rewrites_mixed(tools)
+        can_call = bool(tools) or has_tool_results or not has_user_turns
         self._parser = ReplyParser(
-            tokenizer, self._anchors(prompt, tools), self._ends(), reads_calls=not is_talk
+            tokenizer, self._anchors(prompt, tools), self._turn_ends(), reads_calls=can_call
         )
         if tools:
             self._check_calls(prompt, tools)
 
     @property
     def note(self) -> str:
-        """What the template does with earlier turns, and what is done about it; for the log."""
+        """What the template does with earlier turns, and what follows from it; for the log."""
         words = {"tool": "results of tools", "user": "messages of users"}
-        kept = [words[kind] for kind, found in self._found.items() if found.keeps]
+        kept = [words[kind] for kind, rule in self._rules.items() if rule.keeps]
         stripped = [
             words[kind]
-            for kind, found in self._found.items()
-            if not found.keeps and self._may_append(found)
+            for kind, rule in self._rules.items()
+            if rule.may_append and rule.strips_thinking
         ]
-        parts = [f"keeps earlier turns before {' and '.join(kept)}"] if kept else []
+        notes = []
+        if kept:
+            notes.append(f"keeps earlier turns before {' and '.join(kept)}")
         if stripped:
-            what = "stays" if self._history == "append" else "goes, in a segment of its own"
-            parts.append(
-                f"strips thinking before {' and '.join(stripped)}; here it {what} (environment.history)"
+            effect = "stays" if self._history == "append" else "goes, in a segment of its own"
+            notes.append(
+                f"strips thinking before {' and '.join(stripped)}; "
+                f"here it {effect} (environment.history)"
             )
-        if self._is_rewritten or not parts:
-            parts = ["is rendered anew for each turn"]
-        if self._untold:
-            parts.append(f"does not tell the policy of its tools ({', '.join(self._untold)})")
-        return f"the chat template {', '.join(parts)}"
+        if self._renders_whole or not notes:
+            notes = ["is rendered anew for each turn"]
+        if self._hidden_tools:
+            tools = ", ".join(self._hidden_tools)
+            notes.append(f"does not tell the policy of its tools ({tools})")
+        return f"the chat template {', '.join(notes)}"
 
     def prompt_ids(self, messages: Sequence[Message], tools: Tools) -> list[int]:
-        """A first prompt, with the generation prompt. Raises TemplateError where the template refuses it."""
-        return self._plain.encode(
-            without_surrogates(self._render(messages, tools))
-        )  # some that reset() gave
+        """Returns a first prompt, with the generation prompt. Raises TemplateError."""
+        # reset() may have added halves of surrogate pairs.
+        return self._plain.encode(without_surrogates(self._render(messages, tools)))
 
     def whole_ids(self, messages: Sequence[Message], tools: Tools) -> list[int]:
-        """A conversation that an agent put together, with the generation prompt: all of its texts are data. Raises
-        TemplateError."""
-        return self._plain.encode(
-            *self._with_data(complete(messages), tools, 0, self._plain.is_special)
-        )
+        """Returns an agent's conversation, all of whose texts are data, with the generation prompt.
 
-    def suffix_ids(self, messages: Sequence[Message], tools: Tools, said: Message) -> list[int]:
-        """What new messages are behind a turn and the token that ends it, with the generation prompt. `said`: the
-        turn, whose calls they answer. Raises TemplateError."""
-        kind: Kind = "tool" if messages[0]["role"] == "tool" else "user"
-        if (found := self._found_with(kind, tools)) is None:
-            raise TemplateError(
-                f"the chat template has no place for a message with role {messages[0]['role']!r}"
-            )
-        end = found.end
-        new = complete([said, *messages])[1:]
-        dummy = [*_USER, self._said(kind, called(new[0], said, self._name))]
-        rendered = [*dummy, *new]
-        text, data = self._with_data(rendered, tools, len(dummy), self._plain.is_special)
-        ids = self._behind(text, data, end)
-        if self._plain.special_ids(ids) != self._expected(dummy, new, tools, end):
-            # What is encoded as special was not written as such (another form of a letter): all strings are watched.
-            contents = {without_surrogates(text_of(message)) for message in new} - {""}
-            text, data = self._with_data(
-                rendered, tools, len(dummy), lambda string: string in contents
-            )
-            ids = self._behind(text, data, end)
+        Raises TemplateError.
+        """
+        text, data = self._render_with_data(complete(messages), tools, 0, self._plain.is_special)
+        return self._plain.encode(text, data)
+
+    def suffix_ids(
+        self, messages: Sequence[Message], tools: Tools, policy_turn: Message
+    ) -> list[int]:
+        """Returns the tokens of new messages behind a turn's end, with the generation prompt.
+
+        `policy_turn` is the turn whose calls they answer. Raises TemplateError.
+        """
+        kind = _kind_of(messages)
+        rule = self._rule(kind, tools)
+        if rule is None:
+            role = messages[0]["role"]
+            raise TemplateError(f"the chat template has no place for a message with role {role!r}")
+        new_messages = complete([policy_turn, *messages])[1:]
+        name = _answered_tool(new_messages[0], policy_turn, self._trial_tool)
+        trial = [*_TRIAL_PROMPT, self._trial_turn(kind, name)]
+        ids = self._new_ids(trial, new_messages, tools, rule.end, self._plain.is_special)
+        expected = self._expected_special_ids(trial, new_messages, tools, rule.end)
+        if self._plain.special_ids(ids) != expected:
+            # A special token came from text that is not written like one, such as another form of
+            # a letter: now every text is treated as data.
+            contents = {without_surrogates(_text(message)) for message in new_messages} - {""}
+            ids = self._new_ids(trial, new_messages, tools, rule.end, contents.__contains__)
         return ids
 
     def next_ids(
         self,
         context_ids: Sequence[int],
-        so_far: Sequence[Message],
-        new: Sequence[Message],
+        messages_so_far: Sequence[Message],
+        new_messages: Sequence[Message],
         tools: Tools,
     ) -> tuple[list[int], bool]:
-        """The context of the next turn, and whether it begins with `context_ids`: the last one and what was sampled
-        behind it. `so_far`: all messages of that, of which the last is the turn. A turn that ended with another stop
-        token than the template's has that one put behind it. Raises TemplateError."""
-        kind: Kind = "tool" if new[0]["role"] == "tool" else "user"
-        found = None if self._is_rewritten else self._found_with(kind, tools)
-        if found is not None and (
-            found.keeps or (self._history == "append" and self._may_append(found))
-        ):
-            ids = [*context_ids] + [found.end.token_id] * (context_ids[-1] != found.end.token_id)
-            return ids + self.suffix_ids(new, tools, so_far[-1]), True
-        roles = [message["role"] for message in so_far]
+        """Returns the context of the next turn, and whether it begins with `context_ids`.
+
+        `context_ids` are the last context and what was sampled; `messages_so_far` all its messages,
+        of which the last is the policy's turn. If the turn ended with another stop token than the
+        template's, the template's is appended. Raises TemplateError.
+        """
+        rule = None
+        if not self._renders_whole:
+            rule = self._rule(_kind_of(new_messages), tools)
+        if rule and (rule.keeps or (self._history == "append" and rule.may_append)):
+            ids = list(context_ids)
+            if ids[-1] != rule.end.token_id:
+                ids.append(rule.end.token_id)
+            return ids + self.suffix_ids(new_messages, tools, messages_so_far[-1]), True
+        return self._rendered_ids(context_ids, messages_so_far, new_messages, tools)
+
+    def _rendered_ids(
+        self,
+        context_ids: Sequence[int],
+        messages_so_far: Sequence[Message],
+        new_messages: Sequence[Message],
+        tools: Tools,
+    ) -> tuple[list[int], bool]:
+        """Returns as `next_ids` does, from the template's rendering of the whole conversation."""
+        roles = [message["role"] for message in messages_so_far]
         num_prompt = roles.index("assistant") if "assistant" in roles else len(roles)
-        messages = complete([*so_far, *new])
-        text, data = self._with_data(messages, tools, num_prompt, self._plain.is_special)
-        before = self._tokenizer.decode(
+        messages = complete([*messages_so_far, *new_messages])
+        text, data = self._render_with_data(messages, tools, num_prompt, self._plain.is_special)
+        context = self._tokenizer.decode(
             context_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
-        last = self._tokenizer.decode(context_ids[-1:])
-        if self._plain.special_ids(context_ids[-1:]) and text.startswith(
-            before
-        ):  # it rewrote nothing this time
-            begin = len(before) - len(last)
-            return [*context_ids, *self._plain.encode(text[begin:], moved(data, begin))[1:]], True
+        if self._plain.special_ids(context_ids[-1:]) and text.startswith(context):
+            # The template rewrote nothing this time. Text is encoded from the last token on, as a
+            # special token may swallow blanks behind it.
+            begin = len(context) - len(self._tokenizer.decode(context_ids[-1:]))
+            new_ids = self._plain.encode(text[begin:], _shift(data, begin))[1:]
+            return [*context_ids, *new_ids], True
         return self._plain.encode(text, data), False
 
     def parse(self, token_ids: Sequence[int], context_ids: Sequence[int], tools: Tools) -> Parsed:
-        """What a turn says. Whatever the policy wrote, it is a message; calls that do not parse are counted."""
+        """Returns what a turn says. Any tokens are a message; calls that do not parse are counted."""
         return self._parser.parse([*token_ids], [*context_ids], tools)
 
     def _render(self, messages: Sequence[Message], tools: Tools, generate: bool = True) -> str:
         try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    [*messages],
-                    tools=[*tools] or None,
-                    tokenize=False,
-                    add_generation_prompt=generate,
-                )
+            text = self._tokenizer.apply_chat_template(
+                [*messages],
+                tools=[*tools] or None,
+                tokenize=False,
+                add_generation_prompt=generate,
             )
         except Exception as error:  # a template may refuse with any error
             raise TemplateError(f"{type(error).__name__}: {error}") from None
+        return str(text)
 
-    def _with_data(
+    # Data in rendered text.
+
+    def _render_with_data(
         self,
         messages: Sequence[Message],
         tools: Tools,
-        num_first: int,
-        is_measured: Callable[[str], bool],
+        num_trusted: int,
+        is_data: Callable[[str], bool],
     ) -> tuple[str, list[Span]]:
-        """The text of a conversation, and where in it the strings stand that are watched, of messages behind the first
-        ones. Found by rendering with a word in the place of each, then with one of them as it is: what is then between
-        the same rest is it, in whichever form the template writes it (trimmed, as JSON)."""
-        clean = [
-            *messages[:num_first],
-            *(mapped(message, without_surrogates) for message in messages[num_first:]),
-        ]
-        text, watched = self._render(clean, tools), list[str]()
+        """Returns the text of a conversation, and where the strings stand in it that are data.
+
+        The first `num_trusted` messages are not searched. The conversation is rendered with a word
+        in place of each such string, and again with one of them as it is: what then stands between
+        the same rest is that string, in whichever form the template writes it (trimmed, as JSON).
+        """
+        trusted = list(messages[:num_trusted])
+        rest = _map_texts(list(messages[num_trusted:]), without_surrogates)
+        text = self._render([*trusted, *rest], tools)
+        strings: list[str] = []
 
         def is_slot(string: str) -> bool:
-            return is_measured(string) or _SLOT.search(string) is not None
+            return is_data(string) or _SLOT.search(string) is not None
 
-        def noted(string: str) -> str:
+        def collect(string: str) -> str:
             if is_slot(string):
-                watched.append(string)
+                strings.append(string)
             return string
 
-        for message in clean[num_first:]:
-            mapped(message, noted)
-        if not watched:
+        _map_texts(rest, collect)
+        if not strings:
             return text, []
 
-        def rendered(real: int | None) -> str:
-            number = -1
+        def render_slots(real_number: int | None) -> str:
+            numbers = count()
 
-            def slot(string: str) -> str:
-                nonlocal number
-                number += is_slot(string)
-                return f"slot{number}x7c1f0b" if is_slot(string) and number != real else string
+            def replace(string: str) -> str:
+                if not is_slot(string):
+                    return string
+                number = next(numbers)
+                return string if number == real_number else f"slot{number}x7c1f0b"
 
-            return self._render(
-                [*clean[:num_first], *(mapped(m, slot) for m in clean[num_first:])], tools
-            )
+            return self._render([*trusted, *_map_texts(rest, replace)], tools)
 
-        frame = rendered(None)
-        forms = {f"slot{number}x7c1f0b": number for number in range(len(watched))}
-        written = {
-            slot: form_of(slot, frame, rendered(number))
-            for slot, number in forms.items()
-            if slot in frame
-        }
-        parts = [written.get(part, part) for part in _SLOT.split(frame)]
-        if "".join(parts) != text:
-            raise TemplateError(
-                "the chat template rewrites a message that has the text of special tokens in it"
-            )
-        ends = [sum(map(len, parts[: number + 1])) for number in range(len(parts))]
-        return text, [(ends[i] - len(part), ends[i]) for i, part in enumerate(parts) if i % 2]
+        frame = render_slots(None)
+        forms: dict[str, str] = {}
+        for number in range(len(strings)):
+            slot = f"slot{number}x7c1f0b"
+            if slot in frame:
+                forms[slot] = _slot_form(slot, frame, render_slots(number))
+        # Slots are the pieces with odd indices.
+        pieces = [forms.get(piece, piece) for piece in _SLOT.split(frame)]
+        if "".join(pieces) != text:
+            rule = "rewrites a message that has the text of special tokens in it"
+            raise TemplateError(f"the chat template {rule}")
+        spans = list(pairwise(accumulate(map(len, pieces), initial=0)))
+        return text, spans[1::2]
 
-    def _behind(self, text: str, data: Sequence[Span], end: _End) -> list[int]:
-        """The tokens of a text behind the end of the made-up turn. Encoded from that token on, as blanks behind a
-        special token may belong to it."""
-        _, mark, rest = text.partition(_SAID)
+    def _new_ids(
+        self,
+        trial: list[Message],
+        new_messages: Sequence[Message],
+        tools: Tools,
+        end: _TurnEnd,
+        is_data: Callable[[str], bool],
+    ) -> list[int]:
+        messages = [*trial, *new_messages]
+        text, data = self._render_with_data(messages, tools, len(trial), is_data)
+        return self._ids_after(text, data, end)
+
+    def _ids_after(self, text: str, data: Sequence[Span], end: _TurnEnd) -> list[int]:
+        """Returns the tokens of a text behind the end of its trial turn."""
+        _, mark, rest = text.partition(_SAID_WORD)
         if not mark or not rest.startswith(end.text):
-            raise TemplateError(
-                "the chat template ends the assistant's turn otherwise before these messages"
-            )
+            rule = "ends the assistant's turn otherwise before these messages"
+            raise TemplateError(f"the chat template {rule}")
+        # Encoded from the end token on: blanks behind a special token may belong to it.
         begin = len(text) - len(rest) + len(end.text) - len(end.token)
-        ids = self._plain.encode(text[begin:], moved(data, begin))
+        ids = self._plain.encode(text[begin:], _shift(data, begin))
         if ids[:1] != [end.token_id]:
             raise TemplateError(f"the tokenizer does not find {end.token!r} before these messages")
         return ids[1:]
 
-    def _expected(
-        self, dummy: list[Message], new: Sequence[Message], tools: Tools, end: _End
+    def _expected_special_ids(
+        self, trial: list[Message], new_messages: Sequence[Message], tools: Tools, end: _TurnEnd
     ) -> list[int]:
-        """The special tokens that the template itself writes around such messages."""
-        is_blank = [not text_of(message).strip() for message in new]
-        names = [
-            [str(message.get(name)) for name in ("role", "name", "tool_call_id")] for message in new
+        """Returns the special tokens that the template itself writes around such messages."""
+        is_blank = [not _text(message).strip() for message in new_messages]
+        fields = [
+            [str(message.get(name)) for name in ("role", "name", "tool_call_id")]
+            for message in new_messages
         ]
-        key = json.dumps([dummy[-1], names, is_blank, [*tools]])
-        if (found := self._special_ids.get(key)) is None:
-            shown = [m if is_blank[i] else {**m, "content": _GIVEN} for i, m in enumerate(new)]
-            shown = [mapped(message, self._harmless) for message in shown]
-            text = self._render([*dummy, *shown], tools)
-            found = self._special_ids[key] = self._plain.special_ids(self._behind(text, [], end))
-            if len(self._special_ids) > 4096:  # names are the policy's, and may be many
-                self._special_ids.clear()
-        return found
+        key = json.dumps([trial[-1], fields, is_blank, [*tools]])
+        if key not in self._expected_ids:
+            harmless = [
+                _map_texts(
+                    message if blank else {**message, "content": _ANSWER_WORD}, self._harmless
+                )
+                for message, blank in zip(new_messages, is_blank, strict=True)
+            ]
+            text = self._render([*trial, *harmless], tools)
+            ids = self._plain.special_ids(self._ids_after(text, [], end))
+            if len(self._expected_ids) >= _MAX_CACHED:
+                self._expected_ids.clear()
+            self._expected_ids[key] = ids
+        return self._expected_ids[key]
 
     def _harmless(self, string: str) -> str:
         return "x" if self._plain.is_special(string) else without_surrogates(string)
 
-    def _said(self, kind: Kind, name: str, thinking: bool = False) -> Message:
-        """A made-up turn of the assistant; the last of what it says is the word by which it is found."""
-        message: Message = {"role": "assistant", "content": "" if kind == "tool" else _SAID}
+    # Trials at the start: what does the template do with earlier turns?
+
+    def _trial_turn(self, kind: Kind, name: str, thinking: bool = False) -> Message:
+        """Returns a made-up turn of the assistant; the last word that it says is _SAID_WORD."""
+        message: Message = {"role": "assistant", "content": "" if kind == "tool" else _SAID_WORD}
         if thinking:
-            message |= {"reasoning_content": _THOUGHT, "thinking": _THOUGHT}
+            message |= {"reasoning_content": _THINKING_WORD, "thinking": _THINKING_WORD}
         if kind == "tool":
-            call = {"name": self._harmless(name), "arguments": {"text": _SAID}}
-            message["tool_calls"] = [{"type": "function", "id": call_id(0), "function": call}]
+            call = {"name": self._harmless(name), "arguments": {"text": _SAID_WORD}}
+            message["tool_calls"] = [{"type": "function", "id": _call_id(0), "function": call}]
         return message
 
-    def _try(self, kind: Kind, tools: Tools, is_sure: bool) -> None:
-        """What the template does before such messages. Raises ConfigError where they are sure to come, and it cannot be
-        appended to as the config wants it, or not be rendered at all."""
-        what = "results of tools" if kind == "tool" else "a user's messages behind the first turn"
-        where = "environment: the chat template of model.path"
+    def _trial_pair(self, kind: Kind, thinking: bool = False) -> list[Message]:
+        """Returns a made-up turn and the message that answers it."""
+        turn = self._trial_turn(kind, self._trial_tool, thinking)
+        answer: Message = {"role": kind, "content": _ANSWER_WORD}
+        if kind == "tool":
+            answer = {
+                "role": "tool",
+                "name": self._trial_tool,
+                "tool_call_id": _call_id(0),
+                "content": _ANSWER_WORD,
+            }
+        return [turn, answer]
+
+    def _try_kind(self, kind: Kind, tools: Tools, *, is_sure: bool) -> None:
+        """Finds the rule for messages of a kind.
+
+        Raises ConfigError if they are sure to come, and the template refuses them or rewrites what
+        the config wants to keep.
+        """
+        subject = (
+            "results of tools" if kind == "tool" else "a user's messages behind the first turn"
+        )
         try:
-            found = self._look(kind, tools)
+            rule = self._try_history(kind, tools)
         except TemplateError as error:
             if is_sure:
-                raise ConfigError(
-                    f"{where} has no place for {what}: {error}; {_NO_TEMPLATE}"
-                ) from None
+                reason = f"has no place for {subject}: {error}"
+                raise ConfigError(f"{_KEY} {reason}; {_NO_TEMPLATE}") from None
             return
-        if is_sure and self._history == "append" and not self._may_append(found):
-            why = f"rewrites what came before {what}"
-            if found.is_replaced is not None:
-                why = (
-                    f"puts {found.end.token!r} in the place of {found.is_replaced!r} before {what}"
-                )
-            rule = "so that earlier turns cannot stay as they were sampled"
-            raise ConfigError(
-                f"{where} {why}, {rule} (environment.history: append); set environment.history: fork"
-            )
-        self._found[kind] = found
+        if is_sure and self._history == "append" and not rule.may_append:
+            reason = f"rewrites what came before {subject}"
+            if rule.replaced_end is not None:
+                tokens = f"{rule.end.token!r} in the place of {rule.replaced_end!r}"
+                reason = f"puts {tokens} before {subject}"
+            effect = "earlier turns cannot stay as they were sampled (environment.history: append)"
+            raise ConfigError(f"{_KEY} {reason}, so that {effect}; set environment.history: fork")
+        self._rules[kind] = rule
 
-    @staticmethod
-    def _may_append(found: _Found) -> bool:
-        return found.is_replaced is None and not found.rewrites
+    def _rule(self, kind: Kind, tools: Tools) -> _HistoryRule | None:
+        """Returns the rule with these tools; None where the template refuses such messages.
 
-    def _found_with(self, kind: Kind, tools: Tools) -> _Found | None:
-        """The same with these tools, which an agent brings itself: a template may move them to the last message."""
+        An agent brings its own tools, and a template may move them to the last message.
+        """
         key = json.dumps([kind, [*tools]])
-        if key not in self._found_by_tools:
+        if key not in self._rules_by_tools:
             try:
-                self._found_by_tools[key] = self._look(kind, tools)
+                self._rules_by_tools[key] = self._try_history(kind, tools)
             except TemplateError:
-                self._found_by_tools[key] = None
-        return self._found_by_tools[key]
+                self._rules_by_tools[key] = None
+        return self._rules_by_tools[key]
 
-    def _look(self, kind: Kind, tools: Tools) -> _Found:
-        """Two turns of the kind, rendered as they come: each text is to begin with the one before it."""
-        turn = [self._said(kind, self._name), *self._given(kind)]
-        texts = [self._render([*_USER, *turn * times], tools) for times in range(3)]
-        if any(
-            text.count(word) != times
-            for times, text in enumerate(texts)
-            for word in (_SAID, _GIVEN)
-        ):
-            raise TemplateError(
-                "it leaves out the call or what answers it"
-                if kind == "tool"
-                else "it leaves it out"
-            )
-        alone = self._render([*_USER, turn[0]], tools, generate=False).partition(_SAID)[2]
-        rest = texts[1].partition(_SAID)[2]
-        end, is_replaced = self._end(alone, rest)
+    def _try_history(self, kind: Kind, tools: Tools) -> _HistoryRule:
+        """Renders conversations of 0, 1 and 2 turns: each text should begin with the one before."""
+        pair = self._trial_pair(kind)
+        texts = [self._render([*_TRIAL_PROMPT, *pair * num], tools) for num in range(3)]
+        for num, text in enumerate(texts):
+            if text.count(_SAID_WORD) != num or text.count(_ANSWER_WORD) != num:
+                is_tool = kind == "tool"
+                raise TemplateError(
+                    "it leaves out the call or what answers it" if is_tool else "it leaves it out"
+                )
+        alone = self._render([*_TRIAL_PROMPT, pair[0]], tools, generate=False)
+        rest = texts[1].partition(_SAID_WORD)[2]
+        end, replaced_end = self._find_end(alone.partition(_SAID_WORD)[2], rest)
         rewrites = _rewrites(texts)
-        if not rewrites and not texts[2].endswith(texts[1].partition(_SAID)[2]):
+        if not rewrites and not texts[2].endswith(rest):
             raise TemplateError("it writes the same messages in two ways")
-        thinking = [self._said(kind, self._name, thinking=True), *self._given(kind)]
-        content = f"<think>\n{_THOUGHT}\n</think>\n\n" + turn[0]["content"]
-        as_text = [[{**turn[0], "content": content}, turn[1]]] if kind == "user" else []
-        return _Found(
-            end, is_replaced, rewrites, any(self._strips(t, tools) for t in (thinking, *as_text))
-        )
+        thinking_pairs = [self._trial_pair(kind, thinking=True)]
+        if kind == "user":
+            content = f"<think>\n{_THINKING_WORD}\n</think>\n\n{pair[0]['content']}"
+            thinking_pairs.append([{**pair[0], "content": content}, pair[1]])
+        strips_thinking = any(self._strips(pair, tools) for pair in thinking_pairs)
+        return _HistoryRule(end, replaced_end, rewrites, strips_thinking)
 
-    def _end(self, alone: str, rest: str) -> tuple[_End, str | None]:
-        """Of a turn, by what is behind it where nothing follows, and where messages do."""
-        special, replaced = self._special_spans(alone), None
-        kept = [
-            span for span in special if rest.startswith(alone[: span[1]])
-        ]  # Phi-3 writes one more where all ends
-        if special and not kept:
-            replaced = alone[slice(*special[-1][:2])]
-        special = (
-            kept[-1:] or self._special_spans(rest)[:1]
-        )  # the next message's first token ends a turn of GLM's
-        if not special:
+    def _find_end(self, alone: str, rest: str) -> tuple[_TurnEnd, str | None]:
+        """Returns the end of a turn, and the token that it replaces, if any.
+
+        `alone` and `rest` are what follows the turn's words, without and with messages behind it.
+        """
+        alone_spans = self._special_spans(alone)
+        # Phi-3 writes one more token where the conversation ends.
+        kept_spans = [span for span in alone_spans if rest.startswith(alone[: span[1]])]
+        replaced_end = None
+        if alone_spans and not kept_spans:
+            begin, end, _ = alone_spans[-1]
+            replaced_end = alone[begin:end]
+        # In GLM's template the first token of the next message ends a turn.
+        spans = kept_spans[-1:] or self._special_spans(rest)[:1]
+        if not spans:
             raise TemplateError("no special token ends the assistant's turn before them")
-        begin, last, token_id = special[0]
-        return _End(rest[:last], rest[begin:last], token_id), replaced
+        begin, end, token_id = spans[0]
+        return _TurnEnd(rest[:end], rest[begin:end], token_id), replaced_end
 
     def _special_spans(self, text: str) -> list[tuple[int, int, int]]:
-        """Where the tokens with special=True stand in it; of a text without such all added ones."""
+        """Returns begin, end and id of the tokens with special=True; else those of all added ones."""
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        added = self._tokenizer.added_tokens_decoder
-        found = []
+        tokens = self._tokenizer.added_tokens_decoder
+        spans = []
         for token_id, (begin, end) in zip(
             encoded["input_ids"], encoded["offset_mapping"], strict=True
         ):
             if self._plain.special_ids([token_id]):
-                content = added[token_id].content
-                begin = max(
-                    begin, text.find(content, begin, end)
-                )  # without the blanks that it swallows
-                found.append((begin, min(end, begin + len(content)), token_id))
-        return [span for span in found if added[span[2]].special] or found
+                content = tokens[token_id].content
+                # A token may swallow blanks before it.
+                begin = max(begin, text.find(content, begin, end))
+                spans.append((begin, min(end, begin + len(content)), token_id))
+        return [span for span in spans if tokens[span[2]].special] or spans
 
-    def _strips(self, turn: list[Message], tools: Tools) -> bool:
-        """Whether thinking that a turn alone has is gone once messages follow."""
+    def _strips(self, pair: list[Message], tools: Tools) -> bool:
+        """Returns whether thinking that a turn alone has is gone once messages follow."""
         try:
-            shown = _THOUGHT in self._render([*_USER, turn[0]], tools, generate=False)
-            in_text = _THOUGHT in str(turn[0]["content"])
-            return (shown or in_text) and _THOUGHT not in self._render([*_USER, *turn], tools)
+            alone = self._render([*_TRIAL_PROMPT, pair[0]], tools, generate=False)
+            if _THINKING_WORD not in alone and _THINKING_WORD not in pair[0]["content"]:
+                return False
+            return _THINKING_WORD not in self._render([*_TRIAL_PROMPT, *pair], tools)
         except TemplateError:  # gpt-oss refuses markup in a turn's text
             return False
 
-    def _try_mixed(self, tools: Tools) -> None:
-        """Users' messages behind results of tools, and the other way round."""
-        kinds: tuple[Kind, ...] = ("tool", "user", "tool")
-        turns = [
-            message
-            for kind in kinds
-            for message in [self._said(kind, self._name), *self._given(kind)]
+    def _rewrites_mixed(self, tools: Tools) -> bool:
+        """Returns whether the template rewrites turns where both kinds follow each other.
+
+        Raises ConfigError where it refuses them, or the config wants to keep them.
+        """
+        messages = [
+            *_TRIAL_PROMPT,
+            *self._trial_pair("tool"),
+            *self._trial_pair("user"),
+            *self._trial_pair("tool"),
         ]
         try:
-            rewrites = _rewrites([self._render([*_USER, *turns[: 2 * n]], tools) for n in range(4)])
+            texts = [self._render(messages[: 1 + 2 * num], tools) for num in range(4)]
         except TemplateError as error:
-            raise ConfigError(
-                f"environment: the chat template of model.path refuses a conversation: {error}"
-            ) from None
+            raise ConfigError(f"{_KEY} refuses a conversation: {error}") from None
+        rewrites = _rewrites(texts)
         if rewrites and self._history == "append":
-            what = "rewrites earlier turns where results of tools and messages of users follow each other"
-            raise ConfigError(
-                f"environment: the chat template of model.path {what}; set environment.history: fork"
-            )
-        self._is_rewritten = rewrites
+            order = "results of tools and messages of users follow each other"
+            reason = f"rewrites earlier turns where {order}"
+            raise ConfigError(f"{_KEY} {reason}; set environment.history: fork")
+        return rewrites
 
-    def _given(self, kind: Kind) -> list[Message]:
-        if kind == "user":
-            return [{"role": "user", "content": _GIVEN}]
-        return [{"role": "tool", "name": self._name, "tool_call_id": call_id(0), "content": _GIVEN}]
+    # What the parser of turns needs.
 
     def _anchors(self, prompt: str, tools: Tools) -> list[str]:
-        """What is before a turn: the generation prompt, or the end of the last message where the template has none."""
-        bare = self._render(_USER, tools, generate=False)
-        if prompt.startswith(bare) and prompt != bare:
-            return [prompt[len(bare) :].partition("<think>")[0] or prompt[len(bare) :]]
-        texts = [prompt]
-        for kind in self._found:
-            texts.append(
-                self._render([*_USER, self._said(kind, self._name), *self._given(kind)], tools)
-            )
-        begins = [self._special_spans(text)[-1:] for text in texts]
-        anchors = [
-            text[begin[0][0] :].partition("<think>")[0]
-            for text, begin in zip(texts, begins, strict=True)
-            if begin
-        ]
-        return [*dict.fromkeys(anchors)] or [prompt]
+        """Returns the texts that a turn begins behind.
 
-    def _ends(self) -> list[str]:
-        ends = {found.end.token for found in self._found.values()} | {
-            self._tokenizer.eos_token or ""
-        }
-        ends |= {
-            found.is_replaced for found in self._found.values() if found.is_replaced is not None
-        }
+        That is the generation prompt, or the end of the last message where the template has none.
+        """
+        bare = self._render(_TRIAL_PROMPT, tools, generate=False)
+        if prompt.startswith(bare) and prompt != bare:
+            generation_prompt = prompt[len(bare) :]
+            return [generation_prompt.partition("<think>")[0] or generation_prompt]
+        texts = [prompt]
+        for kind in self._rules:
+            texts.append(self._render([*_TRIAL_PROMPT, *self._trial_pair(kind)], tools))
+        anchors: dict[str, None] = {}
+        for text in texts:
+            for begin, _, _ in self._special_spans(text)[-1:]:
+                anchors[text[begin:].partition("<think>")[0]] = None
+        return [*anchors] or [prompt]
+
+    def _turn_ends(self) -> list[str]:
+        """Returns the texts of the tokens that may end a turn, longest first."""
+        ends = {self._tokenizer.eos_token or ""}
+        for rule in self._rules.values():
+            ends |= {rule.end.token, rule.replaced_end or ""}
         return sorted(ends - {""}, key=len, reverse=True)
 
     def _check_calls(self, prompt: str, tools: Tools) -> None:
-        """A call is written by the template, as a policy is taught it, and read back."""
+        """Lets the template write a call, as a policy is taught it, and reads it back."""
         if self._parser.has_calls:
-            said = self._said("tool", self._name)
-            text = self._render([*_USER, said], tools, generate=False)
-            head = prompt if text.startswith(prompt) else _common(prompt, text)
-            parsed = self._parser.parse(self._ids(text[len(head) :]), self._ids(prompt), ())
-            calls = [call["function"] for call in parsed.message.get("tool_calls", [])]
-            if calls == [said["tool_calls"][0]["function"]] and not parsed.num_invalid:
+            turn = self._trial_turn("tool", self._trial_tool)
+            text = self._render([*_TRIAL_PROMPT, turn], tools, generate=False)
+            # Compared letter by letter, which is what is wanted here.
+            common = commonprefix([prompt, text])  # noqa: RUF071
+            written = text.removeprefix(common)
+            token_ids = self._plain.encode(written)
+            parsed = self._parser.parse(token_ids, self._plain.encode(prompt), ())
+            functions = [call["function"] for call in parsed.message.get("tool_calls", [])]
+            if functions == [turn["tool_calls"][0]["function"]] and not parsed.num_invalid:
                 return
-            what = f"writes a call as {text[len(head) :]!r}, and its response_template does not read that back"
+            rule = (
+                f"writes a call as {written!r}, and its response_template does not read that back"
+            )
         else:
-            what = "writes calls in no format that is known"
-        remedy = "put a response_template for transformers' parse_response into its tokenizer_config.json"
-        raise ConfigError(f"environment: the chat template of model.path {what}; {remedy}")
+            rule = "writes calls in no format that is known"
+        template = "a response_template for transformers' parse_response"
+        raise ConfigError(f"{_KEY} {rule}; put {template} into its tokenizer_config.json")
 
-    def _ids(self, text: str) -> list[int]:
-        return self._plain.encode(text)
+
+def complete(messages: Sequence[Message]) -> list[Message]:
+    """Returns the messages with ids for calls that have none, and the same ids in their results.
+
+    Contents of tool results that are neither text nor blocks become text.
+    """
+    completed: list[Message] = []
+    ids: list[str] = []
+    for message in messages:
+        message = dict(message)
+        if message.get("tool_calls"):
+            message["tool_calls"] = [
+                {"id": _call_id(number), **call}
+                for number, call in enumerate(message["tool_calls"])
+            ]
+            ids = [str(call["id"]) for call in message["tool_calls"]]
+        if message["role"] == "tool":
+            message.setdefault("tool_call_id", ids.pop(0) if ids else _call_id(0))
+            if not isinstance(message.get("content"), str | list):
+                message["content"] = str(message.get("content"))
+        completed.append(message)
+    return completed
+
+
+def _tool_name(tool: Mapping[str, Any]) -> str:
+    return str(tool.get("function", tool).get("name", ""))
+
+
+def _text(message: Message) -> str:
+    content = message.get("content")
+    return "" if content is None else str(content)
+
+
+def _kind_of(messages: Sequence[Message]) -> Kind:
+    return "tool" if messages[0]["role"] == "tool" else "user"
+
+
+def _call_id(number: int) -> str:
+    # Mistral's templates insist on nine letters and digits.
+    return f"call{number:05d}"
+
+
+def _answered_tool(answer: Message, policy_turn: Message, default: str) -> str:
+    """Returns the tool that a message answers: gpt-oss writes the turn's name, not the message's."""
+    calls = policy_turn.get("tool_calls") or [{}]
+    return str(answer.get("name") or calls[0].get("function", {}).get("name") or default)
+
+
+def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """Returns a message with each string in it changed, in order, except roles and field names."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {
+            (name if name in _FIELDS else change(name)): item
+            if name in ("role", "type")
+            else _map_texts(item, change)
+            for name, item in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [_map_texts(item, change) for item in value]
+    return value
+
+
+def _slot_form(slot: str, frame: str, text: str) -> str:
+    """Returns what stands in `text` where `frame` has the slot. Raises TemplateError."""
+    pieces = frame.split(slot)
+    length = (len(text) - sum(map(len, pieces))) // (len(pieces) - 1)
+    begin = len(pieces[0])
+    form = text[begin : begin + max(length, 0)]
+    if form.join(pieces) != text:
+        rule = "looks into a message that has the text of special tokens in it"
+        raise TemplateError(f"the chat template {rule}")
+    return form
+
+
+def _shift(data: Sequence[Span], offset: int) -> list[Span]:
+    return [(begin - offset, end - offset) for begin, end in data]
 
 
 def _rewrites(texts: Sequence[str]) -> bool:
-    """Whether more than thinking differs between a conversation and the beginning of what it becomes."""
+    """Returns whether a conversation's text, without thinking, is no prefix of the next one's."""
     plain = [_THINKING.sub("", text) for text in texts]
-    return any(not after.startswith(before) for before, after in pairwise(plain))
-
-
-def _common(one: str, other: str) -> str:
-    length = next(
-        (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
-        min(len(one), len(other)),
-    )
-    return one[:length]
+    return any(not longer.startswith(shorter) for shorter, longer in pairwise(plain))

@@ -1,4 +1,4 @@
-"""What a run's episodes are made with: the processes of its environments, the chat format, the limits."""
+"""What the episodes of a run need: the environments' processes, the chat format, the limits."""
 
 from __future__ import annotations
 
@@ -28,8 +28,11 @@ _log = logging.getLogger("grpo_spmd")
 
 
 class Environments(AbstractContextManager["Environments"]):
-    """Of one rank. On the ranks of an engine that are not its first, nothing is started: they sample what they are
-    told."""
+    """The environments of one rank.
+
+    Nothing is started on the ranks of an engine that are not its first: they sample what it tells
+    them.
+    """
 
     def __init__(
         self,
@@ -41,44 +44,64 @@ class Environments(AbstractContextManager["Environments"]):
         log_file: Path | None,
         check: Callable[[], None],
     ) -> None:
-        """`rewards` of the config, and `loaded` what they are; `log_file` gets what environments print; None: nothing
-        is started here. `check` as in ProcessPool. Raises ConfigError: a file that cannot be imported, a chat template
-        that cannot do what is asked."""
-        self._config, self._limits = config, limits
-        pairs = list(zip(rewards, loaded, strict=True))
-        self.other_rewards = [reward for reward, of in pairs if not of.looks_at_environments]
-        self._weights = {
-            of.name: of.weight for of in loaded
-        }  # as the config lists them, then the environments' own
-        self._looking = [reward for reward, of in pairs if of.looks_at_environments]
-        self._given: list[str] = []
+        """`loaded` are the reward functions of `rewards`. `log_file` gets what environments print;
+        None: nothing is started. `check` is as in ProcessPool.
+
+        Raises ConfigError for a file that cannot be imported and an unsuitable chat template.
+        """
+        self._config = config
+        self._limits = limits
+        self.other_rewards: list[RewardConfig] = []
+        """The rewards that a reward pool computes."""
+        self.looking_rewards: list[RewardConfig] = []
+        """The rewards that look at environments, and run in their processes."""
+        self.weights: dict[str, float] = {}
+        """Weights of all rewards by name, in the order in which they are summed."""
+        names = set[str]()
+        for reward, function in zip(rewards, loaded, strict=True):
+            self.weights[function.name] = function.weight
+            if function.looks_at_environments:
+                self.looking_rewards.append(reward)
+            else:
+                self.other_rewards.append(reward)
+                names.add(function.name)
         self._pool: EnvironmentPool | None = None
         self._endpoint: Endpoint | None = None
+        self.scorer = EnvironmentScorer([])
+        """The scorer of the rewards that environments give."""
         if log_file is None:
             return
-        self._pool = EnvironmentPool(config, self._looking, log_file, check=check)
+        self._pool = EnvironmentPool(config, self.looking_rewards, log_file, check=check)
         try:
-            facts = self._pool.facts
-            own = {of.name for of in loaded if not of.looks_at_environments}
-            if twice := sorted(set(facts.reward_names) & own):
-                what = f"its reward is called {twice[0]!r}, as one of `rewards` is"
-                raise ConfigError(f"environment: {what}; give that one another name")
-            self._chat = ChatFormat(
-                tokenizer, config.history, facts.tools,
-                has_user_turns=facts.kind == "gym", has_tool_results=facts.kind == "tools",
-            )  # fmt: skip
+            self._chat = self._open_chat(tokenizer, names)
         except BaseException:
             self._pool.close()
             raise
-        if note := self._chat.note:
-            _log.info("chat template: %s", note)
-        self._given = facts.reward_names
-        self._weights |= zip(facts.reward_names, facts.weights, strict=True)
+        facts = self._pool.facts
+        self.scorer = EnvironmentScorer(facts.reward_names)
+        self.weights |= zip(facts.reward_names, facts.weights, strict=True)
         doctor.describe_waiting_with(self._pool.where)
         if facts.kind == "agent":
             self._endpoint = Endpoint()
             self._pool.add_file(self._endpoint.fileno())
             self._pool.set_engine_clock(self._endpoint.engine_s)
+
+    def _open_chat(self, tokenizer: Any, other_names: set[str]) -> ChatFormat:
+        assert self._pool is not None
+        facts = self._pool.facts
+        duplicates = sorted(other_names.intersection(facts.reward_names))
+        if duplicates:
+            rule = f"its reward is called {duplicates[0]!r}, as one of `rewards` is"
+            raise ConfigError(f"environment: {rule}; give that one another name")
+        chat = ChatFormat(
+            tokenizer,
+            self._config.history,
+            facts.tools,
+            has_user_turns=facts.kind == "gym",
+            has_tool_results=facts.kind == "tools",
+        )
+        _log.info("chat template: %s", chat.note)
+        return chat
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -89,31 +112,18 @@ class Environments(AbstractContextManager["Environments"]):
         if self._endpoint is not None:
             self._endpoint.stop()
 
-    @property
-    def looking_rewards(self) -> list[RewardConfig]:
-        """The rewards of the config that look at environments."""
-        return self._looking
-
-    @property
-    def scorer(self) -> EnvironmentScorer:
-        """The scorer of the rewards that environments give."""
-        return EnvironmentScorer(self._given)
-
-    @property
-    def weights(self) -> dict[str, float]:
-        """Of all rewards by name, in the order in which they are summed."""
-        return self._weights
-
     def statuses(self, groups: Sequence[RolloutGroup]) -> dict[str, Counter[str]]:
-        """How environments did, counted as those of rewards are: an evaluation ends where too many failed."""
-        episodes = [
-            completion.episode
-            for group in groups
-            for completion in group.completions
-            if completion.episode
-        ]
-        kinds = {"env_error": "error", "env_timeout": "timeout"}
-        return {"(environment)": Counter(kinds.get(one.status, "ok") for one in episodes)}
+        """Returns counts of how environments ended, in the words of rewards.
+
+        An evaluation ends where too many failed.
+        """
+        words = {"env_error": "error", "env_timeout": "timeout"}
+        counts = Counter[str]()
+        for group in groups:
+            for completion in group.completions:
+                if completion.episode is not None:
+                    counts[words.get(completion.episode.status, "ok")] += 1
+        return {"(environment)": counts}
 
     def generate(
         self,
@@ -126,23 +136,26 @@ class Environments(AbstractContextManager["Environments"]):
         finished: OnCompletion | None = None,
         expected: Sequence[float] | None = None,
     ) -> dict[int, list[list[Completion]]]:
-        """Collective. An episode for each place, as RolloutEngine.generate_shared makes completions: by job, a list of
-        one for each. The first rank of an engine has all of its jobs, the others have none."""
-        talks = self._episodes(task, temperature, finished)
+        """Collective. Samples an episode for each conversation.
+
+        Returns by job a list of one completion for each, as RolloutEngine.generate_shared does. The
+        first rank of an engine has all of its jobs, the others have none.
+        """
+        episodes = self._episodes(task, temperature, finished)
         try:
-            done = engine.generate_shared(
+            jobs = engine.generate_shared(
                 job_sizes,
-                GenerationHooks(talks.next_request, late_requests=talks),
+                GenerationHooks(episodes.next_request, late_requests=episodes),
                 policy_version,
                 expected,
             )
         finally:
-            talks.close()
+            episodes.close()
         if self._pool is None:
             return {}
         return {
-            job: [[talks.completions[job, number]] for number in range(len(of_job))]
-            for job, of_job in done.items()
+            job: [[episodes.completions[job, number]] for number in range(len(completions))]
+            for job, completions in jobs.items()
         }
 
     def _episodes(
@@ -154,9 +167,21 @@ class Environments(AbstractContextManager["Environments"]):
         if self._pool is None:
             return FollowerEpisodes()
         if self._endpoint is not None:
-            parts = self._endpoint, self._pool, self._chat, self._limits
-            return AgentEpisodes(*parts, task, temperature=temperature, finished=finished)
-        common, discount = (self._pool, self._chat, self._limits), self._config.discount
+            return AgentEpisodes(
+                self._endpoint,
+                self._pool,
+                self._chat,
+                self._limits,
+                task,
+                temperature=temperature,
+                finished=finished,
+            )
         return Episodes(
-            *common, task, temperature=temperature, discount=discount, finished=finished
+            self._pool,
+            self._chat,
+            self._limits,
+            task,
+            temperature=temperature,
+            discount=self._config.discount,
+            finished=finished,
         )

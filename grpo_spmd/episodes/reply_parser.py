@@ -1,4 +1,4 @@
-"""What a turn of the policy says, by transformers' response templates."""
+"""Reads what a turn of the policy says, by transformers' response templates."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from grpo_spmd.episodes.openai_api import is_plain
 
-# What transformers' parsers raise for text that is not what they look for. Nesting without end is RecursionError.
+# What transformers' parsers raise for text that they cannot read. Deep nesting: RecursionError.
 _UNREADABLE = (
     ValueError,
     TypeError,
@@ -20,108 +20,122 @@ _UNREADABLE = (
     OverflowError,
     RecursionError,
 )
-_TAIL = 256  # tokens before a turn that its beginning is looked for in, before all of them are
+# The beginning of a turn is searched in so many tokens before it, and then in all of them.
+_NUM_TAIL_TOKENS = 256
 
 
 @dataclass(frozen=True)
 class Parsed:
+    """What a turn says."""
+
     message: dict[str, Any]
-    """role, content, reasoning_content (thinking: gpt-oss) and tool_calls, if any: {type, function: {name, arguments},
-    id?} with a dict of arguments."""
+    """role, content, reasoning_content (thinking: gpt-oss) and tool_calls, if there are any:
+    {type, function: {name, arguments}, id?} with a dict of arguments."""
     num_invalid: int
-    """Calls that do not parse; they are in nothing but the text."""
+    """Calls that do not parse. They are in the text alone."""
 
 
 class ReplyParser:
-    """Of the tokenizer's own `response_template`, else of one that the words of its chat template show."""
+    """Parses by the tokenizer's own `response_template`, or by a known format of its chat template."""
 
     def __init__(
         self, tokenizer: Any, anchors: list[str], ends: list[str], *, reads_calls: bool = True
     ) -> None:
-        """`anchors`: texts that a turn begins behind; `ends`: those of tokens that end one. Without `reads_calls` what
-        looks like a call is text like any other."""
-        self._tokenizer, self._ends = tokenizer, ends
-        self._template = getattr(tokenizer, "response_template", None) or _template_for(
-            str(tokenizer.chat_template), anchors, ends
-        )
-        fields = self._template.get("fields", {})
+        """`anchors`: texts before a turn. `ends`: texts of tokens that end one. Without
+        `reads_calls` the text of a call is text like any other."""
+        self._tokenizer = tokenizer
+        self._ends = ends
+        template = getattr(tokenizer, "response_template", None)
+        self._template = template or _response_template(str(tokenizer.chat_template), anchors, ends)
+        fields = dict(self._template.get("fields", {}))
         if not reads_calls:
-            fields = {name: field for name, field in fields.items() if name != "tool_calls"}
+            fields.pop("tool_calls", None)
             self._template = {**self._template, "fields": fields}
         calls = fields.get("tool_calls", {})
         opens = calls.get("open", [])
         literals = [opens] if isinstance(opens, str) else opens
-        self._open = re.compile(
-            calls.get("open_pattern") or "|".join(map(re.escape, literals)) or "(?!)", re.DOTALL
-        )
+        pattern = calls.get("open_pattern") or "|".join(map(re.escape, literals))
+        self._call_begin = re.compile(pattern or "(?!)", re.DOTALL)
         self.has_calls = bool(calls)
 
     def parse(
         self, token_ids: list[int], context_ids: list[int], tools: Sequence[dict[str, Any]]
     ) -> Parsed:
-        """Never raises for what the policy wrote."""
-        text, before = self._text(token_ids), self._before(context_ids)
+        """Returns what a turn says. Never raises for what the policy wrote."""
+        text = self._decode(token_ids)
+        prefix = self._prefix(context_ids)
+        message: dict[str, Any] | None
         try:
-            message = self._read(text, before, tools)
-            calls, num_invalid = _checked(message)
+            message = self._read(text, prefix, tools)
+            calls, num_invalid = _split_calls(message)
         except _UNREADABLE:
-            return self._apart(token_ids, text, before, tools)
-        if num_invalid and not calls:
-            message = {"role": "assistant", "content": self._shown(token_ids)}
-        return Parsed(_with_calls(message, calls), num_invalid)
+            message, calls, num_invalid = self._read_calls_alone(text, prefix, tools)
+        if message is None or (num_invalid and not calls):
+            content = str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+            message = {"content": content}
+        message = {"role": "assistant", "content": "", **message}
+        message.pop("tool_calls", None)
+        return Parsed({**message, "tool_calls": calls} if calls else message, num_invalid)
 
-    def _apart(
-        self, token_ids: list[int], text: str, before: str, tools: Sequence[dict[str, Any]]
-    ) -> Parsed:
-        """One call that cannot be read makes a turn unreadable: each is read by itself."""
-        begins = [found.start() for found in self._open.finditer(text)]
+    def _read_calls_alone(
+        self, text: str, prefix: str, tools: Sequence[dict[str, Any]]
+    ) -> tuple[dict[str, Any] | None, list[dict[str, Any]], int]:
+        """Reads each call by itself: one that cannot be read makes the whole turn unreadable.
+
+        Returns the message (None if no call can be read), the calls, and the number of others.
+        """
+        begins = [match.start() for match in self._call_begin.finditer(text)]
         message: dict[str, Any] = {}
-        calls, num_invalid = list[dict[str, Any]](), 0
+        calls: list[dict[str, Any]] = []
+        num_invalid = 0
         try:
-            message = self._read(text[: begins[0]] if begins else text, before, tools)
+            message = self._read(text[: begins[0]] if begins else text, prefix, tools)
         except _UNREADABLE:
-            num_invalid += not begins  # what cannot be read has no call in it that is seen
+            num_invalid += not begins  # the text may hide one call
         for begin, end in zip(begins, [*begins[1:], len(text)], strict=True):
             try:
-                found, wrong = _checked(self._read(text[begin:end], "", tools))
+                new_calls, num_new_invalid = _split_calls(self._read(text[begin:end], "", tools))
             except _UNREADABLE:
-                found, wrong = [], 1
-            calls += found
-            num_invalid += wrong
-        if not calls:
-            message = {"role": "assistant", "content": self._shown(token_ids)}
-        return Parsed(_with_calls(message, calls), num_invalid)
+                num_invalid += 1
+            else:
+                calls += new_calls
+                num_invalid += num_new_invalid
+        return message if calls else None, calls, num_invalid
 
-    def _read(self, text: str, before: str, tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        found = self._tokenizer.parse_response(
-            text, self._template, prefix=before, tools=[*tools] or None
+    def _read(self, text: str, prefix: str, tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        fields = self._tokenizer.parse_response(
+            text, self._template, prefix=prefix, tools=[*tools] or None
         )
-        message: dict[str, Any] = {"role": "assistant", **found}
-        if not isinstance(content := message.get("content"), str):
-            message["content"] = content = "" if content is None else json.dumps(content)
+        message: dict[str, Any] = {"role": "assistant", **fields}
+        content = message.get("content")
+        if not isinstance(content, str):
+            content = "" if content is None else json.dumps(content)
         for end in self._ends:
-            message["content"] = content = content.removesuffix(end)
+            content = content.removesuffix(end)
+        message["content"] = content
         return message
 
-    def _shown(self, token_ids: list[int]) -> str:
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
-
-    def _text(self, token_ids: list[int]) -> str:
-        return str(
-            self._tokenizer.decode(
-                token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
-            )
+    def _decode(self, token_ids: list[int]) -> str:
+        text = self._tokenizer.decode(
+            token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
+        return str(text)
 
-    def _before(self, context_ids: list[int]) -> str:
-        """The text before a turn, as far as the parser looks at it; a long context is not decoded for that."""
-        tail, anchor = self._text(context_ids[-_TAIL:]), self._template.get("start_anchor")
-        anchors = [anchor] if isinstance(anchor, str) else anchor or []
-        return tail if any(text in tail for text in anchors) else self._text(context_ids)
+    def _prefix(self, context_ids: list[int]) -> str:
+        """Returns the text before a turn, as far as the parser looks at it.
+
+        A long context is not decoded where its end is enough.
+        """
+        tail = self._decode(context_ids[-_NUM_TAIL_TOKENS:])
+        anchors = self._template.get("start_anchor") or []
+        anchors = [anchors] if isinstance(anchors, str) else anchors
+        return tail if any(anchor in tail for anchor in anchors) else self._decode(context_ids)
 
 
-def _template_for(chat_template: str, anchors: list[str], ends: list[str]) -> dict[str, Any]:
-    fields = dict(fields_for(chat_template) or PLAIN)
+def _response_template(chat_template: str, anchors: list[str], ends: list[str]) -> dict[str, Any]:
+    """Returns the response template for the first format that fits the chat template."""
+    fits = (fields for words, fields in _FORMATS if all(word in chat_template for word in words))
+    fields = next(fits, _PLAIN)
     content = dict(fields["content"])
     if "close_pattern" not in content and ends:
         content["close_pattern"] = rf"(?:{'|'.join(map(re.escape, ends))})\s*"
@@ -132,23 +146,21 @@ def _template_for(chat_template: str, anchors: list[str], ends: list[str]) -> di
     }
 
 
-def _checked(message: dict[str, Any]) -> tuple[list[dict[str, Any]], int]:
-    """Calls of the form that templates and tools take, and the number of the others."""
-    found = message.get("tool_calls") or []
-    calls = [_call(call) for call in (found if isinstance(found, list) else [found])]
-    good = [call for call in calls if call is not None]
-    return good, len(calls) - len(good)
+def _split_calls(message: dict[str, Any]) -> tuple[list[dict[str, Any]], int]:
+    """Returns the calls in the form that templates and tools take, and the number of the others."""
+    raw_calls = message.get("tool_calls") or []
+    if not isinstance(raw_calls, list):
+        raw_calls = [raw_calls]
+    calls = [call for call in map(_read_call, raw_calls) if call is not None]
+    return calls, len(raw_calls) - len(calls)
 
 
-def _call(call: Any) -> dict[str, Any] | None:
-    if not isinstance(call, dict):
+def _read_call(raw_call: Any) -> dict[str, Any] | None:
+    if not isinstance(raw_call, dict):
         return None
-    function = call.get("function", call)
-    if (
-        not isinstance(function, dict)
-        or not isinstance(name := function.get("name"), str)
-        or not name
-    ):
+    function = raw_call.get("function", raw_call)
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str) or not name:
         return None
     arguments = function.get("arguments")
     if isinstance(arguments, str):
@@ -156,31 +168,26 @@ def _call(call: Any) -> dict[str, Any] | None:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError):
             return None
-    arguments = {} if arguments is None else arguments
-    if not isinstance(arguments, dict) or not all(isinstance(name, str) for name in arguments):
+    if arguments is None:
+        arguments = {}
+    if not isinstance(arguments, dict) or not all(isinstance(key, str) for key in arguments):
         return None
-    if not is_plain([name, arguments]):  # too deep for those who walk through it by recursion
+    if not is_plain([name, arguments]):  # too deep for templates, which walk through it
         return None
-    ids = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+    ids = {"id": raw_call["id"]} if isinstance(raw_call.get("id"), str) else {}
     return {"type": "function", **ids, "function": {"name": name, "arguments": arguments}}
 
 
-def _with_calls(message: dict[str, Any], calls: list[dict[str, Any]]) -> dict[str, Any]:
-    message = {"role": "assistant", "content": "", **message}
-    message.pop("tool_calls", None)
-    return message | ({"tool_calls": calls} if calls else {})
-
-
-# How calls are read from what policies write, in the words of transformers' response templates. Data only: of each
-# format what the chat templates that use it contain, and its fields. The field `content` ends with the template's turns.
-
+# Formats of calls in the words of transformers' response templates. Data only. The field `content`
+# gets the ends of the template's turns.
 
 _THINK = {"open": "<think>", "close_pattern": r"</think>\s*", "content": "text"}
 _NAMED_CALL = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
-PLAIN: dict[str, Any] = {"reasoning_content": _THINK, "content": {"content": "text"}}
-"""Of a template that has no tools: nothing is a call."""
+# For a template without tools: nothing is a call.
+_PLAIN: dict[str, Any] = {"reasoning_content": _THINK, "content": {"content": "text"}}
 
-FORMATS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
+# Words that a chat template with the format contains, and the fields of the format.
+_FORMATS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
     (  # gpt-oss: a channel for thinking, one for calls, one for the answer
         ("<|channel|>", "<|call|>", "functions."),
         {
@@ -284,12 +291,3 @@ FORMATS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
         },
     ),
 )
-
-
-def fields_for(chat_template: str) -> dict[str, Any] | None:
-    """The fields of the first format that the chat template has all words of; None: it has no format of calls that is
-    known."""
-    for words, fields in FORMATS:
-        if all(word in chat_template for word in words):
-            return fields
-    return None
