@@ -51,17 +51,21 @@ class Fault:
 
 _YIELD = "            yield name, full.view(-1)[: parameter.numel()].view(parameter.shape)\n"
 _TENSOR = "            tensor = full.view(-1)[: parameter.numel()].view(parameter.shape)\n"
-_VALUES = "        return cast(name, shard().detach()).reshape(-1)\n"
-_COPY = "copy(part, piece, first, shape)\n"
-_LOAD = "engine.load_weights(full_tensors(pieces, engine.dtype), step, direct, leading_pieces(pieces, copied))\n"
+_VALUES = "        return cast(shard.name, shard.local_rows().detach()).reshape(-1)\n"
+_COPY = "copy(part, blocks, start, (block_rows, columns))\n"
+_LOAD = """            self._engine.load_weights(
+                full_tensors(pieces, dtype), step, direct, leading_pieces(pieces, copied)
+            )
+"""
 _SEED = "partial(rollout_seed, self._seed, self._step - 1, prompt.position, sample)"
 
 FAULTS = (
     Fault(
         "skipped sync: from the second step on",
         "engine/weight_sync.py",
-        f"            {_LOAD}",
-        f"            if not self._has_proved:\n                {_LOAD}            engine.policy_version = step\n",
+        _LOAD,
+        f"            if self._has_proved:\n                self._engine.policy_version = step\n"
+        f"                return\n{_LOAD}",
         (_UNTIED,),
         of_sync=True,
     ),
@@ -69,7 +73,8 @@ FAULTS = (
         "one tensor stale: k_proj of layer 1 keeps its first value",
         "engine/gather.py",
         _VALUES,
-        "        values, kept = cast(name, shard().detach()).reshape(-1), no_cast.__dict__.setdefault('kept', {})\n"
+        "        name, kept = shard.name, no_cast.__dict__.setdefault('kept', {})\n"
+        "        values = cast(name, shard.local_rows().detach()).reshape(-1)\n"
         "        return kept.setdefault(name, values.clone()) if 'layers.1.self_attn.k_proj' in name else values\n",
         (_SHARDED,),
         of_sync=True,
@@ -87,7 +92,7 @@ FAULTS = (
         "engine/direct_load.py",
         f"                matrix.{_COPY}",
         "                if part.name.endswith('v_proj.weight') and part.num_rows > 1:\n"
-        "                    part = replace(part, hf_start=part.hf_start + 1, num_rows=part.num_rows - 1)\n"
+        "                    part = __import__('dataclasses').replace(part, hf_start=part.hf_start + 1, num_rows=part.num_rows - 1)\n"
         f"                matrix.{_COPY}",
         (_UNTIED,),
         of_sync=True,
@@ -113,8 +118,8 @@ FAULTS = (
     Fault(
         "last bucket of the sync dropped: gathered only where full",
         "engine/gather.py",
-        "        on_its_way.extend(start_all_gather(piece, group))\n",
-        "        if columns == room:\n            on_its_way.extend(start_all_gather(piece, group))\n",
+        "        works.extend(start_all_gather(bucket, group))\n",
+        "        if columns == room:\n            works.extend(start_all_gather(bucket, group))\n",
         (_GATHER,),
         _SEVERAL_BUCKETS,
         of_sync=True,
@@ -138,8 +143,8 @@ FAULTS = (
     Fault(
         "wrong temperature: the engine samples at 1",
         "engine/engine.py",
-        "temperature=self._rollout.temperature if",
-        "temperature=1.0 if",
+        "temperature=self._rollout.temperature if temperature is None",
+        "temperature=1.0 if temperature is None",
         (_TIED,),
         _COOL,
     ),
@@ -342,8 +347,8 @@ FAULTS = (
     Fault(
         "warm-up a step behind: the first update has lr 0",
         "model/schedule.py",
-        "return (num_made + 1) / config.warmup_steps",
-        "return num_made / config.warmup_steps",
+        "return (num_updates + 1) / config.warmup_steps",
+        "return num_updates / config.warmup_steps",
         ("tests/ranks/test_nonfinite.py", _CHECK),
         ("optimizer.warmup_steps=10",),
     ),

@@ -1,4 +1,4 @@
-"""The policy's shards on their way to an engine: cast, gathered in buckets of bounded size, named as they pass."""
+"""The policy's shards on their way to an engine: cast, gathered in buckets of bounded size, hashed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 import hashlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,296 +25,318 @@ from grpo_spmd.model.sharding import (
 )
 from grpo_spmd.records import SyncStats
 
-# (HF name, this rank's rows) -> what the engine is to get of them; rounded to its dtype on the way into the bucket.
+# (HF name, this rank's rows) -> the values that the engine gets. The bucket rounds them to its
+# dtype.
 Cast = Callable[[str, Tensor], Tensor]
-# A tensor; where in each rank's block of its rows the piece begins, in elements; [ranks, elements] of these blocks, in
-# the engine's dtype, or as they are where one rank has them all.
-Piece = tuple[Shard, int, Tensor]
 
 
-def no_cast(_: str, shard: Tensor) -> Tensor:
-    return shard
+class Piece(NamedTuple):
+    """A stretch of one tensor, from all ranks."""
+
+    shard: Shard
+    start: int
+    """Where the piece begins in each rank's block of rows, in elements."""
+    blocks: Tensor
+    """[ranks, elements], in the engine's dtype, or as stored if one rank holds all rows."""
+
+
+def no_cast(_: str, values: Tensor) -> Tensor:
+    """The Cast that changes nothing."""
+    return values
 
 
 def gather_pieces(
-    entries: Sequence[Shard],
+    shards: Sequence[Shard],
     dtype: torch.dtype,
     bucket_bytes: int,
     stats: SyncStats,
     cast: Cast = no_cast,
     digest: WeightDigest | None = None,
 ) -> Generator[Piece, None, None]:
-    """Collective. Every rank must draw all of it, in step. The tensors of `entries`, one after the other, each in
-    pieces that are valid until the next one is drawn, and are to be let go before.
+    """Collective. Yields the tensors of `shards`, one after the other, in pieces.
 
-    The shards of all parameters, cast to `dtype`, form one long row. It is gathered over the ranks of a replica in
-    buckets of at most `bucket_bytes`, which may end inside a tensor or a row of it; the next is on its way while one is
-    in use. Extra memory: two buckets. Where one rank holds the whole policy there is none: a piece is the tensor as it
-    is, and rounded where it is copied to; or, named, a stretch of it in a small buffer. `digest` is given this rank's
-    part, once for all replicas.
+    Every rank must draw all of them, in step. A piece is valid until the next one is drawn, and
+    must be released before.
+
+    The shards of all parameters, cast to `dtype`, form one long row. It is gathered over the ranks
+    of a replica in buckets of at most `bucket_bytes`, which may end inside a tensor or a row; the
+    next bucket is on its way while one is in use. Extra memory: two buckets. If one rank holds the
+    whole policy there are no buckets: a piece is the tensor itself, rounded where it is copied to,
+    or, with a digest, a stretch of it in a small buffer. `digest` gets this rank's part, once for
+    all replicas.
     """
-    if not entries:
+    if not shards:
         return
-    parameter = entries[0][1]
-    digest = digest if is_first_replica(parameter) else None
-    if (ranks := num_shards(parameter)) == 1:
-        yield from _own_pieces(entries, dtype, stats, cast, digest)
+    parameter = shards[0].parameter
+    if not is_first_replica(parameter):
+        digest = None
+    num_ranks = num_shards(parameter)
+    if num_ranks == 1:
+        yield from _whole_pieces(shards, dtype, stats, cast, digest)
         return
-    widths = [_width(parameter, ranks) for _, parameter, _ in entries]
+    widths = [_width(shard.parameter, num_ranks) for shard in shards]
     total = sum(widths)
-    room = min(max(1, bucket_bytes // (ranks * dtype.itemsize)), total)
-    num_buckets = min(2, -(-total // room))
+    room = min(max(1, bucket_bytes // (num_ranks * dtype.itemsize)), total)
     buckets = [
-        torch.empty(ranks, room, dtype=dtype, device=parameter.device) for _ in range(num_buckets)
+        torch.empty(num_ranks, room, dtype=dtype, device=parameter.device)
+        for _ in range(min(2, -(-total // room)))
     ]
     group = shard_group(parameter)
-    row = _ShardRow(entries, widths, dist.get_rank(group), cast, digest)
-    with closing(_gathered(row, buckets, total, group, stats)) as gathered:
-        bucket = buckets[0][:, :0]  # what is left of the current one
-        for entry, width in zip(entries, widths, strict=True):
-            first = 0
-            while first < width:
+    row = _ShardRow(shards, widths, dist.get_rank(group), cast, digest)
+    with closing(_gather_buckets(row, buckets, total, group, stats)) as gathered:
+        bucket = buckets[0][:, :0]  # the unread rest of the current bucket
+        for shard, width in zip(shards, widths, strict=True):
+            start = 0
+            while start < width:
                 if not bucket.shape[1]:
                     bucket = next(gathered)
-                count = min(width - first, bucket.shape[1])
-                yield entry, first, bucket[:, :count]
+                count = min(width - start, bucket.shape[1])
+                yield Piece(shard, start, bucket[:, :count])
                 bucket = bucket[:, count:]
-                first += count
+                start += count
 
 
-def _own_pieces(
-    entries: Sequence[Shard],
+def _whole_pieces(
+    shards: Sequence[Shard],
     dtype: torch.dtype,
     stats: SyncStats,
     cast: Cast,
     digest: WeightDigest | None,
 ) -> Iterator[Piece]:
-    """Of one rank, [1, elements]. What is to be named comes in stretches, rounded, while the cache has them."""
+    """Yields the pieces of one rank that holds all rows.
+
+    With a digest they are stretches, rounded and hashed while they are in the CPU's cache."""
     rounded = torch.empty(0)
-    for entry in entries:
-        values = _values(entry, cast)
+    for shard in shards:
+        values = _local_values(shard, cast)
         stats.bytes += len(values) * dtype.itemsize
-        most, first = len(values) if digest is None else digest.stretch(dtype.itemsize), 0
-        for piece in values.split(most) if len(values) else ():
+        size = len(values) if digest is None else digest.stretch(dtype.itemsize)
+        start = 0
+        for blocks in values.split(size) if len(values) else ():
             if digest is not None:
-                if piece.dtype != dtype:
+                if blocks.dtype != dtype:
                     if not len(rounded):
-                        rounded = torch.empty(most, dtype=dtype, device=piece.device)
-                    piece = rounded[: len(piece)].copy_(piece)
-                digest.add(entry[0], first, piece)
-            first += len(piece)
-            yield entry, first - len(piece), piece[None]
-        values = piece = torch.empty(0)  # freed before the next one is made
+                        rounded = torch.empty(size, dtype=dtype, device=blocks.device)
+                    blocks = rounded[: len(blocks)].copy_(blocks)
+                digest.add(shard.name, start, blocks)
+            start += len(blocks)
+            yield Piece(shard, start - len(blocks), blocks[None])
+        values = blocks = torch.empty(0)  # freed before the next one is made
 
 
-def leading_pieces(pieces: Iterator[Piece], entries: Iterable[Shard]) -> Iterator[Piece]:
-    """Those of `entries`, which come first in `pieces`; what comes after them is left to be drawn."""
-    for _, parameter, _ in entries:
-        is_whole = not parameter.numel()
-        while not is_whole:
-            entry, first, piece = next(pieces)
-            is_whole = first + piece.shape[1] == _width(parameter, len(piece))
-            yield entry, first, piece
+def leading_pieces(pieces: Iterator[Piece], shards: Iterable[Shard]) -> Iterator[Piece]:
+    """Yields the pieces of `shards`, which come first in `pieces`, and leaves the rest undrawn."""
+    for shard in shards:
+        is_complete = not shard.parameter.numel()
+        while not is_complete:
+            piece = next(pieces)
+            num_ranks, count = piece.blocks.shape
+            is_complete = piece.start + count == _width(shard.parameter, num_ranks)
+            yield piece
             del piece
 
 
 def gather_full_tensors(
-    of: Policy | Sequence[Shard],
+    source: Policy | Sequence[Shard],
     dtype: torch.dtype,
     bucket_bytes: int,
     stats: SyncStats,
     cast: Cast = no_cast,
     digest: WeightDigest | None = None,
 ) -> Generator[tuple[str, Tensor], None, None]:
-    """Collective. `full_tensors` of `gather_pieces`, of the whole policy or of some of its shards."""
-    entries = list(hf_named_shards(of)) if isinstance(of, Policy) else of
-    with closing(gather_pieces(entries, dtype, bucket_bytes, stats, cast, digest)) as pieces:
+    """Collective. `full_tensors` of `gather_pieces`, of the whole policy or of some shards."""
+    shards = list(hf_named_shards(source)) if isinstance(source, Policy) else source
+    with closing(gather_pieces(shards, dtype, bucket_bytes, stats, cast, digest)) as pieces:
         yield from full_tensors(pieces, dtype)
 
 
 def full_tensors(pieces: Iterable[Piece], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """(HF checkpoint name, full tensor in `dtype`). vLLM keeps them until a layer is complete, so they are never views
-    of the reused buckets, nor of the parameters. (torch.no_grad as a decorator would keep the tensor before alive while
-    the next is made.)"""
+    """Yields (name in the HF checkpoint, full tensor in `dtype`).
+
+    vLLM keeps the tensors until a layer is complete, so they are never views of the reused buckets
+    nor of the parameters."""
+    # No torch.no_grad as a decorator: it would keep a tensor alive while the next one is made.
     full = torch.empty(0)
-    for (name, parameter, _), first, piece in pieces:
-        if not first:
-            full = torch.empty(
-                len(piece), _width(parameter, len(piece)), dtype=dtype, device=parameter.device
-            )
-        end = first + piece.shape[1]
-        full[:, first:end] = piece
-        del piece
+    for (name, parameter, _), start, blocks in pieces:
+        if not start:
+            width = _width(parameter, len(blocks))
+            full = torch.empty(len(blocks), width, dtype=dtype, device=parameter.device)
+        end = start + blocks.shape[1]
+        full[:, start:end] = blocks
+        del blocks
         if end == full.shape[1]:
             yield name, full.view(-1)[: parameter.numel()].view(parameter.shape)
-            full = torch.empty(0)  # before the next one is made
+            full = torch.empty(0)  # freed before the next one is made
 
 
-def _values(entry: Shard, cast: Cast) -> Tensor:
-    """This rank's, flat."""
-    name, _, shard = entry
+def _local_values(shard: Shard, cast: Cast) -> Tensor:
+    """Returns this rank's values, flat."""
     with torch.no_grad():
-        return cast(name, shard().detach()).reshape(-1)
+        return cast(shard.name, shard.local_rows().detach()).reshape(-1)
 
 
-def _width(parameter: DTensor, ranks: int) -> int:
-    """Elements of a full shard."""
-    return rows_per_rank(parameter, ranks) * parameter.shape[1:].numel()
+def _width(parameter: DTensor, num_ranks: int) -> int:
+    """Returns the elements of a full shard."""
+    return rows_per_rank(parameter, num_ranks) * parameter.shape[1:].numel()
 
 
-def _gathered(
+def _gather_buckets(
     row: _ShardRow, buckets: list[Tensor], total: int, group: dist.ProcessGroup, stats: SyncStats
 ) -> Generator[Tensor, None, None]:
-    """The rows of all ranks, `total` elements each, in pieces [ranks, columns] that are valid until the next one."""
-    ranks, room = buckets[0].shape
-    num_pieces = -(-total // room)
-    on_its_way: list[dist.Work] = []
+    """Collective. Yields the rows of all ranks, `total` elements each, as [ranks, columns].
+
+    Each is valid until the next one is drawn."""
+    num_ranks, room = buckets[0].shape
+    num_buckets = -(-total // room)
+    works: list[dist.Work] = []
 
     def start(number: int) -> Tensor:
         columns = min(room, total - number * room)
-        piece = buckets[number % len(buckets)].view(-1)[: ranks * columns].view(ranks, columns)
-        row.fill(piece[dist.get_rank(group)])
-        on_its_way.extend(start_all_gather(piece, group))
-        stats.bytes += piece.nbytes
+        flat = buckets[number % len(buckets)].view(-1)
+        bucket = flat[: num_ranks * columns].view(num_ranks, columns)
+        row.fill(bucket[dist.get_rank(group)])
+        works.extend(start_all_gather(bucket, group))
+        stats.bytes += bucket.nbytes
         stats.num_collectives += 1
-        return piece
+        return bucket
 
     try:
         following = start(0)
-        for number in range(num_pieces):
-            wait_for(on_its_way)
-            piece = following
-            if number + 1 < num_pieces:  # before the copies out of this one, which it overlaps with
+        for number in range(num_buckets):
+            wait_for(works)
+            bucket = following
+            # Started before the copies out of this bucket, so that they overlap.
+            if number + 1 < num_buckets:
                 following = start(number + 1)
-            yield piece
-    finally:  # where the receiver failed: leave no message behind that the next gather would take for its own
-        with suppress(
-            RuntimeError
-        ):  # from a peer that is gone; the receiver has an error of its own to tell
-            wait_for(on_its_way)
+            yield bucket
+    finally:
+        # If the receiver failed: leave no message behind that the next gather would take for its
+        # own. A peer that is gone raises here; the receiver's own error matters more.
+        with suppress(RuntimeError):
+            wait_for(works)
 
 
 class _ShardRow:
-    """This rank's shards end to end, each padded to full size; one is asked for, and cast, when its turn comes."""
+    """This rank's shards end to end, each padded to full size. Each is cast when its turn comes."""
 
     def __init__(
         self,
-        entries: Iterable[Shard],
+        shards: Iterable[Shard],
         widths: list[int],
         rank: int,
         cast: Cast,
         digest: WeightDigest | None,
     ) -> None:
-        self._coming, self._rank, self._cast, self._digest = (
-            zip(entries, widths, strict=True),
-            rank,
-            cast,
-            digest,
-        )
-        self._shard, self._left = (
-            torch.empty(0),
-            0,
-        )  # what is still to be read of one; that with its padding
-        self._name, self._place = (
-            "",
-            0,
-        )  # its own, and where in the tensor what is to be read begins
+        self._shards = zip(shards, widths, strict=True)
+        self._rank = rank
+        self._cast = cast
+        self._digest = digest
+        self._unread = torch.empty(0)  # values of the current shard
+        self._num_unread = 0  # the same with its padding
+        self._name = ""
+        self._position = 0  # of the next value in the whole tensor
 
     def fill(self, out: Tensor) -> None:
-        """The next `len(out)` elements, rounded to its dtype; those of padding are left as they are."""
-        stretch = (
-            len(out) if self._digest is None else self._digest.stretch(out.itemsize)
-        )  # named in the cache
+        """Writes the next `len(out)` elements, rounded to its dtype. Padding is not written."""
+        # With a digest it copies and hashes stretch by stretch, while they are in the cache.
+        stretch = len(out) if self._digest is None else self._digest.stretch(out.itemsize)
         while len(out):
-            if not self._left:
-                self._shard = torch.empty(0)  # freed before the next one is made
-                entry, self._left = next(self._coming)
-                self._name, self._place = entry[0], self._rank * self._left
-                self._shard = _values(entry, self._cast)
-            most = len(out) if self._digest is None else stretch - self._place % stretch
-            held = min(len(self._shard), len(out), most)
-            # no name for the shard: it would keep it alive
-            out[:held].copy_(self._shard[:held])
-            if self._digest is not None and held:
-                self._digest.add(self._name, self._place, out[:held])
-            count = held or min(len(out), self._left)
-            out, self._shard, self._left = out[count:], self._shard[count:], self._left - count
-            self._place += count
+            if not self._num_unread:
+                self._unread = torch.empty(0)  # freed before the next one is made
+                shard, self._num_unread = next(self._shards)
+                self._name = shard.name
+                self._position = self._rank * self._num_unread
+                self._unread = _local_values(shard, self._cast)
+            limit = len(out) if self._digest is None else stretch - self._position % stretch
+            num_values = min(len(self._unread), len(out), limit)
+            # No local name for the shard: it would keep it alive.
+            out[:num_values].copy_(self._unread[:num_values])
+            if self._digest is not None and num_values:
+                self._digest.add(self._name, self._position, out[:num_values])
+            count = num_values or min(len(out), self._num_unread)
+            out = out[count:]
+            self._unread = self._unread[count:]
+            self._num_unread -= count
+            self._position += count
 
 
-# A name for weights, to the bit, taken while they are on their way and still in the cache.
-
-
-_COLUMNS, _TOTALS = 128, 16
-_ROWS = {
-    "cpu": 1 << 10,
-    "cuda": 1 << 14,
-}  # of words of 8 bytes in one stretch: a CPU's cache holds a MiB
+_WORD_COLUMNS = 128
+_NUM_TOTALS = 16
+# Rows of words (8 bytes) in one stretch: a MiB fits in a CPU's cache.
+_WORD_ROWS = {"cpu": 1 << 10, "cuda": 1 << 14}
 
 
 class WeightDigest:
-    """Sums modulo 2^64 of all weights' bits, in words of 8 bytes: of the rows and of the columns that each stretch of a
-    tensor is laid out in, times a factor and shifted by places that stand for tensor and stretch.
+    """A hash of all weights, to the bit, taken while they are in the cache on their way.
 
-    Parts may be added in any pieces and any order, by any number of ranks, whose totals are added: 16 products of these
-    sums with random numbers. Sums cost a fraction of what products of all words would. Any one bit shows. Weights that
-    differ by chance differ in name but for one chance in 2^60 or so; where they do in the highest bits of two words and
-    in nothing else, for one in 2^14. It is no signature: changes that add up to nothing in each row and each column of
-    a stretch leave the name as it is.
+    It sums all bits modulo 2^64, in words of 8 bytes. Each stretch of a tensor is laid out in rows
+    and columns; their sums are multiplied by a factor and shifted by places that depend on tensor
+    and stretch. The totals are 16 products of these sums with random numbers.
+
+    Parts may be added in any pieces, in any order and by any number of ranks, whose totals are then
+    added. Sums cost a fraction of what products of all words would. Any single bit changes the
+    hash. Weights that differ by chance have different hashes but for one chance in 2^60 or so; if
+    they differ only in the highest bits of two words, one in 2^14. It is no signature: changes that
+    cancel out in each row and column of a stretch leave the hash as it is.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._num_rows = _ROWS.get(device.type, _ROWS["cuda"])
-        # twice as long as there are rows and columns, so that they can be shifted
-        self._sums = torch.zeros(2 * (self._num_rows + _COLUMNS), dtype=torch.int64, device=device)
-        self._of_columns, self._of_rows = self._sums.split([2 * _COLUMNS, 2 * self._num_rows])
+        self._num_rows = _WORD_ROWS.get(device.type, _WORD_ROWS["cuda"])
+        # Twice as long as there are rows and columns, so that they can be shifted.
+        self._sums = torch.zeros(
+            2 * (self._num_rows + _WORD_COLUMNS), dtype=torch.int64, device=device
+        )
+        self._column_sums, self._row_sums = self._sums.split(
+            [2 * _WORD_COLUMNS, 2 * self._num_rows]
+        )
 
     def stretch(self, itemsize: int) -> int:
-        """Elements of one: what is added in pieces that end where stretches do is added fastest."""
-        return self._num_rows * _COLUMNS * 8 // itemsize
+        """Returns the elements of a stretch. Pieces that end where a stretch ends are fastest."""
+        return self._num_rows * _WORD_COLUMNS * 8 // itemsize
 
-    def add(self, name: str, first: int, values: Tensor) -> None:
-        """The elements of tensor `name`, in its flat order, from the `first` on."""
-        stretch, per_row = self.stretch(values.itemsize), _COLUMNS * 8 // values.itemsize
+    def add(self, name: str, start: int, values: Tensor) -> None:
+        """Adds elements of tensor `name`, in its flat order, from element `start` on."""
+        stretch = self.stretch(values.itemsize)
+        row_length = _WORD_COLUMNS * 8 // values.itemsize
         while len(values):
-            number, start = divmod(first, stretch)
-            row, before = divmod(start, per_row)
-            part = values[: stretch - start]
-            first, values = first + len(part), values[len(part) :]
-            if before or len(part) % per_row or part.storage_offset() * part.itemsize % 8:
-                padded = part.new_zeros(
-                    -(-(before + len(part)) // per_row) * per_row
-                )  # of the rows' other elements
-                padded[before : before + len(part)] = part
+            number, offset = divmod(start, stretch)
+            row, column = divmod(offset, row_length)
+            part = values[: stretch - offset]
+            start += len(part)
+            values = values[len(part) :]
+            # Words need whole rows at an address that 8 divides: copy, with zeros around.
+            if column or len(part) % row_length or part.storage_offset() * part.itemsize % 8:
+                num_rows = -(-(column + len(part)) // row_length)
+                padded = part.new_zeros(num_rows * row_length)
+                padded[column : column + len(part)] = part
                 part = padded
-            words = part.view(torch.int64).view(-1, _COLUMNS)
-            which = hashlib.blake2b(f"{name}/{number}".encode(), digest_size=16).digest()
-            factor, places = (
-                int.from_bytes(which[:8], "little", signed=True) | 1,
-                int.from_bytes(which[8:], "little"),
-            )
-            row, column = row + places % self._num_rows, places // self._num_rows % _COLUMNS
-            self._of_rows[row : row + len(words)].add_(words.sum(1), alpha=factor)
-            self._of_columns[column : column + _COLUMNS].add_(words.sum(0), alpha=factor)
+            words = part.view(torch.int64).view(-1, _WORD_COLUMNS)
+            key = hashlib.blake2b(f"{name}/{number}".encode(), digest_size=16).digest()
+            factor = int.from_bytes(key[:8], "little", signed=True) | 1
+            shift = int.from_bytes(key[8:], "little")
+            first_row_sum = row + shift % self._num_rows
+            first_column_sum = shift // self._num_rows % _WORD_COLUMNS
+            row_sums = self._row_sums[first_row_sum : first_row_sum + len(words)]
+            row_sums.add_(words.sum(1), alpha=factor)
+            column_sums = self._column_sums[first_column_sum : first_column_sum + _WORD_COLUMNS]
+            column_sums.add_(words.sum(0), alpha=factor)
 
-    def add_shard(self, name: str, parameter: DTensor, shard: Tensor) -> None:
-        """This rank's rows of it, once for all replicas."""
+    def add_shard(self, name: str, parameter: DTensor, local_rows: Tensor) -> None:
+        """Adds this rank's rows of a parameter, once for all replicas."""
         if is_first_replica(parameter):
-            self.add(
-                name, first_row(parameter) * parameter.shape[1:].numel(), shard.detach().reshape(-1)
-            )
+            start = first_row(parameter) * parameter.shape[1:].numel()
+            self.add(name, start, local_rows.detach().reshape(-1))
 
     def totals(self) -> list[int]:
-        """Of what was added on this rank; `weights_id` of all ranks' is the name."""
-        products: Tensor = (_factors(len(self._sums), self._sums.device) * self._sums[:, None]).sum(
-            0
-        )
+        """Returns the totals of what this rank added. `weights_id` hashes those of all ranks."""
+        factors = _factors(len(self._sums), self._sums.device)
+        products: Tensor = (factors * self._sums[:, None]).sum(0)
         return products.tolist()
 
 
-def weights_id(of_ranks: list[list[int]]) -> str:
-    """The name of weights whose parts gave these totals."""
-    sums = (sum(totals) % 2**64 for totals in zip(*of_ranks, strict=True))
+def weights_id(rank_totals: list[list[int]]) -> str:
+    """Returns the hash of the weights whose parts gave these totals."""
+    sums = (sum(totals) % 2**64 for totals in zip(*rank_totals, strict=True))
     return hashlib.blake2b(
         b"".join(total.to_bytes(8, "little") for total in sums), digest_size=8
     ).hexdigest()
@@ -321,11 +344,12 @@ def weights_id(of_ranks: list[list[int]]) -> str:
 
 @functools.lru_cache(maxsize=2)
 def _factors(num_sums: int, device: torch.device) -> Tensor:
-    """[sums, totals]. In the first total those of rows are odd and those of columns even, so that any one bit of a
-    word, whose row and column change alike, is in it."""
-    factors = torch.randint(
-        -(2**62), 2**62, (num_sums, _TOTALS), generator=torch.Generator().manual_seed(0)
-    )
+    """Returns random factors [sums, totals].
+
+    In the first total factors of rows are odd and those of columns even, so that any single bit of
+    a word, which changes its row and its column alike, changes this total."""
+    generator = torch.Generator().manual_seed(0)
+    factors = torch.randint(-(2**62), 2**62, (num_sums, _NUM_TOTALS), generator=generator)
     factors[:, 0] *= 2
-    factors[2 * _COLUMNS :, 0] += 1
+    factors[2 * _WORD_COLUMNS :, 0] += 1
     return factors.to(device)

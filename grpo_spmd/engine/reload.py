@@ -1,4 +1,4 @@
-"""vLLM's reload of all weights, and what it leaves undone on the CPU or does not report."""
+"""vLLM's own ways to take new weights: the reload of all of them, and adapters alone."""
 
 from __future__ import annotations
 
@@ -15,9 +15,13 @@ from grpo_spmd.model.lora import hf_name
 
 
 class WeightReload:
+    """vLLM's reload of all weights, with what it leaves undone on the CPU or does not report."""
+
     def __init__(self, llm: Any, model: Any, on_cpu: bool) -> None:
-        self._llm, self._model, self._on_cpu = llm, model, on_cpu
-        self._loaded: set[str] | None = None  # names, of the last reload
+        self._llm = llm
+        self._model = model
+        self._on_cpu = on_cpu
+        self._loaded: set[str] | None = None  # names of the last reload
         load_weights = model.load_weights
 
         def recording(weights: Iterable[tuple[str, Tensor]]) -> Any:
@@ -25,8 +29,9 @@ class WeightReload:
             self._loaded = None if loaded is None else set(loaded)
             return loaded
 
-        # For a parameter that an update does not cover vLLM only logs a warning; what it covers is returned here. The
-        # same warning would come at each sync for modules without weights of their own, such as a tied lm_head.
+        # vLLM only logs a warning for a parameter that an update does not cover, so the names that
+        # it covers are recorded here. The same warning would come at each sync for modules without
+        # weights of their own, such as a tied lm_head.
         model.load_weights = recording
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(
             lambda record: "Failed to load weights" not in record.getMessage()
@@ -35,49 +40,57 @@ class WeightReload:
     def __call__(
         self, weights: Iterable[tuple[str, Tensor]], covered: Collection[str] = ()
     ) -> None:
-        """Collective over the engine's ranks. Replace every weight but those in `covered`, which the engine has got, or
-        raise EngineStateError."""
-        if names := {hf_name(name) for name, _ in self._model.named_parameters()}.difference(
-            covered
-        ):
-            self._reload(weights, names)
+        """Collective over the engine's ranks. Replaces every weight that is not in `covered`.
 
-    def _reload(self, weights: Iterable[tuple[str, Tensor]], names: set[str]) -> None:
+        Raises EngineStateError if one was not replaced."""
+        names = {hf_name(name) for name, _ in self._model.named_parameters()}.difference(covered)
+        if not names:
+            return
         self._loaded = None
         if self._on_cpu:
             self._llm.apply_model(before_reload_on_cpu)
-        path, kinds = (
+        with as_config_error(
             self._llm.model_config.model,
-            (AssertionError, AttributeError, KeyError, ValueError),
-        )
-        with as_config_error(path, "cannot be loaded by vLLM", *kinds):
+            "cannot be loaded by vLLM",
+            AssertionError,
+            AttributeError,
+            KeyError,
+            ValueError,
+        ):
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         if self._on_cpu:
             self._llm.apply_model(after_reload_on_cpu)
         if self._loaded is None:
-            text = "load_weights: this model class does not say which weights it loaded, so the sync cannot be proved"
-            raise EngineStateError(text)
-        if missing := sorted(names - self._loaded):
-            which = f"{len(missing)} engine parameters"
             raise EngineStateError(
-                f"load_weights: {which} were not covered by the policy, first {missing[0]}"
+                "load_weights: this model class does not say which weights it loaded, so the sync "
+                "cannot be proved"
+            )
+        missing = sorted(names - self._loaded)
+        if missing:
+            raise EngineStateError(
+                f"load_weights: {len(missing)} engine parameters were not covered by the policy, "
+                f"first {missing[0]}"
             )
 
 
 def before_reload_on_cpu(model: nn.Module) -> None:
-    """Take the kernel from unquantised MoE layers: it packs their weights when it is built, and an update that finds
-    one does not pack anew (0.28 to 0.32: wrong logprobs, no message)."""
+    """Takes the kernel from unquantised MoE layers.
+
+    The kernel packs their weights when it is built, and an update that finds one does not pack
+    again (0.28 to 0.32: wrong logprobs, no message)."""
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
-        if getattr(method, "moe_kernel", None) is not None and type(method).__name__.startswith(
-            "Unquantized"
-        ):
-            method._kernel_before_reload, method.moe_kernel = method.moe_kernel, None
+        is_unquantised = type(method).__name__.startswith("Unquantized")
+        if is_unquantised and getattr(method, "moe_kernel", None) is not None:
+            method._kernel_before_reload = method.moe_kernel
+            method.moe_kernel = None
 
 
 def after_reload_on_cpu(model: nn.Module) -> None:
-    """Pack a tied lm_head anew: it gets no weights of its own, so that its packed copy is the old one (0.28 to 0.32:
-    wrong by 1 nat, no message)."""
+    """Packs a tied lm_head again.
+
+    It gets no weights of its own, so that its packed copy is the old one (0.28 to 0.32: wrong by
+    1 nat, no message)."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     for module in model.modules():
@@ -85,58 +98,67 @@ def after_reload_on_cpu(model: nn.Module) -> None:
         if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
             method.process_weights_after_loading(module)
         if getattr(method, "_kernel_before_reload", None) is not None:
-            if method.moe_kernel is None:  # the layer got no weights: keep what it had
+            if method.moe_kernel is None:  # the layer got no weights: it keeps what it had
                 method.moe_kernel = method._kernel_before_reload
             method._kernel_before_reload = None
 
 
-# Adapters that come to an engine without the base: one vLLM adapter, handed over in memory, not through files.
-
-
-_ID = 1
+_ADAPTER_ID = 1
 
 
 class EngineAdapters:
+    """The one adapter of an engine that keeps its base. It is handed over in memory."""
+
     def __init__(self, model: Any, rank: int) -> None:
         from vllm.lora.request import LoRARequest
 
-        self._model, self._rank = model, rank
-        self._layers: set[str] = set()  # HF names of those that were given an adapter
-        # If the adapter were not there before the first request, vLLM would look for this folder, and fail.
-        self.request = LoRARequest("policy", _ID, "/handed-over-in-memory")
+        self._model = model
+        self._rank = rank
+        self._layers: set[str] = set()  # HF names of the layers that were given an adapter
+        # If the adapter were not there before the first request, vLLM would look for this folder,
+        # and fail.
+        self.request = LoRARequest("policy", _ADAPTER_ID, "/handed-over-in-memory")
 
     def load(self, adapters: Mapping[str, Tensor]) -> None:
-        """As `RolloutEngine.load_adapters`, but the engine's state is not checked."""
+        """Does the work of `RolloutEngine.load_adapters`, without a look at the engine's state."""
         from vllm.lora.lora_model import LoRAModel
         from vllm.lora.lora_weights import LoRALayerWeights
 
         self.drop()
-        layers = {
-            name.removesuffix(".lora_A.weight")
-            for name in adapters
-            if name.endswith(".lora_A.weight")
+        suffix = ".lora_A.weight"
+        layers = {name.removesuffix(suffix) for name in adapters if name.endswith(suffix)}
+        # Equal rank and alpha, since the factor is in B: vLLM would multiply the tensors in place.
+        weights = {
+            layer: LoRALayerWeights(
+                layer,
+                self._rank,
+                self._rank,
+                adapters[f"{layer}.lora_A.weight"],
+                adapters[f"{layer}.lora_B.weight"],
+            )
+            for layer in layers
         }
-        # Equal rank and alpha: the factor is in B. vLLM would otherwise multiply these tensors in place.
-        weights = {}
-        for name in layers:
-            a, b = adapters[f"{name}.lora_A.weight"], adapters[f"{name}.lora_B.weight"]
-            weights[name] = LoRALayerWeights(name, self._rank, self._rank, a, b)
-        self._model.lora_manager.add_adapter(LoRAModel(_ID, self._rank, weights))
-        self._model.lora_manager.activate_adapter(_ID)
+        self._model.lora_manager.add_adapter(LoRAModel(_ADAPTER_ID, self._rank, weights))
+        self._model.lora_manager.activate_adapter(_ADAPTER_ID)
         # vLLM ignores an adapter whose name it does not know: look at what its layers were given.
         self._layers = layers
-        if homeless := sorted(adapters.keys() - {tensor.engine_name for tensor in self.tensors()}):
-            which = f"{len(homeless)} adapters have no place in the engine, first {homeless[0]}"
-            raise EngineStateError(f"load_adapters: {which}; set model.lora.sync: merged")
+        missing = sorted(adapters.keys() - {tensor.engine_name for tensor in self.tensors()})
+        if missing:
+            raise EngineStateError(
+                f"load_adapters: {len(missing)} adapters have no place in the engine, first "
+                f"{missing[0]}; set model.lora.sync: merged"
+            )
 
     def drop(self) -> None:
-        """Free the copy of the adapters that vLLM keeps beside the one in its layers, for the update to use."""
+        """Frees the copy of the adapters that vLLM keeps beside the one in its layers."""
         self._layers = set()
-        self._model.lora_manager.remove_adapter(_ID)
+        self._model.lora_manager.remove_adapter(_ADAPTER_ID)
 
     def tensors(self) -> list[EngineTensor]:
-        """The adapters in this rank's engine, named as the policy names them, for the layers that were given one."""
-        held = adapter_tensors(self._model, self._rank) if self._layers else []
+        """Returns this rank's adapters by the policy's names, for layers that were given one."""
+        tensors = adapter_tensors(self._model, self._rank) if self._layers else []
         return [
-            tensor for tensor in held if tensor.engine_name.rpartition(".lora_")[0] in self._layers
+            tensor
+            for tensor in tensors
+            if tensor.engine_name.rpartition(".lora_")[0] in self._layers
         ]

@@ -1,5 +1,7 @@
-"""vLLM's start: options and environment. What differs between its versions is said at the line: here, in isolation.py,
-reload.py, weight_map.py and lora_adapters.py."""
+"""vLLM's start: its options, what it does to this process and its environment, and its memory.
+
+Facts about its versions stand at the line that relies on them, here, in reload.py and weight_map.py.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,10 @@ from grpo_spmd.model.hf_files import load_config
 from grpo_spmd.model.lora import engine_target_modules
 from grpo_spmd.observe.memory import MemoryUse, total_bytes
 
-# vLLM reads these when it is imported, which only functions do. The first keeps it in this process.
+_log = logging.getLogger("grpo_spmd")
+_GIB = 2**30
+# vLLM reads these when it is imported, which happens in functions only. The first keeps the engine
+# in this process.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -36,32 +41,34 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
 
 
-@garbage_collector_off()  # half of its imports are made as it starts
+@garbage_collector_off()  # half of vLLM's imports happen at its start
 def start_vllm(
     model: ModelConfig, rollout: RolloutConfig, max_rollout_tokens: int, session: Session
 ) -> Any:
-    """Collective. A vllm.LLM with dummy weights on each of `rollout.tensor_parallel_size` ranks."""
-    refuse_unshareable_segments(rollout, session.device.type)
+    """Collective. Returns a vllm.LLM with dummy weights, over `rollout.tensor_parallel_size` ranks.
+
+    Raises ConfigError if the config is the likely reason that vLLM does not start."""
+    device = session.device.type
+    refuse_unshareable_segments(rollout, device)
     keep_caches_on_node()
     import vllm
 
-    # The CPU worker replaces this by a function that only warns; others of vLLM set the number.
-    set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
+    # The CPU worker replaces this function by one that only warns; other parts set the number.
+    set_num_threads = torch.set_num_threads
+    num_threads = torch.get_num_threads()
     _name_shared_memory_after_job(session.attempt)
-    device = session.device.type
     options: dict[str, Any] = {
         "model": model.path,
         "dtype": model.dtype,
         "max_model_len": max_rollout_tokens,
-    }
-    options |= {"load_format": "dummy", "skip_tokenizer_init": True, "disable_log_stats": True}
-    options |= {
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "disable_log_stats": True,
         "distributed_executor_backend": "external_launcher",
-        "seed": 0,
-    }  # every request brings its own seed
-    options |= {"tensor_parallel_size": rollout.tensor_parallel_size, "enable_prefix_caching": True}
-    options |= {"logprobs_mode": "processed_logprobs"}  # at the temperature, as the policy's are
-    options |= {
+        "seed": 0,  # every request brings its own seed
+        "tensor_parallel_size": rollout.tensor_parallel_size,
+        "enable_prefix_caching": True,
+        "logprobs_mode": "processed_logprobs",  # at the temperature, as the policy's are
         "enable_sleep_mode": device == "cuda",
         "gpu_memory_utilization": rollout.gpu_memory_utilization,
     }
@@ -73,11 +80,10 @@ def start_vllm(
     try:
         return vllm.LLM(trust_remote_code=False, **options | rollout.engine)
     except Exception as error:
-        if isinstance(error, ValueError) and (said := no_room_for_cache(str(error), device)):
-            raise ConfigError(said) from None
-        if not rollout.engine or isinstance(
-            error, dist.DistError
-        ):  # another rank or the network failed: no bad input
+        if isinstance(error, ValueError) and (text := no_room_for_cache(str(error), device)):
+            raise ConfigError(text) from None
+        # DistError: another rank or the network failed, which no config causes.
+        if not rollout.engine or isinstance(error, dist.DistError):
             raise
         raise ConfigError(refused_keys(rollout.engine, error)) from error
     finally:
@@ -86,16 +92,14 @@ def start_vllm(
 
 
 def _lora_options(path: str, lora: LoraConfig) -> dict[str, Any]:
-    """Room for one adapter of this rank, on the layers that get one."""
-    room = [rank for rank in ADAPTER_RANKS if rank >= lora.rank]
+    """Returns the options for one adapter of this rank, on the layers that get one."""
     from vllm.engine.arg_utils import EngineArgs
 
-    layers = engine_target_modules(path, lora)
     options = {
         "enable_lora": True,
         "max_loras": 1,
-        "max_lora_rank": room[0],
-        "lora_target_modules": layers,
+        "max_lora_rank": next(rank for rank in ADAPTER_RANKS if rank >= lora.rank),
+        "lora_target_modules": engine_target_modules(path, lora),
     }
     # An older version, which knows no target modules, adapts all layers.
     return {name: value for name, value in options.items() if hasattr(EngineArgs, name)}
@@ -104,39 +108,44 @@ def _lora_options(path: str, lora: LoraConfig) -> dict[str, Any]:
 def _cpu_kv_cache_bytes(
     model: ModelConfig, rollout: RolloutConfig, max_rollout_tokens: int, world_size: int
 ) -> int:
-    """Room for a step's completions at full length: at least 64 MiB, at most 1/8 of the host's memory over its ranks.
-    Without it vLLM asks for nearly all of the host's memory, on each rank."""
+    """Returns room for a step's completions at full length, at least 64 MiB.
+
+    It is at most 1/8 of the host's memory over its ranks. Without a size vLLM takes nearly all of
+    the host's memory, on each rank."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-    hf, sizes = load_config(model.path), CPUAttentionBackend.get_supported_head_sizes()
-    if head_dim(hf) not in sizes:  # vLLM would find that out when it first samples
+    config = load_config(model.path)
+    width = head_dim(config)
+    sizes = CPUAttentionBackend.get_supported_head_sizes()
+    # vLLM would find that out when it first samples.
+    if width not in sizes:
         raise ConfigError(
-            f"model.path: {model.path} has heads of {head_dim(hf)}, and vLLM on a CPU only of {sizes}"
+            f"model.path: {model.path} has heads of {width}, and vLLM on a CPU only of {sizes}"
         )
-    heads = getattr(hf, "num_key_value_heads", hf.num_attention_heads)
-    token = 2 * hf.num_hidden_layers * heads * head_dim(hf) * (4 if model.dtype == "float32" else 2)
-    engines = max(1, world_size // rollout.tensor_parallel_size)
-    wanted = (
-        token * max_rollout_tokens * rollout.num_launched_prompts * rollout.group_size // engines
-    )
-    return max(64 << 20, min(int(wanted), cpu_cache_bytes()))
+    heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
+    itemsize = 4 if model.dtype == "float32" else 2
+    token_bytes = 2 * config.num_hidden_layers * heads * width * itemsize  # keys and values
+    num_tokens = max_rollout_tokens * rollout.num_launched_prompts * rollout.group_size
+    num_engines = max(1, world_size // rollout.tensor_parallel_size)
+    return max(64 << 20, min(int(token_bytes * num_tokens // num_engines), cpu_cache_bytes()))
 
 
 def _name_shared_memory_after_job(attempt: int) -> None:
-    """On a CPU with tensor parallelism vLLM's shared memory has the same name in all external_launcher jobs: two on one
-    host, or what a killed one left, make the next fail with errno 17 (0.28 to 0.32). The text after the last ':' of the
-    init method enters the name."""
+    """Gives vLLM's shared memory a name that no other job has.
+
+    On a CPU with tensor parallelism it has the same name in all external_launcher jobs: two on one
+    host, or what a killed one left, make the next fail with errno 17 (0.28 to 0.32). The text after
+    the last ':' of the init method enters the name."""
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
-    own = ExecutorWithExternalLauncher._distributed_args
-    original = getattr(
-        own, "__wrapped__", own
-    )  # not what an earlier run of this process has put there
+    current = ExecutorWithExternalLauncher._distributed_args
+    # An earlier run of this process may have wrapped it already.
+    original = getattr(current, "__wrapped__", current)
 
     @functools.wraps(original)
     def distributed_args(self: Any) -> Any:
         method, rank, local_rank = original(self)
-        if dist.is_initialized():  # then the method is used for nothing else
+        if dist.is_initialized():  # then vLLM uses the method for nothing else
             job = [os.environ.get(name, "0") for name in ("MASTER_PORT", "TORCHELASTIC_RUN_ID")]
             method = "env://:" + "-".join([*job, str(attempt)])
         return method, rank, local_rank
@@ -144,21 +153,19 @@ def _name_shared_memory_after_job(attempt: int) -> None:
     ExecutorWithExternalLauncher._distributed_args = distributed_args
 
 
-# What vLLM does to the process around it, undone.
-
-
+# Variables that vLLM changes.
 _TOUCHED_ENVIRONMENT = ("LOCAL_WORLD_SIZE", "LD_PRELOAD", "LD_LIBRARY_PATH", "NUMEXPR_MAX_THREADS")
 
 
 @contextmanager
 def isolated() -> Iterator[None]:
-    """Put back the global random states, which vLLM reseeds and draws from, so that the trainer's randomness does not
-    depend on what was generated; and the environment, where LOCAL_WORLD_SIZE would be the TP size."""
-    random_state, numpy_state, torch_state = (
-        random.getstate(),
-        np.random.get_state(),
-        torch.get_rng_state(),
-    )
+    """Restores the global random states and the environment at its end.
+
+    vLLM seeds the global generators and draws from them: the trainer's randomness must not depend
+    on what was generated. It also sets LOCAL_WORLD_SIZE to the TP size."""
+    random_state = random.getstate()
+    numpy_state = np.random.get_state()
+    torch_state = torch.get_rng_state()
     cuda_state = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
     environment = {name: os.environ[name] for name in _TOUCHED_ENVIRONMENT if name in os.environ}
     try:
@@ -174,149 +181,154 @@ def isolated() -> Iterator[None]:
         os.environ.update(environment)
 
 
-# What vLLM's start needs on GPUs and not on a CPU.
-
-
-_log = logging.getLogger("grpo_spmd")
-_CUSTOM_ALL_REDUCE_RANKS = (2, 4, 6, 8, 16)
-
-
-def allocator_settings() -> str:
-    """The user's options of torch's allocator, where torch looks for them."""
+def _allocator_settings() -> str:
+    """Returns the user's options of torch's allocator, from the variables that torch reads."""
     return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
 
 
 @contextmanager
 def allocator_settings_kept(device: torch.device) -> Iterator[None]:
-    """Keep the user's options of torch's allocator: vLLM switches expandable segments off while it fills the pool of
-    its sleep mode, which cannot live in them, and on again. Up to 0.30 it looks for them in PYTORCH_CUDA_ALLOC_CONF
-    alone, not in PYTORCH_ALLOC_CONF, and sets nothing but that one option; torch resets all others to their defaults.
-    """
-    given = allocator_settings()
-    if device.type != "cuda" or not given:
+    """Restores the user's options of torch's allocator at its end.
+
+    vLLM switches expandable segments off while it fills the pool of its sleep mode, which cannot
+    live in them, and on again. Up to 0.30 it looks for them in PYTORCH_CUDA_ALLOC_CONF alone, and
+    sets nothing but that one option; torch resets all others to their defaults."""
+    settings = _allocator_settings()
+    if device.type != "cuda" or not settings:
         yield
         return
-    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = given
+    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = settings
     yield
-    torch._C._accelerator_setAllocatorSettings(given)
+    torch._C._accelerator_setAllocatorSettings(settings)
 
 
 def refuse_unshareable_segments(rollout: RolloutConfig, device: str) -> None:
-    """Raises ConfigError: for its custom all-reduce vLLM (0.26 to 0.33) has the ranks of an engine hand each other the
-    buffers of their CUDA graphs by cudaIpcGetMemHandle, which expandable segments do not have. It does without for
-    other numbers of ranks, and where more than two GPUs have no NVLink, which only it knows."""
-    settings = allocator_settings().replace(" ", "").lower().split(",")
-    without = rollout.engine.get("disable_custom_all_reduce"), rollout.engine.get("enforce_eager")
-    is_on = (
-        "expandable_segments:true" in settings
-        and rollout.tensor_parallel_size in _CUSTOM_ALL_REDUCE_RANKS
-    )
-    is_on = is_on and True not in without
-    if is_on and device == "cuda":
-        what = (
-            f"expandable_segments with rollout.tensor_parallel_size {rollout.tensor_parallel_size}"
+    """Raises ConfigError if vLLM's custom all-reduce would meet expandable segments.
+
+    With it the ranks of an engine (0.26 to 0.33) give each other the buffers of their CUDA graphs
+    by cudaIpcGetMemHandle, which expandable segments do not have. vLLM does without it for other
+    numbers of ranks, and if more than two GPUs have no NVLink, which only vLLM knows."""
+    settings = _allocator_settings().replace(" ", "").lower().split(",")
+    options = rollout.engine
+    if (
+        device == "cuda"
+        and "expandable_segments:true" in settings
+        and rollout.tensor_parallel_size in (2, 4, 6, 8, 16)
+        and True not in (options.get("disable_custom_all_reduce"), options.get("enforce_eager"))
+    ):
+        raise ConfigError(
+            "PYTORCH_ALLOC_CONF: expandable_segments with rollout.tensor_parallel_size "
+            f"{rollout.tensor_parallel_size}: vLLM's custom all-reduce cannot share such memory "
+            "between ranks; leave it out, or set rollout.engine.disable_custom_all_reduce=true "
+            "(NCCL's, as without NVLink)"
         )
-        why = "vLLM's custom all-reduce cannot share such memory between ranks"
-        remedy = "leave it out, or set rollout.engine.disable_custom_all_reduce=true (NCCL's, as without NVLink)"
-        raise ConfigError(f"PYTORCH_ALLOC_CONF: {what}: {why}; {remedy}")
 
 
 def keep_caches_on_node() -> None:
-    """What vLLM, Triton and FlashInfer compile lies below the home folder. Where that is on another host, all nodes
-    wait for its locks and ranks read small files over the network: it goes to the temporary folder then, where all
-    ranks of the node find it, but for what a variable gives a place, and unless that folder is no better: on another
-    host too, or mounted so that no code is loaded from it. To be called before vllm is imported; torch's Inductor keeps
-    to the temporary folder by itself."""
-    home, temporary = Path(os.path.expanduser("~")), Path(tempfile.gettempdir())
+    """Moves the caches of vLLM, Triton and FlashInfer to the temporary folder if home is remote.
+
+    All nodes would wait for the locks there, and ranks would read small files over the network. A
+    variable that the user has set is kept. Nothing moves if the temporary folder is no better: on
+    another host too, or mounted noexec. Call it before vllm is imported. Torch's Inductor uses the
+    temporary folder by itself."""
+    home = Path(os.path.expanduser("~"))
+    temporary = Path(tempfile.gettempdir())
     defaults = {
         "VLLM_CACHE_ROOT": Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache", "vllm"),
         "TRITON_CACHE_DIR": Path(os.environ.get("TRITON_HOME") or home, ".triton"),
         "FLASHINFER_WORKSPACE_BASE": home / ".cache" / "flashinfer",
     }
     moved = [
-        name for name, at in defaults.items() if not (os.environ.get(name) or is_of_this_host(at))
+        name
+        for name, path in defaults.items()
+        if not (os.environ.get(name) or is_of_this_host(path))
     ]
     if not moved or not is_of_this_host(temporary) or os.statvfs(temporary).f_flag & os.ST_NOEXEC:
         return
     folder = temporary / f"vllm-{os.geteuid()}"
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    if not is_own_folder(
-        folder
-    ):  # code is loaded from there: one that others made, or can write to, is not taken
+    # Code is loaded from this folder: never take one that others made or can write to.
+    if not is_own_folder(folder):
         _log.warning(
             "%s is no folder that you alone can write to: this rank compiles for itself, anew",
             folder,
         )
         folder = Path(tempfile.mkdtemp(prefix="vllm-"))
-    # Downloaded, not compiled: perhaps there is no network now.
-    fetched = defaults["FLASHINFER_WORKSPACE_BASE"] / "cubins"
-    if "FLASHINFER_WORKSPACE_BASE" in moved and fetched.is_dir():
-        os.environ.setdefault("FLASHINFER_CUBIN_DIR", str(fetched))
+    # These files are downloaded, not compiled, and there may be no network now.
+    cubins = defaults["FLASHINFER_WORKSPACE_BASE"] / "cubins"
+    if "FLASHINFER_WORKSPACE_BASE" in moved and cubins.is_dir():
+        os.environ.setdefault("FLASHINFER_CUBIN_DIR", str(cubins))
     for name in moved:
         os.environ[name] = str(folder / "triton" if name == "TRITON_CACHE_DIR" else folder)
 
 
 def warn_of_slow_seeds(vllm_config: Any, device: str) -> None:
-    """Every request has its own seed, for which vLLM's V1 model runner loops over the requests in Python at each token;
-    V2 has them in a tensor. V2 is the default of what vLLM supports in it (0.26: dense models; 0.32: nearly all)."""
+    """Warns if vLLM runs its V1 model runner.
+
+    Every request has its own seed. V1 loops over the requests in Python at each token; V2 has the
+    seeds in a tensor, and is the default where vLLM supports it (0.26: dense models; 0.32: nearly
+    all)."""
     if device == "cuda" and not vllm_config.use_v2_model_runner:
-        what = "vLLM runs its V1 model runner, which samples seeded requests one by one: generation is slower"
         _log.warning(
-            "%s; VLLM_USE_V2_MODEL_RUNNER=1 asks for V2, where this model and these options allow it",
-            what,
+            "vLLM runs its V1 model runner, which samples seeded requests one by one: generation "
+            "is slower; VLLM_USE_V2_MODEL_RUNNER=1 asks for V2, where this model and these options "
+            "allow it"
         )
-
-
-# The engine gives back what it took: what is left in use after its sleep must not grow over the run.
-
-
-_GIB = 2**30
 
 
 class SleepCheck:
+    """Warns if the memory that is in use after the engine's sleep grows over the run."""
+
     def __init__(
         self, device: torch.device, growth_bytes: int | None = None, tp_size: int = 1
     ) -> None:
-        """`growth_bytes`: of what growth to warn; None: 5 % of the device, at least 1 GiB."""
-        self._device, self._tp_size = device, tp_size
-        self._growth = (
-            max(_GIB, total_bytes(device) // 20) if growth_bytes is None else growth_bytes
-        )
-        self._least: int | None = None
-        self._alarmed = 0
+        """`growth_bytes`: the growth to warn of. None: 5 % of the device, at least 1 GiB."""
+        self._device = device
+        self._tp_size = tp_size
+        if growth_bytes is None:
+            growth_bytes = max(_GIB, total_bytes(device) // 20)
+        self._growth_bytes = growth_bytes
+        self._smallest: int | None = None
+        self._warned_at = 0
 
     def check(self, before: MemoryUse, after: MemoryUse, held_bytes: int) -> dict[str, float]:
-        """Warn where one sleep leaves too much, and again for each further growth as large. Returns
-        `memory/sleep/freed_gib`, and `memory/sleep/left_gib`: in use after it, less `held_bytes`.
-        `held_bytes` is what policy, reference and optimizer hold (HostOffload.held_bytes), which changes for good
-        reasons, as when the first update makes the optimizer's state."""
-        freed, left = self._used(before) - self._used(after), self._used(after) - held_bytes
-        self._least = left if self._least is None else min(self._least, left)
-        if left - max(self._least, self._alarmed) > self._growth:
-            self._alarmed = left
-            text = (
-                "memory grows: %.2f GiB in use after the engine's sleep, beyond what policy, reference and optimizer "
-                "hold, where it was %.2f GiB at the least (alarm at +%.2f GiB); the sleep freed %.2f GiB. %s"
-            )
-            sizes = (size / _GIB for size in (left, self._least, self._growth, freed))
-            _log.warning(text, *sizes, self._parts(after, held_bytes))
-        return {"memory/sleep/freed_gib": freed / _GIB, "memory/sleep/left_gib": left / _GIB}
+        """Warns once a sleep leaves too much, and again for each further growth as large.
 
-    def _used(self, use: MemoryUse) -> int:
+        Returns `memory/sleep/freed_gib`, and `memory/sleep/left_gib`: what is in use after the
+        sleep, less `held_bytes`. `held_bytes` is the memory of policy, reference and optimizer
+        (HostOffload.held_bytes), which changes for good reasons, as when the first update makes the
+        optimizer's state."""
+        used_after = self._used_bytes(after)
+        freed = self._used_bytes(before) - used_after
+        rest = used_after - held_bytes
+        self._smallest = rest if self._smallest is None else min(self._smallest, rest)
+        if rest - max(self._smallest, self._warned_at) > self._growth_bytes:
+            self._warned_at = rest
+            _log.warning(
+                "memory grows: %.2f GiB in use after the engine's sleep, beyond what policy, "
+                "reference and optimizer hold, where it was %.2f GiB at the least (alarm at +%.2f "
+                "GiB); the sleep freed %.2f GiB. %s",
+                rest / _GIB,
+                self._smallest / _GIB,
+                self._growth_bytes / _GIB,
+                freed / _GIB,
+                self._likely_causes(after, held_bytes),
+            )
+        return {"memory/sleep/freed_gib": freed / _GIB, "memory/sleep/left_gib": rest / _GIB}
+
+    def _used_bytes(self, use: MemoryUse) -> int:
         return use.driver_used if self._device.type == "cuda" else use.allocated
 
-    def _parts(self, after: MemoryUse, held_bytes: int) -> str:
+    def _likely_causes(self, after: MemoryUse, held_bytes: int) -> str:
         if self._device.type != "cuda":
             return "Likely something keeps tensors or texts of earlier steps alive"
-        own, cached = (
-            (after.allocated - held_bytes) / _GIB,
-            (after.reserved - after.allocated) / _GIB,
-        )
         with_tp = " with rollout.engine.disable_custom_all_reduce=true" if self._tp_size > 1 else ""
         return (
-            f"Tensors of torch: {own:.2f} GiB (weights that the engine keeps outside its pool, or tensors of earlier "
-            f"steps kept alive); cached by torch: {cached:.2f} GiB (fragmentation: try PYTORCH_ALLOC_CONF="
-            f"expandable_segments:True{with_tp}); outside torch: {after.other / _GIB:.2f} GiB (a pool not given back: "
-            "try another version of vLLM; CUDA graphs, NCCL, another process)"
+            f"Tensors of torch: {(after.allocated - held_bytes) / _GIB:.2f} GiB (weights that the "
+            "engine keeps outside its pool, or tensors of earlier steps kept alive); cached by "
+            f"torch: {(after.reserved - after.allocated) / _GIB:.2f} GiB (fragmentation: try "
+            f"PYTORCH_ALLOC_CONF=expandable_segments:True{with_tp}); outside torch: "
+            f"{after.other / _GIB:.2f} GiB (a pool not given back: try another version of vLLM; "
+            "CUDA graphs, NCCL, another process)"
         )

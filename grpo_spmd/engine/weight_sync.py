@@ -1,4 +1,4 @@
-"""Policy -> engine: what is sent at a sync and how, and when it is proved that it arrived."""
+"""Policy -> engine: what a sync sends and how, and when it is proved that it arrived."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from grpo_spmd.records import SyncStats
 
 
 class WeightSync:
-    """Brings the policy's weights into the engine, and now and then proves that they arrived."""
+    """Brings the policy's weights into the engine, and at times proves that they arrived."""
 
     def __init__(
         self,
@@ -38,38 +38,48 @@ class WeightSync:
         cast: Cast = no_cast,
         is_named: bool = False,
     ) -> None:
-        """`prove_every_steps` 0: only the first syncs are proved. `is_named`: the stats name the weights, which a
-        rollout buffer needs. Raises ConfigError as `refuse_unsynced_tensors` does."""
+        """`prove_every_steps` 0: only the first syncs are proved. `is_named`: the stats have a hash
+        of the weights, which a rollout buffer needs. Raises ConfigError as
+        `refuse_unsynced_tensors` does."""
         refuse_unsynced_tensors(policy.model, engine.tensors, fits)
-        self._policy, self._engine, self._offload, self._cast = policy, engine, offload, cast
+        self._policy = policy
+        self._engine = engine
+        self._offload = offload
+        self._cast = cast
         self._device = next(policy.model.parameters()).device
-        self._bucket_bytes, self._prove_every_steps, self._is_named = (
-            bucket_bytes,
-            prove_every_steps,
-            is_named,
-        )
+        self._bucket_bytes = bucket_bytes
+        self._prove_every_steps = prove_every_steps
+        self._is_named = is_named
         self._has_proved = False
         self._direct: DirectLoad | None = None
         self._direct_is_proved = True
-        self._loader_is_due = True  # of the due steps, every other one is the loader's
-        self._base_totals = list[
-            int
-        ]()  # what a base that stays in the engine adds to the name of its weights
+        # Of the steps at which a proof is due, every other one goes through vLLM's loader.
+        self._loader_is_due = True
+        # The digest of a base that stays in the engine. Adapters' totals are added to it.
+        self._base_totals: list[int] = []
 
     def sync(self, step: int) -> SyncStats:
-        """Collective. Wake the engine with exactly the policy's weights, as version `step`, its caches emptied.
+        """Collective. Wakes the engine with exactly the policy's weights, as version `step`.
 
-        An engine that takes adapters by themselves gets the base once: it sleeps at level 1, which keeps it. The proof
-        comes at the first sync of a process and where `step` is a multiple of `prove_every_steps`, before the KV cache
-        takes the room that it needs. What the first one proves came through vLLM's loader, which knows nothing of our
-        map. The sync after it copies directly, by the map that was proved right, and is proved too; so do those that
-        follow, without. Of the steps at which a proof is due, one finds the weights as the direct copies of all steps
-        before have left them, the next as vLLM's loader brings them, and so on in turn. `offload` moves out what the
-        sync does not read before it, the policy after.
-        Raises EngineStateError: an engine parameter was not covered; Rank0Error, on every rank: an engine holds
-        something other than the policy.
+        Its caches are empty afterwards. An engine that takes adapters alone gets the base once: it
+        sleeps at level 1, which keeps it. `offload` moves out what the sync does not read before
+        it, and the policy after it.
+
+        The proof runs at the first sync of a process and if `step` is a multiple of
+        `prove_every_steps`, before the KV cache takes the room that it needs. The weights of the
+        first proof came through vLLM's loader, which does not use our map. The next sync copies
+        directly, by the map that was proved right, and is proved too. The following ones copy
+        directly without a proof. The steps at which a proof is due alternate: one proves the
+        weights as the direct copies of all earlier steps left them, the next as vLLM's loader
+        brings them.
+
+        Raises EngineStateError if an engine parameter was not covered. Raises Rank0Error on every
+        rank if an engine holds other weights than the policy.
         """
-        policy, engine, stats, digest = self._policy, self._engine, SyncStats(), self._new_digest()
+        policy = self._policy
+        engine = self._engine
+        stats = SyncStats()
+        digest = self._new_digest()
         if self._offload is not None:
             self._offload.before_sync()
         engine.wake_weights()
@@ -78,26 +88,19 @@ class WeightSync:
         )
         direct = None if is_due and self._loader_is_due else self._direct
         if engine.needs_weights:
-            # Of a base that stays nothing is counted: a step is then counted alike, whether the process is new or not.
+            # A base that stays is not counted: then a step counts the same in a new process.
             self._send(step, SyncStats() if engine.takes_adapters else stats, digest, direct)
-            self._base_totals = (
-                digest.totals() if digest is not None and engine.takes_adapters else []
-            )
+            if digest is not None and engine.takes_adapters:
+                self._base_totals = digest.totals()
         if engine.takes_adapters:
             digest = self._new_digest()
-            shards = list(adapter_shards(policy.model, policy.lora))
-            if digest is not None:
-                for name, parameter, shard in shards:
-                    digest.add_shard(name, parameter, shard().to(engine.dtype))
-            adapters = gather_adapters(shards, engine.dtype)
-            stats.bytes += sum(tensor.nbytes for tensor in adapters.values())
-            stats.num_collectives += 1
-            engine.load_adapters(adapters, step)
-            del adapters
+            self._send_adapters(step, stats, digest)
         if is_due or not self._direct_is_proved:
             stats.proof_s = prove_weights(policy, engine, step, is_first=not self._has_proved)
-            self._has_proved = self._direct_is_proved = True
-            self._loader_is_due = direct is not None if is_due else self._loader_is_due
+            self._has_proved = True
+            self._direct_is_proved = True
+            if is_due:
+                self._loader_is_due = direct is not None
             if direct is None and not engine.takes_adapters:
                 self._direct = self._proved_direct_load()
                 self._direct_is_proved = self._direct is None
@@ -114,30 +117,46 @@ class WeightSync:
     def _send(
         self, step: int, stats: SyncStats, digest: WeightDigest | None, direct: DirectLoad | None
     ) -> None:
-        """Collective. The whole policy, directly as far as `direct` goes; in one row, so that it takes as many
-        collectives either way."""
-        engine, names = self._engine, direct.names if direct is not None else frozenset()
-        entries = sorted(hf_named_shards(self._policy), key=lambda entry: entry[0] not in names)
-        copied = [entry for entry in entries if entry[0] in names]
-        how = engine.dtype, self._bucket_bytes, stats, self._cast, digest
-        with closing(gather_pieces(entries, *how)) as pieces:
-            engine.load_weights(
-                full_tensors(pieces, engine.dtype), step, direct, leading_pieces(pieces, copied)
+        """Collective. Sends the whole policy, the tensors of `direct` directly.
+
+        Both ways share one gathered row, so that a sync always takes as many collectives."""
+        direct_names = direct.names if direct is not None else frozenset()
+        shards = sorted(
+            hf_named_shards(self._policy), key=lambda shard: shard.name not in direct_names
+        )
+        copied = [shard for shard in shards if shard.name in direct_names]
+        dtype = self._engine.dtype
+        with closing(
+            gather_pieces(shards, dtype, self._bucket_bytes, stats, self._cast, digest)
+        ) as pieces:
+            self._engine.load_weights(
+                full_tensors(pieces, dtype), step, direct, leading_pieces(pieces, copied)
             )
 
+    def _send_adapters(self, step: int, stats: SyncStats, digest: WeightDigest | None) -> None:
+        """Collective. Sends the adapters alone."""
+        engine = self._engine
+        shards = list(adapter_shards(self._policy.model, self._policy.lora))
+        if digest is not None:
+            for name, parameter, local_rows in shards:
+                digest.add_shard(name, parameter, local_rows().to(engine.dtype))
+        adapters = gather_adapters(shards, engine.dtype)
+        stats.bytes += sum(tensor.nbytes for tensor in adapters.values())
+        stats.num_collectives += 1
+        engine.load_adapters(adapters, step)
+
     def _proved_direct_load(self) -> DirectLoad | None:
-        """Collective. None where nothing can be copied, or where ranks would copy different tensors."""
-        by_parameter = {
-            id(parameter): name for name, parameter in hf_named_parameters(self._policy)
-        }
-        named = self._policy.model.named_parameters(remove_duplicate=False)
+        """Collective. Returns None if nothing can be copied, or ranks would copy different tensors."""
+        name_of = {id(parameter): name for name, parameter in hf_named_parameters(self._policy)}
         parameters = {
-            hf_name(name): parameter for name, parameter in named if id(parameter) in by_parameter
+            hf_name(name): parameter
+            for name, parameter in self._policy.model.named_parameters(remove_duplicate=False)
+            if id(parameter) in name_of
         }
-        names = {name: by_parameter[id(parameter)] for name, parameter in parameters.items()}
+        names = {name: name_of[id(parameter)] for name, parameter in parameters.items()}
         all_fit = all(fits(tensor, parameters) for tensor in self._engine.tensors(names))
         direct = self._engine.direct_load(names) if all_fit else None
         copied = "\n".join(sorted(direct.names)) if direct is not None else ""
-        which = hashlib.sha256(copied.encode()).hexdigest()
-        are_alike = on_rank0(lambda of_ranks: all(of == of_ranks[0] for of in of_ranks), which)
-        return direct if copied and are_alike else None
+        hash_of_names = hashlib.sha256(copied.encode()).hexdigest()
+        is_same = on_rank0(lambda hashes: len(set(hashes)) == 1, hash_of_names)
+        return direct if copied and is_same else None

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -28,7 +27,7 @@ from grpo_spmd.distributed.session import Session
 from grpo_spmd.learn.sampled_step import SampledStep
 from grpo_spmd.learn.update import PolicyUpdater, Reference
 from grpo_spmd.model.hf_files import checkpoint_folder, tensor_files
-from grpo_spmd.model.lora import adapted_layers
+from grpo_spmd.model.lora import adapters_at_zero
 from grpo_spmd.model.policy import Policy, hf_named_parameters
 from grpo_spmd.model.sharding import first_row
 from grpo_spmd.proofs.adamw_check import AdamwCheck
@@ -231,7 +230,7 @@ class UpdateCheck:
             return found
         check, rows = self._gradients, (sampled.groups, self._session.device)
         if policy.lora.rank:
-            with adapters_at_zero(policy):
+            with adapters_at_zero(policy.model):
                 plain = check.plain_logprobs(policy, *rows)
         elif isinstance(reference, Policy) and reference is not policy:
             plain = check.plain_logprobs(reference, *rows)
@@ -290,19 +289,6 @@ class UpdateCheck:
             lambda of_ranks: _raise_if_wrong(of_ranks, self._step),
             [wrong[:_MAX_NAMED], len(wrong), measured],
         )
-
-
-@contextmanager
-def adapters_at_zero(policy: Policy) -> Iterator[None]:
-    """The base by another way than the trainer's: adapters on, their products times 0."""
-    scales = [(layer, dict(layer.scaling)) for layer in adapted_layers(policy.model).values()]
-    try:
-        for layer, scale in scales:
-            layer.scaling.update(dict.fromkeys(scale, 0.0))
-        yield
-    finally:
-        for layer, scale in scales:
-            layer.scaling.update(scale)
 
 
 def _raise_if_wrong(

@@ -38,12 +38,12 @@ from grpo_spmd.model.divergence import (
     WholeTeacher,
     top_outcomes,
 )
-from grpo_spmd.model.lora import adapters_off
+from grpo_spmd.model.lora import adapters_at_zero, adapters_off
 from grpo_spmd.model.offload import OffloadableModel
 from grpo_spmd.model.policy import DTYPES, Policy, Term, build_policy
 from grpo_spmd.model.sharding import gather_rows
 from grpo_spmd.proofs.gradient_check import CheckResult, eager_attention
-from grpo_spmd.proofs.update_check import SignalProofs, UpdateCheckSettings, adapters_at_zero
+from grpo_spmd.proofs.update_check import SignalProofs, UpdateCheckSettings
 from grpo_spmd.records import (
     Decision,
     MicroBatch,

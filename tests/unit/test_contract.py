@@ -24,7 +24,6 @@ SITE = Path(_TORCH.origin).parents[1]
 # None: what is called rows in the one are tensors, and the other's self._engine is ours.
 _OWN = {"weight_proof.py", "weight_sync.py"}
 FILES = [path for path in sorted((ROOT / "grpo_spmd/engine").glob("*.py")) if path.name not in _OWN]
-FILES.append(ROOT / "grpo_spmd/model/families/build.py")
 _OBJECTS = re.compile(
     r"^(self\._llm|self\._engine|self\._model|llm|core|scheduler|layer|wrapper|model|module|method|mapper|output|sampled"
     r"|of|rows|vllm_config|CuMemAllocator|CPUAttentionBackend|ExecutorWithExternalLauncher|RequestOutputKind)[.(]"

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from grpo_spmd.engine import gather, weight_sync
 from grpo_spmd.engine.gather import WeightDigest, gather_full_tensors, gather_pieces, leading_pieces
 from grpo_spmd.engine.weight_sync import WeightSync
+from grpo_spmd.model.lora import Shard
 from grpo_spmd.records import SyncStats
 
 
@@ -63,7 +64,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def entry(name: str, tensor: Tensor, ranks: int = 1) -> Any:
-    return name, tensor, lambda: tensor[: len(tensor) // ranks]
+    return Shard(name, cast(Any, tensor), lambda: tensor[: len(tensor) // ranks])
 
 
 @pytest.fixture

@@ -31,6 +31,7 @@ from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.exit import Rank0Error
 from grpo_spmd.distributed.session import Session, end_session, start_session
 from grpo_spmd.engine.gather import gather_full_tensors
+from grpo_spmd.model.lora import Shard
 from grpo_spmd.model.policy import Policy, build_policy, hf_named_parameters, hf_named_shards
 from grpo_spmd.model.sharding import shard_group
 from grpo_spmd.records import SyncStats
@@ -156,9 +157,9 @@ def one_shard_is_made_at_a_time(policy: Policy, expected: dict[str, Tensor]) -> 
         made.append(weakref.ref(shard))
         return shard
 
-    def shards(policy: Policy) -> Iterator[tuple[str, DTensor, Callable[[], Tensor]]]:
+    def shards(policy: Policy) -> Iterator[Shard]:
         for name, parameter, _ in hf_named_shards(policy):
-            yield name, parameter, partial(doubled, parameter)
+            yield Shard(name, parameter, partial(doubled, parameter))
 
     grpo_spmd.engine.gather.hf_named_shards = shards
     for name, tensor in gather_full_tensors(policy, torch.float32, 6000, SyncStats()):
