@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 
 from grpo_spmd.checkpoint.state import model_fingerprint
@@ -371,12 +370,8 @@ def test_texts_are_dealt_alike_whichever_rank_has_them() -> None:
 
     def rows(parts: list[list[int]]) -> list[list[set[int]]]:
         """The keys of each row of each rank."""
-        packed = [
-            msgspec.msgpack.encode((part, [lengths[key] for key in part])) for part in parts
-        ]
-        shares = [
-            msgspec.msgpack.decode(share, type=_Share) for share in _share_out(packed, 40)
-        ]
+        packed = [msgspec.msgpack.encode((part, [lengths[key] for key in part])) for part in parts]
+        shares = [msgspec.msgpack.decode(share, type=_Share) for share in _share_out(packed, 40)]
         sent = [
             [[parts[source][n] for n in to] for to in share.send]
             for source, share in enumerate(shares)

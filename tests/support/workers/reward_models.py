@@ -154,7 +154,9 @@ def _swapped() -> tuple[str, Callable[[], None]]:
 def _earlier_token() -> tuple[str, Callable[[], None]]:
     """The head reads the token before the last one."""
     real = RewardModel._scored_position
-    return "qwen3", _replaced(RewardModel, "_scored_position", lambda self, text: real(self, text) - 1)
+    return "qwen3", _replaced(
+        RewardModel, "_scored_position", lambda self, text: real(self, text) - 1
+    )
 
 
 def _other_label() -> tuple[str, Callable[[], None]]:
