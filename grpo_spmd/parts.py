@@ -22,6 +22,7 @@ from grpo_spmd.data.prompts import PromptStream
 from grpo_spmd.data.tokens import build_prompts
 from grpo_spmd.distributed import doctor
 from grpo_spmd.distributed.collectives import barrier, on_rank0
+from grpo_spmd.distributed.exit import bounded_teardown
 from grpo_spmd.distributed.preemption import Preemption
 from grpo_spmd.distributed.session import (
     Session,
