@@ -128,12 +128,12 @@ class ServedTeacher(Teacher):
             self._limits,
             [(n, partial(self._ask, servers[n], question)) for n, question in numbered],
         )
-        while any_rank(calls.go_on(_STOP_CHECK_S)):
+        while any_rank(calls.run_for(_STOP_CHECK_S)):
             stop_check(False)
-        self.unanswered = {numbered[job][1].rollout_id for job in calls.failed}
+        self.unanswered = {numbered[job][1].rollout_id for job in calls.errors}
         num_asked = len({question.rollout_id for _, question in numbered})
         decision = self._add_metrics(decision, calls, num_asked)
-        answers = iter([calls.found.get(job) for job in range(len(numbered))])
+        answers = iter([calls.answers.get(job) for job in range(len(numbered))])
         for row, row_questions in zip(batch.micro_batches, questions, strict=True):
             answered = {
                 name: [(question, next(answers)) for question in asked]
@@ -173,8 +173,8 @@ class ServedTeacher(Teacher):
         local = {
             "asked": num_asked,
             "unanswered": len(self.unanswered),
-            "first_error": calls.failed[min(calls.failed)] if calls.failed else None,
-            "retries": calls.num_again,
+            "first_error": calls.errors[min(calls.errors)] if calls.errors else None,
+            "retries": calls.num_retries,
             "seconds": calls.seconds,
         }
         metrics = on_rank0(partial(_count_answers, max_error_frac=self._max_error_frac), local)

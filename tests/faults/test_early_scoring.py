@@ -149,7 +149,7 @@ def test_a_function_that_hangs_in_every_call_ends_the_step(
     sample(pool, groups, 1)
     time.sleep(1.1)
     pool.poll()  # all three have timed out, and nothing is left to do
-    assert not pool._of_step.calls
+    assert not pool._current.calls
     with pytest.raises(RewardError, match="timeout"):
         pool.score(groups, CharacterTokenizer(), num_step_completions=3)
 
@@ -176,10 +176,10 @@ def test_how_workers_died_is_heard_of_all_at_once(pools: Callable[..., RewardPoo
     for _ in range(3):  # long steps: longer than a word of how one died is waited for
         pool.poll()
         time.sleep(1.1)
-    assert {why.removeprefix("reward 'one' ") for why in pool._of_step.errors[0].values()} == {
+    assert {why.removeprefix("reward 'one' ") for why in pool._current.errors(0)} == {
         "died of SIGSEGV"
     }
-    assert len(pool._of_step.errors[0]) == 3
+    assert len(pool._current.errors(0)) == 3
 
 
 def test_a_long_step_of_the_engine_is_not_a_calls_time(tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_a_free_worker_does_not_wait_for_two_steps(pools: Callable[..., RewardPo
     sample(pool, groups, steps=0)
     for left in (6, 3, 0):  # three workers
         pool.poll()
-        assert len(pool._of_step.calls) == left
+        assert len(pool._current.calls) == left
         time.sleep(0.5)
     assert pool.score(groups, CharacterTokenizer()).statuses["one"] == ["ok"] * 9
 
@@ -226,13 +226,13 @@ def test_which_rewards_are_slow() -> None:
     rewards = SlowRewards([True, False, False])
     assert rewards.early == {0}
     for reward, seconds, number in ((1, 0.25, 8), (1, 0.0, 8), (2, 0.02, 8)):
-        rewards.took(reward, seconds, number)
+        rewards.add_call(reward, seconds, number)
     rewards.end_scoring()
     assert rewards.early == {0, 1}
     rewards.end_scoring()  # a rank that had no group learns nothing
     assert rewards.early == {0, 1}
-    rewards.took(2, 0.5, 1)  # of an evaluation, where a completion is a call
-    rewards.took(1, 0.2, 100)
+    rewards.add_call(2, 0.5, 1)  # of an evaluation, where a completion is a call
+    rewards.add_call(1, 0.2, 100)
     rewards.end_scoring()
     assert rewards.early == {0, 2}
     entries: list[dict[str, Any]] = [

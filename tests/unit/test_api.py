@@ -227,7 +227,7 @@ def test_a_function_that_hangs_is_killed_and_counted(tmp_path: Path) -> None:
         return [1.0]
 
     with pool_of([hangs], tmp_path) as pool:
-        pool._pool = RewardPoolConfig(num_workers=2, timeout_s=2)
+        pool._limits._limits[0].timeout_s = 2.0
         assert scores(pool).statuses == {"r0": ["ok", "timeout"]}
 
 

@@ -24,8 +24,7 @@ from grpo_spmd.config.schema import RewardConfig, WatchdogConfig
 from grpo_spmd.data.rows import PromptRow
 from grpo_spmd.demo.judge import reply_to
 from grpo_spmd.rewards.pool import call_limits
-from grpo_spmd.rewards.pool.call_limits import CallLimits, share_of
-from grpo_spmd.rewards.pool.pool import Call
+from grpo_spmd.rewards.pool.call_limits import Call, CallLimits, share_of
 from grpo_spmd.rewards.protocol import load_rewards
 from grpo_spmd.rewards.remote.client import retry_after_s
 from grpo_spmd.rewards.remote.servers import check_calls, check_pace, check_sent, score_in
@@ -356,7 +355,10 @@ def test_the_demos_judge_knows_the_rule(said: str, reward: float) -> None:
 # Limits
 
 LIMITED = RewardConfig(url="http://x/", timeout_s=30.0, retries=2)
-AGAIN: dict[str, Any] = {"failed": "answered 500", "again": True, "wait_s": None, "status": 500}
+
+
+def again(wait_s: float | None = None, may_retry: bool = True) -> FailedCallError:
+    return FailedCallError("answered 500", may_retry=may_retry, wait_s=wait_s, status=500)
 
 
 class _Clock:
@@ -383,7 +385,7 @@ def test_no_more_calls_at_once_than_a_ranks_share(clock: _Clock) -> None:
     limited = replace(LIMITED, max_concurrent=3)
     waiting = deque([Call(0, [i]) for i in range(4)] + [Call(1, [0])])
     limits = CallLimits([limited, RewardConfig(name="exact")], 10.0, rank=0, num_ranks=2)
-    begun = [limits.next_of(waiting) for _ in range(4)]
+    begun = [limits.take_next(waiting) for _ in range(4)]
     # Rank 0 of 2 has two of the three places; the other reward goes ahead of what waits.
     assert [call and (call.reward, call.samples) for call in begun] == [
         (0, [0]),
@@ -392,8 +394,8 @@ def test_no_more_calls_at_once_than_a_ranks_share(clock: _Clock) -> None:
         None,
     ]
     assert begun[0] is not None
-    limits.ended(begun[0], "ok")
-    third = limits.next_of(waiting)
+    limits.end(begun[0], "ok")
+    third = limits.take_next(waiting)
     assert third is not None
     assert third.samples == [2]
 
@@ -402,7 +404,7 @@ def test_calls_begin_at_even_distances(clock: _Clock) -> None:
     limits = CallLimits([replace(LIMITED, max_per_minute=50)], 10.0, rank=1, num_ranks=2)
     waiting, begun = deque(Call(0, [i]) for i in range(4)), list[float]()
     while waiting:
-        if limits.next_of(waiting) is not None:
+        if limits.take_next(waiting) is not None:
             begun.append(clock.now)
         elif (wait_s := limits.wait_s()) > 0:
             clock.now += wait_s
@@ -415,77 +417,77 @@ def test_a_call_is_made_again_later_and_not_for_ever(clock: _Clock) -> None:
     call: Any = Call(0, [0])
     pauses = []
     for _ in range(2):
-        call = limits.next_of(deque([call]))
+        call = limits.take_next(deque([call]))
         assert call is not None
         clock.now += 1
-        limits.ended(call, "failed")
-        call = limits.again(call, AGAIN)
+        limits.end(call, "failed")
+        call = limits.retry(call, again())
         pauses.append(call.not_before - clock.now)
-        assert limits.next_of(deque([call])) is None or pauses[-1] == 0
+        assert limits.take_next(deque([call])) is None or pauses[-1] == 0
         clock.now = call.not_before
     assert 0 <= pauses[0] <= 0.5
     assert 0 <= pauses[1] <= 1.0
-    assert limits.seconds_for(call) == pytest.approx(30 - 2 - sum(pauses))
-    last = limits.next_of(deque([call]))
+    assert limits.remaining_s(call) == pytest.approx(30 - 2 - sum(pauses))
+    last = limits.take_next(deque([call]))
     assert last is not None
-    assert limits.again(last, AGAIN) == "answered 500 (asked 3 times)"
+    assert limits.retry(last, again()) == "answered 500 (asked 3 times)"
 
 
 def test_a_server_that_asks_for_patience_gets_it_while_there_is_time(clock: _Clock) -> None:
     limits = CallLimits([LIMITED], 10.0, rank=0, num_ranks=1)
-    call = limits.next_of(deque([Call(0, [0])]))
+    call = limits.take_next(deque([Call(0, [0])]))
     assert call is not None
-    again = limits.again(call, AGAIN | {"wait_s": 20.0})
-    assert isinstance(again, Call)
-    assert (again.not_before, again.spent_s) == (1020.0, 20.0)
-    said = limits.again(call, AGAIN | {"wait_s": 30.0})
+    later = limits.retry(call, again(20.0))
+    assert isinstance(later, Call)
+    assert (later.not_before, later.spent_s) == (1020.0, 20.0)
+    said = limits.retry(call, again(30.0))
     assert (
         said
         == "answered 500 (asked 1 times; it asks for 30 s; timeout_s=30 leaves no time for another)"
     )
-    assert limits.again(call, AGAIN | {"again": False}) == "answered 500"
+    assert limits.retry(call, again(may_retry=False)) == "answered 500"
 
 
 def test_calls_pause_after_20_failures_in_a_row_and_one_decides(clock: _Clock) -> None:
     for works in (True, False):
         limits = CallLimits([LIMITED], 10.0, rank=0, num_ranks=1)
         waiting = deque(Call(0, [i]) for i in range(30))
-        begun = [limits.next_of(waiting) for _ in range(22)]
+        begun = [limits.take_next(waiting) for _ in range(22)]
         for call in begun:
             assert call is not None
-            limits.ended(call, "failed")
-        assert limits.next_of(waiting) is None
+            limits.end(call, "failed")
+        assert limits.take_next(waiting) is None
         clock.now += 29.9
-        assert limits.next_of(waiting) is None
+        assert limits.take_next(waiting) is None
         clock.now += 0.2
-        tried = limits.next_of(waiting)
+        tried = limits.take_next(waiting)
         assert tried is not None
-        assert limits.next_of(waiting) is None  # alone
-        limits.ended(tried, "ok" if works else "failed")
-        assert len(limits.given_up(waiting)) == (0 if works else 7)
+        assert limits.take_next(waiting) is None  # alone
+        limits.end(tried, "ok" if works else "failed")
+        assert len(limits.take_given_up(waiting)) == (0 if works else 7)
         assert len(waiting) == (7 if works else 0)
         limits.begin_scoring()
-        assert limits.next_of(deque([Call(0, [0])])) is not None
-        assert not limits.given_up(waiting)
+        assert limits.take_next(deque([Call(0, [0])])) is not None
+        assert not limits.take_given_up(waiting)
 
 
 def test_a_pause_does_not_outlive_its_scoring(clock: _Clock) -> None:
     """The last 20 calls of a step fail; the next step begins within half a minute."""
     limits = CallLimits([replace(LIMITED, max_per_minute=60)], 10.0, rank=0, num_ranks=1)
     for _ in range(20):
-        call = limits.next_of(deque([Call(0, [0])]))
+        call = limits.take_next(deque([Call(0, [0])]))
         assert call is not None
         clock.now += 1
-        limits.ended(call, "failed")
-    assert limits.next_of(deque([Call(0, [0])])) is None
+        limits.end(call, "failed")
+    assert limits.take_next(deque([Call(0, [0])])) is None
     assert limits.wait_s() == 0.5
     limits.begin_scoring()
-    assert limits.next_of(deque([Call(0, [0])])) is not None
+    assert limits.take_next(deque([Call(0, [0])])) is not None
     assert (
-        limits.next_of(deque([Call(0, [1])])) is None
+        limits.take_next(deque([Call(0, [1])])) is None
     )  # the distance between two calls holds from step to step
     clock.now += 1
-    assert limits.next_of(deque([Call(0, [1])])) is not None
+    assert limits.take_next(deque([Call(0, [1])])) is not None
 
 
 def test_nobody_is_given_up_while_the_engine_samples(clock: _Clock) -> None:
@@ -494,24 +496,24 @@ def test_nobody_is_given_up_while_the_engine_samples(clock: _Clock) -> None:
     waiting = deque(Call(0, [i]) for i in range(30))
 
     def fail() -> None:
-        call = limits.next_of(waiting)
+        call = limits.take_next(waiting)
         assert call is not None
-        limits.ended(call, "failed")
+        limits.end(call, "failed")
 
     for _ in range(20):
         fail()
     for _ in range(3):
-        assert limits.next_of(waiting) is None
+        assert limits.take_next(waiting) is None
         clock.now += 30
         fail()
-        assert limits.given_up(waiting) == []
+        assert limits.take_given_up(waiting) == []
     limits.wait_for_all()
-    assert limits.next_of(waiting) is None  # the pause goes on
+    assert limits.take_next(waiting) is None  # the pause goes on
     clock.now += 30
     fail()
-    assert len(limits.given_up(waiting)) == 6
+    assert len(limits.take_given_up(waiting)) == 6
     limits.begin_scoring()
-    assert limits.next_of(deque([Call(0, [0])])) is not None
+    assert limits.take_next(deque([Call(0, [0])])) is not None
 
 
 def test_a_pace_that_the_watchdog_would_end_is_refused() -> None:
@@ -714,7 +716,7 @@ from grpo_spmd.config.schema import RewardConfig, RewardPoolConfig
 from grpo_spmd.rewards.pool import pool, worker
 worker.load({"rewards": [{"name": "exact"}], "timeout_s": 1.0})
 pool.RewardPool([RewardConfig(name="exact")], RewardPoolConfig(), None).close()
-print(json.dumps([name for name in sys.modules if "remote" in name or "call_limits" in name or name == "ssl"]))
+print(json.dumps([name for name in sys.modules if "remote" in name or name == "ssl"]))
 """
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True

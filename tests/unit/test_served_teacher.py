@@ -221,7 +221,7 @@ def _made(server: StubServer, ways: list[str], **limits: Any) -> ServerCalls:
     client = PromptLogprobs(server.url.replace("/score", "/v1/completions"), {}, NAME)
     jobs = [(0, partial(client.ask, [job, 6], 0)) for job in range(len(ways))]
     calls = ServerCalls(CallLimits([config], 10.0, 0, 1), jobs)
-    while calls.go_on(0.1):
+    while calls.run_for(0.1):
         pass
     return calls
 
@@ -254,16 +254,16 @@ def test_every_way_to_fail_costs_its_own_rollout_alone() -> None:
     for server in _of_job(ways):
         calls = _made(server, ways)
         gone = {"429_long", "text", "404", "hang", "drip", "huge", "gzip", "redirect"}
-        assert {ways[job] for job in calls.failed} == gone
+        assert {ways[job] for job in calls.errors} == gone
         right = {job: -1.0 - job for job, how in enumerate(ways) if how not in gone}
         assert {
-            job: place.logprob for job, (place,) in calls.found.items()
+            job: place.logprob for job, (place,) in calls.answers.items()
         } == right  # each its own
         assert server.most_at_once <= 4 + 2  # a line that was cut is noticed there a little later
         asked = Counter(ways[each.body["prompt"][0]] for each in server.asked)
         assert asked["404"] == asked["redirect"] == asked["gzip"] == asked["huge"] == 1
         assert asked["text"] == 3
-        assert calls.num_again == len(server.asked) - len(ways)
+        assert calls.num_retries == len(server.asked) - len(ways)
 
 
 def test_a_thread_that_does_not_come_back_is_not_waited_for() -> None:
@@ -271,12 +271,12 @@ def test_a_thread_that_does_not_come_back_is_not_waited_for() -> None:
     comes = threading.Event()
     limits = CallLimits([RewardConfig(url="", timeout_s=0.2)], 10.0, 0, 1)
     calls = ServerCalls(limits, [(0, lambda limit_s: comes.wait(60) and 7), (0, lambda limit_s: 5)])
-    while calls.go_on(0.1):
+    while calls.run_for(0.1):
         pass
-    assert (calls.found, calls.failed) == ({1: 5}, {0: "did not answer within timeout_s=0.2"})
+    assert (calls.answers, calls.errors) == ({1: 5}, {0: "did not answer within timeout_s=0.2"})
     comes.set()
-    assert not calls.go_on(0.1)
-    assert calls.found == {1: 5}  # what comes late is nobody's
+    assert not calls.run_for(0.1)
+    assert calls.answers == {1: 5}  # what comes late is nobody's
 
 
 def test_a_server_that_is_gone_is_not_asked_of_every_rollout(
@@ -287,7 +287,7 @@ def test_a_server_that_is_gone_is_not_asked_of_every_rollout(
     ways = ["404"] * 64
     for server in _of_job(ways):
         calls = _made(server, ways, max_concurrent=2)
-        assert len(calls.failed) == 64
+        assert len(calls.errors) == 64
         assert 21 <= len(server.asked) <= 22
 
 
@@ -297,7 +297,7 @@ def test_what_is_wrong_with_us_is_no_servers_failure() -> None:
 
     calls = ServerCalls(CallLimits([RewardConfig(url="")], 10.0, 0, 1), [(0, wrong)])
     with pytest.raises(KeyError, match="ours"):
-        calls.go_on(5.0)
+        calls.run_for(5.0)
 
 
 def test_tokens_without_an_answer_are_taught_nothing_and_are_in_no_mean() -> None:

@@ -1,5 +1,5 @@
 """Worker processes: a deadline for each call, a hard kill, exact counts.
 
-processes.py is the rank's side, for rewards in pool.py; nursery.py, started by exec, and worker.py have no torch.
-Imports config, records, the doctor and the protocol.
+processes.py is the rank's side, for rewards in pool.py; nursery.py, started by exec, and worker.py
+have no torch. Imports config, records, the doctor and the protocol.
 """

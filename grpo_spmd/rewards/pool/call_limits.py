@@ -1,13 +1,15 @@
-"""Limits of calls on one rank: how many at once, how soon the next, whether once more. Only where a reward asks for it.
+"""Limits of reward calls on one rank: how many at once, how soon the next, whether to retry.
 
-`max_concurrent` and `max_per_minute` are of all ranks: each has an equal share, the first ones one more where that does
-not divide. Calls begin at even distances, so that no minute has more of them than it may. A call that is made again is
-a call like any other, and waits outside: it holds neither a process nor a place.
+`max_concurrent` and `max_per_minute` count over all ranks: each rank has an equal share, the first
+ones one more where that does not divide. Calls start at even intervals, so that no minute has more
+of them than it may. A retry is a call like any other; until it starts it holds no worker and counts
+for no limit.
 
-After 20 failures in a row a reward's calls pause for 30 s, and one is made to see. If that fails too, they pause again
-while the engine still samples, since nobody waits for them; and when it has ended, those that are left of this scoring
-are not made, but counted as failed. So a server that is gone costs half a minute, not hours, and the share of what
-failed decides (reward_pool.max_error_frac) whether the run goes on. The next scoring begins without a pause.
+After 20 failures in a row a reward's calls pause for 30 s, and one call probes the server. If that
+fails too, they pause again while the engine still samples, since nobody waits for them; once it has
+finished, the remaining calls of this scoring are not made, but counted as failed. So a server that
+is gone costs half a minute, not hours, and the share of failures (reward_pool.max_error_frac)
+decides whether the run continues. The next scoring begins without a pause.
 """
 
 from __future__ import annotations
@@ -17,194 +19,231 @@ import math
 import random
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from grpo_spmd.config.schema import RewardConfig
+from grpo_spmd.rewards.trl import FailedCallError
 
-if TYPE_CHECKING:
-    from grpo_spmd.rewards.pool.pool import Call
+_MAX_FAILURES_IN_A_ROW = 20
+_PAUSE_S = 30.0
+_FIRST_RETRY_S = 0.5
+_MAX_RETRY_S = 30.0
+_MAX_WAIT_S = 0.5
+# "put_off": its server is there, and asks for a later call.
+Outcome = Literal["ok", "failed", "put_off"]
 
-_FAILURES_IN_A_ROW, _PAUSE_S = 20, 30.0
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
-_MOST_WAIT_S = 0.5
-Outcome = Literal[
-    "ok", "failed", "put_off"
-]  # the last: its server is there, and asks for a later call
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a reward. Times are on the monotonic clock."""
+
+    reward: int  # index
+    samples: list[Any]  # what it is about; whoever makes the call knows their type
+    num_made: int = 0
+    start: float = 0.0
+    spent_s: float = 0.0  # by earlier attempts, pauses included
+    not_before: float = -math.inf
+    statuses: tuple[int, ...] = ()  # of HTTP answers that were no success
+
+
+@dataclass
+class _Scoring:
+    """What has happened to the calls of one reward in this scoring."""
+
+    num_running: int = 0
+    num_failed: int = 0  # in a row
+    paused_until: float = -math.inf
+    is_probing: bool = False  # during a pause and after it: one call decides
+    probe: Call | None = None
+    has_given_up: bool = False
 
 
 @dataclass
 class _Limit:
-    """Of one reward, on this rank."""
+    """The limits of one reward on this rank."""
 
     timeout_s: float
-    own_timeout: bool
-    has_server: bool
-    retries: int
-    most: float  # calls at once
-    distance_s: float  # between the beginnings of two
-    num_under_way: int = 0
-    next_s: float = -math.inf  # when the next may begin
-    num_failed: int = 0  # in a row
-    paused_until: float = -math.inf
-    is_trying: bool = False  # it has paused, or pauses: one call decides
-    tried: Call | None = None
-    has_given_up: bool = False
+    has_own_timeout: bool
+    config: RewardConfig
+    max_concurrent: float
+    interval_s: float  # between the starts of two calls
+    next_start: float = -math.inf  # holds from one scoring to the next
+    scoring: _Scoring = field(default_factory=_Scoring)
+
+    @property
+    def ready_at(self) -> float:
+        return max(self.next_start, self.scoring.paused_until)
+
+    def can_start(self, now: float) -> bool:
+        """Returns True if a call may start now."""
+        max_running = 1 if self.scoring.is_probing else self.max_concurrent
+        return self.scoring.num_running < max_running and self.ready_at <= now
 
 
 class CallLimits:
+    """Decides when the calls of all rewards start on this rank.
+
+    Rewards without limits have none.
+    """
+
     def __init__(
         self, rewards: Sequence[RewardConfig], timeout_s: float, rank: int, num_ranks: int
     ) -> None:
-        """`rewards` as the pool's calls number them; `timeout_s` is of those without their own."""
-        self._limits = []
-        for reward in rewards:
-            most, a_minute = (
-                share_of(limit, rank, num_ranks)
-                for limit in (reward.max_concurrent, reward.max_per_minute)
+        """`rewards` in the order of `Call.reward`; `timeout_s` is for those without their own."""
+        self._limits = [
+            _Limit(
+                timeout_s if reward.timeout_s is None else reward.timeout_s,
+                reward.timeout_s is not None,
+                reward,
+                max_concurrent=share_of(reward.max_concurrent, rank, num_ranks),
+                interval_s=60.0 / share_of(reward.max_per_minute, rank, num_ranks),
             )
-            own = reward.timeout_s, reward.url is not None
-            seconds = timeout_s if own[0] is None else own[0]
-            self._limits.append(
-                _Limit(seconds, own[0] is not None, own[1], reward.retries, most, 60.0 / a_minute)
-            )
-        self._is_watched = [reward.is_measured for reward in rewards]
-        self._due: list[float] = []  # when calls that wait may be made again, as a heap
-        self._jitter = random.Random()
-        self._is_waited_for = True
-
-    def wait_for_all(self) -> None:
-        """From here on nothing else is done until all calls of this scoring have ended."""
+            for reward in rewards
+        ]
+        self._retry_times: list[float] = []  # a heap
+        self._random = random.Random()
         self._is_waited_for = True
 
     def begin_scoring(self) -> None:
+        """Forget the failures and pauses of the scoring before."""
         self._is_waited_for = False
         for limit in self._limits:
-            limit.paused_until = -math.inf
-            limit.num_failed, limit.is_trying, limit.tried, limit.has_given_up = (
-                0,
-                False,
-                None,
-                False,
-            )
-            limit.num_under_way = 0
-        self._due.clear()
+            limit.scoring = _Scoring()
+        self._retry_times.clear()
+
+    def wait_for_all(self) -> None:
+        """From now on the caller does nothing but wait for the calls of this scoring."""
+        self._is_waited_for = True
 
     def timeout_s(self, call: Call) -> float:
+        """Returns the deadline of a call, retries and pauses included."""
         return self._limits[call.reward].timeout_s
 
     def has_own_timeout(self, call: Call) -> bool:
-        return self._limits[call.reward].own_timeout
+        """Returns True if the reward's own timeout_s is meant, not reward_pool.timeout_s."""
+        return self._limits[call.reward].has_own_timeout
 
-    def next_of(self, calls: deque[Call]) -> Call | None:
-        """Take the first that may begin now, which it does; None where none may."""
+    def remaining_s(self, call: Call) -> float:
+        """Returns how long a call that starts now may take."""
+        return self.timeout_s(call) - call.spent_s
+
+    def take_next(self, calls: deque[Call]) -> Call | None:
+        """Removes the first of `calls` that may start now, and starts it; None where none may."""
         now = time.monotonic()
-        can_begin = [self._can_begin(limit, now) for limit in self._limits]
-        if not any(can_begin):
+        can_start = [limit.can_start(now) for limit in self._limits]
+        if not any(can_start):
             return None
-        for place, call in enumerate(calls):
-            if can_begin[call.reward] and call.not_before <= now:
-                del calls[place]
-                limit, begun = (
-                    self._limits[call.reward],
-                    replace(call, num_made=call.num_made + 1, began=now),
-                )
-                limit.num_under_way += 1
-                limit.next_s = now + limit.distance_s
-                if limit.is_trying:
-                    limit.tried = begun
-                return begun
+        for i, call in enumerate(calls):
+            if can_start[call.reward] and call.not_before <= now:
+                del calls[i]
+                started = replace(call, num_made=call.num_made + 1, start=now)
+                limit = self._limits[call.reward]
+                limit.scoring.num_running += 1
+                limit.next_start = now + limit.interval_s
+                if limit.scoring.is_probing:
+                    limit.scoring.probe = started
+                return started
         return None
 
-    def _can_begin(self, limit: _Limit, now: float) -> bool:
-        is_free = limit.num_under_way < (1 if limit.is_trying else limit.most)
-        return is_free and _next_s(limit) <= now
-
     def wait_s(self) -> float:
-        """How long nothing can change but by what workers say, and half a second at the most."""
+        """Returns how long only an answer can change anything, half a second at most."""
         now = time.monotonic()
-        while self._due and self._due[0] <= now:
-            heapq.heappop(self._due)
-        times = [*self._due[:1], *(at for limit in self._limits if (at := _next_s(limit)) > now)]
-        return min([_MOST_WAIT_S, *(at - now for at in times)])
+        while self._retry_times and self._retry_times[0] <= now:
+            heapq.heappop(self._retry_times)
+        times = [*self._retry_times[:1], *(limit.ready_at for limit in self._limits)]
+        return min([_MAX_WAIT_S, *(at - now for at in times if at > now)])
 
-    def seconds_for(self, call: Call) -> float:
-        """That one which begins may take."""
-        return self._limits[call.reward].timeout_s - call.spent_s
-
-    def not_begun(self, call: Call) -> Call:
-        """Its worker had died before: it is to begin once more."""
-        self._limits[call.reward].num_under_way -= 1
+    def put_back(self, call: Call) -> Call:
+        """Returns a started call as it was before: its worker had died before it began."""
+        self._limits[call.reward].scoring.num_running -= 1
         return replace(call, num_made=call.num_made - 1)
 
-    def ended(self, call: Call, outcome: Outcome) -> None:
+    def end(self, call: Call, outcome: Outcome) -> None:
+        """Note that a started call has ended."""
         limit = self._limits[call.reward]
-        limit.num_under_way -= 1
+        scoring = limit.scoring
+        scoring.num_running -= 1
         if outcome == "ok":
-            limit.num_failed, limit.is_trying, limit.tried = 0, False, None
+            scoring.num_failed = 0
+            scoring.is_probing = False
+            scoring.probe = None
         elif outcome == "failed":
-            limit.num_failed += 1
-            is_enough = (
-                limit.num_failed >= _FAILURES_IN_A_ROW and not limit.is_trying and limit.has_server
+            scoring.num_failed += 1
+            is_probe = call is scoring.probe
+            is_down = (
+                scoring.num_failed >= _MAX_FAILURES_IN_A_ROW
+                and not scoring.is_probing
+                and limit.config.url is not None
             )
-            if call is limit.tried and self._is_waited_for:
-                limit.has_given_up = True
-            elif call is limit.tried or is_enough:
-                limit.is_trying, limit.paused_until = True, time.monotonic() + _PAUSE_S
+            if is_probe and self._is_waited_for:
+                scoring.has_given_up = True
+            elif is_probe or is_down:
+                scoring.is_probing = True
+                scoring.paused_until = time.monotonic() + _PAUSE_S
 
-    def again(self, call: Call, reply: Mapping[str, Any]) -> Call | str:
-        """Of a call that has ended with `reply`: the one that is to be made again later, or why none is."""
-        limit, why, now = self._limits[call.reward], str(reply["failed"]), time.monotonic()
-        if not reply["again"]:
+    def retry(self, call: Call, error: FailedCallError) -> Call | str:
+        """Returns the call to make later in the place of one that failed, or why there is none."""
+        limit = self._limits[call.reward]
+        why = str(error)
+        if not error.may_retry:
             return why
-        times = f"asked {call.num_made} times"
-        if call.num_made > limit.retries:
-            return f"{why} ({times})" if call.num_made > 1 else why
-        longest = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (call.num_made - 1))
-        wait_s = reply["wait_s"]
-        pause_s = self._jitter.uniform(0, longest) if wait_s is None else wait_s
-        spent_s = call.spent_s + (now - call.began) + pause_s
+        attempts = f"asked {call.num_made} times"
+        if call.num_made > limit.config.retries:
+            return f"{why} ({attempts})" if call.num_made > 1 else why
+        now = time.monotonic()
+        pause_s = error.wait_s
+        asks = "" if pause_s is None else f"; it asks for {pause_s:.3g} s"
+        if pause_s is None:
+            # Full jitter: the ranks must not come back to a busy server all at once.
+            longest_s = min(_MAX_RETRY_S, _FIRST_RETRY_S * 2 ** (call.num_made - 1))
+            pause_s = self._random.uniform(0, longest_s)
+        spent_s = call.spent_s + (now - call.start) + pause_s
         if spent_s >= limit.timeout_s:
-            asks = "" if wait_s is None else f"; it asks for {wait_s:.3g} s"
             return (
-                f"{why} ({times}{asks}; timeout_s={limit.timeout_s:g} leaves no time for another)"
+                f"{why} ({attempts}{asks}; "
+                f"timeout_s={limit.timeout_s:g} leaves no time for another)"
             )
-        heapq.heappush(self._due, now + pause_s)
+        heapq.heappush(self._retry_times, now + pause_s)
         return replace(call, spent_s=spent_s, not_before=now + pause_s)
 
-    def given_up(self, calls: deque[Call]) -> list[Call]:
-        """Take those that are not to be made any more."""
-        if not any(limit.has_given_up for limit in self._limits):
+    def take_given_up(self, calls: deque[Call]) -> list[Call]:
+        """Removes from `calls` those that are not made any more, and returns them."""
+        hopeless = [limit.scoring.has_given_up for limit in self._limits]
+        if not any(hopeless):
             return []
-        kept = [call for call in calls if not self._limits[call.reward].has_given_up]
-        left = [call for call in calls if self._limits[call.reward].has_given_up]
+        given_up = [call for call in calls if hopeless[call.reward]]
+        remaining = [call for call in calls if not hopeless[call.reward]]
         calls.clear()
-        calls.extend(kept)
-        return left
+        calls.extend(remaining)
+        return given_up
 
     @property
     def why_given_up(self) -> str:
-        return f"was not asked: {_FAILURES_IN_A_ROW} calls had failed in a row, and one more {_PAUSE_S:g} s later"
+        """What to say of a call that was not made."""
+        return (
+            f"was not asked: {_MAX_FAILURES_IN_A_ROW} calls had failed in a row, "
+            f"and one more {_PAUSE_S:g} s later"
+        )
 
-    def measured(self, call: Call) -> dict[str, list[float]]:
-        """Of one that ended, as notes of ScoredRollouts have it: seconds of the last request, requests, statuses."""
-        if not self._is_watched[call.reward]:
+    def measure(self, call: Call) -> dict[str, list[float]]:
+        """Returns the metrics of a call that ended, as notes of ScoredRollouts have them.
+
+        They are seconds of the last request, the number of requests, and the HTTP errors.
+        """
+        if not self._limits[call.reward].config.is_measured:
             return {}
-        statuses: dict[str, list[float]] = {
-            f".http_{status}": [number, 0] for status, number in Counter(call.statuses).items()
-        }
-        return {
-            ".s": [time.monotonic() - call.began, 1],
-            ".requests": [call.num_made, 1],
-            **statuses,
-        }
-
-
-def _next_s(limit: _Limit) -> float:
-    return max(limit.next_s, limit.paused_until)
+        seconds = time.monotonic() - call.start
+        metrics: dict[str, list[float]] = {".s": [seconds, 1], ".requests": [call.num_made, 1]}
+        for status, number in Counter(call.statuses).items():
+            metrics[f".http_{status}"] = [number, 0]
+        return metrics
 
 
 def share_of(limit: int | None, rank: int, num_ranks: int) -> float:
-    """Of a limit over all ranks, for this one; infinite where there is none. Never zero, as check_calls sees to it."""
+    """Returns this rank's share of a limit over all ranks; infinite where there is none.
+
+    It is never 0: `check_calls` refuses such a limit.
+    """
     return math.inf if limit is None else limit // num_ranks + (rank < limit % num_ranks)

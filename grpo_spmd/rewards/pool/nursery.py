@@ -1,11 +1,13 @@
-"""Processes that run users' code: a nursery without torch that loads it once, and the workers that it forks.
+"""Processes that run users' code: a nursery without torch that loads it once, and the workers that
+it forks.
 
     python -m MODULE SOCKET_FD PARENT_PID      (by processes.py; MODULE calls run_nursery)
 
-It is started by exec, so that no thread, lock or GPU of the rank comes along. The nursery adopts whatever its workers
-leave behind (child subreaper), reaps it, and kills it all when the rank goes away, however it goes. A worker serves one
-call at a time over its own socket: JSON out, JSON back. It lives in its own process group, so that one kill ends it
-together with the helpers that the user's code started.
+It is started by exec, so that no thread, lock or GPU of the rank comes along. The nursery adopts
+whatever its workers leave behind (child subreaper), reaps it, and kills it all when the rank goes
+away, however it goes. A worker serves one call at a time over its own socket: JSON out, JSON back.
+It lives in its own process group, so that one kill ends it together with the helpers that the
+user's code started.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ from typing import Any, TextIO
 from grpo_spmd.config.errors import ConfigError
 
 Answer = Callable[[dict[str, Any]], dict[str, Any]]  # a call's message to its reply
-# From what the pool sends at the start: facts for it, and what makes, in a worker, the function that answers.
+# From what the pool sends at the start: facts for it, and what makes, in a worker, the function
+# that answers.
 Load = Callable[[dict[str, Any]], tuple[Any, Callable[["Worker"], Answer]]]
 
 MAX_FRAME_BYTES, MAX_ERROR_CHARS = 1 << 30, 4000
@@ -54,7 +57,10 @@ _TAG = "__grpo_spmd_type__"
 
 
 def encode_frame(message: dict[str, Any], to: str = "a reward worker") -> bytes:
-    """A message as JSON behind its length. Raises TypeError for what neither JSON nor `_BEYOND_JSON` knows."""
+    """A message as JSON behind its length.
+
+    Raises TypeError for what neither JSON nor `_BEYOND_JSON` knows.
+    """
 
     def encode(value: Any) -> Any:
         kind = type(value).__name__
@@ -69,7 +75,10 @@ def encode_frame(message: dict[str, Any], to: str = "a reward worker") -> bytes:
 
 
 def decode_frame(buffer: bytearray, most_bytes: int = MAX_FRAME_BYTES) -> dict[str, Any] | None:
-    """Take one message from the front of `buffer`; None while it is not whole. ValueError for what is no message."""
+    """Take one message from the front of `buffer`; None while it is not whole.
+
+    ValueError for what is no message.
+    """
     if len(buffer) < 4:
         return None
     end = 4 + int.from_bytes(buffer[:4], "big")
@@ -91,7 +100,9 @@ def decode_frame(buffer: bytearray, most_bytes: int = MAX_FRAME_BYTES) -> dict[s
 
 class _Debugger(pdb.Pdb):
     def do_EOF(self, arg: str) -> bool | None:
-        """Ctrl-D on a terminal leaves the debugger; where piped commands end, which one worker has read, go on."""
+        """Ctrl-D on a terminal leaves the debugger; where piped commands end, which one worker has
+        read, go on.
+        """
         return super().do_EOF(arg) if sys.stdin.isatty() else self.do_continue(arg)
 
 
@@ -120,7 +131,10 @@ class Worker:
             self.say(reply)
 
     def say(self, message: dict[str, Any]) -> None:
-        """To the pool. A child that the user's code forked, and that has come back from it, says nothing and ends."""
+        """To the pool.
+
+        A child that the user's code forked, and that has come back from it, says nothing and ends.
+        """
         if os.getpid() != self._pid:
             os._exit(0)
         self._sock.sendall(encode_frame(message))
@@ -134,7 +148,10 @@ class Worker:
         return message
 
     def _breakpoint(self, *_: Any, **__: Any) -> None:
-        """breakpoint() in user code: the pool stops this call's clock and lends the terminal, on which pdb runs."""
+        """breakpoint() in user code:
+
+        the pool stops this call's clock and lends the terminal, on which pdb runs.
+        """
         if os.environ.get("PYTHONBREAKPOINT") == "0" or os.getpid() != self._pid:
             return
         if self._log_fds is None:
@@ -177,7 +194,8 @@ class _Nursery:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent_pid:  # it died before we could ask to be told
             os._exit(0)
-        # The terminal, for the debugger. All else that is printed here goes to the pool's file, our stderr.
+        # The terminal, for the debugger. All else that is printed here goes to the pool's file, our
+        # stderr.
         self._terminal = os.dup(0), os.dup(1)
         os.dup2(2, 1)
         with open(os.devnull) as devnull:
@@ -268,7 +286,10 @@ class _Nursery:
         )
 
     def _reap(self) -> None:
-        """Collect the dead. With a worker go its group, before its pid is free again, and helpers beside it."""
+        """Collect the dead.
+
+        With a worker go its group, before its pid is free again, and helpers beside it.
+        """
         while (ended := _first_dead_child()) is not None:
             if ended.si_pid in self._workers:
                 _kill_group(ended.si_pid)
@@ -285,7 +306,10 @@ class _Nursery:
                 os.waitpid(ended.si_pid, 0)
 
     def _kill_adopted(self, patience_s: float = 2) -> None:
-        """Kill what was reparented to us until there is none: each kill may hand us the killed one's children."""
+        """Kill what was reparented to us until there is none:
+
+        each kill may hand us the killed one's children.
+        """
         deadline = time.monotonic() + patience_s
         while adopted := [pid for pid in _children() if pid not in self._workers]:
             for pid in adopted:
@@ -306,7 +330,10 @@ class _Nursery:
             self._end()
 
     def _end(self, *_: Any, code: int = 0) -> None:
-        """Leave nothing behind. Patient, since nobody comes after us: a machine may stall for seconds."""
+        """Leave nothing behind.
+
+        Patient, since nobody comes after us: a machine may stall for seconds.
+        """
         for pid in self._workers:
             _kill_group(pid)
         self._workers.clear()

@@ -1,8 +1,10 @@
-"""The rank's side of processes that run users' code: one call at a time in each, a deadline for it, and a hard kill.
+"""The rank's side of processes that run users' code: one call at a time in each, a deadline for it,
+and a hard kill.
 
-The rank starts one small nursery by exec (nursery.py), which loads the user's code once and forks workers. This side
-sends calls to them, watches the clock, lends the terminal to a debugger and bounds the file of what is printed. What a
-call is, and what becomes of its answer or failure, is the matter of whoever derives from it.
+The rank starts one small nursery by exec (nursery.py), which loads the user's code once and forks
+workers. This side sends calls to them, watches the clock, lends the terminal to a debugger and
+bounds the file of what is printed. What a call is, and what becomes of its answer or failure, is
+the matter of whoever derives from it.
 """
 
 from __future__ import annotations
@@ -54,7 +56,9 @@ class WorkerProcess:
 
 
 def allow_workers(num_workers: int, key: str) -> None:
-    """Raise the limit of open files, of which a worker takes one here; ConfigError where it cannot be raised so far."""
+    """Raise the limit of open files, of which a worker takes one here; ConfigError where it cannot
+    be raised so far.
+    """
     needed, (soft, hard) = num_workers + _OTHER_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)
     if needed > hard != resource.RLIM_INFINITY:
         most = f"the limit of open files (ulimit -Hn) is {hard}: {max(hard - _OTHER_FILES, 1)} workers would do"
@@ -81,9 +85,11 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
         check: Callable[[], None] = lambda: None,
         variables: Mapping[str, str] | None = None,
     ) -> None:
-        """Start the nursery, `python -m module`; it loads `rewards` and what `setup`, JSON, says while the caller goes
-        on. `log_file` gets what workers print; it and its folder are made with the first worker. `check` is called
-        twice a second by those who wait; what it raises ends that. `variables` go into the nursery's environment."""
+        """Start the nursery, `python -m module`; it loads `rewards` and what `setup`, JSON, says
+        while the caller goes on. `log_file` gets what workers print; it and its folder are made
+        with the first worker. `check` is called twice a second by those who wait; what it raises
+        ends that. `variables` go into the nursery's environment.
+        """
         hold_standard_streams()
         functions = packed(rewards)
         self._log_file, self._check = log_file, check
@@ -97,7 +103,8 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
         with theirs:
             fds = [theirs.fileno(), *([] if functions is None else [functions])]
             command = [sys.executable, "-m", module, str(fds[0]), str(os.getpid())]
-            # In a process group of its own: Ctrl-C is for the rank, and the nursery ends when the rank has gone.
+            # In a process group of its own: Ctrl-C is for the rank, and the nursery ends when the
+            # rank has gone.
             self._process = subprocess.Popen(
                 command,
                 pass_fds=fds,
@@ -141,7 +148,9 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
         raise NotImplementedError
 
     def _failed(self, worker: WorkerProcess, call: Any, how: HowItFailed, why: str) -> None:
-        """A worker failed, and is gone unless it was kept; `call` is what it was at, None where it was at nothing."""
+        """A worker failed, and is gone unless it was kept; `call` is what it was at, None where it
+        was at nothing.
+        """
         raise NotImplementedError
 
     def _too_long(self, worker: WorkerProcess) -> str:
@@ -155,7 +164,9 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
     # How it gets there
 
     def _listen(self, most_s: float) -> None:
-        """One look at all that workers and the nursery have said by now, or say within `most_s`, then at the clock."""
+        """One look at all that workers and the nursery have said by now, or say within `most_s`,
+        then at the clock.
+        """
         next_deadline = min(
             (worker.deadline for worker in self._workers.values()), default=math.inf
         )
@@ -232,7 +243,10 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
         self._failed(worker, call, how, why)
 
     def _give(self, worker: WorkerProcess, call: Any, frame: bytes, seconds: float) -> None:
-        """Have it begin with a call, whose clock starts. Raises OSError: it died, or was stopped, between two calls."""
+        """Have it begin with a call, whose clock starts.
+
+        Raises OSError: it died, or was stopped, between two calls.
+        """
         self._take_on(worker, call, seconds)
         worker.sock.settimeout(seconds)
         worker.sock.sendall(frame)
@@ -260,7 +274,10 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
         return worker
 
     def _discard(self, worker: WorkerProcess) -> None:
-        """Have it killed, with its group. Its place is free at once, even if it waits for a disk and cannot die."""
+        """Have it killed, with its group.
+
+        Its place is free at once, even if it waits for a disk and cannot die.
+        """
         with suppress(OSError):
             self._nursery.send(json.dumps({"kill": worker.number}).encode())
         self._forget(worker)
@@ -291,7 +308,10 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
                 waiting[0].sock.sendall(encode_frame({"go": True}))
 
     def _wait_until_ready(self) -> Any:
-        """What the nursery tells of the user's code once it has loaded it. Raises what `_ended` makes of the reason."""
+        """What the nursery tells of the user's code once it has loaded it.
+
+        Raises what `_ended` makes of the reason.
+        """
         deadline = time.monotonic() + _START_S
         while True:
             self._check()
@@ -330,7 +350,9 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
 
 
 def _give_terminal_to(process_group: int) -> None:
-    """Make it the foreground group of our terminal, if we have one, so that it may read and gets Ctrl-C."""
+    """Make it the foreground group of our terminal, if we have one, so that it may read and gets
+    Ctrl-C.
+    """
     before = signal.signal(
         signal.SIGTTOU, signal.SIG_IGN
     )  # its default action stops who is in the background

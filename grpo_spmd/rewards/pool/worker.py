@@ -1,6 +1,7 @@
 """What the reward pool's processes run: the rewards, imported once, and one call after the other.
 
-python -m grpo_spmd.rewards.pool.worker SOCKET_FD PARENT_PID      (by pool.py; nursery.py says the rest)
+python -m grpo_spmd.rewards.pool.worker SOCKET_FD PARENT_PID      (by pool.py; nursery.py says the
+rest)
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ _WARM = {
 
 
 def load(setup: dict[str, Any]) -> tuple[list[dict[str, Any]], Callable[[Worker], Answer]]:
-    """In the nursery: what the pool is told of the rewards, and what answers its calls in a worker."""
+    """In the nursery:
+
+    what the pool is told of the rewards, and what answers its calls in a worker.
+    """
     if (functions := setup.get("functions")) is not None:
         unpack(functions)
     configs = [RewardConfig(**reward) for reward in setup["rewards"]]
@@ -56,10 +60,12 @@ def load(setup: dict[str, Any]) -> tuple[list[dict[str, Any]], Callable[[Worker]
 def call_reward(
     reward: Reward, keywords: dict[str, Any], state: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """{"values": one a completion: a finite number, None (does not apply), or a string that says why it is unusable},
-    with what the function logged (trl.CallLog.reply); or {"failed": what the function did, with the traceback},
-    {"broken": what is wrong whatever the completions are}, {"quit": True} where the user left the debugger. With
-    "again", "wait_s" and "status" what failed was a FailedCallError."""
+    """{"values": one a completion: a finite number, None (does not apply), or a string that says
+    why it is unusable}, with what the function logged (trl.CallLog.reply); or {"failed": what the
+    function did, with the traceback}, {"broken": what is wrong whatever the completions are},
+    {"quit": True} where the user left the debugger. With "again", "wait_s" and "status" what failed
+    was a FailedCallError.
+    """
     expected, log = len(keywords["prompts"]), CallLog(len(keywords["prompts"]))
     try:
         values = reward.function(
