@@ -21,7 +21,7 @@ from torch import Tensor
 
 from grpo_spmd.checks.advice import idle_keys
 from grpo_spmd.checks.memory import extra_passes, size_text
-from grpo_spmd.checks.signals import check_critic_model, critic_rows
+from grpo_spmd.checks.signals import check_critic_model, critic_rows, side_models
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config
 from grpo_spmd.distributed.packed import PackedReader, pack
@@ -47,7 +47,7 @@ from grpo_spmd.signals.critic import (
 )
 from grpo_spmd.signals.opening import open_signals
 from grpo_spmd.tools.plan.dry_run import Peaks
-from grpo_spmd.tools.plan.signals import extras_of, with_value_head
+from grpo_spmd.tools.plan.signals import with_value_head
 from tests.support.models import make_model, write_config
 
 ROOT = Path(__file__).parents[2]
@@ -346,7 +346,7 @@ def test_explain_counts_the_head_alone(tmp_path: Path) -> None:
         ("value head and its optimizer", size_text(12 * 65))
     ]
     assert extra_passes(config) == (0, 0, 1)
-    assert extras_of(config) == []
+    assert side_models(config) == []
     peaks = Peaks(Counter(logits=1), Counter(logits=2))
     head = 16 * 65 + 4 * 64 * 12
     found = with_value_head(peaks, config, 64, ((8, 4), (8, 8)))

@@ -27,7 +27,7 @@ from grpo_spmd.tools.plan.device import (
     engine_activations,
 )
 from grpo_spmd.tools.plan.dry_run import Pass, Peaks, at_full_depth, parameter_shapes
-from grpo_spmd.tools.plan.phases import KvCache, Plan, kv_cache, phases
+from grpo_spmd.tools.plan.phases import KvCache, Plan, kv_cache, plan_phases
 from grpo_spmd.tools.plan.step_time import StepTime, step_time
 from grpo_spmd.tools.plan.suggest import suggestions
 from tests.support.models import make_model, write_config
@@ -198,6 +198,8 @@ SIZES = {
 MODEL = ModelFacts(
     SHAPES, {**SIZES, "head_dim": 16, "intermediate_size": 48, "vocab_size": 100}, "here"
 )
+DIMENSIONS = MODEL.dimensions
+assert DIMENSIONS is not None
 CARD = Card("made up", 2.0, 100, 1000, 100)
 # a layer: 2,048 + 1,024 + 1,024 + 2,048 + 1,536 = 7,680; twice, and 3,200: 18,560; of 4 ranks 4,640
 NUMEL, SHARD = 18_560, 4_640
@@ -224,8 +226,8 @@ def test_what_is_live_in_each_phase_by_hand(tmp_path: Path) -> None:
     overrides = ["rollout.tensor_parallel_size=2", "loss.kl_coef=0.1", "model.offload=optimizer"]
     config = by_hand(tmp_path, *overrides, "rollout.gpu_memory_utilization=0.5")
     peaks = Peaks(Counter({"logits": 1000}), Counter({"activations": 100_000, "gradients": 20_000}))
-    cache = kv_cache(config, MODEL, CARD, 4)
-    found = phases(config, MODEL, CARD, 4, peaks, cache)
+    cache = kv_cache(config, MODEL, DIMENSIONS, CARD, 4)
+    found = plan_phases(config, MODEL, DIMENSIONS, CARD, 4, peaks, cache)
     assert list(found) == [
         "weight_sync",
         "rollout",
@@ -247,7 +249,7 @@ def test_what_is_live_in_each_phase_by_hand(tmp_path: Path) -> None:
     )
     assert found["logprobs"] - found["checkpoint"] == Counter(logits=1000, fragmentation=50)
     # 8,192 tokens of a batch x 2 bytes x (3 x 48 / 2 + 3 x 32) beside 256 sequences x V 100 x 26
-    activations = engine_activations(config, MODEL, CARD)
+    activations = engine_activations(config, DIMENSIONS, CARD)
     assert activations == 8192 * 2 * (72 + 96)
     weights = NUMEL  # 2 bytes, halved
     assert cache.num_bytes == GIB - weights - activations - graphs
@@ -277,9 +279,9 @@ def test_what_is_live_in_each_phase_by_hand(tmp_path: Path) -> None:
 
 
 def test_offload_and_adapters_by_hand(tmp_path: Path) -> None:
-    cache = kv_cache(by_hand(tmp_path), MODEL, CARD, 4)
+    cache = kv_cache(by_hand(tmp_path), MODEL, DIMENSIONS, CARD, 4)
     config = by_hand(tmp_path, "model.offload=true", "loss.kl_coef=0.1")
-    found = phases(config, MODEL, CARD, 4, Peaks(Counter(), Counter()), cache)
+    found = plan_phases(config, MODEL, DIMENSIONS, CARD, 4, Peaks(Counter(), Counter()), cache)
     trainer = {"policy", "moments", "reference"}
     assert not trainer & found["rollout"].keys()
     assert trainer & found["weight_sync"].keys() == {"policy"}  # the sync reads it
@@ -291,8 +293,14 @@ def test_offload_and_adapters_by_hand(tmp_path: Path) -> None:
         "model.lora.rank=2",
         "rollout.engine={enforce_eager: true, kv_cache_memory_bytes: 4096}",
     )
-    found = phases(
-        config, MODEL, CARD, 4, Peaks(Counter(), Counter()), kv_cache(config, MODEL, CARD, 4)
+    found = plan_phases(
+        config,
+        MODEL,
+        DIMENSIONS,
+        CARD,
+        4,
+        Peaks(Counter(), Counter()),
+        kv_cache(config, MODEL, DIMENSIONS, CARD, 4),
     )
     # A and B of a layer over 4 ranks: A has 2 rows (1 a rank) of 32, 32, 32, 64, 32; B a quarter of 64, 32, 32, 32, 48
     adapters = 2 * (192 + 2 * (16 + 8 + 8 + 8 + 12))
@@ -493,7 +501,7 @@ def test_an_engine_is_as_fast_on_two_nodes_and_no_faster_than_its_places(tmp_pat
         ]
         config, sizes = by_hand(tmp_path, *tp), MODEL.dimensions
         assert sizes is not None
-        places = kv_cache(config, MODEL, CARD, num_ranks).full_length
+        places = kv_cache(config, MODEL, sizes, CARD, num_ranks).full_length
         return step_time(config, MODEL, sizes, CARD, num_ranks, places).phases["rollout"]
 
     assert rollout_s(16, 16) == pytest.approx(rollout_s(8, 8))
@@ -503,7 +511,9 @@ def test_an_engine_is_as_fast_on_two_nodes_and_no_faster_than_its_places(tmp_pat
         < 2 * rollout_s(8, 8)
     )
     assert (
-        kv_cache(by_hand(tmp_path, "rollout.engine={max_num_seqs: 3}"), MODEL, CARD, 4).full_length
+        kv_cache(
+            by_hand(tmp_path, "rollout.engine={max_num_seqs: 3}"), MODEL, DIMENSIONS, CARD, 4
+        ).full_length
         == 3
     )
 

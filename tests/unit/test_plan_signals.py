@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from torch.distributed.tensor import DTensor
 
+from grpo_spmd.checks.signals import Kind, SideModel, side_models
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config
@@ -16,17 +17,14 @@ from grpo_spmd.model.policy import build_policy
 from grpo_spmd.model.values import build_value_model
 from grpo_spmd.tools.plan.dry_run import Peaks
 from grpo_spmd.tools.plan.signals import (
-    Beside,
-    Extra,
-    Kind,
-    extras_of,
+    PlannedModel,
+    add_time,
     host_bytes,
-    models_beside,
-    said_by,
-    widened,
-    with_head_of,
-    with_models,
-    with_time,
+    merge_peaks,
+    plan_side_models,
+    teacher_answers,
+    with_head,
+    with_side_models,
 )
 from grpo_spmd.tools.plan.step_time import Speed, StepTime
 from tests.support.models import make_model
@@ -45,16 +43,20 @@ def made_up(
     update: int = 0,
     kept: int = 0,
     gradients: int = 0,
-) -> Beside:
+) -> PlannedModel:
     peaks = Peaks(Counter(activations=scoring), Counter(activations=update))
-    extra = Extra(kind, kind, MODEL, Path("x"))
-    return Beside(extra, num_bytes, gradients, peaks, Counter({"said": kept} if kept else {}))
+    answers = Counter({"said": kept} if kept else {})
+    return PlannedModel(side_model(kind), MODEL, num_bytes, gradients, peaks, answers)
+
+
+def side_model(kind: Kind) -> SideModel:
+    return SideModel(kind, kind, "x", f"{kind}.path")
 
 
 def test_teacher_and_critic_are_held_while_the_engine_sleeps() -> None:
     names = ("weight_sync", "rollout", "reward", "logprobs", "update", "checkpoint")
     before = {name: Counter(policy=1000) for name in names}
-    found = with_models(before, [made_up("teacher", 70), made_up("critic", 500)])
+    found = with_side_models(before, [made_up("teacher", 70), made_up("critic", 500)])
     held = Counter({"policy": 1000, "teacher": 70, "critic": 500})
     assert found == {name: held if name in names[3:] else Counter(policy=1000) for name in names}
     assert host_bytes([made_up("teacher", 70), made_up("critic", 500)]) == Counter(
@@ -68,11 +70,11 @@ def test_a_reward_model_has_the_engines_place_while_it_scores() -> None:
         {"policy": 1000, "KV cache": 5000, "engine's weights": 300, "engine's activations": 10}
     )
     models = [made_up("reward model", 600), made_up("reward model", 5200, scoring=1000)]
-    found = with_models({"reward": reward}, models)
+    found = with_side_models({"reward": reward}, models)
     assert found["reward"] == Counter(
         {"policy": 1000, "reward model": 5200, "activations": 1000, "fragmentation": 50}
     )
-    assert with_models({"reward": reward}, models[:1])["reward"] == reward
+    assert with_side_models({"reward": reward}, models[:1])["reward"] == reward
 
 
 def test_passes_take_turns_and_what_a_teacher_says_is_kept() -> None:
@@ -82,18 +84,18 @@ def test_passes_take_turns_and_what_a_teacher_says_is_kept() -> None:
         made_up("critic", 0, scoring=80, update=700, gradients=1200),
         made_up("reward model", 0, scoring=9999),
     ]
-    found = widened(policy, models)
+    found = merge_peaks(policy, models)
     assert found.scoring == Counter(activations=250, said=40)
     assert found.update == Counter(
         gradients=1200, said=40
     )  # AdamW needs all of the critic's gradients at one time
-    assert widened(policy, models[:1]).update == Counter(activations=900, said=40)
-    assert widened(policy, []) == policy
+    assert merge_peaks(policy, models[:1]).update == Counter(activations=900, said=40)
+    assert merge_peaks(policy, []) == policy
 
 
 def a_teacher(config: Config, loss: str) -> Counter[str]:
     changed = load_with(config, f"teacher.loss={loss}", "teacher.top_k=8")
-    return said_by(changed, Extra("teacher", "teacher", MODEL, Path("x")), 4)
+    return teacher_answers(changed, side_model("teacher"), MODEL, 4)
 
 
 def load_with(config: Config, *overrides: str) -> Config:
@@ -109,18 +111,18 @@ def test_what_a_teacher_says_by_hand(tmp_path: Path) -> None:
         "teacher's hidden states": 64 * tokens,
         "teacher's lm_head": 6400,
     }
-    assert not said_by(load_with(config), Extra("critic", "critic", MODEL, Path("x")), 4)
+    assert not teacher_answers(load_with(config), side_model("critic"), MODEL, 4)
 
 
 def test_heads_by_hand() -> None:
     config: dict[str, Any] = {"hidden_size": 32, "id2label": {"0": "bad", "1": "good", "2": "odd"}}
     shapes = {"model.norm.weight": (32,), "lm_head.weight": (100, 32)}
-    assert with_head_of("teacher", shapes, config) == shapes
-    assert with_head_of("critic", shapes, config) == {
+    assert with_head("teacher", shapes, config) == shapes
+    assert with_head("critic", shapes, config) == {
         "model.norm.weight": (32,),
         "head.weight": (1, 32),
     }
-    assert with_head_of("reward model", shapes, config)["head.weight"] == (3, 32)
+    assert with_head("reward model", shapes, config)["head.weight"] == (3, 32)
 
 
 def test_seconds_by_hand(tmp_path: Path) -> None:
@@ -130,19 +132,19 @@ def test_seconds_by_hand(tmp_path: Path) -> None:
     before = StepTime({"weight_sync": 0.0, "rollout": 0.0, "logprobs": 0.0, "update": 0.0})
     moved = 10**6 / (CARD.host_gb_s * 1e9)
     teacher, critic = made_up("teacher", 10**6), made_up("critic", 10**6, gradients=4 * 1000)
-    found = with_time(before, config, [teacher], CARD, 4).phases
+    found = add_time(before, config, [teacher], CARD, 4).phases
     forward = found["logprobs"]
     assert forward > 0
     assert found["weight_sync"] == pytest.approx(moved)
     assert found["update"] == pytest.approx(moved)
-    found = with_time(before, config, [critic], CARD, 4).phases
+    found = add_time(before, config, [critic], CARD, 4).phases
     without_head = found["logprobs"]
     assert 0 < without_head <= forward
     stepped = 28 * 1000 / Speed(CARD, 4).memory
     assert found["update"] == pytest.approx(
         moved + 4 * without_head + stepped
     )  # forward, backward twice, recomputed
-    found = with_time(before, config, [made_up("reward model", 10**6)], CARD, 4).phases
+    found = add_time(before, config, [made_up("reward model", 10**6)], CARD, 4).phases
     assert found["reward"] == pytest.approx(without_head + 2 * moved)
     assert found["logprobs"] == 0
 
@@ -153,7 +155,7 @@ def test_a_model_that_the_run_has_anyway_is_counted_once(tmp_path: Path) -> None
     path = tmp_path / "config.yaml"
 
     def names(*overrides: str) -> list[str]:
-        return [extra.name for extra in extras_of(load_config(path, [same, *overrides]))]
+        return [model.name for model in side_models(load_config(path, [same, *overrides]))]
 
     assert names("loss.kl_coef=0") == ["teacher"]
     assert names("loss.kl_coef=0.1") == []  # the reference
@@ -164,10 +166,10 @@ def test_a_model_that_the_run_has_anyway_is_counted_once(tmp_path: Path) -> None
 
 def test_one_that_is_not_here_is_named(tmp_path: Path) -> None:
     tiny_config(tmp_path)
-    with pytest.raises(
-        ConfigError, match=r"^teacher.path: there is no config.json of org/none here; hf download"
-    ):
-        extras_of(load_config(tmp_path / "config.yaml", ["teacher.path=org/none"]))
+    config = load_config(tmp_path / "config.yaml", ["teacher.path=org/none"])
+    expected = r"^teacher.path: there is no config.json of org/none here; hf download"
+    with pytest.raises(ConfigError, match=expected):
+        plan_side_models(config, 1, ((8, 8),))
 
 
 def test_real_ones_hold_what_is_planned(tmp_path: Path) -> None:
@@ -180,7 +182,7 @@ def test_real_ones_hold_what_is_planned(tmp_path: Path) -> None:
     config = load_config(
         tmp_path / "config.yaml", ["loss.kl_coef=0", "model.dtype=bfloat16", *overrides]
     )
-    teacher, critic = models_beside(config, 2, ((8, 248),))
+    teacher, critic = plan_side_models(config, 2, ((8, 248),))
     with lone_rank(2, 1) as session:
         own = build_policy(load_with_path(config, str(other)).model, 1.0, session, trainable=False)
         values = build_value_model(str(other), config.model, session, 64, 1200)

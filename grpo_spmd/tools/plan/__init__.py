@@ -1,5 +1,5 @@
-"""`python -m grpo_spmd.plan`: memory of a rank by phase, whether it fits a GPU, and the time of a step, without a GPU.
+"""`python -m grpo_spmd.plan`: memory of a rank by phase, fit, and the time of a step, without a GPU.
 
-Not here: vllm, processes, real tensors. Arithmetic that needs no torch is in preflight/, which --explain shares.
+Not here: vllm, processes, real tensors, and exact arithmetic without torch, which is in checks/.
 Imports what stands below it; from model/ and learn/ what it runs on fake tensors.
 """

@@ -1,4 +1,4 @@
-"""The command: python -m grpo_spmd.plan --config x.yaml --gpu H100-80GB --ranks 8 [section.key=value ...]"""
+"""The command: python -m grpo_spmd.plan --config x.yaml --gpu H100-80GB --ranks 8 [key=value ...]"""
 
 from __future__ import annotations
 
@@ -26,74 +26,79 @@ from grpo_spmd.model.config_json import (
 )
 from grpo_spmd.observe.cards import Card, find_card
 
-_MOST_RANKS = 65_536
+_MAX_RANKS = 65_536
 
 
 def main() -> None:
     hold_standard_streams()
-    # Nothing is fetched, whatever the config names; before huggingface_hub, which reads it when it is imported.
+    # Nothing is downloaded, whatever the config names. huggingface_hub reads this at its import.
     os.environ["HF_HUB_OFFLINE"] = "1"
     args = _parser().parse()
     try:
-        if not 1 <= args.ranks <= _MOST_RANKS:
-            raise ConfigError(f"--ranks is a number from 1 to {_MOST_RANKS:,}; got {args.ranks:,}")
+        if not 1 <= args.ranks <= _MAX_RANKS:
+            raise ConfigError(f"--ranks is a number from 1 to {_MAX_RANKS:,}; got {args.ranks:,}")
         card = find_card(args.gpu)
-        config = load_config(args.config, args.overrides)
-        folder = _checked(config, args.ranks)
+        folder = _check_config(load_config(args.config, args.overrides), args.ranks)
         if args.json is not None:
             _refuse_unwritable(args.json)
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         logging.getLogger("torch").setLevel(logging.ERROR)
         warnings.filterwarnings("ignore", module="torch")
-        _plan(args, config, folder, card)
+        fits = _print_plan(args, folder, card)
     except ConfigError as error:
         refuse(error)
+    if not fits:
+        raise SystemExit(1)
 
 
-def _plan(args: argparse.Namespace, config: Config, folder: Path, card: Card) -> None:
+def _print_plan(args: argparse.Namespace, folder: Path, card: Card) -> bool:
+    """Returns whether the config fits, with --suggest also after the printed overrides."""
     from grpo_spmd.tools.plan.dry_run import parameter_shapes
     from grpo_spmd.tools.plan.phases import Plan, make_plan
     from grpo_spmd.tools.plan.report import as_json, as_text
     from grpo_spmd.tools.plan.suggest import suggestions
 
+    def plan_with(overrides: Sequence[str]) -> Plan:
+        config = load_config(args.config, [*args.overrides, *overrides])
+        _check_config(config, args.ranks)
+        return make_plan(config, facts, folder, card, args.ranks)
+
     def replan(overrides: Sequence[str]) -> Plan | None:
+        # A combination that the rules refuse is no suggestion.
         try:
-            changed = load_config(args.config, [*args.overrides, *overrides])
-            _checked(changed, args.ranks)
-            return make_plan(changed, facts, folder, card, args.ranks)
-        except ConfigError:  # a combination that the rules refuse is no suggestion
+            return plan_with(overrides)
+        except ConfigError:
             return None
 
-    # Not by files that lie beside it: they may be some of the weights, or of something else.
+    # config.json alone counts: weights beside it may be incomplete, or another model's.
     model = read_model_config(folder)
     facts = ModelFacts(shapes_from_config(model) or parameter_shapes(folder), model, "config.json")
-    plan = make_plan(config, facts, folder, card, args.ranks)
-    found = suggestions(plan, replan)
+    plan = plan_with([])
+    proposals = suggestions(plan, replan)
     if args.json is not None:
-        args.json.write_text(json.dumps(as_json(plan, found), indent=1) + "\n", encoding="utf-8")
+        text = json.dumps(as_json(plan, proposals), indent=1)
+        args.json.write_text(text + "\n", encoding="utf-8")
     if not args.suggest:
-        show(as_text(plan, found))
+        show(as_text(plan, proposals))
     elif plan.fits:
         say(f"it fits as it is, with a margin of {plan.margin_gib:.1f} GiB")
-    elif not found or not found[0].plan.fits:
-        say(
-            "nothing that was tried makes it fit: more ranks, a larger card, shorter rollouts or model.lora would"
-        )
+    elif proposals and proposals[0].plan.fits:
+        show("\n".join(proposals[0].overrides))
+        return True
     else:
-        show("\n".join(found[0].overrides))
-        return
-    if not plan.fits:
-        raise SystemExit(1)
+        what = "nothing that was tried makes it fit"
+        say(f"{what}: more ranks, a larger card, shorter rollouts or model.lora would")
+    return plan.fits
 
 
-def _checked(config: Config, num_ranks: int) -> Path:
-    """The model's folder. Raises ConfigError for what cannot run on so many ranks, or cannot train."""
+def _check_config(config: Config, num_ranks: int) -> Path:
+    """The model's folder. Raises ConfigError for what cannot run on so many ranks, or train."""
     check_world_size(config, num_ranks, None)
     path = config.model.path
-    if (folder := local_folder(path)) is None or not (folder / "config.json").is_file():
-        raise ConfigError(
-            f"model.path: there is no config.json of {path} here; hf download {path} config.json"
-        )
+    folder = local_folder(path)
+    if folder is None or not (folder / "config.json").is_file():
+        what = f"there is no config.json of {path} here; hf download {path} config.json"
+        raise ConfigError(f"model.path: {what}")
     try:
         model = read_model_config(folder)
     except (UntrustedError, OSError) as error:
@@ -117,25 +122,19 @@ def _parser() -> OverridesParser:
     parser = OverridesParser(
         allow_abbrev=False,
         prog="python -m grpo_spmd.plan",
-        description="Predict a rank's memory by phase, whether a config fits a GPU, and the time of a step. Needs no "
-        "GPU, and of the model only config.json. Exit code 1: it does not fit.",
+        description="Predict a rank's memory by phase, whether a config fits a GPU, and the time "
+        "of a step. Needs no GPU, and of the model only config.json. Exit code 1: it does not fit.",
     )
     add: Any = parser.add_argument
+    gpu_help = "by name (H100-80GB), or by figures: 80GiB,989TFLOPS,3350GB/s"
+    suggest_help = "print only overrides that make it fit, one a line; none if it does"
+    overrides_help = "values that replace the file's"
     add("--config", required=True, help="a YAML file; configs/ has examples")
-    add(
-        "--gpu",
-        required=True,
-        metavar="CARD",
-        help="by name (H100-80GB), or by figures: 80GiB,989TFLOPS,3350GB/s",
-    )
+    add("--gpu", required=True, metavar="CARD", help=gpu_help)
     add("--ranks", type=int, required=True, metavar="N", help="of the whole run")
     add("--json", type=Path, metavar="FILE", help="write the plan there as JSON")
-    add(
-        "--suggest",
-        action="store_true",
-        help="print only overrides that make it fit, one a line; none if it does",
-    )
-    add("overrides", nargs="*", metavar="section.key=value", help="values that replace the file's")
+    add("--suggest", action="store_true", help=suggest_help)
+    add("overrides", nargs="*", metavar="section.key=value", help=overrides_help)
     return parser
 
 

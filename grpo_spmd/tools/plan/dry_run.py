@@ -1,10 +1,10 @@
-"""The project's own policy on fake tensors: what one forward and backward pass takes beyond the state of a rank.
+"""Peak memory of a forward and backward pass, measured on fake tensors with the project's policy.
 
-Three and four layers are run, and each moment is carried on to the model's own depth: every layer more adds the same to
-it, where layers are alike. The moments at both ends (the outermost layers, the lm_head, the reduction of what lies
-outside the layers) bound those of the layers between them, which lie on a line.
+The passes run with three and with four layers. Each further layer adds the same bytes, so the two
+runs are extrapolated to the model's depth. The first and the last layers, the lm_head and the
+gradients outside the layers are measured themselves; the layers between them lie on a line.
 
-What is not here: the state itself (checks/memory.py has it), and what no tensor shows (tools/plan/device.py).
+Not here: the state between updates (checks/memory.py), and what no tensor shows (device.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -42,195 +42,189 @@ from grpo_spmd.model.policy import DTYPES, Policy, set_up_layer
 from grpo_spmd.model.sharding import shard_over_ranks
 from grpo_spmd.records import Rollout
 
-_FEW = (3, 4)  # layers
+Parts = Counter[str]  # bytes by what they are for
+_NUM_LAYERS = (3, 4)  # of the two runs
+_GATHERED = "gathered parameters"
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """Most bytes beyond the state of a rank, by what they are for."""
+
+    scoring: Parts  # without gradients
+    update: Parts
 
 
 @dataclass(frozen=True)
 class Pass:
-    """A micro-batch of one rank, and all else that its memory depends on."""
+    """One micro-batch of one rank, and everything that its memory depends on."""
 
     folder: Path  # with config.json
     model: ModelConfig
     loss: LossConfig
     num_ranks: int
     lengths: tuple[tuple[int, int], ...]  # prompt and completion tokens of its rollouts
-    accumulates: bool  # an earlier micro-batch has left gradients
-    scores: bool  # there is a pass for logprobs before the update
+    accumulates: bool  # gradients of an earlier micro-batch exist
+    scores: bool  # a pass for logprobs comes before the update
     on_gpu: bool
 
     def run(self, num_layers: int) -> tuple[dict[str, Parts], int]:
-        """Peaks of each moment beyond the state, and the depth of the model, run with `num_layers` of its layers."""
+        """Peaks beyond the state by moment, with `num_layers` layers; and the model's depth."""
         hf_config = load_config(str(self.folder))
         depth = hf_config.num_hidden_layers
-        policy = _build(self, shallow(hf_config, num_layers))
+        policy = self._build_policy(shallow(hf_config, num_layers))
         layers = list(decoder_layers(policy.model))
         shapes = {tuple(parameter.shape) for parameter in policy.parameters()}
         live = LiveBytes(shapes, hf_config.vocab_size, on_gpu=self.on_gpu)
         mark(live, layers)
-        compute = DTYPES[self.model.dtype]
         with (
             fake_ranks(self.num_ranks, self.model.num_replicas) as mesh,
             FakeTensorMode(allow_non_fake_inputs=True),
             live,
         ):
-            shard_over_ranks(policy, layers, mesh, compute, reshard_root=False)
+            shard_over_ranks(policy, layers, mesh, DTYPES[self.model.dtype], reshard_root=False)
             policy.to_empty(device="cpu")
             policy.model.tie_weights()
-            longest = max(c for _, c in self.lengths)
-            updater = PolicyUpdater(policy, OptimizerConfig(), self.loss, TrainingConfig(), longest)
             state = live.live()
-            batch = pack_rollouts(
-                [
-                    Rollout(i, 1.0, True, [0] * p, [0] * c, [0.0] * c)
-                    for i, (p, c) in enumerate(self.lengths)
-                ],
-                torch.device("cpu"),
-            )
-            if self.scores:
-                live.begin("scoring: start")
-                with torch.no_grad():
-                    policy(batch)
-                cast(FSDPModule, policy).reshard()
-            live.begin("gradients")
-            if self.accumulates:
-                for parameter in policy.parameters():
-                    parameter.grad = (
-                        torch.empty_like(parameter) if parameter.requires_grad else None
-                    )
-            live.begin("start")
-            updater.backward(batch, batch.loss_mask.numel(), len(self.lengths), is_synced=True)
+            self._run_passes(policy, live)
         del live.peaks["built"], live.peaks["gradients"]
         for parts in live.peaks.values():
             parts.subtract(state)
         return live.peaks, depth
 
+    def _build_policy(self, hf_config: Any) -> Policy:
+        """As build_policy does, up to the weights. Not on fake tensors: transformers computes with
+        some tensors here."""
+        trains_all = not self.model.lora.rank
+        stored = torch.float32 if trains_all else DTYPES[self.model.dtype]
+        # What a rank chooses on a GPU; flash-attn, if installed, keeps the same tensors.
+        is_varlen = self.on_gpu and self.model.attention != "sdpa"
+        attention = "varlen" if is_varlen and self.model.dtype == "bfloat16" else "sdpa"
+        with torch.device("meta"):
+            policy = Policy(hf_config, 1.0, self.model.logprob_chunk_tokens, attention, stored)
+            policy.requires_grad_(trains_all)
+            if not trains_all:
+                lora.add_adapters(policy.model, self.model.lora)
+        recompute = self.model.activation_checkpointing
+        if self.model.compile and not recompute:
+            # About what a compiled layer keeps (model/policy.py).
+            recompute = "selective"
+        for layer in decoder_layers(policy.model):
+            set_up_layer(layer, recompute, compile=False)
+        return policy.train()
 
-@dataclass(frozen=True)
-class Peaks:
-    """Bytes beyond the state of a rank, by what they are for."""
-
-    scoring: Parts  # without gradients
-    update: Parts
+    def _run_passes(self, policy: Policy, live: LiveBytes) -> None:
+        max_tokens = max(completion for _, completion in self.lengths)
+        updater = PolicyUpdater(policy, OptimizerConfig(), self.loss, TrainingConfig(), max_tokens)
+        rollouts = [
+            Rollout(number, 1.0, True, [0] * prompt, [0] * completion, [0.0] * completion)
+            for number, (prompt, completion) in enumerate(self.lengths)
+        ]
+        batch = pack_rollouts(rollouts, torch.device("cpu"))
+        if self.scores:
+            live.begin("scoring: start")
+            with torch.no_grad():
+                policy(batch)
+            cast(FSDPModule, policy).reshard()
+        live.begin("gradients")
+        if self.accumulates:
+            for parameter in policy.parameters():
+                if parameter.requires_grad:
+                    parameter.grad = torch.empty_like(parameter)
+        live.begin("start")
+        updater.backward(batch, batch.loss_mask.numel(), len(self.lengths), is_synced=True)
 
 
 @lru_cache(maxsize=64)
 def peaks_of(work: Pass) -> Peaks:
-    """Of the whole model. Raises ConfigError where transformers cannot build or run it."""
+    """Peaks of the whole model. Raises ConfigError if transformers cannot build or run it."""
     with as_config_error(str(work.folder), "cannot be run on fake tensors"):
         moments = at_full_depth(work.run)
-    scoring = {moment: parts for moment, parts in moments.items() if moment.startswith("scoring")}
-    update = {moment: parts for moment, parts in moments.items() if moment not in scoring}
-    return Peaks(
-        *(max(of.values(), key=Counter.total, default=Counter()) for of in (scoring, update))
-    )
+    peaks = {"scoring": Parts(), "update": Parts()}
+    for moment, parts in moments.items():
+        phase = "scoring" if moment.startswith("scoring") else "update"
+        peaks[phase] = max(peaks[phase], parts, key=Counter.total)
+    return Peaks(**peaks)
 
 
 def at_full_depth(run: Callable[[int], tuple[dict[str, Parts], int]]) -> dict[str, Parts]:
-    """Peaks of each moment of a model, from `run` with a few of its layers; it returns their peaks and the depth."""
-    few, depth = run(_FEW[0])
-    if depth <= _FEW[0]:
-        return few
-    more, _ = run(_FEW[1])
-    return {moment: _carried_on(parts, more[moment], depth) for moment, parts in few.items()}
-
-
-def _carried_on(few: Parts, more: Parts, depth: int) -> Parts:
-    """On the line through `few` and `more` layers, at `depth` layers."""
-    per_layer = {what: more[what] - few[what] for what in few.keys() | more.keys()}
-    return Counter({what: few[what] + each * (depth - _FEW[0]) for what, each in per_layer.items()})
+    """Peaks by moment for a whole model. `run` returns those with some layers, and the depth."""
+    few, more = _NUM_LAYERS
+    peaks, depth = run(few)
+    if depth <= few:
+        return peaks
+    larger_peaks, _ = run(more)
+    for moment, parts in peaks.items():
+        larger = larger_peaks[moment]
+        slopes = {name: larger[name] - parts[name] for name in parts.keys() | larger.keys()}
+        for name, slope in slopes.items():
+            parts[name] += slope * (depth - few)
+    return peaks
 
 
 def parameter_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Of the model that transformers makes of config.json, a tied lm_head once. Raises ConfigError."""
+    """Shapes of the model that transformers builds from config.json; a tied lm_head counts once.
+    Raises ConfigError."""
     with torch.device("meta"):
         model = build_hf_model(load_config(str(folder)), str(folder))
     model.tie_weights()
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
-def _build(work: Pass, hf_config: Any) -> Policy:
-    """As policy.build_policy does, up to where it needs weights. Not on fake tensors: transformers computes with
-    some."""
-    trains_all = not work.model.lora.rank
-    stored = torch.float32 if trains_all else DTYPES[work.model.dtype]
-    # What a rank picks on a GPU; flash-attn, where it is installed, keeps the same.
-    is_varlen = work.on_gpu and work.model.attention != "sdpa" and work.model.dtype == "bfloat16"
-    chunk = work.model.logprob_chunk_tokens
-    with torch.device("meta"):
-        policy = Policy(hf_config, 1.0, chunk, "varlen" if is_varlen else "sdpa", stored)
-        policy.requires_grad_(trains_all)
-        if not trains_all:
-            lora.add_adapters(policy.model, work.model.lora)
-    recompute = work.model.activation_checkpointing
-    if work.model.compile and not recompute:
-        recompute = "selective"  # about what a compiled layer keeps (model/policy.py)
-    for layer in decoder_layers(policy.model):
-        set_up_layer(layer, recompute, compile=False)
-    return policy.train()
-
-
 def shallow(hf_config: Any, num_layers: int) -> Any:
-    shallow, depth = copy.deepcopy(hf_config), hf_config.num_hidden_layers
-    for name, value in vars(
-        hf_config
-    ).items():  # an entry a layer: its kind, whether it has rotary embeddings
+    """A copy of transformers' config with fewer layers."""
+    config, depth = copy.deepcopy(hf_config), hf_config.num_hidden_layers
+    # Some lists have an entry for each layer: its kind, or whether it has rotary embeddings.
+    for name, value in vars(hf_config).items():
         if isinstance(value, list) and len(value) == depth:
-            setattr(shallow, name, value[:num_layers])
-    shallow.num_hidden_layers = min(num_layers, depth)
-    return shallow
+            setattr(config, name, value[:num_layers])
+    config.num_hidden_layers = min(num_layers, depth)
+    return config
 
 
 def mark(live: LiveBytes, layers: list[nn.Module]) -> None:
-    """Have `live` told when a layer begins, forward and backward: from the end that it is nearest to. Hooks on tensors
+    """Make `live` begin a new moment at each layer, forward and backward. The hooks on tensors
     keep nothing alive."""
-    names = _names(len(layers))
 
-    def forward(number: int) -> Callable[..., None]:
-        def hook(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            given = next(
-                (x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)), None
-            )
-            if not torch.is_grad_enabled():
-                live.begin(f"scoring: {names[number]}")
-                return
-            live.begin(f"forward: {names[number]}")
-            if given is not None and given.requires_grad and number == 0:
-                _when_reached(given, live, "backward: root")
+    def before(number: int, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if not torch.is_grad_enabled():
+            live.begin(f"scoring: {names[number]}")
+            return
+        live.begin(f"forward: {names[number]}")
+        tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
+        hidden = next(tensors, None)
+        if hidden is not None and hidden.requires_grad and number == 0:
+            begin_backward(hidden, "root")
 
-        return hook
+    def after(number: int, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        if hidden.requires_grad:
+            begin_backward(hidden, names[number])
+        if number == len(layers) - 1:
+            live.begin("scores" if torch.is_grad_enabled() else "scoring: scores")
 
-    def forward_done(number: int) -> Callable[..., None]:
-        def hook(_: nn.Module, args: Any, kwargs: dict[str, Any], out: Any) -> None:
-            hidden = out[0] if isinstance(out, tuple) else out
-            if hidden.requires_grad:
-                _when_reached(hidden, live, f"backward: {names[number]}")
-            if number == len(layers) - 1:
-                live.begin("scores" if torch.is_grad_enabled() else "scoring: scores")
+    def begin_backward(tensor: torch.Tensor, name: str) -> None:
+        def begin(_: torch.Tensor) -> None:
+            live.begin(f"backward: {name}", is_backward=True)
 
-        return hook
+        tensor.register_hook(begin)
 
+    names = _layer_names(len(layers))
     for number, layer in enumerate(layers):
-        layer.register_forward_pre_hook(forward(number), with_kwargs=True)
-        layer.register_forward_hook(forward_done(number), with_kwargs=True)
+        layer.register_forward_pre_hook(partial(before, number), with_kwargs=True)
+        layer.register_forward_hook(partial(after, number), with_kwargs=True)
 
 
-def _when_reached(tensor: torch.Tensor, live: LiveBytes, moment: str) -> None:
-    def begin(_: torch.Tensor) -> None:
-        live.begin(moment, is_backward=True)
-
-    tensor.register_hook(begin)
-
-
-def _names(num_layers: int) -> list[str]:
-    """The first layer, the last two; the others lie between them."""
-    names = ["first", *["between"] * (num_layers - 3), "last but one", "last"]
-    return names if num_layers >= 3 else names[:1] + names[-1:] * (num_layers - 1)
+def _layer_names(num_layers: int) -> list[str]:
+    """The first layer and the last two have their own moments; the others share one."""
+    if num_layers < 3:
+        return ["first", *["last"] * (num_layers - 1)]
+    return ["first", *["between"] * (num_layers - 3), "last but one", "last"]
 
 
 @contextmanager
 def fake_ranks(num_ranks: int, num_replicas: int) -> Iterator[DeviceMesh]:
-    """The mesh of a process group of that many ranks, of which only this one exists, and whose collectives do
-    nothing."""
+    """The mesh of `num_ranks` ranks of which only this one exists. Collectives do nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
     try:
         yield policy_mesh(torch.device("cpu"), num_replicas)
@@ -238,19 +232,21 @@ def fake_ranks(num_ranks: int, num_replicas: int) -> Iterator[DeviceMesh]:
         dist.destroy_process_group()
 
 
-# Live bytes of fake tensors, by what they are for, with the peak of each moment.
+class _Account:
+    """The bytes that are counted for one storage, and what they are for."""
 
-
-Parts = Counter[str]  # bytes by what they are for
+    def __init__(self, kind: str) -> None:
+        self.num_bytes, self.kind = 0, kind
 
 
 class LiveBytes(TorchDispatchMode):
-    """Follows every storage from the operator that makes it to its end, also through FSDP's `resize_`.
+    """Counts the live bytes of fake tensors by what they are for, with the peak of each moment.
 
-    What a storage is for is told by its shape and by when it was made: [..., V] is logits; what FSDP resizes, and a
-    flat row made in the forward pass, holds gathered parameters; a parameter's shape, or a flat row, of the backward
-    pass is a gradient; the rest are activations. `on_gpu`: two things that a CPU's run has or lacks are counted as on
-    a GPU.
+    It follows every storage from the operator that makes it to its end, also through FSDP's
+    `resize_`. The kind of a storage follows from its shape and the time when it was made:
+    [..., V] is logits; what FSDP resizes, and a flat row made in the forward pass, holds gathered
+    parameters; a parameter's shape or a flat row of the backward pass is a gradient; the rest are
+    activations. `on_gpu`: count as on a GPU where a CPU's operators differ.
     """
 
     def __init__(
@@ -258,19 +254,20 @@ class LiveBytes(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self._shapes, self._vocabulary, self._on_gpu = parameter_shapes, vocabulary, on_gpu
-        self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._accounts: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._parts: Parts = Counter()
-        self._now, self._peak, self._moment, self._is_backward = 0, 0, "built", False
+        self._peak, self._moment, self._is_backward = 0, "built", False
         self.peaks: dict[str, Parts] = {}
         self._resize = torch.UntypedStorage.resize_
 
     def __enter__(self) -> LiveBytes:
         def resize(storage: torch.UntypedStorage, size: int) -> Any:
-            done = self._resize(storage, size)
-            self._see(storage, "gathered parameters")
-            return done
+            resized = self._resize(storage, size)
+            self._count(storage, _GATHERED)
+            return resized
 
-        setattr(torch.UntypedStorage, "resize_", resize)  # noqa: B010  FSDP frees and takes gathered parameters by it
+        # FSDP frees and allocates gathered parameters by it.
+        setattr(torch.UntypedStorage, "resize_", resize)  # noqa: B010
         super().__enter__()
         return self
 
@@ -279,104 +276,98 @@ class LiveBytes(TorchDispatchMode):
         super().__exit__(*error)
 
     def begin(self, moment: str, *, is_backward: bool = False) -> None:
-        """What is live from here on counts towards the peak of `moment`."""
+        """Begin a moment: live bytes now count towards its peak."""
         self._moment, self._peak, self._is_backward = moment, -1, is_backward
-        self._note(0)
+        self._update_peak()
 
     def live(self) -> Parts:
-        return Counter({what: size for what, size in self._parts.items() if size})
+        return Counter({kind: size for kind, size in self._parts.items() if size})
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # DTensor goes first; its local operators come here then
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor) and not self._is_cpu_alone(func, tensor):
-                if self._is_sum_of_gradients(func, tensor):
-                    self._hand_over(args, tensor.untyped_storage())
-                self._see(tensor.untyped_storage(), self._kind(tensor))
-        if (
-            not self._on_gpu
-            and func is torch.ops.aten.add_.Tensor
-            and args[0].dtype != args[1].dtype
-        ):
-            self._note(args[0].nbytes)  # a CPU adds what it has cast before
+            # DTensor runs first; then its local operators come here.
+            return NotImplemented
+        output = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and not self._is_cpu_product(func, tensor):
+                if self._is_gradient_sum(func, tensor):
+                    self._move_account(args, tensor.untyped_storage())
+                self._count(tensor.untyped_storage(), self._kind_of(tensor))
         if self._on_gpu and "_varlen_attn_backward" in func.name():
-            self._note(_workspace(args))
-        return out
+            self._update_peak(_attention_workspace(args))
+        is_cast_add = func is torch.ops.aten.add_.Tensor and args[0].dtype != args[1].dtype
+        if is_cast_add and not self._on_gpu:
+            # A CPU casts the second operand first.
+            self._update_peak(args[0].nbytes)
+        return output
 
-    def _is_cpu_alone(self, func: Any, tensor: torch.Tensor) -> bool:
-        """The product that is added to the lm_head's float32 gradient: a GPU adds it in place
+    def _is_cpu_product(self, func: Any, tensor: torch.Tensor) -> bool:
+        """Whether it is the product for the lm_head's float32 gradient. A GPU adds it in place
         (logprobs.add_product)."""
-        is_product = func is torch.ops.aten.mm.default and tensor.dtype != torch.float32
-        return (
-            self._on_gpu and is_product and tensor.ndim == 2 and tensor.shape[0] == self._vocabulary
-        )
+        if not self._on_gpu or func is not torch.ops.aten.mm.default:
+            return False
+        is_head = tensor.ndim == 2 and tensor.shape[0] == self._vocabulary
+        return is_head and tensor.dtype != torch.float32
 
-    def _is_sum_of_gradients(self, func: Any, tensor: torch.Tensor) -> bool:
-        """Of a tied parameter: autograd adds the second in place to the first, but fake ones to a new tensor."""
-        return (
-            self._is_backward
-            and func is torch.ops.aten.add.Tensor
-            and tuple(tensor.shape) in self._shapes
-        )
+    def _is_gradient_sum(self, func: Any, tensor: torch.Tensor) -> bool:
+        """Whether it is the sum of a tied parameter's gradients. Autograd adds real ones in place,
+        but makes a new tensor of fake ones."""
+        is_sum = self._is_backward and func is torch.ops.aten.add.Tensor
+        return is_sum and tuple(tensor.shape) in self._shapes
 
-    def _hand_over(self, args: Any, storage: torch.UntypedStorage) -> None:
-        """What is counted for one of the arguments, where one is counted, is counted for `storage` from now on."""
-        boxes = (self._known.get(each.untyped_storage()) for each in args[:2])
-        if (
-            box := next(
-                (box for box in boxes if box is not None and box[0] == storage.nbytes()), None
-            )
-        ) is not None:
-            moved = self._known[storage] = list(box)
-            weakref.finalize(storage, self._gone, moved)
-            box[0] = 0
+    def _move_account(self, args: Any, storage: torch.UntypedStorage) -> None:
+        """Count the bytes of one of the arguments for `storage` from now on."""
+        for argument in args[:2]:
+            old = argument.untyped_storage()
+            account = self._accounts.get(old)
+            if account is not None and account.num_bytes == storage.nbytes():
+                self._open_account(storage, account.kind).num_bytes = account.num_bytes
+                account.num_bytes = 0
+                return
 
-    def _kind(self, tensor: torch.Tensor) -> str:
+    def _open_account(self, storage: torch.UntypedStorage, kind: str) -> _Account:
+        account = self._accounts[storage] = _Account(kind)
+        weakref.finalize(storage, self._resize_account, account, 0)
+        return account
+
+    def _resize_account(self, account: _Account, num_bytes: int) -> None:
+        self._parts[account.kind] += num_bytes - account.num_bytes
+        account.num_bytes = num_bytes
+
+    def _kind_of(self, tensor: torch.Tensor) -> str:
         shape = tuple(tensor.shape)
-        is_whole = len(shape) > 1 and shape in self._shapes
-        if self._is_backward and (is_whole or (len(shape) == 1 and tensor.is_floating_point())):
+        is_parameter = len(shape) > 1 and shape in self._shapes
+        is_flat = len(shape) == 1 and tensor.is_floating_point()
+        if self._is_backward and (is_parameter or is_flat):
             return "gradients"
-        # In "scores" nothing is gathered, and the lm_head's gradient is made.
-        if self._moment == "gradients" or (is_whole and self._moment == "scores"):
+        # While scores are computed nothing is gathered, and the lm_head's gradient is made.
+        if self._moment == "gradients" or (is_parameter and self._moment == "scores"):
             return "gradients"
         if len(shape) > 1 and shape[-1] == self._vocabulary:
             return "logits"
-        if len(shape) == 1 and tensor.is_floating_point() and tensor.numel() > 1 << 16:
-            return "gathered parameters"
-        return "activations"
+        return _GATHERED if is_flat and tensor.numel() > 1 << 16 else "activations"
 
-    def _see(self, storage: torch.UntypedStorage, kind: str) -> None:
-        size, box = storage.nbytes(), self._known.get(storage)
-        if box is None:
-            box = self._known[storage] = [0, kind]
-            weakref.finalize(storage, self._gone, box)
-        if (
-            kind == "gathered parameters" and box[1] != kind and size != box[0]
-        ):  # made as something else, then resized
-            self._parts[box[1]] -= box[0]
-            self._parts[kind] += box[0]
-            box[1] = kind
-        self._now += size - box[0]
-        self._parts[box[1]] += size - box[0]
-        box[0] = size
-        self._note(0)
+    def _count(self, storage: torch.UntypedStorage, kind: str) -> None:
+        account = self._accounts.get(storage) or self._open_account(storage, kind)
+        num_bytes = storage.nbytes()
+        if kind == _GATHERED and account.kind != kind and num_bytes != account.num_bytes:
+            # FSDP resizes a storage that was made as something else.
+            self._resize_account(account, 0)
+            account.kind = kind
+        self._resize_account(account, num_bytes)
+        self._update_peak()
 
-    def _gone(self, box: list[Any]) -> None:
-        self._now -= box[0]
-        self._parts[box[1]] -= box[0]
-        box[0] = 0
-
-    def _note(self, workspace: int) -> None:
-        if self._now + workspace > self._peak:
-            self._peak = self._now + workspace
+    def _update_peak(self, workspace: int = 0) -> None:
+        total = self._parts.total() + workspace
+        if total > self._peak:
+            self._peak = total
             self.peaks[self._moment] = self.live() + Counter({"activations": workspace})
 
 
-def _workspace(args: Any) -> int:
-    """Bytes that flash attention's backward kernel takes for itself (flash_api.cpp, `mha_varlen_bwd`): the query's
-    gradient in float32, and with fewer kv heads than heads the gradients of key and value for each head."""
+def _attention_workspace(args: Any) -> int:
+    """Bytes that flash attention's backward kernel allocates (flash_api.cpp, `mha_varlen_bwd`):
+    the query's gradient in float32, and with fewer KV heads than heads the gradients of key and
+    value for each head."""
     _, query, key = args[:3]
     expanded = 0 if key.shape[1] == query.shape[1] else 2 * query.numel() * query.element_size()
     return int(4 * query.numel() + expanded)

@@ -1,4 +1,4 @@
-"""A plan: what is live on one rank in each phase of a step, at its peak, beside what the card has."""
+"""A plan: what is live on one rank in each phase of a step, compared with the card's memory."""
 
 from __future__ import annotations
 
@@ -7,26 +7,41 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from grpo_spmd.checks import memory
-from grpo_spmd.checks.memory import engine_tokens
+from grpo_spmd.checks.memory import (
+    ITEMSIZE,
+    TRAINED_ITEMSIZE,
+    State,
+    engine_tokens,
+    engine_weights,
+    extra_passes,
+    kv_bytes_per_token,
+    kv_itemsize,
+    micro_batch_tokens,
+    micro_batches_per_step,
+    sequences_of_engine,
+    state_of,
+    sync_buffers,
+)
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import PHASES, Config
-from grpo_spmd.model.config_json import ModelFacts
+from grpo_spmd.model.config_json import Dimensions, ModelFacts
 from grpo_spmd.observe.cards import Card
 from grpo_spmd.tools.plan.device import (
-    FRAGMENTATION,
+    CONTEXT,
     GIB,
     engine_activations,
+    graph_bytes,
     layer_in_reload,
-    outside,
+    nccl_bytes,
+    with_fragmentation,
 )
 from grpo_spmd.tools.plan.dry_run import Parts, Pass, Peaks, peaks_of
 from grpo_spmd.tools.plan.signals import (
+    add_time,
     host_bytes,
-    models_beside,
-    widened,
-    with_models,
-    with_time,
+    merge_peaks,
+    plan_side_models,
+    with_side_models,
     with_value_head,
 )
 from grpo_spmd.tools.plan.step_time import StepTime, step_time
@@ -36,20 +51,20 @@ _BLOCK = 16  # tokens of a block of vLLM's KV cache on a GPU
 
 @dataclass(frozen=True)
 class KvCache:
-    """Of one engine."""
+    """The KV cache of one engine."""
 
     num_bytes: int  # on one rank
-    tokens: int  # that it holds
-    longest_bytes: (
-        int  # of the longest text of the engine: a rollout, or what a judge reads and says
-    )
-    needed_tokens: int  # of all its sequences of a step at full length, the prompt once a group
+    tokens: int
+    longest_bytes: int  # for the engine's longest text: a rollout, or a judge's prompt and reply
+    needed_tokens: int  # for all sequences of a step at full length, a prompt once a group
     full_length: int  # sequences of full length that run at one time
     sequences: int  # of a step
 
 
 @dataclass(frozen=True)
 class Plan:
+    """The prediction for one config on one kind of card."""
+
     config: Config
     card: Card
     num_ranks: int
@@ -63,7 +78,7 @@ class Plan:
         return self.phases[phase].total() / GIB
 
     def margin_of(self, phase: str) -> float:
-        """GiB."""
+        """Free GiB at the phase's peak."""
         return self.card.gib - self.peak_gib(phase)
 
     @property
@@ -72,7 +87,7 @@ class Plan:
 
     @property
     def margin_gib(self) -> float:
-        """The least free of any phase; where the KV cache holds no rollout of full length, what it lacks."""
+        """Free GiB in the tightest phase; less than 0 too if the KV cache holds no rollout."""
         spare = (self.kv_cache.num_bytes - self.kv_cache.longest_bytes) / GIB
         return min(self.margin_of(self.tightest), spare if spare < 0 else math.inf)
 
@@ -82,132 +97,135 @@ class Plan:
 
 
 def make_plan(config: Config, model: ModelFacts, folder: Path, card: Card, num_ranks: int) -> Plan:
-    """`folder` has the model's config.json. Raises ConfigError where the model cannot be built from it."""
-    if (sizes := model.dimensions) is None:
-        raise ConfigError(
-            f"model.path: {folder / 'config.json'} does not name the sizes of a decoder as Llama's does"
-        )
-    cache, models = (
-        kv_cache(config, model, card, num_ranks),
-        models_beside(config, num_ranks, longest_row(config, num_ranks)),
-    )
+    """`folder` holds the model's config.json. Raises ConfigError if it cannot be built from it."""
+    sizes = model.dimensions
+    if sizes is None:
+        what = "does not name the sizes of a decoder as Llama's does"
+        raise ConfigError(f"model.path: {folder / 'config.json'} {what}")
+    lengths = longest_row(config, num_ranks)
+    models = plan_side_models(config, num_ranks, lengths)
     peaks = trainer_peaks(config, folder, num_ranks, on_gpu=True)
-    peaks = widened(
-        with_value_head(peaks, config, sizes.hidden, longest_row(config, num_ranks)), models
-    )
-    device = with_models(phases(config, model, card, num_ranks, peaks, cache), models)
-    state = memory.state_of(config, model, num_ranks)
-    copy = memory.TRAINED_ITEMSIZE * state.trained
-    host = Counter({"checkpoint's copy": copy, "offloaded": state.offloaded(config.model.offload)})
-    host += host_bytes(models)
+    peaks = merge_peaks(with_value_head(peaks, config, sizes.hidden, lengths), models)
+    cache = kv_cache(config, model, sizes, card, num_ranks)
+    state = state_of(config, model, num_ranks)
+    host = Counter({"checkpoint's copy": TRAINED_ITEMSIZE * state.trained})
+    host["offloaded"] = state.offloaded(config.model.offload)
     if config.rollout.sleep_level_with(config.model.lora) == 1:
-        host["engine's weights, asleep"] = memory.engine_weights(config, model)
+        host["engine's weights, asleep"] = engine_weights(config, model)
     time = step_time(config, model, sizes, card, num_ranks, cache.full_length)
-    time = with_time(time, config, models, card, num_ranks)
-    return Plan(config, card, num_ranks, model.num_parameters, device, host, cache, time)
+    policy_phases = plan_phases(config, model, sizes, card, num_ranks, peaks, cache)
+    return Plan(
+        config=config,
+        card=card,
+        num_ranks=num_ranks,
+        num_parameters=model.num_parameters,
+        phases=with_side_models(policy_phases, models),
+        host=host + host_bytes(models),
+        kv_cache=cache,
+        time=add_time(time, config, models, card, num_ranks),
+    )
 
 
 def trainer_peaks(config: Config, folder: Path, num_ranks: int, *, on_gpu: bool) -> Peaks:
-    """Of the largest micro-batch: as many rollouts of full length as it holds, and what is left as a shorter one."""
-    lengths = longest_row(config, num_ranks)
-    _, most = memory.micro_batches_per_step(config, num_ranks)
-    accumulates = most > config.training.num_optimizer_steps
-    scores = sum(memory.extra_passes(config)) > 0
-    here = replace(
-        config.model, offload=False
-    )  # nothing is away during a pass: one dry run for all
-    work = Pass(folder, here, config.loss, num_ranks, lengths, accumulates, scores, on_gpu)
+    """Peaks of the policy's passes over the largest micro-batch."""
+    _, num_micro_batches = micro_batches_per_step(config, num_ranks)
+    work = Pass(
+        folder=folder,
+        # Nothing is offloaded during a pass: one dry run serves all settings.
+        model=replace(config.model, offload=False),
+        loss=config.loss,
+        num_ranks=num_ranks,
+        lengths=longest_row(config, num_ranks),
+        accumulates=num_micro_batches > config.training.num_optimizer_steps,
+        scores=sum(extra_passes(config)) > 0,
+        on_gpu=on_gpu,
+    )
     return peaks_of(work)
 
 
 def longest_row(config: Config, num_ranks: int) -> tuple[tuple[int, int], ...]:
-    """Prompt and completion tokens of the rollouts of the largest micro-batch."""
-    tokens, longest = memory.micro_batch_tokens(config, num_ranks), config.max_rollout_tokens
-    lengths = [(config.data.max_prompt_tokens, config.rollout.max_completion_tokens)] * (
-        tokens // longest
-    )
-    if (rest := tokens % longest) > 1:
+    """Prompt and completion tokens of the rollouts in the largest micro-batch: as many of full
+    length as it holds, and a shorter one in the rest."""
+    num_full, rest = divmod(micro_batch_tokens(config, num_ranks), config.max_rollout_tokens)
+    lengths = [(config.data.max_prompt_tokens, config.rollout.max_completion_tokens)] * num_full
+    if rest > 1:
         lengths.append((1, rest - 1))
     return tuple(lengths)
 
 
-def kv_cache(config: Config, model: ModelFacts, card: Card, num_ranks: int) -> KvCache:
-    sizes, rollout = model.dimensions, config.rollout
-    assert sizes is not None
-    token = memory.kv_bytes_per_token(
-        sizes, memory.kv_itemsize(config), rollout.tensor_parallel_size
-    )
-    given = rollout.engine.get("kv_cache_memory_bytes")
-    if isinstance(given, int):
-        num_bytes = given
-    else:
-        rest = engine_activations(config, model, card) + outside(config, model, num_ranks).graphs
-        num_bytes = (
-            int(rollout.gpu_memory_utilization * card.gib * GIB)
-            - memory.engine_weights(config, model)
-            - rest
-        )
+def kv_cache(
+    config: Config, model: ModelFacts, sizes: Dimensions, card: Card, num_ranks: int
+) -> KvCache:
+    rollout = config.rollout
+    num_bytes = rollout.engine.get("kv_cache_memory_bytes")
+    if not isinstance(num_bytes, int):
+        used = engine_activations(config, sizes, card) + graph_bytes(config, sizes)
+        budget = int(rollout.gpu_memory_utilization * card.gib * GIB)
+        num_bytes = budget - engine_weights(config, model) - used
+    token = kv_bytes_per_token(sizes, kv_itemsize(config), rollout.tensor_parallel_size)
     tokens = max(0, num_bytes // (token * _BLOCK) * _BLOCK)
-    sequences, longest = memory.sequences_of_engine(config, num_ranks), config.max_rollout_tokens
-    prompts = sequences // rollout.group_size * config.data.max_prompt_tokens
-    needed = prompts + sequences * rollout.max_completion_tokens
-    whole = -(-longest // _BLOCK) * _BLOCK
-    at_once = min(tokens // whole, rollout.engine.get("max_num_seqs") or tokens)
-    text = -(-engine_tokens(config) // _BLOCK) * _BLOCK
-    return KvCache(num_bytes, tokens, text * token, needed, at_once, sequences)
+    sequences = sequences_of_engine(config, num_ranks)
+    prompts = sequences // rollout.group_size
+    needed = prompts * config.data.max_prompt_tokens + sequences * rollout.max_completion_tokens
+    num_running = tokens // _round_to_blocks(config.max_rollout_tokens)
+    return KvCache(
+        num_bytes=num_bytes,
+        tokens=tokens,
+        longest_bytes=_round_to_blocks(engine_tokens(config)) * token,
+        needed_tokens=needed,
+        full_length=min(num_running, rollout.engine.get("max_num_seqs") or tokens),
+        sequences=sequences,
+    )
 
 
-def phases(
-    config: Config, model: ModelFacts, card: Card, num_ranks: int, peaks: Peaks, cache: KvCache
+def _round_to_blocks(tokens: int) -> int:
+    return -(-tokens // _BLOCK) * _BLOCK
+
+
+def plan_phases(
+    config: Config,
+    model: ModelFacts,
+    sizes: Dimensions,
+    card: Card,
+    num_ranks: int,
+    peaks: Peaks,
+    cache: KvCache,
 ) -> dict[str, Parts]:
-    """Bytes by what they are for, of each phase at its peak, in a step after the first update."""
-    beside, state = outside(config, model, num_ranks), memory.state_of(config, model, num_ranks)
-    offload, itemsize = config.model.offload, memory.ITEMSIZE[config.model.dtype]
+    """Bytes by what they are for in each phase, at its peak, in a step after the first update."""
+    state, offload = state_of(config, model, num_ranks), config.model.offload
     fixed = Counter(
         {
-            "CUDA context": beside.context,
-            "NCCL": beside.nccl,
-            "CUDA graphs, workspaces": beside.graphs,
+            "CUDA context": CONTEXT,
+            "NCCL": nccl_bytes(config, num_ranks),
+            "CUDA graphs, workspaces": graph_bytes(config, sizes),
         }
     )
-    held = Counter({"policy": 4 * state.trained, "moments": 8 * state.trained})
-    held += Counter({"base": state.base, "reference": state.reference})
-    awake, in_sync = (
-        _without(held, state, offload),
-        _without(held, state, "optimizer" if offload else False),
-    )
-    if offload is True:
-        in_sync.pop("reference", None)
-    engine = Counter({"engine's weights": memory.engine_weights(config, model)})
+    policy = Counter({"policy": 4 * state.trained, "base": state.base})
+    moments = Counter({"moments": 8 * state.trained})
+    reference = Counter({"reference": state.reference})
+    trainer = policy + moments + reference
+    # What stays on the device while the engine is awake, and while the sync reads the policy.
+    awake = {False: trainer, "optimizer": policy + reference, True: Counter[str]()}[offload]
+    in_sync = {False: trainer, "optimizer": policy + reference, True: policy}[offload]
+    engine = Counter({"engine's weights": engine_weights(config, model)})
     bucket_bytes = config.rollout.sync_bucket_bytes("cuda")
-    buffers = Counter(memory.sync_buffers(config, model, num_ranks, bucket_bytes))
-    buffers["layer in load"] = layer_in_reload(model, itemsize)
-    sampling = engine + Counter({"KV cache": max(0, cache.num_bytes)})
-    sampling["engine's activations"] = engine_activations(config, model, card)
-    of_phase = {
-        "weight_sync": in_sync + engine + _with_holes(buffers),
-        "eval": awake + sampling,
-        "rollout": awake + sampling,
-        "reward": awake + sampling,
-        "logprobs": held + _with_holes(peaks.scoring),
-        "update": held + _with_holes(_at_least(peaks.update, state)),
-        "checkpoint": held,
+    buffers = Counter(sync_buffers(config, model, num_ranks, bucket_bytes))
+    buffers["layer in load"] = layer_in_reload(sizes, ITEMSIZE[config.model.dtype])
+    sampling = awake + engine + Counter({"KV cache": max(0, cache.num_bytes)})
+    sampling["engine's activations"] = engine_activations(config, sizes, card)
+    phases = {
+        "weight_sync": in_sync + engine + with_fragmentation(buffers),
+        "rollout": sampling,
+        "reward": sampling,
+        "logprobs": trainer + with_fragmentation(peaks.scoring),
+        "update": trainer + with_fragmentation(_update_peak(peaks.update, state)),
+        "checkpoint": trainer,
     }
-    if not config.eval.every_steps:
-        del of_phase["eval"]
-    return {phase: fixed + of_phase[phase] for phase in PHASES if phase in of_phase}
+    if config.eval.every_steps:
+        phases["eval"] = sampling
+    return {phase: fixed + phases[phase] for phase in PHASES if phase in phases}
 
 
-def _at_least(peak: Parts, state: memory.State) -> Parts:
-    """AdamW runs with all gradients there; fused, as on a GPU, it takes nothing for itself."""
+def _update_peak(peak: Parts, state: State) -> Parts:
+    """AdamW runs while all gradients exist. Fused, as on a GPU, it allocates nothing itself."""
     return peak if peak.total() > state.gradients else Counter({"gradients": state.gradients})
-
-
-def _without(held: Parts, state: memory.State, offload: object) -> Parts:
-    if offload is True:
-        return Counter()
-    return Counter({**held, "moments": 0}) if offload == "optimizer" else held.copy()
-
-
-def _with_holes(parts: Parts) -> Parts:
-    return parts + Counter({"fragmentation": int(FRAGMENTATION * parts.total())})

@@ -1,34 +1,43 @@
-"""The time of a step by phase: arithmetic and bytes over what the card can do at most, times the share of it that
-others reached. A model, not a measurement: nothing of it has been compared with a GPU."""
+"""A model of the time of a step: arithmetic and bytes over the fractions of a card's ceilings that
+others have measured. It has not been compared with a GPU."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from grpo_spmd.checks import memory
-from grpo_spmd.checks.memory import state_of
+from grpo_spmd.checks.memory import (
+    ITEMSIZE,
+    extra_passes,
+    kv_bytes_per_token,
+    micro_batches_per_step,
+    replica_ranks,
+    state_of,
+)
 from grpo_spmd.config.schema import Config
 from grpo_spmd.model.config_json import Dimensions, ModelFacts
 from grpo_spmd.observe.cards import Card
 
-# Products: torchtitan's Llama 3 8B under FSDP2 had 33 to 39 % of an H100's dense peak, 57 % of an A100's
+# torchtitan's Llama 3 8B under FSDP2 had 33 to 39 % of an H100's dense peak, 57 % of an A100's
 # (benchmarks/llama3_h100_202412_torchtitan.md, docs/performance.md there).
-MATMUL_SHARE = 0.4
-# Reading weights and KV cache while decoding, of the data sheet's bandwidth: what a large copy reaches on these cards.
-MEMORY_SHARE = 0.8
-LINK_SHARE = (
-    0.7  # of all-gathers and reduce-scatters on NVLink, large messages (nccl-tests' bus bandwidth)
-)
-BETWEEN_NODES_GB_S = 50.0  # 400 Gb/s a GPU, as in those runs
-OF_A_NODE = 8  # ranks
-# What the host takes for one step of vLLM beside the device, with CUDA graphs: a guess.
+MATMUL_FRACTION = 0.4
+# Reading weights and KV cache while decoding: what a large copy reaches of the data sheet's
+# bandwidth.
+MEMORY_FRACTION = 0.8
+# All-gathers and reduce-scatters of large messages on NVLink (nccl-tests' bus bandwidth).
+LINK_FRACTION = 0.7
+BETWEEN_NODES_GB_S = 50.0  # 400 Gb/s a GPU, as in torchtitan's runs
+RANKS_PER_NODE = 8
+# What the host adds to one step of vLLM with CUDA graphs: a guess.
 ENGINE_STEP_S = 0.003
+ADAMW_BYTES = 28  # read and written for each parameter
+# Part of a forward pass that the backward pass repeats, by model.activation_checkpointing.
+RECOMPUTED = {False: 0.0, "selective": 0.1, True: 1.0}
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds; of rewards, evaluation and checkpoints nothing is known."""
+    """Seconds by phase. Rewards, evaluation and checkpoints are not known."""
 
     phases: dict[str, float]
 
@@ -39,17 +48,17 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Work:
-    """What passes over some rollouts have to do, of one rank that holds all of the model."""
+    """Rollouts that pass through the model, on one rank that holds all of it."""
 
     sizes: Dimensions
-    num_parameters: int  # N, a tied one counted once
+    num_parameters: int  # N; a tied one counts once
     head_parameters: int  # of the lm_head: V * D
-    lengths: Sequence[tuple[int, int]]  # of each rollout: prompt and completion tokens
+    lengths: Sequence[tuple[int, int]]  # prompt and completion tokens of each rollout
     itemsize: int  # bytes of a weight in the compute dtype
 
     @property
     def layer_parameters(self) -> int:
-        """Weights that every token is multiplied by; of a model whose lm_head is its embedding."""
+        """Weights that every token is multiplied with."""
         return self.num_parameters - self.head_parameters
 
     @property
@@ -62,142 +71,154 @@ class Work:
 
 
 def forward_flops(work: Work) -> float:
-    """Every token through the layers, completions through the lm_head, causal attention within each rollout."""
-    attention = (
-        2
-        * work.sizes.layers
-        * work.sizes.heads
-        * work.sizes.head_dim
-        * sum((p + c) ** 2 for p, c in work.lengths)
-    )
-    return (
-        2 * work.layer_parameters * work.tokens
-        + 2 * work.head_parameters * work.completion_tokens
-        + attention
-    )
+    """All tokens through the layers, completions through the lm_head, and causal attention."""
+    sizes = work.sizes
+    squares = sum((prompt + completion) ** 2 for prompt, completion in work.lengths)
+    attention = 2 * sizes.layers * sizes.heads * sizes.head_dim * squares
+    layers = 2 * work.layer_parameters * work.tokens
+    return layers + 2 * work.head_parameters * work.completion_tokens + attention
 
 
 def decode_bytes(work: Work) -> float:
-    """All weights once for each token of the longest completion, and for each sampled token the keys and values of what
-    precedes it."""
-    longest = max(completion for _, completion in work.lengths)
-    token = memory.kv_bytes_per_token(work.sizes, work.itemsize, 1)
-    preceding = sum(
+    """Reads all weights once for each token of the longest completion, and for each sampled token
+    the keys and values before it."""
+    steps = max(completion for _, completion in work.lengths)
+    token_bytes = kv_bytes_per_token(work.sizes, work.itemsize, 1)
+    cached_tokens = sum(
         completion * prompt + completion * (completion - 1) // 2
         for prompt, completion in work.lengths
     )
-    return longest * work.num_parameters * work.itemsize + preceding * token
+    return steps * work.num_parameters * work.itemsize + cached_tokens * token_bytes
 
 
 def decode_flops(work: Work) -> float:
     return 2 * work.num_parameters * work.completion_tokens
 
 
-def step_time(
-    config: Config, model: ModelFacts, sizes: Dimensions, card: Card, num_ranks: int, places: int
-) -> StepTime:
-    """With every rollout at full length: an upper bound of the arithmetic. `places`: sequences of full length that an
-    engine runs at one time (KvCache.full_length)."""
-    lengths = [(config.data.max_prompt_tokens, config.rollout.max_completion_tokens)]
-    rollouts = config.rollout.num_prompts_per_step * config.rollout.group_size
-    itemsize, head = memory.ITEMSIZE[config.model.dtype], sizes.vocabulary * sizes.hidden
-    tied = 0 if any(name == "lm_head.weight" for name in model.shapes) else head
-    # The embedding is looked up, not multiplied: only the head counts of the two.
-    work = Work(
-        sizes,
-        model.num_parameters - head + tied,
-        head,
-        lengths * -(-rollouts // num_ranks),
-        itemsize,
-    )
-    speed = Speed(card, num_ranks // config.model.num_replicas)
-    passes = sum(memory.extra_passes(config))
-    rows = memory.micro_batches_per_step(config, num_ranks)[1] // config.training.num_epochs
-    seconds = {
-        "weight_sync": _sync_s(config, model, speed, num_ranks),
-        "rollout": _rollout_s(
-            config, work, Speed(card, config.rollout.tensor_parallel_size), places
-        ),
-        "logprobs": passes
-        * max(forward_flops(work) / speed.flops, rows * speed.gather_s(model, itemsize)),
-        "update": _update_s(config, model, work, speed, num_ranks),
-    }
-    return StepTime(seconds)
-
-
 @dataclass(frozen=True)
 class Speed:
-    """What the card is taken to reach, per second."""
+    """What the card is assumed to reach, per second."""
 
     card: Card
     ranks: int  # of a replica, or of an engine
 
     @property
     def flops(self) -> float:
-        return MATMUL_SHARE * self.card.tflops * 1e12
+        return MATMUL_FRACTION * self.card.tflops * 1e12
 
     @property
     def memory(self) -> float:
-        return MEMORY_SHARE * self.card.memory_gb_s * 1e9
+        return MEMORY_FRACTION * self.card.memory_gb_s * 1e9
 
     @property
     def link(self) -> float:
-        gb_s = (
-            self.card.link_gb_s
-            if self.ranks <= OF_A_NODE
-            else min(self.card.link_gb_s, BETWEEN_NODES_GB_S)
-        )
-        return LINK_SHARE * gb_s * 1e9
+        gb_s = self.card.link_gb_s
+        if self.ranks > RANKS_PER_NODE:
+            gb_s = min(gb_s, BETWEEN_NODES_GB_S)
+        return LINK_FRACTION * gb_s * 1e9
 
     def gather_s(self, model: ModelFacts, itemsize: int) -> float:
         """One all-gather, or reduce-scatter, of all parameters."""
         return model.num_parameters * itemsize * (self.ranks - 1) / self.ranks / self.link
 
 
-def _sync_s(config: Config, model: ModelFacts, speed: Speed, num_ranks: int) -> float:
-    itemsize = memory.ITEMSIZE[config.model.dtype]
-    written = 2 * itemsize * model.num_parameters  # gathered, and copied into the engine's layers
-    moved = (
-        speed.gather_s(model, itemsize)
-        + (4 * model.num_parameters / speed.ranks + written) / speed.memory
+def rollouts_of_step(config: Config, num_ranks: int) -> int:
+    """Rollouts of one rank in a step."""
+    return -(-config.rollout.num_prompts_per_step * config.rollout.group_size // num_ranks)
+
+
+def work_of(
+    config: Config, model: ModelFacts, sizes: Dimensions, num_ranks: int, *, has_lm_head: bool
+) -> Work:
+    """All rollouts of one rank at full length."""
+    embedding = sizes.vocabulary * sizes.hidden
+    head = embedding if has_lm_head else 0
+    is_tied = "lm_head.weight" not in model.shapes
+    length = (config.data.max_prompt_tokens, config.rollout.max_completion_tokens)
+    return Work(
+        sizes=sizes,
+        # An embedding is looked up, not multiplied: of a tied one only the head counts.
+        num_parameters=model.num_parameters - embedding + (head if is_tied else 0),
+        head_parameters=head,
+        lengths=[length] * rollouts_of_step(config, num_ranks),
+        itemsize=ITEMSIZE[config.model.dtype],
     )
-    return moved + _offloaded(config, model, num_ranks) / (speed.card.host_gb_s * 1e9)
 
 
-def _offloaded(config: Config, model: ModelFacts, num_ranks: int) -> float:
-    return state_of(config, model, num_ranks).offloaded(config.model.offload)
+def forward_s(
+    config: Config, model: ModelFacts, speed: Speed, num_ranks: int, *, has_lm_head: bool
+) -> float:
+    """A forward pass over all rollouts of a rank, or its gathers if they take longer."""
+    sizes = model.dimensions
+    if sizes is None:
+        return 0.0
+    work = work_of(config, model, sizes, num_ranks, has_lm_head=has_lm_head)
+    _, num_micro_batches = micro_batches_per_step(config, num_ranks)
+    gathers = num_micro_batches // config.training.num_epochs
+    return max(forward_flops(work) / speed.flops, gathers * speed.gather_s(model, work.itemsize))
 
 
-def _rollout_s(config: Config, work: Work, speed: Speed, places: int) -> float:
-    """Decoding in as many rounds as the engine's places ask for, the last of them a part; prompts once a group.
-    `speed`: of an engine, whose ranks are on one node."""
-    rollout, tp = config.rollout, config.rollout.tensor_parallel_size
+def step_time(
+    config: Config,
+    model: ModelFacts,
+    sizes: Dimensions,
+    card: Card,
+    num_ranks: int,
+    num_running: int,
+) -> StepTime:
+    """The time with every rollout at full length: an upper bound. `num_running`: sequences that an
+    engine runs at one time (KvCache.full_length)."""
+    work = work_of(config, model, sizes, num_ranks, has_lm_head=True)
+    speed = Speed(card, replica_ranks(config, num_ranks))
+    # An engine's ranks are on one node.
+    engine_speed = Speed(card, config.rollout.tensor_parallel_size)
+    forward = forward_s(config, model, speed, num_ranks, has_lm_head=True)
+    state = state_of(config, model, num_ranks)
+    offload = state.offloaded(config.model.offload) / (card.host_gb_s * 1e9)
+    adamw = ADAMW_BYTES * state.trained / speed.memory * config.training.num_optimizer_steps
+    return StepTime(
+        {
+            "weight_sync": _sync_s(model, work.itemsize, speed) + offload,
+            "rollout": _rollout_s(config, work, engine_speed, num_running),
+            "logprobs": sum(extra_passes(config)) * forward,
+            "update": _update_s(config, model, work, speed, num_ranks) + adamw + offload,
+        }
+    )
+
+
+def _sync_s(model: ModelFacts, itemsize: int, speed: Speed) -> float:
+    # The shard is read; the bytes are gathered and copied into the engine's layers.
+    read = 4 * model.num_parameters / speed.ranks
+    written = 2 * itemsize * model.num_parameters
+    return speed.gather_s(model, itemsize) + (read + written) / speed.memory
+
+
+def _rollout_s(config: Config, work: Work, speed: Speed, num_running: int) -> float:
+    """Decoding in as many rounds as the engine needs, the last one in part; prompts once a
+    group."""
+    tp = config.rollout.tensor_parallel_size
     prompt, completion = work.lengths[0]
     sequences = len(work.lengths) * tp
-    at_once = max(1, min(sequences, places))
-    rounds = sequences / at_once
-    of_engine = replace(work, lengths=[(prompt, completion)] * at_once)
-    decode = max(decode_bytes(of_engine) / speed.memory, decode_flops(of_engine) / speed.flops) / tp
-    # two all-reduces a layer and step of the sequences' hidden states
-    reduced = (
-        4 * work.sizes.layers * at_once * work.sizes.hidden * work.itemsize * completion * (tp > 1)
-    )
-    groups = -(-sequences // rollout.group_size)
+    num_running = max(1, min(sequences, num_running))
+    batch = replace(work, lengths=[(prompt, completion)] * num_running)
+    decode = max(decode_bytes(batch) / speed.memory, decode_flops(batch) / speed.flops) / tp
+    # Two all-reduces of the sequences' hidden states in each layer and step.
+    hidden_bytes = num_running * work.sizes.hidden * work.itemsize
+    reduced = 4 * work.sizes.layers * hidden_bytes * completion if tp > 1 else 0
+    round_s = decode + reduced / speed.link + completion * ENGINE_STEP_S
+    groups = -(-sequences // config.rollout.group_size)
     prefill = 2 * work.layer_parameters * groups * prompt / speed.flops / tp
-    return rounds * (decode + reduced / speed.link + completion * ENGINE_STEP_S) + prefill
+    return sequences / num_running * round_s + prefill
 
 
 def _update_s(config: Config, model: ModelFacts, work: Work, speed: Speed, num_ranks: int) -> float:
-    """Forward, backward (twice that, or with frozen weights once), what is made again; gathers and reductions beside
-    it; AdamW over the shard, 28 bytes a parameter read and written."""
-    training, itemsize, state = config.training, work.itemsize, state_of(config, model, num_ranks)
-    again = {False: 0.0, "selective": 0.1, True: 1.0}[config.model.activation_checkpointing]
-    factor = (2 if config.model.lora.rank else 3) + again
-    products = training.num_epochs * factor * forward_flops(work) / speed.flops
-    _, micro_batches = memory.micro_batches_per_step(config, num_ranks)
-    moved = 2 * speed.gather_s(model, itemsize) + (
-        0 if config.model.lora.rank else speed.gather_s(model, 4)
-    )
-    steps = training.num_optimizer_steps * 28 * state.trained / speed.memory
-    back = _offloaded(config, model, num_ranks) / (speed.card.host_gb_s * 1e9)
-    return max(products, micro_batches * moved) + steps + back
+    """Forward and backward passes, or their gathers and reductions if those take longer."""
+    training, has_lora = config.training, bool(config.model.lora.rank)
+    # A backward pass costs two forward passes, or one if the weights are frozen.
+    passes = (2 if has_lora else 3) + RECOMPUTED[config.model.activation_checkpointing]
+    products = training.num_epochs * passes * forward_flops(work) / speed.flops
+    _, num_micro_batches = micro_batches_per_step(config, num_ranks)
+    # Weights are gathered forward and backward; float32 gradients are reduced.
+    moved = 2 * speed.gather_s(model, work.itemsize)
+    moved += 0 if has_lora else speed.gather_s(model, 4)
+    return max(products, num_micro_batches * moved)

@@ -1,101 +1,120 @@
-"""What would make a run fit, the cheapest first by the model of the step's time."""
+"""Config overrides that would make a run fit, the cheapest in time first."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from grpo_spmd.config.schema import Config
 from grpo_spmd.tools.plan.device import GIB
 from grpo_spmd.tools.plan.phases import Plan
 
-Planner = Callable[
-    [Sequence[str]], Plan | None
-]  # of the config with overrides; None where it would be refused
-_LEAST_CHUNK = 256
+# Plans the config with overrides; None if the config would be refused.
+Planner = Callable[[Sequence[str]], Plan | None]
+_MIN_CHUNK = 256
 
 
 @dataclass(frozen=True)
 class Suggestion:
-    """Overrides, as grpo_spmd.train takes them, and what becomes of the plan."""
+    """Overrides, as grpo_spmd.train takes them, and the plan with them."""
 
     overrides: tuple[str, ...]
     plan: Plan
 
 
 def suggestions(plan: Plan, replan: Planner) -> list[Suggestion]:
-    """Nothing where it fits. Else single changes that make it fit, the cheapest first; where none does, changes added
-    one by one, each time the one that leaves most room, as one suggestion, which may still not fit."""
+    """Nothing for a plan that fits. Else the single overrides that make it fit, the cheapest
+    first. If there are none: overrides added one by one, each time the one that leaves most room,
+    as one suggestion, which may still not fit."""
     if plan.fits:
         return []
-    tried = _tried(plan, (), replan, {phase for phase in plan.phases if plan.margin_of(phase) < 0})
-    if fitting := [each for each in tried if each.plan.fits]:
-        return sorted(fitting, key=_cost)
-    taken, margin, best = tuple[str, ...](), plan.margin_gib, None
-    while tried:
-        most_room = max(tried, key=lambda each: (each.plan.margin_gib, -each.plan.time.total))
-        if most_room.plan.margin_gib <= margin:
+    short = {phase for phase in plan.phases if plan.margin_of(phase) < 0}
+    candidates = _try_changes(plan, (), replan, short)
+    fitting = [candidate for candidate in candidates if candidate.plan.fits]
+    if fitting:
+        return sorted(fitting, key=lambda s: (s.plan.time.total, -s.plan.margin_gib))
+    best: list[Suggestion] = []
+    margin = plan.margin_gib
+    while candidates:
+        candidate = max(candidates, key=lambda s: (s.plan.margin_gib, -s.plan.time.total))
+        if candidate.plan.margin_gib <= margin:
             break
-        best, taken, margin = most_room, most_room.overrides, most_room.plan.margin_gib
-        # What does not help the tightest phase cannot leave more room.
-        tried = [] if best.plan.fits else _tried(best.plan, taken, replan, {best.plan.tightest})
-    return [] if best is None else [best]
+        best, margin = [candidate], candidate.plan.margin_gib
+        if candidate.plan.fits:
+            break
+        # A change that does not help the tightest phase cannot leave more room.
+        tightest = {candidate.plan.tightest}
+        candidates = _try_changes(candidate.plan, candidate.overrides, replan, tightest)
+    return best
 
 
-def _cost(suggestion: Suggestion) -> tuple[float, float]:
-    return suggestion.plan.time.total, -suggestion.plan.margin_gib
-
-
-def _tried(
-    plan: Plan, taken: tuple[str, ...], replan: Planner, short: set[str]
+def _try_changes(
+    plan: Plan, overrides: tuple[str, ...], replan: Planner, short: set[str]
 ) -> list[Suggestion]:
-    found = []
-    for change in _changes(plan.config, plan, short):
-        name = change.partition("=")[0]
-        overrides = (*(each for each in taken if each.partition("=")[0] != name), change)
-        if (changed := replan(overrides)) is not None:
-            found.append(Suggestion(overrides, changed))
-    return found
+    """Plans with one more change. `short`: phases that lack room."""
+    candidates = []
+    for change in _changes(plan, short):
+        key = change.partition("=")[0] + "="
+        changed = (*(text for text in overrides if not text.startswith(key)), change)
+        new_plan = replan(changed)
+        if new_plan is not None:
+            candidates.append(Suggestion(changed, new_plan))
+    return candidates
 
 
-def _changes(config: Config, plan: Plan, short: set[str]) -> Iterator[str]:
-    """Single overrides that could help a phase that lacks room."""
-    model, rollout, longest = config.model, config.rollout, config.max_rollout_tokens
-    engine_awake = short & {"weight_sync", "eval", "rollout", "reward"}
+def _changes(plan: Plan, short: set[str]) -> Iterator[str]:
+    """Yields single overrides that could help one of the phases."""
+    with_engine = short & {"weight_sync", "eval", "rollout", "reward"}
     if short & {"update", "logprobs"}:
-        if not model.activation_checkpointing and not model.compile:
-            yield "model.activation_checkpointing=selective"
-        if model.activation_checkpointing is not True:
-            yield "model.activation_checkpointing=true"
-        # Its dry run is the longest: tried where logits are what lacks, at the last perhaps.
-        could = any(plan.phases[phase]["logits"] > -GIB * plan.margin_of(phase) for phase in short)
-        if could and model.logprob_chunk_tokens > _LEAST_CHUNK:
-            yield f"model.logprob_chunk_tokens={max(_LEAST_CHUNK, model.logprob_chunk_tokens // 4)}"
-        budget = config.training.max_tokens_per_micro_batch
-        for tokens in sorted(
-            {max(longest, budget // 2), max(longest, budget // 4), longest}, reverse=True
-        ):
-            if tokens < budget:
-                yield f"training.max_tokens_per_micro_batch={tokens}"
-        if model.num_replicas > 1:
-            yield "model.num_replicas=1"
-    if engine_awake:
-        if model.offload is False:
-            yield "model.offload=optimizer"
-        if model.offload is not True:
-            yield "model.offload=true"
-        if rollout.sync_bucket_bytes("cuda") > 16 << 20 and "weight_sync" in short:
-            yield "rollout.weight_sync_bucket_mib=16"
-    if engine_awake - {"weight_sync"}:
-        least = rollout.gpu_memory_utilization + plan.margin_gib / plan.card.gib
-        for share in (least, rollout.gpu_memory_utilization / 2):
-            if (rounded := int(share * 100) / 100) > 0:
-                yield f"rollout.gpu_memory_utilization={rounded:g}"
-    if not plan.kv_cache.full_length:
-        for share in (0.5, 0.6, 0.7, 0.8, 0.9):
-            if share > rollout.gpu_memory_utilization:
-                yield f"rollout.gpu_memory_utilization={share:g}"
-    if engine_awake or not plan.kv_cache.full_length:
+        yield from _trainer_changes(plan, short)
+    if with_engine:
+        yield from _offload_changes(plan, short)
+    yield from _engine_changes(plan, with_engine)
+
+
+def _trainer_changes(plan: Plan, short: set[str]) -> Iterator[str]:
+    model, max_tokens = plan.config.model, plan.config.max_rollout_tokens
+    if not model.activation_checkpointing and not model.compile:
+        yield "model.activation_checkpointing=selective"
+    if model.activation_checkpointing is not True:
+        yield "model.activation_checkpointing=true"
+    # Its dry run takes longest: only tried if logits alone are more than what is lacking.
+    could_help = any(plan.phases[name]["logits"] > -GIB * plan.margin_of(name) for name in short)
+    if could_help and model.logprob_chunk_tokens > _MIN_CHUNK:
+        yield f"model.logprob_chunk_tokens={max(_MIN_CHUNK, model.logprob_chunk_tokens // 4)}"
+    budget = plan.config.training.max_tokens_per_micro_batch
+    budgets = {max(max_tokens, budget // 2), max(max_tokens, budget // 4), max_tokens}
+    for tokens in sorted(budgets, reverse=True):
+        if tokens < budget:
+            yield f"training.max_tokens_per_micro_batch={tokens}"
+    if model.num_replicas > 1:
+        yield "model.num_replicas=1"
+
+
+def _offload_changes(plan: Plan, short: set[str]) -> Iterator[str]:
+    offload = plan.config.model.offload
+    if offload is False:
+        yield "model.offload=optimizer"
+    if offload is not True:
+        yield "model.offload=true"
+    if "weight_sync" in short and plan.config.rollout.sync_bucket_bytes("cuda") > 16 << 20:
+        yield "rollout.weight_sync_bucket_mib=16"
+
+
+def _engine_changes(plan: Plan, with_engine: set[str]) -> Iterator[str]:
+    """`with_engine`: phases that lack room and in which the engine is awake."""
+    rollout, holds_no_rollout = plan.config.rollout, not plan.kv_cache.full_length
+    fraction = rollout.gpu_memory_utilization
+    key = "rollout.gpu_memory_utilization"
+    if with_engine - {"weight_sync"}:
+        for smaller in (fraction + plan.margin_gib / plan.card.gib, fraction / 2):
+            rounded = int(smaller * 100) / 100
+            if rounded > 0:
+                yield f"{key}={rounded:g}"
+    if holds_no_rollout:
+        for larger in (0.5, 0.6, 0.7, 0.8, 0.9):
+            if larger > fraction:
+                yield f"{key}={larger:g}"
+    if with_engine or holds_no_rollout:
         for size in (2, 4, 8):
             if size > rollout.tensor_parallel_size and plan.num_ranks % size == 0:
                 yield f"rollout.tensor_parallel_size={size}"
