@@ -1,7 +1,8 @@
 """grpo_spmd.run: a run from Python, in a script or a notebook, several times in one process.
 
-The process is its owner's: a run that ends leaves it as it was, and a failure is an exception (guest.py). Imports no
-torch at its top."""
+The process belongs to its owner: a run that ends leaves it as it was, and a failure is an exception
+(distributed/embedded_run.py). Imports no torch at its top.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +11,16 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from grpo_spmd.checkpoint.run_dir import let_go
+from grpo_spmd.checks.inputs import check_inputs
 from grpo_spmd.config.errors import ConfigError
-
-if TYPE_CHECKING:
-    from grpo_spmd.config.schema import Config
+from grpo_spmd.config.load import build_config, read_tree, trains_on_cpu
+from grpo_spmd.config.schema import Config
+from grpo_spmd.distributed.embedded_run import embedded_run
+from grpo_spmd.rewards.named import given, name_of, packed, spec_of
+from grpo_spmd.train import prepare_torch
 
 RewardFunction = Callable[..., Any]
 Entry = RewardFunction | tuple[RewardFunction, float] | Mapping[str, Any]
@@ -23,17 +28,17 @@ Entry = RewardFunction | tuple[RewardFunction, float] | Mapping[str, Any]
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run has come to."""
+    """The outcome of a run."""
 
     run_dir: Path
     num_steps: int
-    """Steps that are done, those of earlier starts too."""
+    """Finished steps, with those of earlier starts."""
     is_preempted: bool
-    """Stopped on the way, by Ctrl-C, a signal or the end of its time, with everything saved."""
+    """Stopped early by Ctrl-C, a signal or the end of its time, with everything saved."""
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl, read anew each time."""
+        """The lines of metrics.jsonl. They are read again each time."""
         with (self.run_dir / "metrics.jsonl").open(encoding="utf-8") as file:
             return [json.loads(line) for line in file]
 
@@ -43,49 +48,43 @@ def run(
     rewards: Sequence[Entry] | None = None,
     **overrides: Any,
 ) -> RunResult:
-    """Train, and return when the run has ended. One process, unless torchrun has started this one: then each rank calls
-    it alike. From the main thread.
+    """Trains, and returns when the run has ended. Call it in the main thread.
 
-    `config`: a YAML file, or the same as a mapping; keys may be dotted ("optimizer.lr"). `overrides` are merged over it
-    in the same way: optimizer={"lr": 1e-6}, or **{"optimizer.lr": 1e-6}. `rewards`, in place of those of the config:
-    functions fn(prompts, completions, completion_ids, **columns), pairs (function, weight), or entries as in YAML,
-    whose "function" may be one too. They are scored in processes of their own, under the same deadlines as ever.
+    It is one process, unless torchrun has started this one: then each rank calls it alike.
 
-    Ctrl-C, once: the run saves, and returns; twice: KeyboardInterrupt. Raises ConfigError for what cannot be used, and
-    RuntimeError, with the run's report, for anything else.
+    `config` is a YAML file, or the same as a mapping; keys may be dotted ("optimizer.lr").
+    `overrides` replace its values in the same way: optimizer={"lr": 1e-6}, or
+    **{"optimizer.lr": 1e-6}. `rewards` replace those of the config. They are functions
+    fn(prompts, completions, completion_ids, **columns), pairs (function, weight), or entries as in
+    YAML, whose "function" may be a function too. They are scored in separate processes, with the
+    usual time limits.
+
+    After one Ctrl-C the run saves and returns; a second one raises KeyboardInterrupt. Raises
+    ConfigError for what cannot be used, and RuntimeError with the run's report for anything else.
     """
-    from grpo_spmd.config.load import build_config, trains_on_cpu
-    from grpo_spmd.rewards.named import given
-
-    tree = _tree_of(config)
+    tree = _read_config(config)
     _merge(tree, overrides, "")
     functions: dict[str, RewardFunction] = {}
     if rewards is not None:
         tree["rewards"] = rewards
-    if isinstance(tree.get("rewards"), list | tuple):
+    entries = tree.get("rewards")
+    if isinstance(entries, list | tuple):
         tree["rewards"] = [
-            _reward_of(entry, index, functions) for index, entry in enumerate(tree["rewards"])
+            _reward_entry(entry, index, functions) for index, entry in enumerate(entries)
         ]
     elif rewards is not None:
-        raise ConfigError(
-            f"rewards must be a list, as in rewards=[fn]; got {type(rewards).__name__}"
-        )
+        kind = type(rewards).__name__
+        raise ConfigError(f"rewards must be a list, as in rewards=[fn]; got {kind}")
     with given(functions):
         return _train(build_config(tree, on_cpu=trains_on_cpu()))
 
 
 def _train(config: Config) -> RunResult:
-    from grpo_spmd.checkpoint.run_dir import let_go
-    from grpo_spmd.checks.inputs import check_inputs
-    from grpo_spmd.distributed.embedded_run import embedded_run
-    from grpo_spmd.rewards.named import packed
-    from grpo_spmd.train import prepare_torch
-
     inputs = check_inputs(config, num_ranks=int(os.environ.get("WORLD_SIZE", "1")))
-    if (
-        functions := packed(config.rewards)
-    ) is not None:  # refused now, and not when the engine has started
-        os.close(functions)
+    # Functions that cannot be sent to workers are refused now, not after the engine has started.
+    descriptor = packed(config.rewards)
+    if descriptor is not None:
+        os.close(descriptor)
     run_dir = Path(config.run_dir)
     try:
         with embedded_run(_release):
@@ -97,14 +96,14 @@ def _train(config: Config) -> RunResult:
         let_go(run_dir)
     marker = run_dir / "preempted.json"
     is_preempted = marker.is_file()
-    num_steps = (
-        json.loads(marker.read_text("utf-8"))["step"] if is_preempted else config.training.num_steps
-    )
-    return RunResult(run_dir, int(num_steps), is_preempted)
+    num_steps = config.training.num_steps
+    if is_preempted:
+        num_steps = int(json.loads(marker.read_text("utf-8"))["step"])
+    return RunResult(run_dir, num_steps, is_preempted)
 
 
 def _release() -> None:
-    """End what a failed run has left of its engine, its process group and whoever followed its metrics."""
+    """Ends what a failed run leaves of its engine, its process group and its trackers."""
     import torch.distributed as dist
 
     from grpo_spmd.engine.failures import end_engines
@@ -116,39 +115,38 @@ def _release() -> None:
         dist.destroy_process_group()
 
 
-def _tree_of(config: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
-    from grpo_spmd.config.load import read_tree
-
+def _read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(config, Mapping):
         tree: dict[str, Any] = {}
         _merge(tree, config, "")
         return tree
     if not isinstance(config, str | os.PathLike):
-        raise ConfigError(
-            f"config must be the path of a YAML file or a mapping; got {type(config).__name__}"
-        )
+        kind = type(config).__name__
+        raise ConfigError(f"config must be the path of a YAML file or a mapping; got {kind}")
     return read_tree(Path(config))[0]
 
 
-def _merge(tree: dict[str, Any], values: Mapping[str, Any], where: str) -> None:
-    """Put `values` into `tree`: mappings into mappings, key by key; anything else in the place of what was there."""
-    for name, value in values.items():
-        full = f"{where}{name}"
-        if not isinstance(name, str):
-            raise ConfigError(f"{full}: a key must be text")
-        first, dot, rest = name.partition(".")
+def _merge(tree: dict[str, Any], values: Mapping[str, Any], prefix: str) -> None:
+    """Puts `values` into `tree`: mappings key by key, anything else in the place of the old value.
+
+    Dotted keys become sections. `prefix` is for error messages.
+    """
+    for key, value in values.items():
+        if not isinstance(key, str):
+            raise ConfigError(f"{prefix}{key}: a key must be text")
+        name, dot, rest = key.partition(".")
         if dot:
             value = {rest: value}
-        before = tree.get(first)
-        if isinstance(value, Mapping) and (value or isinstance(before, dict)):
-            tree[first] = dict(before) if isinstance(before, dict) else {}
-            _merge(tree[first], value, f"{where}{first}.")
+        old = tree.get(name)
+        if isinstance(value, Mapping) and (value or isinstance(old, dict)):
+            tree[name] = dict(old) if isinstance(old, dict) else {}
+            _merge(tree[name], value, f"{prefix}{name}.")
         else:
-            tree[first] = _plain(value)
+            tree[name] = _plain(value)
 
 
 def _plain(value: Any) -> Any:
-    """As YAML would have it; functions stay."""
+    """Returns a value as YAML would have it; functions stay."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, Mapping):
@@ -158,10 +156,11 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _reward_of(entry: Any, index: int, functions: dict[str, RewardFunction]) -> Any:
-    """An entry of `rewards` as YAML has it; a function goes into `functions`, by what stands for it there."""
-    from grpo_spmd.rewards.named import name_of, spec_of
+def _reward_entry(entry: Any, index: int, functions: dict[str, RewardFunction]) -> Any:
+    """Returns an entry of `rewards` as in YAML.
 
+    A function goes into `functions`, under the text that stands for it in the entry.
+    """
     if isinstance(entry, list | tuple) and len(entry) == 2 and callable(entry[0]):
         entry = {"function": entry[0], "weight": entry[1]}
     elif callable(entry):
@@ -169,14 +168,14 @@ def _reward_of(entry: Any, index: int, functions: dict[str, RewardFunction]) -> 
     elif not isinstance(entry, Mapping):
         rule = "must be a function, a pair (function, weight), or an entry as in YAML"
         raise ConfigError(f"rewards.{index} {rule}; got {entry!r:.80}")
-    made = dict(entry)
-    if callable(function := made.get("function")):
-        if isinstance(function, type):
-            raise ConfigError(
-                f"rewards.{index}: {function.__name__} is a class; give an object of it"
-            )
-        spec = spec_of(function)
-        spec = f"{spec}#{index}" if spec in functions else spec
-        functions[spec] = function
-        made = {"name": name_of(function) or f"reward_{index}", **made, "function": spec}
-    return made
+    function = entry.get("function")
+    if not callable(function):
+        return dict(entry)
+    if isinstance(function, type):
+        rule = "is a class; give an object of it"
+        raise ConfigError(f"rewards.{index}: {function.__name__} {rule}")
+    spec = spec_of(function)
+    if spec in functions:
+        spec = f"{spec}#{index}"
+    functions[spec] = function
+    return {"name": name_of(function) or f"reward_{index}", **entry, "function": spec}

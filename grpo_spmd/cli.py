@@ -1,7 +1,8 @@
-"""The console script: grpo-spmd train checks, then starts the ranks; grpo-spmd COMMAND is python -m grpo_spmd.COMMAND.
+"""The console script: `grpo-spmd train` checks, then starts the ranks.
 
-The ranks of one machine, or with --nnodes and --rdzv-... (torchrun's options, passed on) of several. One rank alone is
-the debug mode: this process itself, in which breakpoint() works.
+For every other command `grpo-spmd COMMAND` is `python -m grpo_spmd.COMMAND`. The ranks are those of
+one machine, or with --nnodes and --rdzv-... (torchrun's options) of several. A single rank is this
+process itself, in which breakpoint() works.
 """
 
 from __future__ import annotations
@@ -26,20 +27,12 @@ from grpo_spmd.distributed import interrupt, startup
 from grpo_spmd.files import hold_standard_streams, show
 
 _PACKAGE = Path(__file__).parent
-_STARTS = '\nif __name__ == "__main__":'
-_PASSED_ON = (
-    "nnodes",
-    "node-rank",
-    "rdzv-backend",
-    "rdzv-endpoint",
-    "rdzv-id",
-    "rdzv-conf",
-    "master-addr",
-    "master-port",
-    "local-addr",
-    "max-restarts",
-)
-_OF_SEVERAL_NODES = tuple(name for name in _PASSED_ON if name != "max-restarts")
+_MAIN = '\nif __name__ == "__main__":'
+_NODE_OPTIONS = ["nnodes", "node-rank", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "master-addr", "master-port", "local-addr"]
+# Options that torchrun gets as they are.
+_TORCHRUN_OPTIONS = [*_NODE_OPTIONS, "max-restarts"]
+_COLUMNS = 80
+_ABOUT_LENGTH = 66
 _USAGE = """\
 usage: grpo-spmd COMMAND ...
 
@@ -52,28 +45,29 @@ _TRAIN_USAGE = """\
 usage: grpo-spmd train [--nproc N] [TORCHRUN OPTIONS] --config x.yaml
                        [section.key=value ...]
 
-Checks config and data, then starts N ranks on this machine (default: 1, in
-this process: the debug mode). Ctrl-C once saves and stops, twice stops at once.
+Checks config and data, then starts N ranks on this machine. The default is one
+rank in this process, where a debugger works. Ctrl-C once saves and stops; twice
+stops at once.
 
-On several nodes, the same command on each: --nnodes, --rdzv-endpoint and these
-go to torchrun as they are:
+On several nodes, start the same command on each with --nnodes and
+--rdzv-endpoint. These options are passed on to torchrun:
 {options}
 
-What follows is of python -m grpo_spmd.train.
+What follows is the help of python -m grpo_spmd.train.
 """
 
 
 def main() -> None:
+    """Runs the command that the arguments name."""
     hold_standard_streams()
     if not sys.flags.safe_path:
-        sys.path[0] = (
-            os.getcwd()
-        )  # as python -m has it: a reward's file imports what lies beside the config
+        # As with python -m: a reward's file imports modules of the working folder.
+        sys.path[0] = os.getcwd()
     arguments = sys.argv[1:]
     if not arguments or arguments[0] in ("-h", "--help"):
         width = max(map(len, commands()))
-        listed = "\n".join(f"  {name:{width}}  {text}" for name, text in commands().items())
-        show(_USAGE.format(commands=listed).rstrip())
+        lines = "\n".join(f"  {name:{width}}  {text}" for name, text in commands().items())
+        show(_USAGE.format(commands=lines).rstrip())
         return
     name = arguments[0]
     if name in ("--version", "-V", "version"):
@@ -81,11 +75,8 @@ def main() -> None:
         return
     if name not in commands():
         closest = difflib.get_close_matches(name, commands(), 1, 0.0)[0]
-        refuse(
-            ConfigError(
-                f"grpo-spmd {name}: unknown command; did you mean {closest}? --help lists them"
-            )
-        )
+        remedy = f"did you mean {closest}? --help lists them"
+        refuse(ConfigError(f"grpo-spmd {name}: unknown command; {remedy}"))
     if name == "train":
         _train(arguments[1:])
         return
@@ -98,64 +89,58 @@ def main() -> None:
 
 
 def commands() -> dict[str, str]:
-    """Every module and folder at the package's top that can be run, with what it says of itself."""
-    modules = [*_PACKAGE.glob("*.py"), *_PACKAGE.glob("tools/*.py")]
-    found = {path.stem: (path, path) for path in modules if path != Path(__file__)}
-    mains = [*_PACKAGE.glob("*/__main__.py"), *_PACKAGE.glob("tools/*/__main__.py")]
-    folders = (path.parent for path in mains)
-    found |= {path.name: (path / "__main__.py", path / "__init__.py") for path in folders}
-    texts = {
-        name: [path.read_text(encoding="utf-8") for path in paths]
-        for name, paths in sorted(found.items())
-    }
-    return {
-        name: _about(*of_command) for name, of_command in texts.items() if _STARTS in of_command[0]
-    }
+    """Returns the name and description of every module or folder that can be run."""
+    # For each name the file that runs, and the file that describes it.
+    files: dict[str, tuple[Path, Path]] = {}
+    for folder in (_PACKAGE, _PACKAGE / "tools"):
+        files |= {path.stem: (path, path) for path in folder.glob("*.py")}
+        for path in folder.glob("*/__main__.py"):
+            files[path.parent.name] = (path, path.parent / "__init__.py")
+    del files[Path(__file__).stem]
+    texts = {}
+    for name, (program, description) in sorted(files.items()):
+        text = program.read_text(encoding="utf-8")
+        if _MAIN in text:
+            texts[name] = _describe(text, description.read_text(encoding="utf-8"))
+    return texts
 
 
-def _about(program: str, described: str) -> str:
-    """The description of its parser, where that is one string, or the first line that describes it."""
+def _describe(program: str, module: str) -> str:
+    """Returns the description in a program's parser if it is one string, else the first line of the
+    module's docstring."""
     in_parser = re.search(r'description="([^"]+)"[,)]', program)
-    line = (
-        in_parser[1]
-        if in_parser
-        else (ast.get_docstring(ast.parse(described)) or "").partition("\n")[0]
-    )
+    docstring = ast.get_docstring(ast.parse(module)) or ""
+    line = in_parser[1] if in_parser else docstring.partition("\n")[0]
     line = re.sub(r"`?python -m grpo_spmd\.[^:]*:? ?", "", line).strip(" .:")
-    return textwrap.shorten(line[:1].upper() + line[1:], 66, placeholder=" ...")
+    return textwrap.shorten(line[:1].upper() + line[1:], _ABOUT_LENGTH, placeholder=" ...")
 
 
 def _train(arguments: list[str]) -> None:
     interrupt.listen()
     parser = _TrainParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--nproc")
-    for name in _PASSED_ON:
+    for name in _TORCHRUN_OPTIONS:
         parser.add_argument(f"--{name}", f"--{name.replace('-', '_')}")  # torchrun takes both
-    own, rest = parser.parse_known_args(arguments)
-    passed = {
-        name: value
-        for name in _PASSED_ON
-        if (value := getattr(own, name.replace("-", "_"))) is not None
-    }
-    num_nodes = _number("--nnodes", passed.get("nnodes", "1").partition(":")[0])
-    local_ranks = _number("--nproc", own.nproc or "1")
-    for_help, only_asks = {"-h", "--help"} & {*rest}, {"--check", "--explain"} & {*rest}
-    if for_help:
-        show(
-            _TRAIN_USAGE.format(
-                options=textwrap.fill(" ".join(f"--{name}" for name in _PASSED_ON), 80)
-            )
-        )
+    args, rest = parser.parse_known_args(arguments)
+    values = {name: getattr(args, name.replace("-", "_")) for name in _TORCHRUN_OPTIONS}
+    options = {name: value for name, value in values.items() if value is not None}
+    num_nodes = _positive_number("--nnodes", options.get("nnodes", "1").partition(":")[0])
+    local_ranks = _positive_number("--nproc", args.nproc or "1")
+    is_help = bool({"-h", "--help"} & {*rest})
+    if is_help:
+        names = textwrap.fill(" ".join(f"--{name}" for name in _TORCHRUN_OPTIONS), _COLUMNS)
+        show(_TRAIN_USAGE.format(options=names))
     sys.argv = ["grpo-spmd train", *rest]
+    # Here, so that other commands need not load what training checks.
     from grpo_spmd import train
 
-    if for_help or (local_ranks == 1 and not passed):
+    if is_help or (local_ranks == 1 and not options):
         train.main()
         return
     sizes = {"WORLD_SIZE": str(local_ranks * num_nodes), "LOCAL_WORLD_SIZE": str(local_ranks)}
     os.environ.update(sizes)
     startup.begin("checking config and data")
-    if only_asks:
+    if {"--check", "--explain"} & {*rest}:
         train.main()
         return
     sys.argv.append("--check")
@@ -163,15 +148,21 @@ def _train(arguments: list[str]) -> None:
         train.main()
     for name in sizes:
         del os.environ[name]
-    options = [f"--{name}={value}" for name, value in passed.items()]
-    if not {*_OF_SEVERAL_NODES} & passed.keys():
-        options.append("--standalone")
-    elif "rdzv-endpoint" in passed and "rdzv-backend" not in passed:
-        options.append("--rdzv-backend=c10d")
-    started = ["-m", "grpo_spmd.distributed.launch", *options, f"--nproc-per-node={local_ranks}"]
+    _exec_torchrun(options, local_ranks, rest)
+
+
+def _exec_torchrun(options: dict[str, str], local_ranks: int, arguments: list[str]) -> NoReturn:
+    """Replaces this process by torchrun's; `arguments` are those of grpo_spmd.train."""
+    words = [f"--{name}={value}" for name, value in options.items()]
+    if not {*_NODE_OPTIONS} & options.keys():
+        words.append("--standalone")
+    elif "rdzv-endpoint" in options and "rdzv-backend" not in options:
+        words.append("--rdzv-backend=c10d")
+    launch = ["-m", "grpo_spmd.distributed.launch", *words, f"--nproc-per-node={local_ranks}"]
     sys.stdout.flush()
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # pending until launch.py hears it
-    os.execv(sys.executable, [sys.executable, *started, "-m", "grpo_spmd.train", *rest])
+    # Ctrl-C stays pending until launch.py listens to it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    os.execv(sys.executable, [sys.executable, *launch, "-m", "grpo_spmd.train", *arguments])
 
 
 class _TrainParser(argparse.ArgumentParser):
@@ -179,7 +170,7 @@ class _TrainParser(argparse.ArgumentParser):
         refuse(ConfigError(message))
 
 
-def _number(name: str, text: str) -> int:
+def _positive_number(name: str, text: str) -> int:
     if not (text.isdecimal() and int(text) > 0):
         refuse(ConfigError(f"{name}: {text!r} is not a number from 1 on"))
     return int(text)

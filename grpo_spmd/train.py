@@ -1,7 +1,9 @@
-"""The command: check everything that can be checked without torch, then build the parts (parts.py) and loop (loop.py).
+"""The training command: checks everything that needs no torch, then builds the parts and the loop.
 
 torchrun --nproc-per-node 8 -m grpo_spmd.train --config x.yaml [section.key=value ...]
-python -m grpo_spmd.train --config x.yaml [...]      one process: breakpoint() works in a reward, the loss and the sync
+python -m grpo_spmd.train --config x.yaml [...]
+
+The second is one process: breakpoint() works in a reward, the loss and the weight sync.
 """
 
 from __future__ import annotations
@@ -19,12 +21,12 @@ from grpo_spmd.config.describe import config_to_dict, describe_keys
 from grpo_spmd.config.errors import ConfigError, refuse
 from grpo_spmd.config.load import load_config_with_sources, trains_on_cpu
 from grpo_spmd.distributed import interrupt, startup
-from grpo_spmd.distributed.startup import garbage_collector_off
 from grpo_spmd.files import hold_standard_streams, show
 from grpo_spmd.model.config_json import read_model
 
 
 def main() -> None:
+    """Runs the command."""
     hold_standard_streams()
     interrupt.listen()
     parser = _parser()
@@ -43,11 +45,9 @@ def main() -> None:
         refuse(error)
     if args.explain:
         model = read_model(config.model.path)
-        show(
-            "\n".join(
-                explain(config, sources, model, len(inputs.rows), num_ranks, with_defaults=args.all)
-            )
-        )
+        num_rows = len(inputs.rows)
+        lines = explain(config, sources, model, num_rows, num_ranks, with_defaults=args.all)
+        show("\n".join(lines))
         return
     if args.check:
         show(yaml.safe_dump(config_to_dict(config), sort_keys=False).rstrip())
@@ -58,22 +58,23 @@ def main() -> None:
 
     startup.begin("importing torch and vLLM")
     with exit_with_outcome():
-        with garbage_collector_off():
+        with startup.garbage_collector_off():
             from torch.distributed.elastic.multiprocessing.errors import record
 
             from grpo_spmd.loop import train
 
-        if not record(train)(
-            config, inputs
-        ):  # torch's record takes a sys.exit(0) somewhere below for a success
+        # torch's record takes a sys.exit(0) somewhere below for a success, and returns None.
+        if not record(train)(config, inputs):
             raise RuntimeError("something called sys.exit(0) in the middle of the run")
 
 
 def prepare_torch() -> None:
-    """Before it is imported."""
-    # Its C++ warnings (NUMA binding, hooks at exit) say nothing that a user could act on; its errors still show.
+    """Sets variables that torch reads when it is imported."""
+    # Its C++ warnings (NUMA binding, hooks at exit) say nothing that a user could act on; its
+    # errors still show.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    # Huge pages for large tensors in host memory: without, page faults are half the time of a weight sync on the CPU.
+    # Huge pages for large tensors in host memory. Without them page faults are half the time of a
+    # weight sync on the CPU.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
@@ -85,21 +86,22 @@ def _parser() -> OverridesParser:
         epilog="config keys:\n" + describe_keys(shutil.get_terminal_size().columns),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add, explained = (
-        parser.add_argument,
-        "print what the config comes to and where what it sets is from, and stop",
-    )
-    add("--config", required=True, help="a YAML file; configs/ has examples")
+    add = parser.add_argument
+    add("--config", required=True, help="YAML file; configs/ has examples")
+    add("--check", action="store_true", help="check config and data, print the config, and stop")
     add(
-        "--check",
+        "--explain",
         action="store_true",
-        help="check config and data, print the resolved config, and stop",
+        help="print what follows from the config and where each set value comes from, and stop",
     )
-    add("--explain", action="store_true", help=explained)
-    add("--explain=all", dest="all", action="store_true", help="the same, and the defaults")
-    planned_for = "with --explain: the number of ranks to plan for (default: WORLD_SIZE, else 1)"
-    add("--ranks", type=int, metavar="N", help=planned_for)
-    add("overrides", nargs="*", metavar="section.key=value", help="values that replace the file's")
+    add("--explain=all", dest="all", action="store_true", help="the same, with the defaults")
+    add(
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="number of ranks to explain (default: WORLD_SIZE, else 1)",
+    )
+    add("overrides", nargs="*", metavar="section.key=value", help="replace values of the file")
     return parser
 
 

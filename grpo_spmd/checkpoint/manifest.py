@@ -65,7 +65,7 @@ def read_trainer(checkpoint: Path, needed: Sequence[str] = ("step",)) -> dict[st
     )
     try:
         check_fields(trainer, files.TRAINER, where, needed)
-        replicas = {"model.num_replicas": files.whole(1, trainer.get("world_size", 1))}
+        replicas = {"model.num_replicas": files.whole_number(1, trainer.get("world_size", 1))}
         check_fields(trainer.get("config", {}), replicas, f"{where}: config")
     except UntrustedError as error:
         raise CheckpointError(str(error)) from None

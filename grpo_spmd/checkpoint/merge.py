@@ -22,13 +22,13 @@ from grpo_spmd.checkpoint.export import (
 )
 from grpo_spmd.checkpoint.manifest import CheckpointError, read_trainer
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.files import Rule, check_fields, read_json, regular_files, whole
+from grpo_spmd.files import Rule, check_fields, read_json, regular_files, whole_number
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _ADAPTER = {
-    "r": whole(1, 2**20),
+    "r": whole_number(1, 2**20),
     "lora_alpha": Rule(
         "a number above 0", lambda value: type(value) in (int, float) and 0 < value < 1e9
     ),

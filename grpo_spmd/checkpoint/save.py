@@ -32,7 +32,7 @@ from grpo_spmd.checkpoint.run_dir import (
 from grpo_spmd.checkpoint.state import RunFacts, TrainedSignal, state_tensors, write_shard
 from grpo_spmd.config.schema import CheckpointConfig
 from grpo_spmd.distributed.collectives import on_rank0
-from grpo_spmd.distributed.preemption import leave_marker, remove_marker
+from grpo_spmd.distributed.preemption import remove_marker, write_marker
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.distributed.store import clone_store
 from grpo_spmd.files import sync_path
@@ -176,7 +176,7 @@ class Checkpoints:
             self.stage(step, position, log_state)
             self.write_staged()
         self.wait()
-        leave_marker(self._run_dir, step, reason)
+        write_marker(self._run_dir, step, reason)
         if self._session.is_rank0:
             _log.info("preempted (%s): everything is saved, up to step %d", reason, step)
             _log.info("to go on: the same command with checkpoint.resume=auto")

@@ -157,7 +157,7 @@ class RolloutConfig:
         return (self.weight_sync_bucket_mib or SYNC_BUCKET_MIB[device]) << 20
 
     def sleep_level_with(self, lora: LoraConfig) -> int:
-        """`sleep_level`, else what the sync needs: 2 if it sends all weights, 1 if the base stays."""
+        """`sleep_level`, else what the sync needs: 2 if it sends all weights, else 1."""
         return self.sleep_level or (1 if lora.base_stays_in_engine else 2)
 
 

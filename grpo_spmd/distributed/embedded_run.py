@@ -1,5 +1,8 @@
-"""A run in a process that is not its own, a script's or a notebook's: nothing in it ends the process, and what the run
-has changed there is put back. Imports no torch at its top."""
+"""A run inside a process that is not its own: a script's or a notebook's.
+
+Nothing in it ends the process, and what the run changes there is restored. Imports no torch at its
+top.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,11 @@ from types import FrameType
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.distributed import doctor, exit, interrupt
 
-# The last one is ours: it interrupts the main thread where the doctor has ended the run, whatever it waits for.
-_STOPPED = signal.SIGURG
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, _STOPPED)
-# What start_session sets where torchrun has not; a later run has a port of its own.
+# Our own signal: it interrupts the main thread after the doctor has ended the run, whatever that
+# thread waits for.
+_STOP_SIGNAL = signal.SIGURG
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, _STOP_SIGNAL)
+# What start_session sets if torchrun has not. A later run has its own port.
 _LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -30,96 +34,114 @@ class _StoppedError(Exception):
 
 @contextmanager
 def embedded_run(release: Callable[[], None]) -> Iterator[None]:
-    """Around a run. One of several ranks ends as the command does where it fails, all ranks together and with their
-    processes, since nobody could take the others out of a collective. Alone, a failure is raised when the run is taken
-    down: ConfigError and KeyboardInterrupt as they are, all else as RuntimeError with the report; `release` then ends
-    what is left of its parts."""
+    """Runs the block as a guest of this process; `release` ends what a failed run leaves behind.
+
+    With several ranks a failure ends all their processes, as in the command: nobody could take the
+    others out of a collective. With one rank the failure is raised after the run was taken down:
+    ConfigError and KeyboardInterrupt as they are, everything else as RuntimeError with the report.
+    """
     if threading.current_thread() is not threading.main_thread():
-        rule = "grpo_spmd.run must be called in the main thread, the only one that hears signals"
-        raise ConfigError(f"{rule}; this is {threading.current_thread().name}")
-    before = {number: signal.getsignal(number) for number in _SIGNALS}
-    environment = {name: os.environ.get(name) for name in _LAUNCH}
-    log = logging.getLogger("grpo_spmd")
-    of_log = list(log.handlers), log.level, log.propagate
-    try:
+        name = threading.current_thread().name
+        rule = "must be called in the main thread, the only one that hears signals"
+        raise ConfigError(f"grpo_spmd.run {rule}; this is {name}")
+    with _restored_process():
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             interrupt.listen()
             try:
                 yield
             except BaseException as error:
-                doctor.report_failure(error)  # from the start of the session on it does not return
+                # Does not return once the session has started.
+                doctor.report_failure(error)
                 raise
         else:
-            with _alone(release):
+            with _single_rank(release):
                 yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        for name, value in environment.items():
-            os.environ.pop(name, None)
-            os.environ.update({} if value is None else {name: value})
-        for handler_of_run in set(log.handlers) - set(of_log[0]):
-            with suppress(OSError, ValueError):
-                handler_of_run.flush()
-                handler_of_run.close()
-            if isinstance(handler_of_run, exit.Terminal):
-                handler_of_run.end()
-        log.handlers[:], log.level, log.propagate = of_log
 
 
 @contextmanager
-def _alone(release: Callable[[], None]) -> Iterator[None]:
-    reports, is_running = list[str](), [True]
+def _restored_process() -> Iterator[None]:
+    """Restores signal handlers, variables and our logger after the block."""
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+    environment = {name: os.environ.get(name) for name in _LAUNCH}
+    log = logging.getLogger("grpo_spmd")
+    log_handlers = list(log.handlers)
+    log_level = log.level
+    propagates = log.propagate
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for name, value in environment.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+        for run_handler in set(log.handlers) - set(log_handlers):
+            with suppress(OSError, ValueError):
+                run_handler.flush()
+                run_handler.close()
+            if isinstance(run_handler, exit.Terminal):
+                run_handler.end()
+        log.handlers[:] = log_handlers
+        log.level = log_level
+        log.propagate = propagates
 
-    def tell(report: str) -> None:
+
+@contextmanager
+def _single_rank(release: Callable[[], None]) -> Iterator[None]:
+    """Turns a failure of the block into an exception after everything was taken down."""
+    reports: list[str] = []
+    main_thread = threading.main_thread()
+    is_running = True
+
+    def take_report(report: str) -> None:
         reports.append(report)
-        if threading.current_thread() is not threading.main_thread():
-            signal.pthread_kill(threading.main_thread().ident or 0, _STOPPED)
+        # From the doctor's thread: the main thread may be stuck anywhere.
+        if threading.current_thread() is not main_thread:
+            signal.pthread_kill(main_thread.ident or 0, _STOP_SIGNAL)
 
     def stop(number: int, frame: FrameType | None) -> None:
         if is_running:
             raise _StoppedError
 
     failure: BaseException | None = None
-    with exit.embedded_in(tell):
-        signal.signal(_STOPPED, stop)
+    with exit.embedded_in(take_report):
+        signal.signal(_STOP_SIGNAL, stop)
         try:
             yield
         except BaseException as error:
-            is_running.clear()
+            is_running = False
             if not isinstance(error, ConfigError | _StoppedError):
                 with suppress(SystemExit):
                     doctor.report_failure(error)
-            is_callers = isinstance(error, ConfigError | KeyboardInterrupt)
-            failure = error if is_callers else _failure_of(error, reports)
+            failure = error
+            if not isinstance(error, ConfigError | KeyboardInterrupt):
+                text = "".join(traceback.format_exception(error)).rstrip()
+                failure = RuntimeError(next(filter(None, reports), text))
             _forget_frames(error)
             doctor.stop()
             try:
                 release()
-            except Exception as more:  # of parts that are broken: it shall not hide why
-                failure.add_note(
-                    f"then, in taking down what was left: {type(more).__name__}: {more}"
-                )
-    _give_back_memory()
+            except Exception as release_error:
+                # The parts are broken. This must not hide the first error.
+                text = f"{type(release_error).__name__}: {release_error}"
+                failure.add_note(f"then, in taking down what was left: {text}")
+    _free_memory()
     if failure is not None:
         raise failure.with_traceback(None) from None
 
 
-def _failure_of(error: BaseException, reports: list[str]) -> RuntimeError:
-    own = "".join(traceback.format_exception(error)).rstrip()
-    return RuntimeError(next((text for text in reports if text), own))
-
-
 def _forget_frames(error: BaseException | None) -> None:
-    """A traceback holds the policy and the engine: a notebook keeps the last one."""
+    """Clears the traceback, which holds policy and engine: a notebook keeps the last one."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error.__traceback__ = None
         error = error.__cause__ or error.__context__
 
 
-def _give_back_memory() -> None:
-    gc.unfreeze()  # vLLM freezes the heap as an engine starts, and undoes it only where that ends by itself
+def _free_memory() -> None:
+    # vLLM freezes the heap when an engine starts, and undoes it only after a normal end.
+    gc.unfreeze()
     gc.collect()
     if "torch" in sys.modules:
         import torch

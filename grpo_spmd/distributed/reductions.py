@@ -1,6 +1,9 @@
-"""What ranks count for the metrics, and how the counts of several ranks come together: each kind merges with its like.
-Fields may be torch scalars until `on_host`: a float() a micro-batch would wait until the GPU has run dry. They come to
-rank 0 as bytes, without losing a bit."""
+"""What ranks count for the metrics, and how the counts of several ranks are merged.
+
+Each kind of reduction merges with its like. Fields may be torch scalars until `on_host`: a float()
+in each micro-batch would wait until the GPU has nothing left to do. They come to rank 0 as bytes,
+without losing a bit.
+"""
 
 from __future__ import annotations
 
@@ -16,32 +19,34 @@ from torch import Tensor
 from grpo_spmd.distributed.packed import Array, PackedReader, pack
 
 Number = float | Tensor
-Fields = tuple[Any, ...]  # of one part
+Fields = tuple[Any, ...]  # the fields of one reduction
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """Of several parts: field by field they add up, where a kind says nothing else."""
+    """Base class: fields of several ranks are added up, and the value is the only field."""
 
     @classmethod
-    def merged(cls, parts: Sequence[Fields]) -> Self:
-        """Of one part at least; one after the other, since the order shows in the last digit."""
-        return cls(*(reduce(operator.add, column) for column in zip(*parts, strict=True)))
+    def merged(cls, rows: Sequence[Fields]) -> Self:
+        """Returns the merge of at least one row of fields.
 
-    def merge(self, other: Self) -> Self:
-        return self.merged([tuple(vars(self).values()), tuple(vars(other).values())])
+        The rows are added one after the other, because the order shows in the last digit.
+        """
+        return cls(*(reduce(operator.add, column) for column in zip(*rows, strict=True)))
+
+    def merge(self, reduction: Self) -> Self:
+        return self.merged([tuple(vars(self).values()), tuple(vars(reduction).values())])
 
     @property
     def value(self) -> Any:
-        """What it comes to: its one field, where a kind says nothing else."""
-        (only,) = vars(self).values()
-        return only
+        """The metric's value."""
+        (value,) = vars(self).values()
+        return value
 
     def on_host(self) -> Self:
-        """With numbers for tensors. Waits for the device."""
-        return type(self)(
-            *(v.tolist() if isinstance(v, Tensor) else v for v in vars(self).values())
-        )
+        """Returns it with numbers in the place of tensors. Waits for the device."""
+        values = vars(self).values()
+        return type(self)(*(v.tolist() if isinstance(v, Tensor) else v for v in values))
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,10 @@ class Mean(Reduction):
 
     @property
     def value(self) -> Any:
-        """None where nothing was counted (all of a step's updates were skipped, say): 0 would look measured."""
+        """The mean; None if nothing was counted (all updates of a step were skipped, say).
+
+        0 would look measured.
+        """
         return self.total / self.count if self.count else None
 
 
@@ -65,25 +73,23 @@ class Max(Reduction):
     largest: Number | None = None  # None: nothing was measured
 
     @classmethod
-    def merged(cls, parts: Sequence[Fields]) -> Self:
-        return cls(reduce(_larger, (number for (number,) in parts if number is not None), None))
+    def merged(cls, rows: Sequence[Fields]) -> Self:
+        numbers = [number for (number,) in rows if number is not None]
+        return cls(reduce(_larger, numbers) if numbers else None)
 
 
-def _larger(known: Number | None, number: Number) -> Number:
-    if known is None:
-        return number
-    return known.maximum(number) if isinstance(known, Tensor) else max(known, number)  # type: ignore[arg-type]
+def _larger(number: Any, candidate: Any) -> Any:
+    return number.maximum(candidate) if isinstance(number, Tensor) else max(number, candidate)
 
 
 @dataclass(frozen=True)
 class Histogram(Reduction):
-    counts: Tensor | list[float] = field(
-        default_factory=list
-    )  # a bin each; equally many in all parts that have any
+    # One count a bin. All reductions that have any bins have equally many.
+    counts: Tensor | list[float] = field(default_factory=list)
 
     @classmethod
-    def merged(cls, parts: Sequence[Fields]) -> Self:
-        counts = [each for (each,) in parts if len(each)]
+    def merged(cls, rows: Sequence[Fields]) -> Self:
+        counts = [bins for (bins,) in rows if len(bins)]
         if not counts or isinstance(counts[0], Tensor):
             return cls(reduce(operator.add, counts)) if counts else cls()
         return cls(reduce(np.add, counts, np.zeros(len(counts[0]))).tolist())
@@ -94,107 +100,141 @@ class Ids(Reduction):
     ids: list[int] = field(default_factory=list)
 
     @classmethod
-    def merged(cls, parts: Sequence[Fields]) -> Self:
-        return cls([int(i) for (ids,) in parts for i in ids])
+    def merged(cls, rows: Sequence[Fields]) -> Self:
+        return cls([int(number) for (ids,) in rows for number in ids])
 
 
-Reductions = dict[str, Reduction]  # a "/" in a name: the key of the metric that the value is
+Reductions = dict[str, Reduction]  # a name with "/" is the key of the metric
 _KINDS = {kind.__name__: kind for kind in (Sum, Mean, Max, Histogram, Ids)}
 
 
-def merge(parts: Iterable[Reductions]) -> Reductions:
-    """All parts together, added up in their order; a name missing from a part counts as nothing."""
-    merged: Reductions = {}
-    for part in parts:
-        for name, reduction in part.items():
-            merged[name] = merged[name].merge(reduction) if name in merged else reduction
-    return merged
+def merge(batches: Iterable[Reductions]) -> Reductions:
+    """Returns all reductions together, added up in their order; a missing name counts nothing."""
+    totals: Reductions = {}
+    for reductions in batches:
+        for name, reduction in reductions.items():
+            totals[name] = totals[name].merge(reduction) if name in totals else reduction
+    return totals
 
 
 def to_bytes(reductions: Reductions) -> bytes:
-    """For the way to rank 0; numbers must be on the host. A header that says of each field what it is (None, an int, a
-    float, or how many numbers), then all numbers as float64: an int is a count, so below 2^53. Last come histograms,
-    most of whose bins are empty: a bit for each bin, and the numbers of those that are not."""
-    layout, numbers, sparse = [], list[float](), list[Array]()
+    """Returns reductions, whose numbers are on the host, as bytes for rank 0.
+
+    The header says of each field what it is: null, "int", "float", or how many numbers. Then come
+    all numbers as float64; an int is a count, so it is below 2^53. Last come histograms, most of
+    whose bins are empty: a bit for each bin, and the counts of the others.
+    """
+    header = []
+    numbers: list[float] = []
+    histograms: list[Array] = []
     for name, reduction in reductions.items():
         fields = vars(reduction).values()
-        layout.append([name, type(reduction).__name__, *map(_kind_of, fields)])
+        header.append([name, type(reduction).__name__, *map(_field_kind, fields)])
         for value in fields:
             if isinstance(reduction, Histogram):
                 bins = np.array(value, np.float64)
-                sparse += np.packbits(bins != 0), bins[bins != 0]
-            else:
-                numbers += value if isinstance(value, list) else () if value is None else (value,)
-    return pack(layout, [np.array(numbers, np.float64), *sparse])
+                histograms += [np.packbits(bins != 0), bins[bins != 0]]
+            elif isinstance(value, list):
+                numbers += value
+            elif value is not None:
+                numbers.append(value)
+    return pack(header, [np.array(numbers, np.float64), *histograms])
 
 
-def _kind_of(value: Any) -> str | int | None:
-    if value is None or isinstance(value, list):
-        return None if value is None else len(value)
+# What the header says of one field: null, "int", "float", or the length of a list.
+FieldKind = str | int | None
+
+
+def _field_kind(value: Any) -> FieldKind:
+    if value is None:
+        return None
+    if isinstance(value, list):
+        return len(value)
     return "int" if isinstance(value, int) else "float"
 
 
-def merge_bytes(parts: Iterable[bytes]) -> Reductions:
-    """What the ranks sent by `to_bytes`, in rank order, merged. Ranks with one header, mostly all, are read as one
-    table: thousands of them, field by field, took rank 0 four times as long."""
-    alike: dict[bytes, list[tuple[int, PackedReader]]] = {}
-    for rank, part in enumerate(parts):
-        packed = PackedReader(part)
-        alike.setdefault(packed.header_text, []).append((rank, packed))
-    found: dict[str, tuple[str, list[tuple[int, Fields]]]] = {}
-    for of_ranks in alike.values():
-        ranks, header = [rank for rank, _ in of_ranks], of_ranks[0][1].header
-        width = sum(
-            _width(kind)
-            for _, reduction, *kinds in header
-            for kind in kinds
-            if reduction != "Histogram"
-        )
-        table = b"".join(packed.array(np.float64, width).tobytes() for _, packed in of_ranks)
-        numbers, at = np.frombuffer(table, np.float64).reshape(len(ranks), width), 0
-        for name, reduction, *kinds in header:
-            columns = []
-            for kind in kinds:
-                if reduction == "Histogram":
-                    columns.append(_bins([packed for _, packed in of_ranks], kind))
-                else:
-                    columns.append(_column(kind, numbers[:, at : at + _width(kind)]))
-                    at += _width(kind)
-            fields = zip(ranks, zip(*columns, strict=True), strict=True)
-            found.setdefault(name, (reduction, []))[1].extend(fields)
-        assert not any(packed.rest() for _, packed in of_ranks), header
+def merge_bytes(payloads: Iterable[bytes]) -> Reductions:
+    """Returns the merge of what the ranks sent by `to_bytes`; `payloads` are in rank order.
+
+    Ranks with the same header (mostly all of them) are read as one table. Field by field, thousands
+    of ranks took rank 0 four times as long.
+    """
+    by_header: dict[bytes, dict[int, PackedReader]] = {}
+    for rank, payload in enumerate(payloads):
+        reader = PackedReader(payload)
+        by_header.setdefault(reader.header_text, {})[rank] = reader
+    # By name: the kind of reduction, and the fields of each rank that has it.
+    kinds: dict[str, str] = {}
+    fields_by_rank: dict[str, dict[int, Fields]] = {}
+    for readers in by_header.values():
+        for name, kind, rows in _read_table(list(readers.values())):
+            kinds.setdefault(name, kind)
+            fields_by_rank.setdefault(name, {}).update(zip(readers, rows, strict=True))
+    # In the order of ranks, because the order of additions shows in the last digit.
     return {
-        name: _KINDS[kind].merged(
-            [fields for _, fields in sorted(of_name, key=operator.itemgetter(0))]
-        )
-        for name, (kind, of_name) in found.items()
+        name: _KINDS[kinds[name]].merged([fields[rank] for rank in sorted(fields)])
+        for name, fields in fields_by_rank.items()
     }
 
 
-def _width(kind: str | int | None) -> int:
+def _read_table(readers: list[PackedReader]) -> list[tuple[str, str, list[Fields]]]:
+    """Returns name, kind and each rank's fields of the reductions of ranks with one header."""
+    header = readers[0].header
+    widths = [
+        _width(field_kind)
+        for _, kind, *field_kinds in header
+        for field_kind in field_kinds
+        if kind != "Histogram"
+    ]
+    payload = b"".join(reader.array(np.float64, sum(widths)).tobytes() for reader in readers)
+    numbers = np.frombuffer(payload, np.float64).reshape(len(readers), sum(widths))
+    reductions = []
+    start = 0
+    for name, kind, *field_kinds in header:
+        columns = []
+        for field_kind in field_kinds:
+            if kind == "Histogram":
+                columns.append(_read_histograms(readers, field_kind))
+            else:
+                end = start + _width(field_kind)
+                columns.append(_read_column(field_kind, numbers[:, start:end]))
+                start = end
+        reductions.append((name, kind, list(zip(*columns, strict=True))))
+    assert not any(reader.rest() for reader in readers), header
+    return reductions
+
+
+def _width(kind: FieldKind) -> int:
+    """Returns how many numbers a field has."""
     return kind if isinstance(kind, int) else int(kind is not None)
 
 
-def _bins(parts: Sequence[PackedReader], number: int) -> list[Any]:
-    """A histogram of many ranks."""
-    bits = b"".join(packed.array(np.uint8, -(-number // 8)).tobytes() for packed in parts)
-    there = np.unpackbits(
-        np.frombuffer(bits, np.uint8).reshape(len(parts), -(-number // 8)), axis=1, count=number
-    )
-    bins, counts = np.zeros(there.shape), zip(parts, there.sum(axis=1).tolist(), strict=True)
-    bins[there > 0] = np.frombuffer(
-        b"".join(packed.array(np.float64, count).tobytes() for packed, count in counts)
-    )
-    return list(bins)
-
-
-def _column(kind: str | int | None, numbers: Array) -> list[Any]:
-    """A field of many ranks; `numbers`: a row each."""
-    if kind is None or isinstance(kind, int):
-        return [None] * len(numbers) if kind is None else list(numbers)
-    values = numbers[:, 0].tolist()
+def _read_column(kind: FieldKind, numbers: Array) -> list[Any]:
+    """Returns one field of each rank; `numbers` [ranks, width]."""
+    if kind is None:
+        return [None] * len(numbers)
+    if isinstance(kind, int):
+        return list(numbers)
+    values: list[Any] = numbers[:, 0].tolist()
     return list(map(int, values)) if kind == "int" else values
 
 
+def _read_histograms(readers: Sequence[PackedReader], num_bins: int) -> list[Any]:
+    """Returns one histogram of each rank."""
+    num_bytes = -(-num_bins // 8)
+    payload = b"".join(reader.array(np.uint8, num_bytes).tobytes() for reader in readers)
+    bits = np.frombuffer(payload, np.uint8).reshape(len(readers), num_bytes)
+    is_filled = np.unpackbits(bits, axis=1, count=num_bins)
+    num_filled = is_filled.sum(axis=1).tolist()
+    counts = [
+        reader.array(np.float64, count).tobytes()
+        for reader, count in zip(readers, num_filled, strict=True)
+    ]
+    bins = np.zeros(is_filled.shape)
+    bins[is_filled > 0] = np.frombuffer(b"".join(counts))
+    return list(bins)
+
+
 def metric_values(reductions: Reductions) -> dict[str, float | None]:
+    """Returns the metrics' values; reductions whose name has no "/" are no metrics."""
     return {name: reduction.value for name, reduction in reductions.items() if "/" in name}

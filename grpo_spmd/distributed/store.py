@@ -29,7 +29,7 @@ def claim(queue: str, num_jobs: int, num_claimers: int) -> int | None:
 
 
 def count_up(counter: str, by: int = 1) -> int:
-    """Adds to `counter`, which starts at 0, and returns its new value; no two calls get the same."""
+    """Adds to `counter`, which starts at 0, and returns its value; no two calls get the same."""
     return int(_run_store().add(counter, by))
 
 

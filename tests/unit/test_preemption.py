@@ -16,8 +16,8 @@ from grpo_spmd.distributed.preemption import (
     SIGNALS,
     Preempted,
     Preemption,
-    leave_marker,
     remove_marker,
+    write_marker,
 )
 from grpo_spmd.distributed.processes import parse_time_left
 from grpo_spmd.distributed.session import end_session, start_session
@@ -248,7 +248,7 @@ def test_a_failure_of_scoring_after_a_signal_is_the_signals(session: None) -> No
 
 def test_the_marker_comes_and_goes(session: None, tmp_path: Path) -> None:
     remove_marker(tmp_path)
-    leave_marker(tmp_path, 12, "SIGTERM")
+    write_marker(tmp_path, 12, "SIGTERM")
     assert [path.name for path in tmp_path.iterdir()] == ["preempted.json"]
     assert json.loads(Path(tmp_path, "preempted.json").read_text()) == {
         "step": 12,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.files import UntrustedError, check_fields, read_json, text, whole
+from grpo_spmd.files import UntrustedError, check_fields, matching_text, read_json, whole_number
 from grpo_spmd.observe.metrics_file import is_evaluation, read_metrics, read_metrics_backwards
 from grpo_spmd.observe.trackers.completions import ShownRollout, shown_rollouts
 
@@ -188,7 +188,7 @@ def _read_state(path: Path) -> tuple[str, int]:
         state = read_json(path)
         check_fields(
             state,
-            {"id": text(r"[\w-]{1,64}", "an id"), "next_step": whole(0)},
+            {"id": matching_text(r"[\w-]{1,64}", "an id"), "next_step": whole_number(0)},
             path,
             ("id", "next_step"),
         )

@@ -16,7 +16,7 @@ from grpo_spmd.config.load import load_config
 from grpo_spmd.distributed import interrupt
 from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.exit import Terminal
-from grpo_spmd.distributed.preemption import Preempted, Preemption, leave_marker, remove_marker
+from grpo_spmd.distributed.preemption import Preempted, Preemption, remove_marker, write_marker
 from grpo_spmd.distributed.session import end_session, start_session
 
 
@@ -47,7 +47,7 @@ def main() -> None:
             time.sleep(step_s / 2)
     except Preempted as preempted:
         log.info("stops: %s", preempted)
-        leave_marker(config.run_dir, step, str(preempted))
+        write_marker(config.run_dir, step, str(preempted))
     end_session()
 
 
