@@ -28,7 +28,17 @@ from grpo_spmd.files import hold_standard_streams, show
 
 _PACKAGE = Path(__file__).parent
 _MAIN = '\nif __name__ == "__main__":'
-_NODE_OPTIONS = ["nnodes", "node-rank", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "master-addr", "master-port", "local-addr"]
+_NODE_OPTIONS = [
+    "nnodes",
+    "node-rank",
+    "rdzv-backend",
+    "rdzv-endpoint",
+    "rdzv-id",
+    "rdzv-conf",
+    "master-addr",
+    "master-port",
+    "local-addr",
+]
 # Options that torchrun gets as they are.
 _TORCHRUN_OPTIONS = [*_NODE_OPTIONS, "max-restarts"]
 _COLUMNS = 80

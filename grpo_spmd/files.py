@@ -288,7 +288,15 @@ MODEL = {
         ("num_hidden_layers", "num_layers", "n_layer", "n_layers"), or_null(whole_number(1, 1000))
     ),
     **dict.fromkeys(
-        ["hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings", "num_attention_heads", "num_key_value_heads", "head_dim"],
+        [
+            "hidden_size",
+            "intermediate_size",
+            "vocab_size",
+            "max_position_embeddings",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+        ],
         _SIZE,
     ),
     "eos_token_id": _EOS,
