@@ -26,11 +26,11 @@ from grpo_spmd.config.schema import Config
 from grpo_spmd.data.prompts import check_enough_to_launch
 from grpo_spmd.data.rows import (
     PromptRow,
+    cached_result,
     check_enough_rows,
-    check_shown,
+    check_prompts,
     check_source,
     key_and_source,
-    once,
     overview_of,
     read_rows,
 )
@@ -157,7 +157,7 @@ def read_and_check_rows(
     _check_reward_columns(rewards, rows, source)
 
     def look() -> None:
-        check_shown(rows, config.data)
+        check_prompts(rows, config.data)
         if folder is not None:
             check_prompts_early(rows, config.data, folder, num_embeddings(folder))
 
@@ -165,7 +165,7 @@ def read_and_check_rows(
     depends_on = None
     if folder is not None:
         depends_on = [prompt_check_inputs(folder, config.data), num_embeddings(folder)]
-    once("checked", rows, depends_on, look)
+    cached_result("checked", rows, depends_on, look)
     return rows
 
 
@@ -225,7 +225,7 @@ def find_gold_warnings(
     def look() -> list[str]:
         return [*check_gold(config.rewards, rows, is_held_out=is_held_out)]
 
-    return list(once("gold", rows, depends_on, look))
+    return list(cached_result("gold", rows, depends_on, look))
 
 
 # In this order: cheap checks of the config first, and what differs between machines last.

@@ -129,7 +129,7 @@ def build_prompts(
 
     size, of = 0, ""
     if isinstance(rows, CachedRows) and rows.inputs is not None:
-        of_tokenizer, size, of = _inputs_of(tokenizer), rows.size, rows.prefix
+        of_tokenizer, size, of = _inputs_of(tokenizer), rows.num_bytes, rows.prefix
         limits = [config.max_prompt_tokens, config.on_long_prompt, is_held_out]
         inputs = None if of_tokenizer is None else [rows.inputs, of_tokenizer, limits]
     prompts = Prompts(rows, load_or_make("tokens", inputs, size, make, of))

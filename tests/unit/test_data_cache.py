@@ -216,9 +216,9 @@ def test_a_row_that_shows_nothing_waits_for_what_is_said_first(
     _lines(tmp_path / "t.jsonl", '{"prompt": "a"}', '{"prompt": " "}', '{"prompt": "  "}')
     for _ in range(2):
         with pytest.raises(ConfigError, match=r"t\.jsonl:2: the prompt is nothing but white space"):
-            inputs.check_shown(read_rows(config), config)
+            inputs.check_prompts(read_rows(config), config)
         with pytest.raises(ConfigError, match=r"t\.jsonl:2: the prompt is nothing but white space"):
-            inputs.check_shown([*read_rows(config)], config)
+            inputs.check_prompts([*read_rows(config)], config)
     assert len(reads) == 2
 
 
@@ -248,8 +248,8 @@ def test_checks_are_made_once_and_what_they_warn_of_is_said_again(
     looked, model = list[Any](), tmp_path / "model"
     model.mkdir()
     _raw_tokenizer().save(str(model / "tokenizer.json"))
-    shown = inputs.check_shown
-    monkeypatch.setattr(inputs, "check_shown", lambda *given: looked.append(shown(*given)))
+    shown = inputs.check_prompts
+    monkeypatch.setattr(inputs, "check_prompts", lambda *given: looked.append(shown(*given)))
     monkeypatch.setattr(inputs, "num_embeddings", lambda _: 99)
     lines = ('{"prompt": "a", "answer": "1"}', '{"prompt": "b", "answer": null}')
     config = Config(
