@@ -18,8 +18,9 @@ import pytest
 
 from grpo_spmd.checkpoint import run_dir as holders
 from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.observe import metrics_file
 from grpo_spmd.tools.report import run as run_module
-from grpo_spmd.tools.report.run import named_apart, read_run
+from grpo_spmd.tools.report.run import name_apart, read_run
 from tests.support.processes import ROOT
 from tests.support.reported import LAUNCH, healthy, make_run
 
@@ -219,7 +220,7 @@ def test_metrics_are_those_that_count(tmp_path: Path) -> None:
 
 def test_a_month_is_read_thinly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every second step, or fourth, and always the last: memory has a bound."""
-    monkeypatch.setattr(run_module, "_MOST_LINES", 100)
+    monkeypatch.setattr(run_module, "_MAX_STEPS", 100)
     make_run(tmp_path, ({"step": step, "x": float(step)} for step in range(1, 331)))
     steps = [line["step"] for line in read_run(tmp_path).steps]
     assert steps == [*range(4, 329, 4), 330]
@@ -293,11 +294,11 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
 
 def test_runs_of_one_name_are_named_apart(tmp_path: Path) -> None:
     folders = [make_run(tmp_path / name / "run", []) for name in ("a", "b")]
-    assert [run.name for run in named_apart([read_run(folder) for folder in folders])] == [
+    assert [run.name for run in name_apart([read_run(folder) for folder in folders])] == [
         "a/run",
         "b/run",
     ]
-    twice = named_apart([read_run(folders[0]), read_run(folders[0])])
+    twice = name_apart([read_run(folders[0]), read_run(folders[0])])
     assert [run.name for run in twice] == ["run (1)", "run (2)"]
 
 
@@ -316,7 +317,7 @@ def test_more_lines_than_a_run_writes_are_refused_in_time(
     line: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """10 million of them took over a minute."""
-    monkeypatch.setattr(run_module, "_MOST_READ", 1000)
+    monkeypatch.setattr(metrics_file, "MAX_LINES", 1000)
     folder = make_run(tmp_path / "run", [])
     (folder / "metrics.jsonl").write_bytes(line * 1000)
     if line != b"\n":

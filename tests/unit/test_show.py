@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 
 from grpo_spmd.observe.metrics_file import is_evaluation
+from grpo_spmd.observe.run_folder import ReadErrors
 from grpo_spmd.tools.report.run import read_run
 from grpo_spmd.tools.show.__main__ import main
 from grpo_spmd.tools.show.charts import number
-from grpo_spmd.tools.show.dump import ReadErrors, contains_text, read_rollouts
+from grpo_spmd.tools.show.dump import contains_text
 from grpo_spmd.tools.show.token_differences import TokenDifferences
 from tests.support.processes import ROOT, environment
 from tests.support.shown_run import metrics_of, rollout_of, write_lines, write_run, write_scored_run
@@ -351,12 +352,17 @@ def test_a_dump_that_is_broken_shows_what_can_be_read(run: Path, shown: Shown) -
 
 def test_a_dump_of_millions_of_lines_is_given_up(run: Path) -> None:
     """Where only some lines are looked at too: 1 MB of gzip holds 300 million."""
-    (run / "rollouts/step_000004.node_1.jsonl.gz").write_bytes(gzip.compress(b"{}\n" * (1 << 19)))
+    (run / "rollouts/step_000004.node_1.jsonl.gz").write_bytes(
+        gzip.compress(b"{}\n" * ((1 << 20) + 1))
+    )
     errors = ReadErrors()
-    assert len([*read_rollouts(run, 4, errors, contains_text("it is"))]) == 2
+    assert (
+        len([*read_run(run).files.rollouts(4, errors=errors, is_wanted=contains_text("it is"))])
+        == 2
+    )
     assert (
         errors.num,
-        "more than 262,144 lines or 4 GiB; this is no rollout dump" in errors.first,
+        "has more than 1,048,576 lines or 4 GiB, as no run writes" in errors.first,
     ) == (1, True)
 
 
@@ -397,7 +403,7 @@ def test_differences_of_tokens_are_said(scored: Path, shown: Shown) -> None:
 def test_tokens_are_coloured_by_their_difference(scored: Path) -> None:
     """In float32 from 1e-4 nats on: 0.5 is beyond all, 0.001 is ten times that."""
     run, errors = read_run(scored), ReadErrors()
-    [record, _] = read_rollouts(scored, 8, errors)
+    [record, _] = run.files.rollouts(8, errors=errors)
     text, styles = TokenDifferences(run, 8, [record], errors).coloured_text(record)
     assert text == "ab<end>"
     assert styles == ["", "far", *["over"] * 5]
@@ -409,7 +415,7 @@ def test_tokens_are_coloured_by_their_difference(scored: Path) -> None:
 
 
 def test_tokens_of_an_episode_are_coloured_turn_by_turn(scored: Path) -> None:
-    [record, _] = read_rollouts(scored, 8, ReadErrors())
+    [record, _] = read_run(scored).files.rollouts(8)
     turns: list[dict[str, Any]] = [
         {"sampled": True, "token_ids": [3]},
         {"sampled": False, "token_ids": [9, 9]},

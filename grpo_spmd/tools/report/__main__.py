@@ -1,4 +1,4 @@
-"""The command: python -m grpo_spmd.report RUN [RUN2 ...] [--out FILE] [--follow]"""
+"""The command `python -m grpo_spmd.report RUN [RUN2 ...]`: one HTML file about one run or several."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ from grpo_spmd.config.command_line import OneLineParser
 from grpo_spmd.config.errors import ConfigError, refuse, say
 from grpo_spmd.files import hold_standard_streams, show
 from grpo_spmd.tools.report.build import build_page
-from grpo_spmd.tools.report.run import RecordedRun, named_apart, read_run
+from grpo_spmd.tools.report.run import RecordedRun, name_apart, read_run
 
-_MOST_RUNS = 8
-_EVERY_S, _LOOK_S, _PATIENCE_S = (
-    10.0,
-    1.0,
-    30.0,
-)  # of a page that follows: its age; of a look at files; at the state
-_TIMES = 4.0  # so many times what it takes is the page's least age
-_LIVE = "going", "silent", "empty"
+_MAX_RUNS = 8
+# --follow: the least age of the page; the interval of looks at the files; the interval of looks at
+# the state, because a killed run writes nothing.
+_MIN_AGE_S = 10.0
+_POLL_S = 1.0
+_STATE_S = 30.0
+_AGE_FACTOR = 4.0  # the page is also at least so many times as old as it takes to build
+_RUNNING_STATES = ("going", "silent", "empty")
 
 
 def main() -> None:
     hold_standard_streams()
     parser = OneLineParser(
         prog="python -m grpo_spmd.report",
-        description="One HTML file of a run, or of several beside each other, which a browser opens without network: "
-        "verdict, curves, timeline, rollouts with their tokens, prompts, config. It reads the run folder and writes "
-        "nothing else into it; the run may be going on, preempted, failed or killed.",
+        description="One HTML file of a run, or of several beside each other, which a browser "
+        "opens without network: verdict, curves, timeline, rollouts with their tokens, prompts, "
+        "config. It reads the run folder and writes nothing else into it; the run may be running, "
+        "preempted, failed or killed.",
     )
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, or a copy of it")
@@ -42,10 +43,9 @@ def main() -> None:
     )
     args = parser.parse_args()
     try:
-        if len(args.runs) > _MOST_RUNS:
-            raise ConfigError(
-                f"RUN: {len(args.runs)} runs, and a page shows {_MOST_RUNS} at most; name fewer"
-            )
+        if len(args.runs) > _MAX_RUNS:
+            problem = f"{len(args.runs)} runs, and a page shows {_MAX_RUNS} at most"
+            raise ConfigError(f"RUN: {problem}; name fewer")
         out = args.out or args.runs[0] / "report.html"
         if out.is_dir():
             raise ConfigError(f"--out: {out} is a folder; name a file in it")
@@ -56,55 +56,53 @@ def main() -> None:
     except ConfigError as error:
         refuse(error)
     except BrokenExecutor:
-        say(
-            "error: a process that reads the dumps was killed, likely for want of memory; try again"
-        )
+        problem = "a process that reads the dumps was killed, likely for want of memory"
+        say(f"error: {problem}; try again")
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         raise SystemExit(0 if args.follow else 1) from None
 
 
 def _build(folders: Sequence[Path], out: Path) -> list[RecordedRun]:
-    began = time.monotonic()
-    runs = named_apart([read_run(folder) for folder in folders])
+    begin = time.monotonic()
+    runs = name_apart([read_run(folder) for folder in folders])
     try:
         build_page(runs, out)
         size = out.stat().st_size
     except OSError as error:
-        where = error.filename or out
-        raise ConfigError(
-            f"--out: {where}: {error.strerror or error}; name a file with --out"
-        ) from None
-    show(f"{out}: {size / 1e6:.1f} MB, {time.monotonic() - began:.1f} s")
+        problem = f"{error.filename or out}: {error.strerror or error}"
+        raise ConfigError(f"--out: {problem}; name a file with --out") from None
+    show(f"{out}: {size / 1e6:.1f} MB, {time.monotonic() - begin:.1f} s")
     return runs
 
 
 def _follow(folders: Sequence[Path], out: Path) -> None:
-    """Until no run goes on any more, and the page says so."""
+    """Builds the page again and again until no run goes on any more."""
     while True:
-        began, seen = time.monotonic(), _stamps(folders)
-        if not any(run.state in _LIVE for run in _build(folders, out)):
+        begin = time.monotonic()
+        built_from = _file_stamps(folders)
+        if not any(run.state in _RUNNING_STATES for run in _build(folders, out)):
             return
-        took_s = _TIMES * (time.monotonic() - began)
-        soon, late = (
-            began + max(_EVERY_S, took_s),
-            began + max(_PATIENCE_S, took_s),
-        )  # a killed run writes nothing
-        while (now := time.monotonic()) < late and (now < soon or _stamps(folders) == seen):
-            time.sleep(_LOOK_S)
+        age_s = _AGE_FACTOR * (time.monotonic() - begin)
+        earliest = begin + max(_MIN_AGE_S, age_s)
+        latest = begin + max(_STATE_S, age_s)
+        while time.monotonic() < earliest or (
+            time.monotonic() < latest and _file_stamps(folders) == built_from
+        ):
+            time.sleep(_POLL_S)
 
 
-def _stamps(folders: Sequence[Path]) -> list[tuple[int, int]]:
-    found = []
-    for path in (
-        folder / name for folder in folders for name in ("metrics.jsonl", "launches.jsonl")
-    ):
-        try:
-            status = os.stat(path)
-            found.append((status.st_size, status.st_mtime_ns))
-        except OSError:
-            found.append((-1, -1))
-    return found
+def _file_stamps(folders: Sequence[Path]) -> list[tuple[int, int]]:
+    """Returns size and time of the files that change while a run goes on."""
+    stamps = []
+    for folder in folders:
+        for name in ("metrics.jsonl", "launches.jsonl"):
+            try:
+                status = os.stat(folder / name)
+                stamps.append((status.st_size, status.st_mtime_ns))
+            except OSError:
+                stamps.append((-1, -1))
+    return stamps
 
 
 if __name__ == "__main__":

@@ -1,234 +1,266 @@
-"""Builds the page of one run or several, within bounds of size, time and memory: dumps of a long run are larger than
-any page, and than what can be read while somebody waits."""
+"""Builds the page of one run or several, within bounds of size, time and memory.
+
+The dumps of a long run are larger than any page, and take longer to read than anybody waits.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import time
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from dataclasses import dataclass
-from itertools import chain, islice
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import grpo_spmd
+from grpo_spmd.observe.run_folder import RunFolder
 from grpo_spmd.tools.report.overview import config_differences, overview
 from grpo_spmd.tools.report.page import FORMAT, json_bytes, write_page
-from grpo_spmd.tools.report.prompts import prompts_of
+from grpo_spmd.tools.report.prompts import summarize_prompts
 from grpo_spmd.tools.report.run import RecordedRun
 from grpo_spmd.tools.report.steps import (
-    Cost,
+    StepCost,
     StepResult,
     StepTask,
-    cost_of,
     make_step,
-    parts_by_step,
+    measure_step,
     spread_out,
 )
 
-_PAGE_BYTES = 18_500_000  # of the file
-# After which no further dump is read; in a process that was asked to be nice, for which nobody waits.
-_READING_S, _PATIENT_S = 14.0, 20.0
-# A run whose dumps have no more bytes, unpacked, is read whole, however busy the machine is; but for what never ends.
-_SMALL_BYTES, _SMALL_S, _UNPACKED = 32_000_000, 120.0, 4
-_TEXTS_S = 2.0  # for the prompts' texts
-_SHELL_BYTES, _PROMPTS_BYTES = 250_000, 150_000
-_LEAST_TEXT = 800.0  # bytes of a completion, compressed
-_PROBED = 3  # steps, for what rollouts take in the page
-_MOST_ROOM = 1_500_000  # bytes of the rollouts of a step, compressed
-_WANTED, _RICH_TEXTS, _RICH_TOKENS = (
-    4,
-    12,
-    6,
-)  # rollouts: of a step at the least; of a step that has room for groups
-_PROCESSES, _POOL_BYTES = (
-    4,
-    50_000_000,
-)  # the most; bytes of dumps from which on they are worth their start
-_NICE, _IS_NICE = (
-    2,
-    10,
-)  # of what this process starts; of a process itself, from which on it takes one core alone
+# Bytes of the file; of what it has beside runs; of the prompts of a run.
+_PAGE_BYTES = 18_500_000
+_SHELL_BYTES = 250_000
+_PROMPTS_BYTES = 150_000
+# Seconds after which no further dump is read; the longer one in a process with a nice value, for
+# which nobody waits.
+_READING_S = 14.0
+_PATIENT_S = 20.0
+_TEXTS_S = 2.0  # for the texts of prompts
+# A run whose dumps are no larger, unpacked, is read whole however busy the machine is.
+_SMALL_BYTES = 32_000_000
+_SMALL_S = 120.0
+_UNPACKED_RATIO = 4
+_MIN_TEXT_BYTES = 800.0  # of a completion, compressed
+_NUM_MEASURED = 3  # steps
+_MAX_STEP_BYTES = 1_500_000  # of the rollouts of a step, compressed
+_MIN_ROLLOUTS = 4  # of a step
+# Rollouts of a step that has room for groups.
+_RICH_TEXTS = 12
+_RICH_TOKENS = 6
+_MAX_PROCESSES = 4
+_POOL_BYTES = 50_000_000  # dumps from which on processes are worth their start
+_NICE = 2  # of the processes that this one starts
+_IS_NICE = 10  # from this nice value on a process takes one core alone
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Which steps are read, and how much of each is shown."""
+    """Which steps of a run are read, and how much of each is shown."""
 
     tasks: list[StepTask]  # in the order in which they are made
-    parts: Mapping[int, Sequence[Path]]  # of all steps
-    num_earlier: int  # steps whose dumps are of an earlier attempt
-    until: float  # on the monotonic clock, after which no further step is read
+    steps: Collection[int]  # all dumped steps
+    num_old_dumps: int  # left out: they are from an earlier attempt
+    deadline: float  # on the monotonic clock, after which no further step is read
 
 
 def build_page(runs: Sequence[RecordedRun], out: Path) -> None:
-    """Write the page, whole or not at all. Raises OSError where it cannot be written."""
+    """Writes the page as a whole or not at all. Raises OSError if it cannot be written."""
     title = " and ".join(run.name for run in runs) + " - grpo_spmd"
-    write_page(out, title, _chunks(runs))
+    write_page(out, title, _make_chunks(runs))
 
 
-def _chunks(runs: Sequence[RecordedRun]) -> Iterator[tuple[str, bytes]]:
-    """The steps of each run as they come, and what is known of all of them last."""
-    began, seconds = time.monotonic(), _PATIENT_S if os.nice(0) >= _IS_NICE else _READING_S
+def _make_chunks(runs: Sequence[RecordedRun]) -> Iterator[tuple[str, bytes]]:
+    """Yields the steps of each run as they are made, and last what concerns all of them."""
+    begin = time.monotonic()
+    seconds = _PATIENT_S if os.nice(0) >= _IS_NICE else _READING_S
     overviews = [overview(run, len(runs)) for run in runs]
-    sizes = [len(zlib.compress(json_bytes(of_run), 1)) for of_run in overviews]
-    left = _PAGE_BYTES * 3 // 4 - _SHELL_BYTES - sum(sizes) - _PROMPTS_BYTES * len(runs)
-    for number, (run, of_run) in enumerate(zip(runs, overviews, strict=True)):
-        until = began + seconds * (number + 1) / len(runs)
-        plan = plan_of(run, max(0, left) // len(runs), until)
+    num_bytes = _PAGE_BYTES * 3 // 4 - _SHELL_BYTES - _PROMPTS_BYTES * len(runs)  # base64: 4 for 3
+    num_bytes -= sum(len(zlib.compress(json_bytes(content), 1)) for content in overviews)
+    for number, (run, content) in enumerate(zip(runs, overviews, strict=True)):
+        deadline = begin + seconds * (number + 1) / len(runs)
+        plan = make_plan(run, max(0, num_bytes) // len(runs), deadline)
         results = []
-        for result in _made(plan.tasks, plan.until):
+        for result in _make_steps(run, plan):
             if result.num_rollouts:
                 yield f"{number}/{result.step}", result.content
-            results.append(StepResult(**{**vars(result), "content": b""}))
-        of_run |= prompts_of(results, plan.parts, max(plan.until, time.monotonic() + _TEXTS_S))
-        of_run["rollouts"] = _summary(run, plan, results)
+            results.append(replace(result, content=b""))
+        content |= summarize_prompts(results, max(plan.deadline, time.monotonic() + _TEXTS_S))
+        content["rollouts"] = _summarize(run, plan, results)
     main = {
         "format": FORMAT,
         "made_unix_s": round(time.time(), 3),
         "version": grpo_spmd.__version__,
+        "runs": overviews,
+        "differences": config_differences(runs),
     }
-    yield "main", json_bytes({**main, "runs": overviews, "differences": config_differences(runs)})
+    yield "main", json_bytes(main)
 
 
-def plan_of(run: RecordedRun, num_bytes: int, until: float) -> Plan:
-    """For `num_bytes` of the page, compressed. All steps get the same room where that is enough for tokens; else some,
-    at even distances, get more, and where even the figures of all steps are too much, some are left out."""
-    there, scores = (
-        parts_by_step(run.folder / "rollouts"),
-        parts_by_step(run.folder / "token_scores"),
-    )
-    own = set(run.dumped_steps)
-    parts = {step: paths for step, paths in there.items() if step in own}
-    if sum(map(_unpacked_size, chain(*parts.values(), *scores.values()))) <= _SMALL_BYTES:
-        until = max(until, time.monotonic() + _SMALL_S)
+def make_plan(run: RecordedRun, num_bytes: int, deadline: float) -> Plan:
+    """Returns a plan for `num_bytes` compressed bytes of the page.
 
-    def task(step: int, room: float) -> StepTask:
-        return StepTask(
-            run.folder, step, parts[step], scores.get(step, ()), int(min(room, _MOST_ROOM))
-        )
-
-    order = spread_out(parts)
+    All steps get the same room if that is enough for tokens. Otherwise some steps, spread evenly,
+    get more; and if even the tables of all steps are too large, some steps are left out.
+    """
+    begin = time.monotonic()
+    folder = RunFolder(run.folder)
+    steps = set(run.dumped_steps) & folder.rollout_files.keys()
+    sizes = [_unpacked_size(path) for step in steps for path in folder.rollout_files[step].values()]
+    for files in folder.score_files.values():
+        sizes += [_unpacked_size(path) for path in files.values()]
+    if sum(sizes) <= _SMALL_BYTES:
+        deadline = max(deadline, begin + _SMALL_S)
+    num_old = len(folder.rollout_files) - len(steps)
+    order = spread_out(steps)
     if not order:
-        return Plan([], parts, len(there), until)
-    began, costs = time.monotonic(), [cost_of(task(order[0], 0))]
-    for step in order[1:_PROBED]:
-        if (time.monotonic() - began) * _PROBED < until - began:  # not where steps are very large
-            costs.append(cost_of(task(step, 0)))
-    table, text, tokens = (
-        max(getattr(cost, name) for cost in costs) for name in Cost.__dataclass_fields__
-    )
-    # Long completions are rather cut in their middle than that whole steps are left out.
-    text = min(text, max(_LEAST_TEXT, (num_bytes / len(order) - table) / _WANTED))
-    least = _WANTED * text
-    most = max(
-        1, int(num_bytes / max(table + least, 1) + 1e-6)
-    )  # all of them, to a rounding, where `text` was cut
-    order = order[:most]
-    room = num_bytes / len(order) - table
+        return Plan([], steps, num_old, deadline)
+    costs: list[StepCost] = []
+    for step in order[:_NUM_MEASURED]:
+        # Of very large steps one is enough.
+        if not costs or (time.monotonic() - begin) * _NUM_MEASURED < deadline - begin:
+            costs.append(measure_step(StepTask(run.folder, step, room=0, listed_at=begin)))
+    rooms = _share_room(order, costs, num_bytes)
+    tasks = [
+        StepTask(run.folder, step, room=int(min(room, _MAX_STEP_BYTES)), listed_at=begin)
+        for step, room in rooms.items()
+    ]
+    return Plan(tasks, steps, num_old, deadline)
+
+
+def _share_room(
+    order: Sequence[int], costs: Sequence[StepCost], num_bytes: int
+) -> dict[int, float]:
+    """Returns the compressed bytes for rollouts of each step that is shown."""
+    table = max(cost.table for cost in costs)
+    tokens = max(cost.tokens for cost in costs)
+    # Long completions are cut in their middle rather than that whole steps are left out.
+    bytes_per_text = (num_bytes / len(order) - table) / _MIN_ROLLOUTS
+    text = min(max(cost.text for cost in costs), max(_MIN_TEXT_BYTES, bytes_per_text))
+    poor = _MIN_ROLLOUTS * text
     rich = _RICH_TEXTS * text + _RICH_TOKENS * tokens
-    rooms = dict.fromkeys(order, room)
-    if room < rich:
-        num_rich = int((room - least) * len(order) / max(rich - least, 1))
-        rooms = {step: rich if i < num_rich else least for i, step in enumerate(order)}
-    return Plan([task(step, rooms[step]) for step in order], parts, len(there) - len(parts), until)
+    # The small number is for rounding: if `text` was cut, all steps just fit.
+    max_steps = max(1, int(num_bytes / max(table + poor, 1) + 1e-6))
+    order = order[:max_steps]
+    room = num_bytes / len(order) - table
+    if room >= rich:
+        return dict.fromkeys(order, room)
+    num_rich = int((room - poor) * len(order) / max(rich - poor, 1))
+    return {step: rich if index < num_rich else poor for index, step in enumerate(order)}
 
 
-def _made(tasks: Sequence[StepTask], until: float) -> Iterator[StepResult]:
-    """What there is time for, the first task at least, as they are done; `until`: on the monotonic clock."""
-    num_processes = min(len(os.sched_getaffinity(0)), _PROCESSES)
-    sizes = sum(_size(path) for task in tasks for path in (*task.parts, *task.score_parts))
-    if num_processes < 2 or sizes < _POOL_BYTES or os.nice(0) >= _IS_NICE:
-        for number, task in enumerate(tasks):
-            if number and time.monotonic() > until:
+def _make_steps(run: RecordedRun, plan: Plan) -> Iterator[StepResult]:
+    """Yields the steps for which there is time, at least the first, as they are done."""
+    folder = RunFolder(run.folder)
+    num_bytes = 0
+    for task in plan.tasks:
+        for files in (folder.rollout_files, folder.score_files):
+            num_bytes += sum(map(_size, files.get(task.step, {}).values()))
+    num_processes = min(len(os.sched_getaffinity(0)), _MAX_PROCESSES)
+    if num_processes < 2 or num_bytes < _POOL_BYTES or os.nice(0) >= _IS_NICE:
+        for number, task in enumerate(plan.tasks):
+            if number and time.monotonic() > plan.deadline:
                 return
             yield make_step(task)
         return
     with ProcessPoolExecutor(
-        num_processes, get_context("spawn"), _be_quiet, (os.getpid(),)
+        num_processes, get_context("spawn"), _start_worker, (os.getpid(),)
     ) as pool:
-        waiting = iter(tasks)
+        tasks = iter(plan.tasks)
         running: set[Future[StepResult]] = {
-            pool.submit(make_step, task) for task in islice(waiting, 2 * num_processes)
+            pool.submit(make_step, task) for task in islice(tasks, 2 * num_processes)
         }
         while running:
             done, running = wait(running, return_when=FIRST_COMPLETED)
-            if time.monotonic() <= until:
-                running |= {pool.submit(make_step, task) for task in islice(waiting, len(done))}
+            if time.monotonic() <= plan.deadline:
+                running |= {pool.submit(make_step, task) for task in islice(tasks, len(done))}
             yield from (future.result() for future in done)
 
 
-def _be_quiet(parent: int) -> None:
-    """In a process of the pool: Ctrl-C is the parent's, work gives way to others', and it ends with the parent."""
-    import ctypes
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:
+def _start_worker(parent: int) -> None:
+    """Prepares a process of the pool: it gives way to other work, and ends with its parent."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before prctl
         os._exit(1)
     os.nice(_NICE)
 
 
 def _size(path: Path) -> int:
-    try:
+    with suppress(OSError):
         return path.stat().st_size
-    except OSError:
-        return 0
+    return 0
 
 
 def _unpacked_size(path: Path) -> int:
-    """About, where it is packed."""
-    return _size(path) * (_UNPACKED if path.suffix == ".gz" else 1)
+    return _size(path) * (_UNPACKED_RATIO if path.suffix == ".gz" else 1)
 
 
-def _summary(run: RecordedRun, plan: Plan, results: Sequence[StepResult]) -> dict[str, Any]:
-    steps = sorted(result.step for result in results if result.num_rollouts)
-    read, shown, wanted, wanted_shown, broken = (
-        sum(getattr(result, name) for result in results)
-        for name in ("num_rollouts", "num_shown", "num_wanted", "num_wanted_shown", "num_broken")
-    )
-    total, is_known = read, True
+def _summarize(run: RecordedRun, plan: Plan, results: Sequence[StepResult]) -> dict[str, Any]:
+    """Returns which steps are in the page, and in words what is left out."""
+    num_read = sum(result.num_rollouts for result in results)
+    num_shown = sum(result.num_shown for result in results)
+    num_wanted = sum(result.num_wanted for result in results)
+    num_wanted_hidden = num_wanted - sum(result.num_wanted_shown for result in results)
+    num_broken = sum(result.num_broken for result in results)
+    total = num_read
+    about = ""
     notes = []
-    if unread := plan.parts.keys() - {result.step for result in results}:
-        why = "of time" if len(results) < len(plan.tasks) else "of size"
+    unread_steps = set(plan.steps) - {result.step for result in results}
+    if unread_steps:
+        reason = "time" if len(results) < len(plan.tasks) else "size"
         notes.append(
-            f"{len(results):,} of {len(plan.parts):,} dumped steps are in this page, evenly, for want {why}"
+            f"{len(results):,} of {len(plan.steps):,} dumped steps are in this page, evenly, "
+            f"for want of {reason}"
         )
-        number, is_known = _num_rollouts(run, unread, read / max(1, len(results)))
-        total += number
-    if shown < total:
-        tables = "all are" if read == total else f"{read:,} are"
+        num_unread, is_known = _count_rollouts(run, unread_steps, num_read / max(1, len(results)))
+        total += num_unread
         about = "" if is_known else "about "
+    if num_shown < total:
+        tables = "all are" if num_read == total else f"{num_read:,} are"
         notes.append(
-            f"of {about}{total:,} rollouts {tables} in the tables, {shown:,} with their text"
+            f"of {about}{total:,} rollouts {tables} in the tables, {num_shown:,} with their text"
         )
-    if wanted_shown < wanted:
+    if num_wanted_hidden:
         notes.append(
-            f"{wanted - wanted_shown:,} of {wanted:,} best, worst, most mismatched and failed ones are without"
+            f"{num_wanted_hidden:,} of {num_wanted:,} best, worst, most mismatched and failed "
+            "ones are without"
         )
-    if broken:
-        notes.append(f"{broken:,} broken lines or files of dumps are left out")
-    if plan.num_earlier:
+    if num_broken:
+        notes.append(f"{num_broken:,} broken lines or files of dumps are left out")
+    if plan.num_old_dumps:
         notes.append(
-            f"{plan.num_earlier:,} dumps are left out: of an earlier attempt at steps that are still to come"
+            f"{plan.num_old_dumps:,} dumps are left out: of an earlier attempt at steps that are "
+            "still to come"
         )
-    return {"steps": steps, "shown": shown, "total": total, "note": "; ".join(notes)}
+    steps = sorted(result.step for result in results if result.num_rollouts)
+    return {"steps": steps, "shown": num_shown, "total": total, "note": "; ".join(notes)}
 
 
-def _num_rollouts(run: RecordedRun, steps: Collection[int], usual: float) -> tuple[int, bool]:
-    """Of steps that are not read, by the metrics, and whether these tell it of all; `usual`: of a step of which they do
-    not."""
-    counts = {line["step"]: line.get("progress/completions") for line in run.steps}
-    counts[0] = 0
-    found, is_known = 0.0, True
+def _count_rollouts(run: RecordedRun, steps: Collection[int], usual: float) -> tuple[int, bool]:
+    """Returns the number of rollouts of unread steps, and whether the metrics tell all of it.
+
+    A step whose metrics do not tell its number counts as `usual`.
+    """
+    counts: Mapping[int, int | None] = {
+        0: 0,
+        **{line["step"]: line.get("progress/completions") for line in run.steps},
+    }
+    total = 0.0
+    is_known = True
     for step in steps:
-        before, after = counts.get(step - 1), counts.get(step)
+        before = counts.get(step - 1)
+        after = counts.get(step)
         if before is None or after is None or not 0 <= before <= after:
-            found, is_known = found + usual, False
+            total += usual
+            is_known = False
         else:
-            found += after - before
-    return round(found), is_known
+            total += after - before
+    return round(total), is_known

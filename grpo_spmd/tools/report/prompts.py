@@ -1,160 +1,171 @@
-"""How the prompts of a run did, row by row of the data: which got better, which are never solved."""
+"""The prompts of a run by row of the data set: which got better, which are never solved."""
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from grpo_spmd.observe.metrics_file import LinePosition
 from grpo_spmd.observe.rollout_record import bounded_values
-from grpo_spmd.tools.report.steps import (
-    Contents,
-    Line,
-    StepResult,
-    prompt_text,
-    shortened,
-    whole_line,
-)
+from grpo_spmd.observe.run_folder import LineStore
+from grpo_spmd.tools.report.rollouts import parse_line, prompt_text, shorten
+from grpo_spmd.tools.report.steps import StepResult
 
-KINDS = "never", "always", "better", "worse", "mixed"
-_MOST_PROMPTS, _OF_A_KIND, _MOST_POINTS = 400, 80, 100
-_LONGEST, _LONGEST_COLUMN = 400, 80  # characters
-_NEAR, _MOVED = 0.05, 0.25  # of the distance between the lowest and the highest reward
-
-
-def prompts_of(
-    results: Sequence[StepResult], parts: Mapping[int, Sequence[Path]], until: float
-) -> dict[str, Any]:
-    """ "prompts", "prompts_total" and "prompt_kinds" of the page, from all steps that were read.
-
-    `never`: no group of the prompt had a mean reward above the lowest one of the run, but for 5 % of the distance to
-    the highest. `always`: none was below the highest, likewise. `better`, `worse`: the mean of the last third of its
-    groups is 25 % of that distance above, or below, that of the first third. `mixed`: the others. `until`: on the
-    monotonic clock, after which texts are left out."""
-    visits = _Visits(results)
-    kinds = [visits.kind(number) for number in range(len(visits))]
-    counts = {kind: kinds.count(kind) for kind in KINDS}
-    chosen = _chosen(visits, kinds)
-    texts = _texts([visits.newest(number) for number in chosen], parts, until)
-    prompts = []
-    for number, (text, columns) in zip(chosen, texts, strict=True):
-        steps, means = visits.points(number)
-        prompts.append(
-            {"row": visits.rows[number], "prompt": text, "columns": columns, "steps": steps, "means": means,
-             "kind": kinds[number]}
-        )  # fmt: skip
-    return {"prompts": prompts, "prompts_total": len(visits), "prompt_kinds": counts}
+KINDS = ("never", "always", "better", "worse", "mixed")
+# Kinds in the order in which prompts are chosen for the page.
+_CHOICE_ORDER = ("never", "worse", "better", "mixed", "always")
+_MAX_PROMPTS = 400
+_MAX_PROMPTS_PER_KIND = 80
+_MAX_POINTS = 100
+_MAX_PROMPT_CHARS = 400
+_MAX_COLUMNS = 8
+_MAX_COLUMN_CHARS = 80
+# Fractions of the distance between the lowest and the highest reward.
+_NEAR = 0.05
+_MOVED = 0.25
 
 
-class _Visits:
-    """The groups of all steps by their row, those of unknown reward left out; ascending rows and steps."""
+@dataclass
+class PromptRow:
+    """The groups of one row of the data set whose mean reward is known, by ascending step."""
 
-    def __init__(self, results: Sequence[StepResult]) -> None:
-        results = sorted(results, key=lambda result: result.step)
-        sizes = [len(result.rows) for result in results]
-        rows = np.concatenate([np.zeros(0, np.int64), *(result.rows for result in results)])
-        means = np.concatenate([np.zeros(0), *(result.means for result in results)])
-        steps = np.repeat(np.array([result.step for result in results], np.int64), sizes)
-        lines = np.arange(len(rows))
-        known = ~np.isnan(means)
-        order = np.argsort(rows[known], kind="stable")
-        self._rows, self._means = rows[known][order], means[known][order]
-        self._steps, self._lines = steps[known][order], lines[known][order]
-        self._begins = np.flatnonzero(np.diff(self._rows, prepend=-1))
-        self.rows: list[int] = self._rows[self._begins].tolist()
-        self._ends = np.append(self._begins[1:], len(self._rows))
-        self._first_lines: list[tuple[int, Line]] = [
-            (result.step, line) for result in results for line in result.first_lines
-        ]
-        lows = [result.lowest for result in results if result.lowest is not None]
-        highs = [result.highest for result in results if result.highest is not None]
-        # of the most steps: one penalty without an end must not be what all others are measured by
-        self.low = float(np.median(lows)) if lows else 0.0
-        self.high = float(np.median(highs)) if highs else 0.0
+    row: int
+    steps: list[int] = field(default_factory=list)
+    means: list[float] = field(default_factory=list)
+    newest_line: LinePosition | None = None
+    newest_step: int = 0
 
-    def __len__(self) -> int:
-        return len(self.rows)
+    @property
+    def mean(self) -> float:
+        return sum(self.means) / len(self.means)
 
-    def of(self, number: int) -> npt.NDArray[np.float64]:
-        means: npt.NDArray[np.float64] = self._means[self._begins[number] : self._ends[number]]
-        return means
+    @property
+    def change(self) -> float:
+        """The mean of the last third of the groups minus that of the first; 0 for one group."""
+        third = max(1, len(self.means) // 3)
+        return (sum(self.means[-third:]) - sum(self.means[:third])) / third
 
-    def moved(self, number: int) -> float:
-        """From the first third of its groups to the last; 0 of a single one."""
-        means = self.of(number)
-        third = max(1, len(means) // 3)
-        return float(means[-third:].mean() - means[:third].mean())
+    def kind(self, low: float, high: float) -> str:
+        """Returns one of KINDS; `low` and `high` are the run's lowest and highest reward.
 
-    def kind(self, number: int) -> str:
-        means, distance = self.of(number), self.high - self.low
-        if means.max() <= self.low + _NEAR * distance:
+        `never`: no mean is above the lowest reward, up to 5 % of the distance. `always`: no mean
+        is below the highest, likewise. `better`, `worse`: the last third is 25 % of the distance
+        above or below the first third. `mixed`: all others.
+        """
+        distance = high - low
+        if max(self.means) <= low + _NEAR * distance:
             return "never"
-        if means.min() >= self.high - _NEAR * distance:
+        if min(self.means) >= high - _NEAR * distance:
             return "always"
-        moved = self.moved(number)
-        return (
-            "better"
-            if moved >= _MOVED * distance
-            else "worse"
-            if moved <= -_MOVED * distance
-            else "mixed"
+        if abs(self.change) >= _MOVED * distance:
+            return "better" if self.change > 0 else "worse"
+        return "mixed"
+
+    def points(self) -> tuple[list[int], list[float]]:
+        """Returns steps and means, thinned evenly if there are many."""
+        num = min(len(self.steps), _MAX_POINTS)
+        indices = np.unique(np.linspace(0, len(self.steps) - 1, num).astype(int)).tolist()
+        means = [float(f"{self.means[index]:.4g}") for index in indices]
+        return [self.steps[index] for index in indices], means
+
+
+def summarize_prompts(results: Sequence[StepResult], deadline: float) -> dict[str, Any]:
+    """Returns "prompts", "prompts_total" and "prompt_kinds" of the page, from all read steps.
+
+    After `deadline` on the monotonic clock, texts are left out.
+    """
+    rows = _collect_rows(results)
+    lows = [result.min_reward for result in results if result.min_reward is not None]
+    highs = [result.max_reward for result in results if result.max_reward is not None]
+    # Medians over the steps: one endless penalty must not be the measure for all others.
+    low = float(np.median(lows)) if lows else 0.0
+    high = float(np.median(highs)) if highs else 0.0
+    rows_by_kind: dict[str, list[PromptRow]] = {kind: [] for kind in KINDS}
+    for row in rows:
+        rows_by_kind[row.kind(low, high)].append(row)
+    counts = {kind: len(members) for kind, members in rows_by_kind.items()}
+    prompts = []
+    chosen = _choose_rows(rows_by_kind)
+    texts = _read_texts([row for _, row in chosen], deadline)
+    for (kind, row), (text, columns) in zip(chosen, texts, strict=True):
+        steps, means = row.points()
+        prompts.append(
+            {
+                "row": row.row,
+                "prompt": text,
+                "columns": columns,
+                "steps": steps,
+                "means": means,
+                "kind": kind,
+            }
         )
-
-    def newest(self, number: int) -> tuple[int, Line]:
-        """Its last step, and a line of its group there."""
-        return self._first_lines[int(self._lines[self._ends[number] - 1])]
-
-    def points(self, number: int) -> tuple[list[int], list[float]]:
-        low, high = self._begins[number], self._ends[number]
-        places = np.unique(np.linspace(low, high - 1, min(high - low, _MOST_POINTS)).astype(int))
-        return self._steps[places].tolist(), [
-            float(f"{mean:.4g}") for mean in self._means[places].tolist()
-        ]
+    return {"prompts": prompts, "prompts_total": len(rows), "prompt_kinds": counts}
 
 
-def _chosen(visits: _Visits, kinds: Sequence[str]) -> list[int]:
-    """The hopeless ones that were tried most often, those that got worse or better by most, the worst of the others,
-    a few of the solved ones; then what is left of these."""
-    means = [float(visits.of(number).mean()) for number in range(len(visits))]
-    orders: dict[str, list[int]] = {
-        kind: [number for number in range(len(visits)) if kinds[number] == kind] for kind in KINDS
-    }
-    orders["never"].sort(key=lambda number: -len(visits.of(number)))
-    orders["worse"].sort(key=visits.moved)
-    orders["better"].sort(key=lambda number: -visits.moved(number))
-    orders["mixed"].sort(key=lambda number: means[number])
-    order = [orders[kind] for kind in ("never", "worse", "better", "mixed", "always")]
-    first = [number for numbers in order for number in numbers[:_OF_A_KIND]]
-    rest = [number for number in itertools.chain(*order) if number not in set(first)]
-    return [*first, *rest][:_MOST_PROMPTS]
+def _collect_rows(results: Sequence[StepResult]) -> list[PromptRow]:
+    rows: dict[int, PromptRow] = {}
+    for result in sorted(results, key=lambda result: result.step):
+        for group in result.groups:
+            if group.mean != group.mean:  # NaN: no reward is known
+                continue
+            row = rows.setdefault(group.row, PromptRow(group.row))
+            row.steps.append(result.step)
+            row.means.append(group.mean)
+            row.newest_line = group.line
+            row.newest_step = result.step
+    return [rows[number] for number in sorted(rows)]
 
 
-def _texts(
-    wanted: Sequence[tuple[int, Line]], parts: Mapping[int, Sequence[Path]], until: float
-) -> list[tuple[str, dict[str, Any]]]:
-    """Prompt and columns of each; "" where its line cannot be read any more, or there is no time. A step's lines are
-    read one behind the other: packed files are unpacked from their beginning."""
-    found, by_step = [("", dict[str, Any]())] * len(wanted), dict[int, dict[int, Line]]()
-    for number, (step, line) in enumerate(wanted):
-        if line.part < len(parts.get(step, ())):
-            by_step.setdefault(step, {})[number] = line
-    for step, lines in by_step.items():
-        if time.monotonic() > until:
+def _choose_rows(rows_by_kind: dict[str, list[PromptRow]]) -> list[tuple[str, PromptRow]]:
+    """Returns (kind, row) of some rows of each kind, then of what is left of these.
+
+    First come the unsolved ones that were tried most often, then those that changed most, then
+    the worst of the others, then solved ones.
+    """
+    rows_by_kind["never"].sort(key=lambda row: -len(row.means))
+    rows_by_kind["worse"].sort(key=lambda row: row.change)
+    rows_by_kind["better"].sort(key=lambda row: -row.change)
+    rows_by_kind["mixed"].sort(key=lambda row: row.mean)
+    first: list[tuple[str, PromptRow]] = []
+    rest: list[tuple[str, PromptRow]] = []
+    for kind in _CHOICE_ORDER:
+        rows = [(kind, row) for row in rows_by_kind[kind]]
+        first += rows[:_MAX_PROMPTS_PER_KIND]
+        rest += rows[_MAX_PROMPTS_PER_KIND:]
+    return [*first, *rest][:_MAX_PROMPTS]
+
+
+def _read_texts(rows: Sequence[PromptRow], deadline: float) -> list[tuple[str, dict[str, Any]]]:
+    """Returns prompt and columns of each row; "" if its line is gone, or if time is over."""
+    texts: list[tuple[str, dict[str, Any]]] = [("", {})] * len(rows)
+    store = LineStore()
+    # In the order of the files: a packed file is unpacked from its beginning.
+    positions = [
+        (row.newest_step, row.newest_line, index)
+        for index, row in enumerate(rows)
+        if row.newest_line is not None
+    ]
+    read_step = 0
+    for step, position, index in sorted(positions):
+        # The time is looked at between steps.
+        if step != read_step and time.monotonic() > deadline:
             break
-        for number, text in Contents(parts[step], ()).lines(lines).items():
-            if (values := whole_line(text)) is not None:
-                columns = {
-                    name: _short(value)
-                    for name, value in [*bounded_values(values["columns"]).items()][:8]
-                }
-                found[number] = shortened(prompt_text(values["prompt"]), _LONGEST)[0], columns
-    return found
+        read_step = step
+        line = store.read(position)
+        record = parse_line(line) if line is not None else None
+        if record is not None:
+            columns = list(bounded_values(record.columns).items())[:_MAX_COLUMNS]
+            prompt = shorten(prompt_text(record.prompt), _MAX_PROMPT_CHARS)[0]
+            texts[index] = prompt, {name: _shorten_value(value) for name, value in columns}
+    store.close()
+    return texts
 
 
-def _short(value: Any) -> Any:
-    return value if type(value) in (int, float, bool) else shortened(str(value), _LONGEST_COLUMN)[0]
+def _shorten_value(value: Any) -> Any:
+    if type(value) in (int, float, bool):
+        return value
+    return shorten(str(value), _MAX_COLUMN_CHARS)[0]

@@ -10,15 +10,15 @@ from typing import Any
 from rich.text import Text
 
 from grpo_spmd.observe.rollout_record import RolloutRecord
+from grpo_spmd.observe.run_folder import ReadErrors
 from grpo_spmd.tools.report.run import RecordedRun
 from grpo_spmd.tools.show.charts import MAX_FINITE, number
 from grpo_spmd.tools.show.dump import (
-    ReadErrors,
     as_json,
     as_text,
+    error_lines,
     find_dumped_step,
     message_text,
-    read_rollouts,
 )
 from grpo_spmd.tools.show.token_differences import TokenDifferences
 from grpo_spmd.tools.terminal import Line, Styles, Terminal, width_of
@@ -74,7 +74,7 @@ def ranked_completions(
 
     def counted_records() -> Iterator[RolloutRecord]:
         nonlocal num_records
-        for record in read_rollouts(run.folder, step, errors):
+        for record in run.files.rollouts(step, errors=errors):
             num_records += 1
             yield record
 
@@ -87,7 +87,7 @@ def ranked_completions(
         yield from completion_lines(record, title, differences, view)
         yield Text()
     yield from legend_lines(differences, view)
-    yield from errors.lines(view.terminal)
+    yield from error_lines(errors, view.terminal)
     hint = f"more: --step {step}   --prompt ROW   --grep TEXT" + "   --full" * (not view.is_full)
     yield view.terminal.fit(hint, view.terminal.columns, "dim")
 

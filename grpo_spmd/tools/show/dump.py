@@ -1,118 +1,33 @@
-"""Recorded completions of a run, read one after the other.
-
-A step may hold more than the memory of a login node. The files of a killed or running run may be
-half written, and other people's folders may hold anything: what cannot be read is counted, and the
-rest is shown.
-"""
+"""What the pages share about recorded completions: filters of lines, texts of messages, errors."""
 
 from __future__ import annotations
 
-import gzip
 import json
 import math
 import re
-import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.files import open_regular
-from grpo_spmd.observe.rollout_record import RolloutRecord, parse_rollout
-from grpo_spmd.observe.run_folder import RunFolder
+from grpo_spmd.observe.run_folder import ReadErrors
 from grpo_spmd.observe.token_scores import TokenScores
 from grpo_spmd.tools.report.run import RecordedRun
 from grpo_spmd.tools.terminal import Line, Terminal
 
-_MAX_LINE_BYTES = 1 << 25  # a completion of 64k tokens takes 2 MiB
-_MAX_BROKEN_LINES = 1000
-# Bounds of one unpacked file: some megabytes of gzip can hold very much more.
-_MAX_LINES = 1 << 18
-_MAX_BYTES = 1 << 32
 _MAX_LISTED_STEPS = 8  # at each end of a list
 LineFilter = Callable[[bytes], bool]
 
 
-@dataclass
-class ReadErrors:
-    """What could not be read from a run folder: how much, and the first error in words."""
-
-    num: int = 0
-    first: str = ""
-    num_missing: int = 0  # rollouts that a step had, but that its files lack
-
-    def add(self, error: str) -> None:
-        self.num += 1
-        self.first = self.first or error
-
-    def lines(self, terminal: Terminal) -> Iterator[Line]:
-        """Yields warnings; nothing if all was read."""
-        if self.num_missing:
-            warning = f"{self.num_missing} rollouts of the step are not in its files"
-            warning += "; each node wrote one file"
-            yield from terminal.excerpt(warning, 2, styles="warning")
-        if self.num:
-            more = f" (and {self.num - 1} more)" if self.num > 1 else ""
-            yield from terminal.excerpt(f"not read{more}: {self.first}", 3, styles="warning")
-
-
-def read_rollouts(
-    run_dir: Path, step: int, errors: ReadErrors, is_wanted: LineFilter | None = None
-) -> Iterator[RolloutRecord]:
-    """Yields the rollouts of a step from the files of all nodes, in the order of the files.
-
-    `is_wanted` looks at a raw line and says if the line is worth parsing.
-    """
-    num_read = 0
-    num_recorded: set[int] = set()
-    try:
-        paths = RunFolder(run_dir).rollout_files.get(step, {}).values()
-    except OSError as error:
-        errors.add(f"{run_dir}/rollouts: {error.strerror or error}")
-        return
-    for path in paths:
-        num_broken = errors.num
-        try:
-            for line_number, line in enumerate(_read_lines(path), start=1):
-                if is_wanted is not None and not is_wanted(line):
-                    continue
-                try:
-                    record = parse_rollout(line, f"{path}:{line_number}")
-                except ConfigError as error:
-                    errors.add(str(error))
-                    if errors.num - num_broken > _MAX_BROKEN_LINES:
-                        errors.add(f"{path}: more than {_MAX_BROKEN_LINES} lines are broken")
-                        break
-                    continue
-                num_read += 1
-                if record.num_rollouts is not None:
-                    num_recorded.add(record.num_rollouts)
-                yield record
-        except ConfigError as error:
-            errors.add(str(error))
-        except (OSError, EOFError, zlib.error) as error:
-            errors.add(f"{path}: {getattr(error, 'strerror', None) or error}")
-    if is_wanted is None and len(num_recorded) == 1:
-        errors.num_missing += max(0, num_recorded.pop() - num_read)
-
-
-def _read_lines(path: Path) -> Iterator[bytes]:
-    with open_regular(path, follow=True) as file:
-        source = cast(BinaryIO, gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file)
-        num_lines = 0
-        num_bytes = 0
-        while line := source.readline(_MAX_LINE_BYTES):
-            num_lines += 1
-            num_bytes += len(line)
-            if num_lines > _MAX_LINES or num_bytes > _MAX_BYTES:
-                bound = f"{_MAX_LINES:,} lines or {_MAX_BYTES >> 30} GiB"
-                raise ConfigError(f"{path}: more than {bound}; this is no rollout dump")
-            if len(line) == _MAX_LINE_BYTES:
-                bound = f"{_MAX_LINE_BYTES >> 20} MiB"
-                raise ConfigError(f"{path}: a line is longer than {bound}; this is no rollout dump")
-            yield line
+def error_lines(errors: ReadErrors, terminal: Terminal) -> Iterator[Line]:
+    """Yields what could not be read from a run's dumps; nothing if all was read."""
+    if errors.num_missing:
+        warning = f"{errors.num_missing} rollouts of the step are not in its files"
+        warning += "; each node wrote one file"
+        yield from terminal.excerpt(warning, 2, styles="warning")
+    if errors.num:
+        more = f" (and {errors.num - 1} more)" if errors.num > 1 else ""
+        yield from terminal.excerpt(f"not read{more}: {errors.first}", 3, styles="warning")
 
 
 def contains_text(text: str) -> LineFilter | None:
@@ -164,30 +79,22 @@ def as_json(value: object) -> str:
 
 
 def read_scores(
-    run_dir: Path, step: int, rollout_ids: Collection[int | None], errors: ReadErrors
+    run: RecordedRun, step: int, rollout_ids: Collection[int | None], errors: ReadErrors
 ) -> dict[int, TokenScores]:
     """Returns the token scores of these rollouts by rollout id; {} if the run recorded none."""
-    scores = _each_scores(run_dir, step, errors)
-    return {rollout_id: entry for rollout_id, entry in scores if rollout_id in rollout_ids}
+    scores = run.files.scores(step, errors)
+    return {entry.rollout_id: entry for entry in scores if entry.rollout_id in rollout_ids}
 
 
-def read_max_differences(run_dir: Path, step: int, errors: ReadErrors) -> dict[int, float]:
+def read_max_differences(run: RecordedRun, step: int, errors: ReadErrors) -> dict[int, float]:
     """Returns the largest |policy - engine| of each rollout's tokens in nats, by rollout id.
 
     NaN means that a difference was not finite.
     """
     return {
-        rollout_id: math.nan if scores.difference_max is None else float(scores.difference_max)
-        for rollout_id, scores in _each_scores(run_dir, step, errors)
+        scores.rollout_id: math.nan if scores.difference_max is None else scores.difference_max
+        for scores in run.files.scores(step, errors)
     }
-
-
-def _each_scores(run_dir: Path, step: int, errors: ReadErrors) -> Iterator[tuple[int, TokenScores]]:
-    try:
-        for scores in RunFolder(run_dir).scores(step):
-            yield scores.rollout_id, scores
-    except ConfigError as error:
-        errors.add(str(error))
 
 
 def describe_steps(steps: Sequence[int]) -> str:

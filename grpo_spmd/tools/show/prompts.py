@@ -9,16 +9,16 @@ from rich.text import Text
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.observe.rollout_record import RolloutRecord
+from grpo_spmd.observe.run_folder import ReadErrors
 from grpo_spmd.tools.report.run import RecordedRun
 from grpo_spmd.tools.show.charts import curve, histogram, number
 from grpo_spmd.tools.show.completions import View, completion_lines, legend_lines, prompt_lines
 from grpo_spmd.tools.show.dump import (
-    ReadErrors,
     contains_text,
+    error_lines,
     find_dumped_step,
     has_row,
     prompt_text,
-    read_rollouts,
     text_pattern,
 )
 from grpo_spmd.tools.show.overview import label_width
@@ -64,7 +64,7 @@ def find_prompts(
     line_filter = contains_text(wanted) if row is None else has_row(row)
     prompts: dict[int, PromptHistory] = {}
     for dumped_step in run.dumped_steps:
-        for record in read_rollouts(run.folder, dumped_step, errors, line_filter):
+        for record in run.files.rollouts(dumped_step, errors=errors, is_wanted=line_filter):
             text = prompt_text(record.prompt)
             is_match = pattern.search(text) is not None if row is None else record.row == row
             if is_match and (record.row in prompts or len(prompts) < _MAX_ROWS):
@@ -95,7 +95,7 @@ def prompt_page(run: RecordedRun, wanted: str, step: int | None, view: View) -> 
         yield from _prompt_list(prompts, view)
     else:
         yield from _prompt_history(run, prompts[0], step, view, errors)
-    yield from errors.lines(view.terminal)
+    yield from error_lines(errors, view.terminal)
 
 
 def _prompt_list(prompts: Sequence[PromptHistory], view: View) -> Iterator[Line]:

@@ -9,15 +9,15 @@ from itertools import islice
 from rich.text import Text
 
 from grpo_spmd.observe.rollout_record import RolloutRecord
+from grpo_spmd.observe.run_folder import ReadErrors
 from grpo_spmd.tools.report.run import RecordedRun
 from grpo_spmd.tools.show.charts import curve, number
 from grpo_spmd.tools.show.completions import View
 from grpo_spmd.tools.show.dump import (
-    ReadErrors,
     contains_text,
+    error_lines,
     find_dumped_step,
     message_text,
-    read_rollouts,
     text_pattern,
 )
 from grpo_spmd.tools.show.overview import label_width
@@ -42,7 +42,9 @@ def search_lines(run: RecordedRun, text: str, step: int | None, view: View) -> I
     num_shown = 0
     for searched_step in steps or [find_dumped_step(run, None)]:
         counts[searched_step] = 0
-        for record in read_rollouts(run.folder, searched_step, errors, contains_text(text)):
+        for record in run.files.rollouts(
+            searched_step, errors=errors, is_wanted=contains_text(text)
+        ):
             matching_text = _matching_text(record, pattern)
             if matching_text is None:
                 continue
@@ -54,7 +56,7 @@ def search_lines(run: RecordedRun, text: str, step: int | None, view: View) -> I
                 num_shown += 1
                 yield from _match_lines(record, searched_step, matching_text, pattern, view)
     yield from _summary(counts, text, num_shown, view)
-    yield from errors.lines(view.terminal)
+    yield from error_lines(errors, view.terminal)
 
 
 def _matching_text(record: RolloutRecord, pattern: re.Pattern[str]) -> str | None:

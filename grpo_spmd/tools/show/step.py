@@ -11,14 +11,14 @@ from typing import Any
 from rich.text import Text
 
 from grpo_spmd.observe.rollout_record import RolloutRecord
+from grpo_spmd.observe.run_folder import ReadErrors
 from grpo_spmd.tools.report.run import RecordedRun
 from grpo_spmd.tools.show.charts import Value, histogram, is_drawable, number
 from grpo_spmd.tools.show.dump import (
-    ReadErrors,
     describe_steps,
+    error_lines,
     prompt_text,
     read_max_differences,
-    read_rollouts,
 )
 from grpo_spmd.tools.show.overview import time_lines
 from grpo_spmd.tools.terminal import Column, Line, Terminal
@@ -144,9 +144,9 @@ def _memory_lines(metrics: Mapping[str, Any], terminal: Terminal) -> Iterator[Li
 
 def read_groups(run: RecordedRun, step: int, errors: ReadErrors) -> list[PromptGroup]:
     """Returns the groups of a step in the order of the prompt stream."""
-    mismatches = read_max_differences(run.folder, step, errors)
+    mismatches = read_max_differences(run, step, errors)
     groups: dict[int, PromptGroup] = {}
-    for record in read_rollouts(run.folder, step, errors):
+    for record in run.files.rollouts(step, errors=errors):
         if record.position not in groups:
             prompt = prompt_text(record.prompt)[:_MAX_PROMPT_CHARS]
             groups[record.position] = PromptGroup(record.row, prompt)
@@ -171,7 +171,7 @@ def _group_lines(run: RecordedRun, step: int, terminal: Terminal) -> Iterator[Li
     if num_unscored:
         warning = f"{num_unscored} completions have no reward"
         yield terminal.fit(warning, terminal.columns, "warning")
-    yield from errors.lines(terminal)
+    yield from error_lines(errors, terminal)
     yield Text()
     hint = f"--step {step} --worst 3   --step {step} --best 3   --prompt ROW   --grep TEXT"
     yield terminal.fit(f"more: {hint}", terminal.columns, "dim")

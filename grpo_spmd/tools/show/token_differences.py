@@ -9,12 +9,13 @@ from functools import cached_property
 import numpy as np
 
 from grpo_spmd.observe.rollout_record import RolloutRecord
+from grpo_spmd.observe.run_folder import ReadErrors
 from grpo_spmd.observe.token_scores import TokenScores
 from grpo_spmd.proofs.logprob_check import bounds_of
 from grpo_spmd.tools.report.pieces import TokenPieces, read_pieces
 from grpo_spmd.tools.report.run import RecordedRun
 from grpo_spmd.tools.show.charts import number
-from grpo_spmd.tools.show.dump import ReadErrors, read_scores
+from grpo_spmd.tools.show.dump import read_scores
 from grpo_spmd.tools.terminal import Styles
 
 _MAX_COLOURED_CHARS = 1 << 24
@@ -33,7 +34,7 @@ class TokenDifferences:
         self._run = run
         self._records = records
         rollout_ids = {record.rollout_id for record in records}
-        self._scores = read_scores(run.folder, step, rollout_ids, errors)
+        self._scores = read_scores(run, step, rollout_ids, errors)
 
     @property
     def legend(self) -> str:
