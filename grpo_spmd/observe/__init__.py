@@ -1,5 +1,5 @@
-"""What a run shows: metrics, console line, rollout dump, memory ledger, W&B, the check of logprobs.
+"""What a run records and shows: metrics, console, rollout dumps, memory, launches, trackers.
 
-Not here: decisions about the run. Nothing here may end a run for want of a disk or a tracker.
-Imports everything up to learn.
+Not here: decisions about the run. Nothing here may end a run because of a disk or a tracker.
+Imports everything up to learn and proofs.
 """

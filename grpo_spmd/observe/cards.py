@@ -23,9 +23,10 @@ class Card:
     host_gb_s: float = 25.0  # to and from pinned host memory; PCIe 4 x16 reaches about 25 of its 32
 
 
-# TFLOP/s, GB/s and links: NVIDIA's data sheets of each card (A100: DS-10031 of 2021; H100 and H200: of 2024; B200: DGX
-# B200's, an eighth each; L40S; RTX 4090: the Ada white paper, half of its figure with sparsity). GiB: "has a total
-# capacity of ..." in torch's out-of-memory messages of public bug reports; drivers differ by about 0.2 GiB.
+# TFLOP/s, GB/s and links: NVIDIA's data sheets of each card (A100: DS-10031 of 2021; H100 and H200:
+# of 2024; B200: DGX B200's, an eighth each; L40S; RTX 4090: the Ada white paper, half of its figure
+# with sparsity). GiB: "has a total capacity of ..." in torch's out-of-memory messages of public bug
+# reports; drivers differ by about 0.2 GiB.
 CARDS = {
     card.name: card
     for card in (
@@ -48,7 +49,8 @@ _ALIKE = {
 
 
 def peak_tflops(device_name: str) -> float | None:
-    """Of the device that the driver calls so ("NVIDIA H100 80GB HBM3"); None where it is not in the table."""
+    """Of the device that the driver calls so ("NVIDIA H100 80GB HBM3"); None where it is not in the
+    table."""
     parts = {card.name.partition("-")[0]: card.tflops for card in CARDS.values()}
     parts |= {part: CARDS[name].tflops for part, name in _ALIKE.items()}
     return next(
@@ -57,8 +59,8 @@ def peak_tflops(device_name: str) -> float | None:
 
 
 def find_card(text: str) -> Card:
-    """A card by name ("H100-80GB", "h200", "A100"), or by figures as in _CUSTOM, in which a fourth, "450GB/s", is the
-    link to other GPUs. Raises ConfigError."""
+    """A card by name ("H100-80GB", "h200", "A100"), or by figures as in _CUSTOM, in which a fourth,
+    "450GB/s", is the link to other GPUs. Raises ConfigError."""
     plain = re.sub(r"[\s_]", "", text).lower()
     if "," in plain or plain.endswith("gib"):
         return _custom(text, plain.split(","))

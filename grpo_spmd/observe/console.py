@@ -78,7 +78,8 @@ def banner(
 
 
 def log_to_terminal(rank: int) -> None:
-    """Show rank 0's log lines, and other ranks' warnings. What is said until there is a file waits for it."""
+    """Show rank 0's log lines, and other ranks' warnings. What is said until there is a file waits
+    for it."""
     to_terminal = Terminal(sys.stdout)
     to_terminal.setLevel(logging.WARNING if rank else logging.INFO)
     to_terminal.setFormatter(
@@ -155,7 +156,8 @@ class Console:
         return _duration((self._num_steps - step) * sum(steps_s) / len(steps_s))
 
     def _rest(self, metrics: Metrics) -> str:
-        """Where the terminal has room: the rewards one by one, then the phases that took longest."""
+        """Where the terminal has room: the rewards one by one, then the phases that took
+        longest."""
         rewards = {
             key[7:-5]: value
             for key, value in metrics.items()

@@ -1,5 +1,7 @@
-"""Whoever follows metrics.jsonl on rank 0: trackers, and the process that makes report.html. None of them is waited
-for while the run goes on."""
+"""Followers of metrics.jsonl on rank 0: trackers, and the process that makes report.html.
+
+The run waits for none of them until its end.
+"""
 
 from __future__ import annotations
 
@@ -7,51 +9,53 @@ import time
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from grpo_spmd.config.schema import LoggingConfig
+from grpo_spmd.observe.report_process import ReportProcess
+from grpo_spmd.observe.trackers.feed import Tracker, TrackerFeed
+from grpo_spmd.observe.trackers.tensorboard_run import TensorboardRun
+from grpo_spmd.observe.trackers.trackio_run import TrackioRun
+from grpo_spmd.observe.trackers.wandb_run import WandbRun
 
-if TYPE_CHECKING:  # where they are off they are not even imported
-    from grpo_spmd.observe.report_process import ReportProcess
-    from grpo_spmd.observe.trackers.feed import Tracker, TrackerFeed
-
-FINISH_S, STOPPED_S = (
-    60.0,
-    5.0,
-)  # for all of them together: at the end of a run, and where it was preempted
-
+# Seconds for all followers together: at the end of a run, and of one that was preempted.
+FINISH_S = 60.0
+STOPPED_S = 5.0
 
 _open: weakref.WeakSet[Followers] = weakref.WeakSet()
 
 
 class Followers:
     def __init__(self, feeds: Sequence[TrackerFeed], report: ReportProcess | None) -> None:
-        self._feeds, self._report = feeds, report
+        self._feeds = feeds
+        self._report = report
         _open.add(self)
 
     def line_written(self, step: int, is_evaluation: bool) -> None:
-        """Takes microseconds."""
+        """Tells the followers of a new line. Takes microseconds."""
         for feed in self._feeds:
             feed.line_written()
         if self._report is not None and not is_evaluation:
             self._report.step_written(step)
 
     def finish(self, has_ended: bool) -> None:
-        """No line comes any more. They work side by side and have 60 s, or 5 s where the run has no time."""
+        """Ends the followers, which finish side by side within 60 s, or 5 s if the run was
+        preempted."""
         _open.discard(self)
-        until = time.monotonic() + (FINISH_S if has_ended else STOPPED_S)
+        deadline = time.monotonic() + (FINISH_S if has_ended else STOPPED_S)
+        # all of them are told first, so that they finish at the same time
         for feed in self._feeds:
             feed.end()
         if self._report is not None:
             self._report.end(makes_last=has_ended)
         for feed in self._feeds:
-            feed.finish(until - time.monotonic())
+            feed.finish(deadline - time.monotonic())
         if self._report is not None:
-            self._report.finish(until - time.monotonic())
+            self._report.finish(deadline - time.monotonic())
 
 
 def finish_all() -> None:
-    """Of a run that failed in a process which goes on."""
+    """Ends the followers of a run that failed in a process which goes on."""
     for followers in list(_open):
         followers.finish(has_ended=False)
 
@@ -59,34 +63,16 @@ def finish_all() -> None:
 def open_followers(
     run_dir: Path, options: LoggingConfig, config: dict[str, Any]
 ) -> Followers | None:
-    """`config`: what trackers show as the run's. None where nobody is asked for."""
-    feeds, report = [], None
-    for name in options.tracker_names:
-        from grpo_spmd.observe.trackers.feed import TrackerFeed
-
-        feeds.append(
-            TrackerFeed(
-                run_dir,
-                _tracker(name, run_dir, options, config),
-                options.trackers_rollouts_every_steps,
-            )
-        )
+    """Returns the followers that the options ask for, or None; `config` is what trackers show as
+    the run's."""
+    trackers: dict[str, Tracker] = {
+        "wandb": WandbRun(run_dir, options, config),
+        "tensorboard": TensorboardRun(run_dir, config),
+        "trackio": TrackioRun(run_dir, options.wandb_project, config),
+    }
+    every_steps = options.trackers_rollouts_every_steps
+    feeds = [TrackerFeed(run_dir, trackers[name], every_steps) for name in options.tracker_names]
+    report = None
     if options.report_every_steps:
-        from grpo_spmd.observe.report_process import ReportProcess
-
         report = ReportProcess(run_dir, options.report_every_steps)
     return Followers(feeds, report) if feeds or report else None
-
-
-def _tracker(name: str, run_dir: Path, options: LoggingConfig, config: dict[str, Any]) -> Tracker:
-    if name == "wandb":
-        from grpo_spmd.observe.trackers.wandb_run import WandbRun
-
-        return WandbRun(run_dir, options, config)
-    if name == "tensorboard":
-        from grpo_spmd.observe.trackers.tensorboard_run import TensorboardRun
-
-        return TensorboardRun(run_dir, config)
-    from grpo_spmd.observe.trackers.trackio_run import TrackioRun
-
-    return TrackioRun(run_dir, options.wandb_project, config)

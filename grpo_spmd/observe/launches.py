@@ -1,5 +1,6 @@
-"""Who made a run: launches.jsonl of its folder, an object a launch, written as it begins and completed as it ends. No
-environment variable is in it, and secrets of a command line are masked. Nothing of it can hurt the run."""
+"""Who made a run: launches.jsonl of its folder, an object a launch, written as it begins and
+completed as it ends. No environment variable is in it, and secrets of a command line are masked.
+Nothing of it can hurt the run."""
 
 from __future__ import annotations
 
@@ -39,8 +40,9 @@ _T = TypeVar("_T")
 def begin_launch(
     run_dir: Path, first_step: int, began: float, places: Sequence[Sequence[str]], is_restart: bool
 ) -> int | None:
-    """On rank 0, in a folder that is this launch's own: add the launch, and return its number; None, with a warning,
-    where it cannot be written. `began`: on the monotonic clock; `places`: `place_of` each rank."""
+    """On rank 0, in a folder that is this launch's own: add the launch, and return its number;
+    None, with a warning, where it cannot be written. `began`: on the monotonic clock; `places`:
+    `place_of` each rank."""
     start = datetime.now(UTC).timestamp() - (time.monotonic() - began)
     under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     record: dict[str, Any] = {
@@ -89,7 +91,8 @@ def place_of(device: torch.device) -> tuple[str, str]:
 
 
 class Launch:
-    """This rank's handle of the launch that `begin_launch` has written. The first end that is said of it stays."""
+    """This rank's handle of the launch that `begin_launch` has written. The first end that is said
+    of it stays."""
 
     def __init__(self, run_dir: Path, number: int | None, is_rank0: bool) -> None:
         self._run_dir, self._number, self._is_rank0 = run_dir, number, is_rank0
@@ -122,8 +125,8 @@ class Launch:
 
 
 def read_launches(run_dir: Path) -> list[dict[str, Any]]:
-    """The launches of a run in their order; none where nothing tells of them. One without an outcome is still running,
-    or was killed."""
+    """The launches of a run in their order; none where nothing tells of them. One without an
+    outcome is still running, or was killed."""
     path = run_dir / _NAME
     if not os.path.lexists(path):
         return []
@@ -138,8 +141,8 @@ def read_launches(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def other_versions(run_dir: Path, step: int) -> str:
-    """What of `versions` was another in the launch that made a step, as "torch 2.11.0 there, 2.13.0 here"; "" where
-    nothing was, or nothing tells."""
+    """What of `versions` was another in the launch that made a step, as "torch 2.11.0 there, 2.13.0
+    here"; "" where nothing was, or nothing tells."""
     made = [
         launch
         for launch in read_launches(run_dir)
@@ -194,7 +197,8 @@ def _working_folder() -> str | None:
 
 
 def _git_state(folder: Path) -> dict[str, Any] | None:
-    """Commit, and whether tracked files differ from it; None where `folder` is in no checkout, or git does not say."""
+    """Commit, and whether tracked files differ from it; None where `folder` is in no checkout, or
+    git does not say."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     # neither a lock beside somebody's own git, nor the watcher that a repository's config may start
     command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-C", str(folder)]
@@ -223,7 +227,8 @@ def _git_state(folder: Path) -> dict[str, Any] | None:
 
 
 def _within(seconds: float, work: Callable[[], _T]) -> _T | None:
-    """What `work` returns, or None where it takes longer: it goes on in a thread that nobody waits for."""
+    """What `work` returns, or None where it takes longer: it goes on in a thread that nobody waits
+    for."""
     found: list[_T] = []
     thread = threading.Thread(target=lambda: found.append(work()), daemon=True)
     thread.start()
@@ -232,7 +237,8 @@ def _within(seconds: float, work: Callable[[], _T]) -> _T | None:
 
 
 def _change(run_dir: Path, change: Callable[[list[dict[str, Any]]], _T]) -> _T | None:
-    """Put launches.jsonl into its own place as `change` leaves its launches; lines that are none are dropped."""
+    """Put launches.jsonl into its own place as `change` leaves its launches; lines that are none
+    are dropped."""
     path = run_dir / _NAME
     try:
         launches = read_launches(run_dir)

@@ -1,4 +1,5 @@
-"""One line of metrics per step: merged over the ranks, judged, and written to metrics.jsonl, console and trackers."""
+"""One line of metrics per step: merged over the ranks, judged, and written to metrics.jsonl,
+console and trackers."""
 
 from __future__ import annotations
 
@@ -90,7 +91,7 @@ class MetricsLog:
         self._timeline = TimelineFile(launch.run_dir) if session.is_rank0 else None
 
     def _read_earlier_steps(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Returns the first line of a step and the last ten, which an earlier launch may have written.
+        """Returns the first line of a step and the last ten, written by earlier launches.
 
         Both are empty on ranks other than 0, which write nothing.
         """
@@ -103,12 +104,14 @@ class MetricsLog:
         return first, newest[::-1]
 
     def write_evaluation(self, step: int, metrics: Metrics) -> None:
-        """Writes a line of its own for an evaluation of the policy after `step`; nothing without metrics."""
+        """Writes a line of its own for an evaluation of the policy after `step`; nothing without
+        metrics."""
         if metrics and self._session.is_rank0:
             self._write({"step": step, **metrics})
 
     def record_largest(self, local_metrics: dict[str, float]) -> None:
-        """Keeps this rank's metrics for the line of the step, which gets the largest value over the ranks."""
+        """Keeps this rank's metrics for the line of the step, which gets the largest value over the
+        ranks."""
         self._local_maxima |= local_metrics
 
     def check_step(
@@ -121,9 +124,10 @@ class MetricsLog:
     ) -> None:
         """Collective. Merges and judges the ranks' updates and the times of their generations.
 
-        Raises Rank0Error on every rank if engine and policy differ by more than rounding (logprob_check.py), too many
-        updates in a row were not finite, or other tokens were trained on than rank 0 decided. The step's line is written
-        all the same: its figures are what one wants to see then.
+        Raises Rank0Error on every rank if engine and policy differ by more than rounding
+        (logprob_check.py), too many updates in a row were not finite, or other tokens were trained
+        on than rank 0 decided. The step's line is written all the same: its figures are what one
+        wants to see then.
         """
 
         def judge(parts: list[bytes]) -> None:
@@ -174,7 +178,8 @@ class MetricsLog:
         if self._num_own_steps < self._num_steps:
             own_steps = f", the last {self._num_own_steps} of them"
         _log.info(
-            "done: %d steps%s in %d min %02d s, reward/mean %.3f at the first step, %.3f over the last %d; see %s",
+            "done: %d steps%s in %d min %02d s, reward/mean %.3f at the first step, "
+            "%.3f over the last %d; see %s",
             self._num_steps,
             own_steps,
             minutes,
@@ -194,7 +199,8 @@ class MetricsLog:
             self._followers.finish(self._has_ended)
 
     def _pack_local(self) -> bytes:
-        """Returns this rank's spans, and the metrics whose largest value over the ranks is written."""
+        """Returns this rank's spans, and the metrics whose largest value over the ranks is
+        written."""
         local_metrics = self._timer.metrics() | self._local_maxima
         maxima: Reductions = {name: Max(value) for name, value in local_metrics.items()}
         return pack_spans(self._timer.spans, self._generation_s) + to_bytes(maxima)
@@ -242,7 +248,8 @@ class MetricsLog:
 
 
 def _check_skipped(step: int, sums: Reductions, max_in_a_row: int, dump: Path) -> None:
-    """Warns of skipped updates and names the rollouts that caused them; raises after too many in a row."""
+    """Warns of skipped updates and names the rollouts that caused them; raises after too many in a
+    row."""
     num_skipped = int(sums["optim/skipped_updates"].value)
     if not num_skipped:
         return
@@ -251,8 +258,8 @@ def _check_skipped(step: int, sums: Reductions, max_in_a_row: int, dump: Path) -
     if ids:
         cause = f"rollouts {ids[:10]} have logprobs that are not finite"
     text = (
-        f"step {step}: {num_skipped} updates skipped, since loss or gradient was not finite; {cause}; "
-        f"see {dump}"
+        f"step {step}: {num_skipped} updates skipped, since loss or gradient was not finite; "
+        f"{cause}; see {dump}"
     )
     if sums["skipped_in_a_row"].value >= max_in_a_row:
         raise FloatingPointError(
@@ -271,5 +278,6 @@ def _check_trained(step: int, sums: Reductions, expected: int) -> None:
     num_tokens = sums["loss_tokens"].value
     if not sums["optim/skipped_updates"].value and num_tokens != expected:
         raise RuntimeError(
-            f"step {step}: trained on {num_tokens:.0f} tokens where rank 0 had decided on {expected}"
+            f"step {step}: trained on {num_tokens:.0f} tokens "
+            f"where rank 0 had decided on {expected}"
         )

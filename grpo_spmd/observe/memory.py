@@ -1,7 +1,7 @@
 """The phases of a step on this rank: how long each takes, and where the memory is.
 
-Torch's tensors do not show the engine's pool, NCCL's buffers or other processes, so every figure of memory is reported
-beside what the driver says.
+Torch's tensors do not show the engine's pool, NCCL's buffers or other processes, so every figure of
+memory is reported beside what the driver says.
 """
 
 from __future__ import annotations
@@ -27,25 +27,29 @@ _GIB = 2**30
 class MemoryUse:
     """Bytes at one moment, of this rank's process unless said otherwise.
 
-    On a GPU torch counts the engine's sleep pool (weights, KV cache) even while the engine sleeps: vLLM's allocator
-    unmaps it without telling torch. The pool is left out of the first three fields, and counted in `other` while it is
-    mapped.
+    On a GPU torch counts the engine's sleep pool (weights, KV cache) even while the engine sleeps:
+    vLLM's allocator unmaps it without telling torch. The pool is left out of the first three
+    fields, and counted in `other` while it is mapped.
     """
 
     peak: int
-    """GPU: most bytes in live tensors since `reset_peak`. CPU: most resident memory since then (VmHWM)."""
+    """GPU: most bytes in live tensors since `reset_peak`. CPU: most resident memory since then
+    (VmHWM)."""
     allocated: int
     """GPU: in live tensors. CPU: RssAnon, everything allocated and touched, by torch or not."""
     reserved: int
-    """GPU: what torch took from the driver, its cache included. CPU: VmRSS, pages of mapped files too."""
+    """GPU: what torch took from the driver, its cache included. CPU: VmRSS, pages of mapped files
+    too."""
     driver_used: int
     """GPU: in use on the device by all processes. CPU: the host's MemTotal - MemAvailable."""
     other: int
-    """driver_used - reserved (CPU: - allocated): the engine's mapped pool, CUDA context, NCCL, other processes."""
+    """driver_used - reserved (CPU: - allocated): the engine's mapped pool, CUDA context, NCCL,
+    other processes."""
 
 
 def measure(device: torch.device, pool_bytes: int = 0) -> MemoryUse:
-    """Returns the memory in use now; `pool_bytes` is RolloutEngine.pool_bytes. Takes 0.1 ms on a CPU."""
+    """Returns the memory in use now; `pool_bytes` is RolloutEngine.pool_bytes. Takes 0.1 ms on a
+    CPU."""
     if device.type == "cuda":
         stats = torch.cuda.memory_stats()
         free, total = torch.cuda.mem_get_info()
@@ -97,12 +101,14 @@ def _read_proc_bytes(path: str) -> dict[str, int]:
 
 
 class MemoryLedger:
-    """The memory of each phase of a step, for the metrics and for the message of an out-of-memory error."""
+    """The memory of each phase of a step, for the metrics and for the message of an out-of-memory
+    error."""
 
     def __init__(
         self, device: torch.device, pool_bytes: Callable[[], int], remedies: dict[str, list[str]]
     ) -> None:
-        """`pool_bytes` is the engine's, see MemoryUse. `remedies` may help, by phase, the likeliest first."""
+        """`pool_bytes` is the engine's, see MemoryUse. `remedies` may help, by phase, the likeliest
+        first."""
         self._device = device
         self._pool_bytes = pool_bytes
         self._remedies = remedies
@@ -113,7 +119,8 @@ class MemoryLedger:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measures when the block ends and keeps a step's largest figures. An out-of-memory error gets a note."""
+        """Measures when the block ends and keeps a step's largest figures. An out-of-memory error
+        gets a note."""
         reset_peak(self._device)
         try:
             yield
@@ -127,7 +134,8 @@ class MemoryLedger:
         self._step[name] = MemoryUse(*map(max, astuple(earlier), astuple(use)))
 
     def metrics(self) -> dict[str, float]:
-        """Returns `memory/<phase>/{peak,allocated,reserved,driver_used,other}_gib` of this step so far."""
+        """Returns `memory/<phase>/{peak,allocated,reserved,driver_used,other}_gib` of this step so
+        far."""
         return {
             f"memory/{phase}/{field}_gib": num_bytes / _GIB
             for phase, use in self._step.items()
@@ -139,7 +147,8 @@ class MemoryLedger:
         self._step = {}
 
     def explain(self, name: str) -> str:
-        """Returns the ledger as a table, this moment in its last row, and the keys that may help in phase `name`."""
+        """Returns the ledger as a table, this moment in its last row, and the keys that may help in
+        phase `name`."""
         now = measure(self._device, self._pool_bytes())
         rows = self._earlier | self._step | {f"{name}, when it failed": now}
         lines = [f"{'GiB':24}" + "".join(f"{field:>12}" for field in vars(now))]
@@ -150,8 +159,10 @@ class MemoryLedger:
         device = "the device" if self._device.type == "cuda" else "the host"
         remedies = "; ".join(self._remedies[name])
         return (
-            f"rank {rank} ran out of memory in phase {name}; {device} has {total_bytes(self._device) / _GIB:.1f} GiB, "
-            f"the engine's pool of weights and KV cache is {self._pool_bytes() / _GIB:.1f} GiB:\n  {table}\n"
+            f"rank {rank} ran out of memory in phase {name}; "
+            f"{device} has {total_bytes(self._device) / _GIB:.1f} GiB, "
+            f"the engine's pool of weights "
+            f"and KV cache is {self._pool_bytes() / _GIB:.1f} GiB:\n  {table}\n"
             f"what may help, the likeliest first: {remedies}"
         )
 
@@ -229,7 +240,8 @@ def remedies(
     max_rollout_tokens: int,
     num_workers: int,
 ) -> dict[str, list[str]]:
-    """Returns config keys that lower the peak of each phase, the likeliest first, without those in use already."""
+    """Returns config keys that lower the peak of each phase, the likeliest first, without those in
+    use already."""
     fewer_tokens = (
         f"lower training.max_tokens_per_micro_batch ({training.max_tokens_per_micro_batch})"
     )

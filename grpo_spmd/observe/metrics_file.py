@@ -1,4 +1,4 @@
-"""Files of JSON lines in a run folder: appended whole, read with bounds. And metrics.jsonl, the first of them.
+"""Writes and reads files of JSON lines in a run folder, metrics.jsonl above all.
 
 A run folder may be somebody else's, half written, or on a disk that is full. Imports no torch.
 """
@@ -31,8 +31,9 @@ _BLOCK_BYTES = 1 << 16
 class LineFile:
     """Appends whole lines.
 
-    Lines that a full disk refuses wait in memory for the next line: a run should not end for want of a kilobyte while
-    the space may come back. If it does not come back, the next checkpoint fails and says so.
+    Lines that a full disk refuses wait in memory for the next line: a run should not end for want
+    of a kilobyte while the space may come back. If it does not come back, the next checkpoint fails
+    and says so.
     """
 
     def __init__(self, path: Path) -> None:
@@ -68,7 +69,8 @@ class LineFile:
 
 
 class LinePosition(NamedTuple):
-    """Where a line is: the bytes [start, end) of the file when it is unpacked, its line break included."""
+    """Where a line is: the bytes [start, end) of the file when it is unpacked, its line break
+    included."""
 
     path: Path
     start: int
@@ -100,8 +102,9 @@ class FileLine(NamedTuple):
 def read_lines(path: Path, start: int = 0, *, follow: bool = False) -> Iterator[FileLine]:
     """Yields the lines of a plain or .gz file from byte `start` on, one in memory at a time.
 
-    Raises ConfigError, one line, for a path that is missing, not a regular file (`follow`: links are allowed), not a
-    whole gzip file or larger than any that a run writes. The lines before the damage are yielded first.
+    Raises ConfigError, one line, for a path that is missing, not a regular file (`follow`: links
+    are allowed), not a whole gzip file or larger than any that a run writes. The lines before the
+    damage are yielded first.
     """
     try:
         with open_lines(path, follow=follow) as file:
@@ -128,8 +131,10 @@ def read_lines(path: Path, start: int = 0, *, follow: bool = False) -> Iterator[
 def open_lines(path: Path, *, follow: bool = False) -> IO[bytes]:
     """Opens a regular file for reading, unpacked if its name ends with .gz."""
     file = open_regular(path, follow=follow)
+    if path.suffix != ".gz":
+        return file
     # mypy: GzipFile has all methods of IO[bytes] that are used, but is no subclass of it
-    return gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file  # type: ignore[return-value]
+    return gzip.GzipFile(fileobj=file)  # type: ignore[return-value]
 
 
 class MetricsLine(NamedTuple):
@@ -142,7 +147,8 @@ class MetricsLine(NamedTuple):
 def read_metrics(path: Path, start: int = 0) -> Iterator[MetricsLine]:
     """Yields the lines of a metrics.jsonl from byte `start` on; nothing if there is no file.
 
-    Lines that are no metrics object are skipped: a kill may have cut the last line, or it is being written.
+    Lines that are no metrics object are skipped: a kill may have cut the last line, or it is being
+    written.
     """
     if not os.path.lexists(path):
         return
@@ -165,7 +171,8 @@ def _parse_metrics(text: bytes) -> dict[str, Any] | None:
 
 
 def read_metrics_backwards(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the metrics of a metrics.jsonl, the last line first, without reading the lines before it."""
+    """Yields the metrics of a metrics.jsonl, the last line first, without reading the lines before
+    it."""
     with _open_metrics(path) as file:
         position = file.seek(0, os.SEEK_END)
         rest = b""
@@ -182,12 +189,14 @@ def read_metrics_backwards(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def is_evaluation(metrics: Mapping[str, Any]) -> bool:
-    """Whether a line evaluates the policy after its step; such a line follows the step's own line."""
+    """Whether a line evaluates the policy after its step; such a line follows the step's own
+    line."""
     return next(islice(metrics, 1, None), "").startswith("eval/")
 
 
 def ends_with_evaluation(path: Path, step: int) -> bool:
-    """Whether the last line of a metrics.jsonl evaluates the policy after `step`, or after a later one."""
+    """Whether the last line of a metrics.jsonl evaluates the policy after `step`, or after a later
+    one."""
     last = next(read_metrics_backwards(path), {"step": -1})
     return is_evaluation(last) and last["step"] >= step
 
@@ -220,7 +229,8 @@ def cut_metrics(path: Path, num_steps: int) -> None:
 
 
 def _truncate_ordered(path: Path, num_steps: int) -> bool:
-    """Cuts a file whose lines are in order, as a run leaves them, without parsing; else returns False."""
+    """Cuts a file whose lines are in order, as a run leaves them, without parsing; else returns
+    False."""
     with _open_metrics(path) as file:
         step = 0
         while step < num_steps:

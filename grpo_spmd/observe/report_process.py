@@ -1,7 +1,8 @@
-"""report.html while the run goes on: `python -m grpo_spmd.report RUN` in a process of its own, which can take nothing
-from the run that it would miss, and ends with it.
+"""report.html while the run goes on: `python -m grpo_spmd.report RUN` in a process of its own,
+which can take nothing from the run that it would miss, and ends with it.
 
-python -m grpo_spmd.observe.report_process PARENT_PID NICE MODULE ARGUMENT ...     (by ReportProcess)
+python -m grpo_spmd.observe.report_process PARENT_PID NICE MODULE ARGUMENT ...     (by
+ReportProcess)
 """
 
 from __future__ import annotations
@@ -49,9 +50,10 @@ _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 class ReportProcess:
-    """Rank 0's side: a thread that starts a report when the run has come to each `every_steps`-th step, never two at
-    once (steps that come while one is made start none), and a last one at the end. The kernel kills the process when
-    that thread ends, and with it when the run is killed. What goes wrong costs a warning."""
+    """Rank 0's side: a thread that starts a report when the run has come to each `every_steps`-th
+    step, never two at once (steps that come while one is made start none), and a last one at the
+    end. The kernel kills the process when that thread ends, and with it when the run is killed.
+    What goes wrong costs a warning."""
 
     def __init__(self, run_dir: Path, every_steps: int, module: str = "grpo_spmd.report") -> None:
         self._run_dir, self._every_steps, self._module = run_dir.absolute(), every_steps, module
@@ -72,7 +74,8 @@ class ReportProcess:
         self._news.set()
 
     def finish(self, timeout_s: float) -> None:
-        """After `end`: wait for the last one, up to `timeout_s`, or for the end of the one under way."""
+        """After `end`: wait for the last one, up to `timeout_s`, or for the end of the one under
+        way."""
         self._thread.join(max(timeout_s, 0) + _KILLED_S)
 
     def _run(self) -> None:

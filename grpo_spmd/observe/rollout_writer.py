@@ -1,6 +1,7 @@
-"""Writes dumps of rollouts and token scores: one file per node, into which each rank of the node puts its own lines.
+"""Writes dumps of rollouts and token scores: one file per node, written by all its ranks.
 
-Dumps are for people: a full disk costs the files that it hits, and a warning. No rank sends its rollouts to another.
+Dumps are for people: a full disk costs the files that it hits, and a warning. No rank sends its
+rollouts to another.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class RolloutDump:
-    """Dumps the rollouts of each `every_steps`-th step (0: of none), and of steps that went wrong."""
+    """Dumps the rollouts of each `every_steps`-th step (0: of none), and of steps that went
+    wrong."""
 
     def __init__(
         self, writer: RolloutWriter, every_steps: int, score_writer: RolloutWriter | None = None
@@ -66,7 +68,8 @@ class RolloutDump:
             self._write(step, sampled, decision)
 
     def keep_scores_if_due(self, step: int) -> KeptScores | None:
-        """Returns an object that takes the scores of the step's tokens; None if they are not written."""
+        """Returns an object that takes the scores of the step's tokens; None if they are not
+        written."""
         if self._score_writer is None or not self._is_due(step):
             return None
         return KeptScores()
@@ -81,7 +84,8 @@ class RolloutDump:
     ) -> None:
         """Collective. Writes the `scores` after the updates.
 
-        The rollouts are written too if an update was skipped (on all ranks alike) and the step had no dump.
+        The rollouts are written too if an update was skipped (on all ranks alike) and the step had
+        no dump.
         """
         if scores is not None and self._score_writer is not None:
             self._score_writer.write(step_stem(step), scores.lines())
@@ -90,7 +94,8 @@ class RolloutDump:
 
     @contextmanager
     def if_refused(self, step: int, sampled: SampledStep) -> Iterator[None]:
-        """Collective. Dumps the rollouts if rank 0 refuses the step's rewards, to show what was wrong."""
+        """Collective. Dumps the rollouts if rank 0 refuses the step's rewards, to show what was
+        wrong."""
         try:
             yield
         except Rank0Error:  # raised on all ranks alike
@@ -167,8 +172,8 @@ class _Nodes:
 class RolloutWriter:
     """Writes the files of one folder of a run: rollouts/, or token_scores/ beside it.
 
-    Replacing or removing a file of rollouts/ removes the file of the same name in token_scores/: those scores belong to
-    another attempt at the step.
+    Replacing or removing a file of rollouts/ removes the file of the same name in token_scores/:
+    those scores belong to another attempt at the step.
     """
 
     def __init__(
@@ -182,13 +187,15 @@ class RolloutWriter:
         self._ending = PACKED if self._is_packed else PLAIN
         self._other_ending = PLAIN if self._is_packed else PACKED
         self._known_nodes: _Nodes | None = None
-        # On a node's first rank: the nodes that have a file of each stem, listed at the first write.
+        # On a node's first rank: the nodes that have a file of each stem, listed at the first
+        # write.
         self._nodes_by_stem: dict[str, set[int]] | None = None
 
     def write_step(self, step: int, lines: Iterable[bytes]) -> None:
-        """Collective. Writes the dump of `step` and removes older ones but the newest `logging.rollouts_keep`.
+        """Collective. Writes the dump of `step` and keeps the newest `logging.rollouts_keep` dumps.
 
-        A run that goes on needs no dump. Files of later steps, which it will do again, stay until then.
+        A run that goes on needs no dump. Files of later steps, which it will do again, stay until
+        then.
         """
         self.write(step_stem(step), lines)
         if self._keep is None or self._nodes_by_stem is None:
@@ -205,8 +212,9 @@ class RolloutWriter:
     def write(self, stem: str, lines: Iterable[bytes]) -> None:
         """Collective. Puts all ranks' lines into the files of `stem`, rank by rank.
 
-        Each file is written whole or not at all, and replaces an earlier one: the step may have run before. A rank holds
-        its own encoded lines and nothing of the others. A disk that fails raises nothing.
+        Each file is written whole or not at all, and replaces an earlier one: the step may have run
+        before. A rank holds its own encoded lines and nothing of the others. A disk that fails
+        raises nothing.
         """
         nodes = self._nodes()
         path = self._path(stem, nodes.own)
@@ -224,9 +232,10 @@ class RolloutWriter:
             self._finish(stem, temporary, errors)
 
     def _finish(self, stem: str, temporary: Path, errors: Sequence[int]) -> None:
-        """Gives the node's file its name if no rank of the node failed, and removes earlier files of `stem`.
+        """Gives the node's file its name if no rank of the node failed.
 
-        Earlier files may be packed, or of another number of nodes: they may say something else.
+        Earlier files of `stem` are removed: they may be packed, or of another number of nodes,
+        and say something else.
         """
         nodes = self._nodes()
         path = self._path(stem, nodes.own)
@@ -238,7 +247,8 @@ class RolloutWriter:
         if nodes.rank == 0:
             self._warn_of_failures(stem, written, errors)
         own_name = node_stem(stem, nodes.own)
-        # The scores go first: a kill in between must not leave them beside another attempt's rollouts.
+        # The scores go first: a kill in between must not leave them beside another attempt's
+        # rollouts.
         if self._scores != self._folder:
             _unlink(self._scores / f"{own_name}{ending}" for ending in (PLAIN, PACKED))
         if nodes.own in written:
@@ -268,7 +278,8 @@ class RolloutWriter:
         _log.warning("%s is not written%s: %s", self._path(stem, failed[0]), more, reason)
 
     def _remove_unfinished(self) -> None:
-        """Removes what killed processes had begun, but nothing that another node may be writing now."""
+        """Removes what killed processes had begun, but nothing that another node may be writing
+        now."""
         nodes = self._nodes()
         _unlink(
             path
@@ -277,7 +288,8 @@ class RolloutWriter:
         )
 
     def _remove(self, stem: str, also: int | None = None) -> None:
-        """Removes the files of `stem` of nodes that the run no longer has, and of the node `also`."""
+        """Removes the files of `stem` of nodes that the run no longer has, and of the node
+        `also`."""
         known = (self._nodes_by_stem or {}).get(stem, ())
         nodes = {node for node in known if node >= len(self._nodes().ranks)}
         if also is not None:
@@ -296,8 +308,8 @@ class RolloutWriter:
     def _nodes(self) -> _Nodes:
         """Collective at the first call, which `write` makes.
 
-        A node here is a stretch of consecutive ranks of one host and one launcher: what they write into a file meets in
-        one kernel.
+        A node here is a stretch of consecutive ranks of one host and one launcher: what they write
+        into a file meets in one kernel.
         """
         if self._known_nodes is None:
             # the boot id tells two containers of one name apart
@@ -320,7 +332,8 @@ class RolloutWriter:
 def save_tokenizer(run_dir: Path, tokenizer: Any) -> None:
     """Writes tokenizer.json, so that token ids can be shown where the model is not.
 
-    Only a fast tokenizer of transformers has one. A file that is already there stays; a disk that fails raises nothing.
+    Only a fast tokenizer of transformers has one. A file that is already there stays; a disk that
+    fails raises nothing.
     """
     if not getattr(tokenizer, "is_fast", False):
         return
@@ -341,8 +354,9 @@ def _read_if_regular(path: Path) -> bytes | None:
 
 
 def _pack(lines: Iterable[bytes]) -> list[bytes]:
-    """Returns one member of a gzip file, without a time: a step that is run again gives the same bytes.
+    """Returns one member of a gzip file.
 
+    It has no time in it, so a step that is run again gives the same bytes.
     Members one after the other are a gzip file too, so each rank packs its own.
     """
     packer = zlib.compressobj(_GZIP_LEVEL, wbits=16 + zlib.MAX_WBITS)

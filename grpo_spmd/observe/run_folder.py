@@ -1,8 +1,9 @@
 """The reader of a run folder: its metrics, rollouts, token scores, timeline and launches. Imports no torch.
 
-A folder that a command is pointed at may be somebody else's: links, fifos, huge lines and broken JSON each cost one
-line of a message and never a traceback. A dump of step 12 is rollouts/step_000012.jsonl of the first node and
-step_000012.node_1.jsonl of the second, or the same with .gz; token_scores/ has the same names.
+A folder that a command is pointed at may be somebody else's: links, fifos, huge lines and broken
+JSON each cost one line of a message and never a traceback. A dump of step 12 is
+rollouts/step_000012.jsonl of the first node and step_000012.node_1.jsonl of the second, or the same
+with .gz; token_scores/ has the same names.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ def node_stem(stem: str, node: int) -> str:
 
 
 def list_dumps(folder: Path) -> Iterator[tuple[str, int, Path]]:
-    """Yields (stem, node, path) for each dump in `folder`; both forms of one that is there plain and packed."""
+    """Yields (stem, node, path) for each dump in `folder`; both forms of one that is there plain
+    and packed."""
     with suppress(OSError):
         for name in os.listdir(folder):
             match = _FILE_NAME.fullmatch(name)
@@ -85,7 +87,8 @@ def dump_path(run_dir: Path, step: int) -> Path:
 
 
 def _newer(path: Path, other: Path) -> Path:
-    """Returns the file that changed last. A kill can leave a dump both plain and packed, and the newer one counts."""
+    """Returns the file that changed last. A kill can leave a dump both plain and packed, and the
+    newer one counts."""
     return max(path, other, key=_change_time)
 
 
@@ -113,8 +116,8 @@ class ReadErrors:
 class RunFolder:
     """A run folder. The lists of its files are read once: make a new RunFolder to see new files.
 
-    Readers take `errors`: with it, what cannot be read is counted there and skipped; without it, the first such line or
-    file raises ConfigError.
+    Readers take `errors`: with it, what cannot be read is counted there and skipped; without it,
+    the first such line or file raises ConfigError.
     """
 
     path: Path
@@ -164,8 +167,9 @@ class RunFolder:
     ) -> Iterator[RolloutRecord]:
         """Yields the step's rollouts in the order of the files.
 
-        `fields`: with some fields of RolloutRecord, objects with these alone are made, unchecked against each other and
-        much faster; see `parse_rollout_fields`. `is_wanted` tells from the raw line whether to parse it.
+        `fields`: with some fields of RolloutRecord, objects with these alone are made, unchecked
+        against each other and much faster; see `parse_rollout_fields`. `is_wanted` tells from the
+        raw line whether to parse it.
         """
         num_read = 0
         sizes = set[int]()
@@ -207,7 +211,8 @@ class RunFolder:
         return _parse_files(list(files.values()), parse_scores, errors)
 
     def scores_by_id(self, step: int) -> dict[int, TokenScores]:
-        """Returns the step's token scores by rollout id. Raises ConfigError if a line is broken or repeated."""
+        """Returns the step's token scores by rollout id. Raises ConfigError if a line is broken or
+        repeated."""
         scores_by_id: dict[int, TokenScores] = {}
         for line, scores in self.scan_scores(step):
             if scores.rollout_id in scores_by_id:
@@ -221,8 +226,8 @@ class RunFolder:
     def complete_rollouts(self, step: int) -> list[RolloutRecord]:
         """Returns all rollouts of a step in the order of the prompt stream.
 
-        Raises ConfigError, which names the file and the line or the rollouts, if the dump is missing, broken, incomplete
-        or mixed from several runs.
+        Raises ConfigError, which names the file and the line or the rollouts, if the dump is
+        missing, broken, incomplete or mixed from several runs.
         """
         files = self.rollout_files.get(step)
         if not files:
@@ -242,7 +247,8 @@ class RunFolder:
                 earlier = seen.setdefault(key, line.name)
                 if earlier != line.name:
                     raise ConfigError(
-                        f"{line.name}: {key} is in {earlier} too; is one of these files of another run?"
+                        f"{line.name}: {key} is in {earlier} too; "
+                        "is one of these files of another run?"
                     )
             records.append(record)
         _check_complete(records, files, step)
@@ -269,7 +275,8 @@ def _parse_files(
                     errors.add(str(error))
                     if errors.num - num_errors_before > _MAX_ERRORS:
                         raise ConfigError(
-                            f"{path}: more than {_MAX_ERRORS} lines are broken; this is no rollout dump"
+                            f"{path}: more than {_MAX_ERRORS} lines are broken; "
+                            "this is no rollout dump"
                         ) from None
                     continue
                 yield line, value
@@ -282,9 +289,10 @@ def _parse_files(
 
 
 def _check_complete(records: Sequence[RolloutRecord], files: Mapping[int, Path], step: int) -> None:
-    """Raises ConfigError if rollouts are missing, by the step's number of rollouts and by their ids.
+    """Raises ConfigError if rollouts are missing.
 
-    Ids have no gap. Dumps of earlier versions have only the ids; those of a refused step have neither.
+    The step's number of rollouts and their ids tell. Ids have no gap. Dumps of earlier versions
+    have only the ids; those of a refused step have neither.
     """
     first, *others = files.values()
     name = f"{first} and {len(others)} more" if others else f"{first}"
@@ -321,7 +329,8 @@ def _list_names(values: Sequence[object]) -> str:
 class LineStore:
     """Reads lines again by their position, after a scan of a step found which are worth showing.
 
-    Small files stay in memory. A large packed file is unpacked again up to the line: read its lines in order.
+    Small files stay in memory. A large packed file is unpacked again up to the line: read its lines
+    in order.
     """
 
     def __init__(self) -> None:

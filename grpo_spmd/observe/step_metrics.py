@@ -62,9 +62,10 @@ def throughput(decision: Decision, times: Mapping[str, float | None], world_size
 def mfu(
     num_parameters: int, num_tokens: int, update_s: float, world_size: int, device_name: str
 ) -> float | None:
-    """Returns the fraction of the device's peak that the update reached; None for an unknown device.
+    """Returns the update's fraction of the device's peak; None for an unknown device.
 
-    A lower bound: forward and backward of a dense model take 6 FLOPs per parameter and token, without attention.
+    A lower bound: forward and backward of a dense model take 6 FLOPs per parameter and token,
+    without attention.
     """
     flops = 6.0 * num_parameters * num_tokens / max(update_s, 1e-9) / world_size
     peak = peak_tflops(device_name)
@@ -74,7 +75,8 @@ def mfu(
 class Progress:
     """Counts what the run has sampled, equally on all ranks.
 
-    A checkpoint keeps the counts, so that a resumed run has the figures of one that was never stopped.
+    A checkpoint keeps the counts, so that a resumed run has the figures of one that was never
+    stopped.
     """
 
     def __init__(self, trainer: Mapping[str, Any], step: int) -> None:
@@ -89,7 +91,8 @@ class Progress:
         }
 
     def count(self, num_completions: int, num_tokens: int, epoch: float) -> dict[str, float]:
-        """Adds what a step has sampled and returns the metrics; `epoch` is the passes over the data so far."""
+        """Adds what a step has sampled and returns the metrics; `epoch` is the passes over the data
+        so far."""
         metrics = {"progress/epoch": epoch}
         for name, number in (("num_completions", num_completions), ("num_tokens", num_tokens)):
             if name in self._counts:
@@ -109,7 +112,8 @@ class WallClock:
     """
 
     def __init__(self, began: float, newest: Mapping[str, Any]) -> None:
-        """`began`: start of this launch on the monotonic clock; `newest`: the last line of metrics.jsonl."""
+        """`began`: start of this launch on the monotonic clock; `newest`: the last line of
+        metrics.jsonl."""
         self._began = began
         self._before_s = float(newest.get("time/wall_s") or 0.0)
 

@@ -1,7 +1,7 @@
 """timeline.jsonl: in which phase each rank of a step was, and when. Imports no torch.
 
-A line is {"step", "unix_s", "world_size", "ranks", "spans"}; spans[i] are those of ranks[i]. A run that goes on appends
-to it: of a step that was made twice the last line counts."""
+A line is {"step", "unix_s", "world_size", "ranks", "spans"}; spans[i] are those of ranks[i]. A run
+that goes on appends to it: of a step that was made twice the last line counts."""
 
 from __future__ import annotations
 
@@ -53,8 +53,9 @@ class Timeline:
 
 
 def pack_spans(spans: Sequence[Span], generation_s: Sequence[float]) -> bytes:
-    """A rank's part of a line, 20 bytes a span, and `generation_s` in those of its rollouts, which come first: behind
-    them the engine only falls asleep. Of more than 64 spans (a step that was refilled) the first and the last."""
+    """A rank's part of a line, 20 bytes a span, and `generation_s` in those of its rollouts, which
+    come first: behind them the engine only falls asleep. Of more than 64 spans (a step that was
+    refilled) the first and the last."""
     busy, rows = iter(generation_s), list[list[float]]()
     for phase, start, end, peak, _ in spans:
         seconds = next(busy, None) if phase == "rollout" else None
@@ -112,8 +113,8 @@ class TimelineFile:
 
 
 def shown_ranks(busy: Sequence[float]) -> list[int]:
-    """All up to 64 ranks; else as many at even distances, the first and the last among them, with those that generated
-    for the shortest and for the longest time."""
+    """All up to 64 ranks; else as many at even distances, the first and the last among them, with
+    those that generated for the shortest and for the longest time."""
     if len(busy) <= _MOST_RANKS:
         return list(range(len(busy)))
     evenly = {round(rank) for rank in np.linspace(0, len(busy) - 1, _MOST_RANKS - 2).tolist()}
@@ -129,9 +130,10 @@ def _spans(numbers: _Numbers) -> list[Span]:
 
 
 def read_timeline(run_dir: Path, steps: Collection[int] | None = None) -> dict[int, Timeline]:
-    """By step, in the order of the file, of `steps` alone where they are given: only these are held and parsed. Steps
-    that a run has made and will make again are there too. What is no line of a timeline is passed over; {} where there
-    is no file. Raises ConfigError where it is none that could be read."""
+    """By step, in the order of the file, of `steps` alone where they are given: only these are held
+    and parsed. Steps that a run has made and will make again are there too. What is no line of a
+    timeline is passed over; {} where there is no file. Raises ConfigError where it is none that
+    could be read."""
     path, found = run_dir / _NAME, dict[int, Timeline]()
     if not os.path.lexists(path):
         return found

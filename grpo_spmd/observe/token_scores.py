@@ -1,11 +1,12 @@
-"""token_scores/step_N.jsonl: how far engine and policy were apart on each trained token, and the policy's entropy.
+"""Per-token differences of engine and policy, and entropies, in token_scores/step_N.jsonl.
 
 Both are measured before the step's first update. A line per rollout, beside the rollout's dump:
-{"rollout_id", "difference_mean", "difference_max", "difference", "entropy"}, with "advantages" if these differ from
-token to token, and "loss_mask" if a token does not count. Values of tokens are base64 of little-endian float16 (of the
-mask a byte, 0 or 1), one per sampled token, in the order of the dump's `completion_ids`. A rollout has no line if it was
-not trained on, or if nobody scored it before the first update (`loss.old_logprobs: engine`, from the second mini-batch
-on). Reading imports no torch.
+{"rollout_id", "difference_mean", "difference_max", "difference", "entropy"}, with "advantages" if
+these differ from token to token, and "loss_mask" if a token does not count. Values of tokens are
+base64 of little-endian float16 (of the mask a byte, 0 or 1), one per sampled token, in the order of
+the dump's `completion_ids`. A rollout has no line if it was not trained on, or if nobody scored it
+before the first update (`loss.old_logprobs: engine`, from the second mini-batch on). Reading
+imports no torch.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ _Size = Annotated[float, msgspec.Meta(ge=0, le=1e39)]
 
 @dataclass(frozen=True, eq=False)
 class TokenScores:
-    """The scores of one rollout. Arrays have a value per sampled token: float32 that was rounded to float16."""
+    """The scores of one rollout. Arrays have a value per sampled token: float32 that was rounded to
+    float16."""
 
     rollout_id: int
     difference: _Floats
@@ -60,7 +62,8 @@ class KeptScores:
         self._kept.setdefault(id(micro_batch), (micro_batch, logprobs.detach(), entropy.detach()))
 
     def lines(self) -> list[bytes]:
-        """Returns the lines of this rank's rollouts in the order of their ids. Waits for the device once."""
+        """Returns the lines of this rank's rollouts in the order of their ids. Waits for the device
+        once."""
         import torch  # reading commands do not have it
 
         kept = [each for each in self._kept.values() if each[0].rollout_ids]
@@ -86,8 +89,13 @@ class KeptScores:
         ids = [rollout_id for micro_batch, _, _ in kept for rollout_id in micro_batch.rollout_ids]
         begins = np.flatnonzero(is_begin)
         lines = _encode_lines(
-            ids, begins, difference=difference, entropy=entropies, advantages=advantages, loss_mask=loss_mask
-        )  # fmt: skip
+            ids,
+            begins,
+            difference=difference,
+            entropy=entropies,
+            advantages=advantages,
+            loss_mask=loss_mask,
+        )
         return [line for _, line in sorted(zip(ids, lines, strict=True))]
 
 
@@ -156,7 +164,8 @@ def parse_scores(line: bytes, where: str) -> TokenScores:
         array: npt.NDArray[np.generic] = np.frombuffer(packed, np.uint8)
         if len(packed) != num_tokens * np.dtype(dtype).itemsize:
             raise ConfigError(
-                f"{where}: {num_tokens} tokens have a difference, but {name} has {len(packed)} bytes"
+                f"{where}: {num_tokens} tokens have a difference, "
+                f"but {name} has {len(packed)} bytes"
             )
         return array.view(dtype)
 

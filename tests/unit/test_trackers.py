@@ -21,14 +21,15 @@ from grpo_spmd.observe import followers as module
 from grpo_spmd.observe.followers import open_followers
 from grpo_spmd.observe.metrics_file import LineFile
 from grpo_spmd.observe.rollout_record import RolloutRecord, to_line
-from grpo_spmd.observe.trackers.completions import (
-    LONGEST_TEXT,
+from grpo_spmd.observe.trackers.feed import (
+    MAX_TEXT_CHARS,
     ShownRollout,
+    Tracker,
+    TrackerFeed,
     as_table,
-    evenly,
     shown_rollouts,
+    spread_evenly,
 )
-from grpo_spmd.observe.trackers.feed import Tracker, TrackerFeed
 from grpo_spmd.observe.trackers.tensorboard_run import TensorboardRun
 from grpo_spmd.observe.trackers.wandb_run import WandbRun
 from tests.support import fake_wandb
@@ -91,7 +92,7 @@ def dump(
 
 @pytest.mark.parametrize("number", [0, 1, 63, 64, 65, 127, 128, 129, 512, 1000])
 def test_rollouts_are_taken_evenly_and_all_of_them_where_they_are_few(number: int) -> None:
-    chosen = [int(line) for line in evenly((str(i).encode() for i in range(number)), 64)]
+    chosen = [int(line) for line in spread_evenly((str(i).encode() for i in range(number)), 64)]
     assert len(chosen) == min(number, 64)
     gaps = np.diff([*chosen, number])
     assert number <= 64 or (
@@ -255,7 +256,7 @@ def test_hostile_text_is_text_in_tensorboard(name: str, tmp_path: Path) -> None:
         "script": "alert(1)",
     }
     assert (shown | kept).get(name, text[:10].strip()) in html or name in ("nothing", "comment")
-    assert len(html) < 10 * LONGEST_TEXT
+    assert len(html) < 10 * MAX_TEXT_CHARS
 
 
 def test_the_table_of_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,7 +275,7 @@ def test_the_table_of_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert table["columns"][:2] == ["prompt", "completion"]
     assert len(table["data"]) == len(HOSTILE)
     assert [row[1] for row in table["data"]][:2] == [HOSTILE["script"], HOSTILE["image"]]
-    assert all(len(row[1]) < 2 * LONGEST_TEXT for row in table["data"])
+    assert all(len(row[1]) < 2 * MAX_TEXT_CHARS for row in table["data"])
 
 
 def test_the_traces_of_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,44 +1,94 @@
-"""Trackers, fed from metrics.jsonl by threads of their own: the training waits for none, and no line is lost."""
+"""Feeds trackers with the lines of metrics.jsonl and some rollouts, in a thread per tracker.
+
+The training waits for no tracker, and no line is lost.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
+import re
 import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.files import UntrustedError, check_fields, matching_text, read_json, whole_number
-from grpo_spmd.observe.metrics_file import is_evaluation, read_metrics, read_metrics_backwards
-from grpo_spmd.observe.trackers.completions import ShownRollout, shown_rollouts
+from grpo_spmd.observe.metrics_file import (
+    is_evaluation,
+    read_lines,
+    read_metrics,
+    read_metrics_backwards,
+)
+from grpo_spmd.observe.rollout_record import RolloutRecord, gold_answer, parse_rollout_fields
+from grpo_spmd.observe.run_folder import RunFolder
 
 _log = logging.getLogger("grpo_spmd")
 ANSWER_S = 60.0  # a call that takes longer is said to hang
+MAX_ROLLOUTS = 64
+MAX_MESSAGES = 32
+MAX_REWARDS = 16
+MAX_TEXT_CHARS = 4_000  # of a prompt, a completion or a message
+# Characters that a browser obeys instead of showing them: control characters, writing directions,
+# half surrogates.
+_OBEYED = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+_FIELDS = (
+    "position", "sample", "prompt", "completion", "reward", "rewards", "advantage",
+    "finish_reason", "columns", "status", "messages",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ShownRollout:
+    """A rollout as trackers show it. All texts are cut and escaped."""
+
+    position: int
+    sample: int
+    prompt: str
+    completion: str
+    messages: list[dict[str, str]]
+    """Role and content: the prompt's messages, then the episode's."""
+    rewards: dict[str, float | None]
+    """By name, before weighting."""
+    reward: float | None
+    advantage: float | None
+    finish_reason: str
+    status: str | None
+    """How an episode ended."""
+    answer: str
+    """The column that most likely holds the right answer, as "name=value"; "" if there is none."""
 
 
 class Tracker:
-    """Where metrics go. All calls come from one thread; what they raise ends the tracker's feed."""
+    """A service that metrics go to. All calls come from one thread; an exception ends the tracker's
+    feed."""
 
-    name = ""  # in logging.trackers, of its thread and of its state's file
-    title = ""  # as people write it
-    settles_s = 0.0  # how long a kill may still take from it what it was given
+    name = ""
+    """In logging.trackers, and the name of its thread and of its state file."""
+    title = ""
+    """For people."""
+    settles_s = 0.0
+    """How long a kill can still take a line from the tracker after it accepted the line."""
 
     def start(self, run_id: str, next_step: int) -> None:
-        """`next_step`: the first that it lacks, as far as our own notes tell."""
+        """`next_step` is the first step that the tracker lacks, as far as our own notes tell."""
         raise NotImplementedError
 
     def lacks(self, step: int, is_evaluation: bool, next_step: int) -> bool:
-        """Whether it needs a line that was written before this launch. An evaluation follows the line of its step."""
+        """Whether it needs a line that an earlier launch wrote. An evaluation follows the line of
+        its step."""
         return step + is_evaluation >= next_step
 
     def log(self, metrics: dict[str, Any], rollouts: Sequence[ShownRollout]) -> None:
-        """A line of metrics.jsonl, `step` in it; of its step some rollouts, or none."""
+        """Takes a line of metrics.jsonl, with `step`, and some rollouts of the step or none."""
         raise NotImplementedError
 
     def finish(self) -> None:
@@ -46,64 +96,69 @@ class Tracker:
 
 
 class TrackerFeed:
-    """Follows `<run_dir>/metrics.jsonl`, which is the queue: the tracker gets each line when it has taken the one
-    before. Each tracker has a feed, and so a thread, of its own, which reads the file for itself: with one thread
-    for all of them a hanging one would hold up the others. `<run_dir>/NAME.json` keeps the tracker's id of the run
-    and the next step that it lacks: a run that goes on brings what the tracker missed, and sends steps that are run
-    again once more, and what a kill may have taken from the tracker (`settles_s`). An exception (no package, no
-    key, no network, a full disk) ends the feed with a warning; a call that hangs keeps a daemon thread. Rollouts
-    are read here too, from the step's dump."""
+    """Follows `<run_dir>/metrics.jsonl`, which is the tracker's queue.
+
+    Each tracker has a feed and a thread of its own, so that one that hangs holds up no other.
+    `<run_dir>/NAME.json` keeps the tracker's id of the run and the next step that it lacks. A run
+    that goes on sends what the tracker missed, the steps that are run again, and what a kill may
+    have taken from the tracker (`settles_s`). An exception (no package, no key, no network, a full
+    disk) ends the feed with a warning; a call that hangs keeps a daemon thread.
+    """
 
     def __init__(self, run_dir: Path, tracker: Tracker, rollouts_every_steps: int = 0) -> None:
-        self._run_dir, self._tracker, self._rollouts_every_steps = (
-            run_dir,
-            tracker,
-            rollouts_every_steps,
-        )
-        self._metrics, self._state = run_dir / "metrics.jsonl", run_dir / f"{tracker.name}.json"
+        self._run_dir = run_dir
+        self._tracker = tracker
+        self._rollouts_every_steps = rollouts_every_steps
+        self._metrics = run_dir / "metrics.jsonl"
+        self._state = run_dir / f"{tracker.name}.json"
         self._id, next_step = _read_state(self._state)
-        # What lies before this is of an earlier process, and the tracker may know it.
+        # What is there already is of an earlier launch, and the tracker may have it.
         self._known_bytes = self._metrics.stat().st_size if self._metrics.exists() else 0
-        last_step = next((metrics["step"] for metrics in read_metrics_backwards(self._metrics)), -1)
-        self._next_step = min(
-            next_step, last_step + 1
-        )  # the file was cut back to where the run goes on
-        self._given = deque[
-            tuple[float, int]
-        ]()  # when, and which step would be the next: what has not settled
-        self._taken = self._written = 0
-        self._called_at: float | None = None  # since when the tracker has been busy with a call
-        self._said = False
-        self._news, self._ended = threading.Event(), threading.Event()
+        newest = next(read_metrics_backwards(self._metrics), {"step": -1})
+        # The file may have been cut back to the step where the run goes on.
+        self._next_step = min(next_step, newest["step"] + 1)
+        # (time, next step) of lines that a kill could still take from the tracker
+        self._unsettled = deque[tuple[float, int]]()
+        self._num_taken = 0
+        self._num_written = 0
+        self._called_at: float | None = None  # when the tracker's present call began
+        self._has_warned = False
+        self._news = threading.Event()
+        self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name=tracker.name, daemon=True)
         self._thread.start()
 
     def line_written(self) -> None:
-        """Takes microseconds."""
-        self._written += 1
+        """Tells the feed of a new line. Takes microseconds."""
+        self._num_written += 1
         self._news.set()
         called_at = self._called_at  # read once: the thread changes it
-        if called_at is not None and time.monotonic() - called_at > ANSWER_S and not self._said:
-            self._said = True
-            text = "%s has not answered for %.0f s; the run goes on without it, and metrics.jsonl is complete"
-            _log.warning(text, self._tracker.title, ANSWER_S)
+        is_hanging = called_at is not None and time.monotonic() - called_at > ANSWER_S
+        if is_hanging and not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "%s has not answered for %.0f s; the run goes on without it, "
+                "and metrics.jsonl is complete",
+                self._tracker.title,
+                ANSWER_S,
+            )
 
     def end(self) -> None:
-        """No line comes any more."""
+        """Tells the feed that no line comes any more."""
         self._ended.set()
         self._news.set()
 
     def finish(self, timeout_s: float) -> None:
-        """Give the tracker `timeout_s` to take the rest; what is left it gets when the run goes on."""
+        """Gives the tracker `timeout_s` to take the rest; what is left it gets when the run goes
+        on."""
         self.end()
         self._thread.join(max(timeout_s, 0))
         if self._thread.is_alive():
-            behind, said = (
-                self._written - self._taken,
-                "%s did not finish within %.3g s, %d lines short; %s",
-            )
             _log.warning(
-                said, self._tracker.title, max(timeout_s, 0), behind, "metrics.jsonl is complete"
+                "%s did not finish within %.3g s, %d lines short; metrics.jsonl is complete",
+                self._tracker.title,
+                max(timeout_s, 0),
+                self._num_written - self._num_taken,
             )
 
     def _run(self) -> None:
@@ -111,23 +166,24 @@ class TrackerFeed:
             with self._call():
                 self._tracker.start(self._id, self._next_step)
             self._save_state()
-            for metrics in self._lines():
+            for metrics in self._wanted_lines():
                 rollouts = self._rollouts(metrics)
                 with self._call():
                     self._tracker.log(metrics, rollouts)
-                self._taken += 1
-                self._note_taken(int(metrics["step"]) + 1)
+                self._num_taken += 1
+                self._unsettled.append((time.monotonic(), int(metrics["step"]) + 1))
+                self._settle(time.monotonic() - self._tracker.settles_s)
             with self._call():
                 self._tracker.finish()
-            self._note_taken(
-                self._given[-1][1] if self._given else self._next_step, is_settled=True
+            self._settle(time.monotonic())
+        # whatever a tracker raises, SystemExit too, the training goes on
+        except BaseException as error:
+            _log.warning(
+                "%s is off from here on (%s: %s); metrics.jsonl is complete without it",
+                self._tracker.title,
+                type(error).__name__,
+                error,
             )
-        except (
-            BaseException
-        ) as error:  # whatever a tracker raises, SystemExit too, the training goes on
-            what = f"{type(error).__name__}: {error}"
-            said = "%s is off from here on (%s); metrics.jsonl is complete without it"
-            _log.warning(said, self._tracker.title, what)
 
     @contextmanager
     def _call(self) -> Iterator[None]:
@@ -137,61 +193,156 @@ class TrackerFeed:
         finally:
             self._called_at = None
 
-    def _lines(self) -> Iterator[dict[str, Any]]:
-        """The lines of metrics.jsonl that the tracker lacks, as they come; ends after `end`."""
-        place, next_step = 0, self._next_step
+    def _wanted_lines(self) -> Iterator[dict[str, Any]]:
+        """Yields the lines of metrics.jsonl that the tracker lacks, as they come; ends after
+        `end`."""
+        start = 0
         while True:
-            self._news.clear()  # before the question: news that come after it must not be taken for old ones
-            ended = (
-                self._ended.is_set()
-            )  # before the reading: what was written until then must still be sent
-            for line in read_metrics(self._metrics, place):
-                of_line = line.metrics["step"], is_evaluation(line.metrics)
-                if line.end > self._known_bytes or self._tracker.lacks(*of_line, next_step):
+            # Cleared before the file is read: a line that comes later sets it again.
+            self._news.clear()
+            # Asked before the file is read: what was written until then must still be sent.
+            has_ended = self._ended.is_set()
+            for line in read_metrics(self._metrics, start):
+                start = line.end
+                is_new = line.end > self._known_bytes
+                step = line.metrics["step"]
+                if is_new or self._tracker.lacks(
+                    step, is_evaluation(line.metrics), self._next_step
+                ):
                     yield line.metrics
-                place = line.end
-            if ended:
+            if has_ended:
                 return
             self._news.wait()
 
     def _rollouts(self, metrics: dict[str, Any]) -> Sequence[ShownRollout]:
-        """Of the step's dump, which is on disk before its line; none where it is gone by now, or broken."""
-        every_steps, step = self._rollouts_every_steps, metrics["step"]
+        """Returns rollouts from the step's dump, which is written before its line; none if it is
+        gone or broken."""
+        every_steps = self._rollouts_every_steps
+        step = metrics["step"]
         if not every_steps or step % every_steps or is_evaluation(metrics):
             return ()
         try:
             return shown_rollouts(self._run_dir, step)
-        except (OSError, ConfigError) as error:
+        except ConfigError as error:
             _log.warning("%s gets no rollouts of step %d: %s", self._tracker.title, step, error)
             return ()
 
-    def _note_taken(self, next_step: int, is_settled: bool = False) -> None:
-        now = time.monotonic()
-        self._given.append((now, next_step))
-        while self._given and (is_settled or now - self._given[0][0] >= self._tracker.settles_s):
-            self._next_step = self._given.popleft()[1]
+    def _settle(self, until: float) -> None:
+        """Notes that the tracker cannot lose the lines any more that it accepted up to `until`."""
+        while self._unsettled and self._unsettled[0][0] <= until:
+            self._next_step = self._unsettled.popleft()[1]
         self._save_state()
 
     def _save_state(self) -> None:
         temporary = self._state.with_name(self._state.name + ".tmp")
-        with suppress(
-            OSError
-        ):  # a full disk: lines would be sent twice, which is better than not at all
-            temporary.write_text(
-                json.dumps({"id": self._id, "next_step": self._next_step}), encoding="utf-8"
-            )
+        # on a full disk lines are sent twice, which is better than not at all
+        with suppress(OSError):
+            content = json.dumps({"id": self._id, "next_step": self._next_step})
+            temporary.write_text(content, encoding="utf-8")
             temporary.replace(self._state)
 
 
 def _read_state(path: Path) -> tuple[str, int]:
+    """Returns the tracker's id of the run and its next step; a new id if there is no sound file."""
+    rules = {"id": matching_text(r"[\w-]{1,64}", "an id"), "next_step": whole_number(0)}
     try:
         state = read_json(path)
-        check_fields(
-            state,
-            {"id": matching_text(r"[\w-]{1,64}", "an id"), "next_step": whole_number(0)},
-            path,
-            ("id", "next_step"),
-        )
+        check_fields(state, rules, path, ("id", "next_step"))
         return state["id"], state["next_step"]
     except (OSError, UntrustedError):
         return secrets.token_hex(8), 0
+
+
+def shown_rollouts(run_dir: Path, step: int) -> list[ShownRollout]:
+    """Returns at most MAX_ROLLOUTS of the step's dump, evenly spread over it.
+
+    Broken lines are skipped. Raises ConfigError for files that cannot be read.
+    """
+    files = RunFolder(run_dir).rollout_files.get(step, {})
+    lines = (line.text for path in files.values() for line in read_lines(path, follow=True))
+    shown = []
+    for line in spread_evenly(lines, MAX_ROLLOUTS):
+        with suppress(ConfigError):
+            shown.append(_show(parse_rollout_fields(line, "", _FIELDS)))
+    return shown
+
+
+def spread_evenly(lines: Iterable[bytes], max_lines: int) -> list[bytes]:
+    """Returns at most `max_lines` lines at even distances. Never holds more than twice as many."""
+    kept: list[bytes] = []
+    stride = 1
+    for number, line in enumerate(lines):
+        if number % stride == 0:
+            kept.append(line)
+        if len(kept) == 2 * max_lines:
+            kept = kept[::2]
+            stride *= 2
+    if len(kept) <= max_lines:
+        return kept
+    return [kept[i * len(kept) // max_lines] for i in range(max_lines)]
+
+
+def _show(record: RolloutRecord) -> ShownRollout:
+    is_chat = isinstance(record.prompt, list)
+    prompt = record.prompt if is_chat else [{"role": "user", "content": record.prompt}]
+    answers = record.messages or [{"role": "assistant", "content": record.completion}]
+    messages = [_show_message(message) for message in [*prompt, *answers][:MAX_MESSAGES]]
+    prompt_text = record.prompt
+    if is_chat:
+        prompt_messages = messages[: len(prompt)]
+        prompt_text = "\n\n".join(f"{each['role']}: {each['content']}" for each in prompt_messages)
+    return ShownRollout(
+        position=record.position,
+        sample=record.sample,
+        prompt=show_text(str(prompt_text)),
+        completion=show_text(record.completion),
+        messages=messages,
+        rewards={
+            show_text(name)[:100]: record.rewards[name] for name in [*record.rewards][:MAX_REWARDS]
+        },
+        reward=record.reward,
+        advantage=record.advantage,
+        finish_reason=show_text(record.finish_reason),
+        status=None if record.status is None else show_text(record.status),
+        answer=show_text(gold_answer(record.columns)),
+    )
+
+
+def _show_message(message: Any) -> dict[str, str]:
+    """Returns role and content; other fields, such as tool calls, follow the content as JSON."""
+    if not isinstance(message, Mapping):
+        return {"role": "unknown", "content": show_text(json.dumps(message))}
+    content = message.get("content")
+    role = message.get("role")
+    parts = []
+    if content:
+        parts.append(content if isinstance(content, str) else json.dumps(content))
+    others = {
+        name: value for name, value in message.items() if name not in ("role", "content") and value
+    }
+    if others:
+        parts.append(json.dumps(others, ensure_ascii=False))
+    shown_role = show_text(role)[:40] if isinstance(role, str) else "unknown"
+    return {"role": shown_role, "content": show_text("\n".join(parts))}
+
+
+def show_text(text: str) -> str:
+    r"""Returns the text cut to MAX_TEXT_CHARS, which it says; what a browser would obey becomes an
+    escape, "\u202e"."""
+    if len(text) > MAX_TEXT_CHARS:
+        text = f"{text[:MAX_TEXT_CHARS]} ... ({len(text)} characters)"
+    return _OBEYED.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
+def as_table(rollouts: Sequence[ShownRollout]) -> tuple[list[str], list[list[Any]]]:
+    """Returns column names and rows of texts, numbers and None."""
+    names = sorted({name for rollout in rollouts for name in rollout.rewards})[:MAX_REWARDS]
+    first = ["prompt", "completion", "reward"]
+    last = ["advantage", "finish_reason", "status", "answer", "position", "sample"]
+    columns = [*first, *(f"reward/{name}" for name in names), *last]
+    rows = []
+    for rollout in rollouts:
+        values = vars(rollout)
+        rewards = [rollout.rewards.get(name) for name in names]
+        rows.append([*map(values.get, first), *rewards, *map(values.get, last)])
+    return columns, rows

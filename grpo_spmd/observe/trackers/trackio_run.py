@@ -1,4 +1,5 @@
-"""trackio: Hugging Face's tracker, a SQLite file on this machine unless its environment variables name a server."""
+"""trackio as a tracker, Hugging Face's: a SQLite file on this machine unless its environment
+variables name a server."""
 
 from __future__ import annotations
 
@@ -10,41 +11,48 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from grpo_spmd.observe.trackers.completions import ShownRollout
-from grpo_spmd.observe.trackers.feed import Tracker
+from grpo_spmd.observe.trackers.feed import ShownRollout, Tracker
 
 _log = logging.getLogger("grpo_spmd")
 
 
 class TrackioRun(Tracker):
-    """trackio writes behind our back twice a second, so that a kill takes lines that it had taken: what a launch finds
-    in its file, and not our own note, says what it lacks. Rollouts are its traces, whose text it does not interpret, as
-    it does that of tables."""
+    """trackio writes in the background twice a second, so a kill takes lines that it had accepted.
 
-    name, title = "trackio", "trackio"
+    So what a launch finds in its file, and not our own note, tells what it lacks. Rollouts become
+    its traces, whose text it does not interpret; it does interpret that of tables.
+    """
+
+    name = "trackio"
+    title = "trackio"
 
     def __init__(self, run_dir: Path, project: str, config: dict[str, Any]) -> None:
-        """`config`: what trackio shows as the run's."""
-        self._run_dir, self._project, self._config = run_dir, project, config
-        self._there: set[tuple[int, bool]] | None = (
-            None  # lines that trackio has: step, and whether of an evaluation
-        )
+        """`config` is what trackio shows as the run's."""
+        self._run_dir = run_dir
+        self._project = project
+        self._config = config
+        # (step, is_evaluation) of the lines that trackio has; None if that is not known
+        self._stored_lines: set[tuple[int, bool]] | None = None
 
     def start(self, run_id: str, next_step: int) -> None:
         import trackio
 
-        name = f"{self._run_dir.name}-{run_id[:6]}"  # by which it finds a run again: folders may have one name
-        quiet: dict[str, Any] = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
         self._run = trackio.init(
-            project=self._project, name=name, config=self._config, resume="allow", **quiet
+            project=self._project,
+            name=f"{self._run_dir.name}-{run_id[:6]}",  # folders of two runs may have one name
+            config=self._config,
+            resume="allow",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
         )
         if not (os.environ.get("TRACKIO_SPACE_ID") or os.environ.get("TRACKIO_SERVER_URL")):
-            self._there = _stored(self._project, self._run.id)
+            self._stored_lines = _read_stored_lines(self._project, self._run.id)
 
     def lacks(self, step: int, is_evaluation: bool, next_step: int) -> bool:
-        if self._there is None:
+        if self._stored_lines is None:
             return super().lacks(step, is_evaluation, next_step)
-        return (step, is_evaluation) not in self._there
+        return (step, is_evaluation) not in self._stored_lines
 
     def log(self, metrics: dict[str, Any], rollouts: Sequence[ShownRollout]) -> None:
         import trackio
@@ -54,7 +62,7 @@ class TrackioRun(Tracker):
         }
         if rollouts:
             values["rollouts"] = [
-                trackio.Trace(each.messages, metadata=_facts(each)) for each in rollouts
+                trackio.Trace(rollout.messages, metadata=_metadata(rollout)) for rollout in rollouts
             ]
         self._run.log(values, step=metrics["step"])
 
@@ -64,31 +72,34 @@ class TrackioRun(Tracker):
         trackio.finish()
 
 
-def _facts(rollout: ShownRollout) -> dict[str, Any]:
-    return {
+def _metadata(rollout: ShownRollout) -> dict[str, Any]:
+    metadata = {
         "reward": rollout.reward,
         **{f"reward/{name}": value for name, value in rollout.rewards.items()},
         "advantage": rollout.advantage,
         "finish_reason": rollout.finish_reason,
-        **({} if rollout.status is None else {"status": rollout.status}),
+    }
+    if rollout.status is not None:
+        metadata["status"] = rollout.status
+    return metadata | {
         "answer": rollout.answer,
         "position": rollout.position,
         "sample": rollout.sample,
     }
 
 
-def _stored(project: str, run_id: str) -> set[tuple[int, bool]] | None:
-    """By the schema that trackio documents for queries; None where there is no such file, or it is another's."""
+def _read_stored_lines(project: str, run_id: str) -> set[tuple[int, bool]] | None:
+    """Reads trackio's file by the schema that it documents; None if there is none or it is
+    different."""
     from trackio.sqlite_storage import SQLiteStorage
 
     path = SQLiteStorage.get_project_db_path(project)
+    uri = f"{path.absolute().as_uri()}?mode=ro"
+    query = "SELECT step, substr(metrics, 1, 7) FROM metrics WHERE run_id = ?"
     try:
-        with closing(
-            sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=30)
-        ) as connection:
-            query = "SELECT step, substr(metrics, 1, 7) FROM metrics WHERE run_id = ?"
-            found = connection.execute(query, (run_id,))
-            return {(step, start in (b'{"eval/', '{"eval/')) for step, start in found}
+        with closing(sqlite3.connect(uri, uri=True, timeout=30)) as connection:
+            rows = connection.execute(query, (run_id,))
+            return {(step, start in (b'{"eval/', '{"eval/')) for step, start in rows}
     except sqlite3.Error as error:
         _log.debug("trackio's %s: %s", path, error)
         return None

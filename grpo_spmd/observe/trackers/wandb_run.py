@@ -1,4 +1,4 @@
-"""W&B."""
+"""W&B as a tracker."""
 
 from __future__ import annotations
 
@@ -8,43 +8,44 @@ from pathlib import Path
 from typing import Any
 
 from grpo_spmd.config.schema import LoggingConfig
-from grpo_spmd.observe.trackers.completions import ShownRollout, as_table
-from grpo_spmd.observe.trackers.feed import Tracker
+from grpo_spmd.observe.trackers.feed import ShownRollout, Tracker, as_table
 
 _log = logging.getLogger("grpo_spmd")
 
 
 class WandbRun(Tracker):
-    """W&B refuses steps below its own counter, so that counter is left to itself, and `step` is a metric, the x-axis of
-    the others."""
+    """W&B refuses steps below its own counter. So the counter is not set, and `step` is a metric:
+    the x-axis."""
 
-    name, title = "wandb", "W&B"
-    # wandb 0.31 writes its file, and sends, every 15 s, and its process ends with ours. A line that it gets twice is
-    # drawn over itself.
+    name = "wandb"
+    title = "W&B"
+    # wandb 0.31 writes its file, and sends, every 15 s, and its process ends with ours. A line that
+    # it gets twice is drawn over itself.
     settles_s = 45.0
 
     def __init__(self, run_dir: Path, options: LoggingConfig, config: dict[str, Any]) -> None:
-        """`config`: what W&B shows as the run's."""
-        self._run_dir, self._options, self._config = run_dir, options, config
+        """`config` is what W&B shows as the run's."""
+        self._run_dir = run_dir
+        self._options = options
+        self._config = config
 
     def start(self, run_id: str, next_step: int) -> None:
         import wandb
 
-        # A captured console would stand between the training and its terminal; logs/rank_0.log has all of it. Of W&B's
-        # own lines one is of use, the address. Without a key it may ask for one at a terminal, but not for ever.
+        # A captured console would stand between the training and its terminal; logs/rank_0.log has
+        # all of it. Without a key W&B may ask for one at a terminal, but not for ever.
         settings = wandb.Settings(init_timeout=120, login_timeout=30, console="off", silent=True)
-        mode = (
-            self._options.wandb if isinstance(self._options.wandb, str) else None
-        )  # None: WANDB_MODE, else online
-        project, name, folder = self._options.wandb_project, self._run_dir.name, str(self._run_dir)
-        of_run: dict[str, Any] = {
-            "project": project,
-            "name": name,
-            "dir": folder,
-            "id": run_id,
-            "resume": "allow",
-        }
-        self._run = wandb.init(**of_run, mode=mode, config=self._config, settings=settings)
+        mode = self._options.wandb
+        self._run = wandb.init(
+            project=self._options.wandb_project,
+            name=self._run_dir.name,
+            dir=str(self._run_dir),
+            id=run_id,
+            resume="allow",
+            mode=mode if isinstance(mode, str) else None,  # None: WANDB_MODE, else online
+            config=self._config,
+            settings=settings,
+        )
         _log.info("W&B: %s", self._run.url or self._run.dir)
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
