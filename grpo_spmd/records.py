@@ -254,16 +254,16 @@ class ScoredRollouts:
     completion of a call "logged" {reward: {metric: [sum, count]}}; at the first completion of a
     group "retried" {reward: how the first call failed}."""
 
-    def extend(self, other: ScoredRollouts) -> None:
+    def extend(self, later: ScoredRollouts) -> None:
         """Append the completions of another round."""
-        self.notes |= {len(self.rewards) + number: note for number, note in other.notes.items()}
-        self.rewards += other.rewards
-        self.texts += other.texts
-        self.reward_inputs += other.reward_inputs
-        self.first_error = self.first_error or other.first_error
-        for name, statuses in other.statuses.items():
+        self.notes |= {len(self.rewards) + number: note for number, note in later.notes.items()}
+        self.rewards += later.rewards
+        self.texts += later.texts
+        self.reward_inputs += later.reward_inputs
+        self.first_error = self.first_error or later.first_error
+        for name, statuses in later.statuses.items():
             self.statuses.setdefault(name, []).extend(statuses)
-        for name, values in other.by_name.items():
+        for name, values in later.by_name.items():
             self.by_name.setdefault(name, []).extend(values)
 
     def num_statuses(self) -> dict[str, Counter[str]]:

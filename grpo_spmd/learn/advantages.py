@@ -1,4 +1,5 @@
-"""Rewards to advantages. Pure: tensors in, tensors out."""
+"""Rewards to advantages, as pure functions: of groups of completions, of the turns of an episode,
+and of single tokens with a critic."""
 
 from __future__ import annotations
 
@@ -13,56 +14,60 @@ from torch import Tensor
 
 from grpo_spmd.records import Completion, Episode
 
-Grid = Float[Tensor, "P G"]  # a row for each group
-# A group whose rewards differ by less than this has nothing to teach; dividing by its std would amplify rounding.
+Grid = Float[Tensor, "P G"]  # one row per group
+Array = npt.NDArray[np.float64]  # [C]
+# One number for all tokens of a completion, or one for each.
+Credit = float | npt.NDArray[np.float64]
+# Rewards of a group that differ by less have nothing to teach: dividing by their deviation would
+# amplify rounding.
 ZERO_STD_TOLERANCE = 1e-6
+_MIN_VARIANCE = 1e-8
 
 
 def compute_advantages(
     rewards: Grid, estimator: str, normalize_std: str
 ) -> tuple[Grid, Bool[Tensor, " P"]]:
-    """Advantages of each completion, and which groups have no spread: rewards all alike, or fewer than two known.
+    """Returns the advantage of each completion, and which groups have no spread: rewards all alike,
+    or fewer than two known.
 
-    A NaN reward means "not known": it enters no mean or deviation and its advantage is 0. So are those of a group
-    without spread, but for "reinforce_pp", whose baseline is not the group's. Standard deviations are unbiased (n - 1),
-    as in the GRPO reference code.
+    A NaN reward means "unknown": it enters no mean or deviation, and its advantage is 0. The
+    advantages of a group without spread are 0 too, except with "reinforce_pp", whose baseline is
+    not the group's. Standard deviations are unbiased (n - 1), as in GRPO's reference code.
 
     Args:
-        estimator: "grpo" (reward minus group mean, divided as `normalize_std` says; Shao et al. 2024), "dr_grpo" (never
-            divided; Liu et al. 2025), "rloo" (reward minus the mean of the *other* rewards of the group; Ahmadian et
-            al. 2024), "reinforce_pp" (REINFORCE++, Hu et al. 2025: minus the mean of all rewards, divided by their
-            standard deviation) or "max_rl" (Tajwar et al. 2026: reward minus group mean, divided by that mean; it is
-            made for rewards of 0 and 1, and a group whose mean is not above 0 gets 0). "gae": the rewards themselves,
-            of which the critic makes advantages later.
-        normalize_std: "group", "batch" or "none"; read by "grpo" alone.
+        estimator: "grpo" (reward minus group mean, divided as `normalize_std` says; Shao et al.
+            2024), "dr_grpo" (never divided; Liu et al. 2025), "rloo" (reward minus the mean of the
+            *other* rewards of the group; Ahmadian et al. 2024), "reinforce_pp" (REINFORCE++, Hu et
+            al. 2025: minus the mean of all rewards, divided by their standard deviation) or
+            "max_rl" (Tajwar et al. 2026: reward minus group mean, divided by that mean; it is made
+            for rewards of 0 and 1, and a group whose mean is not above 0 gets 0). "gae": the
+            rewards themselves, from which the critic makes advantages later.
+        normalize_std: "group", "batch" or "none"; only "grpo" reads it.
     """
     rewards = rewards.double()
-    known = ~rewards.isnan()
-    count = known.sum(1, keepdim=True)
-    mean = torch.where(known, rewards, 0.0).sum(1, keepdim=True) / count.clamp(min=1)
-    centered = torch.where(known, rewards - mean, 0.0)
+    is_known = ~rewards.isnan()
+    count = is_known.sum(1, keepdim=True)
+    mean = torch.where(is_known, rewards, 0.0).sum(1, keepdim=True) / count.clamp(min=1)
+    centered = torch.where(is_known, rewards - mean, 0.0)
     std = (centered.square().sum(1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
     zero_std = std.squeeze(1) < ZERO_STD_TOLERANCE
     if estimator == "gae":
-        return torch.where(known, rewards, 0.0).float(), zero_std
+        return torch.where(is_known, rewards, 0.0).float(), zero_std
     if estimator == "reinforce_pp":
         std = batch_std(rewards)
-        baseline = rewards[known].mean() if known.any() else 0.0
-        usable = known & (std >= ZERO_STD_TOLERANCE)
-        return torch.where(
-            usable, (rewards - baseline) / std.clamp(min=ZERO_STD_TOLERANCE), 0.0
-        ).float(), zero_std
+        baseline = rewards[is_known].mean() if is_known.any() else 0.0
+        usable = is_known & (std >= ZERO_STD_TOLERANCE)
+        scaled = (rewards - baseline) / std.clamp(min=ZERO_STD_TOLERANCE)
+        return torch.where(usable, scaled, 0.0).float(), zero_std
     if estimator == "rloo":
-        advantages = (
-            centered * count / (count - 1).clamp(min=1)
-        )  # r - mean of the others = (r - mean) * n / (n - 1)
+        # r - mean of the others = (r - mean) * n / (n - 1)
+        advantages = centered * count / (count - 1).clamp(min=1)
     elif estimator == "grpo" and normalize_std == "group":
         advantages = centered / std.clamp(min=ZERO_STD_TOLERANCE)
     elif estimator == "grpo" and normalize_std == "batch":
         advantages = centered / batch_std(rewards).clamp(min=ZERO_STD_TOLERANCE)
-    elif (
-        estimator == "max_rl"
-    ):  # divided by a mean below 0, what is better than the others would count as worse
+    elif estimator == "max_rl":
+        # Divided by a negative mean, the better completions would count as worse.
         usable = mean >= ZERO_STD_TOLERANCE
         advantages = torch.where(usable, centered / mean.clamp(min=ZERO_STD_TOLERANCE), 0.0)
     else:
@@ -71,70 +76,25 @@ def compute_advantages(
 
 
 def batch_std(rewards: Grid) -> Float[Tensor, ""]:
-    """Unbiased standard deviation over all known rewards; 0 where there are fewer than two."""
-    known = rewards[~rewards.isnan()].double()
-    return known.std() if len(known) > 1 else torch.zeros((), dtype=torch.float64)
+    """Returns the unbiased standard deviation over all known rewards; 0 if fewer than two are."""
+    known_rewards = rewards[~rewards.isnan()].double()
+    if len(known_rewards) < 2:
+        return torch.zeros((), dtype=torch.float64)
+    return known_rewards.std()
 
 
 def overlong_penalties(
     num_tokens: Grid, max_tokens: int, buffer_tokens: int, penalty: float
 ) -> Grid:
-    """What completions lose of their reward for their length: nothing up to `max_tokens - buffer_tokens`, then linearly
-    more, and `penalty` at `max_tokens` (DAPO's soft overlong punishment, Yu et al. 2025)."""
+    """Returns what is subtracted from the rewards of long completions: nothing up to `max_tokens -
+    buffer_tokens`, then linearly more, and `penalty` at `max_tokens` (DAPO's soft overlong
+    punishment, Yu et al. 2025)."""
     if not buffer_tokens:
         return torch.zeros_like(num_tokens)
     return penalty * ((num_tokens - (max_tokens - buffer_tokens)) / buffer_tokens).clamp(0.0, 1.0)
 
 
-# Credit of turns: each is judged by the rewards from it on, where `environment.discount` asks for it. Pure.
-
-
-Credit = float | npt.NDArray[np.float64]  # of all tokens of a completion, or of each
-
-
-def returns_to_go(episode: Episode, discount: float) -> list[float]:
-    """Of each turn its own reward, and the later ones discounted to it; a turn without a reward counts 0."""
-    returns, later = list[float](), 0.0
-    for turn in reversed(episode.turns):
-        later = (turn.reward or 0.0) + discount * later
-        returns.append(later)
-    return returns[::-1]
-
-
-def turn_advantages(
-    advantages: Sequence[float],
-    rewards: Sequence[float | None],
-    episodes: Sequence[Episode | None],
-    discount: float,
-) -> list[Credit]:
-    """The advantages of each token of a group's completions, from those of the group's whole returns.
-
-    An estimator makes advantages of rewards by a line, A = (reward - baseline) / scale. A turn's are on the same line:
-    its return to go takes the place of the whole return, and the group's mean of returns from that turn on (0 for who
-    had ended) that of the mean of whole returns, so that the turns are as centred as the episodes are.
-    """
-    known = [i for i, reward in enumerate(rewards) if reward is not None and math.isfinite(reward)]
-    slope = _slope([rewards[i] or 0.0 for i in known], [advantages[i] for i in known])
-    returns = [
-        returns_to_go(episode, discount) if episode is not None else [] for episode in episodes
-    ]
-    longest = max(map(len, returns), default=0)
-    # What a return from turn t on has over the whole one.
-    over = np.array(
-        [
-            [(own[t] if t < len(own) else 0.0) - (own or [0.0])[0] for t in range(longest)]
-            for own in returns
-        ]
-    )
-    centred = over - over[known].mean(0) if known and longest else over
-    found: list[Credit] = []
-    for i, (advantage, episode) in enumerate(zip(advantages, episodes, strict=True)):
-        if episode is None or i not in known or not episode.turns:
-            found.append(advantage)
-            continue
-        of_turns = advantage + slope * centred[i, : len(episode.turns)]
-        found.append(np.repeat(of_turns, [turn.num_tokens for turn in episode.turns]))
-    return found
+# With `environment.discount` each turn of an episode is judged by the rewards from it on.
 
 
 def credited_tokens(
@@ -144,22 +104,74 @@ def credited_tokens(
     discount: float | None,
     estimator: str,
 ) -> Sequence[Credit]:
-    """What the tokens of a group's completions are credited with; for gae `advantages` are still rewards."""
+    """Returns the advantages of the tokens of a group's completions; with gae, where `advantages`
+    are still rewards, the rewards of the tokens."""
     if estimator == "gae":
         pairs = zip(advantages, completions, strict=True)
-        return [
-            token_rewards(reward, completion, discount is not None) for reward, completion in pairs
-        ]
+        return [token_rewards(reward, c, by_turn=discount is not None) for reward, c in pairs]
     if discount is None:
         return advantages
-    return turn_advantages(
-        advantages, rewards, [completion.episode for completion in completions], discount
+    episodes = [completion.episode for completion in completions]
+    return turn_advantages(advantages, rewards, episodes, discount)
+
+
+def turn_advantages(
+    advantages: Sequence[float],
+    rewards: Sequence[float | None],
+    episodes: Sequence[Episode | None],
+    discount: float,
+) -> list[Credit]:
+    """Returns the advantages of each token of a group's episodes, from those of the whole returns.
+
+    An estimator maps rewards to advantages by a line, A = (reward - baseline) / scale. A turn's
+    advantage is on the same line: its return to go takes the place of the whole return, and the
+    group's mean of returns from that turn on (0 for an episode that has ended) takes the place of
+    the mean of whole returns. So the turns are as centred as the episodes are.
+    """
+    scored = [i for i, reward in enumerate(rewards) if reward is not None and math.isfinite(reward)]
+    slope = _slope([rewards[i] or 0.0 for i in scored], [advantages[i] for i in scored])
+    returns = [
+        returns_to_go(episode, discount) if episode is not None else [] for episode in episodes
+    ]
+    num_turns = max(map(len, returns), default=0)
+    # The return from turn t on minus the whole return, 0 instead of the former after the last turn.
+    differences = np.array(
+        [
+            [
+                (episode_returns[t] if t < len(episode_returns) else 0.0)
+                - (episode_returns or [0.0])[0]
+                for t in range(num_turns)
+            ]
+            for episode_returns in returns
+        ]
     )
+    centred = differences
+    if scored and num_turns:
+        centred = differences - differences[scored].mean(0)
+    credits: list[Credit] = []
+    for i, (advantage, episode) in enumerate(zip(advantages, episodes, strict=True)):
+        if episode is None or i not in scored or not episode.turns:
+            credits.append(advantage)
+            continue
+        by_turn = advantage + slope * centred[i, : len(episode.turns)]
+        credits.append(np.repeat(by_turn, [turn.num_tokens for turn in episode.turns]))
+    return credits
 
 
-def token_rewards(reward: float, completion: Completion, by_turn: bool) -> npt.NDArray[np.float64]:
-    """What gae puts at each sampled token: the rollout's reward at the last one; `by_turn`: each turn's own at its
-    end, and at the last what the rollout has beside them."""
+def returns_to_go(episode: Episode, discount: float) -> list[float]:
+    """Returns for each turn its reward plus the discounted rewards of the later turns. A turn
+    without a reward counts 0."""
+    returns: list[float] = []
+    total = 0.0
+    for turn in reversed(episode.turns):
+        total = (turn.reward or 0.0) + discount * total
+        returns.append(total)
+    return returns[::-1]
+
+
+def token_rewards(reward: float, completion: Completion, by_turn: bool) -> Array:
+    """Returns the reward of each sampled token for gae: the rollout's reward at the last token;
+    with `by_turn` each turn's reward at its end, and the rest of the rollout's at the last token."""
     rewards = np.zeros(len(completion.token_ids))
     turns = completion.episode.turns if by_turn and completion.episode is not None else ()
     end = 0
@@ -173,74 +185,75 @@ def token_rewards(reward: float, completion: Completion, by_turn: bool) -> npt.N
 
 
 def _slope(rewards: Sequence[float], advantages: Sequence[float]) -> float:
-    """1 / scale; 0 where the rewards are alike, so that there is nothing to learn."""
+    """Returns 1 / scale; 0 if the rewards are all alike, since there is nothing to learn."""
     center = sum(rewards) / max(len(rewards), 1)
     spread = sum((reward - center) ** 2 for reward in rewards)
     products = sum((reward - center) * a for reward, a in zip(rewards, advantages, strict=True))
     return products / spread if spread > 1e-12 else 0.0
 
 
-# Generalized advantage estimation (Schulman et al. 2016), its whitening, and the value loss. Pure.
+# Generalized advantage estimation (Schulman et al. 2016), its whitening, and the value loss.
 #
-# What is sampled is one sequence of decisions: given tokens between turns are no step, and have no value. Behind a
-# completion's last token there is nothing, so its value is 0, also where the completion was cut off: a reward was given
-# for it as it is, and what it might have come to is no part of that.
-
-
-Array = npt.NDArray[np.float64]  # [C]
-_LEAST_VARIANCE = 1e-8
+# The sampled tokens of a rollout are one sequence of decisions; tokens that the environment gives
+# between turns are no step and have no value. After the last token the value is 0, also if the
+# completion was cut off: its reward was given for it as it is.
 
 
 def gae_advantages(
     rewards: Array, values: Array, lengths: npt.NDArray[np.int64], gamma: float, lam: Array | float
 ) -> Array:
-    """A_t = sum over k of (gamma lam)^k delta_{t+k}, where delta_t = r_t + gamma V_{t+1} - V_t, of each of C tokens.
+    """Returns A_t = sum over k of (gamma lam)^k delta_{t+k} of each of C tokens, where delta_t =
+    r_t + gamma V_{t+1} - V_t.
 
-    `rewards` and `values` [C] are of S sequences with these `lengths` [S], one behind the other. `lam`: one for all, or
-    one for each sequence [S].
+    `rewards` and `values` [C] are those of S consecutive sequences with these `lengths` [S]. `lam`
+    is one number for all, or one for each sequence [S].
     """
-    ends, factors = lengths.cumsum(), gamma * np.broadcast_to(lam, lengths.shape)
-    following = np.append(values[1:], 0.0)
-    following[ends[lengths > 0] - 1] = 0.0
-    found = rewards + gamma * following - values
-    later = np.zeros(len(lengths))
-    for back in range(
-        int(lengths.max(initial=0))
-    ):  # of all sequences the last token, then the one before it
-        there = lengths > back
-        places = ends[there] - 1 - back
-        found[places] += factors[there] * later[there]
-        later[there] = found[places]
-    return found
+    ends = lengths.cumsum()
+    factors = gamma * np.broadcast_to(lam, lengths.shape)
+    next_values = np.append(values[1:], 0.0)
+    next_values[ends[lengths > 0] - 1] = 0.0
+    advantages = rewards + gamma * next_values - values
+    next_advantages = np.zeros(len(lengths))
+    # From the last token of all sequences at once back to the first.
+    for offset in range(int(lengths.max(initial=0))):
+        is_inside = lengths > offset
+        tokens = ends[is_inside] - 1 - offset
+        advantages[tokens] += factors[is_inside] * next_advantages[is_inside]
+        next_advantages[is_inside] = advantages[tokens]
+    return advantages
 
 
 def length_lambda(lengths: npt.NDArray[np.int64], alpha: float) -> Array:
-    """1 - 1 / (alpha l) of completions of l tokens, 0 at least (VAPO, Yue et al. 2025): the same share of the reward
-    reaches the first token of a long completion and of a short one."""
+    """Returns 1 - 1 / (alpha l) for completions of l tokens, at least 0 (VAPO, Yue et al. 2025):
+    the same share of the reward reaches the first token of long and short completions."""
     return np.maximum(0.0, 1.0 - 1.0 / (alpha * np.maximum(lengths, 1)))
 
 
 def whitening(count: float, total: float, squares: float) -> tuple[float, float]:
-    """Mean and factor of (A - mean) * factor, by which `count` advantages of this sum and sum of squares get mean 0 and
-    unbiased variance 1; no more than 1e4 is made of one that hardly varies."""
+    """Returns mean and factor of (A - mean) * factor, which give advantages of this count, sum and
+    sum of squares mean 0 and unbiased variance 1. The factor is at most 1e4."""
     if count < 2:
         return (total / count if count else 0.0), 1.0
     mean = total / count
     variance = max(0.0, squares - count * mean * mean) / (count - 1)
-    return mean, 1.0 / math.sqrt(variance + _LEAST_VARIANCE)
+    return mean, 1.0 / math.sqrt(variance + _MIN_VARIANCE)
 
 
 def explained_variance(
     count: float, returns: tuple[float, float], errors: tuple[float, float]
 ) -> float | None:
-    """1 - Var(return - value) / Var(return), from sums and sums of squares; None where returns are all alike."""
+    """Returns 1 - Var(return - value) / Var(return), from sums and sums of squares; None if the
+    returns are all alike."""
 
     def variance(total: float, squares: float) -> float:
         return max(0.0, squares / count - (total / count) ** 2)
 
-    if not count or (of_returns := variance(*returns)) < _LEAST_VARIANCE:
+    if not count:
         return None
-    return 1.0 - variance(*errors) / of_returns
+    return_variance = variance(*returns)
+    if return_variance < _MIN_VARIANCE:
+        return None
+    return 1.0 - variance(*errors) / return_variance
 
 
 def value_loss(
@@ -250,10 +263,14 @@ def value_loss(
     loss_mask: Bool[Tensor, " C"],
     clip: float | None,
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
-    """Sum over the counted tokens of half the squared error, the larger of that of V and of V clipped to within `clip`
-    of its old value (as PPO's first code has it); and how many tokens the clipped one is larger of."""
+    """Returns the sum of half the squared errors of the tokens that count, and how many of them are
+    clipped.
+
+    An error is the larger one of V's and of that of V clipped to within `clip` of its old value, as
+    in PPO's first code. A token is clipped if the latter is larger.
+    """
     zero = torch.zeros((), dtype=values.dtype, device=values.device)
-    v, old, target = (torch.where(loss_mask, each, zero) for each in (values, old_values, returns))
+    v, old, target = (torch.where(loss_mask, x, zero) for x in (values, old_values, returns))
     errors = (v - target).square()
     if clip is None:
         return 0.5 * errors.sum(), zero

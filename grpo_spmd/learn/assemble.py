@@ -115,13 +115,17 @@ def episode_rollout(
 ) -> Rollout:
     """Returns the rollout of an episode. Its prompt is the beginning of the first segment, its
     completion the sampled tokens of all segments."""
-    first = segments[0]
-    num_prompt_tokens = int(first.sampled.argmax()) if first.sampled.any() else len(first.sampled)
+    first_segment = segments[0]
+    num_prompt_tokens = (
+        int(first_segment.sampled.argmax())
+        if first_segment.sampled.any()
+        else len(first_segment.sampled)
+    )
     return Rollout(
         rollout_id=rollout_id,
         advantages=advantages,
         loss_mask=loss_mask,
-        prompt_ids=first.token_ids[:num_prompt_tokens],
+        prompt_ids=first_segment.token_ids[:num_prompt_tokens],
         completion_ids=np.concatenate([segment.token_ids[segment.sampled] for segment in segments]),
         rollout_logprobs=logprobs,
         segments=segments,
@@ -154,9 +158,9 @@ def penalise_rewards_by_kl(
         penalty_mean = sum(penalties.data) / max(len(penalties), 1)
         metrics = step.metrics | {"reward/kl_penalty_mean": penalty_mean}
         # A rank needs the advantages of what it sampled, and of what it trains on.
-        of_sampled = split_sampled(step, advantages)
-        of_trained = split_by_rank(advantages[ids], num_trained)
-        replies = [a + b for a, b in zip(of_sampled, of_trained, strict=True)]
+        sampled_bytes = split_sampled(step, advantages)
+        trained_bytes = split_by_rank(advantages[ids], num_trained)
+        replies = [a + b for a, b in zip(sampled_bytes, trained_bytes, strict=True)]
         return dataclasses.replace(step, advantages=advantages, metrics=metrics), replies
 
     reply, rank0_decision = revise_decision(decision, local_kl.tobytes(), revise)
@@ -242,8 +246,8 @@ def decode_rollouts(payload: bytes) -> list[Rollout]:
 
     ids = read_arrays(np.int32, [n for *_, sizes, _, _ in header for n in sizes])
     logprobs = read_arrays(logprob_dtype, [n for *_, n, _ in header])
-    advantages = read_arrays(np.float64, [n for _, one, *_, n, _ in header if one is None])
-    masks = read_arrays(np.bool_, [n for _, _, one, _, n, _ in header if one is None])
+    advantages = read_arrays(np.float64, [n for _, value, *_, n, _ in header if value is None])
+    masks = read_arrays(np.bool_, [n for _, _, value, _, n, _ in header if value is None])
     sampled = read_arrays(
         np.bool_, [n for *_, sizes, _, is_episode in header if is_episode for n in sizes]
     )
@@ -362,6 +366,6 @@ def _sampled_masks(rollout: Rollout) -> list[npt.NDArray[np.bool_]]:
 
 
 def _concat(
-    parts: Iterable[list[int] | list[float] | npt.NDArray[Any]], dtype: type[np.generic]
+    columns: Iterable[list[int] | list[float] | npt.NDArray[Any]], dtype: type[np.generic]
 ) -> npt.NDArray[Any]:
-    return np.concatenate([np.asarray(part, dtype) for part in parts])
+    return np.concatenate([np.asarray(values, dtype) for values in columns])

@@ -1,7 +1,10 @@
-"""The losses. Pure: logprobs, masks, advantages and denominators in; a scalar and what the metrics need out.
+"""The losses, as pure functions: logprobs, masks, advantages and denominators in; a scalar and the
+numbers for the metrics out.
 
-Every loss is a weighted sum over tokens. The weights (`aggregation_weights`) hold the denominators, which count over
-the whole mini-batch on all ranks: shares of micro-batches add up to the same loss and gradient however it is split."""
+Every loss is a weighted sum over tokens. The weights (`aggregation_weights`) contain the
+denominators, which count over the whole mini-batch on all ranks: the parts of micro-batches add up
+to the same loss and gradient however the mini-batch is split.
+"""
 
 from __future__ import annotations
 
@@ -18,111 +21,113 @@ from grpo_spmd.distributed.reductions import Histogram, Max, Mean, Reductions, S
 from grpo_spmd.records import TeacherSignal
 
 T = TypeVar("T", float, Tensor)
-# Of the C completion tokens of a micro-batch, which holds whole sequences.
+# One value for each of the C completion tokens of a micro-batch, which holds whole rollouts.
 PerToken = Float[Tensor, " C"]
 Mask = Bool[Tensor, " C"]
-Index = Int[Tensor, " C"]  # which sequence a token belongs to
-# Log ratios are binned by x = asinh(d / _HIST_SCALE): even steps of 5 % beyond the scale, steps of 5e-5 nats below it.
+Index = Int[Tensor, " C"]  # the rollout that a token belongs to
+# Log ratios d are binned by asinh(d / _HIST_SCALE): even steps of 5 % above the scale, steps of
+# 5e-5 nats below it.
 _HIST_SCALE, _HIST_LIMIT, _HIST_BINS = 1e-3, 10.0, 401
 TILT_SUMS = ("tilt_products", "tilt_squares", "tilt_squared_products")
 
 
 @dataclass(frozen=True)
 class LossInputs:
-    logprobs: PerToken  # by the policy that trains, with their graph
+    """The tokens of one micro-batch, as the policy loss needs them."""
+
+    logprobs: PerToken
+    """By the policy that trains, with their graph."""
     entropy: PerToken
     old_logprobs: PerToken
     ref_logprobs: PerToken | None
     advantages: PerToken
     loss_mask: Mask
     sequence_index: Index
-    weights: PerToken  # what a token counts, from `aggregation_weights`
-    correction: PerToken | None = (
-        None  # factor of a token's policy term, from `rollout_correction`; None: 1
-    )
+    weights: PerToken
+    """From `aggregation_weights`."""
+    correction: PerToken | None = None
+    """Factors of the policy terms, from `rollout_correction`. None: 1."""
 
 
 def policy_loss(inputs: LossInputs, options: LossConfig) -> tuple[Float[Tensor, ""], Reductions]:
-    """This micro-batch's share of the loss of its mini-batch, and, detached: sums "loss", "policy", "kl", "entropy",
-    weighted as in the loss, "loss_tokens", and means over tokens under their metric keys.
+    """Returns what a micro-batch adds to the loss of its mini-batch, and its metrics.
 
-    `options.policy` is "clip" (PPO, Schulman et al. 2017; dual clip, Ye et al. 2020), "gspo" (Zheng et al. 2025: the
-    ratio is the geometric mean over the sequence) or "cispo" (MiniMax-M1, 2025: the clipped ratio is a constant factor
-    of the logprob's gradient).
+    The metrics, detached, are the sums "loss", "policy", "kl" and "entropy", weighted as in the
+    loss, "loss_tokens", and means over tokens under their metric keys.
+
+    `options.policy` is "clip" (PPO, Schulman et al. 2017; dual clip, Ye et al. 2020), "gspo" (Zheng
+    et al. 2025: the ratio is the geometric mean over the sequence) or "cispo" (MiniMax-M1, 2025:
+    the clipped ratio is a constant factor of the logprob's gradient).
     """
-    mask, correction = inputs.loss_mask, inputs.correction
-    # Masked places may hold anything, also NaN or inf, and 0 * NaN is NaN: choose before the arithmetic, not after.
+    mask = inputs.loss_mask
+    correction = inputs.correction
+    # Masked tokens may have any value, also NaN or inf, and 0 * NaN is NaN: choose before the
+    # arithmetic, not after.
     zero = torch.zeros((), dtype=inputs.logprobs.dtype, device=mask.device)
     logprobs = torch.where(mask, inputs.logprobs, zero)
-    # Without a bonus it has no gradient at all: one of zeros would make the logprobs' backward pass work through it.
-    entropy = torch.where(
-        mask, inputs.entropy if options.entropy_coef else inputs.entropy.detach(), zero
-    )
+    # Without a bonus the entropy has no gradient at all: one of zeros would still cost a backward
+    # pass.
+    entropy = inputs.entropy if options.entropy_coef else inputs.entropy.detach()
+    entropy = torch.where(mask, entropy, zero)
     log_ratio = logprobs - torch.where(mask, inputs.old_logprobs, zero)
     if options.policy == "gspo":
-        mean = _sequence_mean(log_ratio.detach(), mask, inputs.sequence_index)[
-            inputs.sequence_index
-        ]
-        # The value is the sequence's, the gradient each token's own; with 1/length weights that is the gradient of the
-        # geometric mean. The brackets keep it exact: GSPO clips at some 1e-4, and (mean + logprob) - logprob would be
-        # off by the rounding of the logprob.
+        index = inputs.sequence_index
+        mean = _sequence_mean(log_ratio.detach(), mask, index)[index]
+        # The value is the sequence's, the gradient each token's own; with 1/length weights that is
+        # the gradient of the geometric mean. The brackets keep it exact: GSPO clips at some 1e-4,
+        # and (mean + logprob) - logprob would be off by the rounding of the logprob.
         log_ratio = torch.where(mask, mean + (logprobs - logprobs.detach()), zero)
-    per_token, clipped = _policy_terms(
-        logprobs, log_ratio, torch.where(mask, inputs.advantages, zero), options
-    )
+    advantages = torch.where(mask, inputs.advantages, zero)
+    per_token, clipped = _policy_terms(logprobs, log_ratio, advantages, options)
     if correction is not None:
         per_token = per_token * torch.where(mask, correction, zero)
-    # Sums in float64: advantages of both signs nearly cancel, and in float32 the order of the tokens would show.
+    # Sums in float64: advantages of both signs nearly cancel, and in float32 the order of the
+    # tokens would show.
     weights = torch.where(mask, inputs.weights, 0.0).double()
-    policy_sum, entropy_sum = (
-        (weights * per_token.double()).sum(),
-        (weights * entropy.double()).sum(),
-    )
+    policy_sum = (weights * per_token.double()).sum()
+    entropy_sum = (weights * entropy.double()).sum()
     kl_sum = torch.zeros_like(policy_sum)
     if inputs.ref_logprobs is not None:
         ref_logprobs = torch.where(mask, inputs.ref_logprobs, zero)
-        kl_sum = (
-            weights * kl_estimate(logprobs, ref_logprobs, options.kl_estimator).double()
-        ).sum()
-    total, num_tokens = total_loss(policy_sum, kl_sum, entropy_sum, options), mask.sum()
-    terms = {
-        "loss": total,
-        "policy": policy_sum,
-        "kl": kl_sum,
-        "entropy": entropy_sum,
-        "loss_tokens": num_tokens,
+        kl = kl_estimate(logprobs, ref_logprobs, options.kl_estimator)
+        kl_sum = (weights * kl.double()).sum()
+    total = total_loss(policy_sum, kl_sum, entropy_sum, options)
+    num_tokens = mask.sum()
+    metrics: Reductions = {
+        "loss": Sum(total.detach()),
+        "policy": Sum(policy_sum.detach()),
+        "kl": Sum(kl_sum.detach()),
+        "entropy": Sum(entropy_sum.detach()),
+        "loss_tokens": Sum(num_tokens),
+        "loss/clip_frac": Mean((mask & clipped).sum(), num_tokens),
     }
-    sums: Reductions = {name: Sum(term.detach()) for name, term in terms.items()}
-    sums["loss/clip_frac"] = Mean((mask & clipped).sum(), num_tokens)
     if correction is not None:
-        capped = mask & ((correction >= options.rollout_correction_cap) | (correction == 0))
-        sums["rollout_correction/weight_mean"] = Mean(
-            torch.where(mask, correction, 0.0).double().sum(), num_tokens
-        )
-        sums["rollout_correction/capped_frac"] = Mean(capped.sum(), num_tokens)
-    return total, sums
+        is_capped = mask & ((correction >= options.rollout_correction_cap) | (correction == 0))
+        correction_sum = torch.where(mask, correction, 0.0).double().sum()
+        metrics["rollout_correction/weight_mean"] = Mean(correction_sum, num_tokens)
+        metrics["rollout_correction/capped_frac"] = Mean(is_capped.sum(), num_tokens)
+    return total, metrics
 
 
 def _policy_terms(
     logprobs: PerToken, log_ratio: PerToken, advantages: PerToken, options: LossConfig
 ) -> tuple[PerToken, Mask]:
-    """The policy's term of each token, and where it is clipped."""
-    # Beyond e^20 a ratio is an accident, and where exp overflows its gradient would be inf * 0 = NaN.
+    """Returns the policy's term of each token, and a mask of the clipped ones."""
+    # Beyond e^20 a ratio is an accident, and if exp overflows its gradient would be inf * 0 = NaN.
     ratio = torch.exp(log_ratio.clamp(-20.0, 20.0))
     clipped_ratio = ratio.clamp(1.0 - options.clip_ratio_low, 1.0 + options.clip_ratio_high)
     if options.policy == "cispo":
         return -advantages * clipped_ratio.detach() * logprobs, clipped_ratio != ratio
     per_token = torch.maximum(-advantages * ratio, -advantages * clipped_ratio)
-    if (
-        options.dual_clip is not None
-    ):  # where the advantage is negative the term would grow with the ratio without end
+    if options.dual_clip is not None:
+        # With a negative advantage the term would grow with the ratio without bound.
         bounded = torch.minimum(per_token, -advantages * options.dual_clip)
         per_token = torch.where(advantages < 0, bounded, per_token)
     return per_token, per_token != -advantages * ratio
 
 
 def total_loss(policy: T, kl: T, entropy: T, options: LossConfig) -> T:
-    """The loss from the sums of its terms."""
+    """Returns the loss from the sums of its terms."""
     kl_coef = options.kl_coef if options.kl_in == "loss" else 0.0
     total: T = policy + kl_coef * kl - options.entropy_coef * entropy
     return total
@@ -136,11 +141,12 @@ def aggregation_weights(
     num_loss_sequences: int,
     max_completion_tokens: int,
 ) -> PerToken:
-    """What each token counts in the loss, float64; 0 where `mask` is False.
+    """Returns the weight of each token in the loss, float64; 0 where `mask` is False.
 
-    "token": 1 / tokens (DAPO). "sequence": 1 / (sequences * tokens of this sequence) (GRPO's paper, GSPO's).
-    "constant": 1 / (sequences * max_completion_tokens), so that no length is favoured (Dr. GRPO). The denominators are
-    of the whole mini-batch on all ranks: tokens that count, sequences with at least one of them.
+    "token": 1 / tokens (DAPO). "sequence": 1 / (sequences * tokens of this sequence) (the papers of
+    GRPO and GSPO). "constant": 1 / (sequences * max_completion_tokens), so that no length is
+    favoured (Dr. GRPO). `num_loss_tokens` and `num_loss_sequences` (those with a token that counts)
+    are those of the whole mini-batch on all ranks.
     """
     counts = mask.double()
     if mode == "token":
@@ -160,11 +166,13 @@ def rollout_correction(
     mask: Mask,
     index: Index,
 ) -> PerToken | None:
-    """Importance weights, detached, for tokens that the engine sampled and the policy trains on; None for mode "none".
+    """Returns importance weights for tokens that the engine sampled and the policy trains on,
+    without a graph; None for mode "none".
 
-    With r = p(policy before the update) / p(engine) of a token, "token_tis" is min(r, cap) (truncated importance
-    sampling, Yao et al. 2025), "sequence_tis" min(product of r over the sequence, cap), "icepop" r where it lies in
-    [1/cap, cap], else 0 (Ring-1T, 2025, with one bound for two). Masked places are finite and mean nothing.
+    With r = p(policy before the update) / p(engine) of a token, "token_tis" is min(r, cap)
+    (truncated importance sampling, Yao et al. 2025), "sequence_tis" is min(product of r over the
+    sequence, cap), and "icepop" is r if it lies in [1/cap, cap], else 0 (Ring-1T, 2025, with one
+    bound for two). The weights of masked tokens are finite and mean nothing.
     """
     if mode == "none":
         return None
@@ -179,10 +187,12 @@ def rollout_correction(
 
 
 def kl_estimate(logprobs: PerToken, ref_logprobs: PerToken, estimator: str) -> PerToken:
-    """Estimates of KL(policy || reference) on tokens drawn from the policy (Schulman, "Approximating KL divergence").
+    """Returns estimates of KL(policy || reference) on tokens drawn from the policy (Schulman,
+    "Approximating KL divergence").
 
-    "k1": log p - log r, unbiased, may be negative; as a loss on fresh samples its expected gradient is 0. "k2": half
-    its square, biased, whose gradient is the KL's. "k3": r/p - 1 - log(r/p), unbiased and never negative.
+    "k1": log p - log r, unbiased, may be negative; as a loss on fresh samples its expected gradient
+    is 0. "k2": half its square, biased, with the gradient of the KL. "k3": r/p - 1 - log(r/p),
+    unbiased and never negative.
     """
     log_ratio = ref_logprobs - logprobs
     if estimator == "k1":
@@ -195,31 +205,31 @@ def kl_estimate(logprobs: PerToken, ref_logprobs: PerToken, estimator: str) -> P
 def mismatch_sums(
     logprobs: PerToken, rollout_logprobs: PerToken, loss_mask: Mask, entropy: PerToken | None = None
 ) -> Reductions:
-    """How far the engine that sampled is from the policy that trains, on the sampled tokens.
+    """Returns how far the engine's logprobs are from the policy's on the sampled tokens.
 
-    "weight_sync/mismatch_kl" is the k3 estimate of KL(engine || policy), which cannot cancel; with the same weights it
-    is rounding alone. "mismatch_ratios" [401] counts tokens by their log ratio, for `ratio_percentiles`. With `entropy`
-    also TILT_SUMS, sums of a d, a^2 and (a d)^2 for the slope of d = policy - engine over a = logprob + entropy.
+    "weight_sync/mismatch_kl" is the k3 estimate of KL(engine || policy), which cannot cancel; with
+    the same weights it is rounding noise. "mismatch_ratios" [401] counts tokens by their log ratio,
+    for `ratio_percentiles`. With `entropy` also TILT_SUMS: sums of a d, a^2 and (a d)^2 for the
+    slope of d = policy - engine over a = logprob + entropy.
     """
     zero = torch.zeros((), dtype=logprobs.dtype, device=logprobs.device)
     # In float64: expm1(d) - d loses all its digits where |d| is near the rounding of float32.
     difference = torch.where(loss_mask, logprobs.detach() - rollout_logprobs, zero).double()
-    # A NaN has no bin. An index out of range would end the process (on a GPU, CUDA) instead of skipping the update.
-    place = (
-        torch.asinh(difference / _HIST_SCALE)
-        .nan_to_num(nan=_HIST_LIMIT)
-        .clamp(-_HIST_LIMIT, _HIST_LIMIT)
-    )
-    bins = ((place + _HIST_LIMIT) / (2 * _HIST_LIMIT) * (_HIST_BINS - 1)).round().long()
+    # NaN has no bin. An index out of range would end the process (on a GPU, CUDA) instead of
+    # skipping the update.
+    scaled = torch.asinh(difference / _HIST_SCALE).nan_to_num(nan=_HIST_LIMIT)
+    scaled = scaled.clamp(-_HIST_LIMIT, _HIST_LIMIT)
+    bins = ((scaled + _HIST_LIMIT) / (2 * _HIST_LIMIT) * (_HIST_BINS - 1)).round().long()
     histogram = torch.zeros(_HIST_BINS, dtype=torch.float64, device=bins.device)
-    num_tokens, size = loss_mask.sum(), difference.abs()
+    num_tokens = loss_mask.sum()
+    size = difference.abs()
     tilt: Reductions = {}
     if entropy is not None:
-        surprise = torch.where(
-            loss_mask, (logprobs + rollout_logprobs).detach() / 2 + entropy.detach(), zero
-        ).double()
-        values = surprise * difference, surprise.square(), (surprise * difference).square()
-        tilt = {name: Sum(value.sum()) for name, value in zip(TILT_SUMS, values, strict=True)}
+        surprise = (logprobs + rollout_logprobs).detach() / 2 + entropy.detach()
+        surprise = torch.where(loss_mask, surprise, zero).double()
+        product = surprise * difference
+        sums = (product.sum(), surprise.square().sum(), product.square().sum())
+        tilt = {name: Sum(total) for name, total in zip(TILT_SUMS, sums, strict=True)}
     return tilt | {
         "weight_sync/mismatch_kl": Mean((torch.expm1(difference) - difference).sum(), num_tokens),
         "weight_sync/mismatch_abs_mean": Mean(size.sum(), num_tokens),
@@ -229,21 +239,22 @@ def mismatch_sums(
 
 
 def ratio_percentiles(histogram: list[float], percents: tuple[int, ...]) -> list[float | None]:
-    """Percentiles of the ratio policy / engine over the tokens of "mismatch_ratios"; None where it is empty."""
+    """Returns percentiles of the ratio policy / engine from "mismatch_ratios"; None if it is
+    empty."""
     counts = torch.tensor(histogram, dtype=torch.float64)
     if not counts.sum():
         return [None for _ in percents]
     centers = torch.linspace(-_HIST_LIMIT, _HIST_LIMIT, _HIST_BINS, dtype=torch.float64)
     ratios = torch.exp(torch.sinh(centers) * _HIST_SCALE)
-    share = counts.cumsum(0) / counts.sum()
-    return [
-        float(ratios[int((share < percent / 100).sum().clamp(max=_HIST_BINS - 1))])
-        for percent in percents
-    ]
+    cumulative = counts.cumsum(0) / counts.sum()
+    indices = [int((cumulative < p / 100).sum().clamp(max=_HIST_BINS - 1)) for p in percents]
+    return [float(ratios[index]) for index in indices]
 
 
 def _sequence_sum(values: PerToken, sequence_index: Index) -> PerToken:
-    # There are no more sequences than tokens; asking the index for their number would wait for the GPU.
+    """Returns the sum of each sequence, in a tensor of C values."""
+    # There are no more sequences than tokens; asking the index for their number would wait for the
+    # GPU.
     return torch.zeros_like(values).index_add_(0, sequence_index, values)
 
 
@@ -253,56 +264,62 @@ def _sequence_mean(values: PerToken, loss_mask: Mask, sequence_index: Index) -> 
     return (total / count.clamp(min=1)).to(values.dtype)
 
 
-# What a teacher's word does to the update of one micro-batch. Pure.
-
-
-def taught_advantages(
-    signal: TeacherSignal, advantages: Tensor, old_logprobs: Tensor, mask: Tensor
-) -> tuple[Tensor, Reductions]:
-    """With a signal by logprobs: A_t - coef * (log pi_old - log pi_teacher) at each sampled token [C], which on average
-    over samples gives the gradient of coef * KL(policy || teacher) of that token (Thinking Machines, "On-Policy
-    Distillation", 2025); and its metrics. Else the advantages as they are."""
-    if signal.logprobs is None:
-        return advantages, {}
-    mask = _answered(signal, mask)
-    apart = torch.where(mask, old_logprobs.detach() - signal.logprobs, 0.0)
-    return advantages - signal.coef * apart, _metrics(signal, apart, mask)
-
-
 def taught_loss(
-    inputs: LossInputs, options: LossConfig, signal: TeacherSignal, divergence: Tensor | None = None
+    inputs: LossInputs,
+    options: LossConfig,
+    signal: TeacherSignal,
+    divergence: PerToken | None = None,
 ) -> tuple[Tensor, Reductions]:
-    """As `policy_loss`, with what the teacher says in it. `divergence` [C], where the signal is one."""
+    """As `policy_loss`, with the teacher's signal in the loss. `divergence` is given if the signal
+    is one."""
     mask = inputs.loss_mask
     advantages, teacher_metrics = taught_advantages(
         signal, inputs.advantages, inputs.old_logprobs, mask
     )
-    share, sums = policy_loss(dataclasses.replace(inputs, advantages=advantages), options)
+    total, metrics = policy_loss(dataclasses.replace(inputs, advantages=advantages), options)
     if divergence is not None:
         term, teacher_metrics = divergence_loss(signal, divergence, inputs.weights, mask)
-        share, teacher_metrics["loss"] = share + term, teacher_metrics["teacher"]
-    return share, merge([sums, teacher_metrics])
+        total = total + term
+        teacher_metrics["loss"] = teacher_metrics["teacher"]
+    return total, merge([metrics, teacher_metrics])
+
+
+def taught_advantages(
+    signal: TeacherSignal, advantages: PerToken, old_logprobs: PerToken, mask: Mask
+) -> tuple[PerToken, Reductions]:
+    """Returns the advantages with the teacher's logprobs in them, and the teacher's metrics.
+
+    A_t - coef * (log pi_old - log pi_teacher) at each sampled token gives, on average over samples,
+    the gradient of coef * KL(policy || teacher) of that token (Thinking Machines, "On-Policy
+    Distillation", 2025). A signal that is a divergence leaves the advantages as they are.
+    """
+    if signal.logprobs is None:
+        return advantages, {}
+    mask = _answered(signal, mask)
+    log_ratio = torch.where(mask, old_logprobs.detach() - signal.logprobs, 0.0)
+    return advantages - signal.coef * log_ratio, _teacher_metrics(signal, log_ratio, mask)
 
 
 def divergence_loss(
-    signal: TeacherSignal, divergence: Tensor, weights: Tensor, mask: Tensor
+    signal: TeacherSignal, divergence: PerToken, weights: PerToken, mask: Mask
 ) -> tuple[Tensor, Reductions]:
-    """This micro-batch's share of coef * divergence [C] in the loss, weighted as the policy's term, and its metrics."""
+    """Returns what coef * divergence adds to the loss, weighted as the policy's term, and the
+    teacher's metrics."""
     mask = _answered(signal, mask)
-    apart = torch.where(mask, divergence, 0.0)
-    share = signal.coef * (torch.where(mask, weights, 0.0).double() * apart.double()).sum()
-    return share, {"teacher": Sum(share.detach()), **_metrics(signal, apart.detach(), mask)}
+    divergence = torch.where(mask, divergence, 0.0)
+    term = signal.coef * (torch.where(mask, weights, 0.0).double() * divergence.double()).sum()
+    metrics = _teacher_metrics(signal, divergence.detach(), mask)
+    return term, {"teacher": Sum(term.detach()), **metrics}
 
 
-def _answered(signal: TeacherSignal, mask: Tensor) -> Tensor:
-    """Without the tokens of which its teacher has said nothing."""
+def _answered(signal: TeacherSignal, mask: Mask) -> Mask:
+    """Returns the mask without the tokens about which the teacher's server said nothing."""
     return mask if signal.answered_mask is None else mask & signal.answered_mask
 
 
-def _metrics(signal: TeacherSignal, apart: Tensor, mask: Tensor) -> Reductions:
-    found: Reductions = {"teacher/kl": Mean(apart.double().sum(), mask.sum())}
-    for name, own in signal.masks_by_teacher.items():
-        found[f"teacher/{name}/kl"] = Mean(
-            torch.where(own, apart, 0.0).double().sum(), (mask & own).sum()
-        )
-    return found
+def _teacher_metrics(signal: TeacherSignal, kl: PerToken, mask: Mask) -> Reductions:
+    metrics: Reductions = {"teacher/kl": Mean(kl.double().sum(), mask.sum())}
+    for name, teacher_mask in signal.masks_by_teacher.items():
+        total = torch.where(teacher_mask, kl, 0.0).double().sum()
+        metrics[f"teacher/{name}/kl"] = Mean(total, (mask & teacher_mask).sum())
+    return metrics

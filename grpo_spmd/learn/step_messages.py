@@ -190,7 +190,7 @@ def decode_groups(messages: Sequence[bytes], group_size: int) -> SampledGroups:
         first_errors = [first_error] if first_error else []
         counts.add(StepCounts(statuses, retried, logged, first_errors, calls_s))
     # Joined as bytes: np.concatenate compares the dtypes of thousands of parts field by field.
-    rows = np.frombuffer(b"".join(part.data for part in row_bytes), dtype)
+    rows = np.frombuffer(b"".join(chunk.data for chunk in row_bytes), dtype)
     return SampledGroups(rows, num_groups, names, counts)
 
 
@@ -219,7 +219,7 @@ def encode_decisions(step: StepDecision) -> list[bytes]:
         split_by_rank(lengths.ravel(), np.full(len(lengths), lengths.shape[1])),
         split_by_rank(*trained_ids(step)),
     ]
-    return [b"".join([header, *parts]) for parts in zip(*columns, strict=True)]
+    return [b"".join([header, *columns_of_rank]) for columns_of_rank in zip(*columns, strict=True)]
 
 
 def decode_decision(
@@ -297,9 +297,9 @@ def trained_ids(step: StepDecision) -> tuple[npt.NDArray[np.int32], Array]:
 def split_by_rank(values: Array, counts: Array) -> list[bytes]:
     """Splits `values`, which are in rank order, into one part of `counts[rank]` values for each
     rank."""
-    data = values.tobytes()
+    payload = values.tobytes()
     ends = np.cumsum(counts) * values.itemsize
-    return [data[begin:end] for begin, end in pairwise([0, *ends.tolist()])]
+    return [payload[begin:end] for begin, end in pairwise([0, *ends.tolist()])]
 
 
 def _trainers(step: StepDecision) -> npt.NDArray[np.uint16]:

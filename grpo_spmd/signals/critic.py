@@ -199,13 +199,13 @@ class Critic:
         local_sums = sum((estimate.sums for estimate in estimates), np.zeros(_NUM_SUMS))
 
         def revise(step: StepDecision, messages: list[bytes]) -> tuple[StepDecision, list[bytes]]:
-            parts = [np.frombuffer(message, np.float64) for message in messages]
-            totals = sum((part[:_NUM_SUMS] for part in parts), np.zeros(_NUM_SUMS)).tolist()
+            rank_values = [np.frombuffer(message, np.float64) for message in messages]
+            totals = sum((part[:_NUM_SUMS] for part in rank_values), np.zeros(_NUM_SUMS)).tolist()
             count, a, a_squares, v, r, r_squares, error, error_squares = totals
             mean, factor = whitening(count, a, a_squares) if self._whitens else (0.0, 1.0)
             rollout_means = np.full(len(step.rewards), math.nan)
             rollout_means[trained_ids(step)[0]] = np.concatenate(
-                [part[_NUM_SUMS:] for part in parts]
+                [part[_NUM_SUMS:] for part in rank_values]
             )
             advantages = np.nan_to_num((rollout_means - mean) * factor).astype(np.float32)
             variance = max(0.0, a_squares / count - (a / count) ** 2) if count else None
@@ -277,8 +277,8 @@ class Critic:
         metrics = self.end_step(not any_rank(not is_finite))
         max_skipped = self._training.max_nonfinite_in_a_row
         if self._skipped_in_a_row >= max_skipped:
-            what = "updates of the critic in a row had a loss or gradient that is not finite"
-            raise FloatingPointError(f"{max_skipped} {what} (training.max_nonfinite_in_a_row)")
+            reason = "updates of the critic in a row had a loss or gradient that is not finite"
+            raise FloatingPointError(f"{max_skipped} {reason} (training.max_nonfinite_in_a_row)")
         return metrics
 
     def loss_term(self, values: Tensor, row: MicroBatch, num_loss_tokens: int) -> Tensor:
@@ -416,8 +416,8 @@ class CriticCheck:
         NaN: unknown."""
         result = CheckResult()
         self._check_values(result, batch.micro_batches[0])
-        known = self._fetch_rewards(sampled, batch, decision, rewards)
-        rows = [self._recompute(result, row, known) for row in batch.micro_batches]
+        token_rewards = self._fetch_rewards(sampled, batch, decision, rewards)
+        rows = [self._recompute(result, row, token_rewards) for row in batch.micro_batches]
         counted = np.concatenate([np.zeros(0), *(row.advantages[row.mask] for row in rows)])
         count, total = _sum_over_ranks([len(counted), counted.sum()])
         mean = total / max(count, 1)
@@ -429,8 +429,8 @@ class CriticCheck:
         for row in rows:
             expected = np.where(row.mask, (row.advantages - mean) / deviation, 0.0)
             for c in _find_differences(row.attached, expected)[:1]:
-                what = f"and gae gives {expected[c]:.6g}"
-                result.errors.append(f"a token has the advantage {row.attached[c]:.6g}, {what}")
+                reason = f"and gae gives {expected[c]:.6g}"
+                result.errors.append(f"a token has the advantage {row.attached[c]:.6g}, {reason}")
         return result
 
     def _check_values(self, result: CheckResult, row: MicroBatch) -> None:
@@ -438,13 +438,13 @@ class CriticCheck:
         those of a plain pass over some sequences. For the latter the head, which may be zero, gets
         a random term."""
         starts = torch.nonzero(row.position_ids == 0)[:, 0].tolist()[:_NUM_SEQUENCES]
-        places = row.predict_index.tolist()
+        positions = row.predict_index.tolist()
         lengths: list[int] = []
         # Of each sequence up to some tokens after the prompt.
         for start, length in zip(starts, row.sequence_lengths, strict=False):
-            first = next((place for place in places if start <= place < start + length), start)
-            is_short = first - start < _MAX_PROMPT_TOKENS
-            lengths.append(min(length, first - start + _NUM_TOKENS) if is_short else 1)
+            first_sampled = next((position for position in positions if start <= position < start + length), start)
+            is_short = first_sampled - start < _MAX_PROMPT_TOKENS
+            lengths.append(min(length, first_sampled - start + _NUM_TOKENS) if is_short else 1)
         ids = torch.zeros(len(starts), max(lengths), dtype=torch.int64, device=row.input_ids.device)
         for number, (start, length) in enumerate(zip(starts, lengths, strict=True)):
             ids[number, :length] = row.input_ids[start : start + length]
@@ -466,8 +466,8 @@ class CriticCheck:
         plain: list[float] = []
         trainer: list[float] = []
         for number, (start, length) in enumerate(zip(starts, lengths, strict=True)):
-            tokens = [c for c, place in enumerate(places) if start <= place < start + length]
-            plain += [float(by_plain_pass[number, places[c] - start]) for c in tokens]
+            tokens = [c for c, position in enumerate(positions) if start <= position < start + length]
+            plain += [float(by_plain_pass[number, positions[c] - start]) for c in tokens]
             trainer += [float(by_trainer[c]) for c in tokens]
         if trainer:
             off = math.fsum(abs(a - b) for a, b in zip(trainer, plain, strict=True))
@@ -480,7 +480,7 @@ class CriticCheck:
             )
 
     def _recompute(
-        self, result: CheckResult, row: MicroBatch, known: Mapping[int, _RolloutRewards]
+        self, result: CheckResult, row: MicroBatch, token_rewards: Mapping[int, _RolloutRewards]
     ) -> _PlainRow:
         """Recomputes the returns and advantages of a row from the values that it holds."""
         assert row.old_values is not None
@@ -491,20 +491,20 @@ class CriticCheck:
         index = row.sequence_index.cpu().numpy()
         ids = row.rollout_ids
         lengths = np.bincount(index, minlength=len(ids))
-        wrong = [i for i, n in zip(ids, lengths, strict=False) if n != known[i].num_tokens]
-        if wrong:
-            result.errors.append(f"rollouts {wrong[:5]} have other tokens than were sampled")
-        if wrong or not ids:
+        mismatched = [i for i, n in zip(ids, lengths, strict=False) if n != token_rewards[i].num_tokens]
+        if mismatched:
+            result.errors.append(f"rollouts {mismatched[:5]} have other tokens than were sampled")
+        if mismatched or not ids:
             return _PlainRow(np.zeros_like(attached), np.zeros_like(mask), np.zeros_like(attached))
         # One line per rollout, which ends in the last column.
         width = int(lengths.max())
-        first = width - lengths
+        first_column = width - lengths
         column = np.empty_like(index)
         order = np.argsort(index, kind="stable")
-        column[order] = np.concatenate([np.arange(start, width) for start in first])
+        column[order] = np.concatenate([np.arange(start, width) for start in first_column])
         rewards = np.zeros((len(ids), width))
         for line, i in enumerate(ids):
-            rewards[line, first[line] + known[i].places] = known[i].rewards
+            rewards[line, first_column[line] + token_rewards[i].places] = token_rewards[i].rewards
         rewards[index, column] -= self._kl_penalty(row)
         v = np.zeros((len(ids), width))
         v[index, column] = values
@@ -517,8 +517,8 @@ class CriticCheck:
         expected = lambda_returns(rewards, v, config.gamma, lam)[index, column]
         policy_returns = lambda_returns(rewards, v, config.gamma, lam_policy)[index, column]
         for c in _find_differences(returns, expected)[:1]:
-            what = f"and the returns of rollout {ids[index[c]]} say {expected[c]:.6g}"
-            result.errors.append(f"a value is taught {returns[c]:.6g}, {what}")
+            reason = f"and the returns of rollout {ids[index[c]]} say {expected[c]:.6g}"
+            result.errors.append(f"a value is taught {returns[c]:.6g}, {reason}")
         return _PlainRow(policy_returns - values, mask, attached)
 
     def _kl_penalty(self, row: MicroBatch) -> Numbers:
@@ -541,7 +541,7 @@ class CriticCheck:
         """Collective. Returns the rewards of the rollouts that this rank trains on, from the ranks
         that sampled them. Rank 0 gets 24 bytes per rollout, and 12 more for each further turn with
         a reward."""
-        known: dict[int, _RolloutRewards] = {}
+        token_rewards: dict[int, _RolloutRewards] = {}
         size = sampled.rules.rollout.group_size
         for group in sampled.groups:
             slot = decision.slots.get(group.prompt.position)
@@ -550,10 +550,10 @@ class CriticCheck:
             for i, completion in enumerate(group.completions, start=slot * size):
                 reward = 0.0 if math.isnan(rewards[i]) else rewards[i]
                 by_turn = sampled.rules.discount is not None
-                known[i] = _place_rewards(completion, reward, by_turn)
+                token_rewards[i] = _place_rewards(completion, reward, by_turn)
         trained = [i for row in batch.micro_batches for i in row.rollout_ids]
         wanted = pack([len(trained)], [np.array(trained, np.int32)])
-        reply = scatter_from_rank0(_distribute, wanted + _pack_rewards(known))
+        reply = scatter_from_rank0(_distribute, wanted + _pack_rewards(token_rewards))
         return _unpack_rewards(PackedReader(reply))
 
 
@@ -598,10 +598,10 @@ def _place_rewards(completion: Completion, reward: float, by_turn: bool) -> _Rol
     )
 
 
-def _pack_rewards(known: Mapping[int, _RolloutRewards]) -> bytes:
-    sizes = [[i, rollout.num_tokens, len(rollout.places)] for i, rollout in known.items()]
-    columns = [x for rollout in known.values() for x in (rollout.places, rollout.rewards)]
-    return pack([len(known)], [np.array(sizes, np.int32), *columns])
+def _pack_rewards(token_rewards: Mapping[int, _RolloutRewards]) -> bytes:
+    sizes = [[i, rollout.num_tokens, len(rollout.places)] for i, rollout in token_rewards.items()]
+    columns = [x for rollout in token_rewards.values() for x in (rollout.places, rollout.rewards)]
+    return pack([len(token_rewards)], [np.array(sizes, np.int32), *columns])
 
 
 def _unpack_rewards(reader: PackedReader) -> dict[int, _RolloutRewards]:
@@ -614,18 +614,18 @@ def _unpack_rewards(reader: PackedReader) -> dict[int, _RolloutRewards]:
 
 def _distribute(messages: Sequence[bytes]) -> list[bytes]:
     """Runs on rank 0. Returns for each rank the rewards of the rollouts that it asks for."""
-    known: dict[int, _RolloutRewards] = {}
+    token_rewards: dict[int, _RolloutRewards] = {}
     wanted: list[list[int]] = []
     for reader in map(PackedReader, messages):
         wanted.append(reader.array(np.int32, reader.header[0]).tolist())
-        known |= _unpack_rewards(PackedReader(reader.rest()))
-    return [_pack_rewards({i: known[i] for i in ids}) for ids in wanted]
+        token_rewards |= _unpack_rewards(PackedReader(reader.rest()))
+    return [_pack_rewards({i: token_rewards[i] for i in ids}) for ids in wanted]
 
 
 def _sum_over_ranks(numbers: Sequence[float]) -> list[float]:
     """Collective. Returns the sum of each number over all ranks."""
-    parts: list[list[float]] = on_rank0(list, [float(number) for number in numbers])
-    return [sum(column) for column in zip(*parts, strict=True)]
+    rows: list[list[float]] = on_rank0(list, [float(number) for number in numbers])
+    return [sum(column) for column in zip(*rows, strict=True)]
 
 
 @contextmanager

@@ -233,16 +233,16 @@ class ValueTargets:
                     total + product for total, product in zip(reduced, products, strict=True)
                 ]
         off = on_rank0(_relative_difference, [reduced, plain])
-        what = "the gradient of the value head, of its norm,"
-        result.check_difference(what, "gradient", off, bound)
+        subject = "the gradient of the value head, of its norm,"
+        result.check_difference(subject, "gradient", off, bound)
         self._critic.drop_gradient()
 
 
-def _relative_difference(parts: list[list[list[float]]]) -> float:
+def _relative_difference(rank_values: list[list[list[float]]]) -> float:
     """Runs on rank 0. Returns |sum of the first lists - sum of the second| over the size of the
     latter."""
     reduced, plain = (
-        [sum(column) for column in zip(*lists, strict=True)] for lists in zip(*parts, strict=True)
+        [sum(column) for column in zip(*lists, strict=True)] for lists in zip(*rank_values, strict=True)
     )
     off = math.sqrt(sum((a - b) ** 2 for a, b in zip(reduced, plain, strict=True)))
     return off / (math.sqrt(sum(b * b for b in plain)) + 1e-30)

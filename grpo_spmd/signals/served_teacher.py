@@ -136,8 +136,8 @@ class ServedTeacher(Teacher):
         answers = iter([calls.answers.get(job) for job in range(len(numbered))])
         for row, row_questions in zip(batch.micro_batches, questions, strict=True):
             answered = {
-                name: [(question, next(answers)) for question in asked]
-                for name, asked in row_questions.items()
+                name: [(question, next(answers)) for question in row_questions_of_name]
+                for name, row_questions_of_name in row_questions.items()
             }
             self._attach_answers(row, answered)
         return decision
@@ -156,13 +156,13 @@ class ServedTeacher(Teacher):
     def _ask(self, server: PromptLogprobs, question: Question, limit_s: float) -> Answer:
         """Runs in a thread. Returns what the server says about the sampled tokens. Raises
         FailedCallError."""
-        places = server.ask(question.token_ids.tolist(), self.top_k, limit_s)
+        answers = server.ask(question.token_ids.tolist(), self.top_k, limit_s)
         # The server says nothing about the first token.
-        sampled = [places[position - 1] for position in question.sampled_at.tolist()]
+        sampled = [answers[position - 1] for position in question.sampled_at.tolist()]
         if any(
             token_id >= self._vocabulary_size
-            for place in sampled
-            for token_id, _ in place.likeliest
+            for token in sampled
+            for token_id, _ in token.likeliest
         ):
             raise FailedCallError("finds a token likely that the policy does not have")
         return compact_answer(sampled, self.top_k, self._vocabulary_size)
@@ -190,22 +190,22 @@ class ServedTeacher(Teacher):
         """Writes the servers' answers into a row. An episode of which one context has no answer has
         none."""
         answered_mask = torch.zeros_like(row.loss_mask)
-        parts: list[tuple[TokenIndices | None, TeacherScores]] = []
+        scores: list[tuple[TokenIndices | None, TeacherScores]] = []
         masks: dict[str, Tensor] = {}
         for name, pairs in answers.items():
-            known = [
+            answered = [
                 (question.tokens, answer)
                 for question, answer in pairs
                 if question.rollout_id not in self.unanswered and answer is not None
             ]
             if len(self.servers) > 1:
                 masks[name] = _mask_of(row, [question.tokens for question, _ in pairs])
-            if known:
+            if answered:
                 device = row.input_ids.device
-                tokens = torch.from_numpy(np.concatenate([t for t, _ in known])).to(device)
+                tokens = torch.from_numpy(np.concatenate([t for t, _ in answered])).to(device)
                 answered_mask = answered_mask.index_fill(0, tokens, True)
-                parts.append((tokens, _as_tensors([answer for _, answer in known], device)))
-        row.teacher_signal = self._make_signal(row, parts, masks)
+                scores.append((tokens, _as_tensors([answer for _, answer in answered], device)))
+        row.teacher_signal = self._make_signal(row, scores, masks)
         if self.unanswered & {*row.rollout_ids}:
             row.teacher_signal = dataclasses.replace(
                 row.teacher_signal, answered_mask=answered_mask
@@ -241,15 +241,15 @@ def _mask_of(row: MicroBatch, tokens: Sequence[npt.NDArray[np.int64]]) -> Tensor
     return torch.from_numpy(mask).to(row.loss_mask.device)
 
 
-def compact_answer(places: Sequence[Place], top_k: int, vocabulary_size: int) -> Answer:
+def compact_answer(tokens: Sequence[Place], top_k: int, vocabulary_size: int) -> Answer:
     """Returns the answer in a few bytes per token. What JSON is parsed into takes ten times as
     much."""
     if not top_k:
-        logprobs = np.array([[place.logprob] for place in places], np.float32)
-        return Answer(np.zeros((len(places), 0), np.int32), logprobs)
-    ids = np.array([[token_id for token_id, _ in place.likeliest] for place in places], np.int32)
-    known = [[value for _, value in place.likeliest] for place in places]
-    rows = [[*values, rest_logprob(values, vocabulary_size)] for values in known]
+        logprobs = np.array([[token.logprob] for token in tokens], np.float32)
+        return Answer(np.zeros((len(tokens), 0), np.int32), logprobs)
+    ids = np.array([[token_id for token_id, _ in token.likeliest] for token in tokens], np.int32)
+    likeliest = [[value for _, value in token.likeliest] for token in tokens]
+    rows = [[*values, rest_logprob(values, vocabulary_size)] for values in likeliest]
     return Answer(ids, np.array(rows, np.float32))
 
 
@@ -260,32 +260,32 @@ def _as_tensors(answers: Sequence[Answer], device: torch.device) -> Tensor | Top
     return TopTeacher(ids.long(), logprobs) if ids.shape[1] else logprobs.flatten()
 
 
-def rest_logprob(known: Sequence[float], vocabulary_size: int) -> float:
+def rest_logprob(logprobs: Sequence[float], vocabulary_size: int) -> float:
     """Returns the logprob of all tokens together whose logprobs are not among the `known` ones."""
-    if len(known) >= vocabulary_size:
+    if len(logprobs) >= vocabulary_size:
         return MIN_LOGPROB
-    return math.log(max(1 - math.fsum(map(math.exp, known)), _MIN_REST))
+    return math.log(max(1 - math.fsum(map(math.exp, logprobs)), _MIN_REST))
 
 
-def _count_answers(parts: list[dict[str, Any]], max_error_frac: float) -> dict[str, float | None]:
+def _count_answers(rank_counts: list[dict[str, Any]], max_error_frac: float) -> dict[str, float | None]:
     """Runs on rank 0. Returns the metrics over all ranks. Raises RewardError."""
-    num_asked = sum(part["asked"] for part in parts)
-    num_unanswered = sum(part["unanswered"] for part in parts)
+    num_asked = sum(counts["asked"] for counts in rank_counts)
+    num_unanswered = sum(counts["unanswered"] for counts in rank_counts)
     if num_unanswered:
-        error = next(part["first_error"] for part in parts if part["first_error"] is not None)
-        what = f"teacher.url: {num_unanswered} of {num_asked} rollouts have no answer"
+        error = next(counts["first_error"] for counts in rank_counts if counts["first_error"] is not None)
+        problem = f"teacher.url: {num_unanswered} of {num_asked} rollouts have no answer"
         unanswered_frac = num_unanswered / num_asked
         if unanswered_frac >= max_error_frac:
             rule = (
                 f"{unanswered_frac:.3g} is not under reward_pool.max_error_frac={max_error_frac:g}"
             )
-            raise RewardError(f"{what}: {rule}. The first: the server {error}")
-        _log.warning("%s, and are taught nothing; the first: the server %s", what, error)
+            raise RewardError(f"{problem}: {rule}. The first: the server {error}")
+        _log.warning("%s, and are taught nothing; the first: the server %s", problem, error)
     metrics: dict[str, float | None] = {
         "teacher/unanswered_frac": num_unanswered / max(num_asked, 1),
-        "teacher/retries": sum(part["retries"] for part in parts),
+        "teacher/retries": sum(counts["retries"] for counts in rank_counts),
     }
-    seconds = [value for part in parts for value in part["seconds"]]
+    seconds = [value for counts in rank_counts for value in counts["seconds"]]
     for percent in (50, 95):
         value = float(np.percentile(seconds, percent)) if seconds else None
         metrics[f"teacher/call_s_p{percent}"] = value
@@ -359,19 +359,19 @@ class ServerCheck(TeacherCheck):
         vocabulary_size = self._served.policy.model.get_output_embeddings().weight.shape[0]
         limit_s = min(self._served.config.timeout_s, _MAX_CHECK_S)
         try:
-            places = server.ask(ids, self._served.top_k, limit_s)
+            answers = server.ask(ids, self._served.top_k, limit_s)
         except FailedCallError:
             return None
         logits = torch.empty(len(predict_index), vocabulary_size)
         for number, position in enumerate(predict_index.tolist()):
-            place = places[position]
-            known = {**dict(place.likeliest), ids[position + 1]: place.logprob}
+            token = answers[position]
+            logprobs = {**dict(token.likeliest), ids[position + 1]: token.logprob}
             # Nothing is known about single other tokens, and only all of them together are
             # compared.
-            num_others = max(vocabulary_size - len(known), 1)
-            rest = rest_logprob([*known.values()], vocabulary_size)
+            num_others = max(vocabulary_size - len(logprobs), 1)
+            rest = rest_logprob([*logprobs.values()], vocabulary_size)
             logits[number] = rest - torch.tensor(float(num_others)).log()
-            logits[number, list(known)] = torch.tensor(list(known.values()))
+            logits[number, list(logprobs)] = torch.tensor(list(logprobs.values()))
         return logits.to(token_ids.device)
 
 

@@ -127,21 +127,21 @@ class Teacher:
                 for name, teacher in self.models.items()
             }
         for row in batch.micro_batches:
-            parts: list[tuple[TokenIndices | None, TeacherScores]] = []
+            scores_by_tokens: list[tuple[TokenIndices | None, TeacherScores]] = []
             masks: dict[str, Tensor] = {}
             for name, teacher in self.models.items():
                 stop_check(False)
                 if requests is None:
-                    parts.append((None, self._score(teacher, row, heads.get(name))))
+                    scores_by_tokens.append((None, self._score(teacher, row, heads.get(name))))
                     continue
                 teacher_row, tokens = select_teacher_row(row, requests, name)
                 # Every rank makes the pass, also without a rollout: it is collective.
                 scores = self._score(teacher, teacher_row, heads.get(name))
                 if len(tokens):
-                    parts.append((tokens, scores))
+                    scores_by_tokens.append((tokens, scores))
                 if len(self.models) > 1:
                     masks[name] = torch.zeros_like(row.loss_mask).index_fill(0, tokens, True)
-            row.teacher_signal = self._make_signal(row, parts, masks)
+            row.teacher_signal = self._make_signal(row, scores_by_tokens, masks)
         # A teacher that is the policy's own base leaves the policy gathered.
         cast(FSDPModule, self.policy).reshard()
         return decision
@@ -201,20 +201,20 @@ class Teacher:
     def _make_signal(
         self,
         row: MicroBatch,
-        parts: Sequence[tuple[TokenIndices | None, TeacherScores]],
+        scores_by_tokens: Sequence[tuple[TokenIndices | None, TeacherScores]],
         masks: dict[str, Tensor],
     ) -> TeacherSignal:
         """Returns the signal from the scores of each teacher and the tokens that it scored (None:
         all)."""
         coef = self.config.coef
         if self.config.loss != "sampled":
-            distributions = [(t, scores) for t, scores in parts if not isinstance(scores, Tensor)]
+            distributions = [(t, scores) for t, scores in scores_by_tokens if not isinstance(scores, Tensor)]
             divergence = TeacherDivergence(
                 distributions, self.config.beta, _scaling(self.policy), self._vocabulary_size
             )
             return TeacherSignal(coef, divergence=divergence, masks_by_teacher=masks)
         logprobs = torch.zeros_like(row.rollout_logprobs)
-        for tokens, scores in parts:
+        for tokens, scores in scores_by_tokens:
             assert isinstance(scores, Tensor)
             logprobs = scores if tokens is None else logprobs.index_copy(0, tokens, scores)
         return TeacherSignal(coef, logprobs, masks_by_teacher=masks)
@@ -400,8 +400,8 @@ class TeacherCheck:
                 differences.append(self._compare(source, row, index, requests, max_tokens))
         compared = torch.cat(differences)
         if len(compared):
-            what = "a teacher's logprob of a token that the update is given, in nats on average,"
-            result.check_difference(what, "teacher", float(compared.mean()), self._bound)
+            subject = "a teacher's logprob of a token that the update is given, in nats on average,"
+            result.check_difference(subject, "teacher", float(compared.mean()), self._bound)
         cast(FSDPModule, self._teacher.policy).reshard()
         return result
 
@@ -463,12 +463,12 @@ class TeacherCheck:
             for prompt, slot in slots
             if slot is not None
         ]
-        by_slot = dict(on_rank0(lambda parts: [pair for part in parts for pair in part], local))
+        by_slot = dict(on_rank0(lambda rank_pairs: [pair for pairs in rank_pairs for pair in pairs], local))
         size = sampled.rules.rollout.group_size
-        wrong = [i for i, request in requests.items() if by_slot.get(i // size) != _digest(request)]
-        if wrong:
+        mismatched = [i for i, request in requests.items() if by_slot.get(i // size) != _digest(request)]
+        if mismatched:
             result.errors.append(
-                f"rollouts {wrong[:5]} go to another teacher, or with another prompt, "
+                f"rollouts {mismatched[:5]} go to another teacher, or with another prompt, "
                 "than their rows say"
             )
 
@@ -501,11 +501,11 @@ def _first_context(
     starts = torch.nonzero(row.position_ids == 0)[:, 0]
     tokens = torch.nonzero(row.sequence_index == index)[:, 0]
     predict_index = row.predict_index[tokens]
-    first = int(predict_index[0])
-    start = int(starts[starts <= first].max())
+    first_index = int(predict_index[0])
+    start = int(starts[starts <= first_index].max())
     later_starts = starts[starts > start]
     end = int(later_starts.min()) if len(later_starts) else len(row.input_ids)
-    tokens = tokens[predict_index < min(end, first + max_tokens + 1)][:_NUM_TOKENS]
+    tokens = tokens[predict_index < min(end, first_index + max_tokens + 1)][:_NUM_TOKENS]
     predict_index = row.predict_index[tokens] - start
     token_ids = row.input_ids[start : start + int(predict_index[-1]) + 2]
     prompt_ids = None if requests is None else requests[row.rollout_ids[index]].prompt_ids
@@ -541,12 +541,12 @@ def _differences(signal: TeacherSignal, logits: Tensor, tokens: Tensor, targets:
     differences = []
     for number, token in enumerate(tokens.tolist()):
         log_p = logits[number : number + 1, : taught.num_tokens].log_softmax(-1)
-        for places, scores in taught.parts:
-            rows = [token] if places is None else torch.nonzero(places == token)[:, 0].tolist()
+        for scored_tokens, scores in taught.parts:
+            rows = [token] if scored_tokens is None else torch.nonzero(scored_tokens == token)[:, 0].tolist()
             for index in rows:
-                part = slice(index, index + 1)
-                plain = scores.outcomes(log_p, part)
-                difference = (plain - scores.logprobs_of(part)).abs()
+                token_slice = slice(index, index + 1)
+                plain = scores.outcomes(log_p, token_slice)
+                difference = (plain - scores.logprobs_of(token_slice)).abs()
                 differences.append((plain.exp() * difference).sum())
     # A token that no teacher scored is as wrong as can be.
     return torch.stack(differences) if differences else torch.full((1,), torch.inf)
