@@ -22,7 +22,7 @@ from torch.utils.checkpoint import (
 
 from benchmarks.support.report import Row
 from grpo_spmd.checks.memory import shard_numel
-from grpo_spmd.tools.plan.dry_run import LiveBytes, Parts, at_full_depth, fake_ranks, mark, shallow
+from grpo_spmd.tools.plan.dry_run import LiveBytes, Usage, at_full_depth, fake_ranks, mark, shallow
 
 _GIB = 2**30
 _LLAMA_8B = transformers.LlamaConfig(
@@ -116,7 +116,7 @@ def _predicted(run: Published) -> int:
     return 12 * shard_numel(shapes, run.ranks) + max(parts.total() for parts in moments.values())
 
 
-def _run(published: Published, num_layers: int) -> tuple[dict[str, Parts], int]:
+def _run(published: Published, num_layers: int) -> tuple[dict[str, Usage], int]:
     """Transformers' own model, full logits in float32, FSDP2 as torchtitan sets it up."""
     config = published.config
     with torch.device("meta"):

@@ -84,16 +84,16 @@ def _check_sample(
             raise ConfigError(too_long(row, len(ids), config))
         largest = max(ids, default=0)
         if num_embeddings is not None and largest >= num_embeddings:
-            what = f"the prompt has the token {tokenizer.id_to_token(largest)!r} ({largest})"
+            problem = f"the prompt has the token {tokenizer.id_to_token(largest)!r} ({largest})"
             raise ConfigError(
-                f"{row.where}: {what}, and the model embeds {num_embeddings}: its tokenizer is "
+                f"{row.where}: {problem}, and the model embeds {num_embeddings}: its tokenizer is "
                 "another model's"
             )
     if len(contents) > len(prompts) == 1:
-        what = "its chat template makes one and the same prompt of different messages"
+        problem = "its chat template makes one and the same prompt of different messages"
         raise ConfigError(
-            f"model.path: {what} ({min(prompts)[:40]!r}): it lacks {{{{ message['content'] }}}}, "
-            "or is another model's"
+            f"model.path: {problem} ({min(prompts)[:40]!r}): "
+            "it lacks {{ message['content'] }}, or is another model's"
         )
 
 

@@ -54,8 +54,10 @@ def check_engine_keys(engine: Mapping[str, Any]) -> None:
         if name in _REFUSED:
             raise ConfigError(f"rollout.engine.{name}: {_REFUSED[name]}; take it out")
         if name == "kv_cache_dtype" and value != "auto":
-            why = "a cache of fewer bits gives logprobs that the policy does not have"
-            raise ConfigError(f"rollout.engine.kv_cache_dtype must be auto; got {value!r}: {why}")
+            reason = "a cache of fewer bits gives logprobs that the policy does not have"
+            raise ConfigError(
+                f"rollout.engine.kv_cache_dtype must be auto; got {value!r}: {reason}"
+            )
         if name in _POSITIVE and type(value) is int and value < 1:
             raise ConfigError(f"rollout.engine.{name} must be at least 1; got {value}")
     types = _read_vllm_arguments() if engine else None
@@ -72,8 +74,8 @@ def _check_argument(name: str, value: Any, types: Mapping[str, str]) -> None:
     if name not in types:
         close = difflib.get_close_matches(name, types, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
-        what = "vllm.LLM of the installed version has no such argument"
-        raise ConfigError(f"rollout.engine.{name}: {what}{hint}")
+        problem = "vllm.LLM of the installed version has no such argument"
+        raise ConfigError(f"rollout.engine.{name}: {problem}{hint}")
 
 
 def _read_vllm_arguments() -> dict[str, str] | None:

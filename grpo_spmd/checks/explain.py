@@ -44,9 +44,9 @@ def explain(
     lines = _section("a step", _step_rows(config, num_ranks))
     lines += _section("the run", _run_rows(config, num_rows))
     if model is None:
-        what = f"sizes, sync and memory of {config.model.path} are not known here"
-        why = "it is no folder with all its weights, and not in the local Hugging Face cache"
-        lines += ["", f"{what}: {why} (hf download brings it)"]
+        problem = f"sizes, sync and memory of {config.model.path} are not known here"
+        reason = "it is no folder with all its weights, and not in the local Hugging Face cache"
+        lines += ["", f"{problem}: {reason} (hf download brings it)"]
     else:
         lines += _section("model and weight sync", sync_rows(config, model, num_ranks))
         rows = [*training_rows(config, model, num_ranks), *signal_rows(config, num_ranks)]
@@ -77,57 +77,73 @@ def _step_rows(config: Config, num_ranks: int) -> Iterator[Row]:
     yield Row("engines", f"{num_ranks // tp:,}", f"{num_ranks} ranks / tensor_parallel_size {tp}")
     yield Row("samples", f"{samples:,}", f"{prompts} prompts x group_size {group}")
     if rollout.dynamic_sampling:
-        how = f"dynamic_sampling: up to {rollout.dynamic_sampling_max_rounds} rounds of generation"
-        yield Row("samples, generated", f">= {samples:,}", how)
+        explanation = (
+            f"dynamic_sampling: up to {rollout.dynamic_sampling_max_rounds} rounds of generation"
+        )
+        yield Row("samples, generated", f">= {samples:,}", explanation)
     launched = rollout.num_launched_prompts
     if launched > prompts:
-        how = f"{launched} prompts x group_size {group}: tail_batching {rollout.tail_batching:g}"
-        yield Row("samples, begun in a short round", f"{launched * group:,}", how)
-    how = f"max_prompt_tokens {config.data.max_prompt_tokens} + {rollout.max_completion_tokens}"
-    yield Row("longest rollout, tokens", f"{max_tokens:,}", how)
+        explanation = (
+            f"{launched} prompts x group_size {group}: tail_batching {rollout.tail_batching:g}"
+        )
+        yield Row("samples, begun in a short round", f"{launched * group:,}", explanation)
+    explanation = (
+        f"max_prompt_tokens {config.data.max_prompt_tokens} + {rollout.max_completion_tokens}"
+    )
+    yield Row("longest rollout, tokens", f"{max_tokens:,}", explanation)
     yield Row("tokens", f"<= {samples * max_tokens:,}", f"{samples} samples x {max_tokens}")
     batches = training.num_mini_batches
-    how = f"num_mini_batches {batches} x num_epochs {training.num_epochs}"
-    yield Row("optimizer steps", f"{training.num_optimizer_steps:,}", how)
-    how = f"{samples} samples / num_mini_batches {batches}"
-    yield Row("completions per optimizer step", f"{samples // batches:,}", how)
+    explanation = f"num_mini_batches {batches} x num_epochs {training.num_epochs}"
+    yield Row("optimizer steps", f"{training.num_optimizer_steps:,}", explanation)
+    explanation = f"{samples} samples / num_mini_batches {batches}"
+    yield Row("completions per optimizer step", f"{samples // batches:,}", explanation)
     budget = training.max_tokens_per_micro_batch
     fitting = budget // max_tokens
-    how = f"the budget holds {fitting} of the longest rollouts ({budget} / {max_tokens})"
-    yield Row("micro-batch, tokens", f"<= {budget:,}", how)
+    explanation = f"the budget holds {fitting} of the longest rollouts ({budget} / {max_tokens})"
+    yield Row("micro-batch, tokens", f"<= {budget:,}", explanation)
     fewest, highest = micro_batches_per_step(config, num_ranks)
     rollouts = rollouts_of_a_rank(config, num_ranks)
-    how = f"optimizer steps x 1, to x ceil({rollouts} rollouts of full length / {fitting} in a"
-    yield Row("micro-batches of a rank", f"{fewest:,} to {highest:,}", f"{how} micro-batch)")
+    explanation = (
+        f"optimizer steps x 1, to x ceil({rollouts} rollouts of full length / {fitting} in a"
+    )
+    yield Row(
+        "micro-batches of a rank", f"{fewest:,} to {highest:,}", f"{explanation} micro-batch)"
+    )
     yield from _extra_pass_rows(config)
 
 
 def _extra_pass_rows(config: Config) -> Iterator[Row]:
     loss, training, teacher = config.loss, config.training, config.teacher
     passes = extra_passes(config)
-    how = f"a forward of all rollouts before the first of {training.num_optimizer_steps} optimizer"
-    how += " steps"
+    explanation = (
+        f"a forward of all rollouts before the first of {training.num_optimizer_steps} optimizer"
+    )
+    explanation += " steps"
     if loss.old_logprobs == "engine":
-        how = "old_logprobs engine: those that came with the completions"
+        explanation = "old_logprobs engine: those that came with the completions"
     elif loss.kl_in == "reward":
-        how = "a forward of all rollouts, for the KL in the reward"
+        explanation = "a forward of all rollouts, for the KL in the reward"
     elif not passes.old_logprobs:
-        how = "one optimizer step: they are those of the update itself"
-    yield Row("extra passes for old logprobs", str(passes.old_logprobs), how)
-    how = "kl_coef 0: no reference model"
+        explanation = "one optimizer step: they are those of the update itself"
+    yield Row("extra passes for old logprobs", str(passes.old_logprobs), explanation)
+    explanation = "kl_coef 0: no reference model"
     if passes.reference:
-        how = f"a forward of all rollouts, for kl_coef {loss.kl_coef:g}"
-    yield Row("extra passes of the reference", str(passes.reference), how)
+        explanation = f"a forward of all rollouts, for kl_coef {loss.kl_coef:g}"
+    yield Row("extra passes of the reference", str(passes.reference), explanation)
     if teacher.is_on:
-        how = "each rollout by its own" if len(teacher.names) > 1 else "a forward of all rollouts"
+        explanation = (
+            "each rollout by its own" if len(teacher.names) > 1 else "a forward of all rollouts"
+        )
         num_passes = str(int(not teacher.url))
-        yield Row("extra passes of teachers", num_passes, f"{how}, teacher.loss {teacher.loss}")
+        yield Row(
+            "extra passes of teachers", num_passes, f"{explanation}, teacher.loss {teacher.loss}"
+        )
     values = "a forward of all rollouts for their values"
     if config.critic.is_on_policy:
         yield Row("passes of the critic", "1", f"{values}; it learns in the policy's update")
     elif config.critic.path is not None:
-        how = f"{values}, and {training.num_epochs} for its own update"
-        yield Row("passes of the critic", str(1 + training.num_epochs), how)
+        explanation = f"{values}, and {training.num_epochs} for its own update"
+        yield Row("passes of the critic", str(1 + training.num_epochs), explanation)
 
 
 def _run_rows(config: Config, num_rows: int) -> Iterator[Row]:
@@ -140,14 +156,14 @@ def _run_rows(config: Config, num_rows: int) -> Iterator[Row]:
     at_least = ">= " if is_dynamic or drops_rows else ""
     limit = "<= " if drops_rows else ""
     yield Row("rows of data.train", f"{limit}{num_rows:,}", config.data.train + dropped)
-    how = f"{num_rows} rows / {prompts} prompts"
-    how += "; refills take prompts too" if is_dynamic else ""
-    yield Row("steps per epoch of the data", f"{at_most}{num_rows / prompts:,.1f}", how)
-    how = f"{steps} steps x {prompts} prompts / {num_rows} rows"
-    yield Row("epochs of the data", f"{at_least}{steps * prompts / num_rows:,.2f}", how)
+    explanation = f"{num_rows} rows / {prompts} prompts"
+    explanation += "; refills take prompts too" if is_dynamic else ""
+    yield Row("steps per epoch of the data", f"{at_most}{num_rows / prompts:,.1f}", explanation)
+    explanation = f"{steps} steps x {prompts} prompts / {num_rows} rows"
+    yield Row("epochs of the data", f"{at_least}{steps * prompts / num_rows:,.2f}", explanation)
     limit = "<= " if is_dynamic else ""
-    how = f"{steps} steps x {samples} samples"
-    yield Row("samples trained on", f"{limit}{steps * samples:,}", how)
+    explanation = f"{steps} steps x {samples} samples"
+    yield Row("samples trained on", f"{limit}{steps * samples:,}", explanation)
     updates = config.training.num_optimizer_steps
     yield Row("optimizer steps", f"{steps * updates:,}", f"{steps} steps x {updates}")
     for name, value, explanation in schedule_rows(config.optimizer, steps * updates):
@@ -160,22 +176,22 @@ def sync_rows(config: Config, model: ModelFacts, num_ranks: int) -> Iterator[Row
     itemsize, ranks = ITEMSIZE[dtype], replica_ranks(config, num_ranks)
     bucket = config.rollout.sync_bucket_bytes("cuda")
     num_bytes, collectives = sync_size(model.shapes, ranks, itemsize, bucket)
-    how = f"{len(model.shapes)} tensors, tied ones once; {model.source}"
-    yield Row("parameters", f"{model.num_parameters:,}", how)
+    explanation = f"{len(model.shapes)} tensors, tied ones once; {model.source}"
+    yield Row("parameters", f"{model.num_parameters:,}", explanation)
     padding = num_bytes - model.num_parameters * itemsize
     padded = f" + {size_text(padding)} of padding to full shards" if padding else ""
-    how = f"parameters x {itemsize} ({dtype}){padded}; what each engine is handed"
-    yield Row("bytes of a sync", size_text(num_bytes), how)
-    how = "one rank holds the whole policy"
+    explanation = f"parameters x {itemsize} ({dtype}){padded}; what each engine is handed"
+    yield Row("bytes of a sync", size_text(num_bytes), explanation)
+    explanation = "one rank holds the whole policy"
     if ranks > 1:
-        how = f"ceil({size_text(num_bytes)} / {size_text(min(bucket, num_bytes))} bucket)"
-        how += f", over {ranks} ranks"
-    yield Row("collectives of a sync, on GPUs", f"{collectives:,}", how)
+        explanation = f"ceil({size_text(num_bytes)} / {size_text(min(bucket, num_bytes))} bucket)"
+        explanation += f", over {ranks} ranks"
+    yield Row("collectives of a sync, on GPUs", f"{collectives:,}", explanation)
     if lora.base_stays_in_engine:
         adapters = adapter_shapes(model.shapes, lora)
         size = itemsize * sum(math.prod(shape) for shape in adapters.values())
-        how = "the adapters alone, in one collective; the base stays in the engine"
-        yield Row("bytes of a later sync", size_text(size), how)
+        explanation = "the adapters alone, in one collective; the base stays in the engine"
+        yield Row("bytes of a later sync", size_text(size), explanation)
 
 
 def _origins(config: Config, sources: Mapping[str, str], with_defaults: bool) -> Iterator[str]:

@@ -131,8 +131,8 @@ def _check_pool(state: CheckState) -> None:
         time_s = reward.args.get("time_s", DEFAULT_TIME_S)
         if reward.name == "code" and reward.is_shipped and time_s > limit_s - 1:
             rule = f"at least a second under reward_pool.timeout_s ({limit_s:g})"
-            why = "or an endless loop is killed as unknown before it is found wrong"
-            raise ConfigError(f"rewards.{index}.args.time_s ({time_s:g}) must be {rule}, {why}")
+            reason = "or an endless loop is killed as unknown before it is found wrong"
+            raise ConfigError(f"rewards.{index}.args.time_s ({time_s:g}) must be {rule}, {reason}")
 
 
 def _read_data(state: CheckState) -> None:
@@ -176,10 +176,11 @@ def _check_reward_columns(
     for index, reward in enumerate(rewards):
         for name in reward.needs:
             if name not in columns:
-                what = f"{reward.name!r} needs the column {name!r}, which {source} does not have"
-                known = ", ".join(sorted(columns)) or "none"
+                problem = f"{reward.name!r} needs the column {name!r}, which {source} does not have"
+                available = ", ".join(sorted(columns)) or "none"
                 raise ConfigError(
-                    f"rewards.{index}: {what}; besides the prompt it has {known}{foreign_parameter_hint(name)}"
+                    f"rewards.{index}: {problem}; besides the prompt it has {available}"
+                    f"{foreign_parameter_hint(name)}"
                 )
 
 

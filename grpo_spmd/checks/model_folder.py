@@ -61,13 +61,13 @@ def check_model(config: Config, *, to_run: bool = True) -> Path | None:
         raise ConfigError(f"model.path: {error}{remedy}") from None
     except OSError as error:
         remedy = f"; {_COPY_AGAIN}" if str(error.filename).endswith(".safetensors") else ""
-        what = f"cannot read {error.filename}: {error.strerror}{remedy}"
-        raise ConfigError(f"model.path: {what}") from None
+        problem = f"cannot read {error.filename}: {error.strerror}{remedy}"
+        raise ConfigError(f"model.path: {problem}") from None
     # Without its files transformers would make a tokenizer up.
     if not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
         remedy = "copy tokenizer.json and tokenizer_config.json of its base model there"
-        what = f"{folder} holds no tokenizer; {remedy}, or {_COPY_AGAIN}"
-        raise ConfigError(f"model.path: {what}")
+        problem = f"{folder} holds no tokenizer; {remedy}, or {_COPY_AGAIN}"
+        raise ConfigError(f"model.path: {problem}")
     check_model_sizes(config, model)
     if to_run:
         _check_cpu_engine(config, model)
@@ -76,8 +76,8 @@ def check_model(config: Config, *, to_run: bool = True) -> Path | None:
         _check_shapes(folder, shapes, expected_shapes)
     # Families without known shapes: their classes in transformers have no such bias.
     if "lm_head.bias" in shapes and not expected_shapes:
-        what = f"{path} has a bias in its lm_head, which the chunked logprobs do not support"
-        raise ConfigError(f"model.path: {what}")
+        problem = f"{path} has a bias in its lm_head, which the chunked logprobs do not support"
+        raise ConfigError(f"model.path: {problem}")
     _check_lora(config.model.lora, shapes)
     _check_tokenizer(folder, _embedding_rows(shapes, model))
     return folder
@@ -106,13 +106,13 @@ def num_embeddings(folder: Path) -> int | None:
 
 
 def _check_type(model_type: str, path: str) -> None:
-    for pattern, what in (
+    for pattern, problem in (
         (_ENCODERS, "an encoder, of which no text is sampled"),
         (_RECURRENT, "recurrent"),
     ):
         if re.fullmatch(pattern, model_type):
-            what = f"{path} is {what} (model_type {model_type})"
-            raise ConfigError(f"model.path: {what}; only causal attention trains")
+            problem = f"{path} is {problem} (model_type {model_type})"
+            raise ConfigError(f"model.path: {problem}; only causal attention trains")
     # transformers' own list of causal LMs, read as text: importing it takes seconds.
     text = _read_package_file("transformers", "models/auto/modeling_auto.py")
     mapping = re.search(
@@ -120,9 +120,9 @@ def _check_type(model_type: str, path: str) -> None:
     )
     if mapping and f'("{model_type}",' not in mapping[1]:
         version = importlib.metadata.version("transformers")
-        what = f"transformers {version} has no causal LM of model_type {model_type}"
+        problem = f"transformers {version} has no causal LM of model_type {model_type}"
         remedy = "a newer transformers may, if it is not another kind of model"
-        raise ConfigError(f"model.path: {path}: {what}; {remedy}")
+        raise ConfigError(f"model.path: {path}: {problem}; {remedy}")
 
 
 def _read_package_file(package: str, path: str) -> str:
@@ -143,20 +143,22 @@ def _check_cpu_engine(config: Config, model: Mapping[str, Any]) -> None:
     head_sizes = [int(size) for size in re.findall(r"\d+", source[1])] if source else []
     sizes = dimensions(model)
     if sizes is not None and head_sizes and sizes.head_dim not in head_sizes:
-        what = f"has heads of {sizes.head_dim}, and vLLM on a CPU only of {head_sizes}"
-        raise ConfigError(f"model.path: {config.model.path} {what}; train it on a GPU")
+        problem = f"has heads of {sizes.head_dim}, and vLLM on a CPU only of {head_sizes}"
+        raise ConfigError(f"model.path: {config.model.path} {problem}; train it on a GPU")
     cache_bytes = config.rollout.engine.get("kv_cache_memory_bytes")
     if isinstance(cache_bytes, int) and cache_bytes > host_bytes():
-        what = f"{cache_bytes:,} is more than this host has ({host_bytes():,})"
-        raise ConfigError(f"rollout.engine.kv_cache_memory_bytes: {what}; it counts for each rank")
+        problem = f"{cache_bytes:,} is more than this host has ({host_bytes():,})"
+        raise ConfigError(
+            f"rollout.engine.kv_cache_memory_bytes: {problem}; it counts for each rank"
+        )
     needed, limit = _rollout_cache_bytes(config, model), max(64 << 20, cpu_cache_bytes())
     if needed > limit and cache_bytes is None:
-        what = f"one rollout of {engine_tokens(config)} tokens takes {needed >> 20:,} MiB"
-        why = f"on a CPU an engine gets {limit >> 20:,} MiB"
+        problem = f"one rollout of {engine_tokens(config)} tokens takes {needed >> 20:,} MiB"
+        reason = f"on a CPU an engine gets {limit >> 20:,} MiB"
         remedy = "shorten the rollouts, take fewer ranks, or set"
         raise ConfigError(
-            f"rollout.max_completion_tokens: {what} of KV cache, and {why}, 1/8 of the host's "
-            f"memory over its ranks; {remedy} rollout.engine.kv_cache_memory_bytes"
+            f"rollout.max_completion_tokens: {problem} of KV cache, and {reason}, 1/8 of "
+            f"the host's memory over its ranks; {remedy} rollout.engine.kv_cache_memory_bytes"
         )
 
 
@@ -172,8 +174,8 @@ def _read_shapes(folder: Path) -> Shapes:
         if name not in headers[file]:
             holder = next((other.name for other, header in headers.items() if name in header), None)
             hint = f"it is in {holder}" if holder else "no file has it"
-            what = f"the index has {name} in {file.name}, whose header lacks it ({hint})"
-            raise UntrustedError(f"{folder}: {what}: files of two downloads; {_COPY_AGAIN}")
+            problem = f"the index has {name} in {file.name}, whose header lacks it ({hint})"
+            raise UntrustedError(f"{folder}: {problem}: files of two downloads; {_COPY_AGAIN}")
     # The files that the policy reads: those of the index, else model.safetensors, else all.
     single = folder / "model.safetensors"
     if index is not None:
@@ -183,9 +185,9 @@ def _read_shapes(folder: Path) -> Shapes:
     tensors = {name: entry for file in files for name, entry in headers[file].items()}
     for name, entry in tensors.items():
         if name.endswith(".weight") and re.match("F8|F4|F6|I|U", entry["dtype"]):
-            what = f"holds {name} as {entry['dtype']}: it is quantised"
+            problem = f"holds {name} as {entry['dtype']}: it is quantised"
             remedy = "train the checkpoint in bfloat16 or float32 instead"
-            raise UntrustedError(f"{folder} {what}; {remedy}")
+            raise UntrustedError(f"{folder} {problem}; {remedy}")
     return {name: tuple(entry["shape"]) for name, entry in tensors.items()}
 
 
@@ -195,13 +197,13 @@ def _how_to_convert(folder: Path) -> str:
     files = [file.name for pattern in patterns for file in folder.glob(pattern)]
     if not files:
         return f"; {_COPY_AGAIN}"
-    what = f"; {sorted(files)[0]} is of another format, which is not read here"
+    problem = f"; {sorted(files)[0]} is of another format, which is not read here"
     if all(name.endswith(".gguf") or name.startswith("consolidated") for name in files):
         remedy = "take the model's checkpoint in transformers' format, from the hub id without GGUF"
-        return f"{what}: {remedy}"
+        return f"{problem}: {remedy}"
     convert = f"m = AutoModelForCausalLM.from_pretrained('{folder}'); m.save_pretrained('{folder}')"
     program = f"from transformers import AutoModelForCausalLM; {convert}"
-    return f'{what}: convert it once, where you trust it: python -c "{program}"'
+    return f'{problem}: convert it once, where you trust it: python -c "{program}"'
 
 
 def _names_every_size(model: Mapping[str, Any]) -> bool:
@@ -218,12 +220,14 @@ def _check_shapes(folder: Path, shapes: Shapes, expected_shapes: Shapes) -> None
     the engine has started."""
     for name, shape in expected_shapes.items():
         if name not in shapes:
-            what = f"{folder} has no tensor {name}; its files begin with {min(shapes, default='')}"
-            raise ConfigError(f"model.path: {what}")
+            problem = (
+                f"{folder} has no tensor {name}; its files begin with {min(shapes, default='')}"
+            )
+            raise ConfigError(f"model.path: {problem}")
         if shapes[name] != shape:
-            what = f"has shape {list(shapes[name])}, and config.json asks for {list(shape)}"
+            problem = f"has shape {list(shapes[name])}, and config.json asks for {list(shape)}"
             raise ConfigError(
-                f"model.path: {name} in {folder} {what}: weights and config are of two models"
+                f"model.path: {name} in {folder} {problem}: weights and config are of two models"
             )
 
 
@@ -232,12 +236,12 @@ def _check_lora(lora: LoraConfig, shapes: Shapes) -> None:
         return
     matrices = [name.removesuffix(".weight") for name, shape in shapes.items() if len(shape) == 2]
     layers = [name for name in matrices if re.search(r"\.\d+\.", name)]
-    known = list(dict.fromkeys(name.rpartition(".")[2] for name in layers))
+    available = list(dict.fromkeys(name.rpartition(".")[2] for name in layers))
     for target in lora.target_modules if layers else ():
         if not any(f".{name}".endswith(f".{target}") for name in layers):
-            what = f"{target!r} names no linear layer of the model"
-            remedy = f"it has {', '.join(known)}, and all-linear takes all"
-            raise ConfigError(f"model.lora.target_modules: {what}; {remedy}")
+            problem = f"{target!r} names no linear layer of the model"
+            remedy = f"it has {', '.join(available)}, and all-linear takes all"
+            raise ConfigError(f"model.lora.target_modules: {problem}; {remedy}")
 
 
 def _embedding_rows(shapes: Shapes, model: Mapping[str, Any]) -> int | None:
@@ -256,8 +260,10 @@ def _check_tokenizer(folder: Path, embeddings: int | None) -> None:
         return
     size = load_tokenizer_file(file).get_vocab_size(with_added_tokens=False)
     if size > embeddings:
-        what = f"its tokenizer has {size} tokens, and its embedding {embeddings} rows"
-        raise ConfigError(f"model.path: {what}: tokenizer.json is another model's; {_COPY_AGAIN}")
+        problem = f"its tokenizer has {size} tokens, and its embedding {embeddings} rows"
+        raise ConfigError(
+            f"model.path: {problem}: tokenizer.json is another model's; {_COPY_AGAIN}"
+        )
 
 
 def check_model_sizes(config: Config, model: Mapping[str, Any]) -> None:
@@ -266,8 +272,8 @@ def check_model_sizes(config: Config, model: Mapping[str, Any]) -> None:
     if isinstance(positions, int) and max_tokens > positions:
         prompt, completion = config.data.max_prompt_tokens, config.rollout.max_completion_tokens
         total = f"data.max_prompt_tokens ({prompt}) + rollout.max_completion_tokens ({completion})"
-        what = f"{total} = {max_tokens}, but the model has {positions} positions"
-        raise ConfigError(f"{what}; lower one of them")
+        problem = f"{total} = {max_tokens}, but the model has {positions} positions"
+        raise ConfigError(f"{problem}; lower one of them")
     size, heads = config.rollout.tensor_parallel_size, model.get("num_attention_heads")
     rule = f"rollout.tensor_parallel_size ({size}) must divide the model's"
     if isinstance(heads, int) and heads % size:
@@ -278,9 +284,9 @@ def check_model_sizes(config: Config, model: Mapping[str, Any]) -> None:
     cache_bytes = config.rollout.engine.get("kv_cache_memory_bytes")
     needed = _rollout_cache_bytes(config, model)
     if isinstance(cache_bytes, int) and cache_bytes < needed:
-        what = f"{cache_bytes:,} hold no rollout of {engine_tokens(config)} tokens"
+        problem = f"{cache_bytes:,} hold no rollout of {engine_tokens(config)} tokens"
         raise ConfigError(
-            f"rollout.engine.kv_cache_memory_bytes: {what}, which takes {needed:,}; "
+            f"rollout.engine.kv_cache_memory_bytes: {problem}, which takes {needed:,}; "
             "raise it, or shorten the rollouts"
         )
 
@@ -323,8 +329,8 @@ def find_model_folder(
     try:
         (folder / "config.json").stat()
     except OSError as error:
-        what = f"cannot read {error.filename}: {error.strerror}{_explain_no_config(folder, key)}"
-        raise ConfigError(f"{key}: {what}") from None
+        problem = f"cannot read {error.filename}: {error.strerror}{_explain_no_config(folder, key)}"
+        raise ConfigError(f"{key}: {problem}") from None
     return folder
 
 
@@ -341,8 +347,8 @@ def _explain_no_folder(path: str) -> str:
         is_config = folder.name == "config.json"
         hint = f"give its folder ({folder.parent})" if is_config else "a model is a folder"
         return f"there is no folder {path}: it is a file; {hint}"
-    what = f"there is no folder {folder}{path_remark(folder)}"
-    return f"{what}, and it is no hub id (organisation/name)"
+    problem = f"there is no folder {folder}{path_remark(folder)}"
+    return f"{problem}, and it is no hub id (organisation/name)"
 
 
 def _explain_no_config(folder: Path, key: str) -> str:

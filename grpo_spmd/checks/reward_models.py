@@ -34,12 +34,12 @@ def check_reward_models(
     for index, reward in enumerate(config.rewards):
         if reward.model is None:
             continue
-        where = f"rewards.{index}"
+        key_prefix = f"rewards.{index}"
         if Path(reward.model).is_dir() and reward.revision is not None:
-            what = f"{reward.model} is a folder, which has none; take it out"
-            raise ConfigError(f"{where}.revision: {what}")
+            problem = f"{reward.model} is a folder, which has none; take it out"
+            raise ConfigError(f"{key_prefix}.revision: {problem}")
         folder = find_model_folder(
-            reward.model, f"{where}.model", to_run=to_run, revision=reward.revision
+            reward.model, f"{key_prefix}.model", to_run=to_run, revision=reward.revision
         )
         if folder is None:
             continue
@@ -51,14 +51,15 @@ def check_reward_models(
             elif is_chat:
                 _check_template(files, f"the prompts of {source}", rows)
             elif reward.template is not None:
-                what = f"the prompts of {source} are plain text"
+                problem = f"the prompts of {source} are plain text"
                 remedy = "set data.as_chat: true, or take the template out"
                 raise ConfigError(
-                    f"{where}.template: {what}, which goes through no chat template; {remedy}"
+                    f"{key_prefix}.template: {problem}, which goes through no chat template; "
+                    f"{remedy}"
                 )
 
 
-def _check_template(files: RewardModelFiles, what: str, rows: Sequence[PromptRow]) -> None:
+def _check_template(files: RewardModelFiles, problem: str, rows: Sequence[PromptRow]) -> None:
     """Refuse a model without a chat template, and one that no prompt can be rendered with. `what`:
     the chats that it renders."""
     key = f"{files.where}.template"
@@ -68,10 +69,10 @@ def _check_template(files: RewardModelFiles, what: str, rows: Sequence[PromptRow
         raise ConfigError(f"{files.where}.model: cannot read {file} as JSON")
     template = files.template or template_of(files.folder, settings)
     if template is None:
-        what += " are chat messages, and the model has no chat template"
+        problem += " are chat messages, and the model has no chat template"
         if (files.folder / "chat_template.json").is_file():
-            what += " (its chat_template.json is a processor's, which no tokenizer reads)"
-        raise ConfigError(f"{key}: {what}; give a file with one")
+            problem += " (its chat_template.json is a processor's, which no tokenizer reads)"
+        raise ConfigError(f"{key}: {problem}; give a file with one")
     with errors_about(key):
         render = renderer(template, settings, opens_turn=False)
     # None: only transformers can compile the template.
@@ -94,13 +95,15 @@ def _try_template(render: Render, rows: Sequence[PromptRow], key: str) -> None:
             error_text = error_text or f"{row.where}: {type(error).__name__}: {error}"
             continue
         if len(texts) < len(_COMPLETIONS):
-            what = "the chat template shows a prompt alike whatever the assistant said"
+            problem = "the chat template shows a prompt alike whatever the assistant said"
             remedy = "give a file with one that shows it"
-            raise ConfigError(f"{key}: {what}, so that all completions would score alike; {remedy}")
+            raise ConfigError(
+                f"{key}: {problem}, so that all completions would score alike; {remedy}"
+            )
         return
     if error_text:
-        what = f"the chat template cannot show {error_text}"
-        raise ConfigError(f"{key}: {what}; give a file with one that can")
+        problem = f"the chat template cannot show {error_text}"
+        raise ConfigError(f"{key}: {problem}; give a file with one that can")
 
 
 def check_engine_judges(
@@ -109,59 +112,61 @@ def check_engine_judges(
     """Check judges that are the run's own engine: columns, chat template, room for their prompts.
     `folder`: the policy's, if it is here. Raises ConfigError, which names the key."""
     for index, num_tokens in judge_tokens(config).items():
-        where, reward = f"rewards.{index}", config.rewards[index]
-        judge = Judge(reward, f"{where}.judge")
+        key_prefix, reward = f"rewards.{index}", config.rewards[index]
+        judge = Judge(reward, f"{key_prefix}.judge")
         for rows in row_sets:
-            _check_judge_columns(judge, reward, where, rows)
+            _check_judge_columns(judge, reward, key_prefix, rows)
         if folder is None:
             continue
         settings = tokenizer_settings(folder)
         has_template = settings is None or template_of(folder, settings) is not None
         if not has_template and not any(folder.glob("*chat_template*")):
-            what = "a judge is asked in a chat"
+            problem = "a judge is asked in a chat"
             remedy = "give the model's folder one (chat_template.jinja), or take an instruct model"
             raise ConfigError(
-                f"{where}: {what}, and the tokenizer of model.path has no chat template; {remedy}"
+                f"{key_prefix}: {problem}, and the tokenizer of model.path has no chat template; "
+                f"{remedy}"
             )
-        _check_judge_size(config, folder, where, num_tokens, reward.judge_tokens)
-        _check_rubric_size(judge, reward, folder, where)
+        _check_judge_size(config, folder, key_prefix, num_tokens, reward.judge_tokens)
+        _check_rubric_size(judge, reward, folder, key_prefix)
 
 
 def _check_judge_columns(
-    judge: Judge, reward: RewardConfig, where: str, rows: Sequence[PromptRow]
+    judge: Judge, reward: RewardConfig, key_prefix: str, rows: Sequence[PromptRow]
 ) -> None:
     columns = overview_of(rows).columns
     for name in judge.needs:
         if name not in columns:
-            what = f"{reward.judge} says {{{name}}}, and the data has no such column"
-            known = ", ".join(sorted(columns)) or "none"
+            problem = f"{reward.judge} says {{{name}}}, and the data has no such column"
+            available = ", ".join(sorted(columns)) or "none"
             raise ConfigError(
-                f"{where}.judge: {what}; besides the prompt it has {known}{foreign_parameter_hint(name)}"
+                f"{key_prefix}.judge: {problem}; besides the prompt it has {available}"
+                f"{foreign_parameter_hint(name)}"
             )
 
 
 def _check_judge_size(
-    config: Config, folder: Path, where: str, num_tokens: int, reply_tokens: int
+    config: Config, folder: Path, key_prefix: str, num_tokens: int, reply_tokens: int
 ) -> None:
     model = read_model_config(folder)
     positions, rollout_tokens = model.get("max_position_embeddings"), config.max_rollout_tokens
     if isinstance(positions, int) and num_tokens > positions:
-        what = f"up to {num_tokens - reply_tokens} tokens to read and {reply_tokens} to say"
-        remedy = f"set {where}.max_tokens (what is longer is not judged, and counted)"
+        problem = f"up to {num_tokens - reply_tokens} tokens to read and {reply_tokens} to say"
+        remedy = f"set {key_prefix}.max_tokens (what is longer is not judged, and counted)"
         raise ConfigError(
-            f"{where}.judge: {what} (judge_tokens) are {num_tokens}, and the model has {positions} "
-            f"positions; {remedy}, or shorten the rubric"
+            f"{key_prefix}.judge: {problem} (judge_tokens) are {num_tokens}, and the "
+            f"model has {positions} positions; {remedy}, or shorten the rubric"
         )
     has_longrope = "longrope" in f"{model.get('rope_scaling')}{model.get('rope_parameters')}"
     if num_tokens > rollout_tokens and has_longrope:
-        what = "the model's rotary factors (longrope) follow the engine's longest text"
+        problem = "the model's rotary factors (longrope) follow the engine's longest text"
         raise ConfigError(
-            f"{where}: {what}, {num_tokens} with the judge, and the policy's the longest rollout, "
-            f"{rollout_tokens}; take a judge at a server"
+            f"{key_prefix}: {problem}, {num_tokens} with the judge, and the policy's the longest "
+            f"rollout, {rollout_tokens}; take a judge at a server"
         )
 
 
-def _check_rubric_size(judge: Judge, reward: RewardConfig, folder: Path, where: str) -> None:
+def _check_rubric_size(judge: Judge, reward: RewardConfig, folder: Path, key_prefix: str) -> None:
     """Count the rubric with the tokenizers library, without the template's words. The run counts
     again with both."""
     file = folder / "tokenizer.json"
@@ -170,6 +175,6 @@ def _check_rubric_size(judge: Judge, reward: RewardConfig, folder: Path, where: 
     [message] = judge.body([""], [""], {name: [""] for name in judge.needs})["messages"]
     num_tokens = len(load_tokenizer_file(file).encode(message["content"]).ids)
     if num_tokens >= reward.max_tokens:
-        what = f"the rubric alone takes {num_tokens} tokens of the judge's prompt"
+        problem = f"the rubric alone takes {num_tokens} tokens of the judge's prompt"
         remedy = "raise it, or shorten the rubric"
-        raise ConfigError(f"{where}.max_tokens: {what}, of {reward.max_tokens}; {remedy}")
+        raise ConfigError(f"{key_prefix}.max_tokens: {problem}, of {reward.max_tokens}; {remedy}")

@@ -135,9 +135,9 @@ def _check_top_k(config: Config, folder: Path, path: str) -> None:
     sizes = [num_embeddings(folder) for folder in folders if folder is not None]
     num_shared = min((size for size in sizes if size), default=config.teacher.top_k)
     if config.teacher.loss == "topk" and config.teacher.top_k > num_shared:
-        what = f"teacher.top_k ({config.teacher.top_k}) is more than the tokens that {path}"
+        problem = f"teacher.top_k ({config.teacher.top_k}) is more than the tokens that {path}"
         raise ConfigError(
-            f"{what} and the policy share ({num_shared}); lower it, or set teacher.loss: full"
+            f"{problem} and the policy share ({num_shared}); lower it, or set teacher.loss: full"
         )
 
 
@@ -149,8 +149,8 @@ def check_vocabulary(policy: str, other: str, key: str, kind: str = "teacher") -
         return
     policy_size, other_size = num_embeddings(policy_folder), num_embeddings(other_folder)
     if policy_size is not None and other_size is not None and other_size < policy_size:
-        what = f"{other} knows {other_size} tokens, and {policy} {policy_size}"
-        raise ConfigError(f"{key}: {what}; take a {kind} of the policy's family")
+        problem = f"{other} knows {other_size} tokens, and {policy} {policy_size}"
+        raise ConfigError(f"{key}: {problem}; take a {kind} of the policy's family")
     files = [folder / "tokenizer.json" for folder in (policy_folder, other_folder)]
     if not all(file.is_file() for file in files):
         return
@@ -158,9 +158,9 @@ def check_vocabulary(policy: str, other: str, key: str, kind: str = "teacher") -
     for token_id in sorted(policy_tokens.keys() & other_tokens.keys()):
         token, other_token = policy_tokens[token_id], other_tokens[token_id]
         if token != other_token:
-            what = f"token {token_id} is {other_token!r} there, and {token!r} in the policy's"
+            problem = f"token {token_id} is {other_token!r} there, and {token!r} in the policy's"
             rule = f"{other} has another vocabulary than {policy}"
-            raise ConfigError(f"{key}: {rule}: {what}; take one of its family")
+            raise ConfigError(f"{key}: {rule}: {problem}; take one of its family")
 
 
 def teacher_data(config: Config) -> DataConfig | None:
@@ -179,8 +179,8 @@ def _check_teacher_prompts(config: Config) -> None:
     if data is None:
         return
     if data.prompt_key == config.data.prompt_key and config.data.prompt_template is None:
-        what = "teacher.prompt_key is data.prompt_key itself"
-        raise ConfigError(f"{what}; name the teacher's own, or leave it out")
+        problem = "teacher.prompt_key is data.prompt_key itself"
+        raise ConfigError(f"{problem}; name the teacher's own, or leave it out")
     try:
         rows, folder = read_rows(data), local_folder(config.model.path)
         if folder is not None:
@@ -206,9 +206,9 @@ def _shared_teacher_rows(config: Config) -> Iterator[Row]:
     for name, url in config.teacher.urls.items():
         num_rollouts = config.rollout.num_prompts_per_step * config.rollout.group_size
         rest = " less those of others" if name else ""
-        how = f"{url} is asked of {num_rollouts:,} rollouts a step{rest}"
+        explanation = f"{url} is asked of {num_rollouts:,} rollouts a step{rest}"
         limit = config.teacher.max_concurrent
-        yield Row(f"teacher {name}".strip(), "0 B", f"{how}, {limit} at once")
+        yield Row(f"teacher {name}".strip(), "0 B", f"{explanation}, {limit} at once")
     for name, path in config.teacher.paths.items():
         if is_shared_teacher(config, path):
             has_adapters = bool(config.model.lora.rank)
@@ -222,9 +222,11 @@ def _teacher_rows(model: SideModel, config: Config, num_ranks: int) -> Iterator[
         yield Row(model.name, "unknown", f"{model.path} is not here")
         return
     shard = model.shard(facts.shapes, config, num_ranks)
-    how = f"{shard:,} parameters of a shard x {model.itemsize(config)} ({config.model.dtype})"
+    explanation = (
+        f"{shard:,} parameters of a shard x {model.itemsize(config)} ({config.model.dtype})"
+    )
     size = size_text(model.num_bytes(facts.shapes, config, num_ranks))
-    yield Row(model.name, size, f"{how}; in host memory while the engine is awake")
+    yield Row(model.name, size, f"{explanation}; in host memory while the engine is awake")
 
 
 # The critic
@@ -250,8 +252,8 @@ def check_critic_model(config: Config, *, to_run: bool = True) -> None:
         prefix = "critic.path: " if isinstance(error, UntrustedError) else ""
         raise ConfigError(f"{prefix}{text}") from None
     except OSError as error:
-        what = f"cannot read {error.filename}: {error.strerror}; name a model's folder"
-        raise ConfigError(f"critic.path: {what}") from None
+        problem = f"cannot read {error.filename}: {error.strerror}; name a model's folder"
+        raise ConfigError(f"critic.path: {problem}") from None
 
 
 def _check_head(model: Mapping[str, Any], folder: Path, path: str) -> None:
@@ -267,9 +269,9 @@ def _check_head(model: Mapping[str, Any], folder: Path, path: str) -> None:
             text = "of no name"
             if isinstance(labels, Mapping):
                 text = ", ".join(map(str, labels.values()))[:100]
-            what = f"{path} tells {num_labels} labels apart ({name}: {text})"
+            problem = f"{path} tells {num_labels} labels apart ({name}: {text})"
             remedy = "take a classifier of one label, or the causal LM that it was made of"
-            raise ConfigError(f"critic.path: {what}, and a value is one number; {remedy}")
+            raise ConfigError(f"critic.path: {problem}, and a value is one number; {remedy}")
         return
 
 
@@ -290,8 +292,10 @@ def critic_rows(config: Config, num_ranks: int) -> Iterator[Row]:
     shapes = {name: shape for name, shape in facts.shapes.items() if "lm_head" not in name}
     shard = model.shard(shapes, config, num_ranks)
     size = size_text(model.num_bytes(shapes, config, num_ranks))
-    how = f"{shard:,} parameters of a shard x {TRAINED_ITEMSIZE} (float32 and two moments)"
-    yield Row("critic and its optimizer", size, f"{how}; in host memory while the engine is awake")
+    explanation = f"{shard:,} parameters of a shard x {TRAINED_ITEMSIZE} (float32 and two moments)"
+    yield Row(
+        "critic and its optimizer", size, f"{explanation}; in host memory while the engine is awake"
+    )
     yield Row("its copy for a checkpoint, in host memory", size, "while a thread writes it")
     yield Row("its gradients", size_text(4 * shard), f"{shard:,} x 4, in its update")
 
@@ -300,9 +304,11 @@ def _value_head_rows(config: Config) -> Iterator[Row]:
     facts = read_model(config.model.path)
     if facts is not None and facts.dimensions is not None:
         numel = facts.dimensions.hidden + 1
-        how = f"{numel:,} parameters x {TRAINED_ITEMSIZE} on the rank that has its row"
+        explanation = f"{numel:,} parameters x {TRAINED_ITEMSIZE} on the rank that has its row"
         size = size_text(numel * TRAINED_ITEMSIZE)
-        yield Row("value head and its optimizer", size, f"{how}; the layers are the policy's")
+        yield Row(
+            "value head and its optimizer", size, f"{explanation}; the layers are the policy's"
+        )
 
 
 # Reward models, and judges that are the run's own engine (checks/reward_models.py checks them)
@@ -323,12 +329,14 @@ def reward_model_rows(config: Config, num_ranks: int) -> Iterator[Row]:
         shard = model.shard(files.shapes, config, num_ranks)
         numel = sum(math.prod(shape) for shape in files.shapes.values())
         size = size_text(model.num_bytes(files.shapes, config, num_ranks))
-        how = f"{numel:,} parameters: {shard:,} of a shard x {model.itemsize(config)}"
-        yield Row(model.name, size, f"{how} ({config.model.dtype}), frozen")
-        how = "while it does not score; the engine's weights are there while it does (on a GPU)"
-        yield Row("of it in host memory", size, how)
-        how = f"texts of {files.longest:,} tokens at most; a forward of each completion"
-        yield Row("extra passes of it", "1", f"{how}, engine asleep")
+        explanation = f"{numel:,} parameters: {shard:,} of a shard x {model.itemsize(config)}"
+        yield Row(model.name, size, f"{explanation} ({config.model.dtype}), frozen")
+        explanation = (
+            "while it does not score; the engine's weights are there while it does (on a GPU)"
+        )
+        yield Row("of it in host memory", size, explanation)
+        explanation = f"texts of {files.longest:,} tokens at most; a forward of each completion"
+        yield Row("extra passes of it", "1", f"{explanation}, engine asleep")
 
 
 def judge_rows(config: Config) -> Iterator[Row]:
@@ -336,18 +344,18 @@ def judge_rows(config: Config) -> Iterator[Row]:
     prompt_tokens = judge_prompt_tokens(config)
     for index, tokens in prompt_tokens.items():
         reward = config.rewards[index]
-        how = "the rubric's bytes, and 9/8 of the longest of what is put into it"
+        explanation = "the rubric's bytes, and 9/8 of the longest of what is put into it"
         if reward.max_tokens:
-            how = "max_tokens"
-        yield Row(f"longest prompt of {reward.metric_name}, tokens", f"{tokens:,}", how)
+            explanation = "max_tokens"
+        yield Row(f"longest prompt of {reward.metric_name}, tokens", f"{tokens:,}", explanation)
         limit = f"{reward.judge_tokens:,}"
         yield Row(f"longest reply of {reward.metric_name}, tokens", limit, "judge_tokens")
     if prompt_tokens:
         rollout = config.max_rollout_tokens
-        how = f"the longest of rollout ({rollout:,}) and a judge's prompt with its reply"
+        explanation = f"the longest of rollout ({rollout:,}) and a judge's prompt with its reply"
         longest_text = max(rollout, *judge_tokens(config).values())
         yield Row(
             "longest text of the engine, tokens",
             f"{longest_text:,}",
-            f"{how}; micro-batches know rollouts alone",
+            f"{explanation}; micro-batches know rollouts alone",
         )

@@ -36,8 +36,8 @@ def check_servers(config: Config, *, num_ranks: int, to_run: bool) -> None:
     limit = config.teacher.max_concurrent
     if limit < num_ranks:
         rule = f"teacher.max_concurrent ({limit}) must be >= the number of ranks ({num_ranks})"
-        why = "each of which makes its own share of the requests"
-        raise ConfigError(f"{rule}, {why}; raise it, or take fewer ranks")
+        reason = "each of which makes its own share of the requests"
+        raise ConfigError(f"{rule}, {reason}; raise it, or take fewer ranks")
     headers_of(config.teacher.headers_env, "teacher.headers_env")
     if to_run and os.environ.get("RANK", "0") == "0":
         for name in config.teacher.urls:
@@ -52,10 +52,10 @@ def check_server(config: Config, name: str) -> str:
     # vLLM samples one token more, which nobody needs.
     needed = config.max_rollout_tokens + 1
     if served.max_tokens is not None and served.max_tokens < needed:
-        what = f"{served.name} takes {served.max_tokens} tokens there"
+        problem = f"{served.name} takes {served.max_tokens} tokens there"
         remedy = f"start it with --max-model-len {needed}, or lower the rollout's limits"
         raise ConfigError(
-            f"{key}: {what}, and the longest rollout and one more are {needed}; {remedy}"
+            f"{key}: {problem}, and the longest rollout and one more are {needed}; {remedy}"
         )
     _compare_vocabulary(config, open_server(config, name, served.name), key, served)
     return served.name
@@ -86,8 +86,8 @@ def _choose_model(config: Config, server: PromptLogprobs, key: str) -> Served:
         rule = "must be one that the server has"
         if model is None:
             rule = "is needed where a server has several"
-        known = ", ".join(names) or "none"
-        raise ConfigError(f"teacher.model {rule} ({key} has {known}); got {model}")
+        available = ", ".join(names) or "none"
+        raise ConfigError(f"teacher.model {rule} ({key} has {available}); got {model}")
     return models[names.index(model)]
 
 
@@ -100,7 +100,7 @@ def _compare_vocabulary(config: Config, server: PromptLogprobs, key: str, served
     known_ids = sorted(tokens_of(file)) if file is not None and has_file else [0]
     num_probed = min(_NUM_PROBED, (served.max_tokens or _NUM_PROBED) - 2)
     spread = (i * (len(known_ids) - 1) // num_probed for i in range(num_probed + 1))
-    ids = sorted({known_ids[place] for place in spread})
+    ids = sorted({known_ids[index] for index in spread})
     server_texts = _ask_texts(config, server, ids, key=key, served=served)
     if file is None or not has_file:
         return
@@ -112,9 +112,11 @@ def _compare_vocabulary(config: Config, server: PromptLogprobs, key: str, served
             continue
         num_compared += 1
         if policy_text.strip() != server_text.strip():
-            what = f"token {token_id} is {server_text!r} there, and {policy_text!r} in the policy's"
+            problem = (
+                f"token {token_id} is {server_text!r} there, and {policy_text!r} in the policy's"
+            )
             rule = f"{served.name} has another vocabulary than {config.model.path}"
-            raise ConfigError(f"{key}: {rule}: {what}; take a teacher of its family")
+            raise ConfigError(f"{key}: {rule}: {problem}; take a teacher of its family")
     if not num_compared:
         remedy = "start it with its tokenizer"
         raise ConfigError(f"{key}: the server does not say what tokens are; {remedy}")
@@ -142,17 +144,17 @@ def _ask_texts(
         except FailedCallError as error:
             refusal = error
         else:
-            what = f"teacher.top_k ({top_k}) is more than the server takes"
+            problem = f"teacher.top_k ({top_k}) is more than the server takes"
             remedy = f"start it with --max-logprobs {top_k}, or lower teacher.top_k"
-            raise ConfigError(f"{what}; {remedy}: it {refusal}")
+            raise ConfigError(f"{problem}; {remedy}: it {refusal}")
     raise ConfigError(f"{key}: {_explain_refusal(refusal, config, served)}")
 
 
 def _explain_refusal(error: FailedCallError, config: Config, served: Served) -> str:
     if error.status == 400:
         rule = "teachers have the policy's vocabulary, and give prompt_logprobs as vLLM does"
-        what = f"{served.name} does not take tokens of {config.model.path} ({rule})"
-        return f"{what}: the server {error}"
+        problem = f"{served.name} does not take tokens of {config.model.path} ({rule})"
+        return f"{problem}: the server {error}"
     return f"the server {error}; it must be vLLM's"
 
 

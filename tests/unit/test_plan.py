@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -198,8 +199,7 @@ SIZES = {
 MODEL = ModelFacts(
     SHAPES, {**SIZES, "head_dim": 16, "intermediate_size": 48, "vocab_size": 100}, "here"
 )
-DIMENSIONS = MODEL.dimensions
-assert DIMENSIONS is not None
+DIMENSIONS: Any = MODEL.dimensions
 CARD = Card("made up", 2.0, 100, 1000, 100)
 # a layer: 2,048 + 1,024 + 1,024 + 2,048 + 1,536 = 7,680; twice, and 3,200: 18,560; of 4 ranks 4,640
 NUMEL, SHARD = 18_560, 4_640

@@ -26,7 +26,8 @@ _SMI_S = 8.0
 _FIELDS = ("index", "name", "driver_version", "memory.total", "memory.used")
 _ECC = "ecc.errors.uncorrected.volatile.total"
 _NEWER_FIELDS = ("compute_cap", _ECC, "mig.mode.current", "compute_mode", "pci.bus_id")
-# Oldest drivers for CUDA's major versions (CUDA Toolkit release notes, minor version compatibility).
+# Oldest drivers for CUDA's major versions (CUDA Toolkit release notes, minor version
+# compatibility).
 _DRIVERS = {"11": 450, "12": 525, "13": 580}
 _USED_MIB = 1024
 _LINK_ROW = re.compile(r"\s*GPU\d+\s+(X|NV|PIX|PXB|PHB|NODE|SYS)")

@@ -41,8 +41,8 @@ def file_system_of(target: Target, path: Path) -> FileSystem | None:
     """The file system that holds `path`, by /proc/self/mountinfo."""
     file_system, depth = None, -1
     for line in target.read("/proc/self/mountinfo").splitlines():
-        left, _, right = line.partition(" - ")
-        fields, source = left.split(), right.split()
+        mount_fields, _, source_fields = line.partition(" - ")
+        fields, source = mount_fields.split(), source_fields.split()
         if len(fields) < 6 or not source:
             continue
         mount = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), fields[4])

@@ -94,7 +94,7 @@ def _find_slurm_step(environ: Mapping[str, str]) -> Launch | None:
 def first_host(nodes: str) -> str:
     """The first host of Slurm's list: "node[03-05,9],login1" gives node03."""
     match = re.match(r"([^,\[]*)(?:\[(\d+)[^\]]*\])?([^,]*)", nodes)
-    return "".join(part or "" for part in match.groups()) if match and nodes else "127.0.0.1"
+    return "".join(text or "" for text in match.groups()) if match and nodes else "127.0.0.1"
 
 
 class LocalRanks:

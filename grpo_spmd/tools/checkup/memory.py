@@ -65,9 +65,9 @@ def check_memory(target: Target) -> Iterator[Result]:
     finding = f"{size_text(available)} free of {size_text(total)}{note}, for {target.ranks_text}"
     sizes = _rank_memory(target)
     if sizes:
-        each = sum(sizes.values())
-        terms = [f"{name} {size_text(n)}" for name, n in sizes.items() if n > 0.01 * each]
-        finding += f", which need about {size_text(target.local_ranks * each)}"
+        rank_bytes = sum(sizes.values())
+        terms = [f"{name} {size_text(n)}" for name, n in sizes.items() if n > 0.01 * rank_bytes]
+        finding += f", which need about {size_text(target.local_ranks * rank_bytes)}"
         finding += f" (each: {' + '.join(terms)})"
     needed = sum(sizes.values()) if sizes else _RANK_NEEDED
     wanted = _GPU_RANK_WANTED if target.num_gpus else _RANK_WANTED

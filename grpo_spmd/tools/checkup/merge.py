@@ -1,4 +1,4 @@
-"""Merges what all ranks have found: one line for all, or a line that names the ranks that differ."""
+"""Merges the results of all ranks: one line for all, or lines that name the ranks that differ."""
 
 from __future__ import annotations
 
@@ -148,9 +148,9 @@ def check_reports(
         ranks, at = name_ranks([*causes], findings), next(iter(causes.values()))
         finding = f"{ranks} did not come through within {seconds:g} s: {at}"
         yield bad(name, finding, _NO_CONNECTION)
-    wrong = [rank for rank, report in reports.items() if "wrong" in report]
-    if wrong:
-        finding = f"the sum of ones came out wrong on {name_ranks(wrong, findings)}"
+    wrong_ranks = [rank for rank, report in reports.items() if "wrong" in report]
+    if wrong_ranks:
+        finding = f"the sum of ones came out wrong on {name_ranks(wrong_ranks, findings)}"
         yield bad(name, finding, "NCCL_P2P_DISABLE=1 for a trial; a link or a GPU is defective")
     if not silent and not failures and not stuck:
         yield _device_line(reports, findings)

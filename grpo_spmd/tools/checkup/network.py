@@ -72,8 +72,8 @@ def _check_interfaces(target: Target, variable: str, interfaces: list[str]) -> I
             for name in ["lo", *interfaces]
         )
         if not entry.startswith("^") and not any(matches):
-            known = join_items(interfaces) or "lo alone"
-            finding = f"{variable} names {wanted}, and this host has {known}"
+            available = join_items(interfaces) or "lo alone"
+            finding = f"{variable} names {wanted}, and this host has {available}"
             remedy = f"export {variable}=... (ip -br address shows them)"
             yield bad("interface", finding, remedy)
 

@@ -1,4 +1,4 @@
-"""`python -m grpo_spmd.plan`: memory of a rank by phase, fit, and the time of a step, without a GPU.
+"""`python -m grpo_spmd.plan`: memory of a rank by phase and time of a step, without a GPU.
 
 Not here: vllm, processes, real tensors, and exact arithmetic without torch, which is in checks/.
 Imports what stands below it; from model/ and learn/ what it runs on fake tensors.

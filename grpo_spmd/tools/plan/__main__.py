@@ -1,4 +1,4 @@
-"""The command: python -m grpo_spmd.plan --config x.yaml --gpu H100-80GB --ranks 8 [key=value ...]"""
+"""The command: python -m grpo_spmd.plan --config x.yaml --gpu H100-80GB --ranks 8 [key=value]"""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ def _print_plan(args: argparse.Namespace, folder: Path, card: Card) -> bool:
         show("\n".join(proposals[0].overrides))
         return True
     else:
-        what = "nothing that was tried makes it fit"
-        say(f"{what}: more ranks, a larger card, shorter rollouts or model.lora would")
+        problem = "nothing that was tried makes it fit"
+        say(f"{problem}: more ranks, a larger card, shorter rollouts or model.lora would")
     return plan.fits
 
 
@@ -97,8 +97,8 @@ def _check_config(config: Config, num_ranks: int) -> Path:
     path = config.model.path
     folder = local_folder(path)
     if folder is None or not (folder / "config.json").is_file():
-        what = f"there is no config.json of {path} here; hf download {path} config.json"
-        raise ConfigError(f"model.path: {what}")
+        problem = f"there is no config.json of {path} here; hf download {path} config.json"
+        raise ConfigError(f"model.path: {problem}")
     try:
         model = read_model_config(folder)
     except (UntrustedError, OSError) as error:

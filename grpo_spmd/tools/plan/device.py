@@ -70,5 +70,5 @@ def layer_in_reload(sizes: Dimensions, itemsize: int) -> int:
     return 2 * itemsize * sizes.hidden * max(sizes.vocabulary, 2 * sizes.intermediate)
 
 
-def with_fragmentation(parts: Counter[str]) -> Counter[str]:
-    return parts + Counter({"fragmentation": int(FRAGMENTATION * parts.total())})
+def with_fragmentation(usage: Counter[str]) -> Counter[str]:
+    return usage + Counter({"fragmentation": int(FRAGMENTATION * usage.total())})

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -42,7 +42,7 @@ from grpo_spmd.model.policy import DTYPES, Policy, set_up_layer
 from grpo_spmd.model.sharding import shard_over_ranks
 from grpo_spmd.records import Rollout
 
-Parts = Counter[str]  # bytes by what they are for
+Usage = Counter[str]  # bytes by what they are for
 _NUM_LAYERS = (3, 4)  # of the two runs
 _GATHERED = "gathered parameters"
 
@@ -51,8 +51,8 @@ _GATHERED = "gathered parameters"
 class Peaks:
     """Most bytes beyond the state of a rank, by what they are for."""
 
-    scoring: Parts  # without gradients
-    update: Parts
+    scoring: Usage  # without gradients
+    update: Usage
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Pass:
     scores: bool  # a pass for logprobs comes before the update
     on_gpu: bool
 
-    def run(self, num_layers: int) -> tuple[dict[str, Parts], int]:
+    def run(self, num_layers: int) -> tuple[dict[str, Usage], int]:
         """Peaks beyond the state by moment, with `num_layers` layers; and the model's depth."""
         hf_config = load_config(str(self.folder))
         depth = hf_config.num_hidden_layers
@@ -88,8 +88,8 @@ class Pass:
             state = live.live()
             self._run_passes(policy, live)
         del live.peaks["built"], live.peaks["gradients"]
-        for parts in live.peaks.values():
-            parts.subtract(state)
+        for usage in live.peaks.values():
+            usage.subtract(state)
         return live.peaks, depth
 
     def _build_policy(self, hf_config: Any) -> Policy:
@@ -99,6 +99,7 @@ class Pass:
         stored = torch.float32 if trains_all else DTYPES[self.model.dtype]
         # What a rank chooses on a GPU; flash-attn, if installed, keeps the same tensors.
         is_varlen = self.on_gpu and self.model.attention != "sdpa"
+        attention: Literal["varlen", "sdpa"]
         attention = "varlen" if is_varlen and self.model.dtype == "bfloat16" else "sdpa"
         with torch.device("meta"):
             policy = Policy(hf_config, 1.0, self.model.logprob_chunk_tokens, attention, stored)
@@ -140,25 +141,25 @@ def peaks_of(work: Pass) -> Peaks:
     """Peaks of the whole model. Raises ConfigError if transformers cannot build or run it."""
     with as_config_error(str(work.folder), "cannot be run on fake tensors"):
         moments = at_full_depth(work.run)
-    peaks = {"scoring": Parts(), "update": Parts()}
-    for moment, parts in moments.items():
+    peaks = {"scoring": Usage(), "update": Usage()}
+    for moment, usage in moments.items():
         phase = "scoring" if moment.startswith("scoring") else "update"
-        peaks[phase] = max(peaks[phase], parts, key=Counter.total)
+        peaks[phase] = max(peaks[phase], usage, key=Counter.total)
     return Peaks(**peaks)
 
 
-def at_full_depth(run: Callable[[int], tuple[dict[str, Parts], int]]) -> dict[str, Parts]:
+def at_full_depth(run: Callable[[int], tuple[dict[str, Usage], int]]) -> dict[str, Usage]:
     """Peaks by moment for a whole model. `run` returns those with some layers, and the depth."""
     few, more = _NUM_LAYERS
     peaks, depth = run(few)
     if depth <= few:
         return peaks
     larger_peaks, _ = run(more)
-    for moment, parts in peaks.items():
+    for moment, usage in peaks.items():
         larger = larger_peaks[moment]
-        slopes = {name: larger[name] - parts[name] for name in parts.keys() | larger.keys()}
+        slopes = {name: larger[name] - usage[name] for name in usage.keys() | larger.keys()}
         for name, slope in slopes.items():
-            parts[name] += slope * (depth - few)
+            usage[name] += slope * (depth - few)
     return peaks
 
 
@@ -255,9 +256,9 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self._shapes, self._vocabulary, self._on_gpu = parameter_shapes, vocabulary, on_gpu
         self._accounts: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._parts: Parts = Counter()
+        self._usage: Usage = Counter()
         self._peak, self._moment, self._is_backward = 0, "built", False
-        self.peaks: dict[str, Parts] = {}
+        self.peaks: dict[str, Usage] = {}
         self._resize = torch.UntypedStorage.resize_
 
     def __enter__(self) -> LiveBytes:
@@ -280,8 +281,8 @@ class LiveBytes(TorchDispatchMode):
         self._moment, self._peak, self._is_backward = moment, -1, is_backward
         self._update_peak()
 
-    def live(self) -> Parts:
-        return Counter({kind: size for kind, size in self._parts.items() if size})
+    def live(self) -> Usage:
+        return Counter({kind: size for kind, size in self._usage.items() if size})
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
@@ -331,7 +332,7 @@ class LiveBytes(TorchDispatchMode):
         return account
 
     def _resize_account(self, account: _Account, num_bytes: int) -> None:
-        self._parts[account.kind] += num_bytes - account.num_bytes
+        self._usage[account.kind] += num_bytes - account.num_bytes
         account.num_bytes = num_bytes
 
     def _kind_of(self, tensor: torch.Tensor) -> str:
@@ -358,7 +359,7 @@ class LiveBytes(TorchDispatchMode):
         self._update_peak()
 
     def _update_peak(self, workspace: int = 0) -> None:
-        total = self._parts.total() + workspace
+        total = self._usage.total() + workspace
         if total > self._peak:
             self._peak = total
             self.peaks[self._moment] = self.live() + Counter({"activations": workspace})

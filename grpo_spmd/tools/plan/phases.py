@@ -35,7 +35,7 @@ from grpo_spmd.tools.plan.device import (
     nccl_bytes,
     with_fragmentation,
 )
-from grpo_spmd.tools.plan.dry_run import Parts, Pass, Peaks, peaks_of
+from grpo_spmd.tools.plan.dry_run import Pass, Peaks, Usage, peaks_of
 from grpo_spmd.tools.plan.signals import (
     add_time,
     host_bytes,
@@ -69,8 +69,8 @@ class Plan:
     card: Card
     num_ranks: int
     num_parameters: int
-    phases: dict[str, Parts]  # bytes on the device
-    host: Parts  # bytes in host memory of this rank
+    phases: dict[str, Usage]  # bytes on the device
+    host: Usage  # bytes in host memory of this rank
     kv_cache: KvCache
     time: StepTime
 
@@ -100,8 +100,8 @@ def make_plan(config: Config, model: ModelFacts, folder: Path, card: Card, num_r
     """`folder` holds the model's config.json. Raises ConfigError if it cannot be built from it."""
     sizes = model.dimensions
     if sizes is None:
-        what = "does not name the sizes of a decoder as Llama's does"
-        raise ConfigError(f"model.path: {folder / 'config.json'} {what}")
+        problem = "does not name the sizes of a decoder as Llama's does"
+        raise ConfigError(f"model.path: {folder / 'config.json'} {problem}")
     lengths = longest_row(config, num_ranks)
     models = plan_side_models(config, num_ranks, lengths)
     peaks = trainer_peaks(config, folder, num_ranks, on_gpu=True)
@@ -190,7 +190,7 @@ def plan_phases(
     num_ranks: int,
     peaks: Peaks,
     cache: KvCache,
-) -> dict[str, Parts]:
+) -> dict[str, Usage]:
     """Bytes by what they are for in each phase, at its peak, in a step after the first update."""
     state, offload = state_of(config, model, num_ranks), config.model.offload
     fixed = Counter(
@@ -226,6 +226,6 @@ def plan_phases(
     return {phase: fixed + phases[phase] for phase in PHASES if phase in phases}
 
 
-def _update_peak(peak: Parts, state: State) -> Parts:
+def _update_peak(peak: Usage, state: State) -> Usage:
     """AdamW runs while all gradients exist. Fused, as on a GPU, it allocates nothing itself."""
     return peak if peak.total() > state.gradients else Counter({"gradients": state.gradients})

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from grpo_spmd.tools.plan.device import FRAGMENTATION, GIB
-from grpo_spmd.tools.plan.dry_run import Parts
+from grpo_spmd.tools.plan.dry_run import Usage
 from grpo_spmd.tools.plan.phases import Plan
 from grpo_spmd.tools.plan.suggest import Suggestion
 
@@ -26,22 +26,22 @@ def _memory_lines(plan: Plan) -> Iterator[str]:
     )
     yield ""
     yield f"{'phase':12} {'peak':>7} {'free':>7}  GiB of one rank, of the peak"
-    for phase, parts in plan.phases.items():
+    for phase, usage in plan.phases.items():
         sizes = f"{plan.peak_gib(phase):7.2f} {plan.margin_of(phase):7.2f}"
-        yield f"{phase:12} {sizes}  {_join_parts(parts)}"
+        yield f"{phase:12} {sizes}  {_join_usage(usage)}"
     yield ""
     yield (
         "estimates: CUDA context, NCCL, CUDA graphs and workspaces, engine's activations, layer "
         f"in load, fragmentation ({FRAGMENTATION:.0%} of a phase's own tensors); counted: the rest"
     )
-    yield f"host memory of a rank, GiB: {_join_parts(plan.host) or 'nothing'}"
+    yield f"host memory of a rank, GiB: {_join_usage(plan.host) or 'nothing'}"
     tokens = f"{cache.tokens:,} tokens ({max(0, cache.num_bytes) / GIB:.2f} GiB)"
     sequences = f"its {cache.sequences} sequences of a step at full length"
     yield f"KV cache of an engine: {tokens} of {cache.needed_tokens:,} for {sequences};"
     num_running = min(cache.full_length, cache.sequences)
     yield f"  {num_running} of them of full length run at one time, others wait their turn"
-    what = "step, s, every completion at full length (a model: shares of the card's ceilings)"
-    yield f"{what}: {plan.time.total:.1f}"
+    problem = "step, s, every completion at full length (a model: shares of the card's ceilings)"
+    yield f"{problem}: {plan.time.total:.1f}"
     seconds = ", ".join(f"{phase} {s:.1f}" for phase, s in plan.time.phases.items())
     yield f"  {seconds}; rewards, evaluation and checkpoints not counted"
 
@@ -77,9 +77,9 @@ def as_json(plan: Plan, proposals: Sequence[Suggestion]) -> dict[str, Any]:
             phase: {
                 "peak_gib": plan.peak_gib(phase),
                 "free_gib": plan.margin_of(phase),
-                "live_gib": _gib_by_name(parts),
+                "live_gib": _gib_by_name(usage),
             }
-            for phase, parts in plan.phases.items()
+            for phase, usage in plan.phases.items()
         },
         "host_gib": _gib_by_name(plan.host),
         "kv_cache": {
@@ -103,10 +103,10 @@ def as_json(plan: Plan, proposals: Sequence[Suggestion]) -> dict[str, Any]:
     }
 
 
-def _gib_by_name(parts: Parts) -> dict[str, float]:
+def _gib_by_name(usage: Usage) -> dict[str, float]:
     """The largest first."""
-    return {name: size / GIB for name, size in parts.most_common() if size > 0}
+    return {name: size / GIB for name, size in usage.most_common() if size > 0}
 
 
-def _join_parts(parts: Parts) -> str:
-    return ", ".join(f"{name} {gib:.2f}" for name, gib in _gib_by_name(parts).items())
+def _join_usage(usage: Usage) -> str:
+    return ", ".join(f"{name} {gib:.2f}" for name, gib in _gib_by_name(usage).items())

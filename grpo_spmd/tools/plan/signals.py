@@ -19,7 +19,7 @@ from grpo_spmd.files import read_model_config
 from grpo_spmd.model.config_json import ModelFacts, Shapes, local_folder, shapes_from_config
 from grpo_spmd.observe.cards import Card
 from grpo_spmd.tools.plan.device import with_fragmentation
-from grpo_spmd.tools.plan.dry_run import Parts, Pass, Peaks, parameter_shapes, peaks_of
+from grpo_spmd.tools.plan.dry_run import Pass, Peaks, Usage, parameter_shapes, peaks_of
 from grpo_spmd.tools.plan.step_time import (
     ADAMW_BYTES,
     RECOMPUTED,
@@ -41,7 +41,7 @@ class PlannedModel:
     num_bytes: int
     gradients: int
     peaks: Peaks
-    answers: Parts  # what a teacher says, kept from the phase "logprobs" to the update
+    answers: Usage  # what a teacher says, kept from the phase "logprobs" to the update
 
     @property
     def name(self) -> str:
@@ -67,8 +67,8 @@ def _plan_model(
 ) -> PlannedModel:
     folder = local_folder(side.path, side.revision)
     if folder is None or not (folder / "config.json").is_file():
-        what = f"there is no config.json of {side.path} here"
-        raise ConfigError(f"{side.key}: {what}; hf download {side.path} config.json")
+        problem = f"there is no config.json of {side.path} here"
+        raise ConfigError(f"{side.key}: {problem}; hf download {side.path} config.json")
     model_config = read_model_config(folder)
     shapes = shapes_from_config(model_config) or parameter_shapes(folder)
     facts = ModelFacts(with_head(side.kind, shapes, model_config), model_config, "config.json")
@@ -105,11 +105,11 @@ def with_head(kind: Kind, shapes: Shapes, config: dict[str, Any]) -> Shapes:
     return layers | {"head.weight": (num_labels, int(config.get("hidden_size") or 0))}
 
 
-def _without_logits(parts: Parts) -> Parts:
-    return Counter({name: size for name, size in parts.items() if name != "logits"})
+def _without_logits(usage: Usage) -> Usage:
+    return Counter({name: size for name, size in usage.items() if name != "logits"})
 
 
-def teacher_answers(config: Config, side: SideModel, facts: ModelFacts, num_ranks: int) -> Parts:
+def teacher_answers(config: Config, side: SideModel, facts: ModelFacts, num_ranks: int) -> Usage:
     """Bytes of what a teacher says about all rollouts of a rank."""
     sizes, name = facts.dimensions, side.name
     if side.kind != "teacher" or sizes is None:
@@ -154,12 +154,12 @@ def with_value_head(peaks: Peaks, config: Config, hidden: int, lengths: Lengths)
     return Peaks(peaks.scoring + head, peaks.update + head)
 
 
-def with_side_models(phases: dict[str, Parts], models: Sequence[PlannedModel]) -> dict[str, Parts]:
+def with_side_models(phases: dict[str, Usage], models: Sequence[PlannedModel]) -> dict[str, Usage]:
     """`phases` with what the models hold in each."""
     waiting = Counter({model.name: model.num_bytes for model in models if model.waits})
     with_waiting = ("logprobs", "update", "checkpoint")
     phases = {
-        name: parts + waiting if name in with_waiting else parts for name, parts in phases.items()
+        name: usage + waiting if name in with_waiting else usage for name, usage in phases.items()
     }
     # The engine sleeps while reward models score, one after the other.
     asleep = Counter(
@@ -177,7 +177,7 @@ def with_side_models(phases: dict[str, Parts], models: Sequence[PlannedModel]) -
     return phases
 
 
-def host_bytes(models: Sequence[PlannedModel]) -> Parts:
+def host_bytes(models: Sequence[PlannedModel]) -> Usage:
     """Host memory of a rank: models that wait there, and a checkpoint's copy of the critic."""
     copies = sum(model.num_bytes for model in models if model.side.kind == "critic")
     waiting = Counter({f"{model.name}, waiting": model.num_bytes for model in models})
