@@ -1,5 +1,5 @@
-"""What the demos train, from a seed and without a download: tiny models, tokenizers, prompts, an environment.
+"""Models, tokenizers, prompts and an environment for the demos, from a seed and without a download.
 
-Nothing that a run needs without a demo.
+Not here: anything that a run without a demo needs.
 Imports config/, distributed/ and rewards/.
 """

@@ -1,39 +1,42 @@
-"""What the countdown demo trains: a tiny Qwen3, its tokenizer, countdown prompts.
+"""Data of the countdown demo: a tiny Qwen3, its tokenizer, countdown prompts.
 
-The task is TinyZero's countdown, cut down to two numbers: "3,8=24:" wants an equation that uses 3 and 8 once each and
-reaches 24, such as "3*8". A warm start of seconds shows right equations, then those of a careless teacher who often
-writes random digits: it ends right in three of ten tries. From there GRPO sees only the reward. `--numbers 3-4` is
-TinyZero's own task, with targets below 100; its warm start, of right equations alone, ends at one in five or ten.
+The task is TinyZero's countdown with two numbers: "3,8=24:" asks for an equation that uses 3 and 8
+once each and reaches 24, such as "3*8". A warm start of seconds trains on correct equations, then
+on those of a careless teacher who often writes random digits. After it the model is right in three
+of ten tries; GRPO improves it with the reward alone. `--numbers 3-4` is TinyZero's own task, with
+targets below 100. Its warm start has correct equations only, and ends at one in five to ten.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from grpo_spmd.demo.making import Lesson, code, make_folder, make_model, model_config
+from grpo_spmd.demo.making import Example, make_folder, make_model, model_config, warm_up
 from grpo_spmd.rewards.verifiers import evaluate
 
-_CHARACTERS, _EOS = "0123456789+-*,=:", "<eos>"
-_LARGEST, _BATCH = 9, 128
-_RIGHT_STEPS, _RIGHT_LR = 300, 5e-3
-_CARELESS_STEPS, _CARELESS_LR, _CARELESS_RIGHT_FRAC = 120, 1e-3, 0.55
-_LONGER_STEPS, _LONGER_LR, _LONGER_ROWS = 500, 3e-3, 4096
+CHARACTERS = "0123456789+-*,=:"
+EOS = "<eos>"
+MAX_NUMBER = 9
+_BATCH_SIZE = 128
+_CORRECT_STEPS = 300
+_CORRECT_LR = 5e-3
+_CARELESS_STEPS = 120
+_CARELESS_LR = 1e-3
+_CARELESS_CORRECT_FRAC = 0.55
+_LONG_STEPS = 500
+_LONG_LR = 3e-3
+_LONG_ROWS = 4096
+Task = tuple[int, int, int]  # both numbers and the target
 
 
-def solvable_tasks() -> list[tuple[int, int, int]]:
-    """All (a, b, target) with a and b from 1 to 9 and a positive target that a + b, a - b or a * b reaches."""
-    numbers = range(1, _LARGEST + 1)
-    return sorted(
-        {
-            (a, b, target)
-            for a in numbers
-            for b in numbers
-            for target in (a + b, a - b, a * b)
-            if target > 0
-        }
-    )
+def solvable_tasks() -> list[Task]:
+    """Returns all tasks with numbers from 1 to 9 and a positive target that +, - or * reaches."""
+    numbers = range(1, MAX_NUMBER + 1)
+    targets = {(a, b, target) for a in numbers for b in numbers for target in (a + b, a - b, a * b)}
+    return sorted(task for task in targets if task[2] > 0)
 
 
 def prompt_text(*nums_and_target: int) -> str:
@@ -41,10 +44,10 @@ def prompt_text(*nums_and_target: int) -> str:
     return f"{','.join(map(str, nums))}={target}:"
 
 
-def longer_task(rng: random.Random) -> tuple[list[int], int, str]:
-    """Three or four numbers, a target from 1 to 99, and an equation over all of them that reaches it."""
+def long_task(rng: random.Random) -> tuple[list[int], int, str]:
+    """Returns three or four numbers, a target from 1 to 99, and an equation that reaches it."""
     while True:
-        nums = [rng.randint(1, _LARGEST) for _ in range(rng.choice((3, 4)))]
+        nums = [rng.randint(1, MAX_NUMBER) for _ in range(rng.choice((3, 4)))]
         equation = str(nums[0]) + "".join(rng.choice("+-*") + str(number) for number in nums[1:])
         target = evaluate(equation)
         if 0 < target < 100:
@@ -53,91 +56,90 @@ def longer_task(rng: random.Random) -> tuple[list[int], int, str]:
 
 
 def make_rows(numbers: str, seed: int) -> list[dict[str, Any]]:
-    """The data set: one row a task, columns prompt, nums, target."""
+    """Returns the data set: one row a task, columns prompt, nums, target."""
     if numbers == "2":
         return [
             {"prompt": prompt_text(*task), "nums": task[:2], "target": task[2]}
             for task in solvable_tasks()
         ]
     rng = random.Random(f"rows/{seed}")
-    tasks = [longer_task(rng) for _ in range(_LONGER_ROWS)]
+    tasks = [long_task(rng) for _ in range(_LONG_ROWS)]
     return [
         {"prompt": prompt_text(*nums, target), "nums": nums, "target": target}
         for nums, target, _ in tasks
     ]
 
 
-def right_equations(a: int, b: int, target: int) -> list[str]:
-    """Every equation over both numbers that reaches the target."""
+def correct_equations(a: int, b: int, target: int) -> list[str]:
+    """Returns every equation over both numbers that reaches the target."""
     pairs = {(a, b), (b, a)}
-    right = [f"{x}+{y}" for x, y in pairs if x + y == target]
-    right += [f"{x}-{y}" for x, y in pairs if x - y == target]
-    return sorted(right + [f"{x}*{y}" for x, y in pairs if x * y == target])
+    equations = [f"{x}+{y}" for x, y in pairs if x + y == target]
+    equations += [f"{x}-{y}" for x, y in pairs if x - y == target]
+    return sorted(equations + [f"{x}*{y}" for x, y in pairs if x * y == target])
 
 
 def random_equation(rng: random.Random) -> str:
-    """What the careless teacher writes: any two digits around any operation."""
-    return f"{rng.randint(1, _LARGEST)}{rng.choice('+-*')}{rng.randint(1, _LARGEST)}"
+    """Returns an equation of the careless teacher: two random digits around a random operation."""
+    return f"{rng.randint(1, MAX_NUMBER)}{rng.choice('+-*')}{rng.randint(1, MAX_NUMBER)}"
 
 
 def make_tokenizer(folder: Path) -> None:
-    """A tokenizer of single characters and an end-of-sequence token, without a chat template."""
+    """Writes a tokenizer of single characters and an end token, without a chat template."""
     import transformers
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-    vocabulary = {token: i for i, token in enumerate([_EOS, *_CHARACTERS])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=_EOS))
+    vocabulary = {token: i for i, token in enumerate([EOS, *CHARACTERS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=EOS))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
-    fast = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=_EOS, pad_token=_EOS
-    )
-    fast.save_pretrained(folder)
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=EOS, pad_token=EOS
+    ).save_pretrained(folder)
+
+
+def token_ids(text: str) -> list[int]:
+    """Returns the ids of single characters, as the tokenizer does."""
+    return [1 + CHARACTERS.index(character) for character in text]
+
+
+def make_example(prompt: str, equation: str) -> Example:
+    """Returns prompt and equation, of which the equation and the end token are trained."""
+    ids = [*token_ids(prompt + equation), 0]
+    return Example(ids, [position >= len(prompt) for position in range(len(ids))])
 
 
 def make_countdown_model(folder: Path, seed: int, numbers: str) -> None:
-    """A two-layer Qwen3 of 0.1 million parameters after the warm start."""
-    import transformers
-
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    ids = {
-        character: tokenizer.convert_tokens_to_ids(character) for character in [*_CHARACTERS, _EOS]
-    }
+    """Writes a two-layer Qwen3 of 0.1 million parameters after the warm start."""
     rng = random.Random(seed)
     tasks = solvable_tasks()
 
-    def lessons(
-        step: int,
-    ) -> list[Lesson]:  # a batch of prompts, each with the equation shown for it
-        if numbers != "2":
-            longer = [longer_task(rng) for _ in range(_BATCH)]
-            return [
-                lesson(prompt_text(*nums, target), equation) for nums, target, equation in longer
-            ]
-        shown = []
-        for task in rng.choices(tasks, k=_BATCH):
-            is_right = step < _RIGHT_STEPS or rng.random() < _CARELESS_RIGHT_FRAC
-            equation = rng.choice(right_equations(*task)) if is_right else random_equation(rng)
-            shown.append(lesson(prompt_text(*task), equation))
-        return shown
+    def long_batch(_: int) -> list[Example]:
+        batch = [long_task(rng) for _ in range(_BATCH_SIZE)]
+        return [make_example(prompt_text(*nums, target), text) for nums, target, text in batch]
 
-    def lesson(prompt: str, equation: str) -> Lesson:
-        said = [ids[character] for character in [*prompt, *equation, _EOS]]
-        return said, [number >= len(prompt) for number in range(len(said))]
+    def short_batch(step: int) -> list[Example]:
+        batch = []
+        for task in rng.choices(tasks, k=_BATCH_SIZE):
+            is_correct = step < _CORRECT_STEPS or rng.random() < _CARELESS_CORRECT_FRAC
+            equation = rng.choice(correct_equations(*task)) if is_correct else random_equation(rng)
+            batch.append(make_example(prompt_text(*task), equation))
+        return batch
 
-    peaks = [_RIGHT_LR] * _RIGHT_STEPS + [_CARELESS_LR] * _CARELESS_STEPS
+    batch_of: Callable[[int], list[Example]] = short_batch
+    peaks = [_CORRECT_LR] * _CORRECT_STEPS + [_CARELESS_LR] * _CARELESS_STEPS
     if numbers != "2":
-        peaks = [_LONGER_LR] * _LONGER_STEPS
-    rates = [peak * min(1.0, (step + 1) / 50) for step, peak in enumerate(peaks)]
-    make_model(folder, seed, model_config(), lessons, rates)
+        batch_of = long_batch
+        peaks = [_LONG_LR] * _LONG_STEPS
+    rates = [peak * warm_up(step) for step, peak in enumerate(peaks)]
+    make_model(folder, seed, model_config(), batch_of=batch_of, learning_rates=rates)
 
 
 def make_demo(out: Path, seed: int, numbers: str = "2") -> None:
-    """Write `out`/model and `out`/train.jsonl, unless the same seed and code made what is there; complete or absent."""
+    """Writes `out`/model and `out`/train.jsonl, as make_folder does."""
 
     def fill(model: Path) -> list[dict[str, Any]]:
         make_tokenizer(model)
         make_countdown_model(model, seed, numbers)
         return make_rows(numbers, seed)
 
-    make_folder(out, {"seed": seed, "numbers": numbers, "code": code()}, fill)
+    make_folder(out, {"seed": seed, "numbers": numbers}, fill)

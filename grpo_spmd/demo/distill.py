@@ -1,5 +1,8 @@
-"""What the distillation demo trains: the countdown demo's careless model, and a teacher that has only seen right
-equations, for longer. The student sees no reward: it is taught by the teacher's distribution on its own completions."""
+"""Data of the distillation demo: the countdown demo's careless model and a better teacher.
+
+The teacher was trained longer, on correct equations only. The student gets no reward: it learns the
+teacher's distribution on its own completions.
+"""
 
 from __future__ import annotations
 
@@ -8,40 +11,39 @@ from pathlib import Path
 from typing import Any
 
 from grpo_spmd.demo.countdown import (
+    correct_equations,
     make_countdown_model,
+    make_example,
     make_rows,
     make_tokenizer,
     prompt_text,
-    right_equations,
     solvable_tasks,
 )
-from grpo_spmd.demo.making import Lesson, code, make_folder, make_model, model_config
+from grpo_spmd.demo.making import Example, make_folder, make_model, model_config, warm_up
 
-_STEPS, _LR, _BATCH = 600, 5e-3, 128
+_STEPS = 600
+_LR = 5e-3
+_BATCH_SIZE = 128
 
 
 def make_teacher(folder: Path, seed: int) -> None:
-    """A model like the student, which is right in nearly all tries."""
-    import transformers
-
+    """Writes a model like the student that is right in nearly all tries, with its tokenizer."""
     make_tokenizer(folder)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    rng, tasks = random.Random(f"teacher/{seed}"), solvable_tasks()
+    rng = random.Random(f"teacher/{seed}")
+    tasks = solvable_tasks()
 
-    def lesson(task: tuple[int, int, int]) -> Lesson:
-        prompt, equation = prompt_text(*task), rng.choice(right_equations(*task))
-        said = [*tokenizer.convert_tokens_to_ids([*prompt, *equation]), tokenizer.eos_token_id]
-        return said, [number >= len(prompt) for number in range(len(said))]
+    def batch_of(_: int) -> list[Example]:
+        return [
+            make_example(prompt_text(*task), rng.choice(correct_equations(*task)))
+            for task in rng.choices(tasks, k=_BATCH_SIZE)
+        ]
 
-    def lessons(_: int) -> list[Lesson]:
-        return [lesson(task) for task in rng.choices(tasks, k=_BATCH)]
-
-    rates = [_LR * min(1.0, (step + 1) / 50) * (1 - step / _STEPS) for step in range(_STEPS)]
-    make_model(folder, seed + 1000, model_config(), lessons, rates)
+    rates = [_LR * warm_up(step) * (1 - step / _STEPS) for step in range(_STEPS)]
+    make_model(folder, seed + 1000, model_config(), batch_of=batch_of, learning_rates=rates)
 
 
 def make_distillation_demo(out: Path, seed: int) -> None:
-    """Write `out`/model, `out`/teacher and `out`/train.jsonl, as make_demo does."""
+    """Writes `out`/model, `out`/teacher and `out`/train.jsonl, as make_folder does."""
 
     def fill(model: Path) -> list[dict[str, Any]]:
         make_tokenizer(model)
@@ -51,4 +53,4 @@ def make_distillation_demo(out: Path, seed: int) -> None:
         make_teacher(teacher, seed)
         return make_rows("2", seed)
 
-    make_folder(out, {"seed": seed, "code": code()}, fill)
+    make_folder(out, {"seed": seed}, fill)

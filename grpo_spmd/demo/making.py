@@ -1,4 +1,4 @@
-"""What the demos have in common: a tiny Qwen3, its warm start, and a folder that is complete or absent."""
+"""What the demos share: a tiny Qwen3, its warm start, and a folder that is complete or absent."""
 
 from __future__ import annotations
 
@@ -8,38 +8,55 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from grpo_spmd.distributed import startup
 
-Lesson = tuple[list[int], list[bool]]  # token ids, and which of them the model is taught
+_WARM_UP_STEPS = 50
+
+
+class Example(NamedTuple):
+    """One sequence of the warm start."""
+
+    token_ids: list[int]
+    is_trained: list[bool]  # for each token, whether it counts in the loss
 
 
 def model_config(**sizes: Any) -> Any:
-    """A Qwen3's config: two layers for the countdown demo's tokenizer, but for the `sizes` given."""
+    """Returns a Qwen3 config: two layers for the countdown tokenizer, unless `sizes` differ."""
     import transformers
 
-    tiny = {"vocab_size": 32, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-    tiny |= {
+    tiny = {
+        "vocab_size": 32,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 32,
         "max_position_embeddings": 64,
+        "bos_token_id": None,
+        "eos_token_id": 0,
+        "pad_token_id": 0,
+        "tie_word_embeddings": True,
+        "dtype": "float32",
     }
-    tokens = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0}
-    return transformers.Qwen3Config(
-        **{**tiny, **tokens, "tie_word_embeddings": True, "dtype": "float32", **sizes}
-    )
+    return transformers.Qwen3Config(**tiny | sizes)
+
+
+def warm_up(step: int) -> float:
+    """Returns the factor of the learning rate, which rises linearly over the first steps."""
+    return min(1.0, (step + 1) / _WARM_UP_STEPS)
 
 
 def make_model(
     folder: Path,
     seed: int,
     config: Any,
-    lessons: Callable[[int], Sequence[Lesson]],
+    batch_of: Callable[[int], Sequence[Example]],
     learning_rates: Sequence[float],
 ) -> None:
-    """A Qwen3 after a warm start of a step for each learning rate, on the batch that `lessons` has for it."""
+    """Writes a Qwen3 after a warm start of one step for each learning rate, on `batch_of(step)`."""
     import torch
     import transformers
 
@@ -51,14 +68,12 @@ def make_model(
     for step, learning_rate in enumerate(learning_rates):
         startup.note(f", step {step + 1} of {len(learning_rates)}")
         optimizer.param_groups[0]["lr"] = learning_rate
-        batch = lessons(step)
-        longest = max(len(ids) for ids, _ in batch)
-        # Padding on the right: under a causal mask no token that is trained sees it.
-        inputs = torch.tensor([ids + [0] * (longest - len(ids)) for ids, _ in batch])
-        taught = torch.tensor(
-            [is_taught + [False] * (longest - len(is_taught)) for _, is_taught in batch]
-        )
-        loss = model(input_ids=inputs, labels=inputs.where(taught, -100)).loss
+        batch = batch_of(step)
+        length = max(len(example.token_ids) for example in batch)
+        # Padding is on the right: under a causal mask no trained token sees it.
+        input_ids = torch.tensor([_pad(example.token_ids, 0, length) for example in batch])
+        is_trained = torch.tensor([_pad(example.is_trained, False, length) for example in batch])
+        loss = model(input_ids=input_ids, labels=input_ids.where(is_trained, -100)).loss
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -66,11 +81,19 @@ def make_model(
     model.save_pretrained(folder)
 
 
+def _pad(values: list[Any], padding: Any, length: int) -> list[Any]:
+    return values + [padding] * (length - len(values))
+
+
 def make_folder(
-    out: Path, made_from: dict[str, Any], fill: Callable[[Path], list[dict[str, Any]]]
+    out: Path, settings: dict[str, Any], fill: Callable[[Path], list[dict[str, Any]]]
 ) -> None:
-    """Write `out`/model and `out`/train.jsonl, unless the same seed and code made what is there; complete or absent.
-    `fill` writes the model into the folder that it gets, and returns the rows."""
+    """Writes `out`/model and `out`/train.jsonl, or neither.
+
+    Does nothing if the same `settings` and code made the folder that is there. `fill` writes the
+    model into the folder that it gets, and returns the rows.
+    """
+    made_from = settings | {"code": _code()}
     try:
         if json.loads((out / "made_from.json").read_text(encoding="utf-8")) == made_from:
             print(f"demo: {out} is there already")
@@ -98,8 +121,7 @@ def temporary_folder(out: Path) -> Path:
     return out.with_name(out.name + f".tmp{os.getpid()}")
 
 
-def code() -> str:
-    """The text of all that makes a demo: what was made by another one is made anew."""
-    return "".join(
-        path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("*.py"))
-    )
+def _code() -> str:
+    """Returns the text of this folder: what other code has made is made again."""
+    paths = sorted(Path(__file__).parent.glob("*.py"))
+    return "".join(path.read_text(encoding="utf-8") for path in paths)

@@ -1,6 +1,8 @@
-"""What the demo of reward models learns from: a tiny Qwen3 with a head for one score, trained to tell right countdown
-equations from wrong ones. It sees pairs for one task, and the right one is to have the higher score (Bradley-Terry);
-what is wrong is drawn as the policy may write it, near misses and strings of no sense among it.
+"""Data of the reward-model demo: a tiny Qwen3 with a head for one score.
+
+It learns to tell correct countdown equations from wrong ones. It sees pairs for one task, and the
+correct answer must get the higher score (Bradley-Terry). Wrong answers are drawn as the policy may
+write them, with near misses and meaningless strings.
 """
 
 from __future__ import annotations
@@ -10,121 +12,121 @@ from pathlib import Path
 from typing import Any
 
 from grpo_spmd.demo.countdown import (
+    MAX_NUMBER,
+    Task,
+    correct_equations,
     make_countdown_model,
     make_rows,
     make_tokenizer,
     prompt_text,
     random_equation,
-    right_equations,
     solvable_tasks,
+    token_ids,
 )
-from grpo_spmd.demo.making import code, make_folder, model_config
+from grpo_spmd.demo.making import make_folder, model_config, warm_up
 from grpo_spmd.distributed import startup
 from grpo_spmd.rewards.verifiers import countdown
 
-_BATCH, _WRONG, _STEPS, _LR = (
-    32,
-    5,
-    800,
-    5e-3,
-)  # tasks of a step, and wrong answers beside each right one
+_TASKS_PER_STEP = 32
+_WRONG_PER_TASK = 5
+_STEPS = 800
+_LR = 5e-3
 _CHARACTERS = "0123456789+-*"
-_LONGEST = 8  # characters of a completion
-Task = tuple[int, int, int]
+_MAX_LENGTH = 8  # characters of a completion
 
 
-def is_right(task: Task, said: str) -> bool:
+def is_correct(task: Task, text: str) -> bool:
     a, b, target = task
-    return countdown([said], [[a, b]], [target], answer_tag=None) == [1.0]
+    return countdown([text], [[a, b]], [target], answer_tag=None) == [1.0]
 
 
 def wrong_answer(rng: random.Random, task: Task) -> str:
-    """Of many kinds, none of them right."""
+    """Returns a wrong answer of one of many kinds."""
     while True:
-        kind = rng.random()
-        right = rng.choice(right_equations(*task))
-        if kind < 0.2:
-            said = random_equation(rng)
-        elif (
-            kind < 0.75
-        ):  # one number of the task, or both or twice the same, which a policy soon tries
-            pair = [
-                rng.choice(task[:2]),
-                rng.choice(task[:2]) if kind < 0.55 else rng.randint(1, 9),
-            ]
-            rng.shuffle(pair)
-            said = f"{pair[0]}{rng.choice('+-*')}{pair[1]}"
-        elif kind < 0.85:  # one character of a right one changed, left out or put in
-            place = rng.randrange(len(right))
-            middle = rng.choice(
-                ["", rng.choice(_CHARACTERS), right[place] + rng.choice(_CHARACTERS)]
-            )
-            said = right[:place] + middle + right[place + 1 :]
-        elif kind < 0.92:  # it goes on behind a right one
-            said = right + "".join(
-                rng.choices(_CHARACTERS + ",=:", k=rng.randint(1, _LONGEST - len(right)))
-            )
-        else:
-            said = "".join(rng.choices(_CHARACTERS, k=rng.randint(1, _LONGEST)))
-        if not is_right(task, said):
-            return said
+        text = _draw_answer(rng, task)
+        if not is_correct(task, text):
+            return text
+
+
+def _draw_answer(rng: random.Random, task: Task) -> str:
+    kind = rng.random()
+    correct = rng.choice(correct_equations(*task))
+    if kind < 0.2:
+        return random_equation(rng)
+    if kind < 0.75:
+        # One number of the task, both, or the same twice, which a policy soon tries.
+        a = rng.choice(task[:2])
+        b = rng.choice(task[:2]) if kind < 0.55 else rng.randint(1, MAX_NUMBER)
+        pair = [a, b]
+        rng.shuffle(pair)
+        return f"{pair[0]}{rng.choice('+-*')}{pair[1]}"
+    if kind < 0.85:
+        # One character of a correct answer removed, replaced or followed by another.
+        index = rng.randrange(len(correct))
+        replaced = rng.choice(_CHARACTERS)
+        inserted = correct[index] + rng.choice(_CHARACTERS)
+        return correct[:index] + rng.choice(["", replaced, inserted]) + correct[index + 1 :]
+    if kind < 0.92:
+        # A correct answer that goes on.
+        num_more = rng.randint(1, _MAX_LENGTH - len(correct))
+        return correct + "".join(rng.choices(_CHARACTERS + ",=:", k=num_more))
+    return "".join(rng.choices(_CHARACTERS, k=rng.randint(1, _MAX_LENGTH)))
 
 
 def make_reward_model(folder: Path, base: Path, seed: int) -> None:
-    """Beside a tokenizer that is there, of the language model `base`, which knows some arithmetic by then. Its padding
-    token is none, so that it reads the end of a text too."""
+    """Writes a reward model into `folder`, where its tokenizer is.
+
+    It starts from the language model `base`, which knows some arithmetic. It has no padding token,
+    so that it reads the end token of a text too.
+    """
     import torch
     import transformers
 
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     torch.manual_seed(seed)
-    model = transformers.Qwen3ForSequenceClassification(
-        model_config(num_labels=1, pad_token_id=None)
-    )
+    config = model_config(num_labels=1, pad_token_id=None)
+    model = transformers.Qwen3ForSequenceClassification(config)
     language_model = transformers.Qwen3ForCausalLM.from_pretrained(base, trust_remote_code=False)
     model.model.load_state_dict(language_model.model.state_dict())
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.05)
-    rng, tasks, end = random.Random(seed), solvable_tasks(), tokenizer.eos_token_id
+    rng = random.Random(seed)
+    tasks = solvable_tasks()
 
-    def ids_of(task: Task, said: str) -> list[int]:
-        ids: list[int] = tokenizer.convert_tokens_to_ids([*prompt_text(*task), *said])
-        return (
-            [*ids, end] if len(said) < _LONGEST else ids
-        )  # as the policy's, which are cut off there
+    def encode(task: Task, text: str) -> list[int]:
+        ids = token_ids(prompt_text(*task) + text)
+        # A completion of the full length was cut off, so it has no end token.
+        return [*ids, 0] if len(text) < _MAX_LENGTH else ids
 
-    def scores_of(texts: list[list[int]]) -> Any:
-        longest, lengths = max(map(len, texts)), torch.tensor([len(ids) for ids in texts])
-        rows = torch.tensor(
-            [ids + [end] * (longest - len(ids)) for ids in texts]
-        )  # the mask is causal
+    def scores_of(texts: list[list[int]]) -> torch.Tensor:
+        lengths = [len(ids) for ids in texts]
+        # Padding after the end is not seen: the mask is causal.
+        rows = torch.tensor([ids + [0] * (max(lengths) - len(ids)) for ids in texts])
         hidden = model.model(input_ids=rows, use_cache=False).last_hidden_state
-        return model.score(hidden[torch.arange(len(texts)), lengths - 1]).squeeze(-1)
+        ends = torch.tensor(lengths) - 1
+        scores: torch.Tensor = model.score(hidden[torch.arange(len(texts)), ends])
+        return scores.squeeze(-1)
 
     startup.begin("demo: the reward model")
     for step in range(_STEPS):
         startup.note(f", step {step + 1} of {_STEPS}")
-        optimizer.param_groups[0]["lr"] = _LR * min(
-            1.0, (step + 1) / 50, (_STEPS - step) / (_STEPS / 2)
-        )
-        batch = rng.choices(tasks, k=_BATCH)
-        right = [ids_of(task, rng.choice(right_equations(*task))) for task in batch]
-        wrong = [ids_of(task, wrong_answer(rng, task)) for _ in range(_WRONG) for task in batch]
-        scores = scores_of(right + wrong).view(1 + _WRONG, _BATCH)
+        fall = (_STEPS - step) / (_STEPS / 2)
+        optimizer.param_groups[0]["lr"] = _LR * min(warm_up(step), fall)
+        batch = rng.choices(tasks, k=_TASKS_PER_STEP)
+        texts = [encode(task, rng.choice(correct_equations(*task))) for task in batch]
+        for _ in range(_WRONG_PER_TASK):
+            texts += [encode(task, wrong_answer(rng, task)) for task in batch]
+        scores = scores_of(texts).view(1 + _WRONG_PER_TASK, _TASKS_PER_STEP)
         margins = scores[0] - scores[1:]
         loss = -torch.nn.functional.logsigmoid(margins).mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    print(
-        f"demo: the reward model tells {float((margins > 0).float().mean()):.0%} of its last pairs apart",
-        flush=True,
-    )
+    fraction = float((margins > 0).float().mean())
+    print(f"demo: the reward model tells {fraction:.0%} of its last pairs apart", flush=True)
     model.save_pretrained(folder)
 
 
 def make_reward_model_demo(out: Path, seed: int) -> None:
-    """Write `out`/model, `out`/reward_model and `out`/train.jsonl, unless the same seed and code made what is there;
-    complete or absent."""
+    """Writes `out`/model, `out`/reward_model and `out`/train.jsonl, as make_folder does."""
 
     def fill(model: Path) -> list[dict[str, Any]]:
         make_tokenizer(model)
@@ -135,4 +137,4 @@ def make_reward_model_demo(out: Path, seed: int) -> None:
         make_reward_model(judge, model, seed)
         return make_rows("2", seed)
 
-    make_folder(out, {"seed": seed, "demo": "rm", "code": code()}, fill)
+    make_folder(out, {"seed": seed, "demo": "rm"}, fill)

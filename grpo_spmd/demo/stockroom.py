@@ -1,6 +1,6 @@
-"""The environment of the tools demo, as a user would write it: TRL's protocol, and a reward that sees it.
+"""The environment of the tools demo, as a user would write it: TRL's protocol, and its reward.
 
-Nobody can answer from the prompt: what is in stock is drawn anew for each episode, and only the tool tells of it.
+Nobody can answer from the prompt: the stock is drawn for each episode, and only the tool knows it.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ ITEMS = "abcdefgh"
 
 
 class Stockroom:
+    """A room with up to nine of each item."""
+
     def reset(self, wanted: Sequence[str], **columns: Any) -> None:
-        """A new stock. `random` is seeded with the episode's seed, so that a resumed run finds the same one."""
-        stock = {item: random.randint(0, 9) for item in ITEMS}
-        self._stock, self._wanted = stock, wanted
+        """Draws a new stock. `random` has the episode's seed, so a resumed run repeats it."""
+        self._stock = {item: random.randint(0, 9) for item in ITEMS}
+        self._wanted = wanted
 
     def count(self, item: str) -> int:
         """
@@ -37,6 +39,8 @@ class Stockroom:
 def right_counts(
     completions: Sequence[Any], environments: Sequence[Any], **columns: Any
 ) -> list[float]:
-    """1.0 where the last message says how many there are of each item that was asked for, "7,3"."""
-    pairs = zip(completions, environments, strict=True)
-    return [float(said[-1].get("content") == environment._answer()) for said, environment in pairs]
+    """Returns 1.0 where the last message has the counts of the wanted items, as in "7,3"."""
+    return [
+        float(messages[-1].get("content") == environment._answer())
+        for messages, environment in zip(completions, environments, strict=True)
+    ]

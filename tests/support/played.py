@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_spmd.demo.making import Lesson, make_model, model_config
-from grpo_spmd.demo.tools import make_lessons, make_tokenizer, questions
+from grpo_spmd.demo.making import Example, make_model, model_config
+from grpo_spmd.demo.tools import make_examples, make_tokenizer, questions
 from grpo_spmd.distributed import startup
 
 _CLOCK = random.SystemRandom()  # another in each run, whatever the seed
@@ -26,9 +26,9 @@ _MOST_WAITED_S = 100
 def make_caller(folder: Path) -> Path:
     """`folder`/model, which calls the tool more often than not, and its questions in `folder`/train.jsonl."""
     (folder / "model").mkdir()
-    lessons = make_lessons(make_tokenizer(folder / "model"), 0)
+    lessons = make_examples(make_tokenizer(folder / "model"), 0)
 
-    def few(step: int) -> list[Lesson]:
+    def few(step: int) -> list[Example]:
         return lessons(step)[:16]
 
     config = model_config(vocab_size=272, max_position_embeddings=512)

@@ -50,13 +50,13 @@ def make_talkative(folder: Path, chat_template: str = CHAT_TEMPLATE) -> Path:
     fast.save_pretrained(folder)
     draw = random.Random(0)
 
-    def lesson() -> making.Lesson:
+    def lesson() -> making.Example:
         ids, taught = list[int](), list[bool]()
         for before in ("<|user|>go", "<|tool|>12"):
             for text, is_said in ((f"{before}{_END}<|assistant|>", False), (said() + _END, True)):
                 new = fast.encode(text, add_special_tokens=False)
                 ids, taught = ids + new, taught + [is_said] * len(new)
-        return ids, taught
+        return making.Example(ids, taught)
 
     def said() -> str:
         text = "".join(draw.choice("abc") for _ in range(draw.randint(1, 3)))

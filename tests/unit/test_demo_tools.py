@@ -10,7 +10,7 @@ import pytest
 import transformers
 
 from grpo_spmd.demo.stockroom import Stockroom, right_counts
-from grpo_spmd.demo.tools import call_text, make_lessons, make_tokenizer, questions, shown_turns
+from grpo_spmd.demo.tools import call_text, make_examples, make_tokenizer, questions, teacher_turns
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def call_of(item: str) -> dict[str, Any]:
 
 def test_a_right_episode_is_taught_as_the_template_writes_it(tokenizer: Any) -> None:
     """A space more in the lessons, and the policy would start on contexts that it never saw."""
-    turns = shown_turns(random.Random(3), is_careful=True)
+    turns = teacher_turns(random.Random(3), is_careful=True)
     wanted = turns[0][0].removeprefix("<|user|>").removesuffix("<|end|><|assistant|>").split(",")
     said = turns[-1][0].removesuffix("<|end|>")
     messages: list[dict[str, Any]] = [{"role": "user", "content": ",".join(wanted)}]
@@ -38,7 +38,7 @@ def test_a_right_episode_is_taught_as_the_template_writes_it(tokenizer: Any) -> 
     assert tokenizer.apply_chat_template(messages, tokenize=False) == "".join(
         text for text, _ in turns
     )
-    ids, taught = make_lessons(tokenizer, 3)(0)[0]
+    ids, taught = make_examples(tokenizer, 3)(0)[0]
     assert tokenizer.apply_chat_template(messages, return_dict=False) == ids
     # of "<user>c,f<end><assistant>" 6 tokens, of a call 6, of a result 4, of the answer 4
     assert taught == [False] * 6 + ([True] * 6 + [False] * 4) * 2 + [True] * 4
@@ -68,7 +68,7 @@ def test_any_text_has_tokens_that_give_it_back(tokenizer: Any) -> None:
 def test_the_careless_teacher_is_right_in_few_episodes_and_never_without_two_calls() -> None:
     rng, num_right = random.Random(0), 0
     for _ in range(2000):
-        turns = shown_turns(rng, is_careful=False)
+        turns = teacher_turns(rng, is_careful=False)
         num_right += len(turns) == 6
     assert 0.27 < num_right / 2000 < 0.33  # 0.3, and 3 standard deviations of 0.01
 
