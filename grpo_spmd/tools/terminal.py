@@ -111,8 +111,8 @@ def _character(char: str, encoding: str) -> Character:
 
 
 def _escaped(char: str) -> Character:
-    shown = ascii(char)[1:-1]
-    return Character(shown, len(shown), is_escape=True)
+    escape = ascii(char)[1:-1]
+    return Character(escape, len(escape), is_escape=True)
 
 
 def _is_joined(char: str) -> bool:
@@ -128,9 +128,9 @@ def is_encodable(char: str, encoding: str) -> bool:
     return True
 
 
-def width_of(shown: str) -> int:
+def width_of(text: str) -> int:
     """Returns the number of columns that a shown text takes."""
-    return sum(character.width for character in characters(shown))
+    return sum(character.width for character in characters(text))
 
 
 Cell = tuple[Character, str]  # a character and its style
@@ -176,7 +176,7 @@ class Terminal:
 
     def text(self, text: str, style: str = "") -> Line:
         """Returns all of `text` on one line."""
-        return Text("".join(shown for shown, *_ in characters(text, self.encoding)), style)
+        return Text("".join(escaped for escaped, *_ in characters(text, self.encoding)), style)
 
     def fit(self, text: str, width: int, style: str = "") -> Line:
         """Returns `text` on one line of at most `width` columns, with an ellipsis if it is cut."""
@@ -187,27 +187,27 @@ class Terminal:
 
         `align` ">" puts the spaces on the left side.
         """
-        shown, num_columns = self._fit(text, width)
+        fitted, num_columns = self._fit(text, width)
         spaces = " " * (width - num_columns)
-        return Text(spaces + shown if align == ">" else shown + spaces, style)
+        return Text(spaces + fitted if align == ">" else fitted + spaces, style)
 
     def _fit(self, text: str, width: int) -> tuple[str, int]:
         """Returns the fitted text and its number of columns."""
         ellipsis = self.ellipsis[: max(0, width)]
-        shown: list[str] = []
+        pieces: list[str] = []
         num_columns = 0
         # How much of the text stays if an ellipsis must follow it.
         num_kept = 0
         kept_columns = 0
         for character in characters(text, self.encoding):
             if num_columns + character.width > width:
-                return "".join(shown[:num_kept]) + ellipsis, kept_columns + len(ellipsis)
-            shown.append(character.shown)
+                return "".join(pieces[:num_kept]) + ellipsis, kept_columns + len(ellipsis)
+            pieces.append(character.shown)
             num_columns += character.width
             if num_columns <= width - len(ellipsis):
-                num_kept = len(shown)
+                num_kept = len(pieces)
                 kept_columns = num_columns
-        return "".join(shown), num_columns
+        return "".join(pieces), num_columns
 
     def wrap(self, text: str, indent: int = 0, styles: Styles = "") -> Iterator[WrappedLine]:
         """Yields the lines of `text`, broken at its newlines and at the terminal's width.
@@ -262,12 +262,12 @@ class Terminal:
         for index, line in enumerate(lines):
             yield Text.assemble(" " * indent if index else label, line)
 
-    def words(self, text: str, first: str = "", indent: str = "") -> Iterator[Line]:
+    def words(self, text: str, label: str = "", indent: str = "") -> Iterator[Line]:
         """Yields `text` broken at its spaces; the first line begins with `first`.
 
         A word that is longer than a line stays whole, since it may be a command to copy.
         """
-        line = first
+        line = label
         is_empty = True
         for word in self.text(text.replace("\n", " ")).plain.split():
             if not is_empty and width_of(f"{line} {word}") > self.columns:
@@ -311,10 +311,10 @@ class Terminal:
             (self.text(segment.text).plain, segment.style) for segment in segments if segment.text
         ]
         if not self.has_colour:
-            return "".join(shown for shown, _ in painted).rstrip(" ")
+            return "".join(escaped for escaped, _ in painted).rstrip(" ")
         return "".join(
-            style.render(shown, color_system=ColorSystem.STANDARD) if style else shown
-            for shown, style in painted
+            style.render(escaped, color_system=ColorSystem.STANDARD) if style else escaped
+            for escaped, style in painted
         ).rstrip(" ")
 
     def write(self, lines: Iterable[Line]) -> None:

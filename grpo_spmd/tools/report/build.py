@@ -256,11 +256,11 @@ def _count_rollouts(run: RecordedRun, steps: Collection[int], usual: float) -> t
     total = 0.0
     is_known = True
     for step in steps:
-        before = counts.get(step - 1)
-        after = counts.get(step)
-        if before is None or after is None or not 0 <= before <= after:
+        begin = counts.get(step - 1)
+        end = counts.get(step)
+        if begin is None or end is None or not 0 <= begin <= end:
             total += usual
             is_known = False
         else:
-            total += after - before
+            total += end - begin
     return round(total), is_known

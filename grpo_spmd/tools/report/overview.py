@@ -95,8 +95,8 @@ def _timeline(run: RecordedRun, max_spans: int) -> dict[str, Any]:
         num_spans = sum(len(spans) for timeline in timelines.values() for spans in timeline.spans)
         # With very many ranks fewer steps fit, the newest one among them.
         stride = max(1, -(-num_spans // max_spans))
-        shown = sorted(timelines)[::-1][::stride][::-1]
-        return {"steps": shown, "spans": [vars(timelines[step]) for step in shown]}
+        shown_steps = sorted(timelines)[::-1][::stride][::-1]
+        return {"steps": shown_steps, "spans": [vars(timelines[step]) for step in shown_steps]}
     return {"steps": [], "spans": []}
 
 
@@ -160,7 +160,7 @@ def _config_source(run: RecordedRun, key: str, value: Any) -> str:
     defaults = _default_values()
     # rewards.3.weight has the default of rewards.0.weight.
     if key.startswith("rewards."):
-        general = ".".join("0" if part.isdecimal() else part for part in key.split("."))
+        general = ".".join("0" if word.isdecimal() else word for word in key.split("."))
         key = key if key in defaults else general
     is_default = key in defaults and repr(defaults[key]) == repr(value)
     return "default" if is_default else "set"

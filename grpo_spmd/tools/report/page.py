@@ -46,7 +46,7 @@ def write_page(out: Path, title: str, chunks: Iterable[tuple[str, bytes]]) -> No
     folder or the disk refuses, ValueError for a chunk's name that is not allowed, and whatever
     `chunks` raises.
     """
-    before, after = _shell()
+    head, foot = _shell()
     _remove_stale(out)
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
@@ -56,10 +56,10 @@ def write_page(out: Path, title: str, chunks: Iterable[tuple[str, bytes]]) -> No
         with open(descriptor, "wb") as file:
             # ASCII: half a surrogate pair becomes its number, which a browser shows as U+FFFD.
             shown_title = html.escape(title).encode("ascii", "xmlcharrefreplace")
-            file.write(before.replace(b"{{title}}", shown_title))
+            file.write(head.replace(b"{{title}}", shown_title))
             for name, content in chunks:
                 file.write(_pack_chunk(name, content))
-            file.write(after)
+            file.write(foot)
         sync_path(temporary)
         temporary.replace(out)
     except BaseException:  # Ctrl-C too
@@ -101,9 +101,9 @@ def _shell() -> tuple[bytes, bytes]:
         "form-action 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
     )
     meta = f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
-    before, mark, after = page.replace(_POLICY_MARK, meta).partition(_CHUNKS_MARK)
+    head, mark, foot = page.replace(_POLICY_MARK, meta).partition(_CHUNKS_MARK)
     assert mark, page[:200]
-    return before.encode(), after.encode()
+    return head.encode(), foot.encode()
 
 
 def _read_asset(name: str) -> str:

@@ -142,8 +142,10 @@ def _decoders(decoder: object) -> list[dict[str, Any]]:
     """Returns the parts of a decoder that are well formed."""
     if not isinstance(decoder, dict):
         return []
-    parts = decoder.get("decoders") if decoder.get("type") == "Sequence" else [decoder]
-    return [part for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
+    entries = decoder.get("decoders") if decoder.get("type") == "Sequence" else [decoder]
+    return (
+        [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
+    )
 
 
 def _strips_blank(decoder: Mapping[str, Any]) -> bool:

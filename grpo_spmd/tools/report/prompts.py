@@ -130,13 +130,13 @@ def _choose_rows(rows_by_kind: dict[str, list[PromptRow]]) -> list[tuple[str, Pr
     rows_by_kind["worse"].sort(key=lambda row: row.change)
     rows_by_kind["better"].sort(key=lambda row: -row.change)
     rows_by_kind["mixed"].sort(key=lambda row: row.mean)
-    first: list[tuple[str, PromptRow]] = []
+    chosen: list[tuple[str, PromptRow]] = []
     rest: list[tuple[str, PromptRow]] = []
     for kind in _CHOICE_ORDER:
         rows = [(kind, row) for row in rows_by_kind[kind]]
-        first += rows[:_MAX_PROMPTS_PER_KIND]
+        chosen += rows[:_MAX_PROMPTS_PER_KIND]
         rest += rows[_MAX_PROMPTS_PER_KIND:]
-    return [*first, *rest][:_MAX_PROMPTS]
+    return [*chosen, *rest][:_MAX_PROMPTS]
 
 
 def _read_texts(rows: Sequence[PromptRow], deadline: float) -> list[tuple[str, dict[str, Any]]]:

@@ -153,15 +153,17 @@ def _finite_list(values: npt.NDArray[np.floating[Any]]) -> list[float | None]:
 def _cut_middle(tokens: dict[str, Any], texts: Sequence[str], max_chars: int) -> dict[str, Any]:
     """Returns the tokens at both ends, around one without figures that says what is missing."""
     ends = np.cumsum([len(text) for text in texts])
-    first = int(np.searchsorted(ends, max_chars // 2))
-    last = int(np.searchsorted(ends, int(ends[-1]) - max_chars // 2)) + 1
-    if first >= last:
+    head_end = int(np.searchsorted(ends, max_chars // 2))
+    tail_begin = int(np.searchsorted(ends, int(ends[-1]) - max_chars // 2)) + 1
+    if head_end >= tail_begin:
         return tokens
-    num_cut = int(ends[last - 1] - (ends[first - 1] if first else 0))
+    num_cut = int(ends[tail_begin - 1] - (ends[head_end - 1] if head_end else 0))
     shortened: dict[str, Any] = {}
     for name, values in tokens.items():
         marker = _cut_marker(num_cut) if name == "pieces" else None
-        shortened[name] = None if values is None else [*values[:first], marker, *values[last:]]
+        shortened[name] = (
+            None if values is None else [*values[:head_end], marker, *values[tail_begin:]]
+        )
     return shortened
 
 

@@ -119,7 +119,7 @@ class _RunReader:
         self._reports = self._read_reports()
 
     def read(self) -> RecordedRun:
-        state, why = self._find_state()
+        state, reason = self._find_state()
         return RecordedRun(
             folder=self._folder,
             name=self._folder.resolve().name or str(self._folder),
@@ -128,7 +128,7 @@ class _RunReader:
             steps=self._steps,
             evaluations=self._evaluations,
             state=state,
-            why=" ".join(why.split())[:_MAX_VALUE_CHARS],
+            why=" ".join(reason.split())[:_MAX_VALUE_CHARS],
             reports=self._reports,
             dumped_steps=self._list_dumped_steps(),
             checkpoints=[step_of(path) for path in list_checkpoints(self._folder)],
@@ -173,20 +173,23 @@ class _RunReader:
 
     def _find_state(self) -> tuple[str, str]:
         """Returns the state and its reason in one line."""
-        after = f"after step {self._steps[-1]['step'] if self._steps else 0}"
+        progress = f"after step {self._steps[-1]['step'] if self._steps else 0}"
         if self._num_steps:
-            after += f" of {self._num_steps}"
+            progress += f" of {self._num_steps}"
         outcome = self._launch.get("outcome")
         if outcome == "done":
-            return "done", f"done {after}"
+            return "done", f"done {progress}"
         is_held = _is_locked(self._folder / "logs" / "launch")
         if outcome in ("preempted", "failed", "killed"):
             reason = self._launch.get("why")
             suffix = f": {reason}" if isinstance(reason, str) and reason else ""
             end_s = _unix_s(self._launch.get("end"))
             if is_held and (end_s is None or time.time() - end_s > _EXIT_S):
-                return "going", f"starting again {after}; the launch before was {outcome}{suffix}"
-            return str(outcome), f"{outcome} {after}{suffix}"
+                return (
+                    "going",
+                    f"starting again {progress}; the launch before was {outcome}{suffix}",
+                )
+            return str(outcome), f"{outcome} {progress}{suffix}"
         times = [self._last_line_s, _written_s(self._evaluations), self._start_s]
         known_times = [seconds for seconds in times if seconds is not None]
         quiet_s = max(0.0, time.time() - max(known_times)) if known_times else math.inf
@@ -194,19 +197,19 @@ class _RunReader:
         silence = f", nothing written for {_format_seconds(quiet_s)}" if known_times else ""
         if is_held:
             if is_quiet and known_times:
-                return "silent", f"holds its folder {after}{silence}"
-            return "going", f"going {after}"
+                return "silent", f"holds its folder {progress}{silence}"
+            return "going", f"going {progress}"
         if not self._launches:
-            return self._find_early_state(after, is_quiet)
+            return self._find_early_state(progress, is_quiet)
         host = self._launch.get("host")
         if host == socket.gethostname() and os.path.exists("/proc/locks"):
             reason = "it left no word of its end, and no process holds its folder"
-            return "killed", f"killed {after}: {reason}"
-        where = f"on {_shorten(host)}"
+            return "killed", f"killed {progress}: {reason}"
+        machine = f"on {_shorten(host)}"
         if not is_quiet:
-            return "going", f"going {after} ({where})"
-        reason = f"it hangs or was killed ({where}, not on this machine)"
-        return "silent", f"silent {after}{silence}; {reason}"
+            return "going", f"going {progress} ({machine})"
+        reason = f"it hangs or was killed ({machine}, not on this machine)"
+        return "silent", f"silent {progress}{silence}; {reason}"
 
     def _max_quiet_s(self) -> float:
         """Returns the seconds without a line after which a run is no longer called going."""
@@ -223,23 +226,23 @@ class _RunReader:
         # An evaluation at every 100th step may take many times as long as the last steps did.
         return max(_LATER_STEP_S, recent_s, _LONGEST_FACTOR * max(durations))
 
-    def _find_early_state(self, after: str, is_quiet: bool) -> tuple[str, str]:
+    def _find_early_state(self, progress: str, is_quiet: bool) -> tuple[str, str]:
         """Returns the state of a folder without launches.jsonl, from versions before 0.1."""
         with suppress(OSError, ConfigError):
             reason = read_json(self._folder / "preempted.json").get("reason")
-            return "preempted", f"preempted {after}: {_shorten(reason)}"
+            return "preempted", f"preempted {progress}: {_shorten(reason)}"
         last_step = self._steps[-1]["step"] if self._steps else 0
         if self._num_steps is not None and self._steps and last_step >= self._num_steps:
-            return "done", f"done {after}"
+            return "done", f"done {progress}"
         if self._reports:
             lines = next(iter(self._reports.values())).split("\n")
             reason = next((line for line in lines if not line.startswith("===")), "")
-            return "failed", f"failed {after}: {_shorten(reason)}"
+            return "failed", f"failed {progress}: {_shorten(reason)}"
         if not self._steps:
             return "empty", "nothing tells of a step yet"
         if not is_quiet:
-            return "going", f"going {after}"
-        return "killed", f"killed {after}: it left no word of its end"
+            return "going", f"going {progress}"
+        return "killed", f"killed {progress}: it left no word of its end"
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -295,9 +298,9 @@ class _ThinnedLines:
         if len(self._lines) > min(_MAX_STEPS, _MAX_VALUES // num_names):
             self._stride *= 2
             self._lines = {
-                kept: line
-                for kept, line in self._lines.items()
-                if kept % self._stride == 0 or kept == step
+                old_step: line
+                for old_step, line in self._lines.items()
+                if old_step % self._stride == 0 or old_step == step
             }
 
     def ordered(self) -> list[dict[str, Any]]:

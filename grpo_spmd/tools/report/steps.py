@@ -215,10 +215,10 @@ class _Budget:
 
     def add_text(self, index: int, reason: str) -> bool:
         """Shows a rollout. Returns False if there is no room; a broken line takes none."""
-        shown = self._selection.rollouts
-        if index in shown or index in self._broken:
+        rollouts = self._selection.rollouts
+        if index in rollouts or index in self._broken:
             return True
-        if len(shown) >= _MAX_SHOWN or self._num_bytes_left <= 0:
+        if len(rollouts) >= _MAX_SHOWN or self._num_bytes_left <= 0:
             return False
         rollout = self._make(index, reason)
         if rollout is None:
@@ -227,7 +227,7 @@ class _Budget:
         # The rollouts of a group share one prompt.
         if not self._spend([rollout.text, rollout.prompt if reason != "group" else ""]):
             return False
-        shown[index] = rollout
+        rollouts[index] = rollout
         return True
 
     def add_tokens(self, index: int) -> bool:
@@ -259,11 +259,11 @@ def _wanted_rollouts(rollouts: Sequence[ScannedRollout]) -> Iterator[tuple[int, 
     scored = [index for index in indices if rollouts[index].mismatch is not None]
     if scored:
         yield max(scored, key=lambda index: rollouts[index].mismatch or 0.0), "mismatched"
-    known = [index for index in indices if rollouts[index].reward is not None]
-    if known:
+    rewarded = [index for index in indices if rollouts[index].reward is not None]
+    if rewarded:
         rank = [(rollout.reward or 0.0, rollout.advantage or 0.0) for rollout in rollouts]
-        yield max(known, key=rank.__getitem__), "best"
-        yield min(known, key=rank.__getitem__), "worst"
+        yield max(rewarded, key=rank.__getitem__), "best"
+        yield min(rewarded, key=rank.__getitem__), "worst"
     yield from ((index, "failed") for index in indices if rollouts[index].status in _FAILURES)
 
 
@@ -382,25 +382,25 @@ def _make_groups(rollouts: Sequence[ScannedRollout]) -> list[Group]:
     groups: dict[int, list[ScannedRollout]] = {}
     for rollout in rollouts:
         groups.setdefault(rollout.position, []).append(rollout)
-    found = []
+    summaries = []
     for members in groups.values():
         rewards = [rollout.reward for rollout in members if rollout.reward is not None]
         mean = sum(rewards) / len(rewards) if rewards else math.nan
-        found.append(Group(members[0].row, mean, members[0].line))
-    return found
+        summaries.append(Group(members[0].row, mean, members[0].line))
+    return summaries
 
 
 def _chunk(rollouts: Sequence[ScannedRollout], step: int, selection: Selection) -> bytes:
     """Returns the JSON of a step: a table by columns, and the shown rollouts."""
-    shown = sorted(selection.rollouts)
-    shown_numbers = {index: number for number, index in enumerate(shown)}
+    shown_indices = sorted(selection.rollouts)
+    shown_numbers = {index: number for number, index in enumerate(shown_indices)}
     status_names = ["ok", *sorted({rollout.status for rollout in rollouts} - {"ok"})]
     status_numbers = {name: number for number, name in enumerate(status_names)}
     prompt_numbers: dict[int, int] = {}
     for rollout in rollouts:
         prompt_numbers.setdefault(rollout.position, len(prompt_numbers))
     prompts = [""] * len(prompt_numbers)
-    for index in shown:
+    for index in shown_indices:
         prompts[prompt_numbers[rollouts[index].position]] = selection.rollouts[index].prompt
     table = {
         "position": [rollout.position for rollout in rollouts],
@@ -420,7 +420,7 @@ def _chunk(rollouts: Sequence[ScannedRollout], step: int, selection: Selection) 
     )
     encoded = [
         _encode_rollout(selection.rollouts[index], index in selection.with_tokens)
-        for index in shown
+        for index in shown_indices
     ]
     return head[:-1] + b',"rollouts":[' + b",".join(encoded) + b"]}"
 

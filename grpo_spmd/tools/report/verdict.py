@@ -129,10 +129,10 @@ class StepRange:
 
 def metric_curve(lines: Metrics, key: str) -> Curve | None:
     """Returns None if no line has the metric."""
-    known = [(line["step"], float(line[key])) for line in lines if line.get(key) is not None]
-    if not known:
+    points = [(line["step"], float(line[key])) for line in lines if line.get(key) is not None]
+    if not points:
         return None
-    steps, values = zip(*known, strict=True)
+    steps, values = zip(*points, strict=True)
     return Curve(key, np.array(steps, np.int64), np.array(values))
 
 
@@ -149,15 +149,15 @@ def find_range(
     end_sums = np.cumsum(score[::-1])[::-1]
     best = int(end_sums.max(initial=0))
     if best >= needed > 0:
-        first = int(np.flatnonzero(end_sums == best)[-1])  # the shorter one of equal ends
-        return StepRange(int(steps[first]), int(steps[-1]), is_open=True)
+        begin = int(np.flatnonzero(end_sums == best)[-1])  # the shorter one of equal ends
+        return StepRange(int(steps[begin]), int(steps[-1]), is_open=True)
     sums = np.concatenate([[0], np.cumsum(score)])
     gains = sums[1:] - np.minimum.accumulate(sums[:-1])
     if len(gains) and gains.max() >= max(needed, _MIN_STEPS):
-        last = int(np.argmax(gains))
-        earlier_sums = sums[: last + 1]
-        first = int(np.flatnonzero(earlier_sums == earlier_sums.min())[-1])
-        return StepRange(int(steps[first]), int(steps[last]), is_open=False)
+        end = int(np.argmax(gains))
+        earlier_sums = sums[: end + 1]
+        begin = int(np.flatnonzero(earlier_sums == earlier_sums.min())[-1])
+        return StepRange(int(steps[begin]), int(steps[end]), is_open=False)
     return None
 
 
@@ -211,23 +211,25 @@ def _find_end_state(run: RecordedRun) -> Iterator[Finding]:
 
 def _find_alike_groups(run: RecordedRun) -> Iterator[Finding]:
     steps = [line for line in run.steps if not line.keys() & _OTHER_SIGNALS]
-    alike = metric_curve(steps, "reward/zero_std_groups_frac")
-    steps_above = alike.above(_ALIKE_FRAC) if alike is not None else None
-    if alike is None or steps_above is None:
+    alike_frac = metric_curve(steps, "reward/zero_std_groups_frac")
+    steps_above = alike_frac.above(_ALIKE_FRAC) if alike_frac is not None else None
+    if alike_frac is None or steps_above is None:
         return
-    share = f"{alike.mean_over(steps_above):.0%} of the groups have rewards that are all alike "
-    share += f"{steps_above}, and teach nothing"
+    summary = (
+        f"{alike_frac.mean_over(steps_above):.0%} of the groups have rewards that are all alike "
+    )
+    summary += f"{steps_above}, and teach nothing"
     reward = metric_curve(run.steps, "reward/mean")
     if reward is not None and steps_above.is_open and _is_solved(run, reward):
-        text = f"{share}: the reward has risen from {reward.start:.3g} to {reward.end:.3g}, "
+        text = f"{summary}: the reward has risen from {reward.start:.3g} to {reward.end:.3g}, "
         text += "and what is left is little."
         title = "the prompts are nearly solved"
-        yield Finding("ok", title, text, steps_above.first, alike.key)
+        yield Finding("ok", title, text, steps_above.first, alike_frac.key)
         return
-    text = f"{share}. The task is too hard, too easy, or the reward never differs: see the "
+    text = f"{summary}. The task is too hard, too easy, or the reward never differs: see the "
     text += "completions, other prompts, a larger rollout.group_size, or rollout.dynamic_sampling."
-    level: Level = "bad" if steps_above.is_open and alike.end >= 0.95 else "warning"
-    yield Finding(level, "groups are alike", text, steps_above.first, alike.key)
+    level: Level = "bad" if steps_above.is_open and alike_frac.end >= 0.95 else "warning"
+    yield Finding(level, "groups are alike", text, steps_above.first, alike_frac.key)
 
 
 def _find_reward_fall(run: RecordedRun) -> Iterator[Finding]:
@@ -268,19 +270,26 @@ def _describe_changes(run: RecordedRun, steps: StepRange) -> str:
         is_before = curve.steps < steps.first if curve is not None else np.zeros(0, np.bool_)
         if curve is None or is_before.all() or not is_before.any():
             continue
-        before = np.mean(curve.values[is_before][-20:])
-        after = np.mean(curve.values[~is_before])
-        is_changed = max(before, after) > 1.5 * min(before, after)
-        if is_changed and max(abs(before), abs(after)) > 1e-9:
-            changes.append(f"{key} {before:.3g} -> {after:.3g}")
+        early = np.mean(curve.values[is_before][-20:])
+        late = np.mean(curve.values[~is_before])
+        is_changed = max(early, late) > 1.5 * min(early, late)
+        if is_changed and max(abs(early), abs(late)) > 1e-9:
+            changes.append(f"{key} {early:.3g} -> {late:.3g}")
     return f" With it changed {', '.join(changes)}." if changes else ""
 
 
+def _find_high(run: RecordedRun, key: str, frac: float) -> tuple[Curve, StepRange] | None:
+    """Returns a metric and the steps at which it is at `frac` or above."""
+    curve = metric_curve(run.steps, key)
+    steps = find_range(curve.steps, curve.values >= frac) if curve is not None else None
+    return (curve, steps) if curve is not None and steps is not None else None
+
+
 def _find_unscored(run: RecordedRun) -> Iterator[Finding]:
-    unscored = metric_curve(run.steps, "reward/unscored_frac")
-    steps = unscored.above(_UNSCORED_FRAC) if unscored is not None else None
-    if unscored is None or steps is None:
+    high = _find_high(run, "reward/unscored_frac", _UNSCORED_FRAC)
+    if high is None:
         return
+    unscored, steps = high
     text = f"{unscored.mean_over(steps):.0%} of the completions have no reward {steps}: they enter "
     text += "no mean, and nothing is learned from them. A reward gave nothing, or the environment "
     text += "failed: see their statuses."
@@ -303,27 +312,29 @@ def _find_episode_errors(run: RecordedRun) -> Iterator[Finding]:
         ("max_turns", "max_turns"),
         ("invalid_calls", "calls that nobody could read"),
     ):
-        curve = metric_curve(run.steps, f"episode/{status}_frac")
-        steps = curve.above(_CUT_FRAC) if curve is not None else None
-        if curve is not None and steps is not None:
+        high = _find_high(run, f"episode/{status}_frac", _CUT_FRAC)
+        if high is not None:
+            curve, steps = high
             text = f"{curve.mean_over(steps):.0%} of the episodes end so {steps}."
             yield Finding("warning", f"episodes end by {cause}", text, steps.first, curve.key)
 
 
 def _find_failures(run: RecordedRun, subject: str, keys: Sequence[str]) -> Iterator[Finding]:
     curves = [metric_curve(run.steps, key) for key in keys]
-    known = [curve for curve in curves if curve is not None]
-    worst = max(known, key=lambda curve: float(curve.values.max()), default=None)
+    worst = max(
+        (curve for curve in curves if curve is not None),
+        key=lambda curve: float(curve.values.max()),
+        default=None,
+    )
     if worst is None or worst.values.max() < _FAILED_FRAC:
         return
     peak = float(worst.values.max())
+    peak_step = worst.steps[np.argmax(worst.values)]
     bound = _setting(run, "reward_pool.max_error_frac", 0.3)
     failed_steps = worst.steps[worst.values >= _FAILED_FRAC]
-    text = f"{peak:.1%} of the completions of step {worst.steps[np.argmax(worst.values)]} at the "
-    text += (
-        f"most, in {len(failed_steps)} of {len(worst.values)} steps {_FAILED_FRAC:.0%} or more; "
-    )
-    text += f"at {bound:.0%} the run stops."
+    num_failed = f"{len(failed_steps)} of {len(worst.values)} steps"
+    text = f"{peak:.1%} of the completions of step {peak_step} at the most, in {num_failed} "
+    text += f"{_FAILED_FRAC:.0%} or more; at {bound:.0%} the run stops."
     title = f"{subject} {'times out' if 'timeout' in worst.key else 'fails'}"
     level: Level = "bad" if peak >= _NEAR_BOUND * bound else "warning"
     yield Finding(level, title, text, int(failed_steps[0]), worst.key)
@@ -401,8 +412,8 @@ def _find_gradient_trouble(run: RecordedRun) -> Iterator[Finding]:
         text += "was not finite."
         is_bad = len(indices) > 1 or indices[0] == len(skipped.values) - 1
         level: Level = "bad" if is_bad else "warning"
-        first = int(skipped.steps[indices[0]])
-        yield Finding(level, "updates are skipped", text, first, skipped.key)
+        first_step = int(skipped.steps[indices[0]])
+        yield Finding(level, "updates are skipped", text, first_step, skipped.key)
     norm = metric_curve(run.steps, "optim/grad_norm")
     if norm is None:
         return
@@ -467,8 +478,8 @@ def _find_memory_growth(run: RecordedRun) -> Iterator[Finding]:
         rate = growth / max(1, curve.steps[-1] - curve.steps[0]) * 1000
         text = f"{curve.key}: {curve.start:.2f} GiB at the start, {curve.end:.2f} now, "
         text += f"{rate:.2g} GiB in 1,000 steps."
-        first = steps.first if steps is not None else int(curve.steps[0])
-        yield Finding("warning", "memory grows", text, first, curve.key)
+        first_step = steps.first if steps is not None else int(curve.steps[0])
+        yield Finding("warning", "memory grows", text, first_step, curve.key)
 
 
 def _find_tail_waste(run: RecordedRun) -> Iterator[Finding]:
@@ -504,8 +515,8 @@ def _find_evaluation_fall(run: RecordedRun) -> Iterator[Finding]:
                 f"the training reward rose by {gain:.2g}: it learns what only holds for its own "
             )
             text += "prompts. checkpoint.best_metric keeps a best."
-            first = int(scores.steps[top + 1])
-            yield Finding("warning", f"evaluation {name} falls", text, first, scores.key)
+            first_step = int(scores.steps[top + 1])
+            yield Finding("warning", f"evaluation {name} falls", text, first_step, scores.key)
 
 
 _RULES: tuple[Callable[[RecordedRun], Iterator[Finding]], ...] = (
@@ -632,9 +643,9 @@ def _failed_with(run: RecordedRun, pattern: str) -> bool:
 def _mismatch_bound(run: RecordedRun, key: str, *, is_first: bool) -> float:
     """Returns the bound of a mismatch metric; later steps' bounds depend on the first step."""
     dtype = "float32" if run.config.get("model.dtype") == "float32" else "bfloat16"
-    first = None if is_first or not run.steps else run.steps[0].get(_MISMATCH_MEAN)
+    first_mean = None if is_first or not run.steps else run.steps[0].get(_MISMATCH_MEAN)
     limit = _setting(run, "proofs.max_mismatch", 0.0) or None
-    return bounds_of(dtype, limit, first)[key == _MISMATCH_MAX]
+    return bounds_of(dtype, limit, first_mean)[key == _MISMATCH_MAX]
 
 
 def _mismatch_bounds(run: RecordedRun, curve: Curve) -> Floats:

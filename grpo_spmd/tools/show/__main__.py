@@ -113,8 +113,8 @@ def _page(run: RecordedRun, args: argparse.Namespace, terminal: Terminal) -> Ite
 def _check_step(run: RecordedRun, step: int) -> None:
     steps = {line["step"] for line in [*run.steps, *run.evaluations]} | set(run.dumped_steps)
     if step not in steps:
-        known = f"it has steps {min(steps)} to {max(steps)}" if steps else "no step is through yet"
-        raise ConfigError(f"--step {step}: {run.folder} has no such step; {known}")
+        remark = f"it has steps {min(steps)} to {max(steps)}" if steps else "no step is through yet"
+        raise ConfigError(f"--step {step}: {run.folder} has no such step; {remark}")
 
 
 if __name__ == "__main__":

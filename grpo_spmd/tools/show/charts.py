@@ -21,9 +21,9 @@ def curve(
     the largest of them if `is_peak`. A space means that no value is known.
     """
     drawn = bin_values(values, width, is_peak)
-    known = [value for value in drawn if value is not None]
-    low = min(known, default=0.0)
-    high = max(known, default=0.0)
+    finite = [value for value in drawn if value is not None]
+    low = min(finite, default=0.0)
+    high = max(finite, default=0.0)
     bars = _bars(is_unicode)
     return "".join(
         " " if value is None else bars[min(7, int(fraction(value, low, high) * 8))]
@@ -65,9 +65,9 @@ def bin_values(values: Sequence[Value], width: int, is_peak: bool) -> list[float
     edges = [index * len(values) // num for index in range(num + 1)]
     bins: list[float | None] = []
     for begin, end in pairwise(edges):
-        known = [float(v) for v in values[begin:end] if v is not None and is_drawable(v)]
-        merged = max(known, default=0.0) if is_peak else math.fsum(known) / max(1, len(known))
-        bins.append(merged if known else None)
+        finite = [float(v) for v in values[begin:end] if v is not None and is_drawable(v)]
+        merged = max(finite, default=0.0) if is_peak else math.fsum(finite) / max(1, len(finite))
+        bins.append(merged if finite else None)
     return bins
 
 

@@ -61,7 +61,7 @@ def message_text(message: object) -> str:
     """Returns the content of a chat message as text; as JSON if it is no text."""
     content = message.get("content") if isinstance(message, Mapping) else message
     if isinstance(content, list) and all(isinstance(p, Mapping) and "text" in p for p in content):
-        return "".join(as_text(part["text"]) for part in content)
+        return "".join(as_text(item["text"]) for item in content)
     return "" if content is None else as_text(content)
 
 

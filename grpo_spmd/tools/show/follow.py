@@ -32,10 +32,10 @@ def follow(run_dir: Path, draw: Draw) -> None:
     next_draw_s = 0.0
     next_state_s = 0.0
     while True:
-        now = time.monotonic()
+        begin = time.monotonic()
         terminal = find_terminal()
         current = (_file_size(run_dir / "metrics.jsonl"), terminal)
-        if (now >= next_draw_s and current != drawn_for) or now >= next_state_s:
+        if (begin >= next_draw_s and current != drawn_for) or begin >= next_state_s:
             run = read_run(run_dir)
             has_ended = run.state not in _RUNNING_STATES
             if terminal.is_tty or is_first:
@@ -52,7 +52,7 @@ def follow(run_dir: Path, draw: Draw) -> None:
             drawn_for = current
             last_step = run.last_step
             end = time.monotonic()
-            next_draw_s = end + _PAUSE_FACTOR * (end - now)
+            next_draw_s = end + _PAUSE_FACTOR * (end - begin)
             next_state_s = max(next_draw_s, end + _STATE_S)
         time.sleep(_POLL_S)
 

@@ -107,9 +107,9 @@ def _finding_lines(run: RecordedRun, terminal: Terminal) -> Iterator[Line]:
     # The state's line has told why the run ended.
     findings = [finding for finding in list_findings(run) if finding.text != run.why]
     for finding in findings[:_MAX_FINDINGS]:
-        since = f" (from step {finding.step})" if finding.step is not None else ""
+        suffix = f" (from step {finding.step})" if finding.step is not None else ""
         label = Text(_MARKS[finding.level], finding.level)
-        yield from terminal.hang(label, f"{finding.title}{since}: {finding.text}")
+        yield from terminal.hang(label, f"{finding.title}{suffix}: {finding.text}")
     if len(findings) > _MAX_FINDINGS:
         hint = f"   and {len(findings) - _MAX_FINDINGS} more in the report"
         yield terminal.fit(hint, terminal.columns, "dim")
@@ -136,10 +136,10 @@ def curve_lines(run: RecordedRun, terminal: Terminal) -> Iterator[Line]:
     yield Text.assemble(" " * label_columns, terminal.pad(steps, width, "dim"), (titles, "dim"))
     for row, lines in _curve_rows(run):
         values: list[Value] = [line.get(row.metric) for line in lines]
-        known = [value for value in values if value is not None]
-        if known:
+        numbers = [value for value in values if value is not None]
+        if numbers:
             drawn = curve(values, width - 1, is_unicode=terminal.is_unicode, is_peak=row.is_peak)
-            figures = [known[0], known[-1], min(known), max(known)]
+            figures = [numbers[0], numbers[-1], min(numbers), max(numbers)]
             yield Text.assemble(
                 terminal.pad(row.label, label_columns),
                 terminal.pad(drawn, width, "curve"),

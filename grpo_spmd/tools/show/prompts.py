@@ -144,11 +144,11 @@ def _group_lines(prompt: PromptHistory, view: View) -> Iterator[Line]:
     terminal = view.terminal
     is_unicode = terminal.is_unicode
     means = [group.mean for group in prompt.groups.values()]
-    known = [mean for mean in means if mean is not None]
-    if known:
+    known_means = [mean for mean in means if mean is not None]
+    if known_means:
         label = label_width(terminal)
         drawn = curve(means, terminal.columns - label - 32, is_unicode=is_unicode)
-        figures = f"{'first':>8}{number(known[0]):>8}{'last':>8}{number(known[-1]):>8}"
+        figures = f"{'first':>8}{number(known_means[0]):>8}{'last':>8}{number(known_means[-1]):>8}"
         yield Text.assemble(terminal.pad("mean reward", label), (drawn, "curve"), figures)
     columns = [Column("step", ">", 8), Column("n", ">", 5), Column("mean", ">", 8)]
     columns += [Column("spread", ">", 8), Column("cut", ">", 6), Column("  rewards", style="curve")]

@@ -73,17 +73,17 @@ class PromptGroup:
 
     @property
     def mean(self) -> float | None:
-        known = self.known_rewards
-        return math.fsum(known) / len(known) if known else None
+        rewards = self.known_rewards
+        return math.fsum(rewards) / len(rewards) if rewards else None
 
     @property
     def spread(self) -> float | None:
         """The standard deviation with n - 1, as in advantages."""
-        known = self.known_rewards
-        if len(known) < 2 or self.mean is None:
+        rewards = self.known_rewards
+        if len(rewards) < 2 or self.mean is None:
             return None
         mean = self.mean
-        return math.hypot(*(reward - mean for reward in known)) / math.sqrt(len(known) - 1)
+        return math.hypot(*(reward - mean for reward in rewards)) / math.sqrt(len(rewards) - 1)
 
 
 def step_lines(run: RecordedRun, step: int, terminal: Terminal) -> Iterator[Line]:
