@@ -187,18 +187,12 @@ def _draw_stacks(
 
 def step_vs_trl(record: Record) -> Plot | None:
     """TRL's time over ours, for each shape at TRL's best micro-batch."""
+    phases = ("step", "generation a token", "sync", "logprobs + update")
     rows: Rows = []
     for shape in dict.fromkeys(str(row.get("shape", "short")) for row in record.all("step_vs_trl")):
-        columns = ("shape", "TRL's micro-batch", "phase")
-        shape_rows = record.run(
-            "step_vs_trl", *columns, where=lambda row, shape=shape: row.get("shape") == shape
-        )
-        rows += [
-            row
-            for row in shape_rows
-            if row["TRL's micro-batch"].endswith("its best")
-            and row["phase"] in ("step", "generation a token", "sync", "logprobs + update")
-        ]
+        newest = record.run("step_vs_trl", "shape", "TRL's micro-batch", "phase", where=_has(shape))
+        best = [row for row in newest if row["TRL's micro-batch"].endswith("its best")]
+        rows += [row for row in best if row["phase"] in phases]
     if not rows:
         return None
     return Plot(
@@ -208,6 +202,10 @@ def step_vs_trl(record: Record) -> Plot | None:
         reference=1.0,
         reference_label="equal",
     )
+
+
+def _has(shape: str) -> Callable[[RecordedRow], bool]:
+    return lambda row: row.get("shape") == shape
 
 
 def rollout_dump(record: Record) -> Plot | None:
