@@ -171,7 +171,8 @@ def returns_to_go(episode: Episode, discount: float) -> list[float]:
 
 def token_rewards(reward: float, completion: Completion, by_turn: bool) -> Array:
     """Returns the reward of each sampled token for gae: the rollout's reward at the last token;
-    with `by_turn` each turn's reward at its end, and the rest of the rollout's at the last token."""
+    with `by_turn` each turn's reward at its end, and the rest of the rollout's at the last
+    token."""
     rewards = np.zeros(len(completion.token_ids))
     turns = completion.episode.turns if by_turn and completion.episode is not None else ()
     end = 0

@@ -394,10 +394,11 @@ def check_environment_errors(
     if num_failed and num_failed / num_episodes >= max_error_frac:
         by_status = ", ".join(f"{number} {status}" for status, number in failed.items())
         environment_errors = [error for error in first_errors if error.startswith("environment")]
+        first_error = environment_errors[0] if environment_errors else "not recorded"
         raise RewardError(
             f"the environment failed in {num_failed} of {num_episodes} episodes ({by_status}), "
             f"each tried twice: {num_failed / num_episodes:.3g} is not under "
-            f"reward_pool.max_error_frac={max_error_frac:g}. The first failure:\n{[*environment_errors, 'not recorded'][0]}"
+            f"reward_pool.max_error_frac={max_error_frac:g}. The first failure:\n{first_error}"
         )
 
 

@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.learn.contexts import broken_rule
+from grpo_spmd.learn.contexts import find_episode_error
 from grpo_spmd.records import Episode, Segment, Turn
 
 EPISODE_FIELDS = ("status", "turns", "messages", "environment")
@@ -316,7 +316,7 @@ def read_episode(fields: Mapping[str, Any], completion_ids: Sequence[int]) -> Ep
         calls_s=environment.calls_s,
         error=environment.error,
     )
-    if reason := broken_rule(completion_ids, episode):
+    if reason := find_episode_error(completion_ids, episode):
         raise ValueError(reason)
     return episode
 

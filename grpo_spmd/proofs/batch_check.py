@@ -20,7 +20,7 @@ from grpo_spmd.config.schema import AdvantageConfig, LossConfig, RolloutConfig
 from grpo_spmd.distributed.collectives import on_rank0, on_rank0_bytes, scatter_from_rank0
 from grpo_spmd.distributed.packed import PackedReader, pack
 from grpo_spmd.learn.advantages import Credit, turn_advantages
-from grpo_spmd.learn.contexts import broken_rule, completion_contexts, turns_of
+from grpo_spmd.learn.contexts import find_episode_error, completion_contexts, completion_turns
 from grpo_spmd.learn.sampled_step import SampledStep
 from grpo_spmd.proofs.gradient_check import CheckResult
 from grpo_spmd.records import (
@@ -220,8 +220,8 @@ class BatchCheck:
                         f"{more + 1} completions of a group are one: a chance of e{chance:.0f}"
                     )
         for completion in (c for group in sampled.groups for c in group.completions):
-            episode, turns = completion.episode, turns_of(completion)
-            if episode is not None and (why := broken_rule(completion.token_ids, episode)):
+            episode, turns = completion.episode, completion_turns(completion)
+            if episode is not None and (why := find_episode_error(completion.token_ids, episode)):
                 found.errors.append(f"an episode is none: {why}")
             if not self._is_agent and any(reason == "length" for _, reason in turns[:-1]):
                 found.errors.append("an episode goes on after a turn that was cut off")

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from grpo_spmd.config.schema import LossConfig
 from grpo_spmd.distributed.collectives import any_rank, on_rank0
 from grpo_spmd.learn.assemble import pack_rollouts
-from grpo_spmd.learn.contexts import contexts_of, shortened
+from grpo_spmd.learn.contexts import contexts_of, shorten_segments
 from grpo_spmd.learn.update import PolicyUpdater
 from grpo_spmd.model.families.build import decoder_layers
 from grpo_spmd.model.policy import DTYPES, Policy, Scores
@@ -551,7 +551,7 @@ def _short_rollouts(groups: Sequence[RolloutGroup]) -> list[Rollout]:
     rollouts = []
     for number, (prompt, completion) in enumerate(pairs[::step][:_NUM_SEQUENCES]):
         segments = (
-            shortened(completion.episode.segments, _PROMPT_TOKENS, _COMPLETION_TOKENS)
+            shorten_segments(completion.episode.segments, _PROMPT_TOKENS, _COMPLETION_TOKENS)
             if completion.episode
             else ()
         )

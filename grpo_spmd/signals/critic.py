@@ -442,7 +442,9 @@ class CriticCheck:
         lengths: list[int] = []
         # Of each sequence up to some tokens after the prompt.
         for start, length in zip(starts, row.sequence_lengths, strict=False):
-            first_sampled = next((position for position in positions if start <= position < start + length), start)
+            first_sampled = next(
+                (position for position in positions if start <= position < start + length), start
+            )
             is_short = first_sampled - start < _MAX_PROMPT_TOKENS
             lengths.append(min(length, first_sampled - start + _NUM_TOKENS) if is_short else 1)
         ids = torch.zeros(len(starts), max(lengths), dtype=torch.int64, device=row.input_ids.device)
@@ -466,7 +468,9 @@ class CriticCheck:
         plain: list[float] = []
         trainer: list[float] = []
         for number, (start, length) in enumerate(zip(starts, lengths, strict=True)):
-            tokens = [c for c, position in enumerate(positions) if start <= position < start + length]
+            tokens = [
+                c for c, position in enumerate(positions) if start <= position < start + length
+            ]
             plain += [float(by_plain_pass[number, positions[c] - start]) for c in tokens]
             trainer += [float(by_trainer[c]) for c in tokens]
         if trainer:
@@ -491,7 +495,9 @@ class CriticCheck:
         index = row.sequence_index.cpu().numpy()
         ids = row.rollout_ids
         lengths = np.bincount(index, minlength=len(ids))
-        mismatched = [i for i, n in zip(ids, lengths, strict=False) if n != token_rewards[i].num_tokens]
+        mismatched = [
+            i for i, n in zip(ids, lengths, strict=False) if n != token_rewards[i].num_tokens
+        ]
         if mismatched:
             result.errors.append(f"rollouts {mismatched[:5]} have other tokens than were sampled")
         if mismatched or not ids:

@@ -242,7 +242,8 @@ def _relative_difference(rank_values: list[list[list[float]]]) -> float:
     """Runs on rank 0. Returns |sum of the first lists - sum of the second| over the size of the
     latter."""
     reduced, plain = (
-        [sum(column) for column in zip(*lists, strict=True)] for lists in zip(*rank_values, strict=True)
+        [sum(column) for column in zip(*lists, strict=True)]
+        for lists in zip(*rank_values, strict=True)
     )
     off = math.sqrt(sum((a - b) ** 2 for a, b in zip(reduced, plain, strict=True)))
     return off / (math.sqrt(sum(b * b for b in plain)) + 1e-30)

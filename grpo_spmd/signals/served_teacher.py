@@ -267,12 +267,16 @@ def rest_logprob(logprobs: Sequence[float], vocabulary_size: int) -> float:
     return math.log(max(1 - math.fsum(map(math.exp, logprobs)), _MIN_REST))
 
 
-def _count_answers(rank_counts: list[dict[str, Any]], max_error_frac: float) -> dict[str, float | None]:
+def _count_answers(
+    rank_counts: list[dict[str, Any]], max_error_frac: float
+) -> dict[str, float | None]:
     """Runs on rank 0. Returns the metrics over all ranks. Raises RewardError."""
     num_asked = sum(counts["asked"] for counts in rank_counts)
     num_unanswered = sum(counts["unanswered"] for counts in rank_counts)
     if num_unanswered:
-        error = next(counts["first_error"] for counts in rank_counts if counts["first_error"] is not None)
+        error = next(
+            counts["first_error"] for counts in rank_counts if counts["first_error"] is not None
+        )
         problem = f"teacher.url: {num_unanswered} of {num_asked} rollouts have no answer"
         unanswered_frac = num_unanswered / num_asked
         if unanswered_frac >= max_error_frac:

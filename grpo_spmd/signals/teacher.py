@@ -208,7 +208,9 @@ class Teacher:
         all)."""
         coef = self.config.coef
         if self.config.loss != "sampled":
-            distributions = [(t, scores) for t, scores in scores_by_tokens if not isinstance(scores, Tensor)]
+            distributions = [
+                (t, scores) for t, scores in scores_by_tokens if not isinstance(scores, Tensor)
+            ]
             divergence = TeacherDivergence(
                 distributions, self.config.beta, _scaling(self.policy), self._vocabulary_size
             )
@@ -463,9 +465,13 @@ class TeacherCheck:
             for prompt, slot in slots
             if slot is not None
         ]
-        by_slot = dict(on_rank0(lambda rank_pairs: [pair for pairs in rank_pairs for pair in pairs], local))
+        by_slot = dict(
+            on_rank0(lambda rank_pairs: [pair for pairs in rank_pairs for pair in pairs], local)
+        )
         size = sampled.rules.rollout.group_size
-        mismatched = [i for i, request in requests.items() if by_slot.get(i // size) != _digest(request)]
+        mismatched = [
+            i for i, request in requests.items() if by_slot.get(i // size) != _digest(request)
+        ]
         if mismatched:
             result.errors.append(
                 f"rollouts {mismatched[:5]} go to another teacher, or with another prompt, "
@@ -542,7 +548,11 @@ def _differences(signal: TeacherSignal, logits: Tensor, tokens: Tensor, targets:
     for number, token in enumerate(tokens.tolist()):
         log_p = logits[number : number + 1, : taught.num_tokens].log_softmax(-1)
         for scored_tokens, scores in taught.parts:
-            rows = [token] if scored_tokens is None else torch.nonzero(scored_tokens == token)[:, 0].tolist()
+            rows = (
+                [token]
+                if scored_tokens is None
+                else torch.nonzero(scored_tokens == token)[:, 0].tolist()
+            )
             for index in rows:
                 token_slice = slice(index, index + 1)
                 plain = scores.outcomes(log_p, token_slice)

@@ -17,7 +17,7 @@ from grpo_spmd.episodes.chat_format import ChatFormat
 from grpo_spmd.episodes.conversation_tree import ConversationTree, SessionRecord, TurnAnswer
 from grpo_spmd.episodes.open_episode import EpisodeLimits
 from grpo_spmd.episodes.openai_api import ApiError, completion_body, read_request
-from grpo_spmd.learn.contexts import broken_rule
+from grpo_spmd.learn.contexts import find_episode_error
 from grpo_spmd.observe.rollout_record import episode_fields, read_episode
 from grpo_spmd.records import Completion, Episode
 from tests.support.agents import Bytes
@@ -74,7 +74,7 @@ def _check(recorded: SessionRecord) -> None:
         == sum(turn.num_tokens for turn in recorded.turns)
     )
     episode = Episode("ok", recorded.segments, recorded.turns, recorded.messages, {}, [])
-    assert broken_rule(recorded.token_ids, episode) is None
+    assert find_episode_error(recorded.token_ids, episode) is None
     written = json.loads(json.dumps(episode_fields(episode)))
     assert str(read_episode(written, recorded.token_ids)) == str(episode)
 

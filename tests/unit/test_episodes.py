@@ -25,7 +25,7 @@ from grpo_spmd.episodes.episodes import Episodes
 from grpo_spmd.episodes.open_episode import EpisodeLimits
 from grpo_spmd.episodes.pool import EnvironmentPool
 from grpo_spmd.episodes.scores import EnvironmentScorer
-from grpo_spmd.learn.contexts import broken_rule
+from grpo_spmd.learn.contexts import find_episode_error
 from grpo_spmd.records import (
     Completion,
     Episode,
@@ -202,7 +202,7 @@ def row_of(log: Path | str, **columns: Any) -> Callable[[ConversationId], dict[s
 def only(found: dict[ConversationId, Completion]) -> tuple[Completion, Episode]:
     (completion,) = found.values()
     assert completion.episode is not None
-    assert broken_rule(completion.token_ids, completion.episode) is None
+    assert find_episode_error(completion.token_ids, completion.episode) is None
     return completion, completion.episode
 
 

@@ -19,11 +19,11 @@ from grpo_spmd.learn.assemble import (
     pack_rollouts,
 )
 from grpo_spmd.learn.contexts import (
-    broken_rule,
+    find_episode_error,
     completion_contexts,
     contexts_of,
-    shortened,
-    turns_of,
+    shorten_segments,
+    completion_turns,
 )
 from grpo_spmd.observe.rollout_record import (
     dumped_episode_fields,
@@ -85,12 +85,12 @@ def test_contexts_by_hand() -> None:
 
 
 def test_turns_by_hand() -> None:
-    assert turns_of(Completion([3, 4], [0.0] * 2, "length")) == [([3, 4], "length")]
+    assert completion_turns(Completion([3, 4], [0.0] * 2, "length")) == [([3, 4], "length")]
     made = Completion(TOKENS, [0.0] * 5, "length", EPISODE)
-    assert turns_of(made) == [([3, 4], "stop"), ([8, 9], "stop"), ([6], "length")]
+    assert completion_turns(made) == [([3, 4], "stop"), ([8, 9], "stop"), ([6], "length")]
     assert completion_contexts([1], made) is EPISODE.segments
     failed = Episode("env_error", (), (), [], {}, [])
-    assert turns_of(Completion([], [], "stop", failed)) == []
+    assert completion_turns(Completion([], [], "stop", failed)) == []
     [alone] = completion_contexts([1, 2], Completion([], [], "stop", failed))
     assert (alone.token_ids.tolist(), alone.sampled.tolist()) == ([1, 2], [False, False])
 
@@ -100,10 +100,10 @@ def test_a_short_look_at_an_episode_by_hand() -> None:
     long = segment(
         [*range(10, 30)], [4, 5, 6, 10, 11, 12, 18]
     )  # 10-13 | 14-16 | 17-19 | 20-22 | 23-27 | 28 | 29
-    [short] = shortened([long, EPISODE.segments[1]], 2, 4)
+    [short] = shorten_segments([long, EPISODE.segments[1]], 2, 4)
     assert short.token_ids.tolist() == [10, 13, 14, 15, 17, 19, 20, 21]
     assert np.flatnonzero(short.sampled).tolist() == [2, 3, 6, 7]
-    first, second = shortened(EPISODE.segments, 16, 12)
+    first, second = shorten_segments(EPISODE.segments, 16, 12)
     assert [first.token_ids.tolist(), second.token_ids.tolist()] == [
         [1, 2, 3, 4, 7, 8, 9],
         [1, 5, 6],
@@ -151,7 +151,7 @@ def test_thousands_of_episodes_come_back() -> None:
     for number in range(3000):
         made = made_up_episode(draw)
         assert made.episode is not None
-        assert broken_rule(made.token_ids, made.episode) is None, number
+        assert find_episode_error(made.token_ids, made.episode) is None, number
         record = parse_rollout(line_of(made), "f:1")
         episode = read_episode(vars(record), record.completion_ids)
         assert same_episode(episode, made.episode), number
@@ -187,12 +187,12 @@ def test_a_token_moved_anywhere_is_seen() -> None:
             segments[number] = Segment(own.token_ids, changed)
             episode = dataclasses.replace(made.episode, segments=tuple(segments))
             sampled = [token for s in segments for token in s.token_ids[s.sampled].tolist()]
-            assert broken_rule(made.token_ids, episode) is not None
-            assert broken_rule(sampled, episode) is not None
+            assert find_episode_error(made.token_ids, episode) is not None
+            assert find_episode_error(sampled, episode) is not None
             num_seen += 1
         if sibling.episode is not None and sibling.token_ids != made.token_ids:
             swapped = dataclasses.replace(made.episode, segments=sibling.episode.segments)
-            assert broken_rule(made.token_ids, swapped) is not None
+            assert find_episode_error(made.token_ids, swapped) is not None
             num_seen += 1
     assert num_seen > 500
 
@@ -207,16 +207,16 @@ def test_a_mask_that_ends_a_turn_early_or_late_is_seen_by_hand() -> None:
         episode = dataclasses.replace(
             EPISODE, segments=(segment(first.token_ids.tolist(), places), fork)
         )
-        assert str(broken_rule(TOKENS, episode)).startswith(expected)
+        assert str(find_episode_error(TOKENS, episode)).startswith(expected)
     # The same ids by chance: 7 where 8 was sampled. The turns say it.
     alike = dataclasses.replace(
         EPISODE, segments=(segment([1, 2, 3, 4, 8, 8, 9], [2, 3, 4, 6]), fork)
     )
-    assert broken_rule(TOKENS, alike) == "a turn has tokens before and behind one that was given"
+    assert find_episode_error(TOKENS, alike) == "a turn has tokens before and behind one that was given"
     longer = dataclasses.replace(
         EPISODE, turns=(Turn(2, "stop"), Turn(3, "stop"), Turn(1, "length"))
     )
-    assert broken_rule(TOKENS, longer) == "its turns have 6 tokens, and 5 were sampled"
+    assert find_episode_error(TOKENS, longer) == "its turns have 6 tokens, and 5 were sampled"
 
 
 DEEP: list[Any] = []
