@@ -19,11 +19,11 @@ from grpo_spmd.learn.assemble import (
     pack_rollouts,
 )
 from grpo_spmd.learn.contexts import (
-    find_episode_error,
     completion_contexts,
-    contexts_of,
-    shorten_segments,
     completion_turns,
+    contexts_of,
+    find_episode_error,
+    shorten_segments,
 )
 from grpo_spmd.observe.rollout_record import (
     dumped_episode_fields,
