@@ -1,5 +1,4 @@
-"""Data sets: rows of files and of the hub, prompts as token ids, what a node keeps of both, the shuffled stream.
+"""Data sets: rows of files and the hub, prompts as token ids, the node's cache, the shuffled stream.
 
-Not here: torch, ranks, rewards.
-Imports config, distributed (its heartbeat), records and untrusted.
+Not here: torch, ranks, rewards. Imports config, files, records and distributed (its heartbeat).
 """

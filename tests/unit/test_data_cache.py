@@ -353,7 +353,7 @@ def test_an_error_of_another_file_of_that_content_is_not_said(
         return make
 
     made = list[str]()
-    monkeypatch.setattr(cache, "_alone", waiting)
+    monkeypatch.setattr(cache, "_entry_lock", waiting)
     monkeypatch.setattr(cache.time, "time_ns", lambda: 0)  # asked before the other was done
     for of in ("a.jsonl:", "b.jsonl:", "a.jsonl:"):
         with pytest.raises(ConfigError, match=f"^{of}2: wrong$"):
@@ -570,7 +570,7 @@ def test_a_stopped_maker_is_not_waited_for_without_end(
     try:
         while not (tmp_path / "notes").exists():
             time.sleep(0.01)
-        monkeypatch.setattr(cache, "_MOST_PATIENCE_S", 0.2)
+        monkeypatch.setattr(cache, "_MAX_WAIT_S", 0.2)
         (its_own,) = folder.glob("rows-*.tmp")
         assert len(read_rows(config)) == 9
         assert len(reads) == 1  # by this process: it took nothing of the other's

@@ -16,7 +16,7 @@ from grpo_spmd.episodes.shipped import catalog, python_tool, search
 from grpo_spmd.episodes.shipped.catalog import shipped_factory
 from grpo_spmd.episodes.shipped.countdown import Countdown
 from grpo_spmd.episodes.shipped.python_tool import PythonTool, SandboxDown
-from grpo_spmd.episodes.shipped.search import Search, index_of, match_of
+from grpo_spmd.episodes.shipped.search import Search, index_of, match_expression
 from grpo_spmd.rewards.sandbox.cells import Head
 from grpo_spmd.rewards.sandbox.sandbox import Limits, SandboxError
 from grpo_spmd.rewards.sandbox.session import Session
@@ -216,8 +216,8 @@ def test_no_query_is_syntax(corpus: Path) -> None:
     for query in (*WITH_FISH, *WITHOUT):
         assert ("] Kingfisher\n" in tool.search(query)) == (query in WITH_FISH), query
     assert tool.search("AND").startswith("[1] Syntax")  # a word like any other
-    assert match_of('a"b NOT c') == '"a" OR "b" OR "NOT" OR "c"'
-    assert len(match_of(" ".join(map(str, range(1000)))).split(" OR ")) == 32
+    assert match_expression('a"b NOT c') == '"a" OR "b" OR "NOT" OR "c"'
+    assert len(match_expression(" ".join(map(str, range(1000)))).split(" OR ")) == 32
 
 
 def test_arguments_of_a_search_are_checked(corpus: Path) -> None:

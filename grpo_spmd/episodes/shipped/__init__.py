@@ -1,5 +1,4 @@
-"""Tools and environments that come with the trainer, by TRL's protocol: Python, search, the game of countdown.
+"""Tools and environments that come with the trainer, in TRL's form: Python, search, countdown.
 
-Not here: who calls them (rollout/environments/).
-Imports rewards/ and data/.
+Not here: who calls them (the drivers in episodes/). Imports config, files, rewards and data.
 """

@@ -1,4 +1,4 @@
-"""What `environment.tools` and `environment.factory` may name without a file."""
+"""The tools and environments that the config may name without a file."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ Factory = Callable[[], Any]
 
 
 def shipped_factory(name: str) -> Factory | None:
-    """What makes an environment by TRL's protocol: `reset(**row)` at the start of each episode, and public methods that
-    are its tools. None of a name that is not shipped; ConfigError of one that is but lacks what it needs."""
+    """Returns what makes a shipped environment in TRL's form; None for a name that is not shipped.
+
+    Raises ConfigError if the environment lacks what it needs.
+    """
     kind, _, path = name.partition(":")
     if kind == "search" and not path.endswith(".py"):
         if not path:
-            raise ConfigError(
-                "search needs the file that it looks into, JSON lines of title and text: search:CORPUS"
-            )
+            rule = "search needs the file that it looks into, JSON lines of title and text"
+            raise ConfigError(f"{rule}: search:CORPUS")
         return functools.partial(Search, path)
     if name == "python":
         try:

@@ -1,4 +1,4 @@
-"""The game of countdown as an environment: reach a number with given ones."""
+"""The game of countdown as an environment: reach a number with some others."""
 
 from __future__ import annotations
 
@@ -9,19 +9,23 @@ from typing import Any
 from grpo_spmd.rewards import verifiers
 
 _MAX_CHARS = 256
+_EXPRESSION = "whole numbers, + - * / and brackets"
 
 
 class Countdown:
+    """One game an episode."""
+
     def reset(self, nums: Sequence[int], target: int, **columns: Any) -> str:
-        """The task, which the row's columns `nums` and `target` give."""
-        self._nums, self._target = [int(number) for number in nums], int(target)
+        """Returns the task, from the row's columns `nums` and `target`."""
+        self._nums = [int(number) for number in nums]
+        self._target = int(target)
         if not self._nums:
             raise ValueError("nums is empty: countdown needs numbers to reach the target with")
         self._reward: float | None = None
-        shown = ", ".join(map(str, self._nums))
+        numbers = ", ".join(map(str, self._nums))
         return (
-            f"Reach {self._target} with the numbers {shown}, each used exactly once, and + - * / and brackets. "
-            "Try with evaluate, then submit one expression."
+            f"Reach {self._target} with the numbers {numbers}, each used exactly once, "
+            "and + - * / and brackets. Try with evaluate, then submit one expression."
         )
 
     def evaluate(self, expression: str) -> str:
@@ -37,17 +41,14 @@ class Countdown:
         if not isinstance(expression, str) or not re.fullmatch(
             rf"[0-9+\-*/() ]{{1,{_MAX_CHARS}}}", expression
         ):
-            raise ValueError(
-                f"an expression has whole numbers, + - * / and brackets, {_MAX_CHARS} characters at most"
-            )
+            limit = f"{_MAX_CHARS} characters at most"
+            raise ValueError(f"an expression has {_EXPRESSION}, {limit}")
         try:
             return str(verifiers.evaluate(expression))
         except ZeroDivisionError:
             raise ValueError("division by zero") from None
         except (SyntaxError, ValueError, RecursionError, MemoryError):
-            raise ValueError(
-                "this is no expression of whole numbers, + - * / and brackets"
-            ) from None
+            raise ValueError(f"this is no expression of {_EXPRESSION}") from None
 
     def submit(self, expression: str) -> str:
         """
@@ -66,5 +67,5 @@ class Countdown:
         return "right" if self._reward == 1.0 else "wrong"
 
     def get_reward(self) -> float:
-        """1.0 where the answer that was submitted is right, else 0.0."""
+        """Returns 1.0 if the submitted answer is right, else 0.0."""
         return self._reward or 0.0

@@ -1,4 +1,4 @@
-"""Python as a tool: what the policy writes runs in the sandbox, and what one call defines is there for the next."""
+"""Python as a tool: the policy's code runs in the sandbox; names stay for the next call."""
 
 from __future__ import annotations
 
@@ -8,26 +8,32 @@ from typing import Any
 from grpo_spmd.rewards.sandbox.sandbox import Limits, SandboxError, check_isolation
 from grpo_spmd.rewards.sandbox.session import Session
 
-_CALL_S, _EPISODE_CPU_S, _MEMORY_MIB = 8.0, 120.0, 1024
-_MAX_CHARS, _MAX_CODE_CHARS = 8000, 100_000
+_CALL_S = 8.0
+_EPISODE_CPU_S = 120.0
+_MEMORY_MIB = 1024
+_MAX_CHARS = 8000
+_MAX_CODE_CHARS = 100_000
 
 
 class SandboxDown(BaseException):
-    """The sandbox itself failed. No Exception, which would be shown to the policy as if its code had failed."""
+    """The sandbox itself failed.
+
+    No Exception: that would be shown to the policy as if its code had failed.
+    """
 
 
 class PythonTool:
-    """One interpreter for each episode, started at its first call."""
+    """One interpreter for each episode, started at the first call."""
 
     def __init__(self, isolation: str = "required") -> None:
-        """Raises SandboxError where this machine cannot shut code in."""
+        """Raises SandboxError if this machine cannot isolate code."""
         if isolation == "required":
             check_sandbox()
         self._limits = Limits(_EPISODE_CPU_S, _MEMORY_MIB, isolation)
         self._session: Session | None = None
 
     def reset(self, **columns: Any) -> None:
-        """Another episode: nothing is left of the last one's names."""
+        """Begins another episode: the names of the last one are gone."""
         self._end()
 
     def python(self, code: str) -> str:
@@ -47,14 +53,15 @@ class PythonTool:
                 f"the code has {len(code):,} characters, and {_MAX_CODE_CHARS:,} are the most"
             )
         try:
-            session = self._session = self._session or Session(self._limits)
+            self._session = self._session or Session(self._limits)
         except (SandboxError, OSError) as error:
             raise SandboxDown(str(error)) from error
-        said = session.run(code, _CALL_S, _MAX_CHARS)
-        if said is None:
+        output = self._session.run(code, _CALL_S, _MAX_CHARS)
+        if output is None:
             self._end()
-            return f"[ended: over {_CALL_S:g} s or too much memory, or it ended Python; all variables are gone]"
-        return said or "[nothing was printed]"
+            reason = f"over {_CALL_S:g} s or too much memory, or it ended Python"
+            return f"[ended: {reason}; all variables are gone]"
+        return output or "[nothing was printed]"
 
     def _end(self) -> None:
         if self._session is not None:
@@ -64,5 +71,5 @@ class PythonTool:
 
 @functools.cache
 def check_sandbox() -> None:
-    """Once a process, and what it forks. Raises SandboxError where this machine cannot shut code in."""
+    """Checks once for a process and its forks. Raises SandboxError if code cannot be isolated."""
     check_isolation()

@@ -1,4 +1,7 @@
-"""Search in a local corpus as a tool: sqlite's full-text index, made once for each corpus and host, ranked by BM25."""
+"""Search in a local corpus as a tool, ranked by BM25.
+
+sqlite's full-text index is made once for each corpus and host.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import shutil
 import sqlite3
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +22,18 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.data.cache import cache_folders, digest_of, entry_name
 from grpo_spmd.files import open_regular
 
-_FORMAT = 1  # counts up with every change of what an index holds
-_MOST_RESULTS, _MAX_WORDS, _MAX_WORD_CHARS, _MAX_QUERY_CHARS = 20, 32, 64, 2000
+# Counts up with every change of what an index holds.
+_FORMAT = 1
+_MAX_RESULTS = 20
+_MAX_WORDS = 32
+_MAX_WORD_CHARS = 64
+_MAX_QUERY_CHARS = 2000
 _PASSAGE_CHARS = 2000
 _SEARCH_S = 10.0
 
 
 class Search:
-    """`corpus`: JSON lines of {"title", "text"}; other keys are left alone."""
+    """A corpus of JSON lines {"title", "text"}; other keys are ignored."""
 
     def __init__(self, corpus: str | Path) -> None:
         """Raises ConfigError for a corpus that cannot be read."""
@@ -33,7 +41,7 @@ class Search:
         self._connection: sqlite3.Connection | None = None
 
     def reset(self, **columns: Any) -> None:
-        """Nothing is kept between episodes."""
+        """Begins an episode. Nothing is kept between episodes."""
 
     def search(self, query: str, top_k: int = 3) -> str:
         """
@@ -48,75 +56,83 @@ class Search:
         """
         if not isinstance(query, str) or len(query) > _MAX_QUERY_CHARS:
             raise ValueError(f"query is text of at most {_MAX_QUERY_CHARS:,} characters")
-        if isinstance(top_k, bool) or not isinstance(top_k, int) or not 1 <= top_k <= _MOST_RESULTS:
-            raise ValueError(f"top_k is a whole number from 1 to {_MOST_RESULTS}")
-        if (
-            self._connection is None
-        ):  # in the process that searches: a connection does not survive a fork
-            self._connection = sqlite3.connect(
-                f"{self._index.absolute().as_uri()}?mode=ro&immutable=1", uri=True
-            )
+        if isinstance(top_k, bool) or not isinstance(top_k, int) or not 1 <= top_k <= _MAX_RESULTS:
+            raise ValueError(f"top_k is a whole number from 1 to {_MAX_RESULTS}")
+        if self._connection is None:
+            # Opened in the process that searches: a connection does not survive a fork.
+            uri = f"{self._index.absolute().as_uri()}?mode=ro&immutable=1"
+            self._connection = sqlite3.connect(uri, uri=True)
         deadline = time.monotonic() + _SEARCH_S
         self._connection.set_progress_handler(lambda: time.monotonic() > deadline, 10_000)
         sql = "select title, text from passages where passages match ? order by rank, rowid limit ?"
+        match = match_expression(query)
         try:
-            found = (
-                self._connection.execute(sql, (match_of(query), top_k)).fetchall()
-                if match_of(query)
-                else []
-            )
+            rows = self._connection.execute(sql, (match, top_k)).fetchall() if match else []
         except sqlite3.OperationalError as error:
             if "interrupted" not in str(error):
                 raise
             raise ValueError(f"the search took over {_SEARCH_S:g} s; use rarer words") from None
-        return "\n\n".join(
-            f"[{i}] {_shown(title)}\n{_shown(text)}" for i, (title, text) in enumerate(found, 1)
-        ) or ("[no passage has any of these words]")
+        passages = [
+            f"[{number}] {_shorten(title)}\n{_shorten(text)}"
+            for number, (title, text) in enumerate(rows, 1)
+        ]
+        return "\n\n".join(passages) or "[no passage has any of these words]"
 
 
-def match_of(query: str) -> str:
-    """An expression of FTS5 for passages with any of the query's words. Each is quoted, and has no quote in it: what a
-    policy writes is words, never syntax (NEAR, column filters, prefixes)."""
-    words = [word[:_MAX_WORD_CHARS] for word in re.findall(r"\w+", query)]
-    return " OR ".join(f'"{word}"' for word in list(dict.fromkeys(words))[:_MAX_WORDS])
+def match_expression(query: str) -> str:
+    """Returns an FTS5 expression for passages with any of the query's words.
+
+    Each word is quoted and contains no quote: a policy writes words, never syntax (NEAR, column
+    filters, prefixes).
+    """
+    words = dict.fromkeys(word[:_MAX_WORD_CHARS] for word in re.findall(r"\w+", query))
+    return " OR ".join(f'"{word}"' for word in list(words)[:_MAX_WORDS])
 
 
 def index_of(corpus: Path) -> Path:
-    """The index of a corpus, in the cache's folder of this host: found, or made while others wait for it. Raises
-    ConfigError for a corpus that is not there or not in this form, and where no folder takes the index."""
+    """Returns the index of a corpus in this host's cache; makes it while other processes wait.
+
+    Raises ConfigError for a corpus that is missing or malformed, and where no folder has room.
+    """
     try:
-        inputs, size = [_FORMAT, digest_of(corpus), sqlite3.sqlite_version], corpus.stat().st_size
+        inputs = [_FORMAT, digest_of(corpus), sqlite3.sqlite_version]
+        num_bytes = corpus.stat().st_size
     except OSError as error:
         raise ConfigError(f"search: cannot read the corpus {corpus}: {error.strerror}") from None
     name = f"{entry_name('search', inputs)}.sqlite"
     folders = cache_folders()
     for folder in folders:
-        if _is_whole(folder / name):
+        if _is_complete(folder / name):
             return folder / name
+    # An index is about as large as its corpus, and sqlite needs room while it merges.
+    needed_bytes = 4 * num_bytes
     for folder in folders:
-        if shutil.disk_usage(folder).free > 4 * size + (1 << 20):
-            lock = os.open(
-                folder / f"{name}.lock",
-                os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW,
-                0o600,
-            )
-            try:
-                fcntl.flock(
-                    lock, fcntl.LOCK_EX
-                )  # let go of by the kernel, also of one that is killed
-                if not _is_whole(folder / name):
+        if shutil.disk_usage(folder).free > needed_bytes + (1 << 20):
+            with _lock(folder / f"{name}.lock"):
+                if not _is_complete(folder / name):
                     _make_index(corpus, folder / name)
-            finally:
-                os.close(lock)
             return folder / name
+    rule = f"no folder takes the index of {corpus} (about {needed_bytes / 1e9:.1f} GB)"
     remedy = "set XDG_CACHE_HOME to a folder of this host with more room"
-    raise ConfigError(
-        f"search: no folder takes the index of {corpus} (about {4 * size / 1e9:.1f} GB): {remedy}"
-    )
+    raise ConfigError(f"search: {rule}: {remedy}")
 
 
-def _is_whole(index: Path) -> bool:
-    """It gets its name when it is complete. The folder is this user's alone."""
+@contextlib.contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """Holds a lock; the kernel releases it, also if the process is killed."""
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _is_complete(index: Path) -> bool:
+    """Returns whether there is an index: it gets its name when it is complete.
+
+    The folder is this user's alone.
+    """
     with contextlib.suppress(OSError):
         os.utime(index)  # the cache removes what nobody has used for a month
         return True
@@ -143,8 +159,8 @@ def _make_index(corpus: Path, index: Path) -> None:
             os.unlink(temporary)
 
 
-def _passages(corpus: Path) -> Any:
-    """Title and text of each line. ConfigError names the line that has none."""
+def _passages(corpus: Path) -> Iterator[tuple[str, str]]:
+    """Yields title and text of each line. Raises ConfigError, which names a malformed line."""
     num_passages = 0
     with open_regular(corpus, follow=True) as file:
         for number, line in enumerate(file, 1):
@@ -152,18 +168,25 @@ def _passages(corpus: Path) -> Any:
                 continue
             try:
                 row = json.loads(line)
-                title, text = row.get("title", ""), row["text"]
+                title = row.get("title", "")
+                text = row["text"]
                 if not (isinstance(title, str) and isinstance(text, str)):
                     raise TypeError
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
                 rule = 'a line is a JSON object like {"title": "...", "text": "..."}'
                 raise ConfigError(f"{corpus}:{number}: {rule}; got {line[:80]!r}") from None
             num_passages += 1
-            yield title.encode(errors="replace").decode(), text.encode(errors="replace").decode()
+            yield _valid_unicode(title), _valid_unicode(text)
     if not num_passages:
         raise ConfigError(f"search: the corpus {corpus} has no passage")
 
 
-def _shown(text: str) -> str:
-    cut = len(text) - _PASSAGE_CHARS
-    return text if cut <= 0 else f"{text[:_PASSAGE_CHARS]}... [{cut:,} more characters were cut]"
+def _valid_unicode(text: str) -> str:
+    return text.encode(errors="replace").decode()
+
+
+def _shorten(text: str) -> str:
+    num_cut = len(text) - _PASSAGE_CHARS
+    if num_cut <= 0:
+        return text
+    return f"{text[:_PASSAGE_CHARS]}... [{num_cut:,} more characters were cut]"
