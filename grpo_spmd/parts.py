@@ -42,7 +42,7 @@ from grpo_spmd.model.offload import HostOffload
 from grpo_spmd.model.policy import Policy, Scores, build_policy, build_reference
 from grpo_spmd.observe.console import banner, log_to_file, log_to_terminal
 from grpo_spmd.observe.followers import open_followers
-from grpo_spmd.observe.launches import Launch, begin_launch, place_of
+from grpo_spmd.observe.launches import Launch, begin_launch, host_and_device
 from grpo_spmd.observe.log import LaunchFacts, MetricsLog
 from grpo_spmd.observe.memory import MemoryLedger, PhaseTimer, remedies
 from grpo_spmd.observe.metrics_file import cut_metrics
@@ -537,7 +537,7 @@ def open_run_dir(
         save_tokenizer(run_dir, tokenizer)
         return begin_launch(run_dir, start.step + 1, start_time, devices, session.is_restart)
 
-    launch = Launch(run_dir, on_rank0(claim, place_of(session.device)), session.is_rank0)
+    launch = Launch(run_dir, on_rank0(claim, host_and_device(session.device)), session.is_rank0)
     # Each node has its own, if the folder is not shared.
     logs.mkdir(parents=True, exist_ok=True)
     doctor.write_reports_to(logs, launch.fail)

@@ -1,4 +1,4 @@
-"""GPUs by name: memory, arithmetic and bandwidth. The one table of it. Imports no torch."""
+"""The table of GPUs by name: memory, arithmetic and bandwidth. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,14 +13,18 @@ _CUSTOM = "80GiB,989TFLOPS,3350GB/s"
 
 @dataclass(frozen=True)
 class Card:
-    """One GPU. Whoever computes with it calls the result a model: these are ceilings."""
+    """One GPU. All figures are ceilings: what is computed from them is an estimate."""
 
     name: str
-    gib: float  # what the driver tells a process, before any context; a little less than the nominal figure
-    tflops: float  # dense bfloat16 products with float32 sums, 1e12/s
+    gib: float
+    """What the driver tells a process before any context; a little less than the nominal figure."""
+    tflops: float
+    """Dense bfloat16 products with float32 sums, 1e12/s."""
     memory_gb_s: float
-    link_gb_s: float  # to the other GPUs of a node, in one direction
-    host_gb_s: float = 25.0  # to and from pinned host memory; PCIe 4 x16 reaches about 25 of its 32
+    link_gb_s: float
+    """To the other GPUs of a node, in one direction."""
+    host_gb_s: float = 25.0
+    """To and from pinned host memory; PCIe 4 x16 reaches about 25 of its 32."""
 
 
 # TFLOP/s, GB/s and links: NVIDIA's data sheets of each card (A100: DS-10031 of 2021; H100 and H200:

@@ -1,6 +1,6 @@
-"""What a run says in a terminal: what is about to start, a line a step, and in words what a curve would show too late.
+"""Prints what is about to start, a line per step, and warnings of what a curve shows too late.
 
-Lines of steps are columns of fixed width that fit the terminal, or 80 columns where there is none.
+Lines of steps are columns of fixed width that fit the terminal, or 80 columns if there is none.
 """
 
 from __future__ import annotations
@@ -21,17 +21,26 @@ from grpo_spmd.config.schema import PHASES, DataConfig, ModelConfig, RewardConfi
 from grpo_spmd.distributed.exit import Terminal
 
 _log = logging.getLogger("grpo_spmd")
-_HEADER_EVERY = 20  # lines
-_NUM_RECENT = 20  # steps whose mean time the rest is expected to take
-_LEAST_ENTROPY = 0.01  # nats a token: about one token in a thousand is not the likeliest
+_HEADER_EVERY_LINES = 20
+_NUM_RECENT_STEPS = 20  # whose mean time the remaining steps are expected to take
+_MIN_ENTROPY = 0.01  # nats per token: about one token in a thousand is not the likeliest
 Metrics = Mapping[str, float | None]
+
+
+def _duration(seconds: float) -> str:
+    """Returns a duration in at most 6 characters."""
+    if seconds < 99.5:
+        return f"{seconds:.2f}s" if seconds < 9.995 else f"{seconds:.0f}s"
+    if seconds < 99.5 * 60:
+        return f"{seconds / 60:.0f}min"
+    return f"{seconds / 3600:.1f}h" if seconds < 99.5 * 3600 else f"{seconds / 86400:.0f}d"
 
 
 class _Column(NamedTuple):
     title: str
     width: int
     metric: str
-    form: Callable[[float], str]
+    format: Callable[[float], str]
 
 
 _COLUMNS = (
@@ -44,11 +53,9 @@ _COLUMNS = (
     _Column("loss", 9, "loss/total", lambda x: f"{x:+.4f}" if abs(x) < 100 else f"{x:+.1e}"),
     _Column("grad", 7, "optim/grad_norm", lambda x: f"{x:.3f}" if x < 100 else f"{x:.0e}"),
     _Column("mismatch", 9, "weight_sync/mismatch_kl", "{:.0e}".format),
-    _Column("time", 6, "time/step_s", lambda seconds: _duration(seconds)),
+    _Column("time", 6, "time/step_s", _duration),
 )
-_ENTROPY = _Column(
-    "entropy", 8, "loss/entropy", "{:.3f}".format
-)  # where the terminal has room for it
+_ENTROPY = _Column("entropy", 8, "loss/entropy", "{:.3f}".format)  # in wide terminals
 _LEFT_WIDTH = 6
 
 
@@ -59,161 +66,157 @@ def banner(
     rewards: Sequence[RewardConfig],
     num_steps: int,
 ) -> Iterator[str]:
-    """What is about to be trained, before anything takes long."""
-    yield f"model: {model.path}, {model.dtype}" + (
-        f", LoRA of rank {model.lora.rank}" if model.lora.rank else ""
-    )
+    """Yields lines that say what is about to be trained, before anything takes long."""
+    lora = f", LoRA of rank {model.lora.rank}" if model.lora.rank else ""
+    yield f"model: {model.path}, {model.dtype}{lora}"
     yield f"data: {data.train}"
-    named = [(reward.metric_name, reward.weight) for reward in rewards]
-    if named:  # an environment may give the only one
-        said = ", ".join(name if weight == 1 else f"{name} x {weight:g}" for name, weight in named)
-        yield (
-            f"rewards: {said}"
-            if any(reward.weight for reward in rewards)
-            else f"rewards, only watched: {said}"
+    if rewards:  # an environment may give the only reward
+        names = ", ".join(
+            reward.metric_name
+            if reward.weight == 1
+            else f"{reward.metric_name} x {reward.weight:g}"
+            for reward in rewards
         )
-    prompts, size = rollout.num_prompts_per_step, rollout.group_size
-    most = prompts * size * rollout.max_completion_tokens
-    yield f"{num_steps} steps of {prompts} prompts x {size} completions: at most {most:,} sampled tokens each"
+        is_watched = not any(reward.weight for reward in rewards)
+        yield f"rewards, only watched: {names}" if is_watched else f"rewards: {names}"
+    num_prompts = rollout.num_prompts_per_step
+    max_tokens = num_prompts * rollout.group_size * rollout.max_completion_tokens
+    yield (
+        f"{num_steps} steps of {num_prompts} prompts x {rollout.group_size} completions: "
+        f"at most {max_tokens:,} sampled tokens each"
+    )
 
 
 def log_to_terminal(rank: int) -> None:
-    """Show rank 0's log lines, and other ranks' warnings. What is said until there is a file waits
-    for it."""
-    to_terminal = Terminal(sys.stdout)
-    to_terminal.setLevel(logging.WARNING if rank else logging.INFO)
-    to_terminal.setFormatter(
-        logging.Formatter(f"rank {rank}: %(message)s" if rank else "%(message)s")
-    )
+    """Shows rank 0's log lines and other ranks' warnings, and keeps all lines for the file that
+    comes later."""
+    terminal = Terminal(sys.stdout)
+    terminal.setLevel(logging.WARNING if rank else logging.INFO)
+    terminal.setFormatter(logging.Formatter(f"rank {rank}: %(message)s" if rank else "%(message)s"))
     _log.setLevel(logging.INFO)
     _log.propagate = False
-    _log.handlers[:] = [to_terminal, MemoryHandler(1000, flushLevel=logging.CRITICAL + 1)]
+    _log.handlers[:] = [terminal, MemoryHandler(1000, flushLevel=logging.CRITICAL + 1)]
 
 
 def log_to_file(path: Path) -> None:
-    """Write all lines to `path` too, those from before first."""
-    to_file = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
-    to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    for waiting in [handler for handler in _log.handlers if isinstance(handler, MemoryHandler)]:
-        waiting.setTarget(to_file)
-        waiting.close()
-        _log.removeHandler(waiting)
-    _log.addHandler(to_file)
+    """Writes all lines to `path` too, those that waited for it first."""
+    file = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
+    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    for handler in list(_log.handlers):
+        if isinstance(handler, MemoryHandler):
+            handler.setTarget(file)
+            handler.close()
+            _log.removeHandler(handler)
+    _log.addHandler(file)
 
 
 class Console:
-    """Lines of the steps of a run with `num_steps` of them."""
+    """Lines for the steps of a run with `num_steps` steps."""
 
     def __init__(self, num_steps: int) -> None:
-        self._num_steps, self._num_lines = num_steps, 0
+        self._num_steps = num_steps
+        self._num_lines = 0
         self._columns: tuple[_Column, ...] = _COLUMNS
-        self._place = len(f"step {num_steps}/{num_steps}")
+        self._step_width = len(f"step {num_steps}/{num_steps}")
         self._room = 0
-        self._ends: deque[float] = deque(maxlen=_NUM_RECENT + 1)  # of steps, on the monotonic clock
+        # when the last steps ended, on the monotonic clock
+        self._ends: deque[float] = deque(maxlen=_NUM_RECENT_STEPS + 1)
         self._warned: set[str] = set()
 
     def show(self, metrics: Metrics) -> None:
-        """Log what there is to say of a step that has come to its end."""
+        """Logs the lines and the warnings of a step that has ended."""
         for line in self.lines(metrics):
             _log.info(line)
         for line in self.warnings(metrics):
             _log.warning(line)
 
     def lines(self, metrics: Metrics) -> Iterator[str]:
-        """The step's line, under a header now and then."""
-        if self._num_lines % _HEADER_EVERY == 0:
+        """Yields the step's line, under a header now and then."""
+        if self._num_lines % _HEADER_EVERY_LINES == 0:
             yield self._header()
         self._num_lines += 1
         self._ends.append(time.monotonic())
         step = int(metrics["step"] or 0)
-        cells = [f"step {step}/{self._num_steps}".ljust(self._place)]
+        cells = [f"step {step}/{self._num_steps}".ljust(self._step_width)]
         for column in self._columns:
             value = metrics.get(column.metric)
-            cells.append(("-" if value is None else column.form(value)).rjust(column.width))
-        cells.append(self._left(step).rjust(_LEFT_WIDTH))
-        yield "".join(cells) + self._rest(metrics)
+            cells.append(("-" if value is None else column.format(value)).rjust(column.width))
+        cells.append(self._time_left(step).rjust(_LEFT_WIDTH))
+        yield "".join(cells) + self._details(metrics)
 
     def warnings(self, metrics: Metrics) -> Iterator[str]:
-        """What is wrong with the step in words, each once in the life of the process."""
+        """Yields what is wrong with the step, each kind once in the life of the process."""
         for name, text in alarms(metrics):
             if name not in self._warned:
                 self._warned.add(name)
                 yield f"step {int(metrics['step'] or 0)}: {text}"
 
     def _header(self) -> str:
+        # measured at each header: the user may have resized the terminal
         width = shutil.get_terminal_size((80, 24)).columns
-        needed = self._place + sum(column.width for column in _COLUMNS) + _LEFT_WIDTH
-        has_entropy = width >= needed + _ENTROPY.width
-        self._columns = (*_COLUMNS[:-2], _ENTROPY, *_COLUMNS[-2:]) if has_entropy else _COLUMNS
-        self._room = width - needed - _ENTROPY.width
+        fixed_width = self._step_width + sum(column.width for column in _COLUMNS) + _LEFT_WIDTH
+        self._room = width - fixed_width - _ENTROPY.width
+        self._columns = _COLUMNS
+        if self._room >= 0:
+            self._columns = (*_COLUMNS[:-2], _ENTROPY, *_COLUMNS[-2:])
         titles = "".join(column.title.rjust(column.width) for column in self._columns)
-        return " " * self._place + titles + "left".rjust(_LEFT_WIDTH)
+        return " " * self._step_width + titles + "left".rjust(_LEFT_WIDTH)
 
-    def _left(self, step: int) -> str:
+    def _time_left(self, step: int) -> str:
         if len(self._ends) < 2:
             return "-"
-        steps_s = [later - earlier for earlier, later in pairwise(self._ends)]
+        steps_s = [end - start for start, end in pairwise(self._ends)]
         return _duration((self._num_steps - step) * sum(steps_s) / len(steps_s))
 
-    def _rest(self, metrics: Metrics) -> str:
-        """Where the terminal has room: the rewards one by one, then the phases that took
-        longest."""
+    def _details(self, metrics: Metrics) -> str:
+        """Returns what the terminal has room for: each reward, then the slowest phases."""
         rewards = {
-            key[7:-5]: value
-            for key, value in metrics.items()
-            if re.fullmatch("reward/.+/mean", key)
+            name[7:-5]: value
+            for name, value in metrics.items()
+            if re.fullmatch("reward/.+/mean", name)
         }
-        more = [
-            f"  {name} {'-' if value is None else f'{value:.3f}'}"
-            for name, value in rewards.items()
-        ]
-        more *= len(rewards) > 1
+        cells = []
+        if len(rewards) > 1:
+            for name, value in rewards.items():
+                cells.append(f"  {name} {'-' if value is None else f'{value:.3f}'}")
         seconds = {name: metrics.get(f"time/{name}_s") or 0.0 for name in PHASES}
-        more += [
-            f"  {name} {_duration(seconds[name])}"
-            for name in sorted(seconds, key=lambda name: -seconds[name])
-        ]
+        for name in sorted(seconds, key=lambda name: -seconds[name]):
+            if seconds[name] >= 0.005:
+                cells.append(f"  {name} {_duration(seconds[name])}")
         text = ""
-        for cell in more[: len(more) - sum(of < 0.005 for of in seconds.values())]:
-            text += cell if len(text + cell) <= self._room else ""
+        for cell in cells:
+            if len(text + cell) <= self._room:
+                text += cell
         return text
 
 
-def _duration(seconds: float) -> str:
-    """In at most 6 characters."""
-    if seconds < 99.5:
-        return f"{seconds:.2f}s" if seconds < 9.995 else f"{seconds:.0f}s"
-    if seconds < 99.5 * 60:
-        return f"{seconds / 60:.0f}min"
-    return f"{seconds / 3600:.1f}h" if seconds < 99.5 * 3600 else f"{seconds / 86400:.0f}d"
-
-
 def alarms(metrics: Metrics) -> Iterator[tuple[str, str]]:
-    """(name, text) of what is wrong with a step."""
-    step, mean = int(metrics["step"] or 0), metrics.get("reward/mean")
+    """Yields (name, text) of what is wrong with a step."""
+    step = int(metrics["step"] or 0)
     dump = f"rollouts/step_{step:06d}.jsonl"
+    has_critic = metrics.get("critic/loss") is not None
     critic_skipped = metrics.get("critic/skipped_updates") or 0
-    is_warming_up = metrics.get("critic/loss") is not None or critic_skipped > 0
-    if (
-        critic_skipped and not metrics["optim/skipped_updates"]
-    ):  # the policy's have a warning of their own
+    # the policy's skipped updates have a warning of their own
+    if critic_skipped and not metrics["optim/skipped_updates"]:
         yield (
             "critic",
-            f"{critic_skipped:.0f} updates of the critic were given up: loss or gradient was not finite",
+            f"{critic_skipped:.0f} updates of the critic were given up: "
+            "loss or gradient was not finite",
         )
+    is_warming_up = has_critic or critic_skipped > 0
+    has_signal = metrics.keys() & {"teacher/kl", "critic/loss"}
     if not metrics["optim/updates"] and not metrics["optim/skipped_updates"] and not is_warming_up:
         yield (
             "update",
-            "no update was made, since no completion counts (see dynamic_sampling/*, reward/unscored_frac)",
+            "no update was made, since no completion counts "
+            "(see dynamic_sampling/*, reward/unscored_frac)",
         )
-    elif metrics.get("reward/zero_std_groups_frac") == 1.0 and not metrics.keys() & {
-        "teacher/kl",
-        "critic/loss",
-    }:
-        what = f"in every group all rewards are alike (mean {mean:.3g}), so that nothing is learned from this step"
+    elif metrics.get("reward/zero_std_groups_frac") == 1.0 and not has_signal:
         yield (
             "alike",
-            f"{what}; if that goes on, the task is too hard, too easy, or the reward never differs: see {dump}",
+            f"in every group all rewards are alike (mean {metrics.get('reward/mean'):.3g}), "
+            "so that nothing is learned from this step; if that goes on, the task is too hard, too easy, "
+            f"or the reward never differs: see {dump}",
         )
     elif metrics.get("optim/grad_norm") == 0.0:
         yield (
@@ -221,15 +224,16 @@ def alarms(metrics: Metrics) -> Iterator[tuple[str, str]]:
             f"the gradient is 0, so that nothing is learned from this step; see {dump}",
         )
     if metrics.get("completion/truncated_frac") == 1.0:
-        what = "every completion was cut off at rollout.max_completion_tokens"
         yield (
             "truncated",
-            f"{what}: a reward that looks for an end or an answer cannot find one; raise it, or see {dump}",
+            "every completion was cut off at rollout.max_completion_tokens: "
+            f"a reward that looks for an end or an answer cannot find one; raise it, or see {dump}",
         )
     entropy = metrics.get("loss/entropy")
-    if entropy is not None and entropy < _LEAST_ENTROPY:
-        what = f"the policy's entropy is {entropy:.2g} nats a token: completions of a group hardly differ any more"
+    if entropy is not None and entropy < _MIN_ENTROPY:
         yield (
             "entropy",
-            f"{what} (a lower optimizer.lr, a higher loss.clip_ratio_high or loss.kl_coef slow that down)",
+            f"the policy's entropy is {entropy:.2g} nats a token: "
+            "completions of a group hardly differ any more (a lower optimizer.lr, a higher loss.clip_ratio_high or loss.kl_coef slow "
+            "that down)",
         )

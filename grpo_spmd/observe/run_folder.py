@@ -1,7 +1,7 @@
-"""The reader of a run folder: its metrics, rollouts, token scores, timeline and launches. Imports no torch.
+"""Reads a run folder: metrics, rollouts, token scores, timeline, launches.
 
-A folder that a command is pointed at may be somebody else's: links, fifos, huge lines and broken
-JSON each cost one line of a message and never a traceback. A dump of step 12 is
+Imports no torch. A folder that a command is pointed at may be somebody else's: links, fifos, huge
+lines and broken JSON each cost one line of a message and never a traceback. A dump of step 12 is
 rollouts/step_000012.jsonl of the first node and step_000012.node_1.jsonl of the second, or the same
 with .gz; token_scores/ has the same names.
 """

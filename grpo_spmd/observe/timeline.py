@@ -1,7 +1,8 @@
-"""timeline.jsonl: in which phase each rank of a step was, and when. Imports no torch.
+"""timeline.jsonl: when each rank was in which phase of a step. Imports no torch.
 
 A line is {"step", "unix_s", "world_size", "ranks", "spans"}; spans[i] are those of ranks[i]. A run
-that goes on appends to it: of a step that was made twice the last line counts."""
+that goes on appends to the file: of a step that was made twice the last line counts.
+"""
 
 from __future__ import annotations
 
@@ -11,117 +12,135 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import PHASES
 from grpo_spmd.distributed.packed import PackedReader, pack
-from grpo_spmd.files import UntrustedError, open_regular, parse_object
-from grpo_spmd.observe.metrics_file import LineFile
+from grpo_spmd.files import UntrustedError, open_regular
+from grpo_spmd.observe.metrics_file import LineFile, read_lines
 
 _log = logging.getLogger("grpo_spmd")
 _NAME = "timeline.jsonl"
-_MOST_RANKS, _MOST_SPANS = 64, 64  # that a line shows; that a rank sends
-_LONGEST = 1 << 22  # bytes; a line of that many has 0.3 MB
+_MAX_RANKS = 64  # in a line, which then has at most 0.3 MB
+_MAX_SPANS = 64  # that a rank sends
 _STEP = re.compile(rb'{"step": ?(\d{1,15}),')
-_Numbers = npt.NDArray[np.int32]  # [spans, 5] as sent: place in PHASES, ms, ms, MiB, ms; -1: null
+_Number = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+_SpanNumbers = npt.NDArray[np.int32]
+"""[spans, 5] as ranks send them: index in PHASES, start ms, end ms, peak MiB, busy ms; -1 for
+None."""
 
 
 class Span(NamedTuple):
-    """A phase that a rank was in, in seconds since the step began on that rank, to the ms."""
+    """A phase that a rank was in, in seconds since the step began on that rank, rounded to ms."""
 
-    phase: str
-    start_s: float
-    end_s: float
-    peak_gib: float | None  # of memory, as memory/PHASE/peak_gib of the metrics
-    busy_s: float | None  # of a rollout, in which this rank's engine generated; None: it did not
+    phase: Annotated[str, msgspec.Meta(max_length=100)]
+    start_s: _Number
+    end_s: _Number
+    peak_gib: _Number | None
+    """Of memory, as memory/PHASE/peak_gib of the metrics."""
+    busy_s: _Number | None
+    """Of a rollout: how long this rank's engine generated; None if it did not."""
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """Of a step; `spans` become lists of lists in JSON."""
+    """The timeline of one step. In JSON a span is a list."""
 
-    step: int
-    unix_s: float  # when it began on rank 0
-    world_size: int
-    ranks: list[int]  # that are shown
-    spans: list[list[Span]]  # of each, in time order
+    step: _Count
+    unix_s: _Number
+    """When the step began on rank 0."""
+    world_size: _Count
+    ranks: list[_Count]
+    """The ranks that are shown."""
+    spans: list[list[Span]]
+    """Of each of these ranks, in time order."""
 
 
 def pack_spans(spans: Sequence[Span], generation_s: Sequence[float]) -> bytes:
-    """A rank's part of a line, 20 bytes a span, and `generation_s` in those of its rollouts, which
-    come first: behind them the engine only falls asleep. Of more than 64 spans (a step that was
-    refilled) the first and the last."""
-    busy, rows = iter(generation_s), list[list[float]]()
-    for phase, start, end, peak, _ in spans:
-        seconds = next(busy, None) if phase == "rollout" else None
-        used, busy_ms = (
-            -1 if peak is None else 1024 * peak,
-            -1 if seconds is None else 1000 * seconds,
-        )
-        rows.append([PHASES.index(phase), 1000 * start, 1000 * end, used, busy_ms])
-    if len(rows) > _MOST_SPANS:
-        rows = rows[: _MOST_SPANS // 2] + rows[-_MOST_SPANS // 2 :]
+    """Returns a rank's spans, 20 bytes each, with `generation_s` in those of its first rollouts.
+
+    A rollout phase without a generation follows only when the engine falls asleep. Of more than 64
+    spans, in a step that was refilled, the first and the last are sent.
+    """
+    busy = iter(generation_s)
+    rows = []
+    for span in spans:
+        busy_s = next(busy, None) if span.phase == "rollout" else None
+        peak_mib = -1 if span.peak_gib is None else 1024 * span.peak_gib
+        busy_ms = -1 if busy_s is None else 1000 * busy_s
+        phase = PHASES.index(span.phase)
+        rows.append([phase, 1000 * span.start_s, 1000 * span.end_s, peak_mib, busy_ms])
+    if len(rows) > _MAX_SPANS:
+        rows = rows[: _MAX_SPANS // 2] + rows[-_MAX_SPANS // 2 :]
     return pack(len(rows), [np.array(rows, np.float64).round().astype(np.int32)])
 
 
-def unpack_spans(part: PackedReader) -> _Numbers:
-    """What `pack_spans` made; `part` goes on behind it."""
-    return part.array(np.int32, 5 * part.header).reshape(-1, 5)
+def unpack_spans(reader: PackedReader) -> _SpanNumbers:
+    """Returns what `pack_spans` packed; `reader` goes on after it."""
+    return reader.array(np.int32, 5 * reader.header).reshape(-1, 5)
 
 
 class TimelineFile:
-    """On rank 0. It is for people: what a disk does to it raises nothing."""
+    """The file on rank 0. It is for people: a disk that fails raises nothing."""
 
     def __init__(self, run_dir: Path) -> None:
-        path, self._file = run_dir / _NAME, None
+        path = run_dir / _NAME
+        self._file: LineFile | None = None
         try:
-            cut = b""
+            last_byte = b""
             if os.path.lexists(path):
-                with open_regular(path) as file:  # or one might wait for the reader of a fifo
+                with open_regular(
+                    path
+                ) as file:  # opening a fifo for writing would wait for a reader
                     file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
-                    cut = file.read()
+                    last_byte = file.read()
             self._file = LineFile(path)
-            if cut not in (b"", b"\n"):
+            if last_byte not in (b"", b"\n"):
                 self._file.write("")  # a kill has cut the last line short
         except (OSError, UntrustedError) as error:
-            _log.warning(
-                "%s is not written: %s",
-                path,
-                error.strerror if isinstance(error, OSError) else error,
-            )
+            reason = error.strerror if isinstance(error, OSError) else error
+            _log.warning("%s is not written: %s", path, reason)
 
     def write(
-        self, step: int, unix_s: float, world_size: int, of_ranks: Sequence[_Numbers]
+        self, step: int, unix_s: float, world_size: int, rank_spans: Sequence[_SpanNumbers]
     ) -> None:
-        """The line of `step`; `of_ranks`: from rank 0 on, by `unpack_spans`."""
+        """Writes the line of `step`; `rank_spans` has what `unpack_spans` returned for each
+        rank."""
         if self._file is None:
             return
-        ranks = shown_ranks([float(numbers[:, 4].clip(0).sum()) for numbers in of_ranks])
-        line = Timeline(
-            step, round(unix_s, 3), world_size, ranks, [_spans(of_ranks[rank]) for rank in ranks]
+        ranks = shown_ranks([float(numbers[:, 4].clip(0).sum()) for numbers in rank_spans])
+        timeline = Timeline(
+            step=step,
+            unix_s=round(unix_s, 3),
+            world_size=world_size,
+            ranks=ranks,
+            spans=[_to_spans(rank_spans[rank]) for rank in ranks],
         )
-        self._file.write(msgspec.json.encode(line).decode())
+        self._file.write(msgspec.json.encode(timeline).decode())
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
 
 
-def shown_ranks(busy: Sequence[float]) -> list[int]:
-    """All up to 64 ranks; else as many at even distances, the first and the last among them, with
-    those that generated for the shortest and for the longest time."""
-    if len(busy) <= _MOST_RANKS:
-        return list(range(len(busy)))
-    evenly = {round(rank) for rank in np.linspace(0, len(busy) - 1, _MOST_RANKS - 2).tolist()}
-    return sorted(evenly | {int(np.argmin(busy)), int(np.argmax(busy))})
+def shown_ranks(busy_s: Sequence[float]) -> list[int]:
+    """Returns all of up to 64 ranks, else 64 at about even distances.
+
+    The first, the last, and the ranks that generated for the shortest and the longest time are
+    always there.
+    """
+    if len(busy_s) <= _MAX_RANKS:
+        return list(range(len(busy_s)))
+    spread = {round(rank) for rank in np.linspace(0, len(busy_s) - 1, _MAX_RANKS - 2).tolist()}
+    return sorted(spread | {int(np.argmin(busy_s)), int(np.argmax(busy_s))})
 
 
-def _spans(numbers: _Numbers) -> list[Span]:
+def _to_spans(numbers: _SpanNumbers) -> list[Span]:
     rows = (numbers / (1, 1000, 1000, 1024, 1000)).round(3).tolist()
     return [
         Span(PHASES[int(phase)], start, end, None if peak < 0 else peak, None if busy < 0 else busy)
@@ -130,50 +149,33 @@ def _spans(numbers: _Numbers) -> list[Span]:
 
 
 def read_timeline(run_dir: Path, steps: Collection[int] | None = None) -> dict[int, Timeline]:
-    """By step, in the order of the file, of `steps` alone where they are given: only these are held
-    and parsed. Steps that a run has made and will make again are there too. What is no line of a
-    timeline is passed over; {} where there is no file. Raises ConfigError where it is none that
-    could be read."""
-    path, found = run_dir / _NAME, dict[int, Timeline]()
+    """Returns the timelines by step, in the order of the file; {} if there is no file.
+
+    With `steps`, lines of other steps are not parsed. Steps that a run will make again are there
+    too. Broken lines are skipped: a kill may have cut one. Raises ConfigError for a file that
+    cannot be read.
+    """
+    path = run_dir / _NAME
+    timelines: dict[int, Timeline] = {}
     if not os.path.lexists(path):
-        return found
-    try:
-        with open_regular(path) as file:
-            while line := file.readline(_LONGEST):
-                step = _STEP.match(line)
-                is_wanted = step is not None and (steps is None or int(step[1]) in steps)
-                if is_wanted and (timeline := _parsed(line, path)) is not None:
-                    found[timeline.step] = timeline
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    return found
+        return timelines
+    for line in read_lines(path):
+        step = _STEP.match(line.text)
+        if step is not None and (steps is None or int(step[1]) in steps):
+            timeline = _parse(line.text)
+            if timeline is not None:
+                timelines[timeline.step] = timeline
+    return timelines
 
 
-def _parsed(line: bytes, path: Path) -> Timeline | None:
-    """None: it is no line of a timeline; it may be half a one, or of somebody who wishes us ill."""
+def _parse(line: bytes) -> Timeline | None:
     try:
-        values = parse_object(line, path)
-        step, unix_s, size, ranks, of_ranks = (values[name] for name in Timeline.__annotations__)
-        spans = [[Span(*span) for span in spans] for spans in of_ranks]
-        is_sound = (
-            type(step) is int
-            and _is_number(unix_s)
-            and type(size) is int
-            and len(ranks) == len(spans)
-        )
-        is_sound &= all(type(rank) is int and 0 <= rank < size for rank in ranks)
-        is_sound &= all(_is_sound(span) for spans in spans for span in spans)
-    except (UntrustedError, KeyError, TypeError):
+        timeline = msgspec.json.decode(line, type=Timeline)
+    except (ValueError, RecursionError):
         return None
-    return Timeline(step, unix_s, size, ranks, spans) if is_sound else None
-
-
-def _is_sound(span: Span) -> bool:
-    phase, start, end, *rest = span
-    is_phase = isinstance(phase, str) and len(phase) <= 100
-    is_time = _is_number(start) and _is_number(end) and start <= end
-    return is_phase and is_time and all(value is None or _is_number(value) for value in rest)
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and 0 <= value <= 1e12  # NaN is not
+    is_sound = (
+        len(timeline.ranks) == len(timeline.spans)
+        and all(rank < timeline.world_size for rank in timeline.ranks)
+        and all(span.start_s <= span.end_s for spans in timeline.spans for span in spans)
+    )
+    return timeline if is_sound else None

@@ -119,7 +119,7 @@ def test_it_has_nothing_of_the_run_and_the_last_one_is_made_at_the_end(
         assert facts["argv"] == [str(tmp_path)]
         assert facts["group"]
         assert facts["oom"] == "1000"
-        assert facts["limits"] == [module.MOST_MEMORY, module.MOST_FILE, 0]
+        assert facts["limits"] == [module.MAX_MEMORY, module.MAX_FILE, 0]
         assert facts["files"] == [0, 1, 2]
         assert facts["stdin"] == os.devnull
         assert facts["threads"] == 1
@@ -130,7 +130,7 @@ def test_it_has_nothing_of_the_run_and_the_last_one_is_made_at_the_end(
         ].keys() == set()
     assert (tmp_path / "logs/report.log").read_text() == "said\n"
     assert os.nice(0) < 19
-    assert resource.getrlimit(resource.RLIMIT_AS)[0] != module.MOST_MEMORY
+    assert resource.getrlimit(resource.RLIMIT_AS)[0] != module.MAX_MEMORY
 
 
 def test_there_are_never_two_and_a_slow_one_is_not_queued(tmp_path: Path) -> None:
@@ -152,8 +152,8 @@ def test_there_are_never_two_and_a_slow_one_is_not_queued(tmp_path: Path) -> Non
 def test_one_that_hangs_is_killed_and_the_next_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(module, "_LONGEST_S", 1.0)
-    monkeypatch.setattr(module, "_LAST_S", 1.0)
+    monkeypatch.setattr(module, "_MAX_S", 1.0)
+    monkeypatch.setattr(module, "_LAST_MAX_S", 1.0)
     before, pids = children(), set[str]()
     report = ReportProcess(tmp_path, 1, "report_that_hangs")
     until = time.monotonic() + 60
