@@ -1,127 +1,169 @@
-"""The replay as text: notes, metrics side by side, the rollouts that differ or look suspicious."""
+"""The replay as text: notes, metrics side by side, and rollouts that differ or look suspicious."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from grpo_spmd.observe.rollout_record import gold_answer
 from grpo_spmd.tools.replay.episodes import shown_episodes
 from grpo_spmd.tools.replay.read import RecordedStep, Replay, ReplayedRollout
+from grpo_spmd.tools.terminal import Column, Terminal
 
-_SAME = 1e-6  # differences up to this are rounding: float32, summed in another order
+_ROUNDING = 1e-6  # relative; differences up to this come from sums of float32 in another order
+_MIN_NAME_WIDTH = 34
+Ranked = tuple[float, ReplayedRollout]  # the larger the number, the more suspicious
 
 
-def report(recorded: RecordedStep, found: Replay, top: int) -> list[str]:
-    rollouts, size = found.rollouts, recorded.config.rollout.group_size
-    lines = [
-        f"step {recorded.step} of {recorded.run_dir}: {len(rollouts)} rollouts in groups of {size}"
+def report(recorded: RecordedStep, replay: Replay, top: int) -> list[str]:
+    """Returns the lines of the report, with at most `top` rollouts in each list."""
+    rollouts = replay.rollouts
+    group_size = recorded.config.rollout.group_size
+    return [
+        f"step {recorded.step} of {recorded.run_dir}: {len(rollouts)} rollouts in groups of "
+        f"{group_size}",
+        *(f"  {note}" for note in replay.notes),
+        *_metric_lines(replay),
+        "",
+        *_difference_lines(rollouts, top),
+        *_suspicious_lines(rollouts, top),
+        *shown_episodes(rollouts, top),
     ]
-    lines += [f"  {note}" for note in found.notes]
-    if found.metrics:
-        lines += ["", f"{'':34}{'recorded':>14}{'replayed':>14}{'difference':>14}"]
-        shown = [
-            (name, a, b) for name, (a, b) in sorted(found.metrics.items()) if a or b
-        ]  # most shares are 0
-        lines += [
-            f"{name:34}{_number(a):>14}{_number(b):>14}{_difference(a, b):>14}"
-            for name, a, b in shown
+
+
+def _metric_lines(replay: Replay) -> Iterator[str]:
+    if replay.metrics:
+        # Most metrics are shares that are 0.
+        rows = [
+            [name, _number(old), _number(new), _difference(old, new)]
+            for name, (old, new) in sorted(replay.metrics.items())
+            if old or new
         ]
-    lines += ["", *_differences(rollouts, top)]
-    trained = [r for r in rollouts if r.in_loss]
+        name_width = max([_MIN_NAME_WIDTH, *(len(row[0]) for row in rows)])
+        titles = ("recorded", "replayed", "difference")
+        columns = [Column(width=name_width), *(Column(title, ">", 14) for title in titles)]
+        yield ""
+        yield from (line.plain for line in Terminal().table(columns, rows, gap=0))
+
+
+def _suspicious_lines(rollouts: Sequence[ReplayedRollout], top: int) -> Iterator[str]:
     weights = [
-        (abs(r.replayed.advantage or 0.0) * len(r.recorded.rollout_logprobs), r) for r in trained
+        (abs(rollout.replayed.advantage or 0.0) * len(rollout.recorded.rollout_logprobs), rollout)
+        for rollout in rollouts
+        if rollout.in_loss
     ]
-    lines += _listed("most weight in the loss, |advantage| x tokens", weights, top)
-    finite = [r for r in rollouts if _is_finite(r)]
-    whose = "policy" if any(r.logprobs is not None for r in rollouts) else "engine"
-    lowest = [(-min(r.logprobs or r.recorded.rollout_logprobs, default=0.0), r) for r in finite]
-    lines += _listed(f"least likely token, -logprob of the {whose}", lowest, top)
-    pairs = [
-        (r, zip(r.logprobs, r.recorded.rollout_logprobs, strict=True)) for r in finite if r.logprobs
+    yield from _ranked_lines("most weight in the loss, |advantage| x tokens", weights, top)
+    finite = [rollout for rollout in rollouts if _has_finite_logprobs(rollout)]
+    source = "policy" if any(rollout.logprobs is not None for rollout in rollouts) else "engine"
+    unlikely = [
+        (-min(rollout.logprobs or rollout.recorded.rollout_logprobs, default=0.0), rollout)
+        for rollout in finite
     ]
-    far = [(max(abs(a - b) for a, b in logprobs), r) for r, logprobs in pairs]
-    lines += _listed("furthest from the engine, largest |policy - engine| of a token", far, top)
-    broken = [(1.0, r) for r in rollouts if not _is_finite(r)]
-    lines += _listed(f"{len(broken)} rollouts with a logprob that is not finite", broken, top)
-    return lines + shown_episodes(rollouts, top)
+    yield from _ranked_lines(f"least likely token, -logprob of the {source}", unlikely, top)
+    mismatches = []
+    for rollout in finite:
+        if rollout.logprobs:
+            pairs = zip(rollout.logprobs, rollout.recorded.rollout_logprobs, strict=True)
+            mismatches.append((max(abs(policy - engine) for policy, engine in pairs), rollout))
+    title = "furthest from the engine, largest |policy - engine| of a token"
+    yield from _ranked_lines(title, mismatches, top)
+    broken = [(1.0, rollout) for rollout in rollouts if not _has_finite_logprobs(rollout)]
+    title = f"{len(broken)} rollouts with a logprob that is not finite"
+    yield from _ranked_lines(title, broken, top)
 
 
-def _differences(rollouts: Sequence[ReplayedRollout], top: int) -> list[str]:
-    changed = []
+def _difference_lines(rollouts: Sequence[ReplayedRollout], top: int) -> Iterator[str]:
+    """Yields how many rollouts differ in what, and those that differ most."""
     names = dict.fromkeys(
-        name for r in rollouts for name in (*r.recorded.rewards, *r.replayed.rewards)
+        name
+        for rollout in rollouts
+        for name in (*rollout.recorded.rewards, *rollout.replayed.rewards)
     )
-    counts = {"reward": 0, "statuses": 0, "advantage": 0} | {
-        f"reward {n}": 0 for n in names if len(names) > 1
-    }
+    # A single reward is the reward itself, and is not listed twice.
+    components = list(names) if len(names) > 1 else []
+    kinds = ["reward", "statuses", "advantage", *(f"reward {name}" for name in components)]
+    counts = dict.fromkeys(kinds, 0)
+    ranked: list[tuple[list[float], str]] = []
     for rollout in rollouts:
-        was, now, moved = rollout.recorded, rollout.replayed, []
-        if _differ(was.reward, now.reward):
+        old = rollout.recorded
+        new = rollout.replayed
+        changes: list[str] = []
+        if _differ(old.reward, new.reward):
             counts["reward"] += 1
-            moved.append(f"reward {_number(was.reward)} -> {_number(now.reward)}")
+            changes.append(f"reward {_number(old.reward)} -> {_number(new.reward)}")
         for name in names:
-            before, after = was.rewards.get(name), now.rewards.get(name)
-            if len(names) > 1 and _differ(before, after):
+            old_reward = old.rewards.get(name)
+            new_reward = new.rewards.get(name)
+            if name in components and _differ(old_reward, new_reward):
                 counts[f"reward {name}"] += 1
-                moved.append(f"{name} {_number(before)} -> {_number(after)}")
-            if was.statuses.get(name) != now.statuses.get(name):
+                changes.append(f"{name} {_number(old_reward)} -> {_number(new_reward)}")
+            old_status = old.statuses.get(name, "-")
+            new_status = new.statuses.get(name, "-")
+            if old_status != new_status:
                 counts["statuses"] += 1
-                moved.append(
-                    f"{name} {was.statuses.get(name, '-')} -> {now.statuses.get(name, '-')}"
-                )
-        if _differ(was.advantage, now.advantage):
+                changes.append(f"{name} {old_status} -> {new_status}")
+        if _differ(old.advantage, new.advantage):
             counts["advantage"] += 1
-            moved.append(f"advantage {_number(was.advantage)} -> {_number(now.advantage)}")
-        if moved:
-            pairs = (was.advantage, now.advantage), (was.reward, now.reward)
-            distances = [abs((before or 0.0) - (after or 0.0)) for before, after in pairs]
-            shown = f"{'; '.join(moved)}  {_short(was.completion)}  {_gold(rollout)}".rstrip()
-            changed.append((distances, f"  {rollout.name:>9}  {shown}"))
-    lines = [
-        f"of {len(rollouts)} rollouts differ: "
-        + ", ".join(f"{what} {n}" for what, n in counts.items())
-    ]
-    if changed:
-        lines.append("largest differences (position/sample):")
-        lines += [text for _, text in sorted(changed, key=lambda pair: pair[0], reverse=True)[:top]]
-    return lines
+            changes.append(f"advantage {_number(old.advantage)} -> {_number(new.advantage)}")
+        if changes:
+            distances = [
+                abs((old.advantage or 0.0) - (new.advantage or 0.0)),
+                abs((old.reward or 0.0) - (new.reward or 0.0)),
+            ]
+            ranked.append((distances, _rollout_line(rollout, f" {'; '.join(changes)}")))
+    totals = ", ".join(f"{kind} {num}" for kind, num in counts.items())
+    yield f"of {len(rollouts)} rollouts differ: {totals}"
+    if ranked:
+        yield "largest differences (position/sample):"
+        ranked.sort(key=lambda entry: entry[0], reverse=True)
+        yield from (line for _, line in ranked[:top])
 
 
-def _listed(title: str, scored: Sequence[tuple[float, ReplayedRollout]], top: int) -> list[str]:
-    shown = sorted(
-        (pair for pair in scored if pair[0] > 0), key=lambda pair: pair[0], reverse=True
-    )[:top]
-    return ["", f"{title}:"] * bool(shown) + [
-        f"  {r.name:>9} {_number(value):>10}  reward {_number(r.replayed.reward)}  "
-        f"advantage {_number(r.replayed.advantage)}  {len(r.recorded.rollout_logprobs)} tokens  "
-        f"{r.recorded.finish_reason}  {_short(r.recorded.completion)}  {_gold(r)}".rstrip()
-        for value, r in shown
-    ]
+def _ranked_lines(title: str, ranked: Sequence[Ranked], top: int) -> Iterator[str]:
+    entries = sorted(
+        (entry for entry in ranked if entry[0] > 0), key=lambda entry: entry[0], reverse=True
+    )
+    if entries:
+        yield ""
+        yield f"{title}:"
+    for value, rollout in entries[:top]:
+        record = rollout.recorded
+        facts = (
+            f"{_number(value):>10}",
+            f"reward {_number(rollout.replayed.reward)}",
+            f"advantage {_number(rollout.replayed.advantage)}",
+            f"{len(record.rollout_logprobs)} tokens",
+            record.finish_reason,
+        )
+        yield _rollout_line(rollout, "  ".join(facts))
 
 
-def _gold(rollout: ReplayedRollout) -> str:
-    """Of the dump; where that is of an earlier version, of the data set, if it is there."""
-    return gold_answer(rollout.recorded.columns or rollout.replayed.columns)
+def _rollout_line(rollout: ReplayedRollout, facts: str) -> str:
+    """Returns one line about a rollout, with its completion and the answer of its data row."""
+    completion = rollout.recorded.completion
+    if len(completion) > 40:
+        completion = f"{completion[:18]} ... {completion[-18:]}"
+    # Dumps of earlier versions have no columns; then those of the data set are there, if it is.
+    gold = gold_answer(rollout.recorded.columns or rollout.replayed.columns)
+    return f"  {rollout.name:>9} {facts}  {completion!r}  {gold}".rstrip()
 
 
-def _is_finite(rollout: ReplayedRollout) -> bool:
-    return all(map(math.isfinite, (*rollout.recorded.rollout_logprobs, *(rollout.logprobs or ()))))
+def _has_finite_logprobs(rollout: ReplayedRollout) -> bool:
+    logprobs = (*rollout.recorded.rollout_logprobs, *(rollout.logprobs or ()))
+    return all(map(math.isfinite, logprobs))
 
 
-def _differ(a: float | None, b: float | None) -> bool:
-    if a is None or b is None:
-        return a is not b
-    return not abs(a - b) <= _SAME * max(1.0, abs(a))
+def _differ(old: float | None, new: float | None) -> bool:
+    if old is None or new is None:
+        return old is not new
+    return not abs(old - new) <= _ROUNDING * max(1.0, abs(old))
 
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.6g}"
 
 
-def _difference(a: float | None, b: float | None) -> str:
-    return "-" if a is None or b is None else "0" if a == b else f"{b - a:+.1e}"
-
-
-def _short(text: str) -> str:
-    return repr(text if len(text) <= 40 else f"{text[:18]} ... {text[-18:]}")
+def _difference(old: float | None, new: float | None) -> str:
+    if old is None or new is None:
+        return "-"
+    return "0" if old == new else f"{new - old:+.1e}"
