@@ -26,6 +26,7 @@ def check_idle_keys(config: Config, sources: Mapping[str, str] | None = None) ->
     value was set. Raises ConfigError."""
     sources = sources or {}
     lora = config.model.lora
+    # Rank 0 may be set on purpose, to switch adapters off for one launch.
     lora_key = _first_key_set(sources, "model.lora.")
     if not lora.rank and lora_key and sources.get("model.lora.rank") == "default":
         problem = "model.lora.rank is not set (0: full fine-tuning), so that"
@@ -42,11 +43,13 @@ def check_idle_keys(config: Config, sources: Mapping[str, str] | None = None) ->
         raise ConfigError(
             f"{problem}; set it to the folder or hub id of a model, or take the other out"
         )
+    # A teacher alone, or an environment's own reward, is enough to learn from.
     has_other_signal = config.teacher.is_on or config.environment.can_reward
     all_zero = config.rewards and not any(reward.weight for reward in config.rewards)
     if all_zero and not has_other_signal:
         problem = "rewards: all weights are 0, so that every reward is 0"
         raise ConfigError(f"{problem}; set one rewards.N.weight")
+    # AdamW normalizes gradients: a step moves each weight by about lr.
     if config.optimizer.lr > 1:
         problem = f"optimizer.lr ({config.optimizer.lr:g}) is above 1"
         reason = "where AdamW moves each weight by more than that a step"
@@ -100,6 +103,7 @@ def idle_keys(config: Config, sources: Mapping[str, str]) -> Iterator[str]:
         ),
     ]
     for key, is_idle, reason in rules:
+        # A recipe sets keys for its algorithm that another override may make idle.
         if is_idle and not sources.get(key, "default").startswith(("default", FROM_RECIPE)):
             yield f"{key} does nothing: {reason}"
 
@@ -129,6 +133,7 @@ def _advise_on_loss(config: Config) -> Iterator[str]:
     if ratio_is_one(config):
         problem = f"loss.clip_ratio_low {low:g}, clip_ratio_high {high:g} and dual_clip never bind"
         yield f"one optimizer step a rollout: the ratio is exactly 1, so that {problem}"
+    # GSPO's ratio is a mean over the sequence, which stays much closer to 1.
     elif loss.policy == "gspo" and max(low, high) > 0.01:
         problem = f"with clip bounds {low:g} and {high:g}, sized for ratios of tokens"
         yield f"loss.policy gspo {problem}: the GSPO paper has 3e-4 and 4e-4"
@@ -137,6 +142,7 @@ def _advise_on_loss(config: Config) -> Iterator[str]:
 def _advise_on_estimator(
     loss: LossConfig, advantage: AdvantageConfig, group_size: int
 ) -> Iterator[str]:
+    # Dividing by the standard deviation of a group enlarges small differences.
     over_group = advantage.estimator == "grpo" and advantage.normalize_std == "group"
     if loss.policy == "gspo" and loss.aggregation == "token":
         problem = (
@@ -166,6 +172,7 @@ def _advise_on_estimator(
 def _advise_on_ranks(config: Config, num_ranks: int) -> Iterator[str]:
     rollout = config.rollout
     prompts, engines = rollout.num_prompts_per_step, num_ranks // rollout.tensor_parallel_size
+    # Engines wait for the one with most groups.
     if prompts % engines:
         problem = f"some sample {-(-prompts // engines)} groups a step, others {prompts // engines}"
         if prompts < engines:

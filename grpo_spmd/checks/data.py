@@ -49,6 +49,7 @@ def check_prompts_early(
         render = renderer(template, settings)
         if render is None:
             return
+    # Other tokenizers are left to transformers.
     file = folder / "tokenizer.json"
     if rows and file.is_file():
         tokenizer = load_tokenizer_file(file)
@@ -79,6 +80,7 @@ def _check_sample(
         if number >= _NUM_TOKENIZED and len(text.encode()) + 8 <= config.max_prompt_tokens:
             continue
         with panics_named(row.where):
+            # A rendered chat already has its special tokens.
             ids = tokenizer.encode(text, add_special_tokens=is_text).ids
         if len(ids) > config.max_prompt_tokens and config.on_long_prompt == "error":
             raise ConfigError(too_long(row, len(ids), config))
@@ -89,6 +91,7 @@ def _check_sample(
                 f"{row.where}: {problem}, and the model embeds {num_embeddings}: its tokenizer is "
                 "another model's"
             )
+    # Such a template would train on one prompt, with plausible rewards.
     if len(contents) > len(prompts) == 1:
         problem = "its chat template makes one and the same prompt of different messages"
         raise ConfigError(
@@ -163,6 +166,7 @@ def template_of(folder: Path, settings: dict[str, Any]) -> str | None:
     template: Any = settings.get("chat_template")
     file = folder / "chat_template.jinja"
     if file.is_file():
+        # The file comes from somebody else: a fifo is refused, and the size is bounded.
         with open_regular(file, follow=True) as opened:
             template = opened.read(1 << 20).decode("utf-8", errors="replace")
     if isinstance(template, list):
@@ -187,9 +191,12 @@ def renderer(template: str, settings: dict[str, Any], *, opens_turn: bool = True
     def to_json(value: Any, **options: Any) -> str:
         return json.dumps(value, **{"ensure_ascii": False, **options})
 
+    # The options of transformers' own compiler. A template is untrusted: the sandbox keeps it
+    # from attributes that reach Python.
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
     )
+    # Unlike jinja2's own, transformers' filter does not escape for HTML.
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)

@@ -69,6 +69,7 @@ def _check_argument(name: str, value: Any, types: Mapping[str, str]) -> None:
     """`types`: vLLM's arguments with their annotations."""
     words = set(re.findall(r"\w+", types.get(name, ""))) - {"None"}
     for kind, text in ((int, "a whole number"), (bool, "true or false")):
+        # bool is a subclass of int, so that types are compared exactly.
         if words == {kind.__name__} and value is not None and type(value) is not kind:
             raise ConfigError(f"rollout.engine.{name} must be {text}; got {value!r}")
     if name not in types:

@@ -56,6 +56,7 @@ def _check_spec(
     mentioned = set(_mentioned_names(tree))
     if mentioned & _DYNAMIC:
         return
+    # A name may be imported or assigned: any mention is enough.
     if name not in mentioned:
         raise ConfigError(f"{key}: {file} has no {kind} {name!r}")
     definitions = [
@@ -101,6 +102,7 @@ def _check_class(key: str, node: ast.ClassDef, methods: Sequence[Sequence[str]])
         if not isinstance(method, _Function) or method.decorator_list:
             continue
         if not method.name.startswith("_") and method.name not in _NO_TOOLS:
+            # The schema of a tool is made of its types and docstring.
             _check_tool(key, method, method.args.args[1:])
 
 

@@ -107,6 +107,7 @@ def check_inputs(
 
 
 def _check_ranks(state: CheckState) -> None:
+    # Only a launcher sets it. A question about a config is about num_ranks alone.
     local_ranks = os.environ.get("LOCAL_WORLD_SIZE") if state.to_run else None
     check_world_size(state.config, state.num_ranks, int(local_ranks) if local_ranks else None)
 
@@ -120,6 +121,7 @@ def _check_teacher(state: CheckState) -> None:
 
 
 def _load_rewards(state: CheckState) -> None:
+    # The first check that runs users' code.
     state.inputs = Inputs((), {}, load_rewards(state.config.rewards))
 
 
@@ -129,6 +131,8 @@ def _check_pool(state: CheckState) -> None:
     limit_s = config.reward_pool.timeout_s
     for index, reward in enumerate(config.rewards):
         time_s = reward.args.get("time_s", DEFAULT_TIME_S)
+        # The sandbox ends an endless loop after time_s and scores it as wrong. The pool kills
+        # its worker after timeout_s, and the completion stays unknown.
         if reward.name == "code" and reward.is_shipped and time_s > limit_s - 1:
             rule = f"at least a second under reward_pool.timeout_s ({limit_s:g})"
             reason = "or an endless loop is killed as unknown before it is found wrong"
@@ -137,6 +141,7 @@ def _check_pool(state: CheckState) -> None:
 
 def _read_data(state: CheckState) -> None:
     config, rewards, folder = state.config, state.inputs.rewards, state.folder
+    # Sets that are never evaluated need not exist.
     eval_sets = config.data.eval_sets if config.eval.every_steps else ()
     rows = read_and_check_rows(config, rewards, folder)
     eval_rows = {name: read_and_check_rows(config, rewards, folder, name) for name in eval_sets}
@@ -154,6 +159,7 @@ def read_and_check_rows(
     check_enough_rows(len(rows), config.data, num_prompts, eval_set=eval_set)
     if eval_set is None and config.rollout.tail_batching > 1:
         check_enough_to_launch(len(rows), config.rollout)
+    # Columns first: they are known without looking at the rows.
     _check_reward_columns(rewards, rows, source)
 
     def look() -> None:
@@ -194,6 +200,7 @@ def _check_servers(state: CheckState) -> None:
         state.num_ranks,
         config.watchdog,
         of_step=(config.rollout.num_prompts_per_step, config.rollout.group_size),
+        # An evaluation calls the servers too.
         num_evaluated=config.eval.num_samples * sum(map(len, inputs.eval_rows.values())),
     )
 
@@ -231,9 +238,11 @@ def find_gold_warnings(
 
 # In this order: cheap checks of the config first, and what differs between machines last.
 CHECKS = (
+    # The config alone.
     Check("keys without effect", lambda state: check_idle_keys(state.config, state.sources)),
     Check("ranks", _check_ranks),
     Check("run folder", lambda state: check_run_dir(state.config), only_to_run=True),
+    # Model folders.
     Check("model", _check_policy_model),
     Check("rollout.engine", lambda state: check_engine_keys(state.config.rollout.engine)),
     Check("teachers", _check_teacher, lambda config: config.teacher.is_on),
@@ -242,6 +251,7 @@ CHECKS = (
         lambda state: check_critic_model(state.config, to_run=state.to_run),
         lambda config: config.critic.path is not None,
     ),
+    # Users' code, which is only loaded, and files that are only parsed.
     Check("reward functions", _load_rewards),
     Check(
         "environments",
@@ -249,8 +259,10 @@ CHECKS = (
         lambda config: config.environment.is_on,
     ),
     Check("reward pool", _check_pool),
+    # Rows, against the columns that the rewards need and the model's tokenizer.
     Check("data", _read_data),
     Check(
+        # Everything that looks at rows again.
         "reward servers",
         _check_servers,
         lambda config: any(reward.is_measured for reward in config.rewards),

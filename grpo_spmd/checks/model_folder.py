@@ -170,6 +170,7 @@ def _read_shapes(folder: Path) -> Shapes:
     if not files:
         raise UntrustedError(f"{folder} holds no .safetensors file{_how_to_convert(folder)}")
     headers = {file: read_header(file) for file in files}
+    # A mixture of two downloads would load without an error.
     for name, file in (index or {}).items():
         if name not in headers[file]:
             holder = next((other.name for other, header in headers.items() if name in header), None)
@@ -184,6 +185,7 @@ def _read_shapes(folder: Path) -> Shapes:
         files = [single]
     tensors = {name: entry for file in files for name, entry in headers[file].items()}
     for name, entry in tensors.items():
+        # Quantised weights cannot train.
         if name.endswith(".weight") and re.match("F8|F4|F6|I|U", entry["dtype"]):
             problem = f"holds {name} as {entry['dtype']}: it is quantised"
             remedy = "train the checkpoint in bfloat16 or float32 instead"
@@ -235,6 +237,7 @@ def _check_lora(lora: LoraConfig, shapes: Shapes) -> None:
     if not lora.rank or lora.target_modules == "all-linear":
         return
     matrices = [name.removesuffix(".weight") for name, shape in shapes.items() if len(shape) == 2]
+    # Adapters go to layers alone.
     layers = [name for name in matrices if re.search(r"\.\d+\.", name)]
     available = list(dict.fromkeys(name.rpartition(".")[2] for name in layers))
     for target in lora.target_modules if layers else ():
@@ -269,6 +272,7 @@ def _check_tokenizer(folder: Path, embeddings: int | None) -> None:
 def check_model_sizes(config: Config, model: Mapping[str, Any]) -> None:
     """Compare the sizes in config.json, `model`, with the config. Raises ConfigError."""
     max_tokens, positions = config.max_rollout_tokens, model.get("max_position_embeddings")
+    # Beyond its positions a model computes, and computes nonsense.
     if isinstance(positions, int) and max_tokens > positions:
         prompt, completion = config.data.max_prompt_tokens, config.rollout.max_completion_tokens
         total = f"data.max_prompt_tokens ({prompt}) + rollout.max_completion_tokens ({completion})"
@@ -276,6 +280,7 @@ def check_model_sizes(config: Config, model: Mapping[str, Any]) -> None:
         raise ConfigError(f"{problem}; lower one of them")
     size, heads = config.rollout.tensor_parallel_size, model.get("num_attention_heads")
     rule = f"rollout.tensor_parallel_size ({size}) must divide the model's"
+    # vLLM splits heads over an engine's ranks; it repeats KV heads if there are fewer.
     if isinstance(heads, int) and heads % size:
         raise ConfigError(f"{rule} {heads} attention heads")
     kv_heads = model.get("num_key_value_heads")
@@ -294,6 +299,7 @@ def check_model_sizes(config: Config, model: Mapping[str, Any]) -> None:
 def _rollout_cache_bytes(config: Config, model: Mapping[str, Any]) -> int:
     """KV cache on a rank for the engine's longest text; 0 if the sizes are unknown."""
     sizes = dimensions(model)
+    # A sliding window bounds the cache.
     if sizes is None or isinstance(model.get("sliding_window"), int):
         return 0
     token = kv_bytes_per_token(sizes, kv_itemsize(config), config.rollout.tensor_parallel_size)
@@ -318,6 +324,7 @@ def find_model_folder(
     cache yet: `to_run`, the hub is asked whether it exists. Raises ConfigError, naming `key`."""
     folder = Path(path)
     if not folder.is_dir():
+        # A path whose first folder exists is meant as a path, not as a hub id.
         if not re.fullmatch(_HUB_NAME, path) or Path(folder.parts[0]).exists():
             raise ConfigError(f"{key}: {_explain_no_folder(path)}")
         cached = local_folder(path, revision)

@@ -45,6 +45,7 @@ def check_reward_models(
             continue
         files = read_reward_model(index, reward, folder, config.training.max_tokens_per_micro_batch)
         for source, rows in row_sets.items():
+            # All rows have the same kind of prompt.
             is_chat = any(not isinstance(row.prompt, str) for row in rows[:1])
             if config.environment.is_on:
                 _check_template(files, "episodes", rows)
@@ -158,6 +159,7 @@ def _check_judge_size(
             f"model has {positions} positions; {remedy}, or shorten the rubric"
         )
     has_longrope = "longrope" in f"{model.get('rope_scaling')}{model.get('rope_parameters')}"
+    # vLLM would use the factors for long texts, and the policy those for short ones.
     if num_tokens > rollout_tokens and has_longrope:
         problem = "the model's rotary factors (longrope) follow the engine's longest text"
         raise ConfigError(
@@ -172,6 +174,7 @@ def _check_rubric_size(judge: Judge, reward: RewardConfig, folder: Path, key_pre
     file = folder / "tokenizer.json"
     if reward.max_tokens is None or not file.is_file():
         return
+    # The rubric with every place in it empty.
     [message] = judge.body([""], [""], {name: [""] for name in judge.needs})["messages"]
     num_tokens = len(load_tokenizer_file(file).encode(message["content"]).ids)
     if num_tokens >= reward.max_tokens:

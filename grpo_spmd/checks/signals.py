@@ -70,6 +70,7 @@ def side_models(config: Config) -> list[SideModel]:
     """Lists teachers, the critic and reward models, without those that share weights."""
     models: list[SideModel] = []
     for name, path in config.teacher.paths.items():
+        # A shared teacher costs no memory of its own.
         if not is_shared_teacher(config, path):
             models.append(SideModel(f"teacher {name}".strip(), "teacher", path, "teacher.path"))
     if config.critic.path is not None and not config.critic.is_on_policy:
@@ -148,6 +149,7 @@ def check_vocabulary(policy: str, other: str, key: str, kind: str = "teacher") -
     if policy == other or policy_folder is None or other_folder is None:
         return
     policy_size, other_size = num_embeddings(policy_folder), num_embeddings(other_folder)
+    # More tokens are allowed: embeddings are often padded to a round number.
     if policy_size is not None and other_size is not None and other_size < policy_size:
         problem = f"{other} knows {other_size} tokens, and {policy} {policy_size}"
         raise ConfigError(f"{key}: {problem}; take a {kind} of the policy's family")
@@ -155,6 +157,7 @@ def check_vocabulary(policy: str, other: str, key: str, kind: str = "teacher") -
     if not all(file.is_file() for file in files):
         return
     policy_tokens, other_tokens = (tokens_of(file) for file in files)
+    # Tokens that only one of them has are never compared by the loss.
     for token_id in sorted(policy_tokens.keys() & other_tokens.keys()):
         token, other_token = policy_tokens[token_id], other_tokens[token_id]
         if token != other_token:
@@ -182,6 +185,7 @@ def _check_teacher_prompts(config: Config) -> None:
         problem = "teacher.prompt_key is data.prompt_key itself"
         raise ConfigError(f"{problem}; name the teacher's own, or leave it out")
     try:
+        # Cached on the node: the run reads the same rows again.
         rows, folder = read_rows(data), local_folder(config.model.path)
         if folder is not None:
             check_prompts_early(rows, data, folder, num_embeddings(folder))
@@ -341,6 +345,7 @@ def reward_model_rows(config: Config, num_ranks: int) -> Iterator[Row]:
 
 def judge_rows(config: Config) -> Iterator[Row]:
     """Yields the token limits of judges that are the run's own engine, for `--explain`."""
+    # Bounds that need no tokenizer.
     prompt_tokens = judge_prompt_tokens(config)
     for index, tokens in prompt_tokens.items():
         reward = config.rewards[index]

@@ -99,6 +99,7 @@ def _compare_vocabulary(config: Config, server: PromptLogprobs, key: str, served
     has_file = file is not None and file.is_file()
     known_ids = sorted(tokens_of(file)) if file is not None and has_file else [0]
     num_probed = min(_NUM_PROBED, (served.max_tokens or _NUM_PROBED) - 2)
+    # Evenly over the vocabulary: models of one family differ in added tokens at its end.
     spread = (i * (len(known_ids) - 1) // num_probed for i in range(num_probed + 1))
     ids = sorted({known_ids[index] for index in spread})
     server_texts = _ask_texts(config, server, ids, key=key, served=served)
@@ -111,6 +112,7 @@ def _compare_vocabulary(config: Config, server: PromptLogprobs, key: str, served
         if not _is_complete(policy_text) or not _is_complete(server_text):
             continue
         num_compared += 1
+        # Some servers strip the space at a word's beginning.
         if policy_text.strip() != server_text.strip():
             problem = (
                 f"token {token_id} is {server_text!r} there, and {policy_text!r} in the policy's"
@@ -164,6 +166,7 @@ def _is_complete(text: str) -> bool:
 
 def _call_with_retries(config: Config, ask: Callable[[float], T]) -> T:
     """What `ask` returns, retried as the run retries. Raises FailedCallError."""
+    # A check may not take as long as a call of the run.
     limit_s = min(config.teacher.timeout_s, _REQUEST_LIMIT_S)
     for number in range(config.teacher.retries + 1):
         try:

@@ -188,6 +188,7 @@ class _RankCheckup:
             return 2
         if not self._has_looked:
             self._look()
+        # Unless they were printed before the store was lost.
         for group, line in () if self._page.counts else self._results:
             self._page.add(group, line)
         finding = f"no way to the other ranks by {address}: {text}"
@@ -251,8 +252,10 @@ class _RankCheckup:
             nodes.setdefault(values["node"], []).append(rank)
         for group, line in merge_findings(findings):
             page.add(group, line)
+        # A collective with missing ranks would hang: it is not tried.
         missing = [rank for rank in range(exchange.num_ranks) if rank not in posted]
         measures = "links" in args.only and not missing
+        # The first rank of each other node speaks for the node.
         leaders = [ranks[0] for ranks in nodes.values()][1:]
         plan: dict[str, Any] = {
             "leaders": leaders,

@@ -73,6 +73,7 @@ def check_gpus(target: Target) -> Iterator[Result]:
         finding = f"{target.num_gpus}, and no nvidia-smi that tells more"
         yield warning("GPUs", finding, "install the driver's tools")
         return
+    # Mixed cards work, at the pace of the slowest.
     kinds = Counter(f"{gpu['name']}, {_number(gpu['memory.total']) / 1024:.0f} GiB" for gpu in gpus)
     finding = "; ".join(f"{count} x {kind}" for kind, count in kinds.items())
     driver = gpus[0]["driver_version"]
@@ -112,6 +113,7 @@ def _check_driver(driver: str, cuda: str) -> Result:
 
 def _check_states(target: Target, gpus: Sequence[Gpu]) -> Iterator[Result]:
     capabilities = [gpu.get("compute_cap", "") for gpu in gpus]
+    # bfloat16 needs 8.0.
     old = [text for text in capabilities if re.fullmatch(r"[1-7]\.\d", text)]
     if old:
         remedy = "model.dtype: float32, or GPUs of 8.0 (A100) or later"
@@ -149,6 +151,7 @@ def _check_used_memory(target: Target, gpus: Sequence[Gpu]) -> Result:
     if owners:
         finding += f" ({join_items(owners, 3)})"
         remedy = f"end {len(owners)} process{'es' * (len(owners) > 1)} (nvidia-smi shows them)"
+    # vLLM takes its fraction of all memory, and fails if others hold the rest.
     fraction = target.config.rollout.gpu_memory_utilization if target.config else 0.0
     over = [
         gpu["index"]
@@ -173,6 +176,7 @@ def check_topology(target: Target) -> Iterator[Result]:
     kinds = Counter(pairs.values())
     counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
     finding = f"{counts} of {plural(len(pairs), 'pair')}"
+    # NODE and SYS cross the CPU's interconnect.
     far = join_items(f"{a}-{b}" for (a, b), kind in pairs.items() if kind in ("SYS", "NODE"))
     if not far:
         yield ok("topology", finding)
@@ -224,6 +228,7 @@ def check_config(target: Target) -> Iterator[Result]:
     assert answer is not None, sys.executable
     lines = answer.stderr.strip().splitlines()
     errors = []
+    # Warnings pass; the last line is the error, if the code is not 0.
     for line in lines:
         kind, _, text = line.partition(": ")
         finding, _, remedy = text.partition("; ")

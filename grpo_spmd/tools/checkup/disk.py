@@ -83,8 +83,10 @@ def remove_scratch() -> None:
 
 def check_run_folder(target: Target) -> Iterator[Result]:
     folder = nearest_folder(target.run_dir)
+    # The run folder itself may not exist yet: the trial goes next to it.
     below = Path(os.path.abspath(target.run_dir)).relative_to(folder)
     name = f"{folder}" if below == Path() else f"{folder}, where {below} will be"
+    # Mounts are listed by real paths.
     file_system = file_system_of(target, folder.resolve())
     remedy = "choose another run_dir, or mount its file system to be written to"
     if not folder.is_dir():
@@ -120,6 +122,7 @@ def check_kind(name: str, file_system: FileSystem | None) -> Result:
 def _check_room(target: Target, folder: Path) -> Iterator[Result]:
     stat, disk = os.statvfs(folder), shutil.disk_usage(folder)
     finding, remedy = f"{size_text(disk.free)} free of {size_text(disk.total)}", "make room there"
+    # Some file systems count no inodes.
     if stat.f_files and stat.f_favail < 10_000:
         finding = f"{stat.f_favail:,} more files fit: inodes run out"
         yield warning("room", finding, "remove files there")
@@ -151,6 +154,7 @@ def check_abilities(folder: Path) -> Iterator[Result]:
     except OSError as error:
         problems.append(f"fsync: {error.strerror}")
     with suppress(OSError):
+        # Checkpoints and the manifest are put in place by a rename.
         new.replace(old)
     if new.exists() or old.read_bytes() != b"1":
         problems.append("rename does not put a file in another's place")
@@ -201,6 +205,7 @@ def _try_processes(folder: Path) -> tuple[set[str], int]:
 
 def _check_speed(folder: Path) -> Iterator[Result]:
     """Speed of one writer to the disk, not to the page cache."""
+    # Never fill the disk.
     limit = min(_SPEED_BYTES, shutil.disk_usage(folder).free // 10)
     # Random bytes, because a file system may compress.
     block, written = os.urandom(4 << 20), 0

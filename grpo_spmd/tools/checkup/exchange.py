@@ -149,11 +149,13 @@ def check_shared_folder(
         with scratch_in(folder) as scratch, open(scratch / "lock", "w") as lock:
             (scratch / "appended").touch()
             with suppress(OSError):
+                # Held until the others have tried it.
                 fcntl.flock(lock, fcntl.LOCK_EX)
             exchange.post("folder", str(scratch))
             answers = exchange.gather("folder", seconds, leaders)
             lines = (scratch / "appended").read_text(encoding="utf-8").splitlines()
     except OSError as error:
+        # The others wait for this answer.
         exchange.post("folder", None)
         yield bad(name, f"rank 0 cannot write in {folder}: {error.strerror}", "see run_dir above")
         return

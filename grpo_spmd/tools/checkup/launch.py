@@ -44,6 +44,7 @@ def find_launch(environ: Mapping[str, str]) -> Launch | None:
     if "RANK" not in environ:
         return _find_slurm_step(environ)
     num_ranks = number_of_ranks()
+    # torchrun with one rank is a machine without others.
     if num_ranks == 1:
         return None
     if not environ.get("MASTER_ADDR") or not environ.get("MASTER_PORT", "").isdecimal():
@@ -138,6 +139,7 @@ class LocalRanks:
         for rank, (child, output) in enumerate(self._children):
             with suppress(subprocess.TimeoutExpired):
                 child.wait(max(0.1, self._deadline - time.monotonic()))
+            # A killed child may have written its report.
             output.seek(0)
             lines = output.read().decode(errors="replace").splitlines()
             answers = [line.removeprefix(ANSWER) for line in lines if line.startswith(ANSWER)]

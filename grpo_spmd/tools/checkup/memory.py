@@ -42,6 +42,7 @@ def check_shared_memory(target: Target) -> Iterator[Result]:
     if not os.access(folder, os.W_OK):
         yield bad(name, f"no permission to write there ({finding})", "chmod 1777 /dev/shm")
         return
+    # Ranks share the folder.
     free_each = disk.free / target.local_ranks
     if free_each >= _SHM_WANTED:
         yield ok(name, finding)
@@ -59,6 +60,7 @@ def check_shared_memory(target: Target) -> Iterator[Result]:
 def check_memory(target: Target) -> Iterator[Result]:
     host = _read_meminfo(target)
     total, available, note = host["MemTotal"], host["MemAvailable"], ""
+    # A container or a job may have less than the host.
     limit, used = _memory_limit(target)
     if limit < total:
         total, available, note = limit, min(available, limit - used), " (the cgroup's limit)"
@@ -70,6 +72,7 @@ def check_memory(target: Target) -> Iterator[Result]:
         finding += f", which need about {size_text(target.local_ranks * rank_bytes)}"
         finding += f" (each: {' + '.join(terms)})"
     needed = sum(sizes.values()) if sizes else _RANK_NEEDED
+    # Enough to start is not yet comfortable.
     wanted = _GPU_RANK_WANTED if target.num_gpus else _RANK_WANTED
     remedy = "fewer ranks here, a larger --mem or memory limit, or end what else is running"
     if available < target.local_ranks * needed:
@@ -187,6 +190,7 @@ def check_threads(target: Target) -> Iterator[Result]:
     if text and threads < 1:
         finding = f"OMP_NUM_THREADS={text!r} is no number from 1 on"
         yield bad("threads", finding, "export OMP_NUM_THREADS=1")
+    # One thread a rank is the usual setting; more only helps on free cores.
     elif threads > 1 and ranks * threads > cores:
         remedy = f"export OMP_NUM_THREADS={max(1, int(cores // ranks))}"
         yield bad("threads", f"{finding}: threads wait for each other on too few cores", remedy)
@@ -240,6 +244,7 @@ def _exceeded_limits(target: Target) -> Iterator[Result]:
         make = bad if processes < 128 * target.local_ranks else warning
         yield make("ulimit -u", finding, "ulimit -u unlimited; slurm: PropagateResourceLimits")
     locked = _soft_limit("MEMLOCK")
+    # RDMA registers its buffers as locked memory.
     has_infiniband = any((target.root / "sys/class/infiniband").glob("*"))
     if locked < 64 * _GIB and has_infiniband:
         finding = f"{size_text(locked)} of locked memory, and this machine has InfiniBand"
@@ -255,6 +260,7 @@ def _exceeded_limits(target: Target) -> Iterator[Result]:
         )
         make = bad if target.num_gpus else warning
         yield make("ulimit -v", finding, "ulimit -v unlimited")
+    # A core pattern with a pipe leads to a collector, not to the working folder.
     is_piped = target.read("/proc/sys/kernel/core_pattern").startswith("|")
     if _soft_limit("CORE") > _GIB and not is_piped and target.num_gpus:
         finding = "core dumps are on: a rank that crashes writes all of its memory into the working"

@@ -111,6 +111,7 @@ def _compare_facts(
         for rank, rank_facts in facts.items():
             values[rank_facts.get(fact, "not set")].append(rank)
         if len(values) > 1:
+            # The majority is taken as right.
             common = max(values, key=lambda value: len(values[value]))
             texts = {v: f"{v[:80]} on {name_ranks(ranks, findings)}" for v, ranks in values.items()}
             odd = join_items((text for value, text in texts.items() if value != common), 3)
@@ -145,6 +146,7 @@ def check_reports(
     elif stuck and not failures:
         # Ranks that wait for the others' devices are not the cause, if another rank is stuck.
         causes = {rank: at for rank, at in stuck.items() if at != WAITING} or stuck
+        # Where the first of them is stuck.
         ranks, at = name_ranks([*causes], findings), next(iter(causes.values()))
         finding = f"{ranks} did not come through within {seconds:g} s: {at}"
         yield bad(name, finding, _NO_CONNECTION)
@@ -228,6 +230,7 @@ def _speed_lines(
     # A collective is as slow as its slowest rank.
     slowest = [max(sizes, key=lambda row: row[1]) for sizes in zip(*rows, strict=False)]
     size, seconds = slowest[-1]
+    # Within a node NVLink or PCIe carries the data, between nodes the network.
     is_inner = key == "node" or len(nodes) == 1
     num_ranks = len(reports) if key == "all" else max(map(len, nodes))
     # Bus bandwidth as nccl-tests counts it: a ring moves 2 (n - 1) / n of the bytes.

@@ -51,6 +51,7 @@ def check_host_name(target: Target) -> Iterator[Result]:
         return
     addresses = sorted({str(entry[4][0]).partition("%")[0] for entry in entries})
     finding = f"{name} leads to {join_items(addresses)}"
+    # Debian and its images map the host's name to 127.0.1.1: gloo would listen there.
     is_loopback = all(ip_address(address).is_loopback for address in addresses)
     if not is_loopback or "GLOO_SOCKET_IFNAME" in target.environ:
         yield ok("host name", finding)
@@ -91,6 +92,7 @@ def check_port(target: Target) -> Iterator[Result]:
     origin = "by MASTER_PORT" if variable else "where plain torchrun's ranks meet"
     try:
         with socket.socket() as trial:
+            # A port that a finished run still holds in TIME_WAIT is free.
             trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             trial.bind(("", port))
     except OSError as error:
@@ -123,6 +125,7 @@ def check_hub(target: Target) -> Iterator[Result]:
     endpoint = target.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
     status, text = ask(f"{endpoint}/api/models?limit=1")
     finding = f"{endpoint} gives no answer"
+    # 401 and 404 are answers too.
     if status is not None and status < 500:
         yield ok("hub", f"{endpoint} answers")
     elif _is_local(target):
@@ -181,6 +184,7 @@ def check_environment(target: Target) -> Iterator[Result]:
         for name, value in variables.items()
         if not name.startswith(_RANK_SPECIFIC)
     }
+    # Set for debugging and forgotten.
     slow = [n for n, (value, _) in _SLOWING.items() if variables.get(n, "").upper() == value]
     if slow:
         effects = "; ".join(f"{name}={variables[name]}: {_SLOWING[name][1]}" for name in slow)

@@ -89,8 +89,10 @@ def _measure_sums(
     report[key] = []
     for size in _GPU_SIZES if device.type == "cuda" else _SIZES:
         report["at"] = f"the all-reduce of {size >> 10} KiB ({key})"
+        # A sum of ones is exact in float32: another result is a broken link or GPU.
         values = torch.ones(size // 4, device=device)
         sum_in_place(values, group)
+        # The first sum also warms up the connections.
         if bool((values != num_ranks).any()):
             report["wrong"] = f"{size >> 10} KiB"
         start = time.monotonic()

@@ -71,6 +71,7 @@ def check_packages(target: Target) -> Iterator[Result]:
     for requirement in map(Requirement, read_requirements()[1]):
         name, marker, version = requirement.name, requirement.marker, version_of(requirement.name)
         is_extra = "extra" in str(marker)
+        # An extra that is not installed is not asked for.
         if is_extra and version is None:
             continue
         names.add(name)
@@ -87,6 +88,7 @@ def check_packages(target: Target) -> Iterator[Result]:
     if engine is None:
         remedy = f"launch/setup.sh {'gpu' if target.num_gpus else 'cpu'}"
         yield bad("vllm", "not installed: it samples the completions", remedy)
+    # Both packages install the module vllm.
     if len(engines) > 1:
         finding = f"{engines[0]} and {engines[1]} are both installed, over each other's files"
         remedy = f"pip uninstall {' '.join(engines)}, then launch/setup.sh"
@@ -111,6 +113,7 @@ def _check_package(name: str, problem: str | None, engine: str | None) -> Result
         marker = requirement.marker
         if requirement.name != name or (marker and not marker.evaluate({"extra": ""})):
             continue
+        # vLLM's kernels are compiled against one version of torch.
         if requirement.specifier.contains(version or "0", prereleases=True):
             return ok(name, f"{version}, as {engine} {engine_version} asks", facts)
         finding = f"{version}, and {engine} {engine_version} was built for"

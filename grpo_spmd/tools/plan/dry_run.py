@@ -74,6 +74,7 @@ class Pass:
         depth = hf_config.num_hidden_layers
         policy = self._build_policy(shallow(hf_config, num_layers))
         layers = list(decoder_layers(policy.model))
+        # Before sharding: gathered tensors and gradients have these shapes.
         shapes = {tuple(parameter.shape) for parameter in policy.parameters()}
         live = LiveBytes(shapes, hf_config.vocab_size, on_gpu=self.on_gpu)
         mark(live, layers)
@@ -83,6 +84,7 @@ class Pass:
             live,
         ):
             shard_over_ranks(policy, layers, mesh, DTYPES[self.model.dtype], reshard_root=False)
+            # Fake tensors: nothing is allocated.
             policy.to_empty(device="cpu")
             policy.model.tie_weights()
             state = live.live()

@@ -149,6 +149,7 @@ def longest_row(config: Config, num_ranks: int) -> tuple[tuple[int, int], ...]:
     num_full, rest = divmod(micro_batch_tokens(config, num_ranks), config.max_rollout_tokens)
     lengths = [(config.data.max_prompt_tokens, config.rollout.max_completion_tokens)] * num_full
     if rest > 1:
+        # At least one prompt and one completion token.
         lengths.append((1, rest - 1))
     return tuple(lengths)
 
@@ -166,6 +167,7 @@ def kv_cache(
     tokens = max(0, num_bytes // (token * _BLOCK) * _BLOCK)
     sequences = sequences_of_engine(config, num_ranks)
     prompts = sequences // rollout.group_size
+    # A group shares its prompt's blocks.
     needed = prompts * config.data.max_prompt_tokens + sequences * rollout.max_completion_tokens
     num_running = tokens // _round_to_blocks(config.max_rollout_tokens)
     return KvCache(

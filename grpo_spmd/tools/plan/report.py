@@ -38,6 +38,7 @@ def _memory_lines(plan: Plan) -> Iterator[str]:
     tokens = f"{cache.tokens:,} tokens ({max(0, cache.num_bytes) / GIB:.2f} GiB)"
     sequences = f"its {cache.sequences} sequences of a step at full length"
     yield f"KV cache of an engine: {tokens} of {cache.needed_tokens:,} for {sequences};"
+    # A step may have fewer sequences than fit.
     num_running = min(cache.full_length, cache.sequences)
     yield f"  {num_running} of them of full length run at one time, others wait their turn"
     problem = "step, s, every completion at full length (a model: shares of the card's ceilings)"

@@ -114,6 +114,7 @@ def teacher_answers(config: Config, side: SideModel, facts: ModelFacts, num_rank
     sizes, name = facts.dimensions, side.name
     if side.kind != "teacher" or sizes is None:
         return Counter()
+    # Kept until the update, for all rollouts at once.
     rollouts = rollouts_of_step(config, num_ranks)
     tokens = rollouts * config.rollout.max_completion_tokens
     if config.teacher.loss == "sampled":

@@ -199,6 +199,7 @@ def _rollout_s(config: Config, work: Work, speed: Speed, num_running: int) -> fl
     tp = config.rollout.tensor_parallel_size
     prompt, completion = work.lengths[0]
     sequences = len(work.lengths) * tp
+    # Sequences without room in the KV cache wait for a later round.
     num_running = max(1, min(sequences, num_running))
     batch = replace(work, lengths=[(prompt, completion)] * num_running)
     decode = max(decode_bytes(batch) / speed.memory, decode_flops(batch) / speed.flops) / tp

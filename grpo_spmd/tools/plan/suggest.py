@@ -73,6 +73,7 @@ def _changes(plan: Plan, short: set[str]) -> Iterator[str]:
 
 def _trainer_changes(plan: Plan, short: set[str]) -> Iterator[str]:
     model, max_tokens = plan.config.model, plan.config.max_rollout_tokens
+    # A compiled layer already keeps about as little as selective checkpointing.
     if not model.activation_checkpointing and not model.compile:
         yield "model.activation_checkpointing=selective"
     if model.activation_checkpointing is not True:
