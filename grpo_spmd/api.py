@@ -19,7 +19,7 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import build_config, read_tree, trains_on_cpu
 from grpo_spmd.config.schema import Config
 from grpo_spmd.distributed.embedded_run import embedded_run
-from grpo_spmd.rewards.named import given, name_of, packed, spec_of
+from grpo_spmd.rewards.named import function_name, function_spec, pack_functions, registered
 from grpo_spmd.train import prepare_torch
 
 RewardFunction = Callable[..., Any]
@@ -75,14 +75,14 @@ def run(
     elif rewards is not None:
         kind = type(rewards).__name__
         raise ConfigError(f"rewards must be a list, as in rewards=[fn]; got {kind}")
-    with given(functions):
+    with registered(functions):
         return _train(build_config(tree, on_cpu=trains_on_cpu()))
 
 
 def _train(config: Config) -> RunResult:
     inputs = check_inputs(config, num_ranks=int(os.environ.get("WORLD_SIZE", "1")))
     # Functions that cannot be sent to workers are refused now, not after the engine has started.
-    descriptor = packed(config.rewards)
+    descriptor = pack_functions(config.rewards)
     if descriptor is not None:
         os.close(descriptor)
     run_dir = Path(config.run_dir)
@@ -174,8 +174,8 @@ def _reward_entry(entry: Any, index: int, functions: dict[str, RewardFunction]) 
     if isinstance(function, type):
         rule = "is a class; give an object of it"
         raise ConfigError(f"rewards.{index}: {function.__name__} {rule}")
-    spec = spec_of(function)
+    spec = function_spec(function)
     if spec in functions:
         spec = f"{spec}#{index}"
     functions[spec] = function
-    return {"name": name_of(function) or f"reward_{index}", **entry, "function": spec}
+    return {"name": function_name(function) or f"reward_{index}", **entry, "function": spec}

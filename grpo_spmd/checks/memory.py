@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 from grpo_spmd.config.schema import Config, LoraConfig
 from grpo_spmd.model.config_json import Dimensions, ModelFacts, Shapes
-from grpo_spmd.rewards.remote.servers import places_in, read_rubric
+from grpo_spmd.rewards.remote.servers import fields_in, read_rubric
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
 TRAINED_ITEMSIZE = 12  # bytes of a trained parameter: float32 and AdamW's two moments
@@ -338,7 +338,7 @@ def judge_prompt_tokens(config: Config) -> dict[int, int]:
             continue
         rubric = read_rubric(str(reward.judge), f"rewards.{index}.judge")
         inserted = sum(
-            completion_limit if name == "completion" else prompt_limit for name in places_in(rubric)
+            completion_limit if name == "completion" else prompt_limit for name in fields_in(rubric)
         )
         # A token is at least a byte: the bytes bound the rubric's tokens.
         bound = len(rubric.encode()) + _JUDGE_EXTRA_TOKENS + inserted * 9 // 8

@@ -15,7 +15,7 @@ from grpo_spmd.checks.data import load_tokenizer_file
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import Config
 from grpo_spmd.model.config_json import local_folder
-from grpo_spmd.rewards.remote.client import PromptLogprobs, Served, headers_of
+from grpo_spmd.rewards.remote.client import PromptLogprobs, ServedModel, headers_of
 from grpo_spmd.rewards.trl import FailedCallError
 
 T = TypeVar("T")
@@ -66,15 +66,15 @@ def open_server(config: Config, name: str, model: str | None) -> PromptLogprobs:
     return PromptLogprobs(config.teacher.urls[name], headers, model)
 
 
-def _choose_model(config: Config, server: PromptLogprobs, key: str) -> Served:
+def _choose_model(config: Config, server: PromptLogprobs, key: str) -> ServedModel:
     """The server's model that `teacher.model` names, or its only one."""
     model = config.teacher.model
     try:
-        models = _call_with_retries(config, server.served)
+        models = _call_with_retries(config, server.list_models)
     except FailedCallError as error:
         # A status shows that the server is there: it only has no list of its models.
         if model is not None and error.status is not None:
-            return Served(model, None)
+            return ServedModel(model, None)
         remedy = "or name its model: teacher.model"
         if error.status is None:
             remedy = "start it, or correct the address"
@@ -91,7 +91,9 @@ def _choose_model(config: Config, server: PromptLogprobs, key: str) -> Served:
     return models[names.index(model)]
 
 
-def _compare_vocabulary(config: Config, server: PromptLogprobs, key: str, served: Served) -> None:
+def _compare_vocabulary(
+    config: Config, server: PromptLogprobs, key: str, served: ServedModel
+) -> None:
     """Compare what the server writes for some token ids with the policy's tokenizer. Tokens that
     either cannot write alone, such as a part of a character, are not compared."""
     folder = local_folder(config.model.path)
@@ -125,7 +127,7 @@ def _compare_vocabulary(config: Config, server: PromptLogprobs, key: str, served
 
 
 def _ask_texts(
-    config: Config, server: PromptLogprobs, ids: list[int], *, key: str, served: Served
+    config: Config, server: PromptLogprobs, ids: list[int], *, key: str, served: ServedModel
 ) -> list[str]:
     """The server's texts of `ids`, asked with as many logprobs as the run will ask for."""
     # A server says nothing of a prompt's first token.
@@ -152,7 +154,7 @@ def _ask_texts(
     raise ConfigError(f"{key}: {_explain_refusal(refusal, config, served)}")
 
 
-def _explain_refusal(error: FailedCallError, config: Config, served: Served) -> str:
+def _explain_refusal(error: FailedCallError, config: Config, served: ServedModel) -> str:
     if error.status == 400:
         rule = "teachers have the policy's vocabulary, and give prompt_logprobs as vLLM does"
         problem = f"{served.name} does not take tokens of {config.model.path} ({rule})"

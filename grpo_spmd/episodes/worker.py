@@ -23,7 +23,7 @@ from grpo_spmd.episodes.agent import AgentDriver
 from grpo_spmd.episodes.gym import REWARD, GymDriver
 from grpo_spmd.episodes.shipped.catalog import shipped_factory
 from grpo_spmd.episodes.trl import TrlDriver, check_class, checked_schema, class_schemas
-from grpo_spmd.rewards.named import Modules, load_named, unpack
+from grpo_spmd.rewards.named import Modules, load_named, unpack_functions
 from grpo_spmd.rewards.pool.nursery import MAX_ERROR_CHARS, Answer, Worker, run_nursery
 from grpo_spmd.rewards.pool.worker import call_reward
 from grpo_spmd.rewards.protocol import Reward, load_rewards
@@ -50,7 +50,7 @@ def load(setup: dict[str, Any]) -> tuple[dict[str, Any], Callable[[Worker], Answ
     """
     functions = setup.get("functions")
     if functions is not None:
-        unpack(functions)
+        unpack_functions(functions)
     config = EnvironmentConfig(**setup["environment"])
     # Shared, so that a file is run once: a reward may ask for the class of an environment.
     modules: Modules = {}

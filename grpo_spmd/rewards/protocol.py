@@ -1,23 +1,26 @@
-"""The reward protocol: TRL's signature, several functions with weights, and one policy for what goes wrong.
+"""The reward protocol: TRL's signature, several functions with weights, and what failures mean.
 
-A reward function is `fn(prompts, completions, completion_ids, **columns) -> list[float | None]`, sync or async; an
-object with __call__ and a partial are functions too. trl.py has what else TRL's trainer gives it.
-`prompts` and `completions` are strings; for chat prompts, message lists, a completion being `[{"role": "assistant",
-"content": text}]`. The data set's other columns arrive as keyword lists, aligned with `prompts`. A worker process
-(pool.py) calls it for one group at a time, in evaluation for a single completion, so that its result does not depend on
-how groups are spread over ranks. Module state is each worker's own.
+A reward function is `fn(prompts, completions, completion_ids, **columns) -> list[float | None]`,
+sync or async; an object with __call__ and a partial are functions too. trl.py has what else TRL's
+trainer gives it. `prompts` and `completions` are strings; for chat prompts, message lists, a
+completion being `[{"role": "assistant", "content": text}]`. The data set's other columns arrive as
+keyword lists, aligned with `prompts`. A worker process (pool.py) calls it for one group at a time,
+in evaluation for a single completion, so that its result does not depend on how groups are spread
+over ranks. Module state is each worker's own.
 
-What comes of a completion, for each function (`ScoredRollouts.statuses`):
+The status of a completion, for each function (`ScoredRollouts.statuses`):
 * "ok": a finite number.
 * "not_applicable": None. The completion's reward is the weighted sum of the other functions.
 * "error": the function raised, exited, crashed, or returned NaN, infinity or text.
-* "timeout": it took longer than `reward_pool.timeout_s` and was killed, with the processes it had started.
+* "timeout": it took longer than `reward_pool.timeout_s` and was killed, with the processes it had
+started.
 
-Where the call for a group fails, each completion is tried in a call of its own, with the whole deadline: what fails
-then is that completion's failure. A completion with an "error" or a "timeout", or to which no function applies, is left
-out of its group's statistics and of the loss, and counted; it is never taken for 0. Where a function fails for
-`reward_pool.max_error_frac` of a step's completions, all ranks stop, with the function's traceback. So they do at once
-where no completion is to blame: it returned a list of the wrong length, or raised for every group that it was called
+Where the call for a group fails, each completion is tried in a call of its own, with the whole
+deadline: what fails then is that completion's failure. A completion with an "error" or a "timeout",
+or to which no function applies, is left out of its group's statistics and of the loss, and counted;
+it is never taken for 0. Where a function fails for `reward_pool.max_error_frac` of a step's
+completions, all ranks stop, with the function's traceback. So they do at once where no completion
+is to blame: it returned a list of the wrong length, or raised for every group that it was called
 with, and for none of their completions alone.
 """
 
@@ -33,66 +36,91 @@ from typing import Any
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import RewardConfig
-from grpo_spmd.rewards.named import MARK, Modules, check_callable, given_function, load_named
+from grpo_spmd.rewards.named import (
+    PYTHON_MARK,
+    Modules,
+    check_callable,
+    load_named,
+    registered_function,
+)
 from grpo_spmd.rewards.sandbox.sandbox import SandboxError, check_isolation
-from grpo_spmd.rewards.trl import CALL_COLUMNS, RewardError, callable_name, check_args, taken
+from grpo_spmd.rewards.trl import (
+    CALL_COLUMNS,
+    RewardError,
+    callable_name,
+    check_args,
+    trl_arguments,
+)
 from grpo_spmd.rewards.verifiers import SHIPPED, matches_format, run_tests
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardFacts:
-    """What the pool knows of a reward, whose function lives in other processes."""
+    """What the pool knows about a reward, whose function lives in other processes."""
 
-    name: str  # its metric's
-    weight: float  # its factor in the sum
+    name: str  # in metrics
+    weight: float  # in the sum
     needs: Sequence[str] = ()  # columns without which it cannot be called
-    takes: Sequence[str] = ()  # of what trl.py gives
+    takes: Sequence[str] = ()  # of TRL's extra arguments (trl.py)
     one_at_a_time: bool = False  # each completion is a call of its own, with the whole deadline
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reward(RewardFacts):
+    """A reward with its function."""
+
     function: Callable[..., Any]
-    looks_at_environments: bool = False  # and is called where they are
+    looks_at_environments: bool = False  # it is called in the environments' processes
 
 
 def load_rewards(
     configs: Sequence[RewardConfig], timeout_s: float = math.inf, modules: Modules | None = None
 ) -> list[Reward]:
-    """The functions that the config names; models, and the run's own engine, are none. ConfigError for one that is not
-    there, wrong arguments, or a name twice. `timeout_s`: after which whoever calls them would end a call; `modules` as
-    in load_named."""
+    """Returns the functions that the config names, without reward models and the engine's judges.
+
+    `timeout_s`: after which the caller ends a call; `modules` as in load_named. Raises ConfigError
+    for a function that is not there, wrong arguments, or a name twice.
+    """
     rewards: list[Reward] = []
     names: set[str] = set()
     for index, config in enumerate(configs):
-        where, name = f"rewards.{index}", config.metric_name
+        where = f"rewards.{index}"
+        name = config.metric_name
         if name in names:
             raise ConfigError(
                 f"{where}.name: {name!r} is given twice; its metrics would overwrite each other"
             )
         names.add(name)
-        if (
-            not config.uses_pool
-        ):  # rollout/reward_models.py or rollout/engine_judge.py scores with it
-            continue
-        if config.url is not None:
-            from grpo_spmd.rewards.remote.servers import server_reward
-
-            rewards.append(server_reward(config, where))
-            continue
-        if config.function is not None:
-            is_given, spec = config.function.startswith(MARK), config.function
-            function = (
-                given_function(spec, where) if is_given else _load_function(spec, where, modules)
-            )
-        elif name in SHIPPED:
-            function = SHIPPED[name]
-        else:
-            raise ConfigError(
-                f"{where}.name: no shipped reward {name!r}; there are {', '.join(sorted(SHIPPED))}"
-            )
-        rewards.append(_with_args(name, function, config, where, timeout_s))
+        if config.uses_pool:  # else rollout/reward_models.py or rollout/engine_judge.py scores
+            rewards.append(_load_reward(config, where, timeout_s, modules))
     return rewards
+
+
+def _load_reward(
+    config: RewardConfig, where: str, timeout_s: float, modules: Modules | None
+) -> Reward:
+    name = config.metric_name
+    if config.url is not None:
+        # A run without servers imports neither ssl nor a client.
+        from grpo_spmd.rewards.remote.servers import ServerFunction
+
+        asks = ServerFunction(config, where)
+        return Reward(
+            name=name,
+            weight=config.weight,
+            needs=asks.form.needs,
+            one_at_a_time=asks.form.one_at_a_time,
+            function=asks,
+        )
+    if config.function is not None:
+        function = _load_function(config.function, where, modules)
+    elif name in SHIPPED:
+        function = SHIPPED[name]
+    else:
+        raise ConfigError(
+            f"{where}.name: no shipped reward {name!r}; there are {', '.join(sorted(SHIPPED))}"
+        )
+    return _with_args(name, function, config, where=where, timeout_s=timeout_s)
 
 
 def check_error_rate(
@@ -100,24 +128,27 @@ def check_error_rate(
     first_errors: Sequence[str | None],
     max_error_frac: float,
 ) -> dict[str, float]:
-    """Metrics `reward/<name>/error_frac`, `.../timeout_frac`, `.../not_applicable_frac`, as shares of the completions.
+    """Returns `reward/<name>/error_frac`, `.../timeout_frac`, `.../not_applicable_frac`.
 
-    Takes `num_statuses` and `first_error` of every rank's `ScoredRollouts`; a rank that scored nothing has no statuses.
-    Raises RewardError where "error" and "timeout" together reach `max_error_frac` for some function.
+    They are shares of the completions. Takes `num_statuses` and `first_error` of every rank's
+    `ScoredRollouts`; a rank that scored nothing has no statuses. Raises RewardError where "error"
+    and "timeout" together reach `max_error_frac` for some function.
     """
     metrics: dict[str, float] = {}
-    for name in dict.fromkeys(name for part in statuses for name in part):
-        counts = sum((Counter(part.get(name, {})) for part in statuses), Counter[str]())
+    for name in dict.fromkeys(name for by_name in statuses for name in by_name):
+        counts = sum((Counter(by_name.get(name, {})) for by_name in statuses), Counter[str]())
         num_completions = max(counts.total(), 1)
-        failed = counts["error"] + counts["timeout"]
-        if failed and failed / num_completions >= max_error_frac:
+        num_failed = counts["error"] + counts["timeout"]
+        if num_failed and num_failed / num_completions >= max_error_frac:
             errors = [error for error in first_errors if error]
-            own = [error for error in errors if error.startswith(f"reward {name!r}")]
-            first = [*own, *errors, "not recorded"][0]
+            # An error of this very function, if there is one.
+            errors.sort(key=lambda error: not error.startswith(f"reward {name!r}"))
             raise RewardError(
-                f"reward {name!r} gave no usable value for {failed} of {num_completions} completions "
-                f"({counts['error']} error, {counts['timeout']} timeout): {failed / num_completions:.3g} is not under "
-                f"reward_pool.max_error_frac={max_error_frac:g}. The first failure:\n{first}"
+                f"reward {name!r} gave no usable value for {num_failed} of {num_completions} "
+                f"completions ({counts['error']} error, {counts['timeout']} timeout): "
+                f"{num_failed / num_completions:.3g} is not under "
+                f"reward_pool.max_error_frac={max_error_frac:g}. "
+                f"The first failure:\n{[*errors, 'not recorded'][0]}"
             )
         for status in ("error", "timeout", "not_applicable"):
             metrics[f"reward/{name}/{status}_frac"] = counts[status] / num_completions
@@ -125,6 +156,8 @@ def check_error_rate(
 
 
 def _load_function(spec: str, where: str, modules: Modules | None) -> Callable[..., Any]:
+    if spec.startswith(PYTHON_MARK):
+        return registered_function(spec, where)
     function = load_named(spec, f"{where}.function", "function", modules)
     if inspect.isclass(function):
         file, _, name = spec.rpartition(":")
@@ -137,76 +170,92 @@ def _load_function(spec: str, where: str, modules: Modules | None) -> Callable[.
 def _with_args(
     name: str, function: Callable[..., Any], config: RewardConfig, where: str, timeout_s: float
 ) -> Reward:
+    """Returns the reward of a Python function. Raises ConfigError if it cannot be called so."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
-        what = f"{config.function} has no readable signature"
-        raise ConfigError(f"{where}.function: {what}; wrap it in a function") from None
-    args, is_shipped = config.args, config.function is None
-    check_callable(where, callable_name(function), function)
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    options = [
+        raise ConfigError(
+            f"{where}.function: {config.function} has no readable signature; wrap it in a function"
+        ) from None
+    shown = callable_name(function)
+    check_callable(where, shown, function)
+    args = config.args
+    named = [
         n for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
     ]
-    required = [n for n in options if parameters[n].default is inspect.Parameter.empty]
-    if is_shipped:  # its options are its keyword-only parameters, all else are columns
+    required = [n for n in named if parameters[n].default is inspect.Parameter.empty]
+    options = named
+    trl: tuple[str, ...] = ()
+    if config.function is None:
+        # The options of a shipped reward are its keyword-only parameters, all others are columns.
+        shown = name
         options = [
-            n for n, p in parameters.items() if p.kind is p.KEYWORD_ONLY and not n.startswith("_")
+            n for n in named if parameters[n].kind is inspect.Parameter.KEYWORD_ONLY and n[0] != "_"
         ]
-        if missing := [n for n in required if n in options and n not in args]:
+        missing = [n for n in required if n in options and n not in args]
+        if missing:
             raise ConfigError(f"{where}.args: {name} needs {missing[0]!r}")
-    check_args(where, name if is_shipped else callable_name(function), args, options)
-    trl = () if is_shipped else taken(parameters)
-    if function is matches_format:
-        try:
-            re.compile(args["pattern"])
-        except (re.error, TypeError) as error:
-            what = f"{args['pattern']!r} is not a regular expression"
-            raise ConfigError(f"{where}.args.pattern: {what}: {error}") from None
+    else:
+        trl = trl_arguments(parameters)
+    check_args(where, shown, args, options)
     needs = tuple(n for n in required if n not in (*args, *CALL_COLUMNS, *trl))
-    if function is run_tests:
+    if function is matches_format:
+        _check_pattern(args["pattern"], where)
+    elif function is run_tests:
         _check_sandbox(args, where)
         needs = (args.get("tests_column", "tests"),)
         args = {**args, "_wall_s": timeout_s - 1}
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
     def call(**columns: Any) -> Any:
-        known = {**columns, **args}
-        return function(
-            **(known if takes_any else {name: known[name] for name in known if name in parameters})
-        )
+        keywords = {**columns, **args}
+        if not takes_any:
+            keywords = {n: value for n, value in keywords.items() if n in parameters}
+        return function(**keywords)
 
-    # Each run of model-written code may take its whole time: a call for the group would need the sum of them.
-    alone = function is run_tests
-    looks = "environments" in parameters
-    if looks and config.is_measured:
-        why = "takes environments, and is called where they are, beside limits of calls"
-        raise ConfigError(f"{where}: {callable_name(function)} {why}; take timeout_s and max_* out")
-    alone |= (
-        config.max_concurrent is not None or config.max_per_minute is not None
-    )  # which count completions
+    looks_at_environments = "environments" in parameters
+    if looks_at_environments and config.is_measured:
+        raise ConfigError(
+            f"{where}: {callable_name(function)} takes environments, and is called where they are, "
+            "beside limits of calls; take timeout_s and max_* out"
+        )
+    # Each run of model-written code may take its whole time: a call for the group would need the
+    # sum of them. And limits of calls count completions.
+    has_limits = config.max_concurrent is not None or config.max_per_minute is not None
     return Reward(
-        name=name, weight=config.weight, needs=needs, takes=trl, one_at_a_time=alone, function=call,
-        looks_at_environments=looks,
-    )  # fmt: skip
+        name=name,
+        weight=config.weight,
+        needs=needs,
+        takes=trl,
+        one_at_a_time=function is run_tests or has_limits,
+        function=call,
+        looks_at_environments=looks_at_environments,
+    )
+
+
+def _check_pattern(pattern: Any, where: str) -> None:
+    try:
+        re.compile(pattern)
+    except (re.error, TypeError) as error:
+        raise ConfigError(
+            f"{where}.args.pattern: {pattern!r} is not a regular expression: {error}"
+        ) from None
 
 
 def _check_sandbox(args: Mapping[str, Any], where: str) -> None:
+    """Raises ConfigError for wrong options of `code`, and where code cannot be isolated."""
     for key in ("time_s", "memory_mib"):
         value = args.get(key, 1)
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not 0 < value < math.inf
-        ):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not (is_number and 0 < value < math.inf):
             raise ConfigError(f"{where}.args.{key} must be a positive number; got {value!r}")
     for key, kind in (("tests_column", str), ("partial_credit", bool)):
         if not isinstance(args.get(key, kind()), kind):
             raise ConfigError(f"{where}.args.{key} must be a {kind.__name__}; got {args[key]!r}")
-    if args.get("isolation", "required") not in ("required", "none"):
-        raise ConfigError(
-            f'{where}.args.isolation must be "required" or "none"; got {args["isolation"]!r}'
-        )
-    if args.get("isolation") != "none":
+    isolation = args.get("isolation", "required")
+    if isolation not in ("required", "none"):
+        raise ConfigError(f'{where}.args.isolation must be "required" or "none"; got {isolation!r}')
+    if isolation == "required":
         try:
             check_isolation()
         except SandboxError as error:

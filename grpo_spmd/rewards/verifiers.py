@@ -1,4 +1,5 @@
-"""The shipped rewards. Each scores a list of completions: 1.0 right, 0.0 wrong, None "nothing to compare with"."""
+"""The shipped rewards. Each scores a list of completions: 1.0 right, 0.0 wrong, None "nothing to
+compare with"."""
 
 from __future__ import annotations
 
@@ -44,8 +45,9 @@ def exact(completions: Completions, answer: Column, **_: Any) -> Scores:
 
 
 def matches_format(completions: Completions, *, pattern: str, **_: Any) -> Scores:
-    """1.0 where the regular expression `pattern` matches the whole completion ("." also matches a newline), within a
-    second of CPU time: many a pattern can be kept busy for years by the right text.
+    """1.0 where the regular expression `pattern` matches the whole completion ("." also matches a
+    newline), within a second of CPU time: many a pattern can be kept busy for years by the right
+    text.
     """
     compiled, texts = re.compile(pattern, re.DOTALL), [completion_text(c) for c in completions]
     return [
@@ -54,7 +56,8 @@ def matches_format(completions: Completions, *, pattern: str, **_: Any) -> Score
 
 
 def gsm8k(completions: Completions, answer: Column, **_: Any) -> Scores:
-    """1.0 where the last number of the completion equals the last number of the column `answer` ("... #### 42")."""
+    """1.0 where the last number of the completion equals the last number of the column `answer`
+    ("... #### 42")."""
     pairs = (
         (completion_text(c), last_number(str(a))) for c, a in zip(completions, answer, strict=True)
     )
@@ -62,7 +65,8 @@ def gsm8k(completions: Completions, answer: Column, **_: Any) -> Scores:
 
 
 def last_number(text: str) -> Fraction | None:
-    """The last number in `text` ("1,234.50", "-3"; no full stop after it) as an exact fraction, None where none is."""
+    """The last number in `text` ("1,234.50", "-3"; no full stop after it) as an exact fraction,
+    None where none is."""
     found = re.findall(r"(?<![A-Za-z0-9.])-?\$?\d[\d,]*(?:\.\d+)?", text)
     try:
         return Fraction(re.sub(r"[,$]", "", found[-1])) if found else None
@@ -80,8 +84,8 @@ def countdown(
     answer_tag: str | None = "answer",
     **_: Any,
 ) -> Scores:
-    """1.0 where the equation in the last <answer>...</answer> (with `answer_tag: null`, the whole completion) uses each
-    of `nums` exactly once and reaches `target` (TinyZero's task).
+    """1.0 where the equation in the last <answer>...</answer> (with `answer_tag: null`, the whole
+    completion) uses each of `nums` exactly once and reaches `target` (TinyZero's task).
     """
     scores: Scores = []
     for completion, given, goal in zip(completions, nums, target, strict=True):
@@ -98,7 +102,8 @@ def countdown(
 
 
 def tagged(text: str, tag: str | None) -> str | None:
-    """What stands in the last `<tag>...</tag>`, stripped, or None; all of the text where `tag` is None."""
+    """What stands in the last `<tag>...</tag>`, stripped, or None; all of the text where `tag` is
+    None."""
     if tag is None:
         return text.strip()
     before, closing, _ = text.rpartition(f"</{tag}>")
@@ -110,7 +115,8 @@ def _reaches(equation: str, given: Sequence[int], target: Fraction) -> bool:
     equation, equals, result = equation.partition("=")
     if equals and result.strip() != str(target):
         return False
-    # Numbers, four operations and brackets. Its length is bounded because parsing nested brackets recurses.
+    # Numbers, four operations and brackets. Its length is bounded because parsing nested brackets
+    # recurses.
     if len(equation) > 256 or not re.fullmatch(r"[\d+\-*/() ]+", equation):
         return False
     try:
@@ -123,12 +129,14 @@ def _reaches(equation: str, given: Sequence[int], target: Fraction) -> bool:
 
 
 def evaluate(equation: str) -> Fraction:
-    """The exact value of whole numbers, + - * / and brackets. Raises ValueError or SyntaxError for anything else."""
+    """The exact value of whole numbers, + - * / and brackets. Raises ValueError or SyntaxError for
+    anything else."""
     return _value(ast.parse(equation.strip(), mode="eval").body)
 
 
 def _value(node: ast.expr) -> Fraction:
-    """Exact value of a tree of integers and + - * / with signs; no name, call or power is ever evaluated."""
+    """Exact value of a tree of integers and + - * / with signs; no name, call or power is ever
+    evaluated."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return Fraction(node.value)
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
@@ -149,8 +157,9 @@ _OPERATIONS: dict[type, Callable[..., Fraction]] = {
 def equal_by_math_verify(completions: Completions, answer: Column, **_: Any) -> Scores:
     """1.0 where math-verify finds the completion's final answer equal to the column `answer` (LaTeX or plain).
 
-    A gold answer that it cannot read gives None. What a completion says gives 1.0 or 0.0, and costs at most a second of
-    CPU time. The deadline of the gold answer uses SIGALRM, for the main thread alone.
+    A gold answer that it cannot read gives None. What a completion says gives 1.0 or 0.0, and costs
+    at most a second of CPU time. The deadline of the gold answer uses SIGALRM, for the main thread
+    alone.
     """
     pass
 
@@ -184,7 +193,8 @@ def _equals(parsed_gold: Any, text: str) -> float:
 
 
 def _keeps_sympy_busy(answer: str) -> bool:
-    """Brackets in brackets in brackets, 9^{9^{9}}, powers and factorials of numbers beyond reason."""
+    """Brackets in brackets in brackets, 9^{9^{9}}, powers and factorials of numbers beyond
+    reason."""
     depths = itertools.accumulate((c in "{([") - (c in "})]") for c in answer)
     huge = r"\d\W{0,3}\^\W{0,3}\d+\W{0,3}\^\W{0,3}(\d\d|[4-9])|\^\W{0,3}\d{7}|\d{5}\W{0,3}!"
     return max(depths, default=0) > 40 or re.search(huge, answer) is not None
@@ -192,7 +202,8 @@ def _keeps_sympy_busy(answer: str) -> bool:
 
 @functools.cache
 def load_math_verify() -> Callable[..., Any]:
-    """Its `parse`, after a first use of all of it, which takes half a second that would count as a completion's."""
+    """Its `parse`, after a first use of all of it, which takes half a second that would count as a
+    completion's."""
     from math_verify import parse
 
     logging.getLogger("math_verify").setLevel(
@@ -215,18 +226,19 @@ def run_tests(
 ) -> Scores:
     """1.0 where the completion's Python passes every test of its row; with `partial_credit`, the share that it passes.
 
-    A row's tests are statements ("assert f(2) == 4") or {"input": ..., "output": ...} pairs, one or a list of them,
-    perhaps as JSON (sandbox.py says how far to trust each kind); without any, None. The code runs in a limited process,
-    one for each pair and one for all statements: it can start threads but no process, and write only to a small folder.
-    Where it cannot be shut in, this raises and does not run it, unless `isolation` is "none": then only time and memory
-    are limited. `time_s` is for all of a completion's tests, start-up not counted; what they do not reach has failed:
-    an endless loop is wrong, not unknown. So has what they do not reach within `_wall_s`, start-up counted: a second
-    under reward_pool.timeout_s, of which each pair takes 0.1 to 0.3 s.
+    A row's tests are statements ("assert f(2) == 4") or {"input": ..., "output": ...} pairs, one or
+    a list of them, perhaps as JSON (sandbox.py says how far to trust each kind); without any, None.
+    The code runs in a limited process, one for each pair and one for all statements: it can start
+    threads but no process, and write only to a small folder. Where it cannot be shut in, this
+    raises and does not run it, unless `isolation` is "none": then only time and memory are limited.
+    `time_s` is for all of a completion's tests, start-up not counted; what they do not reach has
+    failed: an endless loop is wrong, not unknown. So has what they do not reach within `_wall_s`,
+    start-up counted: a second under reward_pool.timeout_s, of which each pair takes 0.1 to 0.3 s.
     """
     used: list[float] = []
     scores, limits = Scores(), Limits(time_s, int(memory_mib), isolation, used.append)
     for completion, given in zip(completions, columns[tests_column], strict=True):
-        if not (tests := tests_of(given)):
+        if not (tests := parse_tests(given)):
             scores.append(None)
             continue
         used.clear()
@@ -245,7 +257,8 @@ def run_tests(
 
 
 def python_code(text: str) -> str:
-    """The last fenced block of Python in `text`, else its last fenced block without a language, else all of it."""
+    """The last fenced block of Python in `text`, else its last fenced block without a language,
+    else all of it."""
     blocks, opened = (
         dict[str, str](),
         None,
@@ -264,7 +277,7 @@ def python_code(text: str) -> str:
     return blocks.get("python", blocks.get("", text))
 
 
-def tests_of(given: Any) -> list[str | dict[str, Any]]:
+def parse_tests(given: Any) -> list[str | dict[str, Any]]:
     if isinstance(given, str):
         try:
             given = json.loads(given)
@@ -297,7 +310,8 @@ SHIPPED: dict[str, Callable[..., Any]] = {
 def final_answer(text: str) -> str:
     r"""What a completion answers, for a vote; as text, so that 1/2 and 0.5 are two.
 
-    The last whole \boxed{...}, else what follows the last "####", else the last <answer>...</answer>, else all of it.
+    The last whole \boxed{...}, else what follows the last "####", else the last
+    <answer>...</answer>, else all of it.
     """
     if (boxed := last_boxed(text)) is not None:
         return boxed.strip()
@@ -309,7 +323,8 @@ def final_answer(text: str) -> str:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Inside the \boxed{...} that closes last. One pass: a completion may repeat an unclosed one a thousand times."""
+    r"""Inside the \boxed{...} that closes last. One pass: a completion may repeat an unclosed one a
+    thousand times."""
     opened: list[
         int | None
     ] = []  # where the inside of each open bracket begins; None: an ordinary bracket

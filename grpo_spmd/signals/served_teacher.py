@@ -32,7 +32,7 @@ from grpo_spmd.proofs.gradient_check import CheckResult
 from grpo_spmd.proofs.update_check import SignalProofs, UpdateCheckSettings
 from grpo_spmd.records import Decision, MicroBatch, Prompt, RolloutBatch
 from grpo_spmd.rewards.pool.call_limits import CallLimits
-from grpo_spmd.rewards.remote.client import Place, PromptLogprobs
+from grpo_spmd.rewards.remote.client import PositionLogprobs, PromptLogprobs
 from grpo_spmd.rewards.remote.server_calls import ServerCalls
 from grpo_spmd.rewards.trl import FailedCallError, RewardError
 from grpo_spmd.signals.teacher import (
@@ -241,7 +241,7 @@ def _mask_of(row: MicroBatch, tokens: Sequence[npt.NDArray[np.int64]]) -> Tensor
     return torch.from_numpy(mask).to(row.loss_mask.device)
 
 
-def compact_answer(tokens: Sequence[Place], top_k: int, vocabulary_size: int) -> Answer:
+def compact_answer(tokens: Sequence[PositionLogprobs], top_k: int, vocabulary_size: int) -> Answer:
     """Returns the answer in a few bytes per token. What JSON is parsed into takes ten times as
     much."""
     if not top_k:

@@ -54,7 +54,7 @@ def made(*args: Any, **kwargs: Any) -> tuple[Config, dict[str, Any]]:
     seen: list[tuple[Config, dict[str, Any]]] = []
 
     def train(config: Config) -> Any:
-        seen.append((config, dict(named._given)))
+        seen.append((config, dict(named._registered)))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(api, "_train", train)
@@ -105,7 +105,7 @@ def test_rewards_may_be_functions_pairs_and_entries_in_one_list(tmp_path: Path) 
     entries[3] = {"function": entries[3], "name": "bound"}
     config, functions = made(write_config(tmp_path, tmp_path), entries)
     said = [(reward.name, reward.weight, reward.function) for reward in config.rewards]
-    here = f"{named.MARK}{__name__}"
+    here = f"{named.PYTHON_MARK}{__name__}"
     assert said == [
         ("length", 1.0, f"{here}.length"),
         ("Threshold", 0.5, f"{here}.Threshold"),
@@ -121,7 +121,7 @@ def test_rewards_may_be_functions_pairs_and_entries_in_one_list(tmp_path: Path) 
     assert [functions[spec] for _, _, spec in said if spec] == [
         length, entries[1][0], entries[3]["function"], entries[4], length,
     ]  # fmt: skip
-    assert named._given == {}
+    assert named._registered == {}
 
 
 def test_what_cannot_be_a_call_is_one_line(tmp_path: Path) -> None:
@@ -162,13 +162,13 @@ class _Tokenizer:
 
 @contextlib.contextmanager
 def pool_of(functions: list[Callable[..., Any]], folder: Path) -> Iterator[RewardPool]:
-    by_spec = {f"{named.MARK}{number}": function for number, function in enumerate(functions)}
+    by_spec = {f"{named.PYTHON_MARK}{number}": function for number, function in enumerate(functions)}
     configs = [
         RewardConfig(name=f"r{number}", function=spec) for number, spec in enumerate(by_spec)
     ]
     options = RewardPoolConfig(num_workers=2, timeout_s=2.0)
     with (
-        named.given(by_spec),
+        named.registered(by_spec),
         RewardPool(configs, options, folder / "log", columns=["answer"]) as pool,
     ):
         yield pool

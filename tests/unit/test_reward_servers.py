@@ -27,7 +27,7 @@ from grpo_spmd.rewards.pool import call_limits
 from grpo_spmd.rewards.pool.call_limits import Call, CallLimits, share_of
 from grpo_spmd.rewards.protocol import load_rewards
 from grpo_spmd.rewards.remote.client import retry_after_s
-from grpo_spmd.rewards.remote.servers import check_calls, check_pace, check_sent, score_in
+from grpo_spmd.rewards.remote.servers import check_calls, check_pace, check_sent, parse_score
 from grpo_spmd.rewards.trl import FailedCallError
 from tests.support.processes import ROOT
 from tests.support.stub_server import SECRET, stub_server
@@ -307,9 +307,9 @@ def test_a_judge_sees_who_said_what_in_an_episode_and_which_tools_were_called(
 def test_the_score_is_the_number_on_the_last_line(reply: str, score: float | None) -> None:
     if score is None:
         with pytest.raises(ValueError, match=r"score|number"):
-            score_in(reply, 10.0)
+            parse_score(reply, 10.0)
     else:
-        assert score_in(reply, 10.0) == score
+        assert parse_score(reply, 10.0) == score
 
 
 @pytest.mark.parametrize(

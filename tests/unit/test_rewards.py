@@ -19,7 +19,7 @@ from grpo_spmd.records import Completion, Prompt, RolloutGroup, ScoredRollouts
 from grpo_spmd.rewards.pool.worker import call_reward
 from grpo_spmd.rewards.protocol import Reward, load_rewards
 from grpo_spmd.rewards.scorers import weighted_sum
-from grpo_spmd.rewards.trl import RewardError, first_names, logged_in, mean_metrics, retried_fracs
+from grpo_spmd.rewards.trl import RewardError, limit_names, logged_in, mean_metrics, retried_fracs
 from grpo_spmd.rewards.verifiers import SHIPPED
 
 
@@ -366,7 +366,7 @@ def test_names_are_bounded_alike_however_they_are_cut() -> None:
     assert list(found["metrics"]) == names[:50]
     assert found["left_out"] == ["950 metrics beyond 50"]
     calls = [{"logged": {"f": {name: [i, 1] for name in names[i::7]}}} for i in range(7)]
-    cut = [{"logged": {"f": first_names(call["logged"]["f"])}} for call in calls]
+    cut = [{"logged": {"f": limit_names(call["logged"]["f"])}} for call in calls]
     assert _means(cut) == _means(calls[::-1])
     assert len(_means(calls)) == 50
 

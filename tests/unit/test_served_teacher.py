@@ -30,7 +30,7 @@ from grpo_spmd.model.divergence import MIN_LOGPROB
 from grpo_spmd.records import Rollout, Segment, TeacherSignal
 from grpo_spmd.rewards.pool import call_limits
 from grpo_spmd.rewards.pool.call_limits import CallLimits
-from grpo_spmd.rewards.remote.client import Place, PromptLogprobs
+from grpo_spmd.rewards.remote.client import PositionLogprobs, PromptLogprobs
 from grpo_spmd.rewards.remote.server_calls import ServerCalls
 from grpo_spmd.rewards.trl import FailedCallError
 from grpo_spmd.signals.served_teacher import _contexts, compact_answer, rest_logprob
@@ -57,19 +57,25 @@ def said(ids: list[int] = IDS, top_k: int = 0) -> dict[str, Any]:
     return {"choices": [{"prompt_logprobs": places, "prompt_token_ids": ids}]}
 
 
-def ask(server: StubServer, top_k: int = 0, limit_s: float = 5.0, **more: Any) -> list[Place]:
+def ask(
+    server: StubServer, top_k: int = 0, limit_s: float = 5.0, **more: Any
+) -> list[PositionLogprobs]:
     url = server.url.replace("/score", "/v1/completions")
     return PromptLogprobs(url, more.get("headers", {}), NAME).ask(IDS, top_k, limit_s)
 
 
 def test_what_is_asked_and_what_is_taken() -> None:
     with stub_server(lambda body: said(top_k=body["prompt_logprobs"])) as server:
-        assert ask(server) == [Place(-5.6, []), Place(-4.9, []), Place(-0.25, [])]
+        assert ask(server) == [
+            PositionLogprobs(-5.6, []),
+            PositionLogprobs(-4.9, []),
+            PositionLogprobs(-0.25, []),
+        ]
         top = [(40, -1.0), (41, -2.0)]
         assert ask(server, 2) == [
-            Place(-5.6, top),
-            Place(-4.9, top),
-            Place(-0.25, [(8, -0.25), (40, -2.5)]),
+            PositionLogprobs(-5.6, top),
+            PositionLogprobs(-4.9, top),
+            PositionLogprobs(-0.25, [(8, -0.25), (40, -2.5)]),
         ]
         first = server.asked[0].body
     assert first == {
@@ -148,7 +154,10 @@ def test_what_is_no_answer_to_these_tokens_is_refused(
 
 
 def test_what_is_kept_of_a_token_is_8_bytes_for_each_of_the_likeliest() -> None:
-    places = [Place(-5.6, [(40, -1.0), (41, -2.0)]), Place(-0.25, [(8, -0.25), (40, -2.5)])]
+    places = [
+        PositionLogprobs(-5.6, [(40, -1.0), (41, -2.0)]),
+        PositionLogprobs(-0.25, [(8, -0.25), (40, -2.5)]),
+    ]
     ids, logprobs = compact_answer(places, 2, 96)
     assert ids.tolist() == [[40, 41], [8, 40]]
     rests = [

@@ -30,7 +30,7 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import RewardConfig
 from grpo_spmd.distributed import doctor
 from grpo_spmd.files import hold_standard_streams
-from grpo_spmd.rewards.named import packed
+from grpo_spmd.rewards.named import pack_functions
 from grpo_spmd.rewards.pool.nursery import MAX_FRAME_BYTES, decode_frame, encode_frame
 
 _START_S = 600.0  # a user's file may load a model when it is imported
@@ -91,7 +91,7 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
         ends that. `variables` go into the nursery's environment.
         """
         hold_standard_streams()
-        functions = packed(rewards)
+        functions = pack_functions(rewards)
         self._log_file, self._check = log_file, check
         self._log: int | None = None
         self._workers: dict[int, WorkerProcess] = {}
@@ -298,7 +298,8 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
             self._lend_terminal()
 
     def _lend_terminal(self) -> None:
-        """To one worker at a time; the others wait at their breakpoints with their clocks stopped."""
+        """To one worker at a time; the others wait at their breakpoints with their clocks
+        stopped."""
         waiting = [worker for worker in self._workers.values() if worker.wants_terminal]
         if self._debugged is None and waiting:
             self._debugged, waiting[0].wants_terminal = waiting[0], False

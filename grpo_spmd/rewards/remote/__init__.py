@@ -1,5 +1,6 @@
 """What servers give, rewards or a teacher's logprobs: what it is sent, what of its answers is taken, a judge's prompt.
 
-A request is one connection, in a worker of the pool or a thread, which bounds its time; pool/call_limits.py repeats it.
-Imports config, the protocol and the verifiers' readers of numbers. Imported only where a reward or a teacher has a url.
+A request is one connection, in a worker of the pool or a thread, which bounds its time;
+pool/call_limits.py repeats it. Imports config, the protocol and the verifiers' readers of numbers.
+Imported only where a reward or a teacher has a url.
 """

@@ -1,7 +1,8 @@
-"""One POST of JSON, and the JSON that answers it, or one line that says what went wrong and no secret.
+"""A client that sends one JSON request and reads the JSON answer, and vLLM's prompt logprobs.
 
-Each request has a connection of its own: what is left over of an earlier answer, or comes late, can be nobody else's.
-It has a time limit where it is given one. Else whoever hangs or drips is killed by the pool with its process.
+Each request has a connection of its own: what is left over of an earlier answer, or comes late,
+cannot be taken for another's. It has a time limit where it is given one. Otherwise the pool kills a
+worker whose server hangs or drips. Errors are one line and show no secret.
 """
 
 from __future__ import annotations
@@ -29,35 +30,48 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.rewards.trl import FailedCallError
 
 MAX_ANSWER_BYTES = 1 << 20
-_RETRIED = (408, 429)  # and 5xx
-_MOST_SHOWN = 200  # characters of what an error's answer says
+_RETRIED_STATUSES = (408, 429)  # and 5xx
+_MAX_SHOWN_CHARS = 200  # of an error's answer
+_MAX_ERROR_BYTES = 8192
+# Prompt logprobs.
+_BYTES_A_TOKEN = 256  # of what an answer says of one token at one position
+_MINUS_INFINITY = -9999.0  # as vLLM writes it
+_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,8}")
+_ROUNDING = 1e-4  # by which a probability may be over 1
 
 
 def headers_of(headers_env: Mapping[str, str], where: str) -> dict[str, str]:
-    """The headers, out of the environment. ConfigError, without its value, for a variable that is not there or cannot
-    be sent."""
+    """Returns the headers, with their values from environment variables.
+
+    Raises ConfigError, without the value, for a variable that is not there or cannot be sent.
+    """
     headers = {}
     for name, variable in headers_env.items():
         value = os.environ.get(variable, "").strip()
         if not value:
             raise ConfigError(
-                f"{where}.{name}: the environment variable {variable} is not set, or empty; export it"
+                f"{where}.{name}: the environment variable {variable} is not set, or empty; "
+                "export it"
             )
         if not (value.isascii() and value.isprintable()):
             raise ConfigError(
-                f"{where}.{name}: what {variable} holds cannot be sent as a header: it is no plain text"
+                f"{where}.{name}: what {variable} holds cannot be sent as a header: it is no plain "
+                "text"
             )
         headers[name] = value
     return headers
 
 
 class UnexpectedError(ValueError):
-    """An answer that gives no reward. `said` is of the answer, whole: it may hold a secret, which only the client that
-    sent it can find there, and not in a part of it."""
+    """An answer that gives no reward.
 
-    def __init__(self, what: str, said: object = "") -> None:
-        super().__init__(what)
-        self.said = said
+    `content` is of the answer, whole: it may hold a secret, which only the client that sent it can
+    find there, and not in a part of it.
+    """
+
+    def __init__(self, why: str, content: object = "") -> None:
+        super().__init__(why)
+        self.content = content
 
 
 class JsonClient:
@@ -66,121 +80,122 @@ class JsonClient:
     def __init__(self, url: str, headers: Mapping[str, str]) -> None:
         """`headers` may hold secrets: no error shows their values."""
         parts = urlsplit(url)
-        self._host, self._is_safe = str(parts.hostname), parts.scheme == "https"
+        self._host = str(parts.hostname)
+        self._is_https = parts.scheme == "https"
         # Without a port http.client looks for one in the host, and finds it in an IPv6 address.
-        self._port = parts.port or (443 if self._is_safe else 80)
+        self._port = parts.port or (443 if self._is_https else 80)
         self._target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-        own = {
+        self._headers = {
+            **headers,
             "Content-Type": "application/json",
             "Accept-Encoding": "identity",
             "Connection": "close",
         }
-        self._headers = {**headers, **own}
-        pieces = {
-            piece
-            for value in headers.values()
-            for piece in (value, *value.split())
-            if len(piece) > 3
-        }
-        pieces |= {*headers.values()}
-        pieces |= {json.dumps(piece)[1:-1] for piece in pieces}  # as it stands in an answer's JSON
-        self._secrets = sorted(pieces, key=len, reverse=True)
+        secrets = set(headers.values())
+        for value in headers.values():  # "Bearer abc": abc alone is one too
+            secrets |= {word for word in (value, *value.split()) if len(word) > 3}
+        secrets |= {json.dumps(secret)[1:-1] for secret in secrets}  # as it stands in JSON
+        # The longest first: one may be a part of another.
+        self._secrets = sorted(secrets, key=len, reverse=True)
 
     def ask(
         self,
         body: Mapping[str, Any] | None,
         *,
         limit_s: float | None = None,
-        most_bytes: int = MAX_ANSWER_BYTES,
+        max_bytes: int = MAX_ANSWER_BYTES,
     ) -> Any:
-        """The answer to `body`, or to GET, within twice `limit_s` at the most. Raises FailedCallError."""
-        try:
-            payload = (
-                None if body is None else json.dumps(body, allow_nan=False, default=str).encode()
-            )
-        except (ValueError, RecursionError) as error:
-            raise FailedCallError(f"cannot be asked: the data is not JSON ({error})") from None
+        """Returns the answer to `body`, or to GET if it is None, within twice `limit_s` at the most.
+
+        Raises FailedCallError.
+        """
+        payload = None
+        if body is not None:
+            try:
+                payload = json.dumps(body, allow_nan=False, default=str).encode()
+            except (ValueError, RecursionError) as error:
+                raise FailedCallError(f"cannot be asked: the data is not JSON ({error})") from None
         connection = self._connection()
         try:
-            with _cut_after(connection, limit_s):
-                connection.request(
-                    "GET" if payload is None else "POST", self._target, payload, self._headers
-                )
-                return self._answer(connection.getresponse(), most_bytes)
+            with _closed_after(connection, limit_s):
+                method = "GET" if payload is None else "POST"
+                connection.request(method, self._target, payload, self._headers)
+                return self._read(connection.getresponse(), max_bytes)
         except ssl.SSLCertVerificationError as error:
             raise FailedCallError(f"cannot be asked: {error.verify_message}") from None
         except (OSError, http.client.HTTPException, UnicodeError) as error:
-            what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-            raise FailedCallError(f"did not answer ({self._shown(what)})", may_retry=True) from None
+            reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            why = f"did not answer ({self._redact(reason)})"
+            raise FailedCallError(why, may_retry=True) from None
         finally:
             connection.close()
 
     def _connection(self) -> http.client.HTTPConnection:
-        if self._is_safe:
+        if self._is_https:
             return http.client.HTTPSConnection(self._host, self._port, context=_tls())
         return http.client.HTTPConnection(self._host, self._port)
 
-    def _answer(self, response: http.client.HTTPResponse, most_bytes: int) -> Any:
-        status, encoding = (
-            response.status,
-            response.getheader("Content-Encoding", "identity").lower(),
-        )
+    def _read(self, response: http.client.HTTPResponse, max_bytes: int) -> Any:
+        status = response.status
+        encoding = response.getheader("Content-Encoding", "identity").lower()
         if not 200 <= status < 300:
-            said = (
-                self._shown(response.read(8192).decode(errors="replace"))
-                if encoding == "identity"
-                else ""
-            )
-            why = f"answered {status} {self._shown(response.reason)}" + (
-                f": {said!r}" if said.strip() else ""
-            )
-            may_retry = status in _RETRIED or status >= 500
-            wait_s = retry_after_s(response.getheader("Retry-After")) if may_retry else None
-            raise FailedCallError(why, may_retry=may_retry, wait_s=wait_s, status=status)
+            raise self._refusal(response, encoding)
         if encoding not in ("", "identity"):
-            raise FailedCallError(
-                "answered with compressed data, which was not asked for", status=status
-            )
-        said_bytes = response.length or 0
-        content = b"" if said_bytes > most_bytes else response.read(most_bytes + 1)
-        if max(said_bytes, len(content)) > most_bytes:
-            raise FailedCallError(f"answered with more than {most_bytes >> 20} MiB", status=status)
-        if response.length:  # what is missing of it: read() says nothing where it is given a number
+            why = "answered with compressed data, which was not asked for"
+            raise FailedCallError(why, status=status)
+        length = response.length or 0
+        content = b"" if length > max_bytes else response.read(max_bytes + 1)
+        if max(length, len(content)) > max_bytes:
+            raise FailedCallError(f"answered with more than {max_bytes >> 20} MiB", status=status)
+        # What is missing of it: read() says nothing where it is given a number.
+        if response.length:
             raise FailedCallError("did not answer to the end", may_retry=True, status=status)
         try:
             return json.loads(content)
         except (ValueError, RecursionError):
-            said = self._shown(content[:8192].decode(errors="replace"))
-            raise FailedCallError(
-                f"answered what is no JSON: {said!r}", may_retry=True, status=status
-            ) from None
+            shown = self._redact(content[:_MAX_ERROR_BYTES].decode(errors="replace"))
+            why = f"answered what is no JSON: {shown!r}"
+            raise FailedCallError(why, may_retry=True, status=status) from None
+
+    def _refusal(self, response: http.client.HTTPResponse, encoding: str) -> FailedCallError:
+        """Returns the error for a status other than 2xx."""
+        status = response.status
+        why = f"answered {status} {self._redact(response.reason)}"
+        if encoding == "identity":
+            shown = self._redact(response.read(_MAX_ERROR_BYTES).decode(errors="replace"))
+            why += f": {shown!r}" if shown.strip() else ""
+        may_retry = status in _RETRIED_STATUSES or status >= 500
+        wait_s = retry_after_s(response.getheader("Retry-After")) if may_retry else None
+        return FailedCallError(why, may_retry=may_retry, wait_s=wait_s, status=status)
 
     def malformed(self, error: UnexpectedError) -> FailedCallError:
+        """Returns the failure of a call whose answer has another form."""
         why = f"answered {error}"
-        if isinstance(error.said, str):
-            why += f": {self._shown(error.said)!r}" if error.said else ""
-        else:
-            why += f": {self._shown(json.dumps(error.said, ensure_ascii=False))}"
+        if not isinstance(error.content, str):
+            why += f": {self._redact(json.dumps(error.content, ensure_ascii=False))}"
+        elif error.content:
+            why += f": {self._redact(error.content)!r}"
         return FailedCallError(why, may_retry=True, status=200)
 
-    def _shown(self, text: str) -> str:
+    def _redact(self, text: str) -> str:
         for secret in self._secrets:
             text = text.replace(secret, "<redacted>")
-        return redact(text)[:_MOST_SHOWN]
+        return redact(text)[:_MAX_SHOWN_CHARS]
 
 
 @contextmanager
-def _cut_after(connection: http.client.HTTPConnection, limit_s: float | None) -> Iterator[None]:
-    """Connects, and shuts the line after so many seconds, also to who drips: a timeout of a socket begins anew with
-    each byte."""
+def _closed_after(connection: http.client.HTTPConnection, limit_s: float | None) -> Iterator[None]:
+    """Connects, and shuts the connection after so many seconds.
+
+    A timeout of a socket starts again with each byte, so that a server could drip for ever.
+    """
     if limit_s is None:
         yield
         return
     connection.timeout = limit_s
     connection.connect()
-    timer = threading.Timer(
-        limit_s, _shut, [connection.sock]
-    )  # which forgets its socket once the headers are read
+    # The connection forgets its socket once the headers are read, so the timer keeps it.
+    timer = threading.Timer(limit_s, _shut, [connection.sock])
     timer.daemon = True
     timer.start()
     try:
@@ -189,42 +204,45 @@ def _cut_after(connection: http.client.HTTPConnection, limit_s: float | None) ->
         timer.cancel()
 
 
-def _shut(line: socket.socket) -> None:
+def _shut(sock: socket.socket) -> None:
     with suppress(OSError):
-        socket.socket.shutdown(line, socket.SHUT_RDWR)  # not TLS's own, which waits
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)  # not TLS's own, which waits
 
 
 def retry_after_s(value: str | None) -> float | None:
-    """What a Retry-After asks for: a number of seconds or a date (RFC 9110, 10.2.3). None where it is neither."""
+    """Returns the seconds of a Retry-After: a number or a date (RFC 9110, 10.2.3), else None."""
     if value is None:
         return None
-    if re.fullmatch(r"\d{1,9}", value := value.strip()):
+    value = value.strip()
+    if re.fullmatch(r"\d{1,9}", value):
         return float(value)
     try:
         date = email.utils.parsedate_to_datetime(value)
         if date.tzinfo is None:
             date = date.replace(tzinfo=datetime.UTC)
-        seconds = date.timestamp() - time.time()
+        return max(date.timestamp() - time.time(), 0.0)
     except (ValueError, OverflowError):
         return None
-    return max(seconds, 0.0)
 
 
-def number_in(answer: Any, names: Sequence[str]) -> float:
-    """`answer` itself, or what it has under the first of `names` that is there; alone in a list too. Raises
-    UnexpectedError."""
+def find_number(answer: Any, names: Sequence[str]) -> float:
+    """Returns `answer` itself, or its first field of `names`; a list of one number is that number.
+
+    Raises UnexpectedError.
+    """
     if isinstance(answer, dict):
-        name = next((name for name in names if name in answer), None)
-        if name is None:
+        present = [name for name in names if name in answer]
+        if not present:
             raise UnexpectedError(f"an object without {', '.join(names)}")
-        answer = answer[name]
+        answer = answer[present[0]]
     if isinstance(answer, list) and len(answer) == 1:
         answer = answer[0]
-    return finite(answer)
+    return as_finite(answer)
 
 
-def finite(value: Any) -> float:
-    """Raises UnexpectedError for what is no number of JSON, or not finite. true is 1."""
+def as_finite(value: Any) -> float:
+    """Returns a number of JSON as a float; true is 1. Raises UnexpectedError if it is not
+    finite."""
     if not isinstance(value, int | float) or abs(value) > 1e300 or not math.isfinite(value):
         raise UnexpectedError("what is no finite number", value)
     return float(value)
@@ -235,28 +253,22 @@ def _tls() -> ssl.SSLContext:
     return ssl.create_default_context()
 
 
-# What a vLLM server says of tokens that it did not sample: their logprobs, and of the likeliest ones at each place.
-#
-# It is asked by token ids, so that nothing is tokenized twice. Of an answer it is proved, place by place, that it is of
-# this sequence: vLLM returns the ids that it was given, and has among the tokens of each place always the prompt's own.
-
-
-_MOST_BYTES_OF_ONE = 256  # of what an answer says of one token at one place
-_NO_LESS = -9999.0  # vLLM's for minus infinity
-_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,8}")
-_ABOVE = 1e-4  # by which rounding may take a probability over 1
+# Prompt logprobs: what a vLLM server says of tokens that it did not sample. It is asked by token
+# ids, so that nothing is tokenized twice. Position by position it is proved that the answer is
+# about this sequence: vLLM returns the ids that it was given, and its tokens of each position
+# always include the prompt's own.
 
 
 @dataclass(frozen=True)
-class Place:
-    """What is said of one place of a sequence."""
+class PositionLogprobs:
+    """What a server says of one position of a sequence."""
 
     logprob: float  # of the token that is there
     likeliest: list[tuple[int, float]]  # as many as were asked for, the likeliest first
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedModel:
     """A model that a server has."""
 
     name: str
@@ -264,102 +276,119 @@ class Served:
 
 
 class PromptLogprobs:
-    """Asks one server for one model's."""
+    """Asks one server for one model's prompt logprobs."""
 
     def __init__(self, url: str, headers: Mapping[str, str], model: str | None = None) -> None:
         """`url` ends with /completions. `headers` may hold secrets: no error shows their values."""
         address, _, query = url.partition("?")
         models = address.removesuffix("/completions") + "/models" + (f"?{query}" if query else "")
-        self._completions, self._models = JsonClient(url, headers), JsonClient(models, headers)
+        self._completions = JsonClient(url, headers)
+        self._models = JsonClient(models, headers)
         self._model = model
 
-    def served(self, limit_s: float) -> list[Served]:
-        """Its models. Raises FailedCallError."""
+    def list_models(self, limit_s: float) -> list[ServedModel]:
+        """Returns the server's models. Raises FailedCallError."""
         answer = self._models.ask(None, limit_s=limit_s)
         try:
-            found = [(each["id"], each.get("max_model_len")) for each in answer["data"]]
+            models = [(str(model["id"]), model.get("max_model_len")) for model in answer["data"]]
         except (KeyError, TypeError, AttributeError):
             raise self._models.malformed(UnexpectedError("no list of models", answer)) from None
-        return [Served(str(name), most if isinstance(most, int) else None) for name, most in found]
+        return [ServedModel(name, m if isinstance(m, int) else None) for name, m in models]
 
-    def ask(self, token_ids: Sequence[int], top_k: int, limit_s: float) -> list[Place]:
-        """Of each token but the first, by what stands before it. Raises FailedCallError."""
-        return [place for place, _ in self._ask(token_ids, top_k, limit_s)]
+    def ask(self, token_ids: Sequence[int], top_k: int, limit_s: float) -> list[PositionLogprobs]:
+        """Returns the logprobs of each token but the first. Raises FailedCallError."""
+        return [position for position, _ in self._ask(token_ids, top_k, limit_s)]
 
     def texts(self, token_ids: Sequence[int], top_k: int, limit_s: float) -> list[str]:
-        """Each token but the first as its server writes it; "" where it does not. As `ask`."""
-        said = self._ask(token_ids, top_k, limit_s)
-        return [str(own.get("decoded_token") or "") for _, own in said]
+        """Returns each token but the first as its server writes it; "" where it does not.
+
+        Raises FailedCallError.
+        """
+        positions = self._ask(token_ids, top_k, limit_s)
+        return [str(token.get("decoded_token") or "") for _, token in positions]
 
     def _ask(
         self, token_ids: Sequence[int], top_k: int, limit_s: float
-    ) -> list[tuple[Place, Mapping[str, Any]]]:
+    ) -> list[tuple[PositionLogprobs, Mapping[str, Any]]]:
         ids = [int(token_id) for token_id in token_ids]
         body = {
-            "model": self._model, "prompt": ids, "max_tokens": 1, "temperature": 0, "prompt_logprobs": top_k,
-            "add_special_tokens": False, "return_token_ids": True, "stream": False,
-        }  # fmt: skip
-        most_bytes = MAX_ANSWER_BYTES + len(ids) * (top_k + 1) * _MOST_BYTES_OF_ONE
-        answer = self._completions.ask(body, limit_s=limit_s, most_bytes=most_bytes)
+            "model": self._model,
+            "prompt": ids,
+            "max_tokens": 1,
+            "temperature": 0,
+            "prompt_logprobs": top_k,
+            "add_special_tokens": False,
+            "return_token_ids": True,
+            "stream": False,
+        }
+        max_bytes = MAX_ANSWER_BYTES + len(ids) * (top_k + 1) * _BYTES_A_TOKEN
+        answer = self._completions.ask(body, limit_s=limit_s, max_bytes=max_bytes)
         try:
-            return _read(answer, ids, top_k)
+            return _read_positions(answer, ids, top_k)
         except UnexpectedError as error:
             raise self._completions.malformed(error) from None
 
 
-def _read(
+def _read_positions(
     answer: Any, token_ids: Sequence[int], top_k: int
-) -> list[tuple[Place, Mapping[str, Any]]]:
-    """Raises UnexpectedError for what is no answer to these tokens, none of which it shows: it may be of any size."""
+) -> list[tuple[PositionLogprobs, Mapping[str, Any]]]:
+    """Returns each position but the first, with what the server says of its own token.
+
+    Raises UnexpectedError for what is no answer to these tokens. It shows none of it: it may be of
+    any size.
+    """
     try:
         choice = answer["choices"][0]
-        places, given = choice["prompt_logprobs"], choice.get("prompt_token_ids")
+        positions = choice["prompt_logprobs"]
+        prompt_ids = choice.get("prompt_token_ids")
     except (KeyError, IndexError, TypeError, AttributeError):
         raise UnexpectedError("no choices[0].prompt_logprobs") from None
-    if given is not None and given != token_ids:
+    if prompt_ids is not None and prompt_ids != token_ids:
         raise UnexpectedError("for another prompt than it was asked of")
-    if not isinstance(places, list) or len(places) != len(token_ids):
-        number = len(places) if isinstance(places, list) else "no"
+    if not isinstance(positions, list) or len(positions) != len(token_ids):
+        number = len(positions) if isinstance(positions, list) else "no"
         raise UnexpectedError(f"{number} prompt_logprobs for {len(token_ids)} tokens")
     return [
-        _read_place(said, str(own), top_k)
-        for said, own in zip(places[1:], token_ids[1:], strict=True)
+        _read_position(tokens, str(token_id), top_k)
+        for tokens, token_id in zip(positions[1:], token_ids[1:], strict=True)
     ]
 
 
-def _read_place(said: Any, own: str, top_k: int) -> tuple[Place, Mapping[str, Any]]:
-    if not isinstance(said, dict) or not all(
-        _TOKEN_ID.fullmatch(i) and isinstance(x, dict) for i, x in said.items()
+def _read_position(
+    tokens: Any, prompt_token: str, top_k: int
+) -> tuple[PositionLogprobs, Mapping[str, Any]]:
+    """`tokens`: by token id, what the server says of it at this position."""
+    if not isinstance(tokens, dict) or not all(
+        _TOKEN_ID.fullmatch(name) and isinstance(token, dict) for name, token in tokens.items()
     ):
         raise UnexpectedError("prompt_logprobs of another form")
-    if own not in said:
+    if prompt_token not in tokens:
         raise UnexpectedError("prompt_logprobs without the prompt's own token at its place")
-    logprobs = {name: _logprob(each.get("logprob")) for name, each in said.items()}
-    # The prompt's own is there in addition where it is not among the likeliest, and nothing else ever is.
-    likeliest = {
-        name: value for name, value in logprobs.items() if len(said) <= top_k or name != own
-    }
-    ranks = [said[name].get("rank", 1) for name in likeliest]
-    is_above = own not in likeliest and logprobs[own] > min(likeliest.values(), default=0.0)
-    if (
-        len(likeliest) != top_k
-        or is_above
-        or any(rank not in range(1, top_k + 1) for rank in ranks)
-    ):
+    logprobs = {name: _read_logprob(token.get("logprob")) for name, token in tokens.items()}
+    # The prompt's own is there in addition if it is not among the likeliest; nothing else ever is.
+    likeliest = dict(logprobs)
+    if len(tokens) > top_k:
+        del likeliest[prompt_token]
+    ranks = [tokens[name].get("rank", 1) for name in likeliest]
+    is_above = prompt_token not in likeliest and logprobs[prompt_token] > min(
+        likeliest.values(), default=0.0
+    )
+    has_odd_rank = any(rank not in range(1, top_k + 1) for rank in ranks)
+    if len(likeliest) != top_k or is_above or has_odd_rank:
         raise UnexpectedError(
-            f"{len(said)} tokens at a place, which are not the {top_k} likeliest and its own"
+            f"{len(tokens)} tokens at a place, which are not the {top_k} likeliest and its own"
         )
-    if math.fsum(map(math.exp, logprobs.values())) > 1 + _ABOVE:
+    if math.fsum(map(math.exp, logprobs.values())) > 1 + _ROUNDING:
         raise UnexpectedError("probabilities that add up to more than 1")
     in_order = sorted(
-        ((int(name), value) for name, value in likeliest.items()),
-        key=lambda each: (-each[1], each[0]),
+        ((int(name), logprob) for name, logprob in likeliest.items()),
+        key=lambda token: (-token[1], token[0]),
     )
-    return Place(logprobs[own], in_order), said[own]
+    return PositionLogprobs(logprobs[prompt_token], in_order), tokens[prompt_token]
 
 
-def _logprob(value: Any) -> float:
+def _read_logprob(value: Any) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not _NO_LESS < value <= _ABOVE:  # NaN is neither
+    if not is_number or not _MINUS_INFINITY < value <= _ROUNDING:  # NaN is neither
         raise UnexpectedError("what is no logprob", value if is_number else "")
     return min(float(value), 0.0)

@@ -1,5 +1,6 @@
-"""Runs pieces of code one after the other in one interpreter, inside of the jail: as a notebook has them, a name that
-one piece gives is there for the next. Sent into the jail as text by session.py. Standard library alone.
+"""Runs pieces of code one after the other in one interpreter, inside of the jail: as a notebook has
+them, a name that one piece gives is there for the next. Sent into the jail as text by session.py.
+Standard library alone.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import Any
 
 
 class Head(io.TextIOBase):
-    """Keeps the first `limit` characters of what is written, and counts the rest: printing for ever costs no memory."""
+    """Keeps the first `limit` characters of what is written, and counts the rest: printing for ever
+    costs no memory."""
 
     def __init__(self, limit: int) -> None:
         self._parts, self._room, self.num_cut = list[str](), limit, 0
@@ -36,8 +38,8 @@ class Head(io.TextIOBase):
 
 
 def run_cells(read: Callable[[], Any], write: Callable[[Any], None]) -> None:
-    """Each message {"code", "number", "limit"} is answered with what the code printed, its last expression's value, as
-    in a notebook, and its error."""
+    """Each message {"code", "number", "limit"} is answered with what the code printed, its last
+    expression's value, as in a notebook, and its error."""
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module  # where classes of the code say they are from
     while True:
@@ -69,7 +71,8 @@ def _run(code: str, name: str, scope: dict[str, Any]) -> str:
             name,
         )  # lines for the traceback
         last = body.pop() if body and isinstance(body[-1], ast.Expr) else None
-        # FunctionType runs a code object in a given scope, as exec does, and gives back an expression's value.
+        # FunctionType runs a code object in a given scope, as exec does, and gives back an
+        # expression's value.
         types.FunctionType(compile(ast.Module(body, []), name, "exec"), scope)()
         if isinstance(last, ast.Expr):
             value = types.FunctionType(compile(ast.Expression(last.value), name, "eval"), scope)()

@@ -1,13 +1,17 @@
 """The process in which model-written code runs: it walls itself in, then runs the code. Standard library alone.
 
-    python -I -S -X utf8 jail.py SOCKET_FD      (by sandbox.py, with an empty environment, in a session of its own)
+    python -I -S -X utf8 jail.py SOCKET_FD      (by sandbox.py, with an empty environment, in a
+    session of its own)
 
 The walls, none of which the code can take down:
-* seccomp: no new process, no socket, no signal to another process, no tracing, mounting, keys, bpf, io_uring, no change
+* seccomp: no new process, no socket, no signal to another process, no tracing, mounting, keys, bpf,
+io_uring, no change
   of modes or owners. One process has no children to hunt down: to kill it is to kill all of it.
-* Landlock: it can open nothing but the Python installation and the system's libraries, to read, and its scratch folder.
-* Where the kernel lets us, namespaces: an empty root with these folders alone, read-only, a scratch folder in memory of
-  bounded size, an empty network. Without them: no place to write, no thread, and stat tells of files outside.
+* Landlock: it can open nothing but the Python installation and the system's libraries, to read, and
+its scratch folder. * Where the kernel lets us, namespaces: an empty root with these folders alone,
+read-only, a scratch folder in memory of
+  bounded size, an empty network. Without them: no place to write, no thread, and stat tells of
+  files outside.
 * rlimits: memory, CPU time, size of a file, open files, threads.
 * No privileges: as root, another user; no capability; none to be gained.
 If the files or the network cannot be closed off, it says why and runs nothing.
@@ -78,8 +82,9 @@ class Refused(Exception):
 def put_up_walls(
     readable: Sequence[str], scratch: str, *, memory_bytes: int, cpu_s: int
 ) -> list[str]:
-    """Shut this process in for good; returns the walls by name. Refused where the files or the network stay open.
-    `readable`: absolute paths, with all below; `scratch`: an empty folder for the new root, then the working folder."""
+    """Shut this process in for good; returns the walls by name. Refused where the files or the
+    network stay open. `readable`: absolute paths, with all below; `scratch`: an empty folder for
+    the new root, then the working folder."""
     _prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     abi = max(_syscall(_LANDLOCK_CREATE, None, 0, 1), 0)
     has_own_root = _enter_namespaces(readable, scratch)
@@ -89,7 +94,8 @@ def put_up_walls(
     set_limits(memory_bytes, cpu_s)
     is_other_user = os.getuid() != 0
     if has_own_root and not is_other_user:
-        # A user that nobody else is: RLIMIT_NPROC does not bind root, and nothing on the machine belongs to it.
+        # A user that nobody else is: RLIMIT_NPROC does not bind root, and nothing on the machine
+        # belongs to it.
         is_other_user = any(_become(uid) for uid in (2_000_000_000 + os.getpid(), 65534))
     _prctl(1, signal.SIGKILL)  # a change of user takes it back
     _prctl(38, 1)  # PR_SET_NO_NEW_PRIVS
@@ -106,7 +112,8 @@ def put_up_walls(
 
 
 def set_limits(memory_bytes: int, cpu_s: int) -> None:
-    """Bounds that need no kernel feature. A write beyond the file size is an error in the code, and does not end it."""
+    """Bounds that need no kernel feature. A write beyond the file size is an error in the code, and
+    does not end it."""
     limits = {
         "AS": memory_bytes,
         "CPU": cpu_s,
@@ -122,7 +129,8 @@ def set_limits(memory_bytes: int, cpu_s: int) -> None:
 
 
 def _enter_namespaces(readable: Sequence[str], scratch: str) -> bool:
-    """Whether this process now has a root of its own, with `readable` in it, and an empty network."""
+    """Whether this process now has a root of its own, with `readable` in it, and an empty
+    network."""
     flags, uid, gid = _NEWNS | _NEWNET | _NEWIPC | _NEWUTS, os.getuid(), os.getgid()
     try:
         if uid != 0 or _libc.unshare(flags):  # without the privilege, a user namespace gives it
@@ -231,7 +239,8 @@ def _seccomp(*, allow_threads: bool) -> None:
         *only_if(_TGKILL, load(arg0), (0x15, 0, 1, pid)),
         *only_if(_PRLIMIT, load(arg0), (0x15, 1, 0, 0), (0x15, 0, 1, pid)),
         *only_if(_PRCTL, load(arg0), (0x15, 1, 0, 1)),  # not PR_SET_PDEATHSIG, which ends it with us
-        # F_SETOWN, F_SETSIG, F_SETOWN_EX, FIOSETOWN, SIOCSPGRP: a signal of one's choice to any process of this user.
+        # F_SETOWN, F_SETSIG, F_SETOWN_EX, FIOSETOWN, SIOCSPGRP: a signal of one's choice to any
+        # process of this user.
         *not_with(_FCNTL, 8, 10, 15),
         *not_with(_IOCTL, 0x8901, 0x8902),
         # What asyncio needs; not datagrams, which could be sent to a name.
@@ -293,7 +302,8 @@ def _run_module(name: str, text: str) -> dict[str, Any]:
 
 
 def encode_value(value: Any) -> Any:
-    """A value of plain types as JSON, [type, content]. TypeError for others: an object would compare as it likes."""
+    """A value of plain types as JSON, [type, content]. TypeError for others: an object would
+    compare as it likes."""
     if value is None or isinstance(value, bool) or type(value).__name__ in ("bool", "bool_"):
         return ["c", None if value is None else bool(value)]
     if isinstance(value, str):
@@ -313,7 +323,8 @@ def encode_value(value: Any) -> Any:
 
 
 def _run_statements(code: str, read: Callable[[], Any], write: Callable[[Any], None]) -> None:
-    """Run the code, then the statements, which arrive only then. Each sends its value, or its secret where it held."""
+    """Run the code, then the statements, which arrive only then. Each sends its value, or its
+    secret where it held."""
     pristine = dict(vars(builtins))
     names = _run_module("solution", code)
     write({"loaded": True})
@@ -327,7 +338,8 @@ def _run_statements(code: str, read: Callable[[], Any], write: Callable[[Any], N
     for number, statement in enumerate(statements):
         try:
             if "value" in statement:
-                # FunctionType runs a code object in a given scope, as exec does, and gives back an expression's value.
+                # FunctionType runs a code object in a given scope, as exec does, and gives back an
+                # expression's value.
                 value = types.FunctionType(compile(statement["value"], "<test>", "eval"), scope)()
                 write({"statement": number, "value": encode_value(value)})
             else:

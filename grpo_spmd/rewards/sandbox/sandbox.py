@@ -1,15 +1,20 @@
 """Model-written Python against given tests: this side starts the limited process (jail.py) and judges.
 
 What the verdict rests on, by the kind of test:
-* {"input": text, "output": text}: a process for each. The expected output never enters it: what the code printed is
+* {"input": text, "output": text}: a process for each. The expected output never enters it: what the
+code printed is
   compared here.
-* `assert EXPRESSION == LITERAL` (either way round; for True or False, the expression must call a function of the code):
-  only the expression goes in, its value comes out as plain data and is compared here. An object that claims to equal
-  everything, a patched builtin, a printed success or an early exit gain nothing.
-* Any other statement (`assert abs(f(2) - 1.4) < 1e-3`, `check(f)`) is judged inside, by the interpreter that the code
-  has run in. It arrives after the code has run, with a secret of its own that comes back if nothing was raised, and
-  with Python's own builtins. Code that returns objects with forged comparisons, patches a library that the test uses,
-  or digs the secret out of the interpreter's frames can still cheat: where that matters, write the first two kinds.
+* `assert EXPRESSION == LITERAL` (either way round; for True or False, the expression must call a
+function of the code):
+  only the expression goes in, its value comes out as plain data and is compared here. An object
+  that claims to equal everything, a patched builtin, a printed success or an early exit gain
+  nothing.
+* Any other statement (`assert abs(f(2) - 1.4) < 1e-3`, `check(f)`) is judged inside, by the
+interpreter that the code
+  has run in. It arrives after the code has run, with a secret of its own that comes back if nothing
+  was raised, and with Python's own builtins. Code that returns objects with forged comparisons,
+  patches a library that the test uses, or digs the secret out of the interpreter's frames can still
+  cheat: where that matters, write the first two kinds.
 """
 
 from __future__ import annotations
@@ -67,7 +72,8 @@ class _Statement:
 
 
 def check_isolation() -> list[str]:
-    """The walls that this machine gives, by name. Raises SandboxError with the reason where they are not enough."""
+    """The walls that this machine gives, by name. Raises SandboxError with the reason where they
+    are not enough."""
     with Jail("print(1)", "program", Limits(10.0, 1024, "required"), stdin="") as jail:
         if jail.output() != b"1\n":
             raise SandboxError("a program that prints 1 does not run in the sandbox")
@@ -75,7 +81,8 @@ def check_isolation() -> list[str]:
 
 
 def passes_program_test(code: str, stdin: str, expected: str, limits: Limits) -> bool:
-    """Whether the program, given `stdin`, ends with code 0 and prints `expected`, white space at line ends aside."""
+    """Whether the program, given `stdin`, ends with code 0 and prints `expected`, white space at
+    line ends aside."""
     with Jail(code, "program", limits, stdin) as jail:
         output = jail.output()
     said, end = (output or b"").decode(errors="replace").rstrip(), expected.rstrip()
@@ -85,7 +92,8 @@ def passes_program_test(code: str, stdin: str, expected: str, limits: Limits) ->
 
 
 def passes_statements(code: str, tests: Sequence[str], limits: Limits) -> list[bool]:
-    """For each test, whether all its statements hold after `code`. One process runs all, in order, within `limits`."""
+    """For each test, whether all its statements hold after `code`. One process runs all, in order,
+    within `limits`."""
     parsed = [_parse(test) for test in tests]
     flat = [(statement, secrets.token_hex(16)) for statements in parsed for statement in statements]
     verdicts = [False] * len(flat)
@@ -114,8 +122,9 @@ def passes_statements(code: str, tests: Sequence[str], limits: Limits) -> list[b
 
 
 def each_within(cpu_s: float, function: Callable[[int], float], count: int) -> list[float]:
-    """`function(i)` of each i < `count`, in a child; 0.0 where it raises, or takes over `cpu_s` of CPU time (a busy
-    machine makes no verdict) or 1 GiB. The kernel ends the child in whatever C code it is; another one goes on."""
+    """`function(i)` of each i < `count`, in a child; 0.0 where it raises, or takes over `cpu_s` of
+    CPU time (a busy machine makes no verdict) or 1 GiB. The kernel ends the child in whatever C
+    code it is; another one goes on."""
     values: list[float] = []
     while len(values) < count:
         read_fd, write_fd = os.pipe()
@@ -161,7 +170,8 @@ def _statement(node: ast.stmt) -> _Statement:
             expected = ast.literal_eval(literal)
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             continue
-        # "(abs(f(2) - 1.4) < 1e-3) == True": True is easily guessed, and abs may be the code's; not so f's own answer.
+        # "(abs(f(2) - 1.4) < 1e-3) == True": True is easily guessed, and abs may be the code's; not
+        # so f's own answer.
         call = expression.func if isinstance(expression, ast.Call) else None
         is_own = isinstance(call, ast.Name) and not hasattr(builtins, call.id)
         if not isinstance(expected, complex) and (is_own or not isinstance(expected, bool)):
@@ -275,7 +285,8 @@ class Jail(AbstractContextManager["Jail"]):
             self._connection.sendall(json.dumps(message).encode() + b"\n")
 
     def read(self) -> Any:
-        """Its next message; None when there is none in time, or too much, or what came is not JSON."""
+        """Its next message; None when there is none in time, or too much, or what came is not
+        JSON."""
         while b"\n" not in self._buffer:
             try:
                 self._connection.settimeout(max(self._deadline - time.monotonic(), 0.001))
@@ -303,7 +314,8 @@ class Jail(AbstractContextManager["Jail"]):
 
 
 def _remove(scratch: str | Path) -> None:
-    """Without namespaces code may leave folders too deep for Python, closed, or many: no verdict waits for them."""
+    """Without namespaces code may leave folders too deep for Python, closed, or many: no verdict
+    waits for them."""
     with suppress(RecursionError):
         shutil.rmtree(scratch, ignore_errors=True)
     if os.path.lexists(scratch):
@@ -314,7 +326,8 @@ def _remove(scratch: str | Path) -> None:
 
 @functools.cache
 def _remove_left_behind() -> None:
-    """Scratch folders whose processes were killed before they could do it, so that nobody holds their locks."""
+    """Scratch folders whose processes were killed before they could do it, so that nobody holds
+    their locks."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_SCRATCH}*"):
         with suppress(OSError):  # another user's, or just removed
             if folder.lstat().st_mtime > time.time() - 5.0:  # perhaps not locked yet
@@ -332,7 +345,8 @@ def _site() -> list[str]:
 
 
 def _readable() -> list[str]:
-    """What code must read in order to run at all: Python's library, installed packages, the system's libraries."""
+    """What code must read in order to run at all: Python's library, installed packages, the
+    system's libraries."""
     library = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib")]
     system = ["/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache"]
     return [path for path in dict.fromkeys([*library, *_site(), *system]) if os.path.exists(path)]

@@ -1,8 +1,8 @@
 """One interpreter in the jail that is kept for several pieces of model-written code.
 
-That it is kept is no way out of the jail: its walls are those of one piece of code, and stand for all. It may hold on
-to memory, threads and CPU time between two pieces, up to the limits of the jail, and may forge its own answers, which
-are only ever shown to who wrote the code.
+That it is kept is no way out of the jail: its walls are those of one piece of code, and stand for
+all. It may hold on to memory, threads and CPU time between two pieces, up to the limits of the
+jail, and may forge its own answers, which are only ever shown to who wrote the code.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ _CELLS = Path(__file__).with_name("cells.py")
 
 
 class Session(Jail):
-    """`limits.time_s` is the CPU time of all pieces together. Raises SandboxError where code cannot be shut in."""
+    """`limits.time_s` is the CPU time of all pieces together. Raises SandboxError where code cannot
+    be shut in."""
 
     def __init__(self, limits: Limits) -> None:
         super().__init__(_CELLS.read_text(encoding="utf-8"), "cells", limits, stdin="")
         self._number = 0
 
     def run(self, code: str, time_s: float, max_chars: int) -> str | None:
-        """What `code` printed and the error it ended with, at most about `max_chars` characters, with a note where more
-        was cut; None where it ended the interpreter or took over `time_s` seconds: there is none to go on with."""
+        """What `code` printed and the error it ended with, at most about `max_chars` characters,
+        with a note where more was cut; None where it ended the interpreter or took over `time_s`
+        seconds: there is none to go on with."""
         self._deadline, self._received = time.monotonic() + time_s, 0
         self._number += 1
         self.write({"code": code, "number": self._number, "limit": max_chars})
