@@ -1,6 +1,9 @@
-"""python -m grpo_spmd.prefetch --config x.yaml [section.key=value ...]: what a config names of the hub, into the cache.
+"""Fetches the models and data sets that a config names from the Hugging Face hub into the cache.
 
-For clusters whose compute nodes have no network: once where there is one, before the job, which sets HF_HUB_OFFLINE=1.
+python -m grpo_spmd.prefetch --config x.yaml [section.key=value ...]
+
+For clusters whose compute nodes have no network: run it once where there is one, before the job,
+which sets HF_HUB_OFFLINE=1.
 """
 
 from __future__ import annotations
@@ -17,128 +20,137 @@ from pathlib import Path
 from grpo_spmd.config.command_line import OverridesParser
 from grpo_spmd.config.errors import ConfigError, refuse, say
 from grpo_spmd.config.load import load_config
-from grpo_spmd.config.schema import DataConfig
+from grpo_spmd.config.schema import Config, DataConfig
 from grpo_spmd.data.hub import check_reachable, is_offline, need_datasets
 from grpo_spmd.data.rows import key_and_source, read_rows
 from grpo_spmd.files import hold_standard_streams, show
 
-_SAY_EVERY_S = 8.0
+_PRINT_EVERY_S = 8.0
 
 
 def main() -> None:
     hold_standard_streams()
-    about = "Fetch the model and the data sets that a config names from the Hugging Face hub into the cache (HF_HOME)."
-    parser = OverridesParser(prog="python -m grpo_spmd.prefetch", description=about)
-    parser.add_argument("--config", required=True, help="a YAML file; configs/ has examples")
+    parser = OverridesParser(
+        prog="python -m grpo_spmd.prefetch",
+        description="Fetch the models and data sets that a config names from the Hugging Face hub "
+        "into the cache (HF_HOME).",
+    )
+    parser.add_argument("--config", required=True, help="YAML file; configs/ has examples")
     parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="values that replace the file's"
+        "overrides", nargs="*", metavar="section.key=value", help="replace values of the file"
     )
     args = parser.parse()
-    signal.signal(signal.SIGINT, _leave)
-    os.environ |= {
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-        "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
-    }  # lines instead
+    signal.signal(signal.SIGINT, _quit)
+    # This command prints lines in the place of progress bars.
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+    os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
     try:
-        config = load_config(args.config, args.overrides)
-        names = (None, *config.data.eval_sets)
-        sets = [name for name in names if key_and_source(config.data, name)[1].startswith("hub:")]
-        of_critic = None if config.critic.is_on_policy else config.critic.path
-        paths = (config.model.path, of_critic, *config.teacher.paths.values())
-        models = [path for path in paths if path and not Path(path).is_dir()]
-        judges = {
-            (r.model, r.revision)
-            for r in config.rewards
-            if r.model is not None and not Path(r.model).is_dir()
-        }
-        if not models and not sets and not judges:
-            show("prefetch: the model and the data are local: nothing to fetch")
-            return
-        if is_offline():
-            raise ConfigError(
-                "HF_HUB_OFFLINE is set, and prefetch is what needs the network: unset it here"
-            )
-        from huggingface_hub import constants
-
-        for model in dict.fromkeys(models):
-            _fetch_model(model, Path(constants.HF_HUB_CACHE))
-        for repo, revision in sorted(judges, key=str):
-            _fetch_model(repo, Path(constants.HF_HUB_CACHE), revision)
-        for name in sets:
-            _fetch_rows(config.data, name)
+        _fetch(load_config(args.config, args.overrides))
     except ConfigError as error:
-        refuse(
-            ConfigError(str(error).replace("`python -m grpo_spmd.prefetch --config ...`", "this"))
+        command = "`python -m grpo_spmd.prefetch --config ...`"
+        refuse(ConfigError(str(error).replace(command, "this")))
+
+
+def _fetch(config: Config) -> None:
+    names = (None, *config.data.eval_sets)
+    sets = [name for name in names if key_and_source(config.data, name)[1].startswith("hub:")]
+    models = [(path, None) for path in (config.model.path, *config.teacher.paths.values())]
+    if config.critic.path and not config.critic.is_on_policy:
+        models.insert(1, (config.critic.path, None))
+    rewards = [(reward.model, reward.revision) for reward in config.rewards]
+    reward_models = {(model or "", revision) for model, revision in rewards}
+    repos = [
+        (repo, revision)
+        for repo, revision in [*dict.fromkeys(models), *sorted(reward_models, key=str)]
+        if repo and not Path(repo).is_dir()
+    ]
+    if not repos and not sets:
+        show("prefetch: the model and the data are local: nothing to fetch")
+        return
+    if is_offline():
+        raise ConfigError(
+            "HF_HUB_OFFLINE is set, and prefetch is what needs the network: unset it here"
         )
+    from huggingface_hub import constants
+
+    for repo, revision in repos:
+        _fetch_model(repo, revision, Path(constants.HF_HUB_CACHE))
+    for name in sets:
+        _fetch_rows(config.data, name)
     show(f"prefetch: all of it is in {constants.HF_HOME}, which the nodes must see. In the job:")
     show(f"  export HF_HOME={constants.HF_HOME} HF_HUB_OFFLINE=1")
 
 
-def _leave(number: int, frame: object) -> None:
-    """At once: the library's threads would end what they fetch first. What is there of a file is gone on with."""
+def _quit(number: int, frame: object) -> None:
+    """Exits at once: the library's threads would first finish what they fetch.
+
+    The next start continues a partial file.
+    """
     say("prefetch: stopped; the next start goes on from here")
     os._exit(130)
 
 
-def _fetch_model(repo: str, cache: Path, asked: str | None = None) -> None:
+def _fetch_model(repo: str, revision: str | None, cache: Path) -> None:
+    # It imports huggingface_hub, which reads the variables that main() sets.
     from grpo_spmd.model.hf_files import fetch, files_at_hub
 
-    files = files_at_hub(repo, asked)
-    what = f"model {repo}, revision {files[0].commit_hash[:7]}: {len(files)} files"
-    missing = [file.file_size or 0 for file in files if file.will_download]
-    _check_room(cache, sum(missing), repo)
+    files = files_at_hub(repo, revision)
+    missing = sum(file.file_size or 0 for file in files if file.will_download)
+    _check_disk(cache, missing, repo)
     start = time.monotonic()
     folder = cache / f"models--{repo.replace('/', '--')}"
-    with _heartbeat(lambda: f"{repo}: {_size(_bytes_below(folder / 'blobs'))} so far"):
-        fetch(repo, asked)
-    took = (
-        f"{_size(sum(missing))} fetched in {time.monotonic() - start:.0f} s"
-        if missing
-        else "already there"
-    )
-    show(f"prefetch: {what}, {_size(sum(file.file_size or 0 for file in files))}, {took}")
+    with _progress(lambda: f"{repo}: {_format_size(_bytes_below(folder / 'blobs'))} so far"):
+        fetch(repo, revision)
+    outcome = "already there"
+    if any(file.will_download for file in files):
+        outcome = f"{_format_size(missing)} fetched in {time.monotonic() - start:.0f} s"
+    commit = files[0].commit_hash[:7]
+    size = _format_size(sum(file.file_size or 0 for file in files))
+    show(f"prefetch: model {repo}, revision {commit}: {len(files)} files, {size}, {outcome}")
     show(f"  {folder}")
 
 
-def _check_room(cache: Path, needed: int, repo: str) -> None:
-    there = next(path for path in (cache, *cache.absolute().parents) if path.exists())
-    free = shutil.disk_usage(there).free
+def _check_disk(cache: Path, needed: int, repo: str) -> None:
+    folder = next(path for path in (cache, *cache.absolute().parents) if path.exists())
+    free = shutil.disk_usage(folder).free
     if free < needed:
-        rule = f"{repo} needs {_size(needed)} more in {cache}, and {_size(free)} are free there"
-        raise ConfigError(f"model.path: {rule}; make room, or name another place by HF_HOME")
+        sizes = f"{_format_size(needed)} more in {cache}, and {_format_size(free)} are free there"
+        remedy = "make room, or name another place by HF_HOME"
+        raise ConfigError(f"model.path: {repo} needs {sizes}; {remedy}")
 
 
 def _fetch_rows(config: DataConfig, name: str | None) -> None:
-    """By the run's own reader, which keeps what it made of the files, and refuses here what it would refuse there."""
+    """Reads a data set as a run does: it keeps the same files, and refuses the same rows."""
     key, source = key_and_source(config, name)
     need_datasets(source, key)
-    check_reachable(
-        "datasets", source.split(":")[1], key
-    )  # also where some is cached: datasets would try for long
+    # Also if some of it is cached: datasets would try for long.
+    check_reachable("datasets", source.split(":")[1], key)
     import datasets
 
     cache = Path(datasets.config.HF_DATASETS_CACHE)
-    before, start = _bytes_below(cache), time.monotonic()
-    with _heartbeat(lambda: f"{source}: {_size(_bytes_below(cache) - before)} so far"):
+    start = time.monotonic()
+    start_bytes = _bytes_below(cache)
+    with _progress(lambda: f"{source}: {_format_size(_bytes_below(cache) - start_bytes)} so far"):
         rows = read_rows(config, name)
-    grown = _bytes_below(cache) - before
-    took = (
-        f"{_size(grown)} written in {time.monotonic() - start:.0f} s" if grown else "already there"
-    )
-    show(f"prefetch: data {source}: {len(rows)} rows, {took}")
+    written = _bytes_below(cache) - start_bytes
+    outcome = "already there"
+    if written:
+        outcome = f"{_format_size(written)} written in {time.monotonic() - start:.0f} s"
+    show(f"prefetch: data {source}: {len(rows)} rows, {outcome}")
     show(f"  {cache}")
 
 
 @contextmanager
-def _heartbeat(how_far: Callable[[], str]) -> Iterator[None]:
+def _progress(describe: Callable[[], str]) -> Iterator[None]:
+    """Prints from time to time how far the block is."""
     done = threading.Event()
 
-    def beat() -> None:
+    def run() -> None:
         start = time.monotonic()
-        while not done.wait(_SAY_EVERY_S):
-            show(f"prefetch: {how_far()}, {time.monotonic() - start:.0f} s")
+        while not done.wait(_PRINT_EVERY_S):
+            show(f"prefetch: {describe()}, {time.monotonic() - start:.0f} s")
 
-    thread = threading.Thread(target=beat, daemon=True)
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     try:
         yield
@@ -149,21 +161,20 @@ def _heartbeat(how_far: Callable[[], str]) -> Iterator[None]:
 
 def _bytes_below(folder: Path) -> int:
     total = 0
-    for root, _, files in os.walk(folder):
-        for file in files:
-            path = os.path.join(root, file)
-            if not os.path.islink(path) and os.path.exists(
-                path
-            ):  # a partial file may be renamed meanwhile
+    for root, _, names in os.walk(folder):
+        for name in names:
+            path = os.path.join(root, name)
+            # A partial file may be renamed meanwhile.
+            if not os.path.islink(path) and os.path.exists(path):
                 total += os.stat(path).st_size
     return total
 
 
-def _size(size: int) -> str:
-    unit, name = next(
-        ((unit, name) for unit, name in ((1e9, "GB"), (1e6, "MB")) if size >= unit), (1e3, "kB")
-    )
-    return f"{size / unit:.1f} {name}"
+def _format_size(size: int) -> str:
+    for unit, name in ((1e9, "GB"), (1e6, "MB")):
+        if size >= unit:
+            return f"{size / unit:.1f} {name}"
+    return f"{size / 1e3:.1f} kB"
 
 
 if __name__ == "__main__":

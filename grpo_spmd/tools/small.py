@@ -1,11 +1,11 @@
-"""GRPO in one page, from the parts of this package, for taking apart: the demo's model learns countdown.
+"""GRPO in one page, made of this package's parts: the demo's model learns countdown. Change it freely.
 
     python -m grpo_spmd.demo && python -m grpo_spmd.small [NUM_STEPS]
-    torchrun --standalone --nproc-per-node 2 -m grpo_spmd.small
+    torchrun --standalone --nproc-per-node 2 -m grpo_spmd.tools.small
 
-Each rank samples its own prompts with its own vLLM and trains on them. grpo_spmd.train adds a checked config, rewards
-that may hang, rollouts dealt to ranks by cost, several updates a rollout, a reference model, evaluation, metrics,
-checkpoints, preemption.
+Each rank samples its own prompts with its own vLLM and trains on them. grpo_spmd.train adds a
+checked config, rewards that may hang, rollouts dealt to ranks by cost, several updates a rollout, a
+reference model, evaluation, metrics, checkpoints and preemption.
 """
 
 from __future__ import annotations
@@ -37,31 +37,34 @@ from grpo_spmd.rewards.verifiers import countdown
 
 MODEL = ModelConfig(path=".demo/model", dtype="float32")
 TASKS = Path(".demo/train.jsonl")  # {"prompt": "3,8=24:", "nums": [3, 8], "target": 24}
-LONGEST = 16  # tokens of a prompt and its completion
+MAX_TOKENS = 16  # of a prompt and its completion
 ROLLOUT = RolloutConfig(num_prompts_per_step=32, group_size=8, max_completion_tokens=8)
-LOSS, OPTIMIZER = LossConfig(rollout_correction="none"), OptimizerConfig(lr=1e-3, weight_decay=0.0)
+LOSS = LossConfig(rollout_correction="none")
+OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.0)
 
 
 def train(num_steps: int) -> None:
-    """Collective. One line a step: mean reward, loss, and the largest |policy - engine| of a token's logprob."""
+    """Collective. Prints one line a step: mean reward, loss, and the largest |policy - engine| of a
+    token's logprob."""
     session = start_session()
     tokenizer = load_tokenizer(MODEL.path)
     tasks = [json.loads(line) for line in TASKS.read_text(encoding="utf-8").splitlines()]
     # The engine first: it measures the GPU's free memory, then sleeps and leaves it to the policy.
-    engine = RolloutEngine(MODEL, ROLLOUT, LONGEST, session, stop_token_ids(MODEL.path, tokenizer))
-    policy = build_policy(MODEL, ROLLOUT.temperature, session, longest=LONGEST)
+    stop_ids = stop_token_ids(MODEL.path, tokenizer)
+    engine = RolloutEngine(MODEL, ROLLOUT, MAX_TOKENS, session, stop_ids)
+    policy = build_policy(MODEL, ROLLOUT.temperature, session, longest=MAX_TOKENS)
     optimizer, _ = build_optimizer(policy, OPTIMIZER)
     weight_sync = WeightSync(policy, engine, ROLLOUT.sync_bucket_bytes(session.device.type))
     for step in range(1, num_steps + 1):
         weight_sync.sync(step)  # shards -> full tensors -> vLLM
-        places = random.Random(step).sample(
-            range(len(tasks)), ROLLOUT.num_prompts_per_step
-        )  # alike on all ranks
-        own = places[session.rank :: session.world_size]
-        prompts = [tokenizer(tasks[place]["prompt"]).input_ids for place in own]
-        completions = sample(engine, own, prompts, step)
+        # All ranks draw the same tasks, and each takes its own of them.
+        drawn = random.Random(step).sample(range(len(tasks)), ROLLOUT.num_prompts_per_step)
+        task_ids = drawn[session.rank :: session.world_size]
+        local_tasks = [tasks[task_id] for task_id in task_ids]
+        prompts = [tokenizer(task["prompt"]).input_ids for task in local_tasks]
+        completions = sample(engine, task_ids, prompts, step)
         engine.sleep()
-        rewards = score([tasks[place] for place in own], completions, tokenizer)
+        rewards = score(local_tasks, completions, tokenizer)
         batch = assemble(prompts, completions, rewards, session.device)
         loss, mismatch = update(policy, optimizer, batch)
         on_rank0(_print_line, [step, rewards.mean().item(), loss, mismatch])
@@ -70,48 +73,48 @@ def train(num_steps: int) -> None:
 
 
 def sample(
-    engine: RolloutEngine, places: list[int], prompts: list[list[int]], step: int
+    engine: RolloutEngine, task_ids: list[int], prompts: list[list[int]], step: int
 ) -> list[Completion]:
-    """G completions for each prompt; the seed of each is a function of its place, whichever rank samples it."""
-    prompts_at, numbers = list(zip(places, prompts, strict=True)), range(ROLLOUT.group_size)
+    """Returns G completions for each prompt.
+
+    Each one's seed is a function of its task, whichever rank samples it.
+    """
     requests = [
-        Request(prompt, rollout_seed(0, step, at, number))
-        for at, prompt in prompts_at
-        for number in numbers
+        Request(prompt, rollout_seed(0, step, task_id, number))
+        for task_id, prompt in zip(task_ids, prompts, strict=True)
+        for number in range(ROLLOUT.group_size)
     ]
     return engine.generate(requests, step)
 
 
 def score(tasks: list[dict[str, Any]], completions: list[Completion], tokenizer: Any) -> Tensor:
-    """Rewards [P, G]: 1 for an equation that uses both numbers and reaches the target, else 0."""
-    texts = [
-        tokenizer.decode(completion.token_ids, skip_special_tokens=True)
-        for completion in completions
-    ]
-    nums, targets = (
-        [task[name] for task in tasks for _ in range(ROLLOUT.group_size)]
-        for name in ("nums", "target")
-    )
-    return torch.tensor(countdown(texts, nums, targets, answer_tag=None)).view(
-        -1, ROLLOUT.group_size
-    )
+    """Returns rewards [P, G]: 1 for an equation that uses both numbers and reaches the target."""
+    texts = [tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in completions]
+    rows = [task for task in tasks for _ in range(ROLLOUT.group_size)]
+    nums = [row["nums"] for row in rows]
+    targets = [row["target"] for row in rows]
+    rewards = torch.tensor(countdown(texts, nums, targets, answer_tag=None))
+    return rewards.view(-1, ROLLOUT.group_size)
 
 
 def assemble(
     prompts: list[list[int]], completions: list[Completion], rewards: Tensor, device: torch.device
 ) -> MicroBatch:
-    """All of this rank's rollouts in one row, each with its advantage: reward minus its group's mean, over its std."""
+    """Returns this rank's rollouts as one row, each with its advantage.
+
+    The advantage is the reward minus its group's mean, over the group's standard deviation.
+    """
     advantages, _ = compute_advantages(rewards, "grpo", "group")
     rollouts = [
         Rollout(
-            number,
-            advantage,
-            True,
-            prompts[number // ROLLOUT.group_size],
-            sampled.token_ids,
-            sampled.logprobs,
+            rollout_id=number,
+            advantages=advantage,
+            loss_mask=True,
+            prompt_ids=prompts[number // ROLLOUT.group_size],
+            completion_ids=completion.token_ids,
+            rollout_logprobs=completion.logprobs,
         )
-        for number, (sampled, advantage) in enumerate(
+        for number, (completion, advantage) in enumerate(
             zip(completions, advantages.flatten().tolist(), strict=True)
         )
     ]
@@ -121,23 +124,37 @@ def assemble(
 def update(
     policy: Policy, optimizer: torch.optim.Optimizer, batch: MicroBatch
 ) -> tuple[float, float]:
-    """Collective. One optimizer step. Returns this rank's share of the loss, and its largest |policy - engine|."""
-    mask, sequences = batch.loss_mask, batch.sequence_index
-    # FSDP sums gradients: with a mean over its own tokens, a rank of few tokens would count as much as one of many.
+    """Collective. Makes one optimizer step.
+
+    Returns this rank's term of the loss, and its largest |policy - engine|.
+    """
+    mask = batch.loss_mask
+    # FSDP sums gradients. With a mean over its own tokens, a rank of few tokens would count as much
+    # as one of many.
     counts = [int(mask.sum()), len(batch.rollout_ids)]
     num_tokens, num_sequences = on_rank0(
         lambda rows: [sum(column) for column in zip(*rows, strict=True)], counts
     )
-    longest = ROLLOUT.max_completion_tokens
     weights = aggregation_weights(
-        LOSS.aggregation, mask, sequences, num_tokens, num_sequences, longest
+        LOSS.aggregation,
+        mask,
+        batch.sequence_index,
+        num_loss_tokens=num_tokens,
+        num_loss_sequences=num_sequences,
+        max_completion_tokens=ROLLOUT.max_completion_tokens,
     )
     logprobs, entropy = policy(batch)
-    old_logprobs = (
-        logprobs.detach()
-    )  # one update a rollout: the old policy is this one, and every ratio is 1
+    # With one update a rollout the old policy is this one, and every ratio is 1.
+    old_logprobs = logprobs.detach()
     inputs = LossInputs(
-        logprobs, entropy, old_logprobs, None, batch.advantages, mask, sequences, weights
+        logprobs=logprobs,
+        entropy=entropy,
+        old_logprobs=old_logprobs,
+        ref_logprobs=None,
+        advantages=batch.advantages,
+        loss_mask=mask,
+        sequence_index=batch.sequence_index,
+        weights=weights,
     )
     loss, _ = policy_loss(inputs, LOSS)
     loss.backward()
@@ -147,13 +164,14 @@ def update(
     return loss.item(), (old_logprobs - batch.rollout_logprobs).abs().max().item()
 
 
-def _print_line(of_ranks: list[list[float]]) -> None:
-    steps, rewards, losses, mismatches = zip(*of_ranks, strict=True)
+def _print_line(rows: list[list[float]]) -> None:
+    """Prints one step; `rows` has a row for each rank."""
+    steps, rewards, losses, mismatches = zip(*rows, strict=True)
     reward = sum(rewards) / len(rewards)
-    print(
-        f"step {steps[0]}  reward {reward:.3f}  loss {sum(losses):+.4f}  mismatch {max(mismatches):.0e}",
-        flush=True,
-    )
+    loss = sum(losses)
+    mismatch = max(mismatches)
+    line = f"step {steps[0]}  reward {reward:.3f}  loss {loss:+.4f}  mismatch {mismatch:.0e}"
+    print(line, flush=True)
 
 
 if __name__ == "__main__":
