@@ -80,6 +80,7 @@ def characters(text: str, encoding: str = "utf-8") -> Iterator[Character]:
         if character.width == 0:
             joins = _is_joined(text[index - 1 : index]) and _is_joined(following)
             num_marks += 1
+            # A joiner that joins nothing is invisible, and could hide a word from a search.
             if num_marks > _MAX_MARKS or (char in _JOINERS and not joins):
                 character = _escaped(char)
         else:
@@ -104,6 +105,7 @@ def _character(char: str, encoding: str) -> Character:
     is_allowed = (is_visible and code not in _VARIATION_SELECTORS) or char in _JOINERS
     if not is_allowed or not is_encodable(char, encoding):
         return _escaped(char)
+    # Spacing marks (Mc) count one column, though some terminals draw none.
     if category in ("Mn", "Me") or char in _JOINERS:
         return Character(char, 0)
     is_wide = unicodedata.east_asian_width(char) in "WF" or (category == "Cn" and is_emoji)
@@ -204,6 +206,7 @@ class Terminal:
                 return "".join(pieces[:num_kept]) + ellipsis, kept_columns + len(ellipsis)
             pieces.append(character.shown)
             num_columns += character.width
+            # Whole characters only: a wide one or an escape is not cut in half.
             if num_columns <= width - len(ellipsis):
                 num_kept = len(pieces)
                 kept_columns = num_columns
@@ -248,6 +251,7 @@ class Terminal:
         # The tail's lines cannot hold more characters than this.
         rest = max(begin, len(text) - num_tail * self.columns)
         tail_styles = styles if isinstance(styles, str) else styles[rest:]
+        # Only the end is wrapped again: a text may have megabytes.
         tail = deque(self.wrap(text[rest:], indent, tail_styles), maxlen=num_tail)
         num_left_out = len(text) - begin - sum(wrapped.num_chars for wrapped in tail)
         if num_left_out:
@@ -357,6 +361,7 @@ def find_terminal() -> Terminal:
     columns, rows = shutil.get_terminal_size((80, 24))
     is_tty = sys.stdout.isatty() and os.environ.get("TERM", "dumb") not in ("", "dumb")
     return Terminal(
+        # A narrower terminal breaks lines itself; a wider one gets unreadable lines.
         columns=min(MAX_COLUMNS, max(MIN_COLUMNS, columns)),
         rows=rows if is_tty else 0,
         encoding=_stdout_encoding(),
@@ -398,6 +403,7 @@ def _break_paragraph(cells: Iterable[Cell], width: int) -> Iterator[list[Cell]]:
     for cell in cells:
         character = cell[0]
         if num_columns + character.width > width:
+            # A space early in the line would leave most of it empty.
             cut = after_space if after_space > len(waiting) // 2 else len(waiting)
             yield waiting[:cut]
             waiting = waiting[cut:]

@@ -47,6 +47,7 @@ def main() -> None:
             problem = f"{len(args.runs)} runs, and a page shows {_MAX_RUNS} at most"
             raise ConfigError(f"RUN: {problem}; name fewer")
         out = args.out or args.runs[0] / "report.html"
+        # Said before the dumps are read, which may take long.
         if out.is_dir():
             raise ConfigError(f"--out: {out} is a folder; name a file in it")
         if args.follow:
@@ -83,6 +84,7 @@ def _follow(folders: Sequence[Path], out: Path) -> None:
         built_from = _file_stamps(folders)
         if not any(run.state in _RUNNING_STATES for run in _build(folders, out)):
             return
+        # A page must not take most of a core of the machine that trains.
         age_s = _AGE_FACTOR * (time.monotonic() - begin)
         earliest = begin + max(_MIN_AGE_S, age_s)
         latest = begin + max(_STATE_S, age_s)

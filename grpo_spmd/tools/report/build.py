@@ -122,6 +122,7 @@ def make_plan(run: RecordedRun, num_bytes: int, deadline: float) -> Plan:
     order = spread_out(steps)
     if not order:
         return Plan([], steps, num_old, deadline)
+    # All steps are not measured: reading is what takes the time.
     costs: list[StepCost] = []
     for step in order[:_NUM_MEASURED]:
         # Of very large steps one is enough.
@@ -170,6 +171,7 @@ def _make_steps(run: RecordedRun, plan: Plan) -> Iterator[StepResult]:
                 return
             yield make_step(task)
         return
+    # spawn: a forked process would copy this one's threads' locks.
     with ProcessPoolExecutor(
         num_processes, get_context("spawn"), _start_worker, (os.getpid(),)
     ) as pool:
@@ -179,6 +181,7 @@ def _make_steps(run: RecordedRun, plan: Plan) -> Iterator[StepResult]:
         }
         while running:
             done, running = wait(running, return_when=FIRST_COMPLETED)
+            # Results come as they are done: a slow step must not keep the others in memory.
             if time.monotonic() <= plan.deadline:
                 running |= {pool.submit(make_step, task) for task in islice(tasks, len(done))}
             yield from (future.result() for future in done)

@@ -147,6 +147,7 @@ def _versions(run: RecordedRun) -> dict[str, Any]:
 
 
 def _config_source(run: RecordedRun, key: str, value: Any) -> str:
+    # An override wins over file and recipe, so it is looked at first.
     command = run.launches[-1].get("command") if run.launches else None
     for argument in command if isinstance(command, list) else ():
         name, equals, _ = str(argument).partition("=")

@@ -60,6 +60,7 @@ def write_page(out: Path, title: str, chunks: Iterable[tuple[str, bytes]]) -> No
             for name, content in chunks:
                 file.write(_pack_chunk(name, content))
             file.write(foot)
+        # A crash of the machine must not leave the name with half a page.
         sync_path(temporary)
         temporary.replace(out)
     except BaseException:  # Ctrl-C too

@@ -57,6 +57,7 @@ class TokenPieces:
             for token, index in vocabulary.items()
             if type(index) is int and isinstance(token, str)
         }
+        # Added tokens may replace tokens of the vocabulary, so they come second.
         added = tree.get("added_tokens")
         for entry in added if isinstance(added, list) else []:
             fields = entry if isinstance(entry, dict) else {}
@@ -74,6 +75,7 @@ class TokenPieces:
         else:
             tokens = map(self._token, token_ids)
             for is_byte, group in groupby(tokens, lambda token: token.text is None):
+                # groupby's group can be read only once.
                 neighbours = list(group)
                 if is_byte:
                     pieces += _decode_fallback_bytes(neighbours)
@@ -108,6 +110,7 @@ def _decode_bytes(tokens: Sequence[_Token]) -> list[str]:
     pieces: list[str] = []
     is_pending = False  # the decoder holds the beginning of a character
     for data, text in tokens:
+        # Nearly all tokens are whole characters and need no decoder.
         if text is None or is_pending:
             text = decoder.decode(data)
             is_pending = bool(decoder.getstate()[0])

@@ -107,6 +107,7 @@ def summarize_prompts(results: Sequence[StepResult], deadline: float) -> dict[st
 
 
 def _collect_rows(results: Sequence[StepResult]) -> list[PromptRow]:
+    # Results come in the order in which processes finished.
     rows: dict[int, PromptRow] = {}
     for result in sorted(results, key=lambda result: result.step):
         for group in result.groups:

@@ -58,6 +58,7 @@ def make_rollout(
     record = parse_line(line)
     if record is None:
         return None
+    # The keys are those of the page's scripts (page/tokens.js).
     completion, num_cut = shorten(record.completion, max_chars)
     text = {
         "position": record.position,
@@ -90,6 +91,7 @@ def make_rollout(
 
 def parse_line(line: bytes) -> RolloutRecord | None:
     """Returns None for a line that is broken, or nested too deeply to be written as JSON again."""
+    # Deep nesting would end json.dumps with a RecursionError.
     with suppress(ConfigError):
         record = parse_rollout(line, "")
         if is_shallow([record.columns, record.prompt, record.extra, record.environment]):
@@ -114,6 +116,7 @@ def _token_columns(
     scores = _parse_score_line(score_line)
     # Scores of another length are from another run's rollout.
     if scores is not None and len(scores.difference) == len(record.completion_ids):
+        # Three digits are what the page shows; more would only take room.
         tokens["difference"] = _three_digits(scores.difference)
         tokens["entropy"] = _three_digits(scores.entropy)
         if scores.advantages is not None:
@@ -155,6 +158,7 @@ def _cut_middle(tokens: dict[str, Any], texts: Sequence[str], max_chars: int) ->
     ends = np.cumsum([len(text) for text in texts])
     head_end = int(np.searchsorted(ends, max_chars // 2))
     tail_begin = int(np.searchsorted(ends, int(ends[-1]) - max_chars // 2)) + 1
+    # A few long tokens at the ends may leave nothing to cut between them.
     if head_end >= tail_begin:
         return tokens
     num_cut = int(ends[tail_begin - 1] - (ends[head_end - 1] if head_end else 0))
@@ -196,6 +200,7 @@ def _episode(
             page_turn["pieces"] = texts
         page_turns.append(page_turn)
     messages = []
+    # Whole messages or none: half a message would look like what was said.
     num_chars_left = min(_MAX_MESSAGE_CHARS, max_chars)
     for message in record.messages[:_MAX_MESSAGES]:
         num_chars_left -= len(json.dumps(message))

@@ -114,6 +114,7 @@ class _RunReader:
         self._steps, self._evaluations = _read_metrics(self._files)
         self._last_line_s = _written_s(self._steps)  # None in runs of earlier versions
         num_steps = self._config.get("training.num_steps")
+        # A browser computes with doubles, which hold whole numbers up to 2**53.
         is_count = type(num_steps) is int and 0 < num_steps < 2**53
         self._num_steps = num_steps if is_count else None
         self._reports = self._read_reports()
@@ -145,6 +146,7 @@ class _RunReader:
             path = self._folder / "logs" / name
             with suppress(OSError, UntrustedError), open_regular(path) as file:
                 status = os.fstat(file.fileno())
+                # An older file is a report on an earlier launch.
                 is_old = oldest_s is not None and status.st_mtime < oldest_s - _CLOCK_SKEW_S
                 if not status.st_size or is_old:
                     continue
@@ -190,6 +192,7 @@ class _RunReader:
                     f"starting again {progress}; the launch before was {outcome}{suffix}",
                 )
             return str(outcome), f"{outcome} {progress}{suffix}"
+        # No outcome: the launch goes on, hangs, or was killed without a word.
         times = [self._last_line_s, _written_s(self._evaluations), self._start_s]
         known_times = [seconds for seconds in times if seconds is not None]
         quiet_s = max(0.0, time.time() - max(known_times)) if known_times else math.inf
@@ -202,6 +205,7 @@ class _RunReader:
         if not self._launches:
             return self._find_early_state(progress, is_quiet)
         host = self._launch.get("host")
+        # Only on the run's own machine a missing lock proves that nothing holds it.
         if host == socket.gethostname() and os.path.exists("/proc/locks"):
             reason = "it left no word of its end, and no process holds its folder"
             return "killed", f"killed {progress}: {reason}"
@@ -249,6 +253,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     try:
         with open_regular(path) as file:
             text = file.read(_MAX_CONFIG_BYTES + 1)
+        # A config is a few kB; the YAML reader takes seconds for a megabyte.
         if len(text) > _MAX_CONFIG_BYTES:
             return {}
         tree = StrictLoader(text.decode("utf-8")).get_single_data()
@@ -276,6 +281,7 @@ def _read_metrics(files: RunFolder) -> tuple[list[dict[str, Any]], list[dict[str
     names: dict[str, str] = {}
     for line in files.metrics():
         step = line.metrics["step"]
+        # Other steps are no run's: a browser could not compute with them.
         if 0 <= step < 2**53:
             kind = evaluations if is_evaluation(line.metrics) else steps
             kind.add(step, _finite_numbers(line.metrics, names), max(100, len(names)))
@@ -295,6 +301,7 @@ class _ThinnedLines:
             self._lines.pop(self._newest, None)  # it was kept only because it was the newest
         self._newest = step
         self._lines[step] = {"step": step, **values}
+        # Halving keeps the points at even distances, whatever the run's length will be.
         if len(self._lines) > min(_MAX_STEPS, _MAX_VALUES // num_names):
             self._stride *= 2
             self._lines = {

@@ -81,6 +81,7 @@ def scan_step(folder: RunFolder, step: int) -> tuple[list[ScannedRollout], ReadE
     scores = _scan_scores(folder, step, errors)
     rollouts: dict[tuple[int, int], ScannedRollout] = {}
     for line, fields in folder.scan_rollouts(step, _TABLE_FIELDS, errors):
+        # Files of several runs in one folder repeat these two.
         key = (fields.position, fields.sample)
         if key in rollouts:
             errors.add(f"{line.name}: position {key[0]}, sample {key[1]} is there twice")
@@ -117,6 +118,8 @@ def _scan_scores(
                 except (ValueError, RecursionError) as error:
                     errors.add(f"{line.name}: {error}")
                     continue
+                # Only the largest difference is needed of all rollouts, so the arrays
+                # are not decoded here.
                 entry = (_finite(score.difference_max), line.position)
                 scores.setdefault(score.rollout_id, entry)
         except ConfigError as error:
@@ -172,6 +175,7 @@ def select_rollouts(
     rollouts, spread evenly. The result depends on the step alone.
     """
     selection = Selection()
+    # Nothing here depends on time or on other steps, so a page can be made again.
     budget = _Budget(room, make, selection)
     wanted: dict[int, str] = {}
     for index, reason in _wanted_rollouts(rollouts):
@@ -180,6 +184,8 @@ def select_rollouts(
     failed = [index for index, reason in wanted.items() if reason == "failed"]
     early = [index for index, reason in wanted.items() if reason != "failed"]
     early += failed[:_NUM_EARLY_FAILURES]
+    # First all texts, then all tokens: a text without tokens is worth more than
+    # tokens without the other texts.
     for index in early:
         budget.add_text(index, wanted[index])
     for index in early:
@@ -218,6 +224,7 @@ class _Budget:
         rollouts = self._selection.rollouts
         if index in rollouts or index in self._broken:
             return True
+        # A browser lists a few thousand rollouts without delay.
         if len(rollouts) >= _MAX_SHOWN or self._num_bytes_left <= 0:
             return False
         rollout = self._make(index, reason)
@@ -241,6 +248,7 @@ class _Budget:
         return True
 
     def _spend(self, value: object) -> bool:
+        # Measured one by one: texts of one policy compress very differently.
         size = compressed_size(value)
         if size > self._num_bytes_left:
             return False
@@ -333,6 +341,7 @@ def measure_step(task: StepTask) -> StepCost:
 
 def make_step(task: StepTask) -> StepResult:
     """Makes the part of one step. Raises nothing, whatever the files hold."""
+    # A character takes less than a byte compressed, so three completions fit.
     max_chars = min(max(task.room // 3, _MIN_COMPLETION_CHARS), _MAX_COMPLETION_CHARS)
     reader = _StepReader(task, max_chars)
     selection = select_rollouts(reader.rollouts, task.step, task.room, reader.make)
@@ -402,6 +411,7 @@ def _chunk(rollouts: Sequence[ScannedRollout], step: int, selection: Selection) 
     prompts = [""] * len(prompt_numbers)
     for index in shown_indices:
         prompts[prompt_numbers[rollouts[index].position]] = selection.rollouts[index].prompt
+    # By columns: a column of numbers compresses far better than rows of objects.
     table = {
         "position": [rollout.position for rollout in rollouts],
         "sample": [rollout.sample for rollout in rollouts],

@@ -92,6 +92,7 @@ class Curve:
     @property
     def smoothed(self) -> Floats:
         """Means over `window` values around each value."""
+        # Cumulative sums make all windows at once.
         sums = np.concatenate([[0.0], np.cumsum(self.values)])
         half = self.window // 2
         indices = np.arange(len(self.values))
@@ -144,6 +145,7 @@ def find_range(
     That is the end of the curve with the largest majority of true over false, or else such a range
     in the middle. Returns None for fewer than `min_steps` (or than all, in a short curve).
     """
+    # A majority, so that single steps against it do not end the range.
     score = np.where(holds, 1, -1)
     needed = min(min_steps, len(score))
     end_sums = np.cumsum(score[::-1])[::-1]
@@ -151,6 +153,7 @@ def find_range(
     if best >= needed > 0:
         begin = int(np.flatnonzero(end_sums == best)[-1])  # the shorter one of equal ends
         return StepRange(int(steps[begin]), int(steps[-1]), is_open=True)
+    # The range with the largest sum (Kadane's algorithm).
     sums = np.concatenate([[0], np.cumsum(score)])
     gains = sums[1:] - np.minimum.accumulate(sums[:-1])
     if len(gains) and gains.max() >= max(needed, _MIN_STEPS):
@@ -166,6 +169,7 @@ def find_spikes(curve: Curve, factor: float, num_before: int = 20, min_before: i
     values = curve.values
     spikes = [
         int(curve.steps[index])
+        # The first filter is cheap; medians of all windows would not be.
         for index in np.flatnonzero(values > factor * np.median(values))
         if index >= min_before
         and values[index] > factor * np.median(values[max(0, index - num_before) : index])
@@ -210,6 +214,7 @@ def _find_end_state(run: RecordedRun) -> Iterator[Finding]:
 
 
 def _find_alike_groups(run: RecordedRun) -> Iterator[Finding]:
+    # A teacher or a critic teaches from alike rewards too, so these steps do not count.
     steps = [line for line in run.steps if not line.keys() & _OTHER_SIGNALS]
     alike_frac = metric_curve(steps, "reward/zero_std_groups_frac")
     steps_above = alike_frac.above(_ALIKE_FRAC) if alike_frac is not None else None
@@ -237,6 +242,7 @@ def _find_reward_fall(run: RecordedRun) -> Iterator[Finding]:
     if reward is None or len(reward.values) < max(6, 2 * reward.window):
         return
     smoothed = reward.smoothed
+    # The peak is looked for before the last window, which is the present level.
     top = int(np.argmax(smoothed[: -reward.window]))
     peak = float(smoothed[top])
     drop = peak - reward.end
@@ -272,6 +278,7 @@ def _describe_changes(run: RecordedRun, steps: StepRange) -> str:
             continue
         early = np.mean(curve.values[is_before][-20:])
         late = np.mean(curve.values[~is_before])
+        # A ratio, since the metrics have different units; tiny values are noise.
         is_changed = max(early, late) > 1.5 * min(early, late)
         if is_changed and max(abs(early), abs(late)) > 1e-9:
             changes.append(f"{key} {early:.3g} -> {late:.3g}")
@@ -293,6 +300,7 @@ def _find_unscored(run: RecordedRun) -> Iterator[Finding]:
     text = f"{unscored.mean_over(steps):.0%} of the completions have no reward {steps}: they enter "
     text += "no mean, and nothing is learned from them. A reward gave nothing, or the environment "
     text += "failed: see their statuses."
+    # A trouble that is over is a warning, however large it was.
     is_bad = steps.is_open and unscored.end >= _BAD_UNSCORED_FRAC
     level: Level = "bad" if is_bad else "warning"
     yield Finding(level, "completions have no reward", text, steps.first, unscored.key)
@@ -345,6 +353,7 @@ def _find_truncation(run: RecordedRun) -> Iterator[Finding]:
     if cut is None:
         return
     steps = cut.above(_CUT_FRAC)
+    # A clear rise counts before it reaches half of the completions.
     if steps is None and cut.end >= cut.start + 0.2:
         steps = cut.moved(cut.start, cut.end)
     if steps is None:
@@ -410,6 +419,7 @@ def _find_gradient_trouble(run: RecordedRun) -> Iterator[Finding]:
             f"{skipped.values.sum():.0f} updates in {len(indices)} steps, since loss or gradient "
         )
         text += "was not finite."
+        # One skipped update is bad luck, unless it is the newest.
         is_bad = len(indices) > 1 or indices[0] == len(skipped.values) - 1
         level: Level = "bad" if is_bad else "warning"
         first_step = int(skipped.steps[indices[0]])
@@ -419,6 +429,7 @@ def _find_gradient_trouble(run: RecordedRun) -> Iterator[Finding]:
         return
     bound = _setting(run, "optimizer.max_grad_norm", 1.0)
     spikes = find_spikes(norm, _SPIKE)
+    # Below the bound the gradient is not even clipped.
     spikes = spikes[np.isin(spikes, norm.steps[norm.values > bound])]
     if len(spikes):
         listed = ", ".join(map(str, spikes[:5])) + ", ..." * (len(spikes) > 5)
@@ -443,6 +454,7 @@ def _find_mismatch(run: RecordedRun) -> Iterator[Finding]:
         steps = find_range(curve.steps, fracs >= _NEAR_BOUND)
         text = f"{curve.end:.3g} nats now, {curve.start:.3g} at the start; at {bound:.3g} the run "
         text += "stops"
+        # The run itself stops at its bound, so a value beyond it was recorded last.
         if fracs.max() >= 1:
             worst = int(curve.steps[np.argmax(fracs)])
             steps = steps or StepRange(worst, worst, is_open=False)
@@ -467,6 +479,7 @@ def _find_memory_growth(run: RecordedRun) -> Iterator[Finding]:
         curve = metric_curve(run.steps[2:], key)
         if curve is None or len(curve.values) < 20:
             continue
+        # The level at the beginning of the second half.
         middle = float(np.median(curve.values[len(curve.values) // 2 :][: curve.window]))
         growth = curve.end - curve.start
         is_large = growth >= max(_MIN_GROWTH_GIB, 0.1 * abs(curve.start))
@@ -507,6 +520,7 @@ def _find_evaluation_fall(run: RecordedRun) -> Iterator[Finding]:
         sizes = metric_curve(run.evaluations, f"eval/{name}/num_prompts")
         # Two standard errors of a share of prompts, at most.
         noise = 2 * (0.25 / sizes.end) ** 0.5 if sizes is not None and sizes.end > 0 else 0.0
+        # The reward when the evaluation was at its best.
         is_before = reward.steps <= max(scores.steps[top], reward.steps[0])
         gain = reward.end - float(np.mean(reward.values[is_before][-reward.window :]))
         if drop >= max(0.05 * abs(best), noise, 1e-9) and gain >= 0.1 * _reward_spread(run):
@@ -613,6 +627,7 @@ def _check_errors(run: RecordedRun) -> Iterator[Check]:
     if _matching_metrics(run.steps, r"(episode/env_error_frac)"):
         prefixes["environment"] = "episode/env_"
     for name, prefix in prefixes.items():
+        # Errors and timeouts together are what the run compares with its bound.
         fracs = [
             (line.get(f"{prefix}error_frac") or 0.0) + (line.get(f"{prefix}timeout_frac") or 0.0)
             for line in run.steps
@@ -643,6 +658,7 @@ def _failed_with(run: RecordedRun, pattern: str) -> bool:
 def _mismatch_bound(run: RecordedRun, key: str, *, is_first: bool) -> float:
     """Returns the bound of a mismatch metric; later steps' bounds depend on the first step."""
     dtype = "float32" if run.config.get("model.dtype") == "float32" else "bfloat16"
+    # The first step has a bound of its own: there is no scale before it.
     first_mean = None if is_first or not run.steps else run.steps[0].get(_MISMATCH_MEAN)
     limit = _setting(run, "proofs.max_mismatch", 0.0) or None
     return bounds_of(dtype, limit, first_mean)[key == _MISMATCH_MAX]
@@ -684,6 +700,7 @@ def _find_alarm(run: RecordedRun, name: str) -> tuple[StepRange, str] | None:
 
 def _matching_metrics(lines: Metrics, pattern: str) -> list[str]:
     """Returns the first group of `pattern` in each metric's name, in their order."""
+    # The newest lines name all metrics, and a long run has very many lines.
     keys = dict.fromkeys(key for line in lines[-200:] for key in line)
     matches = (re.fullmatch(pattern, key) for key in keys)
     return [match[1] for match in matches if match is not None]

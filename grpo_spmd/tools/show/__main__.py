@@ -25,6 +25,7 @@ def main() -> None:
     hold_standard_streams()
     args = _parse_arguments()
     try:
+        # follow() writes itself, since it looks at the terminal again before each page.
         if args.follow:
             follow(args.run_dir, lambda run, terminal: list(_page(run, args, terminal)))
             return
@@ -34,6 +35,7 @@ def main() -> None:
         refuse(error)
     except KeyboardInterrupt:
         find_terminal().leave()
+        # Ctrl-C is the usual end of --follow.
         raise SystemExit(0 if args.follow else 130) from None
 
 
@@ -77,6 +79,7 @@ def _parse_arguments() -> argparse.Namespace:
         help="draw again as the run goes on, until it ends or Ctrl-C",
     )
     args = parser.parse_args()
+    # argparse would say only "invalid value".
     for name, smallest in (("step", 0), ("worst", 1), ("best", 1)):
         value = getattr(args, name)
         if value is not None and value < smallest:
@@ -86,6 +89,7 @@ def _parse_arguments() -> argparse.Namespace:
     for name in ("prompt", "grep"):
         if getattr(args, name) == "":
             parser.error(f"--{name} is empty; give a text to look for")
+    # An old step does not change, and a search of all steps takes too long to repeat.
     if args.follow and (args.step is not None or args.grep is not None):
         problem = "--follow shows the newest step, so it goes with neither --step nor --grep"
         parser.error(f"{problem}; leave one out")
@@ -97,6 +101,7 @@ def _page(run: RecordedRun, args: argparse.Namespace, terminal: Terminal) -> Ite
 
     Raises ConfigError for a step or a prompt that the run does not have.
     """
+    # The pages are generators: the first lines are shown while the rest is read.
     view = View(terminal, args.full)
     if args.step is not None:
         _check_step(run, args.step)

@@ -48,6 +48,7 @@ def histogram(
         if value is not None and is_drawable(value):
             counts[min(width - 1, int(fraction(value, low, high) * width))] += 1
     bars = _bars(is_unicode)
+    # The fullest bin has the full height, and a bin with one value is visible.
     peak = max(1, *counts)
     return "".join(" " if not n else bars[min(7, (n * 8 - 1) // peak)] for n in counts)
 
@@ -62,6 +63,7 @@ def bin_values(values: Sequence[Value], width: int, is_peak: bool) -> list[float
     None stands for neighbours without a finite value.
     """
     num = max(1, min(width, len(values)))
+    # Whole-number edges: each value is in exactly one bin.
     edges = [index * len(values) // num for index in range(num + 1)]
     bins: list[float | None] = []
     for begin, end in pairwise(edges):
@@ -92,6 +94,7 @@ def number(value: object) -> str:
     size = abs(value)
     if value == 0 or (isinstance(value, int) and size < 1_000_000):
         return str(int(value))
+    # These bounds are where rounding to 4 digits would need an eighth character.
     if 0.0009995 <= size < 999_999.5:
         digits = min(4, max(0, 3 - math.floor(math.log10(size))))
         text = f"{value:.{digits}f}"

@@ -50,6 +50,7 @@ class View:
 
     def text(self, text: str, styles: Styles = "") -> Iterator[Line]:
         """Yields a text that a model or a data set wrote, behind a margin."""
+        # Very long lines are hard to read, so prose does not use a wide terminal.
         terminal = self.terminal.resized(min(self.terminal.columns, _MAX_TEXT_COLUMNS))
         view = View(terminal, self.is_full)
         return view.excerpt(text, _HEAD_LINES, _TAIL_LINES, 2 * _INDENT, styles)
@@ -70,6 +71,7 @@ def ranked_completions(
     """
     step = find_dumped_step(run, step)
     errors = ReadErrors()
+    # Counted while they pass, since the dump is read only once.
     num_records = 0
 
     def counted_records() -> Iterator[RolloutRecord]:
@@ -94,6 +96,7 @@ def ranked_completions(
 
 def _rank(record: RolloutRecord, is_best: bool) -> tuple[bool, float, float, int, int]:
     sign = -1.0 if is_best else 1.0
+    # Other people's files may hold NaN, which has no place in an order.
     reward = _finite(record.reward)
     advantage = sign * (_finite(record.advantage) or 0.0)
     return reward is None, sign * (reward or 0.0), advantage, record.sample, record.position
@@ -124,6 +127,7 @@ def completion_lines(
     text: str = record.completion
     styles: Styles = ""
     if terminal.has_colour:
+        # Without colours the recorded text is shown, not the tokens' text.
         text, styles = differences.coloured_text(record)
     if not record.messages:
         yield view.note("completion", "role")
@@ -177,6 +181,7 @@ def _flow(facts: Iterable[str], terminal: Terminal) -> Iterator[Line]:
     line = Text(" " * _INDENT)
     num_columns = _INDENT
     for fact in facts:
+        # A reward's name may be longer than the terminal is wide.
         cell = terminal.fit(fact, terminal.columns - _INDENT)
         width = width_of(cell.plain)
         if num_columns + width > terminal.columns:
@@ -190,6 +195,7 @@ def _flow(facts: Iterable[str], terminal: Terminal) -> Iterator[Line]:
 
 def _message_lines(messages: Sequence[Any], view: View) -> Iterator[Line]:
     """Yields a conversation; the middle of a long one is left out."""
+    # The beginning has the task, the end has the answer.
     half = _MAX_MESSAGES // 2
     num_hidden = 0 if view.is_full else max(0, len(messages) - 2 * half)
     for index, message in enumerate(messages):
@@ -200,6 +206,7 @@ def _message_lines(messages: Sequence[Any], view: View) -> Iterator[Line]:
         fields = message if isinstance(message, Mapping) else {}
         speaker = f"{as_text(fields.get('role', 'message'))} {as_text(fields.get('name', ''))}"
         yield view.note(speaker.rstrip(), "role")
+        # The names that chat templates use for thoughts.
         for name in ("reasoning_content", "thinking"):
             thought = fields.get(name)
             if isinstance(thought, str) and thought:

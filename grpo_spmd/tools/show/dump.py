@@ -35,8 +35,10 @@ def contains_text(text: str) -> LineFilter | None:
 
     Returns None if raw bytes cannot tell, because JSON may escape the text's characters.
     """
+    # JSON may write other characters as escapes or as themselves.
     if not text.isascii():
         return None
+    # As JSON writes the text: quotes and control characters are escaped there.
     needle = json.dumps(text)[1:-1].lower().encode()
     return lambda line: needle in line.lower()
 
@@ -48,6 +50,7 @@ def text_pattern(text: str) -> re.Pattern[str]:
 
 def has_row(row: int) -> LineFilter:
     """Returns a filter for raw lines from that row of the data set."""
+    # After the number something else must follow, or row 1 would match row 10.
     pattern = re.compile(rb'"row": ?%d[,}\s]' % row)
     return lambda line: pattern.search(line) is not None
 
@@ -60,6 +63,7 @@ def prompt_text(prompt: str | Sequence[Any]) -> str:
 def message_text(message: object) -> str:
     """Returns the content of a chat message as text; as JSON if it is no text."""
     content = message.get("content") if isinstance(message, Mapping) else message
+    # Content may be a list of parts, as in multimodal chats.
     if isinstance(content, list) and all(isinstance(p, Mapping) and "text" in p for p in content):
         return "".join(as_text(item["text"]) for item in content)
     return "" if content is None else as_text(content)
@@ -101,6 +105,7 @@ def describe_steps(steps: Sequence[int]) -> str:
     """Returns in words which steps have completions."""
     if not steps:
         return "there are none of any step (logging.rollouts_every_steps)"
+    # Dumps at even distances are the usual case, and short to say.
     gaps = [later - earlier for earlier, later in pairwise(steps)]
     if len(steps) > 3 and len(set(gaps)) == 1:
         every = "" if gaps[0] == 1 else f", every {gaps[0]}"

@@ -51,6 +51,7 @@ def follow(run_dir: Path, draw: Draw) -> None:
             is_first = False
             drawn_for = current
             last_step = run.last_step
+            # A large run takes long to read, and must not keep a core busy all the time.
             end = time.monotonic()
             next_draw_s = end + _PAUSE_FACTOR * (end - begin)
             next_state_s = max(next_draw_s, end + _STATE_S)

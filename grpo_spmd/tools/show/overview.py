@@ -79,6 +79,7 @@ def overview(run: RecordedRun, terminal: Terminal) -> Iterator[Line]:
 
 def state_lines(run: RecordedRun, terminal: Terminal) -> Iterator[Line]:
     """Yields the state of a run, and what it runs on."""
+    # A preempted or silent run is neither.
     style = "good" if run.state in _GOOD_STATES else "warning"
     if run.state in _BAD_STATES:
         style = "bad"
@@ -88,6 +89,7 @@ def state_lines(run: RecordedRun, terminal: Terminal) -> Iterator[Line]:
     launch = run.launches[-1] if run.launches else {}
     facts = [str(run.config["model.path"])] if run.config.get("model.path") else []
     num_ranks = launch.get("world_size")
+    # launches.jsonl may be another version's: facts of another type are left out.
     if type(num_ranks) is int:
         devices = launch.get("devices")
         named = ", ".join(map(str, devices)) if isinstance(devices, Mapping) else ""
@@ -113,6 +115,7 @@ def _finding_lines(run: RecordedRun, terminal: Terminal) -> Iterator[Line]:
     if len(findings) > _MAX_FINDINGS:
         hint = f"   and {len(findings) - _MAX_FINDINGS} more in the report"
         yield terminal.fit(hint, terminal.columns, "dim")
+    # Checks that are not well get a line each; all others share one.
     checks = list_checks(run)
     for check in checks:
         if check.level != "ok":
@@ -136,6 +139,7 @@ def curve_lines(run: RecordedRun, terminal: Terminal) -> Iterator[Line]:
     yield Text.assemble(" " * label_columns, terminal.pad(steps, width, "dim"), (titles, "dim"))
     for row, lines in _curve_rows(run):
         values: list[Value] = [line.get(row.metric) for line in lines]
+        # A metric that no step has gets no row.
         numbers = [value for value in values if value is not None]
         if numbers:
             drawn = curve(values, width - 1, is_unicode=terminal.is_unicode, is_peak=row.is_peak)
@@ -151,6 +155,7 @@ def _curve_rows(run: RecordedRun) -> Iterator[tuple[CurveRow, Sequence[Mapping[s
     """Yields each row with the lines of metrics.jsonl that it is drawn from."""
     yield CurveRow("reward", "reward/mean"), run.steps
     components = _matching_metrics(run.steps, "reward/.+/mean")
+    # A single component is the reward itself.
     for name in components[:_MAX_COMPONENTS] if len(components) > 1 else ():
         yield CurveRow(f"  {name[7:-5]}", name), run.steps
     for row in _CURVES:
@@ -172,6 +177,7 @@ def time_lines(lines: Sequence[Mapping[str, Any]], terminal: Terminal) -> Iterat
     if total <= 0:
         return
     names = set(_matching_metrics(lines, r"time/\w+_s"))
+    # These are totals and times of day, not phases.
     names -= {"time/step_s", "time/wall_s", "time/unix_s"}
     seconds = {name[5:-2]: _total_seconds(name, lines) for name in names}
     seconds["between them"] = max(0.0, total - math.fsum(seconds.values()))
@@ -209,6 +215,7 @@ def label_width(terminal: Terminal) -> int:
 
 def newest_lines(run: RecordedRun, terminal: Terminal) -> Iterator[Line]:
     """Yields the last step as the run's own console shows it; nothing if there is no room."""
+    # The console reads these two, which early versions did not write.
     metrics = {"optim/updates": None, "optim/skipped_updates": None, **run.steps[-1]}
     header, line = Console(run.num_steps or run.last_step).lines(metrics)
     if len(header) <= terminal.columns:

@@ -59,6 +59,7 @@ def find_prompts(
     Their number is bounded. Completions are kept for `step`, or else for the newest step at which
     a row was sampled; for several rows only those of the first row are kept.
     """
+    # A number of at most 18 digits fits in 64 bits; a longer one is a text.
     row = int(wanted) if wanted.isascii() and wanted.isdecimal() and len(wanted) < 19 else None
     pattern = text_pattern(wanted)
     line_filter = contains_text(wanted) if row is None else has_row(row)
@@ -67,10 +68,12 @@ def find_prompts(
         for record in run.files.rollouts(dumped_step, errors=errors, is_wanted=line_filter):
             text = prompt_text(record.prompt)
             is_match = pattern.search(text) is not None if row is None else record.row == row
+            # The bound is on rows: of a row that is known, all steps count.
             if is_match and (record.row in prompts or len(prompts) < _MAX_ROWS):
                 prompt = prompts.setdefault(
                     record.row, PromptHistory(record.row, text[:_MAX_PROMPT_CHARS])
                 )
+                # With several rows a list is shown, so no completions are kept.
                 is_shown = step is None or dumped_step == step
                 prompt.add(record, dumped_step, is_shown and len(prompts) == 1)
     return sorted(prompts.values(), key=lambda prompt: prompt.row)
@@ -82,6 +85,7 @@ def prompt_page(run: RecordedRun, wanted: str, step: int | None, view: View) -> 
     Raises ConfigError if no dump has such a prompt.
     """
     errors = ReadErrors()
+    # Raises for a step without completions, before everything is read.
     find_dumped_step(run, step)
     prompts = find_prompts(run, wanted, step, errors)
     num_steps = len(run.dumped_steps)
@@ -100,6 +104,7 @@ def prompt_page(run: RecordedRun, wanted: str, step: int | None, view: View) -> 
 
 def _prompt_list(prompts: Sequence[PromptHistory], view: View) -> Iterator[Line]:
     terminal = view.terminal
+    # At the bound the search stopped adding rows.
     more = " or more" if len(prompts) == _MAX_ROWS else ""
     title = f"{len(prompts)}{more} prompts; --prompt ROW shows one"
     yield terminal.fit(title, terminal.columns, "title")
@@ -153,6 +158,7 @@ def _group_lines(prompt: PromptHistory, view: View) -> Iterator[Line]:
     columns = [Column("step", ">", 8), Column("n", ">", 5), Column("mean", ">", 8)]
     columns += [Column("spread", ">", 8), Column("cut", ">", 6), Column("  rewards", style="curve")]
     rewards = [reward for group in prompt.groups.values() for reward in group.known_rewards]
+    # One scale for all steps, so that their histograms can be compared.
     low = min(rewards, default=0.0)
     high = max(rewards, default=0.0)
     steps = list(prompt.groups)
@@ -160,6 +166,7 @@ def _group_lines(prompt: PromptHistory, view: View) -> Iterator[Line]:
     if len(steps) > _MAX_STEPS and not view.is_full:
         hint = f"{len(steps) - _MAX_STEPS} earlier ones (--full shows them)"
         rows.append(["", "", "", "", "", terminal.text(f"  {hint}", "dim")])
+        # The newest steps are what one wants to see.
         steps = steps[-_MAX_STEPS:]
     for step in steps:
         group = prompt.groups[step]

@@ -37,6 +37,7 @@ def search_lines(run: RecordedRun, text: str, step: int | None, view: View) -> I
     """
     errors = ReadErrors()
     pattern = text_pattern(text)
+    # The newest step first: the present policy is what matters most.
     steps = [find_dumped_step(run, step)] if step is not None else run.dumped_steps[::-1]
     counts: dict[int, int] = {}
     num_shown = 0
@@ -49,6 +50,7 @@ def search_lines(run: RecordedRun, text: str, step: int | None, view: View) -> I
             if matching_text is None:
                 continue
             counts[searched_step] += 1
+            # Each step shows a few, so that one step does not fill the page.
             has_room = num_shown < _MAX_SHOWN and (
                 step is not None or counts[searched_step] <= _MAX_SHOWN_PER_STEP
             )
@@ -60,6 +62,7 @@ def search_lines(run: RecordedRun, text: str, step: int | None, view: View) -> I
 
 
 def _matching_text(record: RolloutRecord, pattern: re.Pattern[str]) -> str | None:
+    # What tools answered is in messages alone.
     texts = [record.completion, *map(message_text, record.messages)]
     return next((text for text in texts if pattern.search(text)), None)
 
@@ -84,6 +87,7 @@ def _match_lines(
 
 def _mark_matches(text: str, pattern: re.Pattern[str], has_colour: bool) -> tuple[str, Styles]:
     """Marks matches by a style, or by >> and << if there are no colours."""
+    # A pattern such as a space matches very often in a long text.
     matches = list(islice(pattern.finditer(text), _MAX_MARKED))
     if not has_colour:
         return pattern.sub(r">>\g<0><<", text, count=_MAX_MARKED), ""
@@ -116,6 +120,7 @@ def _summary(counts: Mapping[int, int], text: str, num_shown: int, view: View) -
         values = [counts[step] for step in steps]
         label = label_width(terminal)
         width = terminal.columns - label - 16
+        # Peaks, since single matches would vanish in means of many steps.
         drawn = curve(values, width, is_unicode=terminal.is_unicode, is_peak=True)
         label_cell = terminal.pad("of each step", label)
         yield Text.assemble(label_cell, (drawn, "curve"), f"  most {max(values)}")

@@ -108,6 +108,7 @@ def metric_blocks(metrics: Mapping[str, Any], terminal: Terminal) -> Iterator[Li
     """Yields metrics below the first part of their names, in as many columns as fit."""
     num_columns = max(1, terminal.columns // 40)
     label = (terminal.columns - 2) // num_columns - 12
+    # A fixed order for the usual blocks; other metrics follow as the run wrote them.
     blocks: dict[str, list[str]] = {name: [] for name in _FIRST_BLOCKS}
     for name in metrics:
         block, slash, _ = name.partition("/")
@@ -133,6 +134,7 @@ def _memory_lines(metrics: Mapping[str, Any], terminal: Terminal) -> Iterator[Li
     ]
     if not phases:
         return
+    # Five columns of figures beside the phase's name.
     width = 12 if terminal.columns >= 78 else 9
     titles = "".join(kind.replace("_used", "")[: width - 1].rjust(width) for kind in _MEMORY_KINDS)
     yield Text.assemble(terminal.pad("memory (GiB)", 14, "role"), (titles, "dim"))
@@ -144,6 +146,7 @@ def _memory_lines(metrics: Mapping[str, Any], terminal: Terminal) -> Iterator[Li
 
 def read_groups(run: RecordedRun, step: int, errors: ReadErrors) -> list[PromptGroup]:
     """Returns the groups of a step in the order of the prompt stream."""
+    # A step's scores are few numbers a rollout, so they fit into memory.
     mismatches = read_max_differences(run, step, errors)
     groups: dict[int, PromptGroup] = {}
     for record in run.files.rollouts(step, errors=errors):
@@ -159,12 +162,14 @@ def _group_lines(run: RecordedRun, step: int, terminal: Terminal) -> Iterator[Li
     errors = ReadErrors()
     groups = read_groups(run, step, errors)
     rewards = [reward for group in groups for reward in group.known_rewards]
+    # One scale for all groups, so that their histograms can be compared.
     low = min(rewards, default=0.0)
     high = max(rewards, default=0.0)
     num_completions = sum(len(group.rewards) for group in groups)
     title = f"{len(groups)} groups, {num_completions} completions; "
     title += f"rewards from {number(low)} to {number(high)}, least mean first"
     yield terminal.fit(title, terminal.columns, "role")
+    # The prompts that need a look come first; groups without a reward last.
     groups.sort(key=lambda group: (group.mean is None, group.mean or 0.0))
     yield from _group_table(groups, low, high, terminal)
     num_unscored = sum(reward is None for group in groups for reward in group.rewards)
@@ -180,6 +185,7 @@ def _group_lines(run: RecordedRun, step: int, terminal: Terminal) -> Iterator[Li
 def _group_table(
     groups: Sequence[PromptGroup], low: float, high: float, terminal: Terminal
 ) -> Iterator[Line]:
+    # On a narrow terminal the prompt needs the room.
     has_mismatch = any(g.mismatch is not None for g in groups) and terminal.columns >= 76
     columns = [Column("row", ">", 7), Column("n", ">", 5)]
     columns += [Column("  rewards", width=_NUM_BINS + 2, style="curve"), Column("mean", ">", 8)]
@@ -199,6 +205,7 @@ def _group_table(
     if num_hidden <= 0:
         yield from lines
         return
+    # Both ends are interesting: the worst and the best groups.
     yield from lines[:half]
     note = f"{num_hidden} groups between them".center(terminal.columns).rstrip()
     yield terminal.fit(note, terminal.columns, "dim")

@@ -80,6 +80,7 @@ class TokenDifferences:
         if sum(map(len, pieces)) > _MAX_COLOURED_CHARS:
             return record.completion, ""
         token_styles = [_style(size) for size in np.abs(scores.difference) / self._bound]
+        # A single turn is one text; an episode has one for each sampled turn.
         num_tokens = [len(pieces)]
         if record.status is not None:
             num_tokens = [len(turn["token_ids"]) for turn in record.turns if turn["sampled"]]
