@@ -1,12 +1,15 @@
-"""A step's decision and what was made of it, once more from each rank's own rollouts: rewards, advantages, masks, plan,
-denominators, and that what a rank trains on is what another sampled. Plain Python, nothing of learn/."""
+"""Checks a step's decision and batch with what each rank finds from its own rollouts.
+
+Rewards, advantages, masks, plan and denominators are computed once more, in plain Python. Hashes
+show that a rank trains on the very rollouts that another one sampled."""
 
 from __future__ import annotations
 
 import math
 import zlib
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -20,7 +23,7 @@ from grpo_spmd.config.schema import AdvantageConfig, LossConfig, RolloutConfig
 from grpo_spmd.distributed.collectives import on_rank0, on_rank0_bytes, scatter_from_rank0
 from grpo_spmd.distributed.packed import PackedReader, pack
 from grpo_spmd.learn.advantages import Credit, turn_advantages
-from grpo_spmd.learn.contexts import completion_contexts, completion_turns, find_episode_error
+from grpo_spmd.learn.contexts import find_episode_error, completion_contexts, completion_turns
 from grpo_spmd.learn.sampled_step import SampledStep
 from grpo_spmd.proofs.gradient_check import CheckResult
 from grpo_spmd.records import (
@@ -33,11 +36,31 @@ from grpo_spmd.records import (
     Turn,
 )
 
-_LEAST_CHANCE = -40.0  # nats, that samples which do not know of each other are alike
-_ALIKE = 1e-6  # rewards of a group that differ by less have no spread
+# Log probability below which equal samples of a group are no chance.
+_MIN_LOG_CHANCE = -40.0
+# A group whose rewards deviate by less has no spread.
+_MIN_DEVIATION = 1e-6
+NO_TOKENS = -2
+"""The hash of a rollout without a sampled token, which is in no micro-batch."""
+_MISALIGNED = -1  # the hash of a rollout with a token that is scored at another position
+
+
+@dataclass(frozen=True)
+class _TrainedGroup:
+    """One of this rank's groups that is trained on. Lists are in the order of its rollouts."""
+
+    group: RolloutGroup
+    ids: range
+    """Rollout ids."""
+    rewards: list[float]
+    """Less the overlong penalty. NaN: unknown."""
+    penalised: list[float]
+    """Less the KL penalty too."""
 
 
 class BatchCheck:
+    """Checks the decision about a step, and the micro-batches that were made of it."""
+
     def __init__(
         self,
         rollout: RolloutConfig,
@@ -47,417 +70,509 @@ class BatchCheck:
         stop_ids: Collection[int],
         is_agent: bool,
     ) -> None:
-        """`weights` of the rewards, in their order. `stop_ids`: tokens that end a completion, or a turn. `is_agent`:
-        one who asks for turns may go on after one that was cut off."""
-        self._rollout, self._advantage, self._loss = rollout, advantage, loss
-        self._weights, self._stop_ids, self._is_agent = weights, set(stop_ids), is_agent
-        self._has_critic = advantage.estimator == "gae"  # whose advantages critic_check.py looks at
+        """`weights` of the rewards, in their order. `stop_ids`: tokens that end a completion or a
+        turn. `is_agent`: an agent may go on after a turn that was cut off."""
+        self._rollout = rollout
+        self._advantage = advantage
+        self._loss = loss
+        self._weights = weights
+        self._stop_ids = set(stop_ids)
+        self._is_agent = is_agent
+        # The critic's own check looks at the advantages of gae.
+        self._has_critic = advantage.estimator == "gae"
 
     def run(self, sampled: SampledStep, batch: RolloutBatch, decision: Decision) -> CheckResult:
-        """Collective."""
-        found, size = CheckResult(), self._rollout.group_size
-        self._check_completions(found, sampled)
-        rewards, slots = self._rewards(sampled), decision.slots
-        kl = _kl_penalties(
-            batch,
-            [i for g in sampled.groups for i in _ids(slots.get(g.prompt.position), size)],
-            self._loss,
-        )
-        shorter = self.rewards_of(sampled, decision)
-        dropped: list[int] = []  # positions of groups with a spread that are not trained on
-        for number, group in enumerate(sampled.groups):
-            own, position = rewards[number * size : (number + 1) * size], group.prompt.position
-            is_alike = moments([r for r in own if r is not None])[1] < _ALIKE
-            if position not in slots:
-                dropped += [] if self._rollout.dynamic_sampling and is_alike else [position]
-                continue
-            slot = slots[position]
-            if self._rollout.dynamic_sampling and is_alike:
-                found.errors.append(
-                    f"group {slot} has rewards that are all alike, and dynamic sampling kept it"
-                )
-        penalised = {i: reward - kl.get(i, 0.0) for i, reward in shorter.items()}
-        known = np.array([r for r in penalised.values() if not math.isnan(r)], np.float64)
-        whole = on_rank0_bytes(moments_of_all, known.tobytes())
-        mine: list[tuple[int, int, float]] = []
-        discount = sampled.rules.discount
-        for group in sampled.groups:
-            ids = _ids(slots.get(group.prompt.position), size)
-            (center, divisor), of_group = (
-                self._line([penalised[i] for i in ids], *whole),
-                [penalised[i] for i in ids],
-            )
-            divisor = math.inf if sampled.rules.zero_advantages else divisor
-            advantages = [
-                0.0 if math.isnan(r) or math.isinf(divisor) else (r - center) / divisor
-                for r in of_group
-            ]
-            scored = [n for n, r in enumerate(of_group) if not math.isnan(r)]
-            # Where whole returns are alike, no line through them says what those of turns are worth.
-            has_line = moments([of_group[n] for n in scored])[1] >= _ALIKE
-            credit = partial(_credit, group, scored, divisor if has_line else math.inf)
-            credited: Sequence[Credit] = ()
-            if ids and discount is not None and not self._has_critic:
-                of_turns = [one.episode for one in group.completions]
-                credited = turn_advantages(
-                    [decision.advantages[i] for i in ids],
-                    [penalised[i] for i in ids],
-                    of_turns,
-                    discount,
-                )
-            entries = zip(ids, group.completions if ids else (), advantages, strict=True)
-            for number, (i, completion, expected) in enumerate(entries):
-                given = 0.0 if self._has_critic else decision.advantages[i]
-                if not self._has_critic and not same(given, expected):
-                    found.errors.append(
-                        f"rollout {i} has the advantage {given:.6g}, not {expected:.6g}"
-                    )
-                is_cut = self._loss.mask_truncated and completion.finish_reason == "length"
-                if decision.in_loss[i] != (not math.isnan(shorter[i]) and not is_cut):
-                    found.errors.append(
-                        f"rollout {i} is {'' if decision.in_loss[i] else 'not '}in the loss"
-                    )
-                count = len(completion.token_ids)
-                contexts = completion_contexts(group.prompt.token_ids, completion)
-                tokens = [
-                    (context.token_ids, np.flatnonzero(context.sampled)) for context in contexts
-                ]
-                of_tokens = (
-                    np.broadcast_to(credited[number], count) if credited else np.full(count, given)
-                )
-                if credited and not math.isnan(shorter[i]):
-                    above = [given + over for over in credit(completion, discount or 0.0)]
-                    if not np.allclose(of_tokens, above, rtol=1e-4, atol=1e-5):
-                        found.errors.append(
-                            f"rollout {i} has other advantages of its turns than their returns say"
-                        )
-                name = _name(tokens, completion.logprobs, of_tokens, [decision.in_loss[i]] * count)
-                mine.append((i, name, shorter[i]))
-        found.metrics["advantages"] = float(len(mine))
+        """Collective. Returns what is wrong with this rank's rollouts and rows."""
+        result = CheckResult()
+        self._check_completions(result, sampled)
+        surplus_or_dropped = self._check_selection(result, sampled, decision)
+        groups = self._trained_groups(sampled, batch, decision)
+        known = [r for group in groups for r in group.penalised if not math.isnan(r)]
+        step_moments = on_rank0_bytes(_moments_of_all, np.array(known, np.float64).tobytes())
+        reports: list[tuple[int, int, float]] = []
+        for group in groups:
+            line = self._advantage_line(group.penalised, *step_moments)
+            if sampled.rules.zero_advantages:
+                line = (line[0], math.inf)
+            reports += self._check_group(result, group, line, sampled.rules.discount, decision)
+        result.metrics["advantages"] = float(len(reports))
         trained = [
-            pair
-            for micro_batch in batch.micro_batches
-            for pair in _hash_rollouts(micro_batch, self._has_critic)
+            pair for row in batch.micro_batches for pair in _hash_rollouts(row, self._has_critic)
         ]
-        # With so many groups in the step those of later positions are surplus.
-        wanted = self._rollout.num_prompts_per_step if self._rollout.dynamic_sampling else math.inf
-        judge = partial(find_misplaced, of_all=decision.rank0_decision, wanted=wanted)
-        found.errors.extend(on_rank0_bytes(judge, told(mine, trained, dropped)))
-        self._check_denominators(found, batch)
-        return found
+        # Groups of later positions than these are surplus.
+        is_dynamic = self._rollout.dynamic_sampling
+        num_wanted = self._rollout.num_prompts_per_step if is_dynamic else math.inf
+        find = partial(find_misplaced, decision=decision.rank0_decision, num_wanted=num_wanted)
+        report = pack_report(reports, trained, surplus_or_dropped)
+        result.errors.extend(on_rank0_bytes(find, report))
+        self._check_denominators(result, batch)
+        return result
 
     def rewards_of(self, sampled: SampledStep, decision: Decision) -> dict[int, float]:
-        """Of this rank's rollouts that are trained on, by id, the rewards less the penalties for their length; NaN: not
-        known."""
-        found, rewards, size = dict[int, float](), self._rewards(sampled), self._rollout.group_size
-        for number, group in enumerate(sampled.groups):
-            ids, own = (
-                _ids(decision.slots.get(group.prompt.position), size),
-                rewards[number * size :],
-            )
-            for i, completion, reward in zip(ids, group.completions, own, strict=False):
-                found[i] = (
-                    math.nan
-                    if reward is None
-                    else reward - self._penalty(len(completion.token_ids))
-                )
-        return found
+        """Returns the rewards of this rank's trained rollouts by id, less the overlong penalty.
 
-    def _rewards(self, sampled: SampledStep) -> list[float | None]:
-        """The weighted sums over the functions that apply; None: one failed, or none applies."""
-        columns, sums = list(sampled.scored.by_name.values()), list[float | None]()
+        NaN: unknown."""
+        rewards: dict[int, float] = {}
+        sums = iter(self._weighted_sums(sampled))
+        for group in sampled.groups:
+            group_sums = [next(sums) for _ in group.completions]
+            ids = self._ids(group, decision)
+            for i, completion, reward in zip(ids, group.completions, group_sums, strict=False):
+                penalty = self._overlong_penalty(len(completion.token_ids))
+                rewards[i] = math.nan if reward is None else reward - penalty
+        return rewards
+
+    def _ids(self, group: RolloutGroup, decision: Decision) -> range:
+        """Returns the ids of a group's rollouts, none if it is not trained on."""
+        slot = decision.slots.get(group.prompt.position)
+        size = self._rollout.group_size
+        return range(0) if slot is None else range(slot * size, (slot + 1) * size)
+
+    def _trained_groups(
+        self, sampled: SampledStep, batch: RolloutBatch, decision: Decision
+    ) -> list[_TrainedGroup]:
+        """Collective. Returns this rank's groups that are trained on, with their rewards."""
+        ids_by_group = [(group, self._ids(group, decision)) for group in sampled.groups]
+        all_ids = [i for _, ids in ids_by_group for i in ids]
+        kl_penalties = _kl_penalties(batch, all_ids, self._loss)
+        rewards = self.rewards_of(sampled, decision)
+        return [
+            _TrainedGroup(
+                group,
+                ids,
+                rewards=[rewards[i] for i in ids],
+                penalised=[rewards[i] - kl_penalties.get(i, 0.0) for i in ids],
+            )
+            for group, ids in ids_by_group
+            if ids
+        ]
+
+    def _weighted_sums(self, sampled: SampledStep) -> list[float | None]:
+        """Returns weighted sums over the functions that apply. None: one failed, or none applies."""
+        columns = list(sampled.scored.by_name.values())
         if not columns:  # a teacher teaches alone
             return [0.0 for group in sampled.groups for _ in group.completions]
+        weights = self._weights if any(self._weights) else [1.0] * len(columns)
+        sums: list[float | None] = []
         for values in zip(*columns, strict=True):
-            weights = self._weights if any(self._weights) else [1.0] * len(values)
             known = [(w, v) for w, v in zip(weights, values, strict=True) if v is not None]
             total = sum(w * v for w, v in known)
             sums.append(total if known and math.isfinite(total) else None)
         return sums
 
-    def _penalty(self, num_tokens: int) -> float:
-        buffer, longest = (
-            self._advantage.overlong_buffer_tokens,
-            self._rollout.max_completion_tokens,
-        )
-        over = num_tokens - (longest - buffer)
-        return (
-            self._advantage.overlong_penalty * min(over, buffer) / buffer
-            if buffer and over > 0
-            else 0.0
-        )
+    def _overlong_penalty(self, num_tokens: int) -> float:
+        buffer = self._advantage.overlong_buffer_tokens
+        excess = num_tokens - (self._rollout.max_completion_tokens - buffer)
+        if not buffer or excess <= 0:
+            return 0.0
+        return self._advantage.overlong_penalty * min(excess, buffer) / buffer
 
-    def _line(
-        self, group: Sequence[float], mean_of_all: float, deviation_of_all: float
+    def _check_selection(
+        self, result: CheckResult, sampled: SampledStep, decision: Decision
+    ) -> list[int]:
+        """Returns the positions of groups with a spread that are not trained on.
+
+        Dynamic sampling must drop groups without a spread."""
+        sums = iter(self._weighted_sums(sampled))
+        is_dynamic = self._rollout.dynamic_sampling
+        not_trained = []
+        for group in sampled.groups:
+            rewards = [next(sums) for _ in group.completions]
+            has_no_spread = moments([r for r in rewards if r is not None])[1] < _MIN_DEVIATION
+            position = group.prompt.position
+            slot = decision.slots.get(position)
+            if slot is None:
+                if not (is_dynamic and has_no_spread):
+                    not_trained.append(position)
+            elif is_dynamic and has_no_spread:
+                result.errors.append(
+                    f"group {slot} has rewards that are all alike, and dynamic sampling kept it"
+                )
+        return not_trained
+
+    def _advantage_line(
+        self, rewards: Sequence[float], step_mean: float, step_deviation: float
     ) -> tuple[float, float]:
-        """An advantage is (reward - the first) / the second; infinite where there is nothing to learn."""
-        known, kind = [r for r in group if not math.isnan(r)], self._advantage.estimator
-        center, deviation = moments(known)
-        divisor, usable = 1.0, deviation >= _ALIKE
-        if kind == "reinforce_pp":
-            center, divisor, usable = mean_of_all, deviation_of_all, deviation_of_all >= _ALIKE
-        elif kind == "max_rl":
-            divisor, usable = center, usable and center >= _ALIKE
-        elif kind == "rloo" and usable:  # minus the mean of the others
-            divisor = (len(known) - 1) / len(known)
-        elif kind == "grpo":
-            by = {"group": deviation, "batch": max(deviation_of_all, _ALIKE), "none": 1.0}
-            divisor = by[self._advantage.normalize_std]
-        return center, divisor if usable else math.inf
+        """Returns (center, scale): an advantage is (reward - center) / scale.
 
-    def _check_completions(self, found: CheckResult, sampled: SampledStep) -> None:
-        """A completion ends at its first stop token, or at the longest length; a group's were drawn one by one."""
-        longest = self._rollout.max_completion_tokens
+        The scale is infinite if there is nothing to learn."""
+        known = [reward for reward in rewards if not math.isnan(reward)]
+        center, deviation = moments(known)
+        is_usable = deviation >= _MIN_DEVIATION
+        scale = 1.0
+        estimator = self._advantage.estimator
+        if estimator == "reinforce_pp":
+            center = step_mean
+            scale = step_deviation
+            is_usable = step_deviation >= _MIN_DEVIATION
+        elif estimator == "max_rl":
+            scale = center
+            is_usable = is_usable and center >= _MIN_DEVIATION
+        elif estimator == "rloo" and is_usable:  # minus the mean of the others
+            scale = (len(known) - 1) / len(known)
+        elif estimator == "grpo":
+            scale = {
+                "group": deviation,
+                "batch": max(step_deviation, _MIN_DEVIATION),
+                "none": 1.0,
+            }[self._advantage.normalize_std]
+        return center, scale if is_usable else math.inf
+
+    def _check_group(
+        self,
+        result: CheckResult,
+        group: _TrainedGroup,
+        line: tuple[float, float],
+        discount: float | None,
+        decision: Decision,
+    ) -> list[tuple[int, int, float]]:
+        """Checks advantages and masks. Returns (id, hash, reward) of each rollout."""
+        center, scale = line
+        completions = group.group.completions
+        token_advantages = self._token_advantages(result, group, scale, discount, decision)
+        reports = []
+        for n, (i, completion) in enumerate(zip(group.ids, completions, strict=True)):
+            reward = group.penalised[n]
+            is_zero = math.isnan(reward) or math.isinf(scale)
+            expected = 0.0 if is_zero else (reward - center) / scale
+            advantage = decision.advantages[i]
+            if not self._has_critic and not _is_close(advantage, expected):
+                result.errors.append(
+                    f"rollout {i} has the advantage {advantage:.6g}, not {expected:.6g}"
+                )
+            is_cut = self._loss.mask_truncated and completion.finish_reason == "length"
+            in_loss = decision.in_loss[i]
+            if in_loss != (not math.isnan(group.rewards[n]) and not is_cut):
+                result.errors.append(f"rollout {i} is {'' if in_loss else 'not '}in the loss")
+            contexts = completion_contexts(group.group.prompt.token_ids, completion)
+            tokens = [(context.token_ids, np.flatnonzero(context.sampled)) for context in contexts]
+            mask = [in_loss] * len(completion.token_ids)
+            rollout_hash = _hash_rollout(tokens, completion.logprobs, token_advantages[n], mask)
+            reports.append((i, rollout_hash, group.rewards[n]))
+        return reports
+
+    def _token_advantages(
+        self,
+        result: CheckResult,
+        group: _TrainedGroup,
+        scale: float,
+        discount: float | None,
+        decision: Decision,
+    ) -> list[npt.NDArray[Any]]:
+        """Returns each rollout's advantages by token, and checks those of an episode's turns."""
+        completions = group.group.completions
+        lengths = [len(completion.token_ids) for completion in completions]
+        if self._has_critic:
+            return [np.zeros(length) for length in lengths]
+        advantages = [decision.advantages[i] for i in group.ids]
+        if discount is None:
+            return [np.full(*pair) for pair in zip(lengths, advantages, strict=True)]
+        episodes = [completion.episode for completion in completions]
+        credits: Sequence[Credit] = turn_advantages(advantages, group.penalised, episodes, discount)
+        scored = [n for n, reward in enumerate(group.penalised) if not math.isnan(reward)]
+        # If whole returns have no spread, no line through them says what those of turns are worth.
+        if moments([group.penalised[n] for n in scored])[1] < _MIN_DEVIATION:
+            scale = math.inf
+        token_advantages = [
+            np.broadcast_to(credit, length) for credit, length in zip(credits, lengths, strict=True)
+        ]
+        for n, i in enumerate(group.ids):
+            if math.isnan(group.rewards[n]):
+                continue
+            above = _turn_credit(completions, n, scored, scale, discount)
+            expected = [advantages[n] + credit for credit in above]
+            if not np.allclose(token_advantages[n], expected, rtol=1e-4, atol=1e-5):
+                result.errors.append(
+                    f"rollout {i} has other advantages of its turns than their returns say"
+                )
+        return token_advantages
+
+    def _check_completions(self, result: CheckResult, sampled: SampledStep) -> None:
+        """Checks that a group's completions differ, and end where they should."""
         for group in sampled.groups:
             copies = Counter(tuple(completion.token_ids) for completion in group.completions)
-            for ids, logprobs in {
-                tuple(c.token_ids): c.logprobs for c in group.completions
-            }.items():
-                others, more = len(group.completions) - 1, copies[ids] - 1
-                chance = math.log(math.comb(others, more)) + more * math.fsum(logprobs)
-                if chance < _LEAST_CHANCE:
-                    found.errors.append(
-                        f"{more + 1} completions of a group are one: a chance of e{chance:.0f}"
+            logprobs = {tuple(c.token_ids): c.logprobs for c in group.completions}
+            for ids, count in copies.items():
+                num_ways = math.comb(len(group.completions) - 1, count - 1)
+                log_chance = math.log(num_ways) + (count - 1) * math.fsum(logprobs[ids])
+                if log_chance < _MIN_LOG_CHANCE:
+                    result.errors.append(
+                        f"{count} completions of a group are one: a chance of e{log_chance:.0f}"
                     )
-        for completion in (c for group in sampled.groups for c in group.completions):
-            episode, turns = completion.episode, completion_turns(completion)
-            if episode is not None and (why := find_episode_error(completion.token_ids, episode)):
-                found.errors.append(f"an episode is none: {why}")
-            if not self._is_agent and any(reason == "length" for _, reason in turns[:-1]):
-                found.errors.append("an episode goes on after a turn that was cut off")
-            for said, reason in turns:
-                *before, last = said or [-1]
-                # In an episode a turn may have less room.
-                is_cut = len(said) == longest if episode is None else 0 < len(said) <= longest
-                what = "completion" if episode is None else "turn"
-                if self._stop_ids.intersection(before):
-                    found.errors.append(
-                        f"a {what} goes on after a token that ends it (generation_config's eos_token_id)"
-                    )
-                elif last not in self._stop_ids if reason == "stop" else not is_cut:
-                    ending = (
-                        f"{len(said)} tokens that ends with {last} has finish_reason {reason!r}"
-                    )
-                    found.errors.append(f"a {what} of {ending}")
+        for group in sampled.groups:
+            for completion in group.completions:
+                self._check_turns(result, completion)
 
-    def _check_denominators(self, found: CheckResult, batch: RolloutBatch) -> None:
-        """Collective."""
-        own = []
-        for rows in batch.mini_batches:
-            own.append(sum(int(row.loss_mask.sum()) for row in rows))
-            own.append(sum(len(row.sequence_index[row.loss_mask].unique()) for row in rows))
-        counted = on_rank0(
-            lambda of_ranks: [sum(column) for column in zip(*of_ranks, strict=True)], own
+    def _check_turns(self, result: CheckResult, completion: Completion) -> None:
+        """A turn ends at its first stop token or at the length limit, and so does a completion."""
+        episode = completion.episode
+        turns = completion_turns(completion)
+        if episode is not None:
+            rule = find_episode_error(completion.token_ids, episode)
+            if rule:
+                result.errors.append(f"an episode is none: {rule}")
+        if not self._is_agent and any(reason == "length" for _, reason in turns[:-1]):
+            result.errors.append("an episode goes on after a turn that was cut off")
+        limit = self._rollout.max_completion_tokens
+        what = "completion" if episode is None else "turn"
+        for ids, reason in turns:
+            *earlier, last = ids or [-1]
+            if self._stop_ids.intersection(earlier):
+                result.errors.append(
+                    f"a {what} goes on after a token that ends it (generation_config's eos_token_id)"
+                )
+                continue
+            if reason == "stop":
+                is_right = last in self._stop_ids
+            else:
+                # In an episode a turn may have less room.
+                is_right = len(ids) == limit if episode is None else 0 < len(ids) <= limit
+            if not is_right:
+                result.errors.append(
+                    f"a {what} of {len(ids)} tokens that ends with {last} has finish_reason "
+                    f"{reason!r}"
+                )
+
+    def _check_denominators(self, result: CheckResult, batch: RolloutBatch) -> None:
+        """Collective. Counts the tokens and sequences of each mini-batch over all ranks."""
+        counts = on_rank0(
+            lambda by_rank: [
+                [sum(column) for column in zip(*pairs, strict=True)]
+                for pairs in zip(*by_rank, strict=True)
+            ],
+            [list(count_loss(rows)) for rows in batch.mini_batches],
         )
-        for number, pair in enumerate(
-            zip(batch.num_loss_tokens, batch.num_loss_sequences, strict=True)
-        ):
-            if (there := (counted[2 * number], counted[2 * number + 1])) != pair:
-                found.errors.append(
-                    f"mini-batch {number} is to divide by {pair} tokens and sequences, and has {there}"
+        stated = zip(batch.num_loss_tokens, batch.num_loss_sequences, strict=True)
+        for number, (pair, count) in enumerate(zip(stated, counts, strict=True)):
+            if tuple(count) != pair:
+                result.errors.append(
+                    f"mini-batch {number} is to divide by {pair} tokens and sequences, and has "
+                    f"{tuple(count)}"
                 )
 
 
-def _ids(slot: int | None, group_size: int) -> range:
-    """Of a group's rollouts; none where it is not trained on."""
-    return range(0) if slot is None else range(slot * group_size, (slot + 1) * group_size)
+def count_loss(mini_batch: Sequence[MicroBatch]) -> tuple[int, int]:
+    """Returns the tokens and the sequences of this rank that count in the loss."""
+    return (
+        sum(int(row.loss_mask.sum()) for row in mini_batch),
+        sum(len(row.sequence_index[row.loss_mask].unique()) for row in mini_batch),
+    )
 
 
 def _kl_penalties(
-    batch: RolloutBatch, sampled: Sequence[int], loss: LossConfig
+    batch: RolloutBatch, sampled_ids: Sequence[int], loss: LossConfig
 ) -> dict[int, float]:
-    """Collective, with `loss.kl_in: reward`. What is taken off the rewards of the rollouts `sampled`; else nothing."""
+    """Collective with `loss.kl_in: reward`. Returns what is taken off the sampled rollouts' rewards."""
     if loss.kl_in != "reward" or not loss.kl_coef:
         return {}
-    own: dict[int, float] = {}
+    penalties: dict[int, float] = {}
     for row in batch.micro_batches:
-        for place, i in enumerate(row.rollout_ids):
-            p, ref = (
-                cast(Tensor, x)[row.sequence_index == place]
-                for x in (row.old_logprobs, row.ref_logprobs)
-            )
-            # In float32 as the trainer's: where nothing else tells the rewards of a group apart, its rounding shows.
+        for number, i in enumerate(row.rollout_ids):
+            of_rollout = row.sequence_index == number
+            p = cast(Tensor, row.old_logprobs)[of_rollout]
+            ref = cast(Tensor, row.ref_logprobs)[of_rollout]
+            # In float32 as the trainer's: if the rewards of a group differ by nothing else, its
+            # rounding shows.
             terms = {
                 "k1": p - ref,
                 "k2": (p - ref) ** 2 / 2,
                 "k3": torch.expm1(ref - p) - (ref - p),
-            }
-            own[i] = loss.kl_coef * float(terms[loss.kl_estimator].double().sum())
-    arrays = (
-        np.array([*own], np.int32),
-        np.array([*own.values()], np.float64),
-        np.array(sampled, np.int32),
+            }[loss.kl_estimator]
+            penalties[i] = loss.kl_coef * float(terms.double().sum())
+    payload = pack(
+        [len(penalties), len(sampled_ids)],
+        (
+            np.array([*penalties], np.int32),
+            np.array([*penalties.values()], np.float64),
+            np.array(sampled_ids, np.int32),
+        ),
     )
-    share = scatter_from_rank0(kl_penalties_by_rank, pack([len(own), len(sampled)], arrays))
-    return dict(zip(sampled, np.frombuffer(share).tolist(), strict=True))
+    answer = scatter_from_rank0(kl_penalties_by_rank, payload)
+    return dict(zip(sampled_ids, np.frombuffer(answer).tolist(), strict=True))
 
 
-def _credit(
-    group: RolloutGroup,
-    known: Sequence[int],
-    divisor: float,
-    completion: Completion,
+def _turn_credit(
+    completions: Sequence[Completion],
+    number: int,
+    scored: Sequence[int],
+    scale: float,
     discount: float,
 ) -> list[float]:
-    """What each token of an episode has over its rollout's advantage: by how much the return from its turn on, less
-    the whole one, is above the mean of that over the group."""
+    """Returns, for each token of an episode, its advantage minus its rollout's advantage.
 
-    def over(own: Sequence[Turn], first: int) -> float:
-        rewards = [(n, turn.reward or 0.0) for n, turn in enumerate(own)]
+    It is by how much the return from its turn on, minus the whole return, is above the mean of that
+    over the group's scored rollouts, divided by `scale`."""
+
+    def excess(turns: Sequence[Turn], first: int) -> float:
+        rewards = [(n, turn.reward or 0.0) for n, turn in enumerate(turns)]
         return sum(r * discount ** (n - first) for n, r in rewards[first:]) - sum(
             r * discount**n for n, r in rewards
         )
 
-    turns = [one.episode.turns if one.episode is not None else () for one in group.completions]
-    own = completion.episode.turns if completion.episode is not None else ()
-    means = [sum(over(turns[n], first) for n in known) / len(known) for first in range(len(own))]
-    return [
-        (over(own, first) - means[first]) / divisor
-        for first, turn in enumerate(own)
-        for _ in range(turn.num_tokens)
+    turns_by_rollout: list[Sequence[Turn]] = [
+        completion.episode.turns if completion.episode is not None else ()
+        for completion in completions
     ]
+    credit = []
+    for first, turn in enumerate(turns_by_rollout[number]):
+        mean = sum(excess(turns_by_rollout[n], first) for n in scored) / len(scored)
+        value = (excess(turns_by_rollout[number], first) - mean) / scale
+        credit += [value] * turn.num_tokens
+    return credit
 
 
 def _hash_rollouts(row: MicroBatch, has_critic: bool = False) -> list[tuple[int, int]]:
-    """The rollouts of a micro-batch, each with a name for its numbers; -1: some token is scored at another place."""
-    of_tokens = torch.zeros_like(row.advantages) if has_critic else row.advantages
-    columns = row.rollout_logprobs, of_tokens, row.loss_mask
+    """Returns (rollout id, hash) of the rollouts in a micro-batch."""
+    token_advantages = torch.zeros_like(row.advantages) if has_critic else row.advantages
     ids, index, predict, targets, positions, logprobs, advantages, mask = (
-        x.cpu().numpy()
-        for x in (
+        column.cpu().numpy()
+        for column in (
             row.input_ids,
             row.sequence_index,
             row.predict_index,
             row.target_ids,
             row.position_ids,
-            *columns,
+            row.rollout_logprobs,
+            token_advantages,
+            row.loss_mask,
         )
     )
-    starts, order, found = np.flatnonzero(positions == 0), np.argsort(index, kind="stable"), []
+    starts = np.flatnonzero(positions == 0)  # of the row's sequences
+    following = np.append(ids[1:], -1)
+    sequences = np.searchsorted(starts, predict, "right") - 1
+    order = np.argsort(index, kind="stable")
     bounds = np.searchsorted(index[order], np.arange(len(row.rollout_ids) + 1))
-    following, sequences = np.append(ids[1:], -1), np.searchsorted(starts, predict, "right") - 1
-    for place, i in enumerate(row.rollout_ids):
-        own = order[bounds[place] : bounds[place + 1]]
-        if not len(own) or not np.array_equal(targets[own], following[predict[own]]):
-            found.append((i, -1))
+    hashes = []
+    for number, i in enumerate(row.rollout_ids):
+        entries = order[bounds[number] : bounds[number + 1]]
+        if not len(entries) or not np.array_equal(targets[entries], following[predict[entries]]):
+            hashes.append((i, _MISALIGNED))
             continue
-        of_own, places = sequences[own], predict[own] + 1
+        sequence_of = sequences[entries]
+        sampled_at = predict[entries] + 1
         tokens = [
-            (ids[start:], places[of_own == n] - start)
+            (ids[start:], sampled_at[sequence_of == n] - start)
             for n, start in enumerate(starts)
-            if n in of_own
+            if n in sequence_of
         ]
-        found.append((i, _name(tokens, logprobs[own], advantages[own], mask[own])))
-    return found
+        hashes.append(
+            (i, _hash_rollout(tokens, logprobs[entries], advantages[entries], mask[entries]))
+        )
+    return hashes
 
 
-def _name(
-    tokens: Sequence[tuple[npt.NDArray[Any], npt.NDArray[Any]]],
+def _hash_rollout(
+    contexts: Sequence[tuple[npt.NDArray[Any], npt.NDArray[Any]]],
     logprobs: ArrayLike,
     advantages: ArrayLike,
     mask: ArrayLike,
 ) -> int:
-    """Of a rollout: its contexts, each with the places of what was sampled in it, behind which nothing counts."""
-    contexts = (
-        np.concatenate([ids[: places[-1] + 1], [-1], places]).astype(np.int64)
-        for ids, places in tokens
-        if len(places)
-    )
-    numbers = (np.asarray(x, np.float32) for x in (logprobs, advantages, mask))
-    parts = [array.tobytes() for arrays in (contexts, numbers) for array in arrays]
-    return zlib.crc32(b"".join(parts)) if any(parts) else NOTHING
+    """Returns a hash of a rollout.
+
+    `contexts` has token ids and the positions of the sampled ones; tokens after the last sampled
+    one do not count."""
+    parts = [
+        np.concatenate([ids[: sampled[-1] + 1], [-1], sampled]).astype(np.int64).tobytes()
+        for ids, sampled in contexts
+        if len(sampled)
+    ]
+    parts += [np.asarray(x, np.float32).tobytes() for x in (logprobs, advantages, mask)]
+    return zlib.crc32(b"".join(parts)) if any(parts) else NO_TOKENS
 
 
-# Rank 0's side of the batch check: its decision beside what the ranks have found by themselves. Plain Python.
+# What a rank reports to rank 0. Functions below run on rank 0, in plain Python.
+_REPORT_DTYPES: tuple[npt.DTypeLike, ...] = (
+    np.dtype([("id", np.int32), ("hash", np.int64), ("reward", np.float64)]),
+    np.dtype([("id", np.int32), ("hash", np.int64)]),
+    np.int64,
+)
 
 
-NOTHING = -2  # the name of a rollout without a sampled token, which is in no micro-batch
-_SAMPLED = np.dtype([("id", np.int32), ("name", np.int64), ("reward", np.float64)])
-_TRAINED = np.dtype([("id", np.int32), ("name", np.int64)])
-_KINDS: tuple[npt.DTypeLike, ...] = _SAMPLED, _TRAINED, np.int64
-
-
-def told(
+def pack_report(
     sampled: Sequence[tuple[int, int, float]],
     trained: Sequence[tuple[int, int]],
-    dropped: Sequence[int],
+    not_trained: Sequence[int],
 ) -> bytes:
-    """What a rank tells rank 0: of the rollouts that it sampled (id, name, reward), of those that it trains on (id,
-    name), and the positions of groups with a spread that are not trained on."""
+    """Packs a rank's report: sampled (id, hash, reward), trained (id, hash), positions.
+
+    The positions are those of groups with a spread that are not trained on."""
     arrays = [
-        np.array(values, kind)
-        for values, kind in zip((sampled, trained, dropped), _KINDS, strict=True)
+        np.array(values, dtype)
+        for values, dtype in zip((sampled, trained, not_trained), _REPORT_DTYPES, strict=True)
     ]
     return pack([len(array) for array in arrays], arrays)
 
 
-def find_misplaced(of_ranks: list[bytes], of_all: StepDecision | None, wanted: float) -> list[str]:
-    """On rank 0: what it decided, the ranks that sampled say, and those that train."""
-    assert of_all is not None
-    parts = [
-        [
-            packed.array(kind, number).tolist()
-            for kind, number in zip(_KINDS, packed.header, strict=True)
-        ]
-        for packed in map(PackedReader, of_ranks)
-    ]
-    sampled, trained, dropped = (
-        [each for part in parts for each in part[which]] for which in (0, 1, 2)
-    )
-    found, used = list[str](), of_all.positions.tolist()
-    for position in dropped:
-        if not (len(used) == wanted and position > max(used)):
-            found.append(f"the group at position {position} is not trained on")
+def find_misplaced(
+    reports: list[bytes], decision: StepDecision | None, num_wanted: float
+) -> list[str]:
+    """Compares the decision with the reports of all ranks. Returns what is wrong."""
+    assert decision is not None
+    columns: list[list[Any]] = [[], [], []]
+    for reader in map(PackedReader, reports):
+        for column, dtype, count in zip(columns, _REPORT_DTYPES, reader.header, strict=True):
+            column += reader.array(dtype, count).tolist()
+    sampled, trained, not_trained = columns
+    errors = []
+    positions = decision.positions.tolist()
+    for position in not_trained:
+        is_surplus = len(positions) == num_wanted and position > max(positions)
+        if not is_surplus:
+            errors.append(f"the group at position {position} is not trained on")
     for i, _, reward in sampled:
-        if not same(there := float(of_all.rewards[i]), reward):
-            found.append(f"rollout {i} has the reward {there:.6g}, here {reward:.6g}")
-    if sorted(i for i, _, _ in sampled) != list(range(len(of_all.rewards))):
-        found.append("not each rollout of the step was sampled once")
-    if sorted(of_all.plan.ids.tolist()) != list(range(len(of_all.rewards))):
-        found.append("the plan does not have each rollout once")
-    twice = [i for i, count in Counter(i for i, _ in trained).items() if count > 1]
-    known: Mapping[int, int] = dict(trained)
-    other = [i for i, name, _ in sampled if known.get(i, name) != name]
-    missing = [i for i, name, _ in sampled if i not in known and name != NOTHING]
+        decided = float(decision.rewards[i])
+        if not _is_close(decided, reward):
+            errors.append(f"rollout {i} has the reward {decided:.6g}, here {reward:.6g}")
+    all_ids = list(range(len(decision.rewards)))
+    if sorted(i for i, _, _ in sampled) != all_ids:
+        errors.append("not each rollout of the step was sampled once")
+    if sorted(decision.plan.ids.tolist()) != all_ids:
+        errors.append("the plan does not have each rollout once")
+    hashes: dict[int, int] = dict(trained)
+    counts = Counter(i for i, _ in trained)
     for what, ids in (
-        ("twice", twice),
-        ("with other tokens, logprobs or advantages", other),
-        ("not", missing),
+        ("twice", [i for i, count in counts.items() if count > 1]),
+        (
+            "with other tokens, logprobs or advantages",
+            [i for i, expected, _ in sampled if hashes.get(i, expected) != expected],
+        ),
+        ("not", [i for i, expected, _ in sampled if i not in hashes and expected != NO_TOKENS]),
     ):
         if ids:
-            found.append(f"rollouts {sorted(ids)[:5]} are trained on {what}")
-    return found
+            errors.append(f"rollouts {sorted(ids)[:5]} are trained on {what}")
+    return errors
 
 
-def moments_of_all(of_ranks: Sequence[bytes]) -> tuple[float, float]:
-    """Of float64s."""
-    return moments(np.frombuffer(b"".join(of_ranks)).tolist())
+def kl_penalties_by_rank(payloads: Sequence[bytes]) -> list[bytes]:
+    """Returns, for each rank, the penalties of the rollouts that it sampled (float64).
+
+    Each payload has a rank's trained ids (int32), their penalties (float64) and its sampled ids
+    (int32)."""
+    penalties: dict[int, float] = {}
+    sampled_by_rank: list[list[int]] = []
+    for reader in map(PackedReader, payloads):
+        num_trained, num_sampled = reader.header
+        ids = reader.array(np.int32, num_trained).tolist()
+        penalties |= zip(ids, reader.array(np.float64, num_trained).tolist(), strict=True)
+        sampled_by_rank.append(reader.array(np.int32, num_sampled).tolist())
+    return [
+        np.array([penalties.get(i, 0.0) for i in ids], np.float64).tobytes()
+        for ids in sampled_by_rank
+    ]
 
 
-def kl_penalties_by_rank(of_ranks: Sequence[bytes]) -> list[bytes]:
-    """On rank 0, of each rank's trained ids (int32), what is taken off their rewards (float64) and sampled ids (int32):
-    for each what is taken off those that it sampled, wherever they are trained on."""
-    taken, sampled = dict[int, float](), list[list[int]]()
-    for packed in map(PackedReader, of_ranks):
-        num_trained, num_sampled = packed.header
-        ids, values = (
-            packed.array(np.int32, num_trained).tolist(),
-            packed.array(np.float64, num_trained).tolist(),
-        )
-        taken |= zip(ids, values, strict=True)
-        sampled.append(packed.array(np.int32, num_sampled).tolist())
-    return [np.array([taken.get(i, 0.0) for i in ids], np.float64).tobytes() for ids in sampled]
+def _moments_of_all(payloads: Sequence[bytes]) -> tuple[float, float]:
+    """Returns the moments of all ranks' float64 values."""
+    return moments(np.frombuffer(b"".join(payloads)).tolist())
 
 
 def moments(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and unbiased deviation; 0 where there are too few."""
+    """Returns mean and unbiased deviation, 0 if there are too few values."""
     mean = math.fsum(values) / max(len(values), 1)
-    return mean, math.sqrt(math.fsum((v - mean) ** 2 for v in values) / max(len(values) - 1, 1))
+    variance = math.fsum((v - mean) ** 2 for v in values) / max(len(values) - 1, 1)
+    return mean, math.sqrt(variance)
 
 
-def same(a: float, b: float) -> bool:
-    return (
-        a == b
-        or (math.isnan(a) and math.isnan(b))
-        or math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-6)
-    )
+def _is_close(a: float, b: float) -> bool:
+    both_unknown = math.isnan(a) and math.isnan(b)
+    return a == b or both_unknown or math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-6)

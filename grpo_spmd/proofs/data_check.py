@@ -1,4 +1,4 @@
-"""What a step's prompts and rewards were made of, once more from the files: rows, token ids, texts, stop tokens."""
+"""Compares a step's prompts, reward inputs and stop tokens with the files that they come from."""
 
 from __future__ import annotations
 
@@ -20,102 +20,119 @@ _Row = dict[str, Any]
 def check_data(
     groups: Sequence[RolloutGroup], scored: ScoredRollouts, tokenizer: Any, data: DataConfig
 ) -> CheckResult:
-    """Some of this rank's prompts beside their rows, and what the reward functions were given for their completions."""
-    found, chosen = CheckResult(), list(enumerate(groups[:_NUM_PROMPTS]))
+    """Checks some of this rank's prompts, and what the reward functions got for them."""
+    result = CheckResult()
+    checked = groups[:_NUM_PROMPTS]
     try:
-        rows = _rows(data.train, {group.prompt.row for _, group in chosen})
+        rows = _read_rows(data.train, {group.prompt.row for group in checked})
     except (OSError, ValueError) as error:  # moved away since the start: no fault of the run
         _log.warning(
-            "update check: prompts are not compared with data.train, which cannot be read again: %s",
+            "update check: prompts are not compared with data.train, which cannot be read again: "
+            "%s",
             error,
         )
-        return found
-    for number, group in chosen:
-        prompt, row = group.prompt, rows.get(group.prompt.row)
+        return result
+    for number, group in enumerate(checked):
+        prompt = group.prompt
+        row = rows.get(prompt.row)
         where = f"{data.train}, row {prompt.row}"
         if row is None:
-            found.errors.append(f"the prompt of {where} has no such row")
+            result.errors.append(f"the prompt of {where} has no such row")
             continue
         if data.prompt_template is None and prompt.text != _prompt_of(row, data):
-            found.errors.append(f"the prompt of {where} is not what stands there")
-        # A template may write today's date, which was another when the run began.
-        is_dated = not isinstance(prompt.text, str) and "strftime_now" in str(
-            tokenizer.chat_template
-        )
+            result.errors.append(f"the prompt of {where} is not what stands there")
+        # A template may write today's date, which was another one when the run began.
+        is_chat = not isinstance(prompt.text, str)
+        is_dated = is_chat and "strftime_now" in str(tokenizer.chat_template)
         if not is_dated and list(prompt.token_ids) != _token_ids(prompt.text, tokenizer):
-            found.errors.append(f"the token ids of the prompt of {where} are not those of its text")
-        own = None if data.prompt_template else data.prompt_key
-        expected = {name: value for name, value in row.items() if name != own} | {
-            "prompts": prompt.text
-        }
-        first = number * len(group.completions)
-        for completion, given in zip(group.completions, scored.reward_inputs[first:], strict=False):
-            if completion.episode is not None and not completion.episode.turns:
-                continue  # no function was given it
-            text = tokenizer.decode(completion.token_ids, skip_special_tokens=True)
-            said = (
-                text if isinstance(prompt.text, str) else [{"role": "assistant", "content": text}]
+            result.errors.append(
+                f"the token ids of the prompt of {where} are not those of its text"
             )
-            if completion.episode is not None:
-                said = completion.episode.messages
-            expected |= {"completions": said, "completion_ids": completion.token_ids}
-            if wrong := [
-                name for name, value in expected.items() if repr(given.get(name)) != repr(value)
-            ]:
-                what = f"the reward functions were given another {wrong[0]!r} for a completion of {where}"
-                found.errors.append(f"{what} than the row and the completion have")
-    return found
+        expected = {
+            name: value
+            for name, value in row.items()
+            if data.prompt_template or name != data.prompt_key
+        }
+        expected["prompts"] = prompt.text
+        first = number * len(group.completions)
+        for completion, inputs in zip(
+            group.completions, scored.reward_inputs[first:], strict=False
+        ):
+            episode = completion.episode
+            if episode is not None and not episode.turns:
+                continue  # no function got it
+            text = tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+            expected["completions"] = text
+            if episode is not None:
+                expected["completions"] = episode.messages
+            elif is_chat:
+                expected["completions"] = [{"role": "assistant", "content": text}]
+            expected["completion_ids"] = completion.token_ids
+            wrong = [
+                name for name, value in expected.items() if repr(inputs.get(name)) != repr(value)
+            ]
+            if wrong:
+                result.errors.append(
+                    f"the reward functions were given another {wrong[0]!r} for a completion of "
+                    f"{where} than the row and the completion have"
+                )
+    return result
 
 
-def check_stop_ids(path: Path, tokenizer: Any, used: Collection[int]) -> CheckResult:
-    """Beside what the model's folder says, `used`, at which the engine stops."""
-    said: set[int] = {tokenizer.eos_token_id} - {None}
+def check_stop_ids(path: Path, tokenizer: Any, stop_ids: Collection[int]) -> CheckResult:
+    """Compares the engine's stop tokens with those that the model's folder names."""
+    expected: set[int] = {tokenizer.eos_token_id} - {None}
     for file in filter(Path.is_file, (path / "generation_config.json", path / "config.json")):
         ids = json.loads(file.read_text("utf-8-sig")).get("eos_token_id")
         if ids is not None:
-            said |= {ids} if isinstance(ids, int) else set(ids)
+            expected |= {ids} if isinstance(ids, int) else set(ids)
             break
-    wrong = f"completions are to end at {sorted(said)} (eos_token_id in {path}), and the engine ends them at "
-    return CheckResult([] if said == set(used) else [f"{wrong}{sorted(used)}"])
+    if expected == set(stop_ids):
+        return CheckResult()
+    return CheckResult(
+        [
+            f"completions are to end at {sorted(expected)} (eos_token_id in {path}), and the engine "
+            f"ends them at {sorted(stop_ids)}"
+        ]
+    )
 
 
-def _rows(source: str, wanted: Collection[int]) -> dict[int, _Row]:
-    """These rows of a data set, by number."""
-    found, number, last = dict[int, _Row](), 0, max(wanted, default=-1)
+def _read_rows(source: str, numbers: Collection[int]) -> dict[int, _Row]:
+    """Returns these rows of a data set, by number."""
+    last = max(numbers, default=-1)
     if source.startswith("hub:"):
         import datasets
 
         _, repo, subset, split = source.split(":", 3)
         table = datasets.load_dataset(repo, subset or None, split=split)
-        return {number: dict(table[number]) for number in wanted}
+        return {number: dict(table[number]) for number in numbers}
+    rows: dict[int, _Row] = {}
+    start = 0
     if source.endswith(".parquet"):
         import pyarrow.parquet
 
         if Path(source).is_dir():
             table = pyarrow.parquet.read_table(source, memory_map=True)
-            return {number: table.slice(number, 1).to_pylist()[0] for number in wanted}
+            return {number: table.slice(number, 1).to_pylist()[0] for number in numbers}
+        # Each rank reads it: never hold all of the file in memory.
         file = pyarrow.parquet.ParquetFile(source, pre_buffer=False, buffer_size=1 << 20)
-        for batch in file.iter_batches(
-            4096, use_threads=False
-        ):  # each rank does this: not all of it in memory
-            if number > last:
+        for batch in file.iter_batches(4096, use_threads=False):
+            if start > last:
                 break
-            found |= {
-                n: batch.slice(n - number, 1).to_pylist()[0]
-                for n in wanted
-                if 0 <= n - number < len(batch)
-            }
-            number += len(batch)
-        return found
+            for number in numbers:
+                if start <= number < start + len(batch):
+                    rows[number] = batch.slice(number - start, 1).to_pylist()[0]
+            start += len(batch)
+        return rows
     with Path(source).open("rb") as lines:
         for line in lines:
-            if number > last:
+            if start > last:
                 break
             if line.strip():
-                if number in wanted:
-                    found[number] = json.loads(line.decode("utf-8-sig"))
-                number += 1
-    return found
+                if start in numbers:
+                    rows[start] = json.loads(line.decode("utf-8-sig"))
+                start += 1
+    return rows
 
 
 def _prompt_of(row: _Row, data: DataConfig) -> Any:
@@ -130,5 +147,8 @@ def _prompt_of(row: _Row, data: DataConfig) -> Any:
 def _token_ids(prompt: Any, tokenizer: Any) -> list[int]:
     if isinstance(prompt, str):
         return list(tokenizer.encode(prompt))
-    options = {"tokenize": True, "add_generation_prompt": True, "return_dict": False}
-    return list(tokenizer.apply_chat_template(prompt, **options))
+    return list(
+        tokenizer.apply_chat_template(
+            prompt, tokenize=True, add_generation_prompt=True, return_dict=False
+        )
+    )

@@ -1,8 +1,9 @@
-"""Loss and gradient of a few made-up micro-batches, by the trainer and by a plain recomputation.
+"""Compares loss and gradient of a few synthetic micro-batches with a plain recomputation.
 
-Plain is HF's own forward pass with its eager attention, a row a sequence, full logits, log_softmax in float32, and
-plain_loss.py. Old, reference and engine logprobs are set apart from the policy's by known steps, so that ratios fall on
-both sides of every bound: with the true ones, at a first update, nothing is ever clipped.
+Plain is HF's own forward pass with its eager attention, one row a sequence, full logits, log_softmax
+in float32, and plain_loss.py. Old, reference and engine logprobs are set at known distances from the
+policy's, so that ratios fall on both sides of every bound: with the true ones nothing is clipped in
+a first update.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -27,21 +28,38 @@ from grpo_spmd.learn.update import PolicyUpdater
 from grpo_spmd.model.families.build import decoder_layers
 from grpo_spmd.model.policy import DTYPES, Policy, Scores
 from grpo_spmd.model.sharding import first_row, is_first_replica
-from grpo_spmd.proofs.plain_loss import PlainSequence, plain_terms
+from grpo_spmd.proofs.plain_loss import LossTerm, PlainSequence, plain_terms
 from grpo_spmd.records import MicroBatch, Rollout, RolloutGroup
 
-Term = tuple[Tensor, float]  # of the loss, with the sum of its parts' sizes
-_NUM_SEQUENCES, _PROMPT_TOKENS, _COMPLETION_TOKENS = (
-    6,
-    16,
-    12,
-)  # of a rank, at most: it shall cost next to nothing
+# Upper bounds for one rank, so that the check costs next to nothing.
+_NUM_SEQUENCES = 6
+_PROMPT_TOKENS = 16
+_COMPLETION_TOKENS = 12
 _NUM_SKETCHES = 8
-_MOST = 5.0  # log ratios stay far below 20, beyond which the loss takes none: bounds of 1e9 are there to be none
-# By compute dtype: mean |logprob| and entropy, nats; a term of the loss, of the size of what it sums; a tensor's
-# gradient, of its norm; its sum over ranks. Measured on models of 2 and 24 layers: 6e-7, 2e-8, 1.4e-6, 2e-7 in float32,
-# 0.013, 2e-8, 0.026, 0.002 in bfloat16.
-_BOUNDS = {"float32": (1e-4, 1e-4, 1e-3, 1e-4), "bfloat16": (0.05, 1e-4, 0.2, 0.05)}
+# Synthetic log ratios stay far below 20, above which the loss ignores them. A config may have
+# bounds like 1e9.
+_MAX_LOG_RATIO = 5.0
+
+
+class _Bounds(NamedTuple):
+    """The largest differences that rounding explains."""
+
+    score: float
+    """Mean |logprob| and |entropy|, in nats."""
+    term: float
+    """A term of the loss, relative to the size of what it sums."""
+    gradient: float
+    """A tensor's gradient, relative to its norm."""
+    reduction: float
+    """A gradient's sum over ranks, relative to its norm."""
+
+
+# Measured on models of 2 and 24 layers: 6e-7, 2e-8, 1.4e-6, 2e-7 in float32; 0.013, 2e-8, 0.026,
+# 0.002 in bfloat16.
+_BOUNDS = {
+    "float32": _Bounds(1e-4, 1e-4, 1e-3, 1e-4),
+    "bfloat16": _Bounds(0.05, 1e-4, 0.2, 0.05),
+}
 
 
 @dataclass
@@ -103,12 +121,76 @@ class SyntheticValues(Protocol):
         values are off, relative to their size. `counts` [n] marks the tokens of the rollouts that count."""
         ...
 
-    def check_head_gradient(self, found: CheckResult, bound: float) -> None:
+    def check_head_gradient(self, result: CheckResult, bound: float) -> None:
         """Collective. Compares the head's gradient with the plain one, and drops it."""
         ...
 
 
+class _TrainerPass:
+    """Records what the trainer computes on the synthetic rows, and sets the logprobs that it gets.
+
+    `hook` is a forward hook of the policy. The logprobs are set from those of this very pass: a
+    pass without gradients is rounded differently in a compiled model."""
+
+    def __init__(
+        self,
+        rows: Sequence[Sequence[Rollout]],
+        loss: LossConfig,
+        values: SyntheticValues | None,
+    ) -> None:
+        self._rows = rows
+        self._loss = loss
+        self._values = values
+        self._scores: list[Scores] = []
+        self._synthetic: list[dict[str, Tensor]] = []
+        self._divergences: list[Tensor] = []
+
+    def hook(self, _: nn.Module, inputs: tuple[MicroBatch], output: tuple[Tensor, ...]) -> None:
+        number = len(self._scores)
+        row = self._rows[number]
+        batch = inputs[0]
+        logprobs = output[0].detach()
+        self._scores.append((logprobs, output[1].detach()))
+        num_earlier = sum(map(len, self._rows[:number]))
+        # A row without rollouts has one token that counts nothing.
+        base = (logprobs if row else logprobs[:0]).double()
+        synthetic = _synthetic_logprobs(row, num_earlier, base, self._loss)
+        self._synthetic.append(synthetic)
+        if row:
+            num_terms = len(output) - (self._values is not None)
+            self._divergences += output[2:num_terms]
+        if self._values is not None:
+            self._values.set_targets(batch, output[-1])
+        if row:
+            # In place: the updater holds this tensor already.
+            batch.rollout_logprobs.copy_(synthetic["engine"])
+            batch.old_logprobs = synthetic["old"].float()
+            batch.ref_logprobs = synthetic["ref"].float() if self._loss.kl_coef else None
+            if batch.teacher_signal is not None and batch.teacher_signal.logprobs is not None:
+                batch.teacher_signal.logprobs.copy_(synthetic["ref"])
+        elif self._loss.kl_coef:
+            batch.ref_logprobs = batch.rollout_logprobs
+
+    def scores(self) -> list[Tensor]:
+        """Returns the logprobs and entropies [tokens] of all rows, float64."""
+        counted = [
+            [column if row else column[:0] for column in scores]
+            for scores, row in zip(self._scores, self._rows, strict=True)
+        ]
+        return [torch.cat(columns).double() for columns in zip(*counted, strict=True)]
+
+    def synthetic(self, name: str) -> Tensor:
+        """Returns the old, engine or ref logprobs of all rows, rounded as the trainer got them."""
+        return torch.cat([columns[name] for columns in self._synthetic]).float().double()
+
+    def divergence(self) -> Tensor:
+        """Returns the trainer's divergence from the synthetic teacher [tokens], float64."""
+        return torch.cat(self._divergences).detach().double()
+
+
 class GradientCheck:
+    """Compares the trainer's loss and gradient on synthetic rows with the plain ones."""
+
     def __init__(
         self,
         policy: Policy,
@@ -120,337 +202,289 @@ class GradientCheck:
         make_teacher: Callable[[], SyntheticTeacher] | None = None,
         values: SyntheticValues | None = None,
     ) -> None:
-        """`temperature`: what the engine samples at. `longest`: denominator of `loss.aggregation: constant`. `make_teacher`
-        makes one that teaches the made-up rows as the run's does; `values`: for a critic on the policy's layers."""
-        self._make_teacher, self._values = make_teacher, values
-        self._policy, self._updater, self._loss = policy, updater, loss
-        self._temperature, self._longest = temperature, longest
-        self._bounds, self._rounding = _BOUNDS[dtype], torch.finfo(DTYPES[dtype]).eps / 2
-        self.score_bound, self._term_bound, self._gradient_bound, self._reduction_bound = (
-            self._bounds
-        )
+        """`temperature` is the engine's. `longest`: denominator of `loss.aggregation: constant`.
+        `make_teacher` makes a teacher for the synthetic rows, if the run has one. `values` are
+        given if the critic is a head on the policy's layers."""
+        self._policy = policy
+        self._updater = updater
+        self._loss = loss
+        self._temperature = temperature
+        self._longest = longest
+        self._make_teacher = make_teacher
+        self._values = values
+        self._bounds = _BOUNDS[dtype]
+        self._rounding = torch.finfo(DTYPES[dtype]).eps / 2
+        self.score_bound = self._bounds.score
+        self._gradient_bound = self._bounds.gradient
 
     def run(
         self, groups: Sequence[RolloutGroup], device: torch.device, *, accumulates: bool
     ) -> CheckResult:
-        """Collective. Compare on this rank's own rollouts; a rank without any takes part with tokens that count
-        nothing. Leaves no gradient behind. What is wrong on all ranks alike is found on rank 0. `accumulates`: over two
-        micro-batches, not one, which costs a pass more."""
+        """Collective. Compares on this rank's own rollouts, and leaves no gradient behind.
+
+        A rank without rollouts takes part with tokens that count nothing. What is wrong on all
+        ranks alike is found on rank 0. `accumulates`: over two micro-batches instead of one, which
+        costs a pass more."""
         with self._values.random_head() if self._values is not None else nullcontext():
             return self._run(groups, device, accumulates)
 
     def _run(
         self, groups: Sequence[RolloutGroup], device: torch.device, accumulates: bool
     ) -> CheckResult:
-        found, policy, rollouts = CheckResult(), self._policy, _short_rollouts(groups)
-        self._look_for_strays(found)
+        result = CheckResult()
+        policy = self._policy
+        rollouts = _short_rollouts(groups)
         rows = [rollouts[:3], rollouts[3:]] if accumulates else [rollouts]
-        scores: list[Scores] = []
-        given: list[dict[str, Tensor]] = []
-        apart: list[Tensor] = []  # from a made-up teacher
-
-        def give(_: nn.Module, inputs: tuple[MicroBatch], output: tuple[Tensor, ...]) -> None:
-            """Of this very pass: one without gradients is rounded otherwise in a compiled model."""
-            batch, row, first = inputs[0], rows[len(scores)], sum(map(len, rows[: len(scores)]))
-            scores.append((output[0].detach(), output[1].detach()))
-            given.append(self._given(row, first, _joined(scores[-1:], [row])[0]))
-            apart.extend(output[2 : len(output) - (self._values is not None)] if row else ())
-            if self._values is not None:
-                self._values.set_targets(batch, output[-1])
-            if row:
-                batch.rollout_logprobs.copy_(given[-1]["engine"])  # the updater holds it already
-                batch.old_logprobs = given[-1]["old"].float()
-                batch.ref_logprobs = given[-1]["ref"].float() if self._loss.kl_coef else None
-                if batch.teacher_signal is not None and batch.teacher_signal.logprobs is not None:
-                    batch.teacher_signal.logprobs.copy_(given[-1]["ref"])
-            elif self._loss.kl_coef:
-                batch.ref_logprobs = batch.rollout_logprobs
-
-        denominators = _denominators(rollouts)
-        handle = policy.register_forward_hook(give)
+        self._check_no_gradient(result)
+        num_tokens, num_sequences = _denominators(rollouts)
+        trainer = _TrainerPass(rows, self._loss, self._values)
         batches = [pack_rollouts(row, device) for row in rows]
-        if (
-            teacher := self._make_teacher() if self._make_teacher is not None else None
-        ) is not None:
+        teacher = self._make_teacher() if self._make_teacher is not None else None
+        if teacher is not None:
             for batch in batches:
                 teacher.teach(batch)
-        sums, _ = self._updater.accumulate(batches, *denominators, is_synced=True)
+        handle = policy.register_forward_hook(trainer.hook)
+        totals, _ = self._updater.accumulate(batches, num_tokens, num_sequences, is_synced=True)
         handle.remove()
-        base, base_entropy = _joined(scores, rows)
-        squares, sketch = self._squares(), _Sketch(policy)
+        trainer_logprobs, trainer_entropy = trainer.scores()
+        trainer_squares = self._gradient_squares()
+        sketch = _Sketch(policy)
         with eager_attention(policy.model), sketch.watching():
-            before = sketch.of_gradient()
-            kept: list[Tensor] = []
-            logprobs, entropy, touch, largest = _plain_scores(
-                policy, rollouts, self._temperature, device, kept
-            )
-            self._widen(largest)
+            sketch_of_trainer = sketch.of_gradient()
+            plain = _plain_scores(policy, rollouts, self._temperature, device)
+            self._widen_bounds(plain.mean_max_logit)
+            logprobs = plain.logprobs
+            entropy = plain.entropy
             if rollouts:
-                self._compare(found, "the logprob of a token", base - logprobs.detach())
-                self._compare(found, "the entropy at a token", base_entropy - entropy.detach())
-            # Values of the trainer's, to which bounds are set, with the plain gradient: else rounding would clip here
-            # what it does not clip there.
-            p, h = (
-                plain + (value - plain).detach()
-                for plain, value in ((logprobs, base), (entropy, base_entropy))
-            )
-            columns = {"p": p, "h": h}
-            for name in ("old", "engine", "ref"):
-                columns[name] = torch.cat([part[name] for part in given]).float().double()
+                self._compare_scores(result, "the logprob of a token", trainer_logprobs - logprobs)
+                self._compare_scores(result, "the entropy at a token", trainer_entropy - entropy)
+            columns = {
+                "logprobs": _with_value(logprobs, trainer_logprobs),
+                "entropy": _with_value(entropy, trainer_entropy),
+            }
+            columns |= {name: trainer.synthetic(name) for name in ("old", "engine", "ref")}
             if teacher is not None and rollouts:
-                columns |= self._taught(found, teacher, columns, kept, apart)
-            coef = teacher.coef if teacher is not None else 0.0
+                columns |= self._teacher_column(result, teacher, columns, plain, trainer)
+            if not self._loss.kl_coef:
+                del columns["ref"]
             terms = plain_terms(
-                self._sequences(rollouts, columns), self._loss, *denominators, self._longest, coef
+                _plain_sequences(rollouts, columns),
+                self._loss,
+                num_tokens,
+                num_sequences,
+                self._longest,
+                teacher.coef if teacher is not None else 0.0,
             )
             if self._values is not None:
-                terms |= self._valued(found, self._values, terms["loss"], rollouts, denominators[0])
-            (
-                -terms["loss"][0] - touch
-            ).backward()  # what is left in the gradients is the difference
+                terms |= self._value_terms(result, terms["loss"], rollouts, num_tokens)
+            # Subtracts the plain gradient: what is left is the difference.
+            (-terms["loss"].value - plain.zero).backward()
         for name, (value, size) in terms.items():
-            if rollouts and name in sums and (name != "kl" or self._loss.kl_coef):
-                off = abs(float(sums[name].value) - float(value.detach())) / max(size, 1e-12)
-                bound = (
-                    self._term_bound if name != "entropy" else math.inf
-                )  # that has been compared above
-                found.check_difference(
+            # The entropy was compared token by token already.
+            if rollouts and name in totals and (name != "kl" or self._loss.kl_coef):
+                difference = abs(float(totals[name].value) - float(value.detach()))
+                result.check_difference(
                     f"the term {name!r} of the loss, of the size of what it sums,",
                     "loss",
-                    off,
-                    bound,
+                    difference / max(size, 1e-12),
+                    bound=self._bounds.term if name != "entropy" else math.inf,
                 )
-        self._judge_gradients(found, squares, self._squares())
-        reduced = [
-            a - b for a, b in zip(before, sketch.of_gradient(), strict=True)
-        ]  # of the plain backward pass
-        self._judge_reduction(found, reduced, sketch.of_tokens)
+        self._compare_gradients(result, trainer_squares, self._gradient_squares())
+        plain_reduced = [
+            of_trainer - difference
+            for of_trainer, difference in zip(sketch_of_trainer, sketch.of_gradient(), strict=True)
+        ]
+        self._compare_reduction(result, plain_reduced, sketch.of_tokens)
         self._updater.optimizer.zero_grad(set_to_none=True)
         if self._values is not None:
-            self._values.check_head_gradient(found, self._gradient_bound)
-        # A policy that is not finite is for the update to say, which is skipped then.
-        return CheckResult() if any_rank(not bool(logprobs.isfinite().all())) else found
+            self._values.check_head_gradient(result, self._gradient_bound)
+        # A policy that is not finite is for the update to report, which then skips the step.
+        is_nonfinite = not bool(logprobs.isfinite().all())
+        return CheckResult() if any_rank(is_nonfinite) else result
 
-    def _look_for_strays(self, found: CheckResult) -> None:
-        named = [
-            *self._policy.named_parameters(),
-            *(self._values.named_parameters() if self._values is not None else ()),
-        ]
-        if stray := [name for name, p in named if p.grad is not None]:
-            found.errors.append(f"a gradient was left from the last update: that of {stray[0]}")
+    def _check_no_gradient(self, result: CheckResult) -> None:
+        parameters: list[tuple[str, Tensor]] = list(self._policy.named_parameters())
+        if self._values is not None:
+            parameters += self._values.named_parameters()
+        stray = [name for name, parameter in parameters if parameter.grad is not None]
+        if stray:
+            result.errors.append(f"a gradient was left from the last update: that of {stray[0]}")
 
-    @staticmethod
-    def _valued(
-        found: CheckResult,
-        values: SyntheticValues,
-        loss: Term,
-        rollouts: Sequence[Rollout],
-        num_tokens: int,
-    ) -> dict[str, Term]:
-        """Collective. The loss with the value loss in it."""
-        counts = torch.from_numpy(
-            np.concatenate([np.zeros(0, np.bool_), *(r.loss_mask for r in rollouts)])
+    def _value_terms(
+        self, result: CheckResult, loss: LossTerm, rollouts: Sequence[Rollout], num_tokens: int
+    ) -> dict[str, LossTerm]:
+        """Collective. Returns the loss with the value loss in it, and the value loss."""
+        assert self._values is not None
+        masks = [np.zeros(0, np.bool_), *(rollout.loss_mask for rollout in rollouts)]
+        counts = torch.from_numpy(np.concatenate(masks))
+        value, size, difference = self._values.plain_loss(rollouts, counts, num_tokens)
+        result.check_difference(
+            "the value of a token, of the values' size,", "values", difference, self._values.bound
         )
-        term, size, off = values.plain_loss(rollouts, counts, num_tokens)
-        found.check_difference(
-            "the value of a token, of the values' size,", "values", off, values.bound
-        )
-        return {"loss": (loss[0] + term, loss[1] + size), "value": (term, size)}
+        return {
+            "loss": LossTerm(loss.value + value, loss.size + size),
+            "value": LossTerm(value, size),
+        }
 
-    def _sequences(
-        self, rollouts: Sequence[Rollout], columns: dict[str, Tensor]
-    ) -> list[PlainSequence]:
-        parts = _parts(columns, [len(r.completion_ids) for r in rollouts])
-        return [
-            PlainSequence(
-                cast(float, r.advantages), torch.from_numpy(np.asarray(r.loss_mask)), part["p"], part["h"],
-                part["old"], part["engine"], part["ref"] if self._loss.kl_coef else None,
-                part.get("taken"), part.get("divergence"),
-            )
-            for r, part in zip(rollouts, parts, strict=True)
-        ]  # fmt: skip
-
-    def _taught(
+    def _teacher_column(
         self,
-        found: CheckResult,
+        result: CheckResult,
         teacher: SyntheticTeacher,
         columns: dict[str, Tensor],
-        log_p: Sequence[Tensor],
-        apart: Sequence[Tensor],
+        plain: _PlainScores,
+        trainer: _TrainerPass,
     ) -> dict[str, Tensor]:
-        """What a made-up teacher takes off advantages, or the divergence from it: the trainer's value, `apart`, with
-        the plain gradient, by the plain logprobs `log_p` [n, V]."""
+        """Returns what a teacher takes off the advantages, or the divergence from it."""
         if teacher.is_sampled:
-            return {"taken": teacher.coef * (columns["old"] - columns["ref"])}
-        plain, value = (
-            teacher.divergence(torch.cat([*log_p])),
-            torch.cat([*apart]).detach().double(),
-        )
-        self._compare(found, "the divergence from a teacher at a token", value - plain.detach())
-        return {"divergence": plain + (value - plain).detach()}
+            return {"teacher_penalty": teacher.coef * (columns["old"] - columns["ref"])}
+        divergence = teacher.divergence(torch.cat(plain.all_logprobs))
+        value = trainer.divergence()
+        self._compare_scores(result, "the divergence from a teacher at a token", value - divergence)
+        return {"divergence": _with_value(divergence, value)}
 
     def plain_logprobs(
         self, policy: Policy, groups: Sequence[RolloutGroup], device: torch.device
     ) -> Tensor:
-        """Collective. Of the tokens that `run` looks at, by another policy; no gradient."""
+        """Collective. Returns another policy's plain logprobs of the tokens that `run` uses."""
         with eager_attention(policy.model), torch.no_grad():
-            logprobs, _ = _plain_scores(policy, _short_rollouts(groups), self._temperature, device)[
-                :2
-            ]
+            scores = _plain_scores(policy, _short_rollouts(groups), self._temperature, device)
         cast(FSDPModule, policy).reshard()
-        return logprobs
+        return scores.logprobs
 
     def trainer_logprobs(
         self, score: Any, groups: Sequence[RolloutGroup], device: torch.device
     ) -> Tensor:
-        """Collective. The same by `score`, what the trainer scores micro-batches with."""
+        """Collective. Returns the same tokens' logprobs by `score`, the trainer's function."""
         rollouts = _short_rollouts(groups)
         with torch.no_grad():
             logprobs, _ = score(pack_rollouts(rollouts, device))
         cast(FSDPModule, self._policy).reshard()
         return cast(Tensor, logprobs).double() if rollouts else torch.zeros(0, dtype=torch.float64)
 
-    def _widen(self, largest: float) -> None:
-        """Logits of size `largest`, divided by the temperature, are rounded by more than those of small models."""
-        least, _, gradient, _ = self._bounds
-        self.score_bound = max(least, largest * self._rounding)
-        self._gradient_bound = max(gradient, min(0.5, gradient * self.score_bound / least))
+    def _widen_bounds(self, mean_max_logit: float) -> None:
+        """Large logits, divided by the temperature, are rounded by more than small ones."""
+        score, _, gradient, _ = self._bounds
+        self.score_bound = max(score, mean_max_logit * self._rounding)
+        self._gradient_bound = max(gradient, min(0.5, gradient * self.score_bound / score))
 
-    def _compare(self, found: CheckResult, what: str, differences: Tensor) -> None:
-        found.check_difference(
+    def _compare_scores(self, result: CheckResult, what: str, differences: Tensor) -> None:
+        result.check_difference(
             f"{what}, in nats on average,",
             "logprobs",
-            float(differences.abs().mean()),
+            float(differences.detach().abs().mean()),
             self.score_bound,
         )
 
-    def _given(self, rollouts: Sequence[Rollout], first: int, base: Tensor) -> dict[str, Tensor]:
-        """Old, engine and reference logprobs [tokens], at known distances from `base`. `first`: how many precede."""
-        loss, old, engine, ref = self._loss, [], [], []
-        low = math.log(max(1 - loss.clip_ratio_low, 0.3))
-        high, dual = (
-            min(math.log(1 + loss.clip_ratio_high), _MOST),
-            min(math.log(loss.dual_clip or 4.0), _MOST),
-        )
-        ratios = [0.0, high / 2, high + 0.3, low / 2, low - 0.3, max(high, dual) + 0.3]
-        cap = min(math.log(loss.rollout_correction_cap), _MOST)
-        factors = [0.0, 0.5 * cap, cap + 0.3, -0.5 * cap, -cap - 0.3]
-        for number, rollout in enumerate(rollouts, first):
-            n = len(rollout.completion_ids)
-            # Rollouts are good and bad by turns; the k-th of either begins at another place of the list.
-            places = [(2 * (number // 2) + t) % len(ratios) for t in range(n)]
-            if (
-                loss.policy == "gspo"
-            ):  # one ratio a sequence: at the bound there is no room for a step inside
-                places = [[2, 4, 5][number // 2]] * n
-            old += [ratios[place] for place in places]
-            if loss.rollout_correction == "sequence_tis":
-                engine += [factors[number % len(factors)] / n] * n
-            else:
-                engine += [factors[(number + t) % len(factors)] for t in range(n)]
-            ref += [[-0.4, 0.3, 0.7][(number + t) % 3] for t in range(n)]
-        steps = (
-            torch.tensor(each, dtype=torch.float64, device=base.device)
-            for each in (old, engine, ref)
-        )
-        of_old, of_engine, of_ref = steps
-        if loss.old_logprobs == "engine":
-            of_engine = torch.zeros_like(of_engine)
-        return {"old": base - of_old, "engine": base - of_old - of_engine, "ref": base + of_ref}
+    def _gradient_squares(self) -> dict[str, float]:
+        """Returns the sum of squares of this rank's gradient, by trained parameter.
 
-    def _squares(self) -> dict[str, float]:
-        """By name of what trains: the sum of squares of this rank's rows of its gradient, but for copies."""
-        trained = [(name, p) for name, p in self._policy.named_parameters() if p.requires_grad]
+        It is 0 for a replica's copy and a parameter without gradient."""
+        trained = {name: p for name, p in self._policy.named_parameters() if p.requires_grad}
         norms = {
-            name: _norm(p)
-            for name, p in trained
-            if p.grad is not None and is_first_replica(cast(DTensor, p))
+            name: torch.linalg.vector_norm(cast(DTensor, parameter.grad)._local_tensor)
+            for name, parameter in trained.items()
+            if parameter.grad is not None and is_first_replica(cast(DTensor, parameter))
         }
-        values = torch.stack([*norms.values()]).double().square().tolist() if norms else []
-        return dict.fromkeys((name for name, _ in trained), 0.0) | dict(
-            zip(norms, values, strict=True)
-        )
+        squares = torch.stack([*norms.values()]).double().square().tolist() if norms else []
+        return dict.fromkeys(trained, 0.0) | dict(zip(norms, squares, strict=True))
 
-    def _judge_gradients(
-        self, found: CheckResult, of_trainer: dict[str, float], left: dict[str, float]
+    def _compare_gradients(
+        self, result: CheckResult, squares: dict[str, float], difference_squares: dict[str, float]
     ) -> None:
-        """Collective. Tensor by tensor, each beside its own norm and a hundredth of the whole gradient's."""
+        """Collective. Compares each tensor with its own norm plus 1 % of the whole gradient's."""
 
-        def judge(parts: list[list[list[float]]]) -> list[float]:
+        def relative_differences(by_rank: list[list[list[float]]]) -> list[float]:
             norms, differences = (
-                [math.sqrt(sum(of_ranks)) for of_ranks in zip(*each, strict=True)]
-                for each in zip(*parts, strict=True)
+                [math.sqrt(sum(values)) for values in zip(*columns, strict=True)]
+                for columns in zip(*by_rank, strict=True)
             )
-            whole = math.sqrt(sum(n * n for n in norms))
-            return [d / (n + 0.01 * whole + 1e-30) for d, n in zip(differences, norms, strict=True)]
+            whole = math.sqrt(sum(norm * norm for norm in norms))
+            return [
+                difference / (norm + 0.01 * whole + 1e-30)
+                for difference, norm in zip(differences, norms, strict=True)
+            ]
 
-        names = list(of_trainer)
-        pair = [list(of_trainer.values()), list(left.values())]
-        shares = on_rank0(judge, pair)
-        worst = max(
-            range(len(names)), key=lambda i: shares[i] if math.isfinite(shares[i]) else math.inf
+        relative = on_rank0(
+            relative_differences, [list(squares.values()), list(difference_squares.values())]
         )
-        what = f"the gradient of {names[worst]}, of its norm,"
-        found.check_difference(what, "gradient", shares[worst], self._gradient_bound)
+        # A NaN is the worst.
+        worst, name = max(
+            zip(relative, squares, strict=True),
+            key=lambda pair: pair[0] if math.isfinite(pair[0]) else math.inf,
+        )
+        result.check_difference(
+            f"the gradient of {name}, of its norm,", "gradient", worst, self._gradient_bound
+        )
 
-    def _judge_reduction(
-        self, found: CheckResult, reduced: list[float], of_tokens: list[float]
+    def _compare_reduction(
+        self, result: CheckResult, reduced: list[float], local: list[float]
     ) -> None:
-        """Collective. FSDP's sum over ranks beside a sum of ours."""
+        """Collective. Compares FSDP's sum over ranks with a sum of ours."""
 
-        def judge(parts: list[list[list[float]]]) -> float:
-            reduced, plain = (
-                [sum(each) for each in zip(*of, strict=True)] for of in zip(*parts, strict=True)
+        def relative_difference(by_rank: list[list[list[float]]]) -> float:
+            by_fsdp, plain = (
+                [sum(values) for values in zip(*columns, strict=True)]
+                for columns in zip(*by_rank, strict=True)
             )
             size = math.sqrt(sum(x * x for x in plain))
-            off = math.sqrt(sum((a - b) ** 2 for a, b in zip(reduced, plain, strict=True)))
-            return off / size if size else 0.0
+            difference = math.sqrt(sum((a - b) ** 2 for a, b in zip(by_fsdp, plain, strict=True)))
+            return difference / size if size else 0.0
 
-        what = "the sum over ranks of a gradient, of its norm,"
-        found.check_difference(
-            what, "reduction", on_rank0(judge, [reduced, of_tokens]), self._reduction_bound
+        result.check_difference(
+            "the sum over ranks of a gradient, of its norm,",
+            "reduction",
+            on_rank0(relative_difference, [reduced, local]),
+            self._bounds.reduction,
         )
 
 
 class _Sketch:
-    """Products of the gradient of one linear layer with random vectors from both sides: as FSDP has summed it, and from
-    what goes through the layer on this rank, with which FSDP has nothing to do."""
+    """Products of one linear layer's gradient with random vectors from both sides.
+
+    They are taken from the gradient that FSDP has summed, and from what goes through the layer on
+    this rank, with which FSDP has nothing to do."""
 
     def __init__(self, policy: Policy) -> None:
-        layers = (m for m in decoder_layers(policy.model).modules() if isinstance(m, nn.Linear))
-        self._layer = next((m for m in layers if m.weight.requires_grad), None)
+        modules = decoder_layers(policy.model).modules()
+        self._layer = next(
+            (m for m in modules if isinstance(m, nn.Linear) and m.weight.requires_grad), None
+        )
         self.of_tokens = [0.0] * _NUM_SKETCHES
         if self._layer is not None:
-            draw = torch.Generator().manual_seed(0)
-            device = self._layer.weight.device
-            shape = self._layer.weight.shape  # the whole one's: it is a DTensor
+            generator = torch.Generator().manual_seed(0)
+            # The weight is a DTensor: its shape is that of the whole tensor.
             self._left, self._right = (
-                torch.randn(_NUM_SKETCHES, n, generator=draw).to(device, torch.float64)
-                for n in shape
+                torch.randn(_NUM_SKETCHES, size, generator=generator).to(
+                    self._layer.weight.device, torch.float64
+                )
+                for size in self._layer.weight.shape
             )
 
     def of_gradient(self) -> list[float]:
-        """From this rank's rows."""
+        """Returns the products of this rank's rows of the gradient."""
         weight = cast(DTensor, self._layer.weight) if self._layer is not None else None
         if weight is None or weight.grad is None or not is_first_replica(weight):
             return [0.0] * _NUM_SKETCHES
-        rows, first = weight.grad._local_tensor.double(), first_row(weight)  # type: ignore[attr-defined]
-        values: list[float] = (
-            (self._left[:, first : first + len(rows)] * (rows @ self._right.T).T).sum(1).tolist()
-        )
-        return values
+        rows = weight.grad._local_tensor.double()  # type: ignore[attr-defined]
+        start = first_row(weight)
+        left = self._left[:, start : start + len(rows)]
+        products: Tensor = (left * (rows @ self._right.T).T).sum(1)
+        return products.tolist()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Within it forward and backward passes add to `of_tokens`."""
 
         def forward(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            x = inputs[0].detach().flatten(0, -2).double() @ self._right.T
+            right = inputs[0].detach().flatten(0, -2).double() @ self._right.T
 
             def backward(grad: Tensor) -> None:
-                parts = ((grad.flatten(0, -2).double() @ self._left.T) * x).sum(0).tolist()
-                # less the loss: the pass goes down it
-                self.of_tokens = [old - new for old, new in zip(self.of_tokens, parts, strict=True)]
+                left = grad.flatten(0, -2).double() @ self._left.T
+                products = (left * right).sum(0).tolist()
+                # Subtracted, since the pass is that of the negative loss.
+                self.of_tokens = [
+                    total - new for total, new in zip(self.of_tokens, products, strict=True)
+                ]
 
             if output.requires_grad:
                 output.register_hook(backward)
@@ -463,118 +497,173 @@ class _Sketch:
                 handle.remove()
 
 
+def _with_value(plain: Tensor, value: Tensor) -> Tensor:
+    """Returns the trainer's value with the plain gradient.
+
+    The synthetic logprobs are set from the trainer's values: with the plain ones, rounding would
+    clip here what it does not clip there."""
+    return plain + (value - plain).detach()
+
+
+def _synthetic_logprobs(
+    rollouts: Sequence[Rollout], num_earlier: int, base: Tensor, loss: LossConfig
+) -> dict[str, Tensor]:
+    """Returns old, engine and reference logprobs [tokens] at known distances from `base`.
+
+    `num_earlier` rollouts are in the rows before."""
+    low = math.log(max(1 - loss.clip_ratio_low, 0.3))
+    high = min(math.log(1 + loss.clip_ratio_high), _MAX_LOG_RATIO)
+    dual = min(math.log(loss.dual_clip or 4.0), _MAX_LOG_RATIO)
+    ratios = [0.0, high / 2, high + 0.3, low / 2, low - 0.3, max(high, dual) + 0.3]
+    cap = min(math.log(loss.rollout_correction_cap), _MAX_LOG_RATIO)
+    factors = [0.0, 0.5 * cap, cap + 0.3, -0.5 * cap, -cap - 0.3]
+    old: list[float] = []
+    engine: list[float] = []
+    ref: list[float] = []
+    for number, rollout in enumerate(rollouts, num_earlier):
+        length = len(rollout.completion_ids)
+        # Rollouts are good and bad by turns. The k-th of either starts at another ratio.
+        indices = [(2 * (number // 2) + t) % len(ratios) for t in range(length)]
+        # gspo has one ratio a sequence. At the bound there is no room for a step inside.
+        if loss.policy == "gspo":
+            indices = [[2, 4, 5][number // 2]] * length
+        old += [ratios[index] for index in indices]
+        if loss.rollout_correction == "sequence_tis":
+            engine += [factors[number % len(factors)] / length] * length
+        else:
+            engine += [factors[(number + t) % len(factors)] for t in range(length)]
+        ref += [[-0.4, 0.3, 0.7][(number + t) % 3] for t in range(length)]
+    old_step, engine_step, ref_step = (
+        torch.tensor(steps, dtype=torch.float64, device=base.device) for steps in (old, engine, ref)
+    )
+    if loss.old_logprobs == "engine":
+        engine_step = torch.zeros_like(engine_step)
+    return {
+        "old": base - old_step,
+        "engine": base - old_step - engine_step,
+        "ref": base + ref_step,
+    }
+
+
 def _denominators(rollouts: Sequence[Rollout]) -> tuple[int, int]:
-    """Collective. Tokens and sequences that count, over all ranks."""
-    counts = [
-        [int(np.sum(r.loss_mask)) for r in rollouts],
-        [int(np.any(r.loss_mask)) for r in rollouts],
-    ]
+    """Collective. Returns the tokens and the sequences that count, over all ranks."""
+    num_tokens = sum(int(np.sum(rollout.loss_mask)) for rollout in rollouts)
+    num_sequences = sum(int(np.any(rollout.loss_mask)) for rollout in rollouts)
     tokens, sequences = on_rank0(
-        lambda of: [sum(map(sum, column)) for column in zip(*of, strict=True)], counts
+        lambda by_rank: [sum(column) for column in zip(*by_rank, strict=True)],
+        [num_tokens, num_sequences],
     )
     return max(tokens, 1), max(sequences, 1)
 
 
-def _norm(parameter: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(cast(DTensor, parameter.grad)._local_tensor)
-    return norm
+class _PlainScores(NamedTuple):
+    """Results of a plain forward pass."""
 
-
-def _joined(scores: Sequence[Scores], rows: Sequence[Sequence[Rollout]]) -> list[Tensor]:
-    """Logprobs and entropies of all rows together, float64. A row without a rollout has a token that is none."""
-    kept = [
-        [score if row else score[:0] for score in pair]
-        for pair, row in zip(scores, rows, strict=True)
-    ]
-    return [torch.cat(parts).double() for parts in zip(*kept, strict=True)]
+    logprobs: Tensor
+    """[tokens], float64."""
+    entropy: Tensor
+    """[tokens], float64."""
+    zero: Tensor
+    """A 0 that depends on the whole model, so that its backward pass reaches every parameter."""
+    mean_max_logit: float
+    """Mean over tokens of the largest |logit|."""
+    all_logprobs: list[Tensor]
+    """Logprobs [n, V] of all tokens of the vocabulary, one tensor a context."""
 
 
 def _plain_scores(
-    policy: Policy,
-    rollouts: Sequence[Rollout],
-    temperature: float,
-    device: torch.device,
-    kept: list[Tensor] | None = None,
-) -> tuple[Tensor, Tensor, Tensor, float]:
-    """Collective. Logprobs and entropies [tokens], float64, a 0 that hangs on the whole model, and the size of a row's
-    largest logit. Rows, of which a rollout of several contexts has several, are filled up on the right: what comes
-    later is not seen. `kept` gets the logprobs of all tokens [n, V]."""
+    policy: Policy, rollouts: Sequence[Rollout], temperature: float, device: torch.device
+) -> _PlainScores:
+    """Collective. Scores rollouts with HF's own forward pass, one row a context.
+
+    A rollout of several contexts has several rows. They are padded on the right, which a causal
+    model does not see."""
     contexts = [
-        c for r in rollouts for c in contexts_of(r.prompt_ids, r.completion_ids, r.segments)
+        context
+        for rollout in rollouts
+        for context in contexts_of(rollout.prompt_ids, rollout.completion_ids, rollout.segments)
     ]
     ids = [context.token_ids.tolist() for context in contexts] or [[0, 0]]
-    longest = max(map(len, ids))
-    row = torch.tensor([[*each, *[0] * (longest - len(each))] for each in ids], device=device)
-    logits = policy.plain_logits(row).float() / temperature
-    touch = (logits.sum() * 0.0).double()
-    logprobs, entropy = [], []
+    length = max(map(len, ids))
+    rows = torch.tensor([[*row, *[0] * (length - len(row))] for row in ids], device=device)
+    logits = policy.plain_logits(rows).float() / temperature
+    zero = (logits.sum() * 0.0).double()
+    logprobs = [zero[None][:0]]
+    entropy = [zero[None][:0]]
+    all_logprobs = []
     for number, context in enumerate(contexts):
-        places = torch.from_numpy(np.flatnonzero(context.sampled)).to(device)
-        log_p = logits[number, places - 1].log_softmax(-1)
-        if kept is not None and len(places):
-            kept.append(log_p)
-        targets = row[number, places]
+        positions = torch.from_numpy(np.flatnonzero(context.sampled)).to(device)
+        log_p = logits[number, positions - 1].log_softmax(-1)
+        if len(positions):
+            all_logprobs.append(log_p)
+        targets = rows[number, positions]
         logprobs.append(log_p.gather(-1, targets[:, None])[:, 0].double())
         entropy.append(-(log_p.exp() * log_p).sum(-1).double())
-    nothing = touch[None][:0]
-    largest = float(logits.detach().abs().amax(-1).mean())
-    return torch.cat([nothing, *logprobs]), torch.cat([nothing, *entropy]), touch, largest
+    mean_max_logit = float(logits.detach().abs().amax(-1).mean())
+    return _PlainScores(torch.cat(logprobs), torch.cat(entropy), zero, mean_max_logit, all_logprobs)
 
 
 @contextmanager
 def eager_attention(model: Any) -> Iterator[None]:
-    """Within it HF's own eager attention, with its own mask, and nothing compiled; also for a backward pass, which may
-    run layers again."""
+    """Within it the model uses HF's own eager attention and mask, and nothing is compiled.
+
+    A backward pass, which may run layers again, must be within it too."""
     configs = {
         id(module.config): module.config for module in model.modules() if hasattr(module, "config")
     }.values()
-    before = [config._attn_implementation for config in configs]
+    implementations = [config._attn_implementation for config in configs]
     try:
         for config in configs:
             config._attn_implementation = "eager"
         with torch.compiler.set_stance("force_eager"):
             yield
     finally:
-        for config, name in zip(configs, before, strict=True):
+        for config, name in zip(configs, implementations, strict=True):
             config._attn_implementation = name
 
 
 def _short_rollouts(groups: Sequence[RolloutGroup]) -> list[Rollout]:
-    """Up to 6 short ones of this rank's rollouts, good and bad by turns, one token of each third left out."""
+    """Returns up to 6 of this rank's rollouts, shorten_segments, with positive and negative advantages.
+
+    Every third has one masked token."""
     pairs = [
-        (g.prompt.token_ids, c)
-        for g in groups[:_NUM_SEQUENCES]
-        for c in g.completions
-        if c.token_ids
+        (group.prompt.token_ids, completion)
+        for group in groups[:_NUM_SEQUENCES]
+        for completion in group.completions
+        if completion.token_ids
     ]
     step = max(1, len(pairs) // _NUM_SEQUENCES)
     rollouts = []
     for number, (prompt, completion) in enumerate(pairs[::step][:_NUM_SEQUENCES]):
-        segments = (
-            shorten_segments(completion.episode.segments, _PROMPT_TOKENS, _COMPLETION_TOKENS)
-            if completion.episode
-            else ()
-        )
         ids = completion.token_ids[:_COMPLETION_TOKENS]
+        segments: Sequence[Any] = ()
+        if completion.episode:
+            segments = shorten_segments(completion.episode.segments, _PROMPT_TOKENS, _COMPLETION_TOKENS)
         if segments:
-            ids = [
-                token
-                for segment in segments
-                for token in segment.token_ids[segment.sampled].tolist()
-            ]
+            ids = np.concatenate([s.token_ids[s.sampled] for s in segments]).tolist()
         mask = np.ones(len(ids), np.bool_)
         if number % 3 == 1 and len(ids) > 1:
             mask[len(ids) // 2] = False
         advantage = (0.7 + 0.1 * number) * (1 if number % 2 == 0 else -1)
-        start = [
-            *prompt[:1],
-            *prompt[1:][1 - _PROMPT_TOKENS :],
-        ]  # without its first token a model may make no sense
-        rollouts.append(Rollout(number, advantage, mask, start, ids, [0.0] * len(ids), segments))
+        # Without its first token a model may produce nonsense.
+        start = [*prompt[:1], *prompt[1:][1 - _PROMPT_TOKENS :]]
+        rollouts.append(
+            Rollout(number, advantage, mask, start, ids, [0.0] * len(ids), tuple(segments))
+        )
     return rollouts
 
 
-def _parts(columns: dict[str, Tensor], lengths: Sequence[int]) -> list[dict[str, Tensor]]:
-    """Columns [tokens] cut into pieces of these lengths."""
-    split = {name: column.split(list(lengths)) for name, column in columns.items()}
-    return [{name: pieces[i] for name, pieces in split.items()} for i in range(len(lengths))]
+def _plain_sequences(
+    rollouts: Sequence[Rollout], columns: dict[str, Tensor]
+) -> list[PlainSequence]:
+    """Splits the columns [tokens], named as PlainSequence's fields, by rollout."""
+    lengths = [len(rollout.completion_ids) for rollout in rollouts]
+    split = {name: column.split(lengths) for name, column in columns.items()}
+    return [
+        PlainSequence(
+            cast(float, rollout.advantages),
+            torch.from_numpy(np.asarray(rollout.loss_mask)),
+            **{name: pieces[number] for name, pieces in split.items()},
+        )
+        for number, rollout in enumerate(rollouts)
+    ]

@@ -1,11 +1,13 @@
-"""The running check of the update: at a process's first step and every `proofs.every_steps`, what the trainer computes
-beside a plain recomputation. Nothing of the run is changed by it, to the bit."""
+"""The running check of the update: what the trainer computes, next to a plain recomputation.
+
+It runs at a process's first step and every `proofs.every_steps`. It changes no bit of the run."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -42,12 +44,13 @@ from grpo_spmd.proofs.gradient_check import (
 from grpo_spmd.records import Decision, MicroBatch, RolloutBatch
 
 _log = logging.getLogger("grpo_spmd")
-_FIRST_WINDOW, _LATER_WINDOW = (
-    3,
-    2,
-)  # optimizer steps beside a plain AdamW: moments go wrong from one to the next
-_NUM_TENSORS, _NUM_ROWS = 8, 4  # of the reference, compared with the model's files
-_MAX_NAMED = 4
+# Optimizer steps that a plain AdamW follows: moments go wrong from one step to the next.
+_FIRST_WINDOW = 3
+_LATER_WINDOW = 2
+# How much of the reference is compared with the model's files.
+_NUM_TENSORS = 8
+_NUM_ROWS = 4
+_MAX_NAMED = 4  # errors in the message
 
 
 # Collective. Checks one signal's part of a step. The last argument has the rewards of the rollouts that this rank
@@ -97,7 +100,7 @@ class UpdateCheckError(RuntimeError):
 
 
 class UpdateCheck:
-    """Also the UpdateObserver of an update: while its window is open it looks at each optimizer step."""
+    """Checks a step before its update, and the optimizer steps of the update (UpdateObserver)."""
 
     def __init__(
         self,
@@ -110,17 +113,15 @@ class UpdateCheck:
         tokenizer: Any,
         signals: SignalProofs = SignalProofs(),
     ) -> None:
-        self._every_steps = settings.every_steps
+        self._settings = settings
         self._session = session
         self._policy = policy
         self._reference = reference
         self._tokenizer = tokenizer
-        self._data = settings.data
-        self._loss = settings.loss
-        # Now: later the folder may be gone, and a hub id stand for other files.
+        self._signal_checks = signals.checks
+        # Looked up now: later the folder may be gone, and a hub id may stand for other files.
         self._folder = checkpoint_folder(settings.model_path)
-        self._stop_ids = set(settings.stop_ids)
-        self._stored: dict[str, Tensor] = {}  # rows of the reference as the files have them
+        self._stored_rows: dict[str, Tensor] = {}  # of the reference, as the files have them
         self._batch_check = BatchCheck(
             settings.rollout,
             settings.advantage,
@@ -143,172 +144,200 @@ class UpdateCheck:
             policy, updater, settings.optimizer, settings.training.num_run_optimizer_steps
         )
         self._num_runs = 0
-        self._window = 0
         self._step = 0
-        self._signal_checks = signals.checks
-        self._found = CheckResult()
+        self._window = 0  # optimizer steps that are still to be followed
+        self._window_result = CheckResult()
         self._seconds = 0.0
 
     def run_if_due(
         self, step: int, sampled: SampledStep, batch: RolloutBatch, decision: Decision
     ) -> None:
-        """Collective. Before the update of `step`. Raises Rank0Error on every rank, naming what is off."""
-        self._seconds, self._step = 0.0, step
-        is_first = not self._num_runs
+        """Collective. Runs before the update of `step`.
+
+        Raises Rank0Error on every rank, which says what is wrong."""
         start = time.perf_counter()
-        if not (is_first or (self._every_steps and step % self._every_steps == 0)):
-            if (
-                self._window and self._num_runs == 1
-            ):  # what goes wrong from one step to the next is not in the first
-                self._judge([self._batch_check.run(sampled, batch, decision)])
+        self._seconds = 0.0
+        self._step = step
+        is_first = not self._num_runs
+        every = self._settings.every_steps
+        if not is_first and not (every and step % every == 0):
+            # The second step too: what goes wrong from one step to the next is not in the first.
+            if self._window and self._num_runs == 1:
+                self._raise_if_wrong([self._batch_check.run(sampled, batch, decision)])
                 self._seconds = time.perf_counter() - start
             return
         self._num_runs += 1
-        parts = [self._batch_check.run(sampled, batch, decision)]
+        results = [self._batch_check.run(sampled, batch, decision)]
         if is_first:
-            parts.append(check_data(sampled.groups, sampled.scored, self._tokenizer, self._data))
-            parts.append(check_stop_ids(self._folder, self._tokenizer, self._stop_ids))
-        parts.append(
-            self._gradients.run(sampled.groups, self._session.device, accumulates=is_first)
-        )
-        parts.append(self._check_reference(sampled))
-        parts.append(self._check_attached(batch))
+            results += [
+                check_data(sampled.groups, sampled.scored, self._tokenizer, self._settings.data),
+                check_stop_ids(self._folder, self._tokenizer, self._settings.stop_ids),
+            ]
+        device = self._session.device
+        results += [
+            self._gradients.run(sampled.groups, device, accumulates=is_first),
+            self._check_reference(sampled),
+            self._check_attached(batch),
+        ]
         rewards = self._batch_check.rewards_of(sampled, decision)
-        parts += [check(sampled, batch, decision, rewards) for check in self._signal_checks]
+        results += [check(sampled, batch, decision, rewards) for check in self._signal_checks]
         self._window = _FIRST_WINDOW if is_first else _LATER_WINDOW
-        self._found = CheckResult()
-        self._adamw.open(self._found)
-        measured = self._judge([*parts, self._found])
+        self._window_result = CheckResult()
+        self._adamw.open(self._window_result)
+        metrics = self._raise_if_wrong([*results, self._window_result])
         self._seconds = time.perf_counter() - start
         if is_first:
             _log.info(
-                "update check: %.2f s, logprobs %.0e, loss %.0e, gradient %.0e, %d advantages; AdamW over %d updates",
-                *(
-                    self._seconds,
-                    *(measured.get(key, 0.0) for key in ("logprobs", "loss", "gradient")),
-                ),
-                *(measured["advantages"], self._window),
+                "update check: %.2f s, logprobs %.0e, loss %.0e, gradient %.0e, %d advantages; "
+                "AdamW over %d updates",
+                self._seconds,
+                metrics.get("logprobs", 0.0),
+                metrics.get("loss", 0.0),
+                metrics.get("gradient", 0.0),
+                metrics["advantages"],
+                self._window,
             )
 
     def metrics(self) -> dict[str, float]:
-        """What it took of this step."""
+        """Returns the seconds that it took in this step."""
         return {"proofs/update_check_s": self._seconds}
 
     def before_backward(
         self, mini_batch: list[MicroBatch], num_loss_tokens: int, num_loss_sequences: int
     ) -> None:
-        """Collective, as all methods of an UpdateObserver."""
-        self._timed(
-            lambda: self._adamw.begin(mini_batch, num_loss_tokens, num_loss_sequences, self._found)
-        )
+        """Collective. As all methods of an UpdateObserver."""
+        if self._window:
+            with self._timed():
+                self._adamw.begin(
+                    mini_batch, num_loss_tokens, num_loss_sequences, self._window_result
+                )
 
     def after_backward(self) -> None:
-        self._timed(self._adamw.gradients)
+        """Collective."""
+        if self._window:
+            with self._timed():
+                self._adamw.read_gradients()
 
     def after_step(self, is_made: bool) -> None:
-        def compare() -> None:
-            self._adamw.end(is_made, self._found)
-            self._judge([self._found])
-            self._window -= 1
-
-        self._timed(compare)
-
-    def _timed(self, look: Callable[[], None]) -> None:
+        """Collective. `is_made` is False if the optimizer step was skipped."""
         if self._window:
-            start = time.perf_counter()
-            look()
-            self._seconds += time.perf_counter() - start
+            with self._timed():
+                self._adamw.end(is_made, self._window_result)
+                self._raise_if_wrong([self._window_result])
+                self._window -= 1
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self._seconds += time.perf_counter() - start
 
     def _check_reference(self, sampled: SampledStep) -> CheckResult:
-        """Collective. It scores as plainly computed, and has the weights of the model's files."""
-        found, policy, reference = CheckResult(), self._policy, self._reference
-        if (reference is None) == (self._loss.kl_coef > 0):
-            found.errors.append(
+        """Collective. Checks the reference's logprobs, and its weights against the files."""
+        result = CheckResult()
+        policy = self._policy
+        reference = self._reference
+        if (reference is None) == (self._settings.loss.kl_coef > 0):
+            result.errors.append(
                 "there is a reference where no KL term asks for it, or none where one does"
             )
         if reference is None:
-            return found
-        check, rows = self._gradients, (sampled.groups, self._session.device)
+            return result
+        groups = sampled.groups
+        device = self._session.device
         if policy.lora.rank:
             with adapters_at_zero(policy.model):
-                plain = check.plain_logprobs(policy, *rows)
+                plain = self._gradients.plain_logprobs(policy, groups, device)
         elif isinstance(reference, Policy) and reference is not policy:
-            plain = check.plain_logprobs(reference, *rows)
+            plain = self._gradients.plain_logprobs(reference, groups, device)
         else:
             return CheckResult(["the reference is not a model of its own"])
-        difference = (check.trainer_logprobs(reference, *rows) - plain).abs()
-        if len(difference) and plain.isfinite().all():  # else it is for the update to say
-            what = "the reference's logprob of a token, in nats on average,"
-            found.check_difference(what, "logprobs", float(difference.mean()), check.score_bound)
-        self._check_files(found, policy if policy.lora.rank else reference)
-        return found
+        trainer = self._gradients.trainer_logprobs(reference, groups, device)
+        # A model that is not finite is for the update to report.
+        if len(plain) and plain.isfinite().all():
+            result.check_difference(
+                "the reference's logprob of a token, in nats on average,",
+                "logprobs",
+                float((trainer - plain).abs().mean()),
+                self._gradients.score_bound,
+            )
+        self._check_files(result, policy if policy.lora.rank else reference)
+        return result
 
     @torch.no_grad()
-    def _check_files(self, found: CheckResult, model: Any) -> None:
+    def _check_files(self, result: CheckResult, model: Any) -> None:
+        """Compares rows of some tensors with the files, or later with those of the first time."""
         named = list(hf_named_parameters(model))
         files = tensor_files(self._folder) if self._num_runs == 1 else {}
         for name, parameter in named[:: max(1, len(named) // _NUM_TENSORS)]:
-            held, first = parameter.to_local()[:_NUM_ROWS].cpu(), first_row(parameter)
-            if name in files and len(held):
+            rows = parameter.to_local()[:_NUM_ROWS].cpu()
+            start = first_row(parameter)
+            if name in files and len(rows):
                 with safe_open(files[name], framework="pt") as file:
-                    self._stored[name] = file.get_slice(name)[first : first + len(held)].to(
-                        held.dtype
-                    )
-            if name in self._stored and not torch.equal(self._stored[name], held):
-                found.errors.append(f"the reference's {name} is not that of {self._folder}")
+                    stored = file.get_slice(name)[start : start + len(rows)]
+                self._stored_rows[name] = stored.to(rows.dtype)
+            if name in self._stored_rows and not torch.equal(self._stored_rows[name], rows):
+                result.errors.append(f"the reference's {name} is not that of {self._folder}")
 
     @torch.no_grad()
     def _check_attached(self, batch: RolloutBatch) -> CheckResult:
-        """Collective. The old and reference logprobs that the loss is given are those of policy and reference."""
-        found, row, is_engine_judge = (
-            CheckResult(),
-            batch.micro_batches[0],
-            self._loss.old_logprobs == "engine",
-        )
-        lacks_old = row.old_logprobs is None and (is_engine_judge or len(batch.mini_batches) > 1)
+        """Collective. Checks the old and reference logprobs that the loss gets."""
+        result = CheckResult()
+        row = batch.micro_batches[0]
+        old_by_engine = self._settings.loss.old_logprobs == "engine"
+        needs_old = old_by_engine or len(batch.mini_batches) > 1
+        lacks_old = needs_old and row.old_logprobs is None
         if lacks_old or (row.ref_logprobs is None) != (self._reference is None):
-            found.errors.append("the loss is not given the old or reference logprobs that it needs")
-        old = ("old", row.old_logprobs, None if is_engine_judge else self._policy)
-        for what, held, score in (old, ("reference", row.ref_logprobs, self._reference)):
-            if held is not None and score is not None:
-                off = float((score(row)[0] - held).abs().nan_to_num().mean())
-                what = f"the {what} logprob that the loss is given, in nats on average,"
-                found.check_difference(what, "attached", off, self._gradients.score_bound / 10)
+            result.errors.append(
+                "the loss is not given the old or reference logprobs that it needs"
+            )
+        for name, attached, score in (
+            ("old", row.old_logprobs, None if old_by_engine else self._policy),
+            ("reference", row.ref_logprobs, self._reference),
+        ):
+            if attached is not None and score is not None:
+                result.check_difference(
+                    f"the {name} logprob that the loss is given, in nats on average,",
+                    "attached",
+                    float((score(row)[0] - attached).abs().nan_to_num().mean()),
+                    self._gradients.score_bound / 10,
+                )
         cast(FSDPModule, self._policy).reshard()
-        return found
+        return result
 
-    def _judge(self, parts: list[CheckResult]) -> dict[str, float]:
-        """Collective. The largest figures over ranks. Raises Rank0Error."""
-        wrong = [text for found in parts for text in found.errors]
-        measured: dict[str, float] = {}
-        for found in parts:
-            measured |= {
-                key: max(value, measured.get(key, 0.0)) for key, value in found.metrics.items()
-            }
+    def _raise_if_wrong(self, results: list[CheckResult]) -> dict[str, float]:
+        """Collective. Raises Rank0Error on every rank, or returns the metrics over all ranks."""
+        errors = [text for result in results for text in result.errors]
+        metrics: dict[str, float] = {}
+        for result in results:
+            for key, value in result.metrics.items():
+                metrics[key] = max(value, metrics.get(key, 0.0))
         return on_rank0(
-            lambda of_ranks: _raise_if_wrong(of_ranks, self._step),
-            [wrong[:_MAX_NAMED], len(wrong), measured],
+            lambda by_rank: _combine(by_rank, self._step),
+            [errors[:_MAX_NAMED], len(errors), metrics],
         )
 
 
-def _raise_if_wrong(
-    of_ranks: list[tuple[list[str], int, dict[str, float]]], step: int
-) -> dict[str, float]:
-    """On rank 0."""
-    by_text: dict[str, list[int]] = {}
-    for rank, (wrong, _, _) in enumerate(of_ranks):
-        for text in dict.fromkeys(wrong):
-            by_text.setdefault(text, []).append(rank)
-    if by_text:
-        said = [
+def _combine(by_rank: list[tuple[list[str], int, dict[str, float]]], step: int) -> dict[str, float]:
+    """Runs on rank 0. Raises UpdateCheckError, or returns the largest metrics over ranks."""
+    ranks_by_text: dict[str, list[int]] = {}
+    for rank, (errors, _, _) in enumerate(by_rank):
+        for text in dict.fromkeys(errors):
+            ranks_by_text.setdefault(text, []).append(rank)
+    if ranks_by_text:
+        sentences = [
             f"rank {', '.join(map(str, ranks))}: {text}"
-            for text, ranks in list(by_text.items())[:_MAX_NAMED]
+            for text, ranks in list(ranks_by_text.items())[:_MAX_NAMED]
         ]
-        more = sum(count for _, count, _ in of_ranks) - len(said)
-        rest = f"; and {more} more" if more > 0 else ""
-        what = "the update is not what a plain recomputation of it gives"
-        raise UpdateCheckError(f"step {step}: {what}: {'; '.join(said)}{rest}")
-    keys = {key for _, _, measured in of_ranks for key in measured}
-    largest = {key: max(measured.get(key, 0.0) for _, _, measured in of_ranks) for key in keys}
-    largest["advantages"] = sum(measured.get("advantages", 0.0) for _, _, measured in of_ranks)
+        num_more = sum(count for _, count, _ in by_rank) - len(sentences)
+        if num_more > 0:
+            sentences.append(f"and {num_more} more")
+        raise UpdateCheckError(
+            f"step {step}: the update is not what a plain recomputation of it gives: "
+            f"{'; '.join(sentences)}"
+        )
+    all_metrics = [metrics for _, _, metrics in by_rank]
+    keys = {key for metrics in all_metrics for key in metrics}
+    largest = {key: max(metrics.get(key, 0.0) for metrics in all_metrics) for key in keys}
+    largest["advantages"] = sum(metrics.get("advantages", 0.0) for metrics in all_metrics)
     return largest

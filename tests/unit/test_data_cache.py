@@ -183,7 +183,7 @@ def test_the_proof_reads_the_same_parquet_rows(tmp_path: Path) -> None:
     table = pyarrow.table({"prompt": [f"a {n}" for n in range(9000)]})
     pyarrow.parquet.write_table(table, tmp_path / "t.parquet", row_group_size=5000)
     wanted = {0, 4095, 4096, 4999, 5000, 8999}
-    found = data_check._rows(str(tmp_path / "t.parquet"), wanted)
+    found = data_check._read_rows(str(tmp_path / "t.parquet"), wanted)
     assert found == {n: {"prompt": f"a {n}"} for n in wanted}
 
 

@@ -26,7 +26,7 @@ from grpo_spmd.learn.step_messages import (
     encode_decisions,
     encode_groups,
 )
-from grpo_spmd.proofs.batch_check import find_misplaced, kl_penalties_by_rank, told
+from grpo_spmd.proofs.batch_check import find_misplaced, kl_penalties_by_rank, pack_report
 from grpo_spmd.records import (
     Completion,
     Decision,
@@ -307,7 +307,10 @@ def _told(
     plan = plan_batch([1] * 4, num_ranks=2, mini_batch_sizes=[4], max_tokens=4)
     rewards = np.array([0.1, math.nan, 2.0, 3.0])
     of_all = StepDecision(np.array([5, 7]), rewards, none, none, plan, none, none, [], [], 0, 0, {})
-    parts = [told(sampled[:1], trained[:3], dropped), told(sampled[1:], trained[3:], [])]
+    parts = [
+        pack_report(sampled[:1], trained[:3], dropped),
+        pack_report(sampled[1:], trained[3:], []),
+    ]
     return find_misplaced(parts, of_all, 2)
 
 

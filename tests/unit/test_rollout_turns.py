@@ -32,7 +32,7 @@ from grpo_spmd.observe.rollout_record import (
     read_episode,
     to_line,
 )
-from grpo_spmd.proofs.batch_check import NOTHING, _hash_rollouts, _name
+from grpo_spmd.proofs.batch_check import NO_TOKENS, _hash_rollout, _hash_rollouts
 from grpo_spmd.records import (
     EPISODE_STATUSES,
     FAILED_STATUSES,
@@ -371,7 +371,7 @@ def test_what_arrives_of_thousands_of_episodes_has_the_name_of_what_was_sampled(
                 completion.episode.segments if completion.episode else (),
             )
             tokens = [(context.token_ids, np.flatnonzero(context.sampled)) for context in contexts]
-            names[i] = _name(tokens, completion.logprobs, [0.5] * count, [True] * count)
+            names[i] = _hash_rollout(tokens, completion.logprobs, [0.5] * count, [True] * count)
             if segments:
                 rollouts.append(episode_rollout(i, 0.5, True, segments, completion.logprobs))
             else:
@@ -381,9 +381,9 @@ def test_what_arrives_of_thousands_of_episodes_has_the_name_of_what_was_sampled(
         arrived = decode_rollouts(encode_rollouts(rollouts))
         row = pack_rollouts(arrived, torch.device("cpu"))
         assert dict(_hash_rollouts(row)) == {
-            i: name for i, name in names.items() if name != NOTHING
+            i: name for i, name in names.items() if name != NO_TOKENS
         }
-        assert {i for i, name in names.items() if name == NOTHING} == {
+        assert {i for i, name in names.items() if name == NO_TOKENS} == {
             i for i, completion in enumerate(made, start=first) if not completion.token_ids
         }
         for rollout in arrived:

@@ -87,7 +87,7 @@ def test_a_constant_rate_is_exactly_lr_and_a_long_warmup_never_divides_by_zero()
 def test_the_check_of_the_update_expects_the_same_rates(schedule: str) -> None:
     floor = 0.0 if schedule == "constant" else 3e-6
     config = OptimizerConfig(lr=1e-5, schedule=schedule, min_lr=floor, warmup_steps=5)  # type: ignore[arg-type]
-    expected = [adamw_check._rate(config, t, _N) for t in range(1, _N + 1)]
+    expected = [adamw_check._learning_rate(config, t, _N) for t in range(1, _N + 1)]
     assert _rates(config) == pytest.approx(expected, rel=1e-12)
 
 
