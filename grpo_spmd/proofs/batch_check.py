@@ -23,7 +23,7 @@ from grpo_spmd.config.schema import AdvantageConfig, LossConfig, RolloutConfig
 from grpo_spmd.distributed.collectives import on_rank0, on_rank0_bytes, scatter_from_rank0
 from grpo_spmd.distributed.packed import PackedReader, pack
 from grpo_spmd.learn.advantages import Credit, turn_advantages
-from grpo_spmd.learn.contexts import find_episode_error, completion_contexts, completion_turns
+from grpo_spmd.learn.contexts import completion_contexts, completion_turns, find_episode_error
 from grpo_spmd.learn.sampled_step import SampledStep
 from grpo_spmd.proofs.gradient_check import CheckResult
 from grpo_spmd.records import (

@@ -623,7 +623,7 @@ def eager_attention(model: Any) -> Iterator[None]:
 
 
 def _short_rollouts(groups: Sequence[RolloutGroup]) -> list[Rollout]:
-    """Returns up to 6 of this rank's rollouts, shorten_segments, with positive and negative advantages.
+    """Returns up to 6 of this rank's rollouts, shortened, with positive and negative advantages.
 
     Every third has one masked token."""
     pairs = [
@@ -638,7 +638,9 @@ def _short_rollouts(groups: Sequence[RolloutGroup]) -> list[Rollout]:
         ids = completion.token_ids[:_COMPLETION_TOKENS]
         segments: Sequence[Any] = ()
         if completion.episode:
-            segments = shorten_segments(completion.episode.segments, _PROMPT_TOKENS, _COMPLETION_TOKENS)
+            segments = shorten_segments(
+                completion.episode.segments, _PROMPT_TOKENS, _COMPLETION_TOKENS
+            )
         if segments:
             ids = np.concatenate([s.token_ids[s.sampled] for s in segments]).tolist()
         mask = np.ones(len(ids), np.bool_)

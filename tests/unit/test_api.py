@@ -162,7 +162,9 @@ class _Tokenizer:
 
 @contextlib.contextmanager
 def pool_of(functions: list[Callable[..., Any]], folder: Path) -> Iterator[RewardPool]:
-    by_spec = {f"{named.PYTHON_MARK}{number}": function for number, function in enumerate(functions)}
+    by_spec = {
+        f"{named.PYTHON_MARK}{number}": function for number, function in enumerate(functions)
+    }
     configs = [
         RewardConfig(name=f"r{number}", function=spec) for number, spec in enumerate(by_spec)
     ]

@@ -212,7 +212,10 @@ def test_a_mask_that_ends_a_turn_early_or_late_is_seen_by_hand() -> None:
     alike = dataclasses.replace(
         EPISODE, segments=(segment([1, 2, 3, 4, 8, 8, 9], [2, 3, 4, 6]), fork)
     )
-    assert find_episode_error(TOKENS, alike) == "a turn has tokens before and behind one that was given"
+    assert (
+        find_episode_error(TOKENS, alike)
+        == "a turn has tokens before and behind one that was given"
+    )
     longer = dataclasses.replace(
         EPISODE, turns=(Turn(2, "stop"), Turn(3, "stop"), Turn(1, "length"))
     )

@@ -319,7 +319,9 @@ def faults(trials: Trials) -> int:
     sees("the term 'policy' of the loss", within=patch.object(losses, "_policy_terms", swapped))
     flipped = patch.object(losses, "kl_estimate", lambda p, ref, name: kl(ref, p, name) + 0.1 * p)
     sees("the term 'kl' of the loss", within=flipped)
-    unweighted = patch.object(learn_update, "aggregation_weights", lambda *args, **options: 2 * tokens(*args, **options))
+    unweighted = patch.object(
+        learn_update, "aggregation_weights", lambda *args, **options: 2 * tokens(*args, **options)
+    )
     sees("the term 'loss' of the loss", within=unweighted)
     neighbours = patch.object(
         model_policy, "PackedLayout", lambda lengths, *rest: PackedLayout([sum(lengths)], *rest)
