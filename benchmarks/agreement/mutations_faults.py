@@ -135,8 +135,8 @@ FAULTS = (
     Fault(
         "wrong temperature: the policy is built without it",
         "parts.py",
-        "policy = build_policy(config.model, config.rollout.temperature, session",
-        "policy = build_policy(config.model, 1.0, session",
+        "config.model, temperature, session, seed=config.seed",
+        "config.model, 1.0, session, seed=config.seed",
         (),
         _COOL,
     ),
@@ -198,8 +198,9 @@ FAULTS = (
     Fault(
         "per-rank denominator",
         "learn/update.py",
-        "denominators = batch.num_loss_tokens[number],",
-        "denominators = sum(int(m.loss_mask.sum()) for m in mini_batch),",
+        "self._step(\n                    mini_batch,\n                    num_loss_tokens,",
+        "self._step(\n                    mini_batch,\n                    "
+        "sum(int(m.loss_mask.sum()) for m in mini_batch),",
         (_PARTITION,),
     ),
     Fault(
@@ -212,27 +213,27 @@ FAULTS = (
     Fault(
         "group split over ranks: each part has its own mean",
         "learn/sampled_step.py",
-        "advantages=advantages_of(rewards, rules.advantage) *",
-        "advantages=advantages_of(rewards.reshape(-1, group_size // rules.num_ranks), rules.advantage) *",
+        "rollout_advantages(rewards, rules.advantage)",
+        "rollout_advantages(rewards.reshape(-1, group_size // rules.num_ranks), rules.advantage)",
         (_PARTITION,),
     ),
     Fault(
         "rank 1 leaves out a rollout of each row",
         "learn/assemble.py",
-        "pack_rollouts([mine[i] for i in row], session.device)",
-        "pack_rollouts([mine[i] for i in row][session.rank :], session.device)",
+        "pack_rollouts([rollouts_by_id[i] for i in row], session.device)",
+        "pack_rollouts([rollouts_by_id[i] for i in row][session.rank :], session.device)",
         (_PARTITION,),
     ),
     Fault(
         "advantage sign",
         "learn/advantages.py",
-        "centered = torch.where(known, rewards - mean, 0.0)",
-        "centered = torch.where(known, mean - rewards, 0.0)",
+        "centered = torch.where(is_known, rewards - mean, 0.0)",
+        "centered = torch.where(is_known, mean - rewards, 0.0)",
         (_ADVANTAGES,),
     ),
     Fault(
         "reward misaligned by one: on the way to rank 0",
-        "learn/sampled_step.py",
+        "learn/step_messages.py",
         "np.array(scored.rewards, np.float64)",
         "np.array(scored.rewards[-1:] + scored.rewards[:-1], np.float64)",
         (_PARTITION,),
@@ -246,7 +247,7 @@ FAULTS = (
     ),
     Fault(
         "unscored sample taken for 0",
-        "learn/sampled_step.py",
+        "learn/step_messages.py",
         "np.array(scored.rewards, np.float64)",
         "np.array([reward or 0.0 for reward in scored.rewards], np.float64)",
         (_PARTITION,),
@@ -278,8 +279,8 @@ FAULTS = (
     Fault(
         "old logprobs taken after the first update",
         "learn/update.py",
-        "old_logprobs = logprobs.detach() if micro_batch.old_logprobs is None else micro_batch.old_logprobs",
-        "old_logprobs = logprobs.detach()",
+        "        if old_logprobs is None:\n            old_logprobs = logprobs.detach()\n",
+        "        old_logprobs = logprobs.detach()\n",
         (_PARTITION,),
         ("training.num_mini_batches=2",),
     ),
@@ -331,8 +332,8 @@ FAULTS = (
     Fault(
         "gradient never clipped",
         "learn/update.py",
-        "clip_grad_norm_(self._policy.parameters(), self._max_grad_norm)",
-        "clip_grad_norm_(self._policy.parameters(), 1e9)",
+        "self._policy.parameters(), self._max_grad_norm",
+        "self._policy.parameters(), 1e9",
         (_PARTITION, _CHECK),
         ("optimizer.max_grad_norm=0.01",),
     ),

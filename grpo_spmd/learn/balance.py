@@ -317,7 +317,7 @@ def _best_exchange(high: _Row, low: _Row, table: _ItemTable) -> _Exchange | None
     room_of_high = table.max_tokens - high.tokens
     half_gap = (high.cost - low.cost) / 2
     min_error = 0.45 * (high.cost - low.cost)
-    best: tuple[int, int] | None = None
+    best: _Exchange | None = None
     for item in high.item_list():
         cost = cost_of[item]
         index = bisect_left(offer_costs, cost - half_gap)
@@ -328,9 +328,9 @@ def _best_exchange(high: _Row, low: _Row, table: _ItemTable) -> _Exchange | None
                 continue
             moved_tokens = tokens_of[item] - tokens_of[offers[candidate]]
             if -room_of_high <= moved_tokens <= room_of_low:
-                best = (item, offers[candidate])
+                best = _Exchange(item, offers[candidate])
                 min_error = error
-    return None if best is None else _Exchange(*best)
+    return best
 
 
 def _to_array(values: npt.NDArray[Any]) -> array[Any]:

@@ -189,9 +189,11 @@ class _Rank0Step:
         counts = self._counts
         max_error_frac = self._rules.max_error_frac
         check_environment_errors(table.rows, counts.first_errors, max_error_frac)
-        self._error_rates = check_error_rate([counts.statuses], counts.first_errors, max_error_frac)
+        self._error_rates = check_error_rate(
+            [counts.status_counts], counts.first_errors, max_error_frac
+        )
         self._error_rates |= retried_fracs(
-            counts.statuses, counts.retried, num_groups, counts.first_errors
+            counts.status_counts, counts.retried, num_groups, counts.first_errors
         )
 
     def decide(self) -> StepDecision:

@@ -67,7 +67,7 @@ def count_rollout_tokens(rows: GroupRows) -> npt.NDArray[np.int64]:
 class StepCounts:
     """Sums over the completions of a step, whichever rank scored them."""
 
-    statuses: dict[str, Counter[str]] = field(default_factory=dict)
+    status_counts: dict[str, Counter[str]] = field(default_factory=dict)
     """For each reward function how often it gave each status."""
     retried: dict[str, Counter[str]] = field(default_factory=dict)
     """For each reward function the groups that it was called for again, by reason."""
@@ -80,7 +80,10 @@ class StepCounts:
 
     def add(self, other: StepCounts) -> None:
         """Adds the sums of another rank or round."""
-        for totals, added in ((self.statuses, other.statuses), (self.retried, other.retried)):
+        for totals, added in (
+            (self.status_counts, other.status_counts),
+            (self.retried, other.retried),
+        ):
             for name, counts in added.items():
                 total = totals.setdefault(name, Counter())
                 # Counter.update takes ten times as long, and there may be thousands of ranks.

@@ -418,7 +418,7 @@ def _facts(statuses: list[str], retried: str | None, first_error: str | None = N
 
 def _retried_fracs(facts: list[bytes]) -> dict[str, float]:
     counts = decode_groups(facts, 2).counts
-    return retried_fracs(counts.statuses, counts.retried, len(facts), counts.first_errors)
+    return retried_fracs(counts.status_counts, counts.retried, len(facts), counts.first_errors)
 
 
 FINE = ["ok", "ok"]
