@@ -1,5 +1,6 @@
-"""A checkpoint as a folder that transformers, peft and vLLM load. It takes one process without a GPU, whatever number
-of ranks saved the checkpoint, and memory for one output file (about 2 GiB, or the largest tensor; all adapters)."""
+"""A checkpoint as a folder that transformers, peft and vLLM load. It takes one process without a
+GPU, whatever number of ranks saved the checkpoint, and memory for one output file (about 2 GiB, or
+the largest tensor; all adapters)."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ class _Piece:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A float32 tensor of a checkpoint, in pieces that are in the order of their rows and leave none out."""
+    """A float32 tensor of a checkpoint, in pieces that are in the order of their rows and leave
+    none out."""
 
     name: str  # in the files, e.g. "policy.model.norm.weight"
     shape: tuple[int, ...]
@@ -59,7 +61,8 @@ class StoredTensor:
                 1, READ_BYTES * piece.shape[0] // max(1, 4 * math.prod(piece.shape))
             )
             for row in range(0, piece.shape[0], rows_at_a_time):
-                # Opened anew each time: pages of a mapping count as resident memory until it is closed.
+                # Opened anew each time: pages of a mapping count as resident memory until it is
+                # closed.
                 with safe_open(piece.file, framework="pt") as file:
                     rows = file.get_slice(self.name)[row : row + rows_at_a_time]
                     whole[piece.first_row + row : piece.first_row + row + len(rows)].copy_(rows)
@@ -75,9 +78,10 @@ def empty_tensor(shape: tuple[int, ...], dtype: str) -> Tensor:
 def stored_tensors(
     checkpoint: Path, trainer: dict[str, Any], prefix: str = "policy."
 ) -> dict[str, StoredTensor]:
-    """The tensors in the shards of `checkpoint` whose names begin with `prefix`, by the rest of it. Reads no values.
-    `trainer`, its trainer.json, tells over how many ranks the rows were dealt. Raises CheckpointError: a shard is
-    missing or unreadable, or rows of a tensor are missing or doubled."""
+    """The tensors in the shards of `checkpoint` whose names begin with `prefix`, by the rest of it.
+    Reads no values. `trainer`, its trainer.json, tells over how many ranks the rows were dealt.
+    Raises CheckpointError: a shard is missing or unreadable, or rows of a tensor are missing or
+    doubled."""
     pieces: dict[str, list[_Piece]] = {}
     for path in sorted((checkpoint / "state").glob("shard_*.safetensors")):
         try:
@@ -123,7 +127,8 @@ def _joined(name: str, found: list[_Piece], checkpoint: Path, num_ranks: int) ->
                 how = f"{num_rows} to {first - 1} are missing, those before"
             raise CheckpointError(f"{checkpoint}: rows of {name} {how} {piece.file.name}")
         num_rows += piece.shape[0]
-    # FSDP deals ceil(rows / ranks) rows to each rank, the rest to the last ones: the first shows how many there are.
+    # FSDP deals ceil(rows / ranks) rows to each rank, the rest to the last ones: the first shows
+    # how many there are.
     if not pieces or -(-num_rows // num_ranks) != pieces[0].shape[0]:
         dealt = f"{num_rows} rows are there, dealt over {num_ranks} ranks"
         raise CheckpointError(f"{checkpoint}: the last rows of {name} are missing: {dealt}")
@@ -133,12 +138,13 @@ def _joined(name: str, found: list[_Piece], checkpoint: Path, num_ranks: int) ->
 def export_checkpoint(
     checkpoint: Path, out: Path, dtype: str | None = None, max_file_bytes: int = FILE_BYTES
 ) -> None:
-    """Write the weights of `checkpoint` to `out` in HF's format with config and tokenizer, or its adapters in peft's.
-    Needs no manifest; may run in any thread. `out` is complete or absent; where it is `checkpoint` itself, still being
-    made, all files are put into it or none. `dtype`: "float32", "bfloat16" or None, which is what the engine of the run
-    computed in; adapters are float32 always. No tensor is split, however few `max_file_bytes` are. Raises ConfigError
-    (`out` is taken, `dtype` does not go with adapters, or a file is a link), CheckpointError (damaged), and OSError or
-    SafetensorError where nothing can be written."""
+    """Write the weights of `checkpoint` to `out` in HF's format with config and tokenizer, or its
+    adapters in peft's. Needs no manifest; may run in any thread. `out` is complete or absent; where
+    it is `checkpoint` itself, still being made, all files are put into it or none. `dtype`:
+    "float32", "bfloat16" or None, which is what the engine of the run computed in; adapters are
+    float32 always. No tensor is split, however few `max_file_bytes` are. Raises ConfigError (`out`
+    is taken, `dtype` does not go with adapters, or a file is a link), CheckpointError (damaged),
+    and OSError or SafetensorError where nothing can be written."""
     trainer = read_trainer(checkpoint, ("world_size", "config", "dtype"))
     regular_files(
         checkpoint
@@ -164,7 +170,8 @@ def export_checkpoint(
 def save_model(
     tensors: Mapping[str, Readable], folder: Path, dtype: str, max_file_bytes: int = FILE_BYTES
 ) -> None:
-    """Write them to `folder`, one file after the other, and the dtype into the config.json that is there."""
+    """Write them to `folder`, one file after the other, and the dtype into the config.json that is
+    there."""
     config = read_json(folder / "config.json")
     config.pop("torch_dtype", None)
     (folder / "config.json").write_text(
@@ -201,7 +208,8 @@ def _save(tensors: dict[str, Tensor], path: Path) -> None:
 
 @contextmanager
 def complete_or_absent(out: Path, *, into_existing: bool) -> Iterator[Path]:
-    """A new folder to write into; when the block has ended its files are durably in `out`, and gone if it failed."""
+    """A new folder to write into; when the block has ended its files are durably in `out`, and gone
+    if it failed."""
     temporary = out / "export.tmp" if into_existing else out.with_name(out.name + ".tmp")
     if not into_existing and out.exists() and (not out.is_dir() or any(out.iterdir())):
         what = "exists and is not an empty folder; nothing is written over: choose another, or move it away"

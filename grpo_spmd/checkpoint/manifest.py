@@ -1,11 +1,12 @@
-"""The format of a checkpoint's folder, and whether one is whole: a file that was cut short, has a flipped bit, is
-missing or was added shows here. Files and JSON alone: no torch, no pickle.
+"""The format of a checkpoint's folder, and whether one is whole: a file that was cut short, has a
+flipped bit, is missing or was added shows here. Files and JSON alone: no torch, no pickle.
 
     <run_dir>/checkpoints/step_000050/
-        state/shard_00001.safetensors   the policy and the optimizer's moments, a file a rank (state.py)
-        model/                          config, tokenizer and the like of model.path, or adapter_config.json; no weights
-        trainer.json                    where the run was: step, place in the data, counts
-        manifest.json                   size and SHA-256 of every other file
+        state/shard_00001.safetensors   the policy and the optimizer's moments, a file a rank
+        (state.py) model/                          config, tokenizer and the like of model.path, or
+        adapter_config.json; no weights trainer.json                    where the run was: step,
+        place in the data, counts manifest.json                   size and SHA-256 of every other
+        file
 """
 
 from __future__ import annotations
@@ -31,12 +32,13 @@ class CheckpointError(RuntimeError):
 
 
 class NewerFormatError(CheckpointError):
-    """It was written by a later version. Not damaged: going back past it would give up what it holds."""
+    """It was written by a later version. Not damaged: going back past it would give up what it
+    holds."""
 
 
 def read_manifest(checkpoint: Path) -> dict[str, dict[str, Any]]:
-    """{relative file name: {"bytes": size, "sha256": digest}}. Raises CheckpointError: the manifest is missing, damaged
-    or newer (NewerFormatError), or names other files than the folder has."""
+    """{relative file name: {"bytes": size, "sha256": digest}}. Raises CheckpointError: the manifest
+    is missing, damaged or newer (NewerFormatError), or names other files than the folder has."""
     files = _read_json(checkpoint, "manifest.json").get("files")
     if not isinstance(files, dict) or not all(isinstance(facts, dict) for facts in files.values()):
         raise CheckpointError(f"{checkpoint}: manifest.json is damaged: it names no files")
@@ -58,7 +60,8 @@ def read_manifest(checkpoint: Path) -> dict[str, dict[str, Any]]:
 
 
 def read_trainer(checkpoint: Path, needed: Sequence[str] = ("step",)) -> dict[str, Any]:
-    """trainer.json, every field of it checked; `needed` ones must be there. Raises CheckpointError."""
+    """trainer.json, every field of it checked; `needed` ones must be there. Raises
+    CheckpointError."""
     trainer, where = (
         _read_json(checkpoint, "trainer.json"),
         f"{checkpoint}: trainer.json is damaged",
@@ -97,8 +100,8 @@ def _read_json(checkpoint: Path, name: str) -> dict[str, Any]:
 
 
 def verify_files(checkpoint: Path, share: int = 0, num_shares: int = 1) -> None:
-    """Compare the folder with its manifest: the names of all files, size and SHA-256 of every `num_shares`-th, from
-    `share` on. Raises CheckpointError."""
+    """Compare the folder with its manifest: the names of all files, size and SHA-256 of every
+    `num_shares`-th, from `share` on. Raises CheckpointError."""
     files = read_manifest(checkpoint)
     for name in sorted(files)[share::num_shares]:
         try:
@@ -125,7 +128,8 @@ def verify_checkpoint(checkpoint: Path) -> None:
 
 
 def write_manifest(folder: Path, known: dict[str, dict[str, Any]]) -> None:
-    """Write manifest.json for `folder`; `known`: entries of files whose digest was taken as they were written."""
+    """Write manifest.json for `folder`; `known`: entries of files whose digest was taken as they
+    were written."""
     files = dict(known)
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))

@@ -1,5 +1,6 @@
-"""The base model with a checkpoint's adapters in its weights, as a plain model in Hugging Face's format. Tensor by
-tensor and rows at a time: one process, and memory for one output file, as every export."""
+"""The base model with a checkpoint's adapters in its weights, as a plain model in Hugging Face's
+format. Tensor by tensor and rows at a time: one process, and memory for one output file, as every
+export."""
 
 from __future__ import annotations
 
@@ -73,9 +74,10 @@ def export_merged(
     base: Path | None = None,
     max_file_bytes: int = FILE_BYTES,
 ) -> None:
-    """Write the base model plus the adapters of `checkpoint` to `out`, as export_checkpoint writes a model, and with
-    its errors. `base`: where the base model is now; None: where the run had it. Raises ConfigError where the checkpoint
-    has no adapters, or the base is not to be found or is another model."""
+    """Write the base model plus the adapters of `checkpoint` to `out`, as export_checkpoint writes
+    a model, and with its errors. `base`: where the base model is now; None: where the run had it.
+    Raises ConfigError where the checkpoint has no adapters, or the base is not to be found or is
+    another model."""
     trainer = read_trainer(checkpoint, ("world_size", "config", "dtype", "model_path"))
     regular_files(checkpoint)  # raises where a link leads out of it
     adapter_config = checkpoint / "model" / "adapter_config.json"
@@ -98,7 +100,8 @@ def export_merged(
 def copy_companions(model: Path, folder: Path) -> None:
     """What lies beside the weights of a model: config, tokenizer, templates."""
     for path in model.iterdir():
-        # The model's folder may be another run's checkpoint, whose own two files would hide this one's.
+        # The model's folder may be another run's checkpoint, whose own two files would hide this
+        # one's.
         other = path.name.endswith(".index.json") or path.name in ("manifest.json", "trainer.json")
         if path.is_file() and path.suffix in (".json", ".txt", ".model", ".jinja") and not other:
             shutil.copyfile(path, folder / path.name)
@@ -129,8 +132,8 @@ def _check_is_base(folder: Path, fingerprint: str | None, checkpoint: Path) -> N
 def _merged_tensors(
     folder: Path, adapters: dict[str, StoredTensor], scale: float, checkpoint: Path
 ) -> dict[str, Readable]:
-    """By the names of the policy's parameters, a tied lm_head once. Raises CheckpointError where an adapter belongs to
-    none of them."""
+    """By the names of the policy's parameters, a tied lm_head once. Raises CheckpointError where an
+    adapter belongs to none of them."""
     import torch
 
     from grpo_spmd.model.families.build import build_hf_model

@@ -1,4 +1,5 @@
-"""Where a run starts: the newest good checkpoint of its folder, and its state back in the policy and the optimizer."""
+"""Finds the newest good checkpoint of a run folder and restores policy, optimizer and critic from
+it."""
 
 from __future__ import annotations
 
@@ -48,36 +49,24 @@ def find_start(
     num_steps: int,
     has_closing_eval: bool,
 ) -> Start:
-    """Collective. The newest good checkpoint of the run folder, or the one that `resume` names; the same on all ranks.
-    Damaged ones are passed over, with a warning. `facts`: of the run that starts; with `has_closing_eval` an evaluation
-    follows its `num_steps`, which has a metrics line of its own. Raises ConfigError: the folder is in use; the named
-    checkpoint, or all, are damaged; one is of a later version; or it is of another model, data set or seed."""
-    # Rank 0 says, for another rank may see the folder a moment later.
-    found = Candidates(
+    """Collective. Returns the newest good checkpoint of the run folder, or the one that `resume` names.
+
+    The same on all ranks. Damaged checkpoints are skipped with a warning. `facts` are those of the
+    run that starts; with `has_closing_eval` an evaluation with a metrics line of its own follows
+    its `num_steps`. Raises ConfigError if the folder is in use; the named checkpoint, or all, are
+    damaged; one is of a later version; or it is of another model, data set or seed.
+    """
+    # Rank 0 decides: another rank may see the folder a moment later.
+    candidates = Candidates(
         **on_rank0(lambda _: asdict(find_candidates(run_dir, resume, session.is_restart)), None)
     )
-    if (folder := _newest_good(found, session)) is None:
-        return Start(goes_on=found.goes_on)
+    folder = _find_newest_good(candidates, session)
+    if folder is None:
+        return Start(goes_on=candidates.goes_on)
 
     def check(_: list[Any]) -> tuple[dict[str, Any], bool]:
         trainer = read_trainer(folder)
-        changed, recorded = check_same_run(folder, trainer, facts.config), trainer.get("contents")
-        other = [
-            name
-            for name, digest in facts.contents.items()
-            if (recorded or {}).get(name, digest) != digest
-        ]
-        changed += [f"{name} edited" for name in other]
-        if trainer["world_size"] != facts.world_size:
-            changed.append(f"ranks {trainer['world_size']} -> {facts.world_size}")
-        for part, what in (
-            ("model", "model.path holds another model"),
-            ("data", "data.train gives other prompts"),
-        ):
-            if trainer[f"{part}_fingerprint"] != getattr(facts, f"{part}_fingerprint"):
-                why = f" ({'; '.join(changed)})" if part == "data" and changed else ""
-                text = f"{what} than the run had that wrote {folder}{why}"
-                raise ConfigError(f"checkpoint.resume: {text}; restore it, or start a new run_dir")
+        _check_facts(folder, trainer, facts)
         is_last = int(trainer["step"]) >= num_steps
         if is_last:
             _log.info(
@@ -85,64 +74,95 @@ def find_start(
                 folder,
                 num_steps,
             )
-        if changed:
-            _log.info("changed since %s was written: %s", folder, "; ".join(changed))
-        if goes_on := changed_schedule(
-            trainer["config"], facts.config, int(trainer["num_updates"])
-        ):
-            _log.info("%s", goes_on)
-        if recorded is None:
-            _log.info(
-                "%s does not record answers, reward files and tokenizer: edits of them are not seen",
-                folder,
-            )
-        has_all_lines = not has_closing_eval or ends_with_evaluation(
-            run_dir / "metrics.jsonl", num_steps
-        )
-        return trainer, found.goes_on and is_last and has_all_lines
+        metrics = run_dir / "metrics.jsonl"
+        has_all_lines = not has_closing_eval or ends_with_evaluation(metrics, num_steps)
+        return trainer, candidates.goes_on and is_last and has_all_lines
 
     trainer, is_over = on_rank0(check, None)
-    return Start(int(trainer["step"]), folder, trainer, found.goes_on, is_over)
+    return Start(
+        step=int(trainer["step"]),
+        folder=folder,
+        trainer=trainer,
+        goes_on=candidates.goes_on,
+        is_over=is_over,
+    )
 
 
-def _newest_good(found: Candidates, session: Session) -> Path | None:
-    """Collective. Each rank reads its share of the files and compares their checksums. Raises ConfigError."""
-    why: list[str] = []
-    for folder in map(Path, found.folders):
-        if (damage := _damage_of(folder, session)) is None:
-            return folder
-        why.append(damage)
-        if session.is_rank0 and not found.is_named:
-            _log.warning("passed over: %s", damage)
-    if why:
-        all_bad = (
-            ""
-            if found.is_named
-            else f"; {len(why)} checkpoints cannot be loaded; move them away to start anew"
+def _check_facts(folder: Path, trainer: dict[str, Any], facts: RunFacts) -> None:
+    """Raises ConfigError if the checkpoint is of another run, and logs what has changed since. On
+    rank 0."""
+    changes = check_same_run(folder, trainer, facts.config)
+    recorded = trainer.get("contents")
+    changes += [
+        f"{name} edited"
+        for name, digest in facts.contents.items()
+        if (recorded or {}).get(name, digest) != digest
+    ]
+    if trainer["world_size"] != facts.world_size:
+        changes.append(f"ranks {trainer['world_size']} -> {facts.world_size}")
+    problem = None
+    if trainer["model_fingerprint"] != facts.model_fingerprint:
+        problem = f"model.path holds another model than the run had that wrote {folder}"
+    elif trainer["data_fingerprint"] != facts.data_fingerprint:
+        problem = f"data.train gives other prompts than the run had that wrote {folder}"
+        problem += f" ({'; '.join(changes)})" if changes else ""
+    if problem is not None:
+        raise ConfigError(f"checkpoint.resume: {problem}; restore it, or start a new run_dir")
+    if changes:
+        _log.info("changed since %s was written: %s", folder, "; ".join(changes))
+    new_schedule = changed_schedule(trainer["config"], facts.config, int(trainer["num_updates"]))
+    if new_schedule:
+        _log.info("%s", new_schedule)
+    if recorded is None:
+        _log.info(
+            "%s does not record answers, reward files and tokenizer: edits of them are not seen",
+            folder,
         )
-        raise ConfigError(f"checkpoint.resume: {why[0]}{all_bad}")
-    return None
 
 
-def _damage_of(folder: Path, session: Session) -> str | None:
-    """Collective. What some rank found wrong with it. Raises ConfigError where it is of a later version."""
-    text, is_newer = "", False
+def _find_newest_good(candidates: Candidates, session: Session) -> Path | None:
+    """Collective. Each rank reads a part of the files and compares their checksums. Raises
+    ConfigError."""
+    damages: list[str] = []
+    for folder in map(Path, candidates.folders):
+        damage = _find_damage(folder, session)
+        if damage is None:
+            return folder
+        damages.append(damage)
+        if session.is_rank0 and not candidates.is_named:
+            _log.warning("passed over: %s", damage)
+    if not damages:
+        return None
+    hint = ""
+    if not candidates.is_named:
+        hint = f"; {len(damages)} checkpoints cannot be loaded; move them away to start anew"
+    raise ConfigError(f"checkpoint.resume: {damages[0]}{hint}")
+
+
+def _find_damage(folder: Path, session: Session) -> str | None:
+    """Collective. Returns what some rank found wrong. Raises ConfigError if a later version wrote
+    it."""
+    damage = ""
+    is_newer = False
     try:
         verify_files(folder, session.rank, session.world_size)
         trainer = read_trainer(folder, TO_GO_ON)
-        if session.is_rank0:  # what torch's reader would trust of the shards
+        if session.is_rank0:
+            # torch's reader would trust the rows that the shards claim to have
             stored_tensors(folder, trainer, prefix="")
     except CheckpointError as error:
-        text, is_newer = str(error), isinstance(error, NewerFormatError)
-    except OSError as unreadable:
-        text = f"{folder}: cannot be read: {unreadable}"
+        damage = str(error)
+        is_newer = isinstance(error, NewerFormatError)
+    except OSError as error:
+        damage = f"{folder}: cannot be read: {error}"
 
-    def first(damages: list[tuple[str, bool]]) -> str | None:
-        if newer := [text for text, is_newer in damages if is_newer]:
-            raise ConfigError(f"checkpoint.resume: {newer[0]}")
+    def choose(damages: list[tuple[str, bool]]) -> str | None:
+        for text, is_newer in damages:
+            if is_newer:
+                raise ConfigError(f"checkpoint.resume: {text}")
         return next((text for text, _ in damages if text), None)
 
-    return on_rank0(first, (text, is_newer))
+    return on_rank0(choose, (damage, is_newer))
 
 
 @torch.no_grad()
@@ -153,27 +173,32 @@ def load_state(
     trainer: dict[str, Any],
     critic: TrainedSignal | None = None,
 ) -> None:
-    """Collective. Fill the policy's shards, and the optimizer's, from a verified checkpoint of any world size and mesh,
-    and those of the critic. Raises ConfigError where the tensors are not those of these models."""
+    """Collective. Fills the shards of policy, optimizer and critic from a verified checkpoint.
+
+    The checkpoint may be of any world size and mesh. Raises ConfigError if its tensors are not of
+    these models.
+    """
     reader = dcp.HuggingFaceStorageReader(str(folder / "state"))
     metadata = reader.read_metadata().state_dict_metadata
     stored = {name: list(getattr(tensor, "size", [])) for name, tensor in metadata.items()}
-    _make_moments(trained_parameters(policy), updater.optimizer, trainer["num_updates"], "", stored)
+    parameters = trained_parameters(policy)
+    _make_moments(parameters, updater.optimizer, trainer["num_updates"], "", stored)
     updater.restore(trainer)
-    kinds: tuple[str, ...] = ("policy.",)
+    prefixes: tuple[str, ...] = ("policy.",)
     if critic is not None:
-        if (counts := trainer.get("critic")) is None:
+        counts = trainer.get("critic")
+        if counts is None:
             raise ConfigError(
-                f"checkpoint.resume: {folder} holds no critic; leave critic.path out, or start a new run_dir"
+                f"checkpoint.resume: {folder} holds no critic; "
+                "leave critic.path out, or start a new run_dir"
             )
-        _make_moments(
-            critic.trained_parameters(), critic.optimizer, counts["num_updates"], "critic_", stored
-        )
+        parameters = critic.trained_parameters()
+        _make_moments(parameters, critic.optimizer, counts["num_updates"], "critic_", stored)
         critic.restore(counts)
-        kinds = ("policy.", "critic.")
-    wanted = state_tensors(policy, updater, critic)
-    expected = {name: list(tensor.shape) for name, tensor in wanted.items()}
-    for name in sorted(expected.keys() | {n for n in stored if n.startswith(kinds)}):
+        prefixes = ("policy.", "critic.")
+    tensors = state_tensors(policy, updater, critic)
+    expected = {name: list(tensor.shape) for name, tensor in tensors.items()}
+    for name in sorted(expected.keys() | {name for name in stored if name.startswith(prefixes)}):
         if stored.get(name) != expected.get(name):
             shapes = f"{stored.get(name, 'none')} there, and {expected.get(name, 'none')} here"
             raise ConfigError(
@@ -181,8 +206,9 @@ def load_state(
             )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        # each rank reads what it holds: nothing needs to be agreed on, and DCP's own collectives would send pickles
-        dcp.load(dict(wanted), storage_reader=reader, no_dist=True)
+        # Each rank reads its own rows, so nothing needs to be agreed on. DCP's collectives would
+        # send pickles.
+        dcp.load(dict(tensors), storage_reader=reader, no_dist=True)
 
 
 def _make_moments(
@@ -192,11 +218,10 @@ def _make_moments(
     prefix: str,
     stored: Container[str],
 ) -> None:
-    """Those that the checkpoint has, to be filled."""
+    """Makes empty moments in the optimizer for those that the checkpoint has, to be filled."""
     for name, parameter in parameters.items():
         if f"{prefix}exp_avg.{name}" in stored:
+            # the fused kernel needs the count on the device
+            num_steps = torch.tensor(float(num_updates), device=parameter.device)
             moments = {moment: torch.zeros_like(parameter) for moment in MOMENTS}
-            num_steps = torch.tensor(
-                float(num_updates), device=parameter.device
-            )  # for the fused kernel
             optimizer.state[parameter] = {"step": num_steps, **moments}

@@ -1,4 +1,5 @@
-"""What a checkpoint holds of a run: facts that tell it from another, tensors, and one rank's file of them."""
+"""What a checkpoint stores: facts about the run, the trained tensors, and one rank's file of
+them."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -39,19 +40,19 @@ class TrainedSignal(Protocol):
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What trainer.json says of the run as a whole."""
+    """What trainer.json says about the run as a whole."""
 
-    model_fingerprint: (
-        str  # of the files in the model's folder; both fingerprints are "" on other ranks than 0
-    )
-    data_fingerprint: str  # of the prompts' tokens, in their order
-    config: dict[str, Any]  # flat, as resolved, without secrets
+    model_fingerprint: str
+    """Of the files in the model's folder. Both fingerprints are "" on ranks other than 0."""
+    data_fingerprint: str
+    """Of the prompts' tokens, in their order."""
+    config: dict[str, Any]
+    """Flat, as resolved, without secrets."""
     model_path: str
     dtype: str
     world_size: int
-    contents: dict[str, str] = field(
-        default_factory=dict
-    )  # SHA-256 of what may change on the way, but not in silence
+    contents: dict[str, str] = field(default_factory=dict)
+    """SHA-256 of what may change within a run, but not silently: by the words of a message."""
 
 
 def run_facts(
@@ -60,61 +61,81 @@ def run_facts(
     session: Session,
     held_out: Mapping[str, Sequence[Prompt]],
 ) -> RunFacts:
-    """`config`: the whole one, flat; `held_out`: the sets of evaluation by name."""
-    fingerprints, contents, model_path = ("", ""), dict[str, str](), str(config["model.path"])
-    if session.is_rank0:
-        of_tokens, of_rows = digests_of(prompts, whole=False)
-        folder = checkpoint_folder(model_path)
-        fingerprints = model_fingerprint(folder), of_tokens
-        contents = {
-            f"data.eval.{name}": digests_of(rows, whole=True)[1] for name, rows in held_out.items()
-        }
-        contents |= {"answers and other columns of data.train": of_rows}
-        of_tokenizer = re.compile(
-            r"tokenizer|vocab|merges|special_tokens|added_tokens|chat_template|generation_config"
-        )
-        files = {
-            f"{path.name} of model.path": path
-            for path in folder.iterdir()
-            if of_tokenizer.match(path.name)
-        }
-        functions = {
-            key: str(spec)
-            for key, spec in config.items()
-            if re.fullmatch(r"rewards\.\d+\.(function|judge)", key)
-        }
-        files |= {
-            f"{key} ({spec})": Path(spec.rpartition(":")[0] or spec)
-            for key, spec in functions.items()
-        }
-        for key, path in config.items():
-            if path and re.match(
-                r"(teacher\.path(\.[^=]+)?|critic\.path(?!=policy$))=", f"{key}={path}"
-            ):
-                contents[f"the model of {key}"] = model_fingerprint(checkpoint_folder(str(path)))
-            if path is not None and re.fullmatch(r"rewards\.\d+\.model", key):
-                revision = config.get(key.removesuffix("model") + "revision")
-                contents[f"{key} ({path})"] = model_fingerprint(
-                    checkpoint_folder(str(path), revision)
-                )
-            if path is not None and re.fullmatch(r"rewards\.\d+\.template", key):
-                files[f"{key} ({path})"] = Path(str(path))
-        contents |= {
-            name: hashlib.sha256(p.read_bytes()).hexdigest()
-            for name, p in files.items()
-            if p.is_file()
-        }
-    return RunFacts(
-        *fingerprints, config, model_path, config["model.dtype"], session.world_size, contents
+    """Returns the facts of this run; `config` is the whole one, flat, `held_out` the evaluation
+    sets."""
+    facts = RunFacts(
+        model_fingerprint="",
+        data_fingerprint="",
+        config=config,
+        model_path=str(config["model.path"]),
+        dtype=config["model.dtype"],
+        world_size=session.world_size,
+    )
+    if not session.is_rank0:
+        return facts
+    token_digest, row_digest = digests_of(prompts, whole=False)
+    folder = checkpoint_folder(facts.model_path)
+    contents = {
+        f"data.eval.{name}": digests_of(rows, whole=True)[1] for name, rows in held_out.items()
+    }
+    contents["answers and other columns of data.train"] = row_digest
+    contents |= _model_digests(config)
+    for name, path in _watched_files(config, folder).items():
+        if path.is_file():
+            contents[name] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return replace(
+        facts,
+        model_fingerprint=model_fingerprint(folder),
+        data_fingerprint=token_digest,
+        contents=contents,
     )
 
 
+def _watched_files(config: dict[str, Any], model_folder: Path) -> dict[str, Path]:
+    """Returns the tokenizer's files, reward functions, rubrics and templates, by the words of a
+    message."""
+    tokenizer_names = re.compile(
+        r"tokenizer|vocab|merges|special_tokens|added_tokens|chat_template|generation_config"
+    )
+    paths = {
+        f"{path.name} of model.path": path
+        for path in model_folder.iterdir()
+        if tokenizer_names.match(path.name)
+    }
+    # FILE:FUNCTION, or a rubric's FILE; then templates
+    for pattern in (r"rewards\.\d+\.(function|judge)", r"rewards\.\d+\.template"):
+        for key, value in config.items():
+            if value is not None and re.fullmatch(pattern, key):
+                is_template = key.endswith(".template")
+                file = str(value) if is_template else str(value).rpartition(":")[0] or str(value)
+                paths[f"{key} ({value})"] = Path(file)
+    return paths
+
+
+def _model_digests(config: dict[str, Any]) -> dict[str, str]:
+    """Returns the fingerprints of teachers, critic and reward models, by the words of a message."""
+    digests = {}
+    for key, value in config.items():
+        path = str(value)
+        is_critic = key == "critic.path" and path != "policy"
+        if value and (is_critic or re.fullmatch(r"teacher\.path(\.[^=]+)?", key)):
+            digests[f"the model of {key}"] = model_fingerprint(checkpoint_folder(path))
+        if value is not None and re.fullmatch(r"rewards\.\d+\.model", key):
+            revision = config.get(f"{key.removesuffix('model')}revision")
+            folder = checkpoint_folder(path, revision)
+            digests[f"{key} ({path})"] = model_fingerprint(folder)
+    return digests
+
+
 def model_fingerprint(folder: Path) -> str:
-    """SHA-256 over names, sizes and both ends of its files: tells models apart without reading them."""
+    """Returns a SHA-256 over names, sizes and both ends of a model's files.
+
+    It tells models apart without reading them.
+    """
     digest = hashlib.sha256()
-    for path in sorted(
-        p for p in folder.iterdir() if p.suffix == ".safetensors" or p.name == "config.json"
-    ):
+    for path in sorted(folder.iterdir()):
+        if path.suffix != ".safetensors" and path.name != "config.json":
+            continue
         size = path.stat().st_size
         digest.update(f"{path.name}\0{size}\0".encode())
         with path.open("rb") as file:
@@ -127,45 +148,54 @@ def model_fingerprint(folder: Path) -> str:
 def state_tensors(
     policy: Policy, updater: PolicyUpdater, critic: TrainedSignal | None = None
 ) -> dict[str, DTensor]:
-    """What trains, and its moments once there are any, by their names in a checkpoint."""
+    """Returns the trained tensors, and their moments once there are any, by their names in a
+    checkpoint."""
     tensors = _with_moments(trained_parameters(policy), updater.optimizer, "policy.", "")
     if critic is not None:
-        tensors |= _with_moments(
-            critic.trained_parameters(), critic.optimizer, "critic.", "critic_"
-        )
+        parameters = critic.trained_parameters()
+        tensors |= _with_moments(parameters, critic.optimizer, "critic.", "critic_")
     return tensors
 
 
 def _with_moments(
-    parameters: dict[str, DTensor], optimizer: torch.optim.Optimizer, prefix: str, of_moments: str
+    parameters: dict[str, DTensor],
+    optimizer: torch.optim.Optimizer,
+    prefix: str,
+    moment_prefix: str,
 ) -> dict[str, DTensor]:
     tensors: dict[str, DTensor] = {}
     for name, parameter in parameters.items():
         tensors[prefix + name] = parameter
         moments = optimizer.state.get(parameter, {})
-        tensors |= {
-            f"{of_moments}{moment}.{name}": moments[moment]
-            for moment in MOMENTS
-            if moment in moments
-        }
+        for moment in MOMENTS:
+            if moment in moments:
+                tensors[f"{moment_prefix}{moment}.{name}"] = moments[moment]
     return tensors
 
 
 def trained_parameters(policy: Policy) -> dict[str, DTensor]:
-    """Sharded parameters that train by HF's name, adapters as LAYER.lora_A.weight and LAYER.lora_B.weight."""
-    found: dict[str, DTensor] = {}
+    """Returns the sharded parameters that train, by HF's names.
+
+    Adapters are LAYER.lora_A.weight and LAYER.lora_B.weight.
+    """
+    parameters: dict[str, DTensor] = {}
     for name, parameter in policy.model.named_parameters():
         if parameter.requires_grad:
             assert isinstance(parameter, DTensor), name
-            found[hf_name(name).replace(".default.", ".")] = parameter
-    return found
+            parameters[hf_name(name).replace(".default.", ".")] = parameter
+    return parameters
 
 
-def write_shard(path: Path, tensors: dict[str, Tensor], rows: dict[str, int]) -> dict[str, Any]:
-    """Write this rank's rows of each tensor, from the one in `rows` on, as safetensors; sync; {"bytes", "sha256"}.
-    Straight from their memory: safetensors' own writer would first make a copy of them all."""
+def write_shard(
+    path: Path, tensors: dict[str, Tensor], first_rows: dict[str, int]
+) -> dict[str, Any]:
+    """Writes this rank's rows of each tensor as safetensors, synced. Returns {"bytes", "sha256"}.
+
+    `first_rows` are the rows' positions in the whole tensors. The bytes come straight from the
+    tensors: safetensors' own writer would first copy them all.
+    """
     offsets = {
-        name: {"saved_offsets": [rows[name], *[0] * (tensor.ndim - 1)]}
+        name: {"saved_offsets": [first_rows[name], *[0] * (tensor.ndim - 1)]}
         for name, tensor in tensors.items()
     }
     header: dict[str, Any] = {
@@ -173,7 +203,8 @@ def write_shard(path: Path, tensors: dict[str, Tensor], rows: dict[str, int]) ->
     }
     end = 0
     for name, tensor in tensors.items():
-        start, end = end, end + tensor.nbytes
+        start = end
+        end += tensor.nbytes
         header[name] = {
             "dtype": _DTYPES[tensor.dtype],
             "shape": list(tensor.shape),
@@ -181,12 +212,11 @@ def write_shard(path: Path, tensors: dict[str, Tensor], rows: dict[str, int]) ->
         }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
+    # views of the tensors' memory, without a copy
+    views = [tensor.view(-1).view(torch.uint8).numpy() for tensor in tensors.values()]
     digest = hashlib.sha256()
     with path.open("wb") as file:
-        pieces: list[Any] = [
-            t.view(-1).view(torch.uint8).numpy() for t in tensors.values()
-        ]  # their memory: no copy
-        for piece in (len(text).to_bytes(8, "little"), text, *pieces):
+        for piece in (len(text).to_bytes(8, "little"), text, *views):
             file.write(piece)
             digest.update(piece)
         file.flush()
