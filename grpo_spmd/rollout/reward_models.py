@@ -21,7 +21,7 @@ from grpo_spmd.model.hf_files import load_tokenizer
 from grpo_spmd.model.offload import ParkedModel
 from grpo_spmd.model.reward_model import RewardModel
 from grpo_spmd.model.reward_model_files import RewardModelFiles, errors_about
-from grpo_spmd.proofs.reward_model_check import RewardModelCheck, Scored
+from grpo_spmd.proofs.reward_model_check import RewardModelCheck, ScoredCompletion
 from grpo_spmd.records import Completion, Prompt, RolloutGroup, ScoredRollouts
 from grpo_spmd.rewards.scorers import has_turns, merge_results
 
@@ -87,7 +87,7 @@ class ModelReward:
                 fail(number, f"has the score {score}")
         if check is not None:
             scored = [
-                Scored(group.prompt, group.completions[n], value, status)
+                ScoredCompletion(group.prompt, group.completions[n], value, status)
                 for (group, n), value, status in zip(completions, values, statuses, strict=True)
             ]
             check.run(self.name, scored)
