@@ -52,7 +52,7 @@ def main() -> None:
     prompts = build_prompts(
         inputs.rows, tokenizer, config.data, config.rollout.num_prompts_per_step
     )
-    digests_of(prompts, whole=False)
+    digests_of(prompts, with_tokens=False)
     times.append(time.process_time())
     PromptStream(prompts, config.seed, config.data.shuffle).take(
         config.rollout.num_prompts_per_step

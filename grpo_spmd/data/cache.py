@@ -465,11 +465,11 @@ def _wait_for_lock(lock: int, name: str) -> bool:
             had_to_wait = True
         except OSError:  # a file system without locks: each may make one, and the last stays
             break
-        now = time.monotonic()
-        if now > next_note and os.environ.get("LOCAL_RANK", "0") in "01":
-            next_note = now + _NOTE_WAIT_S
+        time_now = time.monotonic()
+        if time_now > next_note and os.environ.get("LOCAL_RANK", "0") in "01":
+            next_note = time_now + _NOTE_WAIT_S
             holder = os.pread(lock, 20, 0).decode(errors="replace").strip() or "?"
-            work = f"process {holder} of this node, which makes {name} ({now - start:.0f} s)"
+            work = f"process {holder} of this node, which makes {name} ({time_now - start:.0f} s)"
             say(f"data: waiting for {work}")
         time.sleep(0.05)
     return had_to_wait
@@ -484,7 +484,7 @@ def _open_lock(name: str) -> int | None:
 
 
 def _raise_error_of_maker(error_name: str, start: int) -> None:
-    """Raises the error that another process of this node found since `start`: one read is enough."""
+    """Raises the error that another process of this node has found since `start`."""
     for folder in cache_folders():
         with (
             contextlib.suppress(OSError, UntrustedError),
@@ -499,7 +499,7 @@ def _sweep(folder: Path) -> None:
 
     A process that has an old entry mapped keeps it.
     """
-    now = time.time()
+    time_now = time.time()
     last_used: dict[str, float] = {}
     paths = [*folder.iterdir()]
     for path in paths:
@@ -509,6 +509,6 @@ def _sweep(folder: Path) -> None:
     for path in paths:
         with contextlib.suppress(OSError):
             is_temporary = path.suffix == ".tmp"
-            is_abandoned = is_temporary and now - path.lstat().st_mtime > _ABANDONED_S
-            if is_abandoned or now - last_used[path.name.partition(".")[0]] > _KEPT_S:
+            is_abandoned = is_temporary and time_now - path.lstat().st_mtime > _ABANDONED_S
+            if is_abandoned or time_now - last_used[path.name.partition(".")[0]] > _KEPT_S:
                 path.unlink()

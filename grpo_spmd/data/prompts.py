@@ -1,4 +1,4 @@
-"""The order of prompts: a shuffled cursor that knows nothing of ranks, and one for tail batching."""
+"""The order of prompts: a shuffled cursor, equal on all ranks, and one for tail batching."""
 
 from __future__ import annotations
 

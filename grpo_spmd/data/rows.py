@@ -265,29 +265,29 @@ def cached_result(
 # From a record to a usable prompt.
 
 
-def _make_row(record: dict[str, Any], where: str, config: DataConfig) -> PromptRow:
+def _make_row(record: dict[str, Any], location: str, config: DataConfig) -> PromptRow:
     """Raises ConfigError for a prompt that cannot be used."""
-    prompt = _prompt_of(record, where, config)
+    prompt = _prompt_of(record, location, config)
     if isinstance(prompt, str) and (config.as_chat or config.system_prompt):
         prompt = [{"role": "user", "content": prompt}] if prompt else []
     if not isinstance(prompt, str):
-        prompt = _checked_messages(prompt, where, config)
+        prompt = _checked_messages(prompt, location, config)
     if not prompt or not _is_unicode(prompt):
         origin = f"in column {config.prompt_key!r}"
         if config.prompt_template:
             origin = "written by data.prompt_template"
         rule = "holds half a surrogate pair, which is no text" if prompt else "is empty"
-        raise ConfigError(f"{where}: the prompt {origin} {rule}")
+        raise ConfigError(f"{location}: the prompt {origin} {rule}")
     prompt_column = None if config.prompt_template else config.prompt_key
     columns = {name: value for name, value in record.items() if name != prompt_column}
-    return PromptRow(prompt, columns, where)
+    return PromptRow(prompt, columns, location)
 
 
-def _prompt_of(record: dict[str, Any], where: str, config: DataConfig) -> Any:
+def _prompt_of(record: dict[str, Any], location: str, config: DataConfig) -> Any:
     def column(name: str, key: str) -> Any:
         if name not in record:
             columns = ", ".join(map(str, record)) or "none"
-            raise ConfigError(f"{where}: no column {name!r} ({key}); the columns are {columns}")
+            raise ConfigError(f"{location}: no column {name!r} ({key}); the columns are {columns}")
         return record[name]
 
     if config.prompt_template is None:
@@ -299,17 +299,17 @@ def _prompt_of(record: dict[str, Any], where: str, config: DataConfig) -> Any:
             return match[0]
         value = column(match[2], "data.prompt_template")
         if value is None:
-            raise ConfigError(f"{where}: the column {match[2]!r} (data.prompt_template) is null")
+            raise ConfigError(f"{location}: the column {match[2]!r} (data.prompt_template) is null")
         return str(value)
 
     return re.sub(r"(\\\w+)?\{(\w+)\}", fill, config.prompt_template)
 
 
-def _checked_messages(prompt: Any, where: str, config: DataConfig) -> Messages:
+def _checked_messages(prompt: Any, location: str, config: DataConfig) -> Messages:
     if not isinstance(prompt, list) or not all(map(_is_message, prompt)):
         rule = 'must be a string or a list of {"role": text, "content": text} messages'
         value = f"the prompt in column {config.prompt_key!r}"
-        raise ConfigError(f"{where}: {value} {rule}; got {str(prompt)[:80]}")
+        raise ConfigError(f"{location}: {value} {rule}; got {str(prompt)[:80]}")
     if prompt and config.system_prompt and prompt[0]["role"] != "system":
         return [{"role": "system", "content": config.system_prompt}, *prompt]
     return prompt
@@ -324,7 +324,7 @@ def _is_message(value: Any) -> bool:
 
 
 def _is_unicode(prompt: str | Messages) -> bool:
-    """Returns False if the prompt has half a surrogate pair ("\\ud800"), which no tokenizer takes."""
+    """Returns False for half a surrogate pair ("\\ud800"), which no tokenizer takes."""
     if isinstance(prompt, str):
         texts = [prompt]
     else:
@@ -378,7 +378,7 @@ def _read_jsonl(path: Path) -> Iterator[SourceRow]:
                 yield SourceRow(number, record, line.removeprefix(codecs.BOM_UTF8))
 
 
-def _read_line(line: bytes, number: int, where: str) -> dict[str, Any]:
+def _read_line(line: bytes, number: int, location: str) -> dict[str, Any]:
     array_hint = ""
     if line.lstrip()[:1] == b"[":
         example = _conversion_hint("in.json")
@@ -388,16 +388,16 @@ def _read_line(line: bytes, number: int, where: str) -> dict[str, Any]:
         text = line.decode("utf-8-sig" if number == 1 else "utf-8")
         record = json.loads(text, object_pairs_hook=reject_duplicates)
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{where}: not UTF-8 ({error.reason} at byte {error.start})") from None
+        raise ConfigError(f"{location}: not UTF-8 ({error.reason} at byte {error.start})") from None
     except json.JSONDecodeError as error:
         reason = f"{error.msg} at column {error.colno}"
-        raise ConfigError(f"{where}: not valid JSON: {reason}{array_hint}") from None
+        raise ConfigError(f"{location}: not valid JSON: {reason}{array_hint}") from None
     # Too deep; a number of more digits than Python reads.
     except (RecursionError, ValueError) as error:
-        raise ConfigError(f"{where}: not valid JSON: {error}") from None
+        raise ConfigError(f"{location}: not valid JSON: {error}") from None
     if not isinstance(record, dict):
         kind = type(record).__name__
-        raise ConfigError(f"{where}: expected a JSON object, got {kind}{array_hint}")
+        raise ConfigError(f"{location}: expected a JSON object, got {kind}{array_hint}")
     return record
 
 
@@ -412,7 +412,7 @@ def _conversion_hint(source: str) -> str:
 
 
 def _read_parquet(path: Path, key: str) -> Iterator[SourceRow]:
-    """Reads a file page by page, as a row group may be all of it; a folder of files is held whole."""
+    """Reads a file page by page: a row group may be all of it. A folder is held whole."""
     # Imported late: data in jsonl needs no pyarrow.
     import pyarrow
     import pyarrow.parquet
@@ -542,12 +542,12 @@ def check_row(row: PromptRow) -> None:
         _check_messages(row.prompt, row.where)
 
 
-def _check_text(text: str, where: str) -> None:
+def _check_text(text: str, location: str) -> None:
     if not text.strip():
-        raise ConfigError(f"{where}: the prompt is nothing but white space")
+        raise ConfigError(f"{location}: the prompt is nothing but white space")
     if text.lstrip()[:1] == "[" and '"role"' in text and _is_json_messages(text):
         rule = "the prompt is a JSON text of chat messages, and would be shown as such"
-        raise ConfigError(f"{where}: {rule}; make it a list in the file (json.loads)")
+        raise ConfigError(f"{location}: {rule}; make it a list in the file (json.loads)")
 
 
 def _is_json_messages(text: str) -> bool:
@@ -560,28 +560,28 @@ def _is_json_messages(text: str) -> bool:
     )
 
 
-def _check_messages(messages: Sequence[dict[str, Any]], where: str) -> None:
+def _check_messages(messages: Sequence[dict[str, Any]], location: str) -> None:
     last_message = messages[-1]
     if last_message["role"] == "assistant":
         rule = "the chat prompt ends with an assistant's message"
         effect = "so that the model would be shown the answer"
         remedy = "take it out of the prompt, e.g. into a column of its own"
-        raise ConfigError(f"{where}: {rule}, {effect}; {remedy}")
+        raise ConfigError(f"{location}: {rule}, {effect}; {remedy}")
     texts: list[str] = []
     for message in messages:
         content = message.get("content")
-        texts += _part_texts(content, where) if isinstance(content, list) else [content or ""]
+        texts += _block_texts(content, location) if isinstance(content, list) else [content or ""]
     if not any(text.strip() for text in texts):
-        raise ConfigError(f"{where}: the messages of the prompt are nothing but white space")
+        raise ConfigError(f"{location}: the messages of the prompt are nothing but white space")
     if isinstance(last_message.get("content"), str):
         # An empty last message is fine behind others.
-        _check_text(last_message["content"] or "-", where)
+        _check_text(last_message["content"] or "-", location)
 
 
-def _part_texts(parts: list[Any], where: str) -> Iterator[str]:
-    for part in parts:
-        kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
+def _block_texts(blocks: list[Any], location: str) -> Iterator[str]:
+    for block in blocks:
+        kind = block.get("type", "text") if isinstance(block, dict) else type(block).__name__
         if kind != "text":
             rule = f"the prompt has a part of type {kind!r}, and only text is trained on"
-            raise ConfigError(f"{where}: {rule}")
-        yield str(part.get("text") or "")
+            raise ConfigError(f"{location}: {rule}")
+        yield str(block.get("text") or "")

@@ -1,4 +1,7 @@
-"""Prompts as token ids: tokenized in batches, checked in the same pass, kept in the node's cache."""
+"""Prompts as token ids.
+
+They are tokenized in batches, checked in the same pass and kept in the node's cache.
+"""
 
 from __future__ import annotations
 
@@ -66,9 +69,9 @@ class Prompts(Sequence[Prompt]):
 class _Digests:
     """SHA-256 of prompts' tokens in their order, and of their rows' columns."""
 
-    def __init__(self, *, whole: bool) -> None:
-        """With `whole` a row's digest covers its tokens too."""
-        self._whole = whole
+    def __init__(self, *, with_tokens: bool) -> None:
+        """With `with_tokens` a row's digest covers its tokens too."""
+        self._with_tokens = with_tokens
         self._token_digest = hashlib.sha256()
         self._row_digest = hashlib.sha256()
         self._tokens: list[bytes] = []
@@ -80,7 +83,7 @@ class _Digests:
         """`token_ids`: as int32."""
         num_tokens = len(token_ids) // _INT32_BYTES
         self._tokens += [num_tokens.to_bytes(_INT32_BYTES, sys.byteorder), token_ids]
-        row = [number, columns, array("i", token_ids).tolist() if self._whole else None]
+        row = [number, columns, array("i", token_ids).tolist() if self._with_tokens else None]
         self._rows.append(self._encode(row))
         if len(self._rows) == _BATCH:
             self._flush()
@@ -96,14 +99,14 @@ class _Digests:
         return self._token_digest.hexdigest(), self._row_digest.hexdigest()
 
 
-def digests_of(prompts: Sequence[Prompt], *, whole: bool) -> tuple[str, str]:
+def digests_of(prompts: Sequence[Prompt], *, with_tokens: bool) -> tuple[str, str]:
     """Returns what checkpoints know the data by: SHA-256 of the tokens, and of the rows' columns.
 
-    With `whole` (a set of `data.eval`) the second covers the tokens too.
+    With `with_tokens` (a set of `data.eval`) the second covers the tokens too.
     """
     if isinstance(prompts, Prompts):
         return prompts.digests
-    digests = _Digests(whole=whole)
+    digests = _Digests(with_tokens=with_tokens)
     for prompt in prompts:
         digests.add(prompt.row, prompt.columns, array("i", prompt.token_ids).tobytes())
     return digests.hexdigests()
@@ -127,7 +130,7 @@ def build_prompts(
     def make(writer: EntryWriter) -> None:
         ends = array("q")
         numbers = array("q")
-        digests = _Digests(whole=is_eval)
+        digests = _Digests(with_tokens=is_eval)
         end = 0
         for number, row, token_ids in _tokenize(rows, tokenizer, config):
             num_tokens = len(token_ids) // _INT32_BYTES
@@ -286,21 +289,21 @@ def _tokenize_row(row: PromptRow, tokenizer: Any, config: DataConfig) -> list[in
 
 
 @contextmanager
-def panics_named(where: str) -> Iterator[None]:
+def panics_named(location: str) -> Iterator[None]:
     """Turns a panic of the library's Rust code, which is no Exception, into a ConfigError.
 
-    It panics where a regular expression backtracks without end.
+    It panics if a regular expression backtracks without end.
     """
     try:
         yield
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
-        reason = f"its tokenizer fails on a prompt from {where} on: {error}"
+        reason = f"its tokenizer fails on a prompt from {location} on: {error}"
         raise ConfigError(f"model.path: {reason}") from None
 
 
-def no_template(where: str, config: DataConfig) -> str:
+def no_template(location: str, config: DataConfig) -> str:
     """Returns the error message for chat messages without a chat template."""
     key = None
     if config.as_chat:
@@ -310,12 +313,14 @@ def no_template(where: str, config: DataConfig) -> str:
     cause = f" ({key} makes plain text one)" if key else ""
     rule = "but the tokenizer of model.path has no chat template"
     remedy = "take an instruct model, put a chat_template.jinja into its folder, or give plain text"
-    return f"{where}: the prompt is chat messages{cause}, {rule}; {remedy} (data.prompt_template)"
+    return (
+        f"{location}: the prompt is chat messages{cause}, {rule}; {remedy} (data.prompt_template)"
+    )
 
 
-def refused_by_template(where: str, error: str) -> str:
+def refused_by_template(location: str, error: str) -> str:
     """Returns the error message for messages that a chat template refuses."""
-    return f"{where}: the chat template refused the messages: {error}"
+    return f"{location}: the chat template refused the messages: {error}"
 
 
 def too_long(row: PromptRow, num_tokens: int, config: DataConfig) -> str:

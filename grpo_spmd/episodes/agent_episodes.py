@@ -69,28 +69,28 @@ class AgentEpisodes(Episodes):
         return requests
 
     def close(self) -> None:
-        for place in self._sessions:
-            self._endpoint.close(place)
+        for conversation in self._sessions:
+            self._endpoint.close(conversation)
         self._sessions.clear()
         super().close()
 
     def _begin(self, episode: RunningEpisode) -> None:
-        self._sessions[episode.place] = _Session(ConversationTree(self._chat, self._limits))
-        access = self._endpoint.open(episode.place)
-        self._pool.begin(episode.place, episode.row, episode.seed(-1), access)
+        self._sessions[episode.conversation] = _Session(ConversationTree(self._chat, self._limits))
+        access = self._endpoint.open(episode.conversation)
+        self._pool.begin(episode.conversation, episode.row, episode.seed(-1), access)
 
     def _take_calls(self) -> None:
         for call in self._endpoint.take():
-            session = self._sessions.get(call.place)
+            session = self._sessions.get(call.conversation)
             if session is None or session.outcome is not None:
                 error = ApiError(404, "session_not_found", "the session has ended")
                 self._endpoint.refuse(call, error)
                 continue
             session.waiting.append(call)
             if session.sampling is None:
-                self._sample_next(call.place, session)
+                self._sample_next(call.conversation, session)
 
-    def _sample_next(self, place: ConversationId, session: _Session) -> None:
+    def _sample_next(self, conversation: ConversationId, session: _Session) -> None:
         """Asks the engine for the next turn that a client waits for."""
         while session.waiting:
             call = session.waiting.popleft()
@@ -107,15 +107,15 @@ class AgentEpisodes(Episodes):
             session.sampling = (call, turn)
             request = Request(
                 prompt_ids=turn.context_ids,
-                seed=self._running[place].seed(turn.key),
+                seed=self._running[conversation].seed(turn.key),
                 temperature=self._temperature,
                 max_tokens=min(turn.max_tokens, self._limits.max_turn_tokens),
             )
-            self._requests.append((place, request))
+            self._requests.append((conversation, request))
             return
 
     def _end_turn(self, episode: RunningEpisode, completion: Completion) -> None:
-        session = self._sessions[episode.place]
+        session = self._sessions[episode.conversation]
         assert session.sampling is not None
         call, turn = session.sampling
         session.sampling = None
@@ -126,11 +126,11 @@ class AgentEpisodes(Episodes):
         if session.outcome is not None:  # the agent had ended before its turn was there
             self._settle(episode, session, session.outcome)
         else:
-            self._sample_next(episode.place, session)
+            self._sample_next(episode.conversation, session)
 
     def _take_reply(self, episode: RunningEpisode, reply: Reply | Failure) -> None:
-        session = self._sessions[episode.place]
-        self._endpoint.close(episode.place)
+        session = self._sessions[episode.conversation]
+        self._endpoint.close(episode.conversation)
         session.waiting.clear()
         session.outcome = reply
         if session.sampling is None:
@@ -142,7 +142,7 @@ class AgentEpisodes(Episodes):
         if isinstance(outcome, Failure):
             self._fail(episode, outcome)
             return
-        self._pool.release(episode.place)
+        self._pool.release(episode.conversation)
         record = session.conversations.record()
         status = session.conversations.status
         rewards = outcome.values["rewards"]

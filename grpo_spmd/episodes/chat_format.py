@@ -131,15 +131,15 @@ class ChatFormat:
     def note(self) -> str:
         """What the template does with earlier turns, and what follows from it; for the log."""
         words = {"tool": "results of tools", "user": "messages of users"}
-        kept = [words[kind] for kind, rule in self._rules.items() if rule.keeps]
+        unchanged = [words[kind] for kind, rule in self._rules.items() if rule.keeps]
         stripped = [
             words[kind]
             for kind, rule in self._rules.items()
             if rule.may_append and rule.strips_thinking
         ]
         notes = []
-        if kept:
-            notes.append(f"keeps earlier turns before {' and '.join(kept)}")
+        if unchanged:
+            notes.append(f"keeps earlier turns before {' and '.join(unchanged)}")
         if stripped:
             effect = "stays" if self._history == "append" else "goes, in a segment of its own"
             notes.append(
@@ -237,7 +237,7 @@ class ChatFormat:
         return self._plain.encode(text, data), False
 
     def parse(self, token_ids: Sequence[int], context_ids: Sequence[int], tools: Tools) -> Parsed:
-        """Returns what a turn says. Any tokens are a message; calls that do not parse are counted."""
+        """Returns what a turn says. Calls that do not parse are counted; nothing raises."""
         return self._parser.parse([*token_ids], [*context_ids], tools)
 
     def _render(self, messages: Sequence[Message], tools: Tools, generate: bool = True) -> str:
@@ -467,7 +467,7 @@ class ChatFormat:
         return _TurnEnd(rest[:end], rest[begin:end], token_id), replaced_end
 
     def _special_spans(self, text: str) -> list[tuple[int, int, int]]:
-        """Returns begin, end and id of the tokens with special=True; else those of all added ones."""
+        """Returns begin, end and id of the tokens with special=True, else of all added ones."""
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         tokens = self._tokenizer.added_tokens_decoder
         spans = []
@@ -604,7 +604,7 @@ def _call_id(number: int) -> str:
 
 
 def _answered_tool(answer: Message, policy_turn: Message, default: str) -> str:
-    """Returns the tool that a message answers: gpt-oss writes the turn's name, not the message's."""
+    """Returns the tool that a message answers; gpt-oss writes the name in the turn alone."""
     calls = policy_turn.get("tool_calls") or [{}]
     return str(answer.get("name") or calls[0].get("function", {}).get("name") or default)
 

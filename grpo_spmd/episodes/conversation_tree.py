@@ -31,38 +31,32 @@ from grpo_spmd.records import Completion, Segment, Turn
 Tools = list[dict[str, Any]]
 
 
-class ParsedTurn(Protocol):
-    """What is needed of reply_parser.Parsed."""
-
-    @property
-    def message(self) -> Message: ...
-    @property
-    def num_invalid(self) -> int: ...
-
-
 class Chat(Protocol):
     """What is needed of a ChatFormat."""
 
     max_token_chars: int
 
-    def whole_ids(
-        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], /
-    ) -> list[int]: ...
+    def whole_ids(self, messages: Sequence[Message], tools: Any, /) -> list[int]: ...
     def next_ids(
         self,
         context_ids: Sequence[int],
         messages_so_far: Sequence[Message],
         new_messages: Sequence[Message],
-        tools: Sequence[dict[str, Any]],
+        tools: Any,
         /,
     ) -> tuple[list[int], bool]: ...
     def parse(
-        self,
-        token_ids: Sequence[int],
-        context_ids: Sequence[int],
-        tools: Sequence[dict[str, Any]],
-        /,
+        self, token_ids: Sequence[int], context_ids: Sequence[int], tools: Any, /
     ) -> ParsedTurn: ...
+
+
+class ParsedTurn(Protocol):
+    """What is needed of a turn that was parsed."""
+
+    @property
+    def message(self) -> Message: ...
+    @property
+    def num_invalid(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -178,16 +172,16 @@ class ConversationTree:
         The limit that refused a turn; "truncated" where the longest conversation ends in a turn
         that was cut off; else "ok".
         """
-        longest = _longest(self._leaves())
-        cut_off = longest is not None and longest.is_cut_off
+        longest_leaf = _longest(self._leaves())
+        cut_off = longest_leaf is not None and longest_leaf.is_cut_off
         return self._refused_status or ("truncated" if cut_off else "ok")
 
     def begin(
         self, messages: list[Message], tools: Tools, max_tokens: int | None = None
     ) -> TurnRequest:
-        """Returns the turn to sample for a request, whose messages are as read_request returns them.
+        """Returns the turn to sample for a request.
 
-        `max_tokens` is the agent's own limit. Raises ApiError where a limit leaves no room for a
+        Messages are as read_request returns them. `max_tokens` is the agent's own limit. Raises ApiError where a limit leaves no room for a
         turn, and where the template refuses the messages.
         """
         if len(self._turns) >= self._limits.max_turns:
@@ -242,7 +236,7 @@ class ConversationTree:
         return TurnAnswer(message, finish_reason, usage, num_invalid)
 
     def record(self) -> SessionRecord:
-        """Returns the turns that are finished; those whose client had left never got a completion."""
+        """Returns the finished turns. A turn whose client had left has no completion."""
         token_ids: list[int] = []
         logprobs: list[float] = []
         segments: list[Segment] = []
@@ -263,8 +257,8 @@ class ConversationTree:
                     turns.append(Turn(len(completion.token_ids), completion.finish_reason))
             ids = np.asarray(leaf.token_ids(), np.int32)
             segments.append(Segment(ids, np.asarray(sampled, np.bool_)))
-        longest = _longest(leaves)
-        messages = longest.messages[longest.num_first_messages :] if longest else []
+        longest_leaf = _longest(leaves)
+        messages = longest_leaf.messages[longest_leaf.num_first_messages :] if longest_leaf else []
         return SessionRecord(token_ids, logprobs, tuple(segments), tuple(turns), messages)
 
     def _leaves(self) -> list[_Turn]:
@@ -334,7 +328,7 @@ class ConversationTree:
         return ids, continues
 
     def _room(self, turn: _Turn, length: int) -> int:
-        """Returns the most tokens of a turn behind a context of `length`. Raises ApiError if none."""
+        """Returns the room for a turn behind a context of `length` tokens. Raises ApiError."""
         room = self._limits.max_model_len - length
         if room < 1:
             raise self._too_long_error(str(length))
@@ -399,33 +393,33 @@ def _longest(leaves: Sequence[_Turn]) -> _Turn | None:
     return max(leaves, key=lambda leaf: len(leaf.messages), default=None)
 
 
-def _is_same(known: Message, received: Message, *, is_policys: bool) -> bool:
-    """Returns whether a received message is the known one.
+def _is_same(stored: Message, received: Message, *, is_policys: bool) -> bool:
+    """Returns whether a received message is the stored one.
 
     Of the policy's messages, clients keep no thinking, and some no ids of calls.
     """
-    names = {*known, *received} - {"tool_calls"}
+    names = {*stored, *received} - {"tool_calls"}
     if is_policys:
         names -= {"reasoning_content"}
         thinking = received.get("reasoning_content")
-        if thinking not in (None, known.get("reasoning_content")):
+        if thinking not in (None, stored.get("reasoning_content")):
             return False
-    if any((known.get(name) or "") != (received.get(name) or "") for name in names):
+    if any((stored.get(name) or "") != (received.get(name) or "") for name in names):
         return False
-    known_calls = known.get("tool_calls") or []
+    known_calls = stored.get("tool_calls") or []
     received_calls = received.get("tool_calls") or []
     return len(known_calls) == len(received_calls) and all(
         map(_is_same_call, known_calls, received_calls)
     )
 
 
-def _is_same_call(known: dict[str, Any], received: dict[str, Any]) -> bool:
-    known_function = known["function"]
+def _is_same_call(stored: dict[str, Any], received: dict[str, Any]) -> bool:
+    known_function = stored["function"]
     received_function = received["function"]
     return (
         known_function["name"] == received_function["name"]
         and _canonical(known_function["arguments"]) == _canonical(received_function["arguments"])
-        and received.get("id") in (None, known.get("id"))
+        and received.get("id") in (None, stored.get("id"))
     )
 
 

@@ -1,4 +1,4 @@
-"""The OpenAI-compatible HTTP server that agents ask for turns, on loopback, in a thread of the rank.
+"""The OpenAI-compatible HTTP server that agents ask for turns: loopback, a thread of the rank.
 
 It knows neither engine nor tokenizer: a request waits here until the rank has taken and answered
 it. Every process on the node can connect, so each session has a token, and everything that a
@@ -58,7 +58,7 @@ _SESSION_ENDED = ApiError(
 class Call:
     """A request that waits for its turn."""
 
-    place: ConversationId
+    conversation: ConversationId
     request: ChatRequest
     session: _Session = field(repr=False)
     reply: asyncio.Future[web.Response | ApiError] = field(repr=False)
@@ -73,7 +73,7 @@ class Call:
 
 @dataclass(eq=False)
 class _Session:
-    place: ConversationId
+    conversation: ConversationId
     token: bytes
     has_ended: bool = False
     waiting: dict[Call, None] = field(default_factory=dict)
@@ -207,18 +207,18 @@ class Endpoint(AbstractContextManager["Endpoint"]):
         """Returns a file that is readable when `take` has calls to return."""
         return self._wakeup_read
 
-    def open(self, place: ConversationId) -> dict[str, str]:
+    def open(self, conversation: ConversationId) -> dict[str, str]:
         """Opens a session. Returns `base_url`, `api_key` and `model` for the agent's client."""
-        assert place not in self._names, f"the session of {place} is open"
+        assert conversation not in self._names, f"the session of {conversation} is open"
         name = secrets.token_hex(8)
         token = secrets.token_urlsafe(32)
-        self._sessions[name] = _Session(place, token.encode())
-        self._names[place] = name
+        self._sessions[name] = _Session(conversation, token.encode())
+        self._names[conversation] = name
         return {"base_url": f"{self._url}/{name}/v1", "api_key": token, "model": self._model}
 
-    def close(self, place: ConversationId) -> None:
+    def close(self, conversation: ConversationId) -> None:
         """Ends the session, if it is open: its waiting and later requests get a 404."""
-        name = self._names.pop(place, None)
+        name = self._names.pop(conversation, None)
         if name is not None:
             session = self._sessions.pop(name)
             session.has_ended = True
@@ -260,9 +260,9 @@ class Endpoint(AbstractContextManager["Endpoint"]):
         """Answers a call with an error."""
         self._call_in_thread(_set_reply, call, error)
 
-    def engine_s(self, place: ConversationId) -> float:
+    def engine_s(self, conversation: ConversationId) -> float:
         """Returns the seconds in which requests of an open session waited: not the agent's time."""
-        name = self._names.get(place)
+        name = self._names.get(conversation)
         if name is None:
             return 0.0
         seconds, start = self._sessions[name].waited
@@ -417,7 +417,7 @@ class Endpoint(AbstractContextManager["Endpoint"]):
         if len(session.waiting) >= self._max_waiting:
             rule = f"{self._max_waiting} requests of this session wait already; try again"
             raise ApiError(429, "busy", rule)
-        call = Call(session.place, chat_request, session, self._loop.create_future())
+        call = Call(session.conversation, chat_request, session, self._loop.create_future())
         session.waiting[call] = None
         session.update_waited()
         self._calls.append(call)

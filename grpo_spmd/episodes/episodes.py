@@ -32,7 +32,7 @@ _MAX_ATTEMPTS = 2
 class RunningEpisode:
     """One rollout's episode, in its first or its second attempt."""
 
-    place: ConversationId
+    conversation: ConversationId
     prompt: Prompt
     seed: Callable[..., int]
     """Returns the seed of a turn by its number; the environment's is that of turn -1."""
@@ -94,19 +94,19 @@ class Episodes(FollowerEpisodes):
 
     def next_request(self, job: int, number: int, turns: Sequence[Completion]) -> Later:
         """Takes a turn that has ended. Returns LATER, as all ranks of an engine must agree."""
-        place = (job, number)
+        conversation = (job, number)
         if turns:
-            self._end_turn(self._running[place], turns[-1])
+            self._end_turn(self._running[conversation], turns[-1])
         else:
-            episode = RunningEpisode(place, *self._task(place))
-            self._running[place] = episode
+            episode = RunningEpisode(conversation, *self._task(conversation))
+            self._running[conversation] = episode
             self._begin(episode)
         return LATER
 
     def ready(self, timeout_s: float, /) -> list[tuple[ConversationId, Request | None]]:
         """Returns the requests that are known by now; see LateRequests."""
-        for place, reply in self._pool.poll(0.0 if self._requests else timeout_s):
-            episode = self._running.get(place)
+        for conversation, reply in self._pool.poll(0.0 if self._requests else timeout_s):
+            episode = self._running.get(conversation)
             if episode is not None:
                 self._take_reply(episode, reply)
         requests = self._requests
@@ -115,26 +115,26 @@ class Episodes(FollowerEpisodes):
 
     def close(self) -> None:
         """Ends the episodes that still run: the generation was stopped."""
-        for place in self._running:
-            self._pool.drop(place)
+        for conversation in self._running:
+            self._pool.drop(conversation)
         self._running.clear()
 
     def _begin(self, episode: RunningEpisode) -> None:
-        self._pool.begin(episode.place, episode.row, episode.seed(-1))
+        self._pool.begin(episode.conversation, episode.row, episode.seed(-1))
 
     def _take_reply(self, episode: RunningEpisode, reply: Reply | Failure) -> None:
         episode.calls_s.append(reply.seconds)
         if isinstance(reply, Failure):
             self._fail(episode, reply)
         elif reply.method == "end":
-            self._pool.release(episode.place)
+            self._pool.release(episode.conversation)
             self._end(episode, reply.values["rewards"])
         else:
             try:
                 self._add_reply(episode, reply)
             except ValueError as error:
                 # The template refuses messages that the environment made.
-                self._pool.drop(episode.place)
+                self._pool.drop(episode.conversation)
                 rule = f"gave what cannot be told to the policy: {error}"
                 self._fail(episode, Failure("env_error", rule, 0.0))
             else:
@@ -161,7 +161,7 @@ class Episodes(FollowerEpisodes):
                 temperature=self._temperature,
                 max_tokens=state.max_turn_tokens(),
             )
-            self._requests.append((episode.place, request))
+            self._requests.append((episode.conversation, request))
         elif state.turns:
             arguments = {
                 **episode.prompt.columns,
@@ -170,9 +170,9 @@ class Episodes(FollowerEpisodes):
                 "completion_ids": state.token_ids,
             }
             columns = {name: [value] for name, value in arguments.items()}
-            self._pool.end(episode.place, columns)
+            self._pool.end(episode.conversation, columns)
         else:  # there was no room for a single turn, so there is nothing to reward
-            self._pool.release(episode.place)
+            self._pool.release(episode.conversation)
             self._end(episode, {})
 
     def _end_turn(self, episode: RunningEpisode, completion: Completion) -> None:
@@ -182,7 +182,7 @@ class Episodes(FollowerEpisodes):
         ends_without_call = self._pool.facts.kind == "tools"
         state.add_turn(completion, parsed.message, parsed.num_invalid, ends_without_call)
         if state.status is None:
-            self._pool.act(episode.place, parsed.message)
+            self._pool.act(episode.conversation, parsed.message)
         else:
             self._continue(episode)
 
@@ -208,7 +208,7 @@ class Episodes(FollowerEpisodes):
             episode.open = None
             self._begin(episode)
             return
-        _, number = episode.place
+        _, number = episode.conversation
         error = f"environment (row {episode.prompt.row}, sample {number}): {failure.error}"
         record = Episode(
             status=failure.status,
@@ -222,11 +222,11 @@ class Episodes(FollowerEpisodes):
         self._finish(episode, Completion([], [], "stop", record))
 
     def _finish(self, episode: RunningEpisode, completion: Completion) -> None:
-        del self._running[episode.place]
-        self.completions[episode.place] = completion
-        self._requests.append((episode.place, None))
+        del self._running[episode.conversation]
+        self.completions[episode.conversation] = completion
+        self._requests.append((episode.conversation, None))
         if self._finished is not None:
-            self._finished(*episode.place, completion)
+            self._finished(*episode.conversation, completion)
 
 
 def opening(prompt: str | list[Message], addition: Any) -> list[Message]:

@@ -108,8 +108,8 @@ def read_step(result: Any) -> dict[str, Any]:
         observation, reward, done = result[:3]
     else:
         forms = (
-            "(observation, reward, terminated, truncated, info), (observation, reward, done, info), "
-            "a dict or an object with these"
+            "(observation, reward, terminated, truncated, info), "
+            "(observation, reward, done, info), a dict or an object with these"
         )
         raise BrokenContractError(f"step() returned {type(result).__name__}, and not {forms}")
     number = None if reward is None else as_number(reward)

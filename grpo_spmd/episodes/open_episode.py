@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from grpo_spmd.episodes.chat_format import ChatFormat
 from grpo_spmd.records import Completion, Episode, Segment, Turn
 
 # After so many turns in a row with nothing but invalid calls, the policy has lost its way.
@@ -24,28 +25,13 @@ class EpisodeLimits:
 
     max_turns: int
     max_tokens: int
-    """Most tokens after the prompt in any turn's context, sampled and environment tokens together."""
+    """Most tokens after the prompt in a turn's context, sampled and environment tokens together."""
     max_turn_tokens: int
     """Most tokens that one turn samples."""
     max_model_len: int
     """Most tokens of a context with what is sampled behind it."""
     max_all_tokens: int
     """Most tokens of all segments together: a micro-batch must hold them."""
-
-
-class Chat(Protocol):
-    """What is needed of a ChatFormat."""
-
-    max_token_chars: int
-
-    def next_ids(
-        self,
-        context_ids: Sequence[int],
-        messages_so_far: Sequence[Message],
-        new_messages: Sequence[Message],
-        tools: Sequence[dict[str, Any]],
-        /,
-    ) -> tuple[list[int], bool]: ...
 
 
 class _Room(NamedTuple):
@@ -119,7 +105,7 @@ class OpenEpisode:
         elif ends_without_call and not has_calls:
             self.status = "ok"
 
-    def add_answer(self, values: dict[str, Any], chat: Chat) -> None:
+    def add_answer(self, values: dict[str, Any], chat: ChatFormat) -> None:
         """Appends what the environment answered to the last turn (Reply.values).
 
         Raises ValueError where the template refuses the answer, or the answer is empty and the
@@ -154,7 +140,7 @@ class OpenEpisode:
             calls_s=calls_s,
         )
 
-    def _may_fit(self, messages: Sequence[Message], chat: Chat) -> bool:
+    def _may_fit(self, messages: Sequence[Message], chat: ChatFormat) -> bool:
         """Returns False for texts that no tokenizer makes short enough.
 
         100 MB are not tokenized to find that out.
@@ -162,7 +148,7 @@ class OpenEpisode:
         num_chars = sum(len(str(message.get("content") or "")) for message in messages)
         return num_chars <= max(self.max_turn_tokens(), 0) * chat.max_token_chars
 
-    def _add_messages(self, messages: Sequence[Message], chat: Chat) -> None:
+    def _add_messages(self, messages: Sequence[Message], chat: ChatFormat) -> None:
         """Makes the context of the next turn. Without room for that turn, nothing is added."""
         if not messages:
             raise ValueError("step() gave no observation, and is not done")

@@ -21,7 +21,10 @@ Message = dict[str, Any]
 # Chat templates walk through tools and arguments by recursion.
 _MAX_DEPTH = 32
 _MAX_VALUES = 100_000
-_NOT_PLAIN = f"has more than {_MAX_DEPTH} levels or {_MAX_VALUES} values, or a text that is not valid Unicode"
+_NOT_PLAIN = (
+    f"has more than {_MAX_DEPTH} levels or {_MAX_VALUES} values, "
+    "or a text that is not valid Unicode"
+)
 _READ = {
     "model", "messages", "tools", "max_tokens", "max_completion_tokens", "stream", "stream_options",
 }  # fmt: skip
@@ -79,7 +82,7 @@ class ChatRequest:
     """One request for a chat completion, in the form that chat templates take."""
 
     messages: list[Message]
-    """Text parts are joined, null is "", arguments of tool calls are dicts; unknown keys are dropped."""
+    """Text parts are joined, null is "", arguments of calls are dicts; unknown keys are gone."""
     tools: list[dict[str, Any]]
     options: Options
 
@@ -183,7 +186,7 @@ def _check_options(fields: Mapping[str, Any]) -> None:
 def _template_message(message: _Message) -> Message:
     content = message.content or ""
     if isinstance(content, list):
-        content = "".join(part.text for part in content)
+        content = "".join(piece.text for piece in content)
     fields: Message = {"role": message.role, "content": content}
     if message.role == "assistant" and message.reasoning_content:
         fields["reasoning_content"] = message.reasoning_content

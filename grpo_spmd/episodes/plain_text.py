@@ -20,7 +20,7 @@ _BLANK = re.compile("[\\s\u2581]*")
 
 
 class TemplateError(ValueError):
-    """The chat template refuses a conversation, or text cannot be written without special tokens."""
+    """The chat template refuses a conversation, or data cannot be encoded as text."""
 
 
 class PlainText:
@@ -68,14 +68,14 @@ class PlainText:
         if len(trusted) == len(special):
             return ids
         result: list[int] = []
-        for left, right in pairwise([-1, *trusted, len(ids)]):
-            between = ids[left + 1 : right]
+        for previous, following in pairwise([-1, *trusted, len(ids)]):
+            between = ids[previous + 1 : following]
             if self.special_ids(between):
-                begin = offsets[left][1] if left >= 0 else 0
-                end = offsets[right][0] if right < len(ids) else len(text)
+                begin = offsets[previous][1] if previous >= 0 else 0
+                end = offsets[following][0] if following < len(ids) else len(text)
                 between = self._encode_without_special(text[begin:end])
             result += between
-            result += ids[right : right + 1]
+            result += ids[following : following + 1]
         return result
 
     def _encode_with_offsets(self, text: str) -> Any:

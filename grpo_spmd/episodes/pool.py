@@ -73,7 +73,7 @@ class _LiveEpisode:
 
 @dataclass
 class _Call:
-    place: ConversationId
+    conversation: ConversationId
     method: Method
     serial: int
     location: str
@@ -122,7 +122,7 @@ class EnvironmentPool(ProcessPool):
         self._idle: list[WorkerProcess] = []
         self._replies: list[tuple[ConversationId, Reply | Failure]] = []
         self._num_calls = 0
-        self._engine_s: Callable[[ConversationId], float] = lambda place: 0.0
+        self._engine_s: Callable[[ConversationId], float] = lambda conversation: 0.0
 
     @property
     def facts(self) -> EnvironmentFacts:
@@ -144,7 +144,7 @@ class EnvironmentPool(ProcessPool):
 
     def begin(
         self,
-        place: ConversationId,
+        conversation: ConversationId,
         row: dict[str, Any],
         seed: int,
         access: dict[str, str] | None = None,
@@ -153,37 +153,37 @@ class EnvironmentPool(ProcessPool):
 
         `access`: an agent's address and key for its turns.
         """
-        assert place not in self._live, f"the episode of {place} is under way"
-        self._waiting.append((place, {"row": row, "seed": seed, "access": access or {}}))
+        assert conversation not in self._live, f"the episode of {conversation} is under way"
+        self._waiting.append((conversation, {"row": row, "seed": seed, "access": access or {}}))
         self._dispatch()
 
-    def act(self, place: ConversationId, message: dict[str, Any]) -> None:
+    def act(self, conversation: ConversationId, message: dict[str, Any]) -> None:
         """Passes the policy's turn on. Like every call, it leads to a Reply or a Failure."""
         calls = [call["function"]["name"] for call in message.get("tool_calls") or ()]
         location = f"tool {calls[0]!r:.100}" if calls else "step()"
-        self._send_call(place, "act", {"message": json.dumps(message)}, location)
+        self._send_call(conversation, "act", {"message": json.dumps(message)}, location)
 
-    def end(self, place: ConversationId, columns: dict[str, Any]) -> None:
+    def end(self, conversation: ConversationId, columns: dict[str, Any]) -> None:
         """Asks for the rewards; `columns` are a reward function's keyword lists, of length one."""
         completion = {
             name: columns[name] for name in ("completions", "completion_ids") if name in columns
         }
         columns = {name: values for name, values in columns.items() if name not in completion}
         message = {"columns": columns, "completion": json.dumps(completion)}
-        self._send_call(place, "end", message, "its rewards")
+        self._send_call(conversation, "end", message, "its rewards")
 
-    def release(self, place: ConversationId) -> None:
+    def release(self, conversation: ConversationId) -> None:
         """Ends an episode; its worker is free for the next."""
-        episode = self._live.pop(place)
+        episode = self._live.pop(conversation)
         if not episode.worker_error:
             self._idle.append(episode.worker)
         self._dispatch()
 
-    def drop(self, place: ConversationId) -> None:
+    def drop(self, conversation: ConversationId) -> None:
         """Ends an episode in any state; its worker is killed."""
-        self._waiting = deque(entry for entry in self._waiting if entry[0] != place)
-        self._replies = [entry for entry in self._replies if entry[0] != place]
-        episode = self._live.pop(place, None)
+        self._waiting = deque(entry for entry in self._waiting if entry[0] != conversation)
+        self._replies = [entry for entry in self._replies if entry[0] != conversation]
+        episode = self._live.pop(conversation, None)
         if episode is not None and not episode.worker_error:
             self._discard(episode.worker)
 
@@ -210,36 +210,36 @@ class EnvironmentPool(ProcessPool):
         if not calls:
             return ""
         call = min(calls, key=lambda call: call.start)
-        episode = "/".join(map(str, call.place))
+        episode = "/".join(map(str, call.conversation))
         seconds = time.monotonic() - call.start
         return f"{call.location} of episode {episode} has run for {seconds:.0f} s"
 
     def _extend_deadlines(self) -> None:
         """Adds the time for which agents have waited for the engine."""
-        for place, episode in self._live.items():
+        for conversation, episode in self._live.items():
             worker = episode.worker
             call = worker.call
             if not isinstance(call, _Call) or call.is_debugged or worker.has_hung_up:
                 continue
             elapsed_s = time.monotonic() - call.start
-            remaining_s = self._config.timeout_s + self._engine_s(place) - elapsed_s
+            remaining_s = self._config.timeout_s + self._engine_s(conversation) - elapsed_s
             self._take_on(worker, call, remaining_s)
 
     def _dispatch(self) -> None:
         """Begins waiting episodes in idle workers, and in new ones up to `num_workers`."""
         while self._waiting and (self._idle or len(self._workers) < self._config.num_workers):
-            place, message = self._waiting.popleft()
+            conversation, message = self._waiting.popleft()
             is_new = not self._idle
             worker = self._spawn() if is_new else self._idle.pop()
-            self._live[place] = _LiveEpisode(worker)
+            self._live[conversation] = _LiveEpisode(worker)
             location = "rollout()" if message["access"] else "reset()"
-            if not self._send_call(place, "begin", message, location, is_new_worker=is_new):
-                self._discard(self._live.pop(place).worker)
-                self._waiting.appendleft((place, message))
+            if not self._send_call(conversation, "begin", message, location, is_new_worker=is_new):
+                self._discard(self._live.pop(conversation).worker)
+                self._waiting.appendleft((conversation, message))
 
     def _send_call(
         self,
-        place: ConversationId,
+        conversation: ConversationId,
         method: Method,
         message: dict[str, Any],
         location: str,
@@ -251,14 +251,14 @@ class EnvironmentPool(ProcessPool):
         Returns False if the worker died before it executed anything for this episode, so that the
         caller may retry with another one.
         """
-        episode = self._live[place]
+        episode = self._live[conversation]
         if episode.worker_error:
-            del self._live[place]
-            self._replies.append((place, Failure("env_error", episode.worker_error, 0.0)))
+            del self._live[conversation]
+            self._replies.append((conversation, Failure("env_error", episode.worker_error, 0.0)))
             return True
         self._num_calls += 1
-        call = _Call(place, method, self._num_calls, location)
-        fields = {"method": method, "place": place, "serial": call.serial, **message}
+        call = _Call(conversation, method, self._num_calls, location)
+        fields = {"method": method, "conversation": conversation, "serial": call.serial, **message}
         frame = encode_frame(fields, "an environment")
         seconds = max(self._config.timeout_s - episode.used_s, 0.0)
         if not message.get("access"):  # an agent's one call is its whole episode
@@ -279,7 +279,7 @@ class EnvironmentPool(ProcessPool):
 
     def _seconds(self, call: _Call) -> float:
         """Returns the time that the user's code took, without waiting for the engine."""
-        return max(time.monotonic() - call.start - self._engine_s(call.place), 0.0)
+        return max(time.monotonic() - call.start - self._engine_s(call.conversation), 0.0)
 
     def _answered(self, worker: WorkerProcess, reply: dict[str, Any]) -> None:
         call = worker.call
@@ -287,7 +287,10 @@ class EnvironmentPool(ProcessPool):
         tool = reply.get("tool")
         if isinstance(tool, str):
             call.location = f"tool {tool!r:.100}"
-        elif (reply.get("place"), reply.get("serial")) != ([*call.place], call.serial):
+        elif (reply.get("conversation"), reply.get("serial")) != (
+            [*call.conversation],
+            call.serial,
+        ):
             self._fail(worker, "error", "answered another call than it was asked")
         elif "quit" in reply:
             raise RewardError("the debugger was left in an environment")
@@ -308,16 +311,16 @@ class EnvironmentPool(ProcessPool):
             return
         self._release(worker)
         if not call.is_debugged:
-            self._live[call.place].used_s += seconds
-        self._replies.append((call.place, Reply(call.method, checked_values, seconds)))
+            self._live[call.conversation].used_s += seconds
+        self._replies.append((call.conversation, Reply(call.method, checked_values, seconds)))
 
     def _failed(self, worker: WorkerProcess, call: Any, how: HowItFailed, why: str) -> None:
         if worker in self._idle:
             self._idle.remove(worker)
         if isinstance(call, _Call):
-            self._live.pop(call.place, None)
+            self._live.pop(call.conversation, None)
             failure = Failure(_STATUSES[how], f"{call.location} {why}", self._seconds(call))
-            self._replies.append((call.place, failure))
+            self._replies.append((call.conversation, failure))
             return
         for episode in self._live.values():
             if episode.worker is worker:
@@ -327,7 +330,7 @@ class EnvironmentPool(ProcessPool):
         call = worker.call
         assert isinstance(call, _Call)
         timeout_s = self._config.timeout_s
-        if self._live[call.place].used_s + self._seconds(call) >= timeout_s:
+        if self._live[call.conversation].used_s + self._seconds(call) >= timeout_s:
             limit = f"environment.timeout_s={timeout_s:g}, with all calls of its episode"
         else:
             limit = f"environment.call_timeout_s={self._config.call_timeout_s:g}"
@@ -384,7 +387,7 @@ def check_values(method: Method, values: Any) -> dict[str, Any]:
             raise ValueError(f"the reward {reply.reward!r:.80} is no finite number")
         msgspec.convert(reply.messages, list[_MessageForm])
     if isinstance(reply, _BeginValues) and isinstance(reply.messages, list):
-        # reset() may return blocks of text in the place of messages.
+        # reset() may return blocks of text in place of messages.
         messages = [item for item in reply.messages if isinstance(item, dict) and "role" in item]
         msgspec.convert(messages, list[_MessageForm])
     return msgspec.structs.asdict(reply)

@@ -36,7 +36,7 @@ class Parsed:
 
 
 class ReplyParser:
-    """Parses by the tokenizer's own `response_template`, or by a known format of its chat template."""
+    """Parses by the tokenizer's `response_template`, or by a known format of its chat template."""
 
     def __init__(
         self, tokenizer: Any, anchors: list[str], ends: list[str], *, reads_calls: bool = True
@@ -197,7 +197,8 @@ _FORMATS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
                 "content": "text",
             },
             "tool_calls": {
-                "open_pattern": r"to=functions\.(?P<name>[^\s<]+)\s*<\|channel\|>commentary[^<]*<\|message\|>",
+                "open_pattern": r"to=functions\.(?P<name>[^\s<]+)\s*"
+                r"<\|channel\|>commentary[^<]*<\|message\|>",
                 "close_pattern": r"<\|call\|>\s*",
                 "repeats": True,
                 "content": "json",
@@ -238,7 +239,8 @@ _FORMATS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
                 "repeats": True,
                 "content": "xml-inline",
                 "content_args": {
-                    "tag_pattern": r"<arg_key>(?P<key>[^<]+)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>",
+                    "tag_pattern": r"<arg_key>(?P<key>[^<]+)</arg_key>\s*"
+                    r"<arg_value>(?P<value>.*?)</arg_value>",
                     "value_parser": {"name": "text", "args": {"strip": False}},
                 },
                 "transform": _NAMED_CALL,

@@ -1,4 +1,4 @@
-"""The rewards that environments gave in their episodes, as one scorer among the run's (rewards/scorers.py)."""
+"""The rewards that environments gave, as one of the run's scorers (rewards/scorers.py)."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ class TrlDriver:
             except bdb.BdbQuit:  # the user left the debugger
                 raise
             except Exception as error:
-                # A TypeError from inside a tool is the tool's; one from its signature is the call's.
+                # A TypeError may come from inside the tool, or from arguments that do not fit it.
                 is_misfit = isinstance(error, TypeError) and not _fits(tool, arguments)
                 num_invalid += tool is None or is_misfit
                 result = {"error": str(error)}

@@ -142,12 +142,12 @@ def _load_tools(config: EnvironmentConfig, modules: Modules) -> _Environment:
 def answer(
     driver: Driver, rewards: list[Reward], max_chars: int, message: dict[str, Any]
 ) -> dict[str, Any]:
-    """Returns the reply to a call, with the place and the serial number of the call.
+    """Returns the reply to a call, with the conversation and the serial number of the call.
 
     One of {"values": ...}, {"failed": error with its traceback}, {"broken": an error of every
     episode}, {"quit": True} where the user left the debugger.
     """
-    call = {"place": message["place"], "serial": message["serial"]}
+    call = {"conversation": message["conversation"], "serial": message["serial"]}
     try:
         values = _values(driver, rewards, message)
         num_chars = len(str(values.get("messages")))

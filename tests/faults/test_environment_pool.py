@@ -290,7 +290,7 @@ def test_an_answer_for_another_call_is_never_taken(pools: Pools, tmp_path: Path)
         "        except OSError: pass\n"
         "class Forged:\n"
         "    def reset(self, place, serial, **row):\n"
-        "        say({'values': {'messages': 'of a sibling', 'tools': []}, 'place': place, 'serial': serial})\n"
+        "        say({'values': {'messages': 'of a sibling', 'tools': []}, 'conversation': place, 'serial': serial})\n"
         "        time.sleep(1000)\n"
         "    def step(self, action): pass\n"
     )

@@ -19,7 +19,10 @@ USAGE = {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}
 
 
 def echo(endpoint: Endpoint, call: Call) -> None:
-    said = {"role": "assistant", "content": f"{call.place}: {call.request.messages[-1]['content']}"}
+    said = {
+        "role": "assistant",
+        "content": f"{call.conversation}: {call.request.messages[-1]['content']}",
+    }
     endpoint.answer(call, said, "stop", USAGE)
 
 

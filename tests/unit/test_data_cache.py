@@ -844,9 +844,15 @@ def test_checkpoints_know_the_data_as_they_did(tmp_path: Path, folder: Path) -> 
         for _ in range(2):
             found = build_prompts(read_rows(config, eval_set), _tokenizer(), config, 1, eval_set)
             assert isinstance(found, Prompts)
-            assert digests_of(found, whole=eval_set is not None) == (of_tokens, of_rows.hexdigest())
+            assert digests_of(found, with_tokens=eval_set is not None) == (
+                of_tokens,
+                of_rows.hexdigest(),
+            )
         listed: list[Prompt] = [*found]
-        assert digests_of(listed, whole=eval_set is not None) == (of_tokens, of_rows.hexdigest())
+        assert digests_of(listed, with_tokens=eval_set is not None) == (
+            of_tokens,
+            of_rows.hexdigest(),
+        )
     assert len(_entries(folder, "tokens")) == 2
 
 

@@ -133,7 +133,7 @@ def test_options_reach_the_rank_and_neutral_ones_are_nothing(endpoint: Endpoint)
         ] * 3
     assert [call.request.options.max_tokens for call in seen] == [4, None, None]
     assert [call.request.options.ignored for call in seen] == [(), ("top_p",), ()]
-    assert [(call.place, call.request.tools, call.request.messages) for call in seen] == [
+    assert [(call.conversation, call.request.tools, call.request.messages) for call in seen] == [
         ((1, 2), [], HI["messages"])
     ] * 3
 
