@@ -76,7 +76,8 @@ def run_facts(
     token_digest, row_digest = digests_of(prompts, with_tokens=False)
     folder = checkpoint_folder(facts.model_path)
     contents = {
-        f"data.eval.{name}": digests_of(rows, with_tokens=True)[1] for name, rows in held_out.items()
+        f"data.eval.{name}": digests_of(rows, with_tokens=True)[1]
+        for name, rows in held_out.items()
     }
     contents["answers and other columns of data.train"] = row_digest
     contents |= _model_digests(config)
