@@ -29,36 +29,40 @@ def check_idle_keys(config: Config, sources: Mapping[str, str] | None = None) ->
     # Rank 0 may be set on purpose, to switch adapters off for one launch.
     lora_key = _first_key_set(sources, "model.lora.")
     if not lora.rank and lora_key and sources.get("model.lora.rank") == "default":
-        problem = "model.lora.rank is not set (0: full fine-tuning), so that"
         raise ConfigError(
-            f"{problem} {lora_key} would do nothing; set it, e.g. to 16, or take the other out"
+            f"model.lora.rank is not set (0: full fine-tuning), so that {lora_key} would do "
+            "nothing; set it, e.g. to 16, or take the other out"
         )
     if lora.rank and not lora.target_modules:
-        problem = "model.lora.target_modules names no layer"
-        raise ConfigError(f"{problem}; leave it out (all-linear), or name some: [q_proj]")
+        raise ConfigError(
+            "model.lora.target_modules names no layer; leave it out (all-linear), or name "
+            "some: [q_proj]"
+        )
     teacher_key = _first_key_set(sources, "teacher.")
     # The config of a finished run sets every key: there teacher.path itself is set to null.
     if teacher_key and not config.teacher.is_on and sources.get("teacher.path") == "default":
-        problem = f"teacher.path is not set, so that {teacher_key} would do nothing"
         raise ConfigError(
-            f"{problem}; set it to the folder or hub id of a model, or take the other out"
+            f"teacher.path is not set, so that {teacher_key} would do nothing; set it to the "
+            "folder or hub id of a model, or take the other out"
         )
     # A teacher alone, or an environment's own reward, is enough to learn from.
     has_other_signal = config.teacher.is_on or config.environment.can_reward
     all_zero = config.rewards and not any(reward.weight for reward in config.rewards)
     if all_zero and not has_other_signal:
-        problem = "rewards: all weights are 0, so that every reward is 0"
-        raise ConfigError(f"{problem}; set one rewards.N.weight")
+        raise ConfigError(
+            "rewards: all weights are 0, so that every reward is 0; set one rewards.N.weight"
+        )
     # AdamW normalizes gradients: a step moves each weight by about lr.
     if config.optimizer.lr > 1:
-        problem = f"optimizer.lr ({config.optimizer.lr:g}) is above 1"
-        reason = "where AdamW moves each weight by more than that a step"
-        raise ConfigError(f"{problem}, {reason}; is a sign missing? e.g. 2e-6")
+        raise ConfigError(
+            f"optimizer.lr ({config.optimizer.lr:g}) is above 1, where AdamW moves each weight "
+            "by more than that a step; is a sign missing? e.g. 2e-6"
+        )
     metric = config.checkpoint.best_metric
     if metric is not None and (metric.partition("/")[0] not in _METRICS or "/" not in metric):
-        rule = "is no metric's name: they are as in metrics.jsonl"
         raise ConfigError(
-            f"checkpoint.best_metric ({metric}) {rule}, e.g. reward/mean or eval/SET/mean"
+            f"checkpoint.best_metric ({metric}) is no metric's name: they are as in "
+            "metrics.jsonl, e.g. reward/mean or eval/SET/mean"
         )
 
 
@@ -114,10 +118,9 @@ def advice(config: Config, num_ranks: int) -> Iterator[str]:
     yield from _advise_on_estimator(config.loss, config.advantage, config.rollout.group_size)
     weights = [reward.weight for reward in config.rewards]
     if config.advantage.estimator == "max_rl" and min(weights, default=0.0) < 0:
-        problem = "advantage.estimator max_rl with a weight below 0 among rewards"
         yield (
-            f"{problem}: it divides by the group's mean reward, and where that is not above 0 the "
-            "group teaches nothing"
+            "advantage.estimator max_rl with a weight below 0 among rewards: it divides by "
+            "the group's mean reward, and where that is not above 0 the group teaches nothing"
         )
     yield from _advise_on_ranks(config, num_ranks)
     yield from _advise_on_steps(config)
@@ -128,15 +131,21 @@ def _advise_on_loss(config: Config) -> Iterator[str]:
     budget = config.training.max_tokens_per_micro_batch
     low, high = loss.clip_ratio_low, loss.clip_ratio_high
     if budget < 2 * max_tokens:
-        problem = f"{budget} holds fewer than 2 of the longest rollouts ({max_tokens} tokens)"
-        yield f"training.max_tokens_per_micro_batch {problem}: long ones are not packed"
+        yield (
+            f"training.max_tokens_per_micro_batch {budget} holds fewer than 2 of the longest "
+            f"rollouts ({max_tokens} tokens): long ones are not packed"
+        )
     if ratio_is_one(config):
-        problem = f"loss.clip_ratio_low {low:g}, clip_ratio_high {high:g} and dual_clip never bind"
-        yield f"one optimizer step a rollout: the ratio is exactly 1, so that {problem}"
+        yield (
+            "one optimizer step a rollout: the ratio is exactly 1, so that "
+            f"loss.clip_ratio_low {low:g}, clip_ratio_high {high:g} and dual_clip never bind"
+        )
     # GSPO's ratio is a mean over the sequence, which stays much closer to 1.
     elif loss.policy == "gspo" and max(low, high) > 0.01:
-        problem = f"with clip bounds {low:g} and {high:g}, sized for ratios of tokens"
-        yield f"loss.policy gspo {problem}: the GSPO paper has 3e-4 and 4e-4"
+        yield (
+            f"loss.policy gspo with clip bounds {low:g} and {high:g}, sized for ratios of "
+            "tokens: the GSPO paper has 3e-4 and 4e-4"
+        )
 
 
 def _advise_on_estimator(
@@ -145,28 +154,40 @@ def _advise_on_estimator(
     # Dividing by the standard deviation of a group enlarges small differences.
     over_group = advantage.estimator == "grpo" and advantage.normalize_std == "group"
     if loss.policy == "gspo" and loss.aggregation == "token":
-        problem = (
-            "long sequences count for more; the paper takes the mean over sequences (sequence)"
+        yield (
+            "loss.policy gspo with aggregation token: long sequences count for more; the "
+            "paper takes the mean over sequences (sequence)"
         )
-        yield f"loss.policy gspo with aggregation token: {problem}"
     if advantage.estimator == "dr_grpo" and loss.aggregation != "constant":
-        problem = f"advantage.estimator dr_grpo with loss.aggregation {loss.aggregation}"
-        yield f"{problem}: the paper divides by a constant (constant)"
+        yield (
+            f"advantage.estimator dr_grpo with loss.aggregation {loss.aggregation}: the paper "
+            "divides by a constant (constant)"
+        )
     if loss.kl_in == "reward" and over_group:
-        problem = "where rewards are alike, small differences of KL become advantages"
-        yield f"loss.kl_in reward with normalize_std group: {problem}"
+        yield (
+            "loss.kl_in reward with normalize_std group: where rewards are alike, small "
+            "differences of KL become advantages"
+        )
     if loss.policy == "gspo" and loss.rollout_correction in ("token_tis", "icepop"):
-        problem = f"loss.policy gspo with rollout_correction {loss.rollout_correction}"
-        yield f"{problem}: weights of tokens in a loss of sequences (sequence_tis)"
+        yield (
+            f"loss.policy gspo with rollout_correction {loss.rollout_correction}: weights of "
+            "tokens in a loss of sequences (sequence_tis)"
+        )
     if loss.policy == "cispo" and loss.clip_ratio_low < 1:
-        problem = f"loss.policy cispo with clip_ratio_low {loss.clip_ratio_low:g}"
-        yield f"{problem}: it is usually run without a lower bound (1)"
+        yield (
+            f"loss.policy cispo with clip_ratio_low {loss.clip_ratio_low:g}: it is usually run "
+            "without a lower bound (1)"
+        )
     if advantage.estimator == "rloo" and group_size < 4:
-        problem = f"advantage.estimator rloo with rollout.group_size {group_size}"
-        yield f"{problem}: each baseline is the mean of only {group_size - 1} other rewards"
+        yield (
+            f"advantage.estimator rloo with rollout.group_size {group_size}: each baseline is "
+            f"the mean of only {group_size - 1} other rewards"
+        )
     if over_group and group_size == 2:
-        problem = "every pair gets the same two advantages, however far its rewards are apart"
-        yield f"rollout.group_size 2 with normalize_std group: {problem}"
+        yield (
+            "rollout.group_size 2 with normalize_std group: every pair gets the same two "
+            "advantages, however far its rewards are apart"
+        )
 
 
 def _advise_on_ranks(config: Config, num_ranks: int) -> Iterator[str]:
@@ -178,26 +199,33 @@ def _advise_on_ranks(config: Config, num_ranks: int) -> Iterator[str]:
         if prompts < engines:
             problem = f"{engines - prompts} never sample while others do"
             problem += f"; raise it to {engines} or a multiple"
-        rule = f"is no multiple of {engines} engines"
-        yield f"rollout.num_prompts_per_step {prompts} {rule}: {problem}"
+        yield (
+            f"rollout.num_prompts_per_step {prompts} is no multiple of {engines} engines: {problem}"
+        )
     per_step = prompts * rollout.group_size // config.training.num_mini_batches
     if per_step < num_ranks:
-        problem = f"{num_ranks - per_step} of them have nothing to train on"
         yield (
-            f"{per_step} completions per optimizer step for {num_ranks} ranks: {problem}; "
-            "raise rollout.num_prompts_per_step"
+            f"{per_step} completions per optimizer step for {num_ranks} ranks: "
+            f"{num_ranks - per_step} of them have nothing to train on; raise "
+            "rollout.num_prompts_per_step"
         )
     if rollout.dynamic_sampling and rollout.dynamic_sampling_max_rounds == 1:
-        problem = "rollout.dynamic_sampling with dynamic_sampling_max_rounds 1"
-        yield f"{problem}: groups are dropped, and never replaced"
+        yield (
+            "rollout.dynamic_sampling with dynamic_sampling_max_rounds 1: groups are dropped, "
+            "and never replaced"
+        )
 
 
 def _advise_on_steps(config: Config) -> Iterator[str]:
     training, optimizer = config.training, config.optimizer
     steps = training.num_optimizer_steps * training.num_steps
     if optimizer.warmup_steps >= steps:
-        problem = f"optimizer.warmup_steps {optimizer.warmup_steps} covers the run's {steps}"
-        yield f"{problem} optimizer steps: lr {optimizer.lr:g} is reached at its end or never"
+        yield (
+            f"optimizer.warmup_steps {optimizer.warmup_steps} covers the run's {steps} "
+            f"optimizer steps: lr {optimizer.lr:g} is reached at its end or never"
+        )
     if not config.checkpoint.every_steps and training.num_steps >= 100:
-        problem = f"a run that dies before the end of its {training.num_steps} steps"
-        yield f"checkpoint.every_steps 0: {problem} has nothing to go on from"
+        yield (
+            "checkpoint.every_steps 0: a run that dies before the end of its "
+            f"{training.num_steps} steps has nothing to go on from"
+        )

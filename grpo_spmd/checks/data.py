@@ -86,17 +86,17 @@ def _check_sample(
             raise ConfigError(too_long(row, len(ids), config))
         largest = max(ids, default=0)
         if num_embeddings is not None and largest >= num_embeddings:
-            problem = f"the prompt has the token {tokenizer.id_to_token(largest)!r} ({largest})"
             raise ConfigError(
-                f"{row.where}: {problem}, and the model embeds {num_embeddings}: its tokenizer is "
-                "another model's"
+                f"{row.where}: the prompt has the token {tokenizer.id_to_token(largest)!r} "
+                f"({largest}), and the model embeds {num_embeddings}: its tokenizer is another "
+                "model's"
             )
     # Such a template would train on one prompt, with plausible rewards.
     if len(contents) > len(prompts) == 1:
-        problem = "its chat template makes one and the same prompt of different messages"
         raise ConfigError(
-            f"model.path: {problem} ({min(prompts)[:40]!r}): "
-            "it lacks {{ message['content'] }}, or is another model's"
+            "model.path: its chat template makes one and the same prompt of different "
+            f"messages ({min(prompts)[:40]!r}): it lacks {{{{ message['content'] }}}}, or is "
+            "another model's"
         )
 
 

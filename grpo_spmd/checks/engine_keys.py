@@ -54,9 +54,9 @@ def check_engine_keys(engine: Mapping[str, Any]) -> None:
         if name in _REFUSED:
             raise ConfigError(f"rollout.engine.{name}: {_REFUSED[name]}; take it out")
         if name == "kv_cache_dtype" and value != "auto":
-            reason = "a cache of fewer bits gives logprobs that the policy does not have"
             raise ConfigError(
-                f"rollout.engine.kv_cache_dtype must be auto; got {value!r}: {reason}"
+                f"rollout.engine.kv_cache_dtype must be auto; got {value!r}: a cache of fewer "
+                "bits gives logprobs that the policy does not have"
             )
         if name in _POSITIVE and type(value) is int and value < 1:
             raise ConfigError(f"rollout.engine.{name} must be at least 1; got {value}")
@@ -75,8 +75,9 @@ def _check_argument(name: str, value: Any, types: Mapping[str, str]) -> None:
     if name not in types:
         close = difflib.get_close_matches(name, types, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
-        problem = "vllm.LLM of the installed version has no such argument"
-        raise ConfigError(f"rollout.engine.{name}: {problem}{hint}")
+        raise ConfigError(
+            f"rollout.engine.{name}: vllm.LLM of the installed version has no such argument{hint}"
+        )
 
 
 def _read_vllm_arguments() -> dict[str, str] | None:

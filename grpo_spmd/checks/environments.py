@@ -87,8 +87,9 @@ def _parse_file(key: str, file: str) -> ast.Module:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = error.lineno if isinstance(error, SyntaxError) else None
         location = f"{file}:{line}" if line else file
-        problem = f"{location} cannot be imported: {type(error).__name__}: {error}"
-        raise ConfigError(f"{key}: {problem}") from None
+        raise ConfigError(
+            f"{key}: {location} cannot be imported: {type(error).__name__}: {error}"
+        ) from None
 
 
 def _check_class(key: str, node: ast.ClassDef, methods: Sequence[Sequence[str]]) -> None:
@@ -111,8 +112,10 @@ def _check_tool(key: str, function: _Function, arguments: Sequence[ast.arg]) -> 
     untyped = [argument.arg for argument in all_arguments if argument.annotation is None]
     if untyped or not ast.get_docstring(function):
         lacks = f"its argument {untyped[0]!r} has no type" if untyped else "it has no docstring"
-        problem = f"{function.name} has no schema: {lacks}"
-        raise ConfigError(f"{key}: {problem}; give it types and a docstring of Google's style")
+        raise ConfigError(
+            f"{key}: {function.name} has no schema: {lacks}; give it types and a docstring of "
+            "Google's style"
+        )
 
 
 def _mentioned_names(tree: ast.AST) -> Iterator[str]:

@@ -77,37 +77,49 @@ def _step_rows(config: Config, num_ranks: int) -> Iterator[Row]:
     yield Row("engines", f"{num_ranks // tp:,}", f"{num_ranks} ranks / tensor_parallel_size {tp}")
     yield Row("samples", f"{samples:,}", f"{prompts} prompts x group_size {group}")
     if rollout.dynamic_sampling:
-        explanation = (
-            f"dynamic_sampling: up to {rollout.dynamic_sampling_max_rounds} rounds of generation"
+        yield Row(
+            "samples, generated",
+            f">= {samples:,}",
+            f"dynamic_sampling: up to {rollout.dynamic_sampling_max_rounds} rounds of generation",
         )
-        yield Row("samples, generated", f">= {samples:,}", explanation)
     launched = rollout.num_launched_prompts
     if launched > prompts:
-        explanation = (
-            f"{launched} prompts x group_size {group}: tail_batching {rollout.tail_batching:g}"
+        yield Row(
+            "samples, begun in a short round",
+            f"{launched * group:,}",
+            f"{launched} prompts x group_size {group}: tail_batching {rollout.tail_batching:g}",
         )
-        yield Row("samples, begun in a short round", f"{launched * group:,}", explanation)
-    explanation = (
-        f"max_prompt_tokens {config.data.max_prompt_tokens} + {rollout.max_completion_tokens}"
+    yield Row(
+        "longest rollout, tokens",
+        f"{max_tokens:,}",
+        f"max_prompt_tokens {config.data.max_prompt_tokens} + {rollout.max_completion_tokens}",
     )
-    yield Row("longest rollout, tokens", f"{max_tokens:,}", explanation)
     yield Row("tokens", f"<= {samples * max_tokens:,}", f"{samples} samples x {max_tokens}")
     batches = training.num_mini_batches
-    explanation = f"num_mini_batches {batches} x num_epochs {training.num_epochs}"
-    yield Row("optimizer steps", f"{training.num_optimizer_steps:,}", explanation)
-    explanation = f"{samples} samples / num_mini_batches {batches}"
-    yield Row("completions per optimizer step", f"{samples // batches:,}", explanation)
-    budget = training.max_tokens_per_micro_batch
-    fitting = budget // max_tokens
-    explanation = f"the budget holds {fitting} of the longest rollouts ({budget} / {max_tokens})"
-    yield Row("micro-batch, tokens", f"<= {budget:,}", explanation)
-    fewest, highest = micro_batches_per_step(config, num_ranks)
-    rollouts = rollouts_of_a_rank(config, num_ranks)
-    explanation = (
-        f"optimizer steps x 1, to x ceil({rollouts} rollouts of full length / {fitting} in a"
+    yield Row(
+        "optimizer steps",
+        f"{training.num_optimizer_steps:,}",
+        f"num_mini_batches {batches} x num_epochs {training.num_epochs}",
     )
     yield Row(
-        "micro-batches of a rank", f"{fewest:,} to {highest:,}", f"{explanation} micro-batch)"
+        "completions per optimizer step",
+        f"{samples // batches:,}",
+        f"{samples} samples / num_mini_batches {batches}",
+    )
+    budget = training.max_tokens_per_micro_batch
+    fitting = budget // max_tokens
+    yield Row(
+        "micro-batch, tokens",
+        f"<= {budget:,}",
+        f"the budget holds {fitting} of the longest rollouts ({budget} / {max_tokens})",
+    )
+    fewest, highest = micro_batches_per_step(config, num_ranks)
+    rollouts = rollouts_of_a_rank(config, num_ranks)
+    yield Row(
+        "micro-batches of a rank",
+        f"{fewest:,} to {highest:,}",
+        f"optimizer steps x 1, to x ceil({rollouts} rollouts of full length / {fitting} in a "
+        "micro-batch)",
     )
     yield from _extra_pass_rows(config)
 
@@ -142,8 +154,11 @@ def _extra_pass_rows(config: Config) -> Iterator[Row]:
     if config.critic.is_on_policy:
         yield Row("passes of the critic", "1", f"{values}; it learns in the policy's update")
     elif config.critic.path is not None:
-        explanation = f"{values}, and {training.num_epochs} for its own update"
-        yield Row("passes of the critic", str(1 + training.num_epochs), explanation)
+        yield Row(
+            "passes of the critic",
+            str(1 + training.num_epochs),
+            f"{values}, and {training.num_epochs} for its own update",
+        )
 
 
 def _run_rows(config: Config, num_rows: int) -> Iterator[Row]:
@@ -159,11 +174,15 @@ def _run_rows(config: Config, num_rows: int) -> Iterator[Row]:
     explanation = f"{num_rows} rows / {prompts} prompts"
     explanation += "; refills take prompts too" if is_dynamic else ""
     yield Row("steps per epoch of the data", f"{at_most}{num_rows / prompts:,.1f}", explanation)
-    explanation = f"{steps} steps x {prompts} prompts / {num_rows} rows"
-    yield Row("epochs of the data", f"{at_least}{steps * prompts / num_rows:,.2f}", explanation)
+    yield Row(
+        "epochs of the data",
+        f"{at_least}{steps * prompts / num_rows:,.2f}",
+        f"{steps} steps x {prompts} prompts / {num_rows} rows",
+    )
     limit = "<= " if is_dynamic else ""
-    explanation = f"{steps} steps x {samples} samples"
-    yield Row("samples trained on", f"{limit}{steps * samples:,}", explanation)
+    yield Row(
+        "samples trained on", f"{limit}{steps * samples:,}", f"{steps} steps x {samples} samples"
+    )
     updates = config.training.num_optimizer_steps
     yield Row("optimizer steps", f"{steps * updates:,}", f"{steps} steps x {updates}")
     for name, value, explanation in schedule_rows(config.optimizer, steps * updates):
@@ -176,12 +195,18 @@ def sync_rows(config: Config, model: ModelFacts, num_ranks: int) -> Iterator[Row
     itemsize, ranks = ITEMSIZE[dtype], replica_ranks(config, num_ranks)
     bucket = config.rollout.sync_bucket_bytes("cuda")
     num_bytes, collectives = sync_size(model.shapes, ranks, itemsize, bucket)
-    explanation = f"{len(model.shapes)} tensors, tied ones once; {model.source}"
-    yield Row("parameters", f"{model.num_parameters:,}", explanation)
+    yield Row(
+        "parameters",
+        f"{model.num_parameters:,}",
+        f"{len(model.shapes)} tensors, tied ones once; {model.source}",
+    )
     padding = num_bytes - model.num_parameters * itemsize
     padded = f" + {size_text(padding)} of padding to full shards" if padding else ""
-    explanation = f"parameters x {itemsize} ({dtype}){padded}; what each engine is handed"
-    yield Row("bytes of a sync", size_text(num_bytes), explanation)
+    yield Row(
+        "bytes of a sync",
+        size_text(num_bytes),
+        f"parameters x {itemsize} ({dtype}){padded}; what each engine is handed",
+    )
     explanation = "one rank holds the whole policy"
     if ranks > 1:
         explanation = f"ceil({size_text(num_bytes)} / {size_text(min(bucket, num_bytes))} bucket)"
@@ -190,8 +215,11 @@ def sync_rows(config: Config, model: ModelFacts, num_ranks: int) -> Iterator[Row
     if lora.base_stays_in_engine:
         adapters = adapter_shapes(model.shapes, lora)
         size = itemsize * sum(math.prod(shape) for shape in adapters.values())
-        explanation = "the adapters alone, in one collective; the base stays in the engine"
-        yield Row("bytes of a later sync", size_text(size), explanation)
+        yield Row(
+            "bytes of a later sync",
+            size_text(size),
+            "the adapters alone, in one collective; the base stays in the engine",
+        )
 
 
 def _origins(config: Config, sources: Mapping[str, str], with_defaults: bool) -> Iterator[str]:

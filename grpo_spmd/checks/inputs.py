@@ -134,9 +134,11 @@ def _check_pool(state: CheckState) -> None:
         # The sandbox ends an endless loop after time_s and scores it as wrong. The pool kills
         # its worker after timeout_s, and the completion stays unknown.
         if reward.name == "code" and reward.is_shipped and time_s > limit_s - 1:
-            rule = f"at least a second under reward_pool.timeout_s ({limit_s:g})"
-            reason = "or an endless loop is killed as unknown before it is found wrong"
-            raise ConfigError(f"rewards.{index}.args.time_s ({time_s:g}) must be {rule}, {reason}")
+            raise ConfigError(
+                f"rewards.{index}.args.time_s ({time_s:g}) must be at least a second under "
+                f"reward_pool.timeout_s ({limit_s:g}), or an endless loop is killed as unknown "
+                "before it is found wrong"
+            )
 
 
 def _read_data(state: CheckState) -> None:
@@ -182,11 +184,11 @@ def _check_reward_columns(
     for index, reward in enumerate(rewards):
         for name in reward.needs:
             if name not in columns:
-                problem = f"{reward.name!r} needs the column {name!r}, which {source} does not have"
                 available = ", ".join(sorted(columns)) or "none"
                 raise ConfigError(
-                    f"rewards.{index}: {problem}; besides the prompt it has {available}"
-                    f"{foreign_parameter_hint(name)}"
+                    f"rewards.{index}: {reward.name!r} needs the column {name!r}, which "
+                    f"{source} does not have; besides the prompt it has "
+                    f"{available}{foreign_parameter_hint(name)}"
                 )
 
 

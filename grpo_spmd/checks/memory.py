@@ -209,11 +209,11 @@ def training_rows(config: Config, model: ModelFacts, num_ranks: int) -> Iterator
         size_text(sum(buffers.values())),
         f"{terms}; vLLM keeps more until a layer is whole",
     )
-    command = "python -m grpo_spmd.plan --config ... --gpu H100-80GB --ranks N"
     yield Row(
         "peak of each phase, and what fits",
         "see the planner",
-        f"{command} runs the layers on fake tensors",
+        "python -m grpo_spmd.plan --config ... --gpu H100-80GB --ranks N runs the layers on "
+        "fake tensors",
     )
 
 
@@ -223,26 +223,35 @@ def _state_rows(config: Config, state: State, num_ranks: int) -> Iterator[Row]:
     ranks = replica_ranks(config, num_ranks)
     origin = f"{state.shard:,} parameters of a shard (ceil(rows / {ranks}) of each tensor)"
     if state.base:
-        explanation = f"{origin} x {itemsize} ({dtype}), frozen; the reference too"
-        yield Row("base", size_text(state.base), explanation)
+        yield Row(
+            "base",
+            size_text(state.base),
+            f"{origin} x {itemsize} ({dtype}), frozen; the reference too",
+        )
         rank = config.model.lora.rank
         origin = f"{trained:,} parameters of a shard of the adapters (rank {rank})"
         terms.append("base")
     yield Row("master parameters", size_text(4 * trained), f"{origin} x 4 (float32)")
-    explanation = f"{trained:,} x 4 (float32), in the update only"
-    yield Row("gradients", size_text(state.gradients), explanation)
+    yield Row(
+        "gradients", size_text(state.gradients), f"{trained:,} x 4 (float32), in the update only"
+    )
     yield Row("AdamW's moments", size_text(8 * trained), f"{trained:,} x 2 x 4 (float32)")
     if state.reference:
-        explanation = f"{state.shard:,} x {itemsize} ({dtype})"
-        yield Row("reference", size_text(state.reference), explanation)
+        yield Row(
+            "reference", size_text(state.reference), f"{state.shard:,} x {itemsize} ({dtype})"
+        )
         terms.append("reference")
     yield Row("state between updates", size_text(state.num_bytes), " + ".join(terms))
     if offload:
-        explanation = f"while the engine is awake: offload {str(offload).lower()}"
-        yield Row("of it in host memory", size_text(state.offloaded(offload)), explanation)
-    explanation = "parameters that train + moments, while a thread writes them"
+        yield Row(
+            "of it in host memory",
+            size_text(state.offloaded(offload)),
+            f"while the engine is awake: offload {str(offload).lower()}",
+        )
     yield Row(
-        "checkpoint's copy in host memory", size_text(TRAINED_ITEMSIZE * trained), explanation
+        "checkpoint's copy in host memory",
+        size_text(TRAINED_ITEMSIZE * trained),
+        "parameters that train + moments, while a thread writes them",
     )
 
 
@@ -254,8 +263,11 @@ def _logits_rows(config: Config, model: ModelFacts, num_ranks: int) -> Iterator[
     # Logits exist for one chunk of tokens at a time.
     tokens = min(config.model.logprob_chunk_tokens, micro_batch_tokens(config, num_ranks))
     element = logits_bytes_per_element(ITEMSIZE[config.model.dtype])
-    explanation = f"{tokens} tokens x V {sizes.vocabulary} x {element} bytes in the backward pass"
-    yield Row("logits of a chunk", size_text(tokens * sizes.vocabulary * element), explanation)
+    yield Row(
+        "logits of a chunk",
+        size_text(tokens * sizes.vocabulary * element),
+        f"{tokens} tokens x V {sizes.vocabulary} x {element} bytes in the backward pass",
+    )
 
 
 # Engine
@@ -293,8 +305,11 @@ def sequences_of_engine(config: Config, num_ranks: int) -> int:
 def engine_rows(config: Config, model: ModelFacts, num_ranks: int) -> Iterator[Row]:
     """Yields the engine's memory on one rank."""
     itemsize, tp = ITEMSIZE[config.model.dtype], config.rollout.tensor_parallel_size
-    explanation = f"parameters x {itemsize} / tensor_parallel_size {tp} (norms and biases whole)"
-    yield Row("weights", size_text(engine_weights(config, model)), explanation)
+    yield Row(
+        "weights",
+        size_text(engine_weights(config, model)),
+        f"parameters x {itemsize} / tensor_parallel_size {tp} (norms and biases whole)",
+    )
     sizes = model.dimensions
     if sizes is None:
         yield Row("KV cache", "unknown", _NO_SIZES)
@@ -307,18 +322,19 @@ def engine_rows(config: Config, model: ModelFacts, num_ranks: int) -> Iterator[R
     # A judge that is the engine may read longer texts than rollouts are.
     sequences, longest_text = sequences_of_engine(config, num_ranks), engine_tokens(config)
     needed = sequences * longest_text
-    explanation = (
-        f"{sequences} sequences of an engine x {longest_text} tokens x {token_bytes:,} bytes"
-    )
     yield Row(
         "KV cache for all at full length",
         f"<= {size_text(needed * token_bytes)}",
-        f"{explanation} (a group shares its prompt)",
+        f"{sequences} sequences of an engine x {longest_text} tokens x {token_bytes:,} bytes "
+        "(a group shares its prompt)",
     )
     cache_bytes = config.rollout.engine.get("kv_cache_memory_bytes")
     if isinstance(cache_bytes, int):
-        explanation = f"engine.kv_cache_memory_bytes {cache_bytes:,} / {token_bytes:,}"
-        yield Row("tokens that fit", f"{cache_bytes // token_bytes:,} of {needed:,}", explanation)
+        yield Row(
+            "tokens that fit",
+            f"{cache_bytes // token_bytes:,} of {needed:,}",
+            f"engine.kv_cache_memory_bytes {cache_bytes:,} / {token_bytes:,}",
+        )
 
 
 def judge_prompt_tokens(config: Config) -> dict[int, int]:

@@ -61,13 +61,15 @@ def check_model(config: Config, *, to_run: bool = True) -> Path | None:
         raise ConfigError(f"model.path: {error}{remedy}") from None
     except OSError as error:
         remedy = f"; {_COPY_AGAIN}" if str(error.filename).endswith(".safetensors") else ""
-        problem = f"cannot read {error.filename}: {error.strerror}{remedy}"
-        raise ConfigError(f"model.path: {problem}") from None
+        raise ConfigError(
+            f"model.path: cannot read {error.filename}: {error.strerror}{remedy}"
+        ) from None
     # Without its files transformers would make a tokenizer up.
     if not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
-        remedy = "copy tokenizer.json and tokenizer_config.json of its base model there"
-        problem = f"{folder} holds no tokenizer; {remedy}, or {_COPY_AGAIN}"
-        raise ConfigError(f"model.path: {problem}")
+        raise ConfigError(
+            f"model.path: {folder} holds no tokenizer; copy tokenizer.json and "
+            f"tokenizer_config.json of its base model there, or {_COPY_AGAIN}"
+        )
     check_model_sizes(config, model)
     if to_run:
         _check_cpu_engine(config, model)
@@ -76,8 +78,10 @@ def check_model(config: Config, *, to_run: bool = True) -> Path | None:
         _check_shapes(folder, shapes, expected_shapes)
     # Families without known shapes: their classes in transformers have no such bias.
     if "lm_head.bias" in shapes and not expected_shapes:
-        problem = f"{path} has a bias in its lm_head, which the chunked logprobs do not support"
-        raise ConfigError(f"model.path: {problem}")
+        raise ConfigError(
+            f"model.path: {path} has a bias in its lm_head, which the chunked logprobs do not "
+            "support"
+        )
     _check_lora(config.model.lora, shapes)
     _check_tokenizer(folder, _embedding_rows(shapes, model))
     return folder
@@ -111,8 +115,10 @@ def _check_type(model_type: str, path: str) -> None:
         (_RECURRENT, "recurrent"),
     ):
         if re.fullmatch(pattern, model_type):
-            problem = f"{path} is {problem} (model_type {model_type})"
-            raise ConfigError(f"model.path: {problem}; only causal attention trains")
+            raise ConfigError(
+                f"model.path: {path} is {problem} (model_type {model_type}); only causal "
+                "attention trains"
+            )
     # transformers' own list of causal LMs, read as text: importing it takes seconds.
     text = _read_package_file("transformers", "models/auto/modeling_auto.py")
     mapping = re.search(
@@ -120,9 +126,10 @@ def _check_type(model_type: str, path: str) -> None:
     )
     if mapping and f'("{model_type}",' not in mapping[1]:
         version = importlib.metadata.version("transformers")
-        problem = f"transformers {version} has no causal LM of model_type {model_type}"
-        remedy = "a newer transformers may, if it is not another kind of model"
-        raise ConfigError(f"model.path: {path}: {problem}; {remedy}")
+        raise ConfigError(
+            f"model.path: {path}: transformers {version} has no causal LM of model_type "
+            f"{model_type}; a newer transformers may, if it is not another kind of model"
+        )
 
 
 def _read_package_file(package: str, path: str) -> str:
@@ -143,22 +150,23 @@ def _check_cpu_engine(config: Config, model: Mapping[str, Any]) -> None:
     head_sizes = [int(size) for size in re.findall(r"\d+", source[1])] if source else []
     sizes = dimensions(model)
     if sizes is not None and head_sizes and sizes.head_dim not in head_sizes:
-        problem = f"has heads of {sizes.head_dim}, and vLLM on a CPU only of {head_sizes}"
-        raise ConfigError(f"model.path: {config.model.path} {problem}; train it on a GPU")
+        raise ConfigError(
+            f"model.path: {config.model.path} has heads of {sizes.head_dim}, and vLLM on a CPU "
+            f"only of {head_sizes}; train it on a GPU"
+        )
     cache_bytes = config.rollout.engine.get("kv_cache_memory_bytes")
     if isinstance(cache_bytes, int) and cache_bytes > host_bytes():
-        problem = f"{cache_bytes:,} is more than this host has ({host_bytes():,})"
         raise ConfigError(
-            f"rollout.engine.kv_cache_memory_bytes: {problem}; it counts for each rank"
+            f"rollout.engine.kv_cache_memory_bytes: {cache_bytes:,} is more than this host has "
+            f"({host_bytes():,}); it counts for each rank"
         )
     needed, limit = _rollout_cache_bytes(config, model), max(64 << 20, cpu_cache_bytes())
     if needed > limit and cache_bytes is None:
-        problem = f"one rollout of {engine_tokens(config)} tokens takes {needed >> 20:,} MiB"
-        reason = f"on a CPU an engine gets {limit >> 20:,} MiB"
-        remedy = "shorten the rollouts, take fewer ranks, or set"
         raise ConfigError(
-            f"rollout.max_completion_tokens: {problem} of KV cache, and {reason}, 1/8 of "
-            f"the host's memory over its ranks; {remedy} rollout.engine.kv_cache_memory_bytes"
+            f"rollout.max_completion_tokens: one rollout of {engine_tokens(config)} tokens "
+            f"takes {needed >> 20:,} MiB of KV cache, and on a CPU an engine gets "
+            f"{limit >> 20:,} MiB, 1/8 of the host's memory over its ranks; shorten the "
+            "rollouts, take fewer ranks, or set rollout.engine.kv_cache_memory_bytes"
         )
 
 
@@ -175,8 +183,10 @@ def _read_shapes(folder: Path) -> Shapes:
         if name not in headers[file]:
             holder = next((other.name for other, header in headers.items() if name in header), None)
             hint = f"it is in {holder}" if holder else "no file has it"
-            problem = f"the index has {name} in {file.name}, whose header lacks it ({hint})"
-            raise UntrustedError(f"{folder}: {problem}: files of two downloads; {_COPY_AGAIN}")
+            raise UntrustedError(
+                f"{folder}: the index has {name} in {file.name}, whose header lacks it "
+                f"({hint}): files of two downloads; {_COPY_AGAIN}"
+            )
     # The files that the policy reads: those of the index, else model.safetensors, else all.
     single = folder / "model.safetensors"
     if index is not None:
@@ -187,9 +197,10 @@ def _read_shapes(folder: Path) -> Shapes:
     for name, entry in tensors.items():
         # Quantised weights cannot train.
         if name.endswith(".weight") and re.match("F8|F4|F6|I|U", entry["dtype"]):
-            problem = f"holds {name} as {entry['dtype']}: it is quantised"
-            remedy = "train the checkpoint in bfloat16 or float32 instead"
-            raise UntrustedError(f"{folder} {problem}; {remedy}")
+            raise UntrustedError(
+                f"{folder} holds {name} as {entry['dtype']}: it is quantised; train the "
+                "checkpoint in bfloat16 or float32 instead"
+            )
     return {name: tuple(entry["shape"]) for name, entry in tensors.items()}
 
 
@@ -201,10 +212,14 @@ def _how_to_convert(folder: Path) -> str:
         return f"; {_COPY_AGAIN}"
     problem = f"; {sorted(files)[0]} is of another format, which is not read here"
     if all(name.endswith(".gguf") or name.startswith("consolidated") for name in files):
-        remedy = "take the model's checkpoint in transformers' format, from the hub id without GGUF"
-        return f"{problem}: {remedy}"
-    convert = f"m = AutoModelForCausalLM.from_pretrained('{folder}'); m.save_pretrained('{folder}')"
-    program = f"from transformers import AutoModelForCausalLM; {convert}"
+        return (
+            f"{problem}: take the model's checkpoint in transformers' format, from the hub id "
+            "without GGUF"
+        )
+    program = (
+        "from transformers import AutoModelForCausalLM; m = "
+        f"AutoModelForCausalLM.from_pretrained('{folder}'); m.save_pretrained('{folder}')"
+    )
     return f'{problem}: convert it once, where you trust it: python -c "{program}"'
 
 
@@ -222,14 +237,14 @@ def _check_shapes(folder: Path, shapes: Shapes, expected_shapes: Shapes) -> None
     the engine has started."""
     for name, shape in expected_shapes.items():
         if name not in shapes:
-            problem = (
-                f"{folder} has no tensor {name}; its files begin with {min(shapes, default='')}"
-            )
-            raise ConfigError(f"model.path: {problem}")
-        if shapes[name] != shape:
-            problem = f"has shape {list(shapes[name])}, and config.json asks for {list(shape)}"
             raise ConfigError(
-                f"model.path: {name} in {folder} {problem}: weights and config are of two models"
+                f"model.path: {folder} has no tensor {name}; its files begin with "
+                f"{min(shapes, default='')}"
+            )
+        if shapes[name] != shape:
+            raise ConfigError(
+                f"model.path: {name} in {folder} has shape {list(shapes[name])}, and "
+                f"config.json asks for {list(shape)}: weights and config are of two models"
             )
 
 
@@ -242,9 +257,10 @@ def _check_lora(lora: LoraConfig, shapes: Shapes) -> None:
     available = list(dict.fromkeys(name.rpartition(".")[2] for name in layers))
     for target in lora.target_modules if layers else ():
         if not any(f".{name}".endswith(f".{target}") for name in layers):
-            problem = f"{target!r} names no linear layer of the model"
-            remedy = f"it has {', '.join(available)}, and all-linear takes all"
-            raise ConfigError(f"model.lora.target_modules: {problem}; {remedy}")
+            raise ConfigError(
+                f"model.lora.target_modules: {target!r} names no linear layer of the model; it "
+                f"has {', '.join(available)}, and all-linear takes all"
+            )
 
 
 def _embedding_rows(shapes: Shapes, model: Mapping[str, Any]) -> int | None:
@@ -263,9 +279,9 @@ def _check_tokenizer(folder: Path, embeddings: int | None) -> None:
         return
     size = load_tokenizer_file(file).get_vocab_size(with_added_tokens=False)
     if size > embeddings:
-        problem = f"its tokenizer has {size} tokens, and its embedding {embeddings} rows"
         raise ConfigError(
-            f"model.path: {problem}: tokenizer.json is another model's; {_COPY_AGAIN}"
+            f"model.path: its tokenizer has {size} tokens, and its embedding {embeddings} "
+            f"rows: tokenizer.json is another model's; {_COPY_AGAIN}"
         )
 
 
@@ -275,9 +291,10 @@ def check_model_sizes(config: Config, model: Mapping[str, Any]) -> None:
     # Beyond its positions a model computes, and computes nonsense.
     if isinstance(positions, int) and max_tokens > positions:
         prompt, completion = config.data.max_prompt_tokens, config.rollout.max_completion_tokens
-        total = f"data.max_prompt_tokens ({prompt}) + rollout.max_completion_tokens ({completion})"
-        problem = f"{total} = {max_tokens}, but the model has {positions} positions"
-        raise ConfigError(f"{problem}; lower one of them")
+        raise ConfigError(
+            f"data.max_prompt_tokens ({prompt}) + rollout.max_completion_tokens ({completion}) "
+            f"= {max_tokens}, but the model has {positions} positions; lower one of them"
+        )
     size, heads = config.rollout.tensor_parallel_size, model.get("num_attention_heads")
     rule = f"rollout.tensor_parallel_size ({size}) must divide the model's"
     # vLLM splits heads over an engine's ranks; it repeats KV heads if there are fewer.
@@ -289,10 +306,10 @@ def check_model_sizes(config: Config, model: Mapping[str, Any]) -> None:
     cache_bytes = config.rollout.engine.get("kv_cache_memory_bytes")
     needed = _rollout_cache_bytes(config, model)
     if isinstance(cache_bytes, int) and cache_bytes < needed:
-        problem = f"{cache_bytes:,} hold no rollout of {engine_tokens(config)} tokens"
         raise ConfigError(
-            f"rollout.engine.kv_cache_memory_bytes: {problem}, which takes {needed:,}; "
-            "raise it, or shorten the rollouts"
+            f"rollout.engine.kv_cache_memory_bytes: {cache_bytes:,} hold no rollout of "
+            f"{engine_tokens(config)} tokens, which takes {needed:,}; raise it, or shorten the "
+            "rollouts"
         )
 
 
@@ -336,8 +353,10 @@ def find_model_folder(
     try:
         (folder / "config.json").stat()
     except OSError as error:
-        problem = f"cannot read {error.filename}: {error.strerror}{_explain_no_config(folder, key)}"
-        raise ConfigError(f"{key}: {problem}") from None
+        raise ConfigError(
+            f"{key}: cannot read {error.filename}: "
+            f"{error.strerror}{_explain_no_config(folder, key)}"
+        ) from None
     return folder
 
 
@@ -348,14 +367,17 @@ def _explain_no_folder(path: str) -> str:
     if hub_address:
         return f"{path} is an address; give the hub id alone: {hub_address[1]}"
     if "://" in path:
-        rule = "only folders and hub ids (organisation/name) are read"
-        return f"{path} is an address, and {rule}; copy it to this host"
+        return (
+            f"{path} is an address, and only folders and hub ids (organisation/name) are read; "
+            "copy it to this host"
+        )
     if folder.is_file():
         is_config = folder.name == "config.json"
         hint = f"give its folder ({folder.parent})" if is_config else "a model is a folder"
         return f"there is no folder {path}: it is a file; {hint}"
-    problem = f"there is no folder {folder}{path_remark(folder)}"
-    return f"{problem}, and it is no hub id (organisation/name)"
+    return (
+        f"there is no folder {folder}{path_remark(folder)}, and it is no hub id (organisation/name)"
+    )
 
 
 def _explain_no_config(folder: Path, key: str) -> str:
@@ -363,12 +385,16 @@ def _explain_no_config(folder: Path, key: str) -> str:
     export = "python -m grpo_spmd.export"
     cached = re.fullmatch(r"models--([\w.-]+?)--([\w.-]+)", folder.name)
     if cached:
-        hub_id = f"{key}={cached[1]}/{cached[2]}"
-        return f"; it is a folder of the hub's cache: {hub_id} finds what is in it"
+        return (
+            f"; it is a folder of the hub's cache: {key}={cached[1]}/{cached[2]} finds what is "
+            "in it"
+        )
     checkpoints = sorted(folder.glob("checkpoints/step_*"))
     if checkpoints:
-        command = f"`{export} {checkpoints[-1]} OUT`"
-        return f"; it is a run's folder: {command} writes the folder of its newest model"
+        return (
+            f"; it is a run's folder: `{export} {checkpoints[-1]} OUT` writes the folder of "
+            "its newest model"
+        )
     if (folder / "manifest.json").is_file():
         return f"; it is a run's checkpoint: `{export} {folder} OUT` writes a model's folder"
     if (folder / "adapter_config.json").is_file():

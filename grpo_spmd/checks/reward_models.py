@@ -36,8 +36,9 @@ def check_reward_models(
             continue
         key_prefix = f"rewards.{index}"
         if Path(reward.model).is_dir() and reward.revision is not None:
-            problem = f"{reward.model} is a folder, which has none; take it out"
-            raise ConfigError(f"{key_prefix}.revision: {problem}")
+            raise ConfigError(
+                f"{key_prefix}.revision: {reward.model} is a folder, which has none; take it out"
+            )
         folder = find_model_folder(
             reward.model, f"{key_prefix}.model", to_run=to_run, revision=reward.revision
         )
@@ -52,11 +53,10 @@ def check_reward_models(
             elif is_chat:
                 _check_template(files, f"the prompts of {source}", rows)
             elif reward.template is not None:
-                problem = f"the prompts of {source} are plain text"
-                remedy = "set data.as_chat: true, or take the template out"
                 raise ConfigError(
-                    f"{key_prefix}.template: {problem}, which goes through no chat template; "
-                    f"{remedy}"
+                    f"{key_prefix}.template: the prompts of {source} are plain text, which "
+                    "goes through no chat template; set data.as_chat: true, or take the "
+                    "template out"
                 )
 
 
@@ -96,15 +96,15 @@ def _try_template(render: Render, rows: Sequence[PromptRow], key: str) -> None:
             error_text = error_text or f"{row.where}: {type(error).__name__}: {error}"
             continue
         if len(texts) < len(_COMPLETIONS):
-            problem = "the chat template shows a prompt alike whatever the assistant said"
-            remedy = "give a file with one that shows it"
             raise ConfigError(
-                f"{key}: {problem}, so that all completions would score alike; {remedy}"
+                f"{key}: the chat template shows a prompt alike whatever the assistant said, "
+                "so that all completions would score alike; give a file with one that shows it"
             )
         return
     if error_text:
-        problem = f"the chat template cannot show {error_text}"
-        raise ConfigError(f"{key}: {problem}; give a file with one that can")
+        raise ConfigError(
+            f"{key}: the chat template cannot show {error_text}; give a file with one that can"
+        )
 
 
 def check_engine_judges(
@@ -122,11 +122,10 @@ def check_engine_judges(
         settings = tokenizer_settings(folder)
         has_template = settings is None or template_of(folder, settings) is not None
         if not has_template and not any(folder.glob("*chat_template*")):
-            problem = "a judge is asked in a chat"
-            remedy = "give the model's folder one (chat_template.jinja), or take an instruct model"
             raise ConfigError(
-                f"{key_prefix}: {problem}, and the tokenizer of model.path has no chat template; "
-                f"{remedy}"
+                f"{key_prefix}: a judge is asked in a chat, and the tokenizer of model.path "
+                "has no chat template; give the model's folder one (chat_template.jinja), or "
+                "take an instruct model"
             )
         _check_judge_size(config, folder, key_prefix, num_tokens, reward.judge_tokens)
         _check_rubric_size(judge, reward, folder, key_prefix)
@@ -138,11 +137,10 @@ def _check_judge_columns(
     columns = overview_of(rows).columns
     for name in judge.needs:
         if name not in columns:
-            problem = f"{reward.judge} says {{{name}}}, and the data has no such column"
             available = ", ".join(sorted(columns)) or "none"
             raise ConfigError(
-                f"{key_prefix}.judge: {problem}; besides the prompt it has {available}"
-                f"{foreign_parameter_hint(name)}"
+                f"{key_prefix}.judge: {reward.judge} says {{{name}}}, and the data has no such "
+                f"column; besides the prompt it has {available}{foreign_parameter_hint(name)}"
             )
 
 
@@ -152,19 +150,19 @@ def _check_judge_size(
     model = read_model_config(folder)
     positions, rollout_tokens = model.get("max_position_embeddings"), config.max_rollout_tokens
     if isinstance(positions, int) and num_tokens > positions:
-        problem = f"up to {num_tokens - reply_tokens} tokens to read and {reply_tokens} to say"
-        remedy = f"set {key_prefix}.max_tokens (what is longer is not judged, and counted)"
         raise ConfigError(
-            f"{key_prefix}.judge: {problem} (judge_tokens) are {num_tokens}, and the "
-            f"model has {positions} positions; {remedy}, or shorten the rubric"
+            f"{key_prefix}.judge: up to {num_tokens - reply_tokens} tokens to read and "
+            f"{reply_tokens} to say (judge_tokens) are {num_tokens}, and the model has "
+            f"{positions} positions; set {key_prefix}.max_tokens (what is longer is not "
+            "judged, and counted), or shorten the rubric"
         )
     has_longrope = "longrope" in f"{model.get('rope_scaling')}{model.get('rope_parameters')}"
     # vLLM would use the factors for long texts, and the policy those for short ones.
     if num_tokens > rollout_tokens and has_longrope:
-        problem = "the model's rotary factors (longrope) follow the engine's longest text"
         raise ConfigError(
-            f"{key_prefix}: {problem}, {num_tokens} with the judge, and the policy's the longest "
-            f"rollout, {rollout_tokens}; take a judge at a server"
+            f"{key_prefix}: the model's rotary factors (longrope) follow the engine's longest "
+            f"text, {num_tokens} with the judge, and the policy's the longest rollout, "
+            f"{rollout_tokens}; take a judge at a server"
         )
 
 
@@ -178,6 +176,7 @@ def _check_rubric_size(judge: Judge, reward: RewardConfig, folder: Path, key_pre
     [message] = judge.body([""], [""], {name: [""] for name in judge.needs})["messages"]
     num_tokens = len(load_tokenizer_file(file).encode(message["content"]).ids)
     if num_tokens >= reward.max_tokens:
-        problem = f"the rubric alone takes {num_tokens} tokens of the judge's prompt"
-        remedy = "raise it, or shorten the rubric"
-        raise ConfigError(f"{key_prefix}.max_tokens: {problem}, of {reward.max_tokens}; {remedy}")
+        raise ConfigError(
+            f"{key_prefix}.max_tokens: the rubric alone takes {num_tokens} tokens of the "
+            f"judge's prompt, of {reward.max_tokens}; raise it, or shorten the rubric"
+        )

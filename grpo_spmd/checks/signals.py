@@ -136,9 +136,9 @@ def _check_top_k(config: Config, folder: Path, path: str) -> None:
     sizes = [num_embeddings(folder) for folder in folders if folder is not None]
     num_shared = min((size for size in sizes if size), default=config.teacher.top_k)
     if config.teacher.loss == "topk" and config.teacher.top_k > num_shared:
-        problem = f"teacher.top_k ({config.teacher.top_k}) is more than the tokens that {path}"
         raise ConfigError(
-            f"{problem} and the policy share ({num_shared}); lower it, or set teacher.loss: full"
+            f"teacher.top_k ({config.teacher.top_k}) is more than the tokens that {path} and "
+            f"the policy share ({num_shared}); lower it, or set teacher.loss: full"
         )
 
 
@@ -151,8 +151,10 @@ def check_vocabulary(policy: str, other: str, key: str, kind: str = "teacher") -
     policy_size, other_size = num_embeddings(policy_folder), num_embeddings(other_folder)
     # More tokens are allowed: embeddings are often padded to a round number.
     if policy_size is not None and other_size is not None and other_size < policy_size:
-        problem = f"{other} knows {other_size} tokens, and {policy} {policy_size}"
-        raise ConfigError(f"{key}: {problem}; take a {kind} of the policy's family")
+        raise ConfigError(
+            f"{key}: {other} knows {other_size} tokens, and {policy} {policy_size}; take a "
+            f"{kind} of the policy's family"
+        )
     files = [folder / "tokenizer.json" for folder in (policy_folder, other_folder)]
     if not all(file.is_file() for file in files):
         return
@@ -161,9 +163,10 @@ def check_vocabulary(policy: str, other: str, key: str, kind: str = "teacher") -
     for token_id in sorted(policy_tokens.keys() & other_tokens.keys()):
         token, other_token = policy_tokens[token_id], other_tokens[token_id]
         if token != other_token:
-            problem = f"token {token_id} is {other_token!r} there, and {token!r} in the policy's"
-            rule = f"{other} has another vocabulary than {policy}"
-            raise ConfigError(f"{key}: {rule}: {problem}; take one of its family")
+            raise ConfigError(
+                f"{key}: {other} has another vocabulary than {policy}: token {token_id} is "
+                f"{other_token!r} there, and {token!r} in the policy's; take one of its family"
+            )
 
 
 def teacher_data(config: Config) -> DataConfig | None:
@@ -182,8 +185,9 @@ def _check_teacher_prompts(config: Config) -> None:
     if data is None:
         return
     if data.prompt_key == config.data.prompt_key and config.data.prompt_template is None:
-        problem = "teacher.prompt_key is data.prompt_key itself"
-        raise ConfigError(f"{problem}; name the teacher's own, or leave it out")
+        raise ConfigError(
+            "teacher.prompt_key is data.prompt_key itself; name the teacher's own, or leave it out"
+        )
     try:
         # Cached on the node: the run reads the same rows again.
         rows, folder = read_rows(data), local_folder(config.model.path)
@@ -202,17 +206,22 @@ def _check_teacher_column(config: Config) -> None:
         name = row.columns.get("teacher")
         if name not in names:
             key = "teacher.url" if config.teacher.url else "teacher.path"
-            rule = f"the column teacher must name one of {key}: {', '.join(names)}"
-            raise ConfigError(f"{row.where}: {rule}; got {name!r}")
+            raise ConfigError(
+                f"{row.where}: the column teacher must name one of {key}: {', '.join(names)}; "
+                f"got {name!r}"
+            )
 
 
 def _shared_teacher_rows(config: Config) -> Iterator[Row]:
     for name, url in config.teacher.urls.items():
         num_rollouts = config.rollout.num_prompts_per_step * config.rollout.group_size
         rest = " less those of others" if name else ""
-        explanation = f"{url} is asked of {num_rollouts:,} rollouts a step{rest}"
         limit = config.teacher.max_concurrent
-        yield Row(f"teacher {name}".strip(), "0 B", f"{explanation}, {limit} at once")
+        yield Row(
+            f"teacher {name}".strip(),
+            "0 B",
+            f"{url} is asked of {num_rollouts:,} rollouts a step{rest}, {limit} at once",
+        )
     for name, path in config.teacher.paths.items():
         if is_shared_teacher(config, path):
             has_adapters = bool(config.model.lora.rank)
@@ -226,11 +235,13 @@ def _teacher_rows(model: SideModel, config: Config, num_ranks: int) -> Iterator[
         yield Row(model.name, "unknown", f"{model.path} is not here")
         return
     shard = model.shard(facts.shapes, config, num_ranks)
-    explanation = (
-        f"{shard:,} parameters of a shard x {model.itemsize(config)} ({config.model.dtype})"
-    )
     size = size_text(model.num_bytes(facts.shapes, config, num_ranks))
-    yield Row(model.name, size, f"{explanation}; in host memory while the engine is awake")
+    yield Row(
+        model.name,
+        size,
+        f"{shard:,} parameters of a shard x {model.itemsize(config)} ({config.model.dtype}); "
+        "in host memory while the engine is awake",
+    )
 
 
 # The critic
@@ -256,8 +267,9 @@ def check_critic_model(config: Config, *, to_run: bool = True) -> None:
         prefix = "critic.path: " if isinstance(error, UntrustedError) else ""
         raise ConfigError(f"{prefix}{text}") from None
     except OSError as error:
-        problem = f"cannot read {error.filename}: {error.strerror}; name a model's folder"
-        raise ConfigError(f"critic.path: {problem}") from None
+        raise ConfigError(
+            f"critic.path: cannot read {error.filename}: {error.strerror}; name a model's folder"
+        ) from None
 
 
 def _check_head(model: Mapping[str, Any], folder: Path, path: str) -> None:
@@ -273,9 +285,11 @@ def _check_head(model: Mapping[str, Any], folder: Path, path: str) -> None:
             text = "of no name"
             if isinstance(labels, Mapping):
                 text = ", ".join(map(str, labels.values()))[:100]
-            problem = f"{path} tells {num_labels} labels apart ({name}: {text})"
-            remedy = "take a classifier of one label, or the causal LM that it was made of"
-            raise ConfigError(f"critic.path: {problem}, and a value is one number; {remedy}")
+            raise ConfigError(
+                f"critic.path: {path} tells {num_labels} labels apart ({name}: {text}), and a "
+                "value is one number; take a classifier of one label, or the causal LM that "
+                "it was made of"
+            )
         return
 
 
@@ -296,9 +310,11 @@ def critic_rows(config: Config, num_ranks: int) -> Iterator[Row]:
     shapes = {name: shape for name, shape in facts.shapes.items() if "lm_head" not in name}
     shard = model.shard(shapes, config, num_ranks)
     size = size_text(model.num_bytes(shapes, config, num_ranks))
-    explanation = f"{shard:,} parameters of a shard x {TRAINED_ITEMSIZE} (float32 and two moments)"
     yield Row(
-        "critic and its optimizer", size, f"{explanation}; in host memory while the engine is awake"
+        "critic and its optimizer",
+        size,
+        f"{shard:,} parameters of a shard x {TRAINED_ITEMSIZE} (float32 and two moments); in "
+        "host memory while the engine is awake",
     )
     yield Row("its copy for a checkpoint, in host memory", size, "while a thread writes it")
     yield Row("its gradients", size_text(4 * shard), f"{shard:,} x 4, in its update")
@@ -308,10 +324,12 @@ def _value_head_rows(config: Config) -> Iterator[Row]:
     facts = read_model(config.model.path)
     if facts is not None and facts.dimensions is not None:
         numel = facts.dimensions.hidden + 1
-        explanation = f"{numel:,} parameters x {TRAINED_ITEMSIZE} on the rank that has its row"
         size = size_text(numel * TRAINED_ITEMSIZE)
         yield Row(
-            "value head and its optimizer", size, f"{explanation}; the layers are the policy's"
+            "value head and its optimizer",
+            size,
+            f"{numel:,} parameters x {TRAINED_ITEMSIZE} on the rank that has its row; the "
+            "layers are the policy's",
         )
 
 
@@ -333,14 +351,23 @@ def reward_model_rows(config: Config, num_ranks: int) -> Iterator[Row]:
         shard = model.shard(files.shapes, config, num_ranks)
         numel = sum(math.prod(shape) for shape in files.shapes.values())
         size = size_text(model.num_bytes(files.shapes, config, num_ranks))
-        explanation = f"{numel:,} parameters: {shard:,} of a shard x {model.itemsize(config)}"
-        yield Row(model.name, size, f"{explanation} ({config.model.dtype}), frozen")
-        explanation = (
-            "while it does not score; the engine's weights are there while it does (on a GPU)"
+        yield Row(
+            model.name,
+            size,
+            f"{numel:,} parameters: {shard:,} of a shard x {model.itemsize(config)} "
+            f"({config.model.dtype}), frozen",
         )
-        yield Row("of it in host memory", size, explanation)
-        explanation = f"texts of {files.longest:,} tokens at most; a forward of each completion"
-        yield Row("extra passes of it", "1", f"{explanation}, engine asleep")
+        yield Row(
+            "of it in host memory",
+            size,
+            "while it does not score; the engine's weights are there while it does (on a GPU)",
+        )
+        yield Row(
+            "extra passes of it",
+            "1",
+            f"texts of {files.longest:,} tokens at most; a forward of each completion, engine "
+            "asleep",
+        )
 
 
 def judge_rows(config: Config) -> Iterator[Row]:
@@ -353,14 +380,17 @@ def judge_rows(config: Config) -> Iterator[Row]:
         if reward.max_tokens:
             explanation = "max_tokens"
         yield Row(f"longest prompt of {reward.metric_name}, tokens", f"{tokens:,}", explanation)
-        limit = f"{reward.judge_tokens:,}"
-        yield Row(f"longest reply of {reward.metric_name}, tokens", limit, "judge_tokens")
+        yield Row(
+            f"longest reply of {reward.metric_name}, tokens",
+            f"{reward.judge_tokens:,}",
+            "judge_tokens",
+        )
     if prompt_tokens:
         rollout = config.max_rollout_tokens
-        explanation = f"the longest of rollout ({rollout:,}) and a judge's prompt with its reply"
         longest_text = max(rollout, *judge_tokens(config).values())
         yield Row(
             "longest text of the engine, tokens",
             f"{longest_text:,}",
-            f"{explanation}; micro-batches know rollouts alone",
+            f"the longest of rollout ({rollout:,}) and a judge's prompt with its reply; "
+            "micro-batches know rollouts alone",
         )

@@ -35,9 +35,10 @@ def check_servers(config: Config, *, num_ranks: int, to_run: bool) -> None:
     ConfigError."""
     limit = config.teacher.max_concurrent
     if limit < num_ranks:
-        rule = f"teacher.max_concurrent ({limit}) must be >= the number of ranks ({num_ranks})"
-        reason = "each of which makes its own share of the requests"
-        raise ConfigError(f"{rule}, {reason}; raise it, or take fewer ranks")
+        raise ConfigError(
+            f"teacher.max_concurrent ({limit}) must be >= the number of ranks ({num_ranks}), "
+            "each of which makes its own share of the requests; raise it, or take fewer ranks"
+        )
     headers_of(config.teacher.headers_env, "teacher.headers_env")
     if to_run and os.environ.get("RANK", "0") == "0":
         for name in config.teacher.urls:
@@ -52,10 +53,10 @@ def check_server(config: Config, name: str) -> str:
     # vLLM samples one token more, which nobody needs.
     needed = config.max_rollout_tokens + 1
     if served.max_tokens is not None and served.max_tokens < needed:
-        problem = f"{served.name} takes {served.max_tokens} tokens there"
-        remedy = f"start it with --max-model-len {needed}, or lower the rollout's limits"
         raise ConfigError(
-            f"{key}: {problem}, and the longest rollout and one more are {needed}; {remedy}"
+            f"{key}: {served.name} takes {served.max_tokens} tokens there, and the longest "
+            f"rollout and one more are {needed}; start it with --max-model-len {needed}, or "
+            "lower the rollout's limits"
         )
     _compare_vocabulary(config, open_server(config, name, served.name), key, served)
     return served.name
@@ -116,14 +117,15 @@ def _compare_vocabulary(
         num_compared += 1
         # Some servers strip the space at a word's beginning.
         if policy_text.strip() != server_text.strip():
-            problem = (
-                f"token {token_id} is {server_text!r} there, and {policy_text!r} in the policy's"
+            raise ConfigError(
+                f"{key}: {served.name} has another vocabulary than {config.model.path}: token "
+                f"{token_id} is {server_text!r} there, and {policy_text!r} in the policy's; "
+                "take a teacher of its family"
             )
-            rule = f"{served.name} has another vocabulary than {config.model.path}"
-            raise ConfigError(f"{key}: {rule}: {problem}; take a teacher of its family")
     if not num_compared:
-        remedy = "start it with its tokenizer"
-        raise ConfigError(f"{key}: the server does not say what tokens are; {remedy}")
+        raise ConfigError(
+            f"{key}: the server does not say what tokens are; start it with its tokenizer"
+        )
 
 
 def _ask_texts(
@@ -148,17 +150,19 @@ def _ask_texts(
         except FailedCallError as error:
             refusal = error
         else:
-            problem = f"teacher.top_k ({top_k}) is more than the server takes"
-            remedy = f"start it with --max-logprobs {top_k}, or lower teacher.top_k"
-            raise ConfigError(f"{problem}; {remedy}: it {refusal}")
+            raise ConfigError(
+                f"teacher.top_k ({top_k}) is more than the server takes; start it with "
+                f"--max-logprobs {top_k}, or lower teacher.top_k: it {refusal}"
+            )
     raise ConfigError(f"{key}: {_explain_refusal(refusal, config, served)}")
 
 
 def _explain_refusal(error: FailedCallError, config: Config, served: ServedModel) -> str:
     if error.status == 400:
-        rule = "teachers have the policy's vocabulary, and give prompt_logprobs as vLLM does"
-        problem = f"{served.name} does not take tokens of {config.model.path} ({rule})"
-        return f"{problem}: the server {error}"
+        return (
+            f"{served.name} does not take tokens of {config.model.path} (teachers have the "
+            f"policy's vocabulary, and give prompt_logprobs as vLLM does): the server {error}"
+        )
     return f"the server {error}; it must be vLLM's"
 
 

@@ -107,8 +107,9 @@ def _find_target(args: argparse.Namespace, launch: Launch | None) -> Target:
         on_cpu = trains_on_cpu()
         config, _ = load_config_with_sources(args.config, args.overrides, on_cpu=on_cpu)
     elif args.overrides:
-        finding = f"{args.overrides[0]}: there is no config to override"
-        raise ConfigError(f"{finding}; --config x.yaml names it")
+        raise ConfigError(
+            f"{args.overrides[0]}: there is no config to override; --config x.yaml names it"
+        )
     return Target(
         num_ranks=num_ranks,
         local_ranks=local_ranks,
@@ -183,17 +184,25 @@ class _RankCheckup:
         text = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300]}"
         address = self._launch.address
         if self._page is None:
-            rank = f"rank {self._launch.rank} on {gethostname()}"
-            say(f"checkup: {rank} lost rank 0 at {address}: {text}")
+            say(
+                f"checkup: rank {self._launch.rank} on {gethostname()} lost rank 0 at "
+                f"{address}: {text}"
+            )
             return 2
         if not self._has_looked:
             self._look()
         # Unless they were printed before the store was lost.
         for group, line in () if self._page.counts else self._results:
             self._page.add(group, line)
-        finding = f"no way to the other ranks by {address}: {text}"
-        remedy = "MASTER_ADDR is rank 0's host, MASTER_PORT a free port of it, and torch must be"
-        self._page.add("links", bad("ranks", finding, f"{remedy} there"))
+        self._page.add(
+            "links",
+            bad(
+                "ranks",
+                f"no way to the other ranks by {address}: {text}",
+                "MASTER_ADDR is rank 0's host, MASTER_PORT a free port of it, and torch must be "
+                "there",
+            ),
+        )
         return self._page.close(time.monotonic() - self._start)
 
     def _open_exchange(self) -> Exchange:
@@ -207,8 +216,11 @@ class _RankCheckup:
         launch = self._launch
         store = open_store(launch.environ, self._args.deadline, serves=launch.serves_store)
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        attempt = f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{restart}"
-        return Exchange(PrefixStore(f"checkup/{attempt}", store), launch.rank, launch.num_ranks)
+        return Exchange(
+            PrefixStore(f"checkup/{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{restart}", store),
+            launch.rank,
+            launch.num_ranks,
+        )
 
     def _introduce(self, exchange: Exchange) -> None:
         from grpo_spmd.distributed.machine import host_identity

@@ -65,13 +65,18 @@ def check_gpus(target: Target) -> Iterator[Result]:
     try:
         gpus = query_gpus(target)
     except OSError as error:
-        remedy = "restart the machine, or install the driver again; dmesg | grep -i nvrm"
-        finding = f"{target.num_gpus} are there, and the driver does not answer: {error}"
-        yield bad("GPUs", finding, remedy)
+        yield bad(
+            "GPUs",
+            f"{target.num_gpus} are there, and the driver does not answer: {error}",
+            "restart the machine, or install the driver again; dmesg | grep -i nvrm",
+        )
         return
     if not gpus:
-        finding = f"{target.num_gpus}, and no nvidia-smi that tells more"
-        yield warning("GPUs", finding, "install the driver's tools")
+        yield warning(
+            "GPUs",
+            f"{target.num_gpus}, and no nvidia-smi that tells more",
+            "install the driver's tools",
+        )
         return
     # Mixed cards work, at the pace of the slowest.
     kinds = Counter(f"{gpu['name']}, {_number(gpu['memory.total']) / 1024:.0f} GiB" for gpu in gpus)
@@ -79,8 +84,12 @@ def check_gpus(target: Target) -> Iterator[Result]:
     driver = gpus[0]["driver_version"]
     facts = {"GPUs": finding, "driver": driver}
     if len(kinds) > 1:
-        remedy = "name those of one kind in CUDA_VISIBLE_DEVICES"
-        yield warning("GPUs", f"{finding}: all ranks wait for the slowest", remedy, facts)
+        yield warning(
+            "GPUs",
+            f"{finding}: all ranks wait for the slowest",
+            "name those of one kind in CUDA_VISIBLE_DEVICES",
+            facts,
+        )
     else:
         yield ok("GPUs", finding, facts)
     yield _check_driver(driver, torch_cuda())
@@ -106,9 +115,11 @@ def _check_driver(driver: str, cuda: str) -> Result:
         return ok("driver", f"{driver}, new enough for torch's CUDA {cuda}")
     usable = [f"{version}.x" for version, number in _DRIVERS.items() if int(major) >= number]
     newest = usable[-1] if usable else "that it knows"
-    finding = f"{driver}, and torch's CUDA {cuda} asks for {oldest} or later (or cuda-compat)"
-    remedy = f"update the driver, or install a torch for CUDA {newest}"
-    return warning("driver", finding, remedy)
+    return warning(
+        "driver",
+        f"{driver}, and torch's CUDA {cuda} asks for {oldest} or later (or cuda-compat)",
+        f"update the driver, or install a torch for CUDA {newest}",
+    )
 
 
 def _check_states(target: Target, gpus: Sequence[Gpu]) -> Iterator[Result]:
@@ -116,24 +127,31 @@ def _check_states(target: Target, gpus: Sequence[Gpu]) -> Iterator[Result]:
     # bfloat16 needs 8.0.
     old = [text for text in capabilities if re.fullmatch(r"[1-7]\.\d", text)]
     if old:
-        remedy = "model.dtype: float32, or GPUs of 8.0 (A100) or later"
-        yield warning("capability", f"compute capability {old[0]} has no bfloat16", remedy)
+        yield warning(
+            "capability",
+            f"compute capability {old[0]} has no bfloat16",
+            "model.dtype: float32, or GPUs of 8.0 (A100) or later",
+        )
     elif capabilities[0]:
         yield ok("capability", capabilities[0])
     failing = join_items(gpu["index"] for gpu in gpus if _number(gpu.get(_ECC, "")) > 0)
     if failing:
-        remedy = "nvidia-smi -q -d ECC; drain the node, reset the GPU, replace it"
-        yield bad("ECC", f"uncorrected memory errors on GPU {failing}", remedy)
+        yield bad(
+            "ECC",
+            f"uncorrected memory errors on GPU {failing}",
+            "nvidia-smi -q -d ECC; drain the node, reset the GPU, replace it",
+        )
     divided = join_items(g["index"] for g in gpus if g.get("mig.mode.current") == "Enabled")
     if divided:
-        finding = f"MIG is on, on GPU {divided}: NCCL joins no two instances of a GPU"
-        remedy = "nvidia-smi -mig 0, by whoever administers it"
         make = bad if target.local_ranks > 1 else warning
-        yield make("MIG", finding, remedy)
+        yield make(
+            "MIG",
+            f"MIG is on, on GPU {divided}: NCCL joins no two instances of a GPU",
+            "nvidia-smi -mig 0, by whoever administers it",
+        )
     closed = join_items(gpu["index"] for gpu in gpus if gpu.get("compute_mode") == "Prohibited")
     if closed:
-        remedy = "nvidia-smi -c DEFAULT"
-        yield bad("GPUs", f"compute mode is Prohibited on GPU {closed}", remedy)
+        yield bad("GPUs", f"compute mode is Prohibited on GPU {closed}", "nvidia-smi -c DEFAULT")
 
 
 def _check_used_memory(target: Target, gpus: Sequence[Gpu]) -> Result:
@@ -159,8 +177,12 @@ def _check_used_memory(target: Target, gpus: Sequence[Gpu]) -> Result:
         if used_mib[gpu["index"]] > (1 - fraction) * _number(gpu["memory.total"])
     ]
     if fraction and over:
-        rule = f"rollout.gpu_memory_utilization {fraction:g} does not fit beside it"
-        return bad("GPU memory", f"{finding}: {rule} on GPU {join_items(over)}", remedy)
+        return bad(
+            "GPU memory",
+            f"{finding}: rollout.gpu_memory_utilization {fraction:g} does not fit beside it on "
+            f"GPU {join_items(over)}",
+            remedy,
+        )
     return warning("GPU memory", finding, remedy)
 
 
@@ -181,8 +203,11 @@ def check_topology(target: Target) -> Iterator[Result]:
     if not far:
         yield ok("topology", finding)
     elif any(kind.startswith("NV") for kind in kinds):
-        remedy = "nvidia-smi nvlink -s; a link may be down: dmesg | grep -i nvlink"
-        yield warning("topology", f"{finding}: some pairs have no NVLink ({far})", remedy)
+        yield warning(
+            "topology",
+            f"{finding}: some pairs have no NVLink ({far})",
+            "nvidia-smi nvlink -s; a link may be down: dmesg | grep -i nvlink",
+        )
     else:
         remedy = "what this machine has; model.num_replicas saves traffic of small models"
         finding += ": by PCIe and between sockets, without NVLink"
@@ -253,9 +278,11 @@ def check_plan(target: Target) -> Iterator[Result]:
         return
     card = card_of(gpus[0]["name"], _number(gpus[0]["memory.total"]))
     if card is None:
-        finding = f"the planner has no {gpus[0]['name']} of this size in its table"
-        command = "python -m grpo_spmd.plan --gpu 80GiB,989TFLOPS,3350GB/s ..."
-        yield ok("planner", f"{finding}: {command}")
+        yield ok(
+            "planner",
+            f"the planner has no {gpus[0]['name']} of this size in its table: python -m "
+            "grpo_spmd.plan --gpu 80GiB,989TFLOPS,3350GB/s ...",
+        )
         return
     with tempfile.TemporaryDirectory(prefix="grpo_spmd_") as folder:
         file = Path(folder, "plan.json")
@@ -265,8 +292,11 @@ def check_plan(target: Target) -> Iterator[Result]:
         assert answer is not None, sys.executable
         if not file.exists():
             lines = answer.stderr.strip().splitlines() or ["nothing"]
-            finding = f"says {lines[-1].removeprefix('error: ')[:300]}"
-            yield warning("planner", finding, "python -m grpo_spmd.plan ..., by hand")
+            yield warning(
+                "planner",
+                f"says {lines[-1].removeprefix('error: ')[:300]}",
+                "python -m grpo_spmd.plan ..., by hand",
+            )
             return
         plan = json.loads(file.read_text(encoding="utf-8"))
     margin = f"{plan['margin_gib']:.1f} GiB, least in phase {plan['tightest_phase']}"
@@ -274,8 +304,12 @@ def check_plan(target: Target) -> Iterator[Result]:
     if plan["fits"]:
         yield ok("planner", f"fits with a margin of {margin} {machine}")
     else:
-        remedy = f"python -m grpo_spmd.plan --suggest --gpu {card.name} --ranks {target.num_ranks}"
-        yield bad("planner", f"does not fit: margin {margin} {machine}", f"{remedy} --config ...")
+        yield bad(
+            "planner",
+            f"does not fit: margin {margin} {machine}",
+            f"python -m grpo_spmd.plan --suggest --gpu {card.name} --ranks {target.num_ranks} "
+            "--config ...",
+        )
 
 
 def check_sandbox(target: Target) -> Iterator[Result]:
@@ -288,9 +322,12 @@ def check_sandbox(target: Target) -> Iterator[Result]:
     try:
         walls = check_isolation()
     except (SandboxError, OSError, subprocess.SubprocessError) as error:
-        remedy = "Linux 5.13 or later with Landlock, or a container that allows user namespaces"
         make = bad if is_needed else warning
-        yield make("sandbox", str(error), remedy)
+        yield make(
+            "sandbox",
+            str(error),
+            "Linux 5.13 or later with Landlock, or a container that allows user namespaces",
+        )
         return
     rest = "" if "namespaces" in walls else " (no scratch folder, no threads)"
     yield ok("sandbox", f"model-written code can be shut in: {', '.join(walls)}{rest}")

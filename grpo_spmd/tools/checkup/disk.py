@@ -124,8 +124,9 @@ def _check_room(target: Target, folder: Path) -> Iterator[Result]:
     finding, remedy = f"{size_text(disk.free)} free of {size_text(disk.total)}", "make room there"
     # Some file systems count no inodes.
     if stat.f_files and stat.f_favail < 10_000:
-        finding = f"{stat.f_favail:,} more files fit: inodes run out"
-        yield warning("room", finding, "remove files there")
+        yield warning(
+            "room", f"{stat.f_favail:,} more files fit: inodes run out", "remove files there"
+        )
     if target.config is not None:
         try:
             check_disk(target.config)
@@ -165,20 +166,25 @@ def check_abilities(folder: Path) -> Iterator[Result]:
         problems.append("a folder cannot be renamed")
     answers, num_lines = _try_processes(folder)
     if num_lines != 2 * _NUM_LINES:
-        finding = f"of {2 * _NUM_LINES} lines by two processes {num_lines} are whole"
-        problems.append(f"O_APPEND: {finding}")
+        problems.append(
+            f"O_APPEND: of {2 * _NUM_LINES} lines by two processes {num_lines} are whole"
+        )
     if problems:
-        finding = f"{'; '.join(problems)}: checkpoints and metrics rely on it"
-        yield bad("files", finding, "choose another file system for run_dir")
+        yield bad(
+            "files",
+            f"{'; '.join(problems)}: checkpoints and metrics rely on it",
+            "choose another file system for run_dir",
+        )
     else:
         yield ok("files", "rename, fsync and O_APPEND do what they should")
     if answers == {"held"}:
         yield ok("flock", "a lock of one process keeps another out")
     else:
-        finding = f"no locks ({'; '.join(sorted(answers - {'held'}))})"
-        remedy = "mount it with locks (Lustre: -o flock); never start a run twice"
         yield warning(
-            "flock", f"{finding}: two jobs in one run_dir would not see each other", remedy
+            "flock",
+            f"no locks ({'; '.join(sorted(answers - {'held'}))}): two jobs in one run_dir "
+            "would not see each other",
+            "mount it with locks (Lustre: -o flock); never start a run twice",
         )
 
 
@@ -221,8 +227,9 @@ def _check_speed(folder: Path) -> Iterator[Result]:
     finding = f"{rate / 1e6:,.0f} MB/s from one writer ({size_text(written)}, each 4 MiB synced)"
     if rate < _SLOW_BYTES_PER_S:
         finding += f": a checkpoint of 10 GB takes {1e10 / rate / 60:.0f} min"
-        remedy = "a faster disk for run_dir, or a larger checkpoint.every_steps"
-        yield warning("speed", finding, remedy)
+        yield warning(
+            "speed", finding, "a faster disk for run_dir, or a larger checkpoint.every_steps"
+        )
     else:
         yield ok("speed", finding)
 

@@ -103,17 +103,23 @@ def check_clocks(store: dist.Store, leaders: Sequence[int], findings: Findings) 
     skews = measure_clocks(store, leaders)
     silent = [rank for rank in leaders if rank not in skews]
     if silent:
-        finding = f"{name_ranks(silent, findings)} did not answer within {_CLOCK_S:g} s"
-        yield warning("clocks", finding, "see its output")
+        yield warning(
+            "clocks",
+            f"{name_ranks(silent, findings)} did not answer within {_CLOCK_S:g} s",
+            "see its output",
+        )
     off = [
         f"{findings[rank].host} {skew:+.1f} s"
         for rank, (skew, uncertainty) in skews.items()
         if abs(skew) - uncertainty > _SKEW_S
     ]
     if off:
-        finding = f"against {findings[0].host}: {join_items(off, 4)}"
-        remedy = "chronyc tracking; systemctl restart chronyd"
-        yield warning("clocks", f"{finding}: times of logs, dumps and locks do not agree", remedy)
+        yield warning(
+            "clocks",
+            f"against {findings[0].host}: {join_items(off, 4)}: times of logs, dumps and locks "
+            "do not agree",
+            "chronyc tracking; systemctl restart chronyd",
+        )
     elif skews:
         bound = max(abs(skew) + uncertainty for skew, uncertainty in skews.values())
         yield ok("clocks", f"of {len(skews) + 1} nodes agree within {1e3 * bound:.2g} ms")
@@ -162,24 +168,31 @@ def check_shared_folder(
     blind = [rank for rank in leaders if answers.get(rank, "unseen") == "unseen"]
     if blind:
         verb = "does" if len(blind) == 1 else "do"
-        finding = f"{name_ranks(blind, findings)} {verb} not see what rank 0 writes in {folder}"
-        yield bad(name, finding, "a run_dir on a file system that all nodes mount at the same path")
+        yield bad(
+            name,
+            f"{name_ranks(blind, findings)} {verb} not see what rank 0 writes in {folder}",
+            "a run_dir on a file system that all nodes mount at the same path",
+        )
         return
     expected = {_line_of(rank) for rank in leaders}
     num_lines = _NUM_LINES * len(leaders)
     lost = num_lines - sum(line in expected for line in lines)
     if lost:
-        finding = f"{lost} of {num_lines} lines that nodes appended to one file are lost or mixed"
-        remedy = "nodes write files of their own; keep other jobs out of run_dir"
-        yield warning(name, finding, remedy)
+        yield warning(
+            name,
+            f"{lost} of {num_lines} lines that nodes appended to one file are lost or mixed",
+            "nodes write files of their own; keep other jobs out of run_dir",
+        )
     unlocked = [rank for rank, answer in answers.items() if answer != "held"]
     if unlocked:
-        finding = f"{name_ranks(unlocked, findings)} does not see rank 0's lock"
-        remedy = "mount it with locks (NFS: without nolock; Lustre: -o flock)"
-        yield warning(name, f"{finding}: two jobs in one run_dir would not notice", remedy)
+        yield warning(
+            name,
+            f"{name_ranks(unlocked, findings)} does not see rank 0's lock: two jobs in one "
+            "run_dir would not notice",
+            "mount it with locks (NFS: without nolock; Lustre: -o flock)",
+        )
     if not lost and not unlocked:
-        finding = f"all {len(leaders) + 1} nodes see it, its locks and its appended lines"
-        yield ok(name, finding)
+        yield ok(name, f"all {len(leaders) + 1} nodes see it, its locks and its appended lines")
 
 
 def missing_ranks_result(missing: Sequence[int], seconds: float, launch: Launch) -> Result:
@@ -187,6 +200,8 @@ def missing_ranks_result(missing: Sequence[int], seconds: float, launch: Launch)
     finding = format_ranks(missing)
     if launch.num_ranks > launch.local_ranks:
         finding += f" (node {join_items(nodes)}, counted from 0)"
-    remedy = "see its output; does its host reach MASTER_ADDR:MASTER_PORT?"
-    finding = f"{finding} did not come within {seconds:g} s"
-    return bad("ranks", finding, f"{remedy} --deadline waits longer")
+    return bad(
+        "ranks",
+        f"{finding} did not come within {seconds:g} s",
+        "see its output; does its host reach MASTER_ADDR:MASTER_PORT? --deadline waits longer",
+    )

@@ -48,8 +48,10 @@ def find_launch(environ: Mapping[str, str]) -> Launch | None:
     if num_ranks == 1:
         return None
     if not environ.get("MASTER_ADDR") or not environ.get("MASTER_PORT", "").isdecimal():
-        finding = "RANK is set, and MASTER_ADDR or MASTER_PORT is not"
-        raise ConfigError(f"{finding}; torchrun sets all: unset RANK alone")
+        raise ConfigError(
+            "RANK is set, and MASTER_ADDR or MASTER_PORT is not; torchrun sets all: unset "
+            "RANK alone"
+        )
     rank = int(environ["RANK"])
     return Launch(
         rank=rank,

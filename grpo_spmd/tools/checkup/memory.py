@@ -34,8 +34,7 @@ def check_shared_memory(target: Target) -> Iterator[Result]:
         "mount -o remount,size=64g /dev/shm"
     )
     if not folder.is_dir():
-        finding = "there is no such folder: NCCL and vLLM share memory there"
-        yield bad(name, finding, enlarge)
+        yield bad(name, "there is no such folder: NCCL and vLLM share memory there", enlarge)
         return
     disk = shutil.disk_usage(folder)
     finding = f"{size_text(disk.free)} free of {size_text(disk.total)}, {target.ranks_text} here"
@@ -50,8 +49,9 @@ def check_shared_memory(target: Target) -> Iterator[Result]:
     is_bad = free_each < _SHM_NEEDED
     make = bad if is_bad else warning
     if disk.total >= _SHM_WANTED * target.local_ranks:
-        remedy = "ls -l /dev/shm; remove what nobody uses"
-        yield make(name, f"{finding}: files of others fill it", remedy)
+        yield make(
+            name, f"{finding}: files of others fill it", "ls -l /dev/shm; remove what nobody uses"
+        )
     else:
         limit = size_text(_SHM_NEEDED if is_bad else _SHM_WANTED)
         yield make(name, f"{finding}: less than {limit} a rank", enlarge)
@@ -82,8 +82,11 @@ def check_memory(target: Target) -> Iterator[Result]:
     else:
         yield ok("memory", finding)
     if target.read("/proc/sys/vm/overcommit_memory").strip() == "2":
-        finding = "vm.overcommit_memory is 2: CUDA and torch reserve more addresses than they use"
-        yield warning("overcommit", finding, "sysctl vm.overcommit_memory=0")
+        yield warning(
+            "overcommit",
+            "vm.overcommit_memory is 2: CUDA and torch reserve more addresses than they use",
+            "sysctl vm.overcommit_memory=0",
+        )
 
 
 def check_swap(target: Target) -> Iterator[Result]:
@@ -192,20 +195,26 @@ def check_threads(target: Target) -> Iterator[Result]:
         yield bad("threads", finding, "export OMP_NUM_THREADS=1")
     # One thread a rank is the usual setting; more only helps on free cores.
     elif threads > 1 and ranks * threads > cores:
-        remedy = f"export OMP_NUM_THREADS={max(1, int(cores // ranks))}"
-        yield bad("threads", f"{finding}: threads wait for each other on too few cores", remedy)
+        yield bad(
+            "threads",
+            f"{finding}: threads wait for each other on too few cores",
+            f"export OMP_NUM_THREADS={max(1, int(cores // ranks))}",
+        )
     elif ranks > cores:
-        remedy = "fewer ranks, or a larger share of cores"
-        yield warning("threads", f"{finding}: more ranks than cores", remedy)
+        yield warning(
+            "threads",
+            f"{finding}: more ranks than cores",
+            "fewer ranks, or a larger share of cores",
+        )
     else:
         yield ok("threads", finding)
     huge_pages = target.read("/sys/kernel/mm/transparent_hugepage/enabled")
     if "[never]" in huge_pages and not target.num_gpus:
-        finding = (
-            "transparent huge pages are off: page faults are a large part of a CPU weight sync"
+        yield warning(
+            "huge pages",
+            "transparent huge pages are off: page faults are a large part of a CPU weight sync",
+            "echo madvise >/sys/kernel/mm/transparent_hugepage/enabled",
         )
-        remedy = "echo madvise >/sys/kernel/mm/transparent_hugepage/enabled"
-        yield warning("huge pages", finding, remedy)
 
 
 def check_limits(target: Target) -> Iterator[Result]:
@@ -235,33 +244,50 @@ def _exceeded_limits(target: Target) -> Iterator[Result]:
     if files < 4096:
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         raised = 65536 if hard == resource.RLIM_INFINITY else min(65536, hard)
-        remedy = f"ulimit -n {raised}; systemd: LimitNOFILE; docker run --ulimit nofile=65536"
-        finding = f"{files:,} open files: sockets of ranks, files of safetensors and workers' pipes"
         make = bad if files < 256 else warning
-        yield make("ulimit -n", f"{finding} need more", remedy)
+        yield make(
+            "ulimit -n",
+            f"{files:,} open files: sockets of ranks, files of safetensors and workers' pipes "
+            "need more",
+            f"ulimit -n {raised}; systemd: LimitNOFILE; docker run --ulimit nofile=65536",
+        )
     if processes < 1024 * target.local_ranks:
-        finding = f"{processes:,} processes and threads of this user, for {target.ranks_text}"
         make = bad if processes < 128 * target.local_ranks else warning
-        yield make("ulimit -u", finding, "ulimit -u unlimited; slurm: PropagateResourceLimits")
+        yield make(
+            "ulimit -u",
+            f"{processes:,} processes and threads of this user, for {target.ranks_text}",
+            "ulimit -u unlimited; slurm: PropagateResourceLimits",
+        )
     locked = _soft_limit("MEMLOCK")
     # RDMA registers its buffers as locked memory.
     has_infiniband = any((target.root / "sys/class/infiniband").glob("*"))
     if locked < 64 * _GIB and has_infiniband:
-        finding = f"{size_text(locked)} of locked memory, and this machine has InfiniBand"
-        remedy = "ulimit -l unlimited; docker run --ulimit memlock=-1"
-        yield bad("ulimit -l", f"{finding}, which registers more", remedy)
+        yield bad(
+            "ulimit -l",
+            f"{size_text(locked)} of locked memory, and this machine has InfiniBand, which "
+            "registers more",
+            "ulimit -l unlimited; docker run --ulimit memlock=-1",
+        )
     file_size, addresses = _soft_limit("FSIZE"), _soft_limit("AS")
     if file_size < _UNLIMITED:
-        finding = f"files of {size_text(file_size)} at most: checkpoints grow"
-        yield bad("ulimit -f", finding, "ulimit -f unlimited")
-    if addresses < _UNLIMITED:
-        finding = (
-            f"{size_text(addresses)} of address space: CUDA and torch reserve more than they use"
+        yield bad(
+            "ulimit -f",
+            f"files of {size_text(file_size)} at most: checkpoints grow",
+            "ulimit -f unlimited",
         )
+    if addresses < _UNLIMITED:
         make = bad if target.num_gpus else warning
-        yield make("ulimit -v", finding, "ulimit -v unlimited")
+        yield make(
+            "ulimit -v",
+            f"{size_text(addresses)} of address space: CUDA and torch reserve more than they use",
+            "ulimit -v unlimited",
+        )
     # A core pattern with a pipe leads to a collector, not to the working folder.
     is_piped = target.read("/proc/sys/kernel/core_pattern").startswith("|")
     if _soft_limit("CORE") > _GIB and not is_piped and target.num_gpus:
-        finding = "core dumps are on: a rank that crashes writes all of its memory into the working"
-        yield warning("ulimit -c", f"{finding} folder", "ulimit -c 0")
+        yield warning(
+            "ulimit -c",
+            "core dumps are on: a rank that crashes writes all of its memory into the working "
+            "folder",
+            "ulimit -c 0",
+        )

@@ -141,19 +141,24 @@ def check_reports(
     }
     silent = [rank for node in nodes for rank in node if rank not in reports]
     if silent:
-        finding = f"{name_ranks(silent, findings)} gave no answer within {seconds:g} s"
-        yield bad(name, finding, "py-spy dump, or dmesg, on that host")
+        yield bad(
+            name,
+            f"{name_ranks(silent, findings)} gave no answer within {seconds:g} s",
+            "py-spy dump, or dmesg, on that host",
+        )
     elif stuck and not failures:
         # Ranks that wait for the others' devices are not the cause, if another rank is stuck.
         causes = {rank: at for rank, at in stuck.items() if at != WAITING} or stuck
         # Where the first of them is stuck.
         ranks, at = name_ranks([*causes], findings), next(iter(causes.values()))
-        finding = f"{ranks} did not come through within {seconds:g} s: {at}"
-        yield bad(name, finding, _NO_CONNECTION)
+        yield bad(name, f"{ranks} did not come through within {seconds:g} s: {at}", _NO_CONNECTION)
     wrong_ranks = [rank for rank, report in reports.items() if "wrong" in report]
     if wrong_ranks:
-        finding = f"the sum of ones came out wrong on {name_ranks(wrong_ranks, findings)}"
-        yield bad(name, finding, "NCCL_P2P_DISABLE=1 for a trial; a link or a GPU is defective")
+        yield bad(
+            name,
+            f"the sum of ones came out wrong on {name_ranks(wrong_ranks, findings)}",
+            "NCCL_P2P_DISABLE=1 for a trial; a link or a GPU is defective",
+        )
     if not silent and not failures and not stuck:
         yield _device_line(reports, findings)
         yield from _pinned_lines(reports, findings)
@@ -190,8 +195,11 @@ def _device_line(reports: Mapping[int, Report], findings: Findings) -> Result:
     if len(kinds) > 1:
         text = "; ".join(f"{kind} on {name_ranks(r, findings)}" for kind, r in kinds.items())
         make = bad if "cpu" in kinds else warning
-        remedy = "nodes of one kind, or look why torch finds no GPU there"
-        return make("device", f"ranks differ: {text}", remedy)
+        return make(
+            "device",
+            f"ranks differ: {text}",
+            "nodes of one kind, or look why torch finds no GPU there",
+        )
     kind = next(iter(kinds))
     device = "the CPU" if kind == "cpu" else kind
     return ok("device", f"torch uses {device} on {plural(len(reports), 'rank')}")
@@ -202,16 +210,20 @@ def _pinned_lines(reports: Mapping[int, Report], findings: Findings) -> Iterator
     errors = {rank: r["pinned_error"] for rank, r in reports.items() if "pinned_error" in r}
     rates = {rank: r["pinned_gb_s"] for rank, r in reports.items() if "pinned_gb_s" in r}
     if errors:
-        finding = f"{next(iter(errors.values()))} ({name_ranks([*errors], findings)})"
-        yield bad(name, finding, "a larger memory limit (cgroup, --mem); ulimit -l unlimited")
+        yield bad(
+            name,
+            f"{next(iter(errors.values()))} ({name_ranks([*errors], findings)})",
+            "a larger memory limit (cgroup, --mem); ulimit -l unlimited",
+        )
     elif rates:
         slowest = min(rates, key=lambda rank: rates[rank])
         card = _card(reports[slowest])
         finding = f"{rates[slowest]:.1f} GB/s to the GPU at least"
         if card and rates[slowest] < _EXPECTED_FRACTION * card.host_gb_s:
             finding += f", on {name_ranks([slowest], findings)}, of about {card.host_gb_s:g}"
-            remedy = "nvidia-smi -q | grep -A3 'Link Width': a narrow PCIe link"
-            yield warning(name, finding, remedy)
+            yield warning(
+                name, finding, "nvidia-smi -q | grep -A3 'Link Width': a narrow PCIe link"
+            )
         else:
             yield ok(name, finding)
 
@@ -246,12 +258,16 @@ def _speed_lines(
     if card and is_inner:
         finding += f", of a link's {card.link_gb_s:g}"
     if card and is_inner and rate < _EXPECTED_FRACTION * card.link_gb_s:
-        remedy = "nvidia-smi topo -m, nvlink -s; NCCL_DEBUG=INFO: P2P, SHM or NET?"
-        yield warning("all-reduce", finding, remedy)
-    elif is_gpu and not is_inner and rate < _SLOW_GB_S:
-        remedy = (
-            "NCCL_DEBUG=INFO: IB, EFA or Socket? NCCL_SOCKET_IFNAME and NCCL_IB_HCA name others"
+        yield warning(
+            "all-reduce",
+            finding,
+            "nvidia-smi topo -m, nvlink -s; NCCL_DEBUG=INFO: P2P, SHM or NET?",
         )
-        yield warning("all-reduce", f"{finding}: the network for control, not for data?", remedy)
+    elif is_gpu and not is_inner and rate < _SLOW_GB_S:
+        yield warning(
+            "all-reduce",
+            f"{finding}: the network for control, not for data?",
+            "NCCL_DEBUG=INFO: IB, EFA or Socket? NCCL_SOCKET_IFNAME and NCCL_IB_HCA name others",
+        )
     else:
         yield ok("all-reduce", finding)

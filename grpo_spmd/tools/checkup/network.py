@@ -45,9 +45,11 @@ def check_host_name(target: Target) -> Iterator[Result]:
     try:
         entries = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
     except OSError as error:
-        finding = f"the name of this host, {name}, leads nowhere ({error.strerror or error})"
-        remedy = f"echo '127.0.1.1 {name}' >>/etc/hosts, or GLOO_SOCKET_IFNAME"
-        yield warning("host name", finding, remedy)
+        yield warning(
+            "host name",
+            f"the name of this host, {name}, leads nowhere ({error.strerror or error})",
+            f"echo '127.0.1.1 {name}' >>/etc/hosts, or GLOO_SOCKET_IFNAME",
+        )
         return
     addresses = sorted({str(entry[4][0]).partition("%")[0] for entry in entries})
     finding = f"{name} leads to {join_items(addresses)}"
@@ -57,8 +59,11 @@ def check_host_name(target: Target) -> Iterator[Result]:
         yield ok("host name", finding)
     elif target.is_launched and target.num_ranks > target.local_ranks:
         finding += ", this host alone: ranks of other hosts do not reach it"
-        remedy = f"export GLOO_SOCKET_IFNAME=... ({join_items(interfaces) or 'none here'})"
-        yield bad("host name", finding, remedy)
+        yield bad(
+            "host name",
+            finding,
+            f"export GLOO_SOCKET_IFNAME=... ({join_items(interfaces) or 'none here'})",
+        )
     else:
         finding += ", this host alone; several nodes need GLOO_SOCKET_IFNAME"
         yield ok("host name", finding)
@@ -74,9 +79,11 @@ def _check_interfaces(target: Target, variable: str, interfaces: list[str]) -> I
         )
         if not entry.startswith("^") and not any(matches):
             available = join_items(interfaces) or "lo alone"
-            finding = f"{variable} names {wanted}, and this host has {available}"
-            remedy = f"export {variable}=... (ip -br address shows them)"
-            yield bad("interface", finding, remedy)
+            yield bad(
+                "interface",
+                f"{variable} names {wanted}, and this host has {available}",
+                f"export {variable}=... (ip -br address shows them)",
+            )
 
 
 def check_port(target: Target) -> Iterator[Result]:
@@ -100,8 +107,9 @@ def check_port(target: Target) -> Iterator[Result]:
         if variable:
             yield bad("port", finding, "end it, or another MASTER_PORT")
         else:
-            remedy = "torchrun --standalone, --master-port, or grpo-spmd train"
-            yield warning("port", finding, remedy)
+            yield warning(
+                "port", finding, "torchrun --standalone, --master-port, or grpo-spmd train"
+            )
     else:
         yield ok("port", f"port {port}, {origin}, is free")
 
@@ -119,8 +127,7 @@ def _find_listener(port: int) -> str:
 
 def check_hub(target: Target) -> Iterator[Result]:
     if is_offline():
-        finding = "HF_HUB_OFFLINE is set: nothing is asked; model and data must be here"
-        yield ok("hub", finding)
+        yield ok("hub", "HF_HUB_OFFLINE is set: nothing is asked; model and data must be here")
         return
     endpoint = target.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
     status, text = ask(f"{endpoint}/api/models?limit=1")
@@ -131,9 +138,10 @@ def check_hub(target: Target) -> Iterator[Result]:
     elif _is_local(target):
         yield ok("hub", f"{finding}, and model and data of the config are local")
     else:
-        command = "python -m grpo_spmd.prefetch where there is network"
         yield warning(
-            "hub", f"{finding} ({text or status})", f"{command}, and HF_HUB_OFFLINE=1 here"
+            "hub",
+            f"{finding} ({text or status})",
+            "python -m grpo_spmd.prefetch where there is network, and HF_HUB_OFFLINE=1 here",
         )
 
 
@@ -150,15 +158,19 @@ def check_torchrun(target: Target) -> Iterator[Result]:
     if target.environ.get("TORCHELASTIC_RUN_ID"):
         nodes = target.environ.get("GROUP_WORLD_SIZE", "1")
         restarts = target.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
-        nodes_text = f"{nodes} node{'s' * (nodes != '1')}"
-        yield ok("torchrun", f"{target.num_ranks} ranks on {nodes_text}, {restarts} restarts")
+        yield ok(
+            "torchrun",
+            f"{target.num_ranks} ranks on {nodes} node{'s' * (nodes != '1')}, {restarts} restarts",
+        )
         return
     if target.is_launched:
         return
     path = shutil.which("torchrun", path=target.environ.get("PATH"))
     if path is None:
-        finding = "not on PATH; grpo-spmd train, or python -m torch.distributed.run, is the same"
-        yield ok("torchrun", finding)
+        yield ok(
+            "torchrun",
+            "not on PATH; grpo-spmd train, or python -m torch.distributed.run, is the same",
+        )
         return
     with open(path, "rb") as file:
         line = file.readline(512).decode(errors="replace").strip()
@@ -167,9 +179,11 @@ def check_torchrun(target: Target) -> Iterator[Result]:
     is_known = line.startswith("#!/") and "env" not in interpreter
     is_known &= not interpreter.startswith("/bin/sh")
     if is_known and Path(interpreter).parent != Path(sys.executable).parent:
-        finding = f"{path} starts {interpreter}, and this is {sys.executable}"
-        remedy = "activate the environment, or python -m torch.distributed.run"
-        yield warning("torchrun", finding, remedy)
+        yield warning(
+            "torchrun",
+            f"{path} starts {interpreter}, and this is {sys.executable}",
+            "activate the environment, or python -m torch.distributed.run",
+        )
     else:
         yield ok("torchrun", path)
 
@@ -201,8 +215,11 @@ def check_slurm(target: Target) -> Iterator[Result]:
     if rest_s is None:
         yield ok("job", "Slurm sets no end, or does not say it")
     elif rest_s < _SHORT_S:
-        finding = f"Slurm ends this job in {max(0, rest_s) / 60:.0f} min"
-        remedy = "sbatch --time=24:00:00; the run saves and queues again near its end"
-        yield warning("job", f"{finding}, less than a start and a step may take", remedy)
+        yield warning(
+            "job",
+            f"Slurm ends this job in {max(0, rest_s) / 60:.0f} min, less than a start and a "
+            "step may take",
+            "sbatch --time=24:00:00; the run saves and queues again near its end",
+        )
     else:
         yield ok("job", f"Slurm ends this job in {rest_s / 3600:.1f} h")

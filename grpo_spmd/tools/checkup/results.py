@@ -128,17 +128,25 @@ def run_check(check: Check, target: Target) -> list[Result]:
     try:
         within(check.deadline_s, look)
     except (TimeoutError, subprocess.TimeoutExpired):
-        finding = f"could not be looked at: no answer within {check.deadline_s:g} s"
-        remedy = "look at what it reads or starts: something there hangs"
-        return [*results, warning(check.name, finding, remedy)]
+        return [
+            *results,
+            warning(
+                check.name,
+                f"could not be looked at: no answer within {check.deadline_s:g} s",
+                "look at what it reads or starts: something there hangs",
+            ),
+        ]
     except KeyboardInterrupt:  # a signal to this process
         raise
     except BaseException as error:  # whatever it is: a line
         text = " ".join(str(error).split())[:300]
-        finding = f"could not be looked at: {type(error).__name__}: {text}"
         return [
             *results,
-            warning(check.name, finding, "look at what it names; the other lines stand"),
+            warning(
+                check.name,
+                f"could not be looked at: {type(error).__name__}: {text}",
+                "look at what it names; the other lines stand",
+            ),
         ]
     return results
 

@@ -51,8 +51,12 @@ def check_python(_: Target) -> Iterator[Result]:
     if SpecifierSet(required).contains(version, prereleases=True):
         yield ok("python", finding, facts)
     else:
-        remedy = "PYTHON=python3.12 launch/setup.sh"
-        yield bad("python", f"{finding}, and {required} is asked for", remedy, facts)
+        yield bad(
+            "python",
+            f"{finding}, and {required} is asked for",
+            "PYTHON=python3.12 launch/setup.sh",
+            facts,
+        )
 
 
 def _source_digest() -> str:
@@ -86,13 +90,18 @@ def check_packages(target: Target) -> Iterator[Result]:
     for name in (*_OWN_LINES, *engines[:1]):
         yield _check_package(name, problems.pop(name, None), engine)
     if engine is None:
-        remedy = f"launch/setup.sh {'gpu' if target.num_gpus else 'cpu'}"
-        yield bad("vllm", "not installed: it samples the completions", remedy)
+        yield bad(
+            "vllm",
+            "not installed: it samples the completions",
+            f"launch/setup.sh {'gpu' if target.num_gpus else 'cpu'}",
+        )
     # Both packages install the module vllm.
     if len(engines) > 1:
-        finding = f"{engines[0]} and {engines[1]} are both installed, over each other's files"
-        remedy = f"pip uninstall {' '.join(engines)}, then launch/setup.sh"
-        yield bad("vllm", finding, remedy)
+        yield bad(
+            "vllm",
+            f"{engines[0]} and {engines[1]} are both installed, over each other's files",
+            f"pip uninstall {' '.join(engines)}, then launch/setup.sh",
+        )
     rest = sorted(names.difference(_OWN_LINES, VLLM))
     facts = {name: version_of(name) or "missing" for name in rest}
     if problems:
@@ -116,10 +125,13 @@ def _check_package(name: str, problem: str | None, engine: str | None) -> Result
         # vLLM's kernels are compiled against one version of torch.
         if requirement.specifier.contains(version or "0", prereleases=True):
             return ok(name, f"{version}, as {engine} {engine_version} asks", facts)
-        finding = f"{version}, and {engine} {engine_version} was built for"
         pinned = f"{name}{requirement.specifier}"
-        remedy = f"pip install '{pinned}', or launch/setup.sh"
-        return bad(name, f"{finding} {pinned}", remedy, facts)
+        return bad(
+            name,
+            f"{version}, and {engine} {engine_version} was built for {pinned}",
+            f"pip install '{pinned}', or launch/setup.sh",
+            facts,
+        )
     return ok(name, str(version), facts)
 
 
@@ -134,18 +146,26 @@ def check_build(target: Target) -> Iterator[Result]:
     cuda = torch_cuda()
     build = f"for CUDA {cuda}" if cuda else "for the CPU"
     if match and version and match[1] != version.partition("+")[0]:
-        finding = f"its files are {match[1]}, and the metadata that is found first says {version}"
         paths = (getattr(d, "_path", None) for d in importlib.metadata.distributions(name="torch"))
         folder = next((path.parent for path in paths if isinstance(path, Path)), "?")
-        remedy = f"look at {folder} and PYTHONPATH; or set up again: launch/setup.sh"
-        yield bad(name, f"{finding}: two installs are mixed", remedy)
+        yield bad(
+            name,
+            f"its files are {match[1]}, and the metadata that is found first says {version}: "
+            "two installs are mixed",
+            f"look at {folder} and PYTHONPATH; or set up again: launch/setup.sh",
+        )
     elif is_built_for_cpu(spec) and target.num_gpus:
-        finding = f"{build}, and this machine has {target.num_gpus} GPUs"
-        remedy = "launch/setup.sh gpu; CUDA_VISIBLE_DEVICES= where the CPU is meant"
-        yield bad(name, f"{finding}: ranks would train on the CPU", remedy)
+        yield bad(
+            name,
+            f"{build}, and this machine has {target.num_gpus} GPUs: ranks would train on the CPU",
+            "launch/setup.sh gpu; CUDA_VISIBLE_DEVICES= where the CPU is meant",
+        )
     elif cuda and not target.num_gpus:
-        finding = f"{build}, and no GPU is to be found: ranks would train on the CPU"
-        yield warning(name, finding, "look at the driver (nvidia-smi), or launch/setup.sh cpu")
+        yield warning(
+            name,
+            f"{build}, and no GPU is to be found: ranks would train on the CPU",
+            "look at the driver (nvidia-smi), or launch/setup.sh cpu",
+        )
     else:
         yield ok(name, build)
 

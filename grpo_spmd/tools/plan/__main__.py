@@ -86,8 +86,10 @@ def _print_plan(args: argparse.Namespace, folder: Path, card: Card) -> bool:
         show("\n".join(proposals[0].overrides))
         return True
     else:
-        problem = "nothing that was tried makes it fit"
-        say(f"{problem}: more ranks, a larger card, shorter rollouts or model.lora would")
+        say(
+            "nothing that was tried makes it fit: more ranks, a larger card, shorter rollouts "
+            "or model.lora would"
+        )
     return plan.fits
 
 
@@ -97,8 +99,9 @@ def _check_config(config: Config, num_ranks: int) -> Path:
     path = config.model.path
     folder = local_folder(path)
     if folder is None or not (folder / "config.json").is_file():
-        problem = f"there is no config.json of {path} here; hf download {path} config.json"
-        raise ConfigError(f"model.path: {problem}")
+        raise ConfigError(
+            f"model.path: there is no config.json of {path} here; hf download {path} config.json"
+        )
     try:
         model = read_model_config(folder)
     except (UntrustedError, OSError) as error:

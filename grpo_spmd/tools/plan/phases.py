@@ -100,8 +100,10 @@ def make_plan(config: Config, model: ModelFacts, folder: Path, card: Card, num_r
     """`folder` holds the model's config.json. Raises ConfigError if it cannot be built from it."""
     sizes = model.dimensions
     if sizes is None:
-        problem = "does not name the sizes of a decoder as Llama's does"
-        raise ConfigError(f"model.path: {folder / 'config.json'} {problem}")
+        raise ConfigError(
+            f"model.path: {folder / 'config.json'} does not name the sizes of a decoder as "
+            "Llama's does"
+        )
     lengths = longest_row(config, num_ranks)
     models = plan_side_models(config, num_ranks, lengths)
     peaks = trainer_peaks(config, folder, num_ranks, on_gpu=True)

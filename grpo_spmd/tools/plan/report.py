@@ -18,8 +18,10 @@ def as_text(plan: Plan, proposals: Sequence[Suggestion]) -> str:
 def _memory_lines(plan: Plan) -> Iterator[str]:
     card, cache = plan.card, plan.kv_cache
     verdict = "fits" if plan.fits else "does not fit"
-    model = f"{plan.config.model.path} ({plan.num_parameters / 1e9:.2f} B parameters)"
-    yield f"{model} on {plan.num_ranks} x {card.name} ({card.gib:g} GiB each): {verdict}"
+    yield (
+        f"{plan.config.model.path} ({plan.num_parameters / 1e9:.2f} B parameters) on "
+        f"{plan.num_ranks} x {card.name} ({card.gib:g} GiB each): {verdict}"
+    )
     yield (
         f"margin {plan.margin_gib:.1f} GiB, least in phase {plan.tightest}; "
         "a prediction: nothing of it has been compared with a real GPU"
@@ -27,22 +29,28 @@ def _memory_lines(plan: Plan) -> Iterator[str]:
     yield ""
     yield f"{'phase':12} {'peak':>7} {'free':>7}  GiB of one rank, of the peak"
     for phase, usage in plan.phases.items():
-        sizes = f"{plan.peak_gib(phase):7.2f} {plan.margin_of(phase):7.2f}"
-        yield f"{phase:12} {sizes}  {_join_usage(usage)}"
+        yield (
+            f"{phase:12} {plan.peak_gib(phase):7.2f} {plan.margin_of(phase):7.2f}  "
+            f"{_join_usage(usage)}"
+        )
     yield ""
     yield (
         "estimates: CUDA context, NCCL, CUDA graphs and workspaces, engine's activations, layer "
         f"in load, fragmentation ({FRAGMENTATION:.0%} of a phase's own tensors); counted: the rest"
     )
     yield f"host memory of a rank, GiB: {_join_usage(plan.host) or 'nothing'}"
-    tokens = f"{cache.tokens:,} tokens ({max(0, cache.num_bytes) / GIB:.2f} GiB)"
-    sequences = f"its {cache.sequences} sequences of a step at full length"
-    yield f"KV cache of an engine: {tokens} of {cache.needed_tokens:,} for {sequences};"
+    yield (
+        f"KV cache of an engine: {cache.tokens:,} tokens ({max(0, cache.num_bytes) / GIB:.2f} "
+        f"GiB) of {cache.needed_tokens:,} for its {cache.sequences} sequences of a step at "
+        "full length;"
+    )
     # A step may have fewer sequences than fit.
     num_running = min(cache.full_length, cache.sequences)
     yield f"  {num_running} of them of full length run at one time, others wait their turn"
-    problem = "step, s, every completion at full length (a model: shares of the card's ceilings)"
-    yield f"{problem}: {plan.time.total:.1f}"
+    yield (
+        "step, s, every completion at full length (a model: shares of the card's ceilings): "
+        f"{plan.time.total:.1f}"
+    )
     seconds = ", ".join(f"{phase} {s:.1f}" for phase, s in plan.time.phases.items())
     yield f"  {seconds}; rewards, evaluation and checkpoints not counted"
 
@@ -54,9 +62,10 @@ def _suggestion_lines(plan: Plan, proposals: Sequence[Suggestion]) -> Iterator[s
     has_fitting = any(suggestion.plan.fits for suggestion in proposals)
     yield "what would make it fit, the cheapest first:" if has_fitting else "nothing tried fits:"
     for suggestion in proposals:
-        margin = f"margin {suggestion.plan.margin_gib:.1f} GiB"
-        step = f"step {suggestion.plan.time.total:.1f} s"
-        yield f"  {' '.join(suggestion.overrides)}  {margin}, {step}"
+        yield (
+            f"  {' '.join(suggestion.overrides)}  margin {suggestion.plan.margin_gib:.1f} GiB, "
+            f"step {suggestion.plan.time.total:.1f} s"
+        )
 
 
 def as_json(plan: Plan, proposals: Sequence[Suggestion]) -> dict[str, Any]:

@@ -67,8 +67,10 @@ def _plan_model(
 ) -> PlannedModel:
     folder = local_folder(side.path, side.revision)
     if folder is None or not (folder / "config.json").is_file():
-        problem = f"there is no config.json of {side.path} here"
-        raise ConfigError(f"{side.key}: {problem}; hf download {side.path} config.json")
+        raise ConfigError(
+            f"{side.key}: there is no config.json of {side.path} here; hf download {side.path} "
+            "config.json"
+        )
     model_config = read_model_config(folder)
     shapes = shapes_from_config(model_config) or parameter_shapes(folder)
     facts = ModelFacts(with_head(side.kind, shapes, model_config), model_config, "config.json")
