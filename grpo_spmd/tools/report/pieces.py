@@ -3,20 +3,21 @@
 The pieces of a sequence join to the tokenizer's own decoding, special tokens included. A character
 that several tokens make belongs to the last of them; invalid bytes become U+FFFD, as in decode.
 
-`tokenizers.decoders.DecodeStream` (0.23) is no replacement: it raises on invalid bytes of tokenizers
-with byte fallback, and it takes ten times as long.
+`tokenizers.decoders.DecodeStream` (0.23) cannot replace this module: it raises on invalid bytes of
+tokenizers with byte fallback, and it takes ten times as long.
 """
 
 from __future__ import annotations
 
 import codecs
-import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+import msgspec
 
 from grpo_spmd.files import UntrustedError, open_regular
 
@@ -24,6 +25,42 @@ _MAX_FILE_BYTES = 1 << 27
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SENTENCEPIECE_BLANK = "\u2581"
 _KNOWN_DECODERS = {"ByteLevel", "ByteFallback", "Metaspace", "Replace"}
+
+
+class _Decoder(msgspec.Struct):
+    """One decoder of tokenizer.json, or a sequence of them."""
+
+    type: str
+    decoders: list[_Decoder] = []
+    content: str = ""
+    start: int = 0
+    prepend_scheme: str = "always"
+
+    def flatten(self) -> list[_Decoder]:
+        return self.decoders if self.type == "Sequence" else [self]
+
+    def strips_blank(self) -> bool:
+        """Returns True if the blank before the first token is taken away."""
+        if self.type == "Metaspace":
+            return self.prepend_scheme != "never"
+        return self.type == "Strip" and self.content == " " and self.start > 0
+
+
+class _Model(msgspec.Struct):
+    vocab: dict[str, int] | list[tuple[str, float]]  # Unigram: token and score, in order of ids
+
+
+class _AddedToken(msgspec.Struct):
+    id: int
+    content: str
+
+
+class _TokenizerFile(msgspec.Struct):
+    """The fields of tokenizer.json that are needed here."""
+
+    model: _Model
+    decoder: _Decoder
+    added_tokens: list[_AddedToken] = []
 
 
 class _Token(NamedTuple):
@@ -36,35 +73,23 @@ class _Token(NamedTuple):
 class TokenPieces:
     """A tokenizer's vocabulary, for decoding token by token."""
 
-    def __init__(self, tree: Mapping[str, Any]) -> None:
-        """Reads the tree of tokenizer.json. Raises ValueError for an unknown kind of tokenizer."""
-        decoders = _decoders(tree.get("decoder"))
-        kinds = {kind for decoder in decoders if isinstance(kind := decoder.get("type"), str)}
-        model = tree.get("model")
-        vocabulary = model.get("vocab") if isinstance(model, dict) else None
-        if isinstance(vocabulary, list):
-            # Unigram: pairs of token and score, in the order of their ids.
-            pairs = [pair if isinstance(pair, list) and pair else [None] for pair in vocabulary]
-            vocabulary = {
-                pair[0]: index for index, pair in enumerate(pairs) if isinstance(pair[0], str)
-            }
+    def __init__(self, content: bytes) -> None:
+        """Reads a tokenizer.json. Raises ValueError if it is broken or of an unknown kind."""
+        file = msgspec.json.decode(content, type=_TokenizerFile)
+        decoders = file.decoder.flatten()
+        kinds = {decoder.type for decoder in decoders}
         # A decoder that only fuses leaves the tokens as they are.
-        is_known = kinds & _KNOWN_DECODERS or kinds == {"Fuse"}
-        if not isinstance(vocabulary, dict) or not is_known:
+        if not kinds & _KNOWN_DECODERS and kinds != {"Fuse"}:
             raise ValueError("this kind of tokenizer is not known")
-        self._texts = {
-            index: token
-            for token, index in vocabulary.items()
-            if type(index) is int and isinstance(token, str)
-        }
+        vocab = file.model.vocab
+        if isinstance(vocab, dict):
+            self._texts = {index: token for token, index in vocab.items()}
+        else:
+            self._texts = {index: token for index, (token, _) in enumerate(vocab)}
         # Added tokens may replace tokens of the vocabulary, so they come second.
-        added = tree.get("added_tokens")
-        for entry in added if isinstance(added, list) else []:
-            fields = entry if isinstance(entry, dict) else {}
-            if type(fields.get("id")) is int and isinstance(fields.get("content"), str):
-                self._texts[fields["id"]] = fields["content"]
+        self._texts.update({token.id: token.content for token in file.added_tokens})
         self._is_byte_level = "ByteLevel" in kinds
-        self._strips_blank = any(map(_strips_blank, decoders))
+        self._strips_blank = any(decoder.strips_blank() for decoder in decoders)
         self._tokens: dict[int, _Token] = {}
 
     def decode(self, token_ids: Sequence[int]) -> list[str]:
@@ -92,7 +117,8 @@ class TokenPieces:
         return token
 
     def _make_token(self, source: str) -> _Token:
-        if match := _BYTE_TOKEN.fullmatch(source) if not self._is_byte_level else None:
+        match = _BYTE_TOKEN.fullmatch(source)
+        if match and not self._is_byte_level:
             return _Token(bytes([int(match[1], 16)]), None)
         if not self._is_byte_level:
             source = source.replace(_SENTENCEPIECE_BLANK, " ")
@@ -136,26 +162,8 @@ def read_pieces(run_dir: Path) -> TokenPieces | None:
         open_regular(run_dir / "tokenizer.json") as file,
     ):
         content = file.read(_MAX_FILE_BYTES + 1)
-        tree = json.loads(content) if len(content) <= _MAX_FILE_BYTES else None
-        return TokenPieces(tree) if isinstance(tree, dict) else None
+        return TokenPieces(content) if len(content) <= _MAX_FILE_BYTES else None
     return None
-
-
-def _decoders(decoder: object) -> list[dict[str, Any]]:
-    """Returns the parts of a decoder that are well formed."""
-    if not isinstance(decoder, dict):
-        return []
-    entries = decoder.get("decoders") if decoder.get("type") == "Sequence" else [decoder]
-    return (
-        [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
-    )
-
-
-def _strips_blank(decoder: Mapping[str, Any]) -> bool:
-    if decoder.get("type") == "Metaspace":
-        return bool(decoder.get("prepend_scheme", "always") != "never")
-    is_blank = decoder.get("type") == "Strip" and decoder.get("content") == " "
-    return bool(is_blank and decoder.get("start"))
 
 
 def _byte_alphabet() -> dict[str, int]:
