@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -28,8 +29,7 @@ from grpo_spmd.config.schema import (
     OptimizerConfig,
     TrainingConfig,
 )
-from grpo_spmd.distributed.collectives import any_rank, on_rank0, scatter_from_rank0
-from grpo_spmd.distributed.packed import PackedReader, pack
+from grpo_spmd.distributed.collectives import any_rank, exchange_bytes, on_rank0
 from grpo_spmd.distributed.reductions import Max, Mean, Reductions, merge
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.learn.advantages import (
@@ -383,14 +383,15 @@ class _PlainRow:
     """The advantages that the row holds."""
 
 
-@dataclass(frozen=True)
-class _RolloutRewards:
+class _RolloutRewards(msgspec.Struct, frozen=True):
     """The rewards of one rollout, from the rank that sampled it."""
 
     num_tokens: int
-    places: npt.NDArray[np.int32]
-    """Indices of the sampled tokens that have a reward."""
-    rewards: Numbers
+    rewards: dict[int, float]
+    """By the index of a sampled token; tokens without a reward are left out."""
+
+
+_Rewards = dict[int, _RolloutRewards]  # by rollout id
 
 
 class CriticCheck:
@@ -416,7 +417,7 @@ class CriticCheck:
         NaN: unknown."""
         result = CheckResult()
         self._check_values(result, batch.micro_batches[0])
-        token_rewards = self._fetch_rewards(sampled, batch, decision, rewards)
+        token_rewards = self._fetch_rewards(sampled, decision, rewards)
         rows = [self._recompute(result, row, token_rewards) for row in batch.micro_batches]
         counted = np.concatenate([np.zeros(0), *(row.advantages[row.mask] for row in rows)])
         count, total = _sum_over_ranks([len(counted), counted.sum()])
@@ -484,7 +485,7 @@ class CriticCheck:
             )
 
     def _recompute(
-        self, result: CheckResult, row: MicroBatch, token_rewards: Mapping[int, _RolloutRewards]
+        self, result: CheckResult, row: MicroBatch, token_rewards: _Rewards
     ) -> _PlainRow:
         """Recomputes the returns and advantages of a row from the values that it holds."""
         assert row.old_values is not None
@@ -510,7 +511,8 @@ class CriticCheck:
         column[order] = np.concatenate([np.arange(start, width) for start in first_column])
         rewards = np.zeros((len(ids), width))
         for line, i in enumerate(ids):
-            rewards[line, first_column[line] + token_rewards[i].places] = token_rewards[i].rewards
+            for index_in_rollout, reward in token_rewards[i].rewards.items():
+                rewards[line, first_column[line] + index_in_rollout] = reward
         rewards[index, column] -= self._kl_penalty(row)
         v = np.zeros((len(ids), width))
         v[index, column] = values
@@ -538,29 +540,38 @@ class CriticCheck:
         return cast(Numbers, penalty.cpu().numpy())
 
     def _fetch_rewards(
-        self,
-        sampled: SampledStep,
-        batch: RolloutBatch,
-        decision: Decision,
-        rewards: Mapping[int, float],
-    ) -> dict[int, _RolloutRewards]:
+        self, sampled: SampledStep, decision: Decision, rewards: Mapping[int, float]
+    ) -> _Rewards:
         """Collective. Returns the rewards of the rollouts that this rank trains on, from the ranks
-        that sampled them. Rank 0 gets 24 bytes per rollout, and 12 more for each further turn with
-        a reward."""
-        token_rewards: dict[int, _RolloutRewards] = {}
+        that sampled them."""
+        sampled_rewards: _Rewards = {}
         size = sampled.rules.rollout.group_size
+        by_turn = sampled.rules.discount is not None
         for group in sampled.groups:
             slot = decision.slots.get(group.prompt.position)
             if slot is None:
                 continue
             for i, completion in enumerate(group.completions, start=slot * size):
                 reward = 0.0 if math.isnan(rewards[i]) else rewards[i]
-                by_turn = sampled.rules.discount is not None
-                token_rewards[i] = _place_rewards(completion, reward, by_turn)
-        trained = [i for row in batch.micro_batches for i in row.rollout_ids]
-        wanted = pack([len(trained)], [np.array(trained, np.int32)])
-        reply = scatter_from_rank0(_distribute, wanted + _pack_rewards(token_rewards))
-        return _unpack_rewards(PackedReader(reply))
+                sampled_rewards[i] = _place_rewards(completion, reward, by_turn)
+        messages = route_rewards(sampled_rewards, decision.trained_by, sampled.rules.num_ranks)
+        return read_rewards(exchange_bytes(messages))
+
+
+def route_rewards(rewards: _Rewards, trained_by: Mapping[int, int], num_ranks: int) -> list[bytes]:
+    """Returns one message for each rank, with the rewards of the rollouts that it trains on."""
+    outgoing: list[_Rewards] = [{} for _ in range(num_ranks)]
+    for i, rollout in rewards.items():
+        outgoing[trained_by[i]][i] = rollout
+    return [msgspec.msgpack.encode(rank_rewards) for rank_rewards in outgoing]
+
+
+def read_rewards(messages: Sequence[bytes]) -> _Rewards:
+    """Reads the messages of `route_rewards` from all ranks."""
+    received: _Rewards = {}
+    for message in messages:
+        received |= msgspec.msgpack.decode(message, type=_Rewards)
+    return received
 
 
 def lambda_returns(rewards: Numbers, values: Numbers, gamma: float, lam: Numbers) -> Numbers:
@@ -597,35 +608,7 @@ def _place_rewards(completion: Completion, reward: float, by_turn: bool) -> _Rol
     if num_tokens:
         rest = rewards.get(num_tokens - 1, 0.0) + reward - math.fsum(rewards.values())
         rewards[num_tokens - 1] = rest
-    return _RolloutRewards(
-        num_tokens,
-        places=np.array([*rewards], np.int32),
-        rewards=np.array([*rewards.values()], np.float64),
-    )
-
-
-def _pack_rewards(token_rewards: Mapping[int, _RolloutRewards]) -> bytes:
-    sizes = [[i, rollout.num_tokens, len(rollout.places)] for i, rollout in token_rewards.items()]
-    columns = [x for rollout in token_rewards.values() for x in (rollout.places, rollout.rewards)]
-    return pack([len(token_rewards)], [np.array(sizes, np.int32), *columns])
-
-
-def _unpack_rewards(reader: PackedReader) -> dict[int, _RolloutRewards]:
-    sizes = reader.array(np.int32, 3 * reader.header[0]).reshape(-1, 3).tolist()
-    return {
-        i: _RolloutRewards(n, reader.array(np.int32, k), reader.array(np.float64, k))
-        for i, n, k in sizes
-    }
-
-
-def _distribute(messages: Sequence[bytes]) -> list[bytes]:
-    """Runs on rank 0. Returns for each rank the rewards of the rollouts that it asks for."""
-    token_rewards: dict[int, _RolloutRewards] = {}
-    wanted: list[list[int]] = []
-    for reader in map(PackedReader, messages):
-        wanted.append(reader.array(np.int32, reader.header[0]).tolist())
-        token_rewards |= _unpack_rewards(PackedReader(reader.rest()))
-    return [_pack_rewards({i: token_rewards[i] for i in ids}) for ids in wanted]
+    return _RolloutRewards(num_tokens, rewards)
 
 
 def _sum_over_ranks(numbers: Sequence[float]) -> list[float]:

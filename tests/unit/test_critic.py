@@ -24,7 +24,6 @@ from grpo_spmd.checks.memory import extra_passes, size_text
 from grpo_spmd.checks.signals import check_critic_model, critic_rows, side_models
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config
-from grpo_spmd.distributed.packed import PackedReader, pack
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.learn.advantages import (
     compute_advantages,
@@ -39,11 +38,10 @@ from grpo_spmd.model.policy import Policy
 from grpo_spmd.observe.console import alarms
 from grpo_spmd.records import Completion, Episode, Turn
 from grpo_spmd.signals.critic import (
-    _distribute,
-    _pack_rewards,
     _place_rewards,
-    _unpack_rewards,
     lambda_returns,
+    read_rewards,
+    route_rewards,
 )
 from grpo_spmd.signals.opening import open_signals
 from grpo_spmd.tools.plan.dry_run import Peaks
@@ -277,25 +275,19 @@ def test_a_rank_without_a_group_takes_part_in_the_check() -> None:
     completion = Completion(
         [1, 2, 3, 4, 5], [0.0] * 5, "stop", Episode("ok", (), turns, [], {}, [])
     )
-    given = {
+    rewards = {
         4: _place_rewards(completion, 1.0, True),
         5: _place_rewards(completion, 2.0, False),
         6: _place_rewards(Completion([], [], ""), 1, True),
     }
-    parts = [(given, [5]), ({}, [4, 6])]
-    payloads = [
-        pack([len(ids)], [np.array(ids, np.int32)]) + _pack_rewards(own) for own, ids in parts
-    ]
-    assert len(payloads[0]) < 24 * 3 + 12 + 30
-    shares = [_unpack_rewards(PackedReader(share)) for share in _distribute(payloads)]
-    found = [
-        {i: (n, p.tolist(), r.tolist()) for i, (n, p, r) in share.items()}
-        for share in [
-            {i: (each.num_tokens, each.places, each.rewards) for i, each in share.items()}
-            for share in shares
-        ]
-    ]
-    assert found == [{5: (5, [4], [2.0])}, {4: (5, [1, 4], [0.25, 0.75]), 6: (0, [], [])}]
+    trained_by = {4: 1, 5: 0, 6: 1}
+    sent = [route_rewards(rewards, trained_by, 2), route_rewards({}, {}, 2)]
+    assert sum(map(len, sent[0])) < 3 * 60
+    received = [read_rewards([messages[rank] for messages in sent]) for rank in range(2)]
+    assert received == [{5: rewards[5]}, {4: rewards[4], 6: rewards[6]}]
+    assert (rewards[5].num_tokens, rewards[5].rewards) == (5, {4: 2.0})
+    assert (rewards[4].num_tokens, rewards[4].rewards) == (5, {1: 0.25, 4: 0.75})
+    assert (rewards[6].num_tokens, rewards[6].rewards) == (0, {})
 
 
 def test_returns_of_the_check_are_those_of_gae() -> None:
