@@ -190,6 +190,7 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
     )
     preemption = Preemption(config.training.max_time_s)
     log_banner(config, session)
+    # What tells this run from another one in the same folder.
     facts = run_facts(flatten_config(config), prompts.train, session, prompts.held_out)
     start = find_start(
         Path(config.run_dir),
@@ -208,6 +209,7 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
     rewards, scorers = open_rewards(
         config, inputs, prompts.tokenizer, session, preemption, environments
     )
+    # Before the engine, which takes minutes to start.
     refuse_untrainable(config.model.path, config.max_rollout_tokens)
     stop_ids = stop_token_ids(config.model.path, prompts.tokenizer)
     # The engine first: it measures the GPU's free memory, then sleeps and leaves it to the policy.
@@ -226,6 +228,7 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
     reference = build_reference(policy, config.model, temperature, config.loss.kl_coef, session)
     score = open_reward_models(config, scorers, engine, prompts.tokenizer, session, preemption)
     reward_weights = [*score.weights.values()]
+    # A stream of its own: it only looks up prompts and never advances.
     prompt_at = PromptStream(prompts.train, config.seed, config.data.shuffle).at
     signals = open_signals(config, policy, session, reference, prompt_at, prompts.tokenizer)
     updater = PolicyUpdater(
@@ -236,6 +239,7 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
         max_completion_tokens=config.rollout.max_completion_tokens,
         value_head=signals.value_head,
     )
+    # The running check recomputes what the updater does, from the same settings.
     check_settings = make_check_settings(config, stop_ids, reward_weights)
     update_check = UpdateCheck(
         check_settings,
@@ -246,6 +250,7 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
         tokenizer=prompts.tokenizer,
         signals=signals.proofs(check_settings),
     )
+    # Rows are balanced by their FLOPs, not only by their tokens.
     cost_ratio = attention_cost_ratio(policy.num_parameters, policy.model.config)
     step_rules = make_step_rules(config, session.world_size, cost_ratio, reward_weights)
     offload = HostOffload(
@@ -281,6 +286,7 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
         facts,
         signals.critic,
     )
+    # From here on policy, optimizer and critic are those of the start.
     checkpoints.load(start)
     stream, tail = open_stream(config, prompts.train, start)
     # Only now, when all that could be refused has been tried: a refusal leaves nothing behind.
@@ -300,6 +306,7 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
         pool_bytes=engine.pool_bytes,
         first_step=start.step + 1,
     )
+    # Scores of single tokens go to files of their own, next to the rollouts.
     score_writer = RolloutWriter(Path(config.run_dir), config.logging, session, "token_scores")
     has_buffer = config.checkpoint.rollout_buffer
     sampler = Sampler(
@@ -486,6 +493,7 @@ def open_log(
     `start_time` is that of the launch on the monotonic clock, `pool_bytes` returns the size of the
     engine's memory pool.
     """
+    # What a line about low memory suggests.
     memory_remedies = remedies(
         config.model,
         config.rollout,

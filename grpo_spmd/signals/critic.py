@@ -149,6 +149,7 @@ class Critic:
             # There was no backward pass that gives the gathered parameters back.
             cast(FSDPModule, self.model).reshard()
         estimates = [self._estimate(row) for row in rows]
+        # Whitening needs sums over the tokens of all ranks, so it is a second pass over the rows.
         mean, factor, decision = self._whiten(rows, estimates, decision)
         for row, estimate in zip(rows, estimates, strict=True):
             device = row.advantages.device
@@ -161,6 +162,7 @@ class Critic:
         """Returns the advantages and returns of a row from its values and rewards."""
         config = self._config
         rewards = row.advantages.double()
+        # The KL penalty is subtracted token by token.
         if self._loss.kl_in == "reward":
             assert row.old_logprobs is not None
             assert row.ref_logprobs is not None
@@ -177,6 +179,7 @@ class Critic:
         else:
             lam = config.lam_policy
         advantages = gae_advantages(token_rewards, values, lengths, config.gamma, lam)
+        # Advantages and value targets have a lambda each (VC-PPO).
         returns = gae_advantages(token_rewards, values, lengths, config.gamma, config.lam) + values
         mask = row.loss_mask.cpu().numpy()
         a = advantages[mask]
@@ -195,6 +198,7 @@ class Critic:
         pairs = zip(rows, estimates, strict=True)
         means = {i: mean for row, e in pairs for i, mean in _rollout_means(row, e.advantages)}
         trained = [i for rows_of_rank in decision.rows for row in rows_of_rank for i in row]
+        # Rollouts without a token that counts have no mean; rank 0 reads NaN as 0.
         local_means = np.array([means.get(i, math.nan) for i in trained], np.float64)
         local_sums = sum((estimate.sums for estimate in estimates), np.zeros(_NUM_SUMS))
 
@@ -216,6 +220,7 @@ class Critic:
                 ),
                 "critic/advantage_std": None if variance is None else math.sqrt(variance),
             }
+            # Every rank needs the same mean and factor, and the means of what it sampled.
             header = np.array([mean, factor]).tobytes()
             replies = [header + part for part in split_sampled(step, advantages)]
             revised = dataclasses.replace(
@@ -272,6 +277,7 @@ class Critic:
         for row in mini_batch:
             self.loss_term(self.model(row), row, num_loss_tokens).backward()
         grad_norm = self.clip_gradient()
+        # One synchronisation with the device per mini-batch.
         local_loss = cast(Mean, self._metrics["critic/loss"].on_host()).total
         is_finite = math.isfinite(grad_norm) and math.isfinite(cast(float, local_loss))
         metrics = self.end_step(not any_rank(not is_finite))
@@ -301,6 +307,7 @@ class Critic:
         """Collective. Clips the gradient to optimizer.max_grad_norm, apart from the policy's.
         Returns its norm before clipping."""
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._max_grad_norm)
+        # The norm is sharded as the gradients are.
         grad_norm = float(cast(DTensor, norm).full_tensor())
         self._metrics["critic/grad_norm"] = Max(grad_norm)
         return grad_norm
@@ -415,6 +422,7 @@ class CriticCheck:
     ) -> CheckResult:
         """Collective. `rewards` of the rollouts that this rank sampled and some rank trains on;
         NaN: unknown."""
+        # All parts of the check are collective: every rank makes all of them.
         result = CheckResult()
         self._check_values(result, batch.micro_batches[0])
         token_rewards = self._fetch_rewards(sampled, decision, rewards)
@@ -490,6 +498,7 @@ class CriticCheck:
         """Recomputes the returns and advantages of a row from the values that it holds."""
         assert row.old_values is not None
         assert row.returns is not None
+        # The values are taken as they are; _check_values has compared them.
         columns = (row.old_values, row.returns, row.advantages)
         values, returns, attached = (column.double().cpu().numpy() for column in columns)
         mask = row.loss_mask.cpu().numpy()
@@ -506,6 +515,7 @@ class CriticCheck:
         # One line per rollout, which ends in the last column.
         width = int(lengths.max())
         first_column = width - lengths
+        # column[c] is the column of token c in the line of its rollout.
         column = np.empty_like(index)
         order = np.argsort(index, kind="stable")
         column[order] = np.concatenate([np.arange(start, width) for start in first_column])
@@ -518,6 +528,7 @@ class CriticCheck:
         v[index, column] = values
         config = self._config
         lam = np.full(len(ids), config.lam)
+        # VAPO's lambda depends on the length of the completion.
         if config.lam_policy == "length":
             lam_policy = np.maximum(0.0, 1.0 - 1.0 / (config.length_alpha * lengths))
         else:
@@ -580,6 +591,7 @@ def lambda_returns(rewards: Numbers, values: Numbers, gamma: float, lam: Numbers
     returns = np.zeros_like(rewards)
     next_value = np.zeros(len(rewards))
     next_return = np.zeros(len(rewards))
+    # Backwards in time; lines that end earlier are aligned at the last column.
     for t in reversed(range(rewards.shape[1])):
         next_return = rewards[:, t] + gamma * ((1.0 - lam) * next_value + lam * next_return)
         next_value = values[:, t]

@@ -56,6 +56,7 @@ class Signals:
     def _active(self) -> list[Signal]:
         """The signals that are on. The critic comes first: it replaces advantages that a teacher
         then adjusts."""
+        # The order in which they attach and update.
         return [signal for signal in (self.critic, self.teacher) if signal is not None]
 
     @property
@@ -91,6 +92,7 @@ class Signals:
         proofs = [signal.proofs(settings) for signal in self._active]
         return SignalProofs(
             checks=[check for proof in proofs for check in proof.checks],
+            # A run has at most one teacher signal and one value head.
             make_teacher=next((p.make_teacher for p in proofs if p.make_teacher), None),
             values=next((p.values for p in proofs if p.values), None),
         )
@@ -118,6 +120,7 @@ def open_critic(config: Config, policy: Policy, session: Session) -> Critic | No
     model that cannot be one."""
     if config.critic.path is None:
         return None
+    # Each kind is imported only here, and only if it is on.
     if config.critic.is_on_policy:
         from grpo_spmd.signals.policy_critic import open_policy_critic
 

@@ -65,6 +65,7 @@ class PolicyCritic(Critic):
 
     def attach(self, batch: RolloutBatch, decision: Decision, stop_check: StopCheck) -> Decision:
         """Collective. As Critic.attach."""
+        # A new step: the policy's update has not been made yet.
         self._update_metrics = None
         self._num_skipped = 0
         return super().attach(batch, decision, stop_check)
@@ -149,6 +150,7 @@ class ValueTargets:
         clip = min(self._clip or 1.0, _MAX_CLIP)
         num_old = len(_OLD_DISTANCES)
         num_returns = len(_RETURN_DISTANCES)
+        # Each combination of the distances occurs every 21 tokens.
         v = values.detach().double()
         old_steps = [clip * _OLD_DISTANCES[k % num_old] for k in range(len(v))]
         return_steps = [clip * _RETURN_DISTANCES[k // num_old % num_returns] for k in range(len(v))]
@@ -241,6 +243,7 @@ class ValueTargets:
 def _relative_difference(rank_values: list[list[list[float]]]) -> float:
     """Runs on rank 0. Returns |sum of the first lists - sum of the second| over the size of the
     latter."""
+    # Sums over ranks of each product with a random vector.
     reduced, plain = (
         [sum(column) for column in zip(*lists, strict=True)]
         for lists in zip(*rank_values, strict=True)

@@ -94,6 +94,7 @@ class ServedTeacher(Teacher):
         super().__init__(config, {}, policy, prompt_at, request_for)
         self.servers = dict(servers)
         self._max_error_frac = max_error_frac
+        # The limits of reward servers hold for teachers too: concurrency, retries, pauses.
         limit = RewardConfig(
             url="",
             timeout_s=config.timeout_s,
@@ -123,6 +124,7 @@ class ServedTeacher(Teacher):
             for number, name in enumerate(self.servers)
             for question in row_questions[name]
         ]
+        # One job per context. The number of its server selects the limit.
         servers = [*self.servers.values()]
         calls = ServerCalls(
             self._limits,
@@ -130,8 +132,10 @@ class ServedTeacher(Teacher):
         )
         while any_rank(calls.run_for(_STOP_CHECK_S)):
             stop_check(False)
+        # A rollout whose context failed has no answer, also if its other contexts have one.
         self.unanswered = {numbered[job][1].rollout_id for job in calls.errors}
         num_asked = len({question.rollout_id for _, question in numbered})
+        # Raises on all ranks alike, before anything is attached.
         decision = self._add_metrics(decision, calls, num_asked)
         answers = iter([calls.answers.get(job) for job in range(len(numbered))])
         for row, row_questions in zip(batch.micro_batches, questions, strict=True):
@@ -159,6 +163,7 @@ class ServedTeacher(Teacher):
         answers = server.ask(question.token_ids.tolist(), self.top_k, limit_s)
         # The server says nothing about the first token.
         sampled = [answers[position - 1] for position in question.sampled_at.tolist()]
+        # Such an id would be an index error on the device, far from its cause.
         if any(
             token_id >= self._vocabulary_size
             for token in sampled
@@ -198,6 +203,7 @@ class ServedTeacher(Teacher):
                 for question, answer in pairs
                 if question.rollout_id not in self.unanswered and answer is not None
             ]
+            # Masks are for metrics by teacher; they include rollouts without an answer.
             if len(self.servers) > 1:
                 masks[name] = _mask_of(row, [question.tokens for question, _ in pairs])
             if answered:
@@ -221,6 +227,7 @@ def _contexts(row: MicroBatch, tokens: npt.NDArray[np.int64] | None) -> Iterator
         return
     columns = (row.input_ids, row.predict_index, row.sequence_index)
     input_ids, predict_index, rollout_index = (column.cpu().numpy() for column in columns)
+    # Sequence s of the row is input_ids[bounds[s] : bounds[s + 1]].
     bounds = np.cumsum([0, *row.sequence_lengths])
     sequence_of_token = np.searchsorted(bounds, predict_index, side="right") - 1
     for sequence in np.unique(sequence_of_token).tolist():
@@ -263,6 +270,7 @@ def _as_tensors(answers: Sequence[Answer], device: torch.device) -> Tensor | Top
 def rest_logprob(logprobs: Sequence[float], vocabulary_size: int) -> float:
     """Returns the logprob of all tokens together whose logprobs are not among the `known` ones."""
     if len(logprobs) >= vocabulary_size:
+        # There is no other token.
         return MIN_LOGPROB
     return math.log(max(1 - math.fsum(map(math.exp, logprobs)), _MIN_REST))
 
@@ -305,6 +313,7 @@ def open_served_teacher(
 ) -> ServedTeacher:
     """Collective. Connects to the servers of teacher.url. Raises ConfigError if one does not
     fit."""
+    # One rank asks for the name of the model; all ranks get the same answer or the same error.
     models = on_rank0(
         lambda _: {name: check_server(config, name) for name in config.teacher.urls}, None
     )
@@ -372,6 +381,7 @@ class ServerCheck(TeacherCheck):
             logprobs = {**dict(token.likeliest), ids[position + 1]: token.logprob}
             # Nothing is known about single other tokens, and only all of them together are
             # compared.
+            # Any distribution of the rest over the other tokens will do.
             num_others = max(vocabulary_size - len(logprobs), 1)
             rest = rest_logprob([*logprobs.values()], vocabulary_size)
             logits[number] = rest - torch.tensor(float(num_others)).log()
@@ -384,6 +394,7 @@ def _has_right_mask(row: MicroBatch, unanswered: set[int]) -> bool:
     signal = row.teacher_signal
     if signal is None or not row.rollout_ids:
         return True
+    # The device compares indices of rollouts, not their ids.
     silent = [index for index, rollout_id in enumerate(row.rollout_ids) if rollout_id in unanswered]
     expected = ~torch.isin(row.sequence_index, row.sequence_index.new_tensor(silent))
     mask = torch.ones_like(expected) if signal.answered_mask is None else signal.answered_mask

@@ -121,6 +121,7 @@ class Teacher:
         teacher over its own rollouts."""
         requests = self.requests(decision)
         heads: dict[str, Tensor] = {}
+        # The whole lm_head of a teacher is gathered once per step, not once per row.
         if self.config.loss == "full":
             heads = {
                 name: _gather_head(teacher.model)[: self._vocabulary_size]
@@ -141,6 +142,8 @@ class Teacher:
                     scores_by_tokens.append((tokens, scores))
                 if len(self.models) > 1:
                     masks[name] = torch.zeros_like(row.loss_mask).index_fill(0, tokens, True)
+            # Rows of other teachers' rollouts are left out of a teacher's part, but every row has a
+            # signal.
             row.teacher_signal = self._make_signal(row, scores_by_tokens, masks)
         # A teacher that is the policy's own base leaves the policy gathered.
         cast(FSDPModule, self.policy).reshard()
@@ -165,6 +168,8 @@ class Teacher:
         if self._request_for is None or self._prompt_at is None:
             return None
         step = decision.rank0_decision
+        # Only rank 0 knows the positions of all groups. The prompt stream gives the same prompt on
+        # every rank, so that positions are all that has to be sent.
         positions = on_rank0(lambda _: [] if step is None else step.positions.tolist(), None)
         group_size = decision.num_rollouts // max(len(positions), 1)
         return {
@@ -185,6 +190,8 @@ class Teacher:
             logprobs: Tensor = teacher.score(row)
             return logprobs
         temperature, chunk_tokens, softcap = _scaling(teacher.model)
+        # The divergence is computed in the update, chunk by chunk: hidden states take less memory
+        # than logits of the whole vocabulary.
         if head is not None:
             hidden = teacher.score(row, lambda hidden, _: hidden)
             return WholeTeacher(hidden, head, temperature, softcap)
@@ -195,6 +202,7 @@ class Teacher:
             chunk=chunk_tokens,
             softcap=softcap,
         )
+        # A teacher of the same family may have more rows in its head than the policy: padding.
         size = self._vocabulary_size
         return TopTeacher(*teacher.score(row, lambda hidden, head: top(hidden, head[:size])))
 
@@ -238,6 +246,7 @@ def select_teacher_row(
     columns = (row.input_ids, row.predict_index, row.sequence_index)
     input_ids, predict_index, rollout_index = (column.cpu().numpy() for column in columns)
     bounds = np.cumsum([0, *row.sequence_lengths])
+    # The token after a predicting position is one that the policy sampled.
     is_sampled = np.zeros(len(input_ids), np.bool_)
     is_sampled[predict_index + 1] = True
     sequence_of_token = (np.searchsorted(bounds, predict_index, side="right") - 1).tolist()
@@ -260,6 +269,7 @@ def select_teacher_row(
         rollouts.append(
             episode_rollout(row.rollout_ids[index], 0.0, True, tuple(rollout_segments), logprobs)
         )
+    # pack_rollouts keeps the order of rollouts, so that scores and tokens are aligned.
     tokens = np.flatnonzero(np.isin(rollout_index, [*prompts]))
     device = row.input_ids.device
     return TeacherRow(pack_rollouts(rollouts, device), torch.from_numpy(tokens).to(device))
@@ -301,6 +311,8 @@ def open_model_teacher(
     models: dict[str, TeacherModel] = {}
     for name, path in config.teacher.paths.items():
         is_start = path == config.model.path
+        # With adapters the policy's frozen base is the start model; else the reference is, if there
+        # is one. Neither takes more memory.
         if is_start and policy.lora.rank:
             models[name] = TeacherModel(policy, is_base=True, is_own=False)
         elif is_start and isinstance(reference, Policy):
@@ -316,6 +328,7 @@ def open_model_teacher(
             )
             models[name] = TeacherModel(model)
             key = f"teacher.path.{name}" if name else "teacher.path"
+            # After the build, which names a folder that is no model.
             check_vocabulary(config.model.path, path, key)
     return Teacher(
         config.teacher,
@@ -333,6 +346,7 @@ def make_request_for(config: Config, tokenizer: Any) -> Callable[[Prompt], Teach
     if has_one and config.teacher.prompt_key is None:
         return None
     data = teacher_data(config)
+    # Rows are aligned with the policy's prompts: none was dropped.
     prompts = None if data is None else build_prompts(read_rows(data), tokenizer, data, 1)
 
     def request_for(prompt: Prompt) -> TeacherRequest:
@@ -391,6 +405,7 @@ class TeacherCheck:
             result.errors.append(
                 "a micro-batch lacks what its teacher says of it, or has it in another form"
             )
+        # The costliest row comes first.
         row = batch.micro_batches[0]
         lengths = _first_pass_lengths(row, requests)
         differences = [torch.zeros(0, dtype=torch.float64)]
@@ -433,6 +448,7 @@ class TeacherCheck:
             and lengths[index] <= _TOO_LONG
             and self._has_signal(rollout_id)
         ]
+        # Short ones first: a plain pass takes memory by the square of its length.
         candidates.sort(key=lengths.__getitem__)
         short = [index for index in candidates if lengths[index] <= _LONG] or candidates[:1]
         stride = max(len(short) // _NUM_ROLLOUTS, 1)
@@ -504,6 +520,7 @@ def _first_context(
 ) -> _Context:
     if index is None:
         return _Context(row.input_ids[:2], row.predict_index.new_zeros(1), None)
+    # Each sequence of the row starts at position 0.
     starts = torch.nonzero(row.position_ids == 0)[:, 0]
     tokens = torch.nonzero(row.sequence_index == index)[:, 0]
     predict_index = row.predict_index[tokens]
@@ -515,6 +532,7 @@ def _first_context(
     predict_index = row.predict_index[tokens] - start
     token_ids = row.input_ids[start : start + int(predict_index[-1]) + 2]
     prompt_ids = None if requests is None else requests[row.rollout_ids[index]].prompt_ids
+    # The teacher's own prompt takes the place of everything before the first sampled token.
     if prompt_ids is not None:
         completion_ids = token_ids[int(predict_index[0]) + 1 :]
         token_ids = torch.cat([token_ids.new_tensor(prompt_ids), completion_ids])
@@ -618,6 +636,8 @@ class RandomTeacher:
             [(None, scores)], self._config.beta, self._policy_scaling, len(head)
         )
         row.teacher_signal = TeacherSignal(self.coef, divergence=divergence)
+        # A row without rollouts has one token that counts nothing, and the plain side has none for
+        # it.
         if row.rollout_ids:
             self._log_p.append((hidden @ head.T).double().div(self._temperature).log_softmax(-1))
             self._top_ids += [scores.ids] if isinstance(scores, TopTeacher) else []
@@ -646,5 +666,6 @@ class RandomTeacher:
 def _top_and_rest(log_p: Tensor, ids: Tensor) -> Tensor:
     """Returns the logprobs [n, K + 1] of the tokens `ids` [n, K], and of all other tokens
     together."""
+    # Summed over the other tokens: 1 minus the top tokens' probabilities would cancel.
     rest = log_p.scatter(-1, ids, -math.inf).logsumexp(-1, keepdim=True)
     return torch.cat([log_p.gather(-1, ids), rest], -1)
