@@ -379,8 +379,8 @@ FAULTS = (
     Fault(
         "columns of another row: counted without the dropped prompts",
         "data/tokens.py",
-        "return Prompt(number, number, token_ids, row.prompt, row.columns)",
-        "return Prompt(number, number, token_ids, row.prompt, self._rows[place].columns)",
+        "columns=row.columns,",
+        "columns=self._rows[indices].columns,",
         ("tests/unit/test_data.py",),
         (
             "data.train={made}/some_long.jsonl",

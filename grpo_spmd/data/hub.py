@@ -63,6 +63,7 @@ def check_reachable(kind: Literal["models", "datasets"], name: str, key: str) ->
         if kind == "models":
             rule = "has no config.json on the hub; a model in transformers' format has one"
             raise ConfigError(f"{key}: {name} {rule}")
+    # The hub does not tell whether a private name exists.
     elif answer.status in (401, 404):
         access = "the token in use does not see it" if _token() else "set HF_TOKEN if it is private"
         rule = f"there is no {page}, or it is private"

@@ -118,6 +118,7 @@ class TailStream:
         fits = num_prompts < self._num_launched <= num_left_in_epoch
         if fits and not is_long and not has_old:
             return self._stream.take(self._num_launched)
+        # A long round, or one that ends the epoch: waiting prompts first, as they are the oldest.
         slow = self._waiting[:num_prompts]
         self._waiting = self._waiting[num_prompts:]
         slow_prompts = [self._stream.at(position) for position in slow]

@@ -290,6 +290,7 @@ def _prompt_of(record: dict[str, Any], location: str, config: DataConfig) -> Any
             raise ConfigError(f"{location}: no column {name!r} ({key}); the columns are {columns}")
         return record[name]
 
+    # Without a template the column is the prompt: text or messages.
     if config.prompt_template is None:
         return column(config.prompt_key, "data.prompt_key")
 
@@ -345,7 +346,7 @@ def _find_file(path: Path, key: str) -> Source:
     inputs = None
     try:
         state = path.stat()
-        # A folder of parquet files and a fifo have no fingerprint.
+        # A folder of parquet files and a fifo have no fingerprint: they are read at each start.
         is_file = stat.S_ISREG(state.st_mode)
         if is_file:
             versions = [] if is_jsonl else versions_of("pyarrow")

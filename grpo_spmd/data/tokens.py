@@ -145,6 +145,7 @@ def build_prompts(
             end += num_tokens
             ends.append(end)
             numbers.append(number)
+        # Checkpoints ask for the digests, and need not read all prompts for them.
         writer.arrays.update(ends=ends, numbers=numbers)
         writer.facts["tokens"], writer.facts["rows"] = digests.hexdigests()
 

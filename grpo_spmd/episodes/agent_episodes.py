@@ -62,6 +62,7 @@ class AgentEpisodes(Episodes):
         """Returns the requests that are known by now; see LateRequests."""
         self._take_calls()  # those that came since the last look
         requests = super().ready(timeout_s)
+        # The endpoint's file may have ended the wait.
         if not requests:
             self._take_calls()
             requests = self._requests
@@ -130,6 +131,7 @@ class AgentEpisodes(Episodes):
 
     def _take_reply(self, episode: RunningEpisode, reply: Reply | Failure) -> None:
         session = self._sessions[episode.conversation]
+        # The agent's code has ended: nobody reads further answers.
         self._endpoint.close(episode.conversation)
         session.waiting.clear()
         session.outcome = reply

@@ -181,12 +181,14 @@ class ConversationTree:
     ) -> TurnRequest:
         """Returns the turn to sample for a request.
 
-        Messages are as read_request returns them. `max_tokens` is the agent's own limit. Raises ApiError where a limit leaves no room for a
-        turn, and where the template refuses the messages.
+        Messages are as read_request returns them. `max_tokens` is the agent's own limit. Raises
+        ApiError where a limit leaves no room for a turn, and where the template refuses the
+        messages.
         """
         if len(self._turns) >= self._limits.max_turns:
             rule = f"the episode has had its environment.max_turns={self._limits.max_turns}"
             raise self._limit_error("episode_max_turns", rule)
+        # Text that cannot fit is not tokenized to find that out.
         if num_chars(messages) > self._limits.max_model_len * self._chat.max_token_chars:
             raise self._too_long_error("far more")
         turn = self._new_turn(messages, tools)
@@ -194,6 +196,8 @@ class ConversationTree:
         room = self._room(turn, len(context_ids))
         turn.max_tokens = min(room, max_tokens or room)
         turn.requested_tokens = max_tokens
+        # The seed's key depends on the context alone, and not on the order of the requests. Equal
+        # contexts are numbered, and their turns are interchangeable.
         digest = hashlib.blake2b(np.asarray(context_ids, np.int64).tobytes(), digest_size=8)
         turn.key = f"{digest.hexdigest()}.{self._num_equal_contexts[digest.digest()]}"
         self._num_equal_contexts[digest.digest()] += 1
@@ -248,6 +252,7 @@ class ConversationTree:
             for turn in leaf.path:
                 completion = turn.completion
                 assert completion is not None, "a turn has a child before it was sampled"
+                # A shared turn is trained on once, in the first segment that has it.
                 is_new = turn not in trained
                 sampled += [False] * len(turn.new_ids) + [is_new] * len(completion.token_ids)
                 if is_new:
@@ -367,6 +372,7 @@ class ConversationTree:
 
     def _longest_prefix(self, ids: list[int]) -> _Turn | None:
         """Returns the finished turn with the most tokens that `ids` begin with."""
+        # Tokens decide, not text: sampled tokens may differ from those that their text gives.
         candidates = [turn for turn in self._turns if turn.sampled_ids and turn.is_prefix_of(ids)]
         return max(
             candidates,

@@ -196,6 +196,7 @@ class Endpoint(AbstractContextManager["Endpoint"]):
         self._listening = socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG)
         self._url = f"http://127.0.0.1:{self._listening.getsockname()[1]}/sessions"
         self._loop = asyncio.new_event_loop()
+        # Set in the loop's thread alone, as asyncio's objects are not safe for threads.
         self._is_stopping = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="agents' endpoint", daemon=True)
         self._thread.start()
@@ -226,6 +227,7 @@ class Endpoint(AbstractContextManager["Endpoint"]):
 
     def take(self) -> list[Call]:
         """Returns the requests that came since the last call, in the order of their arrival."""
+        # Without the thread no request would ever come, and the rank would wait for ever.
         if not self._thread.is_alive():
             raise RuntimeError("the thread of the agents' endpoint has ended")
         with suppress(BlockingIOError):
@@ -290,6 +292,7 @@ class Endpoint(AbstractContextManager["Endpoint"]):
             self._loop.close()
 
     async def _serve(self) -> None:
+        # With handler_cancellation aiohttp (3.14) cancels a handler as soon as its client leaves.
         server = web.Server(self._handle, handler_cancellation=True)
         # Compressed bodies stay as they are sent: they are refused as no JSON, and cannot explode.
         listener = await self._loop.create_server(
@@ -320,6 +323,7 @@ class Endpoint(AbstractContextManager["Endpoint"]):
     def admit(self, connection: _Connection) -> bool:
         """Server's thread: takes a new connection in, or returns False where there are too many."""
         if len(self._connections) >= self._max_connections:
+            # Whoever has shown a token keeps the connection; the oldest stranger loses it.
             strangers = (old for old in self._connections if not old.is_known)
             stranger = next(strangers, None)
             if stranger is None:
@@ -417,6 +421,7 @@ class Endpoint(AbstractContextManager["Endpoint"]):
         if len(session.waiting) >= self._max_waiting:
             rule = f"{self._max_waiting} requests of this session wait already; try again"
             raise ApiError(429, "busy", rule)
+        # The rank's thread takes calls out of this queue, and is woken by a byte in the pipe.
         call = Call(session.conversation, chat_request, session, self._loop.create_future())
         session.waiting[call] = None
         session.update_waited()
@@ -447,6 +452,7 @@ class Endpoint(AbstractContextManager["Endpoint"]):
     async def _send(self, request: web.BaseRequest, response: web.Response) -> None:
         """Sends an answer; a client that does not read it in time loses its connection."""
         try:
+            # aiohttp itself would wait for a slow reader without end.
             async with asyncio.timeout(self.request_s):
                 await response.prepare(request)
                 await response.write_eof()

@@ -79,6 +79,7 @@ class Environments(AbstractContextManager["Environments"]):
             raise
         facts = self._pool.facts
         self.scorer = EnvironmentScorer(facts.reward_names)
+        # Rewards of the config keep their places; the environments' own follow.
         self.weights |= zip(facts.reward_names, facts.weights, strict=True)
         doctor.describe_waiting_with(self._pool.where)
         if facts.kind == "agent":

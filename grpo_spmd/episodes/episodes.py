@@ -105,7 +105,9 @@ class Episodes(FollowerEpisodes):
 
     def ready(self, timeout_s: float, /) -> list[tuple[ConversationId, Request | None]]:
         """Returns the requests that are known by now; see LateRequests."""
+        # Without waiting where the engine has work already.
         for conversation, reply in self._pool.poll(0.0 if self._requests else timeout_s):
+            # A reply may belong to a generation that was stopped.
             episode = self._running.get(conversation)
             if episode is not None:
                 self._take_reply(episode, reply)
@@ -179,6 +181,7 @@ class Episodes(FollowerEpisodes):
         state = episode.open
         assert state is not None
         parsed = self._chat.parse(completion.token_ids, state.context_ids, state.tools)
+        # Only tools answer calls; a gym environment answers any text.
         ends_without_call = self._pool.facts.kind == "tools"
         state.add_turn(completion, parsed.message, parsed.num_invalid, ends_without_call)
         if state.status is None:
@@ -191,6 +194,7 @@ class Episodes(FollowerEpisodes):
         assert state is not None
         facts = self._pool.facts
         values = {name: rewards.get(name) for name in facts.reward_names}
+        # A gym environment has one reward of its own, the first: that of its steps.
         if facts.kind == "gym" and state.turns:
             values[facts.reward_names[0]] = episode_return(state, self._discount)
         completion = Completion(

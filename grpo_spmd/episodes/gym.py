@@ -112,6 +112,7 @@ def read_step(result: Any) -> dict[str, Any]:
             "(observation, reward, done, info), a dict or an object with these"
         )
         raise BrokenContractError(f"step() returned {type(result).__name__}, and not {forms}")
+    # Rewards may be numpy's or torch's numbers.
     number = None if reward is None else as_number(reward)
     if isinstance(number, str) or (number is not None and not math.isfinite(number)):
         raise ValueError(f"step() gave the reward {number}")

@@ -89,6 +89,7 @@ class OpenEpisode:
         `ends_without_call` a turn that calls no tool is the last.
         """
         tokens = completion.token_ids
+        # The exact sampled ids, whatever text they give.
         self.context_ids += tokens
         self._sampled += [True] * len(tokens)
         self._num_all_tokens += len(tokens)
@@ -120,6 +121,7 @@ class OpenEpisode:
             self.status = "invalid_calls"
         elif len(self.turns) >= self._limits.max_turns:
             self.status = "max_turns"
+        # "too_long": the messages were larger than any room, and the worker did not send them.
         elif values.get("too_long") or not self._may_fit(values["messages"], chat):
             self._end_without_room(self._room())
         else:

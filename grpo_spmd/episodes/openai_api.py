@@ -142,6 +142,7 @@ def read_request(body: bytes, model: str) -> ChatRequest:
     """
     try:
         fields = msgspec.json.decode(body, type=dict[str, Any])
+        # Clients write null for options that are not set.
         fields = {name: value for name, value in fields.items() if value is not None}
         _check_model(fields, model)
         _check_options(fields)
@@ -150,6 +151,7 @@ def read_request(body: bytes, model: str) -> ChatRequest:
         raise
     except (ValueError, RecursionError) as error:
         raise _invalid(f"the body is not a chat completion request: {error!s:.200}") from None
+    # The tools themselves go to the template as they came, with all of their keys.
     tools = fields.get("tools", [])
     for number, tool in enumerate(tools):
         if not is_plain(tool):

@@ -175,6 +175,7 @@ class EnvironmentPool(ProcessPool):
     def release(self, conversation: ConversationId) -> None:
         """Ends an episode; its worker is free for the next."""
         episode = self._live.pop(conversation)
+        # A worker that has ended is gone from the pool already.
         if not episode.worker_error:
             self._idle.append(episode.worker)
         self._dispatch()
@@ -182,6 +183,7 @@ class EnvironmentPool(ProcessPool):
     def drop(self, conversation: ConversationId) -> None:
         """Ends an episode in any state; its worker is killed."""
         self._waiting = deque(entry for entry in self._waiting if entry[0] != conversation)
+        # Its reply may have come in the meantime.
         self._replies = [entry for entry in self._replies if entry[0] != conversation]
         episode = self._live.pop(conversation, None)
         if episode is not None and not episode.worker_error:
@@ -287,6 +289,7 @@ class EnvironmentPool(ProcessPool):
         tool = reply.get("tool")
         if isinstance(tool, str):
             call.location = f"tool {tool!r:.100}"
+        # User code may write to the socket: only the answer to this very call counts.
         elif (reply.get("conversation"), reply.get("serial")) != (
             [*call.conversation],
             call.serial,
@@ -322,6 +325,7 @@ class EnvironmentPool(ProcessPool):
             failure = Failure(_STATUSES[how], f"{call.location} {why}", self._seconds(call))
             self._replies.append((call.conversation, failure))
             return
+        # The worker was between two calls: the next call of its episode reports the failure.
         for episode in self._live.values():
             if episode.worker is worker:
                 episode.worker_error = f"its process ended between two calls: {why}"

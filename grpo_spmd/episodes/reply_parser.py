@@ -48,6 +48,7 @@ class ReplyParser:
         template = getattr(tokenizer, "response_template", None)
         self._template = template or _response_template(str(tokenizer.chat_template), anchors, ends)
         fields = dict(self._template.get("fields", {}))
+        # In a conversation without tools nobody answers calls.
         if not reads_calls:
             fields.pop("tool_calls", None)
             self._template = {**self._template, "fields": fields}
@@ -211,7 +212,8 @@ _FORMATS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
             },
         },
     ),
-    (  # Qwen3-Coder, Qwen3.5, Nemotron 3: tags for each argument, whose values are typed by the tools' schemas
+    # Tags for each argument, whose values are typed by the tools' schemas.
+    (  # Qwen3-Coder, Qwen3.5, Nemotron 3
         ("<tool_call>", "<function=", "<parameter="),
         {
             "reasoning_content": _THINK,

@@ -56,6 +56,7 @@ class TrlDriver:
         """Returns {"messages": what reset returned, "tools": the schemas of this episode}."""
         if self._helpers is None:
             self._helpers = [make() for make in self._helper_factories]
+        # Shipped tools keep state for one episode alone.
         for helper in self._helpers:
             resolve(helper.reset(**row))
         messages = None

@@ -156,6 +156,7 @@ def answer(
                 rule = f"{max_chars:,} are the most"
                 raise ValueError(f"reset() gave {num_chars:,} characters, and {rule}")
             values = {**values, "messages": [], "too_long": num_chars}
+        # Raises here, in the user's traceback, and not in the sending of the frame.
         json.dumps(values)
         return {"values": values, **call}
     except BrokenContractError as error:
@@ -173,6 +174,7 @@ def answer(
 
 def _values(driver: Driver, rewards: list[Reward], message: dict[str, Any]) -> dict[str, Any]:
     if message["method"] == "begin":
+        # The same seeds in a second attempt, and whichever process runs the episode.
         random.seed(message["seed"])
         numpy.random.seed(message["seed"] % 2**32)
         row = message["row"]
