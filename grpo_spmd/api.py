@@ -87,6 +87,7 @@ def _train(config: Config) -> RunResult:
         os.close(descriptor)
     run_dir = Path(config.run_dir)
     try:
+        # Everything from here on must leave the owner's process as it was.
         with embedded_run(_release):
             prepare_torch()
             from grpo_spmd.loop import train
@@ -94,6 +95,7 @@ def _train(config: Config) -> RunResult:
             train(config, inputs)
     finally:
         let_go(run_dir)
+    # The marker is written only after every rank has saved.
     marker = run_dir / "preempted.json"
     is_preempted = marker.is_file()
     num_steps = config.training.num_steps
@@ -135,6 +137,7 @@ def _merge(tree: dict[str, Any], values: Mapping[str, Any], prefix: str) -> None
         if not isinstance(key, str):
             raise ConfigError(f"{prefix}{key}: a key must be text")
         name, dot, rest = key.partition(".")
+        # "optimizer.lr": 1 is the same as optimizer: {lr: 1}.
         if dot:
             value = {rest: value}
         old = tree.get(name)
@@ -175,6 +178,7 @@ def _reward_entry(entry: Any, index: int, functions: dict[str, RewardFunction]) 
         rule = "is a class; give an object of it"
         raise ConfigError(f"rewards.{index}: {function.__name__} {rule}")
     spec = function_spec(function)
+    # Another function has the same text, such as a second lambda.
     if spec in functions:
         spec = f"{spec}#{index}"
     functions[spec] = function

@@ -84,6 +84,7 @@ def main() -> None:
         show(f"grpo-spmd {__version__}")
         return
     if name not in commands():
+        # Any command, however far: there is always a closest one.
         closest = difflib.get_close_matches(name, commands(), 1, 0.0)[0]
         remedy = f"did you mean {closest}? --help lists them"
         refuse(ConfigError(f"grpo-spmd {name}: unknown command; {remedy}"))
@@ -153,9 +154,11 @@ def _train(arguments: list[str]) -> None:
     if {"--check", "--explain"} & {*rest}:
         train.main()
         return
+    # The check's output is not shown; an error in it exits with 2 before any rank starts.
     sys.argv.append("--check")
     with contextlib.redirect_stdout(io.StringIO()):
         train.main()
+    # torchrun sets its own.
     for name in sizes:
         del os.environ[name]
     _exec_torchrun(options, local_ranks, rest)

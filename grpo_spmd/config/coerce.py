@@ -59,6 +59,7 @@ def build(cls: type, tree: Any, prefix: str) -> Any:
     if not isinstance(tree, Mapping):
         remedy = _section_remedy(prefix, tree)
         raise ConfigError(f"{prefix}: expected a section (a mapping), got {tree!r}{remedy}")
+    # Hints are strings in the source, so they are evaluated in the schema's module.
     fields = {field.name: field for field in dataclasses.fields(cls)}
     hints = typing.get_type_hints(cls)
     for name in tree:
@@ -151,6 +152,7 @@ def _coerce_scalar(hint: Any, value: Any, prefix: str) -> Any:
             return int(value)
         if isinstance(value, int) and not is_bool and abs(value) < 1 << 63:
             return value
+    # A bool is a number for Python. nan and inf cannot be meant.
     if hint is float and not is_bool:
         try:
             number = float(value)
@@ -183,6 +185,7 @@ def _interpret(hint: Any, value: Any) -> Any:
         is_union = origin in (Union, types.UnionType)
         if is_union and type(None) in args and value.strip().lower() in ("none", "null"):
             return None
+        # "wandb,tensorboard" on the command line.
         if origin is tuple and args[0] is str:
             return [name for name in re.split(r"[,\s]+", value) if name]
         if origin is Literal and value not in args and _DTYPES.get(value) in args:
@@ -205,8 +208,10 @@ def _checked(value: Any, field: dataclasses.Field[Any], key: str) -> Any:
         is_number = isinstance(leaf, int | float)
         if is_number and not all(_COMPARISONS[s](leaf, bound) for s, bound in bounds.items()):
             rule = " and ".join(f"{sign} {bound:g}" for sign, bound in bounds.items())
+            # Whole numbers are shown in full, others without trailing zeros.
             number = leaf if list(bounds) == [">="] else format(leaf, "g")
             raise ConfigError(f"{name} must be {rule}; got {number}")
+    # A required text is a path, and no path has a NUL character.
     is_required = field.metadata.get("required") and isinstance(value, str)
     if is_required and (not value.strip() or "\0" in value):
         raise ConfigError(f"{key} must not be empty, nor contain a NUL character; got {value!r}")
@@ -272,6 +277,7 @@ def unknown_key(key: str, prefix: str, value: Any) -> str:
     It names our key for another trainer's name, or the key that was probably meant.
     """
     name = key.removeprefix(f"{prefix}.") if prefix else key
+    # In the order of how sure the answer is.
     if name in REFUSED_KEYS and prefix in ("", "rollout"):
         return f"{key}: {REFUSED_KEYS[name]}"
     if "." in name and (key in key_names(Config) or name.startswith("rewards.")):
@@ -303,6 +309,7 @@ def _similar_key(name: str, prefix: str, *, is_section: bool) -> str | None:
     sections = {key.rpartition(".")[0] for key in known}
     if not is_section:
         known = [key for key in known if key not in sections]
+    # A typo in the right section comes before the same name elsewhere.
     siblings = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == prefix}
     if similar := _similar_name(name, siblings, _SAME_SECTION_RATIO):
         return siblings[similar]

@@ -87,6 +87,7 @@ def _repeated_keys(words: Sequence[str], overrides: Sequence[str]) -> Iterator[s
 
 def _misspelt_words(words: Sequence[str], takes_value: dict[str, bool]) -> Iterator[str]:
     """Yields an error for each word that is no option, no value of an option and no override."""
+    # Words are taken from the front; an option takes its value with it.
     rest = list(words)
     while rest:
         word = rest.pop(0)
@@ -98,6 +99,7 @@ def _misspelt_words(words: Sequence[str], takes_value: dict[str, bool]) -> Itera
                 rest.pop(0)
         elif option:
             value = text if equals else _pop_value(rest)
+            # A similar option counts more than a fixed remedy.
             similar = difflib.get_close_matches(name, takes_value, n=1, cutoff=0.8)
             remedy = _OPTION_REMEDIES.get(option[1].replace("-", "_"))
             if similar:

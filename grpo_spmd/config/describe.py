@@ -55,6 +55,7 @@ def describe_keys(columns: int = 80) -> str:
 def keys_as_markdown() -> str:
     """Returns all keys as Markdown tables: the keys without a section, then one table a section."""
     lines = []
+    # Keys without a section come first; the sort is stable.
     section = None
     for key in sorted(_key_texts(Config, ""), key=lambda key: "." in key.name):
         heading = key.name.split(".")[0] if "." in key.name else "Without a section"
@@ -191,6 +192,7 @@ def redact(text: str) -> str:
     pieces: list[str] = []
     end = 0
     for name in _NAME.finditer(text):
+        # A name inside a value that was removed already is skipped.
         value = _VALUE.match(text, name.end())
         if value is not None and name.start() >= end and _is_secret(name[1], value[0]):
             pieces += [text[end : name.end()], "<redacted>"]
@@ -220,6 +222,7 @@ def redact_arguments(arguments: Sequence[str]) -> list[str]:
 
 def _is_secret(name: str, value: str) -> bool:
     name_parts = name.strip("-").split(".")
+    # "max_tokens 512" is a number of tokens, not a token.
     is_named = any(
         SECRET_NAME.search(name_part) and name_part not in _declared_names()
         for name_part in name_parts

@@ -70,6 +70,7 @@ def build_config(tree: dict[str, Any], *, on_cpu: bool = False) -> Config:
 
     Raises ConfigError.
     """
+    # The recipe is put below the tree before coercion, so its values are checked like typed ones.
     recipe = recipe_of(tree)
     config: Config = build(Config, _fill_in_recipe(tree, recipe), "")
     if on_cpu:
@@ -158,6 +159,7 @@ def apply_override(tree: dict[str, Any], override: str) -> tuple[str, Any]:
         problem = getattr(error, "problem", None) or ""
         reason = f": {problem}" if "base 8" in problem else ""
         raise ConfigError(f"{name}: the value {text!r} is not valid YAML{reason}") from None
+    # Walk down to the mapping or list that holds the key; missing sections are created.
     node: Any = tree
     *parents, last_name = name.split(".")
     for depth, parent in enumerate(parents):
@@ -268,6 +270,7 @@ def _yaml_error(error: Exception, text: str, path: Path) -> ConfigError:
 
 def _yaml_remark(line: str, text: str) -> str:
     """Returns what is likely wrong with `line` of a file with `text`; "" if nothing is known."""
+    # "[section]" or "key = value" at the start of a line.
     if re.search(r"(?m)^(\[+[\w.-]+\]+ *$|[\w.-]+ = )", text):
         return "; it looks like TOML, and a config is YAML: model: {path: ...}"
     if match := re.search(r"[\xa0\u2000-\u200b\u202f\u3000\ufeff\t]", line):
@@ -404,6 +407,7 @@ def _with_cpu_defaults(config: Config, tree: Mapping[str, Any]) -> Config:
     They have 2,048 tokens, or two of the longest rollouts if those have more, and never more than
     the default elsewhere.
     """
+    # From the unchecked tree, because the config no longer knows what was set.
     training = config.training
     if "max_tokens_per_micro_batch" in (tree.get("training") or {}):
         return config

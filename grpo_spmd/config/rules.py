@@ -169,6 +169,7 @@ def _check_sizes(config: Config) -> None:
             f"rollout: data.max_prompt_tokens ({prompt_tokens}) + {second} = {rollout_tokens}; "
             "raise the first or lower one of the others"
         )
+    # Mini-batches are equal parts of a step, counted in prompts.
     mini_batches = config.training.num_mini_batches
     if rollout.num_prompts_per_step % mini_batches:
         raise ConfigError(
@@ -265,6 +266,7 @@ def _check_evaluation(config: Config) -> None:
             f"eval.num_samples ({config.eval.num_samples}) must be 1 with eval.temperature: 0, "
             "where all samples are alike"
         )
+    # "eval/SET/mean": the set must exist, or the metric never comes.
     metric = config.checkpoint.best_metric or ""
     if metric.startswith("eval/") and metric.split("/")[1] not in sets:
         names = ", ".join(sets) or "no held-out sets"
@@ -361,6 +363,7 @@ def _check_teacher(config: Config, has_rewards: bool) -> None:
             "teacher.prompt_key with an environment: an episode's prompt comes again in its later "
             "turns, where the teacher's would not; leave one of them out"
         )
+    # Without rewards all advantages of a group are equal.
     is_alone = teacher.is_on and not has_rewards
     if is_alone and config.rollout.dynamic_sampling:
         raise ConfigError(
@@ -404,6 +407,7 @@ def _check_teacher_url(teacher: TeacherConfig, temperature: float) -> None:
             "teacher.loss: full needs the whole distribution, which no url gives; "
             "take topk, or a path"
         )
+    # The server's logprobs are those of temperature 1; the policy's must be comparable.
     if temperature != 1:
         raise ConfigError(
             f"rollout.temperature ({temperature:g}) must be 1 with teacher.url, whose logprobs are "
@@ -514,6 +518,7 @@ def _check_url(prefix: str, url: str) -> None:
         raise ConfigError(
             f"{prefix} holds a password or a key, and would be written down; give it by headers_env"
         )
+    # urlsplit raises ValueError for a port that is no number, idna for a host that is no name.
     try:
         address_parts = urlsplit(url)
         (address_parts.hostname or "").encode("idna")

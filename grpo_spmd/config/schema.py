@@ -36,6 +36,7 @@ def key(default: Any, doc: str, *, is_path: bool = False, **bounds: float) -> An
     """
     signs = {_SIGNS[name]: bound for name, bound in bounds.items()}
     metadata = {"doc": doc, "required": False, "bounds": signs, "is_path": is_path}
+    # Each config gets its own dict; frozen sections are shared.
     if isinstance(default, dict):
         return dataclasses.field(default_factory=lambda: dict(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -47,9 +48,13 @@ def required(doc: str, *, is_path: bool = False) -> Any:
     return dataclasses.field(metadata=metadata)
 
 
+# The sections are tables: a key's type and default on the first line, its help text below. The
+# formatter would put every argument on a line of its own.
 # fmt: off
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
+    """Section `model.lora`: LoRA adapters, and how the engine gets them."""
+
     rank: int = key(0, "rank of the LoRA adapters; 0: full fine-tuning", at_least=0)
     alpha: float = key(32.0, "the adapters' product is scaled by alpha / rank", above=0)
     target_modules: tuple[str, ...] | Literal["all-linear"] = key("all-linear",
@@ -66,6 +71,8 @@ class LoraConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
+    """Section `model`: the policy, its precision and memory."""
+
     path: str = required(
         "model folder with config.json, safetensors files and a tokenizer, or a hub id",
         is_path=True)
@@ -91,6 +98,8 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
+    """Section `data`: prompts for training and evaluation."""
+
     train: str = required(
         "a .jsonl or .parquet file, or hub:REPO:SUBSET:SPLIT (SUBSET may be empty)", is_path=True)
     eval: dict[str, Any] | str = key({},
@@ -111,6 +120,7 @@ class DataConfig:
     @property
     def eval_sets(self) -> dict[str, str]:
         """The held-out sets by name. A single source is named after its file or hub repository."""
+        # Path() takes the last part of a file's path and of "organisation/name" alike.
         if isinstance(self.eval, str):
             name = self.eval.split(":")[1] if self.eval.startswith("hub:") else self.eval
             return {Path(name).stem: self.eval} if self.eval else {}
@@ -119,6 +129,8 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
+    """Section `rollout`: how completions are sampled, and the engine."""
+
     num_prompts_per_step: int = key(64, "prompts in a step, over all ranks (P)", at_least=1)
     group_size: int = key(8, "completions for each prompt (G)", at_least=2)
     max_completion_tokens: int = key(1024, "most tokens of a completion", at_least=1)
@@ -163,6 +175,8 @@ class RolloutConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig:
+    """One entry of `rewards`: a function, a server, a reward model or a judge."""
+
     name: str | None = key(None,
         "a shipped reward (math, gsm8k, countdown, code, format, exact), or a name for another "
         "reward")
@@ -245,12 +259,15 @@ class RewardConfig:
     def is_measured(self) -> bool:
         """True if its calls are measured and have limits of their own."""
         limits = (self.timeout_s, self.max_concurrent, self.max_per_minute)
+        # The engine's own judge makes no calls.
         has_server = self.url is not None and not self.is_engine_judge
         return has_server or any(limit is not None for limit in limits)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardPoolConfig:
+    """Section `reward_pool`: the processes that compute rewards."""
+
     num_workers: int = key(4,
         "processes on each rank that compute rewards", at_least=1, at_most=4096)
     timeout_s: float = key(10.0,
@@ -262,6 +279,8 @@ class RewardPoolConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentConfig:
+    """Section `environment`: what the policy talks to between its turns."""
+
     tools: tuple[str, ...] = key((),
         'functions that the policy may call, as in TRL: "file.py:function", or a shipped one '
         "(python)")
@@ -305,6 +324,8 @@ class EnvironmentConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherConfig:
+    """Section `teacher`: on-policy distillation from a model here or behind a server."""
+
     path: dict[str, str] | str = key({},
         "teacher model for distillation on the policy's own rollouts: a folder or hub id, which "
         "may be model.path itself; or {name: path}, and the row's column `teacher` chooses by "
@@ -358,6 +379,8 @@ def _by_name(value: dict[str, str] | str) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageConfig:
+    """Section `advantage`: how rewards become advantages."""
+
     estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "max_rl", "gae"] = key("grpo",
         "grpo: reward minus the group's mean, scaled by normalize_std; dr_grpo: never scaled; "
         "rloo: reward minus the mean of the others in the group; reinforce_pp: reward minus the "
@@ -374,6 +397,8 @@ class AdvantageConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CriticConfig:
+    """Section `critic`: a model of each token's value (PPO)."""
+
     path: str | None = key(None,
         "folder or hub id of a causal LM, or of a classifier with one label; a value head is put "
         "on its decoder. policy: the value head is on the policy itself. Needs "
@@ -405,6 +430,8 @@ class CriticConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LossConfig:
+    """Section `loss`: the policy loss, its corrections and the KL term."""
+
     policy: Literal["clip", "gspo", "cispo"] = key("clip",
         "clip: PPO's loss with a ratio for each token; gspo: with a ratio for each sequence; "
         "cispo: a clipped, detached ratio is the weight of each token")
@@ -439,6 +466,8 @@ class LossConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
+    """Section `optimizer`: AdamW and its learning rate."""
+
     lr: float = key(1e-6, "learning rate after the warm-up", at_least=0)
     schedule: Literal["constant", "linear", "cosine"] = key("constant",
         "learning rate after the warm-up: constant, or falling to min_lr at the end of the run "
@@ -453,6 +482,8 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
+    """Section `training`: the length of the run and the size of its updates."""
+
     num_steps: int = key(100, "steps of the run; a step is one rollout and its updates", at_least=1)
     num_mini_batches: int = key(1, "optimizer steps in each epoch over a rollout", at_least=1)
     num_epochs: int = key(1, "passes over the rollouts of a step", at_least=1)
@@ -478,6 +509,8 @@ class TrainingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ProofConfig:
+    """Section `proofs`: checks of engine and update while the run goes on."""
+
     every_steps: int = key(50,
         "steps between two checks of the engine's weights and of the update; 0: only at the start",
         at_least=0)
@@ -488,6 +521,8 @@ class ProofConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
+    """Section `checkpoint`: what is saved, when, and where a run starts."""
+
     every_steps: int = key(100,
         "steps between two checkpoints, from which a run can go on; 0: only at the end and when "
         "preempted", at_least=0)
@@ -507,6 +542,8 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class WatchdogConfig:
+    """Section `watchdog`: time limits of the phases."""
+
     timeout_s: float = key(1800.0,
         "seconds in one phase after which the run stops with a report of where each rank is",
         above=0)
@@ -517,6 +554,8 @@ class WatchdogConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
+    """Section `eval`: evaluation on held-out sets."""
+
     every_steps: int = key(0,
         "evaluate before training, after each N-th step and after the last; 0: never", at_least=0)
     num_samples: int = key(4, "completions for each prompt", at_least=1)
@@ -525,6 +564,8 @@ class EvalConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
+    """Section `logging`: trackers, rollout dumps and the report."""
+
     trackers: tuple[str, ...] = key((),
         "also send the metrics to these: wandb, tensorboard, trackio")
     trackers_rollouts_every_steps: int = key(0,
@@ -547,12 +588,15 @@ class LoggingConfig:
     @property
     def tracker_names(self) -> list[str]:
         """The trackers in use, each once."""
+        # The key wandb is a switch, a mode, and one of the trackers.
         names = {*self.trackers, *(["wandb"] if self.wandb else [])}
         return [name for name in TRACKERS if name in names]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
+    """The whole config. Its sections are in the order of the printed one."""
+
     run_dir: str = required(
         "folder of this run: config, metrics, rollouts, logs, checkpoints", is_path=True)
     seed: int = key(0, "the run is a function of config and seed", at_least=0)
@@ -587,6 +631,7 @@ class Config:
     @property
     def max_rollout_tokens(self) -> int:
         """Most tokens of prompt and completion together; engine and micro-batch have this room."""
+        # An episode without a limit of its own has that of one completion.
         episode_tokens = self.environment.max_tokens if self.environment.is_on else None
         return self.data.max_prompt_tokens + (episode_tokens or self.rollout.max_completion_tokens)
 # fmt: on

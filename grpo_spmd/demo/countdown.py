@@ -47,6 +47,7 @@ def prompt_text(*nums_and_target: int) -> str:
 def long_task(rng: random.Random) -> tuple[list[int], int, str]:
     """Returns three or four numbers, a target from 1 to 99, and an equation that reaches it."""
     while True:
+        # Draw an equation first, so that the task has a solution.
         nums = [rng.randint(1, MAX_NUMBER) for _ in range(rng.choice((3, 4)))]
         equation = str(nums[0]) + "".join(rng.choice("+-*") + str(number) for number in nums[1:])
         target = evaluate(equation)
@@ -62,6 +63,7 @@ def make_rows(numbers: str, seed: int) -> list[dict[str, Any]]:
             {"prompt": prompt_text(*task), "nums": task[:2], "target": task[2]}
             for task in solvable_tasks()
         ]
+    # A generator of its own, so that the rows do not depend on the warm start.
     rng = random.Random(f"rows/{seed}")
     tasks = [long_task(rng) for _ in range(_LONG_ROWS)]
     return [
@@ -104,6 +106,7 @@ def token_ids(text: str) -> list[int]:
 
 def make_example(prompt: str, equation: str) -> Example:
     """Returns prompt and equation, of which the equation and the end token are trained."""
+    # The end token has id 0.
     ids = [*token_ids(prompt + equation), 0]
     return Example(ids, [position >= len(prompt) for position in range(len(ids))])
 

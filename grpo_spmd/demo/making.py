@@ -61,6 +61,7 @@ def make_model(
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
+    # The weights depend on the seed alone.
     torch.manual_seed(seed)
     model = transformers.Qwen3ForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
@@ -103,6 +104,7 @@ def make_folder(
     start = time.perf_counter()
     print(f"demo: making a tiny model and its prompts in {out}, half a minute or more", flush=True)
     startup.begin("demo: importing torch and transformers")
+    # Filled beside its final place and renamed at the end, so that it is complete or absent.
     temporary = temporary_folder(out)
     try:
         (temporary / "model").mkdir(parents=True)

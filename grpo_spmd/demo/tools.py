@@ -108,6 +108,7 @@ def teacher_turns(rng: random.Random, is_careful: bool) -> list[tuple[str, bool]
         num_calls = 2
     elif kind < _CORRECT_FRAC + _GUESS_FRAC:
         num_calls = 0
+    # The model is trained on its own turns, not on what user and tool say.
     turns = [(f"<|user|>{','.join(wanted)}{_END}<|assistant|>", False)]
     for item, count in zip(wanted[:num_calls], counts, strict=False):
         turns.append((call_text(item) + _END, True))
@@ -121,6 +122,7 @@ def make_examples(tokenizer: Any, seed: int) -> Callable[[int], list[Example]]:
     """Returns a function that gives the teacher's episodes for each step of the warm start."""
     rng = random.Random(seed)
 
+    # The same few texts come again and again.
     @functools.cache
     def encode(text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False))

@@ -131,6 +131,7 @@ def exchange_bytes(payloads: list[bytes]) -> list[bytes]:
     count_collective()
     if len(payloads) == 1:
         return payloads
+    # The sizes go first, because the receiver must allocate.
     sent_sizes = torch.tensor([len(payload) for payload in payloads])
     sizes_tensor = torch.empty_like(sent_sizes)
     dist.all_to_all_single(sizes_tensor, sent_sizes)

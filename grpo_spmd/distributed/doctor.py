@@ -396,6 +396,8 @@ class Doctor:
             return Alarm("timeout", self._rank, self._rank, limit)
         if self._peers is None:
             self._peers = self._find_peers()
+        # Ranks of this host form one ring, in which processes are looked at, and all ranks form
+        # another, in which beats are read: each rank watches one neighbour in each.
         for rank in processes.next_rank(self._rank, self._peers):
             if processes.process_state(self._peers[rank]) == "gone":
                 self._wake.wait(1.0)  # at a normal end it may exit before this rank
@@ -415,6 +417,7 @@ class Doctor:
 
         That rank's own thread watches its limit.
         """
+        # One request for all keys: with a thousand ranks, one by one would take too long.
         ranks = range(self._world_size)
         keys = [f"{key}/{rank}" for key in ("at", "beat") for rank in ranks]
         values = [json.loads(text) for text in self._watch_store.multi_get(keys)]

@@ -76,6 +76,7 @@ def _restored_process() -> Iterator[None]:
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
+        # Handlers that the run has added: its log file and its terminal.
         for run_handler in set(log.handlers) - set(log_handlers):
             with suppress(OSError, ValueError):
                 run_handler.flush()

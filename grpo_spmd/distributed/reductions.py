@@ -124,6 +124,7 @@ def to_bytes(reductions: Reductions) -> bytes:
     all numbers as float64; an int is a count, so it is below 2^53. Last come histograms, most of
     whose bins are empty: a bit for each bin, and the counts of the others.
     """
+    # Everything that is equal on most ranks is in the header, so that it is parsed only once.
     header = []
     numbers: list[float] = []
     histograms: list[Array] = []

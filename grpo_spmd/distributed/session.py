@@ -69,6 +69,7 @@ def start_session(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     timeout = collective_timeout(watchdog)
+    # The store comes first: through it ranks join, and the doctor works while groups are created.
     run_store, _, _ = next(iter(dist.rendezvous("env://", timeout=timeout)))
     run_store.set_timeout(timedelta(seconds=doctor.limit_s(watchdog, "start")))
     try:

@@ -45,6 +45,7 @@ def main() -> None:
         if args.out.resolve() == args.checkpoint.resolve():
             rule = "is the checkpoint itself, which is never changed; choose another OUT"
             raise ConfigError(f"{args.out} {rule}")
+        # Checksums of all files, before anything is written.
         verify_checkpoint(args.checkpoint)
         if args.merge:
             export_merged(args.checkpoint, args.out, args.dtype, args.base)
@@ -55,6 +56,7 @@ def main() -> None:
     except (OSError, SafetensorError) as error:  # a full disk, no permission
         print(f"error: {args.out}: nothing was exported: {error}", file=sys.stderr)
         raise SystemExit(1) from None
+    # Only for the last line.
     step = read_trainer(args.checkpoint)["step"]
     mib = sum(path.stat().st_size for path in args.out.glob("*.safetensors")) / (1 << 20)
     merged = ", adapters merged" if args.merge else ""

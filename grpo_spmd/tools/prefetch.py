@@ -67,6 +67,7 @@ def _fetch(config: Config) -> None:
     if not repos and not sets:
         show("prefetch: the model and the data are local: nothing to fetch")
         return
+    # Local folders were sorted out, so the network is needed now.
     if is_offline():
         raise ConfigError(
             "HF_HUB_OFFLINE is set, and prefetch is what needs the network: unset it here"
@@ -129,6 +130,7 @@ def _fetch_rows(config: DataConfig, name: str | None) -> None:
 
     cache = Path(datasets.config.HF_DATASETS_CACHE)
     start = time.monotonic()
+    # datasets does not say what it writes, so the folder's growth is measured.
     start_bytes = _bytes_below(cache)
     with _progress(lambda: f"{source}: {_format_size(_bytes_below(cache) - start_bytes)} so far"):
         rows = read_rows(config, name)

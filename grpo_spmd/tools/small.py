@@ -1,4 +1,4 @@
-"""GRPO in one page, made of this package's parts: the demo's model learns countdown. Change it freely.
+"""GRPO in one page, made of this package's parts: the demo's model learns countdown.
 
     python -m grpo_spmd.demo && python -m grpo_spmd.small [NUM_STEPS]
     torchrun --standalone --nproc-per-node 2 -m grpo_spmd.tools.small
