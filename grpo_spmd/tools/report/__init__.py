@@ -1,5 +1,5 @@
-"""`python -m grpo_spmd.report`: a run, or several, as one HTML file that needs no network and no server.
+"""The command `python -m grpo_spmd.report`: one HTML file about a run, without network or server.
 
-Not here: torch, vllm, anything that a run does. What a run records is written and read in observe/.
-Imports what stands below it.
+Not here: torch, vllm, and the readers of a run folder's files, which are in observe/.
+Imports rooms below tools/.
 """

@@ -1,4 +1,4 @@
-"""The command `python -m grpo_spmd.report RUN [RUN2 ...]`: one HTML file about one run or several."""
+"""The command `python -m grpo_spmd.report RUN [RUN2 ...]`: one HTML file about these runs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`python -m grpo_spmd.show`: a run in a terminal.
+"""The command `python -m grpo_spmd.show`: a run, its steps and completions in the terminal.
 
-Not here: torch, vllm; how a run folder is read, which is in report/ and observe/.
-Imports what stands below it.
+Not here: torch, vllm, the layout of text (tools/terminal.py), the reading of a run (report/).
+Imports rooms below tools/, and tools/report/ for a run and its verdict.
 """

@@ -118,7 +118,8 @@ def completion_lines(
     title += f", row {number(record.row)}, sample {number(record.sample)}"
     yield terminal.fit(title, terminal.columns, "title")
     yield from _flow(_facts(record), terminal)
-    if description := differences.describe(record):
+    description = differences.describe(record)
+    if description:
         yield from terminal.excerpt(description, 3, indent=_INDENT)
     if has_prompt:
         yield from prompt_lines(record, view)
@@ -135,7 +136,8 @@ def completion_lines(
     elif terminal.has_colour and differences.is_coloured(record):
         yield view.note("sampled tokens", "role")
         yield from view.text(text, styles)
-    if error := record.environment.get("error"):
+    error = record.environment.get("error")
+    if error:
         yield view.note(f"failed: {error}", "bad")
 
 
@@ -211,7 +213,8 @@ def _message_lines(messages: Sequence[Any], view: View) -> Iterator[Line]:
             thought = fields.get(name)
             if isinstance(thought, str) and thought:
                 yield from view.text(thought, "dim")
-        if content := message_text(message):
+        content = message_text(message)
+        if content:
             yield from view.text(content)
         calls = fields.get("tool_calls")
         for call in calls if isinstance(calls, list) else ():

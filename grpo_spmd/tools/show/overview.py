@@ -121,10 +121,10 @@ def _finding_lines(run: RecordedRun, terminal: Terminal) -> Iterator[Line]:
         if check.level != "ok":
             text = f"{check.name}: {check.value}, bound {check.bound}: {check.text}"
             yield from terminal.hang(Text(_MARKS[check.level], check.level), text)
-    if names := [check.name for check in checks if check.level == "ok"]:
-        yield from terminal.hang(
-            Text(_MARKS["ok"], "ok"), f"checks that hold: {'; '.join(names)}", "dim"
-        )
+    names = [check.name for check in checks if check.level == "ok"]
+    if names:
+        label = Text(_MARKS["ok"], "ok")
+        yield from terminal.hang(label, f"checks that hold: {'; '.join(names)}", "dim")
 
 
 def curve_lines(run: RecordedRun, terminal: Terminal) -> Iterator[Line]:
