@@ -39,15 +39,15 @@ def open_rewards(
         check_known_rewards(config, environments.weights)
     log_file = Path(config.run_dir, "logs", f"rewards_rank_{session.rank}.log")
     called = config.pool_rewards
-    own = called if environments is None else environments.other_rewards
+    functions = called if environments is None else environments.other_rewards
     check = preemption.check_scoring
     ranks = session.rank, session.world_size
     pool = RewardPool(
-        own, config.reward_pool, log_file, columns=inputs.columns, check=check, ranks=ranks
+        functions, config.reward_pool, log_file, columns=inputs.columns, check=check, ranks=ranks
     )
     score = preemption.guard(functools.partial(pool.score, tokenizer=tokenizer))
     if environments is None:
-        return pool, Scorers(score, {reward.metric_name: reward.weight for reward in own})
+        return pool, Scorers(score, {reward.metric_name: reward.weight for reward in functions})
     return pool, Scorers(score, environments.weights, [environments.scorer])
 
 
@@ -74,8 +74,8 @@ def open_reward_models(
         from grpo_spmd.rollout.engine_judge import EngineJudge, EngineJudges
 
         judges = [
-            EngineJudge(f"rewards.{index}", config.rewards[index], tokenizer, longest)
-            for index, longest in judge_prompt_tokens(config).items()
+            EngineJudge(f"rewards.{index}", config.rewards[index], tokenizer, max_prompt_tokens)
+            for index, max_prompt_tokens in judge_prompt_tokens(config).items()
         ]
         more.append(
             EngineJudges(judges, engine, session.world_size, preemption.check_before_update)
