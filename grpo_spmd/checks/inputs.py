@@ -201,7 +201,7 @@ def _check_servers(state: CheckState) -> None:
         config.rewards,
         state.num_ranks,
         config.watchdog,
-        of_step=(config.rollout.num_prompts_per_step, config.rollout.group_size),
+        step_shape=(config.rollout.num_prompts_per_step, config.rollout.group_size),
         # An evaluation calls the servers too.
         num_evaluated=config.eval.num_samples * sum(map(len, inputs.eval_rows.values())),
     )

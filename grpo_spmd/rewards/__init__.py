@@ -1,4 +1,4 @@
-"""Rewards: the protocol, the shipped verifiers, the pool of processes that calls them, the sandbox for models' code.
+"""Rewards: the protocol, shipped verifiers, the worker pool, servers, the sandbox for model code.
 
 Not here: torch, advantages, what a step makes of rewards.
 Imports config and records.

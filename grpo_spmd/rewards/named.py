@@ -156,14 +156,14 @@ def registered(functions: dict[str, Function]) -> Iterator[None]:
             _registered.pop(spec, None)
 
 
-def registered_function(spec: str, where: str) -> Function:
+def registered_function(spec: str, entry: str) -> Function:
     """Returns the function of a spec. Raises ConfigError if this process was not given it."""
     function = _registered.get(spec)
     if function is None:
         name = spec.rpartition(":")[2]
         entry = f'rewards: [{{function: "file.py:{name.rpartition(".")[2]}"}}]'
         raise ConfigError(
-            f"{where}.function: {name} was a Python function given to grpo_spmd.run, which no "
+            f"{entry}.function: {name} was a Python function given to grpo_spmd.run, which no "
             f"command can call; go on with grpo_spmd.run, or put it into a file: {entry}"
         )
     return function
@@ -185,8 +185,8 @@ def pack_functions(rewards: Sequence[RewardConfig]) -> int | None:
     import cloudpickle
 
     content: dict[str, bytes] = {}
-    for where, spec in specs.items():
-        function = registered_function(spec, where)
+    for entry, spec in specs.items():
+        function = registered_function(spec, entry)
         with _unknown_module_by_value(function, cloudpickle):
             try:
                 content[spec] = cloudpickle.dumps(function)
@@ -195,7 +195,7 @@ def pack_functions(rewards: Sequence[RewardConfig]) -> int | None:
                 name = spec.rpartition(":")[2]
                 message = str(error).splitlines()[0] if str(error) else "no message"
                 raise ConfigError(
-                    f"{where}: {name} cannot be handed to the processes that score "
+                    f"{entry}: {name} cannot be handed to the processes that score "
                     f"({type(error).__name__}: {message}); make what it holds on to inside the "
                     "function"
                 ) from None
@@ -238,7 +238,7 @@ def _can_be_imported(name: str) -> bool:
     return importlib.machinery.PathFinder.find_spec(top) is not None
 
 
-def check_callable(where: str, shown: str, function: Function) -> None:
+def check_callable(entry: str, label: str, function: Function) -> None:
     """Raises ConfigError for a function that keywords cannot call or that sees no completion.
 
     Generators are refused too.
@@ -252,18 +252,18 @@ def check_callable(where: str, shown: str, function: Function) -> None:
             named.add(name)
         if parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty:
             raise ConfigError(
-                f"{where}.function: {shown} takes {name!r} by its position alone, and is called by "
+                f"{entry}.function: {label} takes {name!r} by its position alone, and is called by "
                 f"names; {_FORM}"
             )
     if not takes_any and not named & {"completions", "completion_ids"}:
         raise ConfigError(
-            f"{where}.function: {shown} takes neither completions nor completion_ids by name; "
+            f"{entry}.function: {label} takes neither completions nor completion_ids by name; "
             f"{_FORM}"
         )
     function = unwrap_partial(function)
     body = function if inspect.isroutine(function) else type(function).__call__
     if inspect.isgeneratorfunction(body) or inspect.isasyncgenfunction(body):
-        raise ConfigError(f"{where}.function: {shown} is a generator (it has a yield); {_FORM}")
+        raise ConfigError(f"{entry}.function: {label} is a generator (it has a yield); {_FORM}")
 
 
 # What the gold columns hold. A row without a usable gold value gives None for every completion, and
@@ -310,11 +310,11 @@ def check_gold(
 
 def _describe(row: PromptRow, column: str, who: str, number: int, num_rows: int) -> str:
     gold = row.columns.get(column)
-    shown = "null" if gold is None else repr(gold)[:60]
+    label = "null" if gold is None else repr(gold)[:60]
     result = "their completions get no reward, and are left out"
     if number == num_rows:
         result = "nothing would train"
-    return f"{row.where}: {who} ({shown}), as in {number:,} of {num_rows:,} rows: {result}"
+    return f"{row.where}: {who} ({label}), as in {number:,} of {num_rows:,} rows: {result}"
 
 
 def _has_text(columns: Mapping[str, Any], column: str) -> bool:

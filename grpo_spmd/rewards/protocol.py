@@ -84,27 +84,27 @@ def load_rewards(
     rewards: list[Reward] = []
     names: set[str] = set()
     for index, config in enumerate(configs):
-        where = f"rewards.{index}"
+        entry = f"rewards.{index}"
         name = config.metric_name
         if name in names:
             raise ConfigError(
-                f"{where}.name: {name!r} is given twice; its metrics would overwrite each other"
+                f"{entry}.name: {name!r} is given twice; its metrics would overwrite each other"
             )
         names.add(name)
         if config.uses_pool:  # else rollout/reward_models.py or rollout/engine_judge.py scores
-            rewards.append(_load_reward(config, where, timeout_s, modules))
+            rewards.append(_load_reward(config, entry, timeout_s, modules))
     return rewards
 
 
 def _load_reward(
-    config: RewardConfig, where: str, timeout_s: float, modules: Modules | None
+    config: RewardConfig, entry: str, timeout_s: float, modules: Modules | None
 ) -> Reward:
     name = config.metric_name
     if config.url is not None:
         # A run without servers imports neither ssl nor a client.
         from grpo_spmd.rewards.remote.servers import ServerFunction
 
-        asks = ServerFunction(config, where)
+        asks = ServerFunction(config, entry)
         return Reward(
             name=name,
             weight=config.weight,
@@ -113,14 +113,14 @@ def _load_reward(
             function=asks,
         )
     if config.function is not None:
-        function = _load_function(config.function, where, modules)
+        function = _load_function(config.function, entry, modules)
     elif name in SHIPPED:
         function = SHIPPED[name]
     else:
         raise ConfigError(
-            f"{where}.name: no shipped reward {name!r}; there are {', '.join(sorted(SHIPPED))}"
+            f"{entry}.name: no shipped reward {name!r}; there are {', '.join(sorted(SHIPPED))}"
         )
-    return _with_args(name, function, config, where=where, timeout_s=timeout_s)
+    return _with_args(name, function, config, entry=entry, timeout_s=timeout_s)
 
 
 def check_error_rate(
@@ -155,30 +155,30 @@ def check_error_rate(
     return metrics
 
 
-def _load_function(spec: str, where: str, modules: Modules | None) -> Callable[..., Any]:
+def _load_function(spec: str, entry: str, modules: Modules | None) -> Callable[..., Any]:
     if spec.startswith(PYTHON_MARK):
-        return registered_function(spec, where)
-    function = load_named(spec, f"{where}.function", "function", modules)
+        return registered_function(spec, entry)
+    function = load_named(spec, f"{entry}.function", "function", modules)
     if inspect.isclass(function):
         file, _, name = spec.rpartition(":")
         raise ConfigError(
-            f"{where}.function: {name} is a class; make an object of it in {file}, and name that"
+            f"{entry}.function: {name} is a class; make an object of it in {file}, and name that"
         )
     return function
 
 
 def _with_args(
-    name: str, function: Callable[..., Any], config: RewardConfig, where: str, timeout_s: float
+    name: str, function: Callable[..., Any], config: RewardConfig, entry: str, timeout_s: float
 ) -> Reward:
     """Returns the reward of a Python function. Raises ConfigError if it cannot be called so."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
         raise ConfigError(
-            f"{where}.function: {config.function} has no readable signature; wrap it in a function"
+            f"{entry}.function: {config.function} has no readable signature; wrap it in a function"
         ) from None
-    shown = callable_name(function)
-    check_callable(where, shown, function)
+    label = callable_name(function)
+    check_callable(entry, label, function)
     args = config.args
     named = [
         n for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
@@ -188,21 +188,21 @@ def _with_args(
     trl: tuple[str, ...] = ()
     if config.function is None:
         # The options of a shipped reward are its keyword-only parameters, all others are columns.
-        shown = name
+        label = name
         options = [
             n for n in named if parameters[n].kind is inspect.Parameter.KEYWORD_ONLY and n[0] != "_"
         ]
         missing = [n for n in required if n in options and n not in args]
         if missing:
-            raise ConfigError(f"{where}.args: {name} needs {missing[0]!r}")
+            raise ConfigError(f"{entry}.args: {name} needs {missing[0]!r}")
     else:
         trl = trl_arguments(parameters)
-    check_args(where, shown, args, options)
+    check_args(entry, label, args, options)
     needs = tuple(n for n in required if n not in (*args, *CALL_COLUMNS, *trl))
     if function is matches_format:
-        _check_pattern(args["pattern"], where)
+        _check_pattern(args["pattern"], entry)
     elif function is run_tests:
-        _check_sandbox(args, where)
+        _check_sandbox(args, entry)
         needs = (args.get("tests_column", "tests"),)
         args = {**args, "_wall_s": timeout_s - 1}
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -216,7 +216,7 @@ def _with_args(
     looks_at_environments = "environments" in parameters
     if looks_at_environments and config.is_measured:
         raise ConfigError(
-            f"{where}: {callable_name(function)} takes environments, and is called where they are, "
+            f"{entry}: {callable_name(function)} takes environments, and is called where they are, "
             "beside limits of calls; take timeout_s and max_* out"
         )
     # Each run of model-written code may take its whole time: a call for the group would need the
@@ -233,32 +233,32 @@ def _with_args(
     )
 
 
-def _check_pattern(pattern: Any, where: str) -> None:
+def _check_pattern(pattern: Any, entry: str) -> None:
     try:
         re.compile(pattern)
     except (re.error, TypeError) as error:
         raise ConfigError(
-            f"{where}.args.pattern: {pattern!r} is not a regular expression: {error}"
+            f"{entry}.args.pattern: {pattern!r} is not a regular expression: {error}"
         ) from None
 
 
-def _check_sandbox(args: Mapping[str, Any], where: str) -> None:
+def _check_sandbox(args: Mapping[str, Any], entry: str) -> None:
     """Raises ConfigError for wrong options of `code`, and where code cannot be isolated."""
     for key in ("time_s", "memory_mib"):
         value = args.get(key, 1)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not (is_number and 0 < value < math.inf):
-            raise ConfigError(f"{where}.args.{key} must be a positive number; got {value!r}")
+            raise ConfigError(f"{entry}.args.{key} must be a positive number; got {value!r}")
     for key, kind in (("tests_column", str), ("partial_credit", bool)):
         if not isinstance(args.get(key, kind()), kind):
-            raise ConfigError(f"{where}.args.{key} must be a {kind.__name__}; got {args[key]!r}")
+            raise ConfigError(f"{entry}.args.{key} must be a {kind.__name__}; got {args[key]!r}")
     isolation = args.get("isolation", "required")
     if isolation not in ("required", "none"):
-        raise ConfigError(f'{where}.args.isolation must be "required" or "none"; got {isolation!r}')
+        raise ConfigError(f'{entry}.args.isolation must be "required" or "none"; got {isolation!r}')
     if isolation == "required":
         try:
             check_isolation()
         except SandboxError as error:
             raise ConfigError(
-                f'{where}: {error}; to run it unprotected, set args.isolation to "none"'
+                f'{entry}: {error}; to run it unprotected, set args.isolation to "none"'
             ) from None

@@ -104,15 +104,15 @@ def sum_rewards(
     ]
 
 
-def weighted_sum(parts: Sequence[tuple[float, float | None]]) -> float | None:
+def weighted_sum(pairs: Sequence[tuple[float, float | None]]) -> float | None:
     """Returns the sum of (weight, reward) over the rewards that apply.
 
     None where no reward applies or one is NaN. If all weights are 0 (rewards that are only watched,
     next to a teacher), it is the plain sum.
     """
-    if not any(weight for weight, _ in parts):
-        parts = [(1.0, value) for _, value in parts]
-    products = [weight * value for weight, value in parts if value is not None]
+    if not any(weight for weight, _ in pairs):
+        pairs = [(1.0, value) for _, value in pairs]
+    products = [weight * value for weight, value in pairs if value is not None]
     total = sum(products)
     return total if products and math.isfinite(total) else None
 

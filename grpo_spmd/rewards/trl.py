@@ -53,13 +53,13 @@ class FailedCallError(Exception):
 
     def __init__(
         self,
-        why: str,
+        message: str,
         *,
         may_retry: bool = False,
         wait_s: float | None = None,
         status: int | None = None,
     ) -> None:
-        super().__init__(why)
+        super().__init__(message)
         self.may_retry = may_retry
         self.wait_s = wait_s
         self.status = status
@@ -222,18 +222,18 @@ def trl_values(names: Collection[str], state: TrainerState, log: CallLog) -> dic
     return {name: values[name] for name in names}
 
 
-def check_args(where: str, shown: str, args: Iterable[str], options: Collection[str]) -> None:
+def check_args(entry: str, label: str, args: Iterable[str], options: Collection[str]) -> None:
     """Raises ConfigError for what is no option of the function, also where it has **kwargs.
 
     A misspelt one would do nothing.
     """
     for name in args:
         if name in (*CALL_COLUMNS, *_EXTRA_ARGUMENTS, "environments"):
-            raise ConfigError(f"{where}.args: {name!r} is given by the trainer; take it out")
+            raise ConfigError(f"{entry}.args: {name!r} is given by the trainer; take it out")
         if name not in options:
             close = difflib.get_close_matches(name, options, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise ConfigError(f"{where}.args: {shown} does not take {name!r}{hint}")
+            raise ConfigError(f"{entry}.args: {label} does not take {name!r}{hint}")
 
 
 def unwrap_partial(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -26,6 +26,7 @@ from grpo_spmd.rewards.sandbox.sandbox import (
 )
 
 DEFAULT_TIME_S = 8.0  # of `code`; preflight compares it with the pool's deadline
+_MAX_EQUATION_CHARS = 256
 _TEXT_S = 1.0  # CPU time after which a completion's text, which keeps a library busy, is wrong
 Completion = str | list[dict[str, Any]]
 Completions = Sequence[Completion]
@@ -40,39 +41,42 @@ def completion_text(completion: Completion) -> str:
 
 def exact(completions: Completions, answer: Column, **_: Any) -> Scores:
     """1.0 where the completion, stripped of white space, is the column `answer`."""
-    pairs = ((completion_text(c).strip(), a) for c, a in zip(completions, answer, strict=True))
-    return [None if gold is None else float(text == str(gold).strip()) for text, gold in pairs]
-
-
-def matches_format(completions: Completions, *, pattern: str, **_: Any) -> Scores:
-    """1.0 where the regular expression `pattern` matches the whole completion ("." also matches a
-    newline), within a second of CPU time: many a pattern can be kept busy for years by the right
-    text.
-    """
-    compiled, texts = re.compile(pattern, re.DOTALL), [completion_text(c) for c in completions]
     return [
-        *each_within(_TEXT_S, lambda i: float(compiled.fullmatch(texts[i]) is not None), len(texts))
+        None if gold is None else float(completion_text(completion).strip() == str(gold).strip())
+        for completion, gold in zip(completions, answer, strict=True)
     ]
 
 
-def gsm8k(completions: Completions, answer: Column, **_: Any) -> Scores:
-    """1.0 where the last number of the completion equals the last number of the column `answer`
-    ("... #### 42")."""
-    pairs = (
-        (completion_text(c), last_number(str(a))) for c, a in zip(completions, answer, strict=True)
+def matches_format(completions: Completions, *, pattern: str, **_: Any) -> Scores:
+    """1.0 where the regular expression `pattern` matches the whole completion.
+
+    "." also matches a newline. It has a second of CPU time: the right text keeps many a pattern
+    busy for years.
+    """
+    compiled = re.compile(pattern, re.DOTALL)
+    texts = [completion_text(completion) for completion in completions]
+    scores = each_within(
+        _TEXT_S, lambda i: float(compiled.fullmatch(texts[i]) is not None), len(texts)
     )
-    return [None if gold is None else float(last_number(text) == gold) for text, gold in pairs]
+    return [*scores]
+
+
+def gsm8k(completions: Completions, answer: Column, **_: Any) -> Scores:
+    """1.0 where the completion's last number equals that of the column `answer` ("... #### 42")."""
+    golds = [last_number(str(gold)) for gold in answer]
+    return [
+        None if gold is None else float(last_number(completion_text(completion)) == gold)
+        for completion, gold in zip(completions, golds, strict=True)
+    ]
 
 
 def last_number(text: str) -> Fraction | None:
-    """The last number in `text` ("1,234.50", "-3"; no full stop after it) as an exact fraction,
-    None where none is."""
-    found = re.findall(r"(?<![A-Za-z0-9.])-?\$?\d[\d,]*(?:\.\d+)?", text)
+    """Returns the last number in `text` ("1,234.50", "-3") exactly, None where there is none."""
+    numbers = re.findall(r"(?<![A-Za-z0-9.])-?\$?\d[\d,]*(?:\.\d+)?", text)
     try:
-        return Fraction(re.sub(r"[,$]", "", found[-1])) if found else None
-    except (
-        ValueError
-    ):  # more digits than Python reads (4300): a model that repeats itself may write them
+        return Fraction(re.sub(r"[,$]", "", numbers[-1])) if numbers else None
+    # More digits than Python reads (4300): a model that repeats itself may write them.
+    except ValueError:
         return None
 
 
@@ -84,48 +88,50 @@ def countdown(
     answer_tag: str | None = "answer",
     **_: Any,
 ) -> Scores:
-    """1.0 where the equation in the last <answer>...</answer> (with `answer_tag: null`, the whole
-    completion) uses each of `nums` exactly once and reaches `target` (TinyZero's task).
+    """1.0 where an equation uses each of `nums` once and reaches `target`: TinyZero's task.
+
+    It stands in the last <answer>...</answer>, with `answer_tag: null` in the whole completion.
     """
     scores: Scores = []
-    for completion, given, goal in zip(completions, nums, target, strict=True):
-        if given is None or goal is None:
+    for completion, numbers, goal in zip(completions, nums, target, strict=True):
+        if numbers is None or goal is None:
             scores.append(None)
             continue
         equation = tagged(completion_text(completion), answer_tag)
-        scores.append(
-            float(
-                equation is not None and _reaches(equation, [int(n) for n in given], Fraction(goal))
-            )
+        is_solved = equation is not None and _reaches(
+            equation, [int(number) for number in numbers], Fraction(goal)
         )
+        scores.append(float(is_solved))
     return scores
 
 
 def tagged(text: str, tag: str | None) -> str | None:
-    """What stands in the last `<tag>...</tag>`, stripped, or None; all of the text where `tag` is
-    None."""
+    """Returns what stands in the last `<tag>...</tag>`, stripped, or None.
+
+    If `tag` is None it is all of the text.
+    """
     if tag is None:
         return text.strip()
-    before, closing, _ = text.rpartition(f"</{tag}>")
-    _, opening, inside = before.rpartition(f"<{tag}>")
+    start, closing, _ = text.rpartition(f"</{tag}>")
+    _, opening, inside = start.rpartition(f"<{tag}>")
     return inside.strip() if opening and closing else None
 
 
-def _reaches(equation: str, given: Sequence[int], target: Fraction) -> bool:
+def _reaches(equation: str, numbers: Sequence[int], target: Fraction) -> bool:
     equation, equals, result = equation.partition("=")
     if equals and result.strip() != str(target):
         return False
-    # Numbers, four operations and brackets. Its length is bounded because parsing nested brackets
+    # Numbers, four operations and brackets. The length is bounded because parsing nested brackets
     # recurses.
-    if len(equation) > 256 or not re.fullmatch(r"[\d+\-*/() ]+", equation):
+    if len(equation) > _MAX_EQUATION_CHARS or not re.fullmatch(r"[\d+\-*/() ]+", equation):
         return False
     try:
         tree = ast.parse(equation.strip(), mode="eval").body
-        reached = _value(tree) == target
+        is_reached = _value(tree) == target
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
         return False
     used = Counter(node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
-    return reached and used == Counter(given)
+    return is_reached and used == Counter(numbers)
 
 
 def evaluate(equation: str) -> Fraction:
@@ -155,27 +161,28 @@ _OPERATIONS: dict[type, Callable[..., Fraction]] = {
 
 
 def equal_by_math_verify(completions: Completions, answer: Column, **_: Any) -> Scores:
-    """1.0 where math-verify finds the completion's final answer equal to the column `answer` (LaTeX or plain).
+    """1.0 where math-verify finds the final answer equal to the column `answer` (LaTeX or plain).
 
     A gold answer that it cannot read gives None. What a completion says gives 1.0 or 0.0, and costs
-    at most a second of CPU time. The deadline of the gold answer uses SIGALRM, for the main thread
-    alone.
+    at most a second of CPU time. The deadline of the gold answer uses SIGALRM, which only the main
+    thread may use.
     """
-    pass
-
-    parse, texts, scores = load_math_verify(), [completion_text(c) for c in completions], Scores()
-    to_judge: list[tuple[int, Any]] = []  # number, gold answer as sympy has it
+    parse = load_math_verify()
+    texts = [completion_text(completion) for completion in completions]
+    scores: Scores = []
+    golds: dict[int, Any] = {}  # of completions that math-verify must compare, as sympy has them
     for number, (text, gold) in enumerate(zip(texts, answer, strict=True)):
         # A bare "x^2" is prose to the parser; boxed it is one expression.
         parsed_gold = [] if gold is None else parse(f"\\boxed{{{gold}}}") or parse(str(gold))
         boxed = last_boxed(text) or ""
         scores.append(float(boxed.strip() == str(gold).strip()) if parsed_gold else None)
         if parsed_gold and len(boxed) < 2000 + 4 * len(str(gold)) and not _keeps_sympy_busy(boxed):
-            to_judge.append((number, parsed_gold))
-    judged = each_within(
-        _TEXT_S, lambda i: _equals(to_judge[i][1], texts[to_judge[i][0]]), len(to_judge)
+            golds[number] = parsed_gold
+    numbers = list(golds)
+    equal = each_within(
+        _TEXT_S, lambda i: _equals(golds[numbers[i]], texts[numbers[i]]), len(numbers)
     )
-    for (number, _gold), score in zip(to_judge, judged, strict=True):
+    for number, score in zip(numbers, equal, strict=True):
         scores[number] = score
     return scores
 
@@ -224,7 +231,9 @@ def run_tests(
     _wall_s: float = math.inf,
     **columns: Any,
 ) -> Scores:
-    """1.0 where the completion's Python passes every test of its row; with `partial_credit`, the share that it passes.
+    """1.0 where the completion's Python passes every test of its row.
+
+    With `partial_credit` it is the share of tests that it passes.
 
     A row's tests are statements ("assert f(2) == 4") or {"input": ..., "output": ...} pairs, one or
     a list of them, perhaps as JSON (sandbox.py says how far to trust each kind); without any, None.
@@ -235,59 +244,71 @@ def run_tests(
     failed: an endless loop is wrong, not unknown. So has what they do not reach within `_wall_s`,
     start-up counted: a second under reward_pool.timeout_s, of which each pair takes 0.1 to 0.3 s.
     """
-    used: list[float] = []
-    scores, limits = Scores(), Limits(time_s, int(memory_mib), isolation, used.append)
-    for completion, given in zip(completions, columns[tests_column], strict=True):
-        if not (tests := parse_tests(given)):
+    used: list[float] = []  # seconds of this completion's processes
+    limits = Limits(time_s, int(memory_mib), isolation, used.append)
+    scores: Scores = []
+    for completion, entry in zip(completions, columns[tests_column], strict=True):
+        tests = parse_tests(entry)
+        if not tests:
             scores.append(None)
             continue
         used.clear()
-        code, wall_end = python_code(completion_text(completion)), time.monotonic() + _wall_s
+        wall_end = time.monotonic() + _wall_s
+        code = python_code(completion_text(completion))
         statements = [test for test in tests if isinstance(test, str)]
-        passed = sum(passes_statements(code, statements, limits)) if statements else 0
-        pairs = (test for test in tests if isinstance(test, dict))
-        for num_before, pair in enumerate(pairs, start=len(statements)):
-            left_s = min(time_s - sum(used), wall_end - time.monotonic())
-            if left_s <= 0 or (not partial_credit and passed < num_before):
-                break  # lost already
-            own = dataclasses.replace(limits, time_s=left_s)
-            passed += passes_program_test(code, str(pair["input"]), str(pair["output"]), own)
-        scores.append(passed / len(tests) if partial_credit else float(passed == len(tests)))
+        pairs = [test for test in tests if isinstance(test, dict)]
+        num_passed = sum(passes_statements(code, statements, limits)) if statements else 0
+        for num_done, pair in enumerate(pairs, start=len(statements)):
+            remaining_s = min(time_s - sum(used), wall_end - time.monotonic())
+            is_lost = not partial_credit and num_passed < num_done
+            if remaining_s <= 0 or is_lost:
+                break
+            pair_limits = dataclasses.replace(limits, time_s=remaining_s)
+            num_passed += passes_program_test(
+                code, str(pair["input"]), str(pair["output"]), pair_limits
+            )
+        is_all = num_passed == len(tests)
+        scores.append(num_passed / len(tests) if partial_credit else float(is_all))
     return scores
 
 
 def python_code(text: str) -> str:
-    """The last fenced block of Python in `text`, else its last fenced block without a language,
-    else all of it."""
-    blocks, opened = (
-        dict[str, str](),
-        None,
-    )  # by language, the last one of each; a line at a time: no text takes long
+    """Returns the last fenced block of Python in `text`.
+
+    Otherwise its last fenced block without a language, otherwise all of it. It reads a line at a
+    time, so that no text takes long.
+    """
+    blocks: dict[str, str] = {}  # the last one of each language
+    start = 0  # line at which the open block begins; 0: no block is open
+    language = ""
     lines = text.split("\n")
-    for number, line in enumerate(lines):
-        if opened is None:
-            if (fence := re.match(r"[ \t]*```[ \t]*(\w*)", line)) is not None:
-                opened = number + 1, fence[1].lower()
+    for number, line in enumerate(lines, start=1):
+        if not start:
+            fence = re.match(r"[ \t]*```[ \t]*(\w*)", line)
+            if fence is not None:
+                start = number
+                language = fence[1].lower()
         elif line.strip(" \t") == "```":
-            language = "python" if opened[1] in ("python", "py", "python3") else opened[1]
-            blocks[language], opened = (
-                "".join(f"{own}\n" for own in lines[opened[0] : number]),
-                None,
-            )
+            if language in ("py", "python3"):
+                language = "python"
+            blocks[language] = "".join(f"{code}\n" for code in lines[start : number - 1])
+            start = 0
     return blocks.get("python", blocks.get("", text))
 
 
-def parse_tests(given: Any) -> list[str | dict[str, Any]]:
-    if isinstance(given, str):
+def parse_tests(entry: Any) -> list[str | dict[str, Any]]:
+    """Returns the tests of a row, which may be JSON. Raises ValueError for what is no test."""
+    if isinstance(entry, str):
         try:
-            given = json.loads(given)
+            entry = json.loads(entry)
         except ValueError:
-            return [given] if given.strip() else []
-    tests = given if isinstance(given, list) else [] if given is None else [given]
+            return [entry] if entry.strip() else []
+    if entry is None:
+        return []
+    tests = entry if isinstance(entry, list) else [entry]
     for test in tests:
-        if not (
-            isinstance(test, str) or (isinstance(test, dict) and {"input", "output"} <= test.keys())
-        ):
+        is_pair = isinstance(test, dict) and {"input", "output"} <= test.keys()
+        if not (isinstance(test, str) or is_pair):
             raise ValueError(
                 f'a test is a statement or {{"input": ..., "output": ...}}; got {str(test)[:200]}'
             )
@@ -304,39 +325,37 @@ SHIPPED: dict[str, Callable[..., Any]] = {
 }
 
 
-# The final answer of a completion.
-
-
 def final_answer(text: str) -> str:
-    r"""What a completion answers, for a vote; as text, so that 1/2 and 0.5 are two.
+    r"""Returns what a completion answers, for a vote; as text, so that 1/2 and 0.5 are two.
 
-    The last whole \boxed{...}, else what follows the last "####", else the last
-    <answer>...</answer>, else all of it.
+    It is the last whole \boxed{...}, otherwise what follows the last "####", otherwise the last
+    <answer>...</answer>, otherwise all of it.
     """
-    if (boxed := last_boxed(text)) is not None:
+    boxed = last_boxed(text)
+    if boxed is not None:
         return boxed.strip()
-    _, marker, after = text.rpartition("####")
+    _, marker, answer = text.rpartition("####")
     if marker:
-        return after.strip()
+        return answer.strip()
     inside = tagged(text, "answer")
     return text.strip() if inside is None else inside
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Inside the \boxed{...} that closes last. One pass: a completion may repeat an unclosed one a
-    thousand times."""
-    opened: list[
-        int | None
-    ] = []  # where the inside of each open bracket begins; None: an ordinary bracket
-    last = None
+    r"""Returns the inside of the \boxed{...} that closes last.
+
+    It takes one pass: a completion may repeat an unclosed one a thousand times.
+    """
+    # Where the inside of each open bracket begins; None: an ordinary bracket.
+    open_brackets: list[int | None] = []
+    inside = None
     for token in re.finditer(r"\\boxed\s*\{|\\.|[{}]", text, re.DOTALL):
         if token[0] == "{":
-            opened.append(None)
-        elif token[0] != "}":
-            if token[0].startswith("\\boxed"):
-                opened.append(token.end())
-        elif opened:
-            start = opened.pop()
+            open_brackets.append(None)
+        elif token[0].startswith("\\boxed"):
+            open_brackets.append(token.end())
+        elif token[0] == "}" and open_brackets:
+            start = open_brackets.pop()
             if start is not None:
-                last = text[start : token.start()]
-    return last
+                inside = text[start : token.start()]
+    return inside

@@ -385,9 +385,9 @@ class EpisodeBuffer(RolloutBuffer):
             or sizes.sum() != episodes.size
         ):
             raise UntrustedError("its episodes do not fit its rows")
-        parts = np.split(episodes, np.cumsum(sizes)[:-1])
+        encoded_episodes = np.split(episodes, np.cumsum(sizes)[:-1])
         tokens = np.split(arrays["token_ids"], np.cumsum(num_tokens)[:-1])
-        for encoded, token_ids in zip(parts, tokens, strict=True):
+        for encoded, token_ids in zip(encoded_episodes, tokens, strict=True):
             decode_episode(encoded.tobytes(), token_ids.tolist())
 
 

@@ -35,7 +35,7 @@ class EngineJudge:
     """Writes what one judge is asked, in tokens of the policy, and reads the score in its reply."""
 
     def __init__(
-        self, where: str, config: RewardConfig, tokenizer: Any, max_prompt_tokens: int
+        self, entry: str, config: RewardConfig, tokenizer: Any, max_prompt_tokens: int
     ) -> None:
         """Raises ConfigError:
 
@@ -43,12 +43,12 @@ class EngineJudge:
         """
         if not getattr(tokenizer, "is_fast", False):
             raise ConfigError(
-                f"{where}: the tokenizer of model.path is not a fast one, which alone says where "
+                f"{entry}: the tokenizer of model.path is not a fast one, which alone says where "
                 "in a text a token stands; save it as tokenizer.json"
             )
         self.name = config.metric_name
         self.reply_tokens = config.judge_tokens
-        self._judge = Judge(config, f"{where}.judge")
+        self._judge = Judge(config, f"{entry}.judge")
         self._tokenizer = tokenizer
         self._max_prompt_tokens = max_prompt_tokens
         self._plain = PlainText(tokenizer)
@@ -59,19 +59,19 @@ class EngineJudge:
             )
         except Exception as error:  # a template may refuse with any error
             raise ConfigError(
-                f"{where}: the chat template of model.path refuses a user's message: "
+                f"{entry}: the chat template of model.path refuses a user's message: "
                 f"{type(error).__name__}: {error}"
             ) from None
         if text.count(_PLACEHOLDER) != 1:
             raise ConfigError(
-                f"{where}: the chat template of model.path does not say a user's message just once"
+                f"{entry}: the chat template of model.path does not say a user's message just once"
             )
         self._prefix, _, self._suffix = text.partition(_PLACEHOLDER)
         empty = dict.fromkeys(self._judge.needs)
         num_tokens = len(self._encode({**empty, "prompts": "", "completions": ""}))
         if num_tokens >= max_prompt_tokens:
             raise ConfigError(
-                f"{where}.max_tokens: the rubric alone takes {num_tokens} tokens of "
+                f"{entry}.max_tokens: the rubric alone takes {num_tokens} tokens of "
                 f"the judge's prompt, of {max_prompt_tokens}; raise it, or shorten the rubric"
             )
 
@@ -150,10 +150,10 @@ class EngineJudges:
         statuses = ["not_applicable"] * len(completions)
         result = ScoredRollouts(by_name={judge.name: values}, statuses={judge.name: statuses})
 
-        def fail(number: int, why: str) -> None:
+        def fail(number: int, reason: str) -> None:
             values[number] = math.nan
             statuses[number] = "error"
-            result.first_error = result.first_error or f"reward {judge.name!r}: {why}"
+            result.first_error = result.first_error or f"reward {judge.name!r}: {reason}"
 
         prompts: dict[Key, list[int]] = {}
         for number, (key, inputs) in enumerate(zip(completions, scored.reward_inputs, strict=True)):

@@ -53,10 +53,12 @@ class ModelReward:
         statuses = ["not_applicable"] * len(completions)
         result = ScoredRollouts(by_name={self.name: values}, statuses={self.name: statuses})
 
-        def fail(number: int, why: str) -> None:
+        def fail(number: int, reason: str) -> None:
             values[number] = math.nan
             statuses[number] = "error"
-            result.first_error = result.first_error or f"reward {self.name!r}: a completion {why}"
+            result.first_error = (
+                result.first_error or f"reward {self.name!r}: a completion {reason}"
+            )
 
         inputs: dict[int, list[int]] = {}  # token ids by the completion's number
         for number, ((group, n), text) in enumerate(zip(completions, texts, strict=True)):
@@ -164,15 +166,15 @@ def score_over_ranks(
     perhaps none; it is called equally often on all ranks.
     """
     report = msgspec.msgpack.encode((list(keys), [len(text) for text in texts]))
-    share = msgspec.msgpack.decode(
+    assignment = msgspec.msgpack.decode(
         scatter_from_rank0(lambda reports: _share_out(reports, max_tokens), report), type=_Share
     )
-    sent = [msgspec.msgpack.encode([texts[i] for i in numbers]) for numbers in share.send]
+    sent = [msgspec.msgpack.encode([texts[i] for i in numbers]) for numbers in assignment.send]
     received: list[list[list[int]]] = [
         msgspec.msgpack.decode(payload) for payload in exchange_bytes(sent)
     ]
     scores = [[0.0] * len(sent_texts) for sent_texts in received]
-    for row in share.rows:
+    for row in assignment.rows:
         by_length = sorted(row, key=lambda entry: -len(received[entry[0]][entry[1]]))
         row_scores = score([received[source][number] for source, number in by_length])
         # Of an empty row there is one score, which counts nothing.
@@ -180,7 +182,7 @@ def score_over_ranks(
             scores[source][number] = value
     returned = exchange_bytes([msgspec.msgpack.encode(values) for values in scores])
     local_scores = [0.0] * len(texts)
-    for numbers, payload in zip(share.send, returned, strict=True):
+    for numbers, payload in zip(assignment.send, returned, strict=True):
         for i, value in zip(numbers, msgspec.msgpack.decode(payload), strict=True):
             local_scores[i] = value
     return local_scores
@@ -210,7 +212,7 @@ def _share_out(reports: list[bytes], max_tokens: int) -> list[bytes]:
                     row.append((source, len(numbers)))
                     numbers.append(number)
                 shares[target].rows.append(row)
-    return [msgspec.msgpack.encode(share) for share in shares]
+    return [msgspec.msgpack.encode(assignment) for assignment in shares]
 
 
 class TextError(ValueError):

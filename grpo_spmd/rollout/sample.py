@@ -324,8 +324,8 @@ class ExpectedLengths:
             if row >= len(self._means):
                 self._means.extend([math.nan] * (row + 1 - len(self._means)))
             self._means[row] = tokens
-        known = (self._means[p.row] if p.row < len(self._means) else math.nan for p in prompts)
-        return [round(self._recent_mean if math.isnan(mean) else mean, 1) for mean in known]
+        means = (self._means[p.row] if p.row < len(self._means) else math.nan for p in prompts)
+        return [round(self._recent_mean if math.isnan(mean) else mean, 1) for mean in means]
 
 
 class TailRace:

@@ -526,7 +526,7 @@ def test_a_pace_that_the_watchdog_would_end_is_refused() -> None:
     def check(entry: dict[str, Any], limits: dict[str, float], num_evaluated: int = 0) -> None:
         watchdog = WatchdogConfig(timeout_s=700, phase_timeouts_s=limits)
         check_pace(
-            [RewardConfig(**entry)], 2, watchdog, of_step=(15, 8), num_evaluated=num_evaluated
+            [RewardConfig(**entry)], 2, watchdog, step_shape=(15, 8), num_evaluated=num_evaluated
         )
 
     for entry in (slime, function):

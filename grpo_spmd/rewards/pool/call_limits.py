@@ -76,10 +76,10 @@ class _Limit:
     def ready_at(self) -> float:
         return max(self.next_start, self.scoring.paused_until)
 
-    def can_start(self, now: float) -> bool:
+    def can_start(self, now_s: float) -> bool:
         """Returns True if a call may start now."""
         max_running = 1 if self.scoring.is_probing else self.max_concurrent
-        return self.scoring.num_running < max_running and self.ready_at <= now
+        return self.scoring.num_running < max_running and self.ready_at <= now_s
 
 
 class CallLimits:
@@ -131,17 +131,17 @@ class CallLimits:
 
     def take_next(self, calls: deque[Call]) -> Call | None:
         """Removes the first of `calls` that may start now, and starts it; None where none may."""
-        now = time.monotonic()
-        can_start = [limit.can_start(now) for limit in self._limits]
+        now_s = time.monotonic()
+        can_start = [limit.can_start(now_s) for limit in self._limits]
         if not any(can_start):
             return None
         for i, call in enumerate(calls):
-            if can_start[call.reward] and call.not_before <= now:
+            if can_start[call.reward] and call.not_before <= now_s:
                 del calls[i]
-                started = replace(call, num_made=call.num_made + 1, start=now)
+                started = replace(call, num_made=call.num_made + 1, start=now_s)
                 limit = self._limits[call.reward]
                 limit.scoring.num_running += 1
-                limit.next_start = now + limit.interval_s
+                limit.next_start = now_s + limit.interval_s
                 if limit.scoring.is_probing:
                     limit.scoring.probe = started
                 return started
@@ -149,11 +149,11 @@ class CallLimits:
 
     def wait_s(self) -> float:
         """Returns how long only an answer can change anything, half a second at most."""
-        now = time.monotonic()
-        while self._retry_times and self._retry_times[0] <= now:
+        now_s = time.monotonic()
+        while self._retry_times and self._retry_times[0] <= now_s:
             heapq.heappop(self._retry_times)
         times = [*self._retry_times[:1], *(limit.ready_at for limit in self._limits)]
-        return min([_MAX_WAIT_S, *(at - now for at in times if at > now)])
+        return min([_MAX_WAIT_S, *(at - now_s for at in times if at > now_s)])
 
     def put_back(self, call: Call) -> Call:
         """Returns a started call as it was before: its worker had died before it began."""
@@ -186,27 +186,27 @@ class CallLimits:
     def retry(self, call: Call, error: FailedCallError) -> Call | str:
         """Returns the call to make later in the place of one that failed, or why there is none."""
         limit = self._limits[call.reward]
-        why = str(error)
+        reason = str(error)
         if not error.may_retry:
-            return why
+            return reason
         attempts = f"asked {call.num_made} times"
         if call.num_made > limit.config.retries:
-            return f"{why} ({attempts})" if call.num_made > 1 else why
-        now = time.monotonic()
+            return f"{reason} ({attempts})" if call.num_made > 1 else reason
+        now_s = time.monotonic()
         pause_s = error.wait_s
         asks = "" if pause_s is None else f"; it asks for {pause_s:.3g} s"
         if pause_s is None:
             # Full jitter: the ranks must not come back to a busy server all at once.
             longest_s = min(_MAX_RETRY_S, _FIRST_RETRY_S * 2 ** (call.num_made - 1))
             pause_s = self._random.uniform(0, longest_s)
-        spent_s = call.spent_s + (now - call.start) + pause_s
+        spent_s = call.spent_s + (now_s - call.start) + pause_s
         if spent_s >= limit.timeout_s:
             return (
-                f"{why} ({attempts}{asks}; "
+                f"{reason} ({attempts}{asks}; "
                 f"timeout_s={limit.timeout_s:g} leaves no time for another)"
             )
-        heapq.heappush(self._retry_times, now + pause_s)
-        return replace(call, spent_s=spent_s, not_before=now + pause_s)
+        heapq.heappush(self._retry_times, now_s + pause_s)
+        return replace(call, spent_s=spent_s, not_before=now_s + pause_s)
 
     def take_given_up(self, calls: deque[Call]) -> list[Call]:
         """Removes from `calls` those that are not made any more, and returns them."""

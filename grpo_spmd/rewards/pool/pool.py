@@ -272,12 +272,14 @@ class RewardPool(ProcessPool):
         else:
             self._fail(worker, "error", str(reply.failed), keep=True)
 
-    def _failed(self, worker: WorkerProcess, call: Call | None, how: HowItFailed, why: str) -> None:
+    def _failed(
+        self, worker: WorkerProcess, call: Call | None, kind: HowItFailed, reason: str
+    ) -> None:
         if call is None:
             return
         self._end_call(call, "failed")
-        self._current.fail(call, how, why)
-        if how == "timeout":
+        self._current.fail(call, kind, reason)
+        if kind == "timeout":
             self._slow.add_call(call.reward, self._pool.timeout_s, len(call.samples))
 
     def _end_call(self, call: Call, outcome: Outcome, seconds: float | None = None) -> None:
@@ -309,8 +311,8 @@ class RewardPool(ProcessPool):
         assert self._scoring is not None, "a call belongs to a scoring"
         return self._scoring
 
-    def _ended(self, why: str) -> RewardError:
-        return RewardError(why)
+    def _ended(self, reason: str) -> RewardError:
+        return RewardError(reason)
 
     def _stop_if_hopeless(self, num_step_completions: int) -> None:
         """Raises RewardError if the timeouts so far are already too many."""
@@ -357,12 +359,12 @@ class _Scoring:
         num_rewards = len(self._rewards)
         samples: list[_Sample] = []
         for completion, text in zip(group.completions, texts, strict=True):
-            shown = text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+            answer = text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
             if completion.episode is not None:
-                shown = completion.episode.messages
+                answer = completion.episode.messages
             call_columns = {
                 "prompts": prompt,
-                "completions": shown,
+                "completions": answer,
                 "completion_ids": completion.token_ids,
             }
             inputs = self._absent | group.prompt.columns | call_columns
@@ -383,8 +385,8 @@ class _Scoring:
         """Queue the calls of these rewards for the samples of a group."""
         for index in sorted(rewards):
             is_alone = self._rewards[index].one_at_a_time
-            parts = [[sample] for sample in samples] if is_alone else [[*samples]]
-            self.calls.extend(Call(index, part) for part in parts)
+            batches = [[sample] for sample in samples] if is_alone else [[*samples]]
+            self.calls.extend(Call(index, batch) for batch in batches)
 
     def keywords(self, call: Call) -> dict[str, list[Any]]:
         """Returns every column that the data set, the functions or the row have."""
@@ -428,23 +430,25 @@ class _Scoring:
     def _add_note(self, sample: _Sample, kind: str, call: Call, value: Any) -> None:
         sample.notes.setdefault(kind, {})[self._rewards[call.reward].name] = value
 
-    def fail(self, call: Call, status: HowItFailed, why: str, *, by_function: bool = True) -> None:
+    def fail(
+        self, call: Call, status: HowItFailed, reason: str, *, by_function: bool = True
+    ) -> None:
         """Note a failure, or queue one call a completion to learn which one is to blame.
 
         A server that could not be reached (`by_function` False) may be back by then, and its
         absence says nothing about the reward.
         """
-        why = f"reward {self._rewards[call.reward].name!r} {why}"
+        reason = f"reward {self._rewards[call.reward].name!r} {reason}"
         sample = call.samples[0]
         if len(call.samples) > 1:
-            sample.group_errors[call.reward] = why
+            sample.group_errors[call.reward] = reason
             if by_function:
                 self._add_note(sample, "retried", call, status)
             self.calls.extend(Call(call.reward, [sample]) for sample in call.samples)
             return
         sample.values[call.reward] = math.nan
         sample.statuses[call.reward] = status
-        sample.errors[call.reward] = why
+        sample.errors[call.reward] = reason
         self.has_new_timeout |= status == "timeout"
 
     def count(self, reward: int) -> Counter[str]:

@@ -31,7 +31,12 @@ from grpo_spmd.config.schema import RewardConfig
 from grpo_spmd.distributed import doctor
 from grpo_spmd.files import hold_standard_streams
 from grpo_spmd.rewards.named import pack_functions
-from grpo_spmd.rewards.pool.nursery import MAX_FRAME_BYTES, decode_frame, encode_frame
+from grpo_spmd.rewards.pool.nursery import (
+    MAX_ERROR_CHARS,
+    MAX_FRAME_BYTES,
+    decode_frame,
+    encode_frame,
+)
 
 _START_S = 600.0  # a user's file may load a model when it is imported
 _MAX_LOG_BYTES = 16 << 20
@@ -59,11 +64,12 @@ def allow_workers(num_workers: int, key: str) -> None:
     """Raise the limit of open files, of which a worker takes one here; ConfigError where it cannot
     be raised so far.
     """
-    needed, (soft, hard) = num_workers + _OTHER_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = num_workers + _OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if needed > hard != resource.RLIM_INFINITY:
-        most = f"the limit of open files (ulimit -Hn) is {hard}: {max(hard - _OTHER_FILES, 1)} workers would do"
         raise ConfigError(
-            f"{key} ({num_workers}) needs {needed} open files on each rank, and {most}"
+            f"{key} ({num_workers}) needs {needed} open files on each rank, and the limit of open "
+            f"files (ulimit -Hn) is {hard}: {max(hard - _OTHER_FILES, 1)} workers would do"
         )
     if needed > soft != resource.RLIM_INFINITY:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
@@ -92,13 +98,14 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
         """
         hold_standard_streams()
         functions = pack_functions(rewards)
-        self._log_file, self._check = log_file, check
+        self._log_file = log_file
+        self._check = check
         self._log: int | None = None
         self._workers: dict[int, WorkerProcess] = {}
         self._num_started = 0
         self._debugged: WorkerProcess | None = None
         self._selector = selectors.DefaultSelector()
-        self._nursery_says = tempfile.TemporaryFile()  # noqa: SIM115
+        self._nursery_output = tempfile.TemporaryFile()  # noqa: SIM115
         self._nursery, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             fds = [theirs.fileno(), *([] if functions is None else [functions])]
@@ -108,15 +115,15 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
             self._process = subprocess.Popen(
                 command,
                 pass_fds=fds,
-                stderr=self._nursery_says,
+                stderr=self._nursery_output,
                 process_group=0,
                 env={**os.environ, **(variables or {})},
             )
-        whole = {**setup, "sys_path": sys.path, "rewards": [asdict(reward) for reward in rewards]}
+        message = {**setup, "sys_path": sys.path, "rewards": [asdict(reward) for reward in rewards]}
         if functions is not None:
-            whole["functions"] = functions
+            message["functions"] = functions
             os.close(functions)
-        self._nursery.send(json.dumps(whole).encode())
+        self._nursery.send(json.dumps(message).encode())
         self._selector.register(self._nursery, selectors.EVENT_READ)
 
     def __enter__(self) -> Self:
@@ -136,7 +143,7 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._nursery_says.close()
+        self._nursery_output.close()
         if self._log is not None:
             os.close(self._log)
             self._log = None
@@ -147,7 +154,7 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
         """A worker's message about its call. Whoever takes it for the answer calls `_release`."""
         raise NotImplementedError
 
-    def _failed(self, worker: WorkerProcess, call: Any, how: HowItFailed, why: str) -> None:
+    def _failed(self, worker: WorkerProcess, call: Any, kind: HowItFailed, reason: str) -> None:
         """A worker failed, and is gone unless it was kept; `call` is what it was at, None where it
         was at nothing.
         """
@@ -157,28 +164,27 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
         """What to say of a deadline that passed."""
         raise NotImplementedError
 
-    def _ended(self, why: str) -> Exception:
+    def _ended(self, reason: str) -> Exception:
         """The nursery ended, or cannot load what it should."""
         raise NotImplementedError
 
     # How it gets there
 
-    def _listen(self, most_s: float) -> None:
-        """One look at all that workers and the nursery have said by now, or say within `most_s`,
+    def _listen(self, max_s: float) -> None:
+        """One look at all that workers and the nursery have said by now, or say within `max_s`,
         then at the clock.
         """
         next_deadline = min(
             (worker.deadline for worker in self._workers.values()), default=math.inf
         )
-        for key, _ in self._selector.select(
-            min(max(next_deadline - time.monotonic(), 0.0), most_s)
-        ):
+        for key, _ in self._selector.select(min(max(next_deadline - time.monotonic(), 0.0), max_s)):
             if isinstance(key.data, WorkerProcess) and key.data.number in self._workers:
                 self._hear(key.data)
         # All of it, for it may be long until the next look.
         while any(key.fileobj is self._nursery for key, _ in self._selector.select(0.0)):
             message = self._hear_nursery()
-            if (worker := self._workers.get(message.get("died", -1))) is not None:
+            worker = self._workers.get(message.get("died", -1))
+            if worker is not None:
                 if not worker.has_hung_up:
                     self._hear(worker)  # what it said before it died
                 if worker.number in self._workers:
@@ -192,19 +198,21 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
         self._bound_log()
 
     def _take_on(self, worker: WorkerProcess, call: Any, seconds: float) -> None:
-        worker.call, worker.deadline = call, time.monotonic() + seconds
+        worker.call = call
+        worker.deadline = time.monotonic() + seconds
 
     def _hear(self, worker: WorkerProcess) -> None:
         """Take what it has said; where that is a part of a message, wait a moment for the rest."""
-        until = time.monotonic() + _PATIENCE_S
+        end = time.monotonic() + _PATIENCE_S
         while worker.number in self._workers:
             chunk = b""
             try:
                 reply = decode_frame(worker.buffer, self._max_frame_bytes)
                 if reply is None:
-                    if (left := until - time.monotonic()) <= 0:
+                    remaining_s = end - time.monotonic()
+                    if remaining_s <= 0:
                         return
-                    worker.sock.settimeout(left if worker.buffer else 0.0)
+                    worker.sock.settimeout(remaining_s if worker.buffer else 0.0)
                     chunk = worker.sock.recv(1 << 20)
                     worker.buffer += chunk
             except (BlockingIOError, TimeoutError):
@@ -217,15 +225,16 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
                 not chunk
             ):  # most likely it is dead, and the nursery will say in a moment how it died
                 self._selector.unregister(worker.sock)
-                worker.has_hung_up, worker.deadline = (
-                    True,
-                    min(worker.deadline, time.monotonic() + _GONE_GRACE_S),
-                )
+                worker.has_hung_up = True
+                worker.deadline = min(worker.deadline, time.monotonic() + _GONE_GRACE_S)
                 return
 
     def _take(self, worker: WorkerProcess, reply: dict[str, Any]) -> None:
-        if isinstance(pid := reply.get("breakpoint"), int):
-            worker.pid, worker.wants_terminal, worker.deadline = pid, True, math.inf
+        pid = reply.get("breakpoint")
+        if isinstance(pid, int):
+            worker.pid = pid
+            worker.wants_terminal = True
+            worker.deadline = math.inf  # its clock stops while a person is at the prompt
             self._lend_terminal()
         elif worker.call is None:
             self._fail(worker, "error", "spoke when nobody had asked")
@@ -233,14 +242,14 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
             self._answered(worker, reply)
 
     def _fail(
-        self, worker: WorkerProcess, how: HowItFailed, why: str, *, keep: bool = False
+        self, worker: WorkerProcess, kind: HowItFailed, reason: str, *, keep: bool = False
     ) -> None:
         call = worker.call
         if keep:
             self._release(worker)
         else:
             self._discard(worker)
-        self._failed(worker, call, how, why)
+        self._failed(worker, call, kind, reason)
 
     def _give(self, worker: WorkerProcess, call: Any, frame: bytes, seconds: float) -> None:
         """Have it begin with a call, whose clock starts.
@@ -290,7 +299,9 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
         worker.sock.close()
 
     def _release(self, worker: WorkerProcess) -> None:
-        worker.call, worker.deadline, worker.wants_terminal = None, math.inf, False
+        worker.call = None
+        worker.deadline = math.inf
+        worker.wants_terminal = False
         if worker is self._debugged:
             self._debugged = None
             doctor.count_debugger(is_open=False)
@@ -320,7 +331,8 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
                 message = self._hear_nursery()
                 if "error" in message:
                     raise self._ended(
-                        f"the {self._what}s cannot be imported in the {self._what} pool: {message['error']}"
+                        f"the {self._what}s cannot be imported in the {self._what} pool: "
+                        f"{message['error']}"
                     )
                 return message["ready"]
             if time.monotonic() > deadline:
@@ -337,11 +349,10 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
 
     def _nursery_ended(self) -> Exception:
         code = self._process.wait(10)
-        self._nursery_says.seek(0)
-        said = self._nursery_says.read().decode(errors="replace")[-4000:]
-        return self._ended(
-            f"the process that starts the {self._what} workers ended with code {code} {said}".strip()
-        )
+        self._nursery_output.seek(0)
+        output = self._nursery_output.read().decode(errors="replace")[-MAX_ERROR_CHARS:]
+        reason = f"the process that starts the {self._what} workers ended with code {code} {output}"
+        return self._ended(reason.strip())
 
     def _bound_log(self) -> None:
         if self._log is not None and os.fstat(self._log).st_size > _MAX_LOG_BYTES:
@@ -354,11 +365,11 @@ def _give_terminal_to(process_group: int) -> None:
     """Make it the foreground group of our terminal, if we have one, so that it may read and gets
     Ctrl-C.
     """
-    before = signal.signal(
+    old_handler = signal.signal(
         signal.SIGTTOU, signal.SIG_IGN
     )  # its default action stops who is in the background
     try:
         with suppress(OSError):
             os.tcsetpgrp(0, process_group)
     finally:
-        signal.signal(signal.SIGTTOU, before)
+        signal.signal(signal.SIGTTOU, old_handler)

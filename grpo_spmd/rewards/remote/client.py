@@ -40,7 +40,7 @@ _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,8}")
 _ROUNDING = 1e-4  # by which a probability may be over 1
 
 
-def headers_of(headers_env: Mapping[str, str], where: str) -> dict[str, str]:
+def headers_of(headers_env: Mapping[str, str], entry: str) -> dict[str, str]:
     """Returns the headers, with their values from environment variables.
 
     Raises ConfigError, without the value, for a variable that is not there or cannot be sent.
@@ -50,12 +50,12 @@ def headers_of(headers_env: Mapping[str, str], where: str) -> dict[str, str]:
         value = os.environ.get(variable, "").strip()
         if not value:
             raise ConfigError(
-                f"{where}.{name}: the environment variable {variable} is not set, or empty; "
+                f"{entry}.{name}: the environment variable {variable} is not set, or empty; "
                 "export it"
             )
         if not (value.isascii() and value.isprintable()):
             raise ConfigError(
-                f"{where}.{name}: what {variable} holds cannot be sent as a header: it is no plain "
+                f"{entry}.{name}: what {variable} holds cannot be sent as a header: it is no plain "
                 "text"
             )
         headers[name] = value
@@ -69,8 +69,8 @@ class UnexpectedError(ValueError):
     find there, and not in a part of it.
     """
 
-    def __init__(self, why: str, content: object = "") -> None:
-        super().__init__(why)
+    def __init__(self, message: str, content: object = "") -> None:
+        super().__init__(message)
         self.content = content
 
 
@@ -79,12 +79,12 @@ class JsonClient:
 
     def __init__(self, url: str, headers: Mapping[str, str]) -> None:
         """`headers` may hold secrets: no error shows their values."""
-        parts = urlsplit(url)
-        self._host = str(parts.hostname)
-        self._is_https = parts.scheme == "https"
+        address = urlsplit(url)
+        self._host = str(address.hostname)
+        self._is_https = address.scheme == "https"
         # Without a port http.client looks for one in the host, and finds it in an IPv6 address.
-        self._port = parts.port or (443 if self._is_https else 80)
-        self._target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        self._port = address.port or (443 if self._is_https else 80)
+        self._target = (address.path or "/") + (f"?{address.query}" if address.query else "")
         self._headers = {
             **headers,
             "Content-Type": "application/json",
@@ -105,7 +105,7 @@ class JsonClient:
         limit_s: float | None = None,
         max_bytes: int = MAX_ANSWER_BYTES,
     ) -> Any:
-        """Returns the answer to `body`, or to GET if it is None, within twice `limit_s` at the most.
+        """Returns the answer to `body`, or to GET if it is None; within twice `limit_s`.
 
         Raises FailedCallError.
         """
@@ -125,8 +125,8 @@ class JsonClient:
             raise FailedCallError(f"cannot be asked: {error.verify_message}") from None
         except (OSError, http.client.HTTPException, UnicodeError) as error:
             reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-            why = f"did not answer ({self._redact(reason)})"
-            raise FailedCallError(why, may_retry=True) from None
+            message = f"did not answer ({self._redact(reason)})"
+            raise FailedCallError(message, may_retry=True) from None
         finally:
             connection.close()
 
@@ -141,8 +141,8 @@ class JsonClient:
         if not 200 <= status < 300:
             raise self._refusal(response, encoding)
         if encoding not in ("", "identity"):
-            why = "answered with compressed data, which was not asked for"
-            raise FailedCallError(why, status=status)
+            message = "answered with compressed data, which was not asked for"
+            raise FailedCallError(message, status=status)
         length = response.length or 0
         content = b"" if length > max_bytes else response.read(max_bytes + 1)
         if max(length, len(content)) > max_bytes:
@@ -153,29 +153,29 @@ class JsonClient:
         try:
             return json.loads(content)
         except (ValueError, RecursionError):
-            shown = self._redact(content[:_MAX_ERROR_BYTES].decode(errors="replace"))
-            why = f"answered what is no JSON: {shown!r}"
-            raise FailedCallError(why, may_retry=True, status=status) from None
+            excerpt = self._redact(content[:_MAX_ERROR_BYTES].decode(errors="replace"))
+            message = f"answered what is no JSON: {excerpt!r}"
+            raise FailedCallError(message, may_retry=True, status=status) from None
 
     def _refusal(self, response: http.client.HTTPResponse, encoding: str) -> FailedCallError:
         """Returns the error for a status other than 2xx."""
         status = response.status
-        why = f"answered {status} {self._redact(response.reason)}"
+        message = f"answered {status} {self._redact(response.reason)}"
         if encoding == "identity":
-            shown = self._redact(response.read(_MAX_ERROR_BYTES).decode(errors="replace"))
-            why += f": {shown!r}" if shown.strip() else ""
+            excerpt = self._redact(response.read(_MAX_ERROR_BYTES).decode(errors="replace"))
+            message += f": {excerpt!r}" if excerpt.strip() else ""
         may_retry = status in _RETRIED_STATUSES or status >= 500
         wait_s = retry_after_s(response.getheader("Retry-After")) if may_retry else None
-        return FailedCallError(why, may_retry=may_retry, wait_s=wait_s, status=status)
+        return FailedCallError(message, may_retry=may_retry, wait_s=wait_s, status=status)
 
     def malformed(self, error: UnexpectedError) -> FailedCallError:
         """Returns the failure of a call whose answer has another form."""
-        why = f"answered {error}"
+        message = f"answered {error}"
         if not isinstance(error.content, str):
-            why += f": {self._redact(json.dumps(error.content, ensure_ascii=False))}"
+            message += f": {self._redact(json.dumps(error.content, ensure_ascii=False))}"
         elif error.content:
-            why += f": {self._redact(error.content)!r}"
-        return FailedCallError(why, may_retry=True, status=200)
+            message += f": {self._redact(error.content)!r}"
+        return FailedCallError(message, may_retry=True, status=200)
 
     def _redact(self, text: str) -> str:
         for secret in self._secrets:

@@ -45,11 +45,11 @@ class ServerCalls:
         end = time.monotonic() + seconds
         while self._waiting or self._running:
             self._start_calls()
-            now = time.monotonic()
-            if now >= end:
+            now_s = time.monotonic()
+            if now_s >= end:
                 return True
             deadline = min((deadline for _, deadline in self._running.values()), default=end)
-            wait_s = min(self._limits.wait_s(), end - now, deadline - now)
+            wait_s = min(self._limits.wait_s(), end - now_s, deadline - now_s)
             try:
                 call, reply = self._replies.get(timeout=max(wait_s, 0.001))
                 self._take(call, reply)
@@ -81,9 +81,9 @@ class ServerCalls:
         threading.Thread(target=ask, daemon=True).start()
 
     def _drop_overdue(self) -> None:
-        now = time.monotonic()
+        now_s = time.monotonic()
         for call, deadline in [*self._running.values()]:
-            if deadline <= now:
+            if deadline <= now_s:
                 self._end(call, "failed")
                 timeout_s = self._limits.timeout_s(call)
                 self.errors[call.samples[0]] = f"did not answer within timeout_s={timeout_s:g}"

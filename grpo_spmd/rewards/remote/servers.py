@@ -67,17 +67,17 @@ class ServerFunction:
     The client is made at its first call, in a worker: nobody else needs the secrets.
     """
 
-    def __init__(self, config: RewardConfig, where: str) -> None:
+    def __init__(self, config: RewardConfig, entry: str) -> None:
         """Raises ConfigError: a bad rubric, or `args` that are the form's own."""
         self._config = config
-        self._where = where
+        self._where = entry
         self._client: JsonClient | None = None
         self.form: Form = _Slime() if config.form == "slime" else _OpenRlhf()
         if config.judge is not None:
-            self.form = Judge(config, f"{where}.judge")
+            self.form = Judge(config, f"{entry}.judge")
         reserved = [name for name in config.args if name in self.form.fields]
         if reserved:
-            raise ConfigError(f"{where}.args: {reserved[0]!r} is given by the trainer; take it out")
+            raise ConfigError(f"{entry}.args: {reserved[0]!r} is given by the trainer; take it out")
 
     def __call__(
         self,
@@ -192,10 +192,10 @@ class Judge:
     fields: tuple[str, ...] = ("model", "messages", "stream", "n")
     one_at_a_time = True
 
-    def __init__(self, config: RewardConfig, where: str) -> None:
+    def __init__(self, config: RewardConfig, entry: str) -> None:
         """Raises ConfigError for a bad rubric."""
         self._config = config
-        self._rubric = read_rubric(str(config.judge), where)
+        self._rubric = read_rubric(str(config.judge), entry)
         names = dict.fromkeys(fields_in(self._rubric))
         self.needs = tuple(name for name in names if name not in ("prompt", "completion"))
 
@@ -250,7 +250,7 @@ def parse_score(reply: str, highest: float) -> float:
     return as_finite(float(match[1]))
 
 
-def read_rubric(file: str, where: str) -> str:
+def read_rubric(file: str, entry: str) -> str:
     """Returns a rubric's text.
 
     Raises ConfigError if it is not there, is no text, or shows the judge no completion.
@@ -261,21 +261,21 @@ def read_rubric(file: str, where: str) -> str:
             content = opened.read(_MAX_RUBRIC_BYTES + 1)
         if len(content) > _MAX_RUBRIC_BYTES:
             raise ConfigError(
-                f"{where}: {file} is larger than {_MAX_RUBRIC_BYTES >> 20} MiB; "
+                f"{entry}: {file} is larger than {_MAX_RUBRIC_BYTES >> 20} MiB; "
                 "a rubric is a page of text"
             )
         rubric = content.decode()
     except UntrustedError as error:
-        raise ConfigError(f"{where}: {error}; give a file with a rubric") from None
+        raise ConfigError(f"{entry}: {error}; give a file with a rubric") from None
     except OSError as error:
         raise ConfigError(
-            f"{where}: cannot read {file}: {error.strerror}{path_remark(Path(file))}"
+            f"{entry}: cannot read {file}: {error.strerror}{path_remark(Path(file))}"
         ) from None
     except UnicodeDecodeError:
-        raise ConfigError(f"{where}: {file} is not UTF-8 text") from None
+        raise ConfigError(f"{entry}: {file} is not UTF-8 text") from None
     if "completion" not in fields_in(rubric):
         raise ConfigError(
-            f"{where}: {file} does not say {{completion}}, where the judge is to see it; add it"
+            f"{entry}: {file} does not say {{completion}}, where the judge is to see it; add it"
         )
     return rubric
 
@@ -309,7 +309,7 @@ def check_calls(configs: Sequence[RewardConfig], num_ranks: int) -> None:
     """Raises ConfigError: a limit that leaves a rank without a call, a header without a
     variable."""
     for index, config in enumerate(configs):
-        where = f"rewards.{index}"
+        entry = f"rewards.{index}"
         limits = {
             "max_concurrent": config.max_concurrent,
             "max_per_minute": config.max_per_minute,
@@ -317,13 +317,13 @@ def check_calls(configs: Sequence[RewardConfig], num_ranks: int) -> None:
         for name, limit in limits.items():
             if limit is not None and limit < num_ranks:
                 raise ConfigError(
-                    f"{where}.{name} ({limit}) must be >= the number of ranks ({num_ranks}), each "
+                    f"{entry}.{name} ({limit}) must be >= the number of ranks ({num_ranks}), each "
                     "of which makes its own share of the calls; raise it, or take fewer ranks"
                 )
-        headers_of(config.headers_env, f"{where}.headers_env")
+        headers_of(config.headers_env, f"{entry}.headers_env")
         if config.url is not None and not _is_json(config.args):
             raise ConfigError(
-                f"{where}.args: a server is sent JSON, which has no NaN and no infinity"
+                f"{entry}.args: a server is sent JSON, which has no NaN and no infinity"
             )
 
 
@@ -361,14 +361,14 @@ def check_pace(
     num_ranks: int,
     watchdog: WatchdogConfig,
     *,
-    of_step: tuple[int, int],
+    step_shape: tuple[int, int],
     num_evaluated: int = 0,
 ) -> None:
     """Raises ConfigError if max_per_minute alone makes scoring outlast its phase's time limit.
 
-    `of_step`: a step's groups, and the size of each; `num_evaluated`: completions of an evaluation.
+    `step_shape`: a step's groups, and the size of each; `num_evaluated`: completions of an evaluation.
     """
-    num_groups, group_size = of_step
+    num_groups, group_size = step_shape
     for index, config in enumerate(configs):
         limit = config.max_per_minute
         if limit is None:

@@ -26,11 +26,11 @@ class Head(io.TextIOBase):
         return True
 
     def write(self, text: str) -> int:
-        kept = text[: self._room]
-        if kept:
-            self._parts.append(kept)
-        self._room -= len(kept)
-        self.num_cut += len(text) - len(kept)
+        head = text[: self._room]
+        if head:
+            self._parts.append(head)
+        self._room -= len(head)
+        self.num_cut += len(text) - len(head)
         return len(text)
 
     def getvalue(self) -> str:
@@ -70,12 +70,14 @@ def _run(code: str, name: str, scope: dict[str, Any]) -> str:
             code.splitlines(keepends=True),
             name,
         )  # lines for the traceback
-        last = body.pop() if body and isinstance(body[-1], ast.Expr) else None
+        last_expression = body.pop() if body and isinstance(body[-1], ast.Expr) else None
         # FunctionType runs a code object in a given scope, as exec does, and gives back an
         # expression's value.
         types.FunctionType(compile(ast.Module(body, []), name, "exec"), scope)()
-        if isinstance(last, ast.Expr):
-            value = types.FunctionType(compile(ast.Expression(last.value), name, "eval"), scope)()
+        if isinstance(last_expression, ast.Expr):
+            value = types.FunctionType(
+                compile(ast.Expression(last_expression.value), name, "eval"), scope
+            )()
             if value is not None:
                 print(repr(value))
     except BaseException as error:  # also SystemExit: the interpreter stays for the next call

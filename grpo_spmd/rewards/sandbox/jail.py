@@ -1,4 +1,4 @@
-"""The process in which model-written code runs: it walls itself in, then runs the code. Standard library alone.
+"""The process in which model-written code runs: it isolates itself, then runs the code.
 
     python -I -S -X utf8 jail.py SOCKET_FD      (by sandbox.py, with an empty environment, in a
     session of its own)
@@ -45,21 +45,24 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 _LAST_KNOWN_SYSCALL = 461  # what later kernels add is refused unseen
 _REFUSED = """
-    fork 57 -1, vfork 58 -1, execve 59 221, execveat 322 281, socket 41 198, connect 42 203, accept 43 202,
-    accept4 288 242, bind 49 200, listen 50 201, tkill 200 130, rt_sigqueueinfo 129 138, rt_tgsigqueueinfo 297 240,
-    pidfd_send_signal 424 424, pidfd_open 434 434, pidfd_getfd 438 438, ptrace 101 117, process_vm_readv 310 270,
-    process_vm_writev 311 271, kcmp 312 272, process_madvise 440 440, process_mrelease 448 448, setpriority 141 140,
-    sched_setaffinity 203 122, sched_setscheduler 144 119, sched_setparam 142 118, sched_setattr 314 274,
-    ioprio_set 251 30, migrate_pages 256 238, move_pages 279 239, mount 165 40, umount2 166 39, pivot_root 155 41,
-    chroot 161 51, unshare 272 97, setns 308 268, open_tree 428 428, move_mount 429 429, fsopen 430 430,
-    fsconfig 431 431, fsmount 432 432, fspick 433 433, mount_setattr 442 442, name_to_handle_at 303 264,
-    open_by_handle_at 304 265, bpf 321 280, perf_event_open 298 241, userfaultfd 323 282, io_uring_setup 425 425,
-    io_uring_enter 426 426, io_uring_register 427 427, keyctl 250 219, add_key 248 217, request_key 249 218,
-    memfd_create 319 279, memfd_secret 447 447, syslog 103 116, personality 135 92, modify_ldt 154 -1, shmget 29 194,
-    shmat 30 196, shmctl 31 195, semget 64 190, msgget 68 186, mq_open 240 180, mq_unlink 241 181, chmod 90 -1,
-    fchmod 91 52, fchmodat 268 53, fchmodat2 452 452, chown 92 -1, fchown 93 55, lchown 94 -1, fchownat 260 54,
-    utime 132 -1, utimes 235 -1, utimensat 280 88, futimesat 261 -1, setxattr 188 5, lsetxattr 189 6, fsetxattr 190 7,
-    removexattr 197 14, lremovexattr 198 15, fremovexattr 199 16, inotify_add_watch 254 27, fanotify_init 300 262
+    fork 57 -1, vfork 58 -1, execve 59 221, execveat 322 281, socket 41 198, connect 42 203, accept
+    43 202, accept4 288 242, bind 49 200, listen 50 201, tkill 200 130, rt_sigqueueinfo 129 138,
+    rt_tgsigqueueinfo 297 240, pidfd_send_signal 424 424, pidfd_open 434 434, pidfd_getfd 438 438,
+    ptrace 101 117, process_vm_readv 310 270, process_vm_writev 311 271, kcmp 312 272,
+    process_madvise 440 440, process_mrelease 448 448, setpriority 141 140, sched_setaffinity 203
+    122, sched_setscheduler 144 119, sched_setparam 142 118, sched_setattr 314 274, ioprio_set 251
+    30, migrate_pages 256 238, move_pages 279 239, mount 165 40, umount2 166 39, pivot_root 155 41,
+    chroot 161 51, unshare 272 97, setns 308 268, open_tree 428 428, move_mount 429 429, fsopen 430
+    430, fsconfig 431 431, fsmount 432 432, fspick 433 433, mount_setattr 442 442, name_to_handle_at
+    303 264, open_by_handle_at 304 265, bpf 321 280, perf_event_open 298 241, userfaultfd 323 282,
+    io_uring_setup 425 425, io_uring_enter 426 426, io_uring_register 427 427, keyctl 250 219,
+    add_key 248 217, request_key 249 218, memfd_create 319 279, memfd_secret 447 447, syslog 103
+    116, personality 135 92, modify_ldt 154 -1, shmget 29 194, shmat 30 196, shmctl 31 195, semget
+    64 190, msgget 68 186, mq_open 240 180, mq_unlink 241 181, chmod 90 -1, fchmod 91 52, fchmodat
+    268 53, fchmodat2 452 452, chown 92 -1, fchown 93 55, lchown 94 -1, fchownat 260 54, utime 132
+    -1, utimes 235 -1, utimensat 280 88, futimesat 261 -1, setxattr 188 5, lsetxattr 189 6,
+    fsetxattr 190 7, removexattr 197 14, lremovexattr 198 15, fremovexattr 199 16, inotify_add_watch
+    254 27, fanotify_init 300 262
 """
 _CLONE, _CLONE3, _KILL, _TGKILL = (56, 220), (435, 435), (62, 129), (234, 131)
 _PRLIMIT, _SOCKETPAIR, _FCNTL, _IOCTL, _PRCTL = (
@@ -122,10 +125,10 @@ def set_limits(memory_bytes: int, cpu_s: int) -> None:
         "CORE": 0,
     }
     for name, limit in (limits | {"NPROC": _THREADS, "MEMLOCK": 0}).items():
-        what = getattr(resource, f"RLIMIT_{name}")
-        hard = resource.getrlimit(what)[1]
+        resource_id = getattr(resource, f"RLIMIT_{name}")
+        hard = resource.getrlimit(resource_id)[1]
         limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-        resource.setrlimit(what, (limit, limit))
+        resource.setrlimit(resource_id, (limit, limit))
 
 
 def _enter_namespaces(readable: Sequence[str], scratch: str) -> bool:
@@ -231,14 +234,14 @@ def _seccomp(*, allow_threads: bool) -> None:
     pid = os.getpid()
     threads = only_if(_CLONE, load(arg0), (0x45, 0, 1, 0x10000))
     program = [
-        load(4), (0x15, 1, 0, architecture), (0x06, 0, 0, 0x80000000),  # another architecture's calls: kill the process
+        load(4), (0x15, 1, 0, architecture), (0x06, 0, 0, 0x80000000),  # kill at a call of another architecture
         load(0), (0x25, 0, 1, _LAST_KNOWN_SYSCALL), unknown,  # x32 calls as well
-        (0x15, 0, 1, _CLONE3[column]), unknown,  # its flags are out of reach; the C library falls back to clone
+        (0x15, 0, 1, _CLONE3[column]), unknown,  # its flags are out of reach; libc uses clone
         *(threads if allow_threads else [(0x15, 0, 1, _CLONE[column]), refuse]),
         *only_if(_KILL, load(arg0), (0x15, 0, 1, pid)),
         *only_if(_TGKILL, load(arg0), (0x15, 0, 1, pid)),
         *only_if(_PRLIMIT, load(arg0), (0x15, 1, 0, 0), (0x15, 0, 1, pid)),
-        *only_if(_PRCTL, load(arg0), (0x15, 1, 0, 1)),  # not PR_SET_PDEATHSIG, which ends it with us
+        *only_if(_PRCTL, load(arg0), (0x15, 1, 0, 1)),  # not PDEATHSIG, which ends it with us
         # F_SETOWN, F_SETSIG, F_SETOWN_EX, FIOSETOWN, SIOCSPGRP: a signal of one's choice to any
         # process of this user.
         *not_with(_FCNTL, 8, 10, 15),

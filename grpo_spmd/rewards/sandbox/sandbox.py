@@ -1,4 +1,4 @@
-"""Model-written Python against given tests: this side starts the limited process (jail.py) and judges.
+"""Model-written Python against given tests: starts the limited process (jail.py) and judges.
 
 What the verdict rests on, by the kind of test:
 * {"input": text, "output": text}: a process for each. The expected output never enters it: what the
@@ -85,9 +85,11 @@ def passes_program_test(code: str, stdin: str, expected: str, limits: Limits) ->
     line ends aside."""
     with Jail(code, "program", limits, stdin) as jail:
         output = jail.output()
-    said, end = (output or b"").decode(errors="replace").rstrip(), expected.rstrip()
+    printed, end = (output or b"").decode(errors="replace").rstrip(), expected.rstrip()
     return (
-        output is not None and said.count("\n") == end.count("\n") and _lines(said) == _lines(end)
+        output is not None
+        and printed.count("\n") == end.count("\n")
+        and _lines(printed) == _lines(end)
     )
 
 
@@ -134,8 +136,8 @@ def each_within(cpu_s: float, function: Callable[[int], float], count: int) -> l
                     int(Path("/proc/self/statm").read_text().split()[0]),
                     resource.getrlimit(_AS)[1],
                 )
-                most = pages * resource.getpagesize() + (1 << 30)
-                resource.setrlimit(_AS, (min(most, hard % 2**64), hard))  # infinity is -1
+                max_bytes = pages * resource.getpagesize() + (1 << 30)
+                resource.setrlimit(_AS, (min(max_bytes, hard % 2**64), hard))  # infinity is -1
                 signal.signal(signal.SIGPROF, signal.SIG_DFL)
                 for number in range(len(values), count):
                     signal.setitimer(signal.ITIMER_PROF, cpu_s)
@@ -223,7 +225,8 @@ class Jail(AbstractContextManager["Jail"]):
         self._lock = os.open(self._scratch, os.O_RDONLY)  # says that somebody is there to remove it
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         self._buffer, self._received = b"", 0
-        self._stdin, self._stdout = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
+        self._stdin = tempfile.TemporaryFile()  # noqa: SIM115
+        self._stdout = tempfile.TemporaryFile()  # noqa: SIM115
         self._stdin.write(stdin.encode(errors="surrogatepass"))
         self._stdin.seek(0)
         self._connection, pair = socket.socketpair()
@@ -233,14 +236,14 @@ class Jail(AbstractContextManager["Jail"]):
         ):  # 0 to 2 may be closed
             fd, out = theirs.fileno(), self._stdout if mode == "program" else subprocess.DEVNULL
             command = [sys.executable, "-I", "-S", "-X", "utf8", str(_JAIL), str(fd)]
-            own: dict[str, Any] = {
+            options: dict[str, Any] = {
                 "cwd": self._scratch,
                 "env": {},
                 "pass_fds": [fd],
                 "start_new_session": True,
             }
             self._process = subprocess.Popen(
-                command, stdin=self._stdin, stdout=out, stderr=subprocess.DEVNULL, **own
+                command, stdin=self._stdin, stdout=out, stderr=subprocess.DEVNULL, **options
             )
         try:
             self._tell_time, self._began = limits.tell_time, time.monotonic()
@@ -258,7 +261,8 @@ class Jail(AbstractContextManager["Jail"]):
                     else "its process did not start"
                 )
                 raise SandboxError(
-                    f"model-written code cannot be isolated on this machine, and is not run: {reason}"
+                    f"model-written code cannot be isolated on this machine, and is not run: "
+                    f"{reason}"
                 )
             self.walls: list[str] = answer["walls"]
             self._began = time.monotonic()
