@@ -263,8 +263,8 @@ CHECKS = (
     Check("reward pool", _check_pool),
     # Rows, against the columns that the rewards need and the model's tokenizer.
     Check("data", _read_data),
+    # Everything that looks at rows again.
     Check(
-        # Everything that looks at rows again.
         "reward servers",
         _check_servers,
         lambda config: any(reward.is_measured for reward in config.rewards),

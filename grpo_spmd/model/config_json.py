@@ -1,4 +1,4 @@
-"""The sizes of a decoder, as its config.json names them. Imports no torch, so that preflight can use it."""
+"""The sizes of a decoder, as its config.json names them. Imports no torch, so that checks can use it."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def shapes_from_config(config: Mapping[str, Any]) -> Shapes:
     return shapes
 
 
-# What config.json alone tells of a model that cannot be trained. Imports no torch, so that preflight can ask it.
+# What config.json alone tells of a model that cannot be trained. Imports no torch, so that checks can ask it.
 
 
 _PARTS = (
