@@ -214,7 +214,7 @@ def write_shard(
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     # views of the tensors' memory, without a copy
-    views = [tensor.view(-1).view(torch.uint8).numpy() for tensor in tensors.values()]
+    views: list[Any] = [tensor.view(-1).view(torch.uint8).numpy() for tensor in tensors.values()]
     digest = hashlib.sha256()
     with path.open("wb") as file:
         for piece in (len(text).to_bytes(8, "little"), text, *views):

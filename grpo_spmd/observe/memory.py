@@ -56,7 +56,7 @@ def measure(device: torch.device, pool_bytes: int = 0) -> MemoryUse:
 
         def without_pool(name: str) -> int:
             # not below 0: the pool is counted in whole segments, which its tensors need not fill
-            return max(0, stats.get(name, 0) - pool_bytes)
+            return max(0, int(stats.get(name, 0)) - pool_bytes)
 
         reserved = without_pool("reserved_bytes.all.current")
         return MemoryUse(

@@ -344,7 +344,7 @@ def _change(**values: Any) -> Callable[[list[bytes]], None]:
         ),
         (
             _change(reward="high"),
-            r"step_000002\.jsonl:2: reward is 'high'; this is no rollout dump",
+            r"step_000002\.jsonl:2: Expected `float \| null`, got `str` - at `\$.reward`",
         ),
         (
             _change(sample=3),
@@ -352,7 +352,7 @@ def _change(**values: Any) -> Callable[[list[bytes]], None]:
         ),
         (
             lambda lines: lines.__setitem__(0, b"[]"),
-            r"step_000002\.jsonl:1: expected a JSON object, got list",
+            r"step_000002\.jsonl:1: Expected `object`, got `array`",
         ),
         (
             _change(sample=7),

@@ -1,4 +1,5 @@
-"""The command: python -m grpo_spmd.replay RUN_DIR --step N [--checkpoint FOLDER] [section.key=value ...]"""
+"""The command: python -m grpo_spmd.replay RUN_DIR --step N [--checkpoint FOLDER] [section.key=value
+...]"""
 
 from __future__ import annotations
 
@@ -20,8 +21,10 @@ from grpo_spmd.tools.replay.report import report
 
 def main() -> None:
     hold_standard_streams()
-    about = "Run reward -> advantage -> loss of a dumped step again, on the CPU, without vLLM, and compare with what "
-    about += "was recorded. breakpoint() works in a reward, in the advantages and in the loss."
+    about = (
+        "Run reward -> advantage -> loss of a dumped step again, on the CPU, without vLLM, and compare "
+        "with what was recorded. breakpoint() works in a reward, in the advantages and in the loss."
+    )
     parser = OverridesParser(prog="python -m grpo_spmd.replay", description=about)
     add = parser.add_argument
     add("run_dir", type=Path, metavar="RUN_DIR", help="the run's folder, or a copy of it")

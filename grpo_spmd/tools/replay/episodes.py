@@ -1,4 +1,5 @@
-"""Episodes of a recorded step: made again of their dump, scored by what their environments gave, shown turn by turn."""
+"""Episodes of a recorded step: made from the dump, scored as their environments did, shown turn by
+turn."""
 
 from __future__ import annotations
 
@@ -11,107 +12,116 @@ from grpo_spmd.records import Completion
 from grpo_spmd.rewards.protocol import load_rewards
 from grpo_spmd.tools.replay.read import RecordedStep, ReplayedRollout, unasked_rewards
 
-_LONGEST = 100  # characters of what is said, shown in a line
+_MAX_CHARS = 100  # of a message in a line
 
 
-def completion_of(record: RolloutRecord) -> Completion:
-    """What the run had sampled."""
-    said = record.completion_ids, record.rollout_logprobs, record.finish_reason
+def make_completion(record: RolloutRecord) -> Completion:
+    """Returns the completion that the run had sampled."""
+    episode = None
+    if record.status is not None:
+        episode = read_episode(vars(record), record.completion_ids)
     return Completion(
-        *said, read_episode(vars(record), said[0]) if record.status is not None else None
+        token_ids=record.completion_ids,
+        logprobs=record.rollout_logprobs,
+        finish_reason=record.finish_reason,
+        episode=episode,
     )
 
 
-def weights_of(recorded: RecordedStep) -> dict[str, float]:
-    """Of each reward, by the config; of one that is the environment's alone 1, as in a run."""
-    own = {reward.metric_name: reward.weight for reward in recorded.config.rewards}
-    return own | {name: 1.0 for name in given_rewards(recorded) if name not in own}
+def reward_weights(recorded: RecordedStep) -> dict[str, float]:
+    """Returns the weight of each reward; 1 for a reward that only the environment gives, as in a
+    run."""
+    weights = {reward.metric_name: reward.weight for reward in recorded.config.rewards}
+    for name in environment_rewards(recorded):
+        weights.setdefault(name, 1.0)
+    return weights
 
 
-def own_rewards(recorded: RecordedStep) -> list[RewardConfig]:
-    """Those that can be called again: environments have given theirs, and are not here; nor are servers asked."""
-    given, rewards = (
-        given_rewards(recorded) + unasked_rewards(recorded),
-        recorded.config.pool_rewards,
-    )
+def callable_rewards(recorded: RecordedStep) -> list[RewardConfig]:
+    """Returns the rewards that can be called again: not those of environments, servers and
+    models."""
+    unavailable = set(environment_rewards(recorded)).union(*unasked_rewards(recorded).values())
+    configs = recorded.config.pool_rewards
     return [
         config
-        for config, reward in zip(rewards, load_rewards(rewards), strict=True)
-        if reward.name not in given
+        for config, reward in zip(configs, load_rewards(configs), strict=True)
+        if reward.name not in unavailable
     ]
 
 
-def given_rewards(recorded: RecordedStep) -> list[str]:
-    """The rewards that environments gave, by name; none where there are no episodes."""
+def environment_rewards(recorded: RecordedStep) -> list[str]:
+    """Returns the names of the rewards that environments gave; [] without episodes."""
     records = [record for group in recorded.rollouts for record in group]
-    given = {name for record in records for name in record.environment.get("rewards", ())}
-    return [name for name in records[0].rewards if name in given]
+    names = {name for record in records for name in record.environment.get("rewards", ())}
+    return [name for name in records[0].rewards if name in names]
 
 
-def shown_episode(rollout: ReplayedRollout) -> list[str]:
-    """What was said, called and answered, and which tokens count."""
-    record, lines, sampled = rollout.recorded, list[str](), list[str]()
-    logprobs, begin, given = rollout.logprobs or record.rollout_logprobs, 0, 0
-    for turn in record.turns:
-        if not turn["sampled"]:
-            given += len(turn["token_ids"])
-            continue
-        end = begin + len(turn["token_ids"])
-        counts = "in the loss" if rollout.in_loss else "not in the loss"
-        reward = f", reward {turn['reward']:.6g}" if turn.get("reward") is not None else ""
-        where = (
-            f"segment {turn['segment'] + 1}, {given} tokens given, {end - begin} sampled, {counts}"
-        )
-        sampled.append(
-            f"{where}, {turn['finish_reason']}{reward}, logprob {sum(logprobs[begin:end]):.6g}"
-        )
-        begin, given = end, 0
-    number = 0
-    for message in record.messages:
-        if message.get("role") == "assistant":
-            number += 1
-            if number <= len(sampled):
-                lines.append(f"    turn {number}: {sampled[number - 1]}")
-        lines += [f"      {line}" for line in _said(message)]
-    lines += [f"    turn {n}: {sampled[n - 1]}" for n in range(number + 1, len(sampled) + 1)]
-    if given:
-        lines.append(f"    {given} tokens given behind the last turn")
-    how = record.environment.get("error") or f"{len(sampled)} turns, {begin} tokens sampled"
-    return [f"  {rollout.name:>9} {record.status}: {_short(how)}", *lines]
-
-
-def _said(message: Mapping[str, Any]) -> list[str]:
-    name = f" {message['name']}" if isinstance(message.get("name"), str) else ""
-    calls = message.get("tool_calls")
-    lines = (
-        []
-        if calls and not message.get("content")
-        else [f"{message.get('role')}{name}: {_short(message.get('content'))}"]
-    )
-    for call in calls if isinstance(calls, list) else ():
-        function = call.get("function") if isinstance(call, dict) else None
-        function = function if isinstance(function, dict) else {}
-        lines.append(f"calls {_short(function.get('name'))} {_short(function.get('arguments'))}")
+def describe_episodes(rollouts: Sequence[ReplayedRollout], top: int) -> list[str]:
+    """Returns lines about the `top` episodes with the largest |advantage|; [] if there are none."""
+    episodes = [rollout for rollout in rollouts if rollout.recorded.status is not None]
+    if not episodes:
+        return []
+    episodes.sort(key=lambda r: abs(r.replayed.advantage or 0.0) * r.in_loss, reverse=True)
+    lines = ["", f"episodes, of {len(episodes)} those with the largest |advantage|:"]
+    for rollout in episodes[:top]:
+        lines += _describe_episode(rollout)
     return lines
 
 
-def shown_episodes(rollouts: Sequence[ReplayedRollout], top: int) -> list[str]:
-    """Of those with most weight in the loss; nothing of single turns."""
-    episodes = [rollout for rollout in rollouts if rollout.recorded.status is not None]
-    in_order = sorted(
-        episodes, key=lambda r: abs(r.replayed.advantage or 0.0) * r.in_loss, reverse=True
-    )
-    title = [f"episodes, of {len(episodes)} those with the largest |advantage|:"]
-    return (
-        ["", *title, *(line for r in in_order[:top] for line in shown_episode(r))]
-        if episodes
-        else []
-    )
+def _describe_episode(rollout: ReplayedRollout) -> list[str]:
+    """Returns what was said, called and answered, and which tokens count."""
+    record = rollout.recorded
+    logprobs = rollout.logprobs or record.rollout_logprobs
+    turns: list[str] = []  # one text per sampled turn
+    num_sampled = 0
+    num_given = 0  # tokens since the last sampled turn
+    for turn in record.turns:
+        if not turn["sampled"]:
+            num_given += len(turn["token_ids"])
+            continue
+        end = num_sampled + len(turn["token_ids"])
+        counts = "in the loss" if rollout.in_loss else "not in the loss"
+        reward = f", reward {turn['reward']:.6g}" if turn.get("reward") is not None else ""
+        turns.append(
+            f"segment {turn['segment'] + 1}, {num_given} tokens given, "
+            f"{end - num_sampled} sampled, "
+            f"{counts}, {turn['finish_reason']}{reward}, "
+            f"logprob {sum(logprobs[num_sampled:end]):.6g}"
+        )
+        num_sampled = end
+        num_given = 0
+    summary = record.environment.get("error") or f"{len(turns)} turns, {num_sampled} tokens sampled"
+    lines = [f"  {rollout.name:>9} {record.status}: {_shorten(summary)}"]
+    headings = [f"    turn {number}: {text}" for number, text in enumerate(turns, start=1)]
+    for message in record.messages:
+        # each sampled turn became an assistant's message
+        if message.get("role") == "assistant" and headings:
+            lines.append(headings.pop(0))
+        lines += [f"      {line}" for line in _describe_message(message)]
+    lines += headings
+    if num_given:
+        lines.append(f"    {num_given} tokens given behind the last turn")
+    return lines
 
 
-def _short(value: Any) -> str:
-    """In one line of ASCII, whatever a policy or a tool wrote."""
+def _describe_message(message: Mapping[str, Any]) -> list[str]:
+    calls = message.get("tool_calls")
+    lines = []
+    if message.get("content") or not calls:
+        name = f" {message['name']}" if isinstance(message.get("name"), str) else ""
+        lines.append(f"{message.get('role')}{name}: {_shorten(message.get('content'))}")
+    for call in calls if isinstance(calls, list) else ():
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict):
+            function = {}
+        arguments = _shorten(function.get("arguments"))
+        lines.append(f"calls {_shorten(function.get('name'))} {arguments}")
+    return lines
+
+
+def _shorten(value: Any) -> str:
+    """Returns one line of ASCII, whatever a policy or a tool wrote."""
     text = ascii(value) if isinstance(value, str) else ascii(str(value))[1:-1]
-    return (
-        text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
-    )
+    if len(text) <= _MAX_CHARS:
+        return text
+    return f"{text[: _MAX_CHARS // 2]} ... {text[-_MAX_CHARS // 2 :]}"

@@ -1,5 +1,5 @@
-"""Who gave rewards of a recorded step and is not asked again: servers, unless it is said so, since they cost and may be
-gone; reward models, which took the run's devices; and the run's own engine."""
+"""Reads what a run left of one step, checks it, and tells which rewards cannot be had again.
+Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,77 +14,36 @@ from typing import Any
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config, RewardConfig
-from grpo_spmd.data.rows import overview_of, read_rows
+from grpo_spmd.data.rows import PromptRow, overview_of, read_rows
 from grpo_spmd.observe.launches import other_versions
 from grpo_spmd.observe.metrics_file import is_evaluation, read_metrics
 from grpo_spmd.observe.rollout_record import RolloutRecord
 from grpo_spmd.observe.run_folder import RunFolder, dump_path
 from grpo_spmd.rewards.protocol import load_rewards
-
-
-def unasked_rewards(recorded: RecordedStep) -> list[str]:
-    """Names of the rewards that are not to be had again; with --ask-servers those of models and the engine alone."""
-    return _servers(recorded) + _models(recorded) + _judges(recorded)
-
-
-def notes_of(recorded: RecordedStep) -> list[str]:
-    """A line for each kind."""
-    kinds = {"servers, which were not asked (--ask-servers), gave": _servers(recorded)}
-    kinds |= {"reward models, which do not score again, gave": _models(recorded)}
-    kinds |= {"judges by the run's engine, which is not here, gave": _judges(recorded)}
-    return [
-        f"rewards are those that the run recorded: {who} {', '.join(names)}"
-        for who, names in kinds.items()
-        if names
-    ]
-
-
-def without_rubrics(rewards: Iterable[RewardConfig]) -> tuple[RewardConfig, ...]:
-    """As they are where nobody is asked: a judge's rubric may be gone, and what else it is sent does not matter."""
-    return tuple(
-        dataclasses.replace(reward, name=reward.metric_name, judge=None, args={})
-        if reward.url is not None
-        else reward
-        for reward in rewards
-    )
-
-
-def _servers(recorded: RecordedStep) -> list[str]:
-    rewards = () if recorded.asks_servers else recorded.config.rewards
-    return [
-        reward.metric_name
-        for reward in rewards
-        if reward.url is not None and not reward.is_engine_judge
-    ]
-
-
-def _models(recorded: RecordedStep) -> list[str]:
-    return [reward.metric_name for reward in recorded.config.rewards if reward.model is not None]
-
-
-def _judges(recorded: RecordedStep) -> list[str]:
-    return [reward.metric_name for reward in recorded.config.rewards if reward.is_engine_judge]
-
-
-# What a run left behind of a step, read and checked. Imports no torch.
+from grpo_spmd.rewards.remote.servers import check_calls
 
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """What a run left behind of one step, under the config that it is to be replayed with."""
+    """What a run left of one step, with the config that it is replayed under."""
 
     run_dir: Path
     step: int
     config: Config
-    rollouts: list[
-        list[RolloutRecord]
-    ]  # lines of the dump, group by group, in the order of the prompt stream
-    metrics: dict[str, float | None]  # none of them where the run ended within the step
-    columns: list[dict[str, Any]] | None  # of each group's data row; None: the data is gone
-    all_columns: set[str]  # that a reward of the run was given
-    epoch: float  # at its beginning; of all rows, also where the run dropped some as too long
+    rollouts: list[list[RolloutRecord]]
+    """By group, in the order of the prompt stream."""
+    metrics: dict[str, float | None]
+    """The step's line; {} if the run ended within the step."""
+    columns: list[dict[str, Any]] | None
+    """The data row's columns of each group; None if the data is gone."""
+    all_columns: set[str]
+    """All columns that a reward of the run was given."""
+    epoch: float
+    """Passes over the data at the step's begin; counts rows that the run dropped as too long."""
     notes: list[str]
-    asks_servers: bool = False  # that give rewards
+    """Lines for the report."""
+    asks_servers: bool = False
+    """Whether servers that give rewards are asked again."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +51,8 @@ class ReplayedRollout:
     recorded: RolloutRecord
     replayed: RolloutRecord
     in_loss: bool
-    logprobs: list[float] | None  # of the policy, where it was there and trained on the rollout
+    logprobs: list[float] | None
+    """The policy's, if it was there and trained on the rollout."""
 
     @property
     def name(self) -> str:
@@ -102,114 +62,183 @@ class ReplayedRollout:
 @dataclass(frozen=True)
 class Replay:
     notes: list[str]
-    metrics: dict[str, tuple[float | None, float | None]]  # recorded, replayed
+    metrics: dict[str, tuple[float | None, float | None]]
+    """(recorded, replayed)."""
     rollouts: list[ReplayedRollout]
 
 
 def read_step(
     run_dir: Path, step: int, overrides: Sequence[str] = (), *, asks_servers: bool = False
 ) -> RecordedStep:
-    """Read and check what the run left; a ConfigError says what is missing, or which line of the dump is broken."""
+    """Returns the recorded step. A ConfigError says what is missing, or which line of the dump is
+    broken."""
     if not (run_dir / "config.yaml").is_file():
         raise ConfigError(f"RUN_DIR: {run_dir} holds no config.yaml, so it is no run folder")
     config = load_config(run_dir / "config.yaml", overrides)
     notes = [f"override: {override}" for override in overrides]
-    free_form = {
-        f"rewards.{index}.args": reward.args for index, reward in enumerate(config.rewards)
-    }
-    free_form["rollout.engine"] = config.rollout.engine
-    redacted = [
-        f"{key}.{name}"
-        for key, args in free_form.items()
-        for name in args
-        if args[name] == "<redacted>"
-    ]
-    notes += [
-        f"{key} is redacted in config.yaml; give it as an override, if a reward needs it"
-        for key in redacted
-    ]
-    # Of the run that trained on several ranks and a GPU; none of it changes what is computed.
-    model = dataclasses.replace(
-        config.model, num_replicas=1, offload=False, compile=False, attention="auto"
+    notes += _redaction_notes(config)
+    # These were for several ranks and a GPU. None of them changes what is computed.
+    config = dataclasses.replace(
+        config,
+        model=dataclasses.replace(
+            config.model, num_replicas=1, offload=False, compile=False, attention="auto"
+        ),
+        rollout=dataclasses.replace(config.rollout, tensor_parallel_size=1),
     )
-    rollout = dataclasses.replace(config.rollout, tensor_parallel_size=1)
-    config = dataclasses.replace(config, model=model, rollout=rollout)
-    if model.dtype == "bfloat16":
-        what = "the run computed in bfloat16, whose rounding is another on another machine"
-        notes.append(f"{what}: a few percent in loss and gradient mean nothing")
-    if versions := other_versions(run_dir, step):
+    if config.model.dtype == "bfloat16":
+        notes.append(
+            "the run computed in bfloat16, whose rounding is another on another machine: "
+            "a few percent in loss and gradient mean nothing"
+        )
+    versions = other_versions(run_dir, step)
+    if versions:
         notes.append(f"other versions than the run's, which may round otherwise: {versions}")
-    rollouts = _read_dump(run_dir, step, config.rollout.group_size)
-    lines = [line.metrics for line in read_metrics(run_dir / "metrics.jsonl")]
-    metrics = next(
-        (line for line in lines[::-1] if line["step"] == step and not is_evaluation(line)), {}
-    )
+    rollouts = _read_groups(run_dir, step, config.rollout.group_size)
+    metrics: dict[str, float | None] = {}
+    for line in read_metrics(run_dir / "metrics.jsonl"):
+        if line.metrics["step"] == step and not is_evaluation(line.metrics):
+            metrics = line.metrics  # of a step that was made twice the last line counts
     if not metrics:
-        what = f"metrics.jsonl has no line of step {step}: the run ended within it"
-        notes.append(f"{what}, and only the rollouts can be compared")
+        notes.append(
+            f"metrics.jsonl has no line of step {step}: the run ended within it, "
+            "and only the rollouts can be compared"
+        )
     if not asks_servers:
-        config = dataclasses.replace(config, rewards=without_rubrics(config.rewards))
+        config = dataclasses.replace(config, rewards=_without_rubrics(config.rewards))
     load_rewards(config.rewards)  # refuses here what the pool would refuse with a traceback
     if asks_servers:
-        from grpo_spmd.rewards.remote.servers import check_calls
-
         check_calls(config.rewards, 1)
-    columns: tuple[list[dict[str, Any]] | None, set[str], float] = None, set(), 0.0
+    columns: list[dict[str, Any]] | None = None
+    all_columns = set[str]()
+    epoch = 0.0
     try:
-        columns = _columns_of(rollouts, config)
+        rows = read_rows(config.data)
+        columns = _group_columns(rollouts, rows, config)
+        all_columns = _all_columns(rows, config)
+        epoch = rollouts[0][0].position / len(rows)
     except ConfigError as error:
         notes.append(
-            f"rewards are those that the run recorded, since the data set cannot be had as it was: {error}"
+            "rewards are those that the run recorded, since the data set cannot be had as it was: "
+            f"{error}"
         )
-    return RecordedStep(run_dir, step, config, rollouts, metrics, *columns, notes, asks_servers)
+    return RecordedStep(
+        run_dir=run_dir,
+        step=step,
+        config=config,
+        rollouts=rollouts,
+        metrics=metrics,
+        columns=columns,
+        all_columns=all_columns,
+        epoch=epoch,
+        notes=notes,
+        asks_servers=asks_servers,
+    )
 
 
-def _read_dump(run_dir: Path, step: int, group_size: int) -> list[list[RolloutRecord]]:
+def _redaction_notes(config: Config) -> list[str]:
+    arguments = {
+        f"rewards.{index}.args": reward.args for index, reward in enumerate(config.rewards)
+    }
+    arguments["rollout.engine"] = config.rollout.engine
+    return [
+        f"{key}.{name} is redacted in config.yaml; give it as an override, if a reward needs it"
+        for key, args in arguments.items()
+        for name, value in args.items()
+        if value == "<redacted>"
+    ]
+
+
+def _without_rubrics(rewards: Iterable[RewardConfig]) -> tuple[RewardConfig, ...]:
+    """Returns rewards whose servers are not asked: a rubric may be gone, and the arguments do not
+    matter."""
+    return tuple(
+        dataclasses.replace(reward, name=reward.metric_name, judge=None, args={})
+        if reward.url is not None
+        else reward
+        for reward in rewards
+    )
+
+
+def _read_groups(run_dir: Path, step: int, group_size: int) -> list[list[RolloutRecord]]:
+    folder = RunFolder(run_dir)
     path = dump_path(run_dir, step)
     try:
-        records = RunFolder(run_dir).complete_rollouts(step)
+        records = folder.complete_rollouts(step)
     except ConfigError as error:
-        raise ConfigError(f"--step: {error}") from None
+        argument = "" if step in folder.rollout_files else "--step: "
+        raise ConfigError(f"{argument}{error}") from None
     groups: dict[int, list[RolloutRecord]] = {}
     for record in records:
         groups.setdefault(record.position, []).append(record)
     for position, group in groups.items():
         samples = [record.sample for record in group]
         if samples != list(range(group_size)):
-            what = f"{path}: the group at position {position} has the samples {samples}, and should have 0 to"
-            raise ConfigError(f"{what} {group_size - 1} (rollout.group_size={group_size})")
+            raise ConfigError(
+                f"{path}: the group at position {position} has the samples {samples}, and should "
+                f"have 0 to {group_size - 1} (rollout.group_size={group_size})"
+            )
     if not groups:
         raise ConfigError(f"{path}: no rollouts")
     return list(groups.values())
 
 
-def _columns_of(
-    rollouts: Sequence[Sequence[RolloutRecord]], config: Config
-) -> tuple[list[dict[str, Any]], set[str], float]:
-    """The columns of each group's data row, all that a reward of the run was given, and the epoch."""
-    rows, columns = read_rows(config.data), list[dict[str, Any]]()
+def _group_columns(
+    rollouts: Sequence[Sequence[RolloutRecord]], rows: Sequence[PromptRow], config: Config
+) -> list[dict[str, Any]]:
+    """Returns the columns of each group's data row. Raises ConfigError if the data has changed."""
+    columns = []
     for group in rollouts:
         number = group[0].row
         if number >= len(rows):
             raise ConfigError(
-                f"data.train: {config.data.train} has {len(rows)} rows, and the dump names row {number}"
+                f"data.train: {config.data.train} has {len(rows)} rows, "
+                f"and the dump names row {number}"
             )
         row = rows[number]
         if json.loads(json.dumps(row.prompt)) != group[0].prompt:
             raise ConfigError(
-                f"data.train: the prompt at {row.where} is no longer the one that the run sampled from"
+                f"data.train: the prompt at {row.where} is no longer the one "
+                "that the run sampled from"
             )
         columns.append(row.columns)
-    known = {*overview_of(rows).columns}
-    for name in config.data.eval_sets if config.eval.every_steps else ():
-        with suppress(ConfigError):  # its columns are None in training rows, and few rewards look
-            known |= {*overview_of(read_rows(config.data, name)).columns}
-    return columns, known, rollouts[0][0].position / len(rows)
+    return columns
 
 
-def is_there(path: str) -> bool:
-    """Whether a model may be had: a hub id is organisation/name, any other path without a folder is that of another
-    machine."""
+def _all_columns(rows: Sequence[PromptRow], config: Config) -> set[str]:
+    columns = {*overview_of(rows).columns}
+    if config.eval.every_steps:
+        for name in config.data.eval_sets:
+            # the columns of a set that is gone are None in training rows, and few rewards look
+            with suppress(ConfigError):
+                columns |= {*overview_of(read_rows(config.data, name)).columns}
+    return columns
+
+
+def unasked_rewards(recorded: RecordedStep) -> dict[str, list[str]]:
+    """Returns the names of rewards that cannot be had again, by a reason in words.
+
+    Servers cost money and may be gone, so they are asked only with --ask-servers; reward models
+    took the run's devices; and the run's own engine is not here.
+    """
+    rewards = recorded.config.rewards
+    names = {
+        "servers, which were not asked (--ask-servers), gave": [
+            reward.metric_name
+            for reward in rewards
+            if reward.url is not None and not reward.is_engine_judge and not recorded.asks_servers
+        ],
+        "reward models, which do not score again, gave": [
+            reward.metric_name for reward in rewards if reward.model is not None
+        ],
+        "judges by the run's engine, which is not here, gave": [
+            reward.metric_name for reward in rewards if reward.is_engine_judge
+        ],
+    }
+    return {reason: group for reason, group in names.items() if group}
+
+
+def has_model(path: str) -> bool:
+    """Whether a model may be had: its folder is here, or it is a hub id, organisation/name."""
     folder = Path(path)
     is_hub_id = not folder.is_absolute() and len(folder.parts) == 2 and not folder.parent.exists()
     return folder.is_dir() or is_hub_id

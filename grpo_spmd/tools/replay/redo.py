@@ -1,6 +1,9 @@
-"""Reward -> advantage -> loss of a recorded step again, on the CPU, in one process, without vLLM: the trainer's own
-code over the dumped rollouts, so that breakpoint() works in a reward (called in the reward pool, with its deadlines, as
-in training), in the advantages and in the loss. Overrides ask what another config would do."""
+"""Replays reward -> advantage -> loss of a recorded step, on the CPU, in one process, without vLLM.
+
+The trainer's own code runs over the dumped rollouts. So breakpoint() works in a reward (called in
+the reward pool, with its deadlines, as in training), in the advantages and in the loss. Overrides
+ask what another config would do.
+"""
 
 from __future__ import annotations
 
@@ -18,41 +21,45 @@ from grpo_spmd.records import Decision, Prompt, RolloutGroup, ScoredRollouts
 from grpo_spmd.rewards.pool.pool import RewardPool
 from grpo_spmd.rewards.scorers import weighted_sum
 from grpo_spmd.rewards.trl import TrainerState
-from grpo_spmd.tools.replay.episodes import completion_of, given_rewards, own_rewards, weights_of
-from grpo_spmd.tools.replay.read import (
-    RecordedStep,
-    Replay,
-    ReplayedRollout,
-    notes_of,
-    unasked_rewards,
+from grpo_spmd.tools.replay.episodes import (
+    callable_rewards,
+    environment_rewards,
+    make_completion,
+    reward_weights,
 )
+from grpo_spmd.tools.replay.read import RecordedStep, Replay, ReplayedRollout, unasked_rewards
 
 if TYPE_CHECKING:
     from grpo_spmd.distributed.session import Session
-    from grpo_spmd.learn.sampled_step import SampledStep
+    from grpo_spmd.learn.sampled_step import SampledStep, StepRules
 
 
 def replay(recorded: RecordedStep, checkpoint: Path | None = None) -> Replay:
-    """Score, decide and train once more with the policy of `checkpoint`, else of the step's own. Raises ConfigError or
-    CheckpointError for what is missing or damaged, RewardError where the user left the debugger."""
+    """Scores, decides and trains again, with the policy of `checkpoint` or the step's own.
+
+    Raises ConfigError or CheckpointError for what is missing or damaged, RewardError if the user
+    left the debugger.
+    """
     with tempfile.NamedTemporaryFile(prefix="rewards_", suffix=".log", delete=False) as log:
         log_file = Path(log.name)
-    config, columns = recorded.config, recorded.all_columns
-    with RewardPool(own_rewards(recorded), config.reward_pool, log_file, columns=columns) as pool:
-        # From here on, before torch looks: a reward may have a model on the GPU, the replay has none.
+    rewards = callable_rewards(recorded)
+    options = recorded.config.reward_pool
+    with RewardPool(rewards, options, log_file, columns=recorded.all_columns) as pool:
+        # From here on, before torch looks: a reward may have a model on the GPU, the replay has
+        # none.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         from grpo_spmd.distributed.session import end_session, start_session
 
         session = start_session()
         try:
-            found = _replay(recorded, checkpoint, pool, session)
+            result = _replay(recorded, checkpoint, pool, session)
         finally:
             end_session()
     if log_file.stat().st_size:
-        found.notes.append(f"what the rewards printed is in {log_file}")
+        result.notes.append(f"what the rewards printed is in {log_file}")
     else:
         log_file.unlink()
-    return found
+    return result
 
 
 def _replay(
@@ -60,62 +67,88 @@ def _replay(
 ) -> Replay:
     from grpo_spmd.distributed.exit import Rank0Error
     from grpo_spmd.learn.assemble import assemble_batch
-    from grpo_spmd.learn.sampled_step import SampledStep, StepRules
+    from grpo_spmd.learn.sampled_step import SampledStep
     from grpo_spmd.tools.replay.update import train
 
-    recorded = dataclasses.replace(
-        recorded, notes=list(recorded.notes)
-    )  # its caller's list stays as it is
-    config, notes = recorded.config, recorded.notes
-    sections = config.rollout, config.advantage, config.loss, config.training
-    is_measured = not any(weights_of(recorded).values())
-    discount = None if is_measured else config.environment.discount
-    rules = StepRules(
-        *sections,
-        config.reward_pool.max_error_frac,
-        1,
-        discount=discount,
-        zero_advantages=is_measured,
-    )
-    sampled = SampledStep(rules)
-    pool.begin_step(TrainerState(recorded.step - 1, config.training.num_steps, recorded.epoch))
-    waiting, texts = _groups(recorded), _RecordedTexts(recorded.rollouts)
-    if given := given_rewards(recorded):
-        notes.append(
-            f"rewards are those that the run recorded: environments, which are not here, gave {', '.join(given)}"
-        )
-    unasked = unasked_rewards(recorded)
-    notes += notes_of(recorded)
+    # the caller's list of notes stays as it is
+    recorded = dataclasses.replace(recorded, notes=list(recorded.notes))
+    sampled = SampledStep(_step_rules(recorded))
     try:
-        while sampled.num_missing and waiting:  # once, unless dynamic sampling refilled the step
-            groups, waiting = waiting[: sampled.num_missing], waiting[sampled.num_missing :]
-            has_data = recorded.columns is not None and not given and not unasked
-            scored = pool.score(groups, texts) if has_data else _recorded_scores(groups, recorded)
-            sampled.add(groups, scored, num_groups=len(groups))
-        if missing := sampled.num_missing:
-            notes.append(
-                f"the step would now have drawn {missing} more prompts, of which there are no rollouts"
-            )
-        if waiting:
-            notes.append(f"{len(waiting)} groups of the dump are not needed now")
+        _score(recorded, sampled, pool)
         batch, decision = assemble_batch(sampled, session)
     except Rank0Error as error:
-        notes.append(f"the step is refused: {error}")
-        return Replay(notes, {}, _rollouts(recorded, sampled, None, {}))
-    of_update, logprobs, decision = train(recorded, checkpoint, batch, decision, session)
+        recorded.notes.append(f"the step is refused: {error}")
+        return Replay(recorded.notes, {}, _pair_rollouts(recorded, sampled, None, {}))
+    update = train(recorded, checkpoint, batch, decision, session)
     replayed = {
-        name: value for name, value in decision.metrics.items() if not name.startswith("batching/")
-    } | of_update
+        name: value
+        for name, value in update.decision.metrics.items()
+        if not name.startswith("batching/")
+    }
     metrics = {
         name: (recorded.metrics.get(name), value)
-        for name, value in replayed.items()
+        for name, value in (replayed | update.metrics).items()
         if recorded.metrics
     }
-    return Replay(notes, metrics, _rollouts(recorded, sampled, decision, logprobs))
+    rollouts = _pair_rollouts(recorded, sampled, update.decision, update.logprobs)
+    return Replay(recorded.notes, metrics, rollouts)
+
+
+def _step_rules(recorded: RecordedStep) -> StepRules:
+    from grpo_spmd.learn.sampled_step import StepRules
+
+    config = recorded.config
+    # rewards that only watch teach nothing
+    is_measured = not any(reward_weights(recorded).values())
+    return StepRules(
+        config.rollout,
+        config.advantage,
+        config.loss,
+        config.training,
+        config.reward_pool.max_error_frac,
+        1,
+        discount=None if is_measured else config.environment.discount,
+        zero_advantages=is_measured,
+    )
+
+
+def _score(recorded: RecordedStep, sampled: SampledStep, pool: RewardPool) -> None:
+    """Adds the recorded groups to `sampled`, scored again or with the recorded rewards."""
+    notes = recorded.notes
+    num_steps = recorded.config.training.num_steps
+    pool.begin_step(TrainerState(recorded.step - 1, num_steps, recorded.epoch))
+    from_environments = environment_rewards(recorded)
+    unasked = unasked_rewards(recorded)
+    if from_environments:
+        notes.append(
+            "rewards are those that the run recorded: environments, which are not here, gave "
+            f"{', '.join(from_environments)}"
+        )
+    for reason, names in unasked.items():
+        notes.append(f"rewards are those that the run recorded: {reason} {', '.join(names)}")
+    is_scored_again = recorded.columns is not None and not from_environments and not unasked
+    texts = _RecordedTexts(recorded.rollouts)
+    waiting = _make_groups(recorded)
+    # once, unless dynamic sampling refilled the step
+    while sampled.num_missing and waiting:
+        num_missing = sampled.num_missing
+        groups = waiting[:num_missing]
+        waiting = waiting[num_missing:]
+        scored = (
+            pool.score(groups, texts) if is_scored_again else _recorded_scores(groups, recorded)
+        )
+        sampled.add(groups, scored, num_groups=len(groups))
+    if sampled.num_missing:
+        notes.append(
+            f"the step would now have drawn {sampled.num_missing} more prompts, "
+            "of which there are no rollouts"
+        )
+    if waiting:
+        notes.append(f"{len(waiting)} groups of the dump are not needed now")
 
 
 class _RecordedTexts:
-    """Stands for the tokenizer: the texts that the run scored."""
+    """Takes the tokenizer's place: returns the texts that the run scored."""
 
     def __init__(self, rollouts: Sequence[Sequence[RolloutRecord]]) -> None:
         self._texts = {
@@ -131,45 +164,46 @@ class _RecordedTexts:
         return [self._texts[tuple(ids)] for ids in token_ids]
 
 
-def _groups(recorded: RecordedStep) -> list[RolloutGroup]:
+def _make_groups(recorded: RecordedStep) -> list[RolloutGroup]:
     groups = []
     for slot, records in enumerate(recorded.rollouts):
         first = records[0]
         columns = recorded.columns[slot] if recorded.columns is not None else {}
         prompt = Prompt(first.position, first.row, first.prompt_ids, first.prompt, columns)
-        completions = [completion_of(record) for record in records]
+        completions = [make_completion(record) for record in records]
         groups.append(RolloutGroup(slot, prompt, completions))
     return groups
 
 
 def _recorded_scores(groups: Sequence[RolloutGroup], recorded: RecordedStep) -> ScoredRollouts:
-    """What the run scored, under the weights of the config."""
-    weights = weights_of(recorded)
+    """Returns the rewards that the run recorded, under the weights of the config."""
+    weights = reward_weights(recorded)
     scored = ScoredRollouts()
     for record in (record for group in groups for record in recorded.rollouts[group.slot]):
         if weights.keys() != record.rewards.keys():
-            names = f"the run recorded {', '.join(record.rewards)}, the config names {', '.join(weights)}"
             raise ConfigError(
-                f"rewards: {names}; without the data set no other reward can be called: set data.train"
+                f"rewards: the run recorded {', '.join(record.rewards)}, "
+                f"the config names {', '.join(weights)}; without the data set no other reward "
+                "can be called: set data.train"
             )
-        unusable = {
-            name
-            for name, status in record.statuses.items()
-            if status not in ("ok", "not_applicable")
-        }
+        # the dump has null for both: a reward that does not apply, and one that is unusable (NaN)
         values = {
-            name: math.nan if name in unusable else value for name, value in record.rewards.items()
+            name: value if record.statuses[name] in ("ok", "not_applicable") else math.nan
+            for name, value in record.rewards.items()
         }
         reward = weighted_sum([(weights[name], value) for name, value in values.items()])
-        by_name, statuses = (
-            {n: [value] for n, value in values.items()},
-            {n: [record.statuses[n]] for n in values},
+        scored.extend(
+            ScoredRollouts(
+                [reward],
+                {name: [value] for name, value in values.items()},
+                {name: [record.statuses[name]] for name in values},
+                texts=[record.completion],
+            )
         )
-        scored.extend(ScoredRollouts([reward], by_name, statuses, texts=[record.completion]))
     return scored
 
 
-def _rollouts(
+def _pair_rollouts(
     recorded: RecordedStep,
     sampled: SampledStep,
     decision: Decision | None,
@@ -177,16 +211,19 @@ def _rollouts(
 ) -> list[ReplayedRollout]:
     from grpo_spmd.observe.rollout_writer import rollout_records
 
-    was = {
+    originals = {
         (record.position, record.sample): record for group in recorded.rollouts for record in group
     }
-    found = []
+    rollouts = []
     for record in rollout_records(sampled, decision):
-        number = -1 if record.rollout_id is None else record.rollout_id
-        in_loss = decision is not None and number >= 0 and decision.in_loss[number]
-        found.append(
+        rollout_id = record.rollout_id
+        in_loss = decision is not None and rollout_id is not None and decision.in_loss[rollout_id]
+        rollouts.append(
             ReplayedRollout(
-                was[record.position, record.sample], record, in_loss, logprobs.get(number)
+                recorded=originals[record.position, record.sample],
+                replayed=record,
+                in_loss=in_loss,
+                logprobs=None if rollout_id is None else logprobs.get(rollout_id),
             )
         )
-    return found
+    return rollouts

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from grpo_spmd.observe.rollout_record import gold_answer
-from grpo_spmd.tools.replay.episodes import shown_episodes
+from grpo_spmd.tools.replay.episodes import describe_episodes
 from grpo_spmd.tools.replay.read import RecordedStep, Replay, ReplayedRollout
 from grpo_spmd.tools.terminal import Column, Terminal
 
@@ -27,7 +27,7 @@ def report(recorded: RecordedStep, replay: Replay, top: int) -> list[str]:
         "",
         *_difference_lines(rollouts, top),
         *_suspicious_lines(rollouts, top),
-        *shown_episodes(rollouts, top),
+        *describe_episodes(rollouts, top),
     ]
 
 

@@ -1,9 +1,11 @@
-"""The update of a recorded step once more: the policy of that step, its logprobs, loss and gradient."""
+"""Repeats the update of a recorded step: the policy of that step, its logprobs, loss and
+gradient."""
 
 from __future__ import annotations
 
 import dataclasses
 import tempfile
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,17 @@ from grpo_spmd.model.policy import Policy, build_policy, build_reference
 from grpo_spmd.observe.step_metrics import loss_metrics
 from grpo_spmd.records import Decision, MicroBatch, Prompt, RolloutBatch
 from grpo_spmd.signals.opening import open_critic, open_teacher
-from grpo_spmd.tools.replay.read import RecordedStep, is_there
+from grpo_spmd.tools.replay.read import RecordedStep, has_model
+
+
+@dataclass(frozen=True)
+class ReplayedUpdate:
+    metrics: dict[str, float | None]
+    """Of the update, as far as the policy could be had."""
+    decision: Decision
+    """With the KL penalty in it, if there is one."""
+    logprobs: dict[int, list[float]] = field(default_factory=dict)
+    """The policy's, by rollout id."""
 
 
 def train(
@@ -33,39 +45,37 @@ def train(
     batch: RolloutBatch,
     decision: Decision,
     session: Session,
-) -> tuple[dict[str, float | None], dict[int, list[float]], Decision]:
-    """Collective. The metrics of the update with the policy of the step, or of as much of it as can be had; the
-    policy's logprobs by rollout_id; the decision, with the KL penalty in it, if there is one. Adds to `recorded.notes`.
-    Raises ConfigError or CheckpointError: what is missing or damaged, and what to do."""
+) -> ReplayedUpdate:
+    """Collective. Repeats the step's update with the step's policy, or as much of it as can be had.
+
+    Adds to `recorded.notes`. A ConfigError or CheckpointError says what is missing or damaged, and
+    the remedy.
+    """
     config = recorded.config
-    source, has_policy = _policy_source(recorded, checkpoint)
+    notes = recorded.notes
+    source, has_policy = _find_policy(recorded, checkpoint)
     if not has_policy and config.critic.path is not None:
-        recorded.notes.append(
+        notes.append(
             "the critic's advantages are not made again: it is as little to be had as the policy"
         )
-        return {}, {}, decision
+        return ReplayedUpdate({}, decision)
     if not has_policy:
         if config.teacher.is_on:
-            recorded.notes.append(
-                "the teacher is left out, as the policy is: the loss is that without it"
-            )
-        return {"loss/policy": _loss_on_engine_logprobs(batch, config)}, {}, decision
+            notes.append("the teacher is left out, as the policy is: the loss is that without it")
+        return ReplayedUpdate({"loss/policy": _loss_on_engine_logprobs(batch, config)}, decision)
     with tempfile.TemporaryDirectory(prefix="replay_") as folder:
         model = config.model
-        if (
-            source is not None and not model.lora.rank
-        ):  # all of its weights: model.path need not be on this machine
+        if source is not None and not model.lora.rank:
+            # the checkpoint has all weights: model.path need not be on this machine
             export_checkpoint(source, Path(folder, "model"), "float32")
             model = dataclasses.replace(model, path=str(Path(folder, "model")))
-        longest = config.max_rollout_tokens
+        temperature = config.rollout.temperature
         policy = build_policy(
-            model, config.rollout.temperature, session, seed=config.seed, longest=longest
+            model, temperature, session, seed=config.seed, longest=config.max_rollout_tokens
         )
-    reference = build_reference(
-        policy, config.model, config.rollout.temperature, config.loss.kl_coef, session
-    )
+    reference = build_reference(policy, config.model, temperature, config.loss.kl_coef, session)
     critic = open_critic(config, policy, session)
-    updater = _updater(policy, config, critic.value_head if critic is not None else None)
+    updater = _make_updater(policy, config, critic.value_head if critic is not None else None)
     if source is not None:
         load_state(policy, updater, source, read_trainer(source, TO_GO_ON), critic)
     attach_logprobs(policy, reference, batch, config.loss, config.training.num_optimizer_steps)
@@ -73,95 +83,114 @@ def train(
     if critic is not None:
         decision = critic.attach(batch, decision, lambda _: None)
     if config.teacher.is_on:
-        pass
+        decision = _apply_teacher(recorded, policy, reference, batch, decision, session)
+    logprobs = _compute_logprobs(policy, batch)
+    is_warming_up = critic is not None and recorded.step <= config.critic.warmup_steps
+    sums = updater.measure(batch) if is_warming_up else updater.update(batch)
+    if critic is not None:
+        sums |= critic.update(batch)
+    return ReplayedUpdate(loss_metrics(sums, config.loss), decision, logprobs)
 
-        decision = teach(recorded, policy, reference, batch, decision, session)
+
+def _compute_logprobs(policy: Policy, batch: RolloutBatch) -> dict[int, list[float]]:
     logprobs: dict[int, list[float]] = {}
     with torch.no_grad():
         for micro_batch in batch.micro_batches:
             scores, _ = policy(micro_batch)
-            for place, rollout_id in enumerate(micro_batch.rollout_ids):
-                logprobs[rollout_id] = scores[micro_batch.sequence_index == place].tolist()
-    is_held = critic is not None and recorded.step <= config.critic.warmup_steps
-    update = updater.measure if is_held else updater.update
-    sums = update(batch) | (critic.update(batch) if critic is not None else {})
-    return loss_metrics(sums, config.loss), logprobs, decision
+            for index, rollout_id in enumerate(micro_batch.rollout_ids):
+                logprobs[rollout_id] = scores[micro_batch.sequence_index == index].tolist()
+    return logprobs
 
 
-def _updater(policy: Policy, config: Config, head: ValueHead | None = None) -> PolicyUpdater:
-    longest = config.rollout.max_completion_tokens
-    return PolicyUpdater(policy, config.optimizer, config.loss, config.training, longest, head)
-
-
-def _policy_source(recorded: RecordedStep, checkpoint: Path | None) -> tuple[Path | None, bool]:
-    """The checkpoint with the policy, None for the model that the run started from; and whether either can be had."""
-    step, rank, model_path = (
-        recorded.step,
-        recorded.config.model.lora.rank,
-        Path(recorded.config.model.path),
+def _make_updater(policy: Policy, config: Config, head: ValueHead | None = None) -> PolicyUpdater:
+    return PolicyUpdater(
+        policy,
+        config.optimizer,
+        config.loss,
+        config.training,
+        config.rollout.max_completion_tokens,
+        head,
     )
+
+
+def _find_policy(recorded: RecordedStep, checkpoint: Path | None) -> tuple[Path | None, bool]:
+    """Returns the checkpoint with the policy, None for model.path, and whether either can be
+    had."""
+    step = recorded.step
+    model_path = Path(recorded.config.model.path)
+    is_model_here = has_model(recorded.config.model.path)
     notes = recorded.notes
     own = checkpoint_path(recorded.run_dir, step - 1)
     source = checkpoint or (own if own.is_dir() else None)
-    has_model = is_there(recorded.config.model.path)
     if source is not None:
-        verify_checkpoint(source)
-        if (recorded.config.loss.kl_coef or rank) and not has_model:
-            what = "and the reference or the adapters need it; set model.path"
-            raise ConfigError(f"model.path: there is no folder {model_path}, {what}")
-        if (has_adapters := (source / "model" / "adapter_config.json").is_file()) != (rank > 0):
-            what = "adapters" if has_adapters else "a whole model"
-            raise ConfigError(
-                f"model.lora.rank: {rank} does not go with {source}, which holds {what}"
+        _check_source(source, recorded.config, is_model_here)
+        saved_step = int(read_trainer(source)["step"])
+        notes.append(f"policy: {source}, after {saved_step} finished steps")
+        if saved_step != step - 1:
+            notes.append(
+                f"that is not the policy that sampled step {step}: "
+                "loss, entropy, gradient and mismatch differ for that alone"
             )
-        saved = int(read_trainer(source)["step"])
-        notes.append(f"policy: {source}, after {saved} finished steps")
-        if saved != step - 1:
-            differ = "loss, entropy, gradient and mismatch differ for that alone"
-            notes.append(f"that is not the policy that sampled step {step}: {differ}")
         return source, True
-    if step == 1 and has_model:
+    if step == 1 and is_model_here:
         notes.append(f"policy: {model_path}, with which the run started")
         return None, True
-    there = ", ".join(path.name for path in list_checkpoints(recorded.run_dir)) or "none"
-    why = f"no {own} (there are: {there}; --checkpoint takes another)"
+    names = ", ".join(path.name for path in list_checkpoints(recorded.run_dir)) or "none"
+    reason = f"no {own} (there are: {names}; --checkpoint takes another)"
     if step == 1:
-        why = f"there is no folder {model_path} (model.path)"
-    stand_in = "so the engine's recorded logprobs stand in for the policy's"
+        reason = f"there is no folder {model_path} (model.path)"
     notes.append(
-        f"policy: {why}, {stand_in}: every ratio is 1, and there is no entropy, KL, gradient or mismatch"
+        f"policy: {reason}, so the engine's recorded logprobs stand in for the policy's: "
+        "every ratio is 1, and there is no entropy, KL, gradient or mismatch"
     )
     return None, False
 
 
+def _check_source(source: Path, config: Config, is_model_here: bool) -> None:
+    """Raises ConfigError or CheckpointError if the checkpoint cannot give the config's policy."""
+    verify_checkpoint(source)
+    rank = config.model.lora.rank
+    if (config.loss.kl_coef or rank) and not is_model_here:
+        raise ConfigError(
+            f"model.path: there is no folder {config.model.path}, "
+            "and the reference or the adapters need it; set model.path"
+        )
+    has_adapters = (source / "model" / "adapter_config.json").is_file()
+    if has_adapters != (rank > 0):
+        contents = "adapters" if has_adapters else "a whole model"
+        raise ConfigError(
+            f"model.lora.rank: {rank} does not go with {source}, which holds {contents}"
+        )
+
+
 class _EngineAsPolicy(Policy):
-    """Stands for the policy: its logprobs are those of the engine."""
+    """Takes the policy's place: its logprobs are those of the engine."""
 
     def __init__(self) -> None:
         nn.Module.__init__(self)  # without a model
-        self.nothing = nn.Parameter(torch.zeros(1))  # a backward pass needs something to end at
+        self.zero = nn.Parameter(torch.zeros(1))  # a backward pass needs a parameter
 
     def forward(self, batch: MicroBatch, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        return batch.rollout_logprobs + self.nothing, torch.zeros_like(batch.rollout_logprobs)
+        return batch.rollout_logprobs + self.zero, torch.zeros_like(batch.rollout_logprobs)
 
 
 def _loss_on_engine_logprobs(batch: RolloutBatch, config: Config) -> float | None:
-    updater = _updater(_EngineAsPolicy(), config)
+    updater = _make_updater(_EngineAsPolicy(), config)
     denominators = zip(batch.num_loss_tokens, batch.num_loss_sequences, strict=True)
-    total, updates = 0.0, 0
-    for mini_batch, (tokens, sequences) in zip(batch.mini_batches, denominators, strict=True):
-        updates += tokens > 0
+    total = 0.0
+    num_updates = 0
+    for mini_batch, (num_tokens, num_sequences) in zip(
+        batch.mini_batches, denominators, strict=True
+    ):
+        num_updates += num_tokens > 0
         total += sum(
-            float(updater.backward(m, tokens, sequences, True)[0]["policy"].value)
-            for m in mini_batch
+            float(updater.backward(micro_batch, num_tokens, num_sequences, True)[0]["policy"].value)
+            for micro_batch in mini_batch
         )
-    return total / updates if updates else None
+    return total / num_updates if num_updates else None
 
 
-# The teachers of a recorded step once more.
-
-
-def teach(
+def _apply_teacher(
     recorded: RecordedStep,
     policy: Policy,
     reference: object,
@@ -169,34 +198,31 @@ def teach(
     decision: Decision,
     session: Session,
 ) -> Decision:
-    """Collective. What the run's teachers say, where they and the rows that name them are here; else a note."""
-    config, columns = recorded.config, recorded.columns
+    """Collective. Applies the run's teachers, if they and the rows that name them are here; else
+    adds a note."""
+    config = recorded.config
+    columns = recorded.columns
+    missing = [path for path in config.teacher.paths.values() if not has_model(path)]
+    needs_columns = "" not in config.teacher.names or config.teacher.prompt_key is not None
+    reason = None
     if config.teacher.url and not recorded.asks_servers:
-        why = "it is a server, which was not asked (--ask-servers)"
+        reason = "it is a server, which was not asked (--ask-servers)"
+    elif missing:
+        reason = f"there is no folder {missing[0]}"
+    elif needs_columns and columns is None:
+        reason = "the rows that name it cannot be had as they were"
+    if reason is not None:
         recorded.notes.append(
-            f"the teacher is left out: {why}; loss and gradient are those without it"
+            f"the teacher is left out: {reason}; loss and gradient are those without it"
         )
         return decision
-    missing = [path for path in config.teacher.paths.values() if not is_there(path)]
-    asks = "" not in config.teacher.names or config.teacher.prompt_key is not None
-    if missing or (asks and columns is None):
-        why = (
-            f"there is no folder {missing[0]}"
-            if missing
-            else "the rows that name it cannot be had as they were"
-        )
-        recorded.notes.append(
-            f"the teacher is left out: {why}; loss and gradient are those without it"
-        )
-        return decision
-    first = {
-        group[0].position: (group[0], columns[n] if columns else {})
-        for n, group in enumerate(recorded.rollouts)
-    }
+    slots = {group[0].position: slot for slot, group in enumerate(recorded.rollouts)}
 
     def prompt_at(position: int) -> Prompt:
-        record, own = first[position]
-        return Prompt(position, record.row, record.prompt_ids, record.prompt, own)
+        slot = slots[position]
+        record = recorded.rollouts[slot][0]
+        row_columns = columns[slot] if columns else {}
+        return Prompt(position, record.row, record.prompt_ids, record.prompt, row_columns)
 
     tokenizer = load_tokenizer(config.model.path) if config.teacher.prompt_key is not None else None
     teacher = open_teacher(config, policy, session, reference, prompt_at, tokenizer)
