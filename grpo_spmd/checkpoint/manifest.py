@@ -1,5 +1,7 @@
-"""The format of a checkpoint's folder, and whether one is whole: a file that was cut short, has a
-flipped bit, is missing or was added shows here. Files and JSON alone: no torch, no pickle.
+"""The format of a checkpoint's folder, and the check that one is whole.
+
+A file that was cut short, has a flipped bit, is missing or was added is found. Files and JSON
+alone: no torch, no pickle.
 
     <run_dir>/checkpoints/step_000050/
         state/shard_00001.safetensors   the policy and the optimizer's moments, a file a rank
@@ -37,8 +39,11 @@ class NewerFormatError(CheckpointError):
 
 
 def read_manifest(checkpoint: Path) -> dict[str, dict[str, Any]]:
-    """{relative file name: {"bytes": size, "sha256": digest}}. Raises CheckpointError: the manifest
-    is missing, damaged or newer (NewerFormatError), or names other files than the folder has."""
+    """Returns {relative file name: {"bytes": size, "sha256": digest}}.
+
+    Raises CheckpointError if the manifest is missing, damaged or newer (NewerFormatError), or names
+    other files than the folder has.
+    """
     files = _read_json(checkpoint, "manifest.json").get("files")
     if not isinstance(files, dict) or not all(isinstance(facts, dict) for facts in files.values()):
         raise CheckpointError(f"{checkpoint}: manifest.json is damaged: it names no files")
@@ -60,12 +65,12 @@ def read_manifest(checkpoint: Path) -> dict[str, dict[str, Any]]:
 
 
 def read_trainer(checkpoint: Path, needed: Sequence[str] = ("step",)) -> dict[str, Any]:
-    """trainer.json, every field of it checked; `needed` ones must be there. Raises
-    CheckpointError."""
-    trainer, where = (
-        _read_json(checkpoint, "trainer.json"),
-        f"{checkpoint}: trainer.json is damaged",
-    )
+    """Returns trainer.json with all fields checked; the `needed` ones must be there.
+
+    Raises CheckpointError.
+    """
+    trainer = _read_json(checkpoint, "trainer.json")
+    where = f"{checkpoint}: trainer.json is damaged"
     try:
         check_fields(trainer, files.TRAINER, where, needed)
         replicas = {"model.num_replicas": files.whole_number(1, trainer.get("world_size", 1))}
@@ -99,11 +104,14 @@ def _read_json(checkpoint: Path, name: str) -> dict[str, Any]:
     return value
 
 
-def verify_files(checkpoint: Path, share: int = 0, num_shares: int = 1) -> None:
-    """Compare the folder with its manifest: the names of all files, size and SHA-256 of every
-    `num_shares`-th, from `share` on. Raises CheckpointError."""
+def verify_files(checkpoint: Path, rank: int = 0, num_ranks: int = 1) -> None:
+    """Compares the folder with its manifest. Raises CheckpointError.
+
+    The names of all files are compared, and size and SHA-256 of every `num_ranks`-th, from `rank`
+    on.
+    """
     files = read_manifest(checkpoint)
-    for name in sorted(files)[share::num_shares]:
+    for name in sorted(files)[rank::num_ranks]:
         try:
             size = (checkpoint / name).lstat().st_size
             if size != files[name]["bytes"]:
@@ -122,15 +130,14 @@ def verify_files(checkpoint: Path, share: int = 0, num_shares: int = 1) -> None:
 
 
 def verify_checkpoint(checkpoint: Path) -> None:
-    """All of the above by one process. Raises CheckpointError."""
+    """Verifies a whole checkpoint in one process. Raises CheckpointError."""
     verify_files(checkpoint)
     read_trainer(checkpoint)
 
 
-def write_manifest(folder: Path, known: dict[str, dict[str, Any]]) -> None:
-    """Write manifest.json for `folder`; `known`: entries of files whose digest was taken as they
-    were written."""
-    files = dict(known)
+def write_manifest(folder: Path, written: dict[str, dict[str, Any]]) -> None:
+    """Writes manifest.json; `written` has entries of files whose digest is known from writing."""
+    files = dict(written)
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
         if path.is_file() and name not in files:

@@ -42,7 +42,7 @@ _ADAPTER = {
 
 @dataclass(frozen=True)
 class _Merged:
-    """W + scale B A for a tensor W of the base; W itself where `adapter`, (A, B), is None."""
+    """W + scale B A for a tensor W of the base; W itself if `adapter`, (A, B), is None."""
 
     file: Path
     name: str
@@ -51,19 +51,19 @@ class _Merged:
     scale: float
 
     def read(self, dtype: str) -> Tensor:
-        """Summed in float32 and rounded once."""
+        """Returns the sum, computed in float32 and rounded once."""
         merged = empty_tensor(self.shape, dtype)
         a, b = (tensor.read("float32") for tensor in self.adapter) if self.adapter else (None, None)
         row_elements = max(1, merged.numel() // max(1, len(merged)))
         rows_at_a_time = max(1, READ_BYTES // (4 * row_elements))
         for row in range(0, len(merged), rows_at_a_time):
-            place = slice(row, row + rows_at_a_time)
-            # Opened anew each time: pages of a mapping count as resident memory until it is closed.
+            part = slice(row, row + rows_at_a_time)
+            # Opened each time: the pages of a mapping count as resident memory until it is closed.
             with safe_open(self.file, framework="pt") as file:
-                rows = file.get_slice(self.name)[place].float()
-                merged[place] = (
-                    rows if a is None or b is None else rows.addmm(b[place], a, alpha=self.scale)
-                )
+                rows = file.get_slice(self.name)[part].float()
+                if a is not None and b is not None:
+                    rows = rows.addmm(b[part], a, alpha=self.scale)
+                merged[part] = rows
         return merged
 
 
@@ -92,18 +92,22 @@ def export_merged(
     tensors = _merged_tensors(
         folder, stored_tensors(checkpoint, trainer), values["lora_alpha"] / values["r"], checkpoint
     )
-    with complete_or_absent(out, into_existing=False) as made:
-        copy_companions(folder, made)
-        save_model(tensors, made, dtype or str(trainer["dtype"]), max_file_bytes)
+    with complete_or_absent(out, into_existing=False) as temporary:
+        copy_companions(folder, temporary)
+        save_model(tensors, temporary, dtype or str(trainer["dtype"]), max_file_bytes)
 
 
 def copy_companions(model: Path, folder: Path) -> None:
-    """What lies beside the weights of a model: config, tokenizer, templates."""
+    """Copies the files beside the weights of a model: config, tokenizer, templates."""
     for path in model.iterdir():
         # The model's folder may be another run's checkpoint, whose own two files would hide this
         # one's.
-        other = path.name.endswith(".index.json") or path.name in ("manifest.json", "trainer.json")
-        if path.is_file() and path.suffix in (".json", ".txt", ".model", ".jinja") and not other:
+        is_state = path.name.endswith(".index.json") or path.name in (
+            "manifest.json",
+            "trainer.json",
+        )
+        is_companion = path.suffix in (".json", ".txt", ".model", ".jinja") and not is_state
+        if path.is_file() and is_companion:
             shutil.copyfile(path, folder / path.name)
 
 
@@ -115,9 +119,9 @@ def _base_folder(path: str) -> Path:
     try:
         return checkpoint_folder(path)
     except (OSError, ValueError, HfHubHTTPError) as error:
-        why = f"it is no folder here, and the hub gives none: {type(error).__name__}"
         raise ConfigError(
-            f"--merge: the base model {path} is not to be found ({why}); name it with --base"
+            f"--merge: the base model {path} is not to be found (it is no folder here, "
+            f"and the hub gives none: {type(error).__name__}); name it with --base"
         ) from None
 
 
@@ -125,8 +129,11 @@ def _check_is_base(folder: Path, fingerprint: str | None, checkpoint: Path) -> N
     from grpo_spmd.checkpoint.state import model_fingerprint
 
     if fingerprint and model_fingerprint(folder) != fingerprint:
-        what = f"{folder} holds another model than the adapters of {checkpoint} were trained on"
-        raise ConfigError(f"--merge: {what}; name the right one with --base")
+        raise ConfigError(
+            f"--merge: {folder} holds another model than the adapters of {checkpoint} "
+            "were trained on; "
+            "name the right one with --base"
+        )
 
 
 def _merged_tensors(
@@ -141,9 +148,13 @@ def _merged_tensors(
 
     with torch.device("meta"):
         model = build_hf_model(load_config(str(folder)), str(folder))
-    files, found, used = tensor_files(folder), dict[str, Readable](), 0
+    files = tensor_files(folder)
+    tensors: dict[str, Readable] = {}
+    num_used = 0
     for name, parameter in model.named_parameters():
-        a, b = (adapters.get(f"{name.removesuffix('weight')}lora_{which}.weight") for which in "AB")
+        layer = name.removesuffix("weight")
+        a = adapters.get(f"{layer}lora_A.weight")
+        b = adapters.get(f"{layer}lora_B.weight")
         shape = tuple(parameter.shape)
         if name not in files:
             raise ConfigError(f"--merge: {folder} has no tensor {name}")
@@ -155,10 +166,11 @@ def _merged_tensors(
             raise CheckpointError(
                 f"{checkpoint}: the adapter of {name} does not have the shape for {list(shape)}"
             )
-        used += 2 * (pair is not None)
-        found[name] = _Merged(files[name], name, shape, pair, scale)
-    if used != len(adapters):
+        num_used += 2 if pair is not None else 0
+        tensors[name] = _Merged(files[name], name, shape, pair, scale)
+    if num_used != len(adapters):
         raise CheckpointError(
-            f"{checkpoint}: {len(adapters) - used} tensors of adapters belong to no layer of {folder}"
+            f"{checkpoint}: {len(adapters) - num_used} tensors of adapters belong to no layer "
+            f"of {folder}"
         )
-    return found
+    return tensors

@@ -49,7 +49,7 @@ def find_start(
     num_steps: int,
     has_closing_eval: bool,
 ) -> Start:
-    """Collective. Returns the newest good checkpoint of the run folder, or the one that `resume` names.
+    """Collective. Returns the run's start: the newest good checkpoint, or what `resume` names.
 
     The same on all ranks. Damaged checkpoints are skipped with a warning. `facts` are those of the
     run that starts; with `has_closing_eval` an evaluation with a metrics line of its own follows

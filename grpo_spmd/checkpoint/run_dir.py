@@ -123,31 +123,32 @@ def check_same_run(checkpoint: Path, trainer: dict[str, Any], config: dict[str, 
 
     `trainer` is the checkpoint's. Raises ConfigError for a key that must not change within a run.
     """
-    before = trainer["config"]
+    recorded = trainer["config"]
     changed = [
         key
-        for key in sorted(before.keys() | config.keys())
-        if repr(before.get(key)) != repr(config.get(key))
+        for key in sorted(recorded.keys() | config.keys())
+        if repr(recorded.get(key)) != repr(config.get(key))
     ]
     for key in changed:
         if any(key == fixed or key.startswith(f"{fixed}.") for fixed in _FIXED_KEYS):
             raise ConfigError(
-                f"{key} ({config.get(key)}) was {before.get(key)} in the run that wrote {checkpoint}, "
+                f"{key} ({config.get(key)}) was {recorded.get(key)} in the run that wrote "
+                f"{checkpoint}, "
                 "and cannot change on the way; set it back, or start a new run_dir"
             )
     has_critic = config.get("critic.path") is not None
-    if has_critic != (before.get("critic.path") is not None):
+    if has_critic != (recorded.get("critic.path") is not None):
         raise ConfigError(
             f"{checkpoint} was written {'without' if has_critic else 'with'} a critic, "
             "and a critic cannot come or go on the way; "
             "set critic.path back, or start a new run_dir"
         )
     return [
-        f"{key} {before.get(key)} -> {config.get(key)}"
+        f"{key} {recorded.get(key)} -> {config.get(key)}"
         for key in changed
         if not key.startswith(("checkpoint.", "run_dir"))
         # secrets are not compared, nor shown
-        and "<redacted>" not in (before.get(key), config.get(key))
+        and "<redacted>" not in (recorded.get(key), config.get(key))
     ]
 
 
@@ -164,9 +165,10 @@ def is_same_launch(run_dir: str | Path) -> bool:
 
 
 def find_candidates(run_dir: Path, resume: str, is_restart: bool) -> Candidates:
-    """Returns the checkpoints that may be the run's start, on rank 0, and holds the folder if a run goes on in it.
+    """Returns the checkpoints that may be the run's start, on rank 0.
 
-    Raises ConfigError if the folder is another run's, or another process holds it.
+    Holds the folder if a run goes on in it. Raises ConfigError if the folder is another run's, or
+    another process holds it.
     """
     if not is_restart and is_same_launch(run_dir):
         # An earlier launch had the same id: its note must not count for the restarts of this one.

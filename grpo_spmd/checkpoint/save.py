@@ -201,7 +201,7 @@ class Checkpoints:
     def save_preempted(
         self, step: int, position: int, log_state: dict[str, Any], reason: str
     ) -> None:
-        """Collective. Saves the state with which the present step began, and marks the run as preempted.
+        """Collective. Saves the state at the present step's begin and marks the run as preempted.
 
         A state that is on disk already, or that the run started from, is not saved again. Raises
         RuntimeError on every rank if it could not be saved.

@@ -215,7 +215,8 @@ def alarms(metrics: Metrics) -> Iterator[tuple[str, str]]:
         yield (
             "alike",
             f"in every group all rewards are alike (mean {metrics.get('reward/mean'):.3g}), "
-            "so that nothing is learned from this step; if that goes on, the task is too hard, too easy, "
+            "so that nothing is learned from this step; "
+            "if that goes on, the task is too hard, too easy, "
             f"or the reward never differs: see {dump}",
         )
     elif metrics.get("optim/grad_norm") == 0.0:
@@ -234,6 +235,7 @@ def alarms(metrics: Metrics) -> Iterator[tuple[str, str]]:
         yield (
             "entropy",
             f"the policy's entropy is {entropy:.2g} nats a token: "
-            "completions of a group hardly differ any more (a lower optimizer.lr, a higher loss.clip_ratio_high or loss.kl_coef slow "
+            "completions of a group hardly differ any more "
+            "(a lower optimizer.lr, a higher loss.clip_ratio_high or loss.kl_coef slow "
             "that down)",
         )

@@ -130,8 +130,8 @@ class MetricsLog:
         wants to see then.
         """
 
-        def judge(parts: list[bytes]) -> None:
-            readers = [PackedReader(part) for part in parts]
+        def judge(payloads: list[bytes]) -> None:
+            readers = [PackedReader(payload) for payload in payloads]
             sums = merge_bytes(reader.rest() for reader in readers)
             waste = tail_waste_frac([reader.header for reader in readers])
             self._rank0_metrics = {
@@ -162,7 +162,9 @@ class MetricsLog:
 
     def end_step(self, step: int, decision: Decision) -> None:
         """Collective. Brings the ranks' times together and writes the step."""
-        on_rank0_bytes(lambda parts: self._write_step(step, decision, parts), self._pack_local())
+        on_rank0_bytes(
+            lambda payloads: self._write_step(step, decision, payloads), self._pack_local()
+        )
         self._local_maxima.clear()
         self._timer.end_step()
 
@@ -173,7 +175,7 @@ class MetricsLog:
         if not self._session.is_rank0 or not self._rewards:
             return
         minutes, seconds = divmod(int(time.perf_counter() - self._run_start), 60)
-        last = self._rewards[1:][-_NUM_LAST_REWARDS:]
+        last_rewards = self._rewards[1:][-_NUM_LAST_REWARDS:]
         own_steps = ""
         if self._num_own_steps < self._num_steps:
             own_steps = f", the last {self._num_own_steps} of them"
@@ -185,8 +187,8 @@ class MetricsLog:
             minutes,
             seconds,
             self._rewards[0],
-            sum(last) / len(last),
-            len(last),
+            sum(last_rewards) / len(last_rewards),
+            len(last_rewards),
             self._path,
         )
 
@@ -205,8 +207,8 @@ class MetricsLog:
         maxima: Reductions = {name: Max(value) for name, value in local_metrics.items()}
         return pack_spans(self._timer.spans, self._generation_s) + to_bytes(maxima)
 
-    def _write_step(self, step: int, decision: Decision, parts: list[bytes]) -> None:
-        readers = [PackedReader(part) for part in parts]
+    def _write_step(self, step: int, decision: Decision, payloads: list[bytes]) -> None:
+        readers = [PackedReader(payload) for payload in payloads]
         spans = [unpack_spans(reader) for reader in readers]
         maxima = metric_values(merge_bytes(reader.rest() for reader in readers))
         world_size = self._session.world_size

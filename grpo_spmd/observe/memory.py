@@ -149,9 +149,9 @@ class MemoryLedger:
     def explain(self, name: str) -> str:
         """Returns the ledger as a table, this moment in its last row, and the keys that may help in
         phase `name`."""
-        now = measure(self._device, self._pool_bytes())
-        rows = self._earlier | self._step | {f"{name}, when it failed": now}
-        lines = [f"{'GiB':24}" + "".join(f"{field:>12}" for field in vars(now))]
+        use_now = measure(self._device, self._pool_bytes())
+        rows = self._earlier | self._step | {f"{name}, when it failed": use_now}
+        lines = [f"{'GiB':24}" + "".join(f"{field:>12}" for field in vars(use_now))]
         for phase, use in rows.items():
             lines.append(f"{phase:24}" + "".join(f"{size / _GIB:12.2f}" for size in astuple(use)))
         table = "\n  ".join(lines)

@@ -197,8 +197,8 @@ def is_evaluation(metrics: Mapping[str, Any]) -> bool:
 def ends_with_evaluation(path: Path, step: int) -> bool:
     """Whether the last line of a metrics.jsonl evaluates the policy after `step`, or after a later
     one."""
-    last = next(read_metrics_backwards(path), {"step": -1})
-    return is_evaluation(last) and last["step"] >= step
+    newest = next(read_metrics_backwards(path), {"step": -1})
+    return is_evaluation(newest) and newest["step"] >= step
 
 
 def cut_metrics(path: Path, num_steps: int) -> None:
@@ -210,14 +210,14 @@ def cut_metrics(path: Path, num_steps: int) -> None:
         return
     if _truncate_ordered(path, num_steps):
         return
-    kept: dict[tuple[int, bool], bytes] = {}
+    lines: dict[tuple[int, bool], bytes] = {}
     for line in read_metrics(path):
         key = line.metrics["step"], is_evaluation(line.metrics)
         # False < True: the step's own line is kept, its evaluation is not
         if key <= (num_steps, False) and key != (0, False):
-            kept[key] = line.text + b"\n"
-    write_durably(path, b"".join(kept.values()))
-    missing = sorted({(step, False) for step in range(1, num_steps + 1)} - kept.keys())
+            lines[key] = line.text + b"\n"
+    write_durably(path, b"".join(lines.values()))
+    missing = sorted({(step, False) for step in range(1, num_steps + 1)} - lines.keys())
     if missing:
         _log.warning(
             "%s lacks %d of the first %d steps, first step %d",
@@ -242,8 +242,8 @@ def _truncate_ordered(path: Path, num_steps: int) -> bool:
             elif not line.startswith(b'{"step": %d, "eval/' % step):
                 return False
         end = file.tell()
-        after = _parse_metrics(file.readline(MAX_LINE_BYTES))
-    if after is not None and after["step"] < num_steps:
+        next_line = _parse_metrics(file.readline(MAX_LINE_BYTES))
+    if next_line is not None and next_line["step"] < num_steps:
         return False
     os.truncate(path, end)
     sync_path(path)

@@ -151,37 +151,39 @@ def to_line(record: RolloutRecord | EvalRecord) -> bytes:
         return text.encode("utf-8", "backslashreplace")
 
 
-def parse_rollout(line: bytes, where: str) -> RolloutRecord:
+def parse_rollout(line: bytes, line_name: str) -> RolloutRecord:
     """Returns the checked record of one line, also of earlier versions; unknown fields are skipped.
 
     Raises ConfigError, which begins with `where`.
     """
-    values = msgspec.structs.asdict(_decode_line(line, where, _ALL_FIELDS))
-    values["rollout_logprobs"] = _unpack_logprobs(values["rollout_logprobs"], where)
+    values = msgspec.structs.asdict(_decode_line(line, line_name, _ALL_FIELDS))
+    values["rollout_logprobs"] = _unpack_logprobs(values["rollout_logprobs"], line_name)
     record = RolloutRecord(**values)
     num_tokens, num_logprobs = len(record.completion_ids), len(record.rollout_logprobs)
     if num_tokens != num_logprobs:
         raise ConfigError(
-            f"{where}: {num_tokens} completion_ids, but {num_logprobs} rollout_logprobs"
+            f"{line_name}: {num_tokens} completion_ids, but {num_logprobs} rollout_logprobs"
         )
     if record.status is not None or record.turns or record.messages or record.environment:
         try:
             read_episode(vars(record), record.completion_ids)
         except ValueError as error:
-            raise ConfigError(f"{where}: an episode: {error}; this is no rollout dump") from None
+            raise ConfigError(
+                f"{line_name}: an episode: {error}; this is no rollout dump"
+            ) from None
     return record
 
 
-def parse_rollout_fields(line: bytes, where: str, fields: tuple[str, ...]) -> Any:
+def parse_rollout_fields(line: bytes, line_name: str, fields: tuple[str, ...]) -> Any:
     """Returns an object with these fields of RolloutRecord alone, much faster.
 
     Fields that the line lacks have their default. `rollout_logprobs` is bytes of float32, 4 per
     token, or the list that earlier versions wrote. Raises ConfigError, which begins with `where`.
     """
-    return _decode_line(line, where, fields)
+    return _decode_line(line, line_name, fields)
 
 
-def _decode_line(line: bytes, where: str, fields: tuple[str, ...]) -> Any:
+def _decode_line(line: bytes, line_name: str, fields: tuple[str, ...]) -> Any:
     decoder = _line_decoder(fields)
     try:
         try:
@@ -190,9 +192,9 @@ def _decode_line(line: bytes, where: str, fields: tuple[str, ...]) -> Any:
             # json also reads half a surrogate pair, NaN and very large numbers
             return msgspec.convert(json.loads(line), decoder.type)
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"{where}: not valid JSON: {error}") from None
+        raise ConfigError(f"{line_name}: not valid JSON: {error}") from None
     except ValueError as error:
-        raise ConfigError(f"{where}: {error}; this is no rollout dump") from None
+        raise ConfigError(f"{line_name}: {error}; this is no rollout dump") from None
 
 
 @lru_cache(maxsize=16)
@@ -207,7 +209,7 @@ def _line_decoder(fields: tuple[str, ...]) -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(record_type)
 
 
-def _unpack_logprobs(values: bytes | list[float | None], where: str) -> list[float]:
+def _unpack_logprobs(values: bytes | list[float | None], line_name: str) -> list[float]:
     """Returns float32 values as Python floats; an earlier version's null becomes NaN: not
     finite."""
     if isinstance(values, list):
@@ -215,7 +217,7 @@ def _unpack_logprobs(values: bytes | list[float | None], where: str) -> list[flo
         return array("f", [math.nan if value is None else value for value in values]).tolist()
     if len(values) % 4:
         raise ConfigError(
-            f"{where}: rollout_logprobs has {len(values)} bytes, but a float32 has 4; "
+            f"{line_name}: rollout_logprobs has {len(values)} bytes, but a float32 has 4; "
             "this is no rollout dump"
         )
     logprobs: list[float] = np.frombuffer(values, "<f4").tolist()

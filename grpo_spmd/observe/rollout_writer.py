@@ -256,8 +256,8 @@ class RolloutWriter:
             if error:
                 written.remove(nodes.own)
                 _log.warning("%s is not written: %s", path, os.strerror(error))
-        other = path.with_name(own_name + self._other_ending)
-        _unlink([other] if nodes.own in written else [temporary, path, other])
+        stale_path = path.with_name(own_name + self._other_ending)
+        _unlink([stale_path] if nodes.own in written else [temporary, path, stale_path])
         if self._nodes_by_stem is None:  # listed once: a run may have very many files
             self._nodes_by_stem = {}
             for known_stem, node, _ in list_dumps(self._folder):
@@ -290,8 +290,8 @@ class RolloutWriter:
     def _remove(self, stem: str, also: int | None = None) -> None:
         """Removes the files of `stem` of nodes that the run no longer has, and of the node
         `also`."""
-        known = (self._nodes_by_stem or {}).get(stem, ())
-        nodes = {node for node in known if node >= len(self._nodes().ranks)}
+        known_nodes = (self._nodes_by_stem or {}).get(stem, ())
+        nodes = {node for node in known_nodes if node >= len(self._nodes().ranks)}
         if also is not None:
             nodes.add(also)
         for node in sorted(nodes):
@@ -324,8 +324,8 @@ class RolloutWriter:
                 if hosts[rank] % 2 or hosts[rank] // 2 != hosts[rank - 1] // 2
             ]
             ranks = [range(*ends) for ends in pairwise([0, *begins, len(hosts)])]
-            own = next(i for i, node in enumerate(ranks) if self._session.rank in node)
-            self._known_nodes = _Nodes(ranks, self._session.rank, own)
+            own_node = next(i for i, node in enumerate(ranks) if self._session.rank in node)
+            self._known_nodes = _Nodes(ranks, self._session.rank, own_node)
         return self._known_nodes
 
 

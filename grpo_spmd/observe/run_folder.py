@@ -86,10 +86,10 @@ def dump_path(run_dir: Path, step: int) -> Path:
     return _newer(plain, plain.with_name(plain.name + ".gz"))
 
 
-def _newer(path: Path, other: Path) -> Path:
+def _newer(path: Path, other_path: Path) -> Path:
     """Returns the file that changed last. A kill can leave a dump both plain and packed, and the
     newer one counts."""
-    return max(path, other, key=_change_time)
+    return max(path, other_path, key=_change_time)
 
 
 def _change_time(path: Path) -> int:
@@ -294,8 +294,8 @@ def _check_complete(records: Sequence[RolloutRecord], files: Mapping[int, Path],
     The step's number of rollouts and their ids tell. Ids have no gap. Dumps of earlier versions
     have only the ids; those of a refused step have neither.
     """
-    first, *others = files.values()
-    name = f"{first} and {len(others)} more" if others else f"{first}"
+    first_path, *other_paths = files.values()
+    name = f"{first_path} and {len(other_paths)} more" if other_paths else f"{first_path}"
     sizes = sorted({record.num_rollouts for record in records if record.num_rollouts is not None})
     if len(sizes) > 1 or (sizes and sizes[0] < len(records)):
         raise ConfigError(

@@ -66,11 +66,11 @@ class KeptScores:
         once."""
         import torch  # reading commands do not have it
 
-        kept = [each for each in self._kept.values() if each[0].rollout_ids]
-        if not kept:
+        entries = [entry for entry in self._kept.values() if entry[0].rollout_ids]
+        if not entries:
             return []
         rows = []
-        for micro_batch, logprobs, entropy in kept:
+        for micro_batch, logprobs, entropy in entries:
             columns = (
                 logprobs - micro_batch.rollout_logprobs,
                 entropy,
@@ -85,8 +85,10 @@ class KeptScores:
         )
         # every micro-batch counts its sequences from 0, so its first token begins a rollout too
         is_begin = np.diff(sequence_index, prepend=-1) != 0
-        is_begin[np.cumsum([0, *(len(logprobs) for _, logprobs, _ in kept[:-1])])] = True
-        ids = [rollout_id for micro_batch, _, _ in kept for rollout_id in micro_batch.rollout_ids]
+        is_begin[np.cumsum([0, *(len(logprobs) for _, logprobs, _ in entries[:-1])])] = True
+        ids = [
+            rollout_id for micro_batch, _, _ in entries for rollout_id in micro_batch.rollout_ids
+        ]
         begins = np.flatnonzero(is_begin)
         lines = _encode_lines(
             ids,
@@ -152,19 +154,19 @@ class _ScoresLine(msgspec.Struct, gc=False):
 _DECODER = msgspec.json.Decoder(_ScoresLine)
 
 
-def parse_scores(line: bytes, where: str) -> TokenScores:
+def parse_scores(line: bytes, line_name: str) -> TokenScores:
     """Returns the scores of one line. Raises ConfigError, which begins with `where`."""
     try:
         values = _DECODER.decode(line)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where}: {error}; this is no file of token scores") from None
+        raise ConfigError(f"{line_name}: {error}; this is no file of token scores") from None
     num_tokens = len(values.difference) // 2
 
     def unpack(name: str, packed: bytes, dtype: str = "<f2") -> npt.NDArray[np.generic]:
         array: npt.NDArray[np.generic] = np.frombuffer(packed, np.uint8)
         if len(packed) != num_tokens * np.dtype(dtype).itemsize:
             raise ConfigError(
-                f"{where}: {num_tokens} tokens have a difference, "
+                f"{line_name}: {num_tokens} tokens have a difference, "
                 f"but {name} has {len(packed)} bytes"
             )
         return array.view(dtype)

@@ -227,9 +227,9 @@ class TrackerFeed:
             _log.warning("%s gets no rollouts of step %d: %s", self._tracker.title, step, error)
             return ()
 
-    def _settle(self, until: float) -> None:
+    def _settle(self, accepted_until: float) -> None:
         """Notes that the tracker cannot lose the lines any more that it accepted up to `until`."""
-        while self._unsettled and self._unsettled[0][0] <= until:
+        while self._unsettled and self._unsettled[0][0] <= accepted_until:
             self._next_step = self._unsettled.popleft()[1]
         self._save_state()
 
@@ -260,26 +260,26 @@ def shown_rollouts(run_dir: Path, step: int) -> list[ShownRollout]:
     """
     files = RunFolder(run_dir).rollout_files.get(step, {})
     lines = (line.text for path in files.values() for line in read_lines(path, follow=True))
-    shown = []
+    rollouts = []
     for line in spread_evenly(lines, MAX_ROLLOUTS):
         with suppress(ConfigError):
-            shown.append(_show(parse_rollout_fields(line, "", _FIELDS)))
-    return shown
+            rollouts.append(_show(parse_rollout_fields(line, "", _FIELDS)))
+    return rollouts
 
 
 def spread_evenly(lines: Iterable[bytes], max_lines: int) -> list[bytes]:
     """Returns at most `max_lines` lines at even distances. Never holds more than twice as many."""
-    kept: list[bytes] = []
+    chosen: list[bytes] = []
     stride = 1
     for number, line in enumerate(lines):
         if number % stride == 0:
-            kept.append(line)
-        if len(kept) == 2 * max_lines:
-            kept = kept[::2]
+            chosen.append(line)
+        if len(chosen) == 2 * max_lines:
+            chosen = chosen[::2]
             stride *= 2
-    if len(kept) <= max_lines:
-        return kept
-    return [kept[i * len(kept) // max_lines] for i in range(max_lines)]
+    if len(chosen) <= max_lines:
+        return chosen
+    return [chosen[i * len(chosen) // max_lines] for i in range(max_lines)]
 
 
 def _show(record: RolloutRecord) -> ShownRollout:
@@ -314,16 +314,16 @@ def _show_message(message: Any) -> dict[str, str]:
         return {"role": "unknown", "content": show_text(json.dumps(message))}
     content = message.get("content")
     role = message.get("role")
-    parts = []
+    texts = []
     if content:
-        parts.append(content if isinstance(content, str) else json.dumps(content))
-    others = {
+        texts.append(content if isinstance(content, str) else json.dumps(content))
+    other_fields = {
         name: value for name, value in message.items() if name not in ("role", "content") and value
     }
-    if others:
-        parts.append(json.dumps(others, ensure_ascii=False))
+    if other_fields:
+        texts.append(json.dumps(other_fields, ensure_ascii=False))
     shown_role = show_text(role)[:40] if isinstance(role, str) else "unknown"
-    return {"role": shown_role, "content": show_text("\n".join(parts))}
+    return {"role": shown_role, "content": show_text("\n".join(texts))}
 
 
 def show_text(text: str) -> str:
@@ -337,12 +337,12 @@ def show_text(text: str) -> str:
 def as_table(rollouts: Sequence[ShownRollout]) -> tuple[list[str], list[list[Any]]]:
     """Returns column names and rows of texts, numbers and None."""
     names = sorted({name for rollout in rollouts for name in rollout.rewards})[:MAX_REWARDS]
-    first = ["prompt", "completion", "reward"]
-    last = ["advantage", "finish_reason", "status", "answer", "position", "sample"]
-    columns = [*first, *(f"reward/{name}" for name in names), *last]
+    first_names = ["prompt", "completion", "reward"]
+    last_names = ["advantage", "finish_reason", "status", "answer", "position", "sample"]
+    columns = [*first_names, *(f"reward/{name}" for name in names), *last_names]
     rows = []
     for rollout in rollouts:
         values = vars(rollout)
         rewards = [rollout.rewards.get(name) for name in names]
-        rows.append([*map(values.get, first), *rewards, *map(values.get, last)])
+        rows.append([*map(values.get, first_names), *rewards, *map(values.get, last_names)])
     return columns, rows

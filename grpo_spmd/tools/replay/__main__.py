@@ -22,8 +22,9 @@ from grpo_spmd.tools.replay.report import report
 def main() -> None:
     hold_standard_streams()
     about = (
-        "Run reward -> advantage -> loss of a dumped step again, on the CPU, without vLLM, and compare "
-        "with what was recorded. breakpoint() works in a reward, in the advantages and in the loss."
+        "Run reward -> advantage -> loss of a dumped step again, on the CPU, without vLLM, "
+        "and compare with what was recorded. breakpoint() works in a reward, in the "
+        "advantages and in the loss."
     )
     parser = OverridesParser(prog="python -m grpo_spmd.replay", description=about)
     add = parser.add_argument
