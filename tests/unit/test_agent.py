@@ -74,13 +74,15 @@ async def _adds(task: dict[str, Any], base_url: str, api_key: str, model: str) -
             {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
         ]
         while True:
-            said = await client.chat.completions.create(model=model, messages=messages, tools=tools)
-            messages.append(said.choices[0].message)
-            if said.choices[0].finish_reason != "tool_calls":
-                return {"reward": float(said.choices[0].message.content == task["answer"])}
-            for call in said.choices[0].message.tool_calls or ():
-                found = sum(json.loads(call.function.arguments)["terms"])  # type: ignore[union-attr]
-                messages.append({"role": "tool", "tool_call_id": call.id, "content": str(found)})
+            answer = await client.chat.completions.create(
+                model=model, messages=messages, tools=tools
+            )
+            messages.append(answer.choices[0].message)
+            if answer.choices[0].finish_reason != "tool_calls":
+                return {"reward": float(answer.choices[0].message.content == task["answer"])}
+            for call in answer.choices[0].message.tool_calls or ():
+                result = sum(json.loads(call.function.arguments)["terms"])  # type: ignore[union-attr]
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": str(result)})
 
 
 def _adding_policy(call: Call) -> str:
@@ -93,8 +95,8 @@ def test_a_tool_loop_is_one_segment_of_the_tokens_that_were_sampled() -> None:
         assert AgentDriver(_adds).begin({"prompt": "sum", "answer": "31"}, opened) == {
             "rewards": {"agent": 1.0}
         }
-    found = contexts.record()
-    (segment,) = found.segments
+    result = contexts.record()
+    (segment,) = result.segments
     turns = [CHAT.sampled('\n!add {"terms": [1, 2]}\n!add {"terms": [30, 1]}'), CHAT.sampled("31")]
     results = [259, *b"3", 260, 259, *b"31", 260, 258]
     assert segment.token_ids.tolist() == [
@@ -107,8 +109,8 @@ def test_a_tool_loop_is_one_segment_of_the_tokens_that_were_sampled() -> None:
         *results,
         *turns[1],
     ]
-    assert segment.token_ids[segment.sampled].tolist() == found.token_ids == turns[0] + turns[1]
-    assert [message["role"] for message in found.messages] == [
+    assert segment.token_ids[segment.sampled].tolist() == result.token_ids == turns[0] + turns[1]
+    assert [message["role"] for message in result.messages] == [
         "assistant",
         "tool",
         "tool",
@@ -122,28 +124,28 @@ async def _asks_three_at_once(task: Any, base_url: str, api_key: str, model: str
 
         async def ask(text: str, before: list[Any]) -> tuple[list[Any], str]:
             messages: list[Any] = [*before, {"role": "user", "content": text}]
-            said = (
+            answer = (
                 (await client.chat.completions.create(model=model, messages=messages))
                 .choices[0]
                 .message
             )
-            return [*messages, said], str(said.content)
+            return [*messages, answer], str(answer.content)
 
         first, _ = await ask("plan", [])
         ways = await asyncio.gather(*(ask(f"way {number}", first) for number in range(3)))
-        return float(len({said for _, said in ways}))
+        return float(len({answer for _, answer in ways}))
 
 
 def test_requests_at_once_are_all_served_and_go_on_from_the_same_tokens() -> None:
     with _session(lambda call: f"to {call.request.messages[-1]['content']}") as (opened, contexts):
         assert AgentDriver(_asks_three_at_once).begin({}, opened) == {"rewards": {"agent": 3.0}}
-    found = contexts.record()
+    result = contexts.record()
     plan = [257, *b"plan", 260, 258, *CHAT.sampled("to plan")]
-    assert [segment.token_ids.tolist() for segment in found.segments] == [
+    assert [segment.token_ids.tolist() for segment in result.segments] == [
         [*plan, 257, *f"way {number}".encode(), 260, 258, *CHAT.sampled(f"to way {number}")]
         for number in range(3)
     ]
-    assert [int(segment.sampled.sum()) for segment in found.segments] == [8 + 9, 9, 9]
+    assert [int(segment.sampled.sum()) for segment in result.segments] == [8 + 9, 9, 9]
 
 
 @pytest.mark.parametrize(

@@ -88,11 +88,11 @@ def test_a_conversation_is_sent_on_token_by_token() -> None:
     assert first.context_ids == [257, *b"hi", 260, 258]
     sampled = chat.sampled("abc")
     assert sampled == [97, 1098, 99, 260]
-    said = _returned(
+    answer = _returned(
         contexts.finish(first.number, Completion(sampled, [-1.0, -2.0, -3.0, -4.0], "stop"))
     )
-    assert said == {"role": "assistant", "content": "abc"}
-    second = contexts.begin(_wired([user, said, more]), [])
+    assert answer == {"role": "assistant", "content": "abc"}
+    second = contexts.begin(_wired([user, answer, more]), [])
     # not what the text "abc" gives: the token 1098 stays
     assert second.context_ids == [257, *b"hi", 260, 258, 97, 1098, 99, 260, 257, *b"on", 260, 258]
     contexts.finish(second.number, Completion([100, 260], [-5.0, -6.0], "stop"))
@@ -157,9 +157,9 @@ def test_forms_that_clients_give_our_message_are_known(change: dict[str, Any]) -
 def test_arguments_of_any_kind_are_known_again(arguments: str) -> None:
     chat, user = Bytes(), {"role": "user", "content": "hi"}
     contexts = _contexts(chat)
-    said = _turn(contexts, chat, [user], f"a\n!f {arguments}")
-    result = {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": ""}
-    _turn(contexts, chat, [user, said, result], "b")
+    answer = _turn(contexts, chat, [user], f"a\n!f {arguments}")
+    result = {"role": "tool", "tool_call_id": answer["tool_calls"][0]["id"], "content": ""}
+    _turn(contexts, chat, [user, answer, result], "b")
     assert len(contexts.record().segments) == 1
 
 
@@ -176,8 +176,8 @@ def test_a_changed_history_begins_a_segment_of_its_own(what: str, value: Any) ->
     chat = Bytes()
     contexts = _contexts(chat)
     user = {"role": "user", "content": "hi"}
-    said = _turn(contexts, chat, [user], "t</think>abc" + _CALL)
-    changed = copy.deepcopy(said) | {what: value}
+    answer = _turn(contexts, chat, [user], "t</think>abc" + _CALL)
+    changed = copy.deepcopy(answer) | {what: value}
     _turn(contexts, chat, [user, changed, {"role": "user", "content": "on"}], "d")
     recorded = contexts.record()
     _check(recorded)
@@ -189,9 +189,9 @@ def test_a_changed_history_begins_a_segment_of_its_own(what: str, value: Any) ->
 def test_other_tools_or_an_earlier_message_changed_begin_one_too() -> None:
     chat, user = Bytes(), {"role": "user", "content": "hi"}
     contexts = _contexts(chat)
-    said = _turn(contexts, chat, [user], "abc")
+    answer = _turn(contexts, chat, [user], "abc")
     tools = [{"type": "function", "function": {"name": "f"}}]
-    on: Messages = [said, {"role": "user", "content": "on"}]
+    on: Messages = [answer, {"role": "user", "content": "on"}]
     first = contexts.begin(_wired([user, *on]), tools)
     contexts.finish(first.number, _completion(chat, "d"))
     second = contexts.begin(_wired([{"role": "user", "content": "Hi"}, *on]), [])
@@ -205,9 +205,9 @@ def test_other_tools_or_an_earlier_message_changed_begin_one_too() -> None:
 def test_the_second_continuation_of_a_context_is_a_fork_with_the_same_tokens_before_it() -> None:
     chat, user = Bytes(), {"role": "user", "content": "hi"}
     contexts = _contexts(chat)
-    said = _turn(contexts, chat, [user], "abc")
+    answer = _turn(contexts, chat, [user], "abc")
     wanted = [
-        contexts.begin(_wired([user, said, {"role": "user", "content": text}]), [])
+        contexts.begin(_wired([user, answer, {"role": "user", "content": text}]), [])
         for text in ("x", "y")
     ]
     for one, text in zip(reversed(wanted), ("late", "soon"), strict=True):
@@ -243,9 +243,9 @@ def test_a_text_that_tokenizes_to_what_was_sampled_goes_on_from_it() -> None:
 def test_a_template_that_rewrites_history_seals_the_segment() -> None:
     chat, user = Bytes(forks=True), {"role": "user", "content": "hi"}
     contexts = _contexts(chat, max_tokens=20)
-    said = _turn(contexts, chat, [user], "abc")
+    answer = _turn(contexts, chat, [user], "abc")
     on = {"role": "user", "content": "on"}
-    wanted = contexts.begin(_wired([user, said, on]), [])
+    wanted = contexts.begin(_wired([user, answer, on]), [])
     assert wanted.context_ids == [257, *b"hi", 260, 258, *b"abc", 260, 257, *b"on", 260, 258]
     # behind the first prompt's 5 tokens are 9: a rewritten history has no new allowance
     assert wanted.max_tokens == 20 - 9
@@ -311,9 +311,9 @@ def test_limits_refuse_with_codes_that_say_which() -> None:
     on: Messages = [{"role": "user", "content": "on"}]
 
     contexts = _contexts(chat, max_turns=1)
-    said = _turn(contexts, chat, [user], "abc")
+    answer = _turn(contexts, chat, [user], "abc")
     with pytest.raises(ApiError) as refused:
-        contexts.begin(_wired([user, said, *on]), [])
+        contexts.begin(_wired([user, answer, *on]), [])
     assert (refused.value.status, refused.value.code, contexts.status) == (
         400,
         "episode_max_turns",
@@ -325,7 +325,7 @@ def test_limits_refuse_with_codes_that_say_which() -> None:
     assert first.max_tokens == 9
     contexts.finish(first.number, _completion(chat, "abc"))
     with pytest.raises(ApiError) as refused:
-        contexts.begin(_wired([user, said, *on]), [])
+        contexts.begin(_wired([user, answer, *on]), [])
     assert (refused.value.code, contexts.status) == ("episode_max_tokens", "max_tokens")
 
     contexts = _contexts(chat, max_model_len=6)
@@ -343,9 +343,9 @@ def test_limits_refuse_with_codes_that_say_which() -> None:
     assert contexts.status == "ok"
 
     contexts = _contexts(chat, max_all_tokens=30)
-    said = _turn(contexts, chat, [user], "abc")  # a segment of 9
+    answer = _turn(contexts, chat, [user], "abc")  # a segment of 9
     # one that goes on from it is it, and longer: 9 + 5 are there
-    assert contexts.begin(_wired([user, said, *on]), []).max_tokens == 30 - 14
+    assert contexts.begin(_wired([user, answer, *on]), []).max_tokens == 30 - 14
     with pytest.raises(
         ApiError
     ) as refused:  # another has no room beside it: it may get all that is left
@@ -369,8 +369,8 @@ def test_turns_that_nobody_saw_are_not_trained_on() -> None:
     contexts = _contexts(chat)
     contexts.begin(_wired([user]), [])
     assert contexts.record() == SessionRecord([], [], (), (), [])
-    said = _turn(contexts, chat, [user], "abc")
-    contexts.begin(_wired([user, said, {"role": "user", "content": "on"}]), [])
+    answer = _turn(contexts, chat, [user], "abc")
+    contexts.begin(_wired([user, answer, {"role": "user", "content": "on"}]), [])
     recorded = contexts.record()
     _check(recorded)
     assert recorded.token_ids == chat.sampled("abc")
@@ -393,8 +393,8 @@ def test_the_order_of_requests_and_answers_changes_nothing(forks: bool) -> None:
     that was sampled is trained on once, behind the context that it was sampled in."""
     for seed in range(20):
         turns = _tree(seed)
-        found = [_in_some_order(turns, order, Bytes(forks=forks)) for order in range(10)]
-        assert all(str(other) == str(found[0]) for other in found)
+        result = [_in_some_order(turns, order, Bytes(forks=forks)) for order in range(10)]
+        assert all(str(other) == str(result[0]) for other in result)
 
 
 def _in_some_order(turns: list[tuple[int | None, str, str]], order: int, chat: Bytes) -> Any:

@@ -212,16 +212,16 @@ def test_hub_name_is_repo_subset_split(
 ) -> None:
     import datasets
 
-    asked: list[tuple[str, str | None, str]] = []
+    requests: list[tuple[str, str | None, str]] = []
 
     def load_dataset(repo: str, subset: str | None, split: str) -> list[dict[str, Any]]:
-        asked.append((repo, subset, split))
+        requests.append((repo, subset, split))
         return [{"prompt": "a"}]
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # the hub itself is not asked
     assert len(read_rows(DataConfig(train=source))) == 1
-    assert asked == [expected]
+    assert requests == [expected]
 
 
 @pytest.mark.parametrize(

@@ -55,15 +55,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """A file each time that its lines are read."""
-    found: list[Path] = []
+    result: list[Path] = []
     read = rows._read_jsonl
 
     def counting(path: Path) -> Any:
-        found.append(path)
+        result.append(path)
         return read(path)
 
     monkeypatch.setattr(rows, "_read_jsonl", counting)
-    return found
+    return result
 
 
 def _lines(path: Path, *lines: str) -> str:
@@ -106,16 +106,16 @@ def test_columns_are_the_objects_that_the_line_has(
     lines = [f'{{"prompt": "a", "value": {value}}}' for value in VALUES]
     config = DataConfig(train=_lines(tmp_path / "t.jsonl", "\ufeff" + lines[0], "", *lines[1:]))
     for _ in range(2):
-        found = read_rows(config)
-        assert isinstance(found, CachedRows)
-        assert [repr(row.columns) for row in found] == [
+        result = read_rows(config)
+        assert isinstance(result, CachedRows)
+        assert [repr(row.columns) for row in result] == [
             repr({"value": json.loads(value)}) for value in VALUES
         ]
         numbers = [1, *range(3, len(VALUES) + 2)]
-        assert [row.where for row in found] == [f"{config.train}:{number}" for number in numbers]
-        assert [found[-1], found[-2:][0]] == [found[len(VALUES) - 1], found[len(VALUES) - 2]]
+        assert [row.where for row in result] == [f"{config.train}:{number}" for number in numbers]
+        assert [result[-1], result[-2:][0]] == [result[len(VALUES) - 1], result[len(VALUES) - 2]]
         with pytest.raises(IndexError):
-            found[len(VALUES)]
+            result[len(VALUES)]
     assert len(reads) == 1
     assert oct((folder / _entries(folder, "rows")[0].name).stat().st_mode)[-3:] == "600"
     assert oct(folder.stat().st_mode)[-3:] == "700"
@@ -159,15 +159,15 @@ def test_a_parquet_file_is_read_a_few_rows_at_a_time(
     table = pyarrow.table({"prompt": [f"a {n}" for n in range(5000)], "answer": [*range(5000)]})
     path = tmp_path / "t.parquet"
     pyarrow.parquet.write_table(table, path, row_group_size=3000)
-    found = read_rows(DataConfig(train=str(path)))
-    assert [(row.prompt, row.columns, row.where) for row in found] == [
+    result = read_rows(DataConfig(train=str(path)))
+    assert [(row.prompt, row.columns, row.where) for row in result] == [
         (f"a {n}", {"answer": n}, f"{path}:row {n}") for n in range(5000)
     ]
     assert sum(held) == 5000
     assert max(held) <= 1024  # though a group holds three times as many
-    assert [*found] == [found[n] for n in range(5000)] == found[:]
-    assert found[4998:2:-511] == [found[n] for n in range(4998, 2, -511)]
-    assert found[7:3] == []
+    assert [*result] == [result[n] for n in range(5000)] == result[:]
+    assert result[4998:2:-511] == [result[n] for n in range(4998, 2, -511)]
+    assert result[7:3] == []
 
 
 def test_a_parquet_column_that_is_there_twice_is_refused(tmp_path: Path) -> None:
@@ -183,8 +183,8 @@ def test_the_proof_reads_the_same_parquet_rows(tmp_path: Path) -> None:
     table = pyarrow.table({"prompt": [f"a {n}" for n in range(9000)]})
     pyarrow.parquet.write_table(table, tmp_path / "t.parquet", row_group_size=5000)
     wanted = {0, 4095, 4096, 4999, 5000, 8999}
-    found = data_check._read_rows(str(tmp_path / "t.parquet"), wanted)
-    assert found == {n: {"prompt": f"a {n}"} for n in wanted}
+    result = data_check._read_rows(str(tmp_path / "t.parquet"), wanted)
+    assert result == {n: {"prompt": f"a {n}"} for n in wanted}
 
 
 def test_hub_rows_are_kept_under_the_content_of_their_files(
@@ -259,11 +259,11 @@ def test_checks_are_made_once_and_what_they_warn_of_is_said_again(
         rollout=RolloutConfig(num_prompts_per_step=1),
         rewards=(RewardConfig(name="exact"),),
     )
-    said = []
+    answer = []
     for _ in range(2):
-        found = inputs.read_and_check_rows(config, (), model)
-        said.append(inputs.find_gold_warnings(config, found, is_held_out=False))
-    assert said[0] == said[1] != []
+        result = inputs.read_and_check_rows(config, (), model)
+        answer.append(inputs.find_gold_warnings(config, result, is_held_out=False))
+    assert answer[0] == answer[1] != []
     assert (len(reads), len(looked)) == (1, 1)
     shorter = dataclasses.replace(
         config, data=dataclasses.replace(config.data, max_prompt_tokens=1)
@@ -326,8 +326,8 @@ def test_what_one_rank_finds_wrong_all_say_and_it_is_read_once(
     train = _lines(tmp_path / "t.jsonl", '{"prompt": "a", "answer": 1}', "{oops")
     ranks = _processes(3, train, tmp_path / "notes", 0.5)
     _go(ranks)
-    said = f"{train}:2: not valid JSON: Expecting property name enclosed in double quotes at column 2\n"
-    assert [rank.communicate()[0] for rank in ranks] == [said] * 3
+    answer = f"{train}:2: not valid JSON: Expecting property name enclosed in double quotes at column 2\n"
+    assert [rank.communicate()[0] for rank in ranks] == [answer] * 3
     assert (tmp_path / "notes").read_text() == "read "
     # The next start reads again, and with the line mended there is nothing left of the error.
     with pytest.raises(ConfigError, match=r"t\.jsonl:2: not valid JSON"):
@@ -747,9 +747,9 @@ def test_batches_give_the_tokens_of_one_by_one(
     config = DataConfig(
         train=_lines(tmp_path / "t.jsonl", *(json.dumps({"prompt": each}) for each in records))
     )
-    found = [prompt.token_ids for prompt in build_prompts(read_rows(config), tokenizer, config, 1)]
+    result = [prompt.token_ids for prompt in build_prompts(read_rows(config), tokenizer, config, 1)]
     options = {"tokenize": True, "add_generation_prompt": True, "return_dict": False}
-    assert found == [
+    assert result == [
         tokenizer.encode(each)
         if isinstance(each, str)
         else tokenizer.apply_chat_template(each, **options)
@@ -816,13 +816,13 @@ def test_threads_of_the_library_are_the_users_choice(monkeypatch: pytest.MonkeyP
             seen.append(os.environ.get("TOKENIZERS_PARALLELISM"))
             return {"input_ids": [1] if isinstance(text, str) else [[1]]}
 
-    for asked, expected in ((None, "false"), ("true", "true")):
+    for requests, expected in ((None, "false"), ("true", "true")):
         monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
-        if asked is not None:
-            monkeypatch.setenv("TOKENIZERS_PARALLELISM", asked)
+        if requests is not None:
+            monkeypatch.setenv("TOKENIZERS_PARALLELISM", requests)
         build_prompts([PromptRow("a", {}, "x:1")], Tokenizer(), DataConfig(train="x.jsonl"), 1)
         assert {*seen} == {expected}
-        assert os.environ.get("TOKENIZERS_PARALLELISM") == asked
+        assert os.environ.get("TOKENIZERS_PARALLELISM") == requests
         seen.clear()
 
 
@@ -842,13 +842,13 @@ def test_checkpoints_know_the_data_as_they_did(tmp_path: Path, folder: Path) -> 
         for number, own, token_ids in zip((0, 2), columns, ids, strict=True):
             of_rows.update(json.dumps([number, own, token_ids]).encode())
         for _ in range(2):
-            found = build_prompts(read_rows(config, eval_set), _tokenizer(), config, 1, eval_set)
-            assert isinstance(found, Prompts)
-            assert digests_of(found, with_tokens=eval_set is not None) == (
+            result = build_prompts(read_rows(config, eval_set), _tokenizer(), config, 1, eval_set)
+            assert isinstance(result, Prompts)
+            assert digests_of(result, with_tokens=eval_set is not None) == (
                 of_tokens,
                 of_rows.hexdigest(),
             )
-        listed: list[Prompt] = [*found]
+        listed: list[Prompt] = [*result]
         assert digests_of(listed, with_tokens=eval_set is not None) == (
             of_tokens,
             of_rows.hexdigest(),

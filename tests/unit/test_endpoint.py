@@ -58,12 +58,12 @@ def _answer(endpoint: Endpoint, call: Call) -> None:
         threading.Timer(2, echo, (endpoint, call)).start()
     elif call.request.tools and last["role"] == "user":
         function = {"name": "add", "arguments": {"a": 1, "b": "\N{SNOWMAN}"}}
-        said = {
+        answer = {
             "role": "assistant",
             "content": "",
             "tool_calls": [{"id": "x", "type": "function", "function": function}],
         }
-        endpoint.answer(call, said, "tool_calls", USAGE)
+        endpoint.answer(call, answer, "tool_calls", USAGE)
     else:
         echo(endpoint, call)
 
@@ -75,8 +75,8 @@ def test_the_stock_client_works(endpoint: Endpoint, caplog: pytest.LogCaptureFix
     with answered(endpoint, _answer), caplog.at_level(logging.WARNING):
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    sync = found["sync"]
+    result = json.loads(done.stdout)
+    sync = result["sync"]
     assert sync["first"] == ["tool_calls", "add", {"a": 1, "b": "\N{SNOWMAN}"}]
     assert sync["usage"] == USAGE
     assert sync["second"] == ["(3, 0): 3", "stop"]
@@ -100,7 +100,7 @@ def test_the_stock_client_works(endpoint: Endpoint, caplog: pytest.LogCaptureFix
     ]
     assert sync["token"][:3] == [401, "invalid_api_key", "AuthenticationError"]
     assert sync["session"][:3] == [404, "not_found", "NotFoundError"]
-    assert found["async"] == [[f"(3, {i}): number {j}" for j in range(3)] for i in range(8)]
+    assert result["async"] == [[f"(3, {i}): number {j}" for j in range(3)] for i in range(8)]
     assert [record.message for record in caplog.records if "ignored" in record.message] == [
         "an agent's `temperature` is ignored: turns are sampled as `rollout` says"
     ]
@@ -122,13 +122,13 @@ def test_options_reach_the_rank_and_neutral_ones_are_nothing(endpoint: Endpoint)
         "logit_bias": {},
         "model": "policy",
     }
-    asked: list[dict[str, Any]] = [
+    requests: list[dict[str, Any]] = [
         {"max_tokens": 9, "max_completion_tokens": 4},
         {"max_tokens": None, "top_p": 0.5},
         neutral,
     ]
     with answered(endpoint, keep):
-        assert [ask(opened["base_url"], chat_request(opened, HI | one)) for one in asked] == [
+        assert [ask(opened["base_url"], chat_request(opened, HI | one)) for one in requests] == [
             (200, "")
         ] * 3
     assert [call.request.options.max_tokens for call in seen] == [4, None, None]
@@ -288,8 +288,8 @@ def test_heads_that_are_not_one_request_end_the_connection(endpoint: Endpoint, n
         connection.sendall(
             _raw(opened, head) + chat_request(opened, HI) * (name != "no end of headers")
         )
-        found, headers, _ = read_response(connection)
-        assert (found, headers["connection"]) == (status, "close")
+        result, headers, _ = read_response(connection)
+        assert (result, headers["connection"]) == (status, "close")
         with suppress(OSError):  # it may be over
             connection.shutdown(socket.SHUT_WR)
         assert read_response(connection)[0] == 0

@@ -34,8 +34,8 @@ class World:
 
     def reset(self, **row: Any) -> str | None:
         self.row = row
-        said: str | None = row.get("say")
-        return said
+        answer: str | None = row.get("say")
+        return answer
 
     async def begin(self) -> str:
         """Begins what another call ends."""
@@ -99,15 +99,15 @@ def test_tools_in_trls_order_and_one_loop_for_all_calls() -> None:
         ("count", {"number": -1}),
         ("count", {"a": 1}),
     )
-    found = driver.act(_calls(*calls))
-    assert [(message["name"], message["content"]) for message in found["messages"]] == [
+    result = driver.act(_calls(*calls))
+    assert [(message["name"], message["content"]) for message in result["messages"]] == [
         ("count", "2"),
         ("nothing", "{'error': 'Tool nothing not found.'}"),
         ("count", "{'error': 'below 0'}"),
         ("count", "{'error': \"World.count() got an unexpected keyword argument 'a'\"}"),
         ("finish", "from the task"),  # async ones come behind
     ]
-    assert (found["num_calls"], found["num_invalid"]) == (5, 2)
+    assert (result["num_calls"], result["num_invalid"]) == (5, 2)
     assert driver.end() == {"World": 0.5}
 
 
@@ -156,8 +156,8 @@ def test_an_async_gym_keeps_its_loop() -> None:
     assert driver.begin({"prompt": "p", "x": 3})["messages"] == [
         {"role": "user", "content": "row 3"}
     ]
-    found = driver.act({"role": "assistant", "content": "go"})
-    assert (found["messages"][0]["content"], found["reward"], found["done"]) == ("GO", 1.0, True)
+    result = driver.act({"role": "assistant", "content": "go"})
+    assert (result["messages"][0]["content"], result["reward"], result["done"]) == ("GO", 1.0, True)
 
 
 def test_a_reward_that_looks_at_environments_has_none_to_look_at_with_an_agent(

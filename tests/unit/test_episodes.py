@@ -131,12 +131,15 @@ class Bed:
     ) -> tuple[dict[ConversationId, Completion], list[tuple[ConversationId, Request]]]:
         """What comes of each place, whose n-th turn is the n-th text of `says` however long a try of it took, and all
         that was requested. After `num_turns` the generation is stopped."""
-        talks, asked = self.episodes(row, limits, discount), list[tuple[ConversationId, Request]]()
+        talks, requests = (
+            self.episodes(row, limits, discount),
+            list[tuple[ConversationId, Request]](),
+        )
         turns: dict[ConversationId, list[Completion]] = {place: [] for place in says}
         is_open, deadline = set(says), time.monotonic() + 120
         for place in says:
             assert isinstance(talks.next_request(*place, []), Later)
-        while is_open and len(asked) < num_turns:
+        while is_open and len(requests) < num_turns:
             assert time.monotonic() < deadline, f"{is_open} are still open; {self.pool.where()}"
             for place, request in talks.ready(0.2):
                 if request is None:
@@ -145,11 +148,11 @@ class Bed:
                 number = next(
                     n for n in range(20) if rollout_seed(5, 2, 7, place[1], n) == request.seed
                 )
-                asked.append((place, request))
+                requests.append((place, request))
                 turns[place].append(self.sampled(says[place][number], number, request.max_tokens))
                 assert isinstance(talks.next_request(*place, turns[place]), Later)
         talks.close()
-        return talks.completions, asked
+        return talks.completions, requests
 
     def sampled(self, text: str, number: int, max_tokens: int | None) -> Completion:
         assert max_tokens is not None
@@ -226,8 +229,8 @@ def test_an_episode_is_token_by_token_what_was_given_and_sampled(
 ) -> None:
     """Two calls side by side, one more, and an answer."""
     ids, log = tools.ids, tmp_path / "log"
-    found, asked = tools.play({(0, 1): [TWO, ONE, ANSWER]}, row_of(log))
-    completion, episode = only(found)
+    result, requests = tools.play({(0, 1): [TWO, ONE, ANSWER]}, row_of(log))
+    completion, episode = only(result)
     parts = [PROMPT, TWO, TOLD, ONE, RESULT, ANSWER]
     lengths = [len(ids(part)) for part in parts]
     # Bytes without merges: the tokens of a text are those of its parts, one behind the other.
@@ -244,7 +247,7 @@ def test_an_episode_is_token_by_token_what_was_given_and_sampled(
     ]  # the narrowest limit is that of the whole context
     seeds = [rollout_seed(5, 2, 7, 1, turn) for turn in range(3)]
     wanted = [Request(*each) for each in zip(contexts, seeds, [0.7] * 3, rooms, strict=True)]
-    assert asked == [((0, 1), request) for request in wanted]
+    assert requests == [((0, 1), request) for request in wanted]
     assert [message["role"] for message in episode.messages] == [
         "assistant",
         "tool",
@@ -302,8 +305,8 @@ def test_every_limit_of_tokens_at_its_edge_and_one_past_it(
         log = tmp_path / f"{room}"
         limits = replace(WIDE, **{limit: before + room})
         completion, episode = only(tools.play({(0, 0): [ONE, ANSWER]}, row_of(log), limits)[0])
-        found = episode.status, len(completion.token_ids), said(log) == ["ab"]
-        assert found == (status, num_sampled, ran), (limit, room)
+        result = episode.status, len(completion.token_ids), said(log) == ["ab"]
+        assert result == (status, num_sampled, ran), (limit, room)
         num_context = sum(len(segment.token_ids) for segment in episode.segments)
         assert num_context <= before + room + (num_prompt if limit == "max_tokens" else 0)
         assert completion.finish_reason == ("stop" if status == "ok" else "length")
@@ -335,17 +338,17 @@ def test_a_failure_is_tried_again_from_the_start_and_then_left_out(
     hows = ["", "dies once", "dies", "no reset", "no reward", "hangs"]
     says: Script = {(job, 0): [ONE, ANSWER] for job in range(len(hows))}
     logs = [tmp_path / str(job) for job in range(len(hows))]
-    found, asked = tools.play(
+    result, asked = tools.play(
         says, lambda place: {"log": str(logs[place[0]]), "how": hows[place[0]]}
     )
-    episodes = {how: found[job, 0].episode for job, how in enumerate(hows)}
+    episodes = {how: result[job, 0].episode for job, how in enumerate(hows)}
     whole, again = episodes[""], episodes["dies once"]
     assert whole is not None
     assert again is not None
     assert (again.status, again.turns, again.messages) == ("ok", whole.turns, whole.messages)
     assert again.segments[0].token_ids.tolist() == whole.segments[0].token_ids.tolist()
-    assert found[1, 0].token_ids == found[0, 0].token_ids
-    assert found[1, 0].logprobs == found[0, 0].logprobs
+    assert result[1, 0].token_ids == result[0, 0].token_ids
+    assert result[1, 0].logprobs == result[0, 0].logprobs
     requests = [
         [request for place, request in asked if place == (job, 0)] for job in range(len(hows))
     ]
@@ -364,9 +367,9 @@ def test_a_failure_is_tried_again_from_the_start_and_then_left_out(
         assert failed.status == status, how
         assert failed == Episode(status, (), (), [], {}, failed.calls_s, failed.error)
         assert (
-            found[number, 0].token_ids,
-            found[number, 0].logprobs,
-            found[number, 0].finish_reason,
+            result[number, 0].token_ids,
+            result[number, 0].logprobs,
+            result[number, 0].finish_reason,
         ) == (
             [],
             [],
@@ -446,13 +449,13 @@ def test_a_generation_that_was_stopped_leaves_nothing_to_the_next(
             return {"log": str(tmp_path / f"{stop_after} {place}")}
 
         tools.play(says, row, num_turns=stop_after)
-        found, _ = tools.play(says, lambda place: {"log": row(place)["log"] + " again"})
-        for place, completion in found.items():
+        result, _ = tools.play(says, lambda place: {"log": row(place)["log"] + " again"})
+        for place, completion in result.items():
             assert completion.episode is not None
             assert completion.episode.status == "ok"
             assert completion.episode.messages[1]["content"] == f"{place[0]}{place[1]}"
             assert said(tmp_path / f"{stop_after} {place} again") == [f"{place[0]}{place[1]}"]
-        assert len(found) == 6
+        assert len(result) == 6
 
 
 def test_rewards_of_turns_are_summed_or_discounted(gym: Bed, tmp_path: Path) -> None:
@@ -495,16 +498,18 @@ def test_an_observation_that_is_none_fails_its_episode_alone(
 ) -> None:
     rows = [[[observation, 1.0, False]], [["a", 1.0, True]]]
     says: Script = {(0, n): ["1<|end|>", "2<|end|>"] for n in range(2)}
-    found, _ = gym.play(says, lambda place: {"log": str(tmp_path / "log"), "steps": rows[place[1]]})
-    statuses = [found[0, n].episode.status for n in range(2)]  # type: ignore[union-attr]
+    result, _ = gym.play(
+        says, lambda place: {"log": str(tmp_path / "log"), "steps": rows[place[1]]}
+    )
+    statuses = [result[0, n].episode.status for n in range(2)]  # type: ignore[union-attr]
     assert statuses == ["env_error", "ok"]
 
 
 @pytest.mark.parametrize("begins", ["\ud800", [{"role": "user", "content": "\ud800x"}]])
 def test_whatever_reset_gives_the_run_goes_on(gym: Bed, tmp_path: Path, begins: Any) -> None:
     row = {"log": str(tmp_path / "log"), "steps": [["a", 1.0, True]], "begins": begins}
-    found, _ = gym.play({(0, 0): ["1<|end|>"]}, row_of(**row))
-    episode = found[0, 0].episode
+    result, _ = gym.play({(0, 0): ["1<|end|>"]}, row_of(**row))
+    episode = result[0, 0].episode
     assert episode is not None
     assert (episode.status, len(episode.turns)) == ("ok", 1)
 
@@ -545,15 +550,15 @@ def test_scores_keep_their_places_beside_failed_episodes() -> None:
     scores = Scorers(
         _scored, {"length": 1.0, "given": 10.0, "odd": 100.0}, [EnvironmentScorer(["given"])]
     )
-    found = scores(groups)
+    result = scores(groups)
     # length + 10 * given + 100 * odd; what is unusable makes the sum unknown, what does not apply is left out of it
-    assert found.rewards == [None, 107.0, None, None, None, 5.0]
-    assert list(found.by_name) == list(found.statuses) == ["length", "given", "odd"]
-    assert found.by_name["length"] == [None, 2.0, None, None, 3.0, 5.0]
-    assert found.by_name["odd"] == [None, 1.0, None, None, None, None]
-    given = found.by_name["given"]
+    assert result.rewards == [None, 107.0, None, None, None, 5.0]
+    assert list(result.by_name) == list(result.statuses) == ["length", "given", "odd"]
+    assert result.by_name["length"] == [None, 2.0, None, None, 3.0, 5.0]
+    assert result.by_name["odd"] == [None, 1.0, None, None, None, None]
+    given = result.by_name["given"]
     assert repr(given) == "[None, 0.5, None, None, nan, None]"
-    assert found.statuses["given"] == [
+    assert result.statuses["given"] == [
         "not_applicable",
         "ok",
         "not_applicable",
@@ -561,12 +566,12 @@ def test_scores_keep_their_places_beside_failed_episodes() -> None:
         "error",
         "not_applicable",
     ]
-    assert found.texts == ["", "text 2", "", "", "text 3", "text 5"]
-    assert found.reward_inputs == [{}, {"n": 2}, {}, {}, {"n": 3}, {"n": 5}]
-    assert found.notes == {
+    assert result.texts == ["", "text 2", "", "", "text 3", "text 5"]
+    assert result.reward_inputs == [{}, {"n": 2}, {}, {}, {"n": 3}, {"n": 5}]
+    assert result.notes == {
         i: {"extra": {"length": length}} for i, length in ((1, 2), (4, 3), (5, 5))
     }
-    assert found.first_error == "environment: gone\nreward 'odd' raised"
+    assert result.first_error == "environment: gone\nreward 'odd' raised"
 
 
 def test_without_any_reward_all_are_0_for_a_teacher_teaches_alone() -> None:
@@ -580,10 +585,10 @@ def test_where_all_episodes_failed_every_reward_is_named_and_none_known() -> Non
         _scored, {"odd": 1.0, "length": 1.0, "given": 1.0}, [EnvironmentScorer(["given"])]
     )
     group = RolloutGroup(0, Prompt(0, 0, [1], "x", {}), [_of(0, "env_error"), _of(0, "env_error")])
-    found = scores([group])
-    assert found.by_name == {name: [None, None] for name in ("odd", "length", "given")}
-    assert found.num_statuses() == {
+    result = scores([group])
+    assert result.by_name == {name: [None, None] for name in ("odd", "length", "given")}
+    assert result.num_statuses() == {
         name: {"not_applicable": 2} for name in ("odd", "length", "given")
     }
-    assert found.rewards == [None, None]
+    assert result.rewards == [None, None]
     assert scores([]) == ScoredRollouts()

@@ -59,11 +59,11 @@ def test_a_name_is_there_for_the_next_call_and_gone_in_the_next_episode(python: 
 def test_an_error_is_shown_with_its_line_and_none_of_ours_and_state_stays(
     python: PythonTool,
 ) -> None:
-    said = python.python("kept = 1\nprint('before')\nkept / 0")
-    assert said.startswith("before\nTraceback (most recent call last):\n")
-    assert "    kept / 0\n" in said
-    assert said.endswith("ZeroDivisionError: division by zero\n")
-    assert "cells" not in said
+    answer = python.python("kept = 1\nprint('before')\nkept / 0")
+    assert answer.startswith("before\nTraceback (most recent call last):\n")
+    assert "    kept / 0\n" in answer
+    assert answer.endswith("ZeroDivisionError: division by zero\n")
+    assert "cells" not in answer
     assert "SyntaxError" in python.python("def f(:")
     assert python.python("exit(3)").endswith("SystemExit: 3\n")
     assert "RecursionError" in python.python("def f(): f()\nf()")
@@ -80,9 +80,9 @@ def test_an_error_is_shown_with_its_line_and_none_of_ours_and_state_stays(
     ],
 )
 def test_what_is_too_long_is_cut_with_a_note(python: PythonTool, code: str, most: int) -> None:
-    said = python.python(code)
-    assert len(said) < most
-    assert "characters were cut]" in said or "characters left out]" in said
+    answer = python.python(code)
+    assert len(answer) < most
+    assert "characters were cut]" in answer or "characters left out]" in answer
     assert python.python("1 + 1") == "2\n"
 
 
@@ -174,10 +174,10 @@ def test_what_is_printed_is_kept_up_to_the_limit_to_the_character() -> None:
 def test_search_ranks_by_bm25(corpus: Path) -> None:
     tool = Search(corpus)
     tool.reset(prompt="x")
-    found = tool.search("fish", top_k=2)
-    assert found.startswith("[1] Kingfisher\n")  # has the word twice in about as many
-    assert "[2] Heron\n" in found
-    assert "[3]" not in found
+    result = tool.search("fish", top_k=2)
+    assert result.startswith("[1] Kingfisher\n")  # has the word twice in about as many
+    assert "[2] Heron\n" in result
+    assert "[3]" not in result
     assert tool.search("frogs heron").startswith("[1] Heron\n")
     assert tool.search("cafe naive").startswith("[1] Café\n")  # without accents too
     assert tool.search("unheard") == "[no passage has any of these words]"
@@ -284,9 +284,9 @@ def test_a_passage_of_any_length_or_text_is_shown_in_bounds(corpus: Path) -> Non
     corpus.write_text(
         json.dumps({"title": "t\ud800" * 3000, "text": "fish " + "x" * 100_000}) + "\n"
     )
-    found = Search(corpus).search("fish")
-    assert len(found) < 4200
-    assert found.count("more characters were cut]") == 2
+    result = Search(corpus).search("fish")
+    assert len(result) < 4200
+    assert result.count("more characters were cut]") == 2
 
 
 def test_countdown_is_won_by_the_first_right_submission() -> None:
