@@ -65,7 +65,8 @@ def _run_file(path: Path, key: str) -> types.ModuleType:
     module_spec = util.spec_from_file_location(loader.name, path, loader=loader)
     assert module_spec is not None, path
     module = util.module_from_spec(module_spec)
-    sys.modules[module_spec.name] = module  # dataclasses and pickling look their module up there
+    # Dataclasses and pickling look their module up there.
+    sys.modules[module_spec.name] = module
     try:
         with as_its_own_program(str(path)):
             loader.exec_module(module)

@@ -91,7 +91,8 @@ def load_rewards(
                 f"{entry}.name: {name!r} is given twice; its metrics would overwrite each other"
             )
         names.add(name)
-        if config.uses_pool:  # else rollout/reward_models.py or rollout/engine_judge.py scores
+        # Else rollout/reward_models.py or rollout/engine_judge.py scores.
+        if config.uses_pool:
             rewards.append(_load_reward(config, entry, timeout_s, modules))
     return rewards
 

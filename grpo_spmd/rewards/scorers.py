@@ -58,7 +58,8 @@ def merge_scores(
 ) -> ScoredRollouts:
     """Returns `scored` with the rewards of `results` added, all in the order of `weights`."""
     num_completions = len(scored.texts)
-    if not num_completions:  # a rank that has scored nothing has no statuses either
+    # A rank that has scored nothing has no statuses either.
+    if not num_completions:
         return scored
     merged = merge_results([scored, *results])
     # Where every episode failed, the functions have said nothing at all.
@@ -96,7 +97,8 @@ def sum_rewards(
     num_completions: int,
 ) -> list[float | None]:
     """Returns the weighted sum of each completion, None where it is unknown."""
-    if not weights:  # without any reward a teacher teaches alone
+    # Without any reward a teacher teaches alone.
+    if not weights:
         return [0.0] * num_completions
     return [
         weighted_sum([(weight, by_name[name][i]) for name, weight in weights.items()])

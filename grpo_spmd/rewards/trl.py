@@ -71,7 +71,7 @@ class BrokenContractError(Exception):
 
 @dataclass(frozen=True)
 class TrainerState:
-    """Where the run is when it scores, under the names of transformers.TrainerState."""
+    """The progress of the run, under the names of transformers.TrainerState."""
 
     global_step: int = 0
     """Steps that are done: 0 at the first. Rollouts, of which each may bring several optimizer
@@ -83,7 +83,7 @@ class TrainerState:
 
 @dataclass
 class CallLog:
-    """What one call of a reward function logs."""
+    """The metrics and columns that one call of a reward function logs."""
 
     num_completions: int
     metrics: dict[str, list[float]] = field(default_factory=dict)

@@ -35,7 +35,7 @@ Scores = list[float | None]
 
 
 def completion_text(completion: Completion) -> str:
-    """The text of a completion: itself, or the content of its last message."""
+    """Returns the text of a completion: itself, or the content of its last message."""
     return completion if isinstance(completion, str) else str(completion[-1]["content"])
 
 
@@ -170,7 +170,8 @@ def equal_by_math_verify(completions: Completions, answer: Column, **_: Any) -> 
     parse = load_math_verify()
     texts = [completion_text(completion) for completion in completions]
     scores: Scores = []
-    golds: dict[int, Any] = {}  # of completions that math-verify must compare, as sympy has them
+    # Of completions that math-verify must compare, as sympy has them.
+    golds: dict[int, Any] = {}
     for number, (text, gold) in enumerate(zip(texts, answer, strict=True)):
         # A bare "x^2" is prose to the parser; boxed it is one expression.
         parsed_gold = [] if gold is None else parse(f"\\boxed{{{gold}}}") or parse(str(gold))
@@ -209,8 +210,10 @@ def _keeps_sympy_busy(answer: str) -> bool:
 
 @functools.cache
 def load_math_verify() -> Callable[..., Any]:
-    """Its `parse`, after a first use of all of it, which takes half a second that would count as a
-    completion's."""
+    """Returns math-verify's `parse`, after a first use of all of it.
+
+    That use takes half a second, which would count as a completion's.
+    """
     from math_verify import parse
 
     logging.getLogger("math_verify").setLevel(
@@ -244,7 +247,8 @@ def run_tests(
     failed: an endless loop is wrong, not unknown. So has what they do not reach within `_wall_s`,
     start-up counted: a second under reward_pool.timeout_s, of which each pair takes 0.1 to 0.3 s.
     """
-    used: list[float] = []  # seconds of this completion's processes
+    # Seconds of this completion's processes.
+    used: list[float] = []
     limits = Limits(time_s, int(memory_mib), isolation, used.append)
     scores: Scores = []
     for completion, entry in zip(completions, columns[tests_column], strict=True):
@@ -278,8 +282,10 @@ def python_code(text: str) -> str:
     Otherwise its last fenced block without a language, otherwise all of it. It reads a line at a
     time, so that no text takes long.
     """
-    blocks: dict[str, str] = {}  # the last one of each language
-    start = 0  # line at which the open block begins; 0: no block is open
+    # The last one of each language.
+    blocks: dict[str, str] = {}
+    # Line at which the open block begins; 0: no block is open.
+    start = 0
     language = ""
     lines = text.split("\n")
     for number, line in enumerate(lines, start=1):

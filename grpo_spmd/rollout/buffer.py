@@ -85,8 +85,10 @@ class RolloutBuffer:
         )
         self._step = -1
         self._weights_id = ""
-        self._stored: dict[Key, StoredCompletion] = {}  # of this step, equal on all ranks
-        self._open_files: dict[str, dict[str, Any]] = {}  # slices of their arrays, by name
+        # Of this step, equal on all ranks.
+        self._stored: dict[Key, StoredCompletion] = {}
+        # Slices of their arrays, by name.
+        self._open_files: dict[str, dict[str, Any]] = {}
         self._pending: list[Sampled] = []
         self._last_write = time.monotonic()
         self._steps_on_disk: set[int] = set(on_rank0(lambda _: steps_on_disk(run_dir), None))

@@ -158,7 +158,8 @@ class EngineJudges:
         prompts: dict[Key, list[int]] = {}
         for number, (key, inputs) in enumerate(zip(completions, scored.reward_inputs, strict=True)):
             if not has_turns(completions[key]):
-                continue  # its environment failed: there is nothing to judge
+                # Its environment failed: there is nothing to judge.
+                continue
             try:
                 ids = judge.prompt_ids(inputs)
             except TemplateError as error:
@@ -192,7 +193,8 @@ class EngineJudges:
         a group go to one engine, since they begin alike.
         """
         payload = msgspec.msgpack.encode(sorted(prompts.items()))
-        all_prompts: dict[Key, tuple[int, list[int]]] = {}  # with the rank that asks
+        # With the rank that asks.
+        all_prompts: dict[Key, tuple[int, list[int]]] = {}
         for rank, content in enumerate(exchange_bytes([payload] * self._num_ranks)):
             for (slot, number), ids in msgspec.msgpack.decode(content):
                 all_prompts[slot, number] = (rank, ids)
@@ -204,12 +206,14 @@ class EngineJudges:
             _, ids = all_prompts[jobs[job][number]]
             return Request(ids, None, 0.0, max_tokens, is_rollout=False)
 
-        version = self._engine.policy_version or 0  # an engine without a version refuses it
+        # An engine without a version refuses it.
+        version = self._engine.policy_version or 0
         sizes = [len(keys) for keys in jobs]
         conversations = self._engine.generate_shared(sizes, GenerationHooks(request), version)
         self._check()
         replies: list[list[Any]] = [[] for _ in range(self._num_ranks)]
-        if self._engine.tp_rank == 0:  # the other ranks of an engine have the same
+        # The other ranks of an engine have the same.
+        if self._engine.tp_rank == 0:
             for job, turns in conversations.items():
                 for key, [reply] in zip(jobs[job], turns, strict=True):
                     rank, _ = all_prompts[key]

@@ -39,7 +39,7 @@ Metrics = dict[str, float | None]
 
 
 class Outcome(NamedTuple):
-    """What an evaluation measures of one completion. It crosses ranks as JSON."""
+    """The measured values of one completion in an evaluation. It crosses ranks as JSON."""
 
     reward: float | None  # the weighted sum; None: unknown
     correct: bool
@@ -103,7 +103,8 @@ class Evaluator:
         all engines busy. What training samples next does not depend on this. Raises Rank0Error on
         every rank where a reward fails for `reward_pool.max_error_frac` of the completions.
         """
-        groups = self._sample(step + 1)  # the engine's weights are there for the next step
+        # The engine's weights are there for the next step.
+        groups = self._sample(step + 1)
         scored = self._score(groups, num_step_completions=len(self._samples))
         outcomes = outcomes_by_slot(groups, scored)
         statuses = scored.num_statuses()
@@ -175,7 +176,8 @@ class Evaluator:
 
     def _prompt(self, slot: int) -> Prompt:
         name, index, _ = self._samples[slot]
-        return self._held_out[name][index]  # perhaps out of a file
+        # Perhaps out of a file.
+        return self._held_out[name][index]
 
     def _summarise_sets(self, reports: Sequence[Mapping[str, Any]]) -> dict[str, Metrics]:
         """On rank 0:
@@ -237,7 +239,8 @@ class Evaluator:
 
 def outcomes_by_slot(groups: Sequence[RolloutGroup], scored: ScoredRollouts) -> dict[int, Outcome]:
     """Returns the outcome of each group, which is one completion."""
-    verdicts = next(iter(scored.by_name.values()), [])  # of the first entry of `rewards`
+    # Of the first entry of `rewards`.
+    verdicts = next(iter(scored.by_name.values()), [])
     outcomes = {}
     for group, text, reward, verdict in zip(
         groups, scored.texts, scored.rewards, verdicts, strict=True

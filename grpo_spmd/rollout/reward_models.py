@@ -60,11 +60,13 @@ class ModelReward:
                 result.first_error or f"reward {self.name!r}: a completion {reason}"
             )
 
-        inputs: dict[int, list[int]] = {}  # token ids by the completion's number
+        # Token ids by the completion's number.
+        inputs: dict[int, list[int]] = {}
         for number, ((group, n), text) in enumerate(zip(completions, texts, strict=True)):
             completion = group.completions[n]
             if not has_turns(completion):
-                continue  # its environment failed: there is nothing to read
+                # Its environment failed: there is nothing to read.
+                continue
             try:
                 ids = self._texts.ids_of(group.prompt, completion, text)
                 if ids is not None and max(ids) >= self._model.num_embeddings:
@@ -130,7 +132,8 @@ class RewardModels:
             self._first_version = version
         every = self._check_every_steps
         is_due = version == self._first_version or (every > 0 and version % every == 0)
-        self._engine.rest()  # the device is the models' now
+        # The device is the models' now.
+        self._engine.rest()
         return merge_results(
             [
                 model.score(groups, scored.texts, self._checks[model.name] if is_due else None)
@@ -140,7 +143,7 @@ class RewardModels:
 
 
 class _Share(msgspec.Struct):
-    """What rank 0 tells one rank about who forwards which text."""
+    """The texts that one rank sends and forwards, as rank 0 has decided."""
 
     send: list[list[int]]
     """For each rank, the numbers of this rank's texts that it gets, in the order in which they are

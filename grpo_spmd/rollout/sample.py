@@ -152,8 +152,10 @@ class _Round:
         early = sampler.early if sampler.environments is None else None
         self.early = early if early is not None and early.is_on else None
         self._completions: list[dict[int, Completion]] = [{} for _ in self.jobs]
-        self._scoring_ranks: dict[int, int] = {}  # of complete jobs: which rank of the engine
-        self._begun: dict[int, RolloutGroup] = {}  # of jobs whose scoring has begun
+        # Of complete jobs: which rank of the engine.
+        self._scoring_ranks: dict[int, int] = {}
+        # Of jobs whose scoring has begun.
+        self._begun: dict[int, RolloutGroup] = {}
 
     def stored_lengths(self) -> dict[int, list[int]]:
         """Returns by slot the tokens of the completions that are there already, for slots that miss
@@ -186,7 +188,8 @@ class _Round:
     def finish(self, job: int, number: int, completion: Completion) -> None:
         """Take a completion as soon as it is there. Called on all ranks of the engine."""
         slot = self.jobs[job]
-        if self._buffer is not None and self._tp_rank == 0:  # all ranks of an engine have the same
+        # All ranks of an engine have the same.
+        if self._buffer is not None and self._tp_rank == 0:
             self._buffer.keep(self._prompts[slot], self.missing[slot][number], completion)
         # With tail batching a complete group may still be dropped.
         is_in_step = self.race is None or self.race.finish(job, len(completion.token_ids))
@@ -262,16 +265,18 @@ class EarlyScoring:
 
 
 class ExpectedLengths:
-    """How long completions may become, so that the longest are begun first. No token depends on it.
+    """Estimates how long completions become, so that the longest are begun first.
 
-    The estimate is what a prompt's completions took when it was last sampled in this launch, an
-    epoch ago. Rank 0 keeps 4 bytes a row of the data. A resumed run begins with none, which costs
-    time and changes nothing else.
+    No token depends on it. The estimate is what a prompt's completions took when it was last
+    sampled in this launch, an epoch ago. Rank 0 keeps 4 bytes a row of the data. A resumed run
+    begins with none, which costs time and changes nothing else.
     """
 
     def __init__(self) -> None:
-        self._means = array("f")  # tokens by row; NaN: not sampled yet
-        self._recent_mean = 0.0  # of the groups recorded in the previous round
+        # Tokens by row; NaN: not sampled yet.
+        self._means = array("f")
+        # Of the groups recorded in the previous round.
+        self._recent_mean = 0.0
         # What rank 0 is told next: this rank's groups as (row, mean, maximum of tokens), and
         # dropped rows.
         self._sampled: list[tuple[int, float, int]] = []
@@ -357,9 +362,12 @@ class TailRace:
         self._is_first = is_first
         self._slots = [slot for slot, samples in missing.items() if samples]  # by job
         self._num_unfinished = [len(missing[slot]) for slot in self._slots]
-        self._order: list[tuple[int, int]] = []  # this engine's complete groups: (count, slot)
-        self._lengths: list[tuple[int, int]] = []  # of its completions: (slot, tokens)
-        self._dropped: list[int] = []  # tokens of what was begun and not finished
+        # This engine's complete groups: (count, slot).
+        self._order: list[tuple[int, int]] = []
+        # Of its completions: (slot, tokens).
+        self._lengths: list[tuple[int, int]] = []
+        # Tokens of what was begun and not finished.
+        self._dropped: list[int] = []
 
     def finish(self, job: int, num_tokens: int) -> bool:
         """Take a completion of `job`.
@@ -391,7 +399,8 @@ class TailRace:
 
     def decide(self, reports: Sequence[Mapping[str, Any]]) -> tuple[list[int], dict[str, float]]:
         """On rank 0: returns the slots that the step is made of, and the round's metrics."""
-        delete_counter(self._counter)  # all ranks have stopped asking
+        # All ranks have stopped asking.
+        delete_counter(self._counter)
         order = sorted(tuple(entry) for report in reports for entry in report["order"])
         slots = {*self._complete, *(slot for _, slot in order[: self._num_to_come])}
         finished = [

@@ -50,7 +50,7 @@ class Call:
 
 @dataclass
 class _Scoring:
-    """What has happened to the calls of one reward in this scoring."""
+    """Counts and pauses of one reward's calls in this scoring."""
 
     num_running: int = 0
     num_failed: int = 0  # in a row
@@ -221,7 +221,7 @@ class CallLimits:
 
     @property
     def why_given_up(self) -> str:
-        """What to say of a call that was not made."""
+        """The error of a call that was not made."""
         return (
             f"was not asked: {_MAX_FAILURES_IN_A_ROW} calls had failed in a row, "
             f"and one more {_PAUSE_S:g} s later"

@@ -99,6 +99,8 @@ def decode_frame(buffer: bytearray, most_bytes: int = MAX_FRAME_BYTES) -> dict[s
 
 
 class _Debugger(pdb.Pdb):
+    """pdb that continues where piped commands end."""
+
     def do_EOF(self, arg: str) -> bool | None:
         """Ctrl-D on a terminal leaves the debugger; where piped commands end, which one worker has
         read, go on.
@@ -124,16 +126,17 @@ class Worker:
                 os.getpid() != self._pid
             ):  # a child that the user's code forked is back too: only its parent answers
                 os._exit(0)
-            with suppress(Exception):  # the user's code may have closed or replaced them
+            # The user's code may have closed or replaced them.
+            with suppress(Exception):
                 sys.stdout.flush()
                 sys.stderr.flush()
             self._leave_terminal()
             self.say(reply)
 
     def say(self, message: dict[str, Any]) -> None:
-        """To the pool.
+        """Send a message to the pool.
 
-        A child that the user's code forked, and that has come back from it, says nothing and ends.
+        A child that the user's code forked, and that has come back from it, ends here instead.
         """
         if os.getpid() != self._pid:
             os._exit(0)
@@ -177,14 +180,17 @@ class Worker:
 
 
 def run_nursery(load: Load) -> None:
-    """Be the nursery that sys.argv tells of. Does not return."""
+    """Runs the nursery; sys.argv has its socket and the rank's pid. Does not return."""
     _Nursery(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]), load).run()
 
 
 class _Nursery:
+    """The process that loads the user's code once and forks workers from it."""
+
     def __init__(self, rank: socket.socket, parent_pid: int, load: Load) -> None:
         self._rank, self._load = rank, load
-        self._workers: dict[int, int] = {}  # pid to the pool's number for it
+        # By pid: the number that the pool has for the worker.
+        self._workers: dict[int, int] = {}
         self._wakeup, wakeup_write = os.pipe()
         os.set_blocking(wakeup_write, False)
         signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
@@ -192,7 +198,8 @@ class _Nursery:
         signal.signal(signal.SIGTERM, self._end)
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent_pid:  # it died before we could ask to be told
+        # It died before we could ask to be told.
+        if os.getppid() != parent_pid:
             os._exit(0)
         # The terminal, for the debugger. All else that is printed here goes to the pool's file, our
         # stderr.
@@ -203,7 +210,8 @@ class _Nursery:
 
     def run(self) -> None:
         try:
-            with suppress(ConnectionError):  # the rank died with messages of ours unread
+            # The rank died with messages of ours unread.
+            with suppress(ConnectionError):
                 self._serve()
         except BaseException:
             traceback.print_exc()
@@ -277,7 +285,8 @@ class _Nursery:
                 traceback.print_exc()
             finally:
                 os._exit(status)
-        with suppress(OSError):  # the child does the same; whoever comes first
+        # The child does the same: nobody knows which one comes first.
+        with suppress(OSError):
             os.setpgid(pid, pid)
         os.close(sock_fd)
         os.close(log_fd)
@@ -348,7 +357,8 @@ def _first_dead_child() -> Any:
 
 
 def _children() -> list[int]:
-    with suppress(OSError):  # a kernel without CONFIG_PROC_CHILDREN
+    # A kernel without CONFIG_PROC_CHILDREN.
+    with suppress(OSError):
         return [
             int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
         ]
@@ -356,7 +366,8 @@ def _children() -> list[int]:
 
 
 def _kill_group(pid: int) -> None:
-    for kill in (os.killpg, os.kill):  # the group may not be there yet
+    # The process may not have made its group yet.
+    for kill in (os.killpg, os.kill):
         with suppress(ProcessLookupError, PermissionError):
             kill(pid, signal.SIGKILL)
 

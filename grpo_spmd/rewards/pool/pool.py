@@ -96,7 +96,8 @@ class RewardPool(ProcessPool):
         )
         self._pool = pool
         self._columns = tuple(columns)
-        self._rewards: list[RewardFacts] = []  # known once the nursery has imported them
+        # Known once the nursery has imported them.
+        self._rewards: list[RewardFacts] = []
         self._is_ready = False
         self._state = TrainerState()
         self._scoring: _Scoring | None = None
@@ -166,7 +167,8 @@ class RewardPool(ProcessPool):
             self._run(num_step_completions)
         finally:
             for worker in list(self._workers.values()):
-                if worker.call is not None:  # only after an exception
+                # Only after an exception.
+                if worker.call is not None:
                     self._discard(worker)
             self._scoring = None
             self._early_error = None
@@ -178,7 +180,8 @@ class RewardPool(ProcessPool):
 
     def _begin(self) -> _Scoring:
         """Returns the scoring under way, started if need be; waits for the rewards' import."""
-        if not self._is_ready:  # there may be no rewards but an environment's
+        # There may be no rewards but an environment's.
+        if not self._is_ready:
             self._is_ready = True
             self._rewards = [RewardFacts(**facts) for facts in self._wait_until_ready()]
         if self._scoring is None:
@@ -346,7 +349,8 @@ class _Scoring:
         self._absent = dict.fromkeys(
             [*columns, *(name for reward in rewards for name in reward.needs)]
         )
-        self._left_out: list[dict[str, None]] = [{} for _ in rewards]  # what could not be logged
+        # What could not be logged.
+        self._left_out: list[dict[str, None]] = [{} for _ in rewards]
         self.samples: list[_Sample] = []
         self.calls: deque[Call] = deque()  # still to be made
         self.has_new_timeout = False

@@ -137,7 +137,8 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
         for worker in list(self._workers.values()):
             self._forget(worker)
         self._selector.close()
-        self._nursery.close()  # the nursery takes this for the end
+        # The nursery takes this for the end.
+        self._nursery.close()
         try:
             self._process.wait(10)
         except subprocess.TimeoutExpired:
@@ -155,25 +156,24 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
         raise NotImplementedError
 
     def _failed(self, worker: WorkerProcess, call: Any, kind: HowItFailed, reason: str) -> None:
-        """A worker failed, and is gone unless it was kept; `call` is what it was at, None where it
-        was at nothing.
+        """A worker failed, and is gone unless it was kept.
+
+        `call` is what it was at, None if it was idle.
         """
         raise NotImplementedError
 
     def _too_long(self, worker: WorkerProcess) -> str:
-        """What to say of a deadline that passed."""
+        """Returns the error for a call whose deadline has passed."""
         raise NotImplementedError
 
     def _ended(self, reason: str) -> Exception:
-        """The nursery ended, or cannot load what it should."""
+        """Returns the error to raise when the nursery ended, or cannot load the user's code."""
         raise NotImplementedError
 
     # How it gets there
 
     def _listen(self, max_s: float) -> None:
-        """One look at all that workers and the nursery have said by now, or say within `max_s`,
-        then at the clock.
-        """
+        """Handle all messages that are there or come within `max_s`, then check the deadlines."""
         next_deadline = min(
             (worker.deadline for worker in self._workers.values()), default=math.inf
         )
@@ -186,7 +186,8 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
             worker = self._workers.get(message.get("died", -1))
             if worker is not None:
                 if not worker.has_hung_up:
-                    self._hear(worker)  # what it said before it died
+                    # What it said before it died.
+                    self._hear(worker)
                 if worker.number in self._workers:
                     self._fail(worker, "error", message["how"])
         for worker in list(self._workers.values()):
@@ -202,7 +203,7 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
         worker.deadline = time.monotonic() + seconds
 
     def _hear(self, worker: WorkerProcess) -> None:
-        """Take what it has said; where that is a part of a message, wait a moment for the rest."""
+        """Read a worker's messages; waits a moment for the rest of one that is there in part."""
         end = time.monotonic() + _PATIENCE_S
         while worker.number in self._workers:
             chunk = b""
@@ -234,7 +235,8 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
         if isinstance(pid, int):
             worker.pid = pid
             worker.wants_terminal = True
-            worker.deadline = math.inf  # its clock stops while a person is at the prompt
+            # Its clock stops while a person is at the prompt.
+            worker.deadline = math.inf
             self._lend_terminal()
         elif worker.call is None:
             self._fail(worker, "error", "spoke when nobody had asked")
@@ -252,9 +254,9 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
         self._failed(worker, call, kind, reason)
 
     def _give(self, worker: WorkerProcess, call: Any, frame: bytes, seconds: float) -> None:
-        """Have it begin with a call, whose clock starts.
+        """Send a call to a worker and start its clock.
 
-        Raises OSError: it died, or was stopped, between two calls.
+        Raises OSError if the worker died, or was stopped, between two calls.
         """
         self._take_on(worker, call, seconds)
         worker.sock.settimeout(seconds)
@@ -283,9 +285,9 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
         return worker
 
     def _discard(self, worker: WorkerProcess) -> None:
-        """Have it killed, with its group.
+        """Have the nursery kill a worker and its process group.
 
-        Its place is free at once, even if it waits for a disk and cannot die.
+        Its place is free at once, even if the worker waits for a disk and cannot die.
         """
         with suppress(OSError):
             self._nursery.send(json.dumps({"kill": worker.number}).encode())
@@ -309,18 +311,21 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
             self._lend_terminal()
 
     def _lend_terminal(self) -> None:
-        """To one worker at a time; the others wait at their breakpoints with their clocks
-        stopped."""
+        """Lend the terminal to one worker at a time.
+
+        The others wait at their breakpoints with their clocks stopped.
+        """
         waiting = [worker for worker in self._workers.values() if worker.wants_terminal]
         if self._debugged is None and waiting:
             self._debugged, waiting[0].wants_terminal = waiting[0], False
             doctor.count_debugger(is_open=True)
             _give_terminal_to(waiting[0].pid)
-            with suppress(OSError):  # it is dead, and the nursery says so
+            # It is dead, and the nursery says so.
+            with suppress(OSError):
                 waiting[0].sock.sendall(encode_frame({"go": True}))
 
     def _wait_until_ready(self) -> Any:
-        """What the nursery tells of the user's code once it has loaded it.
+        """Waits for the nursery; returns what it says of the user's code once it is loaded.
 
         Raises what `_ended` makes of the reason.
         """

@@ -99,7 +99,8 @@ def call_reward(
     # SystemExit and KeyboardInterrupt too: the function fails, not the worker.
     except BaseException as error:
         if error.__traceback__ is not None:
-            error.__traceback__ = error.__traceback__.tb_next  # this frame says nothing
+            # This frame says nothing.
+            error.__traceback__ = error.__traceback__.tb_next
         reason = traceback.format_exception_only(error)[-1].strip()[:_MAX_REASON_CHARS]
         report = "".join(traceback.format_exception(error))[-MAX_ERROR_CHARS:]
         return {"failed": f"raised {reason}\n{report}"}

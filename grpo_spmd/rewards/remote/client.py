@@ -92,9 +92,11 @@ class JsonClient:
             "Connection": "close",
         }
         secrets = set(headers.values())
-        for value in headers.values():  # "Bearer abc": abc alone is one too
+        # "Bearer abc": abc alone is one too.
+        for value in headers.values():
             secrets |= {word for word in (value, *value.split()) if len(word) > 3}
-        secrets |= {json.dumps(secret)[1:-1] for secret in secrets}  # as it stands in JSON
+        # As it stands in JSON.
+        secrets |= {json.dumps(secret)[1:-1] for secret in secrets}
         # The longest first: one may be a part of another.
         self._secrets = sorted(secrets, key=len, reverse=True)
 
@@ -206,7 +208,8 @@ def _closed_after(connection: http.client.HTTPConnection, limit_s: float | None)
 
 def _shut(sock: socket.socket) -> None:
     with suppress(OSError):
-        socket.socket.shutdown(sock, socket.SHUT_RDWR)  # not TLS's own, which waits
+        # Not TLS's own, which waits.
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 
 def retry_after_s(value: str | None) -> float | None:

@@ -91,7 +91,8 @@ class ServerCalls:
     def _take(self, call: Call, reply: Any) -> None:
         [job] = call.samples
         if job not in self._running or self._running[job][0] is not call:
-            return  # its deadline has passed
+            # Its deadline has passed.
+            return
         if isinstance(reply, FailedCallError):
             self._end(call, "failed" if reply.wait_s is None else "put_off")
             retry = self._limits.retry(call, reply)

@@ -226,7 +226,8 @@ class Judge:
             choice = msgspec.convert(answer, _ChatAnswer).choices[0]
         except (msgspec.ValidationError, IndexError):
             raise UnexpectedError("no choices[0].message.content") from None
-        if choice.finish_reason == "length":  # "Score: 1" may be the beginning of "Score: 10"
+        # "Score: 1" may be the beginning of "Score: 10".
+        if choice.finish_reason == "length":
             raise UnexpectedError("a reply that was cut off")
         low, high = self._config.judge_scale
         score = parse_score(choice.message.content, high)
@@ -366,7 +367,8 @@ def check_pace(
 ) -> None:
     """Raises ConfigError if max_per_minute alone makes scoring outlast its phase's time limit.
 
-    `step_shape`: a step's groups, and the size of each; `num_evaluated`: completions of an evaluation.
+    `step_shape`: a step's groups, and the size of each. `num_evaluated`: completions of an
+    evaluation.
     """
     num_groups, group_size = step_shape
     for index, config in enumerate(configs):

@@ -41,14 +41,16 @@ def run_cells(read: Callable[[], Any], write: Callable[[Any], None]) -> None:
     """Each message {"code", "number", "limit"} is answered with what the code printed, its last
     expression's value, as in a notebook, and its error."""
     module = types.ModuleType("__main__")
-    sys.modules["__main__"] = module  # where classes of the code say they are from
+    # Where classes of the code say they are from.
+    sys.modules["__main__"] = module
     while True:
         job = read()
         out = Head(job["limit"])
         sys.stdout = sys.stderr = out
         error = _run(job["code"], f"<call {job['number']}>", module.__dict__)
         limit = job["limit"] // 2
-        cut = len(error) - limit  # the end of an error says which one it is
+        # The end of an error says which one it is.
+        cut = len(error) - limit
         error = f"... [{cut:,} characters left out]\n{error[-limit:]}" if cut > 0 else error
         write(
             {

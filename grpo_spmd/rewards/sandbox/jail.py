@@ -79,7 +79,7 @@ _LANDLOCK_WRITE = 1 << 1 | 1 << 4 | 1 << 5 | 1 << 7 | 1 << 8 | 1 << 12 | 1 << 14
 
 
 class Refused(Exception):
-    """Isolation cannot be had here."""
+    """This machine cannot isolate code."""
 
 
 def put_up_walls(
@@ -100,8 +100,10 @@ def put_up_walls(
         # A user that nobody else is: RLIMIT_NPROC does not bind root, and nothing on the machine
         # belongs to it.
         is_other_user = any(_become(uid) for uid in (2_000_000_000 + os.getpid(), 65534))
-    _prctl(1, signal.SIGKILL)  # a change of user takes it back
-    _prctl(38, 1)  # PR_SET_NO_NEW_PRIVS
+    # A change of user takes it back.
+    _prctl(1, signal.SIGKILL)
+    # PR_SET_NO_NEW_PRIVS.
+    _prctl(38, 1)
     if _libc.capset(struct.pack("Ii", 0x20080522, 0), bytes(24)):
         raise Refused(f"cannot give up capabilities: {_error()}")
     if abi:
@@ -132,11 +134,14 @@ def set_limits(memory_bytes: int, cpu_s: int) -> None:
 
 
 def _enter_namespaces(readable: Sequence[str], scratch: str) -> bool:
-    """Whether this process now has a root of its own, with `readable` in it, and an empty
-    network."""
+    """Returns True if this process now has its own root and an empty network.
+
+    The root holds `readable` alone. False where the kernel or the container forbids it.
+    """
     flags, uid, gid = _NEWNS | _NEWNET | _NEWIPC | _NEWUTS, os.getuid(), os.getgid()
     try:
-        if uid != 0 or _libc.unshare(flags):  # without the privilege, a user namespace gives it
+        # Without the privilege, a user namespace gives it.
+        if uid != 0 or _libc.unshare(flags):
             if _libc.unshare(flags | _NEWUSER):
                 return False
             for name, text in (
@@ -234,7 +239,8 @@ def _seccomp(*, allow_threads: bool) -> None:
     pid = os.getpid()
     threads = only_if(_CLONE, load(arg0), (0x45, 0, 1, 0x10000))
     program = [
-        load(4), (0x15, 1, 0, architecture), (0x06, 0, 0, 0x80000000),  # kill at a call of another architecture
+        # A call of another architecture: kill the process.
+        load(4), (0x15, 1, 0, architecture), (0x06, 0, 0, 0x80000000),
         load(0), (0x25, 0, 1, _LAST_KNOWN_SYSCALL), unknown,  # x32 calls as well
         (0x15, 0, 1, _CLONE3[column]), unknown,  # its flags are out of reach; libc uses clone
         *(threads if allow_threads else [(0x15, 0, 1, _CLONE[column]), refuse]),
@@ -247,7 +253,8 @@ def _seccomp(*, allow_threads: bool) -> None:
         *not_with(_FCNTL, 8, 10, 15),
         *not_with(_IOCTL, 0x8901, 0x8902),
         # What asyncio needs; not datagrams, which could be sent to a name.
-        *only_if(_SOCKETPAIR, load(arg0), (0x15, 0, 4, 1), load(arg1), (0x54, 0, 0, 0xF), (0x15, 0, 1, 1)),
+        *only_if(_SOCKETPAIR, load(arg0), (0x15, 0, 4, 1), load(arg1), (0x54, 0, 0, 0xF),
+                 (0x15, 0, 1, 1)),
     ]  # fmt: skip
     for call in _REFUSED.split(","):
         number = int(call.split()[1 + column])
@@ -259,7 +266,8 @@ def _seccomp(*, allow_threads: bool) -> None:
     header = ctypes.create_string_buffer(
         struct.pack("HxxxxxxQ", len(program), ctypes.addressof(code))
     )
-    if _prctl(22, 2, ctypes.addressof(header)):  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
+    # PR_SET_SECCOMP, SECCOMP_MODE_FILTER.
+    if _prctl(22, 2, ctypes.addressof(header)):
         raise Refused(f"cannot filter system calls: {_error()}")
 
 
@@ -379,7 +387,8 @@ def _main(fd: int) -> None:
         write({"refused": str(error)})
         os._exit(1)
     write({"walls": walls})
-    os.environ.clear()  # the interpreter itself puts LC_CTYPE there
+    # The interpreter itself puts LC_CTYPE there.
+    os.environ.clear()
     # numpy's libraries start a thread for each core, and crash where they may not.
     os.environ.update({f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")})
     sys.path += job["site"]
@@ -390,7 +399,8 @@ def _main(fd: int) -> None:
     sys.dont_write_bytecode = True
     if job["mode"] == "statements":
         _run_statements(job["code"], read, write)
-    if job["mode"] == "cells":  # our own code, which has the connection
+    # Our own code, which has the connection.
+    if job["mode"] == "cells":
         _run_module("cells", job["code"])["run_cells"](read, write)
     lines.close()
     connection.close()

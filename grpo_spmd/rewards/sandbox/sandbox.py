@@ -72,8 +72,10 @@ class _Statement:
 
 
 def check_isolation() -> list[str]:
-    """The walls that this machine gives, by name. Raises SandboxError with the reason where they
-    are not enough."""
+    """Returns the walls that this machine gives, by name.
+
+    Raises SandboxError with the reason where they are not enough.
+    """
     with Jail("print(1)", "program", Limits(10.0, 1024, "required"), stdin="") as jail:
         if jail.output() != b"1\n":
             raise SandboxError("a program that prints 1 does not run in the sandbox")
@@ -81,8 +83,10 @@ def check_isolation() -> list[str]:
 
 
 def passes_program_test(code: str, stdin: str, expected: str, limits: Limits) -> bool:
-    """Whether the program, given `stdin`, ends with code 0 and prints `expected`, white space at
-    line ends aside."""
+    """Returns True if the program ends with code 0 and prints `expected`.
+
+    It is given `stdin`. White space at line ends does not count.
+    """
     with Jail(code, "program", limits, stdin) as jail:
         output = jail.output()
     printed, end = (output or b"").decode(errors="replace").rstrip(), expected.rstrip()
@@ -94,8 +98,10 @@ def passes_program_test(code: str, stdin: str, expected: str, limits: Limits) ->
 
 
 def passes_statements(code: str, tests: Sequence[str], limits: Limits) -> list[bool]:
-    """For each test, whether all its statements hold after `code`. One process runs all, in order,
-    within `limits`."""
+    """Returns for each test whether all its statements hold after `code`.
+
+    One process runs all, in order, within `limits`.
+    """
     parsed = [_parse(test) for test in tests]
     flat = [(statement, secrets.token_hex(16)) for statements in parsed for statement in statements]
     verdicts = [False] * len(flat)
@@ -110,7 +116,8 @@ def passes_statements(code: str, tests: Sequence[str], limits: Limits) -> list[b
             for number, (statement, secret) in enumerate(flat):
                 answer = jail.read()
                 if not isinstance(answer, dict) or answer.get("statement") != number:
-                    break  # it ended, ran out of time, or forges answers
+                    # It ended, ran out of time, or forges answers.
+                    break
                 if statement.is_compared_here:
                     verdicts[number] = "value" in answer and _equals(
                         answer["value"], statement.expected
@@ -124,9 +131,12 @@ def passes_statements(code: str, tests: Sequence[str], limits: Limits) -> list[b
 
 
 def each_within(cpu_s: float, function: Callable[[int], float], count: int) -> list[float]:
-    """`function(i)` of each i < `count`, in a child; 0.0 where it raises, or takes over `cpu_s` of
-    CPU time (a busy machine makes no verdict) or 1 GiB. The kernel ends the child in whatever C
-    code it is; another one goes on."""
+    """Returns `function(i)` for each i < `count`, computed in a child process.
+
+    It is 0.0 where the function raises, or takes more than `cpu_s` of CPU time (a busy machine must
+    not decide) or 1 GiB of memory. The kernel ends the child in whatever C code it is; another
+    child goes on.
+    """
     values: list[float] = []
     while len(values) < count:
         read_fd, write_fd = os.pipe()
@@ -188,11 +198,12 @@ def _equals(encoded: Any, expected: Any) -> bool:
         )  # perhaps of keys that all collide
         return not is_long and bool(_decode(encoded) == expected)
     except (ValueError, TypeError, KeyError, IndexError, RecursionError, OverflowError):
-        return False  # nothing that encode_value would write
+        # Nothing that encode_value would write.
+        return False
 
 
 def _decode(encoded: Any) -> Any:
-    """What jail.encode_value wrote: plain types only, whoever wrote it."""
+    """Returns what jail.encode_value wrote: plain types only, whoever wrote it."""
     tag, content = encoded
     match tag:
         case "c" if content is None or isinstance(content, bool):
@@ -222,7 +233,8 @@ class Jail(AbstractContextManager["Jail"]):
     def __init__(self, code: str, mode: str, limits: Limits, stdin: str) -> None:
         _remove_left_behind()
         self._scratch = tempfile.mkdtemp(prefix=_SCRATCH)
-        self._lock = os.open(self._scratch, os.O_RDONLY)  # says that somebody is there to remove it
+        # Says that somebody is there to remove it.
+        self._lock = os.open(self._scratch, os.O_RDONLY)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         self._buffer, self._received = b"", 0
         self._stdin = tempfile.TemporaryFile()  # noqa: SIM115
@@ -284,13 +296,13 @@ class Jail(AbstractContextManager["Jail"]):
         os.close(self._lock)
 
     def write(self, message: Any) -> None:
-        with suppress(OSError):  # it has ended: the next read says so
+        # It has ended: the next read says so.
+        with suppress(OSError):
             self._connection.settimeout(max(self._deadline - time.monotonic(), 0.001))
             self._connection.sendall(json.dumps(message).encode() + b"\n")
 
     def read(self) -> Any:
-        """Its next message; None when there is none in time, or too much, or what came is not
-        JSON."""
+        """Returns the next message; None if none came in time, it is too long, or is not JSON."""
         while b"\n" not in self._buffer:
             try:
                 self._connection.settimeout(max(self._deadline - time.monotonic(), 0.001))
@@ -308,7 +320,10 @@ class Jail(AbstractContextManager["Jail"]):
             return None
 
     def output(self) -> bytes | None:
-        """Wait for its end; what it printed, or None where it did not end with code 0 in time."""
+        """Waits for the end and returns what was printed.
+
+        None if it did not end with code 0 in time.
+        """
         try:
             code = self._process.wait(max(self._deadline - time.monotonic(), 0.001))
         except subprocess.TimeoutExpired:
@@ -318,8 +333,11 @@ class Jail(AbstractContextManager["Jail"]):
 
 
 def _remove(scratch: str | Path) -> None:
-    """Without namespaces code may leave folders too deep for Python, closed, or many: no verdict
-    waits for them."""
+    """Removes a scratch folder.
+
+    Without namespaces code may leave folders too deep for Python, closed, or many: no verdict waits
+    for them.
+    """
     with suppress(RecursionError):
         shutil.rmtree(scratch, ignore_errors=True)
     if os.path.lexists(scratch):
@@ -330,11 +348,15 @@ def _remove(scratch: str | Path) -> None:
 
 @functools.cache
 def _remove_left_behind() -> None:
-    """Scratch folders whose processes were killed before they could do it, so that nobody holds
-    their locks."""
+    """Removes scratch folders whose processes were killed before they could do it.
+
+    Nobody holds the locks of these.
+    """
     for folder in Path(tempfile.gettempdir()).glob(f"{_SCRATCH}*"):
-        with suppress(OSError):  # another user's, or just removed
-            if folder.lstat().st_mtime > time.time() - 5.0:  # perhaps not locked yet
+        # Another user's, or just removed.
+        with suppress(OSError):
+            # Perhaps not locked yet.
+            if folder.lstat().st_mtime > time.time() - 5.0:
                 continue
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             with suppress(BlockingIOError):
@@ -344,13 +366,15 @@ def _remove_left_behind() -> None:
 
 
 def _site() -> list[str]:
-    """Where installed packages are: code may use numpy if the trainer's environment has it."""
+    """Returns the folders of installed packages: code may use numpy if the trainer has it."""
     return list(dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib")))
 
 
 def _readable() -> list[str]:
-    """What code must read in order to run at all: Python's library, installed packages, the
-    system's libraries."""
+    """Returns what code must read in order to run at all.
+
+    That is Python's library, installed packages and the system's libraries.
+    """
     library = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib")]
     system = ["/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache"]
     return [path for path in dict.fromkeys([*library, *_site(), *system]) if os.path.exists(path)]

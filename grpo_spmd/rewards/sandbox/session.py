@@ -24,9 +24,11 @@ class Session(Jail):
         self._number = 0
 
     def run(self, code: str, time_s: float, max_chars: int) -> str | None:
-        """What `code` printed and the error it ended with, at most about `max_chars` characters,
-        with a note where more was cut; None where it ended the interpreter or took over `time_s`
-        seconds: there is none to go on with."""
+        """Returns what `code` printed and its error, at most about `max_chars` characters.
+
+        A note says how much more was cut. None if the code ended the interpreter or took over
+        `time_s` seconds: there is none to go on with.
+        """
         self._deadline, self._received = time.monotonic() + time_s, 0
         self._number += 1
         self.write({"code": code, "number": self._number, "limit": max_chars})
