@@ -24,8 +24,15 @@ if TYPE_CHECKING:
 # `environment.max_tokens`; the context had no room in the engine; the last turn was cut off; the
 # environment raised, or hung, at both tries; the policy made invalid tool calls only.
 EPISODE_STATUSES = (
-    "ok", "max_turns", "max_tokens", "context_overflow", "truncated", "env_error", "env_timeout", "invalid_calls",
-)  # fmt: skip
+    "ok",
+    "max_turns",
+    "max_tokens",
+    "context_overflow",
+    "truncated",
+    "env_error",
+    "env_timeout",
+    "invalid_calls",
+)
 # Episodes that ended so are left out of their group and of the loss.
 FAILED_STATUSES = ("env_error", "env_timeout")
 

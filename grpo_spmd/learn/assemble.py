@@ -50,6 +50,7 @@ def assemble_batch(sampled: SampledStep, session: Session) -> tuple[RolloutBatch
     outgoing: list[list[Rollout]] = [[] for _ in range(session.world_size)]
     for rollout in _sampled_rollouts(sampled, decision):
         outgoing[decision.trained_by[rollout.rollout_id]].append(rollout)
+    # All ranks send to all ranks at once; rank 0 is not in the way.
     incoming = exchange_bytes([encode_rollouts(rollouts) for rollouts in outgoing])
     rollouts_by_id = {
         rollout.rollout_id: rollout for payload in incoming for rollout in decode_rollouts(payload)
@@ -205,6 +206,7 @@ def encode_rollouts(rollouts: Sequence[Rollout]) -> bytes:
     tokens of all segments (a byte per token).
     """
     header = []
+    # Most rollouts have one advantage and one mask for all tokens: these stand in the header.
     token_advantages: list[npt.NDArray[Any]] = []
     token_masks: list[npt.NDArray[Any]] = []
     for rollout in rollouts:
@@ -312,6 +314,7 @@ def pack_rollouts(rollouts: Sequence[Rollout], device: torch.device) -> MicroBat
     lengths = np.array([length for rollout in rollouts for length in _sequence_lengths(rollout)])
     input_ids = _concat((ids for rollout in rollouts for ids in _id_lists(rollout)), np.int64)
     is_sampled = np.concatenate([mask for rollout in rollouts for mask in _sampled_masks(rollout)])
+    # Positions start at 0 in each sequence of the row.
     position_ids = np.arange(len(input_ids)) - np.repeat(lengths.cumsum() - lengths, lengths)
     completion_places = np.flatnonzero(is_sampled)
     assert len(completion_places) == num_completion.sum(), (

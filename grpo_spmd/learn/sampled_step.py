@@ -171,6 +171,7 @@ class _Rank0Step:
         offsets = self._num_groups + num_groups - np.cumsum(num_groups)
         local_index = np.arange(num_expected) + np.repeat(offsets, num_groups)
         self._num_groups += num_groups
+        # Results must not depend on which rank sampled what.
         order = np.argsort(sampled.rows["position"])
         table = make_group_table(
             sampled.rows[order],
@@ -211,16 +212,19 @@ class _Rank0Step:
                 "reward: every value was None, NaN or not a number; see the module docstring of "
                 "grpo_spmd.rewards for what these mean"
             )
+        # The first in the prompt stream; later ones are surplus.
         positions = np.sort(self._kept_positions)[: rules.rollout.num_prompts_per_step]
         order = np.argsort(groups.rows["position"])
         used = order[np.searchsorted(groups.rows["position"], positions, sorter=order)]
         rows = groups.rows[used]
         rewards = groups.penalised[used]
         num_tokens = count_rollout_tokens(rows).ravel()
+        # Rollouts out of the loss are still trained rollouts: they keep their place in the plan.
         in_loss = ~(np.isnan(rewards) | (rows["truncated"] & rules.loss.mask_truncated))
         num_mini_batches = rules.training.num_mini_batches
         sizes = [n * group_size for n in split_groups(len(used), num_mini_batches)]
         loss_tokens = np.where(in_loss, rows["completion_tokens"].astype(np.int64), 0).ravel()
+        # One block of rollouts for each mini-batch.
         blocks = np.split(loss_tokens, np.cumsum(sizes)[:-1])
         num_loss_tokens = [int(block.sum()) for block in blocks]
         num_loss_sequences = [int((block > 0).sum()) for block in blocks]

@@ -147,6 +147,7 @@ def encode_groups(groups: Sequence[RolloutGroup], scored: ScoredRollouts, group_
         scored.first_error,
         len(calls_s) if episodes else None,
     ]
+    # Sums as binary float64, so that no digit is lost.
     logged_sums = np.array([value for _, _, sums, _ in logged for value in sums], np.float64)
     return pack(header, [rows, logged_sums, np.array(calls_s, np.float32)])
 
@@ -202,6 +203,7 @@ def encode_decisions(step: StepDecision) -> list[bytes]:
     sampled, 4 per rollout and 4 per row that it trains on, and about 60 more."""
     assert len(step.num_groups) <= _MAX_RANKS, len(step.num_groups)
     trained_by = np.zeros(len(step.rewards), np.uint16)
+    # By rollout id, as the other [B] columns.
     trained_by[step.plan.ids] = _trainers(step)
     lengths = np.hstack(step.plan.lengths)
     header = pack(
@@ -237,6 +239,7 @@ def decode_decision(
     num_rollouts, num_tokens, num_sampled_tokens, num_loss_tokens, num_loss_sequences, num_rows = (
         reader.header
     )
+    # The columns in the order in which encode_decisions wrote them.
     slots = reader.array(np.int32, len(groups))
     ids = sampled_ids(slots, group_size).tolist()
 

@@ -288,6 +288,7 @@ class PolicyUpdater:
         assert isinstance(sharded_norm, DTensor)
         grad_norm = float(sharded_norm.full_tensor())
         head_norm = self._value_head.clip_gradient() if self._value_head is not None else 0.0
+        # All ranks must agree, or their parameters would differ from here on.
         is_finite = math.isfinite(grad_norm + head_norm) and math.isfinite(metrics["loss"].value)
         is_skipped = any_rank(not is_finite)
         if self._value_head is not None:
@@ -300,6 +301,7 @@ class PolicyUpdater:
                 "nonfinite_rollouts": Ids(_rollouts_of(suspects)),
             }
             return skipped, False
+        # The schedule counts updates that were made, not mini-batches.
         self._num_updates += 1
         self._skipped_in_a_row = 0
         metrics = {name: reduction.on_host() for name, reduction in metrics.items()}

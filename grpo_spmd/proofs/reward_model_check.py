@@ -1,4 +1,5 @@
-"""The running check of reward models: transformers alone renders and scores a few completions again.
+"""The running check of reward models: transformers alone renders and scores a few completions
+again.
 
 It runs at a process's first scoring and every `proofs.every_steps`, one text per pass, with the
 model's own attention and head.
@@ -24,8 +25,8 @@ _log = logging.getLogger("grpo_spmd")
 _NUM_TEXTS = 4  # of a rank
 # Bounds of one text's difference, and of the mean of several, relative to 1 + the score's size.
 # Measured over 30 random models of 5 families, 2 to 24 layers, 32 texts each: float32 up to 1e-5;
-# bfloat16 up to 0.04, with sharp attention 0.18, and means of 4 texts up to 0.09, which is as far as
-# transformers in bfloat16 is from itself in float32. Scores of other texts are off by 0.3 to 1,
+# bfloat16 up to 0.04, with sharp attention 0.18, and means of 4 texts up to 0.09, which is as far
+# as transformers in bfloat16 is from itself in float32. Scores of other texts are off by 0.3 to 1,
 # those at the token before by 0.1 to 0.7.
 _BOUNDS = {"float32": (1e-4, 1e-4), "bfloat16": (0.3, 0.1)}
 _MAX_NAMED = 4  # differences in an error
