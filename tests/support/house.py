@@ -275,7 +275,7 @@ def foreign_attributes(package: Path) -> Iterator[str]:
                     if isinstance(target, ast.Attribute) and _is_name(target.value, "self"):
                         owners.setdefault(target.attr, set()).add(name)
             is_frozen = any(
-                "frozen=True" in ast.unparse(decorator) for decorator in cls.decorator_list
+                "frozen=True" in ast.unparse(node) for node in (*cls.decorator_list, *cls.keywords)
             )
             for field in () if is_frozen else cls.body:
                 if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):

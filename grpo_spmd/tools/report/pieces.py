@@ -27,7 +27,7 @@ _SENTENCEPIECE_BLANK = "\u2581"
 _KNOWN_DECODERS = {"ByteLevel", "ByteFallback", "Metaspace", "Replace"}
 
 
-class _Decoder(msgspec.Struct):
+class _Decoder(msgspec.Struct, frozen=True):
     """One decoder of tokenizer.json, or a sequence of them."""
 
     type: str
@@ -46,16 +46,16 @@ class _Decoder(msgspec.Struct):
         return self.type == "Strip" and self.content == " " and self.start > 0
 
 
-class _Model(msgspec.Struct):
+class _Model(msgspec.Struct, frozen=True):
     vocab: dict[str, int] | list[tuple[str, float]]  # Unigram: token and score, in order of ids
 
 
-class _AddedToken(msgspec.Struct):
+class _AddedToken(msgspec.Struct, frozen=True):
     id: int
     content: str
 
 
-class _TokenizerFile(msgspec.Struct):
+class _TokenizerFile(msgspec.Struct, frozen=True):
     """The fields of tokenizer.json that are needed here."""
 
     model: _Model

@@ -65,7 +65,7 @@ class ScannedRollout(NamedTuple):
     score_line: LinePosition | None
 
 
-class _Score(msgspec.Struct, gc=False):
+class _Score(msgspec.Struct, frozen=True, gc=False):
     """The fields of a line of token scores that the first pass needs."""
 
     rollout_id: Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
