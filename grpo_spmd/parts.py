@@ -43,11 +43,10 @@ from grpo_spmd.model.policy import Policy, Scores, build_policy, build_reference
 from grpo_spmd.observe.console import banner, log_to_file, log_to_terminal
 from grpo_spmd.observe.followers import open_followers
 from grpo_spmd.observe.launches import Launch, begin_launch, host_and_device
-from grpo_spmd.observe.log import LaunchFacts, MetricsLog
+from grpo_spmd.observe.log import LaunchFacts, MetricsLog, Progress
 from grpo_spmd.observe.memory import MemoryLedger, PhaseTimer, remedies
 from grpo_spmd.observe.metrics_file import cut_metrics
 from grpo_spmd.observe.rollout_writer import RolloutDump, RolloutWriter, save_tokenizer
-from grpo_spmd.observe.step_metrics import Progress
 from grpo_spmd.proofs.logprob_check import LogprobCheck
 from grpo_spmd.proofs.update_check import UpdateCheck, UpdateCheckSettings
 from grpo_spmd.records import MicroBatch, Prompt, ScoredRollouts
@@ -57,8 +56,7 @@ from grpo_spmd.rewards.trl import TrainerState
 from grpo_spmd.rollout.buffer import EpisodeBuffer, RolloutBuffer
 from grpo_spmd.rollout.evaluate import Evaluator
 from grpo_spmd.rollout.sample import EarlyScoring, ExpectedLengths, Sampler
-from grpo_spmd.signals.opening import Signals, open_signals
-from grpo_spmd.signals.rewards import open_reward_models, open_rewards
+from grpo_spmd.signals.opening import Signals, open_reward_models, open_rewards, open_signals
 
 # Off by default, and then not even imported.
 if TYPE_CHECKING:

@@ -74,7 +74,7 @@ OPTIONS = (
     Row("vllm.config.model.LogprobsMode", "the value that start.py passes", says=("'processed_logprobs'",)),
     Row("vllm.model_executor.model_loader._LOAD_FORMAT_TO_MODEL_LOADER", "the same", says=("'dummy':",)),
     Row("vllm.config.lora.MaxLoRARanks", "start.py's list", says=("8, 16, 32, 64, 128, 256, 320, 512]",)),
-    Row("vllm.engine.arg_utils.EngineArgs", "checks/engine_keys.py looks a misspelt rollout.engine key up in this file"),
+    Row("vllm.engine.arg_utils.EngineArgs", "checks/machine.py looks a misspelt rollout.engine key up in this file"),
     Row("vllm.entrypoints.llm.LLM", "and in this one"),
     Row(
         "vllm.v1.executor.abstract.Executor.get_class",

@@ -22,9 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_spmd.checkpoint.export import export_checkpoint
+from grpo_spmd.checkpoint.export import copy_companions, export_checkpoint
 from grpo_spmd.checkpoint.manifest import FORMAT, write_manifest
-from grpo_spmd.checkpoint.merge import copy_companions
 from grpo_spmd.checkpoint.restore import load_state
 from grpo_spmd.checkpoint.run_dir import (
     Start,

@@ -9,13 +9,14 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 
-from grpo_spmd.checks.advice import advice, idle_keys
 from grpo_spmd.checks.memory import (
     ITEMSIZE,
     Row,
     adapter_shapes,
+    advice,
     engine_rows,
     extra_passes,
+    idle_keys,
     micro_batches_per_step,
     replica_ranks,
     rollouts_of_a_rank,

@@ -12,11 +12,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from grpo_spmd.checks.advice import check_idle_keys
 from grpo_spmd.checks.data import check_prompts_early, prompt_check_inputs
-from grpo_spmd.checks.engine_keys import check_engine_keys
 from grpo_spmd.checks.environments import check_environment_early
-from grpo_spmd.checks.machine import check_disk, check_packages, check_run_dir, check_world_size
+from grpo_spmd.checks.machine import (
+    check_disk,
+    check_engine_keys,
+    check_packages,
+    check_run_dir,
+    check_world_size,
+)
+from grpo_spmd.checks.memory import check_idle_keys
 from grpo_spmd.checks.model_folder import check_model, num_embeddings
 from grpo_spmd.checks.reward_models import check_engine_judges, check_reward_models
 from grpo_spmd.checks.signals import check_critic_model, check_teachers

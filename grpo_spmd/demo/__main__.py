@@ -11,8 +11,7 @@ import shutil
 from pathlib import Path
 
 from grpo_spmd.config.command_line import OneLineParser
-from grpo_spmd.demo.countdown import make_demo
-from grpo_spmd.demo.distill import make_distillation_demo
+from grpo_spmd.demo.countdown import make_demo, make_distillation_demo
 from grpo_spmd.demo.judge import serve
 from grpo_spmd.demo.making import temporary_folder
 from grpo_spmd.demo.reward_model import make_reward_model_demo

@@ -146,3 +146,43 @@ def make_demo(out: Path, seed: int, numbers: str = "2") -> None:
         return make_rows(numbers, seed)
 
     make_folder(out, {"seed": seed, "numbers": numbers}, fill)
+
+
+# Data of the distillation demo: the countdown demo's careless model and a better teacher.
+#
+# The teacher was trained longer, on correct equations only. The student gets no reward: it learns the
+# teacher's distribution on its own completions.
+
+
+_STEPS = 600
+_LR = 5e-3
+
+
+def make_teacher(folder: Path, seed: int) -> None:
+    """Writes a model like the student that is right in nearly all tries, with its tokenizer."""
+    make_tokenizer(folder)
+    rng = random.Random(f"teacher/{seed}")
+    tasks = solvable_tasks()
+
+    def batch_of(_: int) -> list[Example]:
+        return [
+            make_example(prompt_text(*task), rng.choice(correct_equations(*task)))
+            for task in rng.choices(tasks, k=_BATCH_SIZE)
+        ]
+
+    rates = [_LR * warm_up(step) * (1 - step / _STEPS) for step in range(_STEPS)]
+    make_model(folder, seed + 1000, model_config(), batch_of=batch_of, learning_rates=rates)
+
+
+def make_distillation_demo(out: Path, seed: int) -> None:
+    """Writes `out`/model, `out`/teacher and `out`/train.jsonl, as make_folder does."""
+
+    def fill(model: Path) -> list[dict[str, Any]]:
+        make_tokenizer(model)
+        make_countdown_model(model, seed, "2")
+        teacher = model.with_name("teacher")
+        teacher.mkdir()
+        make_teacher(teacher, seed)
+        return make_rows("2", seed)
+
+    make_folder(out, {"seed": seed}, fill)

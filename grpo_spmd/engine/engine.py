@@ -18,13 +18,13 @@ from grpo_spmd.distributed import doctor
 from grpo_spmd.distributed.collectives import any_rank, barrier, on_first_in_group
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.distributed.store import claim
-from grpo_spmd.engine.conversations import Conversations
 from grpo_spmd.engine.direct_load import DirectLoad
 from grpo_spmd.engine.failures import forget_engine, note_engine
 from grpo_spmd.engine.gather import Piece
 from grpo_spmd.engine.reload import EngineAdapters, WeightReload
 from grpo_spmd.engine.requests import (
     ConversationId,
+    Conversations,
     EarlyStop,
     EngineStateError,
     GenerationHooks,

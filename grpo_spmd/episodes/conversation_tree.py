@@ -23,9 +23,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from grpo_spmd.episodes.agent import LIMITS, TOO_LONG
+from grpo_spmd.episodes.chat_format import TemplateError
 from grpo_spmd.episodes.open_episode import EpisodeLimits
 from grpo_spmd.episodes.openai_api import ApiError, Message, is_plain, num_chars
-from grpo_spmd.episodes.plain_text import TemplateError
 from grpo_spmd.records import Completion, Segment, Turn
 
 Tools = list[dict[str, Any]]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -153,3 +155,203 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 def chunks(length: int, chunk: int) -> Iterator[slice]:
     return (slice(start, min(start + chunk, length)) for start in range(0, length, chunk))
+
+
+# How far a policy's distribution of the next token is from a teacher's, at each sampled token, without ever holding
+# the [T, V] logits as a whole.
+#
+# The generalized Jensen-Shannon divergence as TRL's DistillationTrainer has it (On-Policy Distillation, Agarwal et al.
+# 2024), with s the policy's distribution and t the teacher's: beta 0 is KL(t || s), beta 1 is KL(s || t), and between
+# them it is beta KL(t || m) + (1 - beta) KL(s || m) with m = beta t + (1 - beta) s, all in log space.
+
+
+Scaling = tuple[float, int, Cap]  # temperature, tokens of a chunk, cap of the logits
+TokenIndices = Int[Tensor, " n"]  # of tokens [C]
+MIN_LOGPROB = math.log(
+    torch.finfo(torch.float32).tiny
+)  # log of the least probability that a bucket counts as having
+
+
+@dataclass(frozen=True)
+class WholeTeacher:
+    """A teacher's distributions by what they are computed from: its last hidden states [C, D_T] and its lm_head, whose
+    first V rows are those of the policy's."""
+
+    hidden: Float[Tensor, "C D_T"]
+    head: Float[Tensor, "V D_T"]
+    temperature: float
+    softcap: Cap
+
+    def outcomes(self, log_p: Tensor, part: slice) -> Tensor:
+        """Logprobs of what is told apart, by those of all tokens [rows, V]: here each token by itself."""
+        return log_p
+
+    def logprobs_of(self, part: slice) -> Tensor:
+        """The teacher's of these outcomes."""
+        return _log_softmax(self.hidden[part], self.head, self.temperature, self.softcap)
+
+    def spread(self, grad: Tensor, log_p: Tensor, part: slice) -> Tensor:
+        """From the gradient with respect to the outcomes to that with respect to the tokens."""
+        return grad
+
+
+@dataclass(frozen=True)
+class TopTeacher:
+    """The K tokens that a teacher finds likeliest, with their logprobs, and last the logprob of all others together."""
+
+    ids: Int[Tensor, "C K"]
+    logprobs: Float[Tensor, "C K+1"]
+
+    def outcomes(self, log_p: Tensor, part: slice) -> Tensor:
+        """As WholeTeacher's; told apart are these K tokens and any other one, [rows, K + 1]."""
+        return _outcomes(log_p, self.ids[part])
+
+    def logprobs_of(self, part: slice) -> Tensor:
+        return self.logprobs[part]
+
+    def spread(self, grad: Tensor, log_p: Tensor, part: slice) -> Tensor:
+        """As WholeTeacher's: the rest's gradient is dealt to its tokens by their probabilities."""
+        ids = self.ids[part]
+        rest = _outcomes(log_p, ids)[:, -1:]
+        return ((log_p - rest).exp() * grad[:, -1:]).scatter(-1, ids, grad[:, :-1])
+
+
+class Divergence(torch.autograd.Function):
+    """The divergence at each token, float32 [C], from `chunk` tokens of logits at a time.
+
+    The backward pass computes the logits of both again, and gives gradients to the policy's hidden states and head.
+    Each pass holds about 7 float32 [chunk / 4, V]. Equal distributions have a gradient of exactly 0.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Hidden,
+        head: Head,
+        teacher: WholeTeacher | TopTeacher,
+        beta: float,
+        temperature: float,
+        chunk: int,
+        softcap: Cap = None,
+    ) -> Tensor:
+        found = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+        for part in chunks(len(hidden), _rows(chunk)):
+            log_p = _log_softmax(hidden[part], head, temperature, softcap)
+            found[part] = _terms(
+                teacher.outcomes(log_p, part), teacher.logprobs_of(part), beta
+            ).sum(-1)
+        ctx.save_for_backward(hidden, head)
+        ctx.teacher, ctx.beta, ctx.scaling = teacher, beta, (temperature, chunk, softcap)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, head = ctx.saved_tensors
+        temperature, chunk, softcap = ctx.scaling
+        grad_hidden = torch.empty_like(hidden)
+        trains_head = ctx.needs_input_grad[1]  # not where the head is frozen (LoRA)
+        grad_head = (
+            torch.zeros(head.shape, dtype=torch.float32, device=head.device)
+            if trains_head
+            else None
+        )
+        for part in chunks(len(hidden), _rows(chunk)):
+            scaled = _scaled_logits(hidden[part], head, temperature, softcap)
+            log_p = scaled.log_softmax(-1)
+            grad = _gradient(
+                ctx.teacher.outcomes(log_p, part), ctx.teacher.logprobs_of(part), ctx.beta
+            )
+            grad = ctx.teacher.spread(grad, log_p, part).mul_(grad_output[part, None] / temperature)
+            if softcap is not None:  # its slope is 1 - tanh^2
+                grad.mul_(1 - scaled.mul_(temperature / softcap).square_())
+            of_logits = grad.to(hidden.dtype)
+            torch.mm(of_logits, head, out=grad_hidden[part])
+            if grad_head is not None:
+                add_product(grad_head, of_logits.T, hidden[part])
+        of_head = None if grad_head is None else grad_head.to(head.dtype)
+        return grad_hidden, of_head, None, None, None, None, None
+
+
+@dataclass(frozen=True)
+class TeacherDivergence:
+    """The divergence from the teachers that each token has, as a function of the policy's hidden states and head."""
+
+    parts: Sequence[tuple[TokenIndices | None, WholeTeacher | TopTeacher]]
+    """Which tokens, and their teacher; None: all."""
+    beta: float
+    scaling: Scaling  # of the policy
+    num_tokens: int  # V
+
+    def __call__(self, hidden: Hidden, head: Head) -> Float[Tensor, " C"]:
+        total = torch.zeros(len(hidden), device=hidden.device)
+        for places, teacher in self.parts:
+            own = hidden if places is None else hidden[places]
+            apart: Tensor = Divergence.apply(own, head, teacher, self.beta, *self.scaling)
+            total = apart if places is None else total.index_add(0, places, apart)
+        return total
+
+
+@torch.no_grad()
+def top_outcomes(
+    hidden: Hidden, head: Head, k: int, temperature: float, chunk: int, softcap: Cap = None
+) -> tuple[Int[Tensor, "C K"], Float[Tensor, "C K+1"]]:
+    """What a TopTeacher is made of."""
+    found_ids, found = list[Tensor](), list[Tensor]()
+    for part in chunks(len(hidden), _rows(chunk)):
+        log_p = _log_softmax(hidden[part], head, temperature, softcap)
+        ids = log_p.topk(k, dim=-1).indices
+        found_ids.append(ids)
+        found.append(_outcomes(log_p, ids))
+    return torch.cat(found_ids), torch.cat(found)
+
+
+def _outcomes(log_p: Tensor, ids: Tensor) -> Tensor:
+    """[rows, K + 1]: logprobs of `ids`, and of all other tokens together: their sum, not 1 less the others', which
+    would cancel."""
+    rest = log_p.exp().scatter(-1, ids, 0.0).sum(-1, keepdim=True).log().clamp(min=MIN_LOGPROB)
+    return torch.cat([log_p.gather(-1, ids), rest], dim=-1)
+
+
+def _terms(s: Tensor, t: Tensor, beta: float) -> Tensor:
+    """What each outcome adds to the divergence."""
+    if beta == 0.0:
+        return t.exp() * (t - s)
+    if beta == 1.0:
+        return s.exp() * (s - t)
+    of_policy, of_teacher = _above_mixture(s, t, beta)
+    return beta * t.exp() * of_teacher + (1 - beta) * s.exp() * of_policy
+
+
+def _gradient(s: Tensor, t: Tensor, beta: float) -> Tensor:
+    """With respect to the logits of the outcomes, exactly 0 where `s` and `t` are the same."""
+    if beta == 0.0:
+        return s.exp() - t.exp()
+    p, ratio, scale = s.exp(), s - t, 1.0
+    if beta != 1.0:
+        ratio, scale = _above_mixture(s, t, beta)[0], 1 - beta
+    return scale * p * (ratio - (p * ratio).sum(-1, keepdim=True))
+
+
+def _above_mixture(s: Tensor, t: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """s - m and t - m, where m = log(beta e^t + (1 - beta) e^s): exactly 0 where they are the same, and no exponential
+    is of more than 0."""
+    apart = t - s
+    share = torch.where(apart > 0, 1 - beta, beta)
+    over = torch.log1p(share * torch.expm1(-apart.abs()))  # m less the larger of s and t
+    return -over - apart.clamp(min=0), -over + apart.clamp(max=0)
+
+
+def _log_softmax(hidden: Tensor, head: Tensor, temperature: float, softcap: Cap) -> Tensor:
+    return _scaled_logits(hidden, head, temperature, softcap).log_softmax(-1)
+
+
+def _scaled_logits(hidden: Tensor, head: Tensor, temperature: float, softcap: Cap) -> Tensor:
+    # Product and cap are rounded to the compute dtype, as where logprobs are computed; what follows is float32.
+    logits = torch.mm(hidden, head.T)
+    if softcap is not None:
+        logits.div_(softcap).tanh_().mul_(softcap)
+    return logits.float().div_(temperature)
+
+
+def _rows(chunk: int) -> int:
+    return max(1, chunk // 4)

@@ -1,22 +1,186 @@
-"""Followers of metrics.jsonl on rank 0: trackers, and the process that makes report.html.
+"""Makes report.html while the run goes on, in a process of its own.
 
-The run waits for none of them until its end.
+The process can take nothing from the run that the run would miss, and ends with it. ReportProcess
+starts
+    python -m grpo_spmd.observe.followers PARENT_PID NICE MODULE ARGUMENT ...
 """
 
 from __future__ import annotations
 
+import ctypes
+import logging
+import os
+import resource
+import runpy
+import signal
+import subprocess
+import sys
+import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import grpo_spmd
 from grpo_spmd.config.schema import LoggingConfig
-from grpo_spmd.observe.report_process import ReportProcess
 from grpo_spmd.observe.trackers.feed import Tracker, TrackerFeed
 from grpo_spmd.observe.trackers.tensorboard_run import TensorboardRun
 from grpo_spmd.observe.trackers.trackio_run import TrackioRun
 from grpo_spmd.observe.trackers.wandb_run import WandbRun
+
+_log = logging.getLogger("grpo_spmd")
+_PR_SET_PDEATHSIG = 1
+# Nobody waits for a report while the run goes on; the run waits for the last one.
+_MAX_S, _LAST_MAX_S = 600.0, 45.0
+_NICE, _LAST_NICE = 19, 5
+_POLL_S = 0.1
+_KILLED_S = 5.0  # that a killed report gets to be gone
+# Bytes of address space, and of a file that it writes.
+MAX_MEMORY = 4 << 30
+MAX_FILE = 1 << 28
+# Variables that tell a process that it is a rank, or has a GPU: a report is neither.
+_RANK_PREFIXES = (
+    "TORCHELASTIC_",
+    "MASTER_",
+    "GROUP_",
+    "ROLE_",
+    "NCCL_",
+    "PET_",
+    "TORCH_",
+    "VLLM_",
+    "CUDA_",
+    "LOCAL_",
+)
+_RANK_NAMES = ("RANK", "WORLD_SIZE", "PYTHONBREAKPOINT", "PYTHONSTARTUP")
+_THREAD_COUNTS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+class ReportProcess:
+    """Rank 0's side: a thread that starts a report every `every_steps` steps, and one at the end.
+
+    There are never two reports at once: steps that come while one is made start none. The kernel
+    kills the process when the thread ends, and so when the run is killed. A failure costs a
+    warning.
+    """
+
+    def __init__(self, run_dir: Path, every_steps: int, module: str = "grpo_spmd.report") -> None:
+        self._run_dir = run_dir.absolute()
+        self._every_steps = every_steps
+        self._module = module
+        self._news = threading.Event()
+        self._ended = threading.Event()
+        self._makes_last = False
+        self._has_failed = False
+        self._thread = threading.Thread(target=self._run, name="report", daemon=True)
+        self._thread.start()
+
+    def step_written(self, step: int) -> None:
+        """Takes microseconds."""
+        if step % self._every_steps == 0:
+            self._news.set()
+
+    def end(self, makes_last: bool) -> None:
+        """Ends the report that is being made, which is older than the last step, and may ask for a
+        last one."""
+        self._makes_last = makes_last
+        self._ended.set()
+        self._news.set()
+
+    def finish(self, timeout_s: float) -> None:
+        """After `end`: waits up to `timeout_s` for the last report, or for the end of the one that
+        is being made."""
+        self._thread.join(max(timeout_s, 0) + _KILLED_S)
+
+    def _run(self) -> None:
+        try:
+            while not self._ended.is_set():
+                self._news.wait()
+                if not self._ended.is_set():
+                    self._make(is_last=False)
+                    self._news.clear()
+            if self._makes_last:
+                self._make(is_last=True)
+        except Exception as error:
+            _log.warning("no report is made any more: %s: %s", type(error).__name__, error)
+
+    def _make(self, is_last: bool) -> None:
+        max_s = _LAST_MAX_S if is_last else _MAX_S
+        log = self._run_dir / "logs" / "report.log"
+        process = self._start(log, _LAST_NICE if is_last else _NICE)
+        deadline = time.monotonic() + max_s
+        while process.poll() is None and time.monotonic() < deadline:
+            if not is_last and self._ended.is_set():
+                break
+            time.sleep(_POLL_S)
+        failure = f"exit code {process.returncode}"
+        if process.returncode is None:
+            failure = f"it took more than {max_s:.0f} s"
+            process.kill()
+            with suppress(subprocess.TimeoutExpired):  # it waits for a dead file server
+                process.wait(_KILLED_S)
+            if not is_last and self._ended.is_set():
+                return
+        # one warning, until a report succeeds again
+        if process.returncode and not self._has_failed:
+            _log.warning("report.html is not made (%s): see %s", failure, log)
+        self._has_failed = process.returncode != 0
+
+    def _start(self, log: Path, nice: int) -> subprocess.Popen[bytes]:
+        log.parent.mkdir(exist_ok=True)
+        program = [sys.executable, "-P", "-m", __name__]
+        arguments = [str(os.getpid()), str(nice), self._module, str(self._run_dir)]
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK
+        with open(os.open(log, flags, 0o666), "wb") as file:
+            return subprocess.Popen(
+                program + arguments,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                # a group of its own: Ctrl-C at a terminal is for the run, which ends the report
+                process_group=0,
+                env=_report_environment(os.environ),
+            )
+
+
+def _report_environment(variables: Mapping[str, str]) -> dict[str, str]:
+    env = {
+        name: value
+        for name, value in variables.items()
+        if not name.startswith(_RANK_PREFIXES) and name not in _RANK_NAMES
+    }
+    paths = [str(Path(grpo_spmd.__file__).resolve().parents[1])]
+    if variables.get("PYTHONPATH"):
+        paths.append(variables["PYTHONPATH"])
+    env |= dict.fromkeys(_THREAD_COUNTS, "1")
+    return env | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def _limit_own_process(parent_pid: int, nice: int) -> None:
+    """Makes this process end with the parent's thread and take only what nobody else wants."""
+    with suppress(AttributeError):  # only Linux has prctl
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent_pid:  # the parent ended before the call above
+        os._exit(0)
+    os.nice(nice)
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")  # if memory is short, this process goes first and not the run
+    limits = {
+        resource.RLIMIT_AS: MAX_MEMORY,
+        resource.RLIMIT_FSIZE: MAX_FILE,
+        resource.RLIMIT_CORE: 0,
+    }
+    for kind, limit in limits.items():
+        hard = resource.getrlimit(kind)[1]
+        bound = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(kind, (bound, bound))
+
+
+# Followers of metrics.jsonl on rank 0: trackers, and the process that makes report.html.
+#
+# The run waits for none of them until its end.
+
 
 # Seconds for all followers together: at the end of a run, and of one that was preempted.
 FINISH_S = 60.0
@@ -76,3 +240,9 @@ def open_followers(
     if options.report_every_steps:
         report = ReportProcess(run_dir, options.report_every_steps)
     return Followers(feeds, report) if feeds or report else None
+
+
+if __name__ == "__main__":
+    _limit_own_process(int(sys.argv[1]), int(sys.argv[2]))
+    sys.argv[:] = sys.argv[3:]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

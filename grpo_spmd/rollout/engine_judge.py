@@ -19,7 +19,7 @@ from grpo_spmd.config.schema import RewardConfig
 from grpo_spmd.distributed.collectives import exchange_bytes
 from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.engine.requests import GenerationHooks, Request
-from grpo_spmd.episodes.plain_text import PlainText, TemplateError, without_surrogates
+from grpo_spmd.episodes.chat_format import PlainText, TemplateError, without_surrogates
 from grpo_spmd.records import Completion, RolloutGroup, ScoredRollouts
 from grpo_spmd.rewards.remote.client import UnexpectedError
 from grpo_spmd.rewards.remote.servers import Judge, assistant_text

@@ -20,13 +20,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from grpo_spmd.checks.teacher_server import check_server, open_server
+from grpo_spmd.checks.signals import check_server, open_server
 from grpo_spmd.config.schema import Config, RewardConfig, TeacherConfig
 from grpo_spmd.distributed.collectives import any_rank, on_rank0
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.learn.sampled_step import SampledStep
 from grpo_spmd.learn.update import StopCheck
-from grpo_spmd.model.divergence import MIN_LOGPROB, TeacherDivergence, TokenIndices, TopTeacher
+from grpo_spmd.model.logprobs import MIN_LOGPROB, TeacherDivergence, TokenIndices, TopTeacher
 from grpo_spmd.model.policy import Policy
 from grpo_spmd.proofs.gradient_check import CheckResult
 from grpo_spmd.proofs.update_check import SignalProofs, UpdateCheckSettings

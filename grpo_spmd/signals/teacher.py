@@ -31,7 +31,7 @@ from grpo_spmd.distributed.session import Session
 from grpo_spmd.learn.assemble import episode_rollout, pack_rollouts
 from grpo_spmd.learn.sampled_step import SampledStep
 from grpo_spmd.learn.update import StopCheck
-from grpo_spmd.model.divergence import (
+from grpo_spmd.model.logprobs import (
     TeacherDivergence,
     TokenIndices,
     TopTeacher,

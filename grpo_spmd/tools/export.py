@@ -10,9 +10,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from grpo_spmd.checkpoint.export import DTYPE_BYTES, export_checkpoint
+from grpo_spmd.checkpoint.export import DTYPE_BYTES, export_checkpoint, export_merged
 from grpo_spmd.checkpoint.manifest import CheckpointError, read_trainer, verify_checkpoint
-from grpo_spmd.checkpoint.merge import export_merged
 from grpo_spmd.checkpoint.run_dir import list_checkpoints
 from grpo_spmd.config.command_line import OneLineParser
 from grpo_spmd.config.errors import ConfigError, refuse

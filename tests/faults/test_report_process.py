@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo_spmd.observe import report_process as module
-from grpo_spmd.observe.report_process import ReportProcess
+from grpo_spmd.observe import followers as module
+from grpo_spmd.observe.followers import ReportProcess
 from tests.support.processes import Job
 
 FACTS = """
@@ -45,7 +45,7 @@ time.sleep(600)
 """
 RUN = """
 import pathlib, sys, time
-from grpo_spmd.observe.report_process import ReportProcess
+from grpo_spmd.observe.followers import ReportProcess
 report = ReportProcess(pathlib.Path(sys.argv[1]), 1, sys.argv[2])
 report.step_written(1)
 print("on", flush=True)

@@ -19,8 +19,7 @@ import pytest
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.tools.replay.read import Replay, read_step
-from grpo_spmd.tools.replay.redo import replay
-from grpo_spmd.tools.replay.report import report
+from grpo_spmd.tools.replay.redo import replay, report
 from tests.support.dumps import dumped, logprobs_of
 from tests.support.processes import ROOT, Job
 from tests.support.ranks import RanksJob

@@ -18,8 +18,7 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.observe.rollout_record import dumped_episode_fields, to_line
 from grpo_spmd.records import Completion, Episode, Segment, Turn
 from grpo_spmd.tools.replay.read import Replay, read_step
-from grpo_spmd.tools.replay.redo import replay
-from grpo_spmd.tools.replay.report import report
+from grpo_spmd.tools.replay.redo import replay, report
 from tests.support.episodes import segment
 from tests.support.models import make_model, write_config
 from tests.unit.test_rollout_record import RECORD

@@ -12,8 +12,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
+from grpo_spmd.episodes.chat_format import TemplateError
 from grpo_spmd.episodes.endpoint import Call, Endpoint
-from grpo_spmd.episodes.plain_text import TemplateError
 
 USAGE = {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}
 

@@ -12,8 +12,7 @@ import transformers
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.episodes.chat_format import ChatFormat
-from grpo_spmd.episodes.plain_text import PlainText, TemplateError
+from grpo_spmd.episodes.chat_format import ChatFormat, PlainText, TemplateError
 from tests.support.chat_templates import FAMILIES, QWEN25, letters, make_chat_tokenizer
 
 PARAMETERS = {

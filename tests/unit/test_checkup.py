@@ -18,7 +18,7 @@ import pytest
 from grpo_spmd.checks.model_folder import version_of
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config
-from grpo_spmd.tools.checkup import devices, disk, file_trial, memory, network, versions
+from grpo_spmd.tools.checkup import devices, disk, file_trial, network
 from grpo_spmd.tools.checkup.results import Check, Page, Result, Target, run_check
 from tests.support.fake_hub import serve
 
@@ -67,7 +67,7 @@ def test_a_check_that_hangs_is_a_line_at_its_deadline(tmp_path: Path) -> None:
     (tmp_path / "proc").mkdir()
     os.mkfifo(tmp_path / "proc/meminfo")
     line = only(
-        run_check(Check("memory", "memory", memory.check_memory, 0.3), Target(root=tmp_path))
+        run_check(Check("memory", "memory", devices.check_memory, 0.3), Target(root=tmp_path))
     )
     assert (line.level, line.finding) == (
         "warning",
@@ -101,17 +101,17 @@ MEMINFO = "MemTotal: 67108864 kB\nMemAvailable: 33554432 kB\nSwapTotal: 8388608 
 
 def test_memory_is_held_against_the_ranks(tmp_path: Path) -> None:
     target = Target(root=plant(tmp_path, proc__meminfo=MEMINFO), local_ranks=8)
-    assert only(memory.check_memory(target)).level == "ok"  # 4 GiB a rank
-    assert only(memory.check_memory(replace(target, num_gpus=8))).level == "ok"
-    assert only(memory.check_memory(replace(target, local_ranks=16))).level == "ok"  # 2
+    assert only(devices.check_memory(target)).level == "ok"  # 4 GiB a rank
+    assert only(devices.check_memory(replace(target, num_gpus=8))).level == "ok"
+    assert only(devices.check_memory(replace(target, local_ranks=16))).level == "ok"  # 2
     assert (
-        only(memory.check_memory(replace(target, local_ranks=16, num_gpus=16))).level == "warning"
+        only(devices.check_memory(replace(target, local_ranks=16, num_gpus=16))).level == "warning"
     )
-    assert only(memory.check_memory(replace(target, local_ranks=24))).level == "warning"  # 1.3
-    line = only(memory.check_memory(replace(target, local_ranks=40)))  # 0.8
+    assert only(devices.check_memory(replace(target, local_ranks=24))).level == "warning"  # 1.3
+    line = only(devices.check_memory(replace(target, local_ranks=40)))  # 0.8
     assert (line.level, line.finding) == ("bad", "32 GiB free of 64 GiB, for 40 ranks")
     strict = replace(target, root=plant(tmp_path, proc__sys__vm__overcommit_memory="2\n"))
-    assert levels(memory.check_memory(strict)) == {"memory": "ok", "overcommit": "warning"}
+    assert levels(devices.check_memory(strict)) == {"memory": "ok", "overcommit": "warning"}
 
 
 def test_memory_is_held_against_what_the_config_needs(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_memory_is_held_against_what_the_config_needs(tmp_path: Path) -> None:
         "data: {train: x.jsonl}\nrewards: [{name: countdown}]"
     )
     target = Target(root=plant(tmp_path, proc__meminfo=MEMINFO), config=load_config(file))
-    line = only(memory.check_memory(target))
+    line = only(devices.check_memory(target))
     assert line.level == "bad"
     assert "need about 228 GiB (each: the checkpoint's copy 85 GiB" in line.finding
 
@@ -171,27 +171,28 @@ def test_the_cgroups_limit_counts_wherever_it_stands_above(tmp_path: Path, versi
             for name, text in files.items():
                 (at / name).write_text(text + "\n")
     target = Target(root=tmp_path, local_ranks=4, cores=64, environ={"OMP_NUM_THREADS": "1"})
-    line = only(memory.check_memory(replace(target, num_gpus=4)))
+    line = only(devices.check_memory(replace(target, num_gpus=4)))
     assert (line.level, line.finding.partition(",")[0]) == (
         "warning",
         "6.0 GiB free of 16 GiB (the cgroup's limit)",
     )
-    assert memory.cpu_quota(target) == 4.0
-    assert only(memory.check_threads(target)).level == "ok"
-    assert only(memory.check_threads(replace(target, local_ranks=5))).level == "warning"
+    assert devices.cpu_quota(target) == 4.0
+    assert only(devices.check_threads(target)).level == "ok"
+    assert only(devices.check_threads(replace(target, local_ranks=5))).level == "warning"
     assert (
-        only(memory.check_threads(replace(target, environ={"OMP_NUM_THREADS": "2"}))).level == "bad"
+        only(devices.check_threads(replace(target, environ={"OMP_NUM_THREADS": "2"}))).level
+        == "bad"
     )  # 4 x 2 on 4
 
 
 def test_swap_in_use_is_no_good_sign(tmp_path: Path) -> None:
     target = Target(root=plant(tmp_path, proc__meminfo=MEMINFO))
-    assert only(memory.check_swap(target)).level == "ok"
+    assert only(devices.check_swap(target)).level == "ok"
     plant(tmp_path, proc__meminfo=MEMINFO.replace("SwapFree: 8388608", "SwapFree: 4194304"))
-    assert only(memory.check_swap(target)).finding.startswith("4.0 GiB of 8.0 GiB in use")
-    assert only(memory.check_swap(target)).level == "warning"
+    assert only(devices.check_swap(target)).finding.startswith("4.0 GiB of 8.0 GiB in use")
+    assert only(devices.check_swap(target)).level == "warning"
     plant(tmp_path, proc__meminfo="MemTotal: 1 kB\nSwapTotal: 0 kB\n")
-    assert only(memory.check_swap(target)).finding == "none"
+    assert only(devices.check_swap(target)).finding == "none"
 
 
 @pytest.mark.parametrize(
@@ -204,11 +205,11 @@ def test_threads_are_held_against_the_cores(
 ) -> None:
     environ = {} if threads is None else {"OMP_NUM_THREADS": threads}
     target = Target(root=Path("/nowhere"), cores=cores, local_ranks=ranks, environ=environ)
-    assert only(memory.check_threads(target)).level == level
+    assert only(devices.check_threads(target)).level == level
 
 
 def test_no_shared_memory_is_bad(tmp_path: Path) -> None:
-    assert only(memory.check_shared_memory(Target(root=tmp_path))).level == "bad"
+    assert only(devices.check_shared_memory(Target(root=tmp_path))).level == "bad"
 
 
 UNLIMITED = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
@@ -248,20 +249,20 @@ def test_limits_that_are_too_low(
 ) -> None:
     plant(tmp_path, sys__class__infiniband__mlx5_0="")
     set_limits(monkeypatch, **soft)
-    assert levels(memory.check_limits(Target(root=tmp_path))) == expected
+    assert levels(devices.check_limits(Target(root=tmp_path))) == expected
 
 
 def test_locked_memory_counts_where_there_is_infiniband(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_limits(monkeypatch, MEMLOCK=8388608)
-    line = only(memory.check_limits(Target(root=tmp_path)))
+    line = only(devices.check_limits(Target(root=tmp_path)))
     assert (line.level, "locked memory 8.0 MiB" in line.finding) == ("ok", True)
 
 
 def test_unlimited_is_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     set_limits(monkeypatch)
-    line = only(memory.check_limits(Target(root=tmp_path)))
+    line = only(devices.check_limits(Target(root=tmp_path)))
     assert line.finding == "open files 65,536, processes 96,365, locked memory unlimited"
 
 
@@ -353,7 +354,7 @@ def dist_info(folder: Path, name: str, version: str, *requires: str) -> None:
 
 
 def test_the_versions_of_these_tests_are_well() -> None:
-    found = levels([*versions.check_python(Target()), *versions.check_packages(Target())])
+    found = levels([*devices.check_python(Target()), *devices.check_packages(Target())])
     assert {found[name] for name in ("python", "torch", "transformers", "packages")} == {"ok"}
 
 
@@ -371,11 +372,11 @@ def test_a_wrong_torch_is_bad(
     dist_info(tmp_path, "torch", version)
     monkeypatch.syspath_prepend(str(tmp_path))
     assert importlib.metadata.version("torch") == version
-    wrong = [result for result in versions.check_packages(Target()) if result.level != "ok"]
+    wrong = [result for result in devices.check_packages(Target()) if result.level != "ok"]
     assert [result.name for result in wrong] == ["torch"]
     assert wrong[0].level == "bad"
     assert wrong[0].finding.startswith(text)
-    mixed = only(versions.check_build(Target()))
+    mixed = only(devices.check_build(Target()))
     assert mixed.level == "bad"
     assert str(tmp_path) in mixed.remedy
 
@@ -386,9 +387,7 @@ def test_two_engines_and_a_package_out_of_range_are_bad(
     dist_info(tmp_path, "vllm", "0.99.0", "torch==2.13.0")
     dist_info(tmp_path, "peft", "0.1")
     monkeypatch.syspath_prepend(str(tmp_path))
-    wrong = [
-        result.finding for result in versions.check_packages(Target()) if result.level == "bad"
-    ]
+    wrong = [result.finding for result in devices.check_packages(Target()) if result.level == "bad"]
     assert "vllm 0.99.0, and <0.34,>=0.26 is asked for" in wrong
     assert any("are both installed" in text for text in wrong)
     assert any(text.startswith("peft 0.1, and >=0.18") for text in wrong)
@@ -400,19 +399,19 @@ def test_an_engine_from_source_may_say_any_version(
     dist_info(tmp_path, "vllm", "0.1.dev7+g123")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert not [
-        result for result in versions.check_packages(Target()) if "asked for" in result.finding
+        result for result in devices.check_packages(Target()) if "asked for" in result.finding
     ]
 
 
 def test_a_build_for_the_cpu_beside_gpus_is_bad() -> None:
-    spec = only(versions.check_build(Target()))
+    spec = only(devices.check_build(Target()))
     assert spec.level == "ok" or "no GPU" in spec.finding
     if spec.finding == "for the CPU":
-        assert only(versions.check_build(Target(num_gpus=8))).level == "bad"
+        assert only(devices.check_build(Target(num_gpus=8))).level == "bad"
 
 
 def test_the_ranges_are_those_of_the_project() -> None:
-    python, asked = versions.read_requirements()
+    python, asked = devices.read_requirements()
     assert python == ">=3.11"
     assert "torch>=2.11" in asked
     assert 'vllm>=0.26,<0.34; extra == "gpu"' in asked

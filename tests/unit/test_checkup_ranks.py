@@ -10,15 +10,18 @@ import pytest
 from torch.distributed import HashStore
 
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.tools.checkup import exchange, merge
+from grpo_spmd.tools.checkup import exchange
 from grpo_spmd.tools.checkup.exchange import (
     Exchange,
+    RankFindings,
     answer_clock,
     check_clocks,
+    check_reports,
+    format_ranks,
     measure_clocks,
+    merge_findings,
 )
 from grpo_spmd.tools.checkup.launch import find_launch, first_host
-from grpo_spmd.tools.checkup.merge import RankFindings, check_reports, format_ranks, merge_findings
 from grpo_spmd.tools.checkup.results import Result
 
 ONE_HOST = {rank: RankFindings("a", []) for rank in range(2)}
@@ -280,5 +283,5 @@ def test_a_clock_that_is_wrong_is_found_by_how_much(
 
 
 def test_hosts_are_named_only_where_there_are_several() -> None:
-    assert merge.name_ranks([0, 1], ONE_HOST) == "ranks 0-1"
-    assert merge.name_ranks([1, 2], TWO_HOSTS) == "ranks 1-2 on a, b"
+    assert exchange.name_ranks([0, 1], ONE_HOST) == "ranks 0-1"
+    assert exchange.name_ranks([1, 2], TWO_HOSTS) == "ranks 1-2 on a, b"

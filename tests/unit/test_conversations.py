@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from grpo_spmd.engine.conversations import LATE_REQUESTS_WAIT_S, Conversations
 from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.engine.requests import (
+    LATE_REQUESTS_WAIT_S,
     LATER,
     ConversationId,
+    Conversations,
     EngineStateError,
     GenerationHooks,
     Later,

@@ -19,8 +19,7 @@ import yaml
 from safetensors.torch import load_file
 from torch import Tensor
 
-from grpo_spmd.checks.advice import idle_keys
-from grpo_spmd.checks.memory import extra_passes, size_text
+from grpo_spmd.checks.memory import extra_passes, idle_keys, size_text
 from grpo_spmd.checks.signals import check_critic_model, critic_rows, side_models
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config
@@ -45,7 +44,7 @@ from grpo_spmd.signals.critic import (
 )
 from grpo_spmd.signals.opening import open_signals
 from grpo_spmd.tools.plan.dry_run import Peaks
-from grpo_spmd.tools.plan.signals import with_value_head
+from grpo_spmd.tools.plan.phases import with_value_head
 from tests.support.models import make_model, write_config
 
 ROOT = Path(__file__).parents[2]

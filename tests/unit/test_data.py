@@ -18,7 +18,7 @@ from grpo_spmd.config.schema import Config, DataConfig, ModelConfig, RewardConfi
 from grpo_spmd.data.prompts import PromptStream
 from grpo_spmd.data.rows import PromptRow, check_enough_rows, read_rows
 from grpo_spmd.data.tokens import build_prompts
-from grpo_spmd.proofs import data_check
+from grpo_spmd.proofs import batch_check
 from grpo_spmd.records import Prompt
 
 ROLES = (
@@ -169,9 +169,9 @@ def test_a_folder_of_parquet_files_is_read_in_the_order_of_their_names(tmp_path:
     assert [(row.prompt, row.columns["answer"]) for row in rows] == [
         (f"p{number}", number) for number in range(6)
     ]
-    proved = data_check._read_rows(str(folder), [4, 1])
+    proved = batch_check._read_rows(str(folder), [4, 1])
     assert {number: row["prompt"] for number, row in proved.items()} == {4: "p4", 1: "p1"}
-    alone = data_check._read_rows(str(folder / "0.parquet"), [2, 0])
+    alone = batch_check._read_rows(str(folder / "0.parquet"), [2, 0])
     assert {number: row["prompt"] for number, row in alone.items()} == {2: "p2", 0: "p0"}
 
 

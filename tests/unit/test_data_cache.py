@@ -31,7 +31,7 @@ from grpo_spmd.data import cache, rows, tokens
 from grpo_spmd.data.prompts import PromptStream
 from grpo_spmd.data.rows import CachedRows, PromptRow, read_rows
 from grpo_spmd.data.tokens import Prompts, build_prompts, digests_of
-from grpo_spmd.proofs import data_check
+from grpo_spmd.proofs import batch_check
 from grpo_spmd.records import Prompt
 from tests.unit.test_data import ROLES, _raw_tokenizer, _tokenizer
 
@@ -183,7 +183,7 @@ def test_the_proof_reads_the_same_parquet_rows(tmp_path: Path) -> None:
     table = pyarrow.table({"prompt": [f"a {n}" for n in range(9000)]})
     pyarrow.parquet.write_table(table, tmp_path / "t.parquet", row_group_size=5000)
     wanted = {0, 4095, 4096, 4999, 5000, 8999}
-    result = data_check._read_rows(str(tmp_path / "t.parquet"), wanted)
+    result = batch_check._read_rows(str(tmp_path / "t.parquet"), wanted)
     assert result == {n: {"prompt": f"a {n}"} for n in wanted}
 
 

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from grpo_spmd.checks import data
-from grpo_spmd.checks.advice import idle_keys
 from grpo_spmd.checks.data import check_prompts_early, sample
 from grpo_spmd.checks.explain import explain
 from grpo_spmd.checks.machine import check_disk
+from grpo_spmd.checks.memory import idle_keys
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config, load_config_with_sources
 from grpo_spmd.config.schema import DataConfig, RewardConfig

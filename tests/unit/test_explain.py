@@ -20,7 +20,7 @@ import yaml
 from torch.profiler import ProfilerActivity, profile
 
 from grpo_spmd.checks import explain, memory
-from grpo_spmd.checks.advice import advice
+from grpo_spmd.checks.memory import advice
 from grpo_spmd.config.describe import flatten_config
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config, load_config_with_sources

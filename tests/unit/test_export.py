@@ -19,7 +19,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from grpo_spmd.checkpoint import merge
+from grpo_spmd.checkpoint import export
 from grpo_spmd.checkpoint.export import export_checkpoint
 from grpo_spmd.checkpoint.manifest import CheckpointError
 from grpo_spmd.checkpoint.state import model_fingerprint
@@ -192,14 +192,14 @@ def test_merged_adapters_are_pefts_merge_and_a_plain_model(
     tmp_path: Path, family: str, tied: bool, num_ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        merge, "READ_BYTES", 4 * 64 * 5
+        export, "READ_BYTES", 4 * 64 * 5
     )  # a few rows at a time, the last ones fewer
     model = make_model(tmp_path / "model", family, tied=tied)
     adapted = _adapted(model)
     checkpoint = _checkpoint_of(adapted, tmp_path / "step_000007", num_ranks, model_path=str(model))
     ids = torch.tensor([[4, 9, 2, 7]])
     scores, expected = adapted(ids).logits, adapted.merge_and_unload().state_dict()
-    merge.export_merged(checkpoint, tmp_path / "out", "float32")
+    export.export_merged(checkpoint, tmp_path / "out", "float32")
     found = load_file(tmp_path / "out/model.safetensors")
     assert ("lm_head.weight" in found) == (not tied)
     assert found.keys() == weights_of(model).keys()
@@ -215,7 +215,7 @@ def test_merged_adapters_are_pefts_merge_and_a_plain_model(
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert names == {path.name for path in model.iterdir()}
     # In the dtype of the run: float32's sums, rounded once. One tensor a file.
-    merge.export_merged(checkpoint, tmp_path / "run_dtype", max_file_bytes=1)
+    export.export_merged(checkpoint, tmp_path / "run_dtype", max_file_bytes=1)
     files = sorted((tmp_path / "run_dtype").glob("*.safetensors"))
     assert len(files) == len(found)
     halves = {name: tensor for file in files for name, tensor in load_file(file).items()}
@@ -233,7 +233,7 @@ def test_a_base_in_bfloat16_is_summed_in_float32(tmp_path: Path) -> None:
     checkpoint = _checkpoint_of(
         _adapted(model), tmp_path / "c", 2, model_path=str(tmp_path / "gone")
     )
-    merge.export_merged(checkpoint, tmp_path / "out", base=model)
+    export.export_merged(checkpoint, tmp_path / "out", base=model)
     expected = _adapted(model).float().merge_and_unload().state_dict()
     for name, tensor in load_file(tmp_path / "out/model.safetensors").items():
         ulps = (
@@ -281,10 +281,10 @@ def test_what_cannot_be_merged_is_refused_in_one_line(
         (layers, None, r"\d+ tensors of adapters belong to no layer of "),
     ):
         with pytest.raises((ConfigError, CheckpointError), match=said) as refused:
-            merge.export_merged(checkpoint, tmp_path / "out", base=base)
+            export.export_merged(checkpoint, tmp_path / "out", base=base)
         assert "\n" not in str(refused.value)
         assert not (tmp_path / "out").exists()
-    merge.export_merged(gone, tmp_path / "out", base=model)
+    export.export_merged(gone, tmp_path / "out", base=model)
 
 
 def test_into_a_checkpoint_that_is_still_being_made(tmp_path: Path) -> None:

@@ -19,18 +19,18 @@ from grpo_spmd.config.schema import Config
 from grpo_spmd.model.config_json import ModelFacts, read_model
 from grpo_spmd.observe.cards import CARDS, Card, find_card, peak_tflops
 from grpo_spmd.tools.plan.__main__ import main
-from grpo_spmd.tools.plan.device import (
+from grpo_spmd.tools.plan.dry_run import Pass, Peaks, at_full_depth, parameter_shapes
+from grpo_spmd.tools.plan.phases import KvCache, Plan, kv_cache, plan_phases, suggestions
+from grpo_spmd.tools.plan.step_time import (
     CONTEXT,
     GRAPHS_PER_LAYER,
     NCCL,
     TENSOR_PARALLEL,
     WORKSPACES,
+    StepTime,
     engine_activations,
+    step_time,
 )
-from grpo_spmd.tools.plan.dry_run import Pass, Peaks, at_full_depth, parameter_shapes
-from grpo_spmd.tools.plan.phases import KvCache, Plan, kv_cache, plan_phases
-from grpo_spmd.tools.plan.step_time import StepTime, step_time
-from grpo_spmd.tools.plan.suggest import suggestions
 from tests.support.models import make_model, write_config
 from tests.support.real_memory import lone_rank, measured, predicted
 

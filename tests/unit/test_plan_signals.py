@@ -16,7 +16,7 @@ from grpo_spmd.config.schema import Config
 from grpo_spmd.model.policy import build_policy
 from grpo_spmd.model.values import build_value_model
 from grpo_spmd.tools.plan.dry_run import Peaks
-from grpo_spmd.tools.plan.signals import (
+from grpo_spmd.tools.plan.phases import (
     PlannedModel,
     add_time,
     host_bytes,

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from grpo_spmd.files import TRAINER, UntrustedError, check_fields
-from grpo_spmd.observe.step_metrics import Progress, WallClock
+from grpo_spmd.observe.log import Progress, WallClock
 
 STEPS = [(8, 100, 0.5), (8, 90, 1.0), (24, 310, 2.5), (8, 70, 3.0)]  # completions, tokens, epoch
 

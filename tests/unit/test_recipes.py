@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from grpo_spmd.checks.advice import advice, idle_keys
 from grpo_spmd.checks.explain import explain
+from grpo_spmd.checks.memory import advice, idle_keys
 from grpo_spmd.config.coerce import key_names
 from grpo_spmd.config.describe import config_to_dict, flatten_config
 from grpo_spmd.config.errors import ConfigError

@@ -12,7 +12,7 @@ from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config, RolloutConfig
 from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.engine.requests import ConversationId, GenerationHooks, Request
-from grpo_spmd.observe.step_metrics import tail_waste_frac
+from grpo_spmd.observe.log import tail_waste_frac
 from grpo_spmd.records import Completion, Prompt, RolloutGroup
 from grpo_spmd.rollout.sample import Sampler
 from tests.support.models import write_config

@@ -14,7 +14,7 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config, OptimizerConfig, TrainingConfig
 from grpo_spmd.model.schedule import changed_schedule, lr_fraction, schedule_rows
-from grpo_spmd.proofs import adamw_check
+from grpo_spmd.proofs import update_check
 from tests.support.models import write_config
 
 _N = 40
@@ -87,7 +87,7 @@ def test_a_constant_rate_is_exactly_lr_and_a_long_warmup_never_divides_by_zero()
 def test_the_check_of_the_update_expects_the_same_rates(schedule: str) -> None:
     floor = 0.0 if schedule == "constant" else 3e-6
     config = OptimizerConfig(lr=1e-5, schedule=schedule, min_lr=floor, warmup_steps=5)  # type: ignore[arg-type]
-    expected = [adamw_check._learning_rate(config, t, _N) for t in range(1, _N + 1)]
+    expected = [update_check._learning_rate(config, t, _N) for t in range(1, _N + 1)]
     assert _rates(config) == pytest.approx(expected, rel=1e-12)
 
 

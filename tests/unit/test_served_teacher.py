@@ -26,7 +26,7 @@ from grpo_spmd.config.schema import RewardConfig
 from grpo_spmd.learn.assemble import episode_rollout, pack_rollouts
 from grpo_spmd.learn.losses import divergence_loss, taught_advantages
 from grpo_spmd.model.config_json import read_model
-from grpo_spmd.model.divergence import MIN_LOGPROB
+from grpo_spmd.model.logprobs import MIN_LOGPROB
 from grpo_spmd.records import Rollout, Segment, TeacherSignal
 from grpo_spmd.rewards.pool import call_limits
 from grpo_spmd.rewards.pool.call_limits import CallLimits

@@ -12,14 +12,11 @@ import pytest
 import transformers
 
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.episodes.shipped import catalog, python_tool, search
-from grpo_spmd.episodes.shipped.catalog import shipped_factory
-from grpo_spmd.episodes.shipped.countdown import Countdown
-from grpo_spmd.episodes.shipped.python_tool import PythonTool, SandboxDown
+from grpo_spmd.episodes.shipped import catalog, search
+from grpo_spmd.episodes.shipped.catalog import Countdown, PythonTool, SandboxDown, shipped_factory
 from grpo_spmd.episodes.shipped.search import Search, index_of, match_expression
 from grpo_spmd.rewards.sandbox.cells import Head
-from grpo_spmd.rewards.sandbox.sandbox import Limits, SandboxError
-from grpo_spmd.rewards.sandbox.session import Session
+from grpo_spmd.rewards.sandbox.sandbox import Limits, SandboxError, Session
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +101,7 @@ def test_what_ends_the_interpreter_or_never_ends_says_so_and_the_next_call_has_a
 ) -> None:
     python.python("gone = 1")
     with monkeypatch.context() as patched:
-        patched.setattr(python_tool, "_CALL_S", 0.3)
+        patched.setattr(catalog, "_CALL_S", 0.3)
         assert python.python(code).startswith("[ended: ")
     assert "NameError" in python.python("gone")
 
@@ -148,7 +145,7 @@ def test_a_sandbox_that_fails_is_not_shown_to_the_policy_as_its_own_error(
         raise OSError("no more processes")
 
     tool = PythonTool("none")
-    monkeypatch.setattr(python_tool, "Session", fails)
+    monkeypatch.setattr(catalog, "Session", fails)
     with pytest.raises(SandboxDown, match="no more processes"):
         tool.python("1")
     assert not issubclass(SandboxDown, Exception)

@@ -18,9 +18,8 @@ from grpo_spmd.observe.metrics_file import is_evaluation
 from grpo_spmd.observe.run_folder import ReadErrors
 from grpo_spmd.tools.report.run import read_run
 from grpo_spmd.tools.show.__main__ import main
-from grpo_spmd.tools.show.charts import number
-from grpo_spmd.tools.show.dump import contains_text
-from grpo_spmd.tools.show.token_differences import TokenDifferences
+from grpo_spmd.tools.show.completions import TokenDifferences, contains_text
+from grpo_spmd.tools.show.overview import number
 from tests.support.processes import ROOT, environment
 from tests.support.shown_run import metrics_of, rollout_of, write_lines, write_run, write_scored_run
 

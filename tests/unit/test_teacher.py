@@ -34,10 +34,10 @@ from grpo_spmd.learn.assemble import pack_rollouts
 from grpo_spmd.learn.losses import taught_advantages
 from grpo_spmd.learn.update import PolicyUpdater
 from grpo_spmd.model.config_json import read_model
-from grpo_spmd.model.divergence import Divergence, TopTeacher, WholeTeacher, top_outcomes
+from grpo_spmd.model.logprobs import Divergence, TopTeacher, WholeTeacher, top_outcomes
 from grpo_spmd.model.policy import Policy, build_policy
 from grpo_spmd.records import Decision, MicroBatch, Rollout, RolloutBatch, TeacherSignal
-from grpo_spmd.signals import rewards as signal_rewards
+from grpo_spmd.signals import opening as signal_rewards
 from grpo_spmd.signals.teacher import Teacher, TeacherModel, TeacherRequest, select_teacher_row
 from tests.support import trl_distillation
 from tests.support.models import make_model, write_config

@@ -7,7 +7,7 @@ import unicodedata
 
 import pytest
 
-from grpo_spmd.tools.show.charts import bar, curve, histogram, number
+from grpo_spmd.tools.show.overview import bar, curve, histogram, number
 from grpo_spmd.tools.terminal import Column, Line, Terminal, WrappedLine, characters
 
 TERMINAL = Terminal()

@@ -18,17 +18,19 @@ from grpo_spmd.config.errors import ConfigError, refuse, say
 from grpo_spmd.config.load import gpus_are_hidden, load_config_with_sources, num_gpus, trains_on_cpu
 from grpo_spmd.distributed.exit import exit_process
 from grpo_spmd.files import hold_standard_streams, show
-from grpo_spmd.tools.checkup import devices, disk, memory, network, versions
+from grpo_spmd.tools.checkup import devices, disk, network
 from grpo_spmd.tools.checkup.exchange import (
     Exchange,
+    RankFindings,
     answer_clock,
     check_clocks,
+    check_reports,
     check_shared_folder,
+    merge_findings,
     missing_ranks_result,
     try_folder,
 )
 from grpo_spmd.tools.checkup.launch import Launch, LocalRanks, find_launch
-from grpo_spmd.tools.checkup.merge import RankFindings, check_reports, merge_findings
 from grpo_spmd.tools.checkup.results import Check, Page, Result, Target, bad, plural, run_check
 from grpo_spmd.tools.terminal import find_terminal
 
@@ -42,18 +44,18 @@ _ALL_CHECKS_S = 300.0  # more than all checks of rank 0 together may take
 
 # What a machine, or a rank, checks alone, in the order of the page: quick checks first.
 CHECKS = (
-    Check("python", "versions", versions.check_python, scope="rank"),
-    Check("packages", "versions", versions.check_packages, scope="rank"),
-    Check("torch's build", "versions", versions.check_build, scope="rank"),
-    Check("tested set", "versions", versions.check_tested_set),
+    Check("python", "versions", devices.check_python, scope="rank"),
+    Check("packages", "versions", devices.check_packages, scope="rank"),
+    Check("torch's build", "versions", devices.check_build, scope="rank"),
+    Check("tested set", "versions", devices.check_tested_set),
     Check("torchrun", "versions", network.check_torchrun),
     Check("GPUs", "devices", devices.check_gpus, 20.0),
     Check("topology", "devices", devices.check_topology, 10.0),
-    Check("memory", "memory", memory.check_memory),
-    Check("swap", "memory", memory.check_swap),
-    Check("/dev/shm", "memory", memory.check_shared_memory),
-    Check("threads", "memory", memory.check_threads, scope="rank"),
-    Check("ulimit", "memory", memory.check_limits, scope="rank"),
+    Check("memory", "memory", devices.check_memory),
+    Check("swap", "memory", devices.check_swap),
+    Check("/dev/shm", "memory", devices.check_shared_memory),
+    Check("threads", "memory", devices.check_threads, scope="rank"),
+    Check("ulimit", "memory", devices.check_limits, scope="rank"),
     Check("run_dir", "disk", disk.check_run_folder, 20.0),
     Check("/tmp", "disk", disk.check_temporary),
     Check("environment", "network", network.check_environment, scope="rank"),

@@ -22,8 +22,8 @@ from grpo_spmd.distributed.collectives import any_rank, sum_in_place
 from grpo_spmd.distributed.exit import exit_process
 from grpo_spmd.distributed.machine import rank_device
 from grpo_spmd.model.offload import host_buffer
+from grpo_spmd.tools.checkup.exchange import FORMING, WAITING
 from grpo_spmd.tools.checkup.launch import ANSWER
-from grpo_spmd.tools.checkup.merge import FORMING, WAITING
 
 Report = dict[str, Any]
 _SIZES = (1 << 16, 1 << 20, 16 << 20, 64 << 20)  # bytes

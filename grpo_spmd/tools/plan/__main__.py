@@ -54,9 +54,8 @@ def main() -> None:
 def _print_plan(args: argparse.Namespace, folder: Path, card: Card) -> bool:
     """Returns whether the config fits, with --suggest also after the printed overrides."""
     from grpo_spmd.tools.plan.dry_run import parameter_shapes
-    from grpo_spmd.tools.plan.phases import Plan, make_plan
+    from grpo_spmd.tools.plan.phases import Plan, make_plan, suggestions
     from grpo_spmd.tools.plan.report import as_json, as_text
-    from grpo_spmd.tools.plan.suggest import suggestions
 
     def plan_with(overrides: Sequence[str]) -> Plan:
         config = load_config(args.config, [*args.overrides, *overrides])

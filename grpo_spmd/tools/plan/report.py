@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from grpo_spmd.tools.plan.device import FRAGMENTATION, GIB
 from grpo_spmd.tools.plan.dry_run import Usage
-from grpo_spmd.tools.plan.phases import Plan
-from grpo_spmd.tools.plan.suggest import Suggestion
+from grpo_spmd.tools.plan.phases import Plan, Suggestion
+from grpo_spmd.tools.plan.step_time import FRAGMENTATION, GIB
 
 
 def as_text(plan: Plan, proposals: Sequence[Suggestion]) -> str:

@@ -15,8 +15,7 @@ from grpo_spmd.distributed.doctor import exit_process
 from grpo_spmd.files import hold_standard_streams, show
 from grpo_spmd.rewards.protocol import RewardError
 from grpo_spmd.tools.replay.read import read_step
-from grpo_spmd.tools.replay.redo import replay
-from grpo_spmd.tools.replay.report import report
+from grpo_spmd.tools.replay.redo import replay, report
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ from grpo_spmd.learn.assemble import penalise_rewards_by_kl
 from grpo_spmd.learn.update import PolicyUpdater, ValueHead, attach_logprobs
 from grpo_spmd.model.hf_files import load_tokenizer
 from grpo_spmd.model.policy import Policy, build_policy, build_reference
-from grpo_spmd.observe.step_metrics import loss_metrics
+from grpo_spmd.observe.log import loss_metrics
 from grpo_spmd.records import Decision, MicroBatch, Prompt, RolloutBatch
 from grpo_spmd.signals.opening import open_critic, open_teacher
 from grpo_spmd.tools.replay.read import RecordedStep, has_model

@@ -12,8 +12,7 @@ import numpy as np
 from grpo_spmd.observe.metrics_file import LinePosition
 from grpo_spmd.observe.rollout_record import bounded_values
 from grpo_spmd.observe.run_folder import LineStore
-from grpo_spmd.tools.report.rollouts import parse_line, prompt_text, shorten
-from grpo_spmd.tools.report.steps import StepResult
+from grpo_spmd.tools.report.steps import StepResult, parse_line, prompt_text, shorten
 
 KINDS = ("never", "always", "better", "worse", "mixed")
 # Kinds in the order in which prompts are chosen for the page.

@@ -11,11 +11,9 @@ from grpo_spmd.config.errors import ConfigError, refuse
 from grpo_spmd.files import hold_standard_streams
 from grpo_spmd.tools.report.run import RecordedRun, read_run
 from grpo_spmd.tools.show.completions import View, ranked_completions
-from grpo_spmd.tools.show.follow import follow
 from grpo_spmd.tools.show.overview import overview
-from grpo_spmd.tools.show.prompts import prompt_page
-from grpo_spmd.tools.show.search import search_lines
-from grpo_spmd.tools.show.step import step_lines
+from grpo_spmd.tools.show.prompts import prompt_page, search_lines
+from grpo_spmd.tools.show.step import follow, step_lines
 from grpo_spmd.tools.terminal import Line, Terminal, find_terminal
 
 _MAX_COMPLETIONS = 1000  # on one page

@@ -1,27 +1,247 @@
-"""Completions in full: the best and the worst of a step, those of a prompt, an episode's turns."""
+"""What the pages share about recorded completions: filters of lines, texts of messages, errors."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import json
+import math
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 from rich.text import Text
 
+from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.observe.rollout_record import RolloutRecord
 from grpo_spmd.observe.run_folder import ReadErrors
+from grpo_spmd.observe.token_scores import TokenScores
+from grpo_spmd.proofs.logprob_check import bounds_of
+from grpo_spmd.tools.report.pieces import TokenPieces, read_pieces
 from grpo_spmd.tools.report.run import RecordedRun
-from grpo_spmd.tools.show.charts import MAX_FINITE, number
-from grpo_spmd.tools.show.dump import (
-    as_json,
-    as_text,
-    error_lines,
-    find_dumped_step,
-    message_text,
-)
-from grpo_spmd.tools.show.token_differences import TokenDifferences
+from grpo_spmd.tools.show.overview import MAX_FINITE, number
 from grpo_spmd.tools.terminal import Line, Styles, Terminal, width_of
+
+_MAX_LISTED_STEPS = 8  # at each end of a list
+LineFilter = Callable[[bytes], bool]
+
+
+def error_lines(errors: ReadErrors, terminal: Terminal) -> Iterator[Line]:
+    """Yields what could not be read from a run's dumps; nothing if all was read."""
+    if errors.num_missing:
+        warning = f"{errors.num_missing} rollouts of the step are not in its files"
+        warning += "; each node wrote one file"
+        yield from terminal.excerpt(warning, 2, styles="warning")
+    if errors.num:
+        more = f" (and {errors.num - 1} more)" if errors.num > 1 else ""
+        yield from terminal.excerpt(f"not read{more}: {errors.first}", 3, styles="warning")
+
+
+def contains_text(text: str) -> LineFilter | None:
+    """Returns a filter for raw lines that may contain `text` in upper or lower case.
+
+    Returns None if raw bytes cannot tell, because JSON may escape the text's characters.
+    """
+    # JSON may write other characters as escapes or as themselves.
+    if not text.isascii():
+        return None
+    # As JSON writes the text: quotes and control characters are escaped there.
+    needle = json.dumps(text)[1:-1].lower().encode()
+    return lambda line: needle in line.lower()
+
+
+def text_pattern(text: str) -> re.Pattern[str]:
+    """Returns a pattern for `text` in upper or lower case; ASCII text matches ASCII only."""
+    return re.compile(re.escape(text), re.IGNORECASE | (re.ASCII if text.isascii() else 0))
+
+
+def has_row(row: int) -> LineFilter:
+    """Returns a filter for raw lines from that row of the data set."""
+    # After the number something else must follow, or row 1 would match row 10.
+    pattern = re.compile(rb'"row": ?%d[,}\s]' % row)
+    return lambda line: pattern.search(line) is not None
+
+
+def prompt_text(prompt: str | Sequence[Any]) -> str:
+    """Returns a prompt as one text: a string, or the contents of its chat messages."""
+    return prompt if isinstance(prompt, str) else "\n".join(map(message_text, prompt))
+
+
+def message_text(message: object) -> str:
+    """Returns the content of a chat message as text; as JSON if it is no text."""
+    content = message.get("content") if isinstance(message, Mapping) else message
+    # Content may be a list of parts, as in multimodal chats.
+    if isinstance(content, list) and all(isinstance(p, Mapping) and "text" in p for p in content):
+        return "".join(as_text(item["text"]) for item in content)
+    return "" if content is None else as_text(content)
+
+
+def as_text(value: object) -> str:
+    """Returns a text unchanged, anything else as JSON."""
+    return value if isinstance(value, str) else as_json(value)
+
+
+def as_json(value: object) -> str:
+    """Returns JSON of a value from a dump."""
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (RecursionError, ValueError):  # nested more deeply than JSON can be written
+        return "..."
+
+
+def read_scores(
+    run: RecordedRun, step: int, rollout_ids: Collection[int | None], errors: ReadErrors
+) -> dict[int, TokenScores]:
+    """Returns the token scores of these rollouts by rollout id; {} if the run recorded none."""
+    scores = run.files.scores(step, errors)
+    return {entry.rollout_id: entry for entry in scores if entry.rollout_id in rollout_ids}
+
+
+def read_max_differences(run: RecordedRun, step: int, errors: ReadErrors) -> dict[int, float]:
+    """Returns the largest |policy - engine| of each rollout's tokens in nats, by rollout id.
+
+    NaN means that a difference was not finite.
+    """
+    return {
+        scores.rollout_id: math.nan if scores.difference_max is None else scores.difference_max
+        for scores in run.files.scores(step, errors)
+    }
+
+
+def describe_steps(steps: Sequence[int]) -> str:
+    """Returns in words which steps have completions."""
+    if not steps:
+        return "there are none of any step (logging.rollouts_every_steps)"
+    # Dumps at even distances are the usual case, and short to say.
+    gaps = [later - earlier for earlier, later in pairwise(steps)]
+    if len(steps) > 3 and len(set(gaps)) == 1:
+        every = "" if gaps[0] == 1 else f", every {gaps[0]}"
+        return f"there are those of steps {steps[0]} to {steps[-1]}{every}"
+    listed = [str(step) for step in steps]
+    if len(listed) > 2 * _MAX_LISTED_STEPS:
+        listed = [*listed[:_MAX_LISTED_STEPS], "...", *listed[-_MAX_LISTED_STEPS:]]
+    return f"there are those of step{'s' * (len(steps) > 1)} {', '.join(listed)}"
+
+
+def find_dumped_step(run: RecordedRun, step: int | None) -> int:
+    """Returns `step`, or the newest step with completions if `step` is None.
+
+    Raises ConfigError if that step has no completions.
+    """
+    if step is None and run.dumped_steps:
+        return run.dumped_steps[-1]
+    if step is None or step not in run.dumped_steps:
+        problem = "no completions are in"
+        if step is not None:
+            problem = f"--step {step}: no completions of it are in"
+        raise ConfigError(f"{problem} {run.folder}/rollouts; {describe_steps(run.dumped_steps)}")
+    return step
+
+
+# Differences between engine and policy on the tokens of completions, in words and as colours.
+
+
+_MAX_COLOURED_CHARS = 1 << 24
+_STYLES = ((100.0, "far"), (10.0, "over"), (1.0, "near"))  # (from so many bounds on, style)
+
+
+class TokenDifferences:
+    """The recorded token scores of some rollouts of one step."""
+
+    def __init__(
+        self, run: RecordedRun, step: int, records: Sequence[RolloutRecord], errors: ReadErrors
+    ) -> None:
+        dtype = "float32" if run.config.get("model.dtype") == "float32" else "bfloat16"
+        # The bound of a step's mean. A single token may exceed it by far in a run that is fine.
+        self._bound, _ = bounds_of(dtype, None, None)
+        self._run = run
+        self._records = records
+        rollout_ids = {record.rollout_id for record in records}
+        self._scores = read_scores(run, step, rollout_ids, errors)
+
+    @property
+    def legend(self) -> str:
+        """The meaning of the colours; "" if the run recorded no scores."""
+        if not self._scores or not self._pieces:
+            return ""
+        near = number(self._bound)
+        if not any(map(self.is_coloured, self._records)):
+            return f"policy and engine are nowhere {near} nats apart; tokens would be yellow there"
+        over = number(10 * self._bound)
+        return f"tokens in yellow: policy and engine {near} nats apart or more; in red: {over}"
+
+    def is_coloured(self, record: RolloutRecord) -> bool:
+        """Returns True if any token has a colour."""
+        scores = self._scores_of(record)
+        # Written so that NaN counts as a difference.
+        return scores is not None and not bool((np.abs(scores.difference) < self._bound).all())
+
+    def describe(self, record: RolloutRecord) -> str:
+        """Returns mean and largest difference and their token; "" if nothing was recorded."""
+        scores = self._scores_of(record)
+        if scores is None or not len(scores.difference):
+            return ""
+        sizes = np.where(np.isfinite(scores.difference), np.abs(scores.difference), np.inf)
+        index = int(sizes.argmax())
+        pieces = self._pieces.decode(record.completion_ids) if self._pieces else []
+        piece = f" {pieces[index]!r:.40}" if index < len(pieces) and pieces[index] else ""
+        mean = math.nan if scores.difference_mean is None else scores.difference_mean
+        largest = math.nan if scores.difference_max is None else scores.difference_max
+        figures = f"mean {number(mean)}, largest {number(largest)} nats"
+        return f"policy - engine: {figures} (token {index + 1}{piece})"
+
+    def coloured_text(self, record: RolloutRecord) -> tuple[str, Styles]:
+        """Returns the completion as the text of its tokens, and the style of each character.
+
+        An episode's turns stand below each other. If the tokens do not make the recorded text,
+        that text is returned without colours.
+        """
+        scores = self._scores_of(record)
+        if scores is None or self._pieces is None:
+            return record.completion, ""
+        pieces = self._pieces.decode(record.completion_ids)
+        if sum(map(len, pieces)) > _MAX_COLOURED_CHARS:
+            return record.completion, ""
+        token_styles = [_style(size) for size in np.abs(scores.difference) / self._bound]
+        # A single turn is one text; an episode has one for each sampled turn.
+        num_tokens = [len(pieces)]
+        if record.status is not None:
+            num_tokens = [len(turn["token_ids"]) for turn in record.turns if turn["sampled"]]
+        turns: list[str] = []
+        styles: list[str] = []
+        begin = 0
+        for end in np.cumsum(num_tokens).tolist():
+            turns.append("".join(pieces[begin:end]))
+            for piece, style in zip(pieces[begin:end], token_styles[begin:end], strict=False):
+                styles += [style] * len(piece)
+            styles.append("")  # the line break after a turn
+            begin = end
+        text = "\n".join(turns)
+        if record.status is None and not text.strip().startswith(record.completion.strip()):
+            return record.completion, ""
+        return text, styles[:-1]
+
+    @cached_property
+    def _pieces(self) -> TokenPieces | None:
+        return read_pieces(self._run.folder)
+
+    def _scores_of(self, record: RolloutRecord) -> TokenScores | None:
+        scores = None if record.rollout_id is None else self._scores.get(record.rollout_id)
+        # Scores of another length are from another run's rollout.
+        is_same = scores is not None and len(scores.difference) == len(record.completion_ids)
+        return scores if is_same else None
+
+
+def _style(num_bounds: float) -> str:
+    # NaN is beyond all bounds.
+    return next((style for bound, style in _STYLES if not num_bounds < bound), "")
+
+
+# Completions in full: the best and the worst of a step, those of a prompt, an episode's turns.
+
 
 _INDENT = 2
 _MAX_TEXT_COLUMNS = 120

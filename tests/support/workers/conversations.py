@@ -11,9 +11,9 @@ from unittest.mock import patch
 
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.distributed.exit import Rank0Error
-from grpo_spmd.engine.conversations import LATE_REQUESTS_WAIT_S
 from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.engine.requests import (
+    LATE_REQUESTS_WAIT_S,
     LATER,
     ConversationId,
     EngineStateError,

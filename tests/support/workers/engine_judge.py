@@ -33,7 +33,7 @@ from grpo_spmd.rewards.pool.pool import RewardPool
 from grpo_spmd.rewards.scorers import Scorers
 from grpo_spmd.rollout import engine_judge
 from grpo_spmd.rollout.engine_judge import EngineJudge, EngineJudges
-from grpo_spmd.signals.rewards import open_reward_models
+from grpo_spmd.signals.opening import open_reward_models
 from tests.support.digit_judge import typed
 from tests.support.reward_texts import GROUP_SIZE, groups_of
 

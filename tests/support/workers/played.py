@@ -18,7 +18,7 @@ from grpo_spmd.model.hf_files import load_tokenizer
 from grpo_spmd.parts import Run, open_environments, open_run
 from grpo_spmd.rollout import buffer
 from grpo_spmd.rollout.sample import Sampler
-from grpo_spmd.signals.rewards import open_rewards
+from grpo_spmd.signals.opening import open_rewards
 
 GYM = (
     "environment.factory={}",

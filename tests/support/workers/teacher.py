@@ -31,7 +31,7 @@ from grpo_spmd.learn.assemble import assemble_batch
 from grpo_spmd.learn.balance import plan_batch
 from grpo_spmd.learn.losses import LossInputs, policy_loss
 from grpo_spmd.learn.update import attach_logprobs
-from grpo_spmd.model.divergence import TeacherDivergence, TopTeacher, WholeTeacher
+from grpo_spmd.model.logprobs import TeacherDivergence, TopTeacher, WholeTeacher
 from grpo_spmd.model.policy import Policy, build_policy, hf_named_parameters, load_weights
 from grpo_spmd.proofs.gradient_check import GradientCheck
 from grpo_spmd.records import MicroBatch, Prompt, RolloutBatch, TeacherSignal
