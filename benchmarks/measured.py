@@ -1,11 +1,12 @@
 """Writes the tables of the papers and the plots out of the rows in benchmarks/results/.
 
     python -m benchmarks.measured             after rows were added
-    python -m benchmarks.measured --check     writes nothing; exit code 1 where a paper is not what the rows say
+    python -m benchmarks.measured --check     writes nothing; exit code 1 where a paper is not what
+    the rows say
 
-A paper has `<!-- rows: begin NAME -->` and `<!-- rows: end -->`; what lies between is written here, from the newest run
-of each benchmark. No torch, no network: a second. Exit code 2: the rows or a paper's marks are not as they should be,
-and nothing is written.
+A paper has `<!-- rows: begin NAME -->` and `<!-- rows: end -->`; what lies between is written here,
+from the newest run of each benchmark. No torch, no network: a second. Exit code 2: the rows or a
+paper's marks are not as they should be, and nothing is written.
 """
 
 from __future__ import annotations
@@ -74,7 +75,9 @@ def table(record: Record) -> Iterator[str]:
         lines = _read(name, lambda lines_of=lines_of: list(lines_of(record)))  # type: ignore[misc]
         used += [row for line in lines for row in line.rows]
         for line in lines:
-            yield f"| {_cell(line.what)} | {_cell(line.figures)} | {taken_on(line.rows)} | `{name}` |"
+            yield (
+                f"| {_cell(line.what)} | {_cell(line.figures)} | {taken_on(line.rows)} | `{name}` |"
+            )
         if not lines:
             yield f"| no row yet | | | `{name}` |"
     yield ""
@@ -108,12 +111,13 @@ def filled(name: str, paper: str, record: Record) -> str:
         lines = _read(of, lambda: list(BLOCKS[of](record)))
         return f"{of} -->\n" + "".join(f"{line}\n" for line in lines)
 
-    begun, ended = (
+    started, ended = (
         len(re.findall(rf"^<!-- rows: {end}\b", paper, re.MULTILINE)) for end in ("begin", "end")
     )
-    if not begun == ended == len(_MARKS.findall(paper)):
+    if not started == ended == len(_MARKS.findall(paper)):
         raise RecordError(
-            f"{name}: each <!-- rows: begin NAME --> stands on a line of its own, and <!-- rows: end --> after it"
+            f"{name}: each <!-- rows: begin NAME --> stands on a line of its own, and <!-- rows: "
+            "end --> after it"
         )
     return _MARKS.sub(block, paper)
 
@@ -123,7 +127,8 @@ def _read(name: str, call: Callable[[], list[T]]) -> list[T]:
         return call()
     except (TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
         raise RecordError(
-            f"{name}: its rows are not what its function reads ({type(error).__name__}: {error}); take them again"
+            f"{name}: its rows are not what its function reads ({type(error).__name__}: "
+            f"{error}); take them again"
         ) from error
 
 
@@ -152,16 +157,17 @@ def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
     except RecordError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    others = [path for path, (before, after) in texts.items() if before != after]
-    for path in others:
+    rest = [path for path, (initial, new) in texts.items() if initial != new]
+    for path in rest:
         if check:
             print(
-                f"{path.relative_to(root)} is not what the rows say: run python -m benchmarks.measured"
+                f"{path.relative_to(root)} is not what the rows say: run python -m "
+                "benchmarks.measured"
             )
         else:
             path.write_text(texts[path][1], encoding="utf-8")
             print(f"{path.relative_to(root)} is written")
-    return int(check and bool(others))
+    return int(check and bool(rest))
 
 
 if __name__ == "__main__":

@@ -247,8 +247,8 @@ def check_fields(
         if name not in value and name in needed:
             raise UntrustedError(f"{subject} names no {name}, which must be {rule.says}")
         if name in value and not rule.holds(value[name]):
-            shown = reprlib.repr(value[name])
-            raise UntrustedError(f"{subject}: {name} must be {rule.says}; got {shown}")
+            displayed = reprlib.repr(value[name])
+            raise UntrustedError(f"{subject}: {name} must be {rule.says}; got {displayed}")
 
 
 _PLAIN = Rule(

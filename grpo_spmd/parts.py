@@ -221,7 +221,11 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
     )
     temperature = config.rollout.temperature
     policy = build_policy(
-        config.model, temperature, session, seed=config.seed, longest=config.max_rollout_tokens
+        config.model,
+        temperature,
+        session,
+        seed=config.seed,
+        max_rollout_tokens=config.max_rollout_tokens,
     )
     reference = build_reference(policy, config.model, temperature, config.loss.kl_coef, session)
     score = open_reward_models(config, scorers, engine, prompts.tokenizer, session, preemption)

@@ -1,4 +1,5 @@
-"""Shapes in the signatures of the pure maths are checked while the tests run, and cost nothing in a run."""
+"""Shapes in the signatures of the pure maths are checked while the tests run, and cost nothing in a
+run."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ import pytest
 
 # two ranks on two cores: with more threads vLLM's CPU back end is 20 times slower
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# A shell ignores Ctrl-C in what it starts in the background, and every process of a test would inherit that.
+# A shell ignores Ctrl-C in what it starts in the background, and every process of a test would
+# inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -46,7 +48,8 @@ _FOLDERS = ("faults", "ranks", "runs", "unit")
 
 @pytest.hookimpl(tryfirst=True)  # before pytest's own hook selects by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first: pytest hands them to its processes in this order (`--dist loadfile --no-loadscope-reorder`)."""
+    """Long files first: pytest hands them to its processes in this order (`--dist loadfile
+    --no-loadscope-reorder`)."""
 
     for item in items:
         if is_nightly(item.nodeid):
@@ -54,8 +57,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     def place(item: pytest.Item) -> tuple[int, int]:
         name = str(item.path.relative_to(Path(__file__).parent))
-        first = _FIRST.index(name) if name in _FIRST else len(_FIRST)
-        return first, _FOLDERS.index(Path(name).parts[0])
+        initial = _FIRST.index(name) if name in _FIRST else len(_FIRST)
+        return initial, _FOLDERS.index(Path(name).parts[0])
 
     items.sort(key=place)
 
@@ -75,13 +78,15 @@ def pytest_testnodedown(node: Any) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if launches:
         terminalreporter.write_line(
-            "started: " + ", ".join(f"{number} {what}" for what, number in sorted(launches.items()))
+            "started: "
+            + ", ".join(f"{number} {label}" for label, number in sorted(launches.items()))
         )
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A new folder for a module's files, with a tiny Qwen3 in folder/model. Modules that want more in it have a fixture
+    """A new folder for a module's files, with a tiny Qwen3 in folder/model. Modules that want more
+    in it have a fixture
     of their own."""
     from tests.support.models import make_model
 
@@ -92,7 +97,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def plain_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of `tests.support.recorded.plain`: run/, model/, config.yaml, train.jsonl. To be read only."""
+    """The folder of `tests.support.recorded.plain`: run/, model/, config.yaml, train.jsonl. To be
+    read only."""
     from tests.support.recorded import plain, record_once
 
     return record_once(tmp_path_factory, plain)

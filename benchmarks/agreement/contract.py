@@ -1,13 +1,16 @@
-"""Whether the GPU builds of vLLM, and the torch that each brings, keep what `grpo_spmd/engine/` relies on: the table of
-contract_rows.py, held against the wheels that a GPU host would install. Needs no GPU.
+"""Whether the GPU builds of vLLM, and the torch that each brings, keep what `grpo_spmd/engine/`
+relies on: the table of contract_rows.py, held against the wheels that a GPU host would install.
+Needs no GPU.
 
 python -m benchmarks.agreement.contract [--vllm 0.26.0 0.32.0 ...] [--installed] [--json FILE]
 
-Each wheel is downloaded into a temporary folder, and its Python files alone are unpacked and read (vllm 0.5 GB, torch
-0.6; gone at the end). Where the vllm so unpacked can be imported beside the torch of this environment, the calls are
-also bound to what Python makes of them, and the options that start.py passes are looked up in its EngineArgs: a reader
-of source could be wrong about decorators and base classes. `--installed` holds the table against this environment's
-own vLLM instead, as a unit test does. Exit code 1 where a row is broken.
+Each wheel is downloaded into a temporary folder, and its Python files alone are unpacked and read
+(vllm 0.5 GB, torch
+0.6; gone at the end). Where the vllm so unpacked can be imported beside the torch of this
+environment, the calls are also bound to what Python makes of them, and the options that start.py
+passes are looked up in its EngineArgs: a reader of source could be wrong about decorators and base
+classes. `--installed` holds the table against this environment's own vLLM instead, as a unit test
+does. Exit code 1 where a row is broken.
 """
 
 from __future__ import annotations
@@ -46,19 +49,19 @@ def main() -> None:
     args = parser.parse_args()
     rows: list[Row] = []
     for version in ["installed"] if args.installed else args.vllm:
-        found, facts = _of_installed() if args.installed else _of_release(version)
-        for finding in (finding for finding in found if finding.verdict == "broken"):
+        result, facts = _of_installed() if args.installed else _of_release(version)
+        for finding in (finding for finding in result if finding.verdict == "broken"):
             print(
                 f"broken: {finding.row.label}: {finding.how}; relied on for: {finding.row.why}",
                 flush=True,
             )
-        verdicts = Counter(finding.verdict for finding in found)
+        verdicts = Counter(finding.verdict for finding in result)
         absent = sorted(
             finding.row.name.rpartition(".")[2]
-            for finding in found
+            for finding in result
             if finding.verdict.startswith("absent")
         )
-        counts = {"rows": len(found), "kept": verdicts["kept"], "broken": verdicts["broken"]}
+        counts = {"rows": len(result), "kept": verdicts["kept"], "broken": verdicts["broken"]}
         rows.append({**facts, **counts, "absent_as_allowed": ", ".join(absent) or "none"})
     report("contract", rows, args.json)
     raise SystemExit(any(row["broken"] for row in rows))
@@ -67,17 +70,17 @@ def main() -> None:
 def _of_installed() -> tuple[list[Finding], Row]:
     site = Path(sysconfig.get_path("purelib"))
     source, version = Source(site), installed_version("vllm", site)
-    found = [
+    result = [
         *check((*VLLM, *CPU), source, version),
         *check(TORCH, source, installed_version("torch", site)),
     ]
-    here = f"{version[0]}.{version[1]}, installed"
-    return found, {"vllm": here, "wheel": "-", "its torch": "installed", "imported": "-"}
+    local = f"{version[0]}.{version[1]}, installed"
+    return result, {"vllm": local, "wheel": "-", "its torch": "installed", "imported": "-"}
 
 
 def _of_release(version: str) -> tuple[list[Finding], Row]:
     with tempfile.TemporaryDirectory() as folder:
-        site, of_torch = (
+        site, torch_values = (
             Path(folder, "vllm"),
             Path(folder, "torch"),
         )  # apart: the import takes the installed torch
@@ -86,12 +89,12 @@ def _of_release(version: str) -> tuple[list[Finding], Row]:
             r"^Requires-Dist: torch==([\w.]+)", _metadata(site, "vllm"), re.MULTILINE
         )
         assert wanted is not None, f"vllm {version} names no version of torch"
-        _unpack("torch", wanted[1], of_torch)
-        found = [*check(VLLM, Source(site), installed_version("vllm", site))]
-        found += check(TORCH, Source(of_torch), installed_version("torch", of_torch))
+        _unpack("torch", wanted[1], torch_values)
+        result = [*check(VLLM, Source(site), installed_version("vllm", site))]
+        result += check(TORCH, Source(torch_values), installed_version("torch", torch_values))
         broken_calls, imported = _of_import(site / "vllm")
-        found += broken_calls
-    return found, {"vllm": version, "wheel": vllm, "its torch": wanted[1], "imported": imported}
+        result += broken_calls
+    return result, {"vllm": version, "wheel": vllm, "its torch": wanted[1], "imported": imported}
 
 
 def _unpack(package: str, version: str, site: Path) -> str:
@@ -124,7 +127,8 @@ def _unpack(package: str, version: str, site: Path) -> str:
         )
         if done.returncode:
             raise SystemExit(
-                f"pip could not download {package} {version}: {done.stderr.strip().splitlines()[-1]}"
+                f"pip could not download {package} {version}: "
+                f"{done.stderr.strip().splitlines()[-1]}"
             )
         wheel = next(Path(folder).glob("*.whl"))
         with zipfile.ZipFile(wheel) as archive:
@@ -144,8 +148,10 @@ def _metadata(site: Path, package: str) -> str:
 
 
 def _of_import(package: Path) -> tuple[list[Finding], str]:
-    """Rows whose call does not bind to the imported object, and in how many it does; or why it cannot be imported.
-    In a process of its own, where this folder stands for the installed vllm, beside the installed torch."""
+    """Rows whose call does not bind to the imported object, and in how many it does; or why it
+    cannot be imported.
+    In a process of its own, where this folder stands for the installed vllm, beside the installed
+    torch."""
     worker = [
         sys.executable,
         "-W",
@@ -158,13 +164,13 @@ def _of_import(package: Path) -> tuple[list[Finding], str]:
         worker, capture_output=True, text=True, env={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"}
     )
     if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no word"])[-1]
-        return [], f"no: {last[:120]}"
-    said = json.loads(done.stdout.splitlines()[-1])
+        final = (done.stderr.strip().splitlines() or ["no word"])[-1]
+        return [], f"no: {final[:120]}"
+    message = json.loads(done.stdout.splitlines()[-1])
     rows = {row.label: row for row in VLLM}
     return [
-        Finding(rows[label], "broken", f"imported, {how}") for label, how in said["broken"]
-    ], said["summary"]
+        Finding(rows[label], "broken", f"imported, {method}") for label, method in message["broken"]
+    ], message["summary"]
 
 
 if __name__ == "__main__":

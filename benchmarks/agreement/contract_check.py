@@ -1,4 +1,5 @@
-"""Rows of the contract held against a package's source: kept, broken and how, or absent where that is allowed."""
+"""Rows of the contract held against a package's source: kept, broken and how, or absent where that
+is allowed."""
 
 from __future__ import annotations
 
@@ -37,33 +38,37 @@ def check(rows: Iterable[Row], source: Source, version: tuple[int, int]) -> Iter
 
 def _breach(row: Row, source: Source) -> str:
     """What is wrong, or nothing."""
-    found = source.find(row.name)
-    if found is None:
+    result = source.find(row.name)
+    if result is None:
         return _NO_NAME
     for text in row.says:
-        if text not in found.text:
+        if text not in result.text:
             return f"its source does not say {text}"
     if not row.call:
         return ""
-    takes = source.parameters(found)
+    takes = source.parameters(result)
     if takes is None:
         return "it is no function or class whose parameters can be read"
     call = ast.parse(f"f{row.call}", mode="eval").body
     assert isinstance(call, ast.Call)
-    given = [keyword.arg for keyword in call.keywords if keyword.arg]
-    known = {*takes.positional, *takes.keyword_only}
+    inputs = [keyword.arg for keyword in call.keywords if keyword.arg]
+    expected_names = {*takes.positional, *takes.keyword_only}
     if row.forwards_to and takes.takes_any_keyword:
         forwarded = source.find(row.forwards_to)
         fields = source.parameters(forwarded) if forwarded is not None else None
-        known |= {*fields.positional} if fields is not None else set()
-        unknown = [name for name in given if name not in known]
+        expected_names |= {*fields.positional} if fields is not None else set()
+        unknown = [name for name in inputs if name not in expected_names]
     else:
-        unknown = [] if takes.takes_any_keyword else [name for name in given if name not in known]
+        unknown = (
+            []
+            if takes.takes_any_keyword
+            else [name for name in inputs if name not in expected_names]
+        )
     if unknown:
         return f"{_TAKES_NO}{', '.join(unknown)}"
     if len(call.args) > len(takes.positional) and not takes.takes_any_positional:
         return f"it takes {len(takes.positional)} by place, and is given {len(call.args)}"
-    left_out = sorted(takes.required - {*given, *takes.positional[: len(call.args)]})
+    left_out = sorted(takes.required - {*inputs, *takes.positional[: len(call.args)]})
     return f"it needs {', '.join(left_out)} too" if left_out else ""
 
 

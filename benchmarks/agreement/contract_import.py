@@ -1,4 +1,5 @@
-"""What contract.py asks of a vLLM that it has unpacked, in a process of its own: python -m ... FOLDER_OF_VLLM"""
+"""What contract.py asks of a vLLM that it has unpacked, in a process of its own: python -m ...
+FOLDER_OF_VLLM"""
 
 from __future__ import annotations
 
@@ -32,31 +33,31 @@ def main(package: Path) -> None:
             unseen += 1
         except TypeError as error:
             broken.append((row.label, str(error)))
-    taken = _options_taken(broken)
+    options_taken = _options_taken(broken)
     print(
         json.dumps(
             {
                 "broken": broken,
-                "summary": f"{bound} calls bound, {unseen} not to be had, {taken} options",
+                "summary": f"{bound} calls bound, {unseen} not to be had, {options_taken} options",
             }
         )
     )
 
 
 def _object(name: str) -> Any:
-    parts = name.split(".")
-    for cut in range(len(parts), 0, -1):
+    pieces = name.split(".")
+    for cut in range(len(pieces), 0, -1):
         try:
-            found: Any = importlib.import_module(".".join(parts[:cut]))
+            result: Any = importlib.import_module(".".join(pieces[:cut]))
         except ImportError:
             continue
-        for part in parts[cut:]:
-            found = (
-                inspect.getattr_static(found, part, None)
-                if inspect.isclass(found)
-                else getattr(found, part, None)
+        for piece in pieces[cut:]:
+            result = (
+                inspect.getattr_static(result, piece, None)
+                if inspect.isclass(result)
+                else getattr(result, piece, None)
             )
-        return found.__func__ if isinstance(found, staticmethod | classmethod) else found
+        return result.__func__ if isinstance(result, staticmethod | classmethod) else result
     return None
 
 
@@ -85,15 +86,15 @@ def _options_taken(broken: list[tuple[str, str]]) -> int:
     """How many of our options vLLM's dataclass of arguments takes."""
     from vllm import EngineArgs
 
-    taken, known = 0, inspect.signature(EngineArgs).parameters
+    selected, expected_names = 0, inspect.signature(EngineArgs).parameters
     for row in OPTIONS:
         if row.forwards_to:
             name = row.call.removesuffix("=0)").rpartition(" ")[2]
-            if name in known:
-                taken += 1
+            if name in expected_names:
+                selected += 1
             elif not row.absent:
                 broken.append((row.label, "EngineArgs has no such field"))
-    return taken
+    return selected
 
 
 if __name__ == "__main__":

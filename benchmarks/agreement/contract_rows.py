@@ -1,9 +1,10 @@
-"""The contract: every name, signature, option and behaviour of vLLM that `grpo_spmd/engine/` relies on, and why; and
-those of torch that differ between its versions. A test keeps it complete: what engine/ imports, passes and reads of
-vLLM has its row here.
+"""The contract: every name, signature, option and behaviour of vLLM that `grpo_spmd/engine/` relies
+on, and why; and those of torch that differ between its versions. A test keeps it complete: what
+engine/ imports, passes and reads of vLLM has its row here.
 
-A row is kept where the name is there, takes the call, and its source says what it must. `absent` tells what engine/
-does without it. vLLM's text is quoted as ast writes it, so that its line breaks and comments do not count.
+A row is kept where the name is there, takes the call, and its source says what it must. `absent`
+tells what engine/ does without it. vLLM's text is quoted as ast writes it, so that its line breaks
+and comments do not count.
 """
 
 from __future__ import annotations
@@ -40,22 +41,24 @@ class Row:
         return self.name + self.call + (f" says {' ... '.join(self.says)}" if self.says else "")
 
 
-def _option(name: str, why: str, absent: str = "") -> Row:
-    return Row("vllm.LLM", why, f"(model=0, {name}=0)", "vllm.EngineArgs", absent=absent)
+def _option(name: str, reason: str, absent: str = "") -> Row:
+    return Row("vllm.LLM", reason, f"(model=0, {name}=0)", "vllm.EngineArgs", absent=absent)
 
 
-def _parameter(name: str, why: str) -> Row:
-    return Row("vllm.SamplingParams", why, f"({name}=0)")
+def _parameter(name: str, reason: str) -> Row:
+    return Row("vllm.SamplingParams", reason, f"({name}=0)")
 
 
 OPTIONS = (
     Row("vllm.LLM", "start.py makes it by keywords alone", "(model=0)"),
     _option("dtype", "the policy's compute dtype, which the sync casts to"),
-    _option("max_model_len", "room for the longest prompt and completion; longrope takes its factors by it"),
+    _option("max_model_len", "room for the longest prompt and completion; longrope takes its "
+                             "factors by it"),
     _option("load_format", "dummy: the first sync brings the weights, and none are read from disk"),
     _option("skip_tokenizer_init", "prompts come as token ids, completions leave as such"),
     _option("disable_log_stats", "no statistics, which cost host time at each step"),
-    _option("distributed_executor_backend", "external_launcher: one worker, in this process, a rank"),
+    _option("distributed_executor_backend", "external_launcher: one worker, in this process, a "
+                                            "rank"),
     _option("seed", "a fixed one: every request brings its own"),
     _option("tensor_parallel_size", "ranks that share an engine"),
     _option("enable_prefix_caching", "a group's prompt is computed once"),
@@ -66,20 +69,28 @@ OPTIONS = (
     _option("enforce_eager", "on a CPU: no compilation of the model"),
     _option("block_size", "on a CPU: 32, so that prompts under 128 tokens are cached too"),
     _option("kv_cache_memory_bytes", "on a CPU vLLM would ask for nearly all memory on each rank"),
-    _option("disable_custom_all_reduce", "what a user sets who wants expandable segments with tensor parallelism"),
+    _option("disable_custom_all_reduce", "what a user sets who wants expandable segments with "
+                                         "tensor parallelism"),
     _option("enable_lora", "model.lora.sync: adapter"),
     _option("max_loras", "one adapter", absent="start.py leaves it out"),
     _option("max_lora_rank", "room for the adapter's rank"),
-    _option("lora_target_modules", "only layers that get an adapter", absent="start.py leaves it out: all layers"),
-    Row("vllm.config.model.LogprobsMode", "the value that start.py passes", says=("'processed_logprobs'",)),
-    Row("vllm.model_executor.model_loader._LOAD_FORMAT_TO_MODEL_LOADER", "the same", says=("'dummy':",)),
-    Row("vllm.config.lora.MaxLoRARanks", "start.py's list", says=("8, 16, 32, 64, 128, 256, 320, 512]",)),
-    Row("vllm.engine.arg_utils.EngineArgs", "checks/machine.py looks a misspelt rollout.engine key up in this file"),
+    _option("lora_target_modules", "only layers that get an "
+                                   "adapter", absent="start.py leaves it out: all "
+                                                                             "layers"),
+    Row("vllm.config.model.LogprobsMod"
+        "e", "the value that start.py passes", says=("'processed_logprobs'",)),
+    Row("vllm.model_executor.model_loader._LOAD_FORMAT_TO_MODEL_LOADE"
+        "R", "the same", says=("'dummy':",)),
+    Row("vllm.config.lora.MaxLoRARanks", "start.py's list", says=("8, 16, 32, 64, 128, 256, 320, "
+                                                                  "512]",)),
+    Row("vllm.engine.arg_utils.EngineArgs", "checks/machine.py looks a misspelt rollout.engine "
+                                            "key up in this file"),
     Row("vllm.entrypoints.llm.LLM", "and in this one"),
     Row(
         "vllm.v1.executor.abstract.Executor.get_class",
         "the backend is known by this name",
-        says=("distributed_executor_backend == 'external_launcher'", "executor_class = ExecutorWithExternalLauncher"),
+        says=("distributed_executor_backend == "
+              "'external_launcher'", "executor_class = ExecutorWithExternalLauncher"),
     ),
     Row(
         f"{_EXECUTOR}._init_executor",
@@ -88,11 +99,13 @@ OPTIONS = (
     ),
     Row(
         f"{_EXECUTOR}._distributed_args",
-        "start.py puts a function in its place that changes the first of three: the name of shared memory",
+        "start.py puts a function in its place that changes the first of three: the name of "
+        "shared memory",
         "()",
         says=("return (distributed_init_method, rank, local_rank)",),
     ),
-    Row(f"{_STATE}.destroy_model_parallel", "failures.py ends what a failed run has left of the groups", "()"),
+    Row(f"{_STATE}.destroy_model_parallel", "failures.py ends what a failed run has left of the "
+                                            "groups", "()"),
     Row(
         f"{_STATE}.destroy_distributed_environment",
         "failures.py: the next engine would take the old world for its own",
@@ -102,7 +115,8 @@ OPTIONS = (
     *(
         Row("vllm.envs.environment_variables", "start.py sets it", says=(f"'{name}':",))
         for name in (
-            "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL", "VLLM_NO_USAGE_STATS", "VLLM_CACHE_ROOT",
+            "VLLM_ENABLE_V1_MULTIPROCESSIN"
+            "G", "VLLM_LOGGING_LEVEL", "VLLM_NO_USAGE_STATS", "VLLM_CACHE_ROOT",
         )
     ),
 )  # fmt: skip
@@ -178,7 +192,8 @@ STATES = (
     ),
     Row(
         "vllm.envs.environment_variables",
-        "the worker sets the precision of float32 products for the whole process, to what torch has by default",
+        "the worker sets the precision of float32 products for the whole process, to what torch "
+        "has by default",
         says=("env_with_choices('VLLM_FLOAT32_MATMUL_PRECISION', 'highest',",),
     ),
     Row(
@@ -261,12 +276,14 @@ RELOAD = (
     Row(f"{_V2}.reload_weights", "V2's", "(weights_iterator=0)"),
     Row(
         "vllm.model_executor.model_loader.reload.layerwise",
-        "reload.py keeps this warning from the log: it comes for modules without weights of their own",
+        "reload.py keeps this warning from the log: it comes for modules without weights of "
+        "their own",
         says=("Failed to load weights",),
     ),
     Row(
         f"{_VOCABULARY}.ParallelLMHead",
-        "on a CPU a tied one keeps its packed copy: it is packed anew. The proof reads it by its packed weights",
+        "on a CPU a tied one keeps its packed copy: it is packed anew. The proof reads it by its "
+        "packed weights",
     ),
     Row(
         f"{_VOCABULARY}.UnquantizedEmbeddingMethod.process_weights_after_loading",
@@ -280,7 +297,8 @@ RELOAD = (
     ),
     Row(
         "vllm.model_executor.layers.attention.attention.Attention.process_weights_after_loading",
-        "after all copies, as vLLM does after its reload: the one layer that may have such a method",
+        "after all copies, as vLLM does after its reload: the one layer that may have such a "
+        "method",
         "(act_dtype)",
     ),
     Row(
@@ -289,7 +307,8 @@ RELOAD = (
         says=("layer.cpu_linear",),
     ),
     Row(
-        "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method.UnquantizedFusedMoEMethod.moe_kernel",
+        "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method.UnquantizedFusedMoEMet"
+        "hod.moe_kernel",
         "on a CPU its kernel is taken away, so that a reload packs anew",
     ),
 )

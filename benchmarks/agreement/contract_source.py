@@ -1,4 +1,5 @@
-"""A package read from its source, without importing it: what a dotted name leads to, what a class inherits, what a
+"""A package read from its source, without importing it: what a dotted name leads to, what a class
+inherits, what a
 function takes. So a build for a GPU can be asked on a machine without one."""
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ _Def = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True)
 class Found:
-    """What a name leads to: a module, a class, a function, or the statement that makes an attribute."""
+    """What a name leads to: a module, a class, a function, or the statement that makes an
+    attribute."""
 
     node: ast.AST
     module: str
@@ -59,31 +61,34 @@ class Source:
         return None
 
     def find(self, name: str, seen: frozenset[str] = frozenset()) -> Found | None:
-        """A module, or what is in it: `package.module.Class.member`. Imports and base classes are followed."""
+        """A module, or what is in it: `package.module.Class.member`. Imports and base classes are
+        followed."""
         if name in seen:  # two modules that import each other
             return None
-        parts = name.split(".")
-        for cut in range(len(parts), 0, -1):
-            module = ".".join(parts[:cut])
+        pieces = name.split(".")
+        for cut in range(len(pieces), 0, -1):
+            module = ".".join(pieces[:cut])
             if (tree := self.module(module)) is not None:
-                found: Found | None = Found(tree, module)
-                for part in parts[cut:]:
-                    found = self._member(found, part, seen | {name}) if found is not None else None
-                return found
+                result: Found | None = Found(tree, module)
+                for piece in pieces[cut:]:
+                    result = (
+                        self._member(result, piece, seen | {name}) if result is not None else None
+                    )
+                return result
         return None
 
     def _member(self, of: Found, name: str, seen: frozenset[str]) -> Found | None:
         if isinstance(of.node, ast.Module):
             return self._of_module(of, name, seen)
         if isinstance(of.node, ast.ClassDef):
-            for each in self.lineage(of, seen):
-                assert isinstance(each.node, ast.ClassDef)
-                for statement in _statements(each.node):
+            for item in self.lineage(of, seen):
+                assert isinstance(item.node, ast.ClassDef)
+                for statement in _statements(item.node):
                     if _definition(statement, name):
-                        return Found(statement, each.module, each.node)
-                for node in ast.walk(each.node):
+                        return Found(statement, item.module, item.node)
+                for node in ast.walk(item.node):
                     if _gives_to_self(node, name):
-                        return Found(node, each.module, each.node)
+                        return Found(node, item.module, item.node)
         return None
 
     def _of_module(self, of: Found, name: str, seen: frozenset[str]) -> Found | None:
@@ -95,12 +100,14 @@ class Source:
                     if alias.name == "*":
                         stars.append(f"{base}.{name}")
                     elif (alias.asname or alias.name) == name:
-                        found = self.find(f"{base}.{alias.name}" if base else alias.name, seen)
-                        if found is not None:
-                            return found
+                        result = self.find(f"{base}.{alias.name}" if base else alias.name, seen)
+                        if result is not None:
+                            return result
             elif _definition(statement, name):
                 return Found(statement, of.module)
-        return next((found for star in stars if (found := self.find(star, seen)) is not None), None)
+        return next(
+            (result for star in stars if (result := self.find(star, seen)) is not None), None
+        )
 
     def _imported_from(self, module: str, statement: ast.Import | ast.ImportFrom) -> str:
         if isinstance(statement, ast.Import) or not statement.level:
@@ -113,7 +120,8 @@ class Source:
         return ".".join([*above, *filter(None, [statement.module])])
 
     def lineage(self, of: Found, seen: frozenset[str] = frozenset()) -> Iterator[Found]:
-        """A class and those that it inherits from, nearest first; what is not in these folders is left out."""
+        """A class and those that it inherits from, nearest first; what is not in these folders is
+        left out."""
         assert isinstance(of.node, ast.ClassDef)
         yield of
         for base in of.node.bases:
@@ -128,32 +136,36 @@ class Source:
                 yield from self.lineage(above, seen | {key})
 
     def parameters(self, of: Found) -> Parameters | None:
-        """What a function takes, or the making of a class; without `self`. None where that cannot be told."""
+        """What a function takes, or the making of a class; without `self`. None where that cannot
+        be told."""
         if isinstance(of.node, ast.ClassDef):
             init = self._member(of, "__init__", frozenset())
             return self.parameters(init) if init is not None else self._of_fields(of)
         if not isinstance(of.node, _Def):
             return None
-        given = of.node.args
-        names = [argument.arg for argument in [*given.posonlyargs, *given.args]]
-        with_default = set(names[len(names) - len(given.defaults) :])
+        inputs = of.node.args
+        names = [argument.arg for argument in [*inputs.posonlyargs, *inputs.args]]
+        with_default = set(names[len(names) - len(inputs.defaults) :])
         is_bound = of.owner is not None and "staticmethod" not in map(
             ast.unparse, of.node.decorator_list
         )
         names = names[1:] if is_bound else names
-        only = [argument.arg for argument in given.kwonlyargs]
+        only = [argument.arg for argument in inputs.kwonlyargs]
         with_default |= {
-            name for name, value in zip(only, given.kw_defaults, strict=True) if value is not None
+            name for name, value in zip(only, inputs.kw_defaults, strict=True) if value is not None
         }
         required = {*names, *only} - with_default
-        return Parameters(names, only, required, given.vararg is not None, given.kwarg is not None)
+        return Parameters(
+            names, only, required, inputs.vararg is not None, inputs.kwarg is not None
+        )
 
     def _of_fields(self, of: Found) -> Parameters | None:
-        """Of a dataclass, a msgspec.Struct or a TypedDict: its annotated names, those of base classes first."""
+        """Of a dataclass, a msgspec.Struct or a TypedDict: its annotated names, those of base
+        classes first."""
         fields: dict[str, bool] = {}
-        for each in reversed(list(self.lineage(of))):
-            assert isinstance(each.node, ast.ClassDef)
-            for statement in each.node.body:
+        for item in reversed(list(self.lineage(of))):
+            assert isinstance(item.node, ast.ClassDef)
+            for statement in item.node.body:
                 if isinstance(statement, ast.AnnAssign) and "ClassVar" not in (
                     kind := ast.unparse(statement.annotation)
                 ):
@@ -183,7 +195,8 @@ def _definition(statement: ast.stmt, name: str) -> bool:
 
 
 def _gives_to_self(statement: ast.AST, name: str) -> bool:
-    """Whether a statement in a method gives its object this attribute, or registers it with the layer it serves."""
+    """Whether a statement in a method gives its object this attribute, or registers it with the
+    layer it serves."""
     if isinstance(statement, ast.Call):  # layer.register_parameter("weight", weight)
         registers = ast.unparse(statement.func).endswith(
             (".register_parameter", ".register_buffer")

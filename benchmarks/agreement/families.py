@@ -1,15 +1,18 @@
-"""Whether every dense text family that transformers and the installed vLLM both know trains at rounding, or is refused
-in one line.
+"""Whether every dense text family that transformers and the installed vLLM both know trains at
+rounding, or is refused in one line.
 
-python -m benchmarks.agreement.families [FAMILY...] [--dtype float32|bfloat16] [--ranks N] [--set KEY=VALUE]
+python -m benchmarks.agreement.families [FAMILY...] [--dtype float32|bfloat16] [--ranks N] [--set
+KEY=VALUE]
 
-A tiny random model of each is made (its sizes set by the keys that its config has) and trained for three steps, by the
-command itself, on a rank of the tests' server, or on N that share one engine; one that is refused is not tried in the
-other format. `mismatch` is the mean |policy - engine| over the sampled tokens, of the worst step; `proved` is how many
-tensors the proof of the weight sync covered (a tied head by itself), of those in the checkpoint. `direct` is how many
-are copied into the engine without vLLM's loader: after 20 updates, which the training and 17 changes at random make,
-all that the engine holds is compared to the bit with what the loader brings. Exit code 1 where a run ends in a
-traceback or a breach, where one trains beyond rounding, where a tensor is not proved, or differs between the two ways.
+A tiny random model of each is made (its sizes set by the keys that its config has) and trained for
+three steps, by the command itself, on a rank of the tests' server, or on N that share one engine;
+one that is refused is not tried in the other format. `mismatch` is the mean |policy - engine| over
+the sampled tokens, of the worst step; `proved` is how many tensors the proof of the weight sync
+covered (a tied head by itself), of those in the checkpoint. `direct` is how many are copied into
+the engine without vLLM's loader: after 20 updates, which the training and 17 changes at random
+make, all that the engine holds is compared to the bit with what the loader brings. Exit code 1
+where a run ends in a traceback or a breach, where one trains beyond rounding, where a tensor is not
+proved, or differs between the two ways.
 """
 
 from __future__ import annotations
@@ -74,7 +77,8 @@ _UNLISTED = (
 
 
 def families() -> list[str]:
-    """Model types with a causal LM in transformers that vLLM serves, but for those whose config tells at once that they
+    """Model types with a causal LM in transformers that vLLM serves, but for those whose config
+    tells at once that they
     are no dense text models."""
     architectures = _known_to_vllm()
     both = [of for of, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if name in architectures]
@@ -87,15 +91,15 @@ def _known_to_vllm() -> set[str]:
     assert package is not None
     assert package.origin is not None
     source = Path(package.origin).parent / "model_executor" / "models" / "registry.py"
-    known = set[str]()
+    expected_names = set[str]()
     for node in ast.parse(source.read_text(encoding="utf-8")).body:
         target = (
             node.target if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [None])[0]
         )
         value = getattr(node, "value", None)
         if isinstance(target, ast.Name) and target.id in _TABLES and isinstance(value, ast.Dict):
-            known |= {ast.literal_eval(key) for key in value.keys if key is not None}
-    return known
+            expected_names |= {ast.literal_eval(key) for key in value.keys if key is not None}
+    return expected_names
 
 
 def _is_dense_text(family: str) -> bool:
@@ -110,10 +114,12 @@ def _is_dense_text(family: str) -> bool:
 
 def tiny_config(family: str) -> Any:
     default = CONFIG_MAPPING[family]()
-    known = set(default.to_dict()) | set(default.attribute_map)
+    expected_names = set(default.to_dict()) | set(default.attribute_map)
     aliases = {alias for alias, name in default.attribute_map.items() if name in SIZES}
-    sizes = {name: size for name, size in SIZES.items() if name in known and name not in aliases}
-    if "multi_query" in known:  # which says how many there are
+    sizes = {
+        name: size for name, size in SIZES.items() if name in expected_names and name not in aliases
+    }
+    if "multi_query" in expected_names:  # which says how many there are
         sizes.pop("num_key_value_heads", None)
     if sizes.get("sliding_window") and not getattr(default, "sliding_window", None):
         sizes.pop("sliding_window")
@@ -137,8 +143,13 @@ def rows(
         try:
             make_model(model, tiny_config(family), change=_move_vectors)
         except Exception as error:  # whatever transformers' code for this family does
-            why = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-            yield _row(family, "-", "not made", why=f"transformers cannot make a tiny one: {why}")
+            reason = (
+                f"{type(error).__name__}: "
+                f"{str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+            )
+            yield _row(
+                family, "-", "not made", reason=f"transformers cannot make a tiny one: {reason}"
+            )
             continue
         for dtype in dtypes:
             (folder / family / dtype).mkdir()
@@ -169,38 +180,43 @@ def trained(
     counts = re.search(r"proof: .* s, (\d+) tensors by bytes, (\d+) by probe", output)
     proved = sum(map(int, counts.groups())) if counts else 0
     with safe_open(model / "model.safetensors", framework="pt") as file:
-        of_all = f"{proved} of {len(file.keys())}" if counts else ""
+        everything = f"{proved} of {len(file.keys())}" if counts else ""
     copies = re.search(
         r"direct: (\d+ of \d+) tensors; of \d+ of the engine's differ: \[(.*)\]", output
     )
-    found: dict[str, Any] = {"proved": of_all, "direct": copies[1] if copies else ""}
+    result: dict[str, Any] = {"proved": everything, "direct": copies[1] if copies else ""}
     if "Traceback" in output or code not in (0, 2):
         raised = [
             line for line in output.splitlines() if re.search(r"[\w.]*(Error|Exception)\b: ", line)
         ]
         kind = "TRACEBACK" if "Traceback" in output or not raised else "BREACH"
         return _row(
-            family, dtype, kind, mismatch, **found, why=(raised or output.splitlines() or [""])[-1]
+            family,
+            dtype,
+            kind,
+            mismatch,
+            **result,
+            reason=(raised or output.splitlines() or [""])[-1],
         )
     if code == 2:
         refusal = next((line for line in output.splitlines() if line.startswith("error: ")), "")
-        why = (
+        reason = (
             refusal.removeprefix("error: ").removeprefix("model.path: ").replace(str(model), family)
         )
-        return _row(family, dtype, "refused", **found, why=why)
+        return _row(family, dtype, "refused", **result, reason=reason)
     assert mismatch is not None
     assert copies is not None, output
     if copies[2]:
-        return _row(family, dtype, "NOT THE SAME", mismatch, **found, why=copies[2])
+        return _row(family, dtype, "NOT THE SAME", mismatch, **result, reason=copies[2])
     if "not proved" in output:
-        why = output.partition("not proved, ")[2].splitlines()[0]
-        return _row(family, dtype, "NOT PROVED", mismatch, **found, why=why)
+        reason = output.partition("not proved, ")[2].splitlines()[0]
+        return _row(family, dtype, "NOT PROVED", mismatch, **result, reason=reason)
     return _row(
         family,
         dtype,
         "trains" if mismatch < ROUNDING[dtype] else "BEYOND ROUNDING",
         mismatch,
-        **found,
+        **result,
     )
 
 
@@ -211,11 +227,11 @@ def _row(
     mismatch: float | None = None,
     proved: str = "",
     direct: str = "",
-    why: str = "",
+    reason: str = "",
 ) -> Row:
-    shown = "" if mismatch is None else mismatch
-    found = {"family": family, "dtype": dtype, "outcome": outcome, "mismatch": shown}
-    return found | {"proved": proved, "direct": direct, "why": why[:200]}
+    displayed = "" if mismatch is None else mismatch
+    result = {"family": family, "dtype": dtype, "outcome": outcome, "mismatch": displayed}
+    return result | {"proved": proved, "direct": direct, "why": reason[:200]}
 
 
 def main() -> None:
@@ -230,7 +246,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     transformers.utils.logging.set_verbosity_error()
-    found = list[Row]()
+    result = list[Row]()
     try:
         with tempfile.TemporaryDirectory() as folder:
             names, dtypes = (
@@ -239,10 +255,10 @@ def main() -> None:
             )
             for row in rows(names, dtypes, Path(folder), args.ranks, args.set):
                 print(*(value for value in row.values() if value != ""), flush=True)
-                found.append({"ranks": args.ranks, **row})
+                result.append({"ranks": args.ranks, **row})
     finally:  # also what there is when somebody has seen enough
-        report("families", found, args.json)
-    outcomes = [row["outcome"] for row in found]
+        report("families", result, args.json)
+    outcomes = [row["outcome"] for row in result]
     print(
         "  "
         + ", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in dict.fromkeys(outcomes))

@@ -1,6 +1,7 @@
-"""One rank of the families benchmark: the command itself, and before its run is closed 17 more changes of all weights,
-each synced; then what the engine holds by direct copies is compared, to the bit, with what vLLM's own loader makes of
-the same weights. Rank 0 prints how many tensors are copied directly, and what differed on any rank.
+"""One rank of the families benchmark: the command itself, and before its run is closed 17 more
+changes of all weights, each synced; then what the engine holds by direct copies is compared, to the
+bit, with what vLLM's own loader makes of the same weights. Rank 0 prints how many tensors are
+copied directly, and what differed on any rank.
 
 python -m benchmarks.agreement.families_worker --config CONFIG [section.key=value ...]
 """
@@ -58,18 +59,20 @@ def compare(run: Any) -> None:
         if not _are_same(copied.get(name), loaded.get(name))
     )
     num_direct = len(sync._direct.names) if sync._direct is not None else 0
-    of_all = on_rank0(
-        lambda of_ranks: sorted({name for of_rank in of_ranks for name in of_rank}), differ
+    everything = on_rank0(
+        lambda per_rank: sorted({name for rank_values in per_rank for name in rank_values}), differ
     )
     if run.session.is_rank0:
         print(
-            f"direct: {num_direct} of {len(names)} tensors; of {len(loaded)} of the engine's differ: {of_all}"
+            f"direct: {num_direct} of {len(names)} tensors; of {len(loaded)} of the engine's "
+            f"differ: {everything}"
         )
 
 
 def held(engine: Any, names: list[str]) -> dict[str, Tensor]:
-    """All that this rank's engine has: what is plain as it is, what is packed as the products with a unit matrix."""
-    found = {
+    """All that this rank's engine has: what is plain as it is, what is packed as the products with
+    a unit matrix."""
+    result = {
         f"{name} as it is": tensor.detach().clone()
         for name, tensor in engine._model.named_parameters()
     }
@@ -78,10 +81,10 @@ def held(engine: Any, names: list[str]) -> dict[str, Tensor]:
             layer: Any = tensor.layer
             sizes = ("input_size_per_partition", "input_size", "embedding_dim")  # one rank's first
             columns = next(getattr(layer, name) for name in sizes if hasattr(layer, name))
-            found[tensor.engine_name] = layer.quant_method.apply(
+            result[tensor.engine_name] = layer.quant_method.apply(
                 layer, torch.eye(columns, dtype=engine.dtype), None
             )
-    return found
+    return result
 
 
 def _are_same(a: Tensor | None, b: Tensor | None) -> bool:

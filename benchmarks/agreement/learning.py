@@ -1,8 +1,9 @@
-"""Whether it learns: the demo under each algorithm, and TinyZero's countdown with three to four numbers. Two ranks
-each, real vLLM.
+"""Whether it learns: the demo under each algorithm, and TinyZero's countdown with three to four
+numbers. Two ranks each, real vLLM.
 
     benchmarks/run.sh learning [--json FILE]        about 15 minutes on 2 cores
-A row a variant: reward at the first step, mean of the first and of the last ten steps, whether the goal was reached.
+A row a variant: reward at the first step, mean of the first and of the last ten steps, whether the
+goal was reached.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from tests.support.processes import torchrun
 
 _ROOT = Path(__file__).resolve().parents[2]
 _GOAL, _IMPROVEMENT = 0.9, 1.5
-# One optimizer step a rollout would leave the ratio at 1 and the clip bounds untouched: the variants of the ratio get
+# One optimizer step a rollout would leave the ratio at 1 and the clip bounds untouched: the
+# variants of the ratio get
 # four.
 _REUSE = ("training.num_mini_batches=2", "training.num_epochs=2", "optimizer.lr=5e-4")
 VARIANTS: dict[str, tuple[str, ...]] = {
@@ -76,10 +78,10 @@ def main() -> None:
 
 
 def _train(folder: Path, numbers: str, config: str, overrides: tuple[str, ...]) -> list[float]:
-    made, run_dir = folder / numbers, Path(tempfile.mkdtemp(dir=folder), "run")
+    created, run_dir = folder / numbers, Path(tempfile.mkdtemp(dir=folder), "run")
     paths = (
-        f"model.path={made / 'model'}",
-        f"data.train={made / 'train.jsonl'}",
+        f"model.path={created / 'model'}",
+        f"data.train={created / 'train.jsonl'}",
         f"run_dir={run_dir}",
     )
     command = torchrun(
@@ -97,11 +99,11 @@ def _train(folder: Path, numbers: str, config: str, overrides: tuple[str, ...]) 
 
 
 def _row(name: str, rewards: list[float], goal: str, reached: bool) -> Row:
-    first = {"first step": rewards[0], "first ten": mean(rewards[:10])}
+    initial = {"first step": rewards[0], "first ten": mean(rewards[:10])}
     return {
         "variant": name,
         "steps": len(rewards),
-        **first,
+        **initial,
         "last ten": mean(rewards[-10:]),
         "goal": goal,
         "reached": reached,

@@ -1,18 +1,19 @@
-"""Mutation trials: a fault is planted in a copy of this repository; do the running proofs of a short training, or the
-tests, see it?
+"""Mutation trials: a fault is planted in a copy of this repository; do the running proofs of a
+short training, or the tests, see it?
 
     benchmarks/run.sh mutations [--json FILE]        about 8 minutes on 2 cores
     python -m benchmarks.agreement.mutations [--only WORDS ...] [--check]
 
-A row a fault. "running proofs": what stopped a training of four steps on two ranks at the default settings; for faults
-of the weight sync also with proofs.every_steps=1, which names the tensor. "tests": the first that fails of those listed
-with the fault, the fast ones first; not the whole suite. The first row, without a fault, goes through all of these
-trainings and tests and must pass. The exit code is 1 if it does not, or if a fault was seen by neither. A fault whose
-source is no longer there exactly once, or which simply crashes, is a broken trial that shows nothing; that ends with 1
-too. --check looks only whether every fault can be planted, in a second.
+A row a fault. "running proofs": what stopped a training of four steps on two ranks at the default
+settings; for faults of the weight sync also with proofs.every_steps=1, which names the tensor.
+"tests": the first that fails of those listed with the fault, the fast ones first; not the whole
+suite. The first row, without a fault, goes through all of these trainings and tests and must pass.
+The exit code is 1 if it does not, or if a fault was seen by neither. A fault whose source is no
+longer there exactly once, or which simply crashes, is a broken trial that shows nothing; that ends
+with 1 too. --check looks only whether every fault can be planted, in a second.
 
-Trainings and pytest are forked from a server of ranks that has imported libraries and nothing of ours: each imports its
-copy.
+Trainings and pytest are forked from a server of ranks that has imported libraries and nothing of
+ours: each imports its copy.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ _ROOT = Path(__file__).resolve().parents[2]
 _AT_ONCE = 2  # trials side by side: a good part of each waits for something
 _TIMEOUT_S = 600
 _NOT_SEEN, _PASSES, _NOT_RUN, _BROKEN = "not seen", "passes", "-", "broken trial: "
-# What may stop a training as a proof. The last is the count of the tokens that were trained on, each epoch.
+# What may stop a training as a proof. The last is the count of the tokens that were trained on,
+# each epoch.
 _PROOFS = (
     r"WeightProofError|MismatchError|UpdateCheckError|EngineStateError|RewardError"
     r"|RuntimeError(?=: step \d+: trained on )"
@@ -65,8 +67,8 @@ def main() -> None:
         help="say whether every fault can be planted, and run nothing",
     )
     args = parser.parse_args()
-    if found := problems(_ROOT):
-        sys.exit("\n".join(found))
+    if actual := problems(_ROOT):
+        sys.exit("\n".join(actual))
     chosen = [fault for fault in FAULTS if any(words in fault.name for words in args.only)]
     print(f"{len(chosen)} of {len(FAULTS)} faults, each can be planted", flush=True)
     if args.check:
@@ -74,34 +76,37 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, _server(), ThreadPoolExecutor(_AT_ONCE) as pool:
 
         def end(*_: object) -> None:
-            """At once: jobs end with their sockets, and the server with this process. The pool would wait for all."""
+            """At once: jobs end with their sockets, and the server with this process. The pool
+            would wait for all."""
             shutil.rmtree(folder, ignore_errors=True)
             os._exit(1)
 
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, end)
-        made = Path(folder, "made")
-        _make_models_and_data(made)
+        created = Path(folder, "made")
+        _make_models_and_data(created)
         trials = [(None, chosen), *((fault, [fault]) for fault in chosen)]
         jobs = [
-            pool.submit(_row, *trial, made, Path(folder, str(number)))
+            pool.submit(_row, *trial, created, Path(folder, str(number)))
             for number, trial in enumerate(trials)
         ]
         rows = [job.result() for job in jobs]
     report("mutations", rows, args.json)
-    if wrong := [row["fault"] for row in rows if not row["as it should be"]]:
+    if faulty := [row["fault"] for row in rows if not row["as it should be"]]:
         sys.exit(
-            f"without a fault something failed, or a fault was seen by neither, or a trial is broken: {wrong}"
+            "without a fault something failed, or a fault was seen by neither, or a trial is "
+            f"broken: {faulty}"
         )
 
 
 @contextmanager
 def _server() -> Iterator[None]:
     """A server of ranks for the copies, which all that runs in them uses too."""
-    mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    os.environ[SHARED_SERVER] = str(mine.fileno())
-    fds = (mine.fileno(), theirs.fileno())
-    # -P, and by its file: neither this repository nor its packages shall be there when a copy is imported.
+    local, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    os.environ[SHARED_SERVER] = str(local.fileno())
+    fds = (local.fileno(), theirs.fileno())
+    # -P, and by its file: neither this repository nor its packages shall be there when a copy is
+    # imported.
     command = [sys.executable, "-P", str(_ROOT / "tests/support/server.py"), str(theirs.fileno())]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     environment.pop("PYTHONPATH", None)
@@ -142,7 +147,8 @@ def _make_models_and_data(made: Path) -> None:
 
 
 def _row(fault: Fault | None, used: Sequence[Fault], made: Path, copy: Path) -> Row:
-    """Plant a fault, or none, in a new copy, and see what notices: the trainings and tests of the faults in `used`."""
+    """Plant a fault, or none, in a new copy, and see what notices: the trainings and tests of the
+    faults in `used`."""
     start = time.perf_counter()
     _copy_repository(copy)
     for edit in (SHORTER, fault):
@@ -188,11 +194,11 @@ def _copy_repository(to: Path) -> None:
     (to / "which.py").write_text(
         "import grpo_spmd, tests\nprint(grpo_spmd.__file__, tests.__file__)\n"
     )
-    _, said = _run(to, 1, "which")
+    _, message = _run(to, 1, "which")
     expected = f"{to}/grpo_spmd/__init__.py {to}/tests/__init__.py"
-    if said.strip() != expected:
+    if message.strip() != expected:
         raise RuntimeError(
-            f"a process of the copy does not import the copy, which is at {to}, but {said}"
+            f"a process of the copy does not import the copy, which is at {to}, but {message}"
         )
 
 

@@ -1,6 +1,8 @@
-"""The faults that `mutations` plants: edits of grpo_spmd/ that somebody might make, each with what should see it.
+"""The faults that `mutations` plants: edits of grpo_spmd/ that somebody might make, each with what
+should see it.
 
-A test (tests/unit/test_mutations.py) says at once when a text is no longer there, so that code may move.
+A test (tests/unit/test_mutations.py) says at once when a text is no longer there, so that code may
+move.
 """
 
 from __future__ import annotations
@@ -10,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # Trainings that reach what the demo does not. {made} is the folder of models and data.
-_LONG_PROMPTS = (  # longer than a block of the prefix cache (32 tokens on a CPU), and the same eight at every step
+# longer than a block of the prefix cache (32 tokens on a CPU), and the same eight at every step
+_LONG_PROMPTS = (
     "data.train={made}/long.jsonl",
     "data.max_prompt_tokens=48",
     "rewards=[{{name: format, args: {{pattern: '[0-4].*'}}}}]",
@@ -33,12 +36,16 @@ _LOSS, _ADVANTAGES, _BATCHING = (
     f"tests/unit/test_{name}.py" for name in ("loss", "advantages", "batching")
 )
 _ROLLOUT = "tests/unit/test_rollout.py"
-_CHECK = "tests/ranks/test_proofs.py::test_the_check_of_the_update_sees_planted_faults_and_changes_no_bit"
+_CHECK = (
+    "tests/ranks/test_proofs.py::test_the_check_of_the_update_sees_planted_faults_and_change"
+    "s_no_bit"
+)
 
 
 @dataclass(frozen=True)
 class Fault:
-    """An edit that somebody might make, what reaches it in a training, and the tests that should see it."""
+    """An edit that somebody might make, what reaches it in a training, and the tests that should
+    see it."""
 
     name: str
     file: str  # below grpo_spmd/
@@ -75,7 +82,8 @@ FAULTS = (
         _VALUES,
         "        name, kept = shard.name, no_cast.__dict__.setdefault('kept', {})\n"
         "        values = cast(name, shard.local_rows().detach()).reshape(-1)\n"
-        "        return kept.setdefault(name, values.clone()) if 'layers.1.self_attn.k_proj' in name else values\n",
+        "        return kept.setdefault(name, values.clone()) if 'layers.1.self_attn.k_proj' in "
+        "name else values\n",
         (_SHARDED,),
         of_sync=True,
     ),
@@ -92,7 +100,8 @@ FAULTS = (
         "engine/direct_load.py",
         f"                matrix.{_COPY}",
         "                if part.name.endswith('v_proj.weight') and part.num_rows > 1:\n"
-        "                    part = __import__('dataclasses').replace(part, hf_start=part.hf_start + 1, num_rows=part.num_rows - 1)\n"
+        "                    part = __import__('dataclasses').replace(part, "
+        "hf_start=part.hf_start + 1, num_rows=part.num_rows - 1)\n"
         f"                matrix.{_COPY}",
         (_UNTIED,),
         of_sync=True,
@@ -110,7 +119,8 @@ FAULTS = (
         "transposed: square tensors, in the gather",
         "engine/gather.py",
         _YIELD,
-        f"{_TENSOR}            yield name, tensor.T if tensor.ndim == 2 and len(tensor) == tensor.shape[1] else "
+        f"{_TENSOR}            yield name, tensor.T if tensor.ndim == 2 and len(tensor) == "
+        "tensor.shape[1] else "
         "tensor\n",
         (_GATHER,),
         of_sync=True,
@@ -162,7 +172,8 @@ FAULTS = (
         "        engine.reset_prefix_cache()\n",
         "",
         (
-            "tests/ranks/test_evaluate.py::test_greedy_evaluation_is_the_argmax_of_plain_transformers[two engines]",
+            "tests/ranks/test_evaluate.py::test_greedy_evaluation_is_the_argmax_of_plain_transfor"
+            "mers[two engines]",
         ),
         (*_LONG_PROMPTS, "data.eval={{long: {made}/long.jsonl}}", "eval.every_steps=1"),
     ),
@@ -272,7 +283,8 @@ FAULTS = (
         "            seed=request.seed,\n",
         "",
         (
-            "tests/ranks/test_evaluate.py::test_two_ranks_and_tensor_parallelism_evaluate_exactly_as_one_rank[two "
+            "tests/ranks/test_evaluate.py::test_two_ranks_and_tensor_parallelism_evaluate_exactly"
+            "_as_one_rank[two "
             "engines]",
         ),
     ),
@@ -295,9 +307,12 @@ FAULTS = (
     Fault(
         "a skipped update moves the optimizer: a step with gradient 0",
         "learn/update.py",
-        "            self.optimizer.zero_grad(set_to_none=True)\n            self._skipped_in_a_row += 1\n",
-        "            self.optimizer.zero_grad(set_to_none=False)\n            self.optimizer.step()\n"
-        "            self.optimizer.zero_grad(set_to_none=True)\n            self._skipped_in_a_row += 1\n",
+        "            self.optimizer.zero_grad(set_to_none=True)\n            "
+        "self._skipped_in_a_row += 1\n",
+        "            self.optimizer.zero_grad(set_to_none=False)\n            "
+        "self.optimizer.step()\n"
+        "            self.optimizer.zero_grad(set_to_none=True)\n            "
+        "self._skipped_in_a_row += 1\n",
         ("tests/ranks/test_nonfinite.py",),
     ),
     Fault(
@@ -406,7 +421,8 @@ FAULTS = (
 )
 
 
-# Made in every copy, also in the one without a fault: the matrix of world sizes 1 to 4 takes three times as long as
+# Made in every copy, also in the one without a fault: the matrix of world sizes 1 to 4 takes three
+# times as long as
 # that of 1 and 2.
 SHORTER = Fault(
     "", "../tests/ranks/test_partition.py", "WORLD_SIZES = (1, 2, 3, 4)", "WORLD_SIZES = (1, 2)", ()
@@ -423,7 +439,8 @@ def plant(root: Path, fault: Fault, *, write: bool = True) -> None:
     text = path.read_text(encoding="utf-8")
     if text.count(fault.old) != 1:
         raise ValueError(
-            f"{fault.name}: {fault.file} holds {text.count(fault.old)} times, not once:\n{fault.old}"
+            f"{fault.name}: {fault.file} holds {text.count(fault.old)} times, not "
+            f"once:\n{fault.old}"
         )
     text = text.replace(fault.old, fault.new)
     try:
@@ -435,17 +452,18 @@ def plant(root: Path, fault: Fault, *, write: bool = True) -> None:
 
 
 def problems(root: Path) -> list[str]:
-    """Of faults that can not be planted, and tests that are not there. Cheap: nothing is imported or run."""
-    found = []
+    """Of faults that can not be planted, and tests that are not there. Cheap: nothing is imported
+    or run."""
+    result = []
     for fault in (*FAULTS, SHORTER):
         try:
             plant(root, fault, write=False)
         except (OSError, ValueError) as error:
-            found.append(str(error))
+            result.append(str(error))
         for test in fault.tests:
             file, _, name = test.partition("[")[0].partition("::")
             if not (root / file).exists() or f"def {name}" not in (root / file).read_text(
                 encoding="utf-8"
             ):
-                found.append(f"{fault.name}: there is no test {test}")
-    return found
+                result.append(f"{fault.name}: there is no test {test}")
+    return result

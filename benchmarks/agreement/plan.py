@@ -1,19 +1,22 @@
 """The planner (`python -m grpo_spmd.plan`) beside what can be known without a GPU.
 
-    python -m benchmarks.agreement.plan [--part cpu,published,predictions] [--sizes 0.1b,0.5b] [--variants plain,lora]
+    python -m benchmarks.agreement.plan [--part cpu,published,predictions] [--sizes 0.1b,0.5b]
+    [--variants plain,lora]
         [--json FILE]
 
-cpu: the first of so many ranks on the CPU, with real tensors, FSDP2, AdamW and weight sync; the other ranks are not
-there, and collectives bring nothing. Its live bytes by torch's own account of its allocator (profiler, every allocation
-and free) beside the prediction: the state of a rank, and the most that is live while it scores, updates and gathers its
-weights. Each must be within 3 %, or the exit code is 1.
+cpu: the first of so many ranks on the CPU, with real tensors, FSDP2, AdamW and weight sync; the
+other ranks are not there, and collectives bring nothing. Its live bytes by torch's own account of
+its allocator (profiler, every allocation and free) beside the prediction: the state of a rank, and
+the most that is live while it scores, updates and gathers its weights. Each must be within 3 %, or
+the exit code is 1.
 
-published: memory that others measured on GPUs with FSDP2, beside a dry run of the same model, batch and recomputation
-by the planner's own means, with their loss (full logits). The difference is printed, and judged by nobody: their code
-is not ours. "active" is live tensors; "reserved" what the allocator took for them.
+published: memory that others measured on GPUs with FSDP2, beside a dry run of the same model, batch
+and recomputation by the planner's own means, with their loss (full logits). The difference is
+printed, and judged by nobody: their code is not ours. "active" is live tensors; "reserved" what the
+allocator took for them.
 
-predictions: what nobody has measured. The four GPU configs of configs/ and two larger models on cards of the data
-sheet. configs/README.md has this table.
+predictions: what nobody has measured. The four GPU configs of configs/ and two larger models on
+cards of the data sheet. configs/README.md has this table.
 """
 
 from __future__ import annotations
@@ -96,7 +99,8 @@ def main() -> None:
             report("plan_cpu", rows, args.json)
             off = [abs(row["off_percent"]) / 100 for row in rows]
             print(
-                f"the largest difference is {100 * max(off):.2f} %, and {100 * _WITHIN:g} % are allowed"
+                f"the largest difference is {100 * max(off):.2f} %, and {100 * _WITHIN:g} % are "
+                "allowed"
             )
         if "published" in args.part:
             report("plan_published", plan_published.rows(Path(folder)), args.json)
@@ -104,7 +108,7 @@ def main() -> None:
             report("plan_predictions", list(_predictions(Path(folder))), args.json)
         if "phases" in args.part:
             report("plan_phases", list(_phases(Path(folder))), args.json)
-    sys.exit(int(any(each > _WITHIN for each in off)))
+    sys.exit(int(any(item > _WITHIN for item in off)))
 
 
 def _cpu_rows(folder: Path, sizes: list[str], variants: list[str]) -> Iterator[Row]:
@@ -123,26 +127,26 @@ def _cpu_rows(folder: Path, sizes: list[str], variants: list[str]) -> Iterator[R
         }
         path = folder / f"{size}.yaml"
         path.write_text(yaml.safe_dump(config))
-        for of_size, ranks, overrides in _RUNS:
-            if of_size == size and any(part in (overrides or "plain") for part in variants):
+        for size_values, ranks, overrides in _RUNS:
+            if size_values == size and any(piece in (overrides or "plain") for piece in variants):
                 yield from _compared(size, path, ranks, overrides)
 
 
 def _compared(size: str, path: Path, ranks: int, overrides: str) -> Iterator[Row]:
-    (found,) = measure(
+    (result,) = measure(
         0, "benchmarks.agreement.plan_worker", str(ranks), str(path), *overrides.split()
     )
     expected = predicted(load_config(path, overrides.split()), ranks)
-    for what, held in found.items():
-        if held or expected[what]:
+    for label, retained in result.items():
+        if retained or expected[label]:
             yield {
                 "model": size,
                 "ranks": ranks,
                 "variant": overrides or "plain",
-                "bytes": what,
-                "predicted_mib": expected[what] / _MIB,
-                "measured_mib": held / _MIB,
-                "off_percent": 100 * (expected[what] / held - 1),
+                "bytes": label,
+                "predicted_mib": expected[label] / _MIB,
+                "measured_mib": retained / _MIB,
+                "off_percent": 100 * (expected[label] / retained - 1),
             }
 
 
@@ -252,7 +256,8 @@ def _predictions(folder: Path) -> Iterator[Row]:
                 f"{phase}_gib": plan.peak_gib(phase)
                 for phase in ("weight_sync", "rollout", "update")
             },
-            "kv_sequences": f"{min(plan.kv_cache.full_length, plan.kv_cache.sequences)} of {plan.kv_cache.sequences}",
+            "kv_sequences": f"{min(plan.kv_cache.full_length, plan.kv_cache.sequences)} of "
+            f"{plan.kv_cache.sequences}",
             "step_s": plan.time.total,
             "took_s": time.perf_counter() - start,
         }

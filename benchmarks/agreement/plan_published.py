@@ -55,7 +55,8 @@ class Published:
     source: str
 
 
-# Percentages of pull request 165 are of the 95.0396 GiB that it names. Until commit e29b6b4 of June 2024 torchtitan's
+# Percentages of pull request 165 are of the 95.0396 GiB that it names. Until commit e29b6b4 of June
+# 2024 torchtitan's
 # loop held on to the float32 logits while it went backward.
 PUBLISHED = (
     Published("Llama 7B", _LLAMA_7B, 8, (8, 2048), "full", True, 0.2392 * 95.0396, "active", _PULL),
@@ -88,32 +89,33 @@ PUBLISHED = (
 
 
 def rows(_: Path) -> list[Row]:
-    found = []
-    for each in PUBLISHED:
-        peak = _predicted(each) / _GIB
-        found.append(
+    result = []
+    for item in PUBLISHED:
+        peak = _predicted(item) / _GIB
+        result.append(
             {
-                "model": each.model,
-                "ranks": each.ranks,
-                "tokens": each.batch[0] * each.batch[1],
-                "recomputed": each.recompute,
+                "model": item.model,
+                "ranks": item.ranks,
+                "tokens": item.batch[0] * item.batch[1],
+                "recomputed": item.recompute,
                 "predicted_gib": peak,
-                "published_gib": each.gib,
-                "which_is": each.what,
-                "off_percent": 100 * (peak / each.gib - 1),
-                "source": each.source,
+                "published_gib": item.gib,
+                "which_is": item.what,
+                "off_percent": 100 * (peak / item.gib - 1),
+                "source": item.source,
             }
         )
-    return found
+    return result
 
 
 def _predicted(run: Published) -> int:
-    """State of AdamW in float32 (12 bytes a parameter of the shard), and the dry run's peak beyond it."""
+    """State of AdamW in float32 (12 bytes a parameter of the shard), and the dry run's peak beyond
+    it."""
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(run.config, trust_remote_code=False)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     moments = at_full_depth(partial(_run, run))
-    return 12 * shard_numel(shapes, run.ranks) + max(parts.total() for parts in moments.values())
+    return 12 * shard_numel(shapes, run.ranks) + max(pieces.total() for pieces in moments.values())
 
 
 def _run(published: Published, num_layers: int) -> tuple[dict[str, Usage], int]:
@@ -141,9 +143,9 @@ def _run(published: Published, num_layers: int) -> tuple[dict[str, Usage], int]:
         state = live.live()
         live.begin("start")
         ids = torch.zeros(published.batch, dtype=torch.int64)
-        places = torch.arange(published.batch[1])[None]
+        positions = torch.arange(published.batch[1])[None]
         logits = model(
-            input_ids=ids, position_ids=places, attention_mask=None, use_cache=False
+            input_ids=ids, position_ids=positions, attention_mask=None, use_cache=False
         ).logits
         wide = logits.flatten(0, 1).float()
         del logits
@@ -152,27 +154,28 @@ def _run(published: Published, num_layers: int) -> tuple[dict[str, Usage], int]:
             del wide
         loss.backward()
     del live.peaks["built"]
-    for parts in live.peaks.values():
-        parts.subtract(state)
+    for pieces in live.peaks.values():
+        pieces.subtract(state)
     return live.peaks, config.num_hidden_layers
 
 
-def _recomputing(forward: Callable[..., Any], what: str) -> Callable[..., Any]:
-    how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-    if what == _OTHERS:
-        how["context_fn"] = _keep_every_other
-    return partial(checkpoint, forward, **how)
+def _recomputing(forward: Callable[..., Any], label: str) -> Callable[..., Any]:
+    method: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    if label == _OTHERS:
+        method["context_fn"] = _keep_every_other
+    return partial(checkpoint, forward, **method)
 
 
 def _keep_every_other() -> Any:
-    """torchtitan's selective recomputation of operators: attention is kept, and every other product."""
+    """torchtitan's selective recomputation of operators: attention is kept, and every other
+    product."""
     seen: Counter[str] = Counter()
 
     def policy(context: Any, function: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if function is torch.ops.aten.mm.default:
-            which = "recompute" if context.is_recompute else "forward"
-            seen[which] += 1
-            keeps = seen[which] % 2 == 1
+            selection = "recompute" if context.is_recompute else "forward"
+            seen[selection] += 1
+            keeps = seen[selection] % 2 == 1
         else:
             keeps = "scaled_dot_product" in str(function)
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE

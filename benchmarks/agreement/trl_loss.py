@@ -1,17 +1,18 @@
-"""Our losses beside TRL's: the same data, weights and settings, loss and gradient of every parameter, float32 on the
-CPU.
+"""Our losses beside TRL's: the same data, weights and settings, loss and gradient of every
+parameter, float32 on the CPU.
 
-A tiny random Qwen3 and a ragged batch are made in a temporary folder. TRL's GRPOTrainer and RLOOTrainer
-(trl_loss_worker.py, in .venv-trl, made on first use) take them from rewards and token ids to gradients, padded as TRL
-pads; ours goes from the same rewards and ids through the sharded policy, packed micro-batches and
-grpo_spmd.learn.losses.
+A tiny random Qwen3 and a ragged batch are made in a temporary folder. TRL's GRPOTrainer and
+RLOOTrainer (trl_loss_worker.py, in .venv-trl, made on first use) take them from rewards and token
+ids to gradients, padded as TRL pads; ours goes from the same rewards and ids through the sharded
+policy, packed micro-batches and grpo_spmd.learn.losses.
 
-What is claimed to be the same must agree within 1e-5: the loss (relative where it is above 1) and, for every parameter,
-the norm of the difference of the gradients over the norm of TRL's. "next variant" is that same distance to the closest
-other variant of the table: what a switch without effect would show. Exit code 1 where a claim fails. Rows that differ
-say why.
+What is claimed to be the same must agree within 1e-5: the loss (relative where it is above 1) and,
+for every parameter, the norm of the difference of the gradients over the norm of TRL's. "next
+variant" is that same distance to the closest other variant of the table: what a switch without
+effect would show. Exit code 1 where a claim fails. Rows that differ say why.
 
-Both sides clip at 0.8 and 1.28 and take rewards minus the group's mean, unless the row says otherwise.
+Both sides clip at 0.8 and 1.28 and take rewards minus the group's mean, unless the row says
+otherwise.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def main() -> None:
             load_result(folder / "trl" / f"{number}.safetensors") for number in range(len(chosen))
         ]
         ours = run_ours(folder, batch, chosen)
-    rows = [compare(*each, theirs) for each in zip(chosen, ours, theirs, strict=True)]
+    rows = [compare(*item, theirs) for item in zip(chosen, ours, theirs, strict=True)]
     report("trl_loss", rows, args.json)
     for title, names in (("TRL has, we do not", NOT_OURS), ("we have, TRL does not", NOT_THEIRS)):
         print(f"\n{title}:" + "".join(f"\n  {name}: {reason}" for name, reason in names.items()))
@@ -209,24 +210,24 @@ def _run(
 
 def compare(variant: Variant, ours: Result, theirs: Result, all_theirs: list[Result]) -> Row:
     """One row: how far apart, and what that means for the claim."""
-    far, where = gradient_difference(ours, theirs)
+    far, location = gradient_difference(ours, theirs)
     loss_far = abs(ours.loss - theirs.loss) / max(1.0, abs(theirs.loss))
     advantages_far = float((ours.advantages - theirs.advantages).abs().max())
     measured = {"loss": loss_far, "gradients": far, "advantages": advantages_far}
     # NaN is no agreement, so the comparison must be this way round.
     agree = all(measured[name] <= TOLERANCE for name in variant.compares.split(", "))
-    others = [gradient_difference(other, theirs)[0] for other in all_theirs]
-    what = "" if variant.compares == "loss, gradients" else f" {variant.compares}"
+    rest = [gradient_difference(second, theirs)[0] for second in all_theirs]
+    label = "" if variant.compares == "loss, gradients" else f" {variant.compares}"
     return {
         "variant": variant.name,
-        "verdict": "differs" if variant.reason else f"same{what}" if agree else "FAILED",
+        "verdict": "differs" if variant.reason else f"same{label}" if agree else "FAILED",
         "loss ours": ours.loss,
         "loss TRL": theirs.loss,
         "loss off by": loss_far,
         "gradients off by": far,
-        "worst parameter": where.removeprefix("model."),
+        "worst parameter": location.removeprefix("model."),
         "advantages off by": advantages_far,
-        "next variant": min((other for other in others if other > TOLERANCE), default=math.nan),
+        "next variant": min((second for second in rest if second > TOLERANCE), default=math.nan),
         "gradient norm TRL": _norm(theirs),
         "gradient probe TRL": probe(theirs),
         "ours": _settings(variant),
@@ -251,7 +252,8 @@ def gradient_difference(ours: Result, theirs: Result) -> tuple[float, str]:
 
 
 def probe(result: Result) -> float:
-    """The gradient's product with a fixed random direction of unit length: a number that knows its sign and place, for
+    """The gradient's product with a fixed random direction of unit length: a number that knows its
+    sign and place, for
     the record."""
     generator = torch.Generator().manual_seed(7)
     total, squares = 0.0, 0.0
@@ -270,9 +272,9 @@ def _settings(variant: Variant) -> str:
         ("advantage", variant.advantage_config, plain.advantage_config),
     ):
         names = [
-            each.name
-            for each in fields(config)
-            if getattr(config, each.name) != getattr(default, each.name)
+            item.name
+            for item in fields(config)
+            if getattr(config, item.name) != getattr(default, item.name)
         ]
         words += [f"{section}.{name}={getattr(config, name)}" for name in names]
     return " ".join(words) or "-"

@@ -45,7 +45,8 @@ class Batch:
 
 
 def make(folder: Path) -> Batch:
-    """The models policy, old and ref, a tokenizer, and the batch, from seeds of our own: the same on every machine and
+    """The models policy, old and ref, a tokenizer, and the batch, from seeds of our own: the same
+    on every machine and
     version."""
     for number, name in enumerate(("policy", "old", "ref")):
         _make_model(folder / name, seed=number)

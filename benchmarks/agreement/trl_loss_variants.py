@@ -1,4 +1,5 @@
-"""The variants of `trl_loss`: every loss that both sides have, then those that differ on purpose, and what only one
+"""The variants of `trl_loss`: every loss that both sides have, then those that differ on purpose,
+and what only one
 side has."""
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from grpo_spmd.config.schema import AdvantageConfig, LossConfig
 
 @dataclass(frozen=True)
 class Variant:
-    """One setting on both sides. Our side begins at PPO's clip without any extra; `trl` holds arguments of GRPOConfig
+    """One setting on both sides. Our side begins at PPO's clip without any extra; `trl` holds
+    arguments of GRPOConfig
     or RLOOConfig."""
 
     name: str
@@ -20,7 +22,8 @@ class Variant:
     loss: dict[str, Any] = field(default_factory=dict)
     advantage: dict[str, Any] = field(default_factory=dict)
     reason: str = ""  # why they differ; empty: they must agree
-    rewards: str = "plain"  # or "times_1000", beside which the 1e-4 that TRL adds to a std is nothing, or "one_unknown"
+    # or "times_1000", beside which the 1e-4 that TRL adds to a std is nothing, or "one_unknown"
+    rewards: str = "plain"
     trainer: str = "GRPO"
     num_parts: int = 2  # TRL's micro-batches
     on_policy: bool = False  # old logprobs are those of the weights that train
@@ -32,7 +35,8 @@ class Variant:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """All that TRL is given: its clip is at 0.8 and 1.2 by default, and its GRPOTrainer divides by the group's
+        """All that TRL is given: its clip is at 0.8 and 1.2 by default, and its GRPOTrainer divides
+        by the group's
         std."""
         plain: dict[str, Any] = {"epsilon": 0.2, "epsilon_high": 0.28}
         return {
@@ -227,7 +231,8 @@ _DIFFER = (
         "GSPO, token TIS",
         {**_GSPO, **_GRPO, **_TOKEN_CAP},
         {**_OURS_GSPO, **_OURS_TOKEN_CAP, "aggregation": "sequence"},
-        reason="a token's weight stays with its own gradient in ours, is averaged over the sequence in TRL; same loss",
+        reason="a token's weight stays with its own gradient in ours, is averaged over the "
+        "sequence in TRL; same loss",
     ),
     Variant(
         "CISPO, our lower bound 0.8",
@@ -271,15 +276,17 @@ _DIFFER = (
         trainer="RLOO",
         num_parts=1,
         factor=MAX_COMPLETION,
-        reason="TRL clips the product of a sequence's ratios, ours each token's or their geometric mean",
+        reason="TRL clips the product of a sequence's ratios, ours each token's or their "
+        "geometric mean",
     ),
 )
 
 
 def variants(batch: Batch) -> list[Variant]:
-    """Those that must agree, among them some whose factor hangs on the batch, then those that differ, with numbers."""
-    kept = [not cut for cut in batch.truncated]
-    sequences = sum(kept) / len(kept)
+    """Those that must agree, among them some whose factor hangs on the batch, then those that
+    differ, with numbers."""
+    retained = [not cut for cut in batch.truncated]
+    sequences = sum(retained) / len(retained)
     lengths = [len(ids) for ids in batch.completion_ids]
     scored = sum(length for i, length in enumerate(lengths) if i != UNKNOWN) / sum(lengths)
     scaled = [
@@ -308,10 +315,13 @@ def variants(batch: Batch) -> list[Variant]:
 NOT_OURS = {
     "SAPO, VESPO": "other gates in place of the clip",
     "top_entropy_quantile": "policy term on the tokens of highest entropy alone",
-    "off_policy_mask_threshold": "drops sequences of negative advantage that drifted from the old policy",
+    "off_policy_mask_threshold": "drops sequences of negative advantage that drifted from the "
+    "old policy",
     "use_adaptive_entropy": "a controller for entropy_coef",
-    "multi_objective_aggregation: normalize_then_sum": "each reward function normalised by itself (GDPO)",
-    "normalize_advantages (RLOO)": "RLOO advantages over the batch's standard deviation; nearest is reinforce_pp",
+    "multi_objective_aggregation: normalize_then_sum": "each reward function normalised by "
+    "itself (GDPO)",
+    "normalize_advantages (RLOO)": "RLOO advantages over the batch's standard deviation; nearest "
+    "is reinforce_pp",
     "vllm_importance_sampling_mode: sequence_mask": "see the row of TRL's default correction",
 }
 NOT_THEIRS = {

@@ -1,11 +1,11 @@
-"""TRL's side of `trl_loss`: its own trainers on the batch of a folder. Runs in .venv-trl and imports nothing of
-grpo_spmd.
+"""TRL's side of `trl_loss`: its own trainers on the batch of a folder. Runs in .venv-trl and
+imports nothing of grpo_spmd.
 
     .venv-trl/bin/python -m benchmarks.agreement.trl_loss_worker FOLDER
 
-Only generation is replaced, by the completions of the batch. Tokenising, padding, old and reference logprobs,
-importance sampling ratios, advantages, the split into micro-batches and the loss are TRL's code as it stands. Writes
-FOLDER/trl/N.safetensors for each variant N.
+Only generation is replaced, by the completions of the batch. Tokenising, padding, old and reference
+logprobs, importance sampling ratios, advantages, the split into micro-batches and the loss are
+TRL's code as it stands. Writes FOLDER/trl/N.safetensors for each variant N.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def run(
     weights: dict[str, dict[str, torch.Tensor]],
     variant: dict[str, Any],
 ) -> dict[str, torch.Tensor]:
-    """One generation batch and its backward passes: loss, advantages, and the gradient of every parameter."""
+    """One generation batch and its backward passes: loss, advantages, and the gradient of every
+    parameter."""
     num_parts = variant["num_parts"]
     kind, trainer_kind = (
         (GRPOConfig, _GRPO) if variant["trainer"] == "GRPO" else (RLOOConfig, _RLOO)
@@ -100,18 +101,18 @@ def run(
 
     loss = torch.zeros(())
     inputs = [{"prompt": prompt} for prompt in batch["prompts"]]
-    for part in range(num_parts):
-        trainer._step = part
-        if part == 0 and not variant["on_policy"]:
+    for piece in range(num_parts):
+        trainer._step = piece
+        if piece == 0 and not variant["on_policy"]:
             _fill(model, weights["old"])
         prepared = trainer._prepare_inputs(
             inputs
         )  # the first call generates and scores, the others take what it kept
-        if part == 0:
+        if piece == 0:
             _fill(model, weights["policy"])
-        share = trainer.compute_loss(model, prepared)
-        share.backward()
-        loss += share.detach()
+        fraction = trainer.compute_loss(model, prepared)
+        fraction.backward()
+        loss += fraction.detach()
     gradients = {f"gradient/{name}": parameter.grad for name, parameter in model.named_parameters()}
     return {
         "loss": loss,

@@ -1,11 +1,14 @@
-"""A day of evidence on a borrowed GPU, or its dry form on a CPU. The manual is in benchmarks/README.md.
+"""A day of evidence on a borrowed GPU, or its dry form on a CPU. The manual is in
+benchmarks/README.md.
 
-    benchmarks/run.sh gpu_day [--minutes 9] [--out FOLDER] [--scratch FOLDER] [--from FOLDER] [--again STEP] [--dry]
+    benchmarks/run.sh gpu_day [--minutes 9] [--out FOLDER] [--scratch FOLDER] [--from FOLDER]
+    [--again STEP] [--dry]
 
-Steps run in order of value, each with a limit at which its whole tree of processes is killed; what is done is
-remembered, and the same command goes on after its end or a kill. Results are in --out after every step: state.json,
-rows.jsonl, page.txt, logs.tar.gz. Exit codes: 0 all steps are done or were skipped, 1 one failed or came to its limit,
-2 it cannot begin (one line), 3 there is more to do.
+Steps run in order of value, each with a limit at which its whole tree of processes is killed; what
+is done is remembered, and the same command goes on after its end or a kill. Results are in --out
+after every step: state.json, rows.jsonl, page.txt, logs.tar.gz. Exit codes: 0 all steps are done or
+were skipped, 1 one failed or came to its limit, 2 it cannot begin (one line), 3 there is more to
+do.
 """
 
 from __future__ import annotations
@@ -21,7 +24,10 @@ from benchmarks.gpu_day.steps import DRY, GPU
 from benchmarks.support.report import COMMIT, commit
 
 # Whether torch reaches the GPU, asked in another process: this one must not hold a context there.
-_ASK = "import torch; torch.cuda.is_available() and torch.zeros(1, device='cuda'); print(torch.cuda.is_available())"
+_ASK = (
+    "import torch; torch.cuda.is_available() and torch.zeros(1, device='cuda'); "
+    "print(torch.cuda.is_available())"
+)
 
 
 def main() -> int:
@@ -58,9 +64,9 @@ def main() -> int:
         default = ROOT / "runs" / ("gpu_day_dry" if dry else "gpu_day")
         out = args.out or (Path(os.environ["OUT"]) if os.environ.get("OUT") else default)
         scratch = args.scratch or default.with_name(default.name + ".scratch")
-        before = [args.before] if args.before else [out]
+        old = [args.before] if args.before else [out]
         named = args.commit or os.environ.get(COMMIT) or commit()
-        day = Day(DRY if dry else GPU, scratch.resolve(), out.resolve(), form, named, before)
+        day = Day(DRY if dry else GPU, scratch.resolve(), out.resolve(), form, named, old)
         code = day.run((20.0 if dry else 9.0) if args.minutes is None else args.minutes, args.again)
     except DayError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -70,20 +76,23 @@ def main() -> int:
 
 
 def _has_gpu() -> bool:
-    """Raises DayError where there is a GPU that torch cannot use: a dry day there would pass for a real one."""
-    asked = subprocess.run(
+    """Raises DayError where there is a GPU that torch cannot use: a dry day there would pass for a
+    real one."""
+    requests = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", _ASK], capture_output=True, text=True
     )
-    if asked.returncode == 0 and asked.stdout.strip() == "True":
+    if requests.returncode == 0 and requests.stdout.strip() == "True":
         return True
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout
     except FileNotFoundError:
         listed = ""
     if "GPU" in listed:
-        why = (asked.stderr.strip().splitlines() or ["torch.cuda.is_available() is False"])[-1]
+        reason = (requests.stderr.strip().splitlines() or ["torch.cuda.is_available() is False"])[
+            -1
+        ]
         raise DayError(
-            f"nvidia-smi lists a GPU that torch cannot use ({why}); mend that, or ask for --dry"
+            f"nvidia-smi lists a GPU that torch cannot use ({reason}); mend that, or ask for --dry"
         )
     return False
 

@@ -1,13 +1,14 @@
-"""A run whose processes are all killed at once (SIGKILL), and the same command again: where it goes on, what it
-repeats, whether anything is left behind.
+"""A run whose processes are all killed at once (SIGKILL), and the same command again: where it goes
+on, what it repeats, whether anything is left behind.
 
     python -m benchmarks.gpu_day.crash --folder NEW [--size 0.5b|tiny] [--json FILE]
 
-It fails where the second start does not come to the run's end, where more than two intervals were lost (a save may be
-under way when the kill comes), or where steps that were made twice differ: on a CPU at all, on a GPU by more than other
-draws of the same policy do. Kernels there may add in another order, and a completion that parts from its twin at one
-token is another one from there on. The first such step has its weights from the same checkpoint: "first loss off by" is
-0 where this GPU repeats itself.
+It fails where the second start does not come to the run's end, where more than two intervals were
+lost (a save may be under way when the kill comes), or where steps that were made twice differ: on a
+CPU at all, on a GPU by more than other draws of the same policy do. Kernels there may add in
+another order, and a completion that parts from its twin at one token is another one from there on.
+The first such step has its weights from the same checkpoint: "first loss off by" is 0 where this
+GPU repeats itself.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ _STEPS, _EVERY, _KILL_AFTER = (
 )  # of the run, between its checkpoints, lines of metrics at the kill
 _MARK = "GRPO_SPMD_CRASH_TREE"
 _SAME = ("reward/mean", "loss/total", "completion/tokens_mean", "optim/grad_norm")
-# On a GPU five standard deviations of the difference of two draws: of a mean of 128 rewards of 0 to 6 (0.25), and of a
+# On a GPU five standard deviations of the difference of two draws: of a mean of 128 rewards of 0 to
+# 6 (0.25), and of a
 # mean of 128 advantages about 1 (0.13).
 _REWARD_OFF, _LOSS_OFF = 1.2, 0.6
 
@@ -66,40 +68,41 @@ def main() -> int:
         return 1
     killed = kill_tree(mark, _MARK)
     process.wait()
-    before = [
+    old = [
         json.loads(line) for line in path.read_text().splitlines()[:_KILL_AFTER]
     ]  # what follows may be torn
     checkpoints, used = (
-        sorted(found.name for found in (folder / "run/checkpoints").glob("*")),
+        sorted(result.name for result in (folder / "run/checkpoints").glob("*")),
         _gpu_used_mib(),
     )
     start = time.perf_counter()
     code = subprocess.run(command, env={**os.environ, _MARK: mark}).returncode
-    seconds, left = time.perf_counter() - start, marked(mark, _MARK)
-    after = read_lines(path)
+    seconds, remaining = time.perf_counter() - start, marked(mark, _MARK)
+    lines = read_lines(path)
     row: Row = {"model": f"{args.size}, {num_parameters:,} parameters", "processes_killed": killed}
-    row |= {"steps_before_the_kill": len(before), "checkpoints_then": " ".join(checkpoints) or "-"}
+    row |= {"steps_before_the_kill": len(old), "checkpoints_then": " ".join(checkpoints) or "-"}
     row |= {
         "gpu_used_mib_after_the_kill": used,
         "exit_code_of_the_second": code,
         "second_start_s": seconds,
     }
-    row |= compared(before, after) | {"processes_left": len(left)}
+    row |= compared(old, lines) | {"processes_left": len(remaining)}
     import torch  # only now: a context of this process would be in the runs' ledgers
 
-    problems = judged(row, len(after), exactly=not torch.cuda.is_available())
+    problems = judged(row, len(lines), exactly=not torch.cuda.is_available())
     report("gpu_day_crash", [row | {"problems": "; ".join(problems) or "-"}], args.json)
     return int(bool(problems))
 
 
-def compared(before: Sequence[Row], after: Sequence[Row]) -> Row:
-    """Where the second start went on, and how far steps differ that were made twice. A line that the second start kept
+def compared(initial: Sequence[Row], after: Sequence[Row]) -> Row:
+    """Where the second start went on, and how far steps differ that were made twice. A line that
+    the second start kept
     is the same in every figure, times too."""
-    pairs = list(zip(before, after, strict=False))
-    kept = next((i for i, (old, new) in enumerate(pairs) if old != new), len(pairs))
-    twice = pairs[kept:]
+    pairs = list(zip(initial, after, strict=False))
+    retained = next((i for i, (old, new) in enumerate(pairs) if old != new), len(pairs))
+    twice = pairs[retained:]
     off = {name: [abs(old[name] - new[name]) for old, new in twice] or [0.0] for name in _SAME}
-    row: Row = {"went_on_at_step": kept, "steps_made_twice": len(twice)}
+    row: Row = {"went_on_at_step": retained, "steps_made_twice": len(twice)}
     return (
         row
         | {f"{name} off by": max(off[name]) for name in _SAME}
@@ -129,13 +132,14 @@ def _num_lines(path: Path) -> int:
 
 
 def _gpu_used_mib() -> int | str:
-    """By the driver, a second after the kill: this process has no context there. "-" without a GPU."""
+    """By the driver, a second after the kill: this process has no context there. "-" without a
+    GPU."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "" or shutil.which("nvidia-smi") is None:
         return "-"
     time.sleep(1.0)
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    said = subprocess.run(command, capture_output=True, text=True).stdout.split()
-    return int(said[0]) if said and said[0].isdigit() else "-"
+    message = subprocess.run(command, capture_output=True, text=True).stdout.split()
+    return int(message[0]) if message and message[0].isdigit() else "-"
 
 
 if __name__ == "__main__":

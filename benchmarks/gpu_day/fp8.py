@@ -1,5 +1,6 @@
-"""The same run with the engine in FP8 and in bfloat16: what sampling gains, and what it costs in agreement. Skipped
-where this version has no `rollout.quantization`, and on a CPU, whose kernels lack it.
+"""The same run with the engine in FP8 and in bfloat16: what sampling gains, and what it costs in
+agreement. Skipped where this version has no `rollout.quantization`, and on a CPU, whose kernels
+lack it.
 
     python -m benchmarks.gpu_day.fp8 --folder NEW [--size 0.5b] [--json FILE]
 """
@@ -25,8 +26,8 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--size", choices=SIZES, default="0.5b")
     args = parser.parse_args()
-    if why := missing():
-        print(f"skipped: {why}")
+    if reason := missing():
+        print(f"skipped: {reason}")
         return SKIPPED
     size, rows = SIZES[args.size], list[Row]()
     make_model(args.folder / "model", size)

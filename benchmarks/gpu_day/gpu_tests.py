@@ -2,8 +2,8 @@
 
     python -m benchmarks.gpu_day.gpu_tests [--json FILE] --marked gpu
 
-Of the tests only files that name the mark are read: the others ask for packages that a borrowed host may lack, and
-importing all of them takes longer than the tests.
+Of the tests only files that name the mark are read: the others ask for packages that a borrowed
+host may lack, and importing all of them takes longer than the tests.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ def main() -> int:
     parser.add_argument(
         "--marked", metavar="MARK", help="the tests with this mark, wherever they are"
     )
-    args, of_pytest = parser.parse_known_args()
+    args, pytest_values = parser.parse_known_args()
     if args.marked:
-        of_pytest = ["-m", args.marked, *naming(args.marked), *of_pytest]
+        pytest_values = ["-m", args.marked, *naming(args.marked), *pytest_values]
     with tempfile.TemporaryDirectory() as folder:
         junit = Path(folder, "junit.xml")
         options = [
@@ -35,7 +35,7 @@ def main() -> int:
             "-o",
             "junit_family=xunit1",
         ]
-        command = [sys.executable, "-m", "pytest", *options, f"--junitxml={junit}", *of_pytest]
+        command = [sys.executable, "-m", "pytest", *options, f"--junitxml={junit}", *pytest_values]
         environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
         code = subprocess.run(command, env=environment, stderr=subprocess.STDOUT).returncode
         row = (
@@ -43,7 +43,9 @@ def main() -> int:
             if junit.is_file()
             else {"passed": 0, "failed": "pytest did not come to its end"}
         )
-    report("gpu_day_tests", [{"tests": " ".join(of_pytest), **row, "exit_code": code}], args.json)
+    report(
+        "gpu_day_tests", [{"tests": " ".join(pytest_values), **row, "exit_code": code}], args.json
+    )
     return code
 
 
@@ -59,11 +61,11 @@ def counted(junit: Path) -> Row:
     """Tests by how they ended, and the names of those that failed."""
     cases = list(ElementTree.parse(junit).getroot().iter("testcase"))
     ended = {
-        what: [case for case in cases if any(case.find(tag) is not None for tag in tags)]
-        for what, tags in (("failed", ("failure", "error")), ("skipped", ("skipped",)))
+        label: [case for case in cases if any(case.find(tag) is not None for tag in tags)]
+        for label, tags in (("failed", ("failure", "error")), ("skipped", ("skipped",)))
     }
     row: Row = {"passed": len(cases) - sum(map(len, ended.values()))}
-    row |= {what: len(found) for what, found in ended.items()}
+    row |= {label: len(result) for label, result in ended.items()}
     names = [f"{case.get('classname')}::{case.get('name')}" for case in ended["failed"]]
     return row | {
         "seconds": sum(float(case.get("time", 0)) for case in cases),

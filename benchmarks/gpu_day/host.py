@@ -1,4 +1,5 @@
-"""What this host is: device, driver, versions; and whether vLLM, from wherever it is found, can be imported at all."""
+"""What this host is: device, driver, versions; and whether vLLM, from wherever it is found, can be
+imported at all."""
 
 from __future__ import annotations
 

@@ -38,19 +38,19 @@ def page(steps: Sequence[Named], state: Mapping[str, Any], rows: Sequence[Row]) 
 
 def _head(steps: Sequence[Named], state: Mapping[str, Any], rows: Sequence[Row]) -> Iterator[str]:
     yield f"A day on a GPU, {_FORMS[state['form']]}"
-    of_rows = {name: rows[-1][name] for name in _FACTS if name in rows[-1]} if rows else {}
+    rows_values = {name: rows[-1][name] for name in _FACTS if name in rows[-1]} if rows else {}
     yield ", ".join(
-        f"{name} {value}" for name, value in ({"commit": state["commit"]} | of_rows).items()
+        f"{name} {value}" for name, value in ({"commit": state["commit"]} | rows_values).items()
     )
     spent = sum(command["seconds"] for command in state["commands"])
     yield f"{len(state['commands'])} commands, {spent / 60:.1f} minutes"
     yield ""
-    known = state["steps"]
+    expected_names = state["steps"]
     lines = [
         {
             "step": step.name,
-            "ended": (of_step := known.get(step.name, {})).get("status", "not run"),
-            "s": of_step.get("seconds", "-"),
+            "ended": (step_values := expected_names.get(step.name, {})).get("status", "not run"),
+            "s": step_values.get("seconds", "-"),
             "shows": step.shows,
         }
         for step in steps
@@ -60,31 +60,31 @@ def _head(steps: Sequence[Named], state: Mapping[str, Any], rows: Sequence[Row])
 
 def _part(step: Named, state: Mapping[str, Any], rows: Sequence[Row]) -> Iterator[str]:
     """A step's tables, and its last line where it brought none or was not done."""
-    of_step = state["steps"].get(step.name)
-    if of_step is None:
+    step_values = state["steps"].get(step.name)
+    if step_values is None:
         return
-    own = [row for row in rows if row["step"] == step.name]
-    yield from ("", f"== {step.name}: {of_step['status']}")
-    if of_step["status"] != "done" or not own:
-        yield str(of_step.get("said", "-"))
-        yield from (f"  | {line}" for line in of_step.get("tail", ()))
-    for benchmark, group in groupby(own, key=lambda row: str(row["benchmark"])):
-        of_benchmark = list(group)
+    local = [row for row in rows if row["step"] == step.name]
+    yield from ("", f"== {step.name}: {step_values['status']}")
+    if step_values["status"] != "done" or not local:
+        yield str(step_values.get("said", "-"))
+        yield from (f"  | {line}" for line in step_values.get("tail", ()))
+    for benchmark, group in groupby(local, key=lambda row: str(row["benchmark"])):
+        benchmark_values = list(group)
         columns = dict.fromkeys(
-            column for row in of_benchmark for column in row if column not in _NOT_SHOWN
+            column for row in benchmark_values for column in row if column not in _NOT_SHOWN
         )
         # What all rows of a table have alike, and what is long, goes into a line below it.
-        alike = [
+        equal = [
             c
             for c in columns
-            if len(of_benchmark) > 1 and len({str(row.get(c)) for row in of_benchmark}) == 1
+            if len(benchmark_values) > 1 and len({str(row.get(c)) for row in benchmark_values}) == 1
         ]
         yield from ("", f"{benchmark}")
         yield from (
             f"  {line}"
-            for line in table(of_benchmark, [c for c in columns if c not in alike] or alike)
+            for line in table(benchmark_values, [c for c in columns if c not in equal] or equal)
         )
-        if alike and len(alike) < len(columns):
+        if equal and len(equal) < len(columns):
             yield "  all: " + ", ".join(
-                f"{column} {of_benchmark[0].get(column)}" for column in alike
+                f"{column} {benchmark_values[0].get(column)}" for column in equal
             )

@@ -1,12 +1,14 @@
-"""A run in bfloat16 whose every sync is proved tensor by tensor, and every update checked: how far engine and policy
-are apart, what sleep frees and leaves, and where memory was beside what the planner said.
+"""A run in bfloat16 whose every sync is proved tensor by tensor, and every update checked: how far
+engine and policy are apart, what sleep frees and leaves, and where memory was beside what the
+planner said.
 
-    python -m benchmarks.gpu_day.proofs --folder NEW [--size 0.5b|tiny] [--steps 20] [--within SECONDS] [--json FILE]
+    python -m benchmarks.gpu_day.proofs --folder NEW [--size 0.5b|tiny] [--steps 20] [--within
+    SECONDS] [--json FILE]
 
-It fails where a proof of the run did, or where the run had not ended --within so many seconds; and on a GPU where sleep
-frees less than 0.7 of what the engine may take, or where what is left after it grows by more than 1 GiB over the run.
-Rows are written also then, of the steps that were made. The planner's row says "not there" where `python -m
-grpo_spmd.plan` gives no answer.
+It fails where a proof of the run did, or where the run had not ended --within so many seconds; and
+on a GPU where sleep frees less than 0.7 of what the engine may take, or where what is left after it
+grows by more than 1 GiB over the run. Rows are written also then, of the steps that were made. The
+planner's row says "not there" where `python -m grpo_spmd.plan` gives no answer.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ def main() -> int:
     args = parser.parse_args()
     size = SIZES[args.size]
     num_parameters = make_model(args.folder / "model", size)
-    # Half a step of the speed benchmark: 20 of them shall fit into their minutes, beside a proof in each.
+    # Half a step of the speed benchmark: 20 of them shall fit into their minutes, beside a proof in
+    # each.
     half = {
         "num_prompts_per_step": size.num_prompts // 2,
         "max_completion_tokens": size.max_completion_tokens // 2,
@@ -54,12 +57,13 @@ def main() -> int:
     command = [sys.executable, "-m", "grpo_spmd.train", "--config", str(config)]
     try:
         code = subprocess.run(command, timeout=args.within).returncode
-        held = code == 0
+        retained = code == 0
     except subprocess.TimeoutExpired:
         print(
-            f"proofs: the run was killed after {args.within:g} s; the rows are of the steps that it had made"
+            f"proofs: the run was killed after {args.within:g} s; the rows are of the steps that "
+            "it had made"
         )
-        code, held = 1, True  # a proof that fails ends the run
+        code, retained = 1, True  # a proof that fails ends the run
     metrics = read_rows(args.folder / "run/metrics.jsonl")
     if not metrics:
         return code or 1
@@ -68,13 +72,13 @@ def main() -> int:
     on_gpu = torch.cuda.is_available()
     ran = {"model": f"{args.size}, {num_parameters:,} parameters"}
     ran |= {"device": torch.cuda.get_device_name() if on_gpu else "CPU"}
-    share = yaml.safe_load((args.folder / "run/config.yaml").read_text())["rollout"][
+    fraction = yaml.safe_load((args.folder / "run/config.yaml").read_text())["rollout"][
         "gpu_memory_utilization"
     ]
-    may_take_gib = share * torch.cuda.mem_get_info()[1] / 2**30 if on_gpu else None
+    may_take_gib = fraction * torch.cuda.mem_get_info()[1] / 2**30 if on_gpu else None
     report(
         "gpu_day_proofs",
-        [row | ran for row in proof_rows(metrics, args.steps, held=held)],
+        [row | ran for row in proof_rows(metrics, args.steps, retained=retained)],
         args.json,
     )
     sleep, problems = sleep_row(metrics, may_take_gib)
@@ -86,8 +90,9 @@ def main() -> int:
     return code or int(bool(problems))
 
 
-def proof_rows(metrics: Sequence[Row], steps: int, *, held: bool) -> list[Row]:
-    """How far engine and policy were apart on the tokens just sampled, in nats, and what looking cost."""
+def proof_rows(metrics: Sequence[Row], steps: int, *, retained: bool) -> list[Row]:
+    """How far engine and policy were apart on the tokens just sampled, in nats, and what looking
+    cost."""
     rows = []
     for name, unit in (
         ("weight_sync/mismatch_abs_mean", "nats a token"),
@@ -98,39 +103,42 @@ def proof_rows(metrics: Sequence[Row], steps: int, *, held: bool) -> list[Row]:
         ("time/step_s", "s"),
     ):
         values = [line[name] for line in metrics if line.get(name) is not None]
-        found = spread("median", values) if values else dict.fromkeys(("median", "min", "max"), "-")
+        result = (
+            spread("median", values) if values else dict.fromkeys(("median", "min", "max"), "-")
+        )
         rows.append(
             {
                 "what": name,
                 "unit": unit,
                 "steps": f"{len(values)} of {steps}",
-                **found,
-                "all proofs held": held,
+                **result,
+                "all proofs held": retained,
             }
         )
     return rows
 
 
 def sleep_row(metrics: Sequence[Row], may_take_gib: float | None) -> tuple[Row, list[str]]:
-    """What the engine's sleep frees and leaves, over the steps; and what is wrong with it. `may_take_gib`: None on a
+    """What the engine's sleep frees and leaves, over the steps; and what is wrong with it.
+    `may_take_gib`: None on a
     CPU, where sleep frees nothing."""
-    freed, left = (
-        [line[f"memory/sleep/{what}_gib"] for line in metrics] for what in ("freed", "left")
+    freed, remaining = (
+        [line[f"memory/sleep/{label}_gib"] for line in metrics] for label in ("freed", "left")
     )
-    grown = left[-1] - left[min(_WARM, len(left) - 1)]
+    grown = remaining[-1] - remaining[min(_WARM, len(remaining) - 1)]
     row: Row = {
         "freed_gib": freed[-1],
         "least_freed_gib": min(freed),
-        "left_gib": left[-1],
+        "left_gib": remaining[-1],
         "grown_gib": grown,
     }
     row |= {"engine_may_take_gib": may_take_gib or "-", "sleeps": len(freed)}
     if may_take_gib is None:
         return row, []
-    least, problems = _LEAST_FREED_FRAC * may_take_gib, []
-    if min(freed) < least:
+    minimum, problems = _LEAST_FREED_FRAC * may_take_gib, []
+    if min(freed) < minimum:
         problems.append(
-            f"a sleep freed {min(freed):.2f} GiB, and at least {least:.2f} must come back"
+            f"a sleep freed {min(freed):.2f} GiB, and at least {minimum:.2f} must come back"
         )
     if grown > _MOST_GROWN_GIB:
         problems.append(
@@ -140,7 +148,8 @@ def sleep_row(metrics: Sequence[Row], may_take_gib: float | None) -> tuple[Row, 
 
 
 def planned(config: Path, answer: Path) -> dict[str, Any]:
-    """The planner's answer for this run on this device, by its command alone; empty where it gives none."""
+    """The planner's answer for this run on this device, by its command alone; empty where it gives
+    none."""
     command = [
         sys.executable,
         "-m",
@@ -163,14 +172,16 @@ def planned(config: Path, answer: Path) -> dict[str, Any]:
         done.returncode not in (0, 1) or not answer.is_file()
     ):  # 1: it answers that the run does not fit
         print(
-            f"proofs: the planner gave no answer (exit code {done.returncode}): {done.stderr.strip()[-300:]}"
+            f"proofs: the planner gave no answer (exit code {done.returncode}): "
+            f"{done.stderr.strip()[-300:]}"
         )
         return {}
     return dict(json.loads(answer.read_text()))
 
 
 def _card() -> str:
-    """This device as the planner knows it: by name, or by its memory beside made-up speeds, which only its estimate of
+    """This device as the planner knows it: by name, or by its memory beside made-up speeds, which
+    only its estimate of
     time uses; on a CPU some card, to see that it answers."""
     import torch
 
@@ -180,15 +191,17 @@ def _card() -> str:
         torch.cuda.get_device_name(),
         torch.cuda.get_device_properties(0).total_memory / 2**30,
     )
-    known = {"H200": "H200-141GB", "H100": "H100-80GB"}
+    expected_names = {"H200": "H200-141GB", "H100": "H100-80GB"}
     return next(
-        (card for part, card in known.items() if part in name), f"{gib:.1f}GiB,1TFLOPS,1GB/s"
+        (card for piece, card in expected_names.items() if piece in name),
+        f"{gib:.1f}GiB,1TFLOPS,1GB/s",
     )
 
 
 def ledger_rows(metrics: Sequence[Row], plan: dict[str, Any]) -> list[Row]:
-    """Of each phase the most over the steps, in GiB. "on_device" is what the planner's figure means: the peak of the
-    trainer's tensors and what is there beside them at the phase's end (engine, context, graphs). At the end of
+    """Of each phase the most over the steps, in GiB. "on_device" is what the planner's figure
+    means: the peak of the trainer's tensors and what is there beside them at the phase's end
+    (engine, context, graphs). At the end of
     weight_sync the KV cache is there too, which the planner counts to the rollout."""
 
     def most(phase: str, *fields: str) -> float:
@@ -198,7 +211,7 @@ def ledger_rows(metrics: Sequence[Row], plan: dict[str, Any]) -> list[Row]:
 
     rows = []
     for phase in (phase for phase in _PHASES if f"memory/{phase}/peak_gib" in metrics[0]):
-        said, on_device = (
+        message, on_device = (
             plan.get("phases", {}).get(phase, {}).get("peak_gib"),
             most(phase, "peak", "other"),
         )
@@ -206,8 +219,8 @@ def ledger_rows(metrics: Sequence[Row], plan: dict[str, Any]) -> list[Row]:
             "phase": phase,
             **{field: most(phase, field) for field in ("peak", "reserved", "driver_used")},
         }
-        row |= {"on_device": on_device, "planned": _NOT_THERE if said is None else said}
-        rows.append(row | {"to_planned": "-" if said is None else on_device / said})
+        row |= {"on_device": on_device, "planned": _NOT_THERE if message is None else message}
+        rows.append(row | {"to_planned": "-" if message is None else on_device / message})
     return rows
 
 

@@ -1,5 +1,7 @@
-"""The steps of the day in order of value, and their small forms. Limits are for a borrowed H200: all of them together
-stay under 23 minutes, so that 2 of 25 are left for what lies between them, and each fits into a command of 9."""
+"""The steps of the day in order of value, and their small forms. Limits are for a borrowed H200:
+all of them together
+stay under 23 minutes, so that 2 of 25 are left for what lies between them, and each fits into a
+command of 9."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""A whole step beside TRL's GRPOTrainer with colocated vLLM, one after the other on the same device: the same model,
-prompts, sampling, loss and optimizer as in benchmarks/speed/step_vs_trl.py, which has shown on a CPU that both compute
-the same. On a GPU both sides have float32 masters and bfloat16 compute, TRL without recomputation (on by default) and
-with its engine awake all the time (its default); ours sleeps. Rows come as soon as a side has ended.
+"""A whole step beside TRL's GRPOTrainer with colocated vLLM, one after the other on the same
+device: the same model, prompts, sampling, loss and optimizer as in benchmarks/speed/step_vs_trl.py,
+which has shown on a CPU that both compute the same. On a GPU both sides have float32 masters and
+bfloat16 compute, TRL without recomputation (on by default) and with its engine awake all the time
+(its default); ours sleeps. Rows come as soon as a side has ended.
 
     python -m benchmarks.gpu_day.trl --folder NEW [--size 0.5b|tiny] [--json FILE]
 
@@ -62,8 +63,8 @@ def trl_interpreter() -> str | None:
     """One that has TRL and our vLLM; it is not made here."""
     if importlib.util.find_spec("trl") is not None:
         return sys.executable
-    own = Path(".venv-trl/bin/python")
-    return str(own) if own.exists() else None
+    local = Path(".venv-trl/bin/python")
+    return str(local) if local.exists() else None
 
 
 def _ours(folder: Path, task: Task, size: Size, on_gpu: bool) -> list[Row]:

@@ -1,14 +1,14 @@
-"""How even the plans are, and what planning takes: long-tailed traces of 100 to 100,000 rollouts over 2 to 64 ranks, by
-arithmetic.
+"""How even the plans are, and what planning takes: long-tailed traces of 100 to 100,000 rollouts
+over 2 to 64 ranks, by arithmetic.
 
-Completions are lognormal (sigma 1, median 512 tokens) and cut off at 8,192; the 8 of a group are alike (0.81 of the
-variance is the group's). Rows hold 16,384 tokens, and once 8,448. Costs are those of Qwen2.5-1.5B: a token of a rollout
-of 8,192 costs 1.23 times that of a short one.
+Completions are lognormal (sigma 1, median 512 tokens) and cut off at 8,192; the 8 of a group are
+alike (0.81 of the variance is the group's). Rows hold 16,384 tokens, and once 8,448. Costs are
+those of Qwen2.5-1.5B: a token of a rollout of 8,192 costs 1.23 times that of a short one.
 
-The bound is what no plan can better: a rank's fair share of the cost, or the longest rollout where that is more ("best"
-is the efficiency there: where it is below 1, ranks must wait). The gap is how far ours is above the bound. "plain" is
-the efficiency of tokens dealt longest first to the rank with the fewest, then first fit into rows. CPU time is the
-least of three.
+The bound is what no plan can better: a rank's fair share of the cost, or the longest rollout where
+that is more ("best" is the efficiency there: where it is below 1, ranks must wait). The gap is how
+far ours is above the bound. "plain" is the efficiency of tokens dealt longest first to the rank
+with the fewest, then first fit into rows. CPU time is the least of three.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ _PLAIN_UP_TO = 10_000  # its time grows with rollouts * rows
 
 def main() -> None:
     args = arguments_parser(__doc__).parse_args()
-    gc.freeze()  # as vLLM does in a run: else each 100,000 rollouts would pay for walks through all that torch has made
+    # as vLLM does in a run: else each 100,000 rollouts would pay for walks through all that torch
+    # has made
+    gc.freeze()
     qwen = transformers.Qwen2Config(num_hidden_layers=28, hidden_size=1536, num_attention_heads=12)
     ratio = attention_cost_ratio(1_543_714_304, qwen)
     rows = [
@@ -49,18 +51,20 @@ def main() -> None:
     usual = [row for row in rows if row["max_tokens"] == BUDGET]
     possible = [row for row in usual if row["best"] == 1]
     print(
-        f"\nwhere no rollout is above a rank's fair share ({len(possible)} of {len(usual)} at {BUDGET:,} tokens): "
+        f"\nwhere no rollout is above a rank's fair share ({len(possible)} of {len(usual)} at "
+        f"{BUDGET:,} tokens): "
         "efficiency >= "
         f"{min(row['efficiency'] for row in possible):.4f}, rank cost spread <= "
         f"{max(row['rank_cost_spread'] for row in possible):.2%}; "
-        f"in the others at most {max(row['gap_to_bound'] for row in usual if row['best'] < 1):.2%} above the bound"
+        "in the others at most "
+        f"{max(row['gap_to_bound'] for row in usual if row['best'] < 1):.2%} above the bound"
     )
-    for few, many in ((1_000, 10_000), (10_000, 100_000)):
+    for few, several in ((1_000, 10_000), (10_000, 100_000)):
         times = [
             sum(row["cpu_s"] for row in usual if row["rollouts"] == number)
-            for number in (few, many)
+            for number in (few, several)
         ]
-        print(f"{few:,} -> {many:,} rollouts: {times[1] / times[0]:.1f} times the CPU time")
+        print(f"{few:,} -> {several:,} rollouts: {times[1] / times[0]:.1f} times the CPU time")
 
 
 def _measure(num_rollouts: int, num_ranks: int, max_tokens: int, ratio: float) -> Row:
@@ -78,8 +82,8 @@ def _measure(num_rollouts: int, num_ranks: int, max_tokens: int, ratio: float) -
         )
         seconds.append(time.process_time() - start)
     figures = plan_metrics(plan, num_tokens, costs)
-    share = sum(costs) / num_ranks
-    bound = max(share, *costs)
+    fraction = sum(costs) / num_ranks
+    bound = max(fraction, *costs)
     plain = None
     if num_rollouts <= _PLAIN_UP_TO:
         plain = plan_metrics(plan_by_tokens(num_tokens, num_ranks, max_tokens), num_tokens, costs)[
@@ -90,8 +94,8 @@ def _measure(num_rollouts: int, num_ranks: int, max_tokens: int, ratio: float) -
         "rollouts": num_rollouts,
         "ranks": num_ranks,
         "efficiency": figures["packing_efficiency_frac"],
-        "best": share / bound,
-        "gap_to_bound": share / figures["packing_efficiency_frac"] / bound - 1,
+        "best": fraction / bound,
+        "gap_to_bound": fraction / figures["packing_efficiency_frac"] / bound - 1,
         "rank_cost_spread": figures["rank_cost_spread_frac"],
         "plain": plain,
         "micro_batches": figures["micro_batches"],
@@ -103,16 +107,17 @@ def _measure(num_rollouts: int, num_ranks: int, max_tokens: int, ratio: float) -
 
 
 def trace(
-    num_rollouts: int, *, median: int = 512, longest: int = LONGEST, seed: int = 0
+    num_rollouts: int, *, median: int = 512, max_length: int = LONGEST, seed: int = 0
 ) -> list[int]:
-    """Tokens of each rollout, in the order of ids: lognormal completions behind prompts of 64 to 256 tokens, groups
+    """Tokens of each rollout, in the order of ids: lognormal completions behind prompts of 64 to
+    256 tokens, groups
     side by side."""
     rng = np.random.default_rng(seed)
     num_groups = -(-num_rollouts // GROUP_SIZE)
     logs = rng.normal(0, 0.9, (num_groups, 1)) + rng.normal(
         0, (1 - 0.9**2) ** 0.5, (num_groups, GROUP_SIZE)
     )
-    completions = np.clip(median * np.exp(logs), 1, longest).astype(int)
+    completions = np.clip(median * np.exp(logs), 1, max_length).astype(int)
     tokens: list[int] = (
         (rng.integers(64, 256, (num_groups, 1)) + completions).ravel()[:num_rollouts].tolist()
     )
@@ -120,7 +125,8 @@ def trace(
 
 
 def plan_by_tokens(num_tokens: list[int], num_ranks: int, max_tokens: int) -> BatchPlan:
-    """The plain way: tokens dealt longest first to the rank with the fewest, then each into the first of its rows that
+    """The plain way: tokens dealt longest first to the rank with the fewest, then each into the
+    first of its rows that
     has room."""
     ranks: list[list[list[int]]] = [[] for _ in range(num_ranks)]
     room: list[list[int]] = [[] for _ in range(num_ranks)]
@@ -136,8 +142,8 @@ def plan_by_tokens(num_tokens: list[int], num_ranks: int, max_tokens: int) -> Ba
             room[rank].append(max_tokens)
         ranks[rank][number].append(i)
         room[rank][number] -= num_tokens[i]
-    most = max(map(len, ranks))
-    return plan_of([[rows + [[]] * (most - len(rows)) for rows in ranks]])
+    maximum = max(map(len, ranks))
+    return plan_of([[rows + [[]] * (maximum - len(rows)) for rows in ranks]])
 
 
 def plan_of(mini_batches: Sequence[list[list[list[int]]]]) -> BatchPlan:

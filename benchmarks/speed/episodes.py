@@ -1,19 +1,22 @@
-"""Episodes beside TRL's: 64 of 5 turns with tools of 100 ms, the same model, real generation by vLLM on both sides, one
-thread each.
+"""Episodes beside TRL's: 64 of 5 turns with tools of 100 ms, the same model, real generation by
+vLLM on both sides, one thread each.
 
     benchmarks/run.sh episodes [--rounds N] [--json FILE]
 
-A random Qwen3 (float32, 4 layers of width 256) whose chat template opens a call at the start of each turn, so that
-every completion that ends is one; a turn has 24 tokens in the mean, and each call waits 100 ms. An episode is 5 turns
-with 4 calls between them, on both sides by their own limit of turns.
+A random Qwen3 (float32, 4 layers of width 256) whose chat template opens a call at the start of
+each turn, so that every completion that ends is one; a turn has 24 tokens in the mean, and each
+call waits 100 ms. An episode is 5 turns with 4 calls between them, on both sides by their own limit
+of turns.
 
-Ours is `python -m grpo_spmd.train`, with 64 environments alive (`num_workers: 64`) and with the default of 16. TRL's is
-its GRPOTrainer with colocated vLLM and `environment_factory`, as in `step_vs_trl`: it calls one tool after the other
-and samples the next turn when the last one has answered.
+Ours is `python -m grpo_spmd.train`, with 64 environments alive (`num_workers: 64`) and with the
+default of 16. TRL's is its GRPOTrainer with colocated vLLM and `environment_factory`, as in
+`step_vs_trl`: it calls one tool after the other and samples the next turn when the last one has
+answered.
 
-What is timed is a step's generation: sampling, tools, and what lies between. The floor is the same of ours with tools
-that answer at once, and an episode's own 4 x 100 ms on top: nothing that waits for its tools can be quicker. Rounds are
-in turn, as in `step_vs_trl`; a ratio is between the turns of one round.
+What is timed is a step's generation: sampling, tools, and what lies between. The floor is the same
+of ours with tools that answer at once, and an episode's own 4 x 100 ms on top: nothing that waits
+for its tools can be quicker. Rounds are in turn, as in `step_vs_trl`; a ratio is between the turns
+of one round.
 """
 
 from __future__ import annotations
@@ -42,7 +45,8 @@ _CHAT_TEMPLATE = (
     "{%- for message in messages -%}"
     "{{- '<|' + message.role + '|>' -}}"
     "{%- for call in message.tool_calls or [] -%}{{- '<tool_call>' + call.function.name -}}"
-    "{%- for name, value in call.function.arguments.items() -%}{{- ' ' + name + ':' + value -}}{%- endfor -%}"
+    "{%- for name, value in call.function.arguments.items() -%}{{- ' ' + name + ':' + value "
+    "-}}{%- endfor -%}"
     "{%- endfor -%}"
     "{{- (message.content or '') + '<|end|>' -}}"
     "{%- endfor -%}"
@@ -78,7 +82,8 @@ def main() -> None:
 
 
 def make_chat(folder: Path) -> None:
-    """The model of `step_vs_trl` with a tokenizer whose chat template opens a call, and chats as prompts."""
+    """The model of `step_vs_trl` with a tokenizer whose chat template opens a call, and chats as
+    prompts."""
     make(folder, _SHAPE)
     tokens = make_tokenizer(
         folder / "model"
@@ -87,10 +92,10 @@ def make_chat(folder: Path) -> None:
     tokens.chat_template, tokens.response_template = _CHAT_TEMPLATE, _RESPONSE_TEMPLATE
     tokens.save_pretrained(folder / "model")
     rng = random.Random(0)
-    longest = _SHAPE.task.max_prompt_tokens - 18  # that the template writes around it
+    max_length = _SHAPE.task.max_prompt_tokens - 18  # that the template writes around it
     with (folder / "train.jsonl").open("w") as file:
         for _ in range(512):
-            length = rng.randint(_SHAPE.fewest_prompt_tokens, longest)
+            length = rng.randint(_SHAPE.fewest_prompt_tokens, max_length)
             text = "".join(
                 f" w{rng.randrange(_SHAPE.vocabulary // 2, _SHAPE.vocabulary)}"
                 for _ in range(length)
@@ -136,7 +141,7 @@ def race(folder: Path, python: str, rounds: int) -> list[Row]:
         label: [statistics.mean(step["generation_s"] for step in turn) for turn in turns]
         for label, turns in seen.items()
     }
-    seconds["floor"] = [each + (_TURNS - 1) * TOOL_S for each in seconds.pop(_AT_ONCE)]
+    seconds["floor"] = [item + (_TURNS - 1) * TOOL_S for item in seconds.pop(_AT_ONCE)]
     facts = {
         "episodes": _SHAPE.task.num_rollouts,
         "turns": _TURNS,
@@ -146,9 +151,9 @@ def race(folder: Path, python: str, rounds: int) -> list[Row]:
     return [
         {
             "side": side,
-            "beside": beside,
+            "beside": extra,
             "side_s": statistics.median(seconds[side]),
-            "beside_s": statistics.median(seconds[beside]),
+            "beside_s": statistics.median(seconds[extra]),
             **spread("ratio", ratios(seconds[slower], seconds[quicker])),
             "side_tokens_mean": statistics.median(
                 step["tokens_mean"] for turn in seen[side] for step in turn
@@ -156,7 +161,7 @@ def race(folder: Path, python: str, rounds: int) -> list[Row]:
             "rounds": rounds,
             **facts,
         }
-        for side, beside, slower, quicker in (
+        for side, extra, slower, quicker in (
             ("ours", "trl", "trl", "ours"),
             (_DEFAULT, "trl", "trl", _DEFAULT),
             ("ours", "floor", "ours", "floor"),

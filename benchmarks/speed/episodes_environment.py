@@ -1,4 +1,5 @@
-"""The environment of `episodes`, for both sides: it runs in TRL's process and in our workers, and imports nothing of
+"""The environment of `episodes`, for both sides: it runs in TRL's process and in our workers, and
+imports nothing of
 grpo_spmd."""
 
 from __future__ import annotations

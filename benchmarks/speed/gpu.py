@@ -1,18 +1,21 @@
-"""A real run on one GPU, each phase beside its floor: the least time that the arithmetic or the bytes of the phase
-could take here.
+"""A real run on one GPU, each phase beside its floor: the least time that the arithmetic or the
+bytes of the phase could take here.
 
-    python -m benchmarks.speed.gpu [--size 0.5b|1.5b|tiny] [--steps 6] [--variants plain,offload] [--json FILE]
-A random Qwen2 of that size is made in a temporary folder (no download), and trained by grpo_spmd.train in a process of
-its own. Its completions end at one of many stop tokens, so that their lengths are ragged: geometric, cut at the
-longest. Ceilings are measured on the same device after the runs: bfloat16 products, copies in device memory, copies
-between pinned host memory and the device. Where there is no GPU nothing is measured; `--device cpu --size tiny` runs it
-all on the CPU, to see that it works.
+    python -m benchmarks.speed.gpu [--size 0.5b|1.5b|tiny] [--steps 6] [--variants plain,offload]
+    [--json FILE]
+A random Qwen2 of that size is made in a temporary folder (no download), and trained by
+grpo_spmd.train in a process of its own. Its completions end at one of many stop tokens, so that
+their lengths are ragged: geometric, cut at the longest. Ceilings are measured on the same device
+after the runs: bfloat16 products, copies in device memory, copies between pinned host memory and
+the device. Where there is no GPU nothing is measured; `--device cpu --size tiny` runs it all on the
+CPU, to see that it works.
 
-Time of weight_sync includes waking the engine, that of rollout its falling asleep. Counted is the work of the
-algorithm, not of this
-implementation: each byte once, products of layers and lm_head (2 FLOPs a weight and token forward, twice that
-backward), causal attention (2 * length^2 * heads * head_dim forward). The share of the update's floor is the MFU
-against the measured ceiling; "mfu" is the run's own figure, against the data sheet and without attention.
+Time of weight_sync includes waking the engine, that of rollout its falling asleep. Counted is the
+work of the algorithm, not of this
+implementation: each byte once, products of layers and lm_head (2 FLOPs a weight and token forward,
+twice that backward), causal attention (2 * length^2 * heads * head_dim forward). The share of the
+update's floor is the MFU against the measured ceiling; "mfu" is the run's own figure, against the
+data sheet and without attention.
 """
 
 from __future__ import annotations
@@ -82,7 +85,8 @@ _MINI_BATCHES = 2  # so that the phase `logprobs` has something to do
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What this device reached: FLOP/s of a large product, bytes/s (read plus written) of a copy, bytes/s to and from
+    """What this device reached: FLOP/s of a large product, bytes/s (read plus written) of a copy,
+    bytes/s to and from
     pinned memory."""
 
     matmul_flops: float
@@ -206,11 +210,12 @@ class Run:
 
 
 def phase_rows(run: Run, num_parameters: int, size: Size, ceilings: Ceilings) -> list[Row]:
-    """One row a phase and one for the step: medians over the steps of floor and time, each step beside its own
+    """One row a phase and one for the step: medians over the steps of floor and time, each step
+    beside its own
     floor."""
     sizes = dimensions(model_config(size))
     assert sizes is not None
-    found: list[dict[str, tuple[str, float, float]]] = []
+    result: list[dict[str, tuple[str, float, float]]] = []
     for metrics, lengths in zip(run.metrics, run.lengths, strict=True):
         work = Work(
             sizes,
@@ -221,20 +226,23 @@ def phase_rows(run: Run, num_parameters: int, size: Size, ceilings: Ceilings) ->
             optimizer_steps=_MINI_BATCHES,
             offloaded_bytes=metrics["memory/host/offloaded_gib"] * 2**30,
         )
-        known = floors(work, ceilings)
+        expected_names = floors(work, ceilings)
         phases = {
             name.removeprefix("time/").removesuffix("_s"): value
             for name, value in metrics.items()
             if name.startswith("time/")
         }
-        step = sum(seconds for _, seconds in known.values())
-        found.append(
-            {name: (*known.get(name, ("-", 0.0)), seconds) for name, seconds in phases.items()}
+        step = sum(seconds for _, seconds in expected_names.values())
+        result.append(
+            {
+                name: (*expected_names.get(name, ("-", 0.0)), seconds)
+                for name, seconds in phases.items()
+            }
         )
-        found[-1]["step"] = ("sum of the above", step, metrics["time/step_s"])
+        result[-1]["step"] = ("sum of the above", step, metrics["time/step_s"])
     rows = []
-    for name in sorted(found[0], key=lambda name: name == "step"):
-        formulas, floor, measured = zip(*(step[name] for step in found), strict=True)
+    for name in sorted(result[0], key=lambda name: name == "step"):
+        formulas, floor, measured = zip(*(step[name] for step in result), strict=True)
         mfu = [
             m["throughput/mfu"]
             for m in run.metrics
@@ -260,7 +268,8 @@ def phase_rows(run: Run, num_parameters: int, size: Size, ceilings: Ceilings) ->
 
 
 def memory_rows(run: Run) -> list[Row]:
-    """The ledger (grpo_spmd/memory.py) of each phase, in GiB, the most over the steps; and what the engine's sleep
+    """The ledger (grpo_spmd/memory.py) of each phase, in GiB, the most over the steps; and what the
+    engine's sleep
     frees and leaves."""
 
     def most(key: str) -> float:
@@ -310,11 +319,11 @@ def measure_ceilings(device: Any) -> Ceilings:
     a, b = (torch.randn(wide, wide, device=device).to(dtype) for _ in range(2))
     product = torch.empty_like(a)
     matmul_s = _best_s(lambda: torch.mm(a, b, out=product), on_gpu)
-    here, there = (torch.ones(numel, dtype=torch.uint8, device=device) for _ in range(2))
-    copy_s = _best_s(lambda: there.copy_(here), on_gpu)
+    local, present = (torch.ones(numel, dtype=torch.uint8, device=device) for _ in range(2))
+    copy_s = _best_s(lambda: present.copy_(local), on_gpu)
     host = torch.ones(numel, dtype=torch.uint8, pin_memory=on_gpu)
-    to_device_s = _best_s(lambda: here.copy_(host, non_blocking=True), on_gpu)
-    to_host_s = _best_s(lambda: host.copy_(here, non_blocking=True), on_gpu)
+    to_device_s = _best_s(lambda: local.copy_(host, non_blocking=True), on_gpu)
+    to_host_s = _best_s(lambda: host.copy_(local, non_blocking=True), on_gpu)
     return Ceilings(
         2 * wide**3 / matmul_s, 2 * numel / copy_s, numel / to_device_s, numel / to_host_s
     )
@@ -353,8 +362,8 @@ def model_config(size: Size) -> dict[str, Any]:
 
 
 def make_model(folder: Path, size: Size) -> int:
-    """A random Qwen2 whose next-token distributions are near uniform, so that `vocabulary / mean_tokens` stop tokens
-    give that mean length.
+    """A random Qwen2 whose next-token distributions are near uniform, so that `vocabulary /
+    mean_tokens` stop tokens give that mean length.
 
     Returns its number of parameters, a tied one once.
     """
@@ -384,7 +393,8 @@ def make_model(folder: Path, size: Size) -> int:
 def training_config(
     folder: Path, name: str, size: Size, steps: int, dtype: str, **sections: dict[str, Any]
 ) -> Path:
-    """Write FOLDER/NAME.yaml for the model that `make_model` made in FOLDER/model, and the reward that it names; the
+    """Write FOLDER/NAME.yaml for the model that `make_model` made in FOLDER/model, and the reward
+    that it names; the
     run's folder is FOLDER/NAME. `sections` are laid over it, key by key."""
     config: dict[str, Any] = {
         "run_dir": str(folder / name),
@@ -399,7 +409,8 @@ def training_config(
             "max_completion_tokens": size.max_completion_tokens,
             "gpu_memory_utilization": 0.5,
         },
-        # Random tokens have no text to judge, and all rewards alike would leave nothing to train on.
+        # Random tokens have no text to judge, and all rewards alike would leave nothing to train
+        # on.
         "rewards": [{"function": f"{folder}/reward.py:length"}],
         "training": {
             "num_steps": steps,
@@ -411,7 +422,8 @@ def training_config(
     for section, values in sections.items():
         config[section] = config.get(section, {}) | values
     (folder / "reward.py").write_text(
-        "def length(completion_ids, **_):\n    return [float(len(ids) % 7) for ids in completion_ids]\n"
+        "def length(completion_ids, **_):\n    return [float(len(ids) % 7) for ids in "
+        "completion_ids]\n"
     )
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(config))

@@ -69,7 +69,7 @@ def main() -> None:
 def make_groups(num_rollouts: int, session: Session) -> tuple[list[RolloutGroup], ScoredRollouts]:
     """This rank's groups, and scores of two rewards for them."""
     rng = np.random.default_rng(session.rank)
-    lengths = trace(num_rollouts, median=448, longest=4096)
+    lengths = trace(num_rollouts, median=448, max_length=4096)
     groups, scored = (
         [],
         ScoredRollouts(by_name={"first": [], "second": []}, statuses={"first": [], "second": []}),
@@ -96,7 +96,8 @@ def make_groups(num_rollouts: int, session: Session) -> tuple[list[RolloutGroup]
 def one_round(
     groups: list[RolloutGroup], scored: ScoredRollouts, config: Config, session: Session
 ) -> dict[str, float]:
-    """Seconds of this rank: "add", the parts of assemble_batch and its rest, "total" of these (and in CPU time), and
+    """Seconds of this rank: "add", the parts of assemble_batch and its rest, "total" of these (and
+    in CPU time), and
     "dump"."""
     seconds: dict[str, float] = {}
 
@@ -109,10 +110,10 @@ def one_round(
 
         return inner
 
-    places = {name: sampled_step if name == "plan_batch" else assemble for name in PARTS}
-    originals = {name: getattr(module, name) for name, module in places.items()}
+    positions = {name: sampled_step if name == "plan_batch" else assemble for name in PARTS}
+    originals = {name: getattr(module, name) for name, module in positions.items()}
     for name, original in originals.items():
-        setattr(places[name], name, timed(name, original))
+        setattr(positions[name], name, timed(name, original))
     sections = config.rollout, config.advantage, config.loss, config.training
     rules = StepRules(
         *sections,
@@ -127,15 +128,15 @@ def one_round(
     _, decision = timed("assemble", assemble_batch)(sampled, session)
     cpu = time.process_time() - cpu_start
     for name, original in originals.items():
-        setattr(places[name], name, original)
+        setattr(positions[name], name, original)
     barrier()
     dump = RolloutDump(RolloutWriter(Path(config.run_dir), config.logging, session), every_steps=1)
     timed("dump", dump.write_if_due)(0, sampled, decision)
-    parts = {name: seconds.get(name, 0.0) for name in ("add", *PARTS)}
+    pieces = {name: seconds.get(name, 0.0) for name in ("add", *PARTS)}
     total = seconds["add"] + seconds["assemble"]
     return {
-        **parts,
-        "rest": total - sum(parts.values()),
+        **pieces,
+        "rest": total - sum(pieces.values()),
         "total": total,
         "total_cpu": cpu,
         "dump": seconds["dump"],

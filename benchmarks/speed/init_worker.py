@@ -22,7 +22,7 @@ from grpo_spmd.model.policy import build_policy
 
 
 def main() -> None:
-    what, folder = sys.argv[1:]
+    label, folder = sys.argv[1:]
     transformers.utils.logging.disable_progress_bar()
     session = start_session()
     torch.ones(64, 64) @ torch.ones(
@@ -31,7 +31,7 @@ def main() -> None:
     built: list[torch.nn.Module] = []
 
     def build() -> None:
-        if what == "policy":
+        if label == "policy":
             built.append(build_policy(ModelConfig(path=folder, dtype="float32"), 1.0, session))
             return
         plain = transformers.AutoModelForCausalLM
@@ -44,14 +44,15 @@ def main() -> None:
     start = time.perf_counter()
     peak = peak_bytes(build, on_gpu=False)
     seconds = time.perf_counter() - start
-    own = [p.to_local() if what == "policy" else p for p in built[0].parameters()]  # type: ignore[attr-defined]
-    shard = sum(p.numel() * 4 for p in own)
+    local = [p.to_local() if label == "policy" else p for p in built[0].parameters()]  # type: ignore[attr-defined]
+    shard = sum(p.numel() * 4 for p in local)
     tell({"peak_beyond_shard_bytes": peak - shard, "shard_bytes": shard, "seconds": seconds})
     end_session()
 
 
 def make(folder: Path) -> tuple[int, int, int]:
-    """Random weights of 0.3 billion parameters in files of at most 400 MB. Returns how many, bytes of a layer and of
+    """Random weights of 0.3 billion parameters in files of at most 400 MB. Returns how many, bytes
+    of a layer and of
     the largest tensor."""
     config = model_config(
         vocab_size=64000,

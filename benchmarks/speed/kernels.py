@@ -1,11 +1,13 @@
-"""What the update's time on a device is made of: every kernel of one packed update, by kind, beside the wall clock.
+"""What the update's time on a device is made of: every kernel of one packed update, by kind, beside
+the wall clock.
 
     python -m benchmarks.speed.kernels [--size 1.5b|0.5b|tiny] [--json FILE]
 
-A random Qwen2 of benchmarks/speed/gpu.py, 64 rollouts, bfloat16; two updates warm up, a third is timed and a fourth
-recorded by torch's profiler. "share" is of the time of all kernels; "busy" what the kernels are of the timed update:
-the rest is the device waiting for the host. On a CPU the operators of the process stand in for kernels, to see that it
-works. A kernel's kind is told by its name; the longest ones are listed, so that a wrong guess shows.
+A random Qwen2 of benchmarks/speed/gpu.py, 64 rollouts, bfloat16; two updates warm up, a third is
+timed and a fourth recorded by torch's profiler. "share" is of the time of all kernels; "busy" what
+the kernels are of the timed update: the rest is the device waiting for the host. On a CPU the
+operators of the process stand in for kernels, to see that it works. A kernel's kind is told by its
+name; the longest ones are listed, so that a wrong guess shows.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from benchmarks.support.report import Row, arguments_parser, report
 from grpo_spmd.distributed.session import end_session, start_session
 
 _ROLLOUTS, _LONGEST = 64, 12
-# The first whose word is in a kernel's name, in lower case. Products come after attention, whose names have them too.
+# The first whose word is in a kernel's name, in lower case. Products come after attention, whose
+# names have them too.
 _KINDS = (
     ("attention", ("flash", "fmha", "attention", "attn", "sdpa")),
     (
@@ -101,7 +104,7 @@ def main() -> None:
     end_session()
     ran = {
         "model": f"{args.size}, {num_parameters:,} parameters",
-        "tokens": sum(each.num_tokens for each in rollouts),
+        "tokens": sum(item.num_tokens for item in rollouts),
     }
     ran |= {
         "device": torch.cuda.get_device_name()
@@ -109,22 +112,22 @@ def main() -> None:
         else "CPU (a smoke test, not a measurement)"
     }
     report("kernels", [row | ran for row in kind_rows(kernels, seconds)], args.json)
-    longest = sorted(kernels, key=lambda kernel: -kernel.seconds)[:_LONGEST]
+    max_length = sorted(kernels, key=lambda kernel: -kernel.seconds)[:_LONGEST]
     rows = [
         {"ms": 1e3 * k.seconds, "calls": k.calls, "kind": kind_of(k.name), "name": k.name[:90]}
-        for k in longest
+        for k in max_length
     ]
     report("kernels_longest", rows, args.json)
 
 
 def kind_rows(kernels: Iterable[Kernel], update_s: float) -> list[Row]:
     """One row a kind, the longest first, and one of all."""
-    of_kind: dict[str, list[Kernel]] = {}
+    kind_values: dict[str, list[Kernel]] = {}
     for kernel in kernels:
-        of_kind.setdefault(kind_of(kernel.name), []).append(kernel)
-    total = sum(kernel.seconds for found in of_kind.values() for kernel in found)
-    rows = [_row(kind, found, total) for kind, found in of_kind.items()]
-    every = _row("all", [kernel for found in of_kind.values() for kernel in found], total)
+        kind_values.setdefault(kind_of(kernel.name), []).append(kernel)
+    total = sum(kernel.seconds for result in kind_values.values() for kernel in result)
+    rows = [_row(kind, result, total) for kind, result in kind_values.items()]
+    every = _row("all", [kernel for result in kind_values.values() for kernel in result], total)
     rows = [*sorted(rows, key=lambda row: -row["ms"]), every]
     return [row | {"update_ms": 1e3 * update_s, "busy": total / update_s} for row in rows]
 
@@ -141,13 +144,13 @@ def kind_of(name: str) -> str:
 
 
 def _kernels(recorded: Any, *, on_gpu: bool) -> list[Kernel]:
-    found = []
+    result = []
     for event in recorded.key_averages():
         own_us = event.self_device_time_total if on_gpu else event.self_cpu_time_total
         # An annotation (FSDP's, the optimizer's) spans kernels, and would count them twice.
         if own_us > 0 and not event.is_user_annotation:
-            found.append(Kernel(event.key, own_us / 1e6, event.count))
-    return found
+            result.append(Kernel(event.key, own_us / 1e6, event.count))
+    return result
 
 
 if __name__ == "__main__":

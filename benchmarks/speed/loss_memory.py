@@ -1,11 +1,12 @@
-"""Memory and time of logprobs from hidden states, forward and backward: a chunk of logits at a time, beside all of them
-at once.
+"""Memory and time of logprobs from hidden states, forward and backward: a chunk of logits at a
+time, beside all of them at once.
 
-T = 4096 tokens, V = 32,000, D = 256. Each row is a process of its own. Memory is the most that was held at one time
-beyond hidden states and lm_head, measured (VmHWM, or torch's peak on a GPU), with the gradients of both in it (35 MiB
-in float32). "full" is log_softmax and gather of all logits, as plain transformers code has it; "full, row by row" is
-how TRL takes logprobs of float32 logits. Neither of them computes the entropy, which "chunked" does. Gradients are
-compared with those of "full" in float32.
+T = 4096 tokens, V = 32,000, D = 256. Each row is a process of its own. Memory is the most that was
+held at one time beyond hidden states and lm_head, measured (VmHWM, or torch's peak on a GPU), with
+the gradients of both in it (35 MiB in float32). "full" is log_softmax and gather of all logits, as
+plain transformers code has it; "full, row by row" is how TRL takes logprobs of float32 logits.
+Neither of them computes the entropy, which "chunked" does. Gradients are compared with those of
+"full" in float32.
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ def main() -> None:
     report("loss_memory", rows, args.json)
 
 
-def _measure(how: str, chunk: int, dtype: str, folder: str) -> Row:
-    (found,) = measure(0, "benchmarks.speed.loss_memory_worker", how, str(chunk), dtype, folder)
+def _measure(method: str, chunk: int, dtype: str, folder: str) -> Row:
+    (result,) = measure(0, "benchmarks.speed.loss_memory_worker", method, str(chunk), dtype, folder)
     return {
-        "logits": how,
+        "logits": method,
         "chunk": chunk or "-",
         "dtype": dtype,
-        "peak_mib": found["peak_bytes"] / _MIB,
-        **spread("seconds", found["seconds"]),
-        "gradients_off_by": found["gradients_off_by"],
+        "peak_mib": result["peak_bytes"] / _MIB,
+        **spread("seconds", result["seconds"]),
+        "gradients_off_by": result["gradients_off_by"],
     }
 
 

@@ -20,7 +20,7 @@ _TOKENS, _VOCABULARY, _HIDDEN, _TEMPERATURE, _ROUNDS = 4096, 32_000, 256, 0.8, 3
 
 
 def main() -> None:
-    how, chunk, dtype, folder = sys.argv[1:]
+    method, chunk, dtype, folder = sys.argv[1:]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(
@@ -31,13 +31,13 @@ def main() -> None:
     weights = torch.randn(_TOKENS, generator=generator).to(device)  # as advantages would weigh them
 
     def logprobs(hidden: Tensor, head: Tensor) -> Tensor:
-        if how == "chunked":
+        if method == "chunked":
             scores: tuple[Tensor, Tensor] = TokenLogprobs.apply(
                 hidden, head, target_ids, _TEMPERATURE, int(chunk)
             )
             return scores[0]
         logits = (hidden @ head.T).float() / _TEMPERATURE
-        if how == "full":
+        if method == "full":
             return logits.log_softmax(-1).gather(-1, target_ids[:, None])[:, 0]
         return logits.gather(-1, target_ids[:, None])[:, 0] - torch.stack(
             [row.logsumexp(-1) for row in logits]
@@ -63,12 +63,12 @@ def main() -> None:
 
     got = [leaf.grad.float().cpu() for leaf in leaves if leaf.grad is not None]
     file = Path(folder, "gradients.safetensors")
-    if how == "full" and dtype == "float32":
+    if method == "full" and dtype == "float32":
         save_file({"hidden": got[0], "head": got[1]}, file)
     exact = load_file(file)
     off_by = [
-        float((mine - exact[name]).norm() / exact[name].norm())
-        for name, mine in zip(("hidden", "head"), got, strict=True)
+        float((local - exact[name]).norm() / exact[name].norm())
+        for name, local in zip(("hidden", "head"), got, strict=True)
     ]
     tell({"peak_bytes": peak, "seconds": seconds, "gradients_off_by": max(off_by)})
 

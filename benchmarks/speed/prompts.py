@@ -1,18 +1,21 @@
-"""What prompts cost a node at the start of a run, in CPU seconds and memory: read, tokenized, kept, found again.
+"""What prompts cost a node at the start of a run, in CPU seconds and memory: read, tokenized, kept,
+found again.
 
-Two ranks start together over the same jsonl file of rows of about 60 tokens, as plain text and as chat through a ChatML
-template. Texts are stretches of Python's language reference with a line break in each; one word in twelve is a number
-of one to five digits, one in fifty a name that does not come up again. The tokenizer is a byte-level BPE of 16,384 that
-was trained on that reference, with the expression and the normalizer (NFC) of Qwen 2's. "first" finds nothing made: one
-rank makes it, the other waits. "next" finds it. "in memory" keeps nothing: each rank makes its own, as where no folder
-takes it, of 20,000 rows at most.
+Two ranks start together over the same jsonl file of rows of about 60 tokens, as plain text and as
+chat through a ChatML template. Texts are stretches of Python's language reference with a line break
+in each; one word in twelve is a number of one to five digits, one in fifty a name that does not
+come up again. The tokenizer is a byte-level BPE of 16,384 that was trained on that reference, with
+the expression and the normalizer (NFC) of Qwen 2's. "first" finds nothing made: one rank makes it,
+the other waits. "next" finds it. "in memory" keeps nothing: each rank makes its own, as where no
+folder takes it, of 20,000 rows at most.
 
-node_cpu_s is of both ranks together, from the check of the config to the first 64 prompts, without imports and the
-loading of the tokenizer; us_a_row the same by rows; check_s (before torch) and tokens_s are of the rank that took
-longest, in CPU time, rank_cpu_s and wall_s of the one that took longest from start to end. encode_s is what the
-tokenizers library alone takes for all texts in batches without offsets, on one thread, by 10,000 of them, measured by
-one rank in the same minute, and the least that tokens_s can be. anon_mib is the most anonymous memory that a
-rank held beyond what it had after those imports, after_mib what it holds of it in the end, kept_mb what lies in the
+node_cpu_s is of both ranks together, from the check of the config to the first 64 prompts, without
+imports and the loading of the tokenizer; us_a_row the same by rows; check_s (before torch) and
+tokens_s are of the rank that took longest, in CPU time, rank_cpu_s and wall_s of the one that took
+longest from start to end. encode_s is what the tokenizers library alone takes for all texts in
+batches without offsets, on one thread, by 10,000 of them, measured by one rank in the same minute,
+and the least that tokens_s can be. anon_mib is the most anonymous memory that a rank held beyond
+what it had after those imports, after_mib what it holds of it in the end, kept_mb what lies in the
 cache.
 """
 
@@ -35,7 +38,10 @@ from benchmarks.support.report import Row, arguments_parser, report
 from grpo_spmd.demo.making import model_config
 
 _RANKS, _OWN = 2, 20_000
-_QWEN2 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_QWEN2 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| "
+    r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -64,8 +70,8 @@ def main() -> None:
                 rows += [
                     _measure(Path(folder), num_rows, prompts, start) for start in ("first", "next")
                 ]
-        _make_data(Path(folder, "train.jsonl"), own := min(_OWN, *args.rows))
-        rows += [_measure(Path(folder), own, prompts, "in memory") for prompts in args.prompts]
+        _make_data(Path(folder, "train.jsonl"), local := min(_OWN, *args.rows))
+        rows += [_measure(Path(folder), local, prompts, "in memory") for prompts in args.prompts]
     report("prompts", rows, args.json)
 
 
@@ -79,21 +85,21 @@ def _measure(folder: Path, num_rows: int, prompts: str, start: str) -> Row:
     }
     (folder / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
     cache = folder / f"cache_{prompts}_{num_rows}"
-    told = measure(
+    message = measure(
         _RANKS,
         "benchmarks.speed.prompts_worker",
         str(folder),
         start,
         env={"XDG_CACHE_HOME": str(cache)},
     )
-    kept = sum(path.stat().st_size for path in cache.rglob("*") if path.is_file())
-    cpu_s = sum(rank["rank_cpu_s"] for rank in told)
+    retained = sum(path.stat().st_size for path in cache.rglob("*") if path.is_file())
+    cpu_s = sum(rank["rank_cpu_s"] for rank in message)
     row: Row = {
         "rows": num_rows,
         "prompts": prompts,
         "start": start,
         "ranks": _RANKS,
-        "tokens": told[0]["tokens"],
+        "tokens": message[0]["tokens"],
     }
     row |= {"node_cpu_s": cpu_s, "us_a_row": cpu_s / num_rows * 1e6}
     for name in (
@@ -105,8 +111,8 @@ def _measure(folder: Path, num_rows: int, prompts: str, start: str) -> Row:
         "anon_mib",
         "after_mib",
     ):
-        row[name] = max(rank[name] for rank in told)
-    return row | {"kept_mb": kept / 1e6}
+        row[name] = max(rank[name] for rank in message)
+    return row | {"kept_mb": retained / 1e6}
 
 
 def _make_data(path: Path, num_rows: int) -> None:
@@ -115,22 +121,23 @@ def _make_data(path: Path, num_rows: int) -> None:
     ]  # no rules of tables
     draw = random.Random(0)
     syllables = [
-        first + vowel + last
-        for first in "bdfgklmnprstv"
+        initial + vowel + final
+        for initial in "bdfgklmnprstv"
         for vowel in "aeiou"
-        for last in ("", "n", "r", "s")
+        for final in ("", "n", "r", "s")
     ]
     with path.open("w", encoding="utf-8") as file:
         for number in range(num_rows):
             begin, length = draw.randrange(len(words) - 60), draw.randrange(20, 56)
             text = words[begin : begin + length]
-            for place in draw.choices(range(length), k=length // 12):
-                text[place] = (
-                    f"{draw.randrange(10 ** draw.randrange(1, 6))}{draw.choice(('', '', ',', '.', '%'))}"
+            for position in draw.choices(range(length), k=length // 12):
+                text[position] = (
+                    f"{draw.randrange(10 ** draw.randrange(1, 6))}"
+                    f"{draw.choice(('', '', ',', '.', '%'))}"
                 )
             if number % 5 < 4:
-                place = draw.randrange(length)
-                text[place] = "".join(draw.choices(syllables, k=3)).title()
+                position = draw.randrange(length)
+                text[position] = "".join(draw.choices(syllables, k=3)).title()
             text[length // 2] += "\n"
             record = {
                 "prompt": " ".join(text).replace("\n ", "\n"),

@@ -1,4 +1,5 @@
-"""One rank of benchmarks.speed.prompts: the start of a run as far as its prompts go. Arguments: the folder with
+"""One rank of benchmarks.speed.prompts: the start of a run as far as its prompts go. Arguments: the
+folder with
 config.yaml, and how to start."""
 
 from __future__ import annotations
@@ -71,10 +72,10 @@ def main() -> None:
     figures["tokens"] = sum(len(prompt.token_ids) for prompt in some) / len(some)
     if os.environ["LOCAL_RANK"] == "0":
         texts = [_text(prompt.text, tokenizer) for prompt in some]
-        before = time.process_time()
-        for first in range(0, len(texts), 1024):
-            tokenizer.backend_tokenizer.encode_batch_fast(texts[first : first + 1024])
-        figures["encode_s"] = (time.process_time() - before) / len(texts) * len(prompts)
+        old = time.process_time()
+        for initial in range(0, len(texts), 1024):
+            tokenizer.backend_tokenizer.encode_batch_fast(texts[initial : initial + 1024])
+        figures["encode_s"] = (time.process_time() - old) / len(texts) * len(prompts)
     tell(figures)
 
 

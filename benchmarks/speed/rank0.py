@@ -1,23 +1,24 @@
-"""What rank 0 does alone while all wait, and what it is sent and sends: simulated, from 1,000 to 100,000 rollouts and 8
-to 4,096 ranks.
+"""What rank 0 does alone while all wait, and what it is sent and sends: simulated, from 1,000 to
+100,000 rollouts and 8 to 4,096 ranks.
 
-Groups of 8 with long-tailed lengths (those of `balance`), two reward functions whose rewards are real numbers, groups
-dealt to the ranks in turn. An update's sums hold a histogram of as many tokens as a rank trains on, from 1,000 to
-100,000 of them, as a bf16 policy and its engine differ.
+Groups of 8 with long-tailed lengths (those of `balance`), two reward functions whose rewards are
+real numbers, groups dealt to the ranks in turn. An update's sums hold a histogram of as many tokens
+as a rank trains on, from 1,000 to 100,000 of them, as a bf16 policy and its engine differ.
 
-Seconds are CPU time of this process, of the quickest of five rounds: "judge" is to read what the ranks tell of their
-groups and to judge these, "plan" the plan, "rest" what else is decided (advantages, metrics), "encode" each rank's
-share as bytes, "sums" the sums of the ranks' updates. "share" is all of it, of a step of 100 s. The network's time is
-not here.
+Seconds are CPU time of this process, of the quickest of five rounds: "judge" is to read what the
+ranks tell of their groups and to judge these, "plan" the plan, "rest" what else is decided
+(advantages, metrics), "encode" each rank's share as bytes, "sums" the sums of the ranks' updates.
+"share" is all of it, of a step of 100 s. The network's time is not here.
 
-"bytes_in" and "bytes_out" are per rollout, with what each message has beside its rollouts; "largest" is the largest
-message; "sums_bytes" a rank's sums; "all_out" what all ranks get together. Memory is counted in a round of its own, in
-bytes a rollout and for Python and numpy: "held" is what stays until the step's end, "peak" the most that there was at
-one time, without what the ranks told (bytes_in) and without torch's few numbers a reward while rewards are judged. Both
-have what is there for each rank, however few rollouts it has: look at 100,000 rollouts for what a rollout takes.
+"bytes_in" and "bytes_out" are per rollout, with what each message has beside its rollouts;
+"largest" is the largest message; "sums_bytes" a rank's sums; "all_out" what all ranks get together.
+Memory is counted in a round of its own, in bytes a rollout and for Python and numpy: "held" is what
+stays until the step's end, "peak" the most that there was at one time, without what the ranks told
+(bytes_in) and without torch's few numbers a reward while rewards are judged. Both have what is
+there for each rank, however few rollouts it has: look at 100,000 rollouts for what a rollout takes.
 
-Bytes are the same in each run. Seconds are those of a machine that others use too: the quickest round says what the
-work takes, and the last line judges nothing but the table above it.
+Bytes are the same in each run. Seconds are those of a machine that others use too: the quickest
+round says what the work takes, and the last line judges nothing but the table above it.
 """
 
 from __future__ import annotations
@@ -76,12 +77,12 @@ def _measure(num_rollouts: int, num_ranks: int) -> Row:
         shares = _timed(seconds, "encode_s", encode_decisions)(step)
         rounds.append(seconds)
         _timed(seconds, "sums_s", merge_bytes)(sums)
-    least = min(rounds, key=lambda seconds: sum(seconds.values()))
+    minimum = min(rounds, key=lambda seconds: sum(seconds.values()))
     return {
         "rollouts": num_rollouts,
         "ranks": num_ranks,
-        **least,
-        "share": sum(least.values()) / STEP_S,
+        **minimum,
+        "share": sum(minimum.values()) / STEP_S,
         "bytes_in": sum(map(len, facts)) / num_rollouts,
         "bytes_out": sum(map(len, shares)) / num_rollouts,
         "largest_in": max(map(len, facts)),
@@ -105,13 +106,13 @@ def _timed(seconds: dict[str, float], name: str, call: Callable[..., T]) -> Call
 def simulated_step(num_rollouts: int, num_ranks: int) -> tuple[list[bytes], StepRules]:
     """What each rank tells rank 0 of its groups, and the rules of the step."""
     rng, lengths = np.random.default_rng(0), trace(num_rollouts)
-    of_ranks: list[list[RolloutGroup]] = [[] for _ in range(num_ranks)]
+    rank_values: list[list[RolloutGroup]] = [[] for _ in range(num_ranks)]
     names = ("accuracy", "format")
-    of_scores = [
+    scores_values = [
         ScoredRollouts([], {n: [] for n in names}, {n: [] for n in names}) for _ in range(num_ranks)
     ]
     for position in range(num_rollouts // GROUP_SIZE):
-        scored, completions = of_scores[position % num_ranks], []
+        scored, completions = scores_values[position % num_ranks], []
         for length in lengths[position * GROUP_SIZE : (position + 1) * GROUP_SIZE]:
             tokens: Any = range(length - 64)  # nobody looks at more than their number
             completions.append(Completion(tokens, tokens, "stop"))
@@ -121,7 +122,7 @@ def simulated_step(num_rollouts: int, num_ranks: int) -> tuple[list[bytes], Step
                 scored.by_name[name].append(value)
                 scored.statuses[name].append("ok")
         group = RolloutGroup(position, Prompt(position, position, [1] * 64, "", {}), completions)
-        of_ranks[position % num_ranks].append(group)
+        rank_values[position % num_ranks].append(group)
     rollout = RolloutConfig(
         num_prompts_per_step=num_rollouts // GROUP_SIZE,
         group_size=GROUP_SIZE,
@@ -137,11 +138,14 @@ def simulated_step(num_rollouts: int, num_ranks: int) -> tuple[list[bytes], Step
         num_ranks,
         attention_cost_ratio=2.8e-5,
     )
-    return [encode_groups(*own, GROUP_SIZE) for own in zip(of_ranks, of_scores, strict=True)], rules
+    return [
+        encode_groups(*local, GROUP_SIZE) for local in zip(rank_values, scores_values, strict=True)
+    ], rules
 
 
 def memory(facts: list[bytes], rules: StepRules) -> tuple[float, float]:
-    """Bytes a rollout that rank 0 holds until the step's end, and at most meanwhile: Python's and numpy's."""
+    """Bytes a rollout that rank 0 holds until the step's end, and at most meanwhile: Python's and
+    numpy's."""
 
     def decided() -> _Rank0Step:
         rank0_step = _Rank0Step(rules)
@@ -154,11 +158,11 @@ def memory(facts: list[bytes], rules: StepRules) -> tuple[float, float]:
     tracemalloc.start()
     rank0_step = decided()
     gc.collect()
-    held, peak = tracemalloc.get_traced_memory()
+    retained, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert rank0_step.decision is not None
-    held += rank0_step.decision.advantages.nbytes  # torch's memory
-    return held / len(rank0_step.decision.rewards), peak / len(rank0_step.decision.rewards)
+    retained += rank0_step.decision.advantages.nbytes  # torch's memory
+    return retained / len(rank0_step.decision.rewards), peak / len(rank0_step.decision.rewards)
 
 
 def simulated_sums(rank: int, num_rollouts: int) -> bytes:

@@ -1,9 +1,10 @@
-"""What `python -m grpo_spmd.report` takes for runs of 100, 1,000 and 10,000 steps of 512 rollouts (740 tokens each).
+"""What `python -m grpo_spmd.report` takes for runs of 100, 1,000 and 10,000 steps of 512 rollouts
+(740 tokens each).
 
-The run folders are made by `report_worker`: their dumps are of 50 different steps, read from this machine's page cache.
-"seconds" are wall time of the whole command, "cpu_s" the CPU time of all its processes, "peak_mib" their
-resident memory together, "mb" the file. "steps_there" are those that the page has: the command stops reading after
-14 s.
+The run folders are made by `report_worker`: their dumps are of 50 different steps, read from this
+machine's page cache. "seconds" are wall time of the whole command, "cpu_s" the CPU time of all its
+processes, "peak_mib" their resident memory together, "mb" the file. "steps_there" are those that
+the page has: the command stops reading after 14 s.
 
     --steps N ...     other numbers of steps
 """

@@ -1,10 +1,11 @@
 """Makes a run folder as a run of many steps leaves it, and tells what a page of it costs.
 
-python -m benchmarks.speed.report_worker FOLDER STEPS ROLLOUTS      an empty folder; rollouts a step, of 740 tokens
+python -m benchmarks.speed.report_worker FOLDER STEPS ROLLOUTS      an empty folder; rollouts a
+step, of 740 tokens
 
-The dumps are of 50 different steps; of a longer run they are the same files again, under further names. Texts are words
-of this repository's papers in a random order, which compress worse than what a model writes; the tokenizer is made from
-them.
+The dumps are of 50 different steps; of a longer run they are the same files again, under further
+names. Texts are words of this repository's papers in a random order, which compress worse than what
+a model writes; the tokenizer is made from them.
 """
 
 from __future__ import annotations
@@ -35,17 +36,17 @@ def main() -> None:
     folder, num_steps, num_rollouts = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     make_run(folder, num_steps, num_rollouts)
     out = folder / "report.html"
-    before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    old, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     line = [sys.executable, "-m", "grpo_spmd.report", str(folder), "--out", str(out)]
     process = subprocess.Popen(line, stdout=subprocess.DEVNULL)
     peak_kib = _peak_kib(process)
-    seconds, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds, new = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, line)
     page = out.read_bytes()
     figures = {
         "seconds": seconds,
-        "cpu_s": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
+        "cpu_s": new.ru_utime + new.ru_stime - old.ru_utime - old.ru_stime,
         "peak_mib": peak_kib / 1024,
         "mb": len(page) / 1e6,
         "steps_there": len(re.findall(rb'data-chunk="0/', page)),
@@ -54,7 +55,8 @@ def main() -> None:
 
 
 def _peak_kib(process: subprocess.Popen[bytes]) -> int:
-    """Resident memory of the process and its children at its most, until it ends. What the kernel counts as a child's
+    """Resident memory of the process and its children at its most, until it ends. What the kernel
+    counts as a child's
     peak has this process's own in it, from before the child was another program."""
     peak = 0
     while process.poll() is None:
@@ -77,7 +79,8 @@ def make_run(folder: Path, num_steps: int, num_rollouts: int) -> None:
     for name in ("rollouts", "token_scores", "logs", "checkpoints"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(
-        f"run_dir: {folder}\nmodel: {{path: m, dtype: bfloat16}}\nrollout: {{group_size: {_GROUP}}}\n"
+        f"run_dir: {folder}\nmodel: {{path: m, dtype: bfloat16}}\nrollout: {{group_size: "
+        f"{_GROUP}}}\n"
         f"training: {{num_steps: {num_steps}}}\n"
     )
     launch = {
@@ -124,13 +127,13 @@ def _completions(tokenizer_path: Path, rng: np.random.Generator) -> list[tuple[s
     tokenizer.train(papers, vocab_size=8_000, show_progress=False)
     tokenizer.save(str(tokenizer_path))
     words = " ".join(Path(paper).read_text() for paper in papers).split(" ")
-    found = []
+    result = []
     for length in rng.gamma(4.0, _TOKENS / 4.0, _POOL).astype(int):
         chosen = rng.integers(0, len(words), max(int(length), 1))
         encoded = tokenizer.encode(" ".join(words[i] for i in chosen))
         ids = encoded.ids[: max(int(length), 1)]
-        found.append((tokenizer.decode(ids), ids))
-    return found
+        result.append((tokenizer.decode(ids), ids))
+    return result
 
 
 def _dump_step(

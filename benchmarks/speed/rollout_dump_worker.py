@@ -1,6 +1,8 @@
-"""One rank of the rollout_dump benchmark: tells the seconds and the peak memory of each form of the dump.
+"""One rank of the rollout_dump benchmark: tells the seconds and the peak memory of each form of the
+dump.
 
-python -m benchmarks.speed.rollout_dump_worker NUM_ROLLOUTS TOKENS ROUNDS      TOKENS 0: of the trace of host_overhead
+python -m benchmarks.speed.rollout_dump_worker NUM_ROLLOUTS TOKENS ROUNDS      TOKENS 0: of the
+trace of host_overhead
 """
 
 from __future__ import annotations
@@ -61,10 +63,10 @@ def main() -> None:
     decision = sampled.decide()
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(on_rank0(lambda folders: folders[0], folder))
-        before, now = run_dir / "before.jsonl", run_dir / "rollouts/step_000001.jsonl"
+        old, current = run_dir / "before.jsonl", run_dir / "rollouts/step_000001.jsonl"
         dump = RolloutDump(RolloutWriter(run_dir, LoggingConfig(), session), every_steps=1)
         forms = {
-            "before": lambda: dump_through_rank0(sampled, decision, before),
+            "before": lambda: dump_through_rank0(sampled, decision, old),
             "now": lambda: dump.write_if_due(1, sampled, decision),
         }
         peaks = {}
@@ -75,14 +77,15 @@ def main() -> None:
             peaks[name] = peak_bytes(write, on_gpu=False)
         times, _ = time_in_turn(forms, num_rounds)
         barrier()
-        sizes = {"before": before.stat().st_size, "now": now.stat().st_size}
+        sizes = {"before": old.stat().st_size, "now": current.stat().st_size}
         barrier()  # rank 0's folder must stay until all have looked
     tell({"rank": session.rank, "times": times, "peaks": peaks, "sizes": sizes})
     end_session()
 
 
 def dump_through_rank0(sampled: SampledStep, decision: Decision, path: Path) -> None:
-    """Collective. As it was until the dump became one file a node: JSON by the standard library with logprobs in nine
+    """Collective. As it was until the dump became one file a node: JSON by the standard library
+    with logprobs in nine
     digits, gathered on rank 0, which sorts and writes it."""
     lines = []
     for record in rollout_records(sampled, decision):
@@ -101,9 +104,9 @@ def dump_through_rank0(sampled: SampledStep, decision: Decision, path: Path) -> 
         )
         fields[list(values).index("rollout_logprobs")] = f'"rollout_logprobs": [{text}]'
         lines.append(f"{record.position * 8 + record.sample}\t{{{', '.join(fields)}}}\n")
-    parts = gather_bytes("".join(lines).encode("utf-8", "backslashreplace"))
-    if parts is not None:
-        numbered = [line.split(b"\t", 1) for part in parts for line in part.split(b"\n") if line]
+    pieces = gather_bytes("".join(lines).encode("utf-8", "backslashreplace"))
+    if pieces is not None:
+        numbered = [line.split(b"\t", 1) for piece in pieces for line in piece.split(b"\n") if line]
         numbered.sort(key=lambda pair: int(pair[0]))
         path.write_bytes(b"".join(line + b"\n" for _, line in numbered))
 

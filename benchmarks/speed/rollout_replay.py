@@ -1,6 +1,8 @@
-"""The schedules of a rollout replayed with the engine's own rules and no engine: event by event, as lengths say.
+"""The schedules of a rollout replayed with the engine's own rules and no engine: event by event, as
+lengths say.
 
-A decode step of b requests takes 8 ms + 0.05 ms * b (about a 7B model on one H100); prefill takes no time.
+A decode step of b requests takes 8 ms + 0.05 ms * b (about a 7B model on one H100); prefill takes
+no time.
 """
 
 from __future__ import annotations
@@ -20,12 +22,13 @@ MEAN_TOKENS = 1000
 
 
 def draw(
-    rng: random.Random, of_prompt: float, alike: float, cap: int, group_size: int
+    rng: random.Random, prompt_values: float, equal: float, cap: int, group_size: int
 ) -> list[int]:
-    """A group's lengths: lognormal, sigma 1, of mean MEAN_TOKENS before the cap; `alike` of the variance of the
+    """A group's lengths: lognormal, sigma 1, of mean MEAN_TOKENS before the cap; `alike` of the
+    variance of the
     logarithm is the prompt's, which has drawn `of_prompt` from a standard normal distribution."""
-    mean = math.log(MEAN_TOKENS) - 0.5 + math.sqrt(alike) * of_prompt
-    logs = [mean + math.sqrt(1 - alike) * rng.gauss(0, 1) for _ in range(group_size)]
+    mean = math.log(MEAN_TOKENS) - 0.5 + math.sqrt(equal) * prompt_values
+    logs = [mean + math.sqrt(1 - equal) * rng.gauss(0, 1) for _ in range(group_size)]
     return [max(1, min(cap, round(math.exp(x)))) for x in logs]
 
 
@@ -61,7 +64,8 @@ def play(
     dealt, queued = deal(sizes, expected, num_dealt, engines)
     queued.reverse()  # the next one last, here and below
     waiting = [
-        [(tokens, g) for g in of_engine for tokens in lengths[g]][::-1] for of_engine in dealt
+        [(tokens, g) for g in engine_values for tokens in lengths[g]][::-1]
+        for engine_values in dealt
     ]
     running: list[list[tuple[int, int, int]]] = [
         [] for _ in dealt
@@ -89,8 +93,8 @@ def play(
     for e in range(engines):
         go_on(e)
     while events:
-        now, e = heapq.heappop(events)
-        played.done_s[e] = now
+        current, e = heapq.heappop(events)
+        played.done_s[e] = current
         steps[e], group, start = heapq.heappop(running[e])
         played.num_tokens += steps[e] - start
         num_left[group] -= 1
@@ -99,11 +103,11 @@ def play(
             if len(played.complete) == enough:
                 break
         go_on(e)
-    for e, of_engine in enumerate(running):  # what is dropped; empty where all are complete
-        if of_engine:
-            step = steps[e] + (now - played.done_s[e]) / step_s(e)
-            played.num_tokens += sum(step - start for *_, start in of_engine)
-            played.done_s[e] = now
+    for e, engine_values in enumerate(running):  # what is dropped; empty where all are complete
+        if engine_values:
+            step = steps[e] + (current - played.done_s[e]) / step_s(e)
+            played.num_tokens += sum(step - start for *_, start in engine_values)
+            played.done_s[e] = current
     return played
 
 
@@ -117,37 +121,46 @@ class Epoch:
     mean: float  # of all
 
 
-def play_epoch(
-    seed: int, num_steps: int, num_prompts: int, group_size: int, engines: int, at_once: int, alike: float, cap: int,
+def play_epoch(  # noqa: PLR0913, a model's parameters, each by its own name
+    seed: int,
+    num_steps: int,
+    num_prompts: int,
+    group_size: int,
+    engines: int,
+    at_once: int,
+    equal: float,
+    cap: int,
     factor: float,
-) -> Epoch:  # fmt: skip
+) -> Epoch:
     """An epoch of `num_steps` under tail batching with `factor`; 1: without."""
     rng, num_rows = random.Random(seed), num_prompts * num_steps
-    of_prompts = [rng.gauss(0, 1) for _ in range(num_rows)]
-    last_time = [sum(draw(rng, mean, alike, cap, group_size)) / group_size for mean in of_prompts]
+    prompts_values = [rng.gauss(0, 1) for _ in range(num_rows)]
+    last_time = [
+        sum(draw(rng, mean, equal, cap, group_size)) / group_size for mean in prompts_values
+    ]
     fresh = PromptStream(
         [Prompt(row, row, [], "", {}) for row in range(num_rows)], seed, shuffle=True
     )
     stream = TailStream(fresh, num_rows, math.ceil(round(num_prompts * factor, 6)))
     seconds, sampled, trained = 0.0, 0.0, list[int]()
-    of_short = list[int]()
+    short_values = list[int]()
     for step in range(num_steps):
         dealt = stream.take(num_prompts)
         rows = [prompt.row for prompt in dealt]
         lengths = [
-            draw(random.Random(f"{seed}/{step}/{r}"), of_prompts[r], alike, cap, group_size)
+            draw(random.Random(f"{seed}/{step}/{r}"), prompts_values[r], equal, cap, group_size)
             for r in rows
         ]
         played = play(
             lengths, at_once, [1.0] * engines, False, [last_time[row] for row in rows], num_prompts
         )
-        taken = set(played.complete)
-        used = [tokens for slot in taken for tokens in lengths[slot]]
+        selected = set(played.complete)
+        used = [tokens for slot in selected for tokens in lengths[slot]]
         trained += used
         if len(rows) > num_prompts:
-            stream.leave([prompt for slot, prompt in enumerate(dealt) if slot not in taken], {})
-            of_short += used
+            stream.leave([prompt for slot, prompt in enumerate(dealt) if slot not in selected], {})
+            short_values += used
         seconds, sampled = seconds + max(played.done_s), sampled + played.num_tokens
     assert (len(trained), stream.epoch) == (num_rows * group_size, 1.0)
-    short_mean = sum(of_short) / len(of_short) if of_short else None
+    short_mean = sum(short_values) / len(short_values) if short_values else None
     return Epoch(seconds, 1 - sum(trained) / sampled, short_mean, sum(trained) / len(trained))

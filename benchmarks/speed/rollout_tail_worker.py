@@ -1,4 +1,5 @@
-"""One rank of the rollout_tail benchmark: samples from a model whose prompts decide how long their completions are.
+"""One rank of the rollout_tail benchmark: samples from a model whose prompts decide how long their
+completions are.
 
 python -m benchmarks.speed.rollout_tail_worker FOLDER
 """
@@ -36,7 +37,8 @@ HIDDEN, VOCABULARY, EOS, MAX_TOKENS = 256, 97, 0, 160
 
 
 def mean_tokens(token: int) -> float:
-    """The mean length after a prompt that ends with `token`: drawn from a lognormal of mean 30 and sigma 1; from 80 on
+    """The mean length after a prompt that ends with `token`: drawn from a lognormal of mean 30 and
+    sigma 1; from 80 on
     6 or 48."""
     if token >= 80:
         return 48.0 if token % 2 else 6.0
@@ -44,8 +46,8 @@ def mean_tokens(token: int) -> float:
 
 
 def make(folder: Path) -> None:
-    """A Qwen3 in which attention and MLP add nothing, so that a token is followed by itself, or by the end with a
-    chance of its own.
+    """A Qwen3 in which attention and MLP add nothing, so that a token is followed by itself, or by
+    the end with a chance of its own.
 
     Everything is computed all the same, as for any model of its size.
     """
@@ -107,7 +109,7 @@ def main() -> None:
         return engine_step()
 
     engine_step, engine._engine.step = engine._engine.step, step_of_engine
-    for what, tokens in cases.items():
+    for label, tokens in cases.items():
         seconds: dict[str, list[list[float]]] = {name: [] for name in schedules}
         steps: dict[str, list[list[int]]] = {name: [] for name in schedules}
         lengths: list[dict[int, list[int]]] = []  # of each step, by row
@@ -118,12 +120,13 @@ def main() -> None:
         for step in range(1 + ROUNDS):  # the first warms up, and shows the prompts' lengths
             weight_sync.sync(step)
             order = list(range(NUM_PROMPTS))
-            if "lognormal" in what:
+            if "lognormal" in label:
                 random.Random(step).shuffle(order)
             prompts = [
-                Prompt(slot, place, [5, tokens[place]], "", {}) for slot, place in enumerate(order)
+                Prompt(slot, position, [5, tokens[position]], "", {})
+                for slot, position in enumerate(order)
             ]
-            made = []
+            created = []
             for name in sorted(schedules, reverse=bool(step % 2)):
                 engine._rollout = schedules[name]
                 engine.reset_prefix_cache()
@@ -132,25 +135,27 @@ def main() -> None:
                 groups, busy_s = samplers[name].sample(prompts, step, "")
                 seconds[name].append(on_rank0(list, busy_s))
                 steps[name].append(on_rank0(list, num_steps[0]))
-                mine = [[g.slot, [dataclasses.astuple(c) for c in g.completions]] for g in groups]
-                made.append(
-                    on_rank0(lambda parts: sorted(group for part in parts for group in part), mine)
+                local = [[g.slot, [dataclasses.astuple(c) for c in g.completions]] for g in groups]
+                created.append(
+                    on_rank0(
+                        lambda pieces: sorted(group for piece in pieces for group in piece), local
+                    )
                 )
-            assert made[0] == made[1] == made[2], "the schedules sampled different tokens"
-            assert [slot for slot, _ in made[0]] == list(range(NUM_PROMPTS))
+            assert created[0] == created[1] == created[2], "the schedules sampled different tokens"
+            assert [slot for slot, _ in created[0]] == list(range(NUM_PROMPTS))
             lengths.append(
-                {prompts[slot].row: [len(ids) for ids, *_ in group] for slot, group in made[0]}
+                {prompts[slot].row: [len(ids) for ids, *_ in group] for slot, group in created[0]}
             )
-        measured = {name: of_rounds[1:] for name, of_rounds in seconds.items()}
-        counted = {name: of_rounds[1:] for name, of_rounds in steps.items()}
+        measured = {name: rounds_values[1:] for name, rounds_values in seconds.items()}
+        counted = {name: rounds_values[1:] for name, rounds_values in steps.items()}
         trace = [
-            {"lengths": list(now.values()), "last_time": [before[row] for row in now]}
-            for before, now in pairwise(lengths)
+            {"lengths": list(current.values()), "last_time": [old[row] for row in current]}
+            for old, current in pairwise(lengths)
         ]
         per_engine = NUM_PROMPTS * GROUP_SIZE // 2
         if session.is_rank0:
             sizes = {"at_once": AT_ONCE, "per_engine": per_engine}
-            tell({"what": what, **sizes, "seconds": measured, "steps": counted, "trace": trace})
+            tell({"what": label, **sizes, "seconds": measured, "steps": counted, "trace": trace})
     tail = _epochs(
         engine,
         weight_sync,
@@ -166,11 +171,12 @@ def main() -> None:
 def _epochs(
     engine: RolloutEngine, weight_sync: WeightSync, rollout: RolloutConfig, num_steps: list[int]
 ) -> Row:
-    """Collective. Epochs without tail batching and with it, in turn: seconds and decode steps of the engine that made
+    """Collective. Epochs without tail batching and with it, in turn: seconds and decode steps of
+    the engine that made
     most, added up over the epoch's rounds; equal on all ranks."""
     engine._rollout = rollout
     rows = [Prompt(0, row, [5, 1 + row % 79], "", {}) for row in range(EPOCH_PROMPTS)]
-    found: Row = {
+    result: Row = {
         "what": "tail",
         "factor": TAIL_BATCHING,
         "without": [],
@@ -198,22 +204,26 @@ def _epochs(
                 barrier()
                 groups, busy_s = sampler.sample(prompts, len(trained) + 1, "")
                 slowest: list[float] = on_rank0(
-                    lambda of: [max(each) for each in zip(*of, strict=True)], [busy_s, num_steps[0]]
+                    lambda of: [max(item) for item in zip(*of, strict=True)], [busy_s, num_steps[0]]
                 )
                 total_s, total_steps = total_s + slowest[0], total_steps + int(slowest[1])
-                mine = [[g.prompt.row, [len(c.token_ids) for c in g.completions]] for g in groups]
-                taken = on_rank0(
-                    lambda parts: sorted(group for part in parts for group in part), mine
+                local = [[g.prompt.row, [len(c.token_ids) for c in g.completions]] for g in groups]
+                selected = on_rank0(
+                    lambda pieces: sorted(group for piece in pieces for group in piece), local
                 )
-                assert len(taken) == STEP_PROMPTS, f"a step of {len(taken)} prompts"
+                assert len(selected) == STEP_PROMPTS, f"a step of {len(selected)} prompts"
                 trained.append(
-                    {"is_short": len(prompts) > STEP_PROMPTS, "groups": taken, **stream.metrics()}
+                    {
+                        "is_short": len(prompts) > STEP_PROMPTS,
+                        "groups": selected,
+                        **stream.metrics(),
+                    }
                 )
             assert sorted(row for step in trained for row, _ in step["groups"]) == list(
                 range(EPOCH_PROMPTS)
             ), "not each prompt once"
             if epoch:
-                found[name].append([total_s, total_steps])
+                result[name].append([total_s, total_steps])
             if epoch and name == "with":
                 of = {
                     kind: [
@@ -225,12 +235,12 @@ def _epochs(
                     ]
                     for kind in ("short", "all")
                 }
-                found["short"].append(sum(of["short"]) / len(of["short"]))
-                found["all"].append(sum(of["all"]) / len(of["all"]))
-                found["dropped"].append(
+                result["short"].append(sum(of["short"]) / len(of["short"]))
+                result["all"].append(sum(of["all"]) / len(of["all"]))
+                result["dropped"].append(
                     sum(step["rollout/tail_dropped_tokens_frac"] for step in trained) / len(trained)
                 )
-    return found
+    return result
 
 
 if __name__ == "__main__":

@@ -1,16 +1,18 @@
-"""What a teacher, a critic and a reward model add to a step: memory, forward passes and time, beside the plain step of
-the same rollouts.
+"""What a teacher, a critic and a reward model add to a step: memory, forward passes and time,
+beside the plain step of the same rollouts.
 
-A step here is what the trainer does while the engine sleeps, from completions to the models that wait in host memory
-again; sampling and sync are the same whatever teaches. One policy and optimizer make all of them, in turn, on 64
-rollouts of the `update` benchmark's lengths; teacher, critic and reward model are of the policy's size, alone on one
-rank, so that each is held whole. `to_plain` is the ratio to the plain step of the same round (median, min, max).
+A step here is what the trainer does while the engine sleeps, from completions to the models that
+wait in host memory again; sampling and sync are the same whatever teaches. One policy and optimizer
+make all of them, in turn, on 64 rollouts of the `update` benchmark's lengths; teacher, critic and
+reward model are of the policy's size, alone on one rank, so that each is held whole. `to_plain` is
+the ratio to the plain step of the same round (median, min, max).
 
-Counted: `forward` and `trained` are passes of the step's tokens through the first decoder layers of all models, without
-and with a gradient, by hooks behind FSDP's; `calls` how often such a layer was called. `held_mib` are parameters and
-moments on the device while the step is made, `waiting_mib` those of them that are in host memory while the engine is
-awake, `peak_mib` all other tensors at their peak (gradients, gathered parameters, activations). Rewards are the same in
-all steps: the reward model's scores are taken, and not trained on.
+Counted: `forward` and `trained` are passes of the step's tokens through the first decoder layers of
+all models, without and with a gradient, by hooks behind FSDP's; `calls` how often such a layer was
+called. `held_mib` are parameters and moments on the device while the step is made, `waiting_mib`
+those of them that are in host memory while the engine is awake, `peak_mib` all other tensors at
+their peak (gradients, gathered parameters, activations). Rewards are the same in all steps: the
+reward model's scores are taken, and not trained on.
 
     benchmarks/run.sh signals [--size 0.5b|1.5b|tiny] [--json FILE]
 With --size a model of Qwen2.5's shape in bfloat16, as `update` has it; for a GPU.
@@ -57,15 +59,16 @@ _ROUNDS, _GROUP_SIZE, _NUM_ROLLOUTS, _MIB = 5, 8, 64, 2**20
 
 @dataclass
 class Passes:
-    """Through first decoder layers: tokens without and with a gradient, calls, and the most bytes held at one."""
+    """Through first decoder layers: tokens without and with a gradient, calls, and the most bytes
+    held at one."""
 
     held_bytes: Callable[[], int]
     tokens: dict[bool, int] = field(default_factory=lambda: {False: 0, True: 0})
     calls: int = 0
     most_held: int = 0
 
-    def count(self, _: nn.Module, given: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
-        hidden = given[0] if given else named["hidden_states"]
+    def count(self, _: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
+        hidden = inputs[0] if inputs else named["hidden_states"]
         self.tokens[torch.is_grad_enabled()] += hidden.shape[0] * hidden.shape[1]
         self.calls, self.most_held = self.calls + 1, max(self.most_held, self.held_bytes())
 
@@ -83,13 +86,13 @@ class Step:
     rollouts: list[Rollout]
 
     def __post_init__(self) -> None:
-        beside = self.signals.offloadable_models
+        extra = self.signals.offloadable_models
         self.offload = HostOffload(
-            self.config.model.offload, self.policy, None, self.updater.optimizer, beside
+            self.config.model.offload, self.policy, None, self.updater.optimizer, extra
         )
         scored = [self.reward_model[0]] if self.reward_model else []
-        self.models = [self.policy, *(model for model, _ in beside), *scored]
-        self.optimizers = [self.updater.optimizer, *(own for _, own in beside if own)]
+        self.models = [self.policy, *(model for model, _ in extra), *scored]
+        self.optimizers = [self.updater.optimizer, *(local for _, local in extra if local)]
         # of the shards: within a forward pass a parameter is what was gathered of it
         self.shards = [
             storage_of(parameter) for model in self.models for parameter in model.parameters()
@@ -103,14 +106,14 @@ class Step:
         """As loop.py has it."""
         self.score()
         self.offload.to_device()
-        found = self.train()
+        result = self.train()
         self.rest()
-        return found
+        return result
 
     def score(self) -> None:
         if self.reward_model is not None:
-            found = self.reward_model[1].score(self.groups, [""] * len(self.rollouts), None)
-            assert {*found.statuses["model"]} == {"ok"}
+            result = self.reward_model[1].score(self.groups, [""] * len(self.rollouts), None)
+            assert {*result.statuses["model"]} == {"ok"}
 
     def rest(self) -> None:
         self.offload.before_sync()
@@ -138,7 +141,7 @@ class Step:
     def held_bytes(self) -> int:
         """Of parameters and moments, on the device now."""
         moments = (
-            storage_of(each) for optimizer in self.optimizers for each in optimizer_state(optimizer)
+            storage_of(item) for optimizer in self.optimizers for item in optimizer_state(optimizer)
         )
         return sum(
             {storage._cdata: storage.nbytes() for storage in (*self.shards, *moments)}.values()
@@ -149,7 +152,7 @@ class Step:
         passes, hooks = Passes(self.held_bytes), []
         for model in self.models:
             layers = next(
-                (part for part in model.modules() if isinstance(part, nn.ModuleList)), None
+                (piece for piece in model.modules() if isinstance(piece, nn.ModuleList)), None
             )
             if layers is None:  # a head alone
                 continue
@@ -178,7 +181,8 @@ def main() -> None:
 
 
 def _made(folder: Path, size: str | None) -> tuple[str, Config, list[Rollout]]:
-    """Writes `folder`/policy, /teacher and /reward_model. Their size in words, what trains the policy, and on what."""
+    """Writes `folder`/policy, /teacher and /reward_model. Their size in words, what trains the
+    policy, and on what."""
     policy, name = folder / "policy", size or MODELS[0][0]
     for number, path in enumerate((policy, folder / "teacher")):
         if size is not None:
@@ -230,10 +234,10 @@ def steps_of(
     config: Config, rollouts: list[Rollout], folder: Path, session: Session
 ) -> dict[str, Step]:
     """By what teaches, the plain step first."""
-    temperature, longest = config.rollout.temperature, config.max_rollout_tokens
-    policy = build_policy(config.model, temperature, session, longest=longest)
-    of_update = config.optimizer, config.loss, config.training, longest
-    updater = PolicyUpdater(policy, *of_update)
+    temperature, max_length = config.rollout.temperature, config.max_rollout_tokens
+    policy = build_policy(config.model, temperature, session, max_rollout_tokens=max_length)
+    update_values = config.optimizer, config.loss, config.training, max_length
+    updater = PolicyUpdater(policy, *update_values)
     gae = replace(config.advantage, estimator="gae", normalize_std="batch")
     teaches: dict[str, dict[str, Any]] = {
         "plain": {},
@@ -246,15 +250,15 @@ def steps_of(
     }
     steps = {}
     for name, sections in teaches.items():
-        own = replace(config, **sections)
-        signals = open_signals(own, policy, session)
-        scores = _reward_model(own, folder, session) if name == "reward model" else None
+        local = replace(config, **sections)
+        signals = open_signals(local, policy, session)
+        scores = _reward_model(local, folder, session) if name == "reward model" else None
         its_updater = (
             updater
             if signals.value_head is None
-            else PolicyUpdater(policy, *of_update, signals.value_head)
+            else PolicyUpdater(policy, *update_values, signals.value_head)
         )
-        steps[name] = Step(own, session, policy, its_updater, signals, scores, rollouts)
+        steps[name] = Step(local, session, policy, its_updater, signals, scores, rollouts)
     return steps
 
 
@@ -270,11 +274,11 @@ def _reward_model(
 
 def measure(model: str, steps: dict[str, Step]) -> list[Row]:
     """A row for each step, after one of each that is not timed."""
-    seconds, first = time_in_turn({name: step.run for name, step in steps.items()}, _ROUNDS)
-    for name, sums in first.items():  # each teacher was heard, and the critic learnt
+    seconds, initial = time_in_turn({name: step.run for name, step in steps.items()}, _ROUNDS)
+    for name, sums in initial.items():  # each teacher was heard, and the critic learnt
         for word, metric in {"teacher": "teacher/kl", "critic": "critic/loss"}.items():
             assert not name.startswith(word) or sums[metric].value, name
-        assert sums["loss_tokens"].value == first["plain"]["loss_tokens"].value, name
+        assert sums["loss_tokens"].value == initial["plain"]["loss_tokens"].value, name
     return [
         _row(model, name, step, seconds[name], seconds["plain"]) for name, step in steps.items()
     ]
@@ -285,9 +289,11 @@ def _row(model: str, name: str, step: Step, seconds: list[float], plain: list[fl
         step.run()
     waiting = passes.most_held - step.held_bytes()  # as while the engine is awake
     # its parameters, which come and go, are held
-    of_scores = peak_tensor_bytes(step.score) - waiting if step.reward_model is not None else 0.0
+    scores_values = (
+        peak_tensor_bytes(step.score) - waiting if step.reward_model is not None else 0.0
+    )
     step.offload.to_device()
-    peak = max(peak_tensor_bytes(step.train), of_scores)
+    peak = max(peak_tensor_bytes(step.train), scores_values)
     step.rest()
     return {
         "model": model,

@@ -1,10 +1,12 @@
-"""From the command to the end of its first step: the demo's model, untrained, on a CPU or GPUs, caches warm.
+"""From the command to the end of its first step: the demo's model, untrained, on a CPU or GPUs,
+caches warm.
 
-    benchmarks/run.sh start [--before COMMIT] [--rounds N] [--command torchrun|grpo-spmd] [--ranks 1 2]
+    benchmarks/run.sh start [--before COMMIT] [--rounds N] [--command torchrun|grpo-spmd] [--ranks 1
+    2]
 
-"command" is plain torchrun or `grpo-spmd train`. total_s is wall time (median, least and most of the rounds), cpu_s the
-CPU time of all its processes up to their end, rank_cpu_s that of rank 0 up to the end of the step. The rest are the
-phases of rank 0, one after another, in seconds (medians):
+"command" is plain torchrun or `grpo-spmd train`. total_s is wall time (median, least and most of
+the rounds), cpu_s the CPU time of all its processes up to their end, rank_cpu_s that of rank 0 up
+to the end of the step. The rest are the phases of rank 0, one after another, in seconds (medians):
 
 launcher  the launcher's own start and checks, up to rank 0's interpreter
 checks    config and data, without torch
@@ -15,8 +17,8 @@ engine    the engine's start
 policy    policy, optimizer and all else up to the first step
 step      the step
 
-With --before the same is measured from a checkout of that commit, in turn, and before_x is its total over this one's,
-round by round.
+With --before the same is measured from a checkout of that commit, in turn, and before_x is its
+total over this one's, round by round.
 """
 
 from __future__ import annotations
@@ -65,20 +67,22 @@ def main() -> None:
     parser.add_argument("--command", choices=_COMMANDS, nargs="*", default=_COMMANDS)
     parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2])
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name, _checkout(args.before) as before:
-        sides = ({args.before: before} if before else {}) | {"now": ROOT}
+    with tempfile.TemporaryDirectory() as name, _checkout(args.before) as old:
+        sides = ({args.before: old} if old else {}) | {"now": ROOT}
         config = _make(Path(name))
         for side, root in sides.items():  # warms up
             _launch(args.command[0], args.ranks[0], root, config, Path(name, f"warm_{side}"))
         rows: list[Row] = []
         for num_ranks in args.ranks:
             for command in args.command:
-                found: dict[str, list[Figures]] = {side: [] for side in sides}
+                result: dict[str, list[Figures]] = {side: [] for side in sides}
                 for number in range(args.rounds):
                     for side in sorted(sides, reverse=bool(number % 2)):
                         folder = Path(name, f"{side}_{number}_{len(rows)}")
-                        found[side].append(_launch(command, num_ranks, sides[side], config, folder))
-                rows += _rows(command, num_ranks, found)
+                        result[side].append(
+                            _launch(command, num_ranks, sides[side], config, folder)
+                        )
+                rows += _rows(command, num_ranks, result)
     report("start", rows, args.json)
 
 
@@ -139,7 +143,8 @@ def _launch(command: str, num_ranks: int, root: Path, config: Path, folder: Path
     cpu = _cpu_of_children() - cpu
     if done.returncode:
         raise RuntimeError(
-            f"{' '.join(started)} ended with exit code {done.returncode}:\n{done.stdout}{done.stderr}"
+            f"{' '.join(started)} ended with exit code "
+            f"{done.returncode}:\n{done.stdout}{done.stderr}"
         )
     return _phases(lines, begin) | {"cpu_s": cpu}
 
@@ -149,14 +154,14 @@ def _phases(lines: Path, begin: float) -> Figures:
     rank0 = next(
         line["pid"] for line in noted if line["what"] == "_train_step ends" and line["rank"] == "0"
     )
-    first: dict[str, Mapping[str, float]] = {}
+    initial: dict[str, Mapping[str, float]] = {}
     for line in noted:
         if line["pid"] == rank0:
-            first.setdefault(line["what"], line)
-    figures, last = Figures(), begin
+            initial.setdefault(line["what"], line)
+    figures, final = Figures(), begin
     for phase, milestone in _ENDS.items():
-        figures[phase], last = first[milestone]["t"] - last, first[milestone]["t"]
-    return {"total_s": last - begin, "rank_cpu_s": first[milestone]["cpu"]} | figures
+        figures[phase], final = initial[milestone]["t"] - final, initial[milestone]["t"]
+    return {"total_s": final - begin, "rank_cpu_s": initial[milestone]["cpu"]} | figures
 
 
 def _cpu_of_children() -> float:
@@ -165,7 +170,7 @@ def _cpu_of_children() -> float:
 
 
 def _rows(command: str, num_ranks: int, found: Mapping[str, list[Figures]]) -> list[Row]:
-    rows, now = [], [figures["total_s"] for figures in found["now"]]
+    rows, current = [], [figures["total_s"] for figures in found["now"]]
     for side, rounds in found.items():
         totals = [figures["total_s"] for figures in rounds]
         row: Row = {
@@ -177,11 +182,11 @@ def _rows(command: str, num_ranks: int, found: Mapping[str, list[Figures]]) -> l
         for name in ("cpu_s", "rank_cpu_s", *_ENDS):
             row[name] = median(figures[name] for figures in rounds)
         if side != "now":
-            of_now = spread("before_x", ratios(totals, now))
+            now_values = spread("before_x", ratios(totals, current))
             row |= {
-                "before_x": of_now["before_x"],
-                "before_x_min": of_now["min"],
-                "before_x_max": of_now["max"],
+                "before_x": now_values["before_x"],
+                "before_x_min": now_values["min"],
+                "before_x_max": now_values["max"],
             }
         rows.append(row)
     return rows

@@ -1,10 +1,11 @@
-"""A whole step beside TRL's: the same model, data, sampling, loss and optimizer, real generation by vLLM on both sides,
-one thread each.
+"""A whole step beside TRL's: the same model, data, sampling, loss and optimizer, real generation by
+vLLM on both sides, one thread each.
 
-    benchmarks/run.sh step_vs_trl [--shape short|long_prompts|long_completions] [--sizes N ...] [--json FILE]
+    benchmarks/run.sh step_vs_trl [--shape short|long_prompts|long_completions] [--sizes N ...]
+    [--json FILE]
 
-A random Qwen3 (float32, 4 layers of width 256) ends a completion with the same chance at each token, so that lengths
-are ragged; a step is one optimizer step.
+A random Qwen3 (float32, 4 layers of width 256) ends a completion with the same chance at each
+token, so that lengths are ragged; a step is one optimizer step.
 
 | shape | prompts x completions | tokens of a prompt | of a completion: mean, most | vocabulary |
 |---|---|---|---|---|
@@ -12,23 +13,29 @@ are ragged; a step is one optimizer step.
 | long_prompts | 4 x 16 | 180 to 220 | 60, 240 | 8,192 |
 | long_completions | 4 x 8 | 8 to 24 | 370, 1,024 | 4,096 |
 
-Ours is `python -m grpo_spmd.train`, unchanged, with its defaults. TRL's is its GRPOTrainer with colocated vLLM in
-.venv-trl (made on first use), its weight sync repaired for the CPU (step_vs_trl_worker.py says how) and without what
-would slow it down here: bfloat16 and activation checkpointing, both on by default. Both sides sample and train in
-float32. TRL by itself has vLLM choose, which samples from a float32 policy in bfloat16: a matrix product takes a CPU
-with AMX a fraction of the time, and what is sampled from is not what is trained. The rows of that say so.
+Ours is `python -m grpo_spmd.train`, unchanged, with its defaults. TRL's is its GRPOTrainer with
+colocated vLLM in .venv-trl (made on first use), its weight sync repaired for the CPU
+(step_vs_trl_worker.py says how) and without what would slow it down here: bfloat16 and activation
+checkpointing, both on by default. Both sides sample and train in float32. TRL by itself has vLLM
+choose, which samples from a float32 policy in
+bfloat16: a matrix product takes a CPU with AMX a fraction of the time, and what is sampled from is
+not what is trained. The rows of that say so.
 
-First, that both do the same: a small run of ours, whose rollouts TRL's trainer then trains on; loss and advantages of
-each step must agree, and after several optimizer steps TRL's policy must still give our completions the logprobs that
-our engine, synced from our policy, gave them. Then a sweep of TRL's micro-batch, and rounds in turn: ours, TRL at
-per_device_train_batch_size's default, with all rollouts in one batch (gradient_accumulation_steps' default), at its
-best of --sizes, and at that with the engine in bfloat16. All processes live on between their turns, stopped. Ours is
-stopped within a step, which is left out; TRL waits between steps, and the one it makes in its turn counts. `tried` is
+First, that both do the same: a small run of ours, whose rollouts TRL's trainer then trains on; loss
+and advantages of each step must agree, and after several optimizer steps TRL's policy must still
+give our completions the logprobs that our engine, synced from our policy, gave them. Then a sweep
+of TRL's micro-batch, and rounds in
+turn: ours, TRL at per_device_train_batch_size's default, with all rollouts in one batch
+(gradient_accumulation_steps' default), at its best of --sizes, and at that with the engine in
+bfloat16. All processes live on between their turns, stopped. Ours is stopped within a step, which
+is left out; TRL waits between steps, and the one it makes in its turn counts. `tried` is
 --sizes.
 
-Times are wall-clock seconds of a step. "update" is forward, backward, clip and optimizer; "logprobs" the pass before
-it: TRL makes one for its weights of engine against policy, we take them from the update's own pass. "a token" is the
-time over the tokens that were sampled in it: lengths are random, and of other steps on either side.
+Times are wall-clock seconds of a step. "update" is forward, backward, clip and optimizer;
+"logprobs" the pass before
+it: TRL makes one for its weights of engine against policy, we take them from the update's own pass.
+"a token" is the time over the tokens that were sampled in it: lengths are random, and of other
+steps on either side.
 """
 
 from __future__ import annotations
@@ -94,7 +101,8 @@ class Task:
 
 @dataclass(frozen=True)
 class Shape:
-    """What is timed; the learning rate is so small that lengths do not drift, one way here and the other way there."""
+    """What is timed; the learning rate is so small that lengths do not drift, one way here and the
+    other way there."""
 
     task: Task
     fewest_prompt_tokens: int
@@ -129,7 +137,8 @@ def main() -> None:
         fitting = [size for size in args.sizes if size <= num_rollouts]
         if not fitting or any(num_rollouts % size for size in fitting):
             parser.error(
-                f"--sizes: of {num_rollouts} rollouts a micro-batch must be a part without remainder"
+                f"--sizes: of {num_rollouts} rollouts a micro-batch must be a part without "
+                "remainder"
             )
     transformers.utils.logging.disable_progress_bar()
     python = trl_python()
@@ -152,7 +161,7 @@ def main() -> None:
 
 def make(folder: Path, shape: Shape) -> None:
     """The model with its tokenizer in FOLDER/model, and FOLDER/train.jsonl."""
-    num_words, longest = shape.vocabulary, shape.task.max_prompt_tokens
+    num_words, max_length = shape.vocabulary, shape.task.max_prompt_tokens
     vocabulary = {_EOS: 0, **{f"w{i}": i for i in range(1, num_words)}}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=_EOS))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -183,7 +192,7 @@ def make(folder: Path, shape: Shape) -> None:
     rng = random.Random(0)
     rows = [
         {"prompt": " ".join(f"w{rng.randrange(1, num_words)}" for _ in range(length))}
-        for length in (rng.randint(shape.fewest_prompt_tokens, longest) for _ in range(512))
+        for length in (rng.randint(shape.fewest_prompt_tokens, max_length) for _ in range(512))
     ]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -192,7 +201,8 @@ def make(folder: Path, shape: Shape) -> None:
 
 
 class Side:
-    """A process that writes a line of JSON to `steps` after each step. Only one of all has its turn at a time."""
+    """A process that writes a line of JSON to `steps` after each step. Only one of all has its turn
+    at a time."""
 
     def __init__(self, command: list[str], steps: Path, log: Path) -> None:
         self._steps, self._log = steps, log
@@ -219,20 +229,21 @@ class Side:
     def wait(self, count: int) -> list[Row]:
         """The next `count` steps."""
         lines: list[str] = []
-        part = ""
+        piece = ""
         while len(lines) < count:
             ended = (
                 self.process.poll() is not None
             )  # looked at first: what it wrote before its end is read below
             if self._file is None and self._steps.exists():
                 self._file = self._steps.open()
-            part += self._file.readline() if self._file else ""
-            if part.endswith("\n"):
-                lines.append(part)
-                part = ""
+            piece += self._file.readline() if self._file else ""
+            if piece.endswith("\n"):
+                lines.append(piece)
+                piece = ""
             elif ended:
                 raise SystemExit(
-                    f"{self._steps.stem}: ended with {self.process.returncode}:\n{self._log.read_text()[-3000:]}"
+                    f"{self._steps.stem}: ended with "
+                    f"{self.process.returncode}:\n{self._log.read_text()[-3000:]}"
                 )
             else:
                 time.sleep(0.002)
@@ -284,7 +295,8 @@ class Ours(Side):
         )
 
     def turn(self, count: int) -> list[Row]:
-        """`count` whole steps. The process is stopped at the start of a further one, which the next turn leaves out."""
+        """`count` whole steps. The process is stopped at the start of a further one, which the next
+        turn leaves out."""
         os.killpg(self.process.pid, signal.SIGCONT)
         steps = self.wait(1 + count)[1:]
         os.killpg(self.process.pid, signal.SIGSTOP)
@@ -354,9 +366,9 @@ def compare(folder: Path, python: str) -> list[Row]:
     ours.end()
     run_folder = RunFolder(ours.run)
     rollouts = [run_folder.complete_rollouts(step) for step in range(1, _COMPARED.num_steps + 1)]
-    kept = ("prompt_ids", "completion_ids", "rollout_logprobs")
+    retained = ("prompt_ids", "completion_ids", "rollout_logprobs")
     replay = [
-        [{key: getattr(rollout, key) for key in kept} for rollout in step] for step in rollouts
+        [{key: getattr(rollout, key) for key in retained} for rollout in step] for step in rollouts
     ]
     theirs = {}
     changed: dict[str, dict[str, Any]] = {"trained": {}, "untrained": {"learning_rate": 0.0}}
@@ -385,13 +397,13 @@ def compare(folder: Path, python: str) -> list[Row]:
     }
     return [
         {
-            "what": what,
+            "what": label,
             "difference": difference,
-            "at most": most,
+            "at most": maximum,
             "if TRL had not trained": idle,
             **facts,
         }
-        for what, difference, most, idle in (
+        for label, difference, maximum, idle in (
             ("mean reward", rewards, _TOLERANCE, "-"),
             ("loss", loss, _TOLERANCE, "-"),
             ("advantages", advantages, _TOLERANCE, "-"),
@@ -431,7 +443,7 @@ def race(
             (best, "its best"),
         )
         racing = {
-            ", ".join([str(size), *(name for each, name in names if each == size)]): trl[size]
+            ", ".join([str(size), *(name for item, name in names if item == size)]): trl[size]
             for size in sizes
             if size in dict(names)
         }
@@ -442,10 +454,10 @@ def race(
         )
         sides.append(alone)
         alone.turn(1)
-        own: list[list[Row]] = []
+        local: list[list[Row]] = []
         theirs: dict[str, list[list[Row]]] = {label: [] for label in racing}
         for number in range(rounds):
-            own.append(ours.turn(_STEPS_A_TURN))
+            local.append(ours.turn(_STEPS_A_TURN))
             for label, racer in racing.items():
                 theirs[label].append(racer.turn(1))
             print(f"round {number + 1} of {rounds}", flush=True)
@@ -465,19 +477,19 @@ def race(
     ]
     rows = []
     for label, turns in theirs.items():
-        rows += [_row(label, phase, own, turns, task.num_rollouts) | facts for phase in _SHOWN]
+        rows += [_row(label, phase, local, turns, task.num_rollouts) | facts for phase in _SHOWN]
     return sweep, rows
 
 
 def _row(
-    label: str, phase: str, own: list[list[Row]], theirs: list[list[Row]], num_rollouts: int
+    label: str, phase: str, local: list[list[Row]], theirs: list[list[Row]], num_rollouts: int
 ) -> Row:
     """One phase in all rounds; a round's ratio is between its own turns."""
 
-    parts, by_token = phase.removesuffix(" a token").split(" + "), phase.endswith(" a token")
+    pieces, by_token = phase.removesuffix(" a token").split(" + "), phase.endswith(" a token")
 
     def seconds(turn: list[Row]) -> float:
-        summed = [sum(float(step[f"{part}_s"]) for part in parts) for step in turn]
+        summed = [sum(float(step[f"{piece}_s"]) for piece in pieces) for step in turn]
         return sum(summed) / (tokens(turn) * num_rollouts * len(turn) if by_token else len(turn))
 
     def median(rounds: list[list[Row]], value: Callable[[list[Row]], float]) -> float:
@@ -489,16 +501,16 @@ def _row(
     return {
         "TRL's micro-batch": label,
         "phase": phase,
-        "ours_s": median(own, seconds),
+        "ours_s": median(local, seconds),
         "trl_s": median(theirs, seconds),
         **spread(
-            "ratio", ratios([seconds(turn) for turn in theirs], [seconds(turn) for turn in own])
+            "ratio", ratios([seconds(turn) for turn in theirs], [seconds(turn) for turn in local])
         ),
-        "ours_samples_per_s": num_rollouts / median(own, seconds),
+        "ours_samples_per_s": num_rollouts / median(local, seconds),
         "trl_samples_per_s": num_rollouts / median(theirs, seconds),
-        "ours_tokens_mean": median(own, tokens),
+        "ours_tokens_mean": median(local, tokens),
         "trl_tokens_mean": median(theirs, tokens),
-        "rounds": len(own),
+        "rounds": len(local),
     }
 
 

@@ -1,21 +1,24 @@
-"""TRL's side of `step_vs_trl`: its GRPOTrainer with colocated vLLM, timed. Runs in .venv-trl and imports nothing of
-grpo_spmd.
+"""TRL's side of `step_vs_trl`: its GRPOTrainer with colocated vLLM, timed. Runs in .venv-trl and
+imports nothing of grpo_spmd.
 
     .venv-trl/bin/python -m benchmarks.speed.step_vs_trl_worker FOLDER NAME
 
-FOLDER/NAME.json holds the settings: `task`, `micro_batch`, `arguments` (of GRPOConfig, over those below), `replay`
-(rollouts to train on, by step; empty: its own), `engine_dtype` (null: vLLM's choice) and `environment` (a class of
-episodes_environment.py, with which generation is timed with all its turns and tools; null: none). Standard input gives
-the turns: each line is a number of steps to make. Each step writes a line of JSON to FOLDER/NAME.jsonl; it starts when
-the turn does, or when the step before it has ended.
+FOLDER/NAME.json holds the settings: `task`, `micro_batch`, `arguments` (of GRPOConfig, over those
+below), `replay` (rollouts to train on, by step; empty: its own), `engine_dtype` (null: vLLM's
+choice) and `environment` (a class of episodes_environment.py, with which generation is timed with
+all its turns and tools; null: none). Standard input gives the turns: each line is a number of steps
+to make. Each step writes a line of JSON to FOLDER/NAME.jsonl; it starts when the turn does, or when
+the step before it has ended.
 
 Everything is TRL's own but for:
-- the weight sync. TRL calls the engine model's `load_weights` tensor by tensor, which fails on vLLM's CPU back end
-  ('Parameter' object has no attribute 'weight_loader'); here the same tensors go through one call of the worker's
-  `reload_weights`. A tied lm_head would need another repair; the model has none.
-- arguments of the engine that TRL does not pass on: enforce_eager, and the size and blocks of the KV cache, as on our
-side; and, where `engine_dtype` is given, its number format. By itself vLLM takes a float32 model in bfloat16, which
-is another policy than the one that is trained.
+- the weight sync. TRL calls the engine model's `load_weights` tensor by tensor, which fails on
+  vLLM's CPU back end ('Parameter' object has no attribute 'weight_loader'); here the same tensors
+  go through one call of the worker's `reload_weights`. A tied lm_head would need another repair;
+  the model has none.
+- arguments of the engine that TRL does not pass on: enforce_eager, and the size and blocks of the
+  KV cache, as on our
+side; and, where `engine_dtype` is given, its number format. By itself vLLM takes a float32 model in
+bfloat16, which is another policy than the one that is trained.
 - timers around the phases.
 On a GPU (benchmarks/gpu_day/trl.py) only the timers are ours.
 """
@@ -48,7 +51,7 @@ def main() -> None:
     transformers.utils.logging.disable_progress_bar()
     settings = json.loads((folder / f"{name}.json").read_text())
     task, replay, environment = settings["task"], settings["replay"], settings["environment"]
-    parts = task["num_prompts"] * task["group_size"] // settings["micro_batch"]
+    pieces = task["num_prompts"] * task["group_size"] // settings["micro_batch"]
     arguments = GRPOConfig(
         **{
             "output_dir": str(folder / f"{name}_output"),
@@ -62,7 +65,7 @@ def main() -> None:
             "disable_tqdm": True,
             "max_steps": task["num_steps"],
             "per_device_train_batch_size": settings["micro_batch"],
-            "gradient_accumulation_steps": parts,
+            "gradient_accumulation_steps": pieces,
             "num_generations": task["group_size"],
             "max_completion_length": task["max_completion_tokens"],
             "temperature": 1.0,
@@ -126,7 +129,8 @@ def _sync_weights(self: Any) -> None:
 
 
 class _Steps(transformers.TrainerCallback):  # type: ignore[misc]
-    """Makes the steps of a turn, then waits for the next; times the phases and writes each step down."""
+    """Makes the steps of a turn, then waits for the next; times the phases and writes each step
+    down."""
 
     def __init__(self, trainer: GRPOTrainer, path: Path) -> None:
         self._trainer, self._file, self._left = trainer, path.open("w"), 0

@@ -1,17 +1,18 @@
-"""The update phase: packed rows against padded batches, the same weights, rollouts, loss and optimizer, in turn; and
-what recomputation and compilation do to time and memory.
+"""The update phase: packed rows against padded batches, the same weights, rollouts, loss and
+optimizer, in turn; and what recomputation and compilation do to time and memory.
 
-Random Qwen3 models; completions of lognormal lengths, 240 tokens at most, after prompts of 8 to 20. "packed" is
-PolicyUpdater over the rows that batching makes of the rollouts, packing included. "padded" is plain transformers as TRL
-lays a batch out: prompts padded on the left, completions on the right, to the longest of a micro-batch; log_softmax of
-the completions' logits, our policy_loss, clipping and AdamW. Loss and gradient norm of the first update are checked to
-agree. One thread; every round runs each row once, and `to_first` is the ratio to the first row of the block in the same
-round (median, min, max). Memory is that of tensors at the peak, beyond what was there.
+Random Qwen3 models; completions of lognormal lengths, 240 tokens at most, after prompts of 8 to 20.
+"packed" is PolicyUpdater over the rows that batching makes of the rollouts, packing included.
+"padded" is plain transformers as TRL lays a batch out: prompts padded on the left, completions on
+the right, to the longest of a micro-batch; log_softmax of the completions' logits, our policy_loss,
+clipping and AdamW. Loss and gradient norm of the first update are checked to agree. One thread;
+every round runs each row once, and `to_first` is the ratio to the first row of the block in the
+same round (median, min, max). Memory is that of tensors at the peak, beyond what was there.
 
     python -m benchmarks.speed.update [--size 0.5b|1.5b|tiny] [--json FILE]
-With --size one model of Qwen2.5's shape instead (those of benchmarks/speed/gpu.py), in bfloat16 with float32 masters on
-both sides, completions geometric and cut; for a GPU. Loss and gradient norm then stand in the rows: rounding is too
-large for a bound that would see a fault.
+With --size one model of Qwen2.5's shape instead (those of benchmarks/speed/gpu.py), in bfloat16
+with float32 masters on both sides, completions geometric and cut; for a GPU. Loss and gradient norm
+then stand in the rows: rounding is too large for a bound that would see a fault.
 """
 
 from __future__ import annotations
@@ -169,7 +170,8 @@ def _sized(name: str, session: Session) -> Iterator[list[Row]]:
 
 
 def sized(name: str, folder: str, number: int) -> tuple[Config, list[Rollout]]:
-    """Config and rollouts for a model of `benchmarks.speed.gpu.SIZES`, as its run would have them."""
+    """Config and rollouts for a model of `benchmarks.speed.gpu.SIZES`, as its run would have
+    them."""
     size, rng = gpu.SIZES[name], random.Random(0)
 
     def length() -> int:
@@ -193,11 +195,12 @@ def sized(name: str, folder: str, number: int) -> tuple[Config, list[Rollout]]:
 def _compare(
     model: str, updates: dict[str, Update], tokens: int, num_rounds: int, bound: float = 1e-4
 ) -> list[Row]:
-    """A row for each update, after one of each that is not timed. `bound`: on the relative difference of their losses
+    """A row for each update, after one of each that is not timed. `bound`: on the relative
+    difference of their losses
     and norms."""
-    seconds, first = time_in_turn(updates, num_rounds)
-    loss, norm = next(iter(first.values()))
-    for name, (other_loss, other_norm) in first.items():
+    seconds, initial = time_in_turn(updates, num_rounds)
+    loss, norm = next(iter(initial.values()))
+    for name, (other_loss, other_norm) in initial.items():
         assert abs(other_loss / loss - 1) < bound, (name, other_loss, loss)
         assert abs(other_norm / norm - 1) < bound, (name, other_norm, norm)
     base = next(iter(seconds.values()))
@@ -210,8 +213,8 @@ def _compare(
             **spread("to_first", ratios(seconds[name], base)),
             "tokens_per_s": tokens / statistics.median(seconds[name]),
             "peak_mib": peak_tensor_bytes(update) / _MIB,
-            "loss": first[name][0],
-            "grad_norm": first[name][1],
+            "loss": initial[name][0],
+            "grad_norm": initial[name][1],
         }
         for name, update in updates.items()
     ]
@@ -220,8 +223,8 @@ def _compare(
 def packed(config: Config, rollouts: list[Rollout], session: Session) -> Update:
     """Ours."""
     policy = build_policy(config.model, config.rollout.temperature, session)
-    longest = config.rollout.max_completion_tokens
-    updater = PolicyUpdater(policy, config.optimizer, config.loss, config.training, longest)
+    max_length = config.rollout.max_completion_tokens
+    updater = PolicyUpdater(policy, config.optimizer, config.loss, config.training, max_length)
     num_tokens, counted = (
         [rollout.num_tokens for rollout in rollouts],
         sum(len(rollout.completion_ids) for rollout in rollouts),
@@ -293,18 +296,18 @@ def _padded_loss(
     advantages = torch.tensor([rollout.advantages for rollout in rollouts], device=device)[
         sequence_index
     ]
-    old, places = logprobs.detach(), (mask, sequence_index)
-    longest = config.rollout.max_completion_tokens
+    old, positions = logprobs.detach(), (mask, sequence_index)
+    max_length = config.rollout.max_completion_tokens
     inputs = LossInputs(
         logprobs,
         torch.zeros_like(logprobs),
         old,
         None,
         advantages,
-        *places,
-        weights=aggregation_weights("token", *places, counted, len(rollouts), longest),
+        *positions,
+        weights=aggregation_weights("token", *positions, counted, len(rollouts), max_length),
         correction=rollout_correction(
-            "token_tis", config.loss.rollout_correction_cap, old, rollout_logprobs, *places
+            "token_tis", config.loss.rollout_correction_cap, old, rollout_logprobs, *positions
         ),
     )
     loss, _ = policy_loss(inputs, config.loss)

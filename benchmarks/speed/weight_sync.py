@@ -1,14 +1,15 @@
-"""Weight sync against a memcpy of the same bytes: the gather alone for several bucket sizes, and whole syncs into a
-real vLLM.
+"""Weight sync against a memcpy of the same bytes: the gather alone for several bucket sizes, and
+whole syncs into a real vLLM.
 
-Random Qwen3 models are made in a temporary folder. "gather" draws all full tensors and throws them away. x_memcpy is
-the time over that of copying as many bytes between two buffers that are already mapped, by every rank at once, in the
-same round; median, least and most of the rounds. "all-gather alone" moves the same bytes between the ranks, and neither
-casts nor unpacks: the floor of any sync over this network. "gather alone" draws pieces, as a direct load does (on one
-rank they are the parameters themselves), "and copy" copies them to where they stay, "named" with the name of the
-weights, which a rollout buffer needs and whole syncs have unless it says otherwise. These go in turn through vLLM's
-loader and directly. peak_mib is resident memory beyond what was there before (VmHWM); bound_mib is the buckets and the
-largest tensor.
+Random Qwen3 models are made in a temporary folder. "gather" draws all full tensors and throws them
+away. x_memcpy is the time over that of copying as many bytes between two buffers that are already
+mapped, by every rank at once, in the same round; median, least and most of the rounds. "all-gather
+alone" moves the same bytes between the ranks, and neither casts nor unpacks: the floor of any sync
+over this network. "gather alone" draws pieces, as a direct load does (on one rank they are the
+parameters themselves), "and copy" copies them to where they stay, "named" with the name of the
+weights, which a rollout buffer needs and whole syncs have unless it says otherwise. These go in
+turn through vLLM's loader and directly. peak_mib is resident memory beyond what was there before
+(VmHWM); bound_mib is the buckets and the largest tensor.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ def main() -> None:
         report("weight_sync into vLLM", syncs, args.json)
 
 
-def _measure(folder: str, what: str, size: str, num_ranks: int, dtype: str) -> list[Row]:
+def _measure(folder: str, label: str, size: str, num_ranks: int, dtype: str) -> list[Row]:
     buckets = ",".join(map(str, _BUCKETS_MIB))
     environment = {"THP_MEM_ALLOC_ENABLE": "1"}  # as train.py sets it
     worker = "benchmarks.speed.weight_sync_worker"
-    found = measure(
-        num_ranks, worker, what, str(Path(folder, size)), dtype, buckets, env=environment
+    result = measure(
+        num_ranks, worker, label, str(Path(folder, size)), dtype, buckets, env=environment
     )
     return [
         {
@@ -56,7 +57,7 @@ def _measure(folder: str, what: str, size: str, num_ranks: int, dtype: str) -> l
             "dtype": dtype,
             "what": figures["what"],
             "ms": 1e3 * statistics.median(figures["seconds"]),
-            **spread("x_memcpy", ratios(figures["seconds"], found[0]["seconds"])),
+            **spread("x_memcpy", ratios(figures["seconds"], result[0]["seconds"])),
             "collectives": figures["collectives"],
             "moved_mib": figures["moved_bytes"] / _MIB,
             "needed_mib": figures["needed_bytes"] / _MIB,
@@ -65,11 +66,11 @@ def _measure(folder: str, what: str, size: str, num_ranks: int, dtype: str) -> l
                     "peak_mib": figures["peak_bytes"] / _MIB,
                     "bound_mib": figures["bound_bytes"] / _MIB,
                 }
-                if what == "gather"
+                if label == "gather"
                 else {}
             ),
         }
-        for figures in found
+        for figures in result
     ]
 
 

@@ -1,4 +1,5 @@
-"""One rank of the weight-sync benchmark: time gathers, or whole syncs into vLLM; rank 0 tells the figures.
+"""One rank of the weight-sync benchmark: time gathers, or whole syncs into vLLM; rank 0 tells the
+figures.
 
 python -m benchmarks.speed.weight_sync_worker gather|engine FOLDER DTYPE BUCKET_MIB,...
 """
@@ -44,7 +45,7 @@ _HEAD_DIM = 64
 
 
 def main() -> None:
-    what, folder = sys.argv[1], Path(sys.argv[2])
+    label, folder = sys.argv[1], Path(sys.argv[2])
     transformers.utils.logging.disable_progress_bar()
     dtype_name: Any = sys.argv[3]
     dtype, buckets = DTYPES[dtype_name], [int(mib) for mib in sys.argv[4].split(",")]
@@ -59,7 +60,7 @@ def main() -> None:
     # vLLM comes first, as in a run; it is in the way of nothing that is measured.
     engine = (
         RolloutEngine(config.model, config.rollout, config.max_rollout_tokens, session, [0])
-        if what == "engine"
+        if label == "engine"
         else None
     )
     policy = build_policy(config.model, 1.0, session)
@@ -83,12 +84,12 @@ def main() -> None:
         }
     else:
         bucket_bytes = config.rollout.sync_bucket_bytes(session.device.type)
-        whole = torch.empty(
+        full = torch.empty(
             sum(sizes) // dtype.itemsize + (1 << 20), dtype=dtype, device=session.device
         ).zero_()
         timed["gather alone"] = _pieces(policy, dtype, bucket_bytes)
-        timed["gather and copy"] = _pieces(policy, dtype, bucket_bytes, whole)
-        timed["gather and copy, named"] = _pieces(policy, dtype, bucket_bytes, whole, is_named=True)
+        timed["gather and copy"] = _pieces(policy, dtype, bucket_bytes, full)
+        timed["gather and copy, named"] = _pieces(policy, dtype, bucket_bytes, full, is_named=True)
         # what vLLM takes when nothing is gathered
         ready = list(gather_full_tensors(policy, dtype, 1 << 20, SyncStats()))
         timed["vLLM's load alone"] = lambda: _load(engine, ready)
@@ -102,12 +103,12 @@ def main() -> None:
         )
     times, stats = ranks.time_in_turn(timed, ROUNDS)
     peaks = {name: peak_bytes(run) for name, run in timed.items()} if engine is None else {}
-    for name, of_rounds in times.items():
+    for name, rounds_values in times.items():
         if session.is_rank0:
             ranks.tell(
                 {
                     "what": name,
-                    "seconds": of_rounds,
+                    "seconds": rounds_values,
                     "collectives": stats[name].num_collectives,
                     "moved_bytes": stats[name].bytes,
                     "needed_bytes": sum(sizes),
@@ -125,7 +126,8 @@ def peak_bytes(run: Callable[[], SyncStats]) -> int:
     run()
     if not torch.cuda.is_available():
         libc = ctypes.CDLL(None)
-        # M_MMAP_THRESHOLD: what torch frees is gone at once, and no slack of the heap is taken for ours
+        # M_MMAP_THRESHOLD: what torch frees is gone at once, and no slack of the heap is taken for
+        # ours
         libc.mallopt(-3, 1 << 16)
         libc.malloc_trim(0)  # what was freed before would be used again, and not be seen
     return int(on_rank0(max, ranks.peak_bytes(run)))
@@ -157,13 +159,13 @@ def _pieces(
             SyncStats(),
             WeightDigest(next(policy.parameters()).device) if is_named else None,
         )
-        place = 0
+        position = 0
         for *_, piece in gather_pieces(
             list(hf_named_shards(policy)), dtype, bucket_bytes, stats, digest=digest
         ):
             if into is not None:
-                into[place : place + piece.numel()].view(piece.shape).copy_(piece)
-            place += piece.numel()
+                into[position : position + piece.numel()].view(piece.shape).copy_(piece)
+            position += piece.numel()
         if digest is not None:
             digest.totals()
         return stats
@@ -193,9 +195,9 @@ def _full_tensors(policy: Policy, dtype: torch.dtype) -> SyncStats:
 
 def _all_gather_alone(buffer: torch.Tensor, group: torch.distributed.ProcessGroup) -> SyncStats:
     ranks = torch.distributed.get_world_size(group)
-    whole = buffer[: len(buffer) // ranks * ranks]
-    wait_for(start_all_gather(whole.view(ranks, -1), group))
-    return SyncStats(whole.nbytes, 1)
+    full = buffer[: len(buffer) // ranks * ranks]
+    wait_for(start_all_gather(full.view(ranks, -1), group))
+    return SyncStats(full.nbytes, 1)
 
 
 def _load(engine: RolloutEngine, ready: list[tuple[str, torch.Tensor]]) -> SyncStats:

@@ -1,5 +1,6 @@
-"""What the README's table says of the rows of `agreement/`, `survival/` and `gpu_day/`, and the larger tables made of
-them. Where trials stand each by itself, a row is replaced by a newer one of the same trial alone; rows of faults that
+"""What the README's table says of the rows of `agreement/`, `survival/` and `gpu_day/`, and the
+larger tables made of them. Where trials stand each by itself, a row is replaced by a newer one of
+the same trial alone; rows of faults that
 were tried again on one commit add up."""
 
 from __future__ import annotations
@@ -30,15 +31,16 @@ def learning(record: Record) -> Iterator[Line]:
             for row in rows
             if not row["reached"]
         ]
-        parts = [f"{len(rows) - len(missed)} of {len(rows)} variants reach their goal"]
-        parts += [f"not: {', '.join(missed)}"] if missed else []
-        parts += [
+        pieces = [f"{len(rows) - len(missed)} of {len(rows)} variants reach their goal"]
+        pieces += [f"not: {', '.join(missed)}"] if missed else []
+        pieces += [
             f"{goal}: {span(row.number('last ten') for row in rows if row['goal'] == goal)}, from "
-            f"{span(row.number('first ten') for row in rows if row['goal'] == goal)} over the first ten"
+            f"{span(row.number('first ten') for row in rows if row['goal'] == goal)} over the "
+            "first ten"
             for goal in dict.fromkeys(row["goal"] for row in rows)
         ]
         yield Line(
-            "mean reward of the last ten steps, under each algorithm", "; ".join(parts), rows
+            "mean reward of the last ten steps, under each algorithm", "; ".join(pieces), rows
         )
 
 
@@ -49,11 +51,15 @@ def trl_loss(record: Record) -> Iterator[Line]:
         same = [row for row in rows if row["verdict"] == "same"]
         failed = [row["variant"] for row in rows if row["verdict"] == "FAILED"]
         figures = (
-            f"{verdicts['same']} of {verdicts['same'] + verdicts['FAILED']} that should be are the same"
+            f"{verdicts['same']} of {verdicts['same'] + verdicts['FAILED']} that should be are "
+            "the same"
             + (f" (not: {', '.join(failed)})" if failed else "")
-            + f": losses within {figure(max(row.number('loss off by') for row in same))}, gradients within "
-            f"{figure(max(row.number('gradients off by') for row in same))}, where the nearest other variant is "
-            f"{figure(min(row.number('next variant') for row in same))} away; {verdicts['differs']} differ on purpose"
+            + f": losses within {figure(max(row.number('loss off by') for row in same))}, "
+            "gradients within "
+            f"{figure(max(row.number('gradients off by') for row in same))}, where the nearest "
+            "other variant is "
+            f"{figure(min(row.number('next variant') for row in same))} away; "
+            f"{verdicts['differs']} differ on purpose"
         )
         yield Line(f"losses and gradients beside TRL {rows[0]['TRL version']}'s", figures, rows)
 
@@ -66,8 +72,10 @@ def families(record: Record) -> Iterator[Line]:
             for outcome, types in by_outcome.items()
         )
         rows = [row for types in by_outcome.values() for rows in types.values() for row in rows]
-        what = "model types that transformers and vLLM both know"
-        yield Line(f"{what}, {ranks} ranks sharing an engine" if ranks > 1 else what, figures, rows)
+        label = "model types that transformers and vLLM both know"
+        yield Line(
+            f"{label}, {ranks} ranks sharing an engine" if ranks > 1 else label, figures, rows
+        )
 
 
 def _ranks(row: RecordedRow) -> int:
@@ -84,25 +92,28 @@ _OUTCOMES = {
 
 def _families(record: Record, ranks: int = 1) -> dict[str, dict[str, Rows]]:
     """{outcome: {model type: its rows}}; what trains comes first."""
-    of_type: dict[str, dict[str, RecordedRow]] = {}
+    type_values: dict[str, dict[str, RecordedRow]] = {}
     for row in (row for row in record.all("families") if _ranks(row) == ranks):
-        kept = of_type.get(row["family"], {})
-        if any(other["commit"] != row["commit"] for other in kept.values()):
-            kept = {}
-        of_type[row["family"]] = kept | {row["dtype"]: row}
-    found: dict[str, dict[str, Rows]] = {"trains": {}}
-    for name, rows in sorted(of_type.items()):
+        retained = type_values.get(row["family"], {})
+        if any(second["commit"] != row["commit"] for second in retained.values()):
+            retained = {}
+        type_values[row["family"]] = retained | {row["dtype"]: row}
+    result: dict[str, dict[str, Rows]] = {"trains": {}}
+    for name, rows in sorted(type_values.items()):
         outcome = ", ".join(dict.fromkeys(row["outcome"] for row in rows.values()))
-        found.setdefault(outcome, {})[name] = list(rows.values())
-    return {outcome: types for outcome, types in found.items() if types}
+        result.setdefault(outcome, {})[name] = list(rows.values())
+    return {outcome: types for outcome, types in result.items() if types}
 
 
 def families_table(record: Record) -> Iterator[str]:
     by_outcome = _families(record)
-    yield "| | number | mean difference of policy and engine, nats a token, of the worst step | model types |"
+    yield (
+        "| | number | mean difference of policy and engine, nats a token, of the worst step | "
+        "model types |"
+    )
     yield "|---|---|---|---|"
     for outcome, types in by_outcome.items():
-        rows = [row for of_type in types.values() for row in of_type]
+        rows = [row for type_values in types.values() for row in type_values]
         worst = {
             dtype: max(
                 row.number("mismatch")
@@ -114,25 +125,31 @@ def families_table(record: Record) -> Iterator[str]:
         unproved = [
             row["family"] for row in rows if outcome == "trains" and not _is_whole(row["proved"])
         ]
-        said = (
-            ", ".join(f"at most {figure(most)} in {dtype}" for dtype, most in worst.items()) or "-"
+        message = (
+            ", ".join(f"at most {figure(maximum)} in {dtype}" for dtype, maximum in worst.items())
+            or "-"
         )
         if outcome == "trains":
-            said += f"; proved in part: {listed(unproved)}" if unproved else "; all tensors proved"
+            message += (
+                f"; proved in part: {listed(unproved)}" if unproved else "; all tensors proved"
+            )
             if copied := {row["family"]: row["direct"] for row in rows if "direct" in row}:
-                part = [family for family, direct in copied.items() if not _is_whole(direct)]
-                said += f"; copied directly as the loader does to the bit, in part: {listed(part) or 'none'}"
+                piece = [family for family, direct in copied.items() if not _is_whole(direct)]
+                message += (
+                    "; copied directly as the loader does to the bit, in part: "
+                    f"{listed(piece) or 'none'}"
+                )
                 missing = dict.fromkeys(
                     row["family"] for row in rows if row["family"] not in copied
                 )
-                said += f"; not compared: {listed(missing)}" if missing else ""
-        yield f"| {outcome} | {len(types)} | {said} | {', '.join(types)} |"
+                message += f"; not compared: {listed(missing)}" if missing else ""
+        yield f"| {outcome} | {len(types)} | {message} | {', '.join(types)} |"
 
 
 def _is_whole(covered: str) -> bool:
     """ "25 of 24": a tied head, which no checkpoint has, is proved by itself."""
-    part, _, whole = covered.partition(" of ")
-    return int(part) >= int(whole)
+    piece, _, full = covered.partition(" of ")
+    return int(piece) >= int(full)
 
 
 def plan(record: Record) -> Iterator[Line]:
@@ -148,11 +165,12 @@ def plan(record: Record) -> Iterator[Line]:
         )
     rows = record.newest("plan_published", *_PUBLISHED)
     if rows:
-        parts = [
-            f"{which} {span(row.number('off_percent') for row in rows if row['which_is'] == which)} %"
-            for which in dict.fromkeys(row["which_is"] for row in rows)
+        pieces = [
+            f"{selection} "
+            f"{span(row.number('off_percent') for row in rows if row['which_is'] == selection)} %"
+            for selection in dict.fromkeys(row["which_is"] for row in rows)
         ]
-        figures = f"{'; '.join(parts)}"
+        figures = f"{'; '.join(pieces)}"
         yield Line("the planner beside memory that others published of FSDP2 runs", figures, rows)
 
 
@@ -163,8 +181,14 @@ def plan_table(record: Record) -> Iterator[str]:
     yield "| | recomputed | predicted, GiB | published, GiB | difference | source |"
     yield "|---|---|---|---|---|---|"
     for row in record.newest("plan_published", *_PUBLISHED):
-        sizes = f"{figure(row.number('predicted_gib'))} | {figure(row.number('published_gib'))}, {row['which_is']}"
-        ran = f"{row['model']} on {row['ranks']} ranks, {row['tokens']:,} tokens each | {row['recomputed']}"
+        sizes = (
+            f"{figure(row.number('predicted_gib'))} | {figure(row.number('published_gib'))}, "
+            f"{row['which_is']}"
+        )
+        ran = (
+            f"{row['model']} on {row['ranks']} ranks, {row['tokens']:,} tokens each | "
+            f"{row['recomputed']}"
+        )
         yield f"| {ran} | {sizes} | {row.number('off_percent'):+.1f} % | {row['source']} |"
 
 
@@ -185,8 +209,8 @@ def predictions_table(record: Record) -> Iterator[str]:
     yield f"|{'---|' * len(columns)}"
     for row in record.newest("plan_predictions", "config", "on"):
         gib = [
-            f"{row.number(f'{what}_gib'):.1f}"
-            for what in ("margin", "weight_sync", "rollout", "update")
+            f"{row.number(f'{label}_gib'):.1f}"
+            for label in ("margin", "weight_sync", "rollout", "update")
         ]
         tightest = row["tightest"].replace("_", " ") if row["fits"] else "does not fit"
         cells = [
@@ -207,22 +231,22 @@ _SEQUENCES = "full-length sequences at one time"
 def mutations(record: Record) -> Iterator[Line]:
     rows, untried = _mutations(record)
     if rows:
-        parts = [f"the running proofs stop {len(rows) - len(_unseen(rows, 'running proofs'))}"]
-        parts.append(f"the tests see {len(rows) - len(_unseen(rows, 'tests'))}")
+        pieces = [f"the running proofs stop {len(rows) - len(_unseen(rows, 'running proofs'))}"]
+        pieces.append(f"the tests see {len(rows) - len(_unseen(rows, 'tests'))}")
         neither = [row["fault"] for row in rows if not row["as it should be"]]
-        parts.append(f"unseen or broken: {'; '.join(neither) or 'none'}")
-        parts += [f"not tried yet: {len(untried)}"] if untried else []
+        pieces.append(f"unseen or broken: {'; '.join(neither) or 'none'}")
+        pieces += [f"not tried yet: {len(untried)}"] if untried else []
         yield Line(
-            f"{len(rows)} faults planted in a copy of this repository", "; ".join(parts), rows
+            f"{len(rows)} faults planted in a copy of this repository", "; ".join(pieces), rows
         )
 
 
 def _mutations(record: Record) -> tuple[Rows, list[str]]:
     """Rows of the faults that there are now, and the names of those without one."""
-    found = {row["fault"]: row for row in record.newest("mutations", "fault")}
+    result = {row["fault"]: row for row in record.newest("mutations", "fault")}
     names = [fault.name for fault in FAULTS]
-    return [found[name] for name in names if name in found], [
-        name for name in names if name not in found
+    return [result[name] for name in names if name in result], [
+        name for name in names if name not in result
     ]
 
 
@@ -250,26 +274,29 @@ def _or_none(names: Iterable[str]) -> str:
 def contract(record: Record) -> Iterator[Line]:
     rows = record.newest("contract", "vllm")
     if rows:
-        parts = [
-            f"vLLM {row['vllm']} with torch {row['its torch']} keeps {row['kept']} of {row['rows']}, breaks "
+        pieces = [
+            f"vLLM {row['vllm']} with torch {row['its torch']} keeps {row['kept']} of "
+            f"{row['rows']}, breaks "
             f"{row['broken']}, lacks {row['absent_as_allowed']} as allowed"
             for row in rows
         ]
-        parts += [f"imported: {said}" for said in dict.fromkeys(row["imported"] for row in rows)]
+        pieces += [
+            f"imported: {message}" for message in dict.fromkeys(row["imported"] for row in rows)
+        ]
         yield Line(
-            "what `engine/` relies on, held against vLLM's GPU wheels", "; ".join(parts), rows
+            "what `engine/` relies on, held against vLLM's GPU wheels", "; ".join(pieces), rows
         )
 
 
 def slurm_trial(record: Record) -> Iterator[Line]:
     rows = record.newest("slurm_trial", "tried")
     if rows:
-        wrong = [f"{row['tried']}: {row['outcome']}" for row in rows if row["outcome"] != "ok"]
+        faulty = [f"{row['tried']}: {row['outcome']}" for row in rows if row["outcome"] != "ok"]
         leaving = [row.number("to_leave_s") for row in rows if row["to_leave_s"] != "-"]
-        parts = [f"{len(rows) - len(wrong)} of {len(rows)} trials ended as they should", *wrong]
-        parts += [f"a job was out within {figure(max(leaving))} s"] if leaving else []
-        parts.append(f"{sum(row['left_behind'] for row in rows)} processes left behind")
-        yield Line("`launch/slurm.sbatch` on a real Slurm of two nodes", "; ".join(parts), rows)
+        pieces = [f"{len(rows) - len(faulty)} of {len(rows)} trials ended as they should", *faulty]
+        pieces += [f"a job was out within {figure(max(leaving))} s"] if leaving else []
+        pieces.append(f"{sum(row['left_behind'] for row in rows)} processes left behind")
+        yield Line("`launch/slurm.sbatch` on a real Slurm of two nodes", "; ".join(pieces), rows)
 
 
 def faults(record: Record) -> Iterator[Line]:
@@ -279,13 +306,15 @@ def faults(record: Record) -> Iterator[Line]:
         lost = [f"{row['fault']}: {row['lost']}" for row in rows if row["lost"]]
         figures = f"{tried:,} tried, {survived:,} survived; lost: {', '.join(lost) or 'none'}"
         yield Line(
-            f"{len({row['fault'] for row in rows})} kinds of kills, damage, full disks, hangs and signals",
+            f"{len({row['fault'] for row in rows})} kinds of kills, damage, full disks, hangs "
+            "and signals",
             figures,
             rows,
         )
 
 
-# What begins a fault's name, and what a table says of all of these; others have a line of their own.
+# What begins a fault's name, and what a table says of all of these; others have a line of their
+# own.
 _KINDS = (
     (
         "SIGKILL of a random rank",
@@ -317,10 +346,10 @@ _KINDS = (
 
 
 def faults_table(record: Record) -> Iterator[str]:
-    kinds: dict[str, Rows] = {said: [] for _, said in _KINDS}
+    kinds: dict[str, Rows] = {message: [] for _, message in _KINDS}
     for row in record.newest_commit("faults", "fault"):
         kind = next(
-            (said for begin, said in _KINDS if row["fault"].startswith(begin)), row["fault"]
+            (message for begin, message in _KINDS if row["fault"].startswith(begin)), row["fault"]
         )
         kinds.setdefault(kind, []).append(row)
     yield "| | tried | survived | lost | worst | commit, date |"
@@ -331,47 +360,54 @@ def faults_table(record: Record) -> Iterator[str]:
 
 
 def _worst(rows: Rows) -> str:
-    """The row's own words with the largest number that begins them; of "times less" the smallest."""
-    said = [str(row["worst"]) for row in rows]
+    """The row's own words with the largest number that begins them; of "times less" the
+    smallest."""
+    message = [str(row["worst"]) for row in rows]
     numbered = [
-        (float(found[0]), text)
-        for text in said
-        if (found := re.search(r"-?\d+(\.\d+)?(e-?\d+)?", text))
+        (float(result[0]), text)
+        for text in message
+        if (result := re.search(r"-?\d+(\.\d+)?(e-?\d+)?", text))
     ]
     if not numbered:
-        return said[0]
-    return (min if any(" x less" in text for text in said) else max)(numbered)[1]
+        return message[0]
+    return (min if any(" x less" in text for text in message) else max)(numbered)[1]
 
 
 def gpu_day(record: Record) -> Iterator[Line]:
     rows = record.run("gpu_day_proofs", "what")
     if rows:
-        parts = [
+        pieces = [
             f"{row['what']} {spread(row, 'median')} {row['unit']}"
             for row in rows
             if row["median"] != "-"
         ]
-        held = (
+        retained = (
             "all proofs held"
             if all(row["all proofs held"] for row in rows)
             else "NOT all proofs held"
         )
         yield Line(
-            f"a run whose every sync and update is proved, on a GPU: {held}", "; ".join(parts), rows
+            f"a run whose every sync and update is proved, on a GPU: {retained}",
+            "; ".join(pieces),
+            rows,
         )
     rows = record.run("gpu_day_tests", "tests")
     if rows:
-        figures = f"{rows[0]['passed']} passed, {rows[0]['failed']} failed, {rows[0].get('skipped', '-')} skipped"
+        figures = (
+            f"{rows[0]['passed']} passed, {rows[0]['failed']} failed, "
+            f"{rows[0].get('skipped', '-')} skipped"
+        )
         yield Line("the tests that need a GPU", figures, rows)
     rows = record.run("gpu_day_trl", "side", "micro_batch")
     theirs = [row for row in rows if row["side"] != "ours"]
     if theirs:
-        parts = [
-            f"at its micro-batch {row['micro_batch']} a step takes {figure(row.number('step_to_ours'))} times ours, an "
+        pieces = [
+            f"at its micro-batch {row['micro_batch']} a step takes "
+            f"{figure(row.number('step_to_ours'))} times ours, an "
             f"update {figure(row.number('update_to_ours'))}"
             for row in theirs
         ]
-        yield Line(f"a step beside TRL's on a GPU, {theirs[0]['model']}", "; ".join(parts), rows)
+        yield Line(f"a step beside TRL's on a GPU, {theirs[0]['model']}", "; ".join(pieces), rows)
     rows = record.run("gpu_day_crash", "model")
     if rows:
         figures = f"went on at step {rows[0]['went_on_at_step']}; problems: {rows[0]['problems']}"

@@ -23,7 +23,8 @@ def make_model(
     change: Callable[[Any], None] | None = None,
     max_shard_size: str = "5GB",
 ) -> Any:
-    """Write a model of a transformers config with random weights, which `change` may edit, and the demo's tokenizer.
+    """Write a model of a transformers config with random weights, which `change` may edit, and the
+    demo's tokenizer.
     Returns the model."""
     transformers.utils.logging.disable_progress_bar()
     folder.mkdir(parents=True, exist_ok=True)
@@ -40,8 +41,9 @@ def make_model(
 
 
 def make_large_model(folder: Path, config: Any, *, seed: int = 0) -> int:
-    """The same in bfloat16, for sizes whose weights torch would draw on one thread, and twice: half a minute at 1.5B.
-    Normal ones as the config says, drawn on all cores; gains are ones, biases zeros. Returns the number of parameters,
+    """The same in bfloat16, for sizes whose weights torch would draw on one thread, and twice: half
+    a minute at 1.5B. Normal ones as the config says, drawn on all cores; gains are ones, biases
+    zeros. Returns the number of parameters,
     a tied one once."""
     transformers.utils.logging.disable_progress_bar()
     folder.mkdir(parents=True, exist_ok=True)
@@ -66,7 +68,7 @@ def make_large_model(folder: Path, config: Any, *, seed: int = 0) -> int:
             threads.submit(draw, number, name, weight.detach())
             for number, (name, weight) in enumerate(model.named_parameters())
         ]
-        for each in drawing:
-            each.result()
+        for item in drawing:
+            item.result()
     model.save_pretrained(folder)
     return int(model.num_parameters())

@@ -1,7 +1,7 @@
 """Plots of the recorded rows, as SVG text: horizontal bars with the spread of the rounds.
 
-`python -m benchmarks.measured` writes them into benchmarks/results/, and a test holds the files to the rows. The text is
-written by hand, so that the same rows give the same bytes on every machine.
+`python -m benchmarks.measured` writes them into benchmarks/results/, and a test holds the files to
+the rows. The text is written by hand, so that the same rows give the same bytes on every machine.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ def _draw_bar(bar: Bar, y: int, scale: float) -> list[str]:
     end = _LABEL_WIDTH + bar.value * scale
     text_x = max(end, _LABEL_WIDTH + (bar.high or 0) * scale) + 6
     lines = [
-        f'<text x="{_LABEL_WIDTH - 8}" y="{middle + 4}" text-anchor="end">{escape(bar.label)}</text>',
+        f'<text x="{_LABEL_WIDTH - 8}" y="{middle + 4}" '
+        f'text-anchor="end">{escape(bar.label)}</text>',
         f'<rect x="{_LABEL_WIDTH}" y="{y + 4}" width="{bar.value * scale:.1f}" '
         f'height="{_ROW_HEIGHT - 8}" fill="{_COLORS[bar.color]}"/>',
         f'<text x="{text_x:.1f}" y="{middle + 4}">{figure(bar.value)}{escape(bar.note)}</text>',
@@ -126,15 +127,15 @@ def memory(record: Record) -> str | None:
     if not rows:
         return None
     groups = [*_HELD, "CUDA, NCCL, fragmentation"]
-    held: dict[str, list[float]] = {}
+    retained: dict[str, list[float]] = {}
     for row in rows:
-        sizes = held.setdefault(str(row["phase"]), [0.0] * len(groups))
+        sizes = retained.setdefault(str(row["phase"]), [0.0] * len(groups))
         names = [name for name, members in _HELD.items() if row["holds"] in members]
         sizes[groups.index(names[0] if names else groups[-1])] += row.number("gib")
     return _draw_stacks(
         title=f"GiB of one rank in each phase of a step: {rows[0]['config']} on {rows[0]['on']}",
         caption=f"Predicted by python -m grpo_spmd.plan; {_caption(rows)}",
-        stacks=held,
+        stacks=retained,
         groups=groups,
         limit=rows[0].number("gpu_gib"),
     )
@@ -143,9 +144,10 @@ def memory(record: Record) -> str | None:
 def _draw_stacks(
     title: str, caption: str, stacks: dict[str, list[float]], groups: list[str], limit: float
 ) -> str:
-    """Returns the SVG text of vertical stacked bars in the order of time, below a line at `limit`."""
-    width, top, bottom, left = _WIDTH, 74, 300, 52
-    step = (width - left - 20) / len(stacks)
+    """Returns the SVG text of vertical stacked bars in the order of time, below a line at
+    `limit`."""
+    width, top, bottom, remaining = _WIDTH, 74, 300, 52
+    step = (width - remaining - 20) / len(stacks)
     scale = (bottom - top) / (limit * 1.04)
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {bottom + 54}" '
@@ -160,22 +162,23 @@ def _draw_stacks(
         x += 34 + 7.2 * len(group)
     limit_y = bottom - limit * scale
     lines += [
-        f'<line x1="{left}" y1="{limit_y:.1f}" x2="{width - 12}" y2="{limit_y:.1f}" '
+        f'<line x1="{remaining}" y1="{limit_y:.1f}" x2="{width - 12}" y2="{limit_y:.1f}" '
         f'stroke="#333" stroke-dasharray="4 3"/>',
-        f'<text x="{left - 6}" y="{limit_y + 4:.1f}" text-anchor="end">{figure(limit)}</text>',
-        f'<text x="{left - 6}" y="{bottom}" text-anchor="end">0</text>',
+        f'<text x="{remaining - 6}" y="{limit_y + 4:.1f}" text-anchor="end">{figure(limit)}</text>',
+        f'<text x="{remaining - 6}" y="{bottom}" text-anchor="end">0</text>',
     ]
     for number, (phase, sizes) in enumerate(stacks.items()):
         y = float(bottom)
         for size, color in zip(sizes, _HELD_COLORS, strict=True):
             y -= size * scale
             lines.append(
-                f'<rect x="{left + step * number:.1f}" y="{y:.1f}" width="{step - 6:.1f}" '
+                f'<rect x="{remaining + step * number:.1f}" y="{y:.1f}" width="{step - 6:.1f}" '
                 f'height="{size * scale:.1f}" fill="{color}"/>'
             )
-        middle = left + step * number + step / 2 - 3
+        middle = remaining + step * number + step / 2 - 3
         lines += [
-            f'<text x="{middle:.1f}" y="{y - 5:.1f}" text-anchor="middle">{figure(sum(sizes))}</text>',
+            f'<text x="{middle:.1f}" y="{y - 5:.1f}" '
+            f'text-anchor="middle">{figure(sum(sizes))}</text>',
             f'<text x="{middle:.1f}" y="{bottom + 18}" text-anchor="middle">{escape(phase)}</text>',
         ]
     lines += [
@@ -190,7 +193,9 @@ def step_vs_trl(record: Record) -> Plot | None:
     phases = ("step", "generation a token", "sync", "logprobs + update")
     rows: Rows = []
     for shape in dict.fromkeys(str(row.get("shape", "short")) for row in record.all("step_vs_trl")):
-        newest = record.run("step_vs_trl", "shape", "TRL's micro-batch", "phase", where=_has(shape))
+        newest = record.run(
+            "step_vs_trl", "shape", "TRL's micro-batch", "phase", location=_has(shape)
+        )
         best = [row for row in newest if row["TRL's micro-batch"].endswith("its best")]
         rows += [row for row in best if row["phase"] in phases]
     if not rows:
@@ -239,7 +244,8 @@ def weight_sync(record: Record) -> Plot | None:
         caption=_caption(rows),
         bars=[
             Bar(
-                label=f"{row['model']}, {row['ranks']} ranks: {str(row['what']).removeprefix('whole sync').lstrip(', ')}",
+                label=f"{row['model']}, {row['ranks']} ranks: "
+                f"{str(row['what']).removeprefix('whole sync').lstrip(', ')}",
                 value=row.number("x_memcpy"),
                 low=row.number("min"),
                 high=row.number("max"),

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
-COMMIT = "GRPO_SPMD_COMMIT"  # a variable that names the commit where there is no git, as on a borrowed host
+# a variable that names the commit where there is no git, as on a borrowed host
+COMMIT = "GRPO_SPMD_COMMIT"
 
 
 def arguments_parser(description: str | None) -> argparse.ArgumentParser:
@@ -45,11 +46,12 @@ def ran_on() -> Row:
 
 
 def commit() -> str:
-    """The one that is checked out, "+changes" where the tree is not clean; "unknown" without git."""
+    """The one that is checked out, "+changes" where the tree is not clean; "unknown" without
+    git."""
     # The rows of the benchmark before this one change nothing that this one measures.
-    others = _git("status", "--porcelain", "--", ":/", ":(top,exclude)benchmarks/results")
-    found = [_git("rev-parse", "--short", "HEAD"), others]
-    return (found[0] + ("+changes" if found[1] else "")) or "unknown"
+    git = _git("status", "--porcelain", "--", ":/", ":(top,exclude)benchmarks/results")
+    result = [_git("rev-parse", "--short", "HEAD"), git]
+    return (result[0] + ("+changes" if result[1] else "")) or "unknown"
 
 
 def _git(*arguments: str) -> str:
@@ -82,14 +84,16 @@ def table(rows: Sequence[Row], columns: Sequence[str]) -> list[str]:
 
 
 def spread(name: str, values: Iterable[float]) -> Row:
-    """The median under `name`, with the least and the most: how every figure of several rounds is reported."""
+    """The median under `name`, with the least and the most: how every figure of several rounds is
+    reported."""
     ordered = sorted(values)
     return {name: statistics.median(ordered), "min": ordered[0], "max": ordered[-1]}
 
 
 def ratios(times: Sequence[float], base: Sequence[float]) -> list[float]:
-    """Of two rows of rounds: each round against its own, so that both sides saw the same machine."""
-    return [mine / other for mine, other in zip(times, base, strict=True)]
+    """Of two rows of rounds: each round against its own, so that both sides saw the same
+    machine."""
+    return [local / second for local, second in zip(times, base, strict=True)]
 
 
 def read_lines(path: Path) -> list[Row]:

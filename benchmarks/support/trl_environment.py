@@ -14,11 +14,13 @@ import transformers
 TRL_VERSION = "1.16.0"
 _PACKAGES = (f"trl=={TRL_VERSION}", "accelerate==1.15.0")
 _ENVIRONMENT = Path(".venv-trl")
-NO_VLLM = "BENCHMARK_WITHOUT_VLLM"  # a variable of the worker's environment; TRL takes 10 s to import vLLM where it finds it
+# a variable of the worker's environment; TRL takes 10 s to import vLLM where it finds it
+NO_VLLM = "BENCHMARK_WITHOUT_VLLM"
 
 
 def trl_python() -> str:
-    """The interpreter of .venv-trl, made on first use: TRL of its own, torch, vLLM and the rest from the environment we
+    """The interpreter of .venv-trl, made on first use: TRL of its own, torch, vLLM and the rest
+    from the environment we
     run in."""
     python = _ENVIRONMENT / "bin" / "python"
     # Ours come behind its own packages on the path.
@@ -31,9 +33,10 @@ def trl_python() -> str:
     print(f"making {_ENVIRONMENT} with {', '.join(_PACKAGES)}", flush=True)
     shutil.rmtree(_ENVIRONMENT, ignore_errors=True)
     subprocess.run([sys.executable, "-m", "venv", _ENVIRONMENT], check=True)
-    own = next(_ENVIRONMENT.glob("lib/python3*/site-packages"))
-    (own / "shared.pth").write_text(shared)
-    # torch and transformers are met by ours; where TRL asked for others, pip shall fail and not fetch a CUDA build.
+    local = next(_ENVIRONMENT.glob("lib/python3*/site-packages"))
+    (local / "shared.pth").write_text(shared)
+    # torch and transformers are met by ours; where TRL asked for others, pip shall fail and not
+    # fetch a CUDA build.
     constraints, log = _ENVIRONMENT / "constraints.txt", _ENVIRONMENT / "setup.log"
     constraints.write_text(
         f"torch=={torch.__version__}\ntransformers=={transformers.__version__}\n"

@@ -108,12 +108,12 @@ class Cluster:
 
     def survivors(self) -> list[int]:
         """Processes of jobs of this cluster."""
-        found = []
+        result = []
         for path in Path("/proc").glob("[0-9]*/environ"):
             with suppress(OSError):
                 if f"GRPO_SPMD_TRIAL={self.mark}".encode() in path.read_bytes():
-                    found.append(int(path.parent.name))
-        return found
+                    result.append(int(path.parent.name))
+        return result
 
 
 @dataclass
@@ -130,8 +130,10 @@ class Job:
 
     def show(self, name: str) -> str:
         """A field of `scontrol show job`."""
-        found = re.search(rf"\b{name}=(\S+)", run("scontrol", "show", "job", self.id, "--oneliner"))
-        return found[1] if found else ""
+        result = re.search(
+            rf"\b{name}=(\S+)", run("scontrol", "show", "job", self.id, "--oneliner")
+        )
+        return result[1] if result else ""
 
     @property
     def log(self) -> str:
@@ -158,15 +160,16 @@ class Job:
         self.left_s.append(time.monotonic() - start)
 
     def leaving_s(self) -> list[float]:
-        """Seconds from each signal that the batch shell heard until it queued the job again, by its log."""
+        """Seconds from each signal that the batch shell heard until it queued the job again, by its
+        log."""
         times = re.findall(
             r"slurm.sbatch: (\S+ \S+) (got SIG|preempted and saved|no time|told to leave)", self.log
         )
-        stamps = [(datetime.fromisoformat(stamp), what) for stamp, what in times]
+        stamps = [(datetime.fromisoformat(stamp), label) for stamp, label in times]
         return [
-            (after[0] - before[0]).total_seconds()
-            for before, after in pairwise(stamps)
-            if before[1] == "got SIG" != after[1]
+            (new[0] - old[0]).total_seconds()
+            for old, new in pairwise(stamps)
+            if old[1] == "got SIG" != new[1]
         ]
 
 
@@ -215,12 +218,12 @@ class Trial:
         return Job(self.cluster, self.checkout, run_dir, done.stdout.strip(), num_steps)
 
 
-def until(holds: Callable[[], bool], timeout_s: float, what: str, job: Job | None = None) -> None:
+def until(holds: Callable[[], bool], timeout_s: float, label: str, job: Job | None = None) -> None:
     deadline = time.monotonic() + timeout_s
     while not holds():
         log = f"; the end of its log:\n{job.log[-3000:]}" if job else ""
         assert time.monotonic() < deadline, (
-            f"no {what.removeprefix('no ')} after {timeout_s:g} s{log}"
+            f"no {label.removeprefix('no ')} after {timeout_s:g} s{log}"
         )
         time.sleep(0.2)
 
@@ -231,9 +234,9 @@ def run(*command: str) -> str:
 
 def _free_ports(count: int) -> list[int]:
     sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
+    for item in sockets:
+        item.bind(("127.0.0.1", 0))
+    ports = [item.getsockname()[1] for item in sockets]
+    for item in sockets:
+        item.close()
     return ports

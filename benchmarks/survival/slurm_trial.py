@@ -1,12 +1,14 @@
-"""launch/slurm.sbatch on a real Slurm of two nodes, both on this host: what was tried, and how the run came out of it.
+"""launch/slurm.sbatch on a real Slurm of two nodes, both on this host: what was tried, and how the
+run came out of it.
 
     python -m benchmarks.survival.slurm_trial [--only NAME ...] [--stand-in] [--json FILE]
-Needs root and Debian's slurm-wlm and munge. Brings slurmctld and two slurmd up in a temporary folder, on ports of their
-own, and takes them down again; meanwhile /etc/hosts names the nodes. A tiny random model is trained on the CPU, its
-rewards slowed so that a step takes some 0.6 s; --stand-in takes the trainer of tests/support/workers/stand_in_train.py,
-to try the script alone. Each row ends `ok` only if the job came to the state expected, left no process behind, took
-less than 30 s to leave, and the run's metrics have every step once (and the last checkpoint every bit of the
-uninterrupted run's, where the number of ranks is the same).
+Needs root and Debian's slurm-wlm and munge. Brings slurmctld and two slurmd up in a temporary
+folder, on ports of their own, and takes them down again; meanwhile /etc/hosts names the nodes. A
+tiny random model is trained on the CPU, its rewards slowed so that a step takes some 0.6 s;
+--stand-in takes the trainer of tests/support/workers/stand_in_train.py, to try the script alone.
+Each row ends `ok` only if the job came to the state expected, left no process behind, took less
+than 30 s to leave, and the run's metrics have every step once (and the last checkpoint every bit of
+the uninterrupted run's, where the number of ranks is the same).
 """
 
 from __future__ import annotations
@@ -62,10 +64,10 @@ def scancelled(trial: Trial) -> Job:
 
 
 def scancelled_and_submitted_again(trial: Trial) -> Job:
-    first = scancelled(trial)
+    initial = scancelled(trial)
     trial.number -= 1  # the same folder
     job = trial.submit(nodes=2)
-    job.left_s = first.left_s
+    job.left_s = initial.left_s
     job.until_state("COMPLETED", "FAILED")
     return job
 
@@ -137,14 +139,14 @@ def bad_config(trial: Trial) -> Job:
 
 def array(trial: Trial) -> Job:
     job = trial.submit("seed=%a", options=("--array=0-1",))
-    for each in ("0", "1"):
-        task = Job(job.cluster, job.checkout, Path(f"{job.run_dir}-{each}"), f"{job.id}_{each}")
+    for item in ("0", "1"):
+        task = Job(job.cluster, job.checkout, Path(f"{job.run_dir}-{item}"), f"{job.id}_{item}")
         task.until_step(8)
         run(
             "scancel", "--signal=USR1", "--batch", task.id
         )  # saved, and queued again: this task alone
-    for each in ("0", "1"):
-        Job(job.cluster, job.checkout, job.run_dir, f"{job.id}_{each}").until_state(
+    for item in ("0", "1"):
+        Job(job.cluster, job.checkout, job.run_dir, f"{job.id}_{item}").until_state(
             "COMPLETED", "FAILED", timeout_s=600
         )
     return job
@@ -173,7 +175,8 @@ def main() -> None:
     args = parser.parse_args()
     if os.geteuid() != 0 or not all(map(shutil.which, ("slurmctld", "slurmd", "munged"))):
         print(
-            "slurm_trial: skipped, it needs root and slurm-wlm and munge (apt-get install slurm-wlm munge)"
+            "slurm_trial: skipped, it needs root and slurm-wlm and munge (apt-get install "
+            "slurm-wlm munge)"
         )
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the daemons are taken down

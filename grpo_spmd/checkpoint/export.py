@@ -292,13 +292,13 @@ class _Merged:
         row_elements = max(1, merged.numel() // max(1, len(merged)))
         rows_at_a_time = max(1, READ_BYTES // (4 * row_elements))
         for row in range(0, len(merged), rows_at_a_time):
-            part = slice(row, row + rows_at_a_time)
+            piece = slice(row, row + rows_at_a_time)
             # Opened each time: the pages of a mapping count as resident memory until it is closed.
             with safe_open(self.file, framework="pt") as file:
-                rows = file.get_slice(self.name)[part].float()
+                rows = file.get_slice(self.name)[piece].float()
                 if a is not None and b is not None:
-                    rows = rows.addmm(b[part], a, alpha=self.scale)
-                merged[part] = rows
+                    rows = rows.addmm(b[piece], a, alpha=self.scale)
+                merged[piece] = rows
         return merged
 
 

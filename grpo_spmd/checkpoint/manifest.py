@@ -70,17 +70,17 @@ def read_trainer(checkpoint: Path, needed: Sequence[str] = ("step",)) -> dict[st
     Raises CheckpointError.
     """
     trainer = _read_json(checkpoint, "trainer.json")
-    where = f"{checkpoint}: trainer.json is damaged"
+    key = f"{checkpoint}: trainer.json is damaged"
     try:
-        check_fields(trainer, files.TRAINER, where, needed)
+        check_fields(trainer, files.TRAINER, key, needed)
         replicas = {"model.num_replicas": files.whole_number(1, trainer.get("world_size", 1))}
-        check_fields(trainer.get("config", {}), replicas, f"{where}: config")
+        check_fields(trainer.get("config", {}), replicas, f"{key}: config")
     except UntrustedError as error:
         raise CheckpointError(str(error)) from None
     named = re.fullmatch(r"step_(\d{6,18})", checkpoint.name)
     if named and int(named[1]) != trainer["step"]:
         raise CheckpointError(
-            f"{where}: it is of step {trainer['step']}, and the folder of {int(named[1])}"
+            f"{key}: it is of step {trainer['step']}, and the folder of {int(named[1])}"
         )
     return trainer
 

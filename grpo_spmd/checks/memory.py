@@ -388,7 +388,8 @@ def size_text(num_bytes: int) -> str:
 # Config keys that have no effect, and advice about valid configs.
 #
 # A config may be valid and still not do what its author meant. What certainly makes the run
-# meaningless is refused; the rest is a line of `--explain`, with the numbers, only where it is true.
+# meaningless is refused; the rest is a line of `--explain`, with the numbers, only where it is
+# true.
 
 
 # First parts of the metrics' names.

@@ -181,7 +181,9 @@ def _read_shapes(folder: Path) -> Shapes:
     # A mixture of two downloads would load without an error.
     for name, file in (index or {}).items():
         if name not in headers[file]:
-            holder = next((other.name for other, header in headers.items() if name in header), None)
+            holder = next(
+                (second.name for second, header in headers.items() if name in header), None
+            )
             hint = f"it is in {holder}" if holder else "no file has it"
             raise UntrustedError(
                 f"{folder}: the index has {name} in {file.name}, whose header lacks it "

@@ -317,17 +317,17 @@ def _check_top_k(config: Config, folder: Path, path: str) -> None:
         )
 
 
-def check_vocabulary(policy: str, other: str, key: str, kind: str = "teacher") -> None:
+def check_vocabulary(policy: str, second: str, key: str, kind: str = "teacher") -> None:
     """Refuse a model `other` whose token ids mean other tokens than the policy's. What the
     tokenizer files do not tell is not compared. Raises ConfigError."""
-    policy_folder, other_folder = local_folder(policy), local_folder(other)
-    if policy == other or policy_folder is None or other_folder is None:
+    policy_folder, other_folder = local_folder(policy), local_folder(second)
+    if policy == second or policy_folder is None or other_folder is None:
         return
     policy_size, other_size = num_embeddings(policy_folder), num_embeddings(other_folder)
     # More tokens are allowed: embeddings are often padded to a round number.
     if policy_size is not None and other_size is not None and other_size < policy_size:
         raise ConfigError(
-            f"{key}: {other} knows {other_size} tokens, and {policy} {policy_size}; take a "
+            f"{key}: {second} knows {other_size} tokens, and {policy} {policy_size}; take a "
             f"{kind} of the policy's family"
         )
     files = [folder / "tokenizer.json" for folder in (policy_folder, other_folder)]
@@ -339,7 +339,7 @@ def check_vocabulary(policy: str, other: str, key: str, kind: str = "teacher") -
         token, other_token = policy_tokens[token_id], other_tokens[token_id]
         if token != other_token:
             raise ConfigError(
-                f"{key}: {other} has another vocabulary than {policy}: token {token_id} is "
+                f"{key}: {second} has another vocabulary than {policy}: token {token_id} is "
                 f"{other_token!r} there, and {token!r} in the policy's; take one of its family"
             )
 
@@ -540,7 +540,7 @@ def reward_model_rows(config: Config, num_ranks: int) -> Iterator[Row]:
         yield Row(
             "extra passes of it",
             "1",
-            f"texts of {files.longest:,} tokens at most; a forward of each completion, engine "
+            f"texts of {files.max_tokens:,} tokens at most; a forward of each completion, engine "
             "asleep",
         )
 

@@ -303,19 +303,21 @@ _OTHER_SECTION_RATIO = 0.85
 
 def _similar_key(name: str, prefix: str, *, is_section: bool) -> str | None:
     """Returns a key with a similar name in the same section, else one in another section."""
-    known = key_names(Config)
+    known_values = key_names(Config)
     if prefix.startswith("rewards"):
-        known = [join_key(prefix, field.name) for field in dataclasses.fields(RewardConfig)]
-    sections = {key.rpartition(".")[0] for key in known}
+        known_values = [join_key(prefix, field.name) for field in dataclasses.fields(RewardConfig)]
+    sections = {key.rpartition(".")[0] for key in known_values}
     if not is_section:
-        known = [key for key in known if key not in sections]
+        known_values = [key for key in known_values if key not in sections]
     # A typo in the right section comes before the same name elsewhere.
-    siblings = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == prefix}
+    siblings = {
+        key.rpartition(".")[2]: key for key in known_values if key.rpartition(".")[0] == prefix
+    }
     if similar := _similar_name(name, siblings, _SAME_SECTION_RATIO):
         return siblings[similar]
-    last_names = {key.rpartition(".")[2] for key in known}
+    last_names = {key.rpartition(".")[2] for key in known_values}
     similar = name if name in last_names else _similar_name(name, last_names, _OTHER_SECTION_RATIO)
-    keys = keys_named(similar, known)
+    keys = keys_named(similar, known_values)
     return keys[0] if len(keys) == 1 else None
 
 

@@ -150,7 +150,8 @@ def make_demo(out: Path, seed: int, numbers: str = "2") -> None:
 
 # Data of the distillation demo: the countdown demo's careless model and a better teacher.
 #
-# The teacher was trained longer, on correct equations only. The student gets no reward: it learns the
+# The teacher was trained longer, on correct equations only. The student gets no reward: it learns
+# the
 # teacher's distribution on its own completions.
 
 

@@ -346,11 +346,11 @@ class Doctor:
             self._watch_store.set_timeout(timedelta(seconds=_SILENT_S))
             previous = time.monotonic()
             while not self._is_stopped:
-                now = time.monotonic()
+                current_time = time.monotonic()
                 # After a long gap between two rounds this process was stopped (SIGSTOP).
                 gap_s = 0.0 if self._look_for_debugger() else 4 * _POLL_S
-                self._paused_s += max(0.0, now - previous - gap_s)
-                previous = now
+                self._paused_s += max(0.0, current_time - previous - gap_s)
+                previous = current_time
                 self._beat(self._watch_store)
                 # The others wait for a rank in a debugger, however long that takes.
                 if self._watch_store.add("debuggers", 0) > 0:
@@ -362,8 +362,8 @@ class Doctor:
                 if alarm is not None and not self._is_stopped:
                     text = json.dumps(asdict(alarm))
                     # Only the first alarm counts, on all ranks.
-                    first = self._watch_store.compare_set("alarm", "", text)
-                    self._end(Alarm(**json.loads(first)))
+                    initial = self._watch_store.compare_set("alarm", "", text)
+                    self._end(Alarm(**json.loads(initial)))
                 if self._fault is None:
                     self._wake.wait(_POLL_S)
         except Exception as error:
@@ -433,10 +433,10 @@ class Doctor:
 
     def _find_peers(self) -> dict[int, RankProcess]:
         """Returns the other ranks of this host whose processes can be seen from here."""
-        first = self._rank - int(os.environ.get("LOCAL_RANK", "0"))
-        stop = first + int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        initial = self._rank - int(os.environ.get("LOCAL_RANK", "0"))
+        stop = initial + int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         peers = {}
-        for rank in range(max(first, 0), min(stop, self._world_size)):
+        for rank in range(max(initial, 0), min(stop, self._world_size)):
             if rank != self._rank:
                 process = RankProcess(**self._read(f"process/{rank}"))
                 if process.machine == self._process.machine:

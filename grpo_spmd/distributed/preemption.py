@@ -195,7 +195,7 @@ class Preemption:
     def _reason_to_give_up(self) -> str | None:
         return self._aborting or self._reason_to_stop(_GENERATED, "the rest of the step")
 
-    def _reason_to_stop(self, moment: int, part: str) -> str | None:
+    def _reason_to_stop(self, moment: int, piece: str) -> str | None:
         """Returns why the step cannot go on from `moment` to its end; `part` names that part."""
         if self._signal is not None:
             return self._signal
@@ -204,7 +204,7 @@ class Preemption:
         left_s = self._deadline - time.monotonic()
         if left_s >= _SPREAD * needed_s + self._save_s:
             return None
-        needs = f"{part} takes {needed_s:.0f} s and a save {self._save_s:.0f} s"
+        needs = f"{piece} takes {needed_s:.0f} s and a save {self._save_s:.0f} s"
         return f"deadline: {left_s:.0f} s left, {needs}"
 
     def _agree(self, reason: str | None) -> None:

@@ -47,8 +47,8 @@ class DirectLoad:
         self._dtype = dtype
         self._targets: dict[str, list[tuple[_Matrix, TensorPart]]] = {}
         for matrix in self._matrices:
-            for part in matrix.tensor.parts if matrix.is_copied else ():
-                self._targets.setdefault(names[part.name], []).append((matrix, part))
+            for piece in matrix.tensor.parts if matrix.is_copied else ():
+                self._targets.setdefault(names[piece.name], []).append((matrix, piece))
         self.names = frozenset(self._targets)
         layers = {id(tensor.layer) for tensor in direct}
         self.covered = {
@@ -71,8 +71,8 @@ class DirectLoad:
         for (name, parameter, _), start, blocks in pieces:
             block_rows = rows_per_rank(parameter, len(blocks))
             columns = parameter.shape[1:].numel()
-            for matrix, part in self._targets[name]:
-                matrix.copy(part, blocks, start, (block_rows, columns))
+            for matrix, piece in self._targets[name]:
+                matrix.copy(piece, blocks, start, (block_rows, columns))
             del blocks  # freed before the next piece is made
         for matrix in self._matrices:
             matrix.end()
@@ -121,7 +121,7 @@ class _Matrix:
             _pack(self._layer)
         self._rows = None
 
-    def copy(self, part: TensorPart, blocks: Tensor, first: int, block: tuple[int, int]) -> None:
+    def copy(self, piece: TensorPart, blocks: Tensor, initial: int, block: tuple[int, int]) -> None:
         """Copies the elements of `part` that are in `blocks`.
 
         `blocks` [ranks, elements] has a stretch of each rank's block of an HF tensor, from element
@@ -134,8 +134,8 @@ class _Matrix:
             self._num_missing = self.tensor.num_rows * width
         if self._rows.dtype != self._dtype:  # a bias in float32: of rounded values too
             blocks = blocks.to(self._dtype)
-        rows = self._rows[part.start : part.start + part.num_rows]
-        start = part.hf_start
+        rows = self._rows[piece.start : piece.start + piece.num_rows]
+        start = piece.hf_start
         # Whole rows: any stretch of elements is a stretch of theirs. Treat them as one column.
         if num_slices == 1:
             rows = rows.view(-1, 1)
@@ -144,16 +144,18 @@ class _Matrix:
             columns = 1
         width = rows.shape[1]
         left_edge = self.tensor.column_slice * width  # of the slice that this engine holds
-        for begin, end in _stretches(first, first + blocks.shape[1], columns):
-            row, left = divmod(begin, columns)
-            right = min(columns, left + end - begin)
-            low = max(left, left_edge)
-            high = min(right, left_edge + width)
+        for begin, end in _stretches(initial, initial + blocks.shape[1], columns):
+            row, left_factor = divmod(begin, columns)
+            right_factor = min(columns, left_factor + end - begin)
+            low = max(left_factor, left_edge)
+            high = min(right_factor, left_edge + width)
             if low < high:
-                values = blocks[:, begin - first : end - first].unflatten(1, (-1, right - left))
+                values = blocks[:, begin - initial : end - initial].unflatten(
+                    1, (-1, right_factor - left_factor)
+                )
                 self._num_missing -= _copy_blocks(
                     rows[:, low - left_edge : high - left_edge],
-                    values[..., low - left : high - left],
+                    values[..., low - left_factor : high - left_factor],
                     offset=row - start,
                     block_rows=block_rows,
                 )
@@ -215,18 +217,18 @@ def _copy_blocks(rows: Tensor, values: Tensor, offset: int, block_rows: int) -> 
     # The first and the last rank may have rows outside.
     for rank in touched:
         if rank not in inside:
-            first = rank * block_rows + offset
-            start = max(first, 0)
-            end = min(first + num_rows, len(rows))
-            rows[start:end].copy_(values[rank, start - first : end - first])
+            initial = rank * block_rows + offset
+            start = max(initial, 0)
+            end = min(initial + num_rows, len(rows))
+            rows[start:end].copy_(values[rank, start - initial : end - initial])
             num_copied += (end - start) * columns
     return num_copied
 
 
 def _stretches(begin: int, end: int, columns: int) -> Iterator[tuple[int, int]]:
     """Yields elements begin to end as the rest of a row, whole rows, and the start of a row."""
-    first = min(end, -(-begin // columns) * columns)
-    bounds = (begin, first, max(first, end // columns * columns), end)
+    start = min(end, -(-begin // columns) * columns)
+    bounds = (begin, start, max(start, end // columns * columns), end)
     return ((low, high) for low, high in pairwise(bounds) if low < high)
 
 
@@ -259,15 +261,15 @@ def _tensors_of_direct_layers(
     # A layer that shares an HF tensor with a layer of the loader is the loader's too, and so on.
     while True:
         shared = {
-            names[part.name]
+            names[piece.name]
             for tensor in tensors
             if id(tensor.layer) in loader_layers
-            for part in tensor.parts
+            for piece in tensor.parts
         }
         more = {
             id(tensor.layer)
             for tensor in tensors
-            if any(names[part.name] in shared for part in tensor.parts)
+            if any(names[piece.name] in shared for piece in tensor.parts)
         } - loader_layers
         if not more:
             return [tensor for tensor in tensors if id(tensor.layer) not in loader_layers]

@@ -1,4 +1,5 @@
-"""The rollout engine: vLLM (0.26 to 0.33) in this process, its states, and generation over engines."""
+"""The rollout engine: vLLM (0.26 to 0.33) in this process, its states, and generation over
+engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The policy's shards on their way to an engine: cast, gathered in buckets of bounded size, hashed."""
+"""The policy's shards on their way to an engine: cast, gathered in buckets of bounded size,
+hashed."""
 
 from __future__ import annotations
 
@@ -301,16 +302,16 @@ class WeightDigest:
         while len(values):
             number, offset = divmod(start, stretch)
             row, column = divmod(offset, row_length)
-            part = values[: stretch - offset]
-            start += len(part)
-            values = values[len(part) :]
+            piece = values[: stretch - offset]
+            start += len(piece)
+            values = values[len(piece) :]
             # Words need whole rows at an address that 8 divides: copy, with zeros around.
-            if column or len(part) % row_length or part.storage_offset() * part.itemsize % 8:
-                num_rows = -(-(column + len(part)) // row_length)
-                padded = part.new_zeros(num_rows * row_length)
-                padded[column : column + len(part)] = part
-                part = padded
-            words = part.view(torch.int64).view(-1, _WORD_COLUMNS)
+            if column or len(piece) % row_length or piece.storage_offset() * piece.itemsize % 8:
+                num_rows = -(-(column + len(piece)) // row_length)
+                padded = piece.new_zeros(num_rows * row_length)
+                padded[column : column + len(piece)] = piece
+                piece = padded
+            words = piece.view(torch.int64).view(-1, _WORD_COLUMNS)
             key = hashlib.blake2b(f"{name}/{number}".encode(), digest_size=16).digest()
             factor = int.from_bytes(key[:8], "little", signed=True) | 1
             shift = int.from_bytes(key[8:], "little")

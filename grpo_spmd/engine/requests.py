@@ -58,7 +58,8 @@ class EarlyStop(Protocol):
     """Ends a generation before all of its jobs are finished."""
 
     def is_over(self) -> bool:
-        """Returns True once enough jobs are finished over all engines, and ever after. Never waits."""
+        """Returns True once enough jobs are finished over all engines, and ever after. Never
+        waits."""
 
     def drop(self, num_tokens: Sequence[int], /) -> None:
         """Gets the number of tokens of each conversation that this engine drops."""

@@ -1,6 +1,7 @@
 """vLLM's start: its options, what it does to this process and its environment, and its memory.
 
-Facts about its versions stand at the line that relies on them, here, in reload.py and weight_map.py.
+Facts about its versions stand at the line that relies on them, here, in reload.py and
+weight_map.py.
 """
 
 from __future__ import annotations
@@ -292,7 +293,7 @@ class SleepCheck:
         self._smallest: int | None = None
         self._warned_at = 0
 
-    def check(self, before: MemoryUse, after: MemoryUse, held_bytes: int) -> dict[str, float]:
+    def check(self, earlier: MemoryUse, after: MemoryUse, held_bytes: int) -> dict[str, float]:
         """Warns once a sleep leaves too much, and again for each further growth as large.
 
         Returns `memory/sleep/freed_gib`, and `memory/sleep/left_gib`: what is in use after the
@@ -300,7 +301,7 @@ class SleepCheck:
         (HostOffload.held_bytes), which changes for good reasons, as when the first update makes the
         optimizer's state."""
         used_after = self._used_bytes(after)
-        freed = self._used_bytes(before) - used_after
+        freed = self._used_bytes(earlier) - used_after
         rest = used_after - held_bytes
         self._smallest = rest if self._smallest is None else min(self._smallest, rest)
         if rest - max(self._smallest, self._warned_at) > self._growth_bytes:

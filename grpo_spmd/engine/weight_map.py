@@ -49,7 +49,7 @@ class EngineTensor:
 
     @property
     def num_rows(self) -> int:
-        return sum(part.num_rows for part in self.parts)
+        return sum(piece.num_rows for piece in self.parts)
 
 
 class _Rows(NamedTuple):
@@ -79,8 +79,8 @@ def engine_tensors(model: nn.Module, hf_names: Collection[str]) -> list[EngineTe
         # vLLM wraps a layer that can take an adapter.
         for tensor in read(path.removesuffix(".base_layer"), layer, model):
             if tensor.values is None or id(tensor.values) not in seen:
-                parts = _rename_parts(tensor.engine_name, tensor.parts, renamed)
-                tensors.append(replace(tensor, parts=parts, layer=layer))
+                rename_parts = _rename_parts(tensor.engine_name, tensor.parts, renamed)
+                tensors.append(replace(tensor, parts=rename_parts, layer=layer))
             seen.add(id(tensor.values))
     return tensors
 
@@ -99,18 +99,18 @@ def _hf_names_by_engine_name(model: Any, hf_names: Collection[str]) -> dict[str,
 
 
 def _rename_parts(
-    engine_name: str, parts: tuple[TensorPart, ...], hf_names: Mapping[str, str]
+    engine_name: str, pieces: tuple[TensorPart, ...], hf_names: Mapping[str, str]
 ) -> tuple[TensorPart, ...]:
     """Returns the parts under HF's names. HF may have one fused tensor for them (gate_up_proj)."""
     fused = hf_names.get(engine_name)
-    if fused is None or any(part.name in hf_names for part in parts):
-        return tuple(replace(part, name=hf_names.get(part.name, part.name)) for part in parts)
-    total = sum(part.num_hf_rows for part in parts)
+    if fused is None or any(piece.name in hf_names for piece in pieces):
+        return tuple(replace(piece, name=hf_names.get(piece.name, piece.name)) for piece in pieces)
+    total = sum(piece.num_hf_rows for piece in pieces)
     renamed = []
     top = 0
-    for part in parts:
-        renamed.append(replace(part, name=fused, num_hf_rows=total, hf_start=top + part.hf_start))
-        top += part.num_hf_rows
+    for piece in pieces:
+        renamed.append(replace(piece, name=fused, num_hf_rows=total, hf_start=top + piece.hf_start))
+        top += piece.num_hf_rows
     return tuple(renamed)
 
 
@@ -204,13 +204,13 @@ def _vocabulary_tensors(path: str, layer: Any, model: Any) -> list[EngineTensor]
     rows = layer.shard_indices
     start = rows.org_vocab_start_index
     num_rows = rows.org_vocab_end_index - start
-    parts = (TensorPart(name, layer.org_vocab_size, start, 0, num_rows),)
+    pieces = (TensorPart(name, layer.org_vocab_size, start, 0, num_rows),)
     is_quantised = _is_quantised(layer)
     tensors = []
     if (is_head and hasattr(layer, "cpu_linear")) or is_quantised:
-        tensors.append(EngineTensor(name, parts, None, _product(layer), is_quantised))
+        tensors.append(EngineTensor(name, pieces, None, _product(layer), is_quantised))
     if not is_quantised:
-        tensors.append(EngineTensor(name, parts, layer.weight))
+        tensors.append(EngineTensor(name, pieces, layer.weight))
     return tensors
 
 
@@ -224,15 +224,15 @@ def adapter_tensors(model: Any, rank: int) -> list[EngineTensor]:
         if not isinstance(wrapper.base_layer, LinearBase):
             continue
         base = _linear_tensors(path, wrapper.base_layer, model)[0]
-        slices = [base.parts] if wrapper.n_slices == 1 else [(part,) for part in base.parts]
-        for parts, lora_a, lora_b in zip(
+        slices = [base.parts] if wrapper.n_slices == 1 else [(piece,) for piece in base.parts]
+        for pieces, lora_a, lora_b in zip(
             slices, wrapper.lora_a_stacked, wrapper.lora_b_stacked, strict=True
         ):
-            layer = parts[0].name.removesuffix(".weight")
+            layer = pieces[0].name.removesuffix(".weight")
             name_a = f"{layer}.lora_A.weight"
             name_b = f"{layer}.lora_B.weight"
             parts_b = tuple(
-                replace(part, name=name_b, start=part.start - parts[0].start) for part in parts
+                replace(piece, name=name_b, start=piece.start - pieces[0].start) for piece in pieces
             )
             # vLLM stacks A as [adapter, 1, largest rank, columns], and B as
             # [adapter, 1, rows, largest rank].
@@ -258,18 +258,18 @@ def fused_rows(
     part, or a single name if the checkpoint is fused too (Phi-3)."""
     is_fused_on_disk = len(names) < len(layout)
     total = sum(num_hf_rows for _, num_hf_rows, _ in layout)
-    parts = []
+    pieces = []
     start = 0
     top = 0  # rows of the parts above this one, in a tensor that is fused on disk
     for number, (num_rows, num_hf_rows, block) in enumerate(layout):
         hf_start = block * num_rows
         if is_fused_on_disk:
-            parts.append(TensorPart(names[0], total, top + hf_start, start, num_rows))
+            pieces.append(TensorPart(names[0], total, top + hf_start, start, num_rows))
         else:
-            parts.append(TensorPart(names[number], num_hf_rows, hf_start, start, num_rows))
+            pieces.append(TensorPart(names[number], num_hf_rows, hf_start, start, num_rows))
         start += num_rows
         top += num_hf_rows
-    return tuple(parts)
+    return tuple(pieces)
 
 
 def _is_quantised(layer: Any) -> bool:

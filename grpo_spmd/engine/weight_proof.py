@@ -60,17 +60,19 @@ def prove_weights(
     shards = _expected_shards(policy, engine)
     parameters = {name: shard.parameter for name, shard in shards.items()}
     tensors = engine.tensors(shards)
-    known = [tensor for tensor in tensors if fits(tensor, parameters)]
+    known_values = [tensor for tensor in tensors if fits(tensor, parameters)]
     views = list(
-        dict.fromkeys(_view(tensor, part.name) for tensor in known for part in tensor.parts)
+        dict.fromkeys(
+            _view(tensor, piece.name) for tensor in known_values for piece in tensor.parts
+        )
     )
     expected = _gather_fingerprints(shards, views, engine.dtype, step)
     differences: dict[str, str] = {}
-    for tensor in known:
+    for tensor in known_values:
         columns = _num_columns(parameters[tensor.parts[0].name])
         differences |= _differences(tensor, expected, columns, engine.dtype, step)
     if engine.takes_adapters:
-        in_engine = {part.name for tensor in tensors for part in tensor.parts}
+        in_engine = {piece.name for tensor in tensors for piece in tensor.parts}
         for name, _ in named_adapters(policy.model):
             if name not in in_engine:
                 differences[name] = "the engine was not given it"
@@ -81,7 +83,7 @@ def prove_weights(
     on_rank0(lambda by_rank: _raise_if_different(by_rank, num_names, step), differences)
     seconds = time.perf_counter() - start
     if is_first and engine.engine_rank == engine.tp_rank == 0:
-        names_known = {tensor.engine_name for tensor in known}
+        names_known = {tensor.engine_name for tensor in known_values}
         unknown = {tensor.engine_name for tensor in tensors} - names_known
         _log_proof(seconds, views, shards, unknown)
     return seconds
@@ -128,11 +130,11 @@ def _expected_shards(policy: Policy, engine: RolloutEngine) -> dict[str, Shard]:
 def fits(tensor: EngineTensor, parameters: Mapping[str, Tensor]) -> bool:
     """Returns True if the shapes of an engine's parameter and of the named HF tensors agree."""
     if not all(
-        part.name in parameters and len(parameters[part.name]) == part.num_hf_rows
-        for part in tensor.parts
+        piece.name in parameters and len(parameters[piece.name]) == piece.num_hf_rows
+        for piece in tensor.parts
     ):
         return False
-    columns = {_num_columns(parameters[part.name]) for part in tensor.parts}
+    columns = {_num_columns(parameters[piece.name]) for piece in tensor.parts}
     if tensor.values is not None:
         columns.add(_num_columns(tensor.values) * tensor.num_column_slices)
     return len(columns) == 1
@@ -218,14 +220,16 @@ def _differences(
         assert tensor.values is not None
         in_engine = row_fingerprints(_as_matrix(tensor.values), coefficients, 1, dtype)[:, 0]
     differences = {}
-    for part in tensor.parts:
-        view = _view(tensor, part.name)
-        rows = in_engine[part.start : part.start + part.num_rows]
+    for piece in tensor.parts:
+        view = _view(tensor, piece.name)
+        rows = in_engine[piece.start : piece.start + piece.num_rows]
         in_policy = {
-            other: fingerprints[part.hf_start : part.hf_start + part.num_rows, tensor.column_slice]
-            for other, fingerprints in expected.items()
+            second: fingerprints[
+                piece.hf_start : piece.hf_start + piece.num_rows, tensor.column_slice
+            ]
+            for second, fingerprints in expected.items()
             # Views of the same kind, of tensors with as many rows.
-            if replace(other, name=view.name) == view and len(fingerprints) == part.num_hf_rows
+            if replace(second, name=view.name) == view and len(fingerprints) == piece.num_hf_rows
         }
         same = matches(rows, in_policy[view], coefficients, dtype, tensor.is_quantised)
         if same.all():
@@ -234,9 +238,9 @@ def _differences(
         # Say whose rows they are instead: another tensor's, or its own in another order.
         lookalike = next(
             (
-                other.name
-                for other, fingerprints in in_policy.items()
-                if other != view
+                second.name
+                for second, fingerprints in in_policy.items()
+                if second != view
                 and matches(rows, fingerprints, coefficients, dtype, tensor.is_quantised).all()
             ),
             None,
@@ -249,7 +253,7 @@ def _differences(
             text += f", there are those of {lookalike}"
         elif matches(rows.sort()[0], ordered, coefficients, dtype).all():
             text += ", they are there in another order"
-        differences[part.name] = text
+        differences[piece.name] = text
     return differences
 
 

@@ -146,7 +146,8 @@ class WeightSync:
         engine.load_adapters(adapters, step)
 
     def _proved_direct_load(self) -> DirectLoad | None:
-        """Collective. Returns None if nothing can be copied, or ranks would copy different tensors."""
+        """Collective. Returns None if nothing can be copied, or ranks would copy different
+        tensors."""
         name_of = {id(parameter): name for name, parameter in hf_named_parameters(self._policy)}
         parameters = {
             hf_name(name): parameter

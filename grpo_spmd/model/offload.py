@@ -29,18 +29,19 @@ class HostOffload:
         policy: nn.Module,
         reference: object,
         optimizer: torch.optim.Optimizer,
-        others: Sequence[OffloadableModel] = (),
+        rest: Sequence[OffloadableModel] = (),
     ) -> None:
-        """`mode` is `model.offload`. `reference`: only a model of its own is moved; anything else is
+        """`mode` is `model.offload`. `reference`: only a model of its own is moved; anything else
+        is
         None or the policy with its adapters off."""
         self._mode = mode
         self._policy = policy
         self._optimizer = optimizer
         self._reference = reference if isinstance(reference, nn.Module) else None
-        self._others = list(others)
+        self._others = list(rest)
         self._storages = HostStorages()
         models = [model for model, _ in self._others]
-        optimizers = [other for _, other in self._others if other is not None]
+        optimizers = [second for _, second in self._others if second is not None]
         if mode is not False:
             models.append(policy)
             optimizers.append(optimizer)

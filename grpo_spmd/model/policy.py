@@ -1,7 +1,8 @@
 """The policy: an HF causal LM, sharded by FSDP2, filled shard by shard, and its logprobs.
 
-Packed rows go through HF's own layers. Ours are attention, so that the sequences of a row do not see
-each other and nothing is padded, and the lm_head, so that the [T, V] logits never exist as a whole.
+Packed rows go through HF's own layers. Ours are attention, so that the sequences of a row do not
+see each other and nothing is padded, and the lm_head, so that the [T, V] logits never exist as a
+whole.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Policy(nn.Module):
         self.attention = attention
         self.logprob_chunk_tokens = chunk
         self.lora = LoraConfig()  # no adapters
-        self.longest = 0
+        self.max_rollout_tokens = 0
         """Upper bound of a rollout's tokens, as the engine was told."""
 
     @property
@@ -120,7 +121,7 @@ def build_policy(
     *,
     trainable: bool = True,
     seed: int = 0,
-    longest: int = 0,
+    max_rollout_tokens: int = 0,
     role: str = "reference",
 ) -> Policy:
     """Collective. Returns the model of `config.path`, sharded.
@@ -128,9 +129,10 @@ def build_policy(
     It is built on the meta device, sharded by FSDP2, and each rank reads its own rows. With
     `config.lora.rank` only adapters train, initialised from `seed`, and the base is frozen in the
     compute dtype. Without `trainable` all of it is frozen so, and `role` is its name in the log.
-    `longest` bounds a rollout's tokens, as the engine is told: some models have other rotary
+    `max_rollout_tokens` bounds a rollout's tokens, as the engine is told: some models have other
+    rotary
     factors for long ones."""
-    hf_config = trainable_config(config.path, longest)
+    hf_config = trainable_config(config.path, max_rollout_tokens)
     compute = DTYPES[config.dtype]
     has_adapters = trainable and config.lora.rank > 0
     attention = attention_backend(hf_config, config, session)
@@ -143,7 +145,7 @@ def build_policy(
     refuse_structure(policy.model, config.path)
     folder = checkpoint_folder(config.path)
     stored_names = refuse_tensors(policy.model, folder)
-    policy.longest = longest
+    policy.max_rollout_tokens = max_rollout_tokens
     policy.train(trainable)  # there is no dropout left for it to switch on
     policy.requires_grad_(trainable)
     if has_adapters:
@@ -160,7 +162,7 @@ def build_policy(
     policy.to_empty(device=session.device)
     policy.model.tie_weights()  # to_empty made two parameters out of a tied one
     initialise_buffers(policy.model)
-    fix_rotary_factors(policy.model, longest)
+    fix_rotary_factors(policy.model, max_rollout_tokens)
     load_weights(hf_named_parameters(policy), folder, stored_names)
     lora.initialise_adapters(policy.model, seed)
     adapters = ""
@@ -189,7 +191,9 @@ def build_reference(
         return None
     if policy.lora.rank:
         return partial(_base_scores, policy)
-    return build_policy(config, temperature, session, trainable=False, longest=policy.longest)
+    return build_policy(
+        config, temperature, session, trainable=False, max_rollout_tokens=policy.max_rollout_tokens
+    )
 
 
 def _base_scores(policy: Policy, batch: MicroBatch) -> Scores:

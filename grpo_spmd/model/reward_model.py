@@ -1,6 +1,7 @@
 """A frozen reward model: a decoder with a head for sequence classification, sharded.
 
-Packed rows go through transformers' own layers and our attention. A score is the head's product with
+Packed rows go through transformers' own layers and our attention. A score is the head's product
+with
 one token's hidden state of each text."""
 
 from __future__ import annotations
@@ -154,6 +155,7 @@ def build_reward_model(
 def _refuse_other_heads(model: Any, path: str) -> None:
     if type(model).forward is not GenericForSequenceClassification.forward:
         raise ConfigError(
-            f"model.path: {path} is a {type(model).__name__}, which transformers scores in a way of "
+            f"model.path: {path} is a {type(model).__name__}, which transformers scores in a way "
+            "of "
             "its own, and not with a head at each text's last token"
         )

@@ -35,11 +35,11 @@ def lr_fraction(config: OptimizerConfig, num_updates: int, num_steps: int) -> fl
 def schedule_rows(config: OptimizerConfig, num_steps: int) -> Iterator[tuple[str, str, str]]:
     """Yields the row of `--explain` for a learning rate that changes: label, value, reason."""
     if config.schedule != "constant":
-        last = config.lr * lr_fraction(config, num_steps - 1, num_steps)
+        final = config.lr * lr_fraction(config, num_steps - 1, num_steps)
         warmup = f" after {config.warmup_steps} of warm-up" if config.warmup_steps else ""
         yield (
             "learning rate of the last",
-            f"{last:.3g}",
+            f"{final:.3g}",
             f"{config.schedule} from lr {config.lr:g} to min_lr {config.min_lr:g} over {num_steps} "
             f"optimizer steps{warmup}",
         )

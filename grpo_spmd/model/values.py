@@ -72,25 +72,26 @@ def _head_values(head: nn.Linear, hidden: Tensor) -> Tensor:
 
 
 def build_value_model(
-    path: str, config: ModelConfig, session: Session, longest: int, num_tokens: int
+    path: str, config: ModelConfig, session: Session, max_rollout_tokens: int, num_tokens: int
 ) -> ValueModel:
     """Collective. Returns the critic of `path`, float32 and sharded.
 
     dtype, attention and recomputation are those of the policy's `config`. Its head is the
-    checkpoint's, or zero if that has none: then the first advantages are the rewards. `longest`
-    bounds a rollout's tokens, `num_tokens` are the policy's token ids. Raises ConfigError, which
+    checkpoint's, or zero if that has none: then the first advantages are the rewards.
+    `max_rollout_tokens` bounds a rollout's tokens, `num_tokens` are the policy's token ids. Raises
+    ConfigError, which
     names critic.path."""
     try:
-        return _build_value_model(path, config, session, longest, num_tokens)
+        return _build_value_model(path, config, session, max_rollout_tokens, num_tokens)
     except ConfigError as error:
         raise ConfigError(str(error).replace("model.path:", "critic.path:", 1)) from error
 
 
 def _build_value_model(
-    path: str, config: ModelConfig, session: Session, longest: int, num_tokens: int
+    path: str, config: ModelConfig, session: Session, max_rollout_tokens: int, num_tokens: int
 ) -> ValueModel:
-    refuse_untrainable(path, longest, is_policy=False)
-    hf_config = trainable_config(path, longest, is_policy=False)
+    refuse_untrainable(path, max_rollout_tokens, is_policy=False)
+    hf_config = trainable_config(path, max_rollout_tokens, is_policy=False)
     vocabulary = hf_config.get_text_config().vocab_size
     if vocabulary < num_tokens:
         raise ConfigError(
@@ -119,7 +120,7 @@ def _build_value_model(
     register_fsdp_forward_method(model, "plain_values")
     model.to_empty(device=session.device)
     initialise_buffers(hf_model)
-    fix_rotary_factors(model.backbone, longest)
+    fix_rotary_factors(model.backbone, max_rollout_tokens)
     prefix = next(name for name, module in hf_model.named_modules() if module is model.backbone)
     load_weights(_sharded_parameters(model.backbone, prefix), folder, names_on_disk)
     head_name = next((name for name in VALUE_HEADS if f"{name}.weight" in files), None)
@@ -180,11 +181,13 @@ class PolicyValues(nn.Module):
         return self.policy.model.get_decoder()
 
     def term(self, hidden: Tensor, _: Tensor) -> Tensor:
-        """Collective. Returns values, float32 [C], of hidden states [C, D]: a Term of the policy."""
+        """Collective. Returns values, float32 [C], of hidden states [C, D]: a Term of the
+        policy."""
         return _head_values(self.head, hidden)
 
     def forward(self, batch: MicroBatch) -> Tensor:
-        """Collective. Returns values [C] before `batch.target_ids`, with a gradient for the head."""
+        """Collective. Returns values [C] before `batch.target_ids`, with a gradient for the
+        head."""
         with torch.no_grad():
             (hidden,) = self.policy(batch, lambda hidden, _: hidden, only_term=True)
         return self.term(hidden, hidden)
@@ -192,8 +195,8 @@ class PolicyValues(nn.Module):
     def plain_values(self, token_ids: Tensor) -> Tensor:
         """Collective. Returns values [S, L] of rows of one sequence each, by HF's forward pass."""
         with plain_states(self.policy) as states:
-            first = torch.zeros(1, dtype=torch.int64, device=token_ids.device)
-            self.policy.plain_logits(token_ids, first)
+            start = torch.zeros(1, dtype=torch.int64, device=token_ids.device)
+            self.policy.plain_logits(token_ids, start)
         return _head_values(self.head, states[0])
 
     def reshard(self) -> None:

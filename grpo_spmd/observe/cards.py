@@ -55,10 +55,11 @@ _ALIKE = {
 def peak_tflops(device_name: str) -> float | None:
     """Of the device that the driver calls so ("NVIDIA H100 80GB HBM3"); None where it is not in the
     table."""
-    parts = {card.name.partition("-")[0]: card.tflops for card in CARDS.values()}
-    parts |= {part: CARDS[name].tflops for part, name in _ALIKE.items()}
+    pieces = {card.name.partition("-")[0]: card.tflops for card in CARDS.values()}
+    pieces |= {piece: CARDS[name].tflops for piece, name in _ALIKE.items()}
     return next(
-        (parts[part] for part in sorted(parts, key=len, reverse=True) if part in device_name), None
+        (pieces[piece] for piece in sorted(pieces, key=len, reverse=True) if piece in device_name),
+        None,
     )
 
 
@@ -83,16 +84,18 @@ def find_card(text: str) -> Card:
     )
 
 
-def _custom(text: str, parts: list[str]) -> Card:
+def _custom(text: str, pieces: list[str]) -> Card:
     units = ("gib", "tflops", "gb/s", "gb/s")
-    if not 3 <= len(parts) <= 4 or not all(
-        part.endswith(unit) for part, unit in zip(parts, units, strict=False)
+    if not 3 <= len(pieces) <= 4 or not all(
+        piece.endswith(unit) for piece, unit in zip(pieces, units, strict=False)
     ):
         raise ConfigError(
             f"--gpu: {text!r} is not GiB, TFLOP/s and GB/s of a card, as in {_CUSTOM}"
         )
     try:
-        values = [float(part.removesuffix(unit)) for part, unit in zip(parts, units, strict=False)]
+        values = [
+            float(piece.removesuffix(unit)) for piece, unit in zip(pieces, units, strict=False)
+        ]
     except ValueError:
         raise ConfigError(
             f"--gpu: {text!r} has a figure that is no number; write {_CUSTOM}"

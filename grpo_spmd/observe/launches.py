@@ -111,10 +111,10 @@ class Launch:
         self._number = number
         self._is_rank0 = is_rank0
 
-    def end(self, outcome: str, why: str | None = None) -> None:
+    def end(self, outcome: str, reason: str | None = None) -> None:
         """Writes "done" or "preempted": everything is saved."""
         if self._is_rank0:
-            self._complete(outcome, why)
+            self._complete(outcome, reason)
 
     def fail(self, why: str) -> None:
         """Writes "failed", on whichever rank failed. Waits for the disk for seconds and no
@@ -122,7 +122,7 @@ class Launch:
         reason = redact(why.partition("\n")[0][:_MAX_REASON_CHARS])
         _run_within(_PATIENCE_S, lambda: self._complete("failed", reason))
 
-    def _complete(self, outcome: str, why: str | None) -> None:
+    def _complete(self, outcome: str, reason: str | None) -> None:
         number = self._number
         self._number = None
         if number is None:
@@ -137,7 +137,7 @@ class Launch:
                     launch.update(
                         end=_format_time(time.time()),
                         outcome=outcome,
-                        why=why,
+                        why=reason,
                         last_step=step if has_steps else None,
                     )
 
@@ -189,17 +189,17 @@ def other_versions(run_dir: Path, step: int) -> str:
 
 def versions() -> dict[str, str | None]:
     """Returns the versions that a run's figures depend on. Imports none of the packages."""
-    found: dict[str, str | None] = {
+    matches: dict[str, str | None] = {
         "python": platform.python_version(),
         "grpo_spmd": grpo_spmd.__version__,
     }
     for name, packages in _PACKAGES.items():
-        found[name] = None
+        matches[name] = None
         for package in packages:
             with suppress(metadata.PackageNotFoundError):
-                found[name] = metadata.version(package)
+                matches[name] = metadata.version(package)
                 break
-    return found
+    return matches
 
 
 def _read_command(pid: int) -> list[str]:

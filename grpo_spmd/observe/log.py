@@ -187,10 +187,10 @@ class MetricsLog:
         self._local_maxima: dict[str, float] = {}
         self._generation_s: list[float] = []  # of this rank, in the step
         self._rank0_metrics: Metrics = {}  # of the step, as far as they are known
-        first, newest = self._read_earlier_steps()
-        self._num_steps = newest[-1]["step"] + 1 - first[0]["step"] if first else 0
+        start, newest = self._read_earlier_steps()
+        self._num_steps = newest[-1]["step"] + 1 - start[0]["step"] if start else 0
         # reward/mean of the first step and of the last ten, for the last line of the run
-        self._rewards = [metrics.get("reward/mean") or 0.0 for metrics in first + newest]
+        self._rewards = [metrics.get("reward/mean") or 0.0 for metrics in start + newest]
         self._clock = WallClock(launch.began, newest[-1] if newest else {})
         self._num_own_steps = 0
         self._has_ended = False
@@ -207,10 +207,10 @@ class MetricsLog:
         if not self._session.is_rank0:
             return [], []
         lines = (line.metrics for line in read_metrics(self._path))
-        first = [*islice((line for line in lines if not is_evaluation(line)), 1)]
+        start = [*islice((line for line in lines if not is_evaluation(line)), 1)]
         backwards = (line for line in read_metrics_backwards(self._path) if not is_evaluation(line))
-        newest = [*islice(backwards, _NUM_LAST_REWARDS)] if first else []
-        return first, newest[::-1]
+        newest = [*islice(backwards, _NUM_LAST_REWARDS)] if start else []
+        return start, newest[::-1]
 
     def write_evaluation(self, step: int, metrics: Metrics) -> None:
         """Writes a line of its own for an evaluation of the policy after `step`; nothing without

@@ -1,4 +1,5 @@
-"""What a run is checked against while it runs: engine against policy, and an update against a plain recomputation.
+"""What a run is checked against while it runs: engine against policy, and an update against a plain
+recomputation.
 
 Not here: vllm, files of the run, what the trainer itself computes with.
 Imports config, records, distributed, data, model, rewards and learn.

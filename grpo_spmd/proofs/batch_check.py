@@ -60,28 +60,26 @@ def check_data(
     for number, group in enumerate(checked):
         prompt = group.prompt
         row = rows.get(prompt.row)
-        where = f"{data.train}, row {prompt.row}"
+        key = f"{data.train}, row {prompt.row}"
         if row is None:
-            result.errors.append(f"the prompt of {where} has no such row")
+            result.errors.append(f"the prompt of {key} has no such row")
             continue
         if data.prompt_template is None and prompt.text != _prompt_of(row, data):
-            result.errors.append(f"the prompt of {where} is not what stands there")
+            result.errors.append(f"the prompt of {key} is not what stands there")
         # A template may write today's date, which was another one when the run began.
         is_chat = not isinstance(prompt.text, str)
         is_dated = is_chat and "strftime_now" in str(tokenizer.chat_template)
         if not is_dated and list(prompt.token_ids) != _token_ids(prompt.text, tokenizer):
-            result.errors.append(
-                f"the token ids of the prompt of {where} are not those of its text"
-            )
+            result.errors.append(f"the token ids of the prompt of {key} are not those of its text")
         expected = {
             name: value
             for name, value in row.items()
             if data.prompt_template or name != data.prompt_key
         }
         expected["prompts"] = prompt.text
-        first = number * len(group.completions)
+        start = number * len(group.completions)
         for completion, inputs in zip(
-            group.completions, scored.reward_inputs[first:], strict=False
+            group.completions, scored.reward_inputs[start:], strict=False
         ):
             episode = completion.episode
             if episode is not None and not episode.turns:
@@ -93,13 +91,14 @@ def check_data(
             elif is_chat:
                 expected["completions"] = [{"role": "assistant", "content": text}]
             expected["completion_ids"] = completion.token_ids
-            wrong = [
+            error_lines = [
                 name for name, value in expected.items() if repr(inputs.get(name)) != repr(value)
             ]
-            if wrong:
+            if error_lines:
                 result.errors.append(
-                    f"the reward functions were given another {wrong[0]!r} for a completion of "
-                    f"{where} than the row and the completion have"
+                    f"the reward functions were given another {error_lines[0]!r} for a "
+                    "completion of "
+                    f"{key} than the row and the completion have"
                 )
     return result
 
@@ -116,7 +115,8 @@ def check_stop_ids(path: Path, tokenizer: Any, stop_ids: Collection[int]) -> Che
         return CheckResult()
     return CheckResult(
         [
-            f"completions are to end at {sorted(expected)} (eos_token_id in {path}), and the engine "
+            f"completions are to end at {sorted(expected)} (eos_token_id in {path}), and the "
+            "engine "
             f"ends them at {sorted(stop_ids)}"
         ]
     )
@@ -124,7 +124,7 @@ def check_stop_ids(path: Path, tokenizer: Any, stop_ids: Collection[int]) -> Che
 
 def _read_rows(source: str, numbers: Collection[int]) -> dict[int, _Row]:
     """Returns these rows of a data set, by number."""
-    last = max(numbers, default=-1)
+    final = max(numbers, default=-1)
     if source.startswith("hub:"):
         import datasets
 
@@ -142,7 +142,7 @@ def _read_rows(source: str, numbers: Collection[int]) -> dict[int, _Row]:
         # Each rank reads it: never hold all of the file in memory.
         file = pyarrow.parquet.ParquetFile(source, pre_buffer=False, buffer_size=1 << 20)
         for batch in file.iter_batches(4096, use_threads=False):
-            if start > last:
+            if start > final:
                 break
             for number in numbers:
                 if start <= number < start + len(batch):
@@ -151,7 +151,7 @@ def _read_rows(source: str, numbers: Collection[int]) -> dict[int, _Row]:
         return rows
     with Path(source).open("rb") as lines:
         for line in lines:
-            if start > last:
+            if start > final:
                 break
             if line.strip():
                 if start in numbers:
@@ -236,8 +236,8 @@ class BatchCheck:
         self._check_completions(result, sampled)
         surplus_or_dropped = self._check_selection(result, sampled, decision)
         groups = self._trained_groups(sampled, batch, decision)
-        known = [r for group in groups for r in group.penalised if not math.isnan(r)]
-        step_moments = on_rank0_bytes(_moments_of_all, np.array(known, np.float64).tobytes())
+        known_values = [r for group in groups for r in group.penalised if not math.isnan(r)]
+        step_moments = on_rank0_bytes(_moments_of_all, np.array(known_values, np.float64).tobytes())
         reports: list[tuple[int, int, float]] = []
         for group in groups:
             line = self._advantage_line(group.penalised, *step_moments)
@@ -297,16 +297,17 @@ class BatchCheck:
         ]
 
     def _weighted_sums(self, sampled: SampledStep) -> list[float | None]:
-        """Returns weighted sums over the functions that apply. None: one failed, or none applies."""
+        """Returns weighted sums over the functions that apply. None: one failed, or none
+        applies."""
         columns = list(sampled.scored.by_name.values())
         if not columns:  # a teacher teaches alone
             return [0.0 for group in sampled.groups for _ in group.completions]
         weights = self._weights if any(self._weights) else [1.0] * len(columns)
         sums: list[float | None] = []
         for values in zip(*columns, strict=True):
-            known = [(w, v) for w, v in zip(weights, values, strict=True) if v is not None]
-            total = sum(w * v for w, v in known)
-            sums.append(total if known and math.isfinite(total) else None)
+            known_values = [(w, v) for w, v in zip(weights, values, strict=True) if v is not None]
+            total = sum(w * v for w, v in known_values)
+            sums.append(total if known_values and math.isfinite(total) else None)
         return sums
 
     def _overlong_penalty(self, num_tokens: int) -> float:
@@ -345,8 +346,8 @@ class BatchCheck:
         """Returns (center, scale): an advantage is (reward - center) / scale.
 
         The scale is infinite if there is nothing to learn."""
-        known = [reward for reward in rewards if not math.isnan(reward)]
-        center, deviation = moments(known)
+        known_values = [reward for reward in rewards if not math.isnan(reward)]
+        center, deviation = moments(known_values)
         is_usable = deviation >= _MIN_DEVIATION
         scale = 1.0
         estimator = self._advantage.estimator
@@ -358,7 +359,7 @@ class BatchCheck:
             scale = center
             is_usable = is_usable and center >= _MIN_DEVIATION
         elif estimator == "rloo" and is_usable:  # minus the mean of the others
-            scale = (len(known) - 1) / len(known)
+            scale = (len(known_values) - 1) / len(known_values)
         elif estimator == "grpo":
             scale = {
                 "group": deviation,
@@ -463,22 +464,23 @@ class BatchCheck:
         if not self._is_agent and any(reason == "length" for _, reason in turns[:-1]):
             result.errors.append("an episode goes on after a turn that was cut off")
         limit = self._rollout.max_completion_tokens
-        what = "completion" if episode is None else "turn"
+        label = "completion" if episode is None else "turn"
         for ids, reason in turns:
-            *earlier, last = ids or [-1]
+            *earlier, final = ids or [-1]
             if self._stop_ids.intersection(earlier):
                 result.errors.append(
-                    f"a {what} goes on after a token that ends it (generation_config's eos_token_id)"
+                    f"a {label} goes on after a token that ends it (generation_config's "
+                    "eos_token_id)"
                 )
                 continue
             if reason == "stop":
-                is_right = last in self._stop_ids
+                is_right = final in self._stop_ids
             else:
                 # In an episode a turn may have less room.
                 is_right = len(ids) == limit if episode is None else 0 < len(ids) <= limit
             if not is_right:
                 result.errors.append(
-                    f"a {what} of {len(ids)} tokens that ends with {last} has finish_reason "
+                    f"a {label} of {len(ids)} tokens that ends with {final} has finish_reason "
                     f"{reason!r}"
                 )
 
@@ -511,15 +513,16 @@ def count_loss(mini_batch: Sequence[MicroBatch]) -> tuple[int, int]:
 def _kl_penalties(
     batch: RolloutBatch, sampled_ids: Sequence[int], loss: LossConfig
 ) -> dict[int, float]:
-    """Collective with `loss.kl_in: reward`. Returns what is taken off the sampled rollouts' rewards."""
+    """Collective with `loss.kl_in: reward`. Returns what is taken off the sampled rollouts'
+    rewards."""
     if loss.kl_in != "reward" or not loss.kl_coef:
         return {}
     penalties: dict[int, float] = {}
     for row in batch.micro_batches:
         for number, i in enumerate(row.rollout_ids):
-            of_rollout = row.sequence_index == number
-            p = cast(Tensor, row.old_logprobs)[of_rollout]
-            ref = cast(Tensor, row.ref_logprobs)[of_rollout]
+            rollout_values = row.sequence_index == number
+            p = cast(Tensor, row.old_logprobs)[rollout_values]
+            ref = cast(Tensor, row.ref_logprobs)[rollout_values]
             # In float32 as the trainer's: if the rewards of a group differ by nothing else, its
             # rounding shows.
             terms = {
@@ -552,9 +555,9 @@ def _turn_credit(
     It is by how much the return from its turn on, minus the whole return, is above the mean of that
     over the group's scored rollouts, divided by `scale`."""
 
-    def excess(turns: Sequence[Turn], first: int) -> float:
+    def excess(turns: Sequence[Turn], start: int) -> float:
         rewards = [(n, turn.reward or 0.0) for n, turn in enumerate(turns)]
-        return sum(r * discount ** (n - first) for n, r in rewards[first:]) - sum(
+        return sum(r * discount ** (n - start) for n, r in rewards[start:]) - sum(
             r * discount**n for n, r in rewards
         )
 
@@ -563,9 +566,9 @@ def _turn_credit(
         for completion in completions
     ]
     credit = []
-    for first, turn in enumerate(turns_by_rollout[number]):
-        mean = sum(excess(turns_by_rollout[n], first) for n in scored) / len(scored)
-        value = (excess(turns_by_rollout[number], first) - mean) / scale
+    for start, turn in enumerate(turns_by_rollout[number]):
+        mean = sum(excess(turns_by_rollout[n], start) for n in scored) / len(scored)
+        value = (excess(turns_by_rollout[number], start) - mean) / scale
         credit += [value] * turn.num_tokens
     return credit
 
@@ -620,13 +623,13 @@ def _hash_rollout(
 
     `contexts` has token ids and the positions of the sampled ones; tokens after the last sampled
     one do not count."""
-    parts = [
+    pieces = [
         np.concatenate([ids[: sampled[-1] + 1], [-1], sampled]).astype(np.int64).tobytes()
         for ids, sampled in contexts
         if len(sampled)
     ]
-    parts += [np.asarray(x, np.float32).tobytes() for x in (logprobs, advantages, mask)]
-    return zlib.crc32(b"".join(parts)) if any(parts) else NO_TOKENS
+    pieces += [np.asarray(x, np.float32).tobytes() for x in (logprobs, advantages, mask)]
+    return zlib.crc32(b"".join(pieces)) if any(pieces) else NO_TOKENS
 
 
 # What a rank reports to rank 0. Functions below run on rank 0, in plain Python.
@@ -679,7 +682,7 @@ def find_misplaced(
         errors.append("the plan does not have each rollout once")
     hashes: dict[int, int] = dict(trained)
     counts = Counter(i for i, _ in trained)
-    for what, ids in (
+    for label, ids in (
         ("twice", [i for i, count in counts.items() if count > 1]),
         (
             "with other tokens, logprobs or advantages",
@@ -688,7 +691,7 @@ def find_misplaced(
         ("not", [i for i, expected, _ in sampled if i not in hashes and expected != NO_TOKENS]),
     ):
         if ids:
-            errors.append(f"rollouts {sorted(ids)[:5]} are trained on {what}")
+            errors.append(f"rollouts {sorted(ids)[:5]} are trained on {label}")
     return errors
 
 

@@ -1,9 +1,9 @@
 """Compares loss and gradient of a few synthetic micro-batches with a plain recomputation.
 
-Plain is HF's own forward pass with its eager attention, one row a sequence, full logits, log_softmax
-in float32, and plain_loss.py. Old, reference and engine logprobs are set at known distances from the
-policy's, so that ratios fall on both sides of every bound: with the true ones nothing is clipped in
-a first update.
+Plain is HF's own forward pass with its eager attention, one row a sequence, full logits,
+log_softmax in float32, and plain_loss.py. Old, reference and engine logprobs are set at known
+distances from the policy's, so that ratios fall on both sides of every bound: with the true ones
+nothing is clipped in a first update.
 """
 
 from __future__ import annotations
@@ -71,11 +71,11 @@ class CheckResult:
     metrics: dict[str, float] = field(default_factory=dict)
     """The largest difference of each kind."""
 
-    def check_difference(self, what: str, key: str, difference: float, bound: float) -> None:
+    def check_difference(self, label: str, key: str, difference: float, bound: float) -> None:
         """Records a difference, and an error if it is above `bound` or NaN."""
         self.metrics[key] = max(self.metrics.get(key, 0.0), difference)
         if not difference <= bound:
-            self.errors.append(f"{what} is off by {difference:.3g} (bound {bound:.3g})")
+            self.errors.append(f"{label} is off by {difference:.3g} (bound {bound:.3g})")
 
 
 class SyntheticTeacher(Protocol):
@@ -93,12 +93,14 @@ class SyntheticTeacher(Protocol):
         ...
 
     def divergence(self, log_p: Tensor) -> Tensor:
-        """Returns the divergence [n], float64, of the policy's logprobs [n, V] of all rows, with its graph."""
+        """Returns the divergence [n], float64, of the policy's logprobs [n, V] of all rows, with
+        its graph."""
         ...
 
 
 class SyntheticValues(Protocol):
-    """Value targets of the synthetic rows, for a critic whose head learns in the policy's update."""
+    """Value targets of the synthetic rows, for a critic whose head learns in the policy's
+    update."""
 
     bound: float
 
@@ -117,8 +119,10 @@ class SyntheticValues(Protocol):
     def plain_loss(
         self, rollouts: Sequence[Rollout], counts: Tensor, num_tokens: int
     ) -> tuple[Tensor, float, float]:
-        """Collective. Returns the value loss [] with its graph, the sum of its terms' sizes, and how far the trainer's
-        values are off, relative to their size. `counts` [n] marks the tokens of the rollouts that count."""
+        """Collective. Returns the value loss [] with its graph, the sum of its terms' sizes, and
+        how far the trainer's
+        values are off, relative to their size. `counts` [n] marks the tokens of the rollouts that
+        count."""
         ...
 
     def check_head_gradient(self, result: CheckResult, bound: float) -> None:
@@ -197,19 +201,20 @@ class GradientCheck:
         updater: PolicyUpdater,
         loss: LossConfig,
         temperature: float,
-        longest: int,
+        max_completion_tokens: int,
         dtype: str,
         make_teacher: Callable[[], SyntheticTeacher] | None = None,
         values: SyntheticValues | None = None,
     ) -> None:
-        """`temperature` is the engine's. `longest`: denominator of `loss.aggregation: constant`.
-        `make_teacher` makes a teacher for the synthetic rows, if the run has one. `values` are
+        """`temperature` is the engine's. `max_completion_tokens`: denominator of `loss.aggregation:
+        constant`. `make_teacher` makes a teacher for the synthetic rows, if the run has one.
+        `values` are
         given if the critic is a head on the policy's layers."""
         self._policy = policy
         self._updater = updater
         self._loss = loss
         self._temperature = temperature
-        self._longest = longest
+        self._longest = max_completion_tokens
         self._make_teacher = make_teacher
         self._values = values
         self._bounds = _BOUNDS[dtype]
@@ -291,8 +296,10 @@ class GradientCheck:
                 )
         self._compare_gradients(result, trainer_squares, self._gradient_squares())
         plain_reduced = [
-            of_trainer - difference
-            for of_trainer, difference in zip(sketch_of_trainer, sketch.of_gradient(), strict=True)
+            trainer_values - difference
+            for trainer_values, difference in zip(
+                sketch_of_trainer, sketch.of_gradient(), strict=True
+            )
         ]
         self._compare_reduction(result, plain_reduced, sketch.of_tokens)
         self._updater.optimizer.zero_grad(set_to_none=True)
@@ -367,9 +374,9 @@ class GradientCheck:
         self.score_bound = max(score, mean_max_logit * self._rounding)
         self._gradient_bound = max(gradient, min(0.5, gradient * self.score_bound / score))
 
-    def _compare_scores(self, result: CheckResult, what: str, differences: Tensor) -> None:
+    def _compare_scores(self, result: CheckResult, label: str, differences: Tensor) -> None:
         result.check_difference(
-            f"{what}, in nats on average,",
+            f"{label}, in nats on average,",
             "logprobs",
             float(differences.detach().abs().mean()),
             self.score_bound,
@@ -398,9 +405,9 @@ class GradientCheck:
                 [math.sqrt(sum(values)) for values in zip(*columns, strict=True)]
                 for columns in zip(*by_rank, strict=True)
             )
-            whole = math.sqrt(sum(norm * norm for norm in norms))
+            full = math.sqrt(sum(norm * norm for norm in norms))
             return [
-                difference / (norm + 0.01 * whole + 1e-30)
+                difference / (norm + 0.01 * full + 1e-30)
                 for difference, norm in zip(differences, norms, strict=True)
             ]
 
@@ -467,8 +474,8 @@ class _Sketch:
             return [0.0] * _NUM_SKETCHES
         rows = weight.grad._local_tensor.double()  # type: ignore[attr-defined]
         start = first_row(weight)
-        left = self._left[:, start : start + len(rows)]
-        products: Tensor = (left * (rows @ self._right.T).T).sum(1)
+        left_factor = self._left[:, start : start + len(rows)]
+        products: Tensor = (left_factor * (rows @ self._right.T).T).sum(1)
         return products.tolist()
 
     @contextmanager
@@ -476,11 +483,11 @@ class _Sketch:
         """Within it forward and backward passes add to `of_tokens`."""
 
         def forward(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            right = inputs[0].detach().flatten(0, -2).double() @ self._right.T
+            right_factor = inputs[0].detach().flatten(0, -2).double() @ self._right.T
 
             def backward(grad: Tensor) -> None:
-                left = grad.flatten(0, -2).double() @ self._left.T
-                products = (left * right).sum(0).tolist()
+                left_factor = grad.flatten(0, -2).double() @ self._left.T
+                products = (left_factor * right_factor).sum(0).tolist()
                 # Subtracted, since the pass is that of the negative loss.
                 self.of_tokens = [
                     total - new for total, new in zip(self.of_tokens, products, strict=True)

@@ -34,13 +34,16 @@ _BOUNDS = {
 _SIGMAS = 6.0  # a tilt must be so many standard errors away from 0
 
 _CAUSES_FROM_THE_START = (
-    "the policy does not compute this model as the engine does; the temperatures differ; the engine "
+    "the policy does not compute this model as the engine does; the temperatures differ; the "
+    "engine "
     "does not hold the policy's weights; or this model's rounding is that large (then set "
     "proofs.max_mismatch)"
 )
 _CAUSES_LATER = (
-    "the engine answered from old weights or old cached prefixes (proofs.every_steps: 1 tells which "
-    "tensor); rollouts are scored with other tokens than were sampled; or rounding has grown as the "
+    "the engine answered from old weights or old cached prefixes (proofs.every_steps: 1 tells "
+    "which "
+    "tensor); rollouts are scored with other tokens than were sampled; or rounding has grown as "
+    "the "
     "policy changed (then set proofs.max_mismatch)"
 )
 

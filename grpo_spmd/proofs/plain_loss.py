@@ -49,7 +49,7 @@ def plain_terms(
     loss: LossConfig,
     num_tokens: int,
     num_sequences: int,
-    longest: int,
+    max_completion_tokens: int,
     teacher_coef: float = 0.0,
 ) -> dict[str, LossTerm]:
     """Returns the terms "loss", "policy", "kl", "entropy" and "teacher".
@@ -67,7 +67,7 @@ def plain_terms(
         weight = {
             "token": 1 / num_tokens,
             "sequence": 1 / (num_sequences * len(counted)),
-            "constant": 1 / (num_sequences * longest),
+            "constant": 1 / (num_sequences * max_completion_tokens),
         }[loss.aggregation]
         logprobs = sequence.logprobs[counted]
         old = sequence.old[counted]

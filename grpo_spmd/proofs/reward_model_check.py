@@ -87,8 +87,8 @@ class RewardModelCheck:
     ) -> None:
         """Collective. Compares one score. Without a completion it only makes the pass."""
         ids = self._encode(scored) if scored is not None else []
-        is_long = len(ids) > self._files.longest
-        ids = ids[-self._files.longest :] if is_long else ids
+        is_long = len(ids) > self._files.max_tokens
+        ids = ids[-self._files.max_tokens :] if is_long else ids
         # A policy may sample a token that the model has no row for.
         is_readable = bool(ids) and max(ids) < self._model.num_embeddings
         plain = self._plain_score(ids if is_readable else [0])
@@ -96,7 +96,7 @@ class RewardModelCheck:
             return
         if is_long and not self._files.drops_start:
             if scored.status == "ok":
-                limit = self._files.longest
+                limit = self._files.max_tokens
                 errors.append(f"a text of {len(ids)} tokens or more was scored, over {limit}")
             return
         if not is_readable:

@@ -90,7 +90,8 @@ class AdamwCheck:
         self._clip_factor = 1.0
 
     def open(self, result: CheckResult) -> None:
-        """Starts before an optimizer step. The moments are the optimizer's, or 0 for a fresh one."""
+        """Starts before an optimizer step. The moments are the optimizer's, or 0 for a fresh
+        one."""
         self._shadows = []
         self._num_updates = self._updater.state()["num_updates"]
         self._check_groups(result)
@@ -252,7 +253,8 @@ _NUM_ROWS = 4
 _MAX_NAMED = 4  # errors in the message
 
 
-# Collective. Checks one signal's part of a step. The last argument has the rewards of the rollouts that this rank
+# Collective. Checks one signal's part of a step. The last argument has the rewards of the rollouts
+# that this rank
 # sampled, by rollout id.
 SignalCheck = Callable[[SampledStep, RolloutBatch, Decision, dict[int, float]], CheckResult]
 
@@ -334,7 +336,7 @@ class UpdateCheck:
             updater,
             settings.loss,
             temperature=settings.rollout.temperature,
-            longest=settings.rollout.max_completion_tokens,
+            max_completion_tokens=settings.rollout.max_completion_tokens,
             dtype=settings.dtype,
             make_teacher=signals.make_teacher,
             values=signals.values,

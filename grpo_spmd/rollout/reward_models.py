@@ -250,7 +250,7 @@ class RewardTexts:
         ids = self._encode(prompt, completion, text)
         if not ids:
             raise TextError("has no token to read")
-        max_tokens = self._files.longest
+        max_tokens = self._files.max_tokens
         if len(ids) <= max_tokens:
             return ids
         return ids[-max_tokens:] if self._files.drops_start else None

@@ -323,8 +323,8 @@ class ExpectedLengths:
         updates = [(row, mean) for row, mean, _ in sampled]
         if sampled:
             self._recent_mean = sum(mean for _, mean in updates) / len(updates)
-            longest = max(maximum for *_, maximum in sampled)
-            updates += [(row, longest) for _, dropped in reports for row in dropped]
+            max_length = max(maximum for *_, maximum in sampled)
+            updates += [(row, max_length) for _, dropped in reports for row in dropped]
         for row, tokens in updates:
             if row >= len(self._means):
                 self._means.extend([math.nan] * (row + 1 - len(self._means)))

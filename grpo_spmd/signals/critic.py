@@ -204,12 +204,12 @@ class Critic:
 
         def revise(step: StepDecision, messages: list[bytes]) -> tuple[StepDecision, list[bytes]]:
             rank_values = [np.frombuffer(message, np.float64) for message in messages]
-            totals = sum((part[:_NUM_SUMS] for part in rank_values), np.zeros(_NUM_SUMS)).tolist()
+            totals = sum((piece[:_NUM_SUMS] for piece in rank_values), np.zeros(_NUM_SUMS)).tolist()
             count, a, a_squares, v, r, r_squares, error, error_squares = totals
             mean, factor = whitening(count, a, a_squares) if self._whitens else (0.0, 1.0)
             rollout_means = np.full(len(step.rewards), math.nan)
             rollout_means[trained_ids(step)[0]] = np.concatenate(
-                [part[_NUM_SUMS:] for part in rank_values]
+                [piece[_NUM_SUMS:] for piece in rank_values]
             )
             advantages = np.nan_to_num((rollout_means - mean) * factor).astype(np.float32)
             variance = max(0.0, a_squares / count - (a / count) ** 2) if count else None
@@ -222,7 +222,7 @@ class Critic:
             }
             # Every rank needs the same mean and factor, and the means of what it sampled.
             header = np.array([mean, factor]).tobytes()
-            replies = [header + part for part in split_sampled(step, advantages)]
+            replies = [header + piece for piece in split_sampled(step, advantages)]
             revised = dataclasses.replace(
                 step, advantages=advantages, metrics=step.metrics | metrics
             )
@@ -352,7 +352,7 @@ def open_own_critic(config: Config, policy: Policy, session: Session) -> Critic:
         config.critic.path or "",
         config.model,
         session,
-        longest=config.max_rollout_tokens,
+        max_rollout_tokens=config.max_rollout_tokens,
         num_tokens=policy.model.get_input_embeddings().weight.shape[0],
     )
     return Critic(
@@ -612,11 +612,11 @@ def _place_rewards(completion: Completion, reward: float, by_turn: bool) -> _Rol
     num_tokens = len(completion.token_ids)
     rewards: dict[int, float] = {}
     if by_turn and completion.episode is not None:
-        place = -1
+        position = -1
         for turn in completion.episode.turns:
-            place += turn.num_tokens
+            position += turn.num_tokens
             if turn.num_tokens and turn.reward:
-                rewards[place] = turn.reward
+                rewards[position] = turn.reward
     if num_tokens:
         rest = rewards.get(num_tokens - 1, 0.0) + reward - math.fsum(rewards.values())
         rewards[num_tokens - 1] = rest

@@ -323,7 +323,7 @@ def open_model_teacher(
                 config.rollout.temperature,
                 session,
                 trainable=False,
-                longest=policy.longest,
+                max_rollout_tokens=policy.max_rollout_tokens,
                 role=f"teacher {name}".strip(),
             )
             models[name] = TeacherModel(model)

@@ -52,7 +52,7 @@ def train(num_steps: int) -> None:
     # The engine first: it measures the GPU's free memory, then sleeps and leaves it to the policy.
     stop_ids = stop_token_ids(MODEL.path, tokenizer)
     engine = RolloutEngine(MODEL, ROLLOUT, MAX_TOKENS, session, stop_ids)
-    policy = build_policy(MODEL, ROLLOUT.temperature, session, longest=MAX_TOKENS)
+    policy = build_policy(MODEL, ROLLOUT.temperature, session, max_rollout_tokens=MAX_TOKENS)
     optimizer, _ = build_optimizer(policy, OPTIMIZER)
     weight_sync = WeightSync(policy, engine, ROLLOUT.sync_bucket_bytes(session.device.type))
     for step in range(1, num_steps + 1):

@@ -11,7 +11,8 @@ import pytest
 
 @pytest.fixture
 def two_hosts() -> Iterator[list[list[str]]]:
-    """Two network namespaces on one wire, each with an address of its own: what to put before a command to run it
+    """Two network namespaces on one wire, each with an address of its own: what to put before a
+    command to run it
     there."""
     names = [f"grpo{os.getpid()}{letter}" for letter in "ab"]
     commands = [f"ip netns add {name}" for name in names] + [
@@ -29,7 +30,8 @@ def two_hosts() -> Iterator[list[list[str]]]:
                 subprocess.run(command.split(), check=True, capture_output=True, text=True)
             except (OSError, subprocess.CalledProcessError) as error:
                 pytest.skip(
-                    f"needs two network namespaces, which takes root and iproute2: {command}: {error}"
+                    f"needs two network namespaces, which takes root and iproute2: {command}: "
+                    f"{error}"
                 )
         yield [["ip", "netns", "exec", name] for name in names]
     finally:

@@ -1,4 +1,5 @@
-"""The checkup as a command: on a machine with faults that are really there, by ranks of torchrun, by ranks that do not
+"""The checkup as a command: on a machine with faults that are really there, by ranks of torchrun,
+by ranks that do not
 come or hang, on two hosts, at a terminal."""
 
 from __future__ import annotations
@@ -35,20 +36,21 @@ mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && exec "$@"
 def written(path: Path) -> tuple[dict[str, str], dict[str, str], str]:
     """By the lines' names the worst level, and all that was found; the verdict."""
     levels: dict[str, str] = {}
-    found: dict[str, str] = {}
-    *lines, last = [json.loads(line) for line in path.read_text().splitlines()]
+    result: dict[str, str] = {}
+    *lines, final = [json.loads(line) for line in path.read_text().splitlines()]
     for line in lines:
         name = line["name"]
         levels[name] = max(levels.get(name, "ok"), line["level"], key=LEVELS.index)
-        found[name] = f"{found.get(name, '')}\n{line['found']}".strip()
+        result[name] = f"{result.get(name, '')}\n{line['found']}".strip()
         assert line["remedy"] or line["level"] == "ok"
-    return levels, found, last["verdict"]
+    return levels, result, final["verdict"]
 
 
 def a_config(folder: Path, run_dir: Path) -> Path:
     path = folder / "config.yaml"
     path.write_text(
-        f"run_dir: {run_dir}\nmodel: {{path: {folder}/model}}\ndata: {{train: {folder}/train.jsonl}}\n"
+        f"run_dir: {run_dir}\nmodel: {{path: {folder}/model}}\ndata: {{train: "
+        f"{folder}/train.jsonl}}\n"
         "rewards: [{name: countdown}]\n"
     )
     return path
@@ -65,7 +67,8 @@ def may_mount() -> bool:
     not may_mount(), reason="mount namespaces take a privilege that this user has not"
 )
 def test_planted_faults_are_found_and_nothing_where_they_are_not(tmp_path: Path) -> None:
-    """A /dev/shm of 16 MiB, a run_dir that is mounted read-only, a wrong torch, more threads than cores, a port in use:
+    """A /dev/shm of 16 MiB, a run_dir that is mounted read-only, a wrong torch, more threads than
+    cores, a port in use:
     each bad with them, and not bad without them, by the same command."""
     (disk := tmp_path / "disk").mkdir()
     metadata = tmp_path / "site/torch-2.9.0.dist-info/METADATA"
@@ -80,17 +83,17 @@ def test_planted_faults_are_found_and_nothing_where_they_are_not(tmp_path: Path)
         holder.bind(("", 0))
         holder.listen()
         port = {"MASTER_PORT": str(holder.getsockname()[1])}
-        many = {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)) + 1)}
-        env = port | many | {"PYTHONPATH": f"{metadata.parents[1]}:{ROOT}"}
+        several = {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)) + 1)}
+        env = port | several | {"PYTHONPATH": f"{metadata.parents[1]}:{ROOT}"}
         done = run_command(["unshare", "-m", "sh", "-c", PLANTED, str(disk), *command], env=env)
     assert done.returncode == 2, done.stdout + done.stderr
-    levels, found, verdict = written(out)
+    levels, result, verdict = written(out)
     assert {name: levels[name] for name in faults} == faults
     assert verdict == "not fit"
-    assert "16 MiB" in found["/dev/shm"]
-    assert "Read-only file system" in found["run_dir"]
-    assert "torch 2.9.0" in found["torch"]
-    assert f"process {os.getpid()} (" in found["port"]
+    assert "16 MiB" in result["/dev/shm"]
+    assert "Read-only file system" in result["run_dir"]
+    assert "torch 2.9.0" in result["torch"]
+    assert f"process {os.getpid()} (" in result["port"]
 
     run_command(command, env=port)
     levels, _, _ = written(out)
@@ -103,13 +106,13 @@ def test_this_machine_is_looked_at_whole(tmp_path: Path) -> None:
     out = tmp_path / "lines.jsonl"
     job = Job([*CHECKUP, "--json", str(out)], env={"PYTHONPATH": str(ROOT)}, cwd=tmp_path)
     code, output = job.wait()
-    levels, found, verdict = written(out)
+    levels, result, verdict = written(out)
     assert code == (2 if "bad" in levels.values() else 0), output
     assert (verdict == "fit") == (code == 0)
     for group in ("versions", "devices", "memory", "disk", "network", "config", "links"):
         assert f"\n{group}\n" in output
     assert levels["all-reduce"] == "ok", output
-    assert "GB/s" in found["all-reduce"]
+    assert "GB/s" in result["all-reduce"]
     assert job.survivors() == []
     assert [path.name for path in tmp_path.iterdir()] == ["lines.jsonl"]
 
@@ -123,15 +126,15 @@ def test_ranks_of_torchrun_speak_once_and_who_differs_is_named(tmp_path: Path) -
     launch = [*torchrun(2, "--no-python", "sh", "-c", differs), *CHECKUP, *only]
     code, output = Job(launch, env={"PYTHONPATH": str(ROOT)}, cwd=tmp_path).wait()
     assert code == 1, output  # torchrun's own word for ranks that say 2
-    shown = output[: output.index("not fit: ")]
-    assert len(re.findall(r"^  \w+ +python  ", shown, re.MULTILINE)) == 1
-    assert shown.count("checkup of 2 ranks") == 1
-    levels, found, _ = written(out)
+    displayed = output[: output.index("not fit: ")]
+    assert len(re.findall(r"^  \w+ +python  ", displayed, re.MULTILINE)) == 1
+    assert displayed.count("checkup of 2 ranks") == 1
+    levels, result, _ = written(out)
     assert levels["threads"] == "bad"
-    assert "(rank 1)" in found["threads"]
-    assert "ranks differ in NCCL_DEBUG: INFO on rank 1, not set on rank 0" in found["environment"]
+    assert "(rank 1)" in result["threads"]
+    assert "ranks differ in NCCL_DEBUG: INFO on rank 1, not set on rank 0" in result["environment"]
     assert levels["all-reduce"] == "ok"
-    assert "2 ranks" in found["all-reduce"]
+    assert "2 ranks" in result["all-reduce"]
 
 
 def free_port() -> int:
@@ -160,9 +163,9 @@ def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
     out = tmp_path / "lines.jsonl"
     command = [*CHECKUP, "--only", "versions,links", "--deadline", "3", "--json", str(out)]
     code, output = Job(command, env=variables(0, free_port()), cwd=tmp_path).wait()
-    levels, found, verdict = written(out)
+    levels, result, verdict = written(out)
     assert (code, verdict) == (2, "not fit"), output
-    assert (levels["ranks"], found["ranks"]) == ("bad", "rank 1 did not come within 3 s")
+    assert (levels["ranks"], result["ranks"]) == ("bad", "rank 1 did not come within 3 s")
     assert levels["python"] == "ok"  # the others are told all the same
     assert "all-reduce" not in levels
 
@@ -189,11 +192,11 @@ def test_ranks_of_srun_speak_once(tmp_path: Path) -> None:
             Job([*CHECKUP, "--only", "network,links", "--json", str(out)], env=env, cwd=tmp_path)
         )
     (code, output), (code_1, output_1) = [job.wait() for job in jobs]
-    levels, found, _ = written(out)
+    levels, result, _ = written(out)
     assert output_1 == ""
     assert code == code_1 == (2 if "bad" in levels.values() else 0), output
     assert levels["all-reduce"] == "ok"
-    assert "NCCL_DEBUG: INFO on rank 1" in found["environment"]
+    assert "NCCL_DEBUG: INFO on rank 1" in result["environment"]
 
 
 # Comes, and goes to sleep when the others reduce.
@@ -216,9 +219,9 @@ def test_a_rank_that_hangs_in_the_all_reduce_is_named(tmp_path: Path) -> None:
     try:
         command = [*CHECKUP, "--only", "links", "--deadline", "15", "--json", str(out)]
         code, output = Job(command, env=variables(0, port), cwd=tmp_path).wait()
-        levels, found, _ = written(out)
+        levels, result, _ = written(out)
         assert code == 2, output
-        assert "rank 1 on h gave no answer" in found["all-reduce"]
+        assert "rank 1 on h gave no answer" in result["all-reduce"]
         assert "ranks" not in levels  # it came
     finally:
         sleeper.process.kill()
@@ -263,18 +266,19 @@ def test_two_hosts(tmp_path: Path, two_hosts: list[list[str]], sees: bool) -> No
         arguments = ["--json", str(out)] if rank == 0 else []
         jobs.append(Job([*host, *named, *command, *arguments], env=env, cwd=tmp_path))
     (code, output), (code_1, output_1) = [job.wait() for job in jobs]
-    levels, found, _ = written(out)
+    levels, result, _ = written(out)
     assert output_1 == "", output_1  # rank 0 speaks
     assert levels["all-reduce"] == levels["clocks"] == "ok", output
-    assert "over 2 nodes" in found["all-reduce"]
-    assert "of 2 nodes agree" in found["clocks"]
+    assert "over 2 nodes" in result["all-reduce"]
+    assert "of 2 nodes agree" in result["clocks"]
     if sees:
         assert levels["shared run_dir"] == "ok", output
     else:
         assert (code, code_1, levels["shared run_dir"]) == (2, 2, "bad"), output
-        assert "rank 1 on node1 does not see what rank 0 writes" in found["shared run_dir"]
+        assert "rank 1 on node1 does not see what rank 0 writes" in result["shared run_dir"]
         assert (
-            "in memory, gone at the next start of the machine (rank 1 on node1)" in found["run_dir"]
+            "in memory, gone at the next start of the machine (rank 1 on node1)"
+            in result["run_dir"]
         )
     assert [*shared.iterdir()] == []
 
@@ -288,13 +292,13 @@ def test_what_check_and_planner_say_are_lines(tmp_path: Path) -> None:
     environ = {**os.environ, **smi_target.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
 
     def target(*words: str) -> Target:
-        told = ["--config", str(config), *words]
+        report = ["--config", str(config), *words]
         return replace(
             smi_target,
             num_ranks=8,
             environ=environ,
             config=load_config(config, words),
-            arguments=told,
+            arguments=report,
         )
 
     (plan,) = check_plan(target("rollout.gpu_memory_utilization=0.99"))

@@ -1,4 +1,5 @@
-"""Ctrl-C at a real terminal, on two ranks under torchrun: one sentence, no traceback, nothing stray."""
+"""Ctrl-C at a real terminal, on two ranks under torchrun: one sentence, no traceback, nothing
+stray."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ import pytest
 from tests.support.models import make_model, write_config
 from tests.support.terminal import TerminalJob
 
-# Case: seconds of the set-up and of a step, of which the second half is update; when to press first; how often.
+# Case: seconds of the set-up and of a step, of which the second half is update; when to press
+# first; how often.
 CASES = {
     "set-up": ("30", "1", "set up", 1),
     "update": ("0", "4", "update 1", 1),
@@ -37,8 +39,9 @@ def reward(completions, **columns):
 def stopped(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, tuple[int, list[str], float, list[int], Path]]:
-    """Of each case, all at a time: exit code, lines, seconds from the first press to the end, who stayed, folder."""
-    jobs, found = {}, {}
+    """Of each case, all at a time: exit code, lines, seconds from the first press to the end, who
+    stayed, folder."""
+    jobs, result = {}, {}
     for case, (set_up_s, step_s, _, _) in CASES.items():
         folder = tmp_path_factory.mktemp("ctrl_c")
         for name in ("run", "temporary"):
@@ -66,8 +69,8 @@ def stopped(
             time.sleep(1.2)  # two signals within a second are one press
             job.press_ctrl_c()
         code, lines = job.wait(60)
-        found[case] = code, lines, time.monotonic() - start, job.survivors(), folder
-    return found
+        result[case] = code, lines, time.monotonic() - start, job.survivors(), folder
+    return result
 
 
 def after_press(lines: list[str]) -> list[str]:
@@ -87,7 +90,7 @@ def test_it_leaves_in_time_and_without_a_trace(
     assert seconds < FAR_S, text
     assert "Traceback" not in text
     assert "torch" not in text
-    said = {
+    message = {
         "set-up": (1, ["stopped by Ctrl-C before the first step; nothing was trained"]),
         "update": (
             0,
@@ -101,7 +104,7 @@ def test_it_leaves_in_time_and_without_a_trace(
             ["Ctrl-C: saving; again to quit now", "Ctrl-C: out at once; no checkpoint was saved"],
         ),
     }
-    assert (code, after_press(lines)) == said[case]
+    assert (code, after_press(lines)) == message[case]
     assert max(map(len, lines)) <= 80
     marker = folder / "run/preempted.json"
     assert marker.exists() == (case == "update")

@@ -1,4 +1,5 @@
-"""Who failed first, or who sleeps while the others wait, is named with its phase; and all ranks are gone within seconds
+"""Who failed first, or who sleeps while the others wait, is named with its phase; and all ranks are
+gone within seconds
 of it."""
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from grpo_spmd.config.schema import PHASES
 from tests.support.processes import Job, full_pipe
 
 LIMIT_S = 3.0
-SECONDS = 20.0  # the most until all are gone: a few on an idle machine, and the doctor waits for answers on a busy one
+# the most until all are gone: a few on an idle machine, and the doctor waits for answers on a busy
+# one
+SECONDS = 20.0
 RAISES = [("raise", phase, rank) for phase in PHASES for rank in (0, 1)]
 SLEEPS = [("sleep", phase, number % 2) for number, phase in enumerate(PHASES)] + [
     ("sleep", "update", 0)
@@ -24,14 +27,14 @@ SLEEPS = [("sleep", phase, number % 2) for number, phase in enumerate(PHASES)] +
 STRAYS = [
     ("stop", "rollout", 1), ("stop", "update", 0), ("gil", "reward", 1), ("kill", "rollout", 1),
     ("kill", "logprobs", 0),
-    ("exit", "eval", 1), ("refuse", "start", 1), ("interrupt", "update", 0), ("debug", "logprobs", 1),
+    ("exit", "eval", 1), ("refuse", "start", 1), ("interrupt", "update", 0), ("debug", "logprobs", 1),  # noqa: E501
     ("work", "rollout", 1),
     ("pass", "", 0),
 ]  # fmt: skip
 UNREAD = {  # what is done, and what is wrong with who should read the output
-    ("raise", "update", 1): "stalled", ("raise", "rollout", 0): "gone", ("raise", "eval", 0): "closed",
-    ("sleep", "rollout", 0): "stalled", ("sleep", "logprobs", 1): "gone", ("sleep", "eval", 1): "closed",
-    ("talk", "reward", 1): "stalled", ("refuse", "start", 0): "stalled", ("stop", "checkpoint", 0): "stalled",
+    ("raise", "update", 1): "stalled", ("raise", "rollout", 0): "gone", ("raise", "eval", 0): "closed",  # noqa: E501
+    ("sleep", "rollout", 0): "stalled", ("sleep", "logprobs", 1): "gone", ("sleep", "eval", 1): "closed",  # noqa: E501
+    ("talk", "reward", 1): "stalled", ("refuse", "start", 0): "stalled", ("stop", "checkpoint", 0): "stalled",  # noqa: E501
 }  # fmt: skip
 
 
@@ -84,10 +87,10 @@ def test_a_raise_ends_all_ranks_with_its_traceback(
     assert output.strip() in run["failure.txt"]
     assert "hang.txt" not in run
     # torchrun shows the earliest as the root cause
-    of_rank = [json.loads(run[f"error_{r}.json"])["message"] for r in range(2)]
-    assert 'raise KeyError("no such column")' in of_rank[rank]["message"]
-    assert int(of_rank[rank]["extraInfo"]["timestamp"]) <= int(
-        of_rank[1 - rank]["extraInfo"]["timestamp"]
+    rank_values = [json.loads(run[f"error_{r}.json"])["message"] for r in range(2)]
+    assert 'raise KeyError("no such column")' in rank_values[rank]["message"]
+    assert int(rank_values[rank]["extraInfo"]["timestamp"]) <= int(
+        rank_values[1 - rank]["extraInfo"]["timestamp"]
     )
 
 
@@ -98,10 +101,10 @@ def test_the_rank_that_sleeps_is_named_not_the_one_that_waits(
     run = found[do, phase, rank]
     assert run["codes"] == [1, 1], run
     assert run["seconds"] < LIMIT_S + SECONDS
-    first, hang = run["output"].splitlines()[0], run["hang.txt"]
-    assert first.startswith(f"rank {rank} ("), run["output"]
-    assert f"hangs in phase {phase}, step 1, at " in first
-    assert "(fall_asleep), and the others wait for it" in first
+    initial, hang = run["output"].splitlines()[0], run["hang.txt"]
+    assert initial.startswith(f"rank {rank} ("), run["output"]
+    assert f"hangs in phase {phase}, step 1, at " in initial
+    assert "(fall_asleep), and the others wait for it" in initial
     assert f"rank {1 - rank}: phase {phase}, step 1, waits in a collective" in run["output"]
     assert run["output"].count("hangs in") == 1
     sections = hang.split("--- rank ")[1:]
@@ -119,9 +122,9 @@ def test_a_stopped_rank_is_named_and_does_not_stay(
     assert run["codes"][1 - rank] == 1
     assert run["codes"][rank] == -9  # a stopped process cannot leave by itself
     assert run["seconds"] < LIMIT_S + SECONDS
-    first = run["output"].splitlines()[0]
-    assert first.startswith(f"rank {rank} ("), run["output"]
-    assert f"went silent in phase {phase}, step 1: its process is stopped" in first
+    initial = run["output"].splitlines()[0]
+    assert initial.startswith(f"rank {rank} ("), run["output"]
+    assert f"went silent in phase {phase}, step 1: its process is stopped" in initial
 
 
 def test_a_rank_stuck_in_c_is_named_with_its_stack(found: dict[Any, Any]) -> None:
@@ -145,9 +148,9 @@ def test_a_rank_that_is_gone_is_named_by_the_others(
     assert run["codes"][rank] == (-9 if do == "kill" else 0)
     assert run["codes"][1 - rank] == 1
     assert run["seconds"] < SECONDS
-    first = run["output"].splitlines()[0]
-    assert first.startswith(f"rank {rank} (")
-    assert f"went silent in phase {phase}, step 1: its process is gone" in first
+    initial = run["output"].splitlines()[0]
+    assert initial.startswith(f"rank {rank} (")
+    assert f"went silent in phase {phase}, step 1: its process is gone" in initial
     assert "Traceback" not in run["output"]  # the survivor's lost connection explains nothing
 
 
@@ -155,7 +158,8 @@ def test_a_rank_that_is_gone_is_named_by_the_others(
 def test_the_end_waits_for_nobody_who_reads_it(
     found: dict[Any, Any], do: str, phase: str, rank: int
 ) -> None:
-    """A full pipe that nobody reads, one without a reader, and no output at all: the files say what there is to say."""
+    """A full pipe that nobody reads, one without a reader, and no output at all: the files say what
+    there is to say."""
     run = found[do, phase, rank, UNREAD[do, phase, rank]]
     code = 2 if do == "refuse" else 1
     assert run["codes"][1 - rank] == code, run
@@ -200,7 +204,8 @@ def test_a_debugger_on_one_rank_stops_the_clocks_of_all(found: dict[Any, Any]) -
 
 
 def test_waiting_for_a_phase_that_may_take_long_is_no_hang(found: dict[Any, Any]) -> None:
-    """Rank 0 has come to a phase of 3 s while rank 1 is busy for 9 s in the one before, which may take 60 s."""
+    """Rank 0 has come to a phase of 3 s while rank 1 is busy for 9 s in the one before, which may
+    take 60 s."""
     run = found["work", "rollout", 1]
     assert run["codes"] == [0, 0], run
     assert run["seconds"] > 2 * LIMIT_S
@@ -209,10 +214,10 @@ def test_waiting_for_a_phase_that_may_take_long_is_no_hang(found: dict[Any, Any]
 def test_without_a_fault_nothing_is_said(found: dict[Any, Any]) -> None:
     run = found["pass", "", 0]
     assert run["codes"] == [0, 0]
-    said = [
+    message = [
         line for line in run["output"].splitlines() if "ProcessGroup.hpp" not in line
     ]  # torch warns at the end
-    assert sorted(said) == [f"rank {rank} done, restart False" for rank in range(2)]
+    assert sorted(message) == [f"rank {rank} done, restart False" for rank in range(2)]
     assert "failure.txt" not in run
 
 
@@ -231,7 +236,10 @@ ENDS = {
 def test_the_end_itself_has_an_end(case: str) -> None:
     body, code = ENDS[case]
     shorter = "ending._END_S = 1.0; ending._FLUSH_S = 0.5"
-    script = f"import os, signal, time\nfrom grpo_spmd.distributed import exit as ending\n{shorter}\n{body}"
+    script = (
+        "import os, signal, time\nfrom grpo_spmd.distributed import exit as "
+        f"ending\n{shorter}\n{body}"
+    )
     assert Job([sys.executable, "-c", script]).wait(60)[0] == code
 
 
@@ -303,7 +311,8 @@ def test_a_raise_on_one_host_ends_the_other(tmp_path: Path, two_hosts: list[list
 def test_both_hosts_start_again_and_come_to_the_end(
     tmp_path: Path, two_hosts: list[list[str]]
 ) -> None:
-    """The host that has not failed does not count the restart (TORCHELASTIC_RESTART_COUNT), and the store is the one of
+    """The host that has not failed does not count the restart (TORCHELASTIC_RESTART_COUNT), and the
+    store is the one of
     before."""
     order = {
         "do": "raise",

@@ -1,4 +1,5 @@
-"""Rewards that are called while the engine still samples: what comes of them is what comes of them behind it."""
+"""Rewards that are called while the engine still samples: what comes of them is what comes of them
+behind it."""
 
 from __future__ import annotations
 
@@ -43,26 +44,27 @@ def spans(completions, **columns):
 @pytest.fixture
 def pools(tmp_path: Path) -> Iterator[Callable[..., RewardPool]]:
     (tmp_path / "mine.py").write_text(BEHAVIOURS + SPANS)
-    made: list[RewardPool] = []
+    created: list[RewardPool] = []
 
-    def pool(*names: str, early: Sequence[int] = (), **of_reward: Any) -> RewardPool:
+    def pool(*names: str, early: Sequence[int] = (), **reward_values: Any) -> RewardPool:
         """With the rewards of these indices begun early."""
         rewards = [
-            RewardConfig(function=f"{tmp_path}/mine.py:{name}", **of_reward) for name in names
+            RewardConfig(function=f"{tmp_path}/mine.py:{name}", **reward_values) for name in names
         ]
-        made.append(
+        created.append(
             RewardPool(rewards, RewardPoolConfig(num_workers=3, timeout_s=1.0), tmp_path / "log")
         )
-        made[-1]._slow = SlowRewards([reward in early for reward in range(len(names))])
-        return made[-1]
+        created[-1]._slow = SlowRewards([reward in early for reward in range(len(names))])
+        return created[-1]
 
     yield pool
-    for one in made:
-        one.close()
+    for single in created:
+        single.close()
 
 
 def sample(pool: RewardPool, groups: Sequence[RolloutGroup], steps: int = 5) -> None:
-    """As an engine does that completes them one after the other: only once the rewards are imported can they begin."""
+    """As an engine does that completes them one after the other: only once the rewards are imported
+    can they begin."""
     pool.score(_groups(["a"]), CharacterTokenizer())
     for group in groups:
         pool.start_early(group, CharacterTokenizer())
@@ -95,8 +97,8 @@ def test_what_was_begun_early_is_scored_as_ever(
     sample(pool, [groups[n] for n in (4, 1, 3, 0)])  # in the order of completion; two come late
     scored = pool.score(groups, CharacterTokenizer())
     assert said(scored) == said(expected)
-    first = [str(one.first_error).partition("\n")[0] for one in (scored, expected)]
-    assert first[0] == first[1]
+    initial = [str(single.first_error).partition("\n")[0] for single in (scored, expected)]
+    assert initial[0] == initial[1]
     # The next round begins anew, also with slots that were there before.
     again = _groups(["z", "y"], ["x"])
     sample(pool, again[1:])
@@ -109,7 +111,7 @@ def test_calls_are_made_once_and_within_their_limits(pools: Callable[..., Reward
     late, pool = pools("one", max_concurrent=1), pools("one", early=[0], max_concurrent=1)
     groups = _groups(["a", "b"], ["c", "raise"], ["d"])
     sample(pool, groups[:2], steps=20)
-    scored, expected = (one.score(groups, CharacterTokenizer()) for one in (pool, late))
+    scored, expected = (single.score(groups, CharacterTokenizer()) for single in (pool, late))
     assert (scored.by_name["one"][:3], scored.statuses) == (
         expected.by_name["one"][:3],
         expected.statuses,
@@ -176,14 +178,15 @@ def test_how_workers_died_is_heard_of_all_at_once(pools: Callable[..., RewardPoo
     for _ in range(3):  # long steps: longer than a word of how one died is waited for
         pool.poll()
         time.sleep(1.1)
-    assert {why.removeprefix("reward 'one' ") for why in pool._current.errors(0)} == {
+    assert {reason.removeprefix("reward 'one' ") for reason in pool._current.errors(0)} == {
         "died of SIGSEGV"
     }
     assert len(pool._current.errors(0)) == 3
 
 
 def test_a_long_step_of_the_engine_is_not_a_calls_time(tmp_path: Path) -> None:
-    """A server fails once, and nobody listens for longer than its timeout_s: the call is made again all the same."""
+    """A server fails once, and nobody listens for longer than its timeout_s: the call is made again
+    all the same."""
     with stub_server(lambda body: 1.0, lambda body: "500") as server:  # which it says once to each
         reward = RewardConfig(name="asked", url=server.url, timeout_s=2.0, retries=1)
         with RewardPool([reward], RewardPoolConfig(num_workers=1), tmp_path / "log") as pool:
@@ -201,9 +204,9 @@ def test_a_long_step_of_the_engine_is_not_a_calls_time(tmp_path: Path) -> None:
 def test_a_free_worker_does_not_wait_for_two_steps(pools: Callable[..., RewardPool]) -> None:
     pool, groups = pools("one", early=[0]), _groups(*[["a"]] * 9)
     sample(pool, groups, steps=0)
-    for left in (6, 3, 0):  # three workers
+    for remaining in (6, 3, 0):  # three workers
         pool.poll()
-        assert len(pool._current.calls) == left
+        assert len(pool._current.calls) == remaining
         time.sleep(0.5)
     assert pool.score(groups, CharacterTokenizer()).statuses["one"] == ["ok"] * 9
 
@@ -249,7 +252,7 @@ def slow(completions, log_metric, **columns):
     time.sleep(0.05)
     log_metric("letters", sum(map(len, completions)) / 7)
     return [(sum(map(ord, text)) % 3) * 0.1 if text[:1] in "0123456789" else 0.0 for text in completions]
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture(scope="module")
@@ -278,7 +281,8 @@ def begun(output: str, ranks: int = 2) -> list[int]:
 
 
 def test_a_run_that_dies_and_is_preempted_is_what_it_is_without(make: Callable[..., Path]) -> None:
-    """Two ranks, with refills, an evaluation and the rollout buffer: to the last bit. A rank is killed while groups are
+    """Two ranks, with refills, an evaluation and the rollout buffer: to the last bit. A rank is
+    killed while groups are
     scored early, and later one gets SIGTERM then; nothing hangs, and no process is left."""
     sections: dict[str, Any] = {
         "rollout": {
@@ -294,10 +298,10 @@ def test_a_run_that_dies_and_is_preempted_is_what_it_is_without(make: Callable[.
     early, late = (make(name, **sections) for name in ("early", "late"))
     held_out = f"data.eval.held={late.parent / 'train.jsonl'}"
     in_one_go = scored("late", late, held_out)
-    for when, said in (("SIGKILL", ""), ("SIGTERM", "everything is saved"), ("early", "")):
+    for when, message in (("SIGKILL", ""), ("SIGTERM", "everything is saved"), ("early", "")):
         code, output = scored(when, early, held_out).wait(240)
         assert (code != 0) == (when == "SIGKILL"), output
-        assert said in output
+        assert message in output
         assert min(begun(output)) >= 1, output
     code, output = in_one_go.wait(240)
     assert code == 0, output
@@ -327,14 +331,14 @@ def test_tail_batching_scores_early_what_is_in_the_step(make: Callable[..., Path
     assert begun(outputs["early"], 1) == [
         8
     ]  # of three steps of four groups all but the first one's
-    for what in ("dumps", "metrics"):
-        assert _read(configs["early"].parent / "run", what) == _read(
-            configs["late"].parent / "run", what
+    for label in ("dumps", "metrics"):
+        assert _read(configs["early"].parent / "run", label) == _read(
+            configs["late"].parent / "run", label
         )
 
 
-def _read(run: Path, what: str) -> Any:
-    if what == "dumps":  # groups that a launch before had sampled may be another rank's
+def _read(run: Path, label: str) -> Any:
+    if label == "dumps":  # groups that a launch before had sampled may be another rank's
         return {
             path.name: sorted(path.read_text().splitlines())
             for path in sorted((run / "rollouts").glob("*.jsonl"))

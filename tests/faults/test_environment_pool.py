@@ -1,4 +1,5 @@
-"""Environments that misbehave, in real processes: the others' episodes unchanged, the counts exact, nothing left."""
+"""Environments that misbehave, in real processes: the others' episodes unchanged, the counts exact,
+nothing left."""
 
 from __future__ import annotations
 
@@ -95,7 +96,8 @@ def judged(completions, environments, **columns):
 
 def _call(*hows: str, tool: str = "do") -> dict[str, Any]:
     calls = [
-        {"type": "function", "function": {"name": tool, "arguments": {"how": how}}} for how in hows
+        {"type": "function", "function": {"name": tool, "arguments": {"how": method}}}
+        for method in hows
     ]
     return {"role": "assistant", "content": "", "tool_calls": calls}
 
@@ -106,7 +108,7 @@ Pools = Callable[..., EnvironmentPool]
 @pytest.fixture
 def pools(tmp_path: Path) -> Iterator[Pools]:
     (tmp_path / "world.py").write_text(ENVIRONMENT)
-    made: list[EnvironmentPool] = []
+    created: list[EnvironmentPool] = []
 
     def make(
         *, rewards: bool = False, max_chars: int = 20_000_000, **options: Any
@@ -120,48 +122,48 @@ def pools(tmp_path: Path) -> Iterator[Pools]:
         functions = (
             [RewardConfig(function=f"{tmp_path}/world.py:judged", weight=0.25)] if rewards else []
         )
-        made.append(
+        created.append(
             EnvironmentPool(
                 EnvironmentConfig(**options), functions, tmp_path / "log", max_chars=max_chars
             )
         )
-        assert made[-1].facts.kind == ("gym" if "gym" in options else "tools")
-        return made[-1]
+        assert created[-1].facts.kind == ("gym" if "gym" in options else "tools")
+        return created[-1]
 
     yield make
-    for pool in made:
+    for pool in created:
         pool.close()
 
 
 def _next(pool: EnvironmentPool, number: int = 1) -> dict[tuple[int, int], Reply | Failure]:
     """What comes next of `number` places."""
-    found: dict[tuple[int, int], Reply | Failure] = {}
+    result: dict[tuple[int, int], Reply | Failure] = {}
     deadline = time.monotonic() + 60
-    while len(found) < number:
-        assert time.monotonic() < deadline, found
-        for place, reply in pool.poll(0.5):
-            assert place not in found, (found, place, reply)
-            found[place] = reply
-    return found
+    while len(result) < number:
+        assert time.monotonic() < deadline, result
+        for position, reply in pool.poll(0.5):
+            assert position not in result, (result, position, reply)
+            result[position] = reply
+    return result
 
 
 def _played(
-    pool: EnvironmentPool, place: tuple[int, int], row: dict[str, Any], *hows: str
+    pool: EnvironmentPool, position: tuple[int, int], row: dict[str, Any], *hows: str
 ) -> Reply | Failure:
     """The last word of an episode that is begun, calls tools and ends."""
-    pool.begin(place, row, 7)
-    reply = _next(pool)[place]
-    for how in hows:
+    pool.begin(position, row, 7)
+    reply = _next(pool)[position]
+    for method in hows:
         if isinstance(reply, Failure):
             return reply
-        pool.act(place, _call(how))
-        reply = _next(pool)[place]
+        pool.act(position, _call(method))
+        reply = _next(pool)[position]
     if isinstance(reply, Reply):
-        said = [[{"role": "assistant", "content": ""}]]
-        pool.end(place, {"prompts": ["p"], "completions": said, "completion_ids": [[1, 2]]})
-        reply = _next(pool)[place]
+        message = [[{"role": "assistant", "content": ""}]]
+        pool.end(position, {"prompts": ["p"], "completions": message, "completion_ids": [[1, 2]]})
+        reply = _next(pool)[position]
     if isinstance(reply, Reply):
-        pool.release(place)
+        pool.release(position)
     return reply
 
 
@@ -181,20 +183,23 @@ DIES = {
 
 
 def test_what_ends_a_process_costs_its_own_episode_alone(pools: Pools) -> None:
-    """In reset, in a call and in get_reward; beside each an episode of another worker goes on as if nothing was."""
+    """In reset, in a call and in get_reward; beside each an episode of another worker goes on as if
+    nothing was."""
     pool = pools(rewards=True)
     assert (pool.facts.reward_names, pool.facts.weights) == (["World", "judged"], [1.0, 0.25])
     steady = (9, 9)
     pool.begin(steady, {}, 1)
     assert isinstance(_next(pool)[steady], Reply)
-    for number, (how, why) in enumerate(DIES.items()):
-        found = [
-            _played(pool, (number, 0), {"how": how}),
-            _played(pool, (number, 1), {}, "fine", how),
-            _played(pool, (number, 2), {"then": how}, "fine"),
+    for number, (method, reason) in enumerate(DIES.items()):
+        result = [
+            _played(pool, (number, 0), {"how": method}),
+            _played(pool, (number, 1), {}, "fine", method),
+            _played(pool, (number, 2), {"then": method}, "fine"),
         ]
         at = ("reset()", "tool 'do'", "its rewards")
-        assert [_failure(one) for one in found] == [("env_error", f"{where} {why}") for where in at]
+        assert [_failure(single) for single in result] == [
+            ("env_error", f"{location} {reason}") for location in at
+        ]
         pool.act(steady, _call("fine", "fine"))
         reply = _next(pool)[steady]
         assert isinstance(reply, Reply)
@@ -207,15 +212,15 @@ def test_what_ends_a_process_costs_its_own_episode_alone(pools: Pools) -> None:
     assert pool.poll(0.0) == []
 
 
-@pytest.mark.parametrize("how", ["hang", "ignore", "daemon hangs"])
-def test_what_hangs_is_killed_with_all_that_it_started(pools: Pools, how: str) -> None:
+@pytest.mark.parametrize("method", ["hang", "ignore", "daemon hangs"])
+def test_what_hangs_is_killed_with_all_that_it_started(pools: Pools, method: str) -> None:
     pool = pools(call_timeout_s=1.5)
-    why = "took longer than environment.call_timeout_s=1.5"
-    assert _failure(_played(pool, (0, 0), {"how": how})) == ("env_timeout", f"reset() {why}")
-    assert _failure(_played(pool, (0, 0), {}, how)) == ("env_timeout", f"tool 'do' {why}")
+    reason = "took longer than environment.call_timeout_s=1.5"
+    assert _failure(_played(pool, (0, 0), {"how": method})) == ("env_timeout", f"reset() {reason}")
+    assert _failure(_played(pool, (0, 0), {}, method)) == ("env_timeout", f"tool 'do' {reason}")
     deadline = time.monotonic() + 20
-    while len(left := _alive(_descendants(pool._process.pid))) > 0:
-        assert time.monotonic() < deadline, left
+    while len(alive := _alive(_descendants(pool._process.pid))) > 0:
+        assert time.monotonic() < deadline, alive
         time.sleep(0.02)
 
 
@@ -258,8 +263,8 @@ def test_results_that_are_large_odd_or_many(pools: Pools) -> None:
     assert (much["messages"], much["too_long"]) == ([], 100_000_047)
     assert said(_call("set"))["messages"][0]["content"] == "{1}"
     assert "recursion" in said(_call("deep"))["messages"][0]["content"]
-    for how in ("print", "fork returns", "fork lingers"):
-        assert said(_call(how))["messages"][0]["content"] == f"did {how}"
+    for method in ("print", "fork returns", "fork lingers"):
+        assert said(_call(method))["messages"][0]["content"] == f"did {method}"
     # A failure of the tool is for the policy to read; calls that cannot be made are counted, too.
     values = said(_call("raise", "fine"))
     assert [message["content"] for message in values["messages"]] == [
@@ -274,59 +279,66 @@ def test_results_that_are_large_odd_or_many(pools: Pools) -> None:
     )
     assert (values["num_calls"], values["num_invalid"]) == (1, 1)
     assert "unexpected keyword argument '__grpo_spmd_type__'" in values["messages"][0]["content"]
-    status, why = _failure(_played(pool, (0, 1), {"how": "much"}))
-    assert (status, why[:50]) == ("env_error", "reset() raised ValueError: reset() gave 100,000,00")
+    status, reason = _failure(_played(pool, (0, 1), {"how": "much"}))
+    assert (status, reason[:50]) == (
+        "env_error",
+        "reset() raised ValueError: reset() gave 100,000,00",
+    )
 
 
 def test_an_answer_for_another_call_is_never_taken(pools: Pools, tmp_path: Path) -> None:
-    """Planted: code that answers for its worker, with a sibling's place, and with an old call's number."""
+    """Planted: code that answers for its worker, with a sibling's place, and with an old call's
+    number."""
     (tmp_path / "forged.py").write_text(
         "import json, os, socket, stat, time\n"
         "def say(message):\n"
         "    payload = json.dumps(message).encode()\n"
         "    for fd in range(3, 64):\n"
         "        try:\n"
-        "            if stat.S_ISSOCK(os.fstat(fd).st_mode): os.write(fd, len(payload).to_bytes(4, 'big') + payload)\n"
+        "            if stat.S_ISSOCK(os.fstat(fd).st_mode): os.write(fd, "
+        "len(payload).to_bytes(4, 'big') + payload)\n"
         "        except OSError: pass\n"
         "class Forged:\n"
         "    def reset(self, place, serial, **row):\n"
-        "        say({'values': {'messages': 'of a sibling', 'tools': []}, 'conversation': place, 'serial': serial})\n"
+        "        say({'values': {'messages': 'of a sibling', 'tools': []}, 'conversation': "
+        "place, 'serial': serial})\n"
         "        time.sleep(1000)\n"
         "    def step(self, action): pass\n"
     )
     pool = pools(factory={}, gym=f"{tmp_path}/forged.py:Forged")
-    for number, (place, serial) in enumerate(
+    for number, (position, serial) in enumerate(
         (([0, 99], 1), ([0, 1], 1), ([0, 2], True), (None, None))
     ):
-        pool.begin((0, number), {"place": place, "serial": serial}, 1)
-        why = _failure(_next(pool)[0, number])
-        assert why == ("env_error", "reset() answered another call than it was asked"), number
+        pool.begin((0, number), {"place": position, "serial": serial}, 1)
+        failure = _failure(_next(pool)[0, number])
+        assert failure == ("env_error", "reset() answered another call than it was asked"), number
 
 
 def test_more_episodes_than_workers_and_dropped_ones(pools: Pools) -> None:
     pool = pools(num_workers=2)
-    places = [(job, number) for job in range(3) for number in range(2)]
-    for place in places:
-        pool.begin(place, {"how": "hang" if place == (0, 0) else "fine"}, 1)
+    positions = [(job, number) for job in range(3) for number in range(2)]
+    for position in positions:
+        pool.begin(position, {"how": "hang" if position == (0, 0) else "fine"}, 1)
     assert _next(pool).keys() == {(0, 1)}  # the others wait for a worker
     assert "reset() of episode 0/0 has run for" in pool.where()
     pool.drop((0, 0))
     pool.drop((1, 1))  # still waiting
-    found: list[tuple[int, int]] = []
+    result: list[tuple[int, int]] = []
     pool.release((0, 1))
-    while len(found) < 3:
-        for place, reply in pool.poll(0.5):
+    while len(result) < 3:
+        for position, reply in pool.poll(0.5):
             assert isinstance(reply, Reply)
             assert reply.values["messages"] == "did fine"
-            found.append(place)
-            pool.release(place)
-    assert sorted(found) == [(1, 0), (2, 0), (2, 1)]
+            result.append(position)
+            pool.release(position)
+    assert sorted(result) == [(1, 0), (2, 0), (2, 1)]
     assert pool.where() == ""
     assert len(_alive(_descendants(pool._process.pid))) == 2
 
 
 def test_a_worker_that_dies_between_calls(pools: Pools) -> None:
-    """An idle one costs nobody anything; one with an episode fails it at its next call, and not before."""
+    """An idle one costs nobody anything; one with an episode fails it at its next call, and not
+    before."""
     pool = pools(num_workers=1)
     assert isinstance(_played(pool, (0, 0), {}), Reply)
     (worker,) = _descendants(pool._process.pid)
@@ -340,10 +352,11 @@ def test_a_worker_that_dies_between_calls(pools: Pools) -> None:
     _wait_until_gone({worker})
     assert pool.poll(0.3) == []
     pool.act((0, 1), _call("fine"))
-    status, why = _failure(_next(pool)[0, 1])
+    status, reason = _failure(_next(pool)[0, 1])
     assert status == "env_error"
-    early = "tool 'do' does not take a call: its process has ended, or is stopped"  # the nursery has not said yet
-    assert why in (early, "its process ended between two calls: died of SIGKILL")
+    # the nursery has not said yet
+    early = "tool 'do' does not take a call: its process has ended, or is stopped"
+    assert reason in (early, "its process ended between two calls: died of SIGKILL")
     assert isinstance(_played(pool, (0, 1), {}), Reply)
 
 
@@ -359,19 +372,19 @@ def test_a_dead_nursery_and_a_closed_pool(pools: Pools) -> None:
     ):
         _next(pool)
     _wait_until_gone(processes)
-    other = pools()
-    other.begin((0, 0), {"how": "daemon hangs"}, 1)
+    second = pools()
+    second.begin((0, 0), {"how": "daemon hangs"}, 1)
     deadline = time.monotonic() + 20
-    while len(processes := _descendants(other._process.pid)) < 2:
+    while len(processes := _descendants(second._process.pid)) < 2:
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    other.close()
+    second.close()
     assert not _alive(processes)
 
 
 def test_what_is_no_environment_is_refused(tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text("class NoReset:\n    def go(self): pass\ndef bare(x): pass\n")
-    for options, why in (
+    for options, reason in (
         ({"factory": f"{tmp_path}/bad.py:NoReset"}, "has no method reset"),
         ({"tools": (f"{tmp_path}/bad.py:bare",)}, "has no schema"),
         ({"gym": f"{tmp_path}/none.py:Env"}, "there is no file"),
@@ -381,7 +394,7 @@ def test_what_is_no_environment_is_refused(tmp_path: Path) -> None:
             pytest.raises(ConfigError) as e,
         ):
             _ = pool.facts
-        assert why in str(e.value)
+        assert reason in str(e.value)
 
 
 DEBUG = """
@@ -401,14 +414,16 @@ with EnvironmentPool(EnvironmentConfig(**options), [], Path(sys.argv[2])) as poo
         pool.act((0, 0), {"tool_calls": [{"type": "function", "function": {"name": tool, "arguments": {}}}]})
         reply = next()
         print("gave", reply.values["messages"][0]["content"], flush=True)
-"""
+"""  # noqa: E501
 
 
 def test_a_breakpoint_in_a_tool_stops_the_clocks_and_has_the_terminal(tmp_path: Path) -> None:
-    """Also in an async tool, which is in a thread of its own; longer than the deadline of a call and of an episode."""
+    """Also in an async tool, which is in a thread of its own; longer than the deadline of a call
+    and of an episode."""
     (tmp_path / "world.py").write_text(
         "class World:\n    def reset(self, **row): pass\n"
-        "    def stop(self) -> int:\n        '''Stops.'''\n        value = 1\n        breakpoint()\n"
+        "    def stop(self) -> int:\n        '''Stops.'''\n        value = 1\n        "
+        "breakpoint()\n"
         "        return value\n"
         "    async def stop_async(self) -> int:\n        '''Stops.'''\n        return self.stop()\n"
     )
@@ -419,7 +434,7 @@ def test_a_breakpoint_in_a_tool_stops_the_clocks_and_has_the_terminal(tmp_path: 
             sys.executable,
             [sys.executable, "-c", DEBUG, f"{tmp_path}/world.py:World", f"{tmp_path}/log"],
         )
-    shown = ""
+    displayed = ""
     for number in (2000, 3000):
         for text, answer in (
             ("(Pdb) ", f"value = {number}\n"),
@@ -427,11 +442,11 @@ def test_a_breakpoint_in_a_tool_stops_the_clocks_and_has_the_terminal(tmp_path: 
             (f"gave {number}", ""),
         ):
             deadline = time.monotonic() + 60
-            while text not in shown:
-                assert time.monotonic() < deadline, shown
+            while text not in displayed:
+                assert time.monotonic() < deadline, displayed
                 if select.select([terminal], [], [], 1)[0]:
-                    shown += os.read(terminal, 4096).decode()
-            shown = shown.partition(text)[2]
+                    displayed += os.read(terminal, 4096).decode()
+            displayed = displayed.partition(text)[2]
             if answer.startswith("value"):
                 time.sleep(2.3)
             os.write(terminal, answer.encode())

@@ -64,7 +64,8 @@ def run(
 def test_a_reward_that_always_raises_on_one_rank_ends_all_with_its_traceback(
     tmp_path: Path, model: Path
 ) -> None:
-    """Half of the step's completions are without a reward, which is over reward_pool.max_error_frac (0.3)."""
+    """Half of the step's completions are without a reward, which is over reward_pool.max_error_frac
+    (0.3)."""
     job = start(tmp_path, model, 'if os.environ["RANK"] == "1": raise KeyError("no such column")')
     code, output = job.wait(120)
     assert code == 1
@@ -106,7 +107,8 @@ def test_a_verifier_that_fails_in_evaluation_is_not_a_policy_that_is_never_right
 
 
 def test_a_reward_that_fails_now_and_then_stops_nothing(tmp_path: Path, model: Path) -> None:
-    """On one rank of two a function raises, exits, kills itself or hangs: counted, left out, and the run comes to its
+    """On one rank of two a function raises, exits, kills itself or hangs: counted, left out, and
+    the run comes to its
     end."""
     body = """if os.environ["RANK"] == "1" and calls == 1:
         if completions: os._exit(3)
@@ -174,16 +176,18 @@ def test_unusable_rewards_are_counted_and_left_out(tmp_path: Path, model: Path) 
 
 
 def test_a_killed_rank_ends_the_others(tmp_path: Path, model: Path) -> None:
-    rank = 'int(open(f"/proc/{os.getppid()}/stat").read().rpartition(")")[2].split()[1])'  # a worker's parent's parent
+    # a worker's parent's parent
+    rank = 'int(open(f"/proc/{os.getppid()}/stat").read().rpartition(")")[2].split()[1])'
     job = start(tmp_path, model, f'if os.environ["RANK"] == "0" and calls == 2: os.kill({rank}, 9)')
     code, output = job.wait(120)
     assert code == 1
     assert "SIGKILL" in output
-    first = next(line for line in output.splitlines() if "went silent" in line)
+    initial = next(line for line in output.splitlines() if "went silent" in line)
     assert re.match(
-        r"rank 0 \(.*\) went silent in phase (reward|rollout), step \d: its process is gone", first
+        r"rank 0 \(.*\) went silent in phase (reward|rollout), step \d: its process is gone",
+        initial,
     ), output
-    assert first in (tmp_path / "run/logs/failure.txt").read_text()
+    assert initial in (tmp_path / "run/logs/failure.txt").read_text()
     # a survivor's lost connection explains nothing
     assert "Traceback" not in output.split("torch/distributed/elastic")[0]
     assert not job.survivors()

@@ -1,4 +1,5 @@
-"""launch/node.sh, which Kubernetes and SkyPilot start on each node: real torchrun, real signals, a stand-in trainer."""
+"""launch/node.sh, which Kubernetes and SkyPilot start on each node: real torchrun, real signals, a
+stand-in trainer."""
 
 from __future__ import annotations
 
@@ -21,9 +22,9 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    with socket.socket() as result:
+        result.bind(("127.0.0.1", 0))
+        return int(result.getsockname()[1])
 
 
 def start(checkout: Path, *overrides: str, **variables: str) -> Job:

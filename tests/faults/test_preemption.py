@@ -24,9 +24,9 @@ FORWARDED = ("--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1")
 
 @pytest.fixture(autouse=True)
 def own_signals() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in SIGNALS}
+    old = {number: signal.getsignal(number) for number in SIGNALS}
     yield
-    for number, handler in before.items():
+    for number, handler in old.items():
         signal.signal(number, handler)
 
 
@@ -71,9 +71,9 @@ def test_slurms_own_word_for_the_time_that_is_left(
     # The environment spares the question, the config has the first word.
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 50))
     assert module.seconds_left(None) == pytest.approx(50, abs=5)
-    left = module.seconds_left(1e9)
-    assert left is not None
-    assert 1e9 - 1e6 < left < 1e9
+    remaining = module.seconds_left(1e9)
+    assert remaining is not None
+    assert 1e9 - 1e6 < remaining < 1e9
 
 
 def test_the_time_since_the_launch_is_that_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,9 +99,10 @@ CASES: dict[
 def stopped(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, tuple[int, str, float, dict[str, Any], list[int]]]:
-    """Of each case, all at a time: exit code, output, seconds from the signal to the end, files, and processes that
+    """Of each case, all at a time: exit code, output, seconds from the signal to the end, files,
+    and processes that
     stayed."""
-    jobs, found = {}, {}
+    jobs, result = {}, {}
     for case, (num_ranks, options, number, step_s) in CASES.items():
         folder = tmp_path_factory.mktemp("stop")
         config = write_config(
@@ -131,8 +132,8 @@ def stopped(
         code, output = job.wait(60)
         seconds = time.monotonic() - start
         files = {path.name: json.loads(path.read_text()) for path in run_dir.iterdir()}
-        found[case] = (code, output, seconds, files, job.survivors())
-    return found
+        result[case] = (code, output, seconds, files, job.survivors())
+    return result
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -144,8 +145,8 @@ def test_all_ranks_stop_alike_and_leave_a_marker(stopped: dict[str, Any], case: 
     assert code == (1 if case.endswith("to torchrun") else 0), output
     assert seconds < 25
     assert survivors == []
-    said = [] if case.endswith("nobody reads") else [f"stops: {marker['reason']}"] * num_ranks
-    assert [line for line in output.splitlines() if "stops: " in line] == said
+    message = [] if case.endswith("nobody reads") else [f"stops: {marker['reason']}"] * num_ranks
+    assert [line for line in output.splitlines() if "stops: " in line] == message
     # given up before its update, or never begun
     assert files == {f"rank_{rank}": marker["step"] for rank in range(num_ranks)}
     assert marker["saved"] is True

@@ -1,4 +1,5 @@
-"""The process that makes report.html beside a run: what it may not do is hurt the run, or outlive it. Real processes;
+"""The process that makes report.html beside a run: what it may not do is hurt the run, or outlive
+it. Real processes;
 modules that misbehave take the report's place."""
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ facts = {"argv": sys.argv[1:], "nice": os.nice(0), "limits": limits, "files": fi
 with open(sys.argv[1] + "/facts.jsonl", "a") as file:
     file.write(json.dumps(facts) + "\\n")
 print("said")
-"""
+"""  # noqa: E501
 SLOW = """
 import sys, time
 with open(sys.argv[1] + "/slow.txt", "a", buffering=1) as file:
@@ -64,7 +65,8 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "eats": "x = bytearray(1 << 33)",
     }
     texts["writes"] = (
-        "import sys\nwith open(sys.argv[1] + '/big', 'wb') as file:\n while file.write(bytes(1 << 24)): pass"
+        "import sys\nwith open(sys.argv[1] + '/big', 'wb') as file:\n while file.write(bytes(1 "
+        "<< 24)): pass"
     )
     for name, text in texts.items():
         (tmp_path / f"modules/report_that_{name}.py").write_text(text)
@@ -81,11 +83,11 @@ def children() -> list[int]:
 
 
 def wait_for(path: Path, text: str = "") -> str:
-    until = time.monotonic() + 60
-    while text not in (found := path.read_text() if path.exists() else "") or not found:
-        assert time.monotonic() < until, path
+    deadline = time.monotonic() + 60
+    while text not in (result := path.read_text() if path.exists() else "") or not result:
+        assert time.monotonic() < deadline, path
         time.sleep(0.01)
-    return found
+    return result
 
 
 def test_it_has_nothing_of_the_run_and_the_last_one_is_made_at_the_end(
@@ -100,19 +102,19 @@ def test_it_has_nothing_of_the_run_and_the_last_one_is_made_at_the_end(
         "CUDA_VISIBLE_DEVICES",
     ):
         monkeypatch.setenv(name, "7")
-    held, before = os.open(os.devnull, os.O_RDONLY), children()
-    os.set_inheritable(held, True)
+    retained, old = os.open(os.devnull, os.O_RDONLY), children()
+    os.set_inheritable(retained, True)
     report = ReportProcess(tmp_path, 10, "report_that_facts")
     for step in range(1, 20):
         report.step_written(step)
     wait_for(tmp_path / "facts.jsonl", "\n")
-    until = time.monotonic() + 20
-    while children() != before and time.monotonic() < until:  # it is reaped while the run goes on
+    deadline = time.monotonic() + 20
+    while children() != old and time.monotonic() < deadline:  # it is reaped while the run goes on
         time.sleep(0.02)
-    assert children() == before
+    assert children() == old
     report.end(makes_last=True)
     report.finish(60)
-    os.close(held)
+    os.close(retained)
     lines = [json.loads(line) for line in (tmp_path / "facts.jsonl").read_text().splitlines()]
     assert [facts["nice"] for facts in lines] == [19, 5]
     for facts in lines:
@@ -154,10 +156,10 @@ def test_one_that_hangs_is_killed_and_the_next_is_made(
 ) -> None:
     monkeypatch.setattr(module, "_MAX_S", 1.0)
     monkeypatch.setattr(module, "_LAST_MAX_S", 1.0)
-    before, pids = children(), set[str]()
+    old, pids = children(), set[str]()
     report = ReportProcess(tmp_path, 1, "report_that_hangs")
-    until = time.monotonic() + 60
-    while len(pids) < 2 and time.monotonic() < until:
+    deadline = time.monotonic() + 60
+    while len(pids) < 2 and time.monotonic() < deadline:
         report.step_written(1)
         with_pid = tmp_path / "pid"
         pids |= {with_pid.read_text()} - {""} if with_pid.exists() else set()
@@ -165,7 +167,7 @@ def test_one_that_hangs_is_killed_and_the_next_is_made(
     assert len(pids) == 2
     report.end(makes_last=True)
     report.finish(30)
-    assert children() == before
+    assert children() == old
     assert caplog.text.count("report.html is not made (it took more than 1 s)") == 1
 
 
@@ -181,7 +183,7 @@ def test_one_that_hangs_is_killed_and_the_next_is_made(
 def test_one_that_fails_costs_one_warning(
     name: str, says: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    before = children()
+    old = children()
     report = ReportProcess(tmp_path, 1, f"report_that_{name}")
     for _ in range(2):
         report.step_written(1)
@@ -189,20 +191,20 @@ def test_one_that_fails_costs_one_warning(
     report.end(makes_last=True)
     report.finish(60)
     assert caplog.text.count(f"report.html is not made ({says})") == 1
-    assert children() == before
+    assert children() == old
     assert {"eats": "MemoryError", "writes": "File too large"}.get(name, "") in (
         tmp_path / "logs/report.log"
     ).read_text()
 
 
 def test_a_preempted_run_makes_no_last_one_and_waits_for_none(tmp_path: Path) -> None:
-    before = children()
+    old = children()
     report = ReportProcess(tmp_path, 1, "report_that_hangs")
     report.step_written(1)
     wait_for(tmp_path / "pid")
     report.end(makes_last=False)
     report.finish(5)
-    assert children() == before
+    assert children() == old
     (tmp_path / "pid").unlink()
     time.sleep(0.3)
     assert not (tmp_path / "pid").exists()
@@ -220,7 +222,8 @@ def test_a_folder_that_cannot_be_written_costs_one_warning(
 
 @pytest.mark.parametrize("delay_s", [None, 0.0, 0.005, 0.015, 0.03, 0.06])
 def test_sigkill_of_the_run_ends_it(delay_s: float | None, tmp_path: Path) -> None:
-    """At any moment: before it has asked the kernel for that, and after (None: when it surely runs)."""
+    """At any moment: before it has asked the kernel for that, and after (None: when it surely
+    runs)."""
     job = Job([sys.executable, "-c", RUN, str(tmp_path), "report_that_hangs"])
     assert job.process.stdout is not None
     assert job.process.stdout.readline() == "on\n"
@@ -231,7 +234,7 @@ def test_sigkill_of_the_run_ends_it(delay_s: float | None, tmp_path: Path) -> No
         time.sleep(delay_s)
     os.kill(job.process.pid, signal.SIGKILL)
     job.process.wait(60)
-    until = time.monotonic() + 30
-    while job.survivors() and time.monotonic() < until:
+    deadline = time.monotonic() + 30
+    while job.survivors() and time.monotonic() < deadline:
         time.sleep(0.02)
     assert job.survivors() == []

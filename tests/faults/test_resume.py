@@ -1,4 +1,5 @@
-"""A run that was killed goes on as if nothing had happened: to the bit at the same number of ranks, within rounding at
+"""A run that was killed goes on as if nothing had happened: to the bit at the same number of ranks,
+within rounding at
 another."""
 
 from __future__ import annotations
@@ -88,9 +89,9 @@ def make(folder: Path, model: Path, **sections: Any) -> Path:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("resume")
-    made = make_model(folder / "model", "qwen3", tied=True)
-    write_config(folder, made)  # makes the data
-    return made
+    created = make_model(folder / "model", "qwen3", tied=True)
+    write_config(folder, created)  # makes the data
+    return created
 
 
 @pytest.fixture(scope="module")
@@ -180,8 +181,8 @@ def test_a_run_killed_and_preempted_goes_on_to_the_bit(
 def test_the_run_folder_names_each_launch_and_how_it_ended(
     uninterrupted: Path, preempted: Path
 ) -> None:
-    [whole] = launches(uninterrupted)
-    assert (whole["outcome"], whole["first_step"], whole["last_step"], whole["world_size"]) == (
+    [full] = launches(uninterrupted)
+    assert (full["outcome"], full["first_step"], full["last_step"], full["world_size"]) == (
         "done",
         1,
         5,
@@ -213,8 +214,8 @@ def test_other_numbers_of_ranks_go_on_within_rounding(uninterrupted: Path, model
     folder = make(model.parent / "one", model)
     named = f"checkpoint.resume={uninterrupted}/run/checkpoints/step_000004"
     run(1, folder, named)
-    (one,), two = metrics(folder), metrics(uninterrupted)[4]
-    assert one["step"] == 5
+    (single,), two = metrics(folder), metrics(uninterrupted)[4]
+    assert single["step"] == 5
     for name in (
         "loss/total",
         "loss/policy",
@@ -224,9 +225,9 @@ def test_other_numbers_of_ranks_go_on_within_rounding(uninterrupted: Path, model
         "optim/lr",
         "reward/mean",
     ):
-        assert math.isclose(one[name], two[name], rel_tol=1e-5, abs_tol=1e-6), name
-    mine, theirs = (dumped(f / "run", 5) for f in (folder, uninterrupted))
-    assert [r["completion_ids"] for r in mine] == [r["completion_ids"] for r in theirs]
+        assert math.isclose(single[name], two[name], rel_tol=1e-5, abs_tol=1e-6), name
+    local, theirs = (dumped(f / "run", 5) for f in (folder, uninterrupted))
+    assert [r["completion_ids"] for r in local] == [r["completion_ids"] for r in theirs]
     # Should it die before its first save, it comes back to where it began, and not to the model.
     assert [path.name for path in list_checkpoints(folder / "run")] == [
         "step_000004",
@@ -262,8 +263,8 @@ def refused(folder: Path, override: str) -> tuple[int, str]:
 
 
 def test_another_model_or_other_data_are_refused(uninterrupted: Path, model: Path) -> None:
-    other = make_model(model.parent / "other", "qwen3", tied=True, seed=5)  # the same shapes
-    code, output = refused(uninterrupted, f"model.path={other}")
+    second = make_model(model.parent / "other", "qwen3", tied=True, seed=5)  # the same shapes
+    code, output = refused(uninterrupted, f"model.path={second}")
     assert code == 2, output
     assert "model.path holds another model than the run had" in output
     rows = (model.parent / "train.jsonl").read_text().splitlines()
@@ -275,7 +276,8 @@ def test_another_model_or_other_data_are_refused(uninterrupted: Path, model: Pat
 
 @pytest.mark.parametrize("adapters", [0, 4])
 def test_every_tensor_at_every_number_of_ranks(tmp_path: Path, adapters: int) -> None:
-    """Saved by 2 x 2 ranks (replicas x shards): loaded by 1 and by 3 all tensors have every bit, also where neither
+    """Saved by 2 x 2 ranks (replicas x shards): loaded by 1 and by 3 all tensors have every bit,
+    also where neither
     divides the rows."""
     model = make_model(tmp_path / "model", "qwen2", tied=False)
     for name in (
@@ -307,26 +309,27 @@ def test_every_tensor_at_every_number_of_ranks(tmp_path: Path, adapters: int) ->
             line for line in loaded if line.startswith(("lr", "policy.", "exp_avg", "steps"))
         ] == wanted
     if not adapters:
-        other = write_config(
+        second = write_config(
             tmp_path,
             make_model(tmp_path / "other", "qwen2", tied=False, vocab_size=98),
             model={"dtype": "float32"},
         )
         with pytest.raises(
             AssertionError,
-            match=r"is of another model: exp_avg\.lm_head\.weight has shape \[97, 128\] there, and \[98",
+            match=r"is of another model: exp_avg\.lm_head\.weight has shape \[97, 128\] there, "
+            r"and \[98",
         ):
-            run_worker(1, "checkpoint", "load", str(folder), str(other), "1")
+            run_worker(1, "checkpoint", "load", str(folder), str(second), "1")
 
 
 def test_a_shard_is_what_safetensors_and_dcp_read(tmp_path: Path) -> None:
-    whole = torch.randn(7, 3), torch.randn(5)
-    for rank, (first, last) in enumerate([(0, 4), (4, 7)]):
-        rows = {"policy.a": whole[0][first:last], "policy.b": whole[1][first:last]}
+    full = torch.randn(7, 3), torch.randn(5)
+    for rank, (initial, final) in enumerate([(0, 4), (4, 7)]):
+        rows = {"policy.a": full[0][initial:final], "policy.b": full[1][initial:final]}
         facts = write_shard(
             tmp_path / f"shard_{rank}.safetensors",
             {n: t.contiguous() for n, t in rows.items()},
-            dict.fromkeys(rows, first),
+            dict.fromkeys(rows, initial),
         )
         assert facts["bytes"] == (tmp_path / f"shard_{rank}.safetensors").stat().st_size
         assert torch.equal(
@@ -338,8 +341,8 @@ def test_a_shard_is_what_safetensors_and_dcp_read(tmp_path: Path) -> None:
         }
     read = {"policy.a": torch.zeros(7, 3), "policy.b": torch.zeros(5)}
     dcp.load(read, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path)), no_dist=True)
-    assert torch.equal(read["policy.a"], whole[0])
-    assert torch.equal(read["policy.b"], whole[1])
+    assert torch.equal(read["policy.a"], full[0])
+    assert torch.equal(read["policy.b"], full[1])
 
 
 def test_the_best_checkpoint_stays(uninterrupted: Path, model: Path) -> None:
@@ -354,7 +357,7 @@ def test_the_best_checkpoint_stays(uninterrupted: Path, model: Path) -> None:
     best = (
         max((step for step in norms if step > 1), key=norms.__getitem__) - 1
     )  # what a step measures is of that policy
-    kept = list_checkpoints(folder / "run")
-    assert [path.name for path in kept] == sorted({f"step_{best:06d}", "step_000005"})
-    for path in kept:
+    checkpoints = list_checkpoints(folder / "run")
+    assert [path.name for path in checkpoints] == sorted({f"step_{best:06d}", "step_000005"})
+    for path in checkpoints:
         verify_checkpoint(path)

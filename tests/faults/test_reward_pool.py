@@ -1,4 +1,5 @@
-"""Rewards that misbehave, in real processes: the others' rewards unchanged, the counts exact, nothing left behind."""
+"""Rewards that misbehave, in real processes: the others' rewards unchanged, the counts exact,
+nothing left behind."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ from grpo_spmd.rewards.pool.pool import RewardPool
 from grpo_spmd.rewards.protocol import RewardError
 from tests.support.processes import ROOT, Job
 
-# What a completion says is what the reward does with it; every other completion is worth a number with all 53 bits in
+# What a completion says is what the reward does with it; every other completion is worth a number
+# with all 53 bits in
 # use.
 BEHAVIOURS = """
 import asyncio, ctypes, json, math, os, signal, subprocess, sys, time
@@ -101,7 +103,7 @@ def logs(completions, log_metric, log_extra, **columns):
 
 def kept(completions, scale, **columns):
     return [scale * worth(text) for text in completions]
-"""
+"""  # noqa: E501
 
 FAILS = {
     **dict.fromkeys(["hang", "spin", "ignore", "daemon hangs"], "timeout"),
@@ -154,7 +156,7 @@ Score = Callable[..., ScoredRollouts]
 
 @pytest.fixture
 def pools(tmp_path: Path) -> Iterator[Callable[..., RewardPool]]:
-    made: list[RewardPool] = []
+    created: list[RewardPool] = []
     (tmp_path / "mine.py").write_text(BEHAVIOURS)
 
     def make(
@@ -167,11 +169,11 @@ def pools(tmp_path: Path) -> Iterator[Callable[..., RewardPool]]:
             RewardConfig(function=f"{tmp_path}/mine.py:{name}", args=args or {}) for name in names
         ]
         config = RewardPoolConfig(num_workers=num_workers, timeout_s=timeout_s)
-        made.append(RewardPool(rewards, config, tmp_path / "run/logs/rewards_rank_0.log"))
-        return made[-1]
+        created.append(RewardPool(rewards, config, tmp_path / "run/logs/rewards_rank_0.log"))
+        return created[-1]
 
     yield make
-    for pool in made:
+    for pool in created:
         pool.close()
 
 
@@ -183,10 +185,10 @@ def _descendants(pid: int) -> set[int]:
         except OSError:
             continue
         parents[int(stat.parent.name)] = int(fields[1])
-    found = {pid}
-    while more := {child for child, parent in parents.items() if parent in found} - found:
-        found |= more
-    return found - {pid}
+    result = {pid}
+    while more := {child for child, parent in parents.items() if parent in result} - result:
+        result |= more
+    return result - {pid}
 
 
 def _children(pid: int) -> set[int]:
@@ -203,8 +205,8 @@ def _alive(pids: set[int]) -> set[int]:
 
 def _wait_until_gone(pids: set[int]) -> None:
     deadline = time.monotonic() + 20
-    while left := _alive(pids):
-        assert time.monotonic() < deadline, left
+    while alive := _alive(pids):
+        assert time.monotonic() < deadline, alive
         time.sleep(0.02)
 
 
@@ -226,7 +228,7 @@ def test_every_misbehaviour_costs_its_own_completion_alone(
     for _ in range(num_steps):
         scored = pool.score(_groups(*groups), CharacterTokenizer())
         assert scored.statuses == {name: expected_status, "two": ["ok"] * len(expected_status)}
-        for text, status, value, other, total in zip(
+        for text, status, value, second, total in zip(
             scored.texts,
             expected_status,
             scored.by_name[name],
@@ -234,7 +236,7 @@ def test_every_misbehaviour_costs_its_own_completion_alone(
             scored.rewards,
             strict=True,
         ):
-            assert other == worth(text) + 1
+            assert second == worth(text) + 1
             if status == "ok":
                 assert value == worth(text), text  # to the last bit
                 assert total == worth(text) + (worth(text) + 1)
@@ -259,17 +261,17 @@ def test_a_function_over_the_group_sees_the_group(pools: Callable[..., RewardPoo
 
 
 @pytest.mark.parametrize(
-    ("name", "why"),
+    ("name", "reason"),
     [
         ("short", "returned 2 values for 3 completions"),
         ("logs", r"log_extra\('length'\) got 2 values for 3 completions"),
     ],
 )
 def test_a_list_of_the_wrong_length_stops_at_once(
-    pools: Callable[..., RewardPool], name: str, why: str
+    pools: Callable[..., RewardPool], name: str, reason: str
 ) -> None:
     pool = pools(name)
-    with pytest.raises(RewardError, match=f"^reward '{name}' {why}$"):
+    with pytest.raises(RewardError, match=f"^reward '{name}' {reason}$"):
         pool.score(
             _groups(["a", "b", "d"], ["a", "short", "b"], ["c", "d", "e"]), CharacterTokenizer()
         )
@@ -298,7 +300,7 @@ def test_groups_that_were_called_again_are_noted(
 
 
 @pytest.mark.parametrize(
-    ("text", "why"),
+    ("text", "reason"),
     [
         ("raise", "raised KeyError: 'gone'"),
         ("exit", "raised SystemExit: 0"),
@@ -312,12 +314,12 @@ def test_groups_that_were_called_again_are_noted(
     ],
 )
 def test_the_first_error_says_what_happened(
-    pools: Callable[..., RewardPool], text: str, why: str
+    pools: Callable[..., RewardPool], text: str, reason: str
 ) -> None:
     timeout_s = 0.3 if text == "hang" else 30
     scored = pools("one", timeout_s=timeout_s).score(_groups(["a", text]), CharacterTokenizer())
     assert scored.first_error is not None
-    assert scored.first_error.splitlines()[0] == f"reward 'one' {why}"
+    assert scored.first_error.splitlines()[0] == f"reward 'one' {reason}"
     if text == "raise":
         assert 'mine.py", line' in scored.first_error
         assert "worker.py" not in scored.first_error
@@ -331,7 +333,8 @@ def test_failures_are_counted_in_one_warning(
         _groups(["a", "raise", "hang"], ["word", "b", "c"]), CharacterTokenizer()
     )
     assert [record.getMessage() for record in caplog.records] == [
-        "reward 'one': 3 of 6 completions failed (1 timeout, 2 error); first: reward 'one' raised KeyError: 'gone'"
+        "reward 'one': 3 of 6 completions failed (1 timeout, 2 error); first: reward 'one' "
+        "raised KeyError: 'gone'"
     ]
 
 
@@ -388,8 +391,10 @@ def test_columns_arrive_as_they_are(tmp_path: Path) -> None:
         f"import datetime\nfrom decimal import Decimal\nexpected = {columns!r}\n"
         "def reward(prompts, completions, completion_ids, missing, **columns):\n"
         "    for name in ('trainer_state', 'log_metric', 'log_extra'): columns.pop(name)\n"
-        "    assert columns == {n: [v] * 2 for n, v in (expected | {'elsewhere': None}).items()}, columns\n"
-        "    assert (prompts, completions, completion_ids, missing) == (['p'] * 2, ['a', 'b'], [[97], [98]], [None] * "
+        "    assert columns == {n: [v] * 2 for n, v in (expected | {'elsewhere': "
+        "None}).items()}, columns\n"
+        "    assert (prompts, completions, completion_ids, missing) == (['p'] * 2, ['a', 'b'], "
+        "[[97], [98]], [None] * "
         "2)\n"
         "    return [1.0, 2.0]\n"
     )
@@ -414,7 +419,8 @@ def test_workers_have_the_ranks_environment_and_no_torch(
 ) -> None:
     monkeypatch.setenv("RANK", "17")
     (tmp_path / "mine.py").write_text(
-        "import os, sys\ndef reward(completions):\n    assert 'torch' not in sys.modules\n    return "
+        "import os, sys\ndef reward(completions):\n    assert 'torch' not in sys.modules\n    "
+        "return "
         "[float(os.environ['RANK'])]\n"
     )
     with RewardPool(
@@ -424,7 +430,8 @@ def test_workers_have_the_ranks_environment_and_no_torch(
 
 
 def test_shipped_rewards_run_in_the_pool(tmp_path: Path) -> None:
-    """math-verify sets its deadlines with SIGALRM on the main thread; weights and n/a as in the config."""
+    """math-verify sets its deadlines with SIGALRM on the main thread; weights and n/a as in the
+    config."""
     rewards = [
         RewardConfig(name="math", weight=2.0),
         RewardConfig(name="format", args={"pattern": ".*4.*"}, weight=0.5),
@@ -436,7 +443,8 @@ def test_shipped_rewards_run_in_the_pool(tmp_path: Path) -> None:
 
 
 def test_what_completions_say_cannot_fail_a_shipped_reward(tmp_path: Path) -> None:
-    """Six completions of which each would keep math-verify, or the pattern, busy beyond the pool's deadline."""
+    """Six completions of which each would keep math-verify, or the pattern, busy beyond the pool's
+    deadline."""
     rewards = [RewardConfig(name="math"), RewardConfig(name="format", args={"pattern": "(a+)+b"})]
     (group,) = _groups(
         [
@@ -457,7 +465,8 @@ def test_what_completions_say_cannot_fail_a_shipped_reward(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("closed", ["0<&-", "1>&-", "2>&-", "0<&- 1>&- 2>&-"])
 def test_closed_standard_streams_are_no_harm(tmp_path: Path, closed: str) -> None:
-    """The pool's sockets, and the sandbox's, would get their numbers, and be replaced where processes start."""
+    """The pool's sockets, and the sandbox's, would get their numbers, and be replaced where
+    processes start."""
     (tmp_path / "mine.py").write_text(BEHAVIOURS)
     source = (
         "import sys\nfrom pathlib import Path\n"
@@ -466,10 +475,13 @@ def test_closed_standard_streams_are_no_harm(tmp_path: Path, closed: str) -> Non
         "from grpo_spmd.rewards.pool.pool import RewardPool\n"
         "from grpo_spmd.rewards.sandbox.sandbox import Limits, passes_program_test\n"
         "class Tokenizer:\n"
-        "    def batch_decode(self, ids, skip_special_tokens):\n        return [chr(own[0]) for own in ids]\n"
+        "    def batch_decode(self, ids, skip_special_tokens):\n        return [chr(own[0]) for "
+        "own in ids]\n"
         "ok = passes_program_test('print(1)', '', '1', Limits(10, 1024, 'required'))\n"
-        "group = RolloutGroup(0, Prompt(0, 0, [1], 'p', {}), [Completion([97], [0.0], 'stop')] * 2)\n"
-        f"with RewardPool([RewardConfig(function='{tmp_path}/mine.py:one')], RewardPoolConfig(num_workers=2), "
+        "group = RolloutGroup(0, Prompt(0, 0, [1], 'p', {}), [Completion([97], [0.0], 'stop')] * "
+        "2)\n"
+        f"with RewardPool([RewardConfig(function='{tmp_path}/mine.py:one')], "
+        "RewardPoolConfig(num_workers=2), "
         f"Path('{tmp_path}/log')) as pool:\n"
         "    print('never seen')\n"
         "    rewards = [pool.score([group], Tokenizer()).rewards for _ in range(2)]\n"
@@ -481,15 +493,19 @@ def test_closed_standard_streams_are_no_harm(tmp_path: Path, closed: str) -> Non
 
 
 def test_workers_beyond_the_limit_of_open_files(tmp_path: Path) -> None:
-    """The soft limit is raised where the hard one has room; where it has none, one line says how many would do."""
+    """The soft limit is raised where the hard one has room; where it has none, one line says how
+    many would do."""
     (tmp_path / "mine.py").write_text(BEHAVIOURS)
     source = (
         "import sys\nfrom pathlib import Path\n"
-        "from tests.faults.test_reward_pool import *\nfrom tests.faults.test_reward_pool import _groups\n"
+        "from tests.faults.test_reward_pool import *\nfrom tests.faults.test_reward_pool import "
+        "_groups\n"
         "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (120, int(sys.argv[1])))\n"
-        f"with RewardPool([RewardConfig(function='{tmp_path}/mine.py:one')], RewardPoolConfig(num_workers=150), "
+        f"with RewardPool([RewardConfig(function='{tmp_path}/mine.py:one')], "
+        "RewardPoolConfig(num_workers=150), "
         f"Path('{tmp_path}/log')) as pool:\n"
-        "    print(sum(x is not None for x in pool.score(_groups(*[['a']] * 150), CharacterTokenizer()).rewards))\n"
+        "    print(sum(x is not None for x in pool.score(_groups(*[['a']] * 150), "
+        "CharacterTokenizer()).rewards))\n"
     )
 
     def output(hard: int) -> str:
@@ -501,7 +517,8 @@ def test_workers_beyond_the_limit_of_open_files(tmp_path: Path) -> None:
 
     assert output(256).endswith("150")
     assert output(200).endswith(
-        "ConfigError: reward_pool.num_workers (150) needs 250 open files on each rank, and the limit of open files "
+        "ConfigError: reward_pool.num_workers (150) needs 250 open files on each rank, and the "
+        "limit of open files "
         "(ulimit -Hn) is 200: 100 workers would do"
     )
 
@@ -521,8 +538,8 @@ def test_helpers_of_a_killed_worker_are_killed_even_in_a_session_of_their_own(
     pool = pools("one", num_workers=1, timeout_s=0.5)
     pool.score(_groups(["daemon hangs"], ["fork lingers and dies"]), CharacterTokenizer())
     deadline = time.monotonic() + 10
-    while len(left := _alive(_descendants(pool._process.pid))) > 1:
-        assert time.monotonic() < deadline, left
+    while len(alive := _alive(_descendants(pool._process.pid))) > 1:
+        assert time.monotonic() < deadline, alive
         time.sleep(0.02)
 
 
@@ -532,8 +549,10 @@ def test_a_killed_rank_leaves_no_process(tmp_path: Path, when: str) -> None:
     text = "fork lingers" if when == "idle" else "daemon hangs"
     source = (
         "import sys, time\nfrom pathlib import Path\n"
-        "from tests.faults.test_reward_pool import *\nfrom tests.faults.test_reward_pool import _groups\n"
-        f"pool = RewardPool([RewardConfig(function='{tmp_path}/mine.py:one')], RewardPoolConfig(timeout_s=500), "
+        "from tests.faults.test_reward_pool import *\nfrom tests.faults.test_reward_pool import "
+        "_groups\n"
+        f"pool = RewardPool([RewardConfig(function='{tmp_path}/mine.py:one')], "
+        "RewardPoolConfig(timeout_s=500), "
         f"Path('{tmp_path}/log'))\n"
         f"pool.score(_groups(['a'], ['b']), CharacterTokenizer())\nprint('ready', flush=True)\n"
         f"pool.score(_groups(['{text}'], ['{text}'], ['c']), CharacterTokenizer())\nprint('idle', "
@@ -622,11 +641,12 @@ config = RewardPoolConfig(num_workers=2, timeout_s=0.5)
 with RewardPool([RewardConfig(function=sys.argv[1])], config, Path(sys.argv[2])) as pool:
     for _ in range(2):
         print("scored", json.dumps(pool.score(_groups(["a"] * 3, ["b"] * 3), CharacterTokenizer()).rewards), flush=True)
-"""
+"""  # noqa: E501
 
 
 def test_a_breakpoint_stops_the_clock_and_has_a_real_terminal(tmp_path: Path) -> None:
-    """Two workers reach it at the same time; each has the terminal in its turn, longer than the deadline, and gets
+    """Two workers reach it at the same time; each has the terminal in its turn, longer than the
+    deadline, and gets
     Ctrl-C."""
     (tmp_path / "mine.py").write_text(DEBUGGED)
     pid, terminal = pty.fork()
@@ -636,17 +656,17 @@ def test_a_breakpoint_stops_the_clock_and_has_a_real_terminal(tmp_path: Path) ->
             sys.executable,
             [sys.executable, "-c", DEBUG, f"{tmp_path}/mine.py:reward", f"{tmp_path}/log"],
         )
-    shown = ""
+    displayed = ""
 
     def read_until(text: str) -> str:
-        nonlocal shown
+        nonlocal displayed
         deadline = time.monotonic() + 30
-        while text not in shown:
-            assert time.monotonic() < deadline, shown
+        while text not in displayed:
+            assert time.monotonic() < deadline, displayed
             if select.select([terminal], [], [], 1)[0]:
-                shown += os.read(terminal, 4096).decode()
-        before, _, shown = shown.partition(text)
-        return before
+                displayed += os.read(terminal, 4096).decode()
+        old, _, displayed = displayed.partition(text)
+        return old
 
     for number in (2000, 3000):
         read_until("(Pdb) ")

@@ -1,4 +1,5 @@
-"""A hostile reward server behind real worker processes, and on a whole run of two ranks: the others' rewards unchanged,
+"""A hostile reward server behind real worker processes, and on a whole run of two ranks: the
+others' rewards unchanged,
 counts exact, limits held, no secret anywhere."""
 
 from __future__ import annotations
@@ -61,15 +62,15 @@ def worth_of(body: Any) -> Any:
 
 @pytest.fixture
 def score(tmp_path: Path) -> Iterator[Callable[..., ScoredRollouts]]:
-    made: list[RewardPool] = []
+    created: list[RewardPool] = []
 
     def score(groups: list[list[str]], *rewards: RewardConfig) -> ScoredRollouts:
         config = RewardPoolConfig(num_workers=8, timeout_s=20)
-        made.append(RewardPool(rewards, config, tmp_path / "log"))
-        return made[-1].score(_groups(*groups), CharacterTokenizer())
+        created.append(RewardPool(rewards, config, tmp_path / "log"))
+        return created[-1].score(_groups(*groups), CharacterTokenizer())
 
     yield score
-    for pool in made:
+    for pool in created:
         pool.close()
 
 
@@ -82,7 +83,7 @@ def test_every_way_to_fail_costs_its_own_completion_alone(
     score: Callable[..., ScoredRollouts],
 ) -> None:
     ways = [*ONCE, *STATUS, "late", "slow"]
-    groups = [[f"{n} {how}", f"{n}.", f"{n}:"] for n, how in enumerate(ways)]
+    groups = [[f"{n} {method}", f"{n}.", f"{n}:"] for n, method in enumerate(ways)]
     with stub_server(worth_of, as_said) as server:
         scored = score(
             groups,
@@ -91,15 +92,18 @@ def test_every_way_to_fail_costs_its_own_completion_alone(
         )
     status = [STATUS.get(text.partition(" ")[2], "ok") for group in groups for text in group]
     assert scored.statuses["server"] == status
-    for text, how, value in zip(scored.texts, status, scored.by_name["server"], strict=True):
+    for text, method, value in zip(scored.texts, status, scored.by_name["server"], strict=True):
         assert value is not None
-        assert math.isnan(value) if how != "ok" else value == worth(text), text  # to the last bit
-    # As often as it may be asked: once for good answers, and for those that no second question can mend.
-    asked = Counter(each.body["response"].partition(" ")[2] for each in server.asked)
+        assert math.isnan(value) if method != "ok" else value == worth(text), (
+            text
+        )  # to the last bit
+    # As often as it may be asked: once for good answers, and for those that no second question can
+    # mend.
+    requests = Counter(item.body["response"].partition(" ")[2] for item in server.asked)
     asked_once = {"404", "redirect", "gzip", "huge", "hang", "drip", "429_long", "late", "slow"}
     asked_thrice = set(STATUS) - asked_once
-    assert {how: asked[how] for how in ways} == {
-        how: 1 if how in asked_once else 3 if how in asked_thrice else 2 for how in ways
+    assert {method: requests[method] for method in ways} == {
+        method: 1 if method in asked_once else 3 if method in asked_thrice else 2 for method in ways
     }
     metrics = mean_metrics(logged_in(scored.notes.values()))
     num_requests = len(server.asked)
@@ -130,7 +134,7 @@ def test_a_group_that_fails_is_asked_for_one_by_one(score: Callable[..., ScoredR
     assert scored.statuses["server"] == ["ok"] * 4 + ["error", "ok", "ok"]
     assert scored.by_name["server"][:4] == [worth(f"p{text}") for text in ("1", "2", "3", "a")]
     # Three groups, and the three of the second one alone; the prompt is "p".
-    assert sorted(len(each.body["query"]) for each in server.asked) == [1, 1, 1, 2, 2, 3]
+    assert sorted(len(item.body["query"]) for item in server.asked) == [1, 1, 1, 2, 2, 3]
     metrics = mean_metrics(logged_in(scored.notes.values()))
     assert metrics["reward/server/retries"] == 0
 
@@ -138,23 +142,25 @@ def test_a_group_that_fails_is_asked_for_one_by_one(score: Callable[..., ScoredR
 def test_a_server_that_comes_back_has_failed_for_nobody(
     score: Callable[..., ScoredRollouts],
 ) -> None:
-    """Each group's request meets a server that is away, each completion's one that is there: that is no function which
+    """Each group's request meets a server that is away, each completion's one that is there: that
+    is no function which
     raises for groups alone."""
     groups = [["aa", "b"], ["ccc", "dd"]]
     with stub_server(worth_of, lambda body: "503" if len(body["query"]) > 1 else "ok") as server:
         scored = score(groups, RewardConfig(url=server.url, form="openrlhf", retries=0))
-    assert scored.by_name["server"] == [worth(_query(given)) for given in scored.reward_inputs]
+    assert scored.by_name["server"] == [worth(_query(inputs)) for inputs in scored.reward_inputs]
     assert scored.statuses["server"] == ["ok"] * 4
-    assert sorted(len(each.body["query"]) for each in server.asked) == [1, 1, 1, 1, 2, 2]
+    assert sorted(len(item.body["query"]) for item in server.asked) == [1, 1, 1, 1, 2, 2]
     assert not any("retried" in note for note in scored.notes.values())
 
 
-def _query(given: dict[str, Any]) -> str:
-    return str(given["prompts"]) + str(given["completions"])
+def _query(inputs: dict[str, Any]) -> str:
+    return str(inputs["prompts"]) + str(inputs["completions"])
 
 
 def test_two_ranks_together_hold_the_limits(tmp_path: Path) -> None:
-    """3 at once: rank 0 has two places, rank 1 one. 1,200 a minute: 0.1 s between two of a rank's calls."""
+    """3 at once: rank 0 has two places, rank 1 one. 1,200 a minute: 0.1 s between two of a rank's
+    calls."""
     pools = []
     with stub_server(worth_of, lambda body: "slow") as server:
         for config in (
@@ -167,8 +173,8 @@ def test_two_ranks_together_hold_the_limits(tmp_path: Path) -> None:
             ]
             groups = _groups([str(n) for n in range(12)])
             ranks = [
-                threading.Thread(target=each.score, args=(groups, CharacterTokenizer()))
-                for each in pools
+                threading.Thread(target=item.score, args=(groups, CharacterTokenizer()))
+                for item in pools
             ]
             began = time.monotonic()
             for rank in ranks:
@@ -176,8 +182,8 @@ def test_two_ranks_together_hold_the_limits(tmp_path: Path) -> None:
             for rank in ranks:
                 rank.join()
             took_s = time.monotonic() - began
-            for each in pools:
-                each.close()
+            for item in pools:
+                item.close()
             if config.max_concurrent is not None:
                 assert server.most_at_once == 3
             assert len(server.asked) == (24 if config.max_concurrent is not None else 48)
@@ -191,7 +197,10 @@ def test_an_async_function_is_held_to_limits(
         "import asyncio, time\nasync def judge(completions, **_):\n    began = time.monotonic()\n"
     )
     lines += "    await asyncio.sleep(30 if completions[0] == 'hang' else 0.03)\n"
-    lines += f"    open({str(tmp_path / 'times')!r}, 'a').write(f'{{began}} {{time.monotonic()}}\\n')\n    return [1.0]\n"
+    lines += (
+        f"    open({str(tmp_path / 'times')!r}, 'a').write(f'{{began}} "
+        f"{{time.monotonic()}}\\n')\n    return [1.0]\n"
+    )
     (tmp_path / "mine.py").write_text(lines)
     reward = RewardConfig(function=f"{tmp_path}/mine.py:judge", max_concurrent=2, timeout_s=3.0)
     scored = score([["a", "b", "hang"], ["c", "d", "e"]], reward)
@@ -326,13 +335,16 @@ def test_a_replay_asks_no_server_unless_told(
     folder, _, server, ways = run
     num_asked = len(server.asked)
     recorded = read_step(folder / "run", 1)
-    found = replay(recorded)
+    result = replay(recorded)
     assert len(server.asked) == num_asked
-    assert [r.replayed.rewards for r in found.rollouts] == [
-        r.recorded.rewards for r in found.rollouts
+    assert [r.replayed.rewards for r in result.rollouts] == [
+        r.recorded.rewards for r in result.rollouts
     ]
-    note = "rewards are those that the run recorded: servers, which were not asked (--ask-servers), gave server"
-    assert f"  {note}" in report(recorded, found, 3)
+    note = (
+        "rewards are those that the run recorded: servers, which were not asked "
+        "(--ask-servers), gave server"
+    )
+    assert f"  {note}" in report(recorded, result, 3)
     judged = [
         "rewards.0.name=server",
         "rewards.0.judge=gone.md",

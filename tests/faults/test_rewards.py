@@ -46,7 +46,7 @@ def spy(prompts, completions, completion_ids, **columns):
 
 def part(completions, **columns):
     return [None if "none" in c else float("nan") if "nan" in c else 3.0 for c in completions]
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +155,6 @@ def test_no_function_that_applies_is_an_unknown_reward_and_no_failure(tmp_path: 
         [RewardConfig(function=f"{tmp_path}/mine.py:part")],
         RewardPoolConfig(num_workers=1),
         tmp_path / "log",
-    ) as own:
-        scored = own.score([_group(0, "p", ["none", "a"])], CharacterTokenizer())
+    ) as local:
+        scored = local.score([_group(0, "p", ["none", "a"])], CharacterTokenizer())
     assert (scored.rewards, scored.first_error) == ([None, 3.0], None)

@@ -1,4 +1,5 @@
-"""Hostile code gets nothing, with and without namespaces; verdicts cannot be forged; honest code passes; without walls
+"""Hostile code gets nothing, with and without namespaces; verdicts cannot be forged; honest code
+passes; without walls
 nothing runs."""
 
 from __future__ import annotations
@@ -38,10 +39,12 @@ from tests.support.processes import ROOT
 LIMITS = Limits(time_s=10.0, memory_mib=1024, isolation="required")
 SECRET = "s3cret-value-of-the-trainer"
 
-# A machine that has no namespaces to give: no capability is left, and none can be had in a user namespace.
+# A machine that has no namespaces to give: no capability is left, and none can be had in a user
+# namespace.
 WITHOUT_NAMESPACES = [
     "unshare", "--user", "--map-root-user", "sh", "-c",
-    'echo 0 > /proc/sys/user/max_user_namespaces && exec setpriv --bounding-set=-all --inh-caps=-all "$@"', "sh",
+    'echo 0 > /proc/sys/user/max_user_namespaces && exec setpriv --bounding-set=-all '
+    '--inh-caps=-all "$@"', "sh",
 ]  # fmt: skip
 
 # Each tries something and prints GOT where it worked. `tried` hides errors, as an attacker would.
@@ -64,7 +67,7 @@ HOSTILE = {
     "numpy": """
 import numpy
 assert (numpy.ones((200, 200)) @ numpy.ones((200, 200)))[0, 0] == 200  # honest code runs, whichever walls there are
-""",
+""",  # noqa: E501
     "environment": """
 tried("environ", lambda: {n: v for n, v in os.environ.items() if not n.endswith("_NUM_THREADS")})
 for pid in ("self", str(os.getppid()), "1", str(FACTS["pid"])):
@@ -76,7 +79,7 @@ for pid in ("self", str(os.getppid()), "1", str(FACTS["pid"])):
     tried("root of " + pid, lambda: os.listdir(f"/proc/{pid}/root/"))
 import gc
 tried("secret in memory", lambda: [o for o in gc.get_objects() if isinstance(o, dict) and FACTS["secret_name"] in o])
-""",
+""",  # noqa: E501
     "files": """
 for path in ("/etc/passwd", "/etc/shadow", "/etc/hostname", "/root/.bashrc", "/proc/mounts", "/proc/cpuinfo",
              "/dev/sda", "/dev/mem",
@@ -97,7 +100,7 @@ tried("relative", climb)
 for fd in range(0, 64):
     tried(f"folder behind fd {fd}", lambda: os.open("..", os.O_RDONLY, dir_fd=fd) and None)
     tried(f"data behind fd {fd}", lambda: os.open(FACTS["data"].lstrip("/"), os.O_RDONLY, dir_fd=fd))
-""",
+""",  # noqa: E501
     "damage": """
 data = FACTS["data"]
 for name, attempt in {
@@ -115,7 +118,7 @@ for name, attempt in {
     "rename": lambda: os.rename(data, data + "2") or True, "unlink": lambda: os.unlink(data) or True,
 }.items():
     tried(name, attempt)
-""",
+""",  # noqa: E501
     "network": """
 for family in range(0, 46):
     for kind in (1, 2, 3, 5):
@@ -160,7 +163,7 @@ for pid in (-1, 0, 1, os.getppid(), FACTS["pid"], -FACTS["pid"]):
     tried(f"setpriority {pid}", lambda: os.setpriority(os.PRIO_PROCESS, pid, 19) or True)
     tried(f"affinity {pid}", lambda: os.sched_setaffinity(pid, [0]) or True)
 signal.raise_signal(signal.SIGURG)  # to itself it may
-""",
+""",  # noqa: E501
     "tracing": """
 for pid in (os.getppid(), FACTS["pid"]):
     for request in (16, 0x4206):
@@ -171,7 +174,7 @@ for pid in (os.getppid(), FACTS["pid"]):
     here, there = Iov(ctypes.addressof(buffer), 8), Iov(0x400000, 8)
     tried("process_vm_readv", lambda: libc.process_vm_readv(pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0) > 0)
     tried("pidfd_getfd", lambda: libc.syscall(438, pid, 0, 0))
-""",
+""",  # noqa: E501
     "kernel": """
 for name, call in {
     "unshare": lambda: libc.unshare(0x10000000) == 0, "setns": lambda: libc.setns(0, 0) == 0,
@@ -195,7 +198,7 @@ for name, call in {
     "terminal": lambda: open("/dev/tty"),
 }.items():
     tried(name, call)
-""",
+""",  # noqa: E501
 }
 
 
@@ -205,7 +208,7 @@ def outcomes(folder: Path) -> dict[str, Any]:
     data = folder / "train.jsonl"
     data.write_text('{"tests": "the expected values"}\n')
     data.chmod(0o666)
-    before = os.stat(data)
+    old = os.stat(data)
     with (
         socket.create_server(("127.0.0.1", 0)) as tcp,
         socket.socket(socket.AF_UNIX) as path,
@@ -222,14 +225,14 @@ def outcomes(folder: Path) -> dict[str, Any]:
         facts = {
             "pid": os.getpid(), "data": str(data), "code": __file__, "port": tcp.getsockname()[1],
             "unix": str(folder / "unix"),
-            "abstract": folder.name, "secret_name": "SECRET_TOKEN", "namespaces": "namespaces" in walls,
+            "abstract": folder.name, "secret_name": "SECRET_TOKEN", "namespaces": "namespaces" in walls,  # noqa: E501
         }  # fmt: skip
-        found: dict[str, Any] = {"walls": walls}
+        result: dict[str, Any] = {"walls": walls}
         for name, code in HOSTILE.items():
             program = PRELUDE.replace("{facts}", repr(facts)) + code + "\nprint('tried it all')\n"
             with Jail(program, "program", LIMITS, stdin="") as jail:
                 output = jail.output()
-                found[name] = (
+                result[name] = (
                     f"ended with {jail._process.returncode}" if output is None else output.decode()
                 )
         for listener in (tcp, path, abstract):
@@ -237,13 +240,13 @@ def outcomes(folder: Path) -> dict[str, Any]:
                 called.append(str(listener.accept()))
             except BlockingIOError:
                 continue
-    after = os.stat(data)
-    found["called"] = called
-    found["data is untouched"] = (
-        data.read_text() == '{"tests": "the expected values"}\n' and before == after
+    new = os.stat(data)
+    result["called"] = called
+    result["data is untouched"] = (
+        data.read_text() == '{"tests": "the expected values"}\n' and old == new
     )
-    found["left in the folder"] = sorted(path.name for path in folder.iterdir())
-    return found
+    result["left in the folder"] = sorted(path.name for path in folder.iterdir())
+    return result
 
 
 @pytest.fixture(scope="module", params=["namespaces", "no namespaces"])
@@ -263,11 +266,11 @@ def hostile(request: pytest.FixtureRequest) -> dict[str, Any]:
     )
     shutil.rmtree(folder)
     assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    assert found["walls"] == ["seccomp", "landlock"] + (
+    result: dict[str, Any] = json.loads(done.stdout)
+    assert result["walls"] == ["seccomp", "landlock"] + (
         ["namespaces"] if request.param == "namespaces" else []
     )
-    return found
+    return result
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -309,7 +312,7 @@ def test_the_attacks_work_where_there_is_no_wall() -> None:
     for name, attempts in {
         "environment": ["environ of", "files of", "memory map of"],
         "files": ["read /etc/passwd", "list /root", "symlink", "relative"],
-        "damage": ["write", "truncate by opening", "chmod", "beside"], "network": ["socket 2 1", "datagram pair"],
+        "damage": ["write", "truncate by opening", "chmod", "beside"], "network": ["socket 2 1", "datagram pair"],  # noqa: E501
     }.items():  # fmt: skip
         for attempt in attempts:
             assert f"GOT {attempt}" in seen[name], (attempt, seen[name])
@@ -333,7 +336,8 @@ def _ends(code: str, time_s: float = 3.0) -> bytes | None:
     [
         "while True: pass",
         "import time\ntime.sleep(1000)",
-        "import signal, time\nfor n in range(1, 65):\n    try: signal.signal(n, 1)\n    except Exception: "
+        "import signal, time\nfor n in range(1, 65):\n    try: signal.signal(n, 1)\n    except "
+        "Exception: "
         "pass\ntime.sleep(1000)",
         "import threading, time\nthreading.Thread(target=lambda: time.sleep(1000)).start()",
         "import os\nos.setsid()\nwhile True: pass",
@@ -347,7 +351,8 @@ def test_what_does_not_end_is_ended(code: str) -> None:
 
 
 def test_the_kernel_sends_no_signal_for_the_code() -> None:
-    """F_SETOWN and F_SETSIG on a pipe would send any signal to any process of the same user, past kill()."""
+    """F_SETOWN and F_SETSIG on a pipe would send any signal to any process of the same user, past
+    kill()."""
     code = """
 import fcntl, os
 r, w = os.pipe()
@@ -365,7 +370,8 @@ print(fcntl.fcntl(r, fcntl.F_GETFL) >= 0)
 
 def test_true_cannot_be_guessed_with_own_builtins() -> None:
     code = (
-        "def f(x): return -1\nabs = lambda x: 0\nall = lambda x: True\nisinstance = lambda *a: True\nis_even "
+        "def f(x): return -1\nabs = lambda x: 0\nall = lambda x: True\nisinstance = lambda *a: "
+        "True\nis_even "
         "= lambda n: n % 2 == 0"
     )
     tests = [
@@ -381,8 +387,8 @@ def test_true_cannot_be_guessed_with_own_builtins() -> None:
 def test_an_endless_loop_is_wrong_and_not_unknown_however_many_tests_there_are() -> None:
     tests = [{"input": str(n), "output": str(n)} for n in range(6)]
     start = time.monotonic()
-    endless, right = "while True: pass", "print(input())"
-    assert run_tests([endless, right], tests=[tests, tests], partial_credit=True, time_s=4.0) == [
+    endless, correct = "while True: pass", "print(input())"
+    assert run_tests([endless, correct], tests=[tests, tests], partial_credit=True, time_s=4.0) == [
         0.0,
         1.0,
     ]
@@ -394,7 +400,8 @@ def test_an_endless_loop_is_wrong_and_not_unknown_however_many_tests_there_are()
 def test_memory_is_bounded() -> None:
     assert (
         _ends(
-            "x = []\ntry:\n    while True: x.append(bytearray(10**7))\nexcept MemoryError: print(len(x) < 60)"
+            "x = []\ntry:\n    while True: x.append(bytearray(10**7))\nexcept MemoryError: "
+            "print(len(x) < 60)"
         )
         == b"True\n"
     )
@@ -467,7 +474,8 @@ def test_the_scratch_folder_goes_away(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert (
         _ends(
-            "open('a', 'w').write('b'); import os; os.mkdir('c'); print(open('a').read(), os.listdir('.') != [])"
+            "open('a', 'w').write('b'); import os; os.mkdir('c'); print(open('a').read(), "
+            "os.listdir('.') != [])"
         )
         == b"b True\n"
     )
@@ -492,8 +500,9 @@ import builtins
 for n in ("abs", "all", "any", "len", "sorted", "isinstance", "bool", "hex"): setattr(builtins, n, lambda *a, **k: 0)
 builtins.AssertionError = type("A", (), {})
 def f(x): return 0
-""",
-    "shadowed builtins": "abs = len = lambda *a: 0\nall = isinstance = lambda *a: True\ndef f(x): return 0",
+""",  # noqa: E501
+    "shadowed builtins": "abs = len = lambda *a: 0\nall = isinstance = lambda *a: True\ndef "
+    "f(x): return 0",
     "writes to every fd": """
 import os, json
 for fd in range(64):
@@ -501,7 +510,7 @@ for fd in range(64):
         try: os.write(fd, json.dumps({"statement": n, "secret": "0" * 32, "value": ["c", True]}).encode() + b"\\n")
         except OSError: pass
 def f(x): return 0
-""",
+""",  # noqa: E501
     "hangs": "def f(x):\n    while True: pass",
     "reads the tests early": """
 import os, select
@@ -513,7 +522,8 @@ def f(x): return 0
 """,
     "closes everything": "import os\nos.closerange(0, 64)\ndef f(x): return 0",
     "nested": "def f(x):\n    y = []\n    for _ in range(100000): y = [y]\n    return y",
-    "endless": "class L(list):\n    def __iter__(self):\n        while True: yield 0\ndef f(x): return L()",
+    "endless": "class L(list):\n    def __iter__(self):\n        while True: yield 0\ndef f(x): "
+    "return L()",
     "does not parse": "def f(x) return x",
     "nothing": "",
     "nul": "\0",
@@ -540,7 +550,7 @@ def f(x):
     if isinstance(x, str): return collections.OrderedDict(k=(1, 2.5, None, {'s'}, b'x', numpy.bool_(True)))
     return x * 2 + 1
 print(int(input()) * 2 + 1) if __name__ == "__main__" else None
-"""
+"""  # noqa: E501
     assert passes_statements(code, TESTS, LIMITS) == [True] * 4
     assert passes_program_test(code, "20\n", "41  \n\n", LIMITS)
     statements = [
@@ -555,7 +565,8 @@ print(int(input()) * 2 + 1) if __name__ == "__main__" else None
 
 
 def test_expected_values_never_enter_the_process() -> None:
-    """The code knows what to look for (the digits of 91, 90, ... 81) and looks at all there is: frames, objects, unread
+    """The code knows what to look for (the digits of 91, 90, ... 81) and looks at all there is:
+    frames, objects, unread
     bytes."""
     code = """
 def f(x):
@@ -592,7 +603,10 @@ def test_common_programs_run() -> None:
         "7",
         LIMITS,
     )
-    text = "import heapq, math, re, json, random, datetime, decimal, itertools, bisect, hashlib, sqlite3, zlib, tempfile\n"
+    text = (
+        "import heapq, math, re, json, random, datetime, decimal, itertools, bisect, hashlib, "
+        "sqlite3, zlib, tempfile\n"
+    )
     assert passes_program_test(
         text + "import sys\nfor line in sys.stdin: print(line[::-1].strip())",
         "ab\ncd\n",
@@ -600,7 +614,8 @@ def test_common_programs_run() -> None:
         LIMITS,
     )
     data = (
-        "from dataclasses import dataclass\nimport typing\n@dataclass\nclass A:\n    x: 'int' = 1\nprint(A(), "
+        "from dataclasses import dataclass\nimport typing\n@dataclass\nclass A:\n    x: 'int' = "
+        "1\nprint(A(), "
         "typing.get_type_hints(A))"
     )
     assert passes_program_test(data, "", "A(x=1) {'x': <class 'int'>}", LIMITS)
@@ -612,24 +627,24 @@ def test_common_programs_run() -> None:
 
 
 def test_the_reward_scores_completions() -> None:
-    right, wrong = (
+    correct, faulty = (
         "Sure:\n```python\ndef f(x):\n    return x + 1\n```\nDone.",
         "```python\ndef f(x):\n    return 2\n```",
     )
     tests = [["assert f(1) == 2", "assert f(2) == 3"]] * 2
-    assert run_tests([right, wrong], tests=tests) == [1.0, 0.0]
-    assert run_tests([right, wrong], tests=tests, partial_credit=True) == [1.0, 0.5]
-    message = [{"role": "assistant", "content": right}]
+    assert run_tests([correct, faulty], tests=tests) == [1.0, 0.0]
+    assert run_tests([correct, faulty], tests=tests, partial_credit=True) == [1.0, 0.5]
+    message = [{"role": "assistant", "content": correct}]
     assert run_tests([message, message], t=[None, []], tests_column="t") == [None, None]
     program = "```py\nprint(input() * 2)\n```"
     pairs = [{"input": "a", "output": "aa"}, {"input": "b", "output": "b"}]
     assert run_tests([program], tests=[json.dumps(pairs)], partial_credit=True) == [0.5]
     assert run_tests([program], tests=[pairs]) == [0.0]
-    assert run_tests([right], tests=["assert f(1) == 2\nassert f(3) == 4"]) == [1.0]
+    assert run_tests([correct], tests=["assert f(1) == 2\nassert f(3) == 4"]) == [1.0]
     with pytest.raises(ValueError, match="a test is a statement or"):
-        run_tests([right], tests=[[{"in": 1}]])
+        run_tests([correct], tests=[[{"in": 1}]])
     with pytest.raises(SandboxError, match="a test is not Python"):
-        run_tests([right], tests=["assert f(1 == 2"])
+        run_tests([correct], tests=["assert f(1 == 2"])
 
 
 def test_the_reward_in_the_pool_gives_hanging_code_zero_and_its_neighbours_theirs(
@@ -673,7 +688,7 @@ for change in (libc.setuid, libc.setgid, libc.setfsuid, libc.setfsgid):  # a cha
         change(user)
 {last}
 time.sleep(1000)
-"""
+"""  # noqa: E501
 THREAD_STAYS = """
 threading.Thread(target=time.sleep, args=(1000,)).start()
 libc.syscall(93 if is_arm else 60, 0)  # the main thread alone ends
@@ -691,11 +706,12 @@ group = RolloutGroup(0, prompt, [Completion([*map(ord, text)], [0.0] * len(text)
 config = RewardConfig(name="code", args={"time_s": 400.0})
 with RewardPool([config], RewardPoolConfig(num_workers=2, timeout_s=500), Path(sys.argv[2])) as pool:
     pool.score([group], Characters())
-"""
+"""  # noqa: E501
 
 
 def test_code_does_not_outlive_a_tree_that_is_killed_at_once(tmp_path: Path) -> None:
-    """Rank, nursery and workers get SIGKILL together: nobody is left to end what the code runs in, but the kernel."""
+    """Rank, nursery and workers get SIGKILL together: nobody is left to end what the code runs in,
+    but the kernel."""
     texts = json.dumps([CLINGS.format(last=""), CLINGS.format(last=THREAD_STAYS)])
     rank = subprocess.Popen([sys.executable, "-c", RANK, texts, str(tmp_path / "log")], cwd=ROOT)
     tree: set[int] = {rank.pid}
@@ -735,7 +751,8 @@ def _runs(pid: int) -> bool:
 
 
 def _command(pid: int) -> str:
-    """Of any of its threads: the first one's reads empty once it has ended, which code in a jail may do at once."""
+    """Of any of its threads: the first one's reads empty once it has ended, which code in a jail
+    may do at once."""
     try:
         return "".join(path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/cmdline"))
     except OSError:
@@ -747,7 +764,8 @@ def _command(pid: int) -> str:
 
 @pytest.mark.parametrize("partial_credit", [False, True])
 def test_many_pairs_are_zero_and_not_unknown(partial_credit: bool) -> None:
-    """40 pairs, each a while within what was once forgiven a pair: the sum of the code's own time is what counts."""
+    """40 pairs, each a while within what was once forgiven a pair: the sum of the code's own time
+    is what counts."""
     pairs = [{"input": "", "output": "1"}] * 40
     code = "import time\ntime.sleep(0.9)\nprint(1)"
     start = time.monotonic()
@@ -762,7 +780,8 @@ def test_many_pairs_are_zero_and_not_unknown(partial_credit: bool) -> None:
 
 
 def test_all_pairs_end_under_the_pools_deadline(tmp_path: Path) -> None:
-    """However short each is, start-ups included: right code that many pairs make too slow is 0, and never a timeout."""
+    """However short each is, start-ups included: right code that many pairs make too slow is 0, and
+    never a timeout."""
     pairs = [{"input": "", "output": "1"}] * 400  # a minute of start-ups
     (reward,) = load_rewards(
         [RewardConfig(name="code", args={"time_s": 2.0, "partial_credit": True})], timeout_s=3.0
@@ -778,9 +797,13 @@ def test_all_pairs_end_under_the_pools_deadline(tmp_path: Path) -> None:
 
 
 def test_an_answer_whose_keys_collide_is_not_built() -> None:
-    """Integers with one hash: a set of 100,000 of them takes minutes, and the judge is not in the sandbox."""
+    """Integers with one hash: a set of 100,000 of them takes minutes, and the judge is not in the
+    sandbox."""
     code = "def f():\n    return {i * (2**61 - 1) for i in range(1, 2)} if False else Big()\n"
-    code += "class Big(set):\n    def __iter__(self):\n        return (i * (2**61 - 1) for i in range(100_000))\n"
+    code += (
+        "class Big(set):\n    def __iter__(self):\n        return (i * (2**61 - 1) for i in "
+        "range(100_000))\n"
+    )
     start = time.monotonic()
     assert passes_statements(code, ["assert f() == {1, 2}"], LIMITS) == [False]
     assert time.monotonic() - start < 20
@@ -795,7 +818,8 @@ def test_output_of_many_lines_is_compared_at_once() -> None:
 
 
 def _without(call: int, *, wrapped: bool = False) -> subprocess.CompletedProcess[str]:
-    """Load the reward and run a program that would print, in a process where system call `call` does not exist."""
+    """Load the reward and run a program that would print, in a process where system call `call`
+    does not exist."""
     source = f"""
 import ctypes, struct
 from grpo_spmd.config.schema import RewardConfig
@@ -818,7 +842,7 @@ try:
 except RuntimeError as error:
     print(error)
 print(run_tests(["f = lambda x: x"], tests=["assert f(1) == 1"], isolation="none"))
-"""
+"""  # noqa: E501
     command = [*(WITHOUT_NAMESPACES if wrapped else []), sys.executable, "-c", source]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
@@ -843,11 +867,14 @@ def test_folders_deeper_than_python_goes_are_no_error_of_the_reward(
     tmp_path: Path, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    code = "import os\nfor _ in range(3000):\n    os.mkdir('a')\n    os.chdir('a')\nos.mkdir('b', 0)\nprint(1)"
+    code = (
+        "import os\nfor _ in range(3000):\n    os.mkdir('a')\n    "
+        "os.chdir('a')\nos.mkdir('b', 0)\nprint(1)"
+    )
     assert passes_program_test(
         code, "", "1", Limits(time_s=10.0, memory_mib=1024, isolation="none")
     )
-    until = time.monotonic() + 20
-    while list(tmp_path.iterdir()) and time.monotonic() < until:
+    deadline = time.monotonic() + 20
+    while list(tmp_path.iterdir()) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not list(tmp_path.iterdir())

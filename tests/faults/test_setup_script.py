@@ -1,4 +1,5 @@
-"""launch/setup.sh with stand-ins for Python and uv: never silent, ended at any moment, finished by the next start."""
+"""launch/setup.sh with stand-ins for Python and uv: never silent, ended at any moment, finished by
+the next start."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ import pytest
 
 from tests.support.processes import ROOT, Job
 
-# Python, pip and uv as far as the script uses them. At the phase that SLOW names it takes a minute, in a child.
+# Python, pip and uv as far as the script uses them. At the phase that SLOW names it takes a minute,
+# in a child.
 STAND_IN = """#!/usr/bin/env bash
 at() {{ if [ "${{SLOW:-}}" = "$1" ]; then {python} -c "import time; time.sleep(60)" || exit 1; fi; }}
 site=.venv/lib/python3/site-packages
@@ -55,7 +57,7 @@ case $*_ in
   "-W ignore -c import"*) at importing; if [ ! -e $site/two-2.dist-info/RECORD ]; then echo "no two"; exit 1; fi ;;
   "--version_") echo "Python 3.99" ;;
 esac
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture
@@ -107,18 +109,18 @@ def test_it_says_how_far_it_is_and_ctrl_c_leaves_nothing_that_the_next_start_tri
 ) -> None:
     job = start(checkout, SLOW=phase)
     assert job.process.stdout is not None
-    said: list[str] = []
-    while not said or not said[-1].startswith(
+    message: list[str] = []
+    while not message or not message[-1].startswith(
         line
     ):  # ends with the output, else a line that never comes would hang
-        said.append(job.process.stdout.readline())
-        assert said[-1], "".join(said)
+        message.append(job.process.stdout.readline())
+        assert message[-1], "".join(message)
     began = time.monotonic()
     os.killpg(job.process.pid, signal.SIGINT)  # as a terminal does
     code, rest = job.wait(60)
     assert time.monotonic() - began < 15
     assert code == 130
-    assert [each for each in rest.splitlines() if not each.startswith(line)] == [
+    assert [item for item in rest.splitlines() if not item.startswith(line)] == [
         "setup: stopped; the next start goes on from here"
     ]
     assert not job.survivors()
@@ -129,7 +131,7 @@ def test_it_says_how_far_it_is_and_ctrl_c_leaves_nothing_that_the_next_start_tri
     halves = [line for line in output.splitlines() if "half installed" in line]
     expected = ["setup: it was left half installed, and comes again: two-2"]
     assert halves == (expected if phase == "installing" else [])
-    assert max(map(len, [*said, *output.splitlines()])) <= 80
+    assert max(map(len, [*message, *output.splitlines()])) <= 80
     code, output = start(checkout).wait(60)
     assert (code, output) == (0, "setup: .venv is up to date (cpu)\n")
 
@@ -137,22 +139,23 @@ def test_it_says_how_far_it_is_and_ctrl_c_leaves_nothing_that_the_next_start_tri
 def test_after_a_kill_the_next_start_waits_for_what_still_installs_and_finishes(
     checkout: Path,
 ) -> None:
-    """Nobody could tell pip, which goes on; the lock is free when it is gone, and what it left half is seen."""
-    first = start(checkout, SLOW="installing")
-    assert first.process.stdout is not None
-    while "installed" not in first.process.stdout.readline():
-        assert first.process.poll() is None
-    first.process.kill()
+    """Nobody could tell pip, which goes on; the lock is free when it is gone, and what it left half
+    is seen."""
+    initial = start(checkout, SLOW="installing")
+    assert initial.process.stdout is not None
+    while "installed" not in initial.process.stdout.readline():
+        assert initial.process.poll() is None
+    initial.process.kill()
     second = start(checkout)
     assert second.process.stdout is not None
     assert "waiting for it" in second.process.stdout.readline()
-    for pid in first.survivors():
+    for pid in initial.survivors():
         os.kill(pid, signal.SIGKILL)
     code, output = second.wait(60)
     assert code == 0, output
     assert "setup: it was left half installed, and comes again: two-2" in output.splitlines()
     assert packages(checkout) == ALL
-    first.process.communicate()
+    initial.process.communicate()
 
 
 def test_a_second_start_says_that_it_waits(checkout: Path) -> None:
@@ -177,10 +180,10 @@ def test_uv_installs_the_same_lock_from_where_pip_would(checkout: Path) -> None:
     code, output = start(checkout, UV=f"{checkout}/stand_in", SSL_CERT_FILE="").wait(60)
     assert code == 0, output
     assert (checkout / "certificate").read_text() == "/c.pem\n"
-    first, own = (checkout / "calls").read_text().splitlines()
-    assert "--extra-index-url A --extra-index-url B --find-links /wheels" in first
-    assert first.endswith("--no-deps -r .venv/packages.txt")
-    assert own.endswith("--no-deps --no-build-isolation -e .")
+    initial, local = (checkout / "calls").read_text().splitlines()
+    assert "--extra-index-url A --extra-index-url B --find-links /wheels" in initial
+    assert initial.endswith("--no-deps -r .venv/packages.txt")
+    assert local.endswith("--no-deps --no-build-isolation -e .")
     assert (checkout / ".venv/packages.txt").read_text() == "one==1\ntwo==2\nthree==3\n"
     assert packages(checkout) == ALL
 

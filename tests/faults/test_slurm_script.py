@@ -1,7 +1,8 @@
-"""launch/slurm.sbatch without a Slurm: the real script, real torchrun and real signals; srun, squeue and scontrol are
-stand-ins.
+"""launch/slurm.sbatch without a Slurm: the real script, real torchrun and real signals; srun,
+squeue and scontrol are stand-ins.
 
-benchmarks/survival/slurm_trial.py runs the same script, and the trainer, on a real Slurm of two nodes.
+benchmarks/survival/slurm_trial.py runs the same script, and the trainer, on a real Slurm of two
+nodes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import pytest
 from tests.support.processes import Job
 from tests.support.stand_in import make_checkout
 
-# srun drops its options and becomes the command: a signal to it is one to torchrun, as Slurm hands it on.
+# srun drops its options and becomes the command: a signal to it is one to torchrun, as Slurm hands
+# it on.
 SRUN = """#!/usr/bin/env bash
 while [[ $1 == --* ]]; do shift; done
 echo "$*" >>srun.calls
@@ -199,18 +201,18 @@ def test_a_sites_environment_meeting_place_and_log(checkout: Path) -> None:
             code, _ = submit_with_log(
                 log.fileno(), checkout, "num_steps=2", **site, **attempt
             ).wait(60)
-        said = (checkout / "out of slurm.log").read_text()
-        assert code == 0, said
+        message = (checkout / "out of slurm.log").read_text()
+        assert code == 0, message
         assert [path.name for path in logs.iterdir()] == [f"slurm-{os.getpid()}.log"]
-        assert next(logs.iterdir()).read_text() == said
+        assert next(logs.iterdir()).read_text() == message
     assert (checkout / "sourced").read_text().splitlines() == [
         "batch ",
         "task ",
         "task ",
         "task ",
     ] * 2
-    assert said.count("loading modules") == 8
-    [first, _] = [call for call in calls(checkout, "srun") if "torchrun" in call]
-    assert "--rdzv-endpoint ib-n1:4711 " in first
+    assert message.count("loading modules") == 8
+    [initial, _] = [call for call in calls(checkout, "srun") if "torchrun" in call]
+    assert "--rdzv-endpoint ib-n1:4711 " in initial
     code, output = submit(checkout, SITE_ENVIRONMENT="none.sh").wait(60)
     assert (code, output) == (2, "error: SITE_ENVIRONMENT: cannot read none.sh\n")

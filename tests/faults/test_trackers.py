@@ -1,4 +1,5 @@
-"""Trackers of runs that are killed and go on: the real packages, real processes, SIGKILL. What could be wrong without a
+"""Trackers of runs that are killed and go on: the real packages, real processes, SIGKILL. What
+could be wrong without a
 word: a line that a tracker never gets, or shows twice."""
 
 from __future__ import annotations
@@ -25,22 +26,23 @@ Line = tuple[int, str, float]  # step, metric, value
 
 @pytest.fixture
 def killed_run(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
-    """Of the tracker that the test asks for: killed while its package is imported, killed again later, ended."""
+    """Of the tracker that the test asks for: killed while its package is imported, killed again
+    later, ended."""
     folder = tmp_path / "a run"
-    for launch, (first, killed_at, pause_s) in enumerate(
+    for launch, (initial, killed_at, pause_s) in enumerate(
         ((1, 3, 0.0), (3, 150, 0.02), (145, None, 0.005)), start=1
     ):
-        _launch(folder, request.param, first, launch, killed_at, pause_s)
+        _launch(folder, request.param, initial, launch, killed_at, pause_s)
     return folder
 
 
 def _launch(
-    folder: Path, tracker: str, first: int, launch: int, killed_at: int | None, pause_s: float
+    folder: Path, tracker: str, initial: int, launch: int, killed_at: int | None, pause_s: float
 ) -> None:
     """Up to step 160, or to the kill."""
-    arguments = [str(folder), tracker, str(first), "160", str(launch), str(pause_s)]
-    own = {"TRACKIO_DIR": str(folder.parent / "trackio"), "WANDB_SILENT": "true"}
-    job = Job([sys.executable, "-m", "tests.support.workers.tracked_run", *arguments], env=own)
+    arguments = [str(folder), tracker, str(initial), "160", str(launch), str(pause_s)]
+    local = {"TRACKIO_DIR": str(folder.parent / "trackio"), "WANDB_SILENT": "true"}
+    job = Job([sys.executable, "-m", "tests.support.workers.tracked_run", *arguments], env=local)
     assert job.process.stdout is not None
     for line in job.process.stdout:
         if line == f"step {killed_at}\n":
@@ -51,13 +53,15 @@ def _launch(
 def in_metrics(folder: Path) -> list[Line]:
     """The truth: what metrics.jsonl says at the end, to the places that it was written with."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    found = [
+    result = [
         (line["step"], name, value)
         for line in lines
         for name, value in line.items()
         if name != "step"
     ]
-    return sorted((step, name, round(value, 4)) for step, name, value in found if value is not None)
+    return sorted(
+        (step, name, round(value, 4)) for step, name, value in result if value is not None
+    )
 
 
 @pytest.mark.parametrize("killed_run", ["tensorboard"], indirect=True)
@@ -91,36 +95,36 @@ def test_trackio_has_every_line_and_only_what_was_run_again_twice(killed_run: Pa
     lines = [
         (step, name, value) for _, step, text in rows for name, value in json.loads(text).items()
     ]
-    found, expected = (
+    result, expected = (
         Counter((step, name, round(value, 4)) for step, name, value in lines),
         in_metrics(killed_run),
     )
-    assert {line: found[line] for line in expected if found[line] != 1} == {}
-    check_others(found, expected)
+    assert {line: result[line] for line in expected if result[line] != 1} == {}
+    check_others(result, expected)
 
 
 @pytest.mark.parametrize("killed_run", ["wandb"], indirect=True)
 def test_wandb_has_every_line_that_a_kill_took_from_it_too(killed_run: Path) -> None:
     expected, launches = in_metrics(killed_run), 3
-    found = _settled_in_wandb(killed_run, set(expected))
+    settled_in_wandb = _settled_in_wandb(killed_run, set(expected))
     while (
-        set(expected) - found.keys() and launches < 6
+        set(expected) - settled_in_wandb.keys() and launches < 6
     ):  # on a busy machine W&B gets the rest when the run goes on
         launches += 1
         _launch(killed_run, "wandb", 161, launches, None, 0.0)
-        found = _settled_in_wandb(killed_run, set(expected))
-    assert set(expected) - found.keys() == set()
-    assert {line: count for line, count in found.items() if count > launches} == {}
-    check_others(found, expected)
+        settled_in_wandb = _settled_in_wandb(killed_run, set(expected))
+    assert set(expected) - settled_in_wandb.keys() == set()
+    assert {line: count for line, count in settled_in_wandb.items() if count > launches} == {}
+    check_others(settled_in_wandb, expected)
 
 
 def _settled_in_wandb(folder: Path, expected: set[Line]) -> Counter[Line]:
     """W&B's own process writes when it can."""
-    deadline, found = time.monotonic() + 30, Counter(in_wandb(folder))
-    while not found.keys() >= expected and time.monotonic() < deadline:
+    deadline, result = time.monotonic() + 30, Counter(in_wandb(folder))
+    while not result.keys() >= expected and time.monotonic() < deadline:
         time.sleep(0.2)
-        found = Counter(in_wandb(folder))
-    return found
+        result = Counter(in_wandb(folder))
+    return result
 
 
 def in_wandb(folder: Path) -> Iterator[Line]:
@@ -136,8 +140,9 @@ def in_wandb(folder: Path) -> Iterator[Line]:
 
 
 def check_others(found: Counter[Line], expected: list[Line]) -> None:
-    """Beside the lines of metrics.jsonl there are only those of steps that an earlier launch had made, and a later one
+    """Beside the lines of metrics.jsonl there are only those of steps that an earlier launch had
+    made, and a later one
     made again: launches are told apart by their values."""
-    kept = {(step, name): value for step, name, value in expected}
-    assert [line for line in found.keys() - set(expected) if not line[2] < kept[line[:2]]] == []
+    retained = {(step, name): value for step, name, value in expected}
+    assert [line for line in found.keys() - set(expected) if not line[2] < retained[line[:2]]] == []
     assert {int(value) for _, _, value in expected} == {1, 2, 3}

@@ -1,4 +1,5 @@
-"""A critic says and learns the same however the work is split, and what plain transformers, a plain loop and torch's
+"""A critic says and learns the same however the work is split, and what plain transformers, a plain
+loop and torch's
 AdamW make of the same rollouts; what it is given is looked at while it trains."""
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ ONE_ROW = next(iter(SPLITS))
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The critic's files are those of one of transformers' classifiers, whose head has a bias too."""
+    """The critic's files are those of one of transformers' classifiers, whose head has a bias
+    too."""
     folder = tmp_path_factory.mktemp("critic")
     make_model(folder / "model", "qwen3", tied=True)
     make_model(folder / "reference", "qwen3", tied=True, seed=1)
@@ -60,15 +62,15 @@ def config_file(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def by_ranks(folder: Path, config_file: Path) -> dict[int, Results]:
-    found = {}
+    result = {}
     for num_ranks in RANKS:
         out = folder / f"ranks_{num_ranks}.pt"
         output = run_worker(
             num_ranks, "critic", str(config_file), str(folder / "reference"), str(out)
         )
         assert output.count("10 faults seen") == num_ranks, output
-        found[num_ranks] = torch.load(out, weights_only=True)
-    return found
+        result[num_ranks] = torch.load(out, weights_only=True)
+    return result
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -79,14 +81,14 @@ def test_what_it_says_and_learns_does_not_depend_on_the_split(
     reference = by_ranks[1][setting, ONE_ROW]
     rows = {by_ranks[1][setting, split]["rows"] for split in SPLITS}
     assert len(rows) == 2
-    found = [
+    actual = [
         result
         for results in by_ranks.values()
         for (of, _), result in results.items()
         if of == setting
     ]
-    assert len(found) == 4 + 2 * (setting == "several steps")
-    for result in found:
+    assert len(actual) == 4 + 2 * (setting == "several steps")
+    for result in actual:
         for name in ("old_values", "returns", "advantages"):
             assert result[name].keys() == reference[name].keys()
             for i, expected in reference[name].items():
@@ -122,8 +124,9 @@ def test_it_is_plain_ppo(
 
 
 def plain_ppo(config: Config, folder: Path) -> dict[str, Any]:
-    """PPO's critic written out anew: transformers, one sequence at a time, loops, autograd and torch's AdamW."""
-    whole = transformers.AutoModelForCausalLM.from_pretrained(
+    """PPO's critic written out anew: transformers, one sequence at a time, loops, autograd and
+    torch's AdamW."""
+    pretrained = transformers.AutoModelForCausalLM.from_pretrained(
         folder / "critic", dtype=torch.float32, attn_implementation="eager"
     )
     policy, reference = (
@@ -135,10 +138,10 @@ def plain_ppo(config: Config, folder: Path) -> dict[str, Any]:
     head = torch.nn.Linear(64, 1)
     stored = load_file(folder / "critic" / "model.safetensors")
     head.load_state_dict({kind: stored[f"score.{kind}"] for kind in ("weight", "bias")})
-    of_decoder = {
-        f"backbone.{name}": parameter for name, parameter in whole.model.named_parameters()
+    decoder_values = {
+        f"backbone.{name}": parameter for name, parameter in pretrained.model.named_parameters()
     }
-    parameters = of_decoder | {
+    parameters = decoder_values | {
         f"head.{name}": parameter for name, parameter in head.named_parameters()
     }
     groups = [
@@ -151,11 +154,11 @@ def plain_ppo(config: Config, folder: Path) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(groups, lr=config.critic.lr, betas=config.optimizer.betas)
 
     def values_of(prompt: list[int], completion: list[int]) -> Tensor:
-        hidden = whole.model(torch.tensor([prompt + completion])).last_hidden_state[
+        hidden = pretrained.model(torch.tensor([prompt + completion])).last_hidden_state[
             0, len(prompt) - 1 : -1
         ]
-        found: Tensor = head(hidden)[:, 0]
-        return found
+        result: Tensor = head(hidden)[:, 0]
+        return result
 
     sequences = [
         s
@@ -181,9 +184,9 @@ def plain_ppo(config: Config, folder: Path) -> dict[str, Any]:
                 ):
                     error, clip = (v - target) ** 2, config.critic.clip_value
                     if clip is not None:
-                        other = (old + (v - old).clamp(-clip, clip) - target) ** 2
-                        clipped_of += bool(other > error)
-                        error = other if other > error else error
+                        second = (old + (v - old).clamp(-clip, clip) - target) ** 2
+                        clipped_of += bool(second > error)
+                        error = second if second > error else error
                     total = total + 0.5 * error
             optimizer.zero_grad()
             (total / tokens).backward()
@@ -220,7 +223,7 @@ def plain_sequences(
     config: Config, group: Any, values_of: Any, policy: Any, reference: Any
 ) -> list[dict[str, Any]]:
     """Of each completion the values, raw advantages and returns, by the sums that define them."""
-    found = []
+    result = []
     for sample, completion in enumerate(group.completions):
         prompt, ids = group.prompt.token_ids, completion.token_ids
         reward, n = fixed_reward(group.slot, sample), len(ids)
@@ -249,7 +252,7 @@ def plain_sequences(
             return math.fsum((config.critic.gamma * of) ** (k - t) * deltas[k] for k in range(t, n))
 
         is_cut = config.loss.mask_truncated and completion.finish_reason == "length"
-        found.append(
+        result.append(
             {
                 "id": group.slot * GROUP_SIZE + sample,
                 "slot": group.slot,
@@ -261,7 +264,7 @@ def plain_sequences(
                 "returns": [gae(critic.lam, t) + old[t] for t in range(n)],
             }
         )
-    return found
+    return result
 
 
 def plain_logprobs(
@@ -270,5 +273,5 @@ def plain_logprobs(
     ids = torch.tensor([prompt + completion])
     with torch.no_grad():
         log_p = (model(ids).logits[0, len(prompt) - 1 : -1].double() / temperature).log_softmax(-1)
-    found: list[float] = log_p.gather(-1, ids[0, len(prompt) :, None])[:, 0].tolist()
-    return found
+    result: list[float] = log_p.gather(-1, ids[0, len(prompt) :, None])[:, 0].tolist()
+    return result

@@ -1,4 +1,5 @@
-"""The GPU's side of the trainer without a GPU: ours on fake CUDA tensors in a fake process group, in one process.
+"""The GPU's side of the trainer without a GPU: ours on fake CUDA tensors in a fake process group,
+in one process.
 
 tests/support/dry_run/ has the device, the cases and the planted faults.
 """
@@ -77,10 +78,10 @@ def results(config: Path) -> Results:
 def built_shim(folder: Path) -> Path:
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:
-        why = "no C++ compiler (g++): the shim of tests/support/dry_run/ cannot be built"
+        reason = "no C++ compiler (g++): the shim of tests/support/dry_run/ cannot be built"
         if os.environ.get("CI"):  # there the compiler is part of the promise
-            pytest.fail(why)
-        pytest.skip(why)
+            pytest.fail(reason)
+        pytest.skip(reason)
     torch_folder, out = Path(torch.__file__).parent, folder / "shim.so"
     source = Path(__file__).parents[1] / "support" / "dry_run" / "shim.cpp"
     options = [
@@ -129,27 +130,28 @@ def test_a_mistake_that_only_a_gpu_would_show_is_seen(results: Results, fault: A
 def test_bytes_and_collectives_equal_those_of_real_ranks(
     results: Results, real: Results, config: Path, variant: str
 ) -> None:
-    """What lives after each phase to the byte, and each collective with its sizes, in the same order. What lives for
+    """What lives after each phase to the byte, and each collective with its sizes, in the same
+    order. What lives for
     a moment differs by the kernels: within a tenth in the backward pass."""
     fake, cpu = found(results, "figures")[variant], real[variant]
     check_step(fake)
     check_sync(fake["sync"])
     assert fake.keys() == cpu.keys()
-    for phase, of_fake in fake.items():
-        of_cpu = cpu[phase]
-        assert of_fake["live"] == of_cpu["live"], phase
+    for phase, fake_values in fake.items():
+        cpu_values = cpu[phase]
+        assert fake_values["live"] == cpu_values["live"], phase
         if (
             phase == "backward" and "bfloat16" in variant
         ):  # some CPUs pack bfloat16 weights for their products
-            assert of_fake["peak"] < 1.1 * of_cpu["peak"]
+            assert fake_values["peak"] < 1.1 * cpu_values["peak"]
         elif phase == "backward":
-            assert of_fake["peak"] == pytest.approx(of_cpu["peak"], rel=0.1), phase
+            assert fake_values["peak"] == pytest.approx(cpu_values["peak"], rel=0.1), phase
         if phase == "sync":  # point to point on a CPU
-            assert received(of_fake["collectives"]) == received(of_cpu["collectives"])
+            assert received(fake_values["collectives"]) == received(cpu_values["collectives"])
             keys = ("bytes", "num_collectives", "peak")
-            assert [of_fake[key] for key in keys] == [of_cpu[key] for key in keys]
+            assert [fake_values[key] for key in keys] == [cpu_values[key] for key in keys]
         else:
-            assert of_fake["collectives"] == of_cpu["collectives"], phase
+            assert fake_values["collectives"] == cpu_values["collectives"], phase
     if (
         "adapters" not in variant
     ):  # gradients in float32, moments of twice their size, and a count of steps for each
@@ -162,13 +164,14 @@ def test_a_rank_of_64_in_4_replicas_holds_its_share(results: Results, config: Pa
     check_step(of)
     check_sync(of["sync"])
     assert any(shape[0] % 16 for shape in shapes(config))
-    share = sum(
+    fraction = sum(
         -(-shape[0] // 16) * math.prod(shape[1:]) for shape in shapes(config)
     )  # of the first rank
-    assert of["backward"]["live"] == 4 * share
-    assert of["first step"]["live"] == 8 * share + 4 * len(shapes(config))
+    assert of["backward"]["live"] == 4 * fraction
+    assert of["first step"]["live"] == 8 * fraction + 4 * len(shapes(config))
     kinds = Counter(name for name, _ in of["backward"]["collectives"])
-    # the layer's parameters twice, the root's once; both gradients within a replica, then over replicas
+    # the layer's parameters twice, the root's once; both gradients within a replica, then over
+    # replicas
     assert kinds == {
         "c10d._allgather_base_": 3,
         "c10d._reduce_scatter_base_": 2,
@@ -191,7 +194,8 @@ def test_every_way_of_attention_runs_and_recomputation_changes_no_bit(results: R
         assert of["gradient"] < 0.05, backend
         for recomputed in RECOMPUTED[backend]:
             assert of[f"equal, {recomputed}"], (backend, recomputed)
-            # Scored once without a gradient and once with: a third time only where all is recomputed.
+            # Scored once without a gradient and once with: a third time only where all is
+            # recomputed.
             if backend != "sdpa":  # whose kernel is not the one of a GPU here
                 assert of[f"calls, {recomputed}"] == (3 if recomputed is True else 2), (
                     backend,
@@ -238,37 +242,41 @@ def test_a_whole_run_sleeps_wakes_evaluates_and_measures(results: Results) -> No
 def test_what_teaches_waits_in_host_memory_and_the_engine_rests_while_a_model_scores(
     results: Results,
 ) -> None:
-    """The run looks at itself besides: the reward model's scores, teachers, critic and update, beside plain ones."""
+    """The run looks at itself besides: the reward model's scores, teachers, critic and update,
+    beside plain ones."""
     of = found(results, "signals")
     awake, scored = ["wake weights", "wake kv_cache"], ["sleep 1", "wake weights kv_cache"]
     step = [*awake, *scored, *scored, "sleep 2"]  # the evaluation's completions, and the step's
     assert of["told"] == ["sleep 2", *step, *step, *awake, "sleep 1"]
-    first, second = [line for line in of["lines"] if "time/step_s" in line]
+    initial, second = [line for line in of["lines"] if "time/step_s" in line]
     policy = found(results, "checkpoint")["numel"]
-    # The critic is the teacher's decoder, of 97 x 64 less without the lm_head, and a head of 64 and 1. The teacher b is
+    # The critic is the teacher's decoder, of 97 x 64 less without the lm_head, and a head of 64 and
+    # 1. The teacher b is
     # the reference, of the policy's size. There are no moments before the first update.
     teacher = policy + 97 * 64
     critic = teacher - 97 * 64 + 65
     parameters = policy + policy + teacher + critic
-    for line, numel in ((first, parameters), (second, parameters + 2 * (policy + critic))):
+    for line, numel in ((initial, parameters), (second, parameters + 2 * (policy + critic))):
         assert line["memory/host/offloaded_gib"] * 2**30 == 4 * numel
         assert line["critic/loss"] > 0
         assert line["teacher/kl"] > 0
 
 
 def test_a_value_head_on_the_policy_learns_alone_and_with_it(results: Results) -> None:
-    """Float32 beside bfloat16, on a device; its 65 numbers and their moments wait with the policy's."""
-    first, second = [
+    """Float32 beside bfloat16, on a device; its 65 numbers and their moments wait with the
+    policy's."""
+    initial, second = [
         line for line in found(results, "value_head")["lines"] if "time/step_s" in line
     ]
     policy = found(results, "checkpoint")["numel"]
-    assert (first["optim/updates"], second["optim/updates"]) == (0.0, 1.0)
-    assert "loss/value" not in first
-    for line in (first, second):
+    assert (initial["optim/updates"], second["optim/updates"]) == (0.0, 1.0)
+    assert "loss/value" not in initial
+    for line in (initial, second):
         assert line["critic/loss"] > 0
         assert line["critic/grad_norm"] > 0
         assert line["proofs/update_check_s"] > 0
     assert second["loss/value"] == pytest.approx(0.1 * second["critic/loss"], rel=1e-5)
-    # float32 policy and a reference of half its bytes; then the head's moments, the policy's not: it was held
-    held = [round(line["memory/host/offloaded_gib"] * 2**30) for line in (first, second)]
-    assert held == [4 * policy + 2 * policy + 4 * 65, 4 * policy + 2 * policy + 3 * 4 * 65]
+    # float32 policy and a reference of half its bytes; then the head's moments, the policy's not:
+    # it was held
+    retained = [round(line["memory/host/offloaded_gib"] * 2**30) for line in (initial, second)]
+    assert retained == [4 * policy + 2 * policy + 4 * 65, 4 * policy + 2 * policy + 3 * 4 * 65]

@@ -1,4 +1,5 @@
-"""Dumps that several ranks write, on one node and on two: a reader finds what one rank would have written."""
+"""Dumps that several ranks write, on one node and on two: a reader finds what one rank would have
+written."""
 
 from __future__ import annotations
 
@@ -43,12 +44,12 @@ def names(run_dir: Path, of: str = "rollouts") -> list[str]:
 
 def lines(run_dir: Path, step: int) -> list[bytes]:
     """Of all files of the step, each read as what it is."""
-    found = []
+    result = []
     for path in (run_dir / "rollouts").glob(f"step_{step:06d}*"):
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         assert content.endswith(b"}\n")
-        found += content.removesuffix(b"\n").split(b"\n")
-    return sorted(found)
+        result += content.removesuffix(b"\n").split(b"\n")
+    return sorted(result)
 
 
 @pytest.mark.parametrize(
@@ -79,23 +80,23 @@ def test_two_ranks_write_what_one_does(
         assert dumped(run_dir, 1) == dumped(alone, 1)
     else:
         for path in (run_dir / "rollouts").iterdir():
-            shown = subprocess.run(
+            displayed = subprocess.run(
                 ["gzip", "-dc", str(path)], capture_output=True, check=True, timeout=20
             ).stdout
-            assert shown == gzip.decompress(path.read_bytes())
+            assert displayed == gzip.decompress(path.read_bytes())
 
 
 def test_each_node_has_its_own_ranks_lines_in_the_order_of_the_stream(folder: Path) -> None:
-    of_rank = [[100, 102, 104], [101, 103, 105]]
-    for name, expected in (("one", [[*of_rank[0], *of_rank[1]]]), ("two", of_rank)):
+    rank_values = [[100, 102, 104], [101, 103, 105]]
+    for name, expected in (("one", [[*rank_values[0], *rank_values[1]]]), ("two", rank_values)):
         paths = sorted((folder / name / "rollouts").iterdir(), key=lambda path: len(path.name))
         for path, positions in zip(paths, expected, strict=True):
-            found = [
+            result = [
                 line.partition(b'"position":')[2][:3]
                 for line in path.read_bytes().split(b"\n")
                 if line
             ]
-            assert found == [str(position).encode() for position in positions for _ in range(2)]
+            assert result == [str(position).encode() for position in positions for _ in range(2)]
 
 
 def test_a_disk_that_is_full_on_one_rank_costs_its_nodes_file_and_one_warning(
@@ -111,9 +112,12 @@ def test_a_disk_that_is_full_on_one_rank_costs_its_nodes_file_and_one_warning(
             assert lines(run_dir, step) == lines(alone, 1)
     # neither half of it, nor what an earlier process wrote, which says something else
     assert names(folder / "one_full") == [ONE.format(step) for step in (1, 3)]
-    whole = [file.format(step) for step in (1, 2, 3) for file in (ONE, TWO)]
-    assert names(folder / "two_full") == sorted(set(whole) - {TWO.format(2)})
-    missing = r"step_000002\.jsonl: 6 rollouts are missing, with the ids 2, 3, 6, 7, 10, 11; each node wrote a file"
+    full = [file.format(step) for step in (1, 2, 3) for file in (ONE, TWO)]
+    assert names(folder / "two_full") == sorted(set(full) - {TWO.format(2)})
+    missing = (
+        r"step_000002\.jsonl: 6 rollouts are missing, with the ids 2, 3, 6, 7, 10, 11; "
+        r"each node wrote a file"
+    )
     with pytest.raises(ConfigError, match=missing):
         RunFolder(folder / "two_full").complete_rollouts(2)
 
@@ -145,9 +149,9 @@ def test_scores_of_tokens_are_beside_their_dumps_on_each_node(folder: Path) -> N
         names(folder / "shrunk_scored", "token_scores") == names(folder / "shrunk_scored") == shrunk
     )
     for name, step in (("one", 3), ("two", 2), ("two", 3), ("shrunk", 1), ("shrunk", 2)):
-        found = RunFolder(folder / f"{name}_scored").scores_by_id(step)
-        assert sorted(found) == list(range(12))
-        for rollout_id, scores in found.items():
+        result = RunFolder(folder / f"{name}_scored").scores_by_id(step)
+        assert sorted(result) == list(range(12))
+        for rollout_id, scores in result.items():
             assert scores.difference.tolist() == [rollout_id / 8] * (rollout_id + 1)
             assert scores.entropy.tolist() == [step] * (rollout_id + 1)
     for path in (folder / "two_scored/token_scores").iterdir():

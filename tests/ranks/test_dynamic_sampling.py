@@ -1,4 +1,5 @@
-"""Dynamic sampling: which prompts are drawn, which groups stay, what is trained on them, by hand and in a whole run."""
+"""Dynamic sampling: which prompts are drawn, which groups stay, what is trained on them, by hand
+and in a whole run."""
 
 from __future__ import annotations
 
@@ -23,12 +24,12 @@ Results = dict[str, dict[str, Any]]
 def by_ranks(folder: Path) -> dict[int, Results]:
     sections: dict[str, Any] = {"loss": {"aggregation": "sequence"}, "optimizer": {"lr": 1e-5}}
     config = write_config(folder, folder / "model", rollout={"group_size": GROUP_SIZE}, **sections)
-    found = {}
+    result = {}
     for num_ranks in (1, 2):
         out = folder / f"ranks_{num_ranks}.pt"
         run_worker(num_ranks, "sampling", str(config), str(out))
-        found[num_ranks] = torch.load(out, weights_only=True)
-    return found
+        result[num_ranks] = torch.load(out, weights_only=True)
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -39,22 +40,26 @@ def steps(by_ranks: dict[int, Results]) -> Results:
 @pytest.mark.parametrize(
     ("scenario", "drawn", "positions"),
     [
-        # 1 of 4 stayed: 3 missing / (1/4) = 12, but no more than a step's prompts at a time: 4. Then 4, 6, 7 stay:
+        # 1 of 4 stayed: 3 missing / (1/4) = 12, but no more than a step's prompts at a time: 4.
+        # Then 4, 6, 7 stay:
         # full.
         ("filled in two rounds", [[0, 1, 2, 3], [4, 5, 6, 7]], [2, 4, 6, 7]),
-        # 6 of 8 stayed: 2 missing / (6/8) = 2.67, rounded up. All 3 stay: one is over, the last of the stream, though
+        # 6 of 8 stayed: 2 missing / (6/8) = 2.67, rounded up. All 3 stay: one is over, the last of
+        # the stream, though
         # it is the shortest.
         ("surplus", [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 10]], [0, 1, 3, 4, 5, 7, 8, 9]),
         # 0 of 4 stayed: taken as 1/4, again 4
         ("nothing kept at first", [[0, 1, 2, 3], [4, 5, 6, 7]], [4, 5, 6, 7]),
-        # 3 of 8, 3 of 16, 3 of 24: 5 missing, so 8 each time. 7 of 32: 1 missing / (1/4), since less is taken for bad
+        # 3 of 8, 3 of 16, 3 of 24: 5 missing, so 8 each time. 7 of 32: 1 missing / (1/4), since
+        # less is taken for bad
         # luck: 4.
         (
             "unlucky",
             [[*range(8)], [*range(8, 16)], [*range(16, 24)], [*range(24, 32)], [32, 33, 34, 35]],
             [0, 1, 2, 24, 25, 26, 27, 33],
         ),
-        # 1 of 4: 4. 2 of 8: 2 missing / (1/4) = 8, so 4. The last round brings 1 of 4, and the cap of 3 rounds is
+        # 1 of 4: 4. 2 of 8: 2 missing / (1/4) = 8, so 4. The last round brings 1 of 4, and the cap
+        # of 3 rounds is
         # reached.
         ("three rounds", [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]], [0, 4, 9]),
         ("no dynamic sampling", [[0, 1, 2, 3]], [0, 1, 2, 3]),
@@ -117,7 +122,8 @@ def test_metrics_are_over_all_sampled_groups(steps: Results) -> None:
 
 
 def test_only_the_groups_that_stay_are_trained_with_their_own_advantages(steps: Results) -> None:
-    # rewards 1 and 0: mean 1/2, std sqrt(1/2), so +-0.7071068; group i of those that stay is rollouts 2i and 2i + 1
+    # rewards 1 and 0: mean 1/2, std sqrt(1/2), so +-0.7071068; group i of those that stay is
+    # rollouts 2i and 2i + 1
     for scenario in ("surplus", "partly filled"):
         step = steps[scenario]
         positions, trained = step["decision"]["positions"], step["advantages_trained"]
@@ -171,19 +177,19 @@ def test_an_empty_step_changes_nothing(steps: Results, scenario: str) -> None:
 def test_two_ranks_decide_and_train_as_one_does(
     by_ranks: dict[int, Results], scenario: str
 ) -> None:
-    one, two = by_ranks[1][scenario], by_ranks[2][scenario]
+    single, two = by_ranks[1][scenario], by_ranks[2][scenario]
     for name in ("drawn", "missing", "advantages_trained", "lr_steps"):
-        assert one[name] == two[name], name
-    for name, value in one["decision"].items():
+        assert single[name] == two[name], name
+    for name, value in single["decision"].items():
         if name == "metrics":
-            value, other = (
+            value, second = (
                 {n: v for n, v in of.items() if not n.startswith("batching/")}
                 for of in (value, two["decision"][name])
             )
-            assert value == other
+            assert value == second
         else:
             assert value == two["decision"][name], name
-    for name, expected in one["parameters"].items():
+    for name, expected in single["parameters"].items():
         assert (
             float((two["parameters"][name] - expected).norm().detach() / expected.norm().detach())
             < 1e-6
@@ -195,10 +201,12 @@ def test_two_ranks_decide_and_train_as_one_does(
 
 @pytest.fixture(scope="module")
 def run(folder: Path) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
-    """Three steps on two ranks with real vLLM: the reward is whether a completion of a random model begins with a low
+    """Three steps on two ranks with real vLLM: the reward is whether a completion of a random model
+    begins with a low
     token id."""
     (folder / "reward.py").write_text(
-        "def low(completion_ids, **columns):\n    return [float(ids[0] < 25) for ids in completion_ids]\n"
+        "def low(completion_ids, **columns):\n    return [float(ids[0] < 25) for ids in "
+        "completion_ids]\n"
     )
     config = write_config(
         folder,
@@ -235,25 +243,25 @@ def test_a_whole_run_keeps_the_first_groups_that_differ(
             for group in groups
         )
         differ = [group for group in groups if len({r["reward"] for r in group}) > 1]
-        kept = differ[:6]
+        retained = differ[:6]
         for group in groups:
             expected = (
-                [3 * kept.index(group) + sample for sample in range(3)]
-                if group in kept
+                [3 * retained.index(group) + sample for sample in range(3)]
+                if group in retained
                 else [None] * 3
             )
             assert [r["rollout_id"] for r in group] == expected
             advantages, _ = compute_advantages(
                 torch.tensor([[r["reward"] for r in group]]), "grpo", "group"
             )
-            if group in kept:
+            if group in retained:
                 assert [r["advantage"] for r in group] == pytest.approx(advantages[0].tolist())
             else:
                 assert [r["advantage"] for r in group] == [None] * 3
         assert metrics["dynamic_sampling/sampled_groups"] == len(groups)
         assert metrics["dynamic_sampling/alike_groups"] == len(groups) - len(differ)
-        assert metrics["dynamic_sampling/surplus_groups"] == len(differ) - len(kept)
-        assert metrics["dynamic_sampling/missing_groups"] == 6 - len(kept)
+        assert metrics["dynamic_sampling/surplus_groups"] == len(differ) - len(retained)
+        assert metrics["dynamic_sampling/missing_groups"] == 6 - len(retained)
         assert metrics["reward/mean"] == pytest.approx(
             sum(r["reward"] for r in rollouts) / len(rollouts)
         )

@@ -38,8 +38,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "group_size": 4,
         "max_completion_tokens": REPLY_TOKENS - 1,
     }
-    longest = {"judge_tokens": REPLY_TOKENS, "max_tokens": 700}
-    write_config(folder, folder / "model", rewards=[{**judge, **longest}], rollout=rollout)
+    max_length = {"judge_tokens": REPLY_TOKENS, "max_tokens": 700}
+    write_config(folder, folder / "model", rewards=[{**judge, **max_length}], rollout=rollout)
     return folder
 
 
@@ -54,37 +54,39 @@ def found(folder: Path, request: pytest.FixtureRequest) -> Found:
         str(out),
         *tp,
     )
-    of_ranks: Found = json.loads(out.read_text())
-    return of_ranks
+    rank_values: Found = json.loads(out.read_text())
+    return rank_values
 
 
 @pytest.fixture(scope="module")
 def truth(folder: Path) -> dict[str, dict[str, list[Any]]]:
     """What `found` has to be, by transformers."""
     judge = PlainJudge(folder / "model")
-    of_kinds: dict[str, dict[str, list[Any]]] = {}
+    kinds_values: dict[str, dict[str, list[Any]]] = {}
     for kind in KINDS:
         groups = (
             forged_groups(judge.tokenizer) if kind == "forged" else groups_of(kind, judge.tokenizer)
         )
         for group in groups:
             for n, completion in enumerate(group.completions):
-                said: Any = judge.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
-                place = of_kinds.setdefault(kind, {})
+                message: Any = judge.tokenizer.decode(
+                    completion.token_ids, skip_special_tokens=True
+                )
+                position = kinds_values.setdefault(kind, {})
                 if completion.episode is not None:
-                    said = completion.episode.messages
+                    message = completion.episode.messages
                     if not completion.episode.turns:
-                        place[str(group.slot * GROUP_SIZE + n)] = ["not_applicable", None, None]
+                        position[str(group.slot * GROUP_SIZE + n)] = ["not_applicable", None, None]
                         continue
-                asked = asked_of(group.prompt.text, said)
-                reply, why = judge.reply_to(asked)
-                score = score_of(reply, why)
-                place[str(group.slot * GROUP_SIZE + n)] = [
+                requests = asked_of(group.prompt.text, message)
+                reply, reason = judge.reply_to(requests)
+                score = score_of(reply, reason)
+                position[str(group.slot * GROUP_SIZE + n)] = [
                     "error" if score is None else "ok",
                     score,
                     reply,
                 ]
-    return of_kinds
+    return kinds_values
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,4 +1,5 @@
-"""The engine's states with the real vLLM: what a GPU's memory depends on, as far as a CPU's vLLM goes through it."""
+"""The engine's states with the real vLLM: what a GPU's memory depends on, as far as a CPU's vLLM
+goes through it."""
 
 from __future__ import annotations
 
@@ -18,22 +19,23 @@ AWAKE, ASLEEP = [[], False], [["kv_cache", "weights"], True]
 def found(folder: Path) -> dict[str, dict[str, Any]]:
     rollout = {"max_completion_tokens": 24, "engine": {"max_num_seqs": 8}}
     config = write_config(folder, folder / "model", rollout=rollout)
-    outs = {how: folder / f"{how}.json" for how in ("plain", "async")}
+    outs = {method: folder / f"{method}.json" for method in ("plain", "async")}
     jobs = [
-        RanksJob(1, "tests.support.workers.engine_states", str(config), str(out), how)
-        for how, out in outs.items()
+        RanksJob(1, "tests.support.workers.engine_states", str(config), str(out), method)
+        for method, out in outs.items()
     ]
     for code, output in [job.wait(200) for job in jobs]:
         assert code == 0, output
-    return {how: json.loads(out.read_text()) for how, out in outs.items()}
+    return {method: json.loads(out.read_text()) for method, out in outs.items()}
 
 
-@pytest.mark.parametrize("how", ["plain", "async"])
+@pytest.mark.parametrize("method", ["plain", "async"])
 def test_vllm_sleeps_at_both_levels_and_wakes_tag_by_tag(
-    found: dict[str, dict[str, Any]], how: str
+    found: dict[str, dict[str, Any]], method: str
 ) -> None:
-    """In vLLM's own books; in its sleep it samples nothing, and our engine is not even asked (in the worker)."""
-    of = found[how]
+    """In vLLM's own books; in its sleep it samples nothing, and our engine is not even asked (in
+    the worker)."""
+    of = found[method]
     for level in (2, 1):
         rests = ["sleep 1", "wake weights kv_cache", "sleep 1"]
         # A rest goes over into the sleep that is alike: nothing is copied back for it.

@@ -1,4 +1,5 @@
-"""Episodes do not depend on who plays them, on how long their environments take, or on a kill in the middle of one."""
+"""Episodes do not depend on who plays them, on how long their environments take, or on a kill in
+the middle of one."""
 
 from __future__ import annotations
 
@@ -38,11 +39,12 @@ def start(folder: Path, model: Path, num_ranks: int, tensor_parallel: int = 1) -
         folder, model,
         data={"train": str(model.parent / "train.jsonl"), "max_prompt_tokens": 8},
         rollout={
-            "num_prompts_per_step": NUM_PROMPTS, "group_size": GROUP_SIZE, "max_completion_tokens": 16,
+            "num_prompts_per_step": NUM_PROMPTS, "group_size": GROUP_SIZE, "max_completion_tokens": 16,  # noqa: E501
             "tensor_parallel_size": tensor_parallel,
         },
         environment={
-            "factory": "tests/support/played.py:Shelf", "max_turns": 4, "max_tokens": 96, "num_workers": 2,
+            "factory": "tests/support/played.py:Shel"
+                       "f", "max_turns": 4, "max_tokens": 96, "num_workers": 2,
             "call_timeout_s": 120,
         },
         rewards=[],
@@ -80,14 +82,15 @@ def played(model: Path) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def killed(model: Path) -> tuple[Path, int, str]:
-    """A run that was killed in its second step, when it has been gone on with; how many episodes of this step had been
+    """A run that was killed in its second step, when it has been gone on with; how many episodes of
+    this step had been
     kept; and the output of the first launch."""
     folder = model.parent / "killed"
     folder.mkdir()
     (folder / "kill").write_text(str(NUM_EPISODES + NUM_EPISODES // 2))
-    code, before = start(folder, model, 2).wait(300)
-    assert code != 0, before
-    assert (folder / "killed").exists(), before
+    code, old = start(folder, model, 2).wait(300)
+    assert code != 0, old
+    assert (folder / "killed").exists(), old
     num_kept = 0
     for path in (folder / "run/rollout_buffer/step_000002").glob("*.safetensors"):
         with safe_open(path, "np") as file:
@@ -96,7 +99,7 @@ def killed(model: Path) -> tuple[Path, int, str]:
     code, output = start(folder, model, 2).wait(300)
     assert code == 0, output
     assert "goes on from" in output
-    return folder, num_kept, before
+    return folder, num_kept, old
 
 
 def test_the_episodes_are_such_as_could_differ(played: dict[str, Path]) -> None:
@@ -112,35 +115,37 @@ def test_the_episodes_are_such_as_could_differ(played: dict[str, Path]) -> None:
             "of several numbers of turns"
         )
         assert len({r["reward"] for r in rollouts}) > NUM_EPISODES // 2
-        said = [
+        output = [
             message["content"]
             for r in rollouts
             for message in r["messages"]
             if message["role"] != "assistant"
         ]
-        assert len({text for text in said if text.isdigit()}) > 1, (
+        assert len({text for text in output if text.isdigit()}) > 1, (
             "what environments draw is told to the policy"
         )
-    of_turns = [
+    turns_values = [
         turn["reward"]
         for r in dumped(played["one"] / "run", GYM_STEP)
         for turn in r["turns"]
         if turn["sampled"]
     ]
-    assert len(set(of_turns)) > NUM_EPISODES
+    assert len(set(turns_values)) > NUM_EPISODES
 
 
 @pytest.mark.parametrize("layout", [name for name in RANKS if name != "one"])
 def test_episodes_and_training_do_not_depend_on_the_ranks(
     played: dict[str, Path], layout: str
 ) -> None:
-    """Tokens, turns, messages and rewards to the bit, whatever time environments took. Logprobs and what is trained at
-    rounding: 1e-6, more behind an optimizer step (test_partition.py) and where slices of a layer add up in another
+    """Tokens, turns, messages and rewards to the bit, whatever time environments took. Logprobs and
+    what is trained at
+    rounding: 1e-6, more behind an optimizer step (test_partition.py) and where slices of a layer
+    add up in another
     order, of logits of around 10."""
     for step in range(1, GYM_STEP + 1):
-        mine, alone = (dumped(played[name] / "run", step) for name in (layout, "one"))
+        local, alone = (dumped(played[name] / "run", step) for name in (layout, "one"))
         bound = 1e-6 if step == 1 and RANKS[layout][1] == 1 else 1e-5
-        for ours, theirs in zip(mine, alone, strict=True):
+        for ours, theirs in zip(local, alone, strict=True):
             assert logprobs_of(ours) == pytest.approx(logprobs_of(theirs), abs=bound)
             assert ours["advantage"] == pytest.approx(theirs["advantage"], abs=1e-6)
             for name in (
@@ -153,10 +158,12 @@ def test_episodes_and_training_do_not_depend_on_the_ranks(
                 "finish_reason",
             ):
                 assert ours[name] == theirs[name], (step, name)
-    for mine_of_step, of_one in zip(metrics(played[layout]), metrics(played["one"]), strict=True):
+    for mine_of_step, one_values in zip(
+        metrics(played[layout]), metrics(played["one"]), strict=True
+    ):
         for name in ("loss/total", "loss/policy", "loss/entropy", "optim/grad_norm"):
-            assert mine_of_step[name] == pytest.approx(of_one[name], rel=1e-5, abs=1e-6), name
-        for name, value in of_one.items():
+            assert mine_of_step[name] == pytest.approx(one_values[name], rel=1e-5, abs=1e-6), name
+        for name, value in one_values.items():
             if name.startswith(("episode/", "reward/")):
                 assert mine_of_step[name] == value, name
 
@@ -195,9 +202,13 @@ def test_scores_of_tokens_are_those_of_plain_transformers(
                 sampled = [turn["sampled"] for turn in turns for _ in turn["token_ids"]]
                 with torch.no_grad():
                     log_p = policy(torch.tensor([ids])).logits[0].double().log_softmax(-1)
-                for place in (place for place, is_sampled in enumerate(sampled) if is_sampled):
-                    entropies.append(-(log_p[place - 1].exp() * log_p[place - 1]).sum().item())
-                    differences.append(log_p[place - 1, ids[place]].item())
+                for position in (
+                    position for position, is_sampled in enumerate(sampled) if is_sampled
+                ):
+                    entropies.append(
+                        -(log_p[position - 1].exp() * log_p[position - 1]).sum().item()
+                    )
+                    differences.append(log_p[position - 1, ids[position]].item())
             engine = logprobs_of(r)
             assert (
                 len(engine) == len(line["difference"]) == len(line["entropy"]) == len(differences)
@@ -211,31 +222,32 @@ def test_scores_of_tokens_are_those_of_plain_transformers(
 
 
 def test_advantages_of_turns_are_beside_the_scores(played: dict[str, Path]) -> None:
-    """With environment.discount: a turn's return to go in the place of the whole return, on the line on which the
+    """With environment.discount: a turn's return to go in the place of the whole return, on the
+    line on which the
     group's advantages are; all worked out from the dump."""
     lines = {line["rollout_id"]: line for line in scores_of(played["two"] / "run", GYM_STEP)}
     rollouts, num_unlike = dumped(played["two"] / "run", GYM_STEP), 0
-    for first in range(0, NUM_EPISODES, GROUP_SIZE):
-        group = rollouts[first : first + GROUP_SIZE]
+    for initial in range(0, NUM_EPISODES, GROUP_SIZE):
+        group = rollouts[initial : initial + GROUP_SIZE]
         sampled = [[turn for turn in r["turns"] if turn["sampled"]] for r in group]
-        longest = max(map(len, sampled))
-        to_go = np.zeros((GROUP_SIZE, longest + 1))
-        for own, turns in zip(to_go, sampled, strict=True):
+        max_length = max(map(len, sampled))
+        to_go = np.zeros((GROUP_SIZE, max_length + 1))
+        for local, turns in zip(to_go, sampled, strict=True):
             for number, turn in reversed([*enumerate(turns)]):
-                own[number] = turn["reward"] + 0.5 * own[number + 1]
+                local[number] = turn["reward"] + 0.5 * local[number + 1]
         rewards, advantages = (
             np.array([r[name] for r in group]) for name in ("reward", "advantage")
         )
         slope = np.ptp(advantages) / np.ptp(rewards)
         over = to_go - to_go[:, :1]
-        of_turns = advantages[:, None] + slope * (over - over.mean(0))
-        for r, turns, values in zip(group, sampled, of_turns.tolist(), strict=True):
+        turns_values = advantages[:, None] + slope * (over - over.mean(0))
+        for r, turns, values in zip(group, sampled, turns_values.tolist(), strict=True):
             expected = [
                 value for turn, value in zip(turns, values, strict=False) for _ in turn["token_ids"]
             ]
-            found = lines[r["rollout_id"]].get("advantages") or [r["advantage"]] * len(expected)
-            assert found == pytest.approx(expected, rel=1e-3, abs=1e-3)
-            num_unlike += len(set(found)) > 1
+            result = lines[r["rollout_id"]].get("advantages") or [r["advantage"]] * len(expected)
+            assert result == pytest.approx(expected, rel=1e-3, abs=1e-3)
+            num_unlike += len(set(result)) > 1
     assert num_unlike > NUM_EPISODES // 2
 
 
@@ -249,23 +261,23 @@ def test_the_timeline_is_what_the_metrics_are_of(played: dict[str, Path], layout
         assert timeline.ranks == list(range(num_ranks))
         assert line["time/unix_s"] - timeline.unix_s == pytest.approx(line["time/step_s"], abs=0.5)
         for name in PHASES:
-            of_ranks = [[span for span in spans if span.phase == name] for spans in timeline.spans]
-            assert all(of_ranks), name
-            seconds = max(sum(span.end_s - span.start_s for span in spans) for spans in of_ranks)
+            per_rank = [[span for span in spans if span.phase == name] for spans in timeline.spans]
+            assert all(per_rank), name
+            seconds = max(sum(span.end_s - span.start_s for span in spans) for spans in per_rank)
             assert line[f"time/{name}_s"] == pytest.approx(
-                seconds, abs=0.001 * len(of_ranks[0])
+                seconds, abs=0.001 * len(per_rank[0])
             )  # each to the ms
-            peak = max(span.peak_gib or 0.0 for spans in of_ranks for span in spans)
+            peak = max(span.peak_gib or 0.0 for spans in per_rank for span in spans)
             assert line[f"memory/{name}/peak_gib"] == pytest.approx(
                 peak, abs=0.002
             )  # each to the MiB
         busy = [
             [span.busy_s for span in spans if span.phase == "rollout"] for spans in timeline.spans
         ]
-        assert [[seconds is None for seconds in of_rank] for of_rank in busy] == [
+        assert [[seconds is None for seconds in rank_values] for rank_values in busy] == [
             [False, True]
         ] * num_ranks
-        generation_s = [of_rank[0] or 0.0 for of_rank in busy]
+        generation_s = [rank_values[0] or 0.0 for rank_values in busy]
         waste = 1 - sum(generation_s) / num_ranks / max(generation_s)
         assert line["rollout/tail_waste_frac"] == pytest.approx(waste, abs=0.02)
 
@@ -273,8 +285,8 @@ def test_the_timeline_is_what_the_metrics_are_of(played: dict[str, Path], layout
 def test_a_run_killed_in_an_episode_goes_on_to_the_bit(
     played: dict[str, Path], killed: tuple[Path, int, str]
 ) -> None:
-    folder, num_kept, before = killed
-    assert "in phase rollout, step 2: its process is gone" in before
+    folder, num_kept, old = killed
+    assert "in phase rollout, step 2: its process is gone" in old
     assert metrics(folder) == metrics(played["two"])
     assert [line["step"] for line in metrics(folder)] == [1, 2, GYM_STEP]
     for step in range(1, GYM_STEP + 1):
@@ -299,8 +311,9 @@ def without_times(folder: Path, step: int) -> list[dict[str, Any]]:
 def test_failures_are_counted_to_the_last_and_too_many_end_the_run(
     model: Path, tmp_path: Path
 ) -> None:
-    """In the first step an environment of each four raises, hangs, dies, all by their rows; in the second all raise."""
-    rows = [{"prompt": [{"role": "user", "content": "a"}], "how": how} for how in HOW]
+    """In the first step an environment of each four raises, hangs, dies, all by their rows; in the
+    second all raise."""
+    rows = [{"prompt": [{"role": "user", "content": "a"}], "how": method} for method in HOW]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = {
         "gym": "tests/support/played.py:Rough",
@@ -312,7 +325,8 @@ def test_failures_are_counted_to_the_last_and_too_many_end_the_run(
         tmp_path, model,
         data={"max_prompt_tokens": 8, "shuffle": False}, environment=settings, rewards=[],
         rollout={"num_prompts_per_step": NUM_PROMPTS, "group_size": GROUP_SIZE},
-        training={"num_steps": 3, "max_tokens_per_micro_batch": 512}, reward_pool={"max_error_frac": 0.8},
+        training={"num_steps": 3, "max_tokens_per_micro_batc"
+                                  "h": 512}, reward_pool={"max_error_frac": 0.8},
     )  # fmt: skip
     code, output = RanksJob(1, "grpo_spmd.train", "--config", str(config)).wait(300)
     assert code == 1, output
@@ -322,10 +336,13 @@ def test_failures_are_counted_to_the_last_and_too_many_end_the_run(
     assert line["reward/zero_std_groups_frac"] == 3 / 4
     statuses = [r["status"] for r in dumped(tmp_path / "run", 1)]
     expected = {"": "ok", "raises": "env_error", "hangs": "env_timeout", "dies": "env_error"}
-    assert statuses == [expected[how] for how in HOW[:NUM_PROMPTS] for _ in range(GROUP_SIZE)]
-    why = "the environment failed in 16 of 16 episodes (16 env_error, 0 env_timeout), each tried twice: 1 is not under"
+    assert statuses == [expected[method] for method in HOW[:NUM_PROMPTS] for _ in range(GROUP_SIZE)]
+    reason = (
+        "the environment failed in 16 of 16 episodes (16 env_error, 0 env_timeout), each "
+        "tried twice: 1 is not under"
+    )
     [report] = [text for text in output.splitlines() if "failed first" in text]
-    assert report.startswith("rank 0 failed first, in phase reward, step 2: RewardError: " + why)
+    assert report.startswith("rank 0 failed first, in phase reward, step 2: RewardError: " + reason)
     assert output.count("environment (row 4, sample 0): reset() raised KeyError: 'gone'") == 1, (
         output
     )

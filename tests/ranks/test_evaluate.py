@@ -18,13 +18,16 @@ from grpo_spmd.rewards.verifiers import final_answer
 from tests.support.models import make_model, write_config
 from tests.support.ranks import RanksJob, run_worker
 
-# Whole evaluations. Sets of 1, 3 and 7 prompts are fewer than, or no multiple of, two ranks. The prompts are longer
-# than a block of the prefix cache and occur in training too; that an evaluation leaves no cache behind is seen by
+# Whole evaluations. Sets of 1, 3 and 7 prompts are fewer than, or no multiple of, two ranks. The
+# prompts are longer
+# than a block of the prefix cache and occur in training too; that an evaluation leaves no cache
+# behind is seen by
 # tests/support/workers/evaluate.py.
 
 SETS = {"e1": 1, "e3": 3, "e7": 7}
 NUM_SAMPLES, NUM_STEPS = 4, 3
-# By the first token: None, NaN, or right or wrong; the second reward has 0.1 for digits, so that "right" is not "reward
+# By the first token: None, NaN, or right or wrong; the second reward has 0.1 for digits, so that
+# "right" is not "reward
 # > 0".
 REWARD = """
 def score(completion_ids, **columns):
@@ -78,7 +81,8 @@ def config_file(folder: Path, name: str, *, evaluates: bool = True, **sections: 
 
 @pytest.fixture(scope="module")
 def trained(folder: Path) -> dict[str, Path]:
-    """The run folders of two trainings in one process each, with and without evaluation, that run at the same time."""
+    """The run folders of two trainings in one process each, with and without evaluation, that run
+    at the same time."""
     files = {"on": config_file(folder, "on"), "off": config_file(folder, "off", evaluates=False)}
     jobs = {
         name: RanksJob(1, "grpo_spmd.train", "--config", str(file)) for name, file in files.items()
@@ -110,7 +114,7 @@ def evaluated(folder: Path, request: pytest.FixtureRequest) -> Path:
     output = run_worker(2, "evaluate", str(config), str(run_dir), timeout_s=120)
     sizes = [json.loads(numbers) for numbers in re.findall(r"scored (\[.*\])", output)]
     # Shared alike, completion by completion; every completion scored on exactly one rank.
-    assert [sorted(parts) for parts in zip(*sizes, strict=True)] == [
+    assert [sorted(pieces) for pieces in zip(*sizes, strict=True)] == [
         [22, 22],
         [22, 22],
         [5, 6],
@@ -152,11 +156,11 @@ def test_metrics_have_an_evaluation_every_second_step_and_after_the_last(
     trained: dict[str, Path],
 ) -> None:
     lines = read_metrics(trained["on"])
-    of_policies = [0, 2, 3]  # each behind the line of its step
+    policies_values = [0, 2, 3]  # each behind the line of its step
     assert [(line["step"], bool(eval_metrics(line))) for line in lines] == sorted(
-        [(step, False) for step in (1, 2, 3)] + [(step, True) for step in of_policies]
+        [(step, False) for step in (1, 2, 3)] + [(step, True) for step in policies_values]
     )
-    assert [line["step"] for line in lines if eval_metrics(line)] == of_policies
+    assert [line["step"] for line in lines if eval_metrics(line)] == policies_values
     per_set = [
         "mean",
         "pass_at_1",
@@ -189,7 +193,8 @@ def test_metrics_have_an_evaluation_every_second_step_and_after_the_last(
 def test_the_last_evaluation_measures_the_policy_after_the_last_update(
     trained: dict[str, Path],
 ) -> None:
-    """The evaluations differ although they draw the same random numbers (see the worker): each saw other weights."""
+    """The evaluations differ although they draw the same random numbers (see the worker): each saw
+    other weights."""
     steps = [
         [row["completion"] for row in read(trained["on"], f"eval_e7_step_{step:06d}.jsonl")]
         for step in (0, 2, 3)
@@ -227,14 +232,16 @@ def test_metrics_follow_from_the_dump(trained: dict[str, Path]) -> None:
             }  # the data's; the model's is another field
             assert row["final_answer"] == final_answer(row["completion"])
         for k in (1, 2, 4):
-            found = [
+            result = [
                 [any(row["right"] for row in some) for some in itertools.combinations(prompt, k)]
                 for prompt in prompts
             ]
-            expected = sum(sum(f) / len(f) for f in found) / size
+            expected = sum(sum(f) / len(f) for f in result) / size
             assert metrics[f"eval/{name}/pass_at_{k}"] == pytest.approx(expected)
-        known = [row["reward"] for row in rows if row["reward"] is not None]
-        assert metrics[f"eval/{name}/mean"] == pytest.approx(sum(known) / len(known))
+        expected_names = [row["reward"] for row in rows if row["reward"] is not None]
+        assert metrics[f"eval/{name}/mean"] == pytest.approx(
+            sum(expected_names) / len(expected_names)
+        )
         unknown = sum(row["rewards"]["verifier"] is None for row in rows)
         assert metrics[f"eval/{name}/unscored_frac"] == pytest.approx(unknown / len(rows))
         cut = sum(row["finish_reason"] == "length" for row in rows)
@@ -244,15 +251,15 @@ def test_metrics_follow_from_the_dump(trained: dict[str, Path]) -> None:
 
 def test_samples_of_a_prompt_and_of_sets_differ(trained: dict[str, Path]) -> None:
     """e1, e3 and e7 begin with the same prompt: seeds must know the sample and the set."""
-    first = [
+    initial = [
         tuple(
             r["completion"]
             for r in read(trained["on"], f"eval_{name}_step_000000.jsonl")[:NUM_SAMPLES]
         )
         for name in SETS
     ]
-    assert len(set(first)) == 3
-    assert all(len(set(completions)) > 1 for completions in first)
+    assert len(set(initial)) == 3
+    assert all(len(set(completions)) > 1 for completions in initial)
 
 
 def test_greedy_evaluation_is_the_argmax_of_plain_transformers(

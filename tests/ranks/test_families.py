@@ -1,5 +1,7 @@
-"""Families that vLLM fuses, renames or runs by transformers' own code train at rounding, and their weight sync is
-proved whole; what cannot be is refused in one line. benchmarks/run.sh families tries all that both libraries know."""
+"""Families that vLLM fuses, renames or runs by transformers' own code train at rounding, and their
+weight sync is
+proved whole; what cannot be is refused in one line. benchmarks/run.sh families tries all that both
+libraries know."""
 
 from __future__ import annotations
 

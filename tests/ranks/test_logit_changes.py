@@ -1,4 +1,5 @@
-"""Models that change attention logits, final logits or rotary factors: policy and engine compute the same."""
+"""Models that change attention logits, final logits or rotary factors: policy and engine compute
+the same."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from typing import Any
 from tests.support.models import make_model, write_config
 from tests.support.ranks import run_worker
 
-# Windows of 8 tokens, and rollouts of 28; Phi-3's original positions are 16, and its long_mscale only vLLM knows.
+# Windows of 8 tokens, and rollouts of 28; Phi-3's original positions are 16, and its long_mscale
+# only vLLM knows.
 CHANGES: dict[str, dict[str, Any]] = {"gemma2": {}, "gemma3_text": {}, "phi3": {"long_mscale": 1.2}}
 
 

@@ -41,9 +41,10 @@ TRAINED = [("merged", 2), ("adapter", 1)] + (
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, dict[str, Any]]:
-    """What tests/support/workers/lora.py found on real ranks with real vLLM; it has checked syncs, proofs and the file
+    """What tests/support/workers/lora.py found on real ranks with real vLLM; it has checked syncs,
+    proofs and the file
     by then."""
-    found = {}
+    result = {}
     for run in RUNS:
         family, tied, sync, num_ranks, tensor_parallel = run
         folder = tmp_path_factory.mktemp("lora")
@@ -58,8 +59,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, dict[str, Any
         lora = [f"model.lora.rank={RANK}", f"model.lora.alpha={ALPHA}", f"model.lora.sync={sync}"]
         output = run_worker(num_ranks, "lora", str(config), str(folder / "out.pt"), *lora)
         assert "not proved" not in output
-        found[run] = {**torch.load(folder / "out.pt", weights_only=True), "model": model}
-    return found
+        result[run] = {**torch.load(folder / "out.pt", weights_only=True), "model": model}
+    return result
 
 
 def with_adapters(
@@ -94,17 +95,19 @@ def plain_scores(model: torch.nn.Module) -> tuple[Tensor, Tensor]:
 def test_adapters_start_alike_on_any_number_of_ranks_and_as_the_base(
     results: dict[Any, dict[str, Any]],
 ) -> None:
-    first, *others = (result["initial"] for run, result in results.items() if run[0] == "qwen3")
-    assert others
-    for other in others:
-        assert all(torch.equal(other[name], first[name]) for name in first)
-    matrices = [tensor for name, tensor in first.items() if name.endswith("lora_A.weight")]
+    initial, *rest = (result["initial"] for run, result in results.items() if run[0] == "qwen3")
+    assert rest
+    for second in rest:
+        assert all(torch.equal(second[name], initial[name]) for name in initial)
+    matrices = [tensor for name, tensor in initial.items() if name.endswith("lora_A.weight")]
     for matrix in matrices:
         bound = 1 / math.sqrt(matrix.shape[1])  # Kaiming with a = sqrt(5)
         assert 0.9 * bound < matrix.abs().max() <= bound
         assert abs(matrix.mean()) < 0.2 * bound
     assert len({tuple(matrix[0, :8].tolist()) for matrix in matrices}) == len(matrices)
-    assert all(not tensor.any() for name, tensor in first.items() if name.endswith("lora_B.weight"))
+    assert all(
+        not tensor.any() for name, tensor in initial.items() if name.endswith("lora_B.weight")
+    )
 
 
 @pytest.mark.parametrize("run", RUNS, ids=str)
@@ -131,13 +134,13 @@ def test_loss_and_gradient_do_not_depend_on_ranks(results: dict[Any, dict[str, A
     by_family: dict[str, list[dict[str, Any]]] = {}
     for run, result in results.items():
         by_family.setdefault(run[0], []).append(result)
-    for first, *others in by_family.values():
-        assert others
-        for other in others:
-            assert other["loss"] == pytest.approx(first["loss"], rel=1e-6)
-            for name, expected in first["gradients"].items():
+    for initial, *rest in by_family.values():
+        assert rest
+        for second in rest:
+            assert second["loss"] == pytest.approx(initial["loss"], rel=1e-6)
+            for name, expected in initial["gradients"].items():
                 assert (
-                    float((other["gradients"][name] - expected).norm() / expected.norm()) < 2e-6
+                    float((second["gradients"][name] - expected).norm() / expected.norm()) < 2e-6
                 ), name
 
 
@@ -201,11 +204,11 @@ def test_two_steps_of_the_real_loop(tmp_path: Path, sync: str, num_ranks: int) -
     adapted = peft.PeftModel.from_pretrained(base, saved)
     assert adapted.peft_config["default"].r == RANK
     ids = torch.tensor([[4, 9, 2, 7]])
-    scores, of_base = (
+    scores, base_values = (
         adapted(ids).logits,
         transformers.AutoModelForCausalLM.from_pretrained(model)(ids).logits,
     )
-    assert not torch.allclose(scores, of_base, atol=1e-4)
+    assert not torch.allclose(scores, base_values, atol=1e-4)
     done = run_command(
         [
             sys.executable,

@@ -1,4 +1,5 @@
-"""What waits in host memory comes back to the bit; a rank that runs out of memory says where it was."""
+"""What waits in host memory comes back to the bit; a rank that runs out of memory says where it
+was."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_rank_that_runs_out_of_memory_in_a_run_says_so_after_it_was_alarmed(
     tmp_path: Path, model: Path
 ) -> None:
-    """Rank 1 of 2 keeps 100 MiB a step (alarmed from 64 MiB), and asks for 4 PiB in its third update."""
+    """Rank 1 of 2 keeps 100 MiB a step (alarmed from 64 MiB), and asks for 4 PiB in its third
+    update."""
     path = write_config(
         tmp_path, model, training={"num_steps": 4, "max_tokens_per_micro_batch": 64}
     )
@@ -82,24 +84,25 @@ def test_three_steps_with_offload_equal_those_without_to_the_bit(
 def test_a_run_with_offload_ends_with_the_weights_of_one_without(
     tmp_path: Path, plain_run: Path
 ) -> None:
-    """A real engine, evaluation while it is awake: weights at the end, losses and evaluations equal to the bit."""
+    """A real engine, evaluation while it is awake: weights at the end, losses and evaluations equal
+    to the bit."""
     train(1, plain_config(tmp_path, plain_run / "model"), "model.offload=true", timeout_s=180)
-    found = {}
-    for what, folder in ((False, plain_run), (True, tmp_path)):
+    result = {}
+    for label, folder in ((False, plain_run), (True, tmp_path)):
         weights = load_file(next((folder / "run/checkpoints/step_000003").glob("*.safetensors")))
         lines = [
             json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()
         ]
-        found[what] = weights, lines
+        result[label] = weights, lines
     assert all(
-        torch.equal(tensor, found[True][0][name]) for name, tensor in found[False][0].items()
+        torch.equal(tensor, result[True][0][name]) for name, tensor in result[False][0].items()
     )
     keys = ("reward/mean", "loss/total", "loss/kl", "optim/grad_norm", "eval/held/mean")
-    assert [[line.get(key) for key in keys] for line in found[True][1]] == [
-        [line.get(key) for key in keys] for line in found[False][1]
+    assert [[line.get(key) for key in keys] for line in result[True][1]] == [
+        [line.get(key) for key in keys] for line in result[False][1]
     ]
-    numel = sum(tensor.numel() for tensor in found[True][0].values())
-    steps = [line for line in found[True][1] if "loss/total" in line]
+    numel = sum(tensor.numel() for tensor in result[True][0].values())
+    steps = [line for line in result[True][1] if "loss/total" in line]
     away = [line["memory/host/offloaded_gib"] * 2**30 for line in steps]
     assert away == [
         numel * 8,

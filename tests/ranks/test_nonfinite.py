@@ -1,4 +1,5 @@
-"""Loss or gradient that is not finite: all ranks skip alike, say which rollouts, and stop after several in a row."""
+"""Loss or gradient that is not finite: all ranks skip alike, say which rollouts, and stop after
+several in a row."""
 
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ def cases(folder: Path) -> dict[str, dict[str, Any]]:
     }
     config = write_config(folder, folder / "model", **sections)
     run_worker(2, "nonfinite", str(config), str(folder / "out.pt"))
-    found: dict[str, dict[str, Any]] = torch.load(folder / "out.pt", weights_only=True)
-    return found
+    result: dict[str, dict[str, Any]] = torch.load(folder / "out.pt", weights_only=True)
+    return result
 
 
 def test_a_clean_update_moves_everything(cases: dict[str, dict[str, Any]]) -> None:
@@ -51,15 +52,16 @@ def test_a_clean_update_moves_everything(cases: dict[str, dict[str, Any]]) -> No
 def test_an_update_given_up_before_its_first_optimizer_step_leaves_the_state_that_it_began_with(
     cases: dict[str, dict[str, Any]],
 ) -> None:
-    """Asked after each micro-batch of the first mini-batch, and told which is its last; never after that."""
+    """Asked after each micro-batch of the first mini-batch, and told which is its last; never after
+    that."""
     result = cases["given up"]
     assert result["num_stopped"] == 2  # by the pass over old logprobs, by the update
     assert result["moved"] == []
     assert result["same_counts"]
-    first, second = result["sizes"]
-    assert first > 1
+    initial, second = result["sizes"]
+    assert initial > 1
     assert second > 0
-    assert result["asked"] == [False] * (first - 1) + [True]
+    assert result["asked"] == [False] * (initial - 1) + [True]
 
 
 @pytest.mark.parametrize(
@@ -108,8 +110,8 @@ def test_a_spoilt_parameter_of_one_rank_shows_in_every_rollout_that_counts(
     result = cases["inf in a parameter of rank 1"]
     assert result["loss_is_finite"] == [[False, False]]
     unscored = UNSCORED[0] * GROUP_SIZE + UNSCORED[1]
-    found = sorted(i for sums in result["returned"][0] for i in sums["nonfinite_rollouts"])
-    assert found == [i for i in range(NUM_GROUPS * GROUP_SIZE) if i != unscored]
+    actual = sorted(i for sums in result["returned"][0] for i in sums["nonfinite_rollouts"])
+    assert actual == [i for i in range(NUM_GROUPS * GROUP_SIZE) if i != unscored]
 
 
 def test_a_nan_in_a_masked_place_changes_nothing(cases: dict[str, dict[str, Any]]) -> None:
@@ -158,9 +160,11 @@ def test_the_other_mini_batch_is_trained_on(cases: dict[str, dict[str, Any]]) ->
 
 
 def test_a_run_stops_after_several_in_a_row_with_the_rollouts_on_disk(folder: Path) -> None:
-    """Steps 1, 3 and 4 have rewards whose gradients overflow; step 2 between them is trained on as ever."""
+    """Steps 1, 3 and 4 have rewards whose gradients overflow; step 2 between them is trained on as
+    ever."""
     (folder / "reward.py").write_text(
-        "def reward(completion_ids, factor, **columns):\n    return [f * (ids[0] % 7) for ids, f in "
+        "def reward(completion_ids, factor, **columns):\n    return [f * (ids[0] % 7) for ids, f "
+        "in "
         "zip(completion_ids, factor)]\n"
     )
     rows = [{"prompt": "1,2=3:", "factor": 1.0 if row // 4 == 1 else 4e37} for row in range(24)]
@@ -197,7 +201,10 @@ def test_a_run_stops_after_several_in_a_row_with_the_rollouts_on_disk(folder: Pa
         )
     assert not (folder / "run/rollouts/step_000002.jsonl").exists()
     assert "step 1: 1 updates skipped, since loss or gradient was not finite" in output
-    stop = "step 4: 1 updates skipped, since loss or gradient was not finite; no single rollout's logprobs show it; see "
+    stop = (
+        "step 4: 1 updates skipped, since loss or gradient was not finite; no single "
+        "rollout's logprobs show it; see "
+    )
     assert (
         f"FloatingPointError: {stop}{folder}/run/rollouts/step_000004.jsonl. That is 2 in a row"
         in output

@@ -1,4 +1,5 @@
-"""The same rollouts give the same loss, gradient and parameters however the work is split, and those of plain
+"""The same rollouts give the same loss, gradient and parameters however the work is split, and
+those of plain
 transformers in fp32."""
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from tests.support.workers.update import (
 
 Results = dict[tuple[str, str], dict[str, Any]]
 
-# Adam's first step is lr * g / (|g| + eps): where |g| is near eps, rounding of g decides the step. Weights move by at
+# Adam's first step is lr * g / (|g| + eps): where |g| is near eps, rounding of g decides the step.
+# Weights move by at
 # most lr.
 SECTIONS: dict[str, Any] = {
     "data": {"max_prompt_tokens": 9},
@@ -67,12 +69,12 @@ def config_file(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def by_ranks(folder: Path, config_file: Path) -> dict[int, Results]:
-    found = {}
+    result = {}
     for num_ranks in WORLD_SIZES:
         out = folder / f"ranks_{num_ranks}.pt"
         run_worker(num_ranks, "update", str(config_file), str(folder / "reference"), str(out))
-        found[num_ranks] = torch.load(out, weights_only=True)
-    return found
+        result[num_ranks] = torch.load(out, weights_only=True)
+    return result
 
 
 def test_the_splits_really_differ(by_ranks: dict[int, Results]) -> None:
@@ -105,18 +107,18 @@ def test_the_settings_really_bind(by_ranks: dict[int, Results]) -> None:
 def test_loss_gradient_and_parameters_do_not_depend_on_the_split(
     by_ranks: dict[int, Results], setting: str, num_ranks: int
 ) -> None:
-    """Ranks, micro-batches, packing, who sampled what, recomputation, compilation. After the first of several optimizer
-    steps the weights differ by rounding, and Adam, which divides by the gradient's size, hands that on at about ten
-    times the size: 1e-5 there, else 1e-6.
+    """Ranks, micro-batches, packing, who sampled what, recomputation, compilation. After the first
+    of several optimizer steps the weights differ by rounding, and Adam, which divides by the
+    gradient's size, hands that on at about ten times the size: 1e-5 there, else 1e-6.
     """
     reference = by_ranks[1][setting, ONE_ROW]
-    found = {split: result for (of, split), result in by_ranks[num_ranks].items() if of == setting}
+    actual = {split: result for (of, split), result in by_ranks[num_ranks].items() if of == setting}
     replicated = num_ranks % 2 == 0 and setting in ("as configured", SEVERAL_STEPS)
     variants = len(VARIANTS) - (num_ranks != COMPILED_AT) if setting == "as configured" else 0
-    assert len(found) == len(SPLITS) - (num_ranks == 3) + variants + replicated
-    assert (REPLICATED in found) == replicated
+    assert len(actual) == len(SPLITS) - (num_ranks == 3) + variants + replicated
+    assert (REPLICATED in actual) == replicated
     bound = 1e-5 if setting == SEVERAL_STEPS else 1e-6
-    for split, result in found.items():
+    for split, result in actual.items():
         for exact in ("loss_tokens", "updates", "mismatch_tokens"):
             assert result[exact] == reference[exact], split
         for name in ("loss", "grad_norm"):
@@ -136,7 +138,8 @@ def test_loss_gradient_and_parameters_do_not_depend_on_the_split(
 
 
 def test_layers_are_compiled_once_for_all_lengths(by_ranks: dict[int, Results]) -> None:
-    """Before and after attention, with and without gradients, whatever the number of layers and of lengths."""
+    """Before and after attention, with and without gradients, whatever the number of layers and of
+    lengths."""
     graphs = {
         variant: by_ranks[COMPILED_AT]["as configured", variant]["graphs"] for variant in VARIANTS
     }
@@ -148,13 +151,14 @@ def test_layers_are_compiled_once_for_all_lengths(by_ranks: dict[int, Results]) 
 def test_mismatch_is_measured_once_and_on_the_policy_that_sampled(
     by_ranks: dict[int, Results],
 ) -> None:
-    """Over two epochs and two mini-batches every token is measured once, with the logprobs from before the first
+    """Over two epochs and two mini-batches every token is measured once, with the logprobs from
+    before the first
     step."""
-    several, one = by_ranks[1][SEVERAL_STEPS, ONE_ROW], by_ranks[1]["as configured", ONE_ROW]
-    assert several["loss_tokens"] == 2 * one["loss_tokens"] == 2 * several["mismatch_tokens"]
-    assert several["mismatch_kl"] == pytest.approx(one["mismatch_kl"], rel=1e-6)
-    assert several["mismatch_histogram"] == pytest.approx(one["mismatch_histogram"], abs=1.0)
-    assert sum(several["mismatch_histogram"]) == one["mismatch_tokens"]
+    several, single = by_ranks[1][SEVERAL_STEPS, ONE_ROW], by_ranks[1]["as configured", ONE_ROW]
+    assert several["loss_tokens"] == 2 * single["loss_tokens"] == 2 * several["mismatch_tokens"]
+    assert several["mismatch_kl"] == pytest.approx(single["mismatch_kl"], rel=1e-6)
+    assert several["mismatch_histogram"] == pytest.approx(single["mismatch_histogram"], abs=1.0)
+    assert sum(several["mismatch_histogram"]) == single["mismatch_tokens"]
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -188,17 +192,18 @@ def test_the_update_moves_every_parameter(by_ranks: dict[int, Results], folder: 
 
 @pytest.fixture(scope="module")
 def plain_scores(folder: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Difference and entropy of each completion of `fixed_groups`, by plain transformers before any update."""
+    """Difference and entropy of each completion of `fixed_groups`, by plain transformers before any
+    update."""
     model = load_plain(folder / "model")
-    found = []
+    result = []
     for group in fixed_groups():
         for completion in group.completions:
             with torch.no_grad():
                 log_p, entropy = score_plain(
                     model, group.prompt.token_ids, completion.token_ids, 0.8
                 )
-            found.append((log_p - torch.tensor(completion.logprobs, dtype=torch.float64), entropy))
-    return found
+            result.append((log_p - torch.tensor(completion.logprobs, dtype=torch.float64), entropy))
+    return result
 
 
 @pytest.mark.parametrize("num_ranks", WORLD_SIZES)
@@ -207,7 +212,8 @@ def test_scores_of_tokens_are_those_of_plain_transformers_however_the_work_is_sp
     plain_scores: list[tuple[torch.Tensor, torch.Tensor]],
     num_ranks: int,
 ) -> None:
-    """Of the policy before the first update, whatever the loss is made of, to float16; means to float32."""
+    """Of the policy before the first update, whatever the loss is made of, to float16; means to
+    float32."""
     unscored = UNSCORED[0] * GROUP_SIZE + UNSCORED[1]
     for (setting, split), result in by_ranks[num_ranks].items():
         lines = scored(result["scores"])
@@ -256,9 +262,10 @@ def score_plain(
 
 
 def plain_update(config: Config, reference_model: Path) -> dict[str, Any]:
-    """GRPO and its relatives written out anew: plain transformers, one sequence at a time, each loss as its paper has
+    """GRPO and its relatives written out anew: plain transformers, one sequence at a time, each
+    loss as its paper has
     it, autograd through all of it, and torch's AdamW; float64 but for the models."""
-    loss_config, longest = config.loss, config.rollout.max_completion_tokens
+    loss_config, max_length = config.loss, config.rollout.max_completion_tokens
 
     model, reference = load_plain(config.model.path), load_plain(reference_model)
     decay = [p for p in model.parameters() if p.ndim > 1]
@@ -290,7 +297,7 @@ def plain_update(config: Config, reference_model: Path) -> dict[str, Any]:
             reward = fixed_reward(group.slot, sample)
             if reward is not None and config.advantage.overlong_buffer_tokens:
                 buffer = config.advantage.overlong_buffer_tokens
-                over = min(max(len(completion.token_ids) - (longest - buffer), 0), buffer)
+                over = min(max(len(completion.token_ids) - (max_length - buffer), 0), buffer)
                 reward -= config.advantage.overlong_penalty * over / buffer
             if reward is not None and loss_config.kl_in == "reward":
                 reward -= loss_config.kl_coef * float(kl(old, ref).sum())
@@ -312,8 +319,8 @@ def plain_update(config: Config, reference_model: Path) -> dict[str, Any]:
     losses, norms, all_gradients, num_tokens = [], [], [], 0
     size = NUM_GROUPS // config.training.num_mini_batches
     for _ in range(config.training.num_epochs):
-        for first in range(0, NUM_GROUPS, size):
-            used = [s for s in sequences if first <= s["slot"] < first + size and s["counts"]]
+        for initial in range(0, NUM_GROUPS, size):
+            used = [s for s in sequences if initial <= s["slot"] < initial + size and s["counts"]]
             tokens = sum(len(s["completion"]) for s in used)
             total = torch.zeros((), dtype=torch.float64)
             for s in used:
@@ -327,7 +334,7 @@ def plain_update(config: Config, reference_model: Path) -> dict[str, Any]:
                 elif loss_config.aggregation == "sequence":
                     total = total + term.mean() / len(used)
                 else:
-                    total = total + term.sum() / (len(used) * longest)
+                    total = total + term.sum() / (len(used) * max_length)
             optimizer.zero_grad()
             total.backward()
             norms.append(
@@ -351,7 +358,8 @@ def plain_update(config: Config, reference_model: Path) -> dict[str, Any]:
 
 
 def correction(config: LossConfig, ratio: torch.Tensor) -> torch.Tensor:
-    """The weight of each token of one sequence, `ratio` being p(policy) / p(engine) of its tokens."""
+    """The weight of each token of one sequence, `ratio` being p(policy) / p(engine) of its
+    tokens."""
     cap = config.rollout_correction_cap
     if config.rollout_correction == "none":
         return torch.ones_like(ratio)
@@ -383,23 +391,25 @@ def policy_terms(
 
 
 def add_advantages(sequences: list[dict[str, Any]], config: Config) -> None:
-    known = [s["reward"] for s in sequences if s["reward"] is not None]
+    expected_names = [s["reward"] for s in sequences if s["reward"] is not None]
     for slot in range(NUM_GROUPS):
         group = [s for s in sequences if s["slot"] == slot and s["reward"] is not None]
         rewards = [s["reward"] for s in group]
         for s in group:
-            others = [r["reward"] for r in group if r is not s]
+            rest = [r["reward"] for r in group if r is not s]
             estimator, normalize = config.advantage.estimator, config.advantage.normalize_std
             if estimator == "reinforce_pp":
-                s["advantage"] = (s["reward"] - statistics.mean(known)) / statistics.stdev(known)
+                s["advantage"] = (s["reward"] - statistics.mean(expected_names)) / statistics.stdev(
+                    expected_names
+                )
             elif estimator == "max_rl":
                 s["advantage"] = s["reward"] / statistics.mean(rewards) - 1
             elif estimator == "rloo":
-                s["advantage"] = s["reward"] - statistics.mean(others)
+                s["advantage"] = s["reward"] - statistics.mean(rest)
             else:
                 divisor = {
                     "group": statistics.stdev(rewards),
-                    "batch": statistics.stdev(known),
+                    "batch": statistics.stdev(expected_names),
                     "none": 1.0,
                 }[normalize]
                 s["advantage"] = (s["reward"] - statistics.mean(rewards)) / (

@@ -1,4 +1,5 @@
-"""A critic on the policy's own layers says, learns and teaches the layers the same however the work is split, and what
+"""A critic on the policy's own layers says, learns and teaches the layers the same however the work
+is split, and what
 plain transformers with a head and torch's autograd make of the same rollouts."""
 
 from __future__ import annotations
@@ -48,35 +49,36 @@ def config_file(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def by_ranks(folder: Path, config_file: Path) -> dict[int, Results]:
-    found = {}
+    result = {}
     for num_ranks in RANKS:
         out = folder / f"ranks_{num_ranks}.pt"
         output = run_worker(
             num_ranks, "policy_critic", str(config_file), str(folder / "reference"), str(out)
         )
         assert output.count("9 faults seen") == (2 if num_ranks == 2 else 0), output
-        found[num_ranks] = torch.load(out, weights_only=True)
-    return found
+        result[num_ranks] = torch.load(out, weights_only=True)
+    return result
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_what_it_says_and_teaches_does_not_depend_on_the_split(
     by_ranks: dict[int, Results], setting: str
 ) -> None:
-    """Ranks, rows, replicas, who sampled what. Adam hands on the rounding of a first step at about ten times the
+    """Ranks, rows, replicas, who sampled what. Adam hands on the rounding of a first step at about
+    ten times the
     size."""
     reference = by_ranks[1][setting, ONE_ROW]
     assert len({by_ranks[1][setting, split]["rows"] for split in SPLITS}) == 2
     bound = 1e-5 if setting == "several steps" else 1e-6
     splits = (*SPLITS, REPLICATED)
-    found = [
+    actual = [
         r
         for of in by_ranks.values()
         for (s, split), r in of.items()
         if s == setting and split in splits
     ]
-    assert len(found) == 4 + (setting == "several steps")
-    for result in found:
+    assert len(actual) == 4 + (setting == "several steps")
+    for result in actual:
         for name in ("old_values", "returns", "advantages"):
             for i, expected in reference[name].items():
                 assert result[name][i] == pytest.approx(expected, rel=1e-5, abs=1e-5), (name, i)
@@ -89,9 +91,9 @@ def test_what_it_says_and_teaches_does_not_depend_on_the_split(
             == len(reference["gradients"])
             == 2 * result["sums"]["optim/updates"]
         )
-        for one, other in zip(result["gradients"][:2], reference["gradients"][:2], strict=True):
-            for name, gradient in other.items():
-                assert relative_difference(one[name], gradient) < 1e-6, name
+        for single, second in zip(result["gradients"][:2], reference["gradients"][:2], strict=True):
+            for name, gradient in second.items():
+                assert relative_difference(single[name], gradient) < 1e-6, name
         for name, parameter in reference["parameters"].items():
             assert relative_difference(result["parameters"][name], parameter) < bound, name
 
@@ -100,16 +102,19 @@ def test_what_it_says_and_teaches_does_not_depend_on_the_split(
 def test_adapters_and_a_warm_up_on_two_ranks_are_those_on_one(
     by_ranks: dict[int, Results], split: str
 ) -> None:
-    one, two = (by_ranks[n]["several steps", split] for n in (1, 2))
-    for name, parameter in one["parameters"].items():
+    single, two = (by_ranks[n]["several steps", split] for n in (1, 2))
+    for name, parameter in single["parameters"].items():
         assert relative_difference(two["parameters"][name], parameter) < 1e-5, name
-    of_critic = [
-        {name: value for name, value in each["sums"].items() if "critic/" in name}
-        for each in (two, one)
+    critic_values = [
+        {name: value for name, value in item["sums"].items() if "critic/" in name}
+        for item in (two, single)
     ]
-    assert of_critic[0] == pytest.approx(of_critic[1], rel=2e-5, abs=1e-5)
+    assert critic_values[0] == pytest.approx(critic_values[1], rel=2e-5, abs=1e-5)
     layers = [
-        name for of_step in two["gradients"] for name in of_step if not name.startswith("head.")
+        name
+        for step_values in two["gradients"]
+        for name in step_values
+        if not name.startswith("head.")
     ]
     assert bool(layers) == (
         split == ADAPTERS
@@ -123,17 +128,18 @@ def test_adapters_and_a_warm_up_on_two_ranks_are_those_on_one(
 def test_one_backward_pass_has_both_losses(
     by_ranks: dict[int, Results], config_file: Path, folder: Path, setting: str
 ) -> None:
-    """Loss and each gradient of the first optimizer step are those of transformers with a head, by autograd alone:
+    """Loss and each gradient of the first optimizer step are those of transformers with a head, by
+    autograd alone:
     policy + coef * value, as TRL's PPO with a value head has it."""
     result = by_ranks[2][setting, ONE_ROW]
     plain = plain_update(changed(load_config(config_file), setting), folder)
     for name in ("old_values", "returns", "advantages"):
         for i, expected in plain[name].items():
             assert result[name][i] == pytest.approx(expected, rel=1e-4, abs=2e-5), (name, i)
-    found = result["gradients"][0] | result["gradients"][1]
-    assert found.keys() == plain["gradients"].keys()
+    actual = result["gradients"][0] | result["gradients"][1]
+    assert actual.keys() == plain["gradients"].keys()
     for name, gradient in plain["gradients"].items():
-        assert relative_difference(found[name], gradient) < 1e-5, name
+        assert relative_difference(actual[name], gradient) < 1e-5, name
     if setting == "as configured":  # one optimizer step: nothing else is in these
         assert result["value"] == pytest.approx(plain["value"], rel=1e-5)
         assert result["sums"]["critic/loss"] == pytest.approx(plain["value"] / 0.3, rel=1e-5)
@@ -141,16 +147,17 @@ def test_one_backward_pass_has_both_losses(
         assert result["sums"]["critic/grad_norm"] == pytest.approx(plain["head_norm"], rel=1e-5)
         assert result["sums"]["optim/grad_norm"] == pytest.approx(plain["norm"], rel=1e-5)
     without = plain_update(changed(load_config(config_file), setting), folder, value_coef=0.0)
-    apart = [
-        relative_difference(found[n], g)
+    separate = [
+        relative_difference(actual[n], g)
         for n, g in without["gradients"].items()
         if not n.startswith("head.")
     ]
-    assert min(apart) > 1e-2  # the value loss is heard in every tensor of the layers
+    assert min(separate) > 1e-2  # the value loss is heard in every tensor of the layers
 
 
 def plain_update(config: Config, folder: Path, value_coef: float = 0.3) -> dict[str, Any]:
-    """The first optimizer step, written out: one sequence at a time, full logits, autograd, gradients clipped."""
+    """The first optimizer step, written out: one sequence at a time, full logits, autograd,
+    gradients clipped."""
     policy, reference = (
         transformers.AutoModelForCausalLM.from_pretrained(
             folder / n, dtype=torch.float32, attn_implementation="eager"
@@ -164,8 +171,8 @@ def plain_update(config: Config, folder: Path, value_coef: float = 0.3) -> dict[
         hidden = policy.model(torch.tensor([prompt + completion])).last_hidden_state[
             0, len(prompt) - 1 : -1
         ]
-        found: Tensor = head(hidden)[:, 0]
-        return found
+        result: Tensor = head(hidden)[:, 0]
+        return result
 
     sequences = [
         s for g in fixed_groups() for s in plain_sequences(config, g, values_of, policy, reference)
@@ -180,7 +187,7 @@ def plain_update(config: Config, folder: Path, value_coef: float = 0.3) -> dict[
         if s["counts"] and s["slot"] * config.training.num_mini_batches // 6 == 0
     ]
     num_tokens = sum(len(s["old"]) for s in used)
-    total, of_values, clip = torch.zeros((), dtype=torch.float64), 0.0, config.critic.clip_value
+    total, values_values, clip = torch.zeros((), dtype=torch.float64), 0.0, config.critic.clip_value
     assert clip is not None
     for s in used:
         ids, n = torch.tensor([s["prompt"] + s["completion"]]), len(s["completion"])
@@ -193,9 +200,9 @@ def plain_update(config: Config, folder: Path, value_coef: float = 0.3) -> dict[
         advantages = (torch.tensor(s["raw"], dtype=torch.float64) - mean) / deviation
         entropy = -(log_p.exp() * log_p).sum(-1)
         correction = _correction(config, s, p.detach())
-        own = -(advantages * (p - p.detach()).exp() * correction).sum()
-        own = (
-            own
+        local = -(advantages * (p - p.detach()).exp() * correction).sum()
+        local = (
+            local
             + config.loss.kl_coef * ((p - r) ** 2 / 2).sum()
             - config.loss.entropy_coef * entropy.sum()
         )
@@ -203,9 +210,9 @@ def plain_update(config: Config, folder: Path, value_coef: float = 0.3) -> dict[
         old, target = (torch.tensor(s[k], dtype=torch.float64) for k in ("old", "returns"))
         bounded = torch.minimum(torch.maximum(v, old - clip), old + clip)
         error = 0.5 * torch.maximum((v - target) ** 2, (bounded - target) ** 2).sum() * value_coef
-        total, of_values = (
-            total + (own + error) / num_tokens,
-            of_values + float(error.detach()) / num_tokens,
+        total, values_values = (
+            total + (local + error) / num_tokens,
+            values_values + float(error.detach()) / num_tokens,
         )
     total.backward()
     named = dict(policy.named_parameters()) | {
@@ -223,7 +230,7 @@ def plain_update(config: Config, folder: Path, value_coef: float = 0.3) -> dict[
             for s in sequences
         },
         "loss": float(total.detach()),
-        "value": of_values,
+        "value": values_values,
         "gradients": {name: p.grad for name, p in named.items() if p.grad is not None},
         "norm": float(norms[0]),
         "head_norm": float(norms[1]),

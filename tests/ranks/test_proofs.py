@@ -11,7 +11,8 @@ from tests.support.models import make_model, write_config
 from tests.support.ranks import run_worker
 
 
-# Between them: tied and untied, tensor parallel 1 and 2, both dtypes, biases, KV heads held twice, an odd vocabulary
+# Between them: tied and untied, tensor parallel 1 and 2, both dtypes, biases, KV heads held twice,
+# an odd vocabulary
 # that is padded.
 @pytest.mark.parametrize(
     ("family", "tied", "tp", "dtype"),
@@ -37,8 +38,9 @@ def test_every_planted_fault_is_seen_and_nothing_else(
 
 
 def test_the_check_of_the_update_sees_planted_faults_and_changes_no_bit(tmp_path: Path) -> None:
-    """25 kinds of clean updates pass (losses, estimators, both dtypes, recomputation, adapters, replicas, a rank with
-    few rollouts, episodes), 13 of them compared to the bit with an update that nobody looks at; 33 faults are each
+    """25 kinds of clean updates pass (losses, estimators, both dtypes, recomputation, adapters,
+    replicas, a rank with few rollouts, episodes), 13 of them compared to the bit with an update
+    that nobody looks at; 33 faults are each
     named."""
     folder = make_model(tmp_path / "model", "qwen3", tied=True)
     sections = {**SECTIONS, "data": {"max_prompt_tokens": 16}}

@@ -1,4 +1,5 @@
-"""Every recipe without a model beside the policy trains: the same rollouts on two ranks give, under each, what plain
+"""Every recipe without a model beside the policy trains: the same rollouts on two ranks give, under
+each, what plain
 transformers gives with the same keys, and another update than the other recipes give."""
 
 from __future__ import annotations
@@ -50,12 +51,12 @@ def test_every_recipe_makes_an_update_of_its_own(found: Found) -> None:
         assert result["updates"] == 2, name
         assert math.isfinite(result["loss"]), name
         assert 0 < result["grad_norm"] < math.inf, name
-    for one, other in itertools.combinations(found, 2):
+    for single, second in itertools.combinations(found, 2):
         moved = relative_difference(
-            found[one]["gradients"][0]["model.embed_tokens.weight"],
-            found[other]["gradients"][0]["model.embed_tokens.weight"],
+            found[single]["gradients"][0]["model.embed_tokens.weight"],
+            found[second]["gradients"][0]["model.embed_tokens.weight"],
         )
-        assert moved > 1e-3, (one, other)
+        assert moved > 1e-3, (single, second)
 
 
 @pytest.mark.parametrize("name", ALONE)

@@ -1,4 +1,5 @@
-"""Reward models on real ranks: their scores beside those of plain transformers, and what the running check sees."""
+"""Reward models on real ranks: their scores beside those of plain transformers, and what the
+running check sees."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("reward_models")
     make_model(folder / "policy", "qwen3", tied=True)
     for seed, family in enumerate(FAMILIES):
-        # transformers takes the last token that is not the padding's: with one, without one, and with one never read
+        # transformers takes the last token that is not the padding's: with one, without one, and
+        # with one never read
         pad = {0: 0, 1: None}.get(seed % 3, 96)
         make_reward_model(folder / family, family, seed=seed, pad_token_id=pad)
     make_reward_model(folder / "qwen3-chat", "qwen3", vocab_size=272, pad_token_id=None)
@@ -39,17 +41,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def found(folder: Path, request: pytest.FixtureRequest) -> Found:
     out = folder / f"ranks_{request.param}.json"
     run_worker(request.param, "reward_models", str(folder), str(out))
-    of_ranks: Found = json.loads(out.read_text())
-    return of_ranks
+    rank_values: Found = json.loads(out.read_text())
+    return rank_values
 
 
 def ids_of(folder: Path, case: str) -> list[list[int] | None]:
-    """What the model is to read of each rollout, by transformers' own rendering; None where it reads nothing."""
+    """What the model is to read of each rollout, by transformers' own rendering; None where it
+    reads nothing."""
     family, kind, settings = CASES[case]
     policy = transformers.AutoTokenizer.from_pretrained(folder / "policy")
-    own = transformers.AutoTokenizer.from_pretrained(folder / family)
+    pretrained = transformers.AutoTokenizer.from_pretrained(folder / family)
     template = OTHER_TEMPLATE if "template" in settings else None
-    found: list[list[int] | None] = []
+    result: list[list[int] | None] = []
     for group in groups_of(kind, policy):
         for completion in group.completions:
             text = policy.decode(completion.token_ids, skip_special_tokens=True)
@@ -58,49 +61,49 @@ def ids_of(folder: Path, case: str) -> list[list[int] | None]:
                 ids = (
                     group.prompt.token_ids + completion.token_ids
                     if same
-                    else own(group.prompt.text + text).input_ids
+                    else pretrained(group.prompt.text + text).input_ids
                 )
             else:
-                said = (
+                message = (
                     completion.episode.messages
                     if completion.episode
                     else [{"role": "assistant", "content": text}]
                 )
-                messages = group.prompt.text + said
-                ids = own.apply_chat_template(
+                messages = group.prompt.text + message
+                ids = pretrained.apply_chat_template(
                     messages, chat_template=template, tokenize=True, return_dict=False
                 )
             is_asked = completion.episode is None or bool(completion.episode.turns)
-            longest = settings.get("max_tokens", 10_000)
-            cut = ids[-longest:] if "on_long" in settings or len(ids) <= longest else None
-            found.append(cut if is_asked else None)
-    return found
+            max_length = settings.get("max_tokens", 10_000)
+            cut = ids[-max_length:] if "on_long" in settings or len(ids) <= max_length else None
+            result.append(cut if is_asked else None)
+    return result
 
 
 @pytest.mark.parametrize("case", list(CASES))
 def test_scores_are_those_of_transformers(found: Found, folder: Path, case: str) -> None:
-    asked = ids_of(folder, case)
+    requests = ids_of(folder, case)
     label = 1 if "label" in CASES[case][2] else 0
     expected = iter(
-        plain_scores(folder / CASES[case][0], [ids for ids in asked if ids is not None], label)
+        plain_scores(folder / CASES[case][0], [ids for ids in requests if ids is not None], label)
     )
-    for number, ids in enumerate(asked):
+    for number, ids in enumerate(requests):
         status, value = found[case][str(number)]
         if ids is None:
             assert (status, value) == ("not_applicable", None), number
         else:
             assert (status, value) == ("ok", pytest.approx(next(expected), abs=1e-5)), number
-    assert len(asked) == len(found[case]) == 10 * GROUP_SIZE
+    assert len(requests) == len(found[case]) == 10 * GROUP_SIZE
     if case in ("too long", "cut"):
-        of_all = {ids is None for ids in asked}
-        assert of_all == ({True, False} if case == "too long" else {False})
+        everything = {ids is None for ids in requests}
+        assert everything == ({True, False} if case == "too long" else {False})
 
 
 def test_the_budget_of_a_row_does_not_change_a_score(found: Found) -> None:
-    whole = found["qwen3"]
+    full = found["qwen3"]
     for budget in BUDGETS[:-1]:
         small = found[f"qwen3/{budget}"]
-        assert all(small[n][1] == pytest.approx(whole[n][1], abs=2e-6) for n in whole)
+        assert all(small[n][1] == pytest.approx(full[n][1], abs=2e-6) for n in full)
 
 
 def test_ranks_do_not_change_a_score(folder: Path, found: Found) -> None:
@@ -115,7 +118,8 @@ def test_ranks_do_not_change_a_score(folder: Path, found: Found) -> None:
 def test_rounding_in_bfloat16_passes_the_running_check(
     found: Found, folder: Path, family: str
 ) -> None:
-    """It has passed, in the worker; and the scores are as near to those in float32 as the check's mean allows."""
+    """It has passed, in the worker; and the scores are as near to those in float32 as the check's
+    mean allows."""
     values = found[f"{family} in bfloat16"].items()
     off = [abs(value - found[family][n][1]) / (1 + abs(value)) for n, (_, value) in values]
     assert 0 < sum(off) / len(off) < 0.05
@@ -124,11 +128,11 @@ def test_rounding_in_bfloat16_passes_the_running_check(
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("fault", list(FAULTS))
 def test_the_running_check_sees(found: Found, fault: str, dtype: str) -> None:
-    said = found["seen" if dtype == "float32" else "seen in bfloat16"][fault]
+    message = found["seen" if dtype == "float32" else "seen in bfloat16"][fault]
     if fault == "too long, scored":
-        assert "was scored, over 20" in said
+        assert "was scored, over 20" in message
     else:
-        assert "gives other scores than transformers does" in said
+        assert "gives other scores than transformers does" in message
 
 
 def test_a_model_that_waits_in_host_memory_refuses_to_score(found: Found) -> None:

@@ -35,7 +35,8 @@ def config(tmp_path: Any) -> Config:
 
 
 Found = dict[str, Any]
-# FULL_MATRIX=1 tests/run.sh -k rollout    takes tensor parallelism as well, and needs about a minute more.
+# FULL_MATRIX=1 tests/run.sh -k rollout    takes tensor parallelism as well, and needs about a
+# minute more.
 RANKS = {"one": (1, 1), "two": (2, 1)} | (
     {"tp2": (2, 2), "two tp2": (4, 2)} if os.environ.get("FULL_MATRIX") else {}
 )
@@ -48,7 +49,7 @@ SHARED = [name for name in RANKS if name.startswith("two")]
 @pytest.fixture(scope="module")
 def found(folder: Path) -> dict[str, Found]:
     """What the ranks of each layout made in each scenario; two layouts run at a time."""
-    of_layout = {}
+    layout_values = {}
     for pair in (list(RANKS)[i : i + 2] for i in range(0, len(RANKS), 2)):
         jobs = {}
         for name in pair:
@@ -74,8 +75,8 @@ def found(folder: Path) -> dict[str, Found]:
         for name, job in jobs.items():
             code, output = job.wait(180)
             assert code == 0, output
-            of_layout[name] = json.loads((folder / f"{name}.json").read_text())
-    return of_layout
+            layout_values[name] = json.loads((folder / f"{name}.json").read_text())
+    return layout_values
 
 
 def completions(made: list[Any]) -> list[Any]:
@@ -120,13 +121,16 @@ def test_a_short_step_is_shared_out_as_evenly_as_it_can_be(
     num_ranks, tensor_parallel = RANKS[layout]
     for name, expected in (("none", [0, 0]), ("one", [0, 1]), ("odd", [3, 4])):
         for schedule in ("static", "shared_queue"):
-            of_ranks = counts(found[layout][f"{name}/{schedule}"], num_ranks)
-            of_engines = [
-                sum(of_ranks[i : i + tensor_parallel]) for i in range(0, num_ranks, tensor_parallel)
+            rank_values = counts(found[layout][f"{name}/{schedule}"], num_ranks)
+            engines_values = [
+                sum(rank_values[i : i + tensor_parallel])
+                for i in range(0, num_ranks, tensor_parallel)
             ]
-            assert sorted(of_engines) == expected, (name, schedule)
+            assert sorted(engines_values) == expected, (name, schedule)
             assert all(
-                max(of_ranks[i : i + tensor_parallel]) - min(of_ranks[i : i + tensor_parallel]) <= 1
+                max(rank_values[i : i + tensor_parallel])
+                - min(rank_values[i : i + tensor_parallel])
+                <= 1
                 for i in (0, tensor_parallel)
             )
     assert counts(found[layout]["many/static"], num_ranks) == [24 // num_ranks] * num_ranks
@@ -136,9 +140,10 @@ def test_a_short_step_is_shared_out_as_evenly_as_it_can_be(
 def test_a_slow_engine_takes_fewer_groups(found: dict[str, Found], layout: str) -> None:
     num_ranks, tensor_parallel = RANKS[layout]
     for scenario in ("slow/shared_queue", "first of two/shared_queue"):
-        of_ranks = counts(found[layout][scenario], num_ranks)
-        # The slow one has the 4 that it was dealt and a few more, where the static schedule would have given it 12.
-        assert 4 <= sum(of_ranks[-tensor_parallel:]) <= 9, of_ranks
+        rank_values = counts(found[layout][scenario], num_ranks)
+        # The slow one has the 4 that it was dealt and a few more, where the static schedule would
+        # have given it 12.
+        assert 4 <= sum(rank_values[-tensor_parallel:]) <= 9, rank_values
 
 
 @pytest.mark.parametrize("layout", RANKS)
@@ -151,19 +156,21 @@ def test_what_took_longest_last_time_is_begun_first(found: dict[str, Found], lay
     assert again == completions(alone["uneven/in turn"])  # bit by bit
     took = [sum(len(token_ids) for token_ids, *_ in group) / 4 for _, _, group in again]
     assert len(set(took)) > 8
-    of_engines = found[layout]["order"][::tensor_parallel]
-    for begun, expected in found[layout]["order"]:
+    engines_values = found[layout]["order"][::tensor_parallel]
+    for started, expected in found[layout]["order"]:
         assert expected == [
             round(tokens, 1) for tokens in took
         ]  # known to every rank, whoever sampled it
-        in_order = [expected[slot] for slot in begun]
+        in_order = [expected[slot] for slot in started]
         assert in_order == sorted(in_order, reverse=True)
-    assert sorted(slot for begun, _ in of_engines for slot in begun) == list(range(24))
+    assert sorted(slot for started, _ in engines_values for slot in started) == list(range(24))
     if (
         layout in SHARED
     ):  # each engine was dealt 4 of the 8 longest, and claimed the others as it got free
-        dealt = sorted(of_engines[0][1][slot] for begun, _ in of_engines for slot in begun[:4])
-        assert dealt == sorted(of_engines[0][1])[-8:]
+        dealt = sorted(
+            engines_values[0][1][slot] for started, _ in engines_values for slot in started[:4]
+        )
+        assert dealt == sorted(engines_values[0][1])[-8:]
 
 
 @pytest.mark.parametrize("layout", SHARED)
@@ -203,14 +210,14 @@ def test_a_step_is_full_with_the_groups_that_are_complete_first(
 ) -> None:
     race = found[layout]["race"]
     alone = {position: group for _, position, group in completions(race["all"])}
-    num_launched, short, of_ranks = race["short"]
+    num_launched, short, rank_values = race["short"]
     assert num_launched == len(alone) == 24
-    taken = {position: group for _, position, group in completions(short)}
-    assert len(short) == len(taken) == 10
-    for waiting, metrics in of_ranks:  # every rank knows of the same
-        assert sorted([*taken, *waiting]) == list(range(24))
-        assert metrics == of_ranks[0][1]
-    waiting, metrics = of_ranks[0]
+    selected = {position: group for _, position, group in completions(short)}
+    assert len(short) == len(selected) == 10
+    for waiting, metrics in rank_values:  # every rank knows of the same
+        assert sorted([*selected, *waiting]) == list(range(24))
+        assert metrics == rank_values[0][1]
+    waiting, metrics = rank_values[0]
     assert (metrics["rollout/waiting_prompts"], metrics["rollout/tail_long_round"]) == (14, 0)
     assert 0 < metrics["rollout/tail_dropped_tokens_frac"] < 1
     assert (
@@ -220,20 +227,20 @@ def test_a_step_is_full_with_the_groups_that_are_complete_first(
         <= 8
     )
     # Then those that wait, all of which are waited for.
-    num_launched, long, of_ranks = race["long"]
+    num_launched, long, rank_values = race["long"]
     assert (num_launched, [position for _, position, _ in completions(long)]) == (10, waiting[:10])
-    kept = {
+    retained = {
         "rollout/waiting_prompts": 4,
         "rollout/tail_long_round": 1,
         "rollout/tail_dropped_tokens_frac": 0,
     }
-    assert of_ranks == [[waiting[10:], kept]] * RANKS[layout][0]
-    taken |= {position: group for _, position, group in completions(long)}
-    assert taken == {position: alone[position] for position in taken}  # bit by bit
+    assert rank_values == [[waiting[10:], retained]] * RANKS[layout][0]
+    selected |= {position: group for _, position, group in completions(long)}
+    assert selected == {position: alone[position] for position in selected}  # bit by bit
     # One rank gave up and nobody waits for it: `Preemption.guard` ends the step.
-    num_launched, _, of_ranks = race["given up"]
+    num_launched, _, rank_values = race["given up"]
     assert num_launched == 24
-    assert all(waiting == of_ranks[0][0] for waiting, _ in of_ranks)
+    assert all(waiting == rank_values[0][0] for waiting, _ in rank_values)
 
 
 @pytest.mark.parametrize("layout", RANKS)
@@ -251,10 +258,12 @@ def test_claims_are_distinct_and_leave_nothing_in_the_store(
 
 
 def test_a_whole_run_is_the_same_under_both_schedules(folder: Path) -> None:
-    """Two steps with two rounds of generation or more each, on two ranks: every figure that is not a time, and every
+    """Two steps with two rounds of generation or more each, on two ranks: every figure that is not
+    a time, and every
     dumped rollout."""
     (folder / "reward.py").write_text(
-        "def low(completion_ids, **columns):\n    return [float(ids[0] < 25) for ids in completion_ids]\n"
+        "def low(completion_ids, **columns):\n    return [float(ids[0] < 25) for ids in "
+        "completion_ids]\n"
     )
     jobs = {}
     for schedule in ("static", "shared_queue"):
@@ -281,8 +290,8 @@ def test_a_whole_run_is_the_same_under_both_schedules(folder: Path) -> None:
     assert dumps["static"] == dumps["shared_queue"]
     timed = ("time/", "throughput/", "memory/", "rollout/", "weight_sync/proof_s", "proofs/")
     plain = {
-        name: [{k: v for k, v in m.items() if not k.startswith(timed)} for m in of_run]
-        for name, of_run in metrics.items()
+        name: [{k: v for k, v in m.items() if not k.startswith(timed)} for m in run_values]
+        for name, run_values in metrics.items()
     }
     assert plain["static"] == plain["shared_queue"]
     for m in metrics["static"] + metrics["shared_queue"]:

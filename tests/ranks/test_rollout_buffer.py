@@ -1,4 +1,5 @@
-"""A generation that was cut goes on from disk, bit by bit what it would have been, and samples nothing twice."""
+"""A generation that was cut goes on from disk, bit by bit what it would have been, and samples
+nothing twice."""
 
 from __future__ import annotations
 
@@ -100,9 +101,9 @@ def num_kept(run_dir: Path) -> list[int]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_step_is_a_step(found: dict[str, Found], layout: str) -> None:
-    made = completions(found[layout]["undisturbed"])
-    assert [position for position, _ in made] == [prompt.position for prompt in PROMPTS]
-    assert len({len(c[0]) for _, group in made for c in group}) > 5, (
+    created = completions(found[layout]["undisturbed"])
+    assert [position for position, _ in created] == [prompt.position for prompt in PROMPTS]
+    assert len({len(c[0]) for _, group in created for c in group}) > 5, (
         "completions of all lengths, so that some are done early"
     )
     assert found[layout]["undisturbed"]["sent"] == NUM_COMPLETIONS
@@ -117,7 +118,8 @@ def test_a_signal_to_one_rank_ends_the_generation_on_all(
     assert len(step["made"]) == (0 if cut == "first round" else ROUNDS[0])
     assert 0 < step["sent"] <= NUM_COMPLETIONS
     for rank, leftovers in enumerate(step["leftovers"]):
-        # Where an engine came to its end by itself, vLLM drops its last requests from the model's side with the next
+        # Where an engine came to its end by itself, vLLM drops its last requests from the model's
+        # side with the next
         # step.
         assert leftovers[: 5 if step["aborted"][rank] else 4] == [0] * (
             5 if step["aborted"][rank] else 4
@@ -136,11 +138,11 @@ def test_a_signal_to_one_rank_ends_the_generation_on_all(
 def test_it_goes_on_bit_by_bit_and_samples_nothing_twice(
     found: dict[str, Found], folder: Path, layout: str, cut: str
 ) -> None:
-    kept = sum(num_kept(folder / layout / "run" / f"{cut}, as it was cut"))
+    retained = sum(num_kept(folder / layout / "run" / f"{cut}, as it was cut"))
     done_before = 0 if cut == "first round" else GROUP_SIZE * ROUNDS[0]
-    assert done_before < kept < NUM_COMPLETIONS
+    assert done_before < retained < NUM_COMPLETIONS
     resumed, again = found[layout][f"{cut}, gone on"], found[layout][f"{cut}, once more"]
-    assert resumed["sent"] == NUM_COMPLETIONS - kept
+    assert resumed["sent"] == NUM_COMPLETIONS - retained
     assert again["sent"] == 0
     assert completions(resumed) == completions(again) == completions(found[layout]["undisturbed"])
     assert {rank for rank, *_ in again["made"]} == {0, 1}  # also what comes from disk is shared out
@@ -152,6 +154,6 @@ def test_at_another_world_size(
     found: dict[str, Found], on_one_rank: Found, folder: Path, name: str
 ) -> None:
     assert completions(on_one_rank[name]) == completions(found["two"]["undisturbed"])
-    kept = num_kept(folder / "two/run/second round, as it was cut")
-    used = {"other weights": 0, "torn": sum(kept) - max(kept)}.get(name, sum(kept))
+    retained = num_kept(folder / "two/run/second round, as it was cut")
+    used = {"other weights": 0, "torn": sum(retained) - max(retained)}.get(name, sum(retained))
     assert on_one_rank[name]["sent"] == NUM_COMPLETIONS - used

@@ -1,4 +1,5 @@
-"""Teachers behind servers on real ranks: what they teach is what the same models teach here, however the work is split;
+"""Teachers behind servers on real ranks: what they teach is what the same models teach here,
+however the work is split;
 the running check sees each planted fault; and the same with the real vLLM server."""
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def by_ranks(folder: Path) -> dict[int, Results]:
-    found = dict[int, Results]()
+    result = dict[int, Results]()
     with ExitStack() as stack:
         servers = [
             stack.enter_context(stub_server(answers(folder / name)))
@@ -70,23 +71,23 @@ def by_ranks(folder: Path) -> dict[int, Results]:
             files = str(folder / "config.yaml"), str(folder / "teacher")
             output = run_worker(num_ranks, "served_teacher", *files, *urls, str(out))
             assert output.count("12 faults seen") == num_ranks, output
-            found[num_ranks] = torch.load(out, weights_only=True)
+            result[num_ranks] = torch.load(out, weights_only=True)
         assert all(server.most_at_once <= LIMITS["max_concurrent"] for server in servers)
         assert all(
-            asked.body["prompt"] in map(tokens_of, range(24))
-            for asked in silent.asked
-            if asked.how == "404"
+            requests.body["prompt"] in map(tokens_of, range(24))
+            for requests in silent.asked
+            if requests.how == "404"
         )
-    return found
+    return result
 
 
-def same(result: dict[str, Any], reference: dict[str, Any], where: Any) -> None:
+def same(result: dict[str, Any], reference: dict[str, Any], location: Any) -> None:
     for name in reference.keys() - {"gradients", "parameters", "rows"}:
-        assert result[name] == pytest.approx(reference[name], rel=1e-6, abs=1e-7), (where, name)
+        assert result[name] == pytest.approx(reference[name], rel=1e-6, abs=1e-7), (location, name)
     for name, expected in reference["parameters"].items():
-        assert relative_difference(result["parameters"][name], expected) < 1e-6, (where, name)
+        assert relative_difference(result["parameters"][name], expected) < 1e-6, (location, name)
     for name, expected in reference["gradients"][0].items():
-        assert relative_difference(result["gradients"][0][name], expected) < 1e-5, (where, name)
+        assert relative_difference(result["gradients"][0][name], expected) < 1e-5, (location, name)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -161,9 +162,9 @@ def vllm_url(folder: Path) -> Iterator[str]:
 def test_the_real_server_teaches_what_its_model_teaches_here(folder: Path, vllm_url: str) -> None:
     out, files = folder / "real.pt", (str(folder / "config.yaml"), str(folder / "teacher"))
     run_worker(1, "served_teacher", *files, vllm_url, vllm_url, vllm_url, str(out), "plain")
-    found = torch.load(out, weights_only=True)
+    result = torch.load(out, weights_only=True)
     for kind in ("sampled", "topk"):
-        same(found[kind, ONE_ROW], found["path", kind], kind)
+        same(result[kind, ONE_ROW], result["path", kind], kind)
 
 
 def test_the_real_server_is_asked_before_a_model_is_built(folder: Path, vllm_url: str) -> None:

@@ -16,7 +16,8 @@ NUM_ROWS, NUM_PROMPTS = 10, 4
 
 @pytest.fixture(scope="module")
 def run(folder: Path) -> Path:
-    """Two epochs on two ranks, stopped after the first step, when two prompts wait, and begun again."""
+    """Two epochs on two ranks, stopped after the first step, when two prompts wait, and begun
+    again."""
     rows = [{"prompt": f"{n}+1=", "target": n + 1, "answer": str(n)} for n in range(NUM_ROWS)]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     reward = folder / "reward.py"
@@ -31,7 +32,8 @@ def run(folder: Path) -> Path:
     }
     config = write_config(
         folder, folder / "model", rollout=rollout, checkpoint={"every_steps": 1},
-        training={"num_steps": 1, "max_tokens_per_micro_batch": 64}, rewards=[{"function": f"{reward}:r"}],
+        training={"num_steps": 1, "max_tokens_per_micro_batc"
+                                  "h": 64}, rewards=[{"function": f"{reward}:r"}],
     )  # fmt: skip
     train(2, config)
     train(2, config, "training.num_steps=5", "checkpoint.resume=auto")
@@ -49,10 +51,11 @@ def test_each_prompt_is_trained_on_once_an_epoch(run: Path) -> None:
     steps = [positions(run, step) for step in range(1, 6)]
     assert [len(step) for step in steps] == [NUM_PROMPTS] * 5
     assert sorted(position for step in steps for position in step) == list(range(2 * NUM_ROWS))
-    for first in (0, NUM_ROWS):
-        rows = [step[p] for step in steps for p in step if first <= p < first + NUM_ROWS]
+    for initial in (0, NUM_ROWS):
+        rows = [step[p] for step in steps for p in step if initial <= p < initial + NUM_ROWS]
         assert sorted(rows) == list(range(NUM_ROWS))
-    # Six of ten are launched first, of which two wait. Four are left of the epoch, where no short round fits: these two
+    # Six of ten are launched first, of which two wait. Four are left of the epoch, where no short
+    # round fits: these two
     # and two of the four are next, and the last two come with the next epoch's first.
     assert set(steps[0]) <= set(range(6))
     assert set(steps[1]) == {*range(6), 6, 7} - set(steps[0])
@@ -62,7 +65,8 @@ def test_each_prompt_is_trained_on_once_an_epoch(run: Path) -> None:
 def test_the_metrics_say_who_waits_and_what_was_thrown_away(run: Path) -> None:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
-    # 12 to 17 are launched in the fourth step; 18 and 19 end the epoch with the two of them that waited.
+    # 12 to 17 are launched in the fourth step; 18 and 19 end the epoch with the two of them that
+    # waited.
     assert [line["rollout/waiting_prompts"] for line in lines] == [2, 0, 0, 2, 0]
     assert [line["progress/epoch"] for line in lines] == pytest.approx([0.4, 0.8, 1.2, 1.6, 2.0])
     assert [line["rollout/tail_long_round"] for line in lines] == [0] * 5
@@ -71,7 +75,8 @@ def test_the_metrics_say_who_waits_and_what_was_thrown_away(run: Path) -> None:
         assert len(launched) == (2 if number in (0, 3) else 0)
         assert 0 <= line["rollout/tail_dropped_tokens_frac"] < 1
         assert number in (0, 3) or line["rollout/tail_dropped_tokens_frac"] == 0
-        # Each token is of the policy that trains on it: rounding alone is between engine and policy.
+        # Each token is of the policy that trains on it: rounding alone is between engine and
+        # policy.
         assert line["weight_sync/mismatch_abs_max"] < 1e-4
 
 

@@ -1,4 +1,5 @@
-"""Teachers on real ranks: an update does not depend on how the work is split, and the running check sees each planted
+"""Teachers on real ranks: an update does not depend on how the work is split, and the running check
+sees each planted
 fault."""
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ ONE_ROW, FEW_ROWS, UNPACKED = SPLITS
 @pytest.fixture(scope="module")
 def by_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Results]:
     """The teacher is wider than the policy, and untied."""
-    folder, found = tmp_path_factory.mktemp("teacher"), dict[int, Results]()
+    folder, result = tmp_path_factory.mktemp("teacher"), dict[int, Results]()
     wide: dict[str, Any] = {"hidden_size": 96, "num_attention_heads": 3, "num_key_value_heads": 1}
     teacher = make_model(folder / "teacher", "qwen3", tied=False, seed=1, **wide)
     policy = make_model(folder / "model", "qwen3", tied=True)
@@ -30,8 +31,8 @@ def by_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Results]:
         out = folder / f"ranks_{num_ranks}.pt"
         output = run_worker(num_ranks, "teacher", str(config), str(teacher), str(out))
         assert output.count("15 faults seen") == num_ranks, output
-        found[num_ranks] = torch.load(out, weights_only=True)
-    return found
+        result[num_ranks] = torch.load(out, weights_only=True)
+    return result
 
 
 def test_the_splits_and_kinds_really_differ(by_ranks: dict[int, Results]) -> None:
@@ -49,9 +50,9 @@ def test_an_update_does_not_depend_on_the_split(
 ) -> None:
     """Ranks, micro-batches, packing, who sampled what, recomputation, replicas."""
     reference = by_ranks[1][kind, ONE_ROW]
-    found = {split: result for (of, split), result in by_ranks[num_ranks].items() if of == kind}
-    assert len(found) == 3 + (kind in ("sampled", "full")) * (len(VARIANTS) - (num_ranks == 1))
-    for split, result in found.items():
+    actual = {split: result for (of, split), result in by_ranks[num_ranks].items() if of == kind}
+    assert len(actual) == 3 + (kind in ("sampled", "full")) * (len(VARIANTS) - (num_ranks == 1))
+    for split, result in actual.items():
         assert result.keys() == reference.keys(), split
         for name in result.keys() - {"gradients", "parameters", "rows"}:
             assert result[name] == pytest.approx(reference[name], rel=1e-6, abs=1e-9), (split, name)

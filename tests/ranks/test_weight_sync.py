@@ -1,4 +1,5 @@
-"""After every sync the engine answers with exactly the policy's weights: the real vLLM against plain transformers."""
+"""After every sync the engine answers with exactly the policy's weights: the real vLLM against
+plain transformers."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from grpo_spmd.engine.weight_proof import WeightProofError, _raise_if_replicas_d
 from tests.support.models import FAMILIES, make_model, write_config
 from tests.support.ranks import run_worker
 
-# All 16 together take 6 minutes on 2 cores, so that a plain run takes each family once, and tied and untied with each
+# All 16 together take 6 minutes on 2 cores, so that a plain run takes each family once, and tied
+# and untied with each
 # number of ranks. FULL_MATRIX=1 tests/run.sh -k engine_equals    runs them all.
 _ALL = [(family, tied, tp) for family in FAMILIES for tied in (True, False) for tp in (1, 2)]
 _SOME = [("qwen2", True, 1), ("qwen3", False, 2), ("llama", True, 2), ("granite", False, 1)]

@@ -30,17 +30,18 @@ IN_A_PROCESS = [
 def test_bad_input_ends_the_command_with_2(name: str, folder: Path) -> None:
     (case,) = (case for case in CASES if case.name == name)
     prepare(case)
-    before = contents(folder)
+    old = contents(folder)
     done = run_command(
         [sys.executable, "-m", "grpo_spmd.train", "--config", "config.yaml", *case.overrides],
         cwd=folder,
     )
     check(case, done.returncode, done.stdout, done.stderr)
-    assert contents(folder) == before
+    assert contents(folder) == old
 
 
 def test_one_rank_of_a_node_speaks_for_all(folder: Path) -> None:
-    """Two ranks of torchrun, one line; the other rank must not end, and torchrun with it, before the line is out."""
+    """Two ranks of torchrun, one line; the other rank must not end, and torchrun with it, before
+    the line is out."""
     prepare(Case("", ""))
     done = run_command(
         torchrun(2, "-m", "grpo_spmd.train", "--config", "config.yaml", "seed=-1"), cwd=folder
@@ -52,7 +53,10 @@ def test_one_rank_of_a_node_speaks_for_all(folder: Path) -> None:
 def test_who_reads_a_part_of_the_answer_or_cannot_gets_no_traceback(folder: Path) -> None:
     prepare(Case("", ""))
     train = f"{sys.executable} -m grpo_spmd.train --config config.yaml run_dir=é"
-    shell = f"{train} --check | true; PYTHONIOENCODING=ascii {train} --explain; {train} --check > /dev/full"
+    shell = (
+        f"{train} --check | true; PYTHONIOENCODING=ascii {train} --explain; {train} --check "
+        "> /dev/full"
+    )
     done = run_command(["sh", "-c", shell], cwd=folder)
     assert r"\xe9" in done.stdout
     assert (done.returncode, done.stderr) == (2, "error: stdout: No space left on device\n")

@@ -1,4 +1,5 @@
-"""The demos of what teaches beside a rule learn what their configs say: a student from its teacher alone, PPO, a reward
+"""The demos of what teaches beside a rule learn what their configs say: a student from its teacher
+alone, PPO, a reward
 model and a judge, each by the true rule, worked out here again from the dump of completions."""
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from tests.support.dumps import dumped
 from tests.support.processes import ROOT
 from tests.support.ranks import RanksJob
 
-# Steps, of 80 that a demo has, and prompts of each, of 64 (the judge's has 32): enough, with a margin.
+# Steps, of 80 that a demo has, and prompts of each, of 64 (the judge's has 32): enough, with a
+# margin.
 STEPS = {"ppo": 30, "judge": 26, "distill": 60, "rm": 30}
 PROMPTS = {"ppo": 32, "judge": 32, "distill": 64, "rm": 32}
 GOALS = {
@@ -95,10 +97,11 @@ def finish(jobs: dict[str, RanksJob]) -> None:
         assert code == 0, f"{name}: {output}"
 
 
-def is_right(prompt: str, said: str) -> bool:
-    """Both numbers once, one operation, the right value. (Digits and one sign: safe to evaluate.)"""
+def is_right(prompt: str, message: str) -> bool:
+    """Both numbers once, one operation, the right value. (Digits and one sign: safe to
+    evaluate.)"""
     numbers, _, target = prompt.removesuffix(":").partition("=")
-    text, _, result = said.partition("=")
+    text, _, result = message.partition("=")
     is_legal = (
         len(text) == 3 and text[1] in "+-*" and sorted(text[::2]) == sorted(numbers.split(","))
     )
@@ -136,17 +139,24 @@ def test_a_student_reaches_its_teacher_by_distillation_alone(
 
 
 def sampled(folder: Path, rows: Path) -> float:
-    """How often a model is right at temperature 1, by transformers' own sampling, eight tries a prompt."""
+    """How often a model is right at temperature 1, by transformers' own sampling, eight tries a
+    prompt."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     prompts = [json.loads(line)["prompt"] for line in rows.read_text().splitlines()]
-    found = list[bool]()
+    result = list[bool]()
     torch.manual_seed(0)
     for length in {len(prompt) for prompt in prompts}:  # a character is a token
         same = [prompt for prompt in prompts if len(prompt) == length]
         ids = torch.tensor([tokenizer(prompt).input_ids for prompt in same]).repeat_interleave(8, 0)
-        how = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "max_new_tokens": 8}
-        said = model.generate(ids, attention_mask=torch.ones_like(ids), **how)[:, length:]
-        texts = tokenizer.batch_decode(said, skip_special_tokens=True)
-        found += [is_right(same[place // 8], text) for place, text in enumerate(texts)]
-    return sum(found) / len(found)
+        method = {
+            "do_sample": True,
+            "temperature": 1.0,
+            "top_k": 0,
+            "top_p": 1.0,
+            "max_new_tokens": 8,
+        }
+        message = model.generate(ids, attention_mask=torch.ones_like(ids), **method)[:, length:]
+        texts = tokenizer.batch_decode(message, skip_special_tokens=True)
+        result += [is_right(same[position // 8], text) for position, text in enumerate(texts)]
+    return sum(result) / len(result)

@@ -21,7 +21,7 @@ try:
 except SystemExit as stop:
     status = stop.code
 print("status", status, sorted({"torch", "vllm", "transformers", "datasets", "numpy", "sympy"} & set(sys.modules)))
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture
@@ -46,13 +46,13 @@ def test_nothing_heavy_is_imported_for_a_model_with_adapters_and_chat(folder: Pa
 def test_a_mistake_is_one_line_of_a_process(
     name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (mistake,) = (each for each in MISTAKES if each.name == name)
+    (mistake,) = (item for item in MISTAKES if item.name == name)
     mistake.make(monkeypatch)
     hub = {key: value for key, value in os.environ.items() if key.startswith("HF_")}
-    last, said = _check(folder, *mistake.overrides, **hub)
-    assert last == "status 2 []"
-    (line,) = said.splitlines()
-    assert all(part in line for part in mistake.says)
+    final, message = _check(folder, *mistake.overrides, **hub)
+    assert final == "status 2 []"
+    (line,) = message.splitlines()
+    assert all(piece in line for piece in mistake.says)
 
 
 def test_a_run_itself_says_it_at_its_start(folder: Path) -> None:

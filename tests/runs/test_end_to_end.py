@@ -1,4 +1,5 @@
-"""Whole runs on real ranks with real vLLM: learning, the run folder's contract, world sizes, debug mode."""
+"""Whole runs on real ranks with real vLLM: learning, the run folder's contract, world sizes, debug
+mode."""
 
 from __future__ import annotations
 
@@ -79,7 +80,8 @@ FIRST_TASK = (
     .partition("## A first task of your own\n")[2]
     .partition("\n## ")[0]
 )
-# Every number, and the bars of the curve: what a seed and a machine decide. Columns are held by unit/test_console.py.
+# Every number, and the bars of the curve: what a seed and a machine decide. Columns are held by
+# unit/test_console.py.
 VARIES = re.compile(r"[-+]?\d[\d.,]*(e[-+]\d+)?(%|s|min|h)?|#+")
 
 
@@ -142,7 +144,8 @@ def learned(demo: Path) -> Run:
 
 @pytest.fixture(scope="module")
 def debugged(demo: Path) -> Run:
-    """Five steps in one process without torchrun, through a breakpoint in the reward, on the same seed; then one more
+    """Five steps in one process without torchrun, through a breakpoint in the reward, on the same
+    seed; then one more
     answer."""
     reward = demo.parent / "my_reward.py"
     reward.write_text(
@@ -155,13 +158,18 @@ def debugged(demo: Path) -> Run:
         "        breakpoint()\n"
         "    return countdown(completions, nums, target, answer_tag=None)\n"
     )
-    own = "rewards=[{name: countdown, function: '" + f"{reward}:stop_once" + "'}]"
+    local = "rewards=[{name: countdown, function: '" + f"{reward}:stop_once" + "'}]"
     command, steps = (
         [sys.executable, "-m", "grpo_spmd.train"],
         ["training.num_steps=5", "checkpoint.every_steps=2"],
     )
     return typed(
-        command, demo, demo.parent / "debugged", own, *steps, stdin="p len(completions) * 1000\nc\n"
+        command,
+        demo,
+        demo.parent / "debugged",
+        local,
+        *steps,
+        stdin="p len(completions) * 1000\nc\n",
     )
 
 
@@ -198,9 +206,9 @@ def shown(run: Run) -> list[str]:
 def test_the_terminal_shows_a_line_a_step_and_nothing_alarming(learned: Run) -> None:
     lines = shown(learned)
     assert sum(bool(re.match(r"step +\d+/80 ", line)) for line in lines) == 80
-    said = [line for line in lines if re.match(r"step \d+: ", line)]
+    message = [line for line in lines if re.match(r"step \d+: ", line)]
     assert all(
-        "all rewards are alike (mean 1)" in line for line in said
+        "all rewards are alike (mean 1)" in line for line in message
     )  # rounding decides whether a step solves all
     assert lines[-1].startswith("done: 80 steps")
     assert not [
@@ -214,11 +222,11 @@ def test_the_run_folder_holds_what_the_contract_says(learned: Run) -> None:
     assert resolved["optimizer"]["lr"] == 1e-3
     assert resolved["loss"]["clip_ratio_high"] == 0.28  # a default, written out
     assert (learned.folder / "logs/rank_1.log").exists()
-    said = [
+    message = [
         line.split(maxsplit=3)[3]
         for line in (learned.folder / "logs/rank_0.log").read_text().splitlines()
     ]
-    assert said == [
+    assert message == [
         line.strip() for line in shown(learned)
     ]  # from the first line on, before the folder was there
     assert [p.name for p in (learned.folder / "checkpoints").iterdir()] == ["step_000080"]
@@ -233,7 +241,8 @@ def test_the_rollout_dump_agrees_with_the_metrics_and_with_itself(learned: Run, 
         a, b = rollout["prompt"].split("=")[0].split(",")
         target = rollout["prompt"].split("=")[1].rstrip(":")
         text, _, result = rollout["completion"].partition("=")
-        # Worked out here again: both numbers once, one operation, the right value. (Digits and one sign: safe to
+        # Worked out here again: both numbers once, one operation, the right value. (Digits and one
+        # sign: safe to
         # evaluate.)
         legal = len(text) == 3 and text[1] in "+-*" and sorted(text[::2]) == sorted([a, b])
         assert rollout["reward"] == float(
@@ -250,11 +259,11 @@ def test_the_rollout_dump_agrees_with_the_metrics_and_with_itself(learned: Run, 
 
 
 def test_one_and_two_ranks_sample_the_same_completions(learned: Run, debugged: Run) -> None:
-    one, two = debugged.rollouts(1), learned.rollouts(1)
-    assert [r["completion_ids"] for r in one] == [r["completion_ids"] for r in two]
-    assert [r["prompt"] for r in one] == [r["prompt"] for r in two]
-    for mine, theirs in zip(debugged.metrics, learned.metrics[:5], strict=True):
-        assert mine["reward/mean"] == pytest.approx(theirs["reward/mean"], abs=0.02)
+    single, two = debugged.rollouts(1), learned.rollouts(1)
+    assert [r["completion_ids"] for r in single] == [r["completion_ids"] for r in two]
+    assert [r["prompt"] for r in single] == [r["prompt"] for r in two]
+    for local, theirs in zip(debugged.metrics, learned.metrics[:5], strict=True):
+        assert local["reward/mean"] == pytest.approx(theirs["reward/mean"], abs=0.02)
 
 
 def test_samples_of_a_group_and_of_steps_differ(learned: Run) -> None:
@@ -275,7 +284,8 @@ def test_checkpoints_are_kept_as_configured(debugged: Run) -> None:
 
 @pytest.fixture(scope="module")
 def elaborate(demo: Path) -> Run:
-    """The other paths: several mini-batches, a reference, tensor parallel, a temperature, bfloat16, small
+    """The other paths: several mini-batches, a reference, tensor parallel, a temperature, bfloat16,
+    small
     micro-batches, all trackers, the report while it runs."""
     return train(
         demo,
@@ -301,9 +311,9 @@ def elaborate(demo: Path) -> Run:
 
 
 def test_mini_batches_reference_tensor_parallel_and_bfloat16_work_together(elaborate: Run) -> None:
-    first, *_, last = elaborate.metrics
+    initial, *_, final = elaborate.metrics
     # the first of a step's mini-batches still equals the reference, the later ones do not
-    assert 0 < first["loss/kl"] < last["loss/kl"]
+    assert 0 < initial["loss/kl"] < final["loss/kl"]
     assert all(m["time/logprobs_s"] > 0.0 for m in elaborate.metrics)
     assert all(m["weight_sync/mismatch_kl"] < 1e-2 for m in elaborate.metrics)
 
@@ -317,7 +327,8 @@ BRINGS = {
 
 @pytest.mark.parametrize("name", BRINGS)
 def test_a_named_recipe_trains(demo: Path, name: Algorithm) -> None:
-    """Two steps; config.yaml has the word with all its values, and the metrics what they ask for."""
+    """Two steps; config.yaml has the word with all its values, and the metrics what they ask
+    for."""
     brings, needs = BRINGS[name], [f"{key}={demo / 'model'}" for key in RECIPES[name].needs]
     sizes = [
         "rollout.num_prompts_per_step=16",
@@ -336,7 +347,8 @@ def test_a_named_recipe_trains(demo: Path, name: Algorithm) -> None:
 
 
 def test_a_rank_with_nothing_to_do_keeps_step(demo: Path) -> None:
-    """Two ranks, one prompt: one rank neither generates nor scores, and a rank may have no rollout to train on."""
+    """Two ranks, one prompt: one rank neither generates nor scores, and a rank may have no rollout
+    to train on."""
     small = ["rollout.num_prompts_per_step=1", "rollout.group_size=2", "training.num_steps=3"]
     run = train(demo, demo.parent / "idle", *small)
     assert [len(run.rollouts(step)) for step in (1, 2, 3)] == [2, 2, 2]
@@ -360,21 +372,21 @@ def test_tensorboard_shows_what_metrics_jsonl_says(elaborate: Run) -> None:
 
     events = EventAccumulator(str(elaborate.folder / "tensorboard"), size_guidance={"scalars": 0})
     events.Reload()
-    told = [
+    report = [
         (name, m["step"], value)
         for m in elaborate.metrics
         for name, value in m.items()
         if name != "step"
     ]
     expected = sorted(
-        (name, step, np.float32(value)) for name, step, value in told if value is not None
+        (name, step, np.float32(value)) for name, step, value in report if value is not None
     )
-    found = [
+    result = [
         (tag, e.step, np.float32(e.value))
         for tag in events.Tags()["scalars"]
         for e in events.Scalars(tag)
     ]
-    assert sorted(found) == expected
+    assert sorted(result) == expected
     (table,) = events.Tensors("rollouts")
     assert table.step == 2
     assert table.tensor_proto.tensor_shape.dim[0].size == 65  # a line of names
@@ -398,7 +410,10 @@ def test_the_report_is_written_beside_the_run_and_at_its_end(elaborate: Run) -> 
 def test_chat_messages_in_parquet_reach_an_async_reward_as_messages(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", "llama", tied=False)
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}:{% endif %}"
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if "
+        "add_generation_prompt %}:{% endif %}"
+    )
     tokenizer.save_pretrained(model)
     rows = [
         {"messages": [{"role": "user", "content": f"{i},{i}"}], "answer": str(i)}
@@ -423,9 +438,9 @@ def test_chat_messages_in_parquet_reach_an_async_reward_as_messages(tmp_path: Pa
         tmp_path, model, data=data, rewards=[{"function": f"{tmp_path}/reward.py:reward"}]
     )
     output = train_on_ranks(1, config, timeout_s=120)
-    first = Run(output, tmp_path / "run").rollouts(1)[0]
-    assert tokenizer.decode(first["prompt_ids"]) == first["prompt"][0]["content"] + ":"
-    assert first["reward"] == len(first["completion_ids"])
+    initial = Run(output, tmp_path / "run").rollouts(1)[0]
+    assert tokenizer.decode(initial["prompt_ids"]) == initial["prompt"][0]["content"] + ":"
+    assert initial["reward"] == len(initial["completion_ids"])
 
 
 def test_the_small_grpo_learns_alike_on_one_rank_and_two(demo: Path, tmp_path: Path) -> None:
@@ -445,10 +460,11 @@ def test_the_small_grpo_learns_alike_on_one_rank_and_two(demo: Path, tmp_path: P
         assert min(reward for reward, *_ in steps[-3:]) > steps[0][0] + 0.2
         # The advantages of a group add up to 0, and all completions have nearly the same length.
         assert all(abs(loss) < 0.1 and mismatch < 1e-4 for _, loss, mismatch in steps)
-    one, two = runs
-    # Seeds are a function of the place, and the loss has one denominator: until rounding turns a token, all is alike.
-    assert [reward for reward, *_ in one[:5]] == [reward for reward, *_ in two[:5]]
-    assert [loss for _, loss, _ in one[:5]] == pytest.approx(
+    single, two = runs
+    # Seeds are a function of the place, and the loss has one denominator: until rounding turns a
+    # token, all is alike.
+    assert [reward for reward, *_ in single[:5]] == [reward for reward, *_ in two[:5]]
+    assert [loss for _, loss, _ in single[:5]] == pytest.approx(
         [loss for _, loss, _ in two[:5]], abs=2e-4
     )
 
@@ -473,9 +489,9 @@ def test_the_first_task_is_as_the_paper_prints_it(demo: Path, tmp_path: Path) ->
         code, output = job.wait(400)
         assert code == 0, output
         lines, at = [form(line) for line in output.splitlines()], 0
-        for before, line in pairwise(["", *printed.splitlines()]):
+        for old, line in pairwise(["", *printed.splitlines()]):
             if line != "...":
-                assert form(line) in lines[at:], f"after {before!r} not found: {line}\n{output}"
+                assert form(line) in lines[at:], f"after {old!r} not found: {line}\n{output}"
                 at = lines.index(form(line), at) + 1
         if "..." not in printed:
             assert len(lines) == len(printed.splitlines()), output

@@ -1,4 +1,5 @@
-"""Whole runs whose judge is their own engine: two ranks, refills, evaluation, a prompt that is too long for it, a
+"""Whole runs whose judge is their own engine: two ranks, refills, evaluation, a prompt that is too
+long for it, a
 resume, a preemption while it judges, a replay."""
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from tests.support.models import write_config
 from tests.support.ranks import train
 
 NUM_STEPS = 3
-# The rubric alone, a prompt of 6 or 7 letters, and of a completion so many tokens; a byte that is no letter is then 3.
+# The rubric alone, a prompt of 6 or 7 letters, and of a completion so many tokens; a byte that is
+# no letter is then 3.
 LONGEST = len(asked_of("", "")) + 3 + 7 + 18
 
 
@@ -106,24 +108,24 @@ def test_every_score_of_the_dumps_is_what_transformers_says_with_the_steps_weigh
         judge = judge_of_step(run_dir, folder, step)
         for record in dumped(run_dir, step):
             assert list(record["rewards"]) == ["judge", "seven"]
-            asked = asked_of(record["prompt"], record["completion"])
-            status, given = record["statuses"]["judge"], record["rewards"]["judge"]
+            requests = asked_of(record["prompt"], record["completion"])
+            status, inputs = record["statuses"]["judge"], record["rewards"]["judge"]
             kinds.add(status)
-            if len(judge.ids_of(asked)) > LONGEST:
-                assert (status, given) == ("not_applicable", None)
+            if len(judge.ids_of(requests)) > LONGEST:
+                assert (status, inputs) == ("not_applicable", None)
                 assert "judge" not in record.get("extra", {})
             else:
-                reply, why = judge.reply_to(asked)
+                reply, reason = judge.reply_to(requests)
                 assert record["extra"]["judge"] == {"reply": reply}
-                score = score_of(reply, why)
-                assert (status, given) == (
+                score = score_of(reply, reason)
+                assert (status, inputs) == (
                     ("ok", pytest.approx(score)) if score is not None else ("error", None)
                 )
-                num_others += reply != start.reply_to(asked)[0]
+                num_others += reply != start.reply_to(requests)[0]
             if status == "error":
                 assert record["reward"] is None  # left out, and not 0
             else:
-                total = 0.5 * (given or 0.0) + 2.0 * record["rewards"]["seven"]
+                total = 0.5 * (inputs or 0.0) + 2.0 * record["rewards"]["seven"]
                 assert record["reward"] == pytest.approx(total)
     assert kinds == {"ok", "error", "not_applicable"}
     assert num_others > 5  # replies by the weights of another step would be seen
@@ -136,13 +138,13 @@ def test_metrics_count_what_became_of_replies(run_dir: Path) -> None:
     assert all(1 <= line["reward/judge/reply_tokens"] <= REPLY_TOKENS for line in steps)
     for kind in ("not_applicable", "error"):
         assert any(0 < line[f"reward/judge/{kind}_frac"] < 1 for line in steps)
-    of_first = [record["rewards"]["judge"] for record in dumped(run_dir, 1)]
-    known = [value for value in of_first if value is not None]
-    assert steps[0]["reward/judge/mean"] == pytest.approx(sum(known) / len(known))
+    first_values = [record["rewards"]["judge"] for record in dumped(run_dir, 1)]
+    expected_names = [value for value in first_values if value is not None]
+    assert steps[0]["reward/judge/mean"] == pytest.approx(sum(expected_names) / len(expected_names))
     assert any(line["dynamic_sampling/rounds"] > 1 for line in steps)
-    held = [line for line in lines if "eval/held/mean" in line]
-    assert len(held) == 3
-    assert all(math.isfinite(line["eval/held/reward/judge/reply_tokens"]) for line in held)
+    retained = [line for line in lines if "eval/held/mean" in line]
+    assert len(retained) == 3
+    assert all(math.isfinite(line["eval/held/reward/judge/reply_tokens"]) for line in retained)
 
 
 def test_a_resumed_run_has_the_same_replies_to_the_bit(run_dir: Path, folder: Path) -> None:
@@ -167,12 +169,12 @@ def test_a_replay_takes_the_scores_that_were_recorded(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     recorded = read_step(run_dir, 2)
-    found = replay(recorded)
+    result = replay(recorded)
     assert any(
-        "judges by the run's engine, which is not here, gave judge" in note for note in found.notes
+        "judges by the run's engine, which is not here, gave judge" in note for note in result.notes
     )
-    was, now = found.metrics["loss/total"]
-    assert now == pytest.approx(was, rel=1e-5, abs=1e-7)
+    was, current = result.metrics["loss/total"]
+    assert current == pytest.approx(was, rel=1e-5, abs=1e-7)
 
 
 GAME = """
@@ -216,14 +218,14 @@ def test_episodes_are_judged_whole_and_failed_ones_not_at_all(folder: Path) -> N
     train(2, config)
     judge, kinds = PlainJudge(folder / "model"), set()
     for record in dumped(folder / "episodes" / "run", 1):
-        given = record["statuses"]["judge"], record["rewards"]["judge"]
-        kinds.add(given[0])
+        inputs = record["statuses"]["judge"], record["rewards"]["judge"]
+        kinds.add(inputs[0])
         if record["status"] == "env_error":
-            assert given == ("not_applicable", None)
+            assert inputs == ("not_applicable", None)
             continue
-        asked = asked_of(record["prompt"], record["messages"])
-        reply, why = judge.reply_to(asked)
-        score = score_of(reply, why)
-        assert given == (("ok", pytest.approx(score)) if score is not None else ("error", None))
+        requests = asked_of(record["prompt"], record["messages"])
+        reply, reason = judge.reply_to(requests)
+        score = score_of(reply, reason)
+        assert inputs == (("ok", pytest.approx(score)) if score is not None else ("error", None))
         assert record["extra"]["judge"] == {"reply": reply}
     assert len(kinds) > 1, kinds

@@ -15,7 +15,8 @@ from tests.support.processes import run_command
 def run(*arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
     """The command, with what it imported as the last line of its output."""
     code = (
-        "import sys; from grpo_spmd.train import main; main(); print(sorted({'torch', 'vllm', 'transformers'} "
+        "import sys; from grpo_spmd.train import main; main(); print(sorted({'torch', 'vllm', "
+        "'transformers'} "
         "& set(sys.modules)))"
     )
     return run_command([sys.executable, "-c", code, *arguments], cwd=cwd, env=env)
@@ -72,7 +73,8 @@ def test_the_number_of_ranks_is_that_of_torchrun_unless_it_is_given(tmp_path: Pa
     assert done.returncode == 2
     assert (
         done.stderr
-        == "error: rollout.tensor_parallel_size (2) must divide the number of ranks (3): 1, 3 would\n"
+        == "error: rollout.tensor_parallel_size (2) must divide the number of ranks (3): 1, 3 "
+        "would\n"
     )
     for arguments in (["--ranks", "0", "--explain"], ["--ranks", "2"]):
         assert run("--config", str(path), *arguments, cwd=tmp_path).returncode == 2

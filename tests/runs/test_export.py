@@ -1,4 +1,5 @@
-"""The command that exports: vLLM serves its files, bad input costs one line, and a full disk leaves nothing."""
+"""The command that exports: vLLM serves its files, bad input costs one line, and a full disk leaves
+nothing."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ def test_vllm_serves_the_export_with_the_same_greedy_tokens(tmp_path: Path) -> N
 
 
 def test_it_needs_no_more_memory_than_one_file(tmp_path: Path) -> None:
-    """Six tensors of 32 MiB, in files of one each: what a process needs at its peak beyond torch itself."""
+    """Six tensors of 32 MiB, in files of one each: what a process needs at its peak beyond torch
+    itself."""
     mib = 1 << 20
     write_state(
         tmp_path / "c/state",
@@ -69,7 +71,8 @@ def test_it_needs_no_more_memory_than_one_file(tmp_path: Path) -> None:
         "from grpo_spmd.tools.export import export_checkpoint\n"
         "torch.zeros(1 << 20).bfloat16()\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        f"export_checkpoint(Path(sys.argv[1]), Path(sys.argv[2]), 'float32', max_file_bytes={33 * mib})\n"
+        "export_checkpoint(Path(sys.argv[1]), Path(sys.argv[2]), 'float32', "
+        f"max_file_bytes={33 * mib})\n"
         "print('grew', resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)\n"
     )
     code, output = Job(
@@ -91,7 +94,8 @@ def test_it_needs_no_more_memory_than_one_file(tmp_path: Path) -> None:
 def test_what_cannot_be_written_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file-size limit stands for a full disk: real errors of real writes, in the middle of a file."""
+    """A file-size limit stands for a full disk: real errors of real writes, in the middle of a
+    file."""
     checkpoint = make_checkpoint(
         tmp_path / "c", make_model(tmp_path / "model", "llama", tied=False), 2
     )
@@ -108,11 +112,11 @@ def test_what_cannot_be_written_leaves_nothing(
     assert len(done.stderr.splitlines()) == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "model"]
     # Into the checkpoint itself: what was there stays, and nothing is added.
-    before = sorted(checkpoint.rglob("*"))
+    old = sorted(checkpoint.rglob("*"))
     (checkpoint / "model/config.json").write_text("no json")
     with pytest.raises(ValueError, match="Expecting value"):
         export_checkpoint(checkpoint, checkpoint)
-    assert sorted(checkpoint.rglob("*")) == before
+    assert sorted(checkpoint.rglob("*")) == old
 
 
 def test_bad_input_costs_one_line(tmp_path: Path) -> None:
@@ -121,11 +125,11 @@ def test_bad_input_costs_one_line(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", "llama", tied=False)
     checkpoint = make_checkpoint(run / "checkpoints/step_000007", model, 2)
     (run / "config.yaml").write_text("{}")
-    taken, leftover, flipped, newer, unsealed = (
+    selected, leftover, flipped, newer, unsealed = (
         tmp_path / name for name in ("taken", "left", "flipped", "newer", "step_000009")
     )
-    taken.mkdir()
-    (taken / "file").write_text("mine")
+    selected.mkdir()
+    (selected / "file").write_text("mine")
     (tmp_path / "left.tmp").mkdir()
     shutil.copytree(checkpoint, flipped)
     shard = flipped / "state/shard_00002.safetensors"
@@ -146,7 +150,8 @@ def test_bad_input_costs_one_line(tmp_path: Path) -> None:
         ),
         (
             (run / "checkpoints", out),
-            f"CHECKPOINT: {run / 'checkpoints'} is the folder of a run's checkpoints; give one of its "
+            f"CHECKPOINT: {run / 'checkpoints'} is the folder of a run's checkpoints; give one "
+            "of its "
             f"checkpoints: {checkpoint}",
         ),
         (
@@ -156,29 +161,33 @@ def test_bad_input_costs_one_line(tmp_path: Path) -> None:
         ((unsealed, out), f"{unsealed}: manifest.json is missing"),
         (
             (flipped, out),
-            f"{flipped}: state/shard_00002.safetensors is damaged (its SHA-256 is not the manifest's)",
+            f"{flipped}: state/shard_00002.safetensors is damaged (its SHA-256 is not the "
+            "manifest's)",
         ),
         (
             (newer, out),
-            f"{newer}: written by a newer grpo_spmd (format 2, this one reads up to 1); update grpo_spmd",
+            f"{newer}: written by a newer grpo_spmd (format 2, this one reads up to 1); update "
+            "grpo_spmd",
         ),
         (
             (checkpoint, checkpoint),
             f"{checkpoint} is the checkpoint itself, which is never changed; choose another OUT",
         ),
         (
-            (checkpoint, taken),
-            f"{taken} exists and is not an empty folder; nothing is written over: choose another, or move it away",
+            (checkpoint, selected),
+            f"{selected} exists and is not an empty folder; nothing is written over: choose "
+            "another, or move it away",
         ),
         (
             (checkpoint, leftover),
-            f"{leftover}.tmp exists: an export is under way there, or one was killed; in that case remove it",
+            f"{leftover}.tmp exists: an export is under way there, or one was killed; in that "
+            "case remove it",
         ),
     ]:
         code, output = command(*arguments)
         assert (code, output.splitlines()) == (2, [f"error: {expected}"])
     assert not out.exists()
-    assert (taken / "file").read_text() == "mine"
+    assert (selected / "file").read_text() == "mine"
     out.mkdir()  # an empty folder is no obstacle
     code, output = command(checkpoint, out)
     mib = (out / "model.safetensors").stat().st_size / (1 << 20)
@@ -187,7 +196,8 @@ def test_bad_input_costs_one_line(tmp_path: Path) -> None:
 
 def test_help_and_a_wrong_path_do_not_wait_for_torch(tmp_path: Path) -> None:
     code = (
-        "import sys; from grpo_spmd.tools.export import main; sys.argv[1:] = sys.argv[1:]\ntry: main()\nfinally: "
+        "import sys; from grpo_spmd.tools.export import main; sys.argv[1:] = sys.argv[1:]\ntry: "
+        "main()\nfinally: "
         "print('torch' in sys.modules)"
     )
     start = time.monotonic()
@@ -204,7 +214,7 @@ def test_the_export_of_a_real_run_is_what_torch_reads_from_its_checkpoint(
     run = elaborate_run / "run"
     checkpoint = run / "checkpoints/step_000003"
     export_checkpoint(checkpoint, tmp_path / "out")
-    found = load_file(tmp_path / "out/model.safetensors")
+    result = load_file(tmp_path / "out/model.safetensors")
     reader = dcp.HuggingFaceStorageReader(str(checkpoint / "state"))
     stored = reader.read_metadata().state_dict_metadata
     shapes = {
@@ -215,12 +225,12 @@ def test_the_export_of_a_real_run_is_what_torch_reads_from_its_checkpoint(
     state = {name: torch.empty(size or ()) for name, size in shapes.items()}
     dcp.load(dict(state), storage_reader=reader, no_dist=True)
     assert (
-        found.keys()
+        result.keys()
         == {name.removeprefix("policy.") for name in state}
         == load_file(run.parent / "model/model.safetensors").keys()
     )
     for name, tensor in state.items():
-        assert torch.equal(found[name.removeprefix("policy.")], tensor), name
+        assert torch.equal(result[name.removeprefix("policy.")], tensor), name
         assert not torch.equal(
             tensor, load_file(run.parent / "model/model.safetensors")[name.removeprefix("policy.")]
         ), name

@@ -1,4 +1,5 @@
-"""grpo_spmd.run from a process like a notebook's: several runs, failures and Ctrl-C in one process, which goes on."""
+"""grpo_spmd.run from a process like a notebook's: several runs, failures and Ctrl-C in one process,
+which goes on."""
 
 from __future__ import annotations
 
@@ -20,9 +21,9 @@ from tests.support.ranks import train
 def _snippet() -> str:
     """Of configs/README.md, under "From Python"."""
     text = (ROOT / "configs/README.md").read_text(encoding="utf-8")
-    found = re.search(r"^## From Python\n.*?^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    assert found is not None
-    return found[1]
+    result = re.search(r"^## From Python\n.*?^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert result is not None
+    return result[1]
 
 
 def _metrics(run_dir: Path) -> list[dict[str, Any]]:
@@ -34,9 +35,9 @@ def _metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("from_python")
-    write_config(made, make_model(made / "model", "qwen3", tied=True))
-    return made
+    created = tmp_path_factory.mktemp("from_python")
+    write_config(created, make_model(created / "model", "qwen3", tied=True))
+    return created
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +132,7 @@ def test_the_process_is_left_as_it_was(found: dict[str, Any]) -> None:
 
 
 def test_what_a_run_held_is_released(found: dict[str, Any]) -> None:
-    """The first brings the libraries. What stays of a later one is far below its KV cache (64 MiB) and its model."""
-    first, *later = found["rss_mib"]
-    assert max(later) - first < 60, found["rss_mib"]
+    """The first brings the libraries. What stays of a later one is far below its KV cache (64 MiB)
+    and its model."""
+    initial, *later = found["rss_mib"]
+    assert max(later) - initial < 60, found["rss_mib"]

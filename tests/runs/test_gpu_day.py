@@ -1,4 +1,5 @@
-"""The driver of benchmarks/gpu_day over made-up steps: limits, kills, what is remembered; and the parts of its site."""
+"""The driver of benchmarks/gpu_day over made-up steps: limits, kills, what is remembered; and the
+parts of its site."""
 
 from __future__ import annotations
 
@@ -18,13 +19,13 @@ from benchmarks.support.tree import marked
 from tests.support.processes import ROOT, run_command
 
 
-def _command(folder: Path, names: str, minutes: float = 1, *before: Path) -> list[str]:
-    day = [str(folder), str(minutes), names, *map(str, before)]
+def _command(folder: Path, names: str, minutes: float = 1, *old: Path) -> list[str]:
+    day = [str(folder), str(minutes), names, *map(str, old)]
     return [sys.executable, "-m", "tests.support.made_up_day", *day]
 
 
-def _state(folder: Path, where: str = "out") -> dict[str, dict[str, str]]:
-    steps: dict[str, dict[str, str]] = json.loads((folder / where / "state.json").read_text())[
+def _state(folder: Path, location: str = "out") -> dict[str, dict[str, str]]:
+    steps: dict[str, dict[str, str]] = json.loads((folder / location / "state.json").read_text())[
         "steps"
     ]
     return steps
@@ -59,20 +60,20 @@ def test_a_driver_that_is_killed_goes_on_and_ends_what_it_left_running(
     driver = subprocess.Popen(
         command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE
     )
-    told = tmp_path / "told"
+    report = tmp_path / "told"
     end = time.monotonic() + 30
-    while not told.exists() or "once" not in told.read_text():
+    while not report.exists() or "once" not in report.read_text():
         assert time.monotonic() < end
         time.sleep(0.02)
     driver.send_signal(number)
     driver.communicate()
-    left = _state(tmp_path, "scratch")["once"]
-    assert (left["status"], len(marked(left["mark"]))) == ("running", num_left)
+    remaining = _state(tmp_path, "scratch")["once"]
+    assert (remaining["status"], len(marked(remaining["mark"]))) == ("running", num_left)
     done = run_command(command)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"once: its driver was killed; ended {num_left} processes of it" in done.stdout
-    assert not marked(left["mark"])
-    assert told.read_text().split() == ["row", "once", "once", "skip"]
+    assert not marked(remaining["mark"])
+    assert report.read_text().split() == ["row", "once", "once", "skip"]
     assert [(name, step["status"]) for name, step in _state(tmp_path).items()] == [
         ("row", "done"), ("once", "done"), ("skip", "skipped"),
     ]  # fmt: skip
@@ -81,20 +82,21 @@ def test_a_driver_that_is_killed_goes_on_and_ends_what_it_left_running(
 def test_a_step_whose_limit_does_not_fit_waits_for_the_next_command_on_another_machine(
     tmp_path: Path,
 ) -> None:
-    """Of 20.3 s "row" takes 0.5, and "skip" might take 20. Then only the results are left of the first machine."""
+    """Of 20.3 s "row" takes 0.5, and "skip" might take 20. Then only the results are left of the
+    first machine."""
     assert run_command(_command(tmp_path, "row,skip", 20.3 / 60)).returncode == 3
     assert list(_state(tmp_path)) == ["row"]
-    other = tmp_path / "other"
-    other.mkdir()
-    assert run_command(_command(other, "row,skip", 1, tmp_path / "out")).returncode == 0
-    assert (other / "told").read_text().split() == ["skip"]
-    assert "row" in _state(other)
-    assert (other / "out/rows.jsonl").read_bytes() == (tmp_path / "out/rows.jsonl").read_bytes()
+    second = tmp_path / "other"
+    second.mkdir()
+    assert run_command(_command(second, "row,skip", 1, tmp_path / "out")).returncode == 0
+    assert (second / "told").read_text().split() == ["skip"]
+    assert "row" in _state(second)
+    assert (second / "out/rows.jsonl").read_bytes() == (tmp_path / "out/rows.jsonl").read_bytes()
 
 
 def test_the_parts_of_the_site_are_unpacked_whole_or_not_at_all(tmp_path: Path) -> None:
     """Built by a pip that has one package of 2.5 MiB; nothing but the parts is left of it."""
-    parts, there, site, package = (
+    pieces, present, site, package = (
         tmp_path / name for name in ("parts", "there", "site", "package.py")
     )
     package.write_bytes(os.urandom(5 << 19))
@@ -103,31 +105,31 @@ def test_the_parts_of_the_site_are_unpacked_whole_or_not_at_all(tmp_path: Path) 
     pip = tmp_path / "bin/python3"
     pip.write_text(f'#!/bin/sh\nwhile [ "$1" != --target ]; do shift; done\ncp {package} "$2"\n')
     pip.chmod(0o755)
-    script, came = str(ROOT / "benchmarks/gpu_day/site.sh"), tmp_path / "came"
-    own = {"PATH": f"{pip.parent}:{os.environ['PATH']}", "TMPDIR": str(tmp_path / "temporary")}
-    done = run_command(["bash", script, "build", str(parts), "1"], env=own)
+    script, arrived = str(ROOT / "benchmarks/gpu_day/site.sh"), tmp_path / "came"
+    local = {"PATH": f"{pip.parent}:{os.environ['PATH']}", "TMPDIR": str(tmp_path / "temporary")}
+    done = run_command(["bash", script, "build", str(pieces), "1"], env=local)
     assert (done.returncode, done.stderr, list((tmp_path / "temporary").iterdir())) == (0, "", [])
-    assert f"site: 3 parts, 3 MiB in all, in {parts}" in done.stdout
-    names = sorted(path.name for path in parts.glob("site.tar.xz.*"))
+    assert f"site: 3 parts, 3 MiB in all, in {pieces}" in done.stdout
+    names = sorted(path.name for path in pieces.glob("site.tar.xz.*"))
     assert len(names) == 3
     for number, name in enumerate(names):
-        came.mkdir()
+        arrived.mkdir()
         for file in (name, "site.sha256"):
-            (came / file).write_bytes((parts / file).read_bytes())
+            (arrived / file).write_bytes((pieces / file).read_bytes())
         if number == len(names) - 1:
-            done = run_command(["bash", script, "unpack", str(there), str(site)])
+            done = run_command(["bash", script, "unpack", str(present), str(site)])
             assert (done.returncode, done.stderr) == (
                 1,
-                f"site: missing or damaged in {there}: {name} ; take them again\n",
+                f"site: missing or damaged in {present}: {name} ; take them again\n",
             )
             assert not site.exists()
-        done = run_command(["bash", script, "take", str(came), str(there)])
-        missing = "".join(f"{each} " for each in names[number + 1 :]) or "none"
+        done = run_command(["bash", script, "take", str(arrived), str(present)])
+        missing = "".join(f"{item} " for item in names[number + 1 :]) or "none"
         assert done.stdout == f"site: {len(names)} parts in all, missing: {missing}\n", done.stderr
-        for path in came.iterdir():
+        for path in arrived.iterdir():
             path.unlink()
-        came.rmdir()
-    assert run_command(["bash", script, "unpack", str(there), str(site)]).returncode == 0
+        arrived.rmdir()
+    assert run_command(["bash", script, "unpack", str(present), str(site)]).returncode == 0
     assert (site / "package.py").read_bytes() == package.read_bytes()
 
 
@@ -140,15 +142,15 @@ def test_a_process_that_no_kill_ends_costs_its_step_and_not_the_rows(
         raise RuntimeError("processes [7] are still there 20 s after SIGKILL")
 
     steps = tuple(Step(name, "", ("-c", "print('made')"), 9) for name in ("one", "two"))
-    made = Day(steps, tmp_path / "scratch", tmp_path / "out", "dry", "abc", [])
+    created = Day(steps, tmp_path / "scratch", tmp_path / "out", "dry", "abc", [])
     monkeypatch.setattr(day, "kill_tree", immortal)
-    assert made.run(1.0) == 1
+    assert created.run(1.0) == 1
     state = json.loads((tmp_path / "out/state.json").read_text())
     assert {
         name: (of["status"], of["said"]) for name, of in state["steps"].items()
     } == dict.fromkeys(
         ("one", "two"), ("failed", "processes [7] are still there 20 s after SIGKILL")
     )
-    made._state["steps"]["one"]["status"] = "running"  # as after a kill of the driver
+    created._state["steps"]["one"]["status"] = "running"  # as after a kill of the driver
     with pytest.raises(DayError, match="step one of an earlier command: processes"):
-        made.run(1.0)
+        created.run(1.0)

@@ -1,4 +1,5 @@
-"""Whole runs with a critic, of its own and on the policy's layers: warm-up, offload, checks of it while it trains, and
+"""Whole runs with a critic, of its own and on the policy's layers: warm-up, offload, checks of it
+while it trains, and
 going on to the bit."""
 
 from __future__ import annotations
@@ -36,19 +37,19 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def config(folder: Path, kind: str) -> Path:
-    here = folder / kind
-    here.mkdir()
+    local = folder / kind
+    local.mkdir()
     return write_config(
-        here, folder / "model",
+        local, folder / "model",
         model={"path": str(folder / "model"), "dtype": "float32", "offload": True},
         advantage={"estimator": "gae", "normalize_std": "batch"},
-        critic={"path": str(folder / "critic") if kind == "own" else kind, "lr": 1e-3, "warmup_steps": 1},
+        critic={"path": str(folder / "critic") if kind == "own" else kind, "lr": 1e-3, "warmup_steps": 1},  # noqa: E501
         loss={"kl_coef": 0.01, "kl_in": "reward", "kl_estimator": "k1"},
         optimizer={"lr": 1e-3},
         training={"num_steps": 3, "num_mini_batches": 2},
         checkpoint={"every_steps": 2, "keep": 9},
         proofs={"every_steps": 1},
-        run_dir=str(here / "run"),
+        run_dir=str(local / "run"),
     )  # fmt: skip
 
 
@@ -66,12 +67,14 @@ def lines_of(run: Path) -> list[dict[str, Any]]:
 
 
 def test_the_first_step_trains_the_critic_alone(run: Path, kind: str) -> None:
-    first, *later = lines_of(run)
-    assert first["optim/updates"] == 0
-    assert first["optim/grad_norm"] is None
-    assert first["loss/entropy"] > 0
+    initial, *later = lines_of(run)
+    assert initial["optim/updates"] == 0
+    assert initial["optim/grad_norm"] is None
+    assert initial["loss/entropy"] > 0
     assert all(line["optim/updates"] == 2 and line["optim/grad_norm"] > 0 for line in later)
-    assert all(line["critic/loss"] > 0 and line["critic/grad_norm"] > 0 for line in (first, *later))
+    assert all(
+        line["critic/loss"] > 0 and line["critic/grad_norm"] > 0 for line in (initial, *later)
+    )
     assert all(("loss/value" in line) == (kind == "policy") for line in later)
     if kind == "policy":  # of a mini-batch, of which there are two of about as many tokens
         assert all(
@@ -80,7 +83,7 @@ def test_the_first_step_trains_the_critic_alone(run: Path, kind: str) -> None:
         )
     assert all(
         line["memory/host/offloaded_gib"] > 0 and line["proofs/update_check_s"] > 0
-        for line in (first, *later)
+        for line in (initial, *later)
     )
 
 
@@ -93,20 +96,20 @@ def test_it_goes_on_to_the_bit(folder: Path, config: Path, run: Path) -> None:
     for name, value in expected.items():
         assert name.startswith(_OF_THE_MACHINE) or resumed[name] == value, name
     states = [
-        sorted((each / "checkpoints" / "step_000003" / "state").iterdir()) for each in (run, again)
+        sorted((item / "checkpoints" / "step_000003" / "state").iterdir()) for item in (run, again)
     ]
     names = {
-        name for each in states[0] for name in load_file(each)
+        name for item in states[0] for name in load_file(item)
     }  # a head has one row, which one rank has
     assert {"critic.head.weight", "critic_exp_avg_sq.head.weight"} <= names
-    for one, other in zip(*states, strict=True):
-        held, loaded = load_file(one), load_file(other)
-        assert held.keys() == loaded.keys()
-        assert all(torch.equal(tensor, loaded[name]) for name, tensor in held.items())
+    for single, second in zip(*states, strict=True):
+        retained, loaded = load_file(single), load_file(second)
+        assert retained.keys() == loaded.keys()
+        assert all(torch.equal(tensor, loaded[name]) for name, tensor in retained.items())
     export_checkpoint(run / "checkpoints" / "step_000003", config.parent / "exported")
     exported = [
-        load_file(place / "model.safetensors").keys()
-        for place in (config.parent / "exported", folder / "model")
+        load_file(position / "model.safetensors").keys()
+        for position in (config.parent / "exported", folder / "model")
     ]
     assert exported[0] == exported[1]
 
@@ -116,8 +119,10 @@ def test_a_critic_cannot_go_on_the_way(config: Path, run: Path) -> None:
         run / "checkpoints" / "step_000002", config.parent / "kept" / "step_000002"
     )
     plain = "critic.path=null", "critic.warmup_steps=0", "advantage.estimator=grpo"
-    where = f"run_dir={config.parent / 'plain'}", f"checkpoint.resume={checkpoint}"
-    code, output = RanksJob(1, "grpo_spmd.train", "--config", str(config), *plain, *where).wait(60)
+    location = f"run_dir={config.parent / 'plain'}", f"checkpoint.resume={checkpoint}"
+    code, output = RanksJob(1, "grpo_spmd.train", "--config", str(config), *plain, *location).wait(
+        60
+    )
     assert code == 2, output
     assert "was written with a critic" in output
 
@@ -129,14 +134,14 @@ def test_a_replay_has_the_recorded_figures(
     monkeypatch.setenv(
         "CUDA_VISIBLE_DEVICES", ""
     )  # as the replay sets it for the rest of the process
-    found = replay(read_step(run, step))
-    metrics = {name: pair for name, pair in found.metrics.items() if pair[0] is not None}
+    result = replay(read_step(run, step))
+    metrics = {name: pair for name, pair in result.metrics.items() if pair[0] is not None}
     assert {
         "critic/loss",
         "critic/explained_variance",
         "loss/entropy",
         "reward/mean",
     } <= metrics.keys()
-    for name, (was, now) in metrics.items():
+    for name, (was, current) in metrics.items():
         if not name.startswith("weight_sync/"):
-            assert now == pytest.approx(was, rel=1e-4, abs=1e-5), name
+            assert current == pytest.approx(was, rel=1e-4, abs=1e-5), name

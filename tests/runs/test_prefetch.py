@@ -1,4 +1,5 @@
-"""python -m grpo_spmd.prefetch with the hub's own client and a hub on loopback; then the run's readers without one."""
+"""python -m grpo_spmd.prefetch with the hub's own client and a hub on loopback; then the run's
+readers without one."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ configs:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A hub with a model (and what is not to be fetched) and a data set, and a config that names them."""
+    """A hub with a model (and what is not to be fetched) and a data set, and a config that names
+    them."""
     root = tmp_path_factory.mktemp("prefetch")
     model, data = root / "hub/models/acme/tiny", root / "hub/datasets/acme/sums"
     shutil.copytree(make_model(root / "made", "qwen3", tied=True), model)
@@ -70,7 +72,10 @@ LOCAL_DATA = ["data.train=a.jsonl", "data.eval={held: b.parquet}"]
 
 def lines_of(world: Path, hub: FakeHub, home: Path, *overrides: str) -> list[str]:
     # The command itself, and whether it imported what takes seconds.
-    program = "import sys; from grpo_spmd.tools.prefetch import main; main(); print(sorted({'torch', 'vllm'} & {*sys.modules}))"
+    program = (
+        "import sys; from grpo_spmd.tools.prefetch import main; main(); "
+        "print(sorted({'torch', 'vllm'} & {*sys.modules}))"
+    )
     done = run_command(
         [sys.executable, "-c", program, "--config", "config.yaml", *overrides],
         cwd=world,
@@ -109,7 +114,7 @@ path = config.model.path
 files = hf_files.tensor_files(hf_files.checkpoint_folder(path))
 print(len(read_rows(config.data)), len(read_rows(config.data, "held")), hf_files.load_config(path).model_type)
 print(hf_files.load_tokenizer(path)("1 + 1")["input_ids"], {str(file.resolve()) for file in files.values()})
-"""
+"""  # noqa: E501
     offline = {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "HF_ENDPOINT": "http://127.0.0.1:9"}
     done = run_command([sys.executable, "-c", program], cwd=world, env=offline)
     assert done.returncode == 0, done.stderr
@@ -123,11 +128,14 @@ print(hf_files.load_tokenizer(path)("1 + 1")["input_ids"], {str(file.resolve()) 
 
 
 def test_models_that_teach_come_too(world: Path, hub: FakeHub, tmp_path: Path) -> None:
-    """A reward model with its tokenizer and template, a teacher and a critic; then a run's readers without a hub."""
-    made, home = make_reward_model(tmp_path / "made", "qwen3", seed=1), tmp_path / "home"
-    (made / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    """A reward model with its tokenizer and template, a teacher and a critic; then a run's readers
+    without a hub."""
+    reward_model, home = make_reward_model(tmp_path / "made", "qwen3", seed=1), tmp_path / "home"
+    (reward_model / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
     for name in ("judge", "teacher", "critic"):
-        source = made if name == "judge" else world / "hub/models/acme/tiny"
+        source = reward_model if name == "judge" else world / "hub/models/acme/tiny"
         shutil.copytree(source, world / "hub/models/acme" / name, dirs_exist_ok=True)
     teach = ["teacher.path=acme/teacher", "critic.path=acme/critic", "advantage.estimator=gae"]
     names = [
@@ -151,7 +159,7 @@ judge = config.rewards[0]
 files = read_reward_model(0, judge, hf_files.checkpoint_folder(judge.model, judge.revision), 64)
 texts = RewardTexts(files, hf_files.load_tokenizer(config.model.path))
 print(texts.tokenizer.chat_template is not None, len(files.shapes))
-"""
+"""  # noqa: E501
     offline = {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "HF_ENDPOINT": "http://127.0.0.1:9"}
     done = run_command([sys.executable, "-c", program], cwd=world, env=offline)
     assert done.returncode == 0, done.stderr
@@ -178,12 +186,14 @@ def test_each_refusal_is_one_line_and_exit_code_2(
             (
                 [],
                 {"HF_ENDPOINT": nobody},
-                f"error: model.path: acme/tiny is not in the local cache, and {nobody} gives no answer (",
+                f"error: model.path: acme/tiny is not in the local cache, and {nobody} gives no "
+                "answer (",
             ),
             (
                 [local],
                 {"HF_ENDPOINT": nobody},
-                f"error: data.train: acme/sums is not in the local cache, and {nobody} gives no answer (",
+                f"error: data.train: acme/sums is not in the local cache, and {nobody} gives no "
+                "answer (",
             ),
             (
                 ["model.path=acme/none"],

@@ -1,4 +1,5 @@
-"""A dumped step, run again without vLLM, gives what the run recorded; what was changed shows, and what is missing is
+"""A dumped step, run again without vLLM, gives what the run recorded; what was changed shows, and
+what is missing is
 said."""
 
 from __future__ import annotations
@@ -51,12 +52,13 @@ def replayed(
     run: Path, step: int, *overrides: str, checkpoint: Path | None = None
 ) -> tuple[Replay, str]:
     recorded = read_step(run, step, overrides)
-    found = replay(recorded, checkpoint)
-    return found, "\n".join(report(recorded, found, 5))
+    result = replay(recorded, checkpoint)
+    return result, "\n".join(report(recorded, result, 5))
 
 
 def of_an_earlier_version(run: Path, step: int) -> list[dict[str, Any]]:
-    """Its rollouts as dumps had them before there were columns, files of nodes and packed logprobs."""
+    """Its rollouts as dumps had them before there were columns, files of nodes and packed
+    logprobs."""
     records = [record | {"rollout_logprobs": logprobs_of(record)} for record in dumped(run, step)]
     return [
         {name: record[name] for name in record.keys() - {"columns", "num_rollouts"}}
@@ -70,30 +72,34 @@ def copy_of(run: Path, target: Path, *without: str) -> Path:
 
 @pytest.mark.parametrize("step", [1, 2, 3])
 def test_a_step_is_what_it_was(run: Path, step: int) -> None:
-    """Step 1 from model.path, the others from their checkpoints with the optimizer's moments; recorded on two ranks,
+    """Step 1 from model.path, the others from their checkpoints with the optimizer's moments;
+    recorded on two ranks,
     replayed on one."""
-    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
-    found, text = replayed(run, step)
-    assert [name for name in COMPARED if name not in found.metrics] == []
-    for name, (recorded, again) in found.metrics.items():
+    old = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    result, text = replayed(run, step)
+    assert [name for name in COMPARED if name not in result.metrics] == []
+    for name, (recorded, again) in result.metrics.items():
         assert recorded is not None, name
         assert again is not None, name
         assert abs(recorded - again) <= 1e-6 * max(1.0, abs(recorded)), (name, recorded, again)
-    assert len(found.rollouts) == len(dumped(run, step))
-    for rollout in found.rollouts:
-        was, now = rollout.recorded, rollout.replayed
-        assert (now.reward, now.rewards, now.statuses) == (was.reward, was.rewards, was.statuses)
-        assert now.advantage == was.advantage
-        if now.advantage is not None:
+    assert len(result.rollouts) == len(dumped(run, step))
+    for rollout in result.rollouts:
+        was, current = rollout.recorded, rollout.replayed
+        assert (current.reward, current.rewards, current.statuses) == (
+            was.reward,
+            was.rewards,
+            was.statuses,
+        )
+        assert current.advantage == was.advantage
+        if current.advantage is not None:
             assert rollout.logprobs == pytest.approx(was.rollout_logprobs, abs=1e-5)
     assert "differ: reward 0, statuses 0, advantage 0, reward format 0, reward odd 0" in text
-    assert {
-        path: path.stat().st_mtime_ns for path in run.rglob("*")
-    } == before  # nothing was written
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == old  # nothing was written
 
 
 def test_a_compressed_dump_is_replayed_and_the_gold_answer_shown(run: Path, tmp_path: Path) -> None:
-    """And one of the versions before: without columns and their number, with logprobs as doubles."""
+    """And one of the versions before: without columns and their number, with logprobs as
+    doubles."""
     copy = copy_of(run, tmp_path / "run")
     path = copy / "rollouts/step_000002.jsonl"
     expected = replayed(run, 2)[1].replace(str(run), str(copy))
@@ -129,7 +135,8 @@ def test_the_run_had_all_that_it_was_to_have(run: Path) -> None:
 
 
 def test_what_a_reward_logs_is_in_metrics_and_dump(run: Path) -> None:
-    """Of each group that the function was called with once, whichever rank had it; test_a_step_is_what_it_was compares
+    """Of each group that the function was called with once, whichever rank had it;
+    test_a_step_is_what_it_was compares
     two ranks' metrics with one's."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     num_rows = len((run.parent / "train.jsonl").read_text().splitlines())
@@ -140,11 +147,11 @@ def test_what_a_reward_logs_is_in_metrics_and_dump(run: Path) -> None:
                 assert "extra" not in record
             else:
                 assert record["extra"] == {"odd": {"length": len(record["completion"])}}
-                own = sum(c.isdigit() for c in record["completion"])
-                digits[record["position"]] = digits.get(record["position"], 0) + own
+                local = sum(c.isdigit() for c in record["completion"])
+                digits[record["position"]] = digits.get(record["position"], 0) + local
         assert metrics["reward/odd/digits"] == sum(digits.values()) / len(digits)
-        first = min(record["position"] for record in dumped(run, step))
-        assert metrics["reward/odd/progress"] == pytest.approx((step - 1) / 3 + first / num_rows)
+        initial = min(record["position"] for record in dumped(run, step))
+        assert metrics["reward/odd/progress"] == pytest.approx((step - 1) / 3 + initial / num_rows)
         assert metrics["reward/format/retried_frac"] == 0.0
         errors = {r["position"] for r in dumped(run, step) if r["statuses"]["odd"] == "error"}
         assert metrics["reward/odd/retried_frac"] == len(errors) / len(
@@ -157,23 +164,23 @@ def test_a_changed_reward_shows(run: Path, tmp_path: Path) -> None:
     (tmp_path / "other.py").write_text(
         ODD_REWARD.replace("% 2)", f"% 2) + 10.0 * (text == {praised!r})")
     )
-    found, text = replayed(run, 3, f"rewards.1.function={tmp_path}/other.py:odd")
-    for rollout in found.rollouts:
-        was, now = rollout.recorded.rewards, rollout.replayed
+    result, text = replayed(run, 3, f"rewards.1.function={tmp_path}/other.py:odd")
+    for rollout in result.rollouts:
+        was, current = rollout.recorded.rewards, rollout.replayed
         if was["odd"] is not None:
-            assert now.rewards["odd"] == was["odd"] + 10.0 * (
+            assert current.rewards["odd"] == was["odd"] + 10.0 * (
                 rollout.recorded.completion == praised
             )
-            assert now.reward == (was["format"] or 0.0) + 0.5 * (now.rewards["odd"] or 0.0)
-    changed = [r for r in found.rollouts if r.replayed.rewards != r.recorded.rewards]
+            assert current.reward == (was["format"] or 0.0) + 0.5 * (current.rewards["odd"] or 0.0)
+    changed = [r for r in result.rollouts if r.replayed.rewards != r.recorded.rewards]
     assert changed
     assert f"reward odd {len(changed)}" in text
     assert f"  {changed[0].name:>9}  reward" in text
-    assert found.metrics["reward/odd/mean"][0] != found.metrics["reward/odd/mean"][1]
+    assert result.metrics["reward/odd/mean"][0] != result.metrics["reward/odd/mean"][1]
 
 
 def test_overrides_try_another_weight_and_another_clip_range(run: Path) -> None:
-    found, text = replayed(
+    result, text = replayed(
         run,
         1,
         "rewards.1.weight=0",
@@ -181,20 +188,21 @@ def test_overrides_try_another_weight_and_another_clip_range(run: Path) -> None:
         "loss.clip_ratio_high=1000",
         "loss.dual_clip=null",
     )
-    assert found.metrics["loss/clip_frac"][1] == 0
+    assert result.metrics["loss/clip_frac"][1] == 0
     assert "override: rewards.1.weight=0" in text
     groups: dict[int, list[Any]] = {}
-    for rollout in found.rollouts:
+    for rollout in result.rollouts:
         groups.setdefault(rollout.recorded.position, []).append(rollout)
     for rollouts in groups.values():  # GRPO by hand
-        known = [r for r in rollouts if r.replayed.statuses["odd"] != "error"]
-        late = [max(0, len(r.recorded.completion_ids) - 8) / 4 * 0.25 for r in known]
+        expected_names = [r for r in rollouts if r.replayed.statuses["odd"] != "error"]
+        late = [max(0, len(r.recorded.completion_ids) - 8) / 4 * 0.25 for r in expected_names]
         rewards = [
-            r.recorded.rewards["format"] - penalty for r, penalty in zip(known, late, strict=True)
+            r.recorded.rewards["format"] - penalty
+            for r, penalty in zip(expected_names, late, strict=True)
         ]
         mean = sum(rewards) / max(len(rewards), 1)
         std = math.sqrt(sum((x - mean) ** 2 for x in rewards) / max(len(rewards) - 1, 1))
-        for rollout, reward in zip(known, rewards, strict=True):
+        for rollout, reward in zip(expected_names, rewards, strict=True):
             if (advantage := rollout.replayed.advantage) is not None:
                 assert advantage == pytest.approx(
                     (reward - mean) / std if std > 1e-6 else 0.0, abs=1e-5
@@ -204,22 +212,24 @@ def test_overrides_try_another_weight_and_another_clip_range(run: Path) -> None:
 def test_without_the_policy_the_engines_logprobs_stand_in(run: Path, tmp_path: Path) -> None:
     """The laptop has the run folder, and neither the checkpoints nor the data nor the model."""
     copy = copy_of(run, tmp_path / "run", "checkpoints")
-    found, text = replayed(copy, 3, "data.train=/nowhere/train.jsonl", "model.path=/nowhere/model")
+    result, text = replayed(copy, 3, "data.train=/nowhere/train.jsonl", "model.path=/nowhere/model")
     assert (
-        f"no {copy}/checkpoints/step_000002 (there are: none; --checkpoint takes another), so the engine's recorded "
+        f"no {copy}/checkpoints/step_000002 (there are: none; --checkpoint takes another), so "
+        "the engine's recorded "
         "logprobs stand in" in text
     )
     assert (
-        "rewards are those that the run recorded, since the data set cannot be had as it was: data.train: cannot read "
+        "rewards are those that the run recorded, since the data set cannot be had as it was: "
+        "data.train: cannot read "
         "/nowhere" in text
     )
-    replayed_records = [r.replayed for r in found.rollouts]
+    replayed_records = [r.replayed for r in result.rollouts]
     assert [(r.reward, r.rewards, r.statuses, r.advantage) for r in replayed_records] == [
         (r["reward"], r["rewards"], r["statuses"], r["advantage"]) for r in dumped(run, 3)
     ]
     assert not [
         name
-        for name in found.metrics
+        for name in result.metrics
         if name.startswith(("optim/", "weight_sync/", "loss/entropy"))
     ]
     trained = sorted(
@@ -233,14 +243,15 @@ def test_without_the_policy_the_engines_logprobs_stand_in(run: Path, tmp_path: P
             if r["statuses"]["odd"] != "error"
         ]
         expected.append(-sum(a * n for a, n in tokens) / sum(n for _, n in tokens))
-    assert found.metrics["loss/policy"][1] == pytest.approx(sum(expected) / 2, abs=1e-6)
+    assert result.metrics["loss/policy"][1] == pytest.approx(sum(expected) / 2, abs=1e-6)
     assert "least likely token, -logprob of the engine:" in text
 
 
 def test_a_checkpoint_needs_no_model_path_but_the_reference_does(run: Path, tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"^model\.path: there is no folder /nowhere/model, and the reference or the adapters need it",
+        match=r"^model\.path: there is no folder /nowhere/model, and the reference or the "
+        r"adapters need it",
     ):
         replayed(run, 2, "model.path=/nowhere/model")
     with pytest.raises(
@@ -248,24 +259,24 @@ def test_a_checkpoint_needs_no_model_path_but_the_reference_does(run: Path, tmp_
         match=r"^model\.lora\.rank: 4 does not go with .*step_000001, which holds a whole model$",
     ):
         replayed(run, 2, "model.lora.rank=4")
-    found, _ = replayed(run, 2, "model.path=/nowhere/model", "loss.kl_coef=0")
+    result, _ = replayed(run, 2, "model.path=/nowhere/model", "loss.kl_coef=0")
     # the KL moves the second update
-    assert found.metrics["loss/entropy"][1] == pytest.approx(
-        found.metrics["loss/entropy"][0], rel=0.1
+    assert result.metrics["loss/entropy"][1] == pytest.approx(
+        result.metrics["loss/entropy"][0], rel=0.1
     )
-    assert found.metrics["weight_sync/mismatch_abs_max"][1] == pytest.approx(
-        found.metrics["weight_sync/mismatch_abs_max"][0]
+    assert result.metrics["weight_sync/mismatch_abs_max"][1] == pytest.approx(
+        result.metrics["weight_sync/mismatch_abs_max"][0]
     )
 
 
 def test_an_older_checkpoint_is_said_to_be_one(run: Path) -> None:
-    found, text = replayed(run, 3, checkpoint=run / "checkpoints/step_000001")
+    result, text = replayed(run, 3, checkpoint=run / "checkpoints/step_000001")
     assert f"policy: {run}/checkpoints/step_000001, after 1 finished steps" in text
     assert (
-        "that is not the policy that sampled step 3: loss, entropy, gradient and mismatch differ for that alone"
-        in text
+        "that is not the policy that sampled step 3: loss, entropy, gradient and mismatch differ "
+        "for that alone" in text
     )
-    recorded, again = found.metrics["weight_sync/mismatch_abs_mean"]
+    recorded, again = result.metrics["weight_sync/mismatch_abs_mean"]
     assert recorded is not None
     assert again is not None
     assert again > 1000 * recorded
@@ -292,11 +303,11 @@ def test_a_step_whose_rewards_are_refused_is_still_shown(run: Path) -> None:
         for step in (1, 2, 3)
         if any("error" in r["statuses"].values() for r in dumped(run, step))
     )
-    found, text = replayed(run, step, "reward_pool.max_error_frac=0.01")
+    result, text = replayed(run, step, "reward_pool.max_error_frac=0.01")
     assert "the step is refused: RewardError: reward 'odd' gave no usable value for" in text
     assert "ValueError: two twos" in text
-    assert found.rollouts
-    assert not found.metrics
+    assert result.rollouts
+    assert not result.metrics
 
 
 def test_what_is_not_finite_is_listed(run: Path, tmp_path: Path) -> None:
@@ -306,10 +317,10 @@ def test_what_is_not_finite_is_listed(run: Path, tmp_path: Path) -> None:
     (copy / "rollouts/step_000002.jsonl").write_text(
         "".join(json.dumps(record) + "\n" for record in records)
     )
-    found, text = replayed(copy, 2)
+    result, text = replayed(copy, 2)
     assert "1 rollouts with a logprob that is not finite:\n" in text
     assert text.splitlines()[-1].split()[0] == f"{records[2]['position']}/2"
-    assert found.metrics["optim/skipped_updates"] == (0, 1)
+    assert result.metrics["optim/skipped_updates"] == (0, 1)
     packed = [
         record | {"num_rollouts": len(records)} for record in records
     ]  # and as they have it now
@@ -347,7 +358,8 @@ def _change(**values: Any) -> Callable[[list[bytes]], None]:
         ),
         (
             _change(sample=3),
-            r"step_000002\.jsonl:\d+: the rollout \d+/3 \(position/sample\) is in .*/step_000002\.jsonl:\d+ too",
+            r"step_000002\.jsonl:\d+: the rollout \d+/3 \(position/sample\) is in "
+            r".*/step_000002\.jsonl:\d+ too",
         ),
         (
             lambda lines: lines.__setitem__(0, b"[]"),
@@ -355,7 +367,8 @@ def _change(**values: Any) -> Callable[[list[bytes]], None]:
         ),
         (
             _change(sample=7),
-            r"step_000002\.jsonl: the group at position \d+ has the samples \[.*7\], and should have 0 to 3",
+            r"step_000002\.jsonl: the group at position \d+ has the samples \[.*7\], and should "
+            r"have 0 to 3",
         ),
         (
             lambda lines: lines.__delitem__(1),
@@ -384,7 +397,8 @@ def test_what_is_not_there_is_said(run: Path, tmp_path: Path) -> None:
         read_step(tmp_path, 1)
     with pytest.raises(
         ConfigError,
-        match=r"step_000010\.jsonl: No such file or directory; there are dumps of the steps 1, 2, 3 ",
+        match=r"step_000010\.jsonl: No such file or directory; there are dumps of the steps 1, "
+        r"2, 3 ",
     ):
         read_step(run, 10)
     with pytest.raises(ConfigError, match=r"^rewards\.1\.function: there is no file /nowhere\.py$"):
@@ -405,8 +419,8 @@ def test_what_is_not_there_is_said(run: Path, tmp_path: Path) -> None:
     assert config.count("args: {}") == 1
     (copy / "config.yaml").write_text(config.replace("args: {}", "args: {api_key: <redacted>}"))
     assert (
-        "rewards.1.args.api_key is redacted in config.yaml; give it as an override, if a reward needs it"
-        in read_step(copy, 1).notes
+        "rewards.1.args.api_key is redacted in config.yaml; give it as an override, if a reward "
+        "needs it" in read_step(copy, 1).notes
     )
     assert not [
         note
@@ -473,13 +487,16 @@ def test_every_metric_of_a_line_is_documented(run: Path, plain_run: Path) -> Non
         for key in re.findall(r"`([^`]+)`", row)
     ]
     patterns = [re.sub(r"<\w+>", "[^/]+", key) for key in keys]
-    shown = set()
+    displayed = set()
     for metrics in (run / "metrics.jsonl", plain_run / "run/metrics.jsonl"):
-        shown |= {key for line in metrics.read_text().splitlines() for key in json.loads(line)}
+        displayed |= {key for line in metrics.read_text().splitlines() for key in json.loads(line)}
     assert [
-        key for key in sorted(shown) if not any(re.fullmatch(pattern, key) for pattern in patterns)
+        key
+        for key in sorted(displayed)
+        if not any(re.fullmatch(pattern, key) for pattern in patterns)
     ] == []
-    # and what the table promises is there, but for what takes a GPU, an option, or a set of another name
+    # and what the table promises is there, but for what takes a GPU, an option, or a set of another
+    # name
     rare = (
         "throughput/mfu",
         "eval/<set>/reward",
@@ -506,6 +523,6 @@ def test_every_metric_of_a_line_is_documented(run: Path, plain_run: Path) -> Non
     missing = [
         key
         for key in promised
-        if not any(re.fullmatch(re.sub(r"<\w+>", "[^/]+", key), name) for name in shown)
+        if not any(re.fullmatch(re.sub(r"<\w+>", "[^/]+", key), name) for name in displayed)
     ]
     assert missing == []

@@ -1,4 +1,5 @@
-"""A dumped step of episodes, replayed: logprobs are those of plain transformers over each whole conversation, turns are
+"""A dumped step of episodes, replayed: logprobs are those of plain transformers over each whole
+conversation, turns are
 shown, and what was changed in the dump shows."""
 
 from __future__ import annotations
@@ -36,24 +37,29 @@ def _environment_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def plain_logprobs(model: Any, segments: tuple[Segment, ...]) -> list[float]:
     """Of the sampled tokens, by a pass over each context."""
-    found = []
-    for one in segments:
+    result = []
+    for single in segments:
         with torch.no_grad():
-            logits = model(torch.tensor([one.token_ids.tolist()])).logits[0].float()
+            logits = model(torch.tensor([single.token_ids.tolist()])).logits[0].float()
         logprobs = logits.log_softmax(-1)
-        found += [float(logprobs[t - 1, one.token_ids[t]]) for t in np.flatnonzero(one.sampled)]
-    return found
+        result += [
+            float(logprobs[t - 1, single.token_ids[t]]) for t in np.flatnonzero(single.sampled)
+        ]
+    return result
 
 
 def made_up(draw: random.Random, model: Any, reward: float | None) -> Completion:
-    """A tool is called and answers, then its answer is repeated, in every second episode in a segment of its own."""
+    """A tool is called and answers, then its answer is repeated, in every second episode in a
+    segment of its own."""
     if reward is None:
         return Completion(
             [], [], "stop", Episode("env_error", (), (), [], {}, [0.5], "reset raised\nKeyError")
         )
-    prompt, first, given, second = ([draw.randrange(1, 40) for _ in range(n)] for n in (4, 3, 5, 2))
-    appended = segment([*prompt, *first, *given, *second], [4, 5, 6, 12, 13])
-    fork = segment([*prompt, *first], [4, 5, 6]), segment([*prompt, *given, *second], [9, 10])
+    prompt, initial, inputs, second = (
+        [draw.randrange(1, 40) for _ in range(n)] for n in (4, 3, 5, 2)
+    )
+    appended = segment([*prompt, *initial, *inputs, *second], [4, 5, 6, 12, 13])
+    fork = segment([*prompt, *initial], [4, 5, 6]), segment([*prompt, *inputs, *second], [9, 10])
     segments = (appended,) if draw.random() < 0.5 else fork
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
     messages: list[dict[str, Any]] = [
@@ -63,7 +69,7 @@ def made_up(draw: random.Random, model: Any, reward: float | None) -> Completion
     ]
     turns = Turn(3, "stop"), Turn(2, "stop", 0.5)
     episode = Episode("ok", segments, turns, messages, {"sums": reward}, [0.01])
-    return Completion(first + second, plain_logprobs(model, segments), "stop", episode)
+    return Completion(initial + second, plain_logprobs(model, segments), "stop", episode)
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +82,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = write_config(
         folder, model_path, rewards=[{"function": f"{folder}/looks.py:sums"}],
         rollout={"temperature": 1.0, "num_prompts_per_step": 2, "group_size": 4},
-        data={"train": "/nowhere.jsonl", "max_prompt_tokens": 8}, reward_pool={"max_error_frac": 0.5},
+        data={"train": "/nowhere.jsonl", "max_prompt_tokens": 8}, reward_pool={"max_error_frac": 0.5},  # noqa: E501
     )  # fmt: skip
     (folder / "looks.py").write_text(
         "def sums(completions, environments, **_):\n    raise RuntimeError\n"
@@ -86,17 +92,17 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     draw, lines = random.Random(0), list[bytes]()
     for position, rewards in enumerate(REWARDS):
         for sample, reward in enumerate(rewards):
-            made = made_up(draw, model, reward)
-            assert made.episode is not None
-            parts: dict[str, Any] = {
-                "completion_ids": made.token_ids,
-                "rollout_logprobs": made.logprobs,
+            created = made_up(draw, model, reward)
+            assert created.episode is not None
+            pieces: dict[str, Any] = {
+                "completion_ids": created.token_ids,
+                "rollout_logprobs": created.logprobs,
             }
             record = dataclasses.replace(
-                RECORD, rollout_id=4 * position + sample, position=position, sample=sample, num_rollouts=8,
+                RECORD, rollout_id=4 * position + sample, position=position, sample=sample, num_rollouts=8,  # noqa: E501
                 reward=reward, rewards={"sums": reward}, completion="said",
-                statuses={"sums": "ok" if reward is not None else "not_applicable"}, advantage=0.0, **parts,
-                **dumped_episode_fields(made.episode),
+                statuses={"sums": "ok" if reward is not None else "not_applicable"}, advantage=0.0, **pieces,  # noqa: E501
+                **dumped_episode_fields(created.episode),
             )  # fmt: skip
             lines.append(to_line(record) + b"\n")
     (folder / "run/rollouts/step_000001.jsonl").write_bytes(b"".join(lines))
@@ -105,8 +111,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def replayed(run: Path) -> tuple[Replay, str]:
     recorded = read_step(run, 1)
-    found = replay(recorded)
-    return found, "\n".join(report(recorded, found, 3))
+    result = replay(recorded)
+    return result, "\n".join(report(recorded, result, 3))
 
 
 def changed(run: Path, folder: Path, number: int, change: Any) -> Path:
@@ -122,25 +128,26 @@ def changed(run: Path, folder: Path, number: int, change: Any) -> Path:
 
 
 def test_episodes_are_trained_on_as_plain_transformers_scores_them(run: Path) -> None:
-    found, text = replayed(run)
-    assert len(found.rollouts) == 8
+    result, text = replayed(run)
+    assert len(result.rollouts) == 8
     for rollout, reward in zip(
-        found.rollouts, [r for group in REWARDS for r in group], strict=True
+        result.rollouts, [r for group in REWARDS for r in group], strict=True
     ):
         assert rollout.replayed.reward == reward
         assert rollout.in_loss == (reward is not None)
         if reward is not None:
             assert rollout.logprobs == pytest.approx(rollout.recorded.rollout_logprobs, abs=1e-6)
-    # GRPO of 1, 0.25 and 0: mean 0.41667, deviation 0.52042; 0.5, 0.5, 2, 1: mean 1, deviation 0.70711
+    # GRPO of 1, 0.25 and 0: mean 0.41667, deviation 0.52042; 0.5, 0.5, 2, 1: mean 1, deviation
+    # 0.70711
     expected = [1.12090, -0.32026, 0.0, -0.80064, -0.70711, -0.70711, 1.41421, 0.0]
-    assert [r.replayed.advantage for r in found.rollouts] == pytest.approx(expected, abs=1e-4)
+    assert [r.replayed.advantage for r in result.rollouts] == pytest.approx(expected, abs=1e-4)
     assert (
         "rewards are those that the run recorded: environments, which are not here, gave sums"
         in text
     )
     assert (
-        "episodes, of 8 those with the largest |advantage|:\n        1/2 ok: '2 turns, 5 tokens sampled'"
-        in text
+        "episodes, of 8 those with the largest |advantage|:\n        1/2 ok: '2 turns, 5 tokens "
+        "sampled'" in text
     )
     assert "tokens given, 3 sampled, in the loss, stop, logprob -" in text
     assert "calls 'add' {'a': 1}" in text
@@ -153,26 +160,26 @@ def test_an_answer_given_to_a_sibling_shows_in_the_logprobs(run: Path, tmp_path:
     """What is sampled is what it was, what was given is not: no rule of a line is broken."""
 
     def other_answer(values: dict[str, Any]) -> None:
-        given = [turn for turn in values["turns"] if not turn["sampled"]]
-        given[-1]["token_ids"][-5:] = [1, 2, 3, 4, 5]
+        inputs = [turn for turn in values["turns"] if not turn["sampled"]]
+        inputs[-1]["token_ids"][-5:] = [1, 2, 3, 4, 5]
 
-    found, text = replayed(changed(run, tmp_path, 4, other_answer))
+    result, text = replayed(changed(run, tmp_path, 4, other_answer))
     _, list_of_far = text.split("furthest from the engine, largest |policy - engine| of a token:\n")
     assert list_of_far.split()[0] == "1/0"
     off = [
         max(abs(a - b) for a, b in zip(r.logprobs or (), r.recorded.rollout_logprobs, strict=True))
-        for r in found.rollouts
+        for r in result.rollouts
         if r.in_loss
     ]
-    assert sum(one > 1e-4 for one in off) == 1
+    assert sum(single > 1e-4 for single in off) == 1
 
 
 def test_a_mask_that_is_off_by_one_is_refused(run: Path, tmp_path: Path) -> None:
     def late(values: dict[str, Any]) -> None:
         """The first turn ends a token late, as the counts say too."""
         sampled = next(n for n, turn in enumerate(values["turns"]) if turn["sampled"])
-        given = values["turns"][sampled + 1]["token_ids"]
-        values["turns"][sampled]["token_ids"].append(given.pop(0))
+        inputs = values["turns"][sampled + 1]["token_ids"]
+        values["turns"][sampled]["token_ids"].append(inputs.pop(0))
 
     with pytest.raises(
         ConfigError, match=r"step_000001\.jsonl:5: an episode: the tokens that its segments have as"

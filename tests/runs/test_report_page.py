@@ -1,4 +1,5 @@
-"""The page of a report in a real browser without a network: no error, no request, the chunks' figures, and a way from a
+"""The page of a report in a real browser without a network: no error, no request, the chunks'
+figures, and a way from a
 curve to a token by mouse and keys. Also of texts that want to be more than text."""
 
 from __future__ import annotations
@@ -82,7 +83,8 @@ def test_every_view_is_shown_without_an_error_or_a_request(
             )  # nothing stands out of the page
             assert (
                 page.value(
-                    "document.querySelectorAll('main script, main img, main iframe, main style').length"
+                    "document.querySelectorAll('main script, main img, main iframe, main "
+                    "style').length"
                 )
                 == 0
             )
@@ -93,20 +95,20 @@ def test_curves_say_what_the_metrics_are(browser: Browser, pages: dict[str, Path
     run = MadeRun()
     metrics = run.main()["metrics"]
     with browser.open(pages["finished"], "#view=curves&step=17") as page:
-        of_row = "[row.querySelector('th').textContent, row.querySelector('td').textContent]"
-        rows = f"[...e.querySelectorAll('.u-series')].map((row) => {of_row})"
+        row_values = "[row.querySelector('th').textContent, row.querySelector('td').textContent]"
+        rows = f"[...e.querySelectorAll('.u-series')].map((row) => {row_values})"
         legends = page.each(".chart", f"[e.querySelector('h2').textContent, {rows}]")
-        said = {f"{title}: {label}": value for title, rows in legends for label, value in rows}
+        message = {f"{title}: {label}": value for title, rows in legends for label, value in rows}
         at = run.made_steps.index(17)
-        shown = 0
+        displayed = 0
         for key, values in metrics.items():
             if key in ("time/wall_s",):
                 continue
-            [found] = [value for place, value in said.items() if _is_of(place, key)]
-            assert _number(found) == _rounded(values[at]), key
-            shown += 1
-        assert shown == len(metrics) - 1
-        assert said["evaluation: step"] == "--"  # there was none after step 17
+            [result] = [value for position, value in message.items() if _is_of(position, key)]
+            assert _number(result) == _rounded(values[at]), key
+            displayed += 1
+        assert displayed == len(metrics) - 1
+        assert message["evaluation: step"] == "--"  # there was none after step 17
         page.go("#view=curves&step=20")
         [said_20] = [text for text in page.each(".chart", "e.textContent") if "pass_at_4" in text]
         evaluations = run.main()["evaluations"]
@@ -120,7 +122,8 @@ def test_curves_say_what_the_metrics_are(browser: Browser, pages: dict[str, Path
         )
         assert (
             page.value(
-                "charts.find((c) => c.keys.includes('loss/kl')).plot.data[1].filter((v) => v === null).length"
+                "charts.find((c) => c.keys.includes('loss/kl')).plot.data[1].filter((v) => v === "
+                "null).length"
             )
             == 1
         )
@@ -143,9 +146,12 @@ def test_phases_are_stacked_and_all_charts_zoom_together(
             "[...new Set(charts.map(({ plot }) => `${plot.scales.x.min} ${plot.scales.x.max}`))]"
         )
         assert page.value(ranges) == ["0 40"]  # from the evaluation before the first step
-        left, top, right, bottom = page.box(".chart .u-over")
+        remaining, top, correct, bottom = page.box(".chart .u-over")
         y = (top + bottom) / 2
-        page.drag((left + (right - left) * 0.25, y), (left + (right - left) * 0.5, y))
+        page.drag(
+            (remaining + (correct - remaining) * 0.25, y),
+            (remaining + (correct - remaining) * 0.5, y),
+        )
         page.wait(f"{ranges}.join() !== '0 40'")
         [[low, high]] = [map(float, text.split()) for text in page.value(ranges)]  # one for all
         assert [low, high] == pytest.approx([10, 20], abs=0.3)
@@ -155,15 +161,16 @@ def test_phases_are_stacked_and_all_charts_zoom_together(
         _assert_quiet(page)
 
 
-def _is_of(place: str, key: str) -> bool:
-    """Whether a line of a legend is of a metric: the labels leave out what a chart's metrics have in common."""
-    title, _, label = place.partition(": ")
-    of_charts = {
+def _is_of(position: str, key: str) -> bool:
+    """Whether a line of a legend is of a metric: the labels leave out what a chart's metrics have
+    in common."""
+    title, _, label = position.partition(": ")
+    charts_values = {
         "rewards by name": r"reward/(.+)/mean", "tokens of a completion": r"completion/(.+)",
         "engine against policy": r"weight_sync/(.+)", "seconds by phase": r"time/(?!step_s)(.+)",
         "memory by phase, peak GiB": r"memory/(.+)/peak_gib",
     }  # fmt: skip
-    if match := re.fullmatch(of_charts.get(title, r"(.+)"), key):
+    if match := re.fullmatch(charts_values.get(title, r"(.+)"), key):
         return match[1] == label
     return False
 
@@ -202,17 +209,17 @@ def test_the_table_is_the_steps_rollouts_sorted_by_any_column(
             ("row", "position", "sample", "reward", "advantage", "tokens")
         ):
             page.click("#table thead button", number)
-            first = page.value(
+            initial = page.value(
                 "document.querySelector('#table [aria-sort]').getAttribute('aria-sort')"
             )
             page.click("#table thead button", number)
             second = page.value(
                 "document.querySelector('#table [aria-sort]').getAttribute('aria-sort')"
             )
-            assert {first, second} == {"ascending", "descending"}
-            known = [value for value in columns[name] if value is not None]
-            wanted = sorted(known, reverse=second == "descending") + [None] * (
-                len(columns[name]) - len(known)
+            assert {initial, second} == {"ascending", "descending"}
+            expected_names = [value for value in columns[name] if value is not None]
+            wanted = sorted(expected_names, reverse=second == "descending") + [None] * (
+                len(columns[name]) - len(expected_names)
             )
             digits = 3 if name == "advantage" else 4
             short = [
@@ -232,10 +239,10 @@ def test_bins_and_filters_leave_what_they_say(browser: Browser, pages: dict[str,
     columns, total = chunk["table"], len(chunk["table"]["row"])
 
     def kept(page: Page) -> int:
-        found = re.match(rf"(\d+) of {total} rollouts", page.text("#kept"))
-        assert found
-        assert int(found[1]) == len(_table(page))
-        return int(found[1])
+        result = re.match(rf"(\d+) of {total} rollouts", page.text("#kept"))
+        assert result
+        assert int(result[1]) == len(_table(page))
+        return int(result[1])
 
     with browser.open(pages["finished"], "#view=rollouts&step=9") as page:
         bins = page.each("#histogram .bin", "e.getAttribute('aria-label')")
@@ -274,7 +281,8 @@ def test_bins_and_filters_leave_what_they_say(browser: Browser, pages: dict[str,
             assert kept(page) == total
         for name, value, column in (("status", "error", "status"), ("finish", "1", "finish")):
             page.value(
-                f"(() => {{ const f = document.querySelector('[data-filter={name}]'); f.value = '{value}';"
+                f"(() => {{ const f = document.querySelector('[data-filter={name}]'); f.value = "
+                f"'{value}';"
                 " f.dispatchEvent(new Event('change')); })()"
             )
             assert kept(page) == columns[column].count(1), name
@@ -316,54 +324,52 @@ def test_from_a_curve_to_a_token_by_mouse(browser: Browser, pages: dict[str, Pat
         page.click(".card", 5)
         page.wait("/rollout=\\d+\\/5/.test(location.hash)")
         page.settle()
-        one = next(
+        single = next(
             r for r in chunk["rollouts"] if (r["position"], r["sample"]) == (step * run.groups, 5)
         )
-        assert page.text("#tokens") == one["completion"]
+        assert page.text("#tokens") == single["completion"]
         page.click("#tokens .t", 11)
         figures = dict(page.each("#said [data-figure]", "[e.dataset.figure, e.textContent]"))
-        tokens = one["tokens"]
+        tokens = single["tokens"]
         for name in ("logprob", "difference", "entropy"):
             assert float(figures[name]) == tokens[name][11], name
         assert (int(figures["id"]), float(figures["advantage"])) == (
             tokens["ids"][11],
-            one["advantage"],
+            single["advantage"],
         )
         _assert_quiet(page)
 
 
 def test_the_first_token_that_differs_is_marked(browser: Browser, pages: dict[str, Path]) -> None:
     run = MadeRun()
-    group = [one for one in run.step(5)["rollouts"] if one["position"] == 5 * run.groups]
+    group = [single for single in run.step(5)["rollouts"] if single["position"] == 5 * run.groups]
     reference = group[2]
     with browser.open(
         pages["finished"], f"#view=rollouts&step=5&rollout={reference['position']}/2"
     ) as page:
         marked = page.each(".card", "e.querySelector('.parting')?.textContent")
-        before = page.each(
-            ".card", "e.querySelector('.parting')?.previousElementSibling.textContent"
-        )
-    for one, token, text in zip(group, marked, before, strict=True):
-        if one is reference:
+        old = page.each(".card", "e.querySelector('.parting')?.previousElementSibling.textContent")
+    for single, token, text in zip(group, marked, old, strict=True):
+        if single is reference:
             continue
-        pairs = zip(one["tokens"]["ids"], reference["tokens"]["ids"], strict=False)
+        pairs = zip(single["tokens"]["ids"], reference["tokens"]["ids"], strict=False)
         at = next(i for i, (a, b) in enumerate(pairs) if a != b)
-        assert token == one["tokens"]["pieces"][at]
-        assert "".join(one["tokens"]["pieces"][:at]).endswith(text.removeprefix("\u2026 "))
+        assert token == single["tokens"]["pieces"][at]
+        assert "".join(single["tokens"]["pieces"][:at]).endswith(text.removeprefix("\u2026 "))
 
 
 @pytest.mark.parametrize("name", ["difference", "advantage", "logprob", "entropy", "mask"])
 def test_a_tokens_colour_is_its_figure(name: str, browser: Browser, pages: dict[str, Path]) -> None:
     run = MadeRun(3, is_episode=True, num_steps=10)
     chunk = run.step(4)
-    one = chunk["rollouts"][3]
+    single = chunk["rollouts"][3]
     with browser.open(
-        pages["episode"], f"#view=rollouts&step=4&rollout={one['position']}/{one['sample']}"
+        pages["episode"], f"#view=rollouts&step=4&rollout={single['position']}/{single['sample']}"
     ) as page:
         page.click(f"#colourings [data-name={name}]")
         shades = page.each("#tokens .t", "e.className.split(' ')[1]")
-    tokens = one["tokens"]
-    values = {"advantage": [one["advantage"]] * len(tokens["ids"])}.get(name, tokens.get(name))
+    tokens = single["tokens"]
+    values = {"advantage": [single["advantage"]] * len(tokens["ids"])}.get(name, tokens.get(name))
     assert len(shades) == len(values)
     if name == "mask":
         assert shades == ["" if value else "masked" for value in values]
@@ -386,20 +392,22 @@ def test_a_tokens_colour_is_its_figure(name: str, browser: Browser, pages: dict[
 def test_an_episode_is_a_conversation_of_its_turns(
     browser: Browser, pages: dict[str, Path]
 ) -> None:
-    one = MadeRun(3, is_episode=True, num_steps=10).step(4)["rollouts"][1]
+    single = MadeRun(3, is_episode=True, num_steps=10).step(4)["rollouts"][1]
     with browser.open(
-        pages["episode"], f"#view=rollouts&step=4&rollout={one['position']}/{one['sample']}"
+        pages["episode"], f"#view=rollouts&step=4&rollout={single['position']}/{single['sample']}"
     ) as page:
         turns = page.each(
             "#tokens .turn",
             "[e.classList.contains('sampled'), e.querySelector('.text').textContent]",
         )
-        assert turns == [[turn["sampled"], "".join(turn["pieces"])] for turn in one["turns"]]
+        assert turns == [[turn["sampled"], "".join(turn["pieces"])] for turn in single["turns"]]
         assert page.value("document.querySelectorAll('#tokens .cut').length") == 1  # a new segment
         # figures of the second turn's tokens are those behind the first's
-        place = one["turns"][0]["num_tokens"] + 2
-        page.click("#tokens .t", place)
-        assert float(page.text("#said [data-figure=logprob]")) == one["tokens"]["logprob"][place]
+        position = single["turns"][0]["num_tokens"] + 2
+        page.click("#tokens .t", position)
+        assert (
+            float(page.text("#said [data-figure=logprob]")) == single["tokens"]["logprob"][position]
+        )
 
 
 def test_a_timeline_is_to_scale(browser: Browser, pages: dict[str, Path]) -> None:
@@ -409,14 +417,18 @@ def test_a_timeline_is_to_scale(browser: Browser, pages: dict[str, Path]) -> Non
     length = max(span[2] for rank in spans for span in rank)
     with browser.open(pages["finished"], "#view=timeline&step=13") as page:
         blocks = page.value(
-            "[...document.querySelectorAll('.track')].map((track) => [...track.children].map((block) => {"
+            "[...document.querySelectorAll('.track')].map((track) => "
+            "[...track.children].map((block) => {"
             " const [t, b] = [track.getBoundingClientRect(), block.getBoundingClientRect()];"
             " const wait = block.querySelector('i')?.getBoundingClientRect().width ?? 0;"
-            " return [(b.left - t.left) / t.width, (b.right - t.left) / t.width, wait / t.width]; }))"
+            " return [(b.left - t.left) / t.width, (b.right - t.left) / t.width, wait / "
+            "t.width]; }))"
         )
         for rank, row in zip(spans, blocks, strict=True):
-            for (_, start, end, _, busy), (left, right, wait) in zip(rank, row, strict=True):
-                assert [left, right] == pytest.approx([start / length, end / length], abs=2e-3)
+            for (_, start, end, _, busy), (remaining, correct, wait) in zip(rank, row, strict=True):
+                assert [remaining, correct] == pytest.approx(
+                    [start / length, end / length], abs=2e-3
+                )
                 assert wait == pytest.approx(
                     0 if busy is None else (end - start - busy) / length, abs=2e-3
                 )
@@ -425,14 +437,14 @@ def test_a_timeline_is_to_scale(browser: Browser, pages: dict[str, Path]) -> Non
 def test_two_runs_are_overlaid_and_their_configs_differ(
     browser: Browser, pages: dict[str, Path]
 ) -> None:
-    first, second = RUNS["two"]()
+    initial, second = RUNS["two"]()
     with browser.open(pages["two"], "#view=curves&step=30") as page:
         [text] = [
             t
             for t in page.each(".chart", "e.textContent")
             if t.startswith("reward") and "reward/mean (" in t
         ]
-        for run in (first, second):
+        for run in (initial, second):
             assert f"reward/mean ({run.name})" in text
             assert str(_rounded(run.main()["metrics"]["reward/mean"][29])) in text
         rows = page.each("main > .panel tbody tr", "[...e.cells].map((cell) => cell.textContent)")
@@ -476,7 +488,9 @@ def test_search_finds_what_the_completions_have(browser: Browser, pages: dict[st
     run = MadeRun(3, is_episode=True, num_steps=10)
     wanted = "number total"
     expected = sum(
-        wanted in one["completion"] for step in run.made_steps for one in run.step(step)["rollouts"]
+        wanted in single["completion"]
+        for step in run.made_steps
+        for single in run.step(step)["rollouts"]
     )
     assert expected > 0
     with browser.open(pages["episode"]) as page:
@@ -497,9 +511,9 @@ def test_keys_lead_everywhere(browser: Browser, pages: dict[str, Path]) -> None:
     with browser.open(pages["finished"], "#view=verdict&step=10") as page:
 
         def after(key: str) -> str:
-            before = page.value("location.hash")
+            old = page.value("location.hash")
             page.key(key)
-            page.wait(f"location.hash !== {json.dumps(before)}")
+            page.wait(f"location.hash !== {json.dumps(old)}")
             page.settle()
             return str(page.value("location.hash"))
 
@@ -578,17 +592,17 @@ def _as_shown(piece: str) -> str:
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_text_is_shown_as_text(name: str, browser: Browser, pages: dict[str, Path]) -> None:
     run = hostile_run()
-    one = next(r for r in run.step(1)["rollouts"] if r["completion"] == HOSTILE[name])
-    expected = "".join(map(_as_shown, one["tokens"]["pieces"]))
+    single = next(r for r in run.step(1)["rollouts"] if r["completion"] == HOSTILE[name])
+    expected = "".join(map(_as_shown, single["tokens"]["pieces"]))
     with browser.open(
         pages["hostile"],
-        f"#view=rollouts&step=1&rollout={one['position']}/{one['sample']}",
+        f"#view=rollouts&step=1&rollout={single['position']}/{single['sample']}",
         width=390,
     ) as page:
         assert page.text("#tokens") == expected
         assert page.value("document.documentElement.scrollWidth") == 390
-        left, top, right, bottom = page.box("#tokens .tokens")
-        assert 0 <= left < right <= 390
+        remaining, top, correct, bottom = page.box("#tokens .tokens")
+        assert 0 <= remaining < correct <= 390
         assert bottom - top < 1200
         titles = page.each("#tokens .odd", "e.title")
         if name == "halves":
@@ -605,7 +619,8 @@ def test_what_is_put_into_the_file_does_not_run(
     spoilt.write_text(
         text.replace(
             '<main id="content"',
-            '<script>window.owned = 1</script><img src=x onerror="window.owned = 2"><main id="content"',
+            '<script>window.owned = 1</script><img src=x onerror="window.owned = 2"><main '
+            'id="content"',
         )
     )
     with browser.open(spoilt) as page:
@@ -651,17 +666,18 @@ def test_a_link_to_what_is_not_there_shows_what_is(
         _assert_quiet(page)
 
 
-@pytest.mark.parametrize("which", ["plain_run", "elaborate_run"])
+@pytest.mark.parametrize("selection", ["plain_run", "elaborate_run"])
 def test_a_real_runs_page_is_its_metrics_and_its_dump(
-    which: str, browser: Browser, request: pytest.FixtureRequest, tmp_path: Path
+    selection: str, browser: Browser, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    """By the command, from what a run left; beside it the lines of the run's files, read here by themselves."""
-    run_dir = request.getfixturevalue(which) / "run"
-    before = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
+    """By the command, from what a run left; beside it the lines of the run's files, read here by
+    themselves."""
+    run_dir = request.getfixturevalue(selection) / "run"
+    old = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
     out = tmp_path / "report.html"
     command = [sys.executable, "-m", "grpo_spmd.report", str(run_dir), "--out", str(out)]
     assert run_command(command).returncode == 0
-    assert {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")} == before
+    assert {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")} == old
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     metrics = {
         line["step"]: line for line in lines if not any(key.startswith("eval/") for key in line)
@@ -701,19 +717,19 @@ def test_a_real_runs_page_is_its_metrics_and_its_dump(
         assert [_number(row[3]) for row in _table(page)] == [
             _rounded(line["reward"]) for line in dump
         ]
-        one = next(line for line in dump if line["completion"] and line["advantage"])
-        page.go(f"#view=rollouts&step={step}&rollout={one['position']}/{one['sample']}")
+        single = next(line for line in dump if line["completion"] and line["advantage"])
+        page.go(f"#view=rollouts&step={step}&rollout={single['position']}/{single['sample']}")
         pieces = page.each("#tokens .t", "e.textContent")
-        assert len(pieces) == len(one["completion_ids"])
+        assert len(pieces) == len(single["completion_ids"])
         assert "".join(pieces).startswith(
-            one["completion"]
+            single["completion"]
         )  # what follows is the end-of-sequence token
         page.click("#tokens .t", 0)
         figures = dict(page.each("#said [data-figure]", "[e.dataset.figure, e.textContent]"))
-        logprobs = np.frombuffer(base64.b64decode(one["rollout_logprobs"]), "<f4")
-        assert int(figures["id"]) == one["completion_ids"][0]
+        logprobs = np.frombuffer(base64.b64decode(single["rollout_logprobs"]), "<f4")
+        assert int(figures["id"]) == single["completion_ids"][0]
         assert float(figures["logprob"]) == pytest.approx(float(logprobs[0]), abs=6e-4)
-        assert float(figures["advantage"]) == pytest.approx(one["advantage"], rel=1e-4)
+        assert float(figures["advantage"]) == pytest.approx(single["advantage"], rel=1e-4)
         assert abs(float(figures["difference"])) < 1e-4  # float32 on a CPU: rounding
         for view in VIEWS:
             page.go(f"#view={view}")

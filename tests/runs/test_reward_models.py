@@ -1,4 +1,5 @@
-"""Whole runs whose rewards are models: two of them on two ranks, with refills, evaluation, offload and a resume."""
+"""Whole runs whose rewards are models: two of them on two ranks, with refills, evaluation, offload
+and a resume."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ def build_config(folder: Path, name: str, **sections: Any) -> Path:
             "eval": {"held": str(folder / "held_out.jsonl")},
         },
         rewards=[
-            # Prompts of 7 tokens are too long for it, so that some groups have only the function's 0 or 2: refills.
+            # Prompts of 7 tokens are too long for it, so that some groups have only the function's
+            # 0 or 2: refills.
             {"model": str(folder / "same"), "name": "same", "weight": 0.5, "max_tokens": 18},
             {"function": f"{folder}/digits.py:digits", "weight": 2.0},
             {"model": str(folder / "other"), "weight": 0.0},
@@ -81,23 +83,25 @@ def run_dir(folder: Path) -> Path:
 
 def test_every_score_of_the_dumps_is_that_of_transformers(run_dir: Path, folder: Path) -> None:
     policy = transformers.AutoTokenizer.from_pretrained(folder / "model")
-    other = transformers.AutoTokenizer.from_pretrained(folder / "other")
+    pretrained = transformers.AutoTokenizer.from_pretrained(folder / "other")
     records = [record for step in range(1, NUM_STEPS + 1) for record in dumped(run_dir, step)]
     ids = [record["prompt_ids"] + record["completion_ids"] for record in records]
-    of_same = iter(plain_scores(folder / "same", [own for own in ids if len(own) <= 18], 0))
+    same_values = iter(
+        plain_scores(folder / "same", [local for local in ids if len(local) <= 18], 0)
+    )
     texts = [
         record["prompt"] + policy.decode(record["completion_ids"], skip_special_tokens=True)
         for record in records
     ]
-    of_other = plain_scores(folder / "other", [other(text).input_ids for text in texts], 0)
+    other_values = plain_scores(folder / "other", [pretrained(text).input_ids for text in texts], 0)
     kinds = set()
-    for record, own, of_second in zip(records, ids, of_other, strict=True):
+    for record, local, second_values in zip(records, ids, other_values, strict=True):
         assert list(record["rewards"]) == ["same", "digits", "other"]
-        assert record["rewards"]["other"] == pytest.approx(of_second, abs=1e-5)
+        assert record["rewards"]["other"] == pytest.approx(second_values, abs=1e-5)
         kinds.add(record["statuses"]["same"])
-        given = record["rewards"]["same"]
-        assert given == (pytest.approx(next(of_same), abs=1e-5) if len(own) <= 18 else None)
-        total = 0.5 * (given or 0.0) + 2.0 * record["rewards"]["digits"]
+        inputs = record["rewards"]["same"]
+        assert inputs == (pytest.approx(next(same_values), abs=1e-5) if len(local) <= 18 else None)
+        total = 0.5 * (inputs or 0.0) + 2.0 * record["rewards"]["digits"]
         assert record["reward"] == pytest.approx(total, abs=1e-6)
     assert kinds == {"ok", "not_applicable"}
 
@@ -112,9 +116,9 @@ def test_metrics_and_evaluation_have_the_models_scores(run_dir: Path) -> None:
         assert line["reward/other/error_frac"] == 0
     assert any(0 < line["reward/same/not_applicable_frac"] < 1 for line in steps)
     assert any(line["dynamic_sampling/rounds"] > 1 for line in steps)
-    held = [line["eval/held/mean"] for line in lines if "eval/held/mean" in line]
-    assert len(held) == 3
-    assert all(map(math.isfinite, held))
+    retained = [line["eval/held/mean"] for line in lines if "eval/held/mean" in line]
+    assert len(retained) == 3
+    assert all(map(math.isfinite, retained))
 
 
 def test_a_resumed_run_has_the_same_scores_to_the_bit(run_dir: Path, folder: Path) -> None:
@@ -132,7 +136,8 @@ def _scores(run_dir: Path, step: int) -> list[Any]:
 
 
 def test_episodes_are_scored_by_what_was_said_in_all_their_turns(tmp_path: Path) -> None:
-    """Beside the environment's own reward, on two ranks. Both read the row's prompt, without what reset() said."""
+    """Beside the environment's own reward, on two ranks. Both read the row's prompt, without what
+    reset() said."""
     model = make_caller(tmp_path)
     make_reward_model(
         tmp_path / "judge", "qwen3", vocab_size=272, pad_token_id=None, max_position_embeddings=512
@@ -145,10 +150,12 @@ def test_episodes_are_scored_by_what_was_said_in_all_their_turns(tmp_path: Path)
         data={"train": str(tmp_path / "train.jsonl"), "max_prompt_tokens": 8},
         rollout={"num_prompts_per_step": 4, "group_size": 2, "max_completion_tokens": 16},
         environment={
-            "gym": "tests/support/played.py:Quiz", "max_turns": 3, "max_tokens": 96, "num_workers": 2,
+            "gym": "tests/support/played.py:Qui"
+                   "z", "max_turns": 3, "max_tokens": 96, "num_workers": 2,
         },
         rewards=[
-            {"model": str(tmp_path / "judge"), "name": "judge", "weight": 0.5, "template": f"{tmp_path}/shown.jinja"}
+            {"model": str(tmp_path / "judge"), "name": "judge", "weight": 0.5, "template": f"{tmp_path}/shown.jinj"  # noqa: E501
+                                                                                           "a"}
         ],
         training={"num_steps": 2, "max_tokens_per_micro_batch": 512},
         proofs={"every_steps": 1},
@@ -161,13 +168,13 @@ def test_episodes_are_scored_by_what_was_said_in_all_their_turns(tmp_path: Path)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "judge")
     records = [record for step in (1, 2) for record in dumped(tmp_path / "run", step)]
     assert any(len(record["messages"]) > 2 for record in records)
-    shown = []
+    displayed = []
     for record in records:
         messages = [*record["prompt"], *record["messages"]]
-        shown.append("start," + "".join(f"{m['role']}={m['content']};" for m in messages))
-    scores = plain_scores(tmp_path / "judge", [tokenizer(text).input_ids for text in shown], 0)
+        displayed.append("start," + "".join(f"{m['role']}={m['content']};" for m in messages))
+    scores = plain_scores(tmp_path / "judge", [tokenizer(text).input_ids for text in displayed], 0)
     for record, score in zip(records, scores, strict=True):
         assert record["rewards"]["judge"] == pytest.approx(score, abs=1e-5)
-        [own] = [value for name, value in record["rewards"].items() if name != "judge"]
-        assert record["reward"] == pytest.approx(0.5 * score + own, abs=1e-6)
+        [local] = [value for name, value in record["rewards"].items() if name != "judge"]
+        assert record["reward"] == pytest.approx(0.5 * score + local, abs=1e-6)
     assert len({round(score, 4) for score in scores}) > 4

@@ -37,8 +37,11 @@ def test_the_demo_refuses_a_bad_override_in_one_line() -> None:
 def test_a_demo_that_is_not_there_is_one_line_before_any_set_up() -> None:
     done = run_command(["launch/demo.sh", "nosuch", "seed=1"])
     assert (done.returncode, done.stdout) == (2, "")
-    others = sorted(
+    rest = sorted(
         path.stem.removeprefix("demo-") for path in (ROOT / "configs").glob("demo-*.yaml")
     )
-    said = f"error: there is no demo nosuch; without a name it is countdown, others are: {' '.join(others)}\n"
-    assert done.stderr == said
+    message = (
+        "error: there is no demo nosuch; without a name it is countdown, others are: "
+        f"{' '.join(rest)}\n"
+    )
+    assert done.stderr == message

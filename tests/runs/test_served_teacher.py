@@ -1,4 +1,5 @@
-"""A whole run taught by a hostile server: it goes on, what was not answered is counted to the last rollout, nothing has
+"""A whole run taught by a hostile server: it goes on, what was not answered is counted to the last
+rollout, nothing has
 the secret; it goes on to the bit, is replayed, and stops where too much is missing."""
 
 from __future__ import annotations
@@ -94,9 +95,13 @@ def test_what_was_not_answered_is_counted_and_nothing_has_the_secret(
         records = [
             record for group in read_step(folder / "run", line["step"]).rollouts for record in group
         ]
-        of_records = [ways.ways[*record.prompt_ids, *record.completion_ids] for record in records]
-        assert len(of_records) == 16
-        assert line["teacher/unanswered_frac"] == sum(way in FOR_GOOD for way in of_records) / 16
+        records_values = [
+            ways.ways[*record.prompt_ids, *record.completion_ids] for record in records
+        ]
+        assert len(records_values) == 16
+        assert (
+            line["teacher/unanswered_frac"] == sum(way in FOR_GOOD for way in records_values) / 16
+        )
         assert 0 < line["teacher/unanswered_frac"] < 0.9
         assert line["teacher/call_s_p95"] >= line["teacher/call_s_p50"] > 0
         assert line["teacher/retries"] > 0
@@ -131,10 +136,10 @@ def test_it_goes_on_to_the_bit_and_is_replayed(
     )
     assert len(server.asked) == num_asked
     monkeypatch.setenv("OF_THE_STUB", ENV["OF_THE_STUB"])
-    found = replay(read_step(folder / "run", 2, asks_servers=True))
+    result = replay(read_step(folder / "run", 2, asks_servers=True))
     for name in ("loss/total", "loss/teacher", "teacher/kl", "optim/grad_norm"):
-        recorded, now = found.metrics[name]
-        assert now == pytest.approx(recorded, rel=1e-5), name
+        recorded, current = result.metrics[name]
+        assert current == pytest.approx(recorded, rel=1e-5), name
 
 
 def test_too_much_that_is_missing_stops_the_run(
@@ -151,6 +156,9 @@ def test_too_much_that_is_missing_stops_the_run(
         )
         code, output = job.wait(240)
     assert code == 1, output
-    why = "16 of 16 rollouts have no answer: 1 is not under reward_pool.max_error_frac=0.5. The first: the server "
-    assert why in output
+    reason = (
+        "16 of 16 rollouts have no answer: 1 is not under reward_pool.max_error_frac=0.5. "
+        "The first: the server "
+    )
+    assert reason in output
     assert SECRET not in output

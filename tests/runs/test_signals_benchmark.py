@@ -1,4 +1,5 @@
-"""What teaches costs the passes and bytes that it should, as benchmarks/speed/signals.py counts them."""
+"""What teaches costs the passes and bytes that it should, as benchmarks/speed/signals.py counts
+them."""
 
 from __future__ import annotations
 
@@ -42,13 +43,14 @@ def test_passes_and_held_bytes_are_those_of_the_models(tmp_path: Path) -> None:
         3 * 4 * mib["policy"],
     )  # float32 with two moments
     for name, row in rows.items():
-        # Frozen models are bfloat16, as the size has it; a critic is float32 with two moments, and its head has a bias.
+        # Frozen models are bfloat16, as the size has it; a critic is float32 with two moments, and
+        # its head has a bias.
         head = 3 * 4 * (_HIDDEN + 1) / 2**20
-        of_critics = {"critic": 3 * 4 * decoder + head, "critic on the policy": head}
-        others = {"plain": 0.0, "reward model": 2 * mib["reward_model"]} | of_critics
-        own = others.get(name, 2 * mib["teacher"])
-        assert row["held_mib"] == pytest.approx(plain + own, abs=1e-9), name
-        assert row["waiting_mib"] == pytest.approx(own, abs=1e-9), name
+        critics_values = {"critic": 3 * 4 * decoder + head, "critic on the policy": head}
+        rest = {"plain": 0.0, "reward model": 2 * mib["reward_model"]} | critics_values
+        local = rest.get(name, 2 * mib["teacher"])
+        assert row["held_mib"] == pytest.approx(plain + local, abs=1e-9), name
+        assert row["waiting_mib"] == pytest.approx(local, abs=1e-9), name
         assert row["peak_mib"] > 4 * mib["policy"], name  # gradients alone
         assert row["min"] <= row["to_plain"] <= row["max"]
 

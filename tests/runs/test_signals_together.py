@@ -1,4 +1,5 @@
-"""Two teachers, a critic and a reward model in one run: the same whether two ranks share an engine or not; with tail
+"""Two teachers, a critic and a reward model in one run: the same whether two ranks share an engine
+or not; with tail
 batching, which hands groups on to later steps, all of them still see the right rollouts."""
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def runs(folder: Path) -> dict[str, Path]:
         rollout={"num_prompts_per_step": NUM_PROMPTS, "group_size": 3, "max_completion_tokens": 16},
         rewards=[{"model": str(folder / "scores"), "name": "scores"}],
         teacher={
-            "path": {"a": str(folder / "teacher"), "b": str(folder / "model")}, "prompt_key": "hint", "loss": "full",
+            "path": {"a": str(folder / "teacher"), "b": str(folder / "model")}, "prompt_key": "hint", "loss": "full",  # noqa: E501
             "coef": 0.3,
         },
         advantage={"estimator": "gae", "normalize_std": "batch"},
@@ -58,12 +59,12 @@ def runs(folder: Path) -> dict[str, Path]:
         checkpoint={"every_steps": 1, "keep": 9},
         proofs={"every_steps": 1},
     )  # fmt: skip
-    how = {
+    method = {
         "alone": [],
         "shared": ["rollout.tensor_parallel_size=2"],
         "tail": ["rollout.tail_batching=1.5"],
     }
-    for name, overrides in how.items():
+    for name, overrides in method.items():
         train(
             2,
             config,
@@ -71,7 +72,7 @@ def runs(folder: Path) -> dict[str, Path]:
             f"training.num_steps={NUM_STEPS[name]}",
             *overrides,
         )
-    return {name: folder / name for name in how}
+    return {name: folder / name for name in method}
 
 
 def lines_of(run: Path) -> list[dict[str, Any]]:
@@ -83,15 +84,17 @@ def test_an_engine_over_two_ranks_changes_nothing_of_what_teaches(runs: dict[str
     for step in (1, 2):
         pairs = list(zip(dumped(alone, step), dumped(shared, step), strict=True))
         assert len(pairs) == NUM_PROMPTS * 3
-        for one, other in pairs:
-            assert [one[key] for key in ("position", "sample")] == [
-                other[key] for key in ("position", "sample")
+        for single, second in pairs:
+            assert [single[key] for key in ("position", "sample")] == [
+                second[key] for key in ("position", "sample")
             ]
-            assert one["completion_ids"] == other["completion_ids"]
-            assert other["rewards"]["scores"] == pytest.approx(one["rewards"]["scores"], abs=1e-5)
-            assert other["advantage"] == pytest.approx(one["advantage"], abs=1e-4)
-    for one, other in zip(lines_of(alone), lines_of(shared), strict=True):
-        names = [name for name in one if name.startswith(OF_SIGNALS)]
+            assert single["completion_ids"] == second["completion_ids"]
+            assert second["rewards"]["scores"] == pytest.approx(
+                single["rewards"]["scores"], abs=1e-5
+            )
+            assert second["advantage"] == pytest.approx(single["advantage"], abs=1e-4)
+    for single, second in zip(lines_of(alone), lines_of(shared), strict=True):
+        names = [name for name in single if name.startswith(OF_SIGNALS)]
         assert {
             "teacher/a/kl",
             "teacher/b/kl",
@@ -100,16 +103,16 @@ def test_an_engine_over_two_ranks_changes_nothing_of_what_teaches(runs: dict[str
             "loss/teacher",
         } < {*names}
         for name in names:
-            assert other[name] == pytest.approx(one[name], rel=1e-4, abs=1e-5), name
+            assert second[name] == pytest.approx(single[name], rel=1e-4, abs=1e-5), name
     states = [sorted((run / "checkpoints/step_000002/state").iterdir()) for run in (alone, shared)]
     assert len(states[0]) == 2  # of each rank
     for files in zip(*states, strict=True):
-        held, other = map(load_file, files)
-        assert held.keys() == other.keys()
-        assert any(name.startswith("critic.") for name in held)
-        for name, tensor in held.items():  # moments are as far apart as gradients of rounding
+        retained, second = map(load_file, files)
+        assert retained.keys() == second.keys()
+        assert any(name.startswith("critic.") for name in retained)
+        for name, tensor in retained.items():  # moments are as far apart as gradients of rounding
             if "exp_avg" not in name:
-                assert relative_difference(other[name], tensor) < 1e-4, name
+                assert relative_difference(second[name], tensor) < 1e-4, name
 
 
 def test_with_tail_batching_scores_are_those_of_transformers(
@@ -130,10 +133,10 @@ def test_a_replay_has_the_recorded_figures(
     runs: dict[str, Path], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # replay sets it, and pytest puts it back
-    found = replay(read_step(runs[name], NUM_STEPS[name]))
+    result = replay(read_step(runs[name], NUM_STEPS[name]))
     recorded = {
         n: pair
-        for n, pair in found.metrics.items()
+        for n, pair in result.metrics.items()
         if pair[0] is not None and n.startswith(OF_SIGNALS)
     }
     assert {
@@ -143,5 +146,5 @@ def test_a_replay_has_the_recorded_figures(
         "critic/explained_variance",
         "loss/total",
     } < recorded.keys()
-    for metric, (was, now) in recorded.items():
-        assert now == pytest.approx(was, rel=1e-4, abs=1e-5), metric
+    for metric, (was, current) in recorded.items():
+        assert current == pytest.approx(was, rel=1e-4, abs=1e-5), metric

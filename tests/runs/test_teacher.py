@@ -1,4 +1,5 @@
-"""Whole runs with a teacher: resumed to the bit, replayed, alone without any reward; nothing of it where it is off."""
+"""Whole runs with a teacher: resumed to the bit, replayed, alone without any reward; nothing of it
+where it is off."""
 
 from __future__ import annotations
 
@@ -44,18 +45,19 @@ def metrics_of(run: Path) -> list[dict[str, Any]]:
 
 def same_as_recorded(run: Path, step: int, *names: str) -> None:
     recorded = read_step(run, step)
-    found = replay(recorded)
+    result = replay(recorded)
     for name in ("loss/total", "optim/grad_norm", "teacher/kl", *names):
-        was, now = found.metrics[name]
+        was, current = result.metrics[name]
         assert was is not None
-        assert now == pytest.approx(was, rel=1e-5, abs=1e-7), name
-    assert not any("left out" in note for note in found.notes)
+        assert current == pytest.approx(was, rel=1e-5, abs=1e-7), name
+    assert not any("left out" in note for note in result.notes)
 
 
 def test_a_run_with_two_teachers_goes_on_to_the_bit_and_is_replayed(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On two ranks, the teachers in host memory while the engine is awake, with prompts of their own, beside a reward;
+    """On two ranks, the teachers in host memory while the engine is awake, with prompts of their
+    own, beside a reward;
     one of them is where the policy started."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # replay sets it, and pytest puts it back
     teachers = {
@@ -77,11 +79,18 @@ def test_a_run_with_two_teachers_goes_on_to_the_bit_and_is_replayed(
     )
     resume = f"checkpoint.resume={folder}/whole/checkpoints/step_000002"
     train(2, folder / "config.yaml", f"run_dir={folder}/resumed", resume)
-    whole, resumed = (metrics_of(folder / name) for name in ("whole", "resumed"))
-    of_functions = ("reward/", "completion/", "loss/", "optim/", "teacher/", "weight_sync/mismatch")
-    names = {n for n in whole[2] if n.startswith(of_functions)}
+    full, resumed = (metrics_of(folder / name) for name in ("whole", "resumed"))
+    functions_values = (
+        "reward/",
+        "completion/",
+        "loss/",
+        "optim/",
+        "teacher/",
+        "weight_sync/mismatch",
+    )
+    names = {n for n in full[2] if n.startswith(functions_values)}
     assert {"teacher/a/kl", "teacher/b/kl", "reward/format/mean"} < names
-    assert {n: resumed[0][n] for n in names} == {n: whole[2][n] for n in names}
+    assert {n: resumed[0][n] for n in names} == {n: full[2][n] for n in names}
     saved = json.loads((folder / "whole/checkpoints/step_000002/trainer.json").read_text())
     assert {"the model of teacher.path.a", "the model of teacher.path.b"} < saved["contents"].keys()
     same_as_recorded(folder / "whole", 2, "teacher/a/kl", "teacher/b/kl")
@@ -123,7 +132,7 @@ try:
     grpo_spmd.train.main()
 finally:
     print("there:", [name for name in sys.modules for part in ("teacher", "distil", "diverg") if part in name])
-"""
+"""  # noqa: E501
     done = run_command([sys.executable, "-c", code])
     assert "there: ['grpo_spmd.config.schema', 'grpo_spmd.config.rules']" in done.stdout, (
         done.stdout + done.stderr

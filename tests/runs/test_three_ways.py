@@ -1,4 +1,5 @@
-"""Episodes as people bring them, with the real engine: code written for TRL, for Gym's relatives, for a server of
+"""Episodes as people bring them, with the real engine: code written for TRL, for Gym's relatives,
+for a server of
 OpenAI's protocol. What a run says of them is held against what that code itself says."""
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def trained(
     rewards: list[str],
     columns: dict[str, list[Any]],
 ) -> tuple[list[dict[str, Any]], str]:
-    """The rollouts of two steps, and the output; with what holds for all ways. Columns: two values, by rows in turn."""
+    """The rollouts of two steps, and the output; with what holds for all ways. Columns: two values,
+    by rows in turn."""
     rows = [
         {
             "prompt": [{"role": "user", "content": f"go {n}"}],
@@ -58,32 +60,32 @@ def trained(
         training={"num_steps": 2, "max_tokens_per_micro_batch": 512},
     )  # fmt: skip
     output = train(1, config, timeout_s=180)
-    said = re.search(
+    message = re.search(
         r"update check: .*, logprobs (\S+), loss (\S+), gradient (\S+), 12 advantages", output
     )
-    assert said, output
-    assert max(map(float, said.groups())) < 1e-4
+    assert message, output
+    assert max(map(float, message.groups())) < 1e-4
     for line in (folder / "run/metrics.jsonl").read_text().splitlines():
         metrics = json.loads(line)
         fracs = [metrics[key] for key in metrics if re.fullmatch(r"episode/\w+_frac", key)]
         assert sum(fracs) == pytest.approx(1)
         assert metrics["episode/env_error_frac"] == metrics["episode/env_timeout_frac"] == 0
         assert metrics["weight_sync/mismatch_kl"] < 1e-6
-    found = replay(read_step(folder / "run", 1))
-    for one in found.rollouts:
-        assert one.in_loss
-        assert one.logprobs == pytest.approx(one.recorded.rollout_logprobs, abs=1e-5)
-        assert one.replayed.reward == pytest.approx(one.recorded.reward)
-        assert one.replayed.advantage == pytest.approx(one.recorded.advantage)
+    result = replay(read_step(folder / "run", 1))
+    for single in result.rollouts:
+        assert single.in_loss
+        assert single.logprobs == pytest.approx(single.recorded.rollout_logprobs, abs=1e-5)
+        assert single.replayed.reward == pytest.approx(single.recorded.reward)
+        assert single.replayed.advantage == pytest.approx(single.recorded.advantage)
     rollouts = [rollout for step in (1, 2) for rollout in dumped(folder / "run", step)]
     begin = transformers.AutoTokenizer.from_pretrained(model).convert_tokens_to_ids("<|assistant|>")
     for rollout in rollouts:
         sampled = [turn["token_ids"] for turn in rollout["turns"] if turn["sampled"]]
-        given = [
+        inputs = [
             token for turn in rollout["turns"] if not turn["sampled"] for token in turn["token_ids"]
         ]
         assert [token for ids in sampled for token in ids] == rollout["completion_ids"]
-        assert given.count(begin) == len(
+        assert inputs.count(begin) == len(
             sampled
         )  # whatever a tool says, only the template begins a turn
     return rollouts, output
@@ -92,12 +94,12 @@ def trained(
 def trl_would_say(rollout: dict[str, Any]) -> tuple[list[str], float]:
     """The results of the tools, and the rewards of the environment, by what the policy said."""
     is_counter, results = rollout["columns"]["environment"] == "counter", list[str]()
-    counter, is_done, last = 0, False, len(rollout["messages"]) - 1
+    counter, is_done, final = 0, False, len(rollout["messages"]) - 1
     for number, message in enumerate(rollout["messages"]):
         late = []
         calls = (
             []
-            if number == last and rollout["status"] == "truncated"
+            if number == final and rollout["status"] == "truncated"
             else message.get("tool_calls") or []
         )
         for call in calls:
@@ -118,15 +120,15 @@ def trl_would_say(rollout: dict[str, Any]) -> tuple[list[str], float]:
             else:
                 results.append(f"{{'error': 'Tool {name} not found.'}}")
         results += late  # those of async tools come behind, as TRL has it
-        assert not calls or number < last or rollout["status"] not in ("ok", "truncated")
+        assert not calls or number < final or rollout["status"] not in ("ok", "truncated")
     return results, float(counter if is_counter else is_done)
 
 
 def test_tools_and_environments_that_were_written_for_trl(model: Path, tmp_path: Path) -> None:
-    own = f"{CODE}/for_trl.py"
+    local = f"{CODE}/for_trl.py"
     environment = {
-        "tools": [f"{own}:multiply", f"{own}:add"],
-        "factory": {"counter": f"{own}:IncrementEnv", "word": f"{own}:GuessEnv"},
+        "tools": [f"{local}:multiply", f"{local}:add"],
+        "factory": {"counter": f"{local}:IncrementEnv", "word": f"{local}:GuessEnv"},
     }
     rewards = ["for_trl.py:reward_func", "for_trl.py:brevity"]
     columns = {"environment": ["counter", "word"], "word": ["hm", "hm"]}
@@ -135,17 +137,19 @@ def test_tools_and_environments_that_were_written_for_trl(model: Path, tmp_path:
     assert statuses["ok"] >= 3
     assert len(statuses) > 1
     for rollout in rollouts:
-        results, of_environment = trl_would_say(rollout)
-        shown = [message["content"] for message in rollout["messages"] if message["role"] == "tool"]
-        assert shown == results[: len(shown)]
+        results, environment_values = trl_would_say(rollout)
+        displayed = [
+            message["content"] for message in rollout["messages"] if message["role"] == "tool"
+        ]
+        assert displayed == results[: len(displayed)]
         is_counter = rollout["columns"]["environment"] == "counter"
         own_rewards = {
-            "reward_func": of_environment if is_counter else None,
-            "GuessEnv": None if is_counter else of_environment,
+            "reward_func": environment_values if is_counter else None,
+            "GuessEnv": None if is_counter else environment_values,
         }
         brevity = -0.01 * len(rollout["messages"])
         assert rollout["rewards"] == pytest.approx({"brevity": brevity, **own_rewards}, nan_ok=True)
-        assert rollout["reward"] == pytest.approx(brevity + of_environment)
+        assert rollout["reward"] == pytest.approx(brevity + environment_values)
     shown_by_command = run_ranks(
         1, "grpo_spmd.replay", str(tmp_path / "run"), "--step", "1", timeout_s=60
     )
@@ -171,13 +175,13 @@ def test_one_game_as_four_libraries_would_have_it(model: Path, tmp_path: Path) -
         assert rollout["rewards"] == {
             "environment": sum(r * 0.5**i for i, r in enumerate(worth) if r is not None)
         }
-        told = [
+        report = [
             message["content"].split()
             for message in rollout["messages"]
             if message["role"] == "user"
         ]
-        assert [int(number) for _, number in told] == [len(text) for text in texts[:-1]]
-        of.update(name for name, _ in told)
+        assert [int(number) for _, number in report] == [len(text) for text in texts[:-1]]
+        of.update(name for name, _ in report)
     assert set(of) == {"plain", "openenv", "skyrl", "swift"}
 
 
@@ -195,11 +199,11 @@ def test_an_agent_with_the_stock_client(model: Path, tmp_path: Path) -> None:
     assert saw.total() == len(rollouts)
     for rollout in rollouts:
         lengths = sorted(len(turn["token_ids"]) for turn in rollout["turns"] if turn["sampled"])
-        found = (rollout["columns"]["number"], *lengths)
+        result = (rollout["columns"]["number"], *lengths)
         if not rollout["columns"]["leaves"]:
             assert len(lengths) == rollout["reward"]
-            assert saw[found] > 0
-            saw[found] -= 1
+            assert saw[result] > 0
+            saw[result] -= 1
         else:  # the turn that it did not wait for may have been there in time
             assert len(lengths) - rollout["reward"] in (0, 1)
         # "x", "y" and "z" are conversations of their own; the first one begins with the prompt

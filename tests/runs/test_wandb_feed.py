@@ -29,7 +29,8 @@ fake = fake_wandb.fake  # the fixture
 
 
 def run(config: Config, steps: range, finish_s: float = 20) -> float:
-    """Writes the steps' lines as a run does; the seconds that this took beside waiting for the end."""
+    """Writes the steps' lines as a run does; the seconds that this took beside waiting for the
+    end."""
     folder = Path(config.run_dir)
     folder.mkdir(exist_ok=True)
     file, feed = (
@@ -139,19 +140,23 @@ def test_the_real_package_offline(
 
 
 def records(path: Path) -> Iterator[Any]:
-    """Of a W&B file: after 7 bytes, blocks of 32 KiB of chunks with checksum, length and type (LevelDB's log
+    """Of a W&B file: after 7 bytes, blocks of 32 KiB of chunks with checksum, length and type
+    (LevelDB's log
     format)."""
     from wandb.proto import wandb_internal_pb2
 
-    data, place, whole = path.read_bytes(), 7, b""
-    while place + 7 <= len(data):
-        if 32768 - place % 32768 < 7:
-            place += 32768 - place % 32768
-        length, kind = int.from_bytes(data[place + 4 : place + 6], "little"), data[place + 6]
-        whole += data[place + 7 : place + 7 + length]
-        place += 7 + length
+    data, position, full = path.read_bytes(), 7, b""
+    while position + 7 <= len(data):
+        if 32768 - position % 32768 < 7:
+            position += 32768 - position % 32768
+        length, kind = (
+            int.from_bytes(data[position + 4 : position + 6], "little"),
+            data[position + 6],
+        )
+        full += data[position + 7 : position + 7 + length]
+        position += 7 + length
         if kind in (1, 4):  # all of a record, or the last of it
             record = wandb_internal_pb2.Record()
-            record.ParseFromString(whole)
-            whole = b""
+            record.ParseFromString(full)
+            full = b""
             yield record

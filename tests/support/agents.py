@@ -1,4 +1,5 @@
-"""Both ends of an agents' endpoint for tests: who answers it, raw sockets that ask it, and a chat of few rules."""
+"""Both ends of an agents' endpoint for tests: who answers it, raw sockets that ask it, and a chat
+of few rules."""
 
 from __future__ import annotations
 
@@ -19,11 +20,11 @@ USAGE = {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}
 
 
 def echo(endpoint: Endpoint, call: Call) -> None:
-    said = {
+    message = {
         "role": "assistant",
         "content": f"{call.conversation}: {call.request.messages[-1]['content']}",
     }
-    endpoint.answer(call, said, "stop", USAGE)
+    endpoint.answer(call, message, "stop", USAGE)
 
 
 @contextmanager
@@ -73,7 +74,10 @@ def chat_request(
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     path = "/" + opened["base_url"].split("/", 3)[3] + "/chat/completions"
     token = opened["api_key"] if token is None else token
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\nContent-Length: {len(raw)}\r\n{extra}\r\n"
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\nContent-Length: "
+        f"{len(raw)}\r\n{extra}\r\n"
+    )
     return head.encode() + raw
 
 
@@ -85,7 +89,8 @@ def connect(endpoint_url: str) -> socket.socket:
 
 
 def read_response(connection: socket.socket) -> tuple[int, dict[str, str], bytes]:
-    """(status, headers, body) of the next answer that is not an interim one; status 0 where the connection ends."""
+    """(status, headers, body) of the next answer that is not an interim one; status 0 where the
+    connection ends."""
     raw, deadline = b"", time.monotonic() + 60
     while True:
         assert time.monotonic() < deadline, "interim answers and no answer"
@@ -96,17 +101,18 @@ def read_response(connection: socket.socket) -> tuple[int, dict[str, str], bytes
                     continue
             return 0, {}, raw
         head, _, raw = raw.partition(b"\r\n\r\n")
-        first, *lines = head.decode().split("\r\n")
-        if first.split()[1] == "100":
+        initial, *lines = head.decode().split("\r\n")
+        if initial.split()[1] == "100":
             continue
         headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
         while len(raw) < int(headers["content-length"]):
             raw += connection.recv(65536)
-        return int(first.split()[1]), headers, raw
+        return int(initial.split()[1]), headers, raw
 
 
 def ask(url: str, request: bytes) -> tuple[int, str]:
-    """Status and the error's code, if it has one, of a single request on a connection of its own."""
+    """Status and the error's code, if it has one, of a single request on a connection of its
+    own."""
     with connect(url) as connection:
         with suppress(ConnectionError):  # it may be refused while it is sent
             connection.sendall(request)
@@ -121,9 +127,11 @@ class Parsed:
 
 
 class Bytes:
-    """A chat whose tokens are bytes, of which each has a second id: sampled tokens are not those that text gives.
+    """A chat whose tokens are bytes, of which each has a second id: sampled tokens are not those
+    that text gives.
 
-    A message is 256 + its role, its text, 260; calls are lines "!name {arguments}" behind the text. `history` "fork":
+    A message is 256 + its role, its text, 260; calls are lines "!name {arguments}" behind the text.
+    `history` "fork":
     a suffix is refused, the conversation is rendered again."""
 
     ROLES, END, SECOND = ("system", "user", "assistant", "tool"), 260, 1000
@@ -176,10 +184,10 @@ class Bytes:
             message["reasoning_content"], _, message["content"] = content.partition("</think>")
         return Parsed(message | ({"tool_calls": calls} if calls else {}), num_invalid)
 
-    def sampled(self, text: str, *, whole: bool = True) -> list[int]:
+    def sampled(self, text: str, *, full: bool = True) -> list[int]:
         """Tokens of an answer, every other one under its second id."""
         ids = [byte + self.SECOND * (i % 2) for i, byte in enumerate(text.encode())]
-        return ids + [self.END] * whole
+        return ids + [self.END] * full
 
     def _one(self, message: dict[str, Any]) -> list[int]:
         if message["role"] not in self.ROLES:

@@ -1,6 +1,8 @@
-"""Bad configs and data files of all kinds, for tests/unit/test_bad_inputs.py and tests/runs/test_bad_inputs.py.
+"""Bad configs and data files of all kinds, for tests/unit/test_bad_inputs.py and
+tests/runs/test_bad_inputs.py.
 
-Each case spoils one thing in a folder that is otherwise good (`test_the_unspoiled_folder_is_accepted`).
+Each case spoils one thing in a folder that is otherwise good
+(`test_the_unspoiled_folder_is_accepted`).
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ CASES: list[Case] = []
 
 
 def check_exit_code(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> int:
-    """Of the command over ./config.yaml, with --check: should a bad input be accepted by mistake, the test fails
+    """Of the command over ./config.yaml, with --check: should a bad input be accepted by mistake,
+    the test fails
     instead of starting to train in pytest's own process."""
     monkeypatch.setattr(sys, "argv", ["train", "--config", "config.yaml", "--check", *overrides])
     try:
@@ -276,7 +279,8 @@ bad_value("rollout.group_size must be >= 2; got 1", "rollout.group_size=1")
 bad_value("rollout.max_completion_tokens must be >= 1; got -1", "rollout.max_completion_tokens=-1")
 bad_value("rollout.temperature must be >= 0.01; got 0", "rollout.temperature=0")
 bad_value(
-    "rollout.engine.max_num_seq: vllm.LLM of the installed version has no such argument; did you mean max_num_seqs?",
+    "rollout.engine.max_num_seq: vllm.LLM of the installed version has no such argument; did you "
+    "mean max_num_seqs?",
     "rollout.engine={max_num_seq: 8}",
 )
 bad_value(
@@ -326,7 +330,8 @@ bad_value(
 )
 bad_value("model.num_replicas must be >= 1; got 0", "model.num_replicas=0")
 bad_value(
-    "rollout.tensor_parallel_size (4) must divide the ranks of a node, since an engine stays on one (6): 1, 2, 3, 6 "
+    "rollout.tensor_parallel_size (4) must divide the ranks of a node, since an engine stays on "
+    "one (6): 1, 2, 3, 6 "
     "would",
     "rollout.tensor_parallel_size=4",
     world_size=12,
@@ -341,18 +346,25 @@ bad_value(
 for name, text, expected in (
     ("a dotted key", "rollout.group_size: 4\n", "in the file write rollout: {group_size: 4}"),
     ("no blank after a colon", "run_dir: a\nseed:3\n",
-        "config.yaml:2: not valid YAML: could not find expected ':'; a blank is missing after the colon: seed: 3"),
+        "config.yaml:2: not valid YAML: could not find expected ':'; a blank is missing after "
+        "the colon: seed: 3"),
     ("no blank in a section", "run_dir: a\nmodel:\n  path:x\n",
-        "model: expected a section (a mapping), got 'path:x'; a blank is missing after the colon: path: x"),
-    ("TOML", '[model]\npath = "x"\n', "config.yaml:2: not valid YAML: expected '<document start>', but found "
+        "model: expected a section (a mapping), got 'path:x'; a blank is missing after the "
+        "colon: path: x"),
+    ("TOML", '[model]\npath = "x"\n', "config.yaml:2: not valid YAML: expected '<document "
+                                      "start>', but found "
         "'<scalar>'; it looks like TOML"),
     ("TOML with a key first", 'seed = 3\n[model]\npath = "x"\n', "got str; it looks like TOML"),
-    ("a no-break space", "run_dir: a\nseed:\u00a03\n", "config.yaml:2: not valid YAML: could not find expected ':'; it "
+    ("a no-break space", "run_dir: a\nseed:\u00a03\n", "config.yaml:2: not valid YAML: could not "
+                                                       "find expected ':'; it "
         "holds the character '\\xa0'"),
-    ("a template without quotes", "run_dir: a\nmodel: {path: model}\ndata: {train: a.jsonl, prompt_template: {a}}\n",
+    ("a template without quotes", "run_dir: a\nmodel: {path: model}\ndata: {train: a.jsonl, "
+                                  "prompt_template: {a}}\n",
         "stands in quotes, in the file 'Q: {question}'"),
-    ("a colon in a text", "data:\n  prompt_template: Question: {prompt}\n", "with a colon and a blank in it stands in"),
-    ("a number with a zero in front", "seed: 010\n", "config.yaml:1: not valid YAML: 010 is to the base 8"),
+    ("a colon in a text", "data:\n  prompt_template: Question: "
+                          "{prompt}\n", "with a colon and a blank in it stands in"),
+    ("a number with a zero in front", "seed: 010\n", "config.yaml:1: not valid YAML: 010 is to "
+                                                     "the base 8"),
 ):  # fmt: skip
     bad_file(f"yaml: {name}", "config.yaml", text, expected)
 for expected, override in (
@@ -360,13 +372,16 @@ for expected, override in (
     ("model.path: “model” has the quotes of a text processor", "model.path=“model”"),
     ("rewards[0].weight: an index stands after a dot: rewards.0.weight=2", "rewards[0].weight=2"),
     ("+optimizer.lr: no + or ~ stands before a key: optimizer.lr=1e-6", "+optimizer.lr=1e-6"),
-    ("to add one, give the whole list: rewards=[{name: exact}, {name: gsm8k}]", "rewards.1.name=gsm8k"),
+    ("to add one, give the whole list: rewards=[{name: exact}, {name: "
+     "gsm8k}]", "rewards.1.name=gsm8k"),
     ("rewards.0: expected a section (a mapping), got 'exact'; {name: exact}", "rewards=[exact]"),
     ("got 'r.py:fn'; {function: 'r.py:fn'}", "rewards=[r.py:fn]"),
-    ("loss.aggregation must be one of token, sequence, constant; got 'token-mean'; token-mean is token",
+    ("loss.aggregation must be one of token, sequence, constant; got 'token-mean'; token-mean is "
+     "token",
      "loss.aggregation=token-mean"),
     ("reinforce_plus_plus is reinforce_pp", "advantage.estimator=reinforce_plus_plus"),
-    ("nearest is grpo with advantage.normalize_std: batch", "advantage.estimator=reinforce_baseline"),
+    ("nearest is grpo with advantage.normalize_std: "
+     "batch", "advantage.estimator=reinforce_baseline"),
     ("low_var_kl is k3", "loss.kl_estimator=low_var_kl"),
     ("got False; False is none", "advantage.normalize_std=false"),
     ("constant with optimizer.warmup_steps", "optimizer.schedule=constant_with_warmup"),
@@ -390,10 +405,13 @@ for expected, override in (
     ("run_dir: " + "a" * 40 + "... is too long for a path", "run_dir=" + "a" * 300),
     ("model.path: " + "b" * 40 + "... is too long for a path", "model.path=" + "b" * 300),
     ("run_dir: model is the folder of model.path", "run_dir=model"),
-    ("rewards.0.function: " + "d" * 40 + "... is too long for a path", "rewards=[{function: " + "d" * 300 + ".py:fn}]"),
+    ("rewards.0.function: " + "d" * 40 + "... is too long for a "
+                                         "path", "rewards=[{function: " + "d" * 300 + ".py:fn}]"),
     ("checkpoint.resume: " + "c" * 40 + "... is too long", "checkpoint.resume=" + "c" * 300),
-    ("rollout.engine.temperature: set rollout.temperature instead", "rollout.engine={temperature: 0.5}"),
-    ("rollout.engine.max_tokens: set rollout.max_completion_tokens instead", "rollout.engine={max_tokens: 5}"),
+    ("rollout.engine.temperature: set rollout.temperature "
+     "instead", "rollout.engine={temperature: 0.5}"),
+    ("rollout.engine.max_tokens: set rollout.max_completion_tokens "
+     "instead", "rollout.engine={max_tokens: 5}"),
 ):  # fmt: skip
     bad_value(expected, override)
 bad_value(
@@ -472,11 +490,13 @@ bad_line(
 )
 
 bad_value(
-    "data.train: train.jsonl has 5 usable prompts, but one step takes rollout.num_prompts_per_step=6",
+    "data.train: train.jsonl has 5 usable prompts, but one step takes "
+    "rollout.num_prompts_per_step=6",
     "rollout.num_prompts_per_step=6",
 )
 bad_value(
-    "rollout.tail_batching (3.5) launches 7 prompts, and data.train has 5 usable ones; lower it, or leave it out",
+    "rollout.tail_batching (3.5) launches 7 prompts, and data.train has 5 usable ones; lower it, "
+    "or leave it out",
     "rollout.num_prompts_per_step=2",
     "rollout.tail_batching=3.5",
 )
@@ -566,7 +586,8 @@ bad_file(
     "eval: missing reward column",
     "b.jsonl",
     '{"prompt": "1", "nums": [1]}\n',
-    "rewards.0: 'countdown' needs the column 'target', which b.jsonl does not have; besides the prompt it has nums",
+    "rewards.0: 'countdown' needs the column 'target', which b.jsonl does not have; besides the "
+    "prompt it has nums",
     "data.eval={a: train.jsonl, b: b.jsonl}",
     EVERY,
 )
@@ -693,7 +714,8 @@ bad_value(
     "(data.system_prompt makes plain text one), but the tokenizer of model.path has no chat",
     "data.system_prompt=b",
 )
-bad_value("(data.as_chat makes plain text one), but the tokenizer of model.path has no chat template; take an instruct",
+bad_value("(data.as_chat makes plain text one), but the tokenizer of model.path has no chat "
+          "template; take an instruct",
           "data.as_chat=true")  # fmt: skip
 
 # The run folder
@@ -920,12 +942,14 @@ for file, expected in {
 # The rewards
 
 bad_value(
-    "rewards.0.name: no shipped reward 'gsm9k'; there are code, countdown, exact, format, gsm8k, math",
+    "rewards.0.name: no shipped reward 'gsm9k'; there are code, countdown, exact, format, gsm8k, "
+    "math",
     "rewards=[{name: gsm9k}]",
 )
 bad_value("rewards.0 needs a name (a shipped reward) or a function", "rewards=[{weight: 1}]")
 bad_value(
-    "rewards.0.max_per_minute (1): the 64 calls of a step take 3,780 s, and the watchdog stops phase reward after "
+    "rewards.0.max_per_minute (1): the 64 calls of a step take 3,780 s, and the watchdog stops "
+    "phase reward after "
     "1,800 s; raise it, or set watchdog.phase_timeouts_s: {reward: 4560}",
     "rewards=[{url: 'http://127.0.0.1:1/', max_per_minute: 1}]", "rollout.group_size=16",
 )  # fmt: skip
@@ -996,7 +1020,8 @@ for name in ("solution_str", "labels", "completion"):
     bad_reward(
         f"another trainer's {name}",
         f"def score(completions, {name}):\n    return []\n",
-        f"besides the prompt it has nums, target; {name!r} is of another trainer's signature: here it is fn(prompts, ",
+        f"besides the prompt it has nums, target; {name!r} is of another trainer's signature: "
+        "here it is fn(prompts, ",
     )
 bad_reward(
     "reads our arguments",
@@ -1044,9 +1069,9 @@ def contents(folder: Path) -> dict[str, bytes | None]:
 def prepare(case: Case) -> None:
     tree: Tree = json.loads(json.dumps(GOOD_CONFIG))
     Path("config.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
-    before = json.dumps(tree)
+    old = json.dumps(tree)
     case.spoil(tree)
-    if json.dumps(tree) != before:
+    if json.dumps(tree) != old:
         Path("config.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
 
 

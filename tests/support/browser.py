@@ -1,4 +1,5 @@
-"""A headless Chromium without a network, driven over the DevTools protocol through two pipes: no port, no package.
+"""A headless Chromium without a network, driven over the DevTools protocol through two pipes: no
+port, no package.
 
 What a page says in the console, throws, and asks for is written down from its first line on.
 """
@@ -49,14 +50,15 @@ _KEYS = {"ArrowRight": 39, "ArrowLeft": 37, "Enter": 13, "Escape": 27, "Tab": 9}
 
 
 def chromium() -> str:
-    """The browser's path. Where there is none the test is skipped, but in CI it fails: .ci/run installs one."""
+    """The browser's path. Where there is none the test is skipped, but in CI it fails: .ci/run
+    installs one."""
     for name in _NAMES:
         if path := shutil.which(name):
             return path
-    how = "there is no Chromium to open the page with; on Debian: apt-get install chromium"
+    method = "there is no Chromium to open the page with; on Debian: apt-get install chromium"
     if os.environ.get("CI"):
-        pytest.fail(how)
-    pytest.skip(how)
+        pytest.fail(method)
+    pytest.skip(method)
 
 
 class Browser:
@@ -70,8 +72,8 @@ class Browser:
             spare = [os.dup(number) for number in (commands_out, answers_in)]
             while min(spare) < 5:
                 spare = [os.dup(number) for number in spare]
-            for number, place in zip(spare, (3, 4), strict=True):
-                os.dup2(number, place, inheritable=True)
+            for number, position in zip(spare, (3, 4), strict=True):
+                os.dup2(number, position, inheritable=True)
 
         log = (profile.parent / "chromium.log").open("wb")
         self._process = subprocess.Popen(
@@ -119,8 +121,8 @@ class Browser:
     def _next(self, deadline: float) -> dict[str, Any] | None:
         """The next message, of which an event was also told to its page; None at the deadline."""
         while b"\0" not in self._rest:
-            left = deadline - time.monotonic()
-            if left <= 0 or not select.select([self._answers], [], [], left)[0]:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0 or not select.select([self._answers], [], [], remaining)[0]:
                 return None
             got = os.read(self._answers, 1 << 20)
             if not got:
@@ -164,7 +166,8 @@ class Browser:
 
 
 class Page:
-    """A tab. `errors`: what the console, exceptions and refused loads said; `requests`: what it asked for."""
+    """A tab. `errors`: what the console, exceptions and refused loads said; `requests`: what it
+    asked for."""
 
     def __init__(self, browser: Browser, session: str) -> None:
         self._browser, self._session = browser, session
@@ -186,7 +189,8 @@ class Page:
             "assert",
         ):
             self.errors.append(
-                f"console: {[one.get('value', one.get('description')) for one in event['args']]}"
+                "console: "
+                f"{[single.get('value', single.get('description')) for single in event['args']]}"
             )
         elif method == "Log.entryAdded" and event["entry"]["level"] in ("error", "warning"):
             self.errors.append(f"log: {event['entry']['text']}")
@@ -195,13 +199,13 @@ class Page:
 
     def value(self, expression: str) -> Any:
         """Of JavaScript, a promise's too, as JSON has it."""
-        said = self.call(
+        message = self.call(
             "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
         )
-        if "exceptionDetails" in said:
-            details = said["exceptionDetails"]
+        if "exceptionDetails" in message:
+            details = message["exceptionDetails"]
             raise AssertionError(details.get("exception", {}).get("description", details["text"]))
-        return said["result"].get("value")
+        return message["result"].get("value")
 
     def wait(self, expression: str, seconds: float = _PATIENCE_S) -> Any:
         """The first value of `expression` that is true."""
@@ -225,16 +229,17 @@ class Page:
 
     def each(self, selector: str, expression: str) -> list[Any]:
         """Of every element `e` the value of an expression."""
-        found: list[Any] = self.value(
+        result: list[Any] = self.value(
             f"[...document.querySelectorAll({json.dumps(selector)})].map((e) => {expression})"
         )
-        return found
+        return result
 
     def box(self, selector: str) -> tuple[float, float, float, float]:
         """Left, top, right and bottom of the first such element, from the window's corner."""
         [box, *_] = self.each(
             selector,
-            "(({left, top, right, bottom}) => [left, top, right, bottom])(e.getBoundingClientRect())",
+            "(({left, top, right, bottom}) => [left, top, right, "
+            "bottom])(e.getBoundingClientRect())",
         )
         return tuple(box)
 
@@ -259,8 +264,8 @@ class Page:
 
         send("mouseMoved", start)
         send("mousePressed", start, button="left", clickCount=1)
-        for part in (0.3, 0.7, 1.0):
-            at = (start[0] + part * (end[0] - start[0]), start[1] + part * (end[1] - start[1]))
+        for piece in (0.3, 0.7, 1.0):
+            at = (start[0] + piece * (end[0] - start[0]), start[1] + piece * (end[1] - start[1]))
             send("mouseMoved", at, button="left", buttons=1)
         send("mouseReleased", end, button="left", clickCount=1)
 
@@ -283,9 +288,9 @@ class Page:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
 
-    def screenshot(self, out: Path, *, whole: bool = False) -> None:
+    def screenshot(self, out: Path, *, full: bool = False) -> None:
         clip = {}
-        if whole:
+        if full:
             size = self.call("Page.getLayoutMetrics")["cssContentSize"]
             clip = {
                 "clip": {
@@ -297,6 +302,6 @@ class Page:
                 }
             }
         image = self.call(
-            "Page.captureScreenshot", format="png", captureBeyondViewport=whole, **clip
+            "Page.captureScreenshot", format="png", captureBeyondViewport=full, **clip
         )
         out.write_bytes(base64.b64decode(image["data"]))

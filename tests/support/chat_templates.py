@@ -1,4 +1,5 @@
-"""Chat templates of known models, written anew and cut down to what matters: headers, ends of turns, tools."""
+"""Chat templates of known models, written anew and cut down to what matters: headers, ends of
+turns, tools."""
 
 from __future__ import annotations
 
@@ -28,12 +29,12 @@ _HERMES_RESULT = """
 {%- elif m.role == 'tool' %}
 {%- if loop.index0 == 0 or messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}
 {{- '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}
-{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\\n' }}{% endif %}"""
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\\n' }}{% endif %}"""  # noqa: E501
 _HERMES_CALLS = """
 {%- for call in m.tool_calls or [] %}
 {%- if not (loop.first and not text) %}{{ '\\n' }}{% endif %}
 {{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' + (call.function.arguments | tojson) }}
-{{- '}\\n</tool_call>' }}{% endfor %}{{ '<|im_end|>\\n' }}"""
+{{- '}\\n</tool_call>' }}{% endfor %}{{ '<|im_end|>\\n' }}"""  # noqa: E501
 QWEN25 = (
     _HERMES_TOOLS
     + """
@@ -44,7 +45,7 @@ QWEN25 = (
 {%- elif m.role == 'assistant' %}{{ '<|im_start|>assistant\\n' + text }}"""
     + _HERMES_CALLS
     + _HERMES_RESULT
-    + """{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+    + """{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""  # noqa: E501
 )
 # Thinking is kept behind the last message of a user that is no result of a tool in disguise.
 QWEN3 = (
@@ -63,10 +64,10 @@ QWEN3 = (
 {%- set text = text.split('</think>')[-1].lstrip('\\n') %}{% endif %}
 {{- '<|im_start|>assistant\\n' }}
 {%- if loop.index0 > ns.last and (loop.last or thought) %}
-{{- '<think>\\n' + thought.strip('\\n') + '\\n</think>\\n\\n' + text.lstrip('\\n') }}{% else %}{{ text }}{% endif %}"""
+{{- '<think>\\n' + thought.strip('\\n') + '\\n</think>\\n\\n' + text.lstrip('\\n') }}{% else %}{{ text }}{% endif %}"""  # noqa: E501
     + _HERMES_CALLS
     + _HERMES_RESULT
-    + """{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+    + """{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""  # noqa: E501
 )
 LLAMA31 = """{{ bos_token }}<|start_header_id|>system<|end_header_id|>
 
@@ -88,7 +89,7 @@ Answer with {"name": function name, "parameters": dictionary}.
 {{- '<|start_header_id|>ipython<|end_header_id|>\\n\\n' + (m.content | tojson) + '<|eot_id|>' }}
 {%- else %}{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' + m.content | trim + '<|eot_id|>' }}
 {%- endif %}{% endfor %}
-{%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"""
+{%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"""  # noqa: E501
 # The list of tools stands before the last message of a user, and moves with it.
 MISTRAL = """{{ bos_token }}{% set ns = namespace(last=0) %}
 {%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
@@ -105,13 +106,14 @@ MISTRAL = """{{ bos_token }}{% set ns = namespace(last=0) %}
 {%- elif m.role == 'tool' %}
 {%- if m.tool_call_id is not defined or m.tool_call_id | length != 9 %}{{ raise_exception('nine') }}{% endif %}
 {{- '[TOOL_RESULTS]{"content": ' + (m.content | tojson) + ', "call_id": "' + m.tool_call_id + '"}[/TOOL_RESULTS]' }}
-{%- else %}{{ raise_exception('roles') }}{% endif %}{% endfor %}"""
+{%- else %}{{ raise_exception('roles') }}{% endif %}{% endfor %}"""  # noqa: E501
 GEMMA = """{{ bos_token }}{% for m in messages %}
 {%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}
 {{- '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\\n' }}
 {{- m.content | trim + '<end_of_turn>\\n' }}
-{%- endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"""
-# The tool's name in a result's header is the call's; an answer ends otherwise once something follows.
+{%- endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"""  # noqa: E501
+# The tool's name in a result's header is the call's; an answer ends otherwise once something
+# follows.
 GPT_OSS = """<|start|>system<|message|>You think. Channels: analysis, commentary, final.<|end|>
 {%- if tools %}<|start|>developer<|message|># Tools
 namespace functions {
@@ -140,7 +142,7 @@ type {{ tool.function.name }} = ({{ tool.function.parameters | tojson }});{% end
 {{- '<|start|>functions.' + ns.name + ' to=assistant<|channel|>commentary<|message|>' }}
 {{- (m.content | tojson) + '<|end|>' }}
 {%- else %}{{ '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{% endif %}
-{%- endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"""
+{%- endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"""  # noqa: E501
 
 _CHATML = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _TAGS = (
@@ -212,7 +214,8 @@ def letters() -> str:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     corpus = [
-        'the result of the tool is 12\n\n{"name": "add", "arguments": {"a": 1}} <|im_end|> user assistant\n'
+        'the result of the tool is 12\n\n{"name": "add", "arguments": {"a": 1}} <|im_end|> user '
+        "assistant\n"
     ] * 4
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=360, initial_alphabet=alphabet, show_progress=False)

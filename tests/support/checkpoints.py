@@ -1,4 +1,5 @@
-"""A run's checkpoints without the run; and the way of a policy's weights out of one, through a checkpoint's export."""
+"""A run's checkpoints without the run; and the way of a policy's weights out of one, through a
+checkpoint's export."""
 
 from __future__ import annotations
 

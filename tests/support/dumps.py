@@ -12,7 +12,8 @@ import numpy as np
 
 
 def dumped(run_dir: Path, step: int) -> list[dict[str, Any]]:
-    """The rollouts of a step as they are in the files of all nodes, in the order of the prompt stream."""
+    """The rollouts of a step as they are in the files of all nodes, in the order of the prompt
+    stream."""
     lines = [
         line
         for path in (run_dir / "rollouts").glob(f"step_{step:06d}*.jsonl")
@@ -24,11 +25,11 @@ def dumped(run_dir: Path, step: int) -> list[dict[str, Any]]:
 def scored(lines: Iterable[bytes | str]) -> list[dict[str, Any]]:
     """Lines of token_scores/, by rollout id, their arrays as lists."""
     kinds = dict.fromkeys(("difference", "entropy", "advantages"), "<f2") | {"loss_mask": "u1"}
-    found = [json.loads(line) for line in lines]
-    for values in found:
+    result = [json.loads(line) for line in lines]
+    for values in result:
         for name in kinds.keys() & values.keys():
             values[name] = np.frombuffer(base64.b64decode(values[name]), kinds[name]).tolist()
-    return sorted(found, key=lambda values: values["rollout_id"])
+    return sorted(result, key=lambda values: values["rollout_id"])
 
 
 def scores_of(run_dir: Path, step: int) -> list[dict[str, Any]]:

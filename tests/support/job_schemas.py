@@ -1,7 +1,9 @@
-"""What Kubernetes and SkyPilot take, as JSON schemas, for the part that launch/ uses: they drop or refuse other keys.
+"""What Kubernetes and SkyPilot take, as JSON schemas, for the part that launch/ uses: they drop or
+refuse other keys.
 
-After kubeflow/training-operator's CRD (manifests/base/crds/kubeflow.org_pytorchjobs.yaml at c20bf65e, which has the
-pod's template of Kubernetes v1 in it) and sky/utils/schemas.py of skypilot-org/skypilot at 00052dfe.
+After kubeflow/training-operator's CRD (manifests/base/crds/kubeflow.org_pytorchjobs.yaml at
+c20bf65e, which has the pod's template of Kubernetes v1 in it) and sky/utils/schemas.py of
+skypilot-org/skypilot at 00052dfe.
 """
 
 from __future__ import annotations

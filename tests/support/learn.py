@@ -13,8 +13,8 @@ from grpo_spmd.proofs.update_check import UpdateCheckSettings
 
 
 def updater_of(policy: Policy, config: Config) -> PolicyUpdater:
-    longest = config.rollout.max_completion_tokens
-    return PolicyUpdater(policy, config.optimizer, config.loss, config.training, longest)
+    max_length = config.rollout.max_completion_tokens
+    return PolicyUpdater(policy, config.optimizer, config.loss, config.training, max_length)
 
 
 def sampled_step_of(config: Config, session: Session) -> SampledStep:
@@ -25,7 +25,7 @@ def sampled_step_of(config: Config, session: Session) -> SampledStep:
 
 def merged_on_all(local: Reductions) -> Reductions:
     """Collective. What all ranks' sums come to, on every rank."""
-    return merge_bytes(bytes.fromhex(part) for part in on_rank0(list, to_bytes(local).hex()))
+    return merge_bytes(bytes.fromhex(piece) for piece in on_rank0(list, to_bytes(local).hex()))
 
 
 def check_settings_of(config: Config, stop_ids: frozenset[int]) -> UpdateCheckSettings:

@@ -1,6 +1,8 @@
-"""Chunks of a report's page for made-up runs: what `grpo_spmd.tools.report.page` is given, without a run.
+"""Chunks of a report's page for made-up runs: what `grpo_spmd.tools.report.page` is given, without
+a run.
 
-Numbers are of a seed; texts are pieces of words, so that pieces, ids and completions agree as a run's do.
+Numbers are of a seed; texts are pieces of words, so that pieces, ids and completions agree as a
+run's do.
 """
 
 from __future__ import annotations
@@ -64,7 +66,8 @@ def to_json(value: Any) -> bytes:
 
 
 class MadeRun:
-    """One made-up run of `num_steps` steps, `groups` prompts a step, `group_size` samples of each."""
+    """One made-up run of `num_steps` steps, `groups` prompts a step, `group_size` samples of
+    each."""
 
     def __init__(
         self,
@@ -106,17 +109,20 @@ class MadeRun:
         self.random = random.Random(self.seed)  # the same, however often it is asked for
         steps = list(self.made_steps)
         failed = self.state == "failed"
-        why = {
+        reason = {
             "done": f"all {self.num_steps} steps",
             "failed": "rank 1 raised in update: RuntimeError: out of memory",
             "killed": "it left no word of its end; the last step that is whole is above",
         }.get(self.state, "")
-        report = "rank 1 of 4 failed in update:\n  RuntimeError: CUDA out of memory\nranks 0, 2, 3 waited in update\n"
+        report = (
+            "rank 1 of 4 failed in update:\n  RuntimeError: CUDA out of memory\nranks 0, 2, "
+            "3 waited in update\n"
+        )
         return {
             "name": self.name,
             "folder": f"/data/runs/{self.name}",
             "state": self.state,
-            "why": why,
+            "why": reason,
             "num_steps": self.num_steps,
             "last_step": steps[-1],
             "reports": {"failure.txt": report} if failed else {},
@@ -141,7 +147,7 @@ class MadeRun:
                     "start": "2026-11-22T10:00:00.000Z",
                     "end": "2026-11-22T10:09:00.000Z",
                     "outcome": self.state,
-                    "why": why,
+                    "why": reason,
                     "world_size": self.ranks,
                     "hosts": {"node-1": self.ranks},
                     "devices": {"NVIDIA H100 80GB HBM3": self.ranks},
@@ -154,16 +160,18 @@ class MadeRun:
                 "steps": steps,
                 "shown": self.keep * len(steps),
                 "total": self.groups * self.group_size * len(steps),
-                "note": "Of each step the best, the worst and the failed are here with their text, and others evenly.",
+                "note": "Of each step the best, the worst and the failed are here with their "
+                "text, and others evenly.",
             },
         }
 
     def _findings(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = [
+        result: list[dict[str, Any]] = [
             {
                 "level": "warning",
                 "title": "more groups are all alike",
-                "text": "0.62 of the groups had no spread of rewards in the last 10 steps; they teach nothing.",
+                "text": "0.62 of the groups had no spread of rewards in the last 10 steps; they "
+                "teach nothing.",
                 "step": self.made_steps[-1] // 2 + 1,
                 "metric": "reward/zero_std_groups_frac",
             },
@@ -176,7 +184,7 @@ class MadeRun:
             },
         ]
         if self.state == "failed":
-            found.insert(
+            result.insert(
                 0,
                 {
                     "level": "bad",
@@ -186,7 +194,7 @@ class MadeRun:
                     "metric": "memory/update/peak_gib",
                 },
             )
-        return found
+        return result
 
     def _checks(self) -> list[dict[str, Any]]:
         return [
@@ -214,9 +222,9 @@ class MadeRun:
         ]
 
     def _metrics(self, steps: list[int]) -> dict[str, list[float | None]]:
-        jitter, last = self.random.gauss, max(steps)
+        jitter, final = self.random.gauss, max(steps)
         rise = [
-            1 / (1 + math.exp(-8 * (step / max(8, last) - 0.4 + 0.05 * self.seed)))
+            1 / (1 + math.exp(-8 * (step / max(8, final) - 0.4 + 0.05 * self.seed)))
             for step in steps
         ]
         metrics: dict[str, list[float | None]] = {
@@ -247,9 +255,9 @@ class MadeRun:
             "time/wall_s": [61.0 * step + 40 for step in steps],
             "custom/thing": [jitter(0, 1) for _ in rise],
         }
-        for phase, share in zip(PHASES, (1.2, 34.0, 2.5, 6.0, 16.0, 0.4), strict=True):
-            metrics[f"time/{phase}_s"] = [abs(jitter(share, share / 20)) for _ in rise]
-            metrics[f"memory/{phase}/peak_gib"] = [30 + share + 0.01 * step for step in steps]
+        for phase, fraction in zip(PHASES, (1.2, 34.0, 2.5, 6.0, 16.0, 0.4), strict=True):
+            metrics[f"time/{phase}_s"] = [abs(jitter(fraction, fraction / 20)) for _ in rise]
+            metrics[f"memory/{phase}/peak_gib"] = [30 + fraction + 0.01 * step for step in steps]
         metrics["loss/kl"][len(steps) // 2] = None
         return {
             name: [None if v is None else float(f"{v:.6g}") for v in values]
@@ -269,8 +277,8 @@ class MadeRun:
         }
 
     def _timeline(self, steps: list[int]) -> dict[str, Any]:
-        kept = steps[:: max(1, len(steps) // 200)]
-        return {"steps": kept, "spans": [self._spans(step) for step in kept]}
+        retained = steps[:: max(1, len(steps) // 200)]
+        return {"steps": retained, "spans": [self._spans(step) for step in retained]}
 
     def _spans(self, step: int) -> dict[str, Any]:
         ranks = []
@@ -293,7 +301,7 @@ class MadeRun:
         }
 
     def _prompts(self, steps: list[int]) -> list[dict[str, Any]]:
-        made = []
+        created = []
         for row, kind in enumerate(
             ["never"] * 4 + ["worse"] * 3 + ["better"] * 6 + ["mixed"] * 2 + ["always"] * 3
         ):
@@ -308,7 +316,7 @@ class MadeRun:
                 }[kind]
                 for i in range(len(seen))
             ]
-            made.append(
+            created.append(
                 {
                     "row": row,
                     "prompt": self._prompt(row),
@@ -318,12 +326,13 @@ class MadeRun:
                     "kind": kind,
                 }
             )
-        return made
+        return created
 
     def _prompt(self, row: int) -> str:
         return self.texts.get(
             "prompt",
-            f"Row {row}: Ann has {row + 3} apples and gives away {row + 1}. How many apples are left?",
+            f"Row {row}: Ann has {row + 3} apples and gives away {row + 1}. How many apples are "
+            "left?",
         )
 
     # ---- a step's chunk
@@ -352,22 +361,25 @@ class MadeRun:
         for i in range(total):
             group, sample = divmod(i, self.group_size)
             text = hostile[i % len(hostile)][1] if hostile else None
-            one = self._rollout(draw, step * self.groups + group, sample, rows[group], text)
+            rollout = self._rollout(draw, step * self.groups + group, sample, rows[group], text)
             is_failed = draw.random() < 0.02
             is_shown = i in wanted or is_failed
             for name, value in (
-                *(("position", one["position"]), ("sample", sample), ("row", rows[group])),
-                ("reward", None if is_failed else one["reward"]),
-                *(("advantage", one["advantage"]), ("tokens", len(one["tokens"]["ids"]))),
-                *(("finish", int(one["finish_reason"] == "length")), ("status", int(is_failed))),
-                ("mismatch", max(map(abs, one["tokens"]["difference"]), default=None)),
+                *(("position", rollout["position"]), ("sample", sample), ("row", rows[group])),
+                ("reward", None if is_failed else rollout["reward"]),
+                *(("advantage", rollout["advantage"]), ("tokens", len(rollout["tokens"]["ids"]))),
+                *(
+                    ("finish", int(rollout["finish_reason"] == "length")),
+                    ("status", int(is_failed)),
+                ),
+                ("mismatch", max(map(abs, rollout["tokens"]["difference"]), default=None)),
                 *(("shown", len(rollouts) if is_shown else -1), ("prompt", group)),
             ):
                 table[name].append(value)
             if is_shown:
                 rollouts.append(
                     {
-                        **one,
+                        **rollout,
                         "why": "failed"
                         if is_failed
                         else "group"
@@ -398,7 +410,7 @@ class MadeRun:
             )
         logprob = [round(-draw.expovariate(1.5), 3) for _ in pieces]
         reward = draw.choice([0.0, 0.25, 0.5, 1.0])
-        one: dict[str, Any] = {
+        single: dict[str, Any] = {
             "position": position,
             "sample": sample,
             "completion": "".join(pieces),
@@ -421,9 +433,9 @@ class MadeRun:
             },
         }
         if self.is_episode:
-            one |= _as_episode(one["tokens"]["pieces"])
-            one["tokens"]["mask"] = [int(i % 9 != 4) for i in range(len(pieces))]
-        return one
+            single |= _as_episode(single["tokens"]["pieces"])
+            single["tokens"]["mask"] = [int(i % 9 != 4) for i in range(len(pieces))]
+        return single
 
 
 def _as_episode(pieces: list[str]) -> dict[str, Any]:
@@ -509,22 +521,24 @@ def hostile_run() -> MadeRun:
     original = run.main
 
     def main() -> dict[str, Any]:
-        made = original()
+        created = original()
         for name in ("script", "right to left", "long", "halves", "zero"):
-            made["metrics"][f"reward/{HOSTILE[name][:300]}/mean"] = [0.5 for _ in made["steps"]]
-        made["metrics"]["__proto__"] = [1.0 for _ in made["steps"]]
-        made["why"] = made["folder"] = everything
-        made["reports"] = {"failure.txt": everything, "hang.txt": HOSTILE["escapes"]}
-        made["findings"] = [
+            created["metrics"][f"reward/{HOSTILE[name][:300]}/mean"] = [
+                0.5 for _ in created["steps"]
+            ]
+        created["metrics"]["__proto__"] = [1.0 for _ in created["steps"]]
+        created["why"] = created["folder"] = everything
+        created["reports"] = {"failure.txt": everything, "hang.txt": HOSTILE["escapes"]}
+        created["findings"] = [
             {"level": "bad", "title": text, "text": text, "step": 1, "metric": text[:200]}
             for text in HOSTILE.values()
         ]
-        made["checks"] = [
+        created["checks"] = [
             {"name": text, "level": "ok", "value": text, "bound": text, "text": text}
             for text in HOSTILE.values()
         ]
-        made["config"] = [[name, text, text] for name, text in HOSTILE.items()]
-        made["launches"] = [
+        created["config"] = [[name, text, text] for name, text in HOSTILE.items()]
+        created["launches"] = [
             {
                 "launch": 1,
                 "command": list(HOSTILE.values()),
@@ -532,9 +546,9 @@ def hostile_run() -> MadeRun:
                 "hosts": {everything: 1},
             }
         ]
-        made["versions"] = {text[:100]: text for text in HOSTILE.values()}
-        made["rollouts"]["note"] = everything
-        return made
+        created["versions"] = {text[:100]: text for text in HOSTILE.values()}
+        created["rollouts"]["note"] = everything
+        return created
 
     run.main = main  # type: ignore[method-assign]
     return run

@@ -1,4 +1,5 @@
-"""Rows as the benchmarks write them now, where the record has none or has fewer columns, and what the README's table
+"""Rows as the benchmarks write them now, where the record has none or has fewer columns, and what
+the README's table
 must say of them, worked out by hand."""
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ def made_rows(
     ]
 
 
-def spread(name: str, median: float, least: float, most: float) -> dict[str, float]:
-    return {name: median, "min": least, "max": most}
+def spread(name: str, median: float, minimum: float, maximum: float) -> dict[str, float]:
+    return {name: median, "min": minimum, "max": maximum}
 
 
 _BESIDE = {
@@ -99,7 +100,7 @@ MADE: dict[str, tuple[Rows, str]] = {
         (59.0 there): TRL's time over ours | at TRL's micro-batch 16, its best: step 4.20 (4.00 to 4.40),
         generation a token 0.97 (0.90 to 1.04); at 8, its default: step 5.00 (4.50 to 5.50); at
         16, its best, engine in bfloat16: generation a token 0.50 (0.40 to 0.60)
-        """,
+        """,  # noqa: E501
     ),
     "episodes": (
         made_rows(
@@ -128,7 +129,7 @@ MADE: dict[str, tuple[Rows, str]] = {
 
         64 episodes of 5 turns, tools of 100 ms: times the floor (2.50 s) | ours 1.25 (1.20 to 1.30); trl 12.1
         (12.0 to 13.0)
-        """,
+        """,  # noqa: E501
     ),
     "weight_sync": (
         made_rows(
@@ -152,7 +153,7 @@ MADE: dict[str, tuple[Rows, str]] = {
         """
         a weight sync into vLLM, 20M parameters in bfloat16 on 2 ranks, in multiples of a memcpy of its 39.6 MiB
         | whole sync through vLLM's loader 21.9 (13.9 to 27.0); whole sync, direct 8.86 (8.00 to 9.50)
-        """,
+        """,  # noqa: E501
     ),
     "rank0": (
         made_rows(
@@ -166,7 +167,7 @@ MADE: dict[str, tuple[Rows, str]] = {
         4,096 ranks | at most 1.13 % (100,000 rollouts on 4,096 ranks); of 100,000 rollouts, with bytes a
         rollout: on 1,024 ranks 0.92 %, 55.5 bytes in, 14.2 out, 20.4 held and 132 at its peak; on 4,096 ranks
         1.13 %, 63.0 bytes in, 14.2 out, 20.4 held and 132 at its peak
-        """,
+        """,  # noqa: E501
     ),
     "prompts": (
         made_rows(
@@ -189,7 +190,7 @@ MADE: dict[str, tuple[Rows, str]] = {
 
         20,000 prompts, chat, of a node of 2 ranks, one of each start: CPU time of all ranks, memory of the largest
         beyond its base | in memory 6.00 s (300 microseconds a row), 80.0 MiB; the tokenizers library alone 9.50 s
-        """,
+        """,  # noqa: E501
     ),
     "rollout_dump": (
         made_rows(
@@ -208,7 +209,7 @@ MADE: dict[str, tuple[Rows, str]] = {
         a rollout's line in the dump, 8,192 tokens, 256 rollouts a step | 2 ranks: 520 microseconds, 11.5 (8.10
         to 17.4) times less than through rank 0, which needs 119 KiB a rollout of the step and had needed 902;
         0.61 of the bytes
-        """,
+        """,  # noqa: E501
     ),
     "report": (
         made_rows(
@@ -236,7 +237,7 @@ MADE: dict[str, tuple[Rows, str]] = {
         a page of 100 steps of 512 rollouts | 3.10 s, 4.90 s of CPU time, 250 MiB, a file of 17.0 MB with all of them
 
         a page of 10,000 steps of 512 rollouts | 19.0 s, 31.0 s of CPU time, 300 MiB, a file of 15.5 MB with 900 of them
-        """,
+        """,  # noqa: E501
     ),
     "signals": (
         made_rows(
@@ -261,7 +262,7 @@ MADE: dict[str, tuple[Rows, str]] = {
         what teaches, beside the plain step behind the engine, 5 M, 64 rollouts of 100 tokens | plain 1.25 s, 0 + 1.00
         passes, 60.5 MiB held, 42.0 at the peak; critic 2.20 (2.10 to 2.40) times its time, 1.00 + 2.00 passes, 121 MiB
         held (60.5 of them in host memory meanwhile), 42.0 at the peak
-        """,
+        """,  # noqa: E501
     ),
     "rollout_tail": (
         made_rows(
@@ -307,7 +308,7 @@ MADE: dict[str, tuple[Rows, str]] = {
 
         an epoch's rollouts with `rollout.tail_batching: 1.25`, on two real ranks: times less time than without
         | 1.30 (rounds 1.20 to 1.40); decode steps there -20 %; 5.00 % of a round's tokens, on average, are thrown away
-        """,
+        """,  # noqa: E501
     ),
     "start": (
         made_rows(
@@ -319,7 +320,7 @@ MADE: dict[str, tuple[Rows, str]] = {
         """
         from `torchrun` to the end of the first step, 2 ranks | 5.60 (5.50 to 5.90) s, 13.0 s of CPU time of all
         its processes; rank 0: checks 0.50, imports 2.25; fff0000 takes 1.75 (1.70 to 1.80) times as long
-        """,
+        """,  # noqa: E501
     ),
     "update": (
         made_rows(
@@ -335,7 +336,7 @@ MADE: dict[str, tuple[Rows, str]] = {
 
         an update, recomputation and compilation, 20 M: time in multiples of packed rows | packed, compiled 1.02
         (1.00 to 1.10)
-        """,
+        """,  # noqa: E501
     ),
     "gpu": (
         made_rows(
@@ -365,7 +366,7 @@ MADE: dict[str, tuple[Rows, str]] = {
         """
         phases of a step beside their floors, 1.5b on H200, plain | update 2.00 (1.90 to 2.10) s, its floor 42.0
         % of it; reward 0.10 (0.10 to 0.10) s
-        """,
+        """,  # noqa: E501
     ),
     "kernels": (
         made_rows(
@@ -376,7 +377,7 @@ MADE: dict[str, tuple[Rows, str]] = {
         """
         what an update's time is made of, 1.5b on H200 | products 75.0 %; the device is busy 90.0 % of the
         update
-        """,
+        """,  # noqa: E501
     ),
     "gpu_day": (
         [
@@ -421,6 +422,6 @@ MADE: dict[str, tuple[Rows, str]] = {
         a step beside TRL's on a GPU, 0.5b | at its micro-batch 8 a step takes 2.50 times ours, an update 0.90
 
         all processes killed on a GPU, the same command again | went on at step 2; problems: steps differ
-        """,
+        """,  # noqa: E501
     ),
 }

@@ -48,7 +48,8 @@ def make_model(
     kind: Any = transformers.AutoModelForCausalLM,
     **overrides: Any,
 ) -> Path:
-    """A two-layer model with odd sizes (rows that no number of ranks divides), biases where the family has them, and a
+    """A two-layer model with odd sizes (rows that no number of ranks divides), biases where the
+    family has them, and a
     tokenizer. `kind`: the auto class that makes it of the config."""
     folder.mkdir(parents=True, exist_ok=True)
     make_tokenizer(folder)
@@ -66,7 +67,8 @@ def make_model(
         "bos_token_id": None,
         "eos_token_id": 0,
         "pad_token_id": 0,
-        "initializer_range": 0.1,  # larger than usual: near-uniform distributions would hide a wrong weight
+        # larger than usual: near-uniform distributions would hide a wrong weight
+        "initializer_range": 0.1,
         **overrides,
     }
     if family not in ("qwen3", "llama", "mistral", "glm4", "gemma2", "gemma3_text"):
@@ -96,7 +98,8 @@ def make_model(
 
 
 def write_config(folder: Path, model: Path, /, **sections: Any) -> Path:
-    """A small, complete config over `model` and the demo's kind of data; `sections` are merged over it."""
+    """A small, complete config over `model` and the demo's kind of data; `sections` are merged over
+    it."""
     data = folder / "train.jsonl"
     if not data.exists():
         rows = [

@@ -1,22 +1,28 @@
 """The tests that only `tests/run.sh --nightly` runs, each with the reason why CI can do without it.
 
-A key is a file below tests/, or a file and the beginning of test names in it. An entry is one more variant of something
-that an unmarked test shows already, or a benchmark's own test. `tests/conftest.py` marks them.
+A key is a file below tests/, or a file and the beginning of test names in it. An entry is one more
+variant of something that an unmarked test shows already, or a benchmark's own test.
+`tests/conftest.py` marks them.
 """
 
 from __future__ import annotations
 
 NIGHTLY: dict[str, str] = {
     # whole runs
-    "runs/test_demos.py": "the plain demo learns in runs/test_end_to_end.py; these are its five variants",
-    "runs/test_teacher.py": "ranks/test_teacher.py has the update, this a whole run, its resume and replay",
+    "runs/test_demos.py": "the plain demo learns in runs/test_end_to_end.py; these are its five "
+    "variants",
+    "runs/test_teacher.py": "ranks/test_teacher.py has the update, this a whole run, its resume "
+    "and replay",
     "runs/test_signals_together.py": "each signal has a test of its own; this combines them",
-    "runs/test_ppo.py": "ranks/test_critic.py has the update, this a whole run, its resume and replay",
+    "runs/test_ppo.py": "ranks/test_critic.py has the update, this a whole run, its resume and "
+    "replay",
     "runs/test_served_teacher.py": "ranks/test_served_teacher.py has the update, this whole runs",
     "runs/test_engine_judge.py": "ranks/test_engine_judge.py has the scores, this a whole run",
     "runs/test_reward_models.py": "ranks/test_reward_models.py has the scores, this whole runs",
-    "runs/test_three_ways.py": "ranks/test_episodes.py has episodes of each kind, this other trainers' code",
-    "runs/test_wandb_feed.py": "faults/test_trackers.py has a killed run with W&B, this the package itself",
+    "runs/test_three_ways.py": "ranks/test_episodes.py has episodes of each kind, this other "
+    "trainers' code",
+    "runs/test_wandb_feed.py": "faults/test_trackers.py has a killed run with W&B, this the "
+    "package itself",
     "runs/test_end_to_end.py::test_chat_messages_in_parquet": "unit/test_data.py reads both",
     "runs/test_end_to_end.py::test_mini_batches_reference": "ranks/test_partition.py has the parts",
     "runs/test_prefetch.py": "unit/test_early.py has the hub's refusals, this whole downloads",
@@ -36,22 +42,23 @@ NIGHTLY: dict[str, str] = {
     "ranks/test_families.py::test_a_family_trains_at_rounding_and_its_sync_is_proved_whole[glm4": (
         "phi3 is tried always"
     ),
-    "ranks/test_families.py::test_a_family_trains_at_rounding_and_its_sync_is_proved_whole[smollm3": (
-        "phi3 is tried always"
-    ),
+    "ranks/test_families.py::test_a_family_trains_at_rounding_and_its_sync_is_proved_whole[smollm"
+    "3": ("phi3 is tried always"),
     "ranks/test_families.py::test_a_family_trains_at_rounding_and_its_sync_is_proved_whole[olmo": (
         "phi3 is tried always"
     ),
     "ranks/test_families.py::test_a_family_trains_at_rounding_and_its_sync_is_proved_whole[gpt": (
         "phi3 is tried always"
     ),
-    "ranks/test_dry_run.py::test_ours_runs_on_a_cuda_device[figures": "counts against two real ranks",
+    "ranks/test_dry_run.py::test_ours_runs_on_a_cuda_device[figure"
+    "s": "counts against two real ranks",
     # waits of tens of seconds
     "faults/test_doctor.py::test_a_raise_on_one_host": "one host is tried always",
     "faults/test_doctor.py::test_both_hosts": "one host is tried always",
     "faults/test_checkup.py::test_a_rank_that_hangs": "a rank that differs is tried always",
     "faults/test_checkup.py::test_a_rank_that_does_not_come": "a rank that differs is tried always",
-    "faults/test_failures.py::test_a_reward_that_always_raises": "a raise in each phase is tried always",
+    "faults/test_failures.py::test_a_reward_that_always_raise"
+    "s": "a raise in each phase is tried always",
     "faults/test_ctrl_c.py::test_it_leaves_in_time_and_without_a_trace[set-up": (
         "Ctrl-C in a run is tried always"
     ),

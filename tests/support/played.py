@@ -1,7 +1,9 @@
-"""Environments whose answers follow from their seeds and whose time does not, and a tiny model that calls their tool.
+"""Environments whose answers follow from their seeds and whose time does not, and a tiny model that
+calls their tool.
 
-PLAYED names a folder: `resets` there gets a byte for each episode that is begun. A file `kill` in it holds a number of
-resets, behind which the rank of the next episode is killed, once, in the middle of it.
+PLAYED names a folder: `resets` there gets a byte for each episode that is begun. A file `kill` in
+it holds a number of resets, behind which the rank of the next episode is killed, once, in the
+middle of it.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ _MOST_WAITED_S = 100
 
 
 def make_caller(folder: Path) -> Path:
-    """`folder`/model, which calls the tool more often than not, and its questions in `folder`/train.jsonl."""
+    """`folder`/model, which calls the tool more often than not, and its questions in
+    `folder`/train.jsonl."""
     (folder / "model").mkdir()
     lessons = make_examples(make_tokenizer(folder / "model"), 0)
 
@@ -75,11 +78,11 @@ class Quiz:
 class Rough:
     """Fails as its row says."""
 
-    def reset(self, how: str, **row: Any) -> str:
-        self._how = how
-        if how == "raises":
+    def reset(self, method: str, **row: Any) -> str:
+        self._how = method
+        if method == "raises":
             raise KeyError("gone")
-        if how == "hangs":
+        if method == "hangs":
             time.sleep(1000)
         return "go"
 
@@ -113,5 +116,5 @@ def _kill_rank() -> None:
         (folder / "kill").rename(folder / "killed")
     except FileNotFoundError:  # another one has
         return
-    of_nursery = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()
-    os.kill(int(of_nursery[1]), signal.SIGKILL)
+    nursery_values = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()
+    os.kill(int(nursery_values[1]), signal.SIGKILL)

@@ -1,4 +1,5 @@
-"""Run a command in processes of its own, torchrun among them; ended by id, with what it printed. Most ranks need none:
+"""Run a command in processes of its own, torchrun among them; ended by id, with what it printed.
+Most ranks need none:
 see ranks.py."""
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ launches: Counter[str] = (
 
 def environment() -> dict[str, str]:
     """Of every process that a test starts."""
-    own = {name: value for name, value in os.environ.items() if name not in _OF_A_GROUP}
-    return own | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    local = {name: value for name, value in os.environ.items() if name not in _OF_A_GROUP}
+    return local | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
 def _count(command: list[str]) -> None:
@@ -37,8 +38,8 @@ def run_command(
 ) -> subprocess.CompletedProcess[str]:
     """To its end, output and errors apart; this repository can be imported whatever the folder."""
     _count(command)
-    own = {**environment(), "PYTHONPATH": str(ROOT), **(env or {})}
-    return subprocess.run(command, cwd=cwd, env=own, capture_output=True, text=True, timeout=120)
+    local = {**environment(), "PYTHONPATH": str(ROOT), **(env or {})}
+    return subprocess.run(command, cwd=cwd, env=local, capture_output=True, text=True, timeout=120)
 
 
 def full_pipe() -> tuple[int, int]:
@@ -53,7 +54,8 @@ def full_pipe() -> tuple[int, int]:
 
 
 class Job:
-    """A command in a process group of its own; all its descendants carry a mark in their environment."""
+    """A command in a process group of its own; all its descendants carry a mark in their
+    environment."""
 
     def __init__(
         self,
@@ -80,7 +82,8 @@ class Job:
         )
 
     def wait(self, timeout_s: float = 300) -> tuple[int, str]:
-        """Exit code and output. After `timeout_s` the group is killed and the test fails with the output."""
+        """Exit code and output. After `timeout_s` the group is killed and the test fails with the
+        output."""
         try:
             output, _ = self.process.communicate(self._stdin, timeout=timeout_s)
         except subprocess.TimeoutExpired:
@@ -102,14 +105,14 @@ class Job:
 
 def marked_processes(mark: str) -> list[int]:
     """Those with this mark in their environment."""
-    found = []
+    result = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
             if f"{MARK}={mark}".encode() in path.read_bytes():
-                found.append(int(path.parent.name))
+                result.append(int(path.parent.name))
         except OSError:  # gone in the meantime, or not ours to read
             continue
-    return found
+    return result
 
 
 def torchrun(num_ranks: int, *target: str) -> list[str]:

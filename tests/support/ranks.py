@@ -1,6 +1,8 @@
-"""Jobs of real ranks, forked by the server of ranks (tests/support/server.py), which has imported what they need.
+"""Jobs of real ranks, forked by the server of ranks (tests/support/server.py), which has imported
+what they need.
 
-For what is about torchrun itself, signals, kills or the terminal there is `Job` in tests/support/processes.py.
+For what is about torchrun itself, signals, kills or the terminal there is `Job` in
+tests/support/processes.py.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from tests.support.processes import ROOT
 
 
 class RanksJob:
-    """`python -m module arguments` on `num_ranks` ranks: under torchrun's variables where there are several."""
+    """`python -m module arguments` on `num_ranks` ranks: under torchrun's variables where there are
+    several."""
 
     def __init__(
         self,
@@ -45,8 +48,8 @@ class RanksJob:
     def wait(self, timeout_s: float = 300) -> tuple[int, str]:
         """Exit code, that of the rank which failed first, and output of all ranks.
 
-        The test fails with the output after `timeout_s`, when all processes of the job are killed, and where one
-        outlives the ranks.
+        The test fails with the output after `timeout_s`, when all processes of the job are killed,
+        and where one outlives the ranks.
         """
         self._socket.settimeout(timeout_s)
         try:
@@ -91,20 +94,22 @@ def run_ranks(num_ranks: int, module: str, *arguments: str, timeout_s: float = 3
     return output
 
 
-# In the environment: the descriptor of a socket to a server that several copies of this repository share.
+# In the environment: the descriptor of a socket to a server that several copies of this repository
+# share.
 SHARED_SERVER = "GRPO_SPMD_TEST_SHARED_SERVER"
 _server: tuple[subprocess.Popen[bytes], socket.socket] | None = None
 
 
 def _send(request: bytes, fds: list[int]) -> None:
-    """To the shared server, or to this process's own, which is started when there is none (left)."""
+    """To the shared server, or to this process's own, which is started when there is none
+    (left)."""
     global _server
     if shared := os.environ.get(SHARED_SERVER):
         with socket.socket(fileno=os.dup(int(shared))) as server:
             socket.send_fds(server, [request], fds)
         return
     if _server is None or _server[0].poll() is not None:
-        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        local, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             command = [sys.executable, "-m", "tests.support.server", str(theirs.fileno())]
             environment = {
@@ -119,7 +124,7 @@ def _send(request: bytes, fds: list[int]) -> None:
                     stdin=subprocess.DEVNULL,
                     pass_fds=[theirs.fileno()],
                 ),
-                mine,
+                local,
             )
         processes.launches["servers of ranks"] += 1
     socket.send_fds(_server[1], [request], fds)

@@ -1,4 +1,5 @@
-"""What a real policy holds, by torch's own account of what its allocator gave and got back: what plan/ is held
+"""What a real policy holds, by torch's own account of what its allocator gave and got back: what
+plan/ is held
 against."""
 
 from __future__ import annotations
@@ -34,8 +35,10 @@ Figures = dict[str, int]  # bytes
 
 @contextmanager
 def lone_rank(num_ranks: int, num_replicas: int) -> Iterator[Session]:
-    """The first rank of so many, of which no other is there: its tensors are real, collectives do nothing. (With real
-    ones gloo's threads free buffers that this thread allocated, and torch's account of it does not see that.)"""
+    """The first rank of so many, of which no other is there: its tensors are real, collectives do
+    nothing. (With real
+    ones gloo's threads free buffers that this thread allocated, and torch's account of it does not
+    see that.)"""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
     try:
         device = torch.device("cpu")
@@ -45,13 +48,14 @@ def lone_rank(num_ranks: int, num_replicas: int) -> Iterator[Session]:
 
 
 def measured(config: Config, session: Session) -> Figures:
-    """Collective. Bytes of this rank: its state with moments, what waits in host memory during a rollout, and the most
+    """Collective. Bytes of this rank: its state with moments, what waits in host memory during a
+    rollout, and the most
     that is live while it scores, makes an update of two micro-batches, and gathers its weights."""
-    found: Figures = {}
+    result: Figures = {}
     gc.collect()  # what is freed later would be taken off
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        temperature, longest = config.rollout.temperature, config.max_rollout_tokens
-        policy = build_policy(config.model, temperature, session, longest=longest)
+        temperature, max_length = config.rollout.temperature, config.max_rollout_tokens
+        policy = build_policy(config.model, temperature, session, max_rollout_tokens=max_length)
         reference = build_reference(policy, config.model, temperature, config.loss.kl_coef, session)
         updater = PolicyUpdater(
             policy,
@@ -79,8 +83,8 @@ def measured(config: Config, session: Session) -> Figures:
         offload = HostOffload(config.model.offload, policy, reference, updater.optimizer)
         offload.before_sync()
         offload.after_sync()
-        found["offloaded"] = round(offload.to_device()["memory/host/offloaded_gib"] * 2**30)
-    return found | _live(recorded)
+        result["offloaded"] = round(offload.to_device()["memory/host/offloaded_gib"] * 2**30)
+    return result | _live(recorded)
 
 
 def predicted(config: Config, num_ranks: int) -> Figures:
@@ -127,14 +131,14 @@ def _live(recorded: profile) -> Figures:
     assert recorded.profiler is not None
     results: Any = recorded.profiler.kineto_results
     events = sorted(results.events(), key=lambda event: event.start_ns())
-    now, where, peaks = 0, "", dict[str, int]()
+    current, location, peaks = 0, "", dict[str, int]()
     state = 0
     for event in events:
         if event.name().startswith("mark:"):
-            where = event.name().removeprefix("mark:")
-            state = state or now
-            peaks[where] = now
+            location = event.name().removeprefix("mark:")
+            state = state or current
+            peaks[location] = current
         elif event.name() == "[memory]":
-            now += int(event.nbytes())
-            peaks[where] = max(peaks.get(where, 0), now)
+            current += int(event.nbytes())
+            peaks[location] = max(peaks.get(location, 0), current)
     return {"state": state, **{name: peaks[name] for name in ("scoring", "update", "sync")}}

@@ -1,4 +1,5 @@
-"""Runs that are recorded once a suite, for all pytest processes, and read by several files. Nobody writes into them."""
+"""Runs that are recorded once a suite, for all pytest processes, and read by several files. Nobody
+writes into them."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ import pytest
 from tests.support.models import make_model, write_config
 from tests.support.ranks import train
 
-# A reward that fails on some rows and does not apply to others, as one for TRL: it is told of the run, and logs.
+# A reward that fails on some rows and does not apply to others, as one for TRL: it is told of the
+# run, and logs.
 ODD_REWARD = """
 def odd(completions, nums, trainer_state, log_metric, log_extra, api_key=None, **columns):
     if nums[0] == [2, 2]:
@@ -22,7 +24,7 @@ def odd(completions, nums, trainer_state, log_metric, log_extra, api_key=None, *
     log_metric("progress", trainer_state.global_step / trainer_state.max_steps + trainer_state.epoch)
     log_extra("length", [len(text) for text in completions])
     return [None if own[0] == 1 else float(sum(c.isdigit() for c in text) % 2) for text, own in zip(completions, nums)]
-"""
+"""  # noqa: E501
 
 
 def record_once(factory: pytest.TempPathFactory, record: Callable[[Path], None]) -> Path:
@@ -62,8 +64,9 @@ def plain(folder: Path) -> None:
 
 
 def elaborate(folder: Path) -> None:
-    """Three steps on two ranks with all that makes a replay hard: two optimizer steps a rollout (so that the second
-    depends on the optimizer's moments), a reference, dynamic sampling, a reward that fails on some rows and does not
+    """Three steps on two ranks with all that makes a replay hard: two optimizer steps a rollout (so
+    that the second depends on the optimizer's moments), a reference, dynamic sampling, a reward
+    that fails on some rows and does not
     apply to others."""
     (folder / "my_reward.py").write_text(ODD_REWARD)
     config = write_config(

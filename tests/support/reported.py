@@ -23,7 +23,8 @@ LAUNCH = {
 
 
 def healthy(num_steps: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Lines of metrics of a run that learns: figures with the noise that they have, a curve each."""
+    """Lines of metrics of a run that learns: figures with the noise that they have, a curve
+    each."""
     rng = np.random.default_rng(seed)
     lines = []
     for step in range(1, num_steps + 1):
@@ -64,7 +65,10 @@ def make_run(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "logs").mkdir(exist_ok=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
-    default = "model:\n  path: m\n  dtype: bfloat16\ntraining:\n  num_steps: 80\nreward_pool:\n  max_error_frac: 0.3\n"
+    default = (
+        "model:\n  path: m\n  dtype: bfloat16\ntraining:\n  num_steps: 80\nreward_pool:\n  "
+        "max_error_frac: 0.3\n"
+    )
     (folder / "config.yaml").write_text(config or f"run_dir: {folder}\n{default}")
     if launch is not None:
         (folder / "launches.jsonl").write_text(json.dumps(launch) + "\n")
@@ -74,7 +78,7 @@ def make_run(
 def record(step: int, position: int, sample: int, text: str, **values: Any) -> RolloutRecord:
     """A rollout of bytes, a token each; its reward is whatever `values` say."""
     ids = [*text.encode("utf-8", "surrogatepass")]
-    known = {
+    expected_names = {
         "rollout_id": position * GROUP + sample,
         "row": position % 5,
         "position": (step - 1) * 100 + position,
@@ -89,15 +93,15 @@ def record(step: int, position: int, sample: int, text: str, **values: Any) -> R
         "finish_reason": "stop",
         "prompt_ids": [1, 2, 3],
         "completion_ids": ids,
-        "rollout_logprobs": [-0.125 * (place % 7) for place in range(len(ids))],
+        "rollout_logprobs": [-0.125 * (location % 7) for location in range(len(ids))],
     }
-    return RolloutRecord(**(known | values))  # type: ignore[arg-type]
+    return RolloutRecord(**(expected_names | values))  # type: ignore[arg-type]
 
 
 def dump(folder: Path, step: int, records: Iterable[RolloutRecord], node: int = 0) -> Path:
     (folder / "rollouts").mkdir(exist_ok=True)
     path = folder / "rollouts" / f"{node_stem(step_stem(step), node)}.jsonl"
-    path.write_bytes(b"".join(to_line(one) + b"\n" for one in records))
+    path.write_bytes(b"".join(to_line(single) + b"\n" for single in records))
     return path
 
 
@@ -106,11 +110,11 @@ def step_of(
 ) -> list[RolloutRecord]:
     """Groups of GROUP rollouts whose rewards and texts differ."""
     rng = np.random.default_rng(step)
-    found = []
+    result = []
     for position in range(num_groups):
         for sample in range(GROUP):
             reward = round(float(rng.random()), 3)
-            said = (
+            message = (
                 text(position, sample)
                 if text is not None
                 else f"answer {position}.{sample} of step {step}"
@@ -120,8 +124,8 @@ def step_of(
                 "rewards": {"math": reward},
                 "advantage": round(reward - 0.5, 6),
             }
-            found.append(record(step, position, sample, said, **values))
-    return found
+            result.append(record(step, position, sample, message, **values))
+    return result
 
 
 def byte_tokenizer(folder: Path) -> None:

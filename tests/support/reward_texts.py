@@ -13,7 +13,8 @@ from grpo_spmd.records import Completion, Episode, Prompt, RolloutGroup, Segment
 
 GROUP_SIZE, NUM_GROUPS = 3, 10
 OTHER_TEMPLATE = (
-    "{{- 'start,' -}}{%- for message in messages -%}{{- message.role + '=' + message.content + ';' -}}{%- endfor -%}"
+    "{{- 'start,' -}}{%- for message in messages -%}{{- message.role + '=' + message.content + "
+    "';' -}}{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- 'assistant=' -}}{%- endif -%}"
 )
 
@@ -24,22 +25,26 @@ def give_chat_tokenizer(folder: Path) -> None:
 
 
 def groups_of(kind: str, tokenizer: Any) -> list[RolloutGroup]:
-    """`text`: plain prompts; `chat`: messages; `episodes`: of several turns, one of which never began."""
+    """`text`: plain prompts; `chat`: messages; `episodes`: of several turns, one of which never
+    began."""
     rng = random.Random(7)
 
-    def said(most: int) -> list[int]:
-        ids = [rng.randrange(1, 17) for _ in range(rng.randrange(1, most))]
+    def said(maximum: int) -> list[int]:
+        ids = [rng.randrange(1, 17) for _ in range(rng.randrange(1, maximum))]
         return [*ids, tokenizer.eos_token_id] if rng.random() < 0.5 else ids
 
     groups = []
     for slot in range(NUM_GROUPS):
         ids = said(12)
-        asked = tokenizer.decode(ids, skip_special_tokens=True)
-        text: Any = asked if kind == "text" else [{"role": "user", "content": asked}]
+        requests = tokenizer.decode(ids, skip_special_tokens=True)
+        text: Any = requests if kind == "text" else [{"role": "user", "content": requests}]
         prompt = Prompt(slot, slot, ids, text, {})
         completions = [
             Completion(
-                own := said(20), [0.0] * len(own), "stop", _episode(own, tokenizer, slot, n, kind)
+                local := said(20),
+                [0.0] * len(local),
+                "stop",
+                _episode(local, tokenizer, slot, n, kind),
             )
             for n in range(GROUP_SIZE)
         ]

@@ -1,17 +1,20 @@
-"""The server of ranks: a process that has torch, transformers and vLLM imported, and forks one more process for each
-rank of a job.
+"""The server of ranks: a process that has torch, transformers and vLLM imported, and forks one more
+process for each rank of a job.
 
-python -m tests.support.server FD      FD: a SOCK_SEQPACKET socket, see tests/support/ranks.py for the other side
+python -m tests.support.server FD      FD: a SOCK_SEQPACKET socket, see tests/support/ranks.py for
+the other side
 
-A request is JSON {"num_ranks", "module", "arguments", "env", "cwd"} with two file descriptors: a socket that says how
-it went, and the file for the output. For each request a supervisor is forked, which does what torchrun does: it has the
-ranks' store in a process of its own, sets the ranks' variables, sends SIGTERM to the others when one of them fails, and
-says at the end {"code", "survivors"}. Closing the socket before that kills the job.
+A request is JSON {"num_ranks", "module", "arguments", "env", "cwd"} with two file descriptors: a
+socket that says how it went, and the file for the output. For each request a supervisor is forked,
+which does what torchrun does: it has the ranks' store in a process of its own, sets the ranks'
+variables, sends SIGTERM to the others when one of them fails, and says at the end {"code",
+"survivors"}. Closing the socket before that kills the job.
 
-One server can serve several copies of this repository: where GRPO_SPMD_TEST_SHARED_SERVER is set it imports no module
-of ours, and a rank takes those of its own folder.
+One server can serve several copies of this repository: where GRPO_SPMD_TEST_SHARED_SERVER is set it
+imports no module of ours, and a rank takes those of its own folder.
 
-A rank is a fresh process but for what was imported, and Python's hash seed, which all ranks of one server share.
+A rank is a fresh process but for what was imported, and Python's hash seed, which all ranks of one
+server share.
 """
 
 from __future__ import annotations
@@ -35,7 +38,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-# Read when torch is imported. The first two grpo_spmd.train sets itself; the third leaves CUDA for the ranks to start.
+# Read when torch is imported. The first two grpo_spmd.train sets itself; the third leaves CUDA for
+# the ranks to start.
 _READ_AT_IMPORT = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "THP_MEM_ALLOC_ENABLE": "1",
@@ -71,7 +75,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 def main() -> NoReturn:
     control = socket.socket(fileno=int(sys.argv[1]))
-    before = dict(os.environ)
+    old = dict(os.environ)
     for name in IMPORTED:
         if name.startswith("grpo_spmd.") and "GRPO_SPMD_TEST_SHARED_SERVER" in os.environ:
             continue
@@ -83,7 +87,7 @@ def main() -> NoReturn:
         "a fork copies one thread: an import has started more"
     )
     set_by_imports = {
-        name: value for name, value in os.environ.items() if before.get(name) != value
+        name: value for name, value in os.environ.items() if old.get(name) != value
     } | _READ_AT_IMPORT
     gc.collect()
     gc.freeze()  # no collection in a rank touches, and so copies, the pages of what was imported
@@ -123,7 +127,7 @@ def _supervise(request: dict[str, Any], client: socket.socket, output: int) -> N
         store, port = _start_store(client)
         environment |= {
             "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), "GROUP_RANK": "0",
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,  # noqa: E501
             "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_USE_AGENT_STORE": "True",
         }  # fmt: skip
     ranks: dict[int, int] = {}
@@ -131,15 +135,17 @@ def _supervise(request: dict[str, Any], client: socket.socket, output: int) -> N
         pid = os.fork()
         if pid == 0:
             client.close()
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if num_ranks > 1 else {}
-            _become_rank(request["module"], request["arguments"], environment | own, request["cwd"])
+            local = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if num_ranks > 1 else {}
+            _become_rank(
+                request["module"], request["arguments"], environment | local, request["cwd"]
+            )
         ranks[pid] = rank
     codes = _wait_for_ranks(ranks, client)
     if store is not None:
         os.kill(store, signal.SIGKILL)
     survivors = _wait_for_the_rest() if codes else []
-    while left := _descendants():
-        for pid in left:
+    while descendants := _descendants():
+        for pid in descendants:
             _kill(pid, signal.SIGKILL)
         _reap()
         time.sleep(_POLL_S)
@@ -202,7 +208,8 @@ def _become_rank(
 
 
 def _wait_for_ranks(ranks: dict[int, int], client: socket.socket) -> dict[int, int]:
-    """Exit codes in the order in which the ranks ended, or nothing when the other side has given the job up."""
+    """Exit codes in the order in which the ranks ended, or nothing when the other side has given
+    the job up."""
     codes: dict[int, int] = {}
     term_at = None
     while ranks:
@@ -213,8 +220,8 @@ def _wait_for_ranks(ranks: dict[int, int], client: socket.socket) -> dict[int, i
                 codes[ranks.pop(pid)] = os.waitstatus_to_exitcode(status)
                 if term_at is None and any(codes.values()):
                     term_at = time.monotonic()
-                    for other in ranks:
-                        _kill(other, signal.SIGTERM)
+                    for second in ranks:
+                        _kill(second, signal.SIGTERM)
         if term_at is not None and time.monotonic() - term_at > _SIGTERM_TO_SIGKILL_S:
             for pid in ranks:
                 _kill(pid, signal.SIGKILL)
@@ -224,10 +231,10 @@ def _wait_for_ranks(ranks: dict[int, int], client: socket.socket) -> dict[int, i
 def _wait_for_the_rest() -> list[str]:
     """The command lines of what is still there some seconds after the ranks have gone."""
     deadline = time.monotonic() + _LEAVE_S
-    while (left := _descendants()) and time.monotonic() < deadline:
+    while (descendants := _descendants()) and time.monotonic() < deadline:
         _reap()
         time.sleep(_POLL_S)
-    return [_command_line(pid) for pid in left]
+    return [_command_line(pid) for pid in descendants]
 
 
 def _reap() -> list[tuple[int, int]]:
@@ -251,11 +258,11 @@ def _descendants() -> list[int]:
         except OSError:  # gone in the meantime
             continue
         parents[int(path.parent.name)] = int(parent)
-    found, ancestors = list[int](), {os.getpid()}
+    result, ancestors = list[int](), {os.getpid()}
     while ancestors:
         ancestors = {pid for pid, parent in parents.items() if parent in ancestors}
-        found += ancestors
-    return found
+        result += ancestors
+    return result
 
 
 def _command_line(pid: int) -> str:

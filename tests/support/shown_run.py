@@ -25,7 +25,7 @@ LAUNCH |= {
 }
 
 
-def metrics_of(step: int, **others: Any) -> dict[str, Any]:
+def metrics_of(step: int, **rest: Any) -> dict[str, Any]:
     """A step's line: the reward rises by a hundredth a step."""
     line = {
         "step": step,
@@ -61,11 +61,11 @@ def metrics_of(step: int, **others: Any) -> dict[str, Any]:
         "time/update_s": 1.0,
         "memory/update/peak_gib": 3.5,
     }
-    return line | others
+    return line | rest
 
 
 def rollout_of(
-    position: int, sample: int, reward: float | None, completion: str = "yes", **others: Any
+    position: int, sample: int, reward: float | None, completion: str = "yes", **rest: Any
 ) -> Any:
     """A line of a dump, of three tokens."""
     line: dict[str, Any] = {
@@ -93,7 +93,7 @@ def rollout_of(
         "completion_ids": [3, 4, 0],
         "rollout_logprobs": base64.b64encode(struct.pack("<3f", -1, -2, 0)).decode(),
     }
-    return line | others
+    return line | rest
 
 
 def write_lines(path: Path, lines: Sequence[Any]) -> None:
@@ -123,7 +123,8 @@ def _f16(*values: float) -> str:
 
 
 def write_scored_run(folder: Path) -> Path:
-    """Of float32, with two rollouts at step 8, "ab" and an end: the first is apart on "b" by 0.5 nats, and on its end
+    """Of float32, with two rollouts at step 8, "ab" and an end: the first is apart on "b" by 0.5
+    nats, and on its end
     by 0.001; the second nowhere."""
     run = write_run(
         folder, [metrics_of(8)], {8: [rollout_of(0, 0, 0.0, "ab"), rollout_of(0, 1, 1.0, "ab")]}

@@ -1,4 +1,5 @@
-"""A checkout whose trainer is tests/support/workers/stand_in_train.py, for the scripts of launch/."""
+"""A checkout whose trainer is tests/support/workers/stand_in_train.py, for the scripts of
+launch/."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from tests.support.processes import ROOT
 
 
 def make_checkout(folder: Path, num_steps: int) -> Path:
-    """What the scripts find in the folder that they are called in; its config.yaml is the stand-in's."""
+    """What the scripts find in the folder that they are called in; its config.yaml is the
+    stand-in's."""
     for name in ("launch", ".venv"):
         (folder / name).symlink_to(ROOT / name)
     (folder / "grpo_spmd").mkdir()

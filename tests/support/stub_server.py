@@ -1,4 +1,5 @@
-"""A reward server on loopback that behaves as it is told, and remembers what it was asked, when, how many at once."""
+"""A reward server on loopback that behaves as it is told, and remembers what it was asked, when,
+how many at once."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from email.utils import formatdate
 from pathlib import Path
 from typing import Any
 
-# How the first request for a body is answered, and the next ones rightly. Any other way is for good.
+# How the first request for a body is answered, and the next ones rightly. Any other way is for
+# good.
 ONCE = (
     "429",
     "429_after",
@@ -40,8 +42,9 @@ class Asked:
 
 
 def assert_no_secret(server: StubServer, output: str, run_dir: Path) -> None:
-    """Every request had the secret, which OF_THE_STUB held, and neither a run's lines nor its files have it."""
-    assert {asked.headers["authorization"] for asked in server.asked} == {f"Bearer {SECRET}"}
+    """Every request had the secret, which OF_THE_STUB held, and neither a run's lines nor its files
+    have it."""
+    assert {requests.headers["authorization"] for requests in server.asked} == {f"Bearer {SECRET}"}
     assert SECRET not in output
     assert SECRET not in os.environ.get("OF_THE_STUB", "")
     files = [path for path in run_dir.rglob("*") if path.is_file()]
@@ -51,7 +54,8 @@ def assert_no_secret(server: StubServer, output: str, run_dir: Path) -> None:
 
 class StubServer:
     def __init__(self, answer: Callable[[Any], Any], behave: Callable[[Any], str]) -> None:
-        """`answer` is the right one to a body; `behave` says how it is answered: "ok", "slow", or see below."""
+        """`answer` is the right one to a body; `behave` says how it is answered: "ok", "slow", or
+        see below."""
         self._answer, self._behave = answer, behave
         self.asked: list[Asked] = []
         self.most_at_once = 0
@@ -84,46 +88,48 @@ class StubServer:
                 with self._lock:
                     self._num_at_once += 1
                     self.most_at_once = max(self.most_at_once, self._num_at_once)
-                    how, text = self._behave(body), json.dumps(body, sort_keys=True)
-                    how = "ok" if how in ONCE and text in self._seen else how
+                    behave, text = self._behave(body), json.dumps(body, sort_keys=True)
+                    behave = "ok" if behave in ONCE and text in self._seen else behave
                     self._seen.add(text)
-                    self.asked.append(Asked(body, headers, how, time.monotonic()))
-                right = json.dumps(self._answer(body)).encode()
+                    self.asked.append(Asked(body, headers, behave, time.monotonic()))
+                correct = json.dumps(self._answer(body)).encode()
                 try:
-                    self._stall(connection, how)
-                finally:  # whoever has the answer may ask again, before a thread here has noted that it was sent
+                    self._stall(connection, behave)
+                # whoever has the answer may ask again, before a thread here has noted that it was
+                # sent
+                finally:
                     with self._lock:
                         self._num_at_once -= 1
-                if not self._give(connection, right, how):
+                if not self._give(connection, correct, behave):
                     return
 
-    def _stall(self, connection: socket.socket, how: str) -> None:
+    def _stall(self, connection: socket.socket, method: str) -> None:
         """What takes long, as long as somebody is there who waits."""
-        if how == "hang":
+        if method == "hang":
             connection.settimeout(60)
             connection.recv(1)
-        elif how == "drip":
+        elif method == "drip":
             connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
             while not self._stop.wait(0.05):
                 connection.sendall(b" ")
-        elif how == "slow":
+        elif method == "slow":
             time.sleep(0.02)
 
-    def _give(self, connection: socket.socket, right: bytes, how: str) -> bool:
+    def _give(self, connection: socket.socket, correct: bytes, method: str) -> bool:
         """Whether the connection is kept."""
-        if how == "huge":
+        if method == "huge":
             connection.sendall(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
             for _ in range(50):
                 connection.sendall(b"100000\r\n" + b"1" * (1 << 20) + b"\r\n")
-        elif how == "half":
-            connection.sendall(_response(200, right + b" " * 100)[:-60])
+        elif method == "half":
+            connection.sendall(_response(200, correct + b" " * 100)[:-60])
         elif (
-            how == "late"
+            method == "late"
         ):  # behind the right one comes one that whoever reads next here would take for its own
-            connection.sendall(_response(200, right) + _response(200, b"12345"))
+            connection.sendall(_response(200, correct) + _response(200, b"12345"))
             return True
-        elif how not in ("drop", "hang", "drip"):
-            connection.sendall(_ANSWERS[how] if how in _ANSWERS else _response(200, right))
+        elif method not in ("drop", "hang", "drip"):
+            connection.sendall(_ANSWERS[method] if method in _ANSWERS else _response(200, correct))
             return True
         return False
 

@@ -1,4 +1,5 @@
-"""What a vLLM server answers, as 0.32 does, of a plain transformers model: its models, and the logprobs of a prompt."""
+"""What a vLLM server answers, as 0.32 does, of a plain transformers model: its models, and the
+logprobs of a prompt."""
 
 from __future__ import annotations
 
@@ -29,16 +30,16 @@ def answers(folder: Path, max_tokens: int = 256) -> Callable[[Any], Any]:
             }
         ids, number = body["prompt"], body["prompt_logprobs"]
         logprobs = model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
-        places: list[Any] = [None]
-        for of_place, own in zip(logprobs, ids[1:], strict=False):
-            rank = int((of_place >= of_place[own]).sum())
-            ranks = {own: rank} | {
-                int(i): place for place, i in enumerate(of_place.topk(number).indices, 1)
+        positions: list[Any] = [None]
+        for place_values, local in zip(logprobs, ids[1:], strict=False):
+            rank = int((place_values >= place_values[local]).sum())
+            ranks = {local: rank} | {
+                int(i): position for position, i in enumerate(place_values.topk(number).indices, 1)
             }
-            places.append(
+            positions.append(
                 {
                     str(i): {
-                        "logprob": float(of_place[i]),
+                        "logprob": float(place_values[i]),
                         "rank": rank,
                         "decoded_token": tokenizer.decode([i]),
                     }
@@ -48,7 +49,7 @@ def answers(folder: Path, max_tokens: int = 256) -> Callable[[Any], Any]:
         return {
             "id": "cmpl-0",
             "model": NAME,
-            "choices": [{"prompt_logprobs": places, "prompt_token_ids": ids}],
+            "choices": [{"prompt_logprobs": positions, "prompt_token_ids": ids}],
         }
 
     return answer

@@ -1,4 +1,5 @@
-"""A tiny model that calls tools from the start, so that runs of episodes need no long warm start: a call is one token
+"""A tiny model that calls tools from the start, so that runs of episodes need no long warm start: a
+call is one token
 of its vocabulary, and a few steps teach it which tokens begin a turn."""
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ def make_talkative(folder: Path, chat_template: str = CHAT_TEMPLATE) -> Path:
 
     def lesson() -> making.Example:
         ids, taught = list[int](), list[bool]()
-        for before in ("<|user|>go", "<|tool|>12"):
-            for text, is_said in ((f"{before}{_END}<|assistant|>", False), (said() + _END, True)):
+        for old in ("<|user|>go", "<|tool|>12"):
+            for text, is_said in ((f"{old}{_END}<|assistant|>", False), (said() + _END, True)):
                 new = fast.encode(text, add_special_tokens=False)
                 ids, taught = ids + new, taught + [is_said] * len(new)
         return making.Example(ids, taught)

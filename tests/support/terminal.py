@@ -15,7 +15,8 @@ from tests.support.processes import MARK, ROOT, marked_processes
 
 
 class TerminalJob:
-    """In the foreground of a new terminal of 80 columns. `temporary` is its folder of temporary files."""
+    """In the foreground of a new terminal of 80 columns. `temporary` is its folder of temporary
+    files."""
 
     def __init__(self, command: list[str], temporary: Path) -> None:
         self._mark, self.shown = uuid.uuid4().hex, ""
@@ -23,16 +24,17 @@ class TerminalJob:
         self.pid, self._terminal = pty.fork()
         if self.pid == 0:
             os.chdir(ROOT)
-            own = {
+            local = {
                 "PYTHONPATH": str(ROOT),
                 "COLUMNS": "80",
                 "TMPDIR": str(temporary),
                 MARK: self._mark,
             }
-            os.execve(command[0], command, processes.environment() | own)
+            os.execve(command[0], command, processes.environment() | local)
 
     def read_until(self, text: str, timeout_s: float = 120) -> None:
-        """Whatever the command shows until `text` is in it; fails with that at its end or after `timeout_s`."""
+        """Whatever the command shows until `text` is in it; fails with that at its end or after
+        `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while text not in self.shown:
             assert time.monotonic() < deadline, self.shown
@@ -42,7 +44,8 @@ class TerminalJob:
         os.write(self._terminal, b"\x03")
 
     def wait(self, timeout_s: float) -> tuple[int, list[str]]:
-        """Exit code, and the lines that it showed. Fails with them where it does not end in time."""
+        """Exit code, and the lines that it showed. Fails with them where it does not end in
+        time."""
         deadline = time.monotonic() + timeout_s
         while self._read() and time.monotonic() < deadline:
             pass

@@ -1,9 +1,11 @@
-"""What TRL's DistillationTrainer says of a small batch: its loss, and a sketch of the gradient of each parameter.
+"""What TRL's DistillationTrainer says of a small batch: its loss, and a sketch of the gradient of
+each parameter.
 
     .venv-trl/bin/python -m tests.support.trl_distillation > tests/support/trl_distillation.json
 
-Made once with trl 1.16.0; the tests read the file. Models are filled by a formula, so that they are the same anywhere.
-The command runs where TRL is (benchmarks/support/trl_environment.py makes that) and imports nothing of grpo_spmd.
+Made once with trl 1.16.0; the tests read the file. Models are filled by a formula, so that they are
+the same anywhere. The command runs where TRL is (benchmarks/support/trl_environment.py makes that)
+and imports nothing of grpo_spmd.
 """
 
 from __future__ import annotations
@@ -22,8 +24,9 @@ TEMPERATURE = 0.8
 BETAS = (0.0, 0.3, 0.5, 1.0)
 ROWS = [([5, 9, 2], [7, 1, 30, 4]), ([11, 3], [8, 19, 22, 6, 1, 17]), ([2, 40, 41, 13], [3])]
 _SIZES: dict[str, Any] = {
-    "vocab_size": 61, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
-    "max_position_embeddings": 64, "bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0, "dtype": "float32",
+    "vocab_size": 61, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,  # noqa: E501
+    "max_position_embedding"
+    "s": 64, "bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0, "dtype": "float32",
 }  # fmt: skip
 _CAPS = {
     "attn_logit_softcapping": None,
@@ -60,8 +63,8 @@ def _filled(cls: Any, config: Any, number: int) -> Any:
     config._attn_implementation = "eager"
     model = cls(config)
     for name, parameter in model.named_parameters():
-        places = torch.arange(parameter.numel(), dtype=torch.int64)
-        mixed = (places * 2654435761 + zlib.crc32(f"{number}/{name}".encode())) % 4093
+        positions = torch.arange(parameter.numel(), dtype=torch.int64)
+        mixed = (positions * 2654435761 + zlib.crc32(f"{number}/{name}".encode())) % 4093
         parameter.copy_((mixed.double() / 4093 - 0.5).float().view(parameter.shape))
     return model
 
@@ -69,11 +72,11 @@ def _filled(cls: Any, config: Any, number: int) -> Any:
 def sketch(gradient: Tensor) -> list[float]:
     """Its norm, and two products with fixed waves."""
     flat = gradient.detach().double().flatten()
-    places = torch.arange(len(flat), dtype=torch.float64)
+    positions = torch.arange(len(flat), dtype=torch.float64)
     return [
         float(flat.norm()),
-        float(flat @ torch.cos(places * 0.7)),
-        float(flat @ torch.sin(places * 1.3)),
+        float(flat @ torch.cos(positions * 0.7)),
+        float(flat @ torch.sin(positions * 1.3)),
     ]
 
 
@@ -108,16 +111,18 @@ def by_trl(family: str, beta: float) -> dict[str, Any]:
 
 def _padded() -> dict[str, Tensor]:
     prompts, completions = zip(*ROWS, strict=True)
-    most = [max(map(len, prompts)), max(map(len, completions))]
-    left = [
-        ([0] * (most[0] - len(ids)) + ids, [0] * (most[0] - len(ids)) + [1] * len(ids))
+    maximum = [max(map(len, prompts)), max(map(len, completions))]
+    remaining = [
+        ([0] * (maximum[0] - len(ids)) + ids, [0] * (maximum[0] - len(ids)) + [1] * len(ids))
         for ids in prompts
     ]
-    right = [
-        (ids + [0] * (most[1] - len(ids)), [1] * len(ids) + [0] * (most[1] - len(ids)))
+    correct = [
+        (ids + [0] * (maximum[1] - len(ids)), [1] * len(ids) + [0] * (maximum[1] - len(ids)))
         for ids in completions
     ]
-    (prompt_ids, prompt_mask), (ids, mask) = (zip(*side, strict=True) for side in (left, right))
+    (prompt_ids, prompt_mask), (ids, mask) = (
+        zip(*side, strict=True) for side in (remaining, correct)
+    )
     named = {
         "prompt_ids": prompt_ids,
         "prompt_mask": prompt_mask,

@@ -32,12 +32,14 @@ def _close(got: list[list[float]], expected: list[list[float]]) -> None:
 
 
 def test_grpo_divides_by_the_unbiased_group_std() -> None:
-    # mean 1/2, every deviation 1/2, variance (4 * 1/4) / (4 - 1) = 1/3, so +-(1/2) * sqrt(3) = +-0.8660254
+    # mean 1/2, every deviation 1/2, variance (4 * 1/4) / (4 - 1) = 1/3, so +-(1/2) * sqrt(3) =
+    # +-0.8660254
     _close(_advantages([[1.0, 0.0, 0.0, 1.0]]), [[0.8660254, -0.8660254, -0.8660254, 0.8660254]])
 
 
 def test_each_group_has_its_own_mean_and_std() -> None:
-    # [0, 2]: mean 1, std sqrt(2). [10, 16]: mean 13, std sqrt(18) = 3 sqrt(2). Both give +-1/sqrt(2).
+    # [0, 2]: mean 1, std sqrt(2). [10, 16]: mean 13, std sqrt(18) = 3 sqrt(2). Both give
+    # +-1/sqrt(2).
     _close(
         _advantages([[0.0, 2.0], [10.0, 16.0]]),
         [[-0.70710678, 0.70710678], [-0.70710678, 0.70710678]],
@@ -45,7 +47,8 @@ def test_each_group_has_its_own_mean_and_std() -> None:
 
 
 def test_normalize_std_batch_divides_by_the_std_of_all_rewards() -> None:
-    # all four: mean 5/4, squares 1/16 + 25/16 + 49/16 + 1/16 = 4.75, over 3, root: 1.2583057. Centred in the group:
+    # all four: mean 5/4, squares 1/16 + 25/16 + 49/16 + 1/16 = 4.75, over 3, root: 1.2583057.
+    # Centred in the group:
     # +-0.5 and +-1.
     _close(
         _advantages([[1.0, 0.0], [3.0, 1.0]], normalize_std="batch"),
@@ -87,7 +90,8 @@ def test_nan_reward_enters_no_mean_of_max_rl() -> None:
 def test_max_rl_learns_nothing_from_a_group_whose_mean_is_not_above_zero(
     group: list[float],
 ) -> None:
-    """Over -2 the best of the first group would be pushed down; over nearly nothing any difference would be huge."""
+    """Over -2 the best of the first group would be pushed down; over nearly nothing any difference
+    would be huge."""
     assert _advantages([group], "max_rl") == [[0.0, 0.0, 0.0]]
 
 
@@ -145,10 +149,8 @@ def test_advantages_of_a_group_sum_to_zero(estimator: str) -> None:
 def test_adding_a_constant_to_a_group_changes_nothing(estimator: str) -> None:
     rewards = torch.rand(3, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     shift = torch.tensor([[0.0], [1.0], [-100.0]], dtype=torch.float64)
-    before, after = (
-        compute_advantages(r, estimator, "group")[0] for r in (rewards, rewards + shift)
-    )
-    torch.testing.assert_close(before, after, rtol=1e-5, atol=1e-6)
+    old, new = (compute_advantages(r, estimator, "group")[0] for r in (rewards, rewards + shift))
+    torch.testing.assert_close(old, new, rtol=1e-5, atol=1e-6)
 
 
 def test_advantages_are_float32_whatever_the_rewards_were() -> None:
@@ -167,18 +169,20 @@ def test_batch_std_is_unbiased() -> None:
 
 @pytest.mark.parametrize("normalize_std", ["group", "batch", "none"])
 def test_reinforce_pp_by_hand(normalize_std: str) -> None:
-    # all six: mean 2, squares 4 + 4 + 0 + 0 + 4 + 4 = 16, over 5: 3.2, root 1.7888544; 2 / that = 1.1180340
+    # all six: mean 2, squares 4 + 4 + 0 + 0 + 4 + 4 = 16, over 5: 3.2, root 1.7888544; 2 / that =
+    # 1.1180340
     got = _advantages([[4.0, 0.0], [2.0, 2.0], [4.0, 0.0]], "reinforce_pp", normalize_std)
     _close(got, [[1.1180340, -1.1180340], [0.0, 0.0], [1.1180340, -1.1180340]])
 
 
 def test_reinforce_pp_teaches_by_a_group_whose_rewards_are_alike() -> None:
-    # mean 1, squares 4 * 1, over 3, root 1.1547005; 1 / that = 0.8660254: the baseline is the step's, not the group's
-    advantages, alike = compute_advantages(
+    # mean 1, squares 4 * 1, over 3, root 1.1547005; 1 / that = 0.8660254: the baseline is the
+    # step's, not the group's
+    advantages, equal = compute_advantages(
         torch.tensor([[2.0, 2.0], [0.0, 0.0]]), "reinforce_pp", "group"
     )
     _close(advantages.tolist(), [[0.8660254, 0.8660254], [-0.8660254, -0.8660254]])
-    assert alike.tolist() == [True, True]
+    assert equal.tolist() == [True, True]
 
 
 def test_reinforce_pp_leaves_unknown_rewards_out_of_mean_and_std() -> None:
@@ -198,13 +202,14 @@ def test_reinforce_pp_without_any_spread_teaches_nothing(rewards: list[list[floa
 
 @pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo", "reinforce_pp", "max_rl"])
 def test_no_groups_have_no_advantages(estimator: str) -> None:
-    advantages, alike = compute_advantages(torch.zeros(0, 4), estimator, "batch")
-    assert (list(advantages.shape), list(alike.shape)) == ([0, 4], [0])
+    advantages, equal = compute_advantages(torch.zeros(0, 4), estimator, "batch")
+    assert (list(advantages.shape), list(equal.shape)) == ([0, 4], [0])
 
 
 @pytest.mark.parametrize(
     ("num_tokens", "expected"),
-    # DAPO, equation 13, with L_max = 20 and L_cache = 8: 0 up to 12; then ((20 - 8) - length) / 8; -1 at 20. Here as
+    # DAPO, equation 13, with L_max = 20 and L_cache = 8: 0 up to 12; then ((20 - 8) - length) / 8;
+    # -1 at 20. Here as
     # what is taken off.
     [(0, 0.0), (12, 0.0), (13, 0.125), (16, 0.5), (19, 0.875), (20, 1.0)],
 )
@@ -216,7 +221,8 @@ def test_overlong_penalties_are_dapos_soft_punishment(num_tokens: int, expected:
 
 
 def test_dynamic_sampling_judges_a_group_before_the_length_penalty() -> None:
-    """Four wrong answers, one of them a little long, have no spread (DAPO): the group is dropped and refilled. Judged
+    """Four wrong answers, one of them a little long, have no spread (DAPO): the group is dropped
+    and refilled. Judged
     after the penalty they would have, and three wrong answers would be worth +0.5."""
     rollout = RolloutConfig(
         num_prompts_per_step=2, group_size=4, max_completion_tokens=20, dynamic_sampling=True
@@ -235,13 +241,16 @@ def test_dynamic_sampling_judges_a_group_before_the_length_penalty() -> None:
 
     def told(*groups: tuple[RolloutGroup, ScoredRollouts]) -> list[bytes]:
         scored = ScoredRollouts()
-        for _, of_group in groups:
-            scored.extend(of_group)
+        for _, group_values in groups:
+            scored.extend(group_values)
         return [encode_groups([group for group, _ in groups], scored, 4)]
 
-    # 16 tokens are 4 of the 8 that are punished: -0.5. The group with one right answer and one long one stays.
-    first = told(group(0, [0.0] * 4, [5, 5, 5, 16]), group(1, [1.0, 0.0, 0.0, 0.0], [5, 5, 5, 16]))
-    assert rank0_step.add_round(first, 2) == 2  # one is missing, and half of them stay
+    # 16 tokens are 4 of the 8 that are punished: -0.5. The group with one right answer and one long
+    # one stays.
+    initial = told(
+        group(0, [0.0] * 4, [5, 5, 5, 16]), group(1, [1.0, 0.0, 0.0, 0.0], [5, 5, 5, 16])
+    )
+    assert rank0_step.add_round(initial, 2) == 2  # one is missing, and half of them stay
     assert (
         rank0_step.add_round(
             told(group(2, [1.0, 1.0, 0.0, 0.0], [5] * 4), group(3, [1.0] * 4, [5] * 4)), 2

@@ -1,4 +1,5 @@
-"""An agent's coroutine, from its row to what is trained on, with the stock client and a policy of a script."""
+"""An agent's coroutine, from its row to what is trained on, with the stock client and a policy of a
+script."""
 
 from __future__ import annotations
 
@@ -122,8 +123,8 @@ def test_a_tool_loop_is_one_segment_of_the_tokens_that_were_sampled() -> None:
 async def _asks_three_at_once(task: Any, base_url: str, api_key: str, model: str) -> float:
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
 
-        async def ask(text: str, before: list[Any]) -> tuple[list[Any], str]:
-            messages: list[Any] = [*before, {"role": "user", "content": text}]
+        async def ask(text: str, old: list[Any]) -> tuple[list[Any], str]:
+            messages: list[Any] = [*old, {"role": "user", "content": text}]
             answer = (
                 (await client.chat.completions.create(model=model, messages=messages))
                 .choices[0]
@@ -131,8 +132,8 @@ async def _asks_three_at_once(task: Any, base_url: str, api_key: str, model: str
             )
             return [*messages, answer], str(answer.content)
 
-        first, _ = await ask("plan", [])
-        ways = await asyncio.gather(*(ask(f"way {number}", first) for number in range(3)))
+        initial, _ = await ask("plan", [])
+        ways = await asyncio.gather(*(ask(f"way {number}", initial) for number in range(3)))
         return float(len({answer for _, answer in ways}))
 
 
@@ -159,11 +160,12 @@ def test_requests_at_once_are_all_served_and_go_on_from_the_same_tokens() -> Non
 def test_an_agent_that_a_limit_stops_has_no_reward_unless_it_says_so(
     limits: dict[str, int], code: str, status: str
 ) -> None:
-    """And it is no failure of the environment, which would be tried again and end in the same way."""
+    """And it is no failure of the environment, which would be tried again and end in the same
+    way."""
 
-    async def gives_up(**given: Any) -> float:
+    async def gives_up(**inputs: Any) -> float:
         try:
-            await _adds(**given)
+            await _adds(**inputs)
         except openai.BadRequestError as error:
             return 0.25 if error.code == code else 0.0
         return 1.0
@@ -176,7 +178,8 @@ def test_an_agent_that_a_limit_stops_has_no_reward_unless_it_says_so(
         assert contexts.status == status
         if wanted is None:
             assert reward == (
-                f"is unknown: rollout() was refused a turn ({code}) and raised; catch openai.BadRequestError in it and "
+                f"is unknown: rollout() was refused a turn ({code}) and raised; catch "
+                "openai.BadRequestError in it and "
                 "return a reward"
             )
         else:
@@ -184,11 +187,11 @@ def test_an_agent_that_a_limit_stops_has_no_reward_unless_it_says_so(
 
 
 def test_episodes_share_a_loop_and_leave_nothing_running_in_it() -> None:
-    loops, left = list[Any](), list[asyncio.Task[Any]]()
+    loops, remaining = list[Any](), list[asyncio.Task[Any]]()
 
     async def rollout(task: Any, base_url: str, api_key: str, model: str) -> float:
         loops.append(asyncio.get_running_loop())
-        left.append(asyncio.create_task(asyncio.sleep(1000)))
+        remaining.append(asyncio.create_task(asyncio.sleep(1000)))
         return 1.0
 
     driver = AgentDriver(rollout)
@@ -196,7 +199,7 @@ def test_episodes_share_a_loop_and_leave_nothing_running_in_it() -> None:
         assert driver.begin({}, EXTRA) == {"rewards": {"agent": 1.0}}
     assert loops[0] is loops[1]
     assert not loops[0].is_closed()
-    assert all(task.cancelled() for task in left)
+    assert all(task.cancelled() for task in remaining)
 
 
 def _returns(value: Any) -> Callable[..., Any]:
@@ -228,7 +231,10 @@ def test_what_breaks_the_protocol_is_said() -> None:
         BrokenContractError, match=r"a dict with the keys \['score'\], not `reward`"
     ):
         AgentDriver(_returns({"score": 1})).begin({}, EXTRA)
-    rule = r"^environment.agent: 'takes_two' must be called as rollout\(task, base_url, api_key, model\)"
+    rule = (
+        r"^environment.agent: 'takes_two' must be called as rollout\(task, base_url, api_key, "
+        r"model\)"
+    )
 
     def takes_two(task: Any, client: Any) -> None: ...
 

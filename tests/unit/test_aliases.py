@@ -25,12 +25,12 @@ for _alias in read_aliases():
 
 
 @pytest.mark.parametrize(
-    ("trainer", "least"),
+    ("trainer", "minimum"),
     [("TRL", 40), ("verl", 40), ("OpenRLHF", 25), ("prime-rl", 20), ("slime", 7)],
 )
-def test_each_name_is_given_once_and_leads_to_keys_that_exist(trainer: str, least: int) -> None:
+def test_each_name_is_given_once_and_leads_to_keys_that_exist(trainer: str, minimum: int) -> None:
     names = NAMES[trainer]
-    assert len(names) >= least
+    assert len(names) >= minimum
     assert sorted(names) == sorted(set(names))
     for alias in read_aliases():
         assert set(alias.keys) <= OURS
@@ -38,7 +38,8 @@ def test_each_name_is_given_once_and_leads_to_keys_that_exist(trainer: str, leas
 
 @pytest.mark.parametrize("trainer", NAMES)
 def test_no_name_is_a_key_of_ours_at_its_own_place(trainer: str) -> None:
-    """Such a key is never unknown, so that its line could not be read; in verl's tree it stands in another place."""
+    """Such a key is never unknown, so that its line could not be read; in verl's tree it stands in
+    another place."""
     in_their_tree = {
         "rollout.gpu_memory_utilization",
         "rollout.temperature",
@@ -115,15 +116,15 @@ def _refusal(folder: Path, tree: dict[str, Any], *overrides: str) -> str:
 def test_an_unknown_key_of_another_trainer_is_translated(
     name: str, ours: str, mind: str, tmp_path: Path
 ) -> None:
-    said = _refusal(tmp_path, {}, f"{name}=1")
-    assert said.startswith(f"{name}: unknown key, ")
-    assert ours in said
-    assert mind in said
+    refusal = _refusal(tmp_path, {}, f"{name}=1")
+    assert refusal.startswith(f"{name}: unknown key, ")
+    assert ours in refusal
+    assert mind in refusal
     if not name.startswith("rewards."):
         section, _, inner = name.partition(".")
         nested: Any = 1
-        for part in reversed(inner.split(".") if inner else []):
-            nested = {part: nested}
+        for piece in reversed(inner.split(".") if inner else []):
+            nested = {piece: nested}
         path = (
             {"path": "m"}
             if section == "model"
@@ -134,7 +135,7 @@ def test_an_unknown_key_of_another_trainer_is_translated(
         in_file = _refusal(
             tmp_path, {section: path | nested if isinstance(nested, dict) else nested}
         )
-        assert in_file == said
+        assert in_file == refusal
 
 
 def test_a_section_of_theirs_is_answered_by_the_first_key_in_it_that_has_a_name_here(
@@ -154,11 +155,12 @@ def test_a_section_of_theirs_is_answered_by_the_first_key_in_it_that_has_a_name_
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         (
             "num_generation",
-            "num_generation: unknown key; did you mean num_generations, TRL's name: here rollout.group_size?",
+            "num_generation: unknown key; did you mean num_generations, TRL's name: here "
+            "rollout.group_size?",
         ),
         (
             "learningrate",
@@ -181,9 +183,9 @@ def test_a_section_of_theirs_is_answered_by_the_first_key_in_it_that_has_a_name_
     ],
 )
 def test_a_name_that_is_nearly_theirs_is_asked_for_where_none_of_ours_is_near(
-    name: str, said: str, tmp_path: Path
+    name: str, message: str, tmp_path: Path
 ) -> None:
-    assert _refusal(tmp_path, {}, f"{name}=1") == said
+    assert _refusal(tmp_path, {}, f"{name}=1") == message
 
 
 def test_what_nobody_has_is_left_to_the_closest_key(tmp_path: Path) -> None:
@@ -213,7 +215,7 @@ def _parser() -> OverridesParser:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (
             "--config x --optimizer.lr=1e-6",
@@ -290,15 +292,15 @@ def _parser() -> OverridesParser:
     ],
 )
 def test_a_misspelt_override_costs_one_line(
-    words: str, said: str, capsys: pytest.CaptureFixture[str]
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stop:
         _parser().parse(words.split())
-    shown = capsys.readouterr()
+    displayed = capsys.readouterr()
     assert stop.value.code == 2
-    assert shown.out == ""
-    assert len(shown.err.splitlines()) == 1
-    assert said in shown.err
+    assert displayed.out == ""
+    assert len(displayed.err.splitlines()) == 1
+    assert message in displayed.err
 
 
 def test_what_is_written_well_is_taken() -> None:
@@ -342,9 +344,9 @@ def test_each_command_says_a_mistake_in_one_line(
     monkeypatch.setattr(sys, "argv", [command, *(words or "--zz").split()])
     with pytest.raises(SystemExit) as stop:
         module.main()
-    shown = capsys.readouterr()
-    assert (stop.value.code, shown.out, len(shown.err.splitlines())) == (2, "", 1)
-    assert shown.err.startswith("error: ")
+    displayed = capsys.readouterr()
+    assert (stop.value.code, displayed.out, len(displayed.err.splitlines())) == (2, "", 1)
+    assert displayed.err.startswith("error: ")
 
 
 @pytest.mark.parametrize(

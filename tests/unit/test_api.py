@@ -1,4 +1,5 @@
-"""What grpo_spmd.run makes of its arguments, before anything is started; and functions on their way to the nursery."""
+"""What grpo_spmd.run makes of its arguments, before anything is started; and functions on their way
+to the nursery."""
 
 from __future__ import annotations
 
@@ -42,8 +43,8 @@ def length(completions: list[str], **_: Any) -> list[float]:
 
 
 class Threshold:
-    def __init__(self, least: int) -> None:
-        self.least = least
+    def __init__(self, minimum: int) -> None:
+        self.least = minimum
 
     def __call__(self, completions: list[str], **_: Any) -> list[float]:
         return [float(len(text) >= self.least) for text in completions]
@@ -84,13 +85,14 @@ def test_a_file_a_mapping_and_dotted_keys_come_to_the_same_config(tmp_path: Path
         made(tree, **{"rollout.engine": {"max_num_seqs": 4}}, optimizer={"lr": 1e-6}, seed=3)[0]
         == expected
     )
-    # Paths and tuples are taken for what YAML has in their place; and nothing is written into the caller's mapping.
-    tree["run_dir"], before = (
+    # Paths and tuples are taken for what YAML has in their place; and nothing is written into the
+    # caller's mapping.
+    tree["run_dir"], old = (
         Path(tree["run_dir"]),
         yaml.safe_dump(yaml.safe_load(path.read_text())),
     )
     assert made(tree, optimizer={"betas": (0.5, 0.6)})[0].optimizer.betas == (0.5, 0.6)
-    assert yaml.safe_dump({**tree, "run_dir": str(tree["run_dir"])}) == before
+    assert yaml.safe_dump({**tree, "run_dir": str(tree["run_dir"])}) == old
 
 
 def test_rewards_may_be_functions_pairs_and_entries_in_one_list(tmp_path: Path) -> None:
@@ -104,21 +106,22 @@ def test_rewards_may_be_functions_pairs_and_entries_in_one_list(tmp_path: Path) 
     ]
     entries[3] = {"function": entries[3], "name": "bound"}
     config, functions = made(write_config(tmp_path, tmp_path), entries)
-    said = [(reward.name, reward.weight, reward.function) for reward in config.rewards]
-    here = f"{named.PYTHON_MARK}{__name__}"
-    assert said == [
-        ("length", 1.0, f"{here}.length"),
-        ("Threshold", 0.5, f"{here}.Threshold"),
+    message = [(reward.name, reward.weight, reward.function) for reward in config.rewards]
+    local = f"{named.PYTHON_MARK}{__name__}"
+    assert message == [
+        ("length", 1.0, f"{local}.length"),
+        ("Threshold", 0.5, f"{local}.Threshold"),
         ("exact", 2.0, None),
-        ("bound", 1.0, f"{here}.length#3"),
+        ("bound", 1.0, f"{local}.length#3"),
         (
             "reward_4",
             1.0,
-            f"{here}.test_rewards_may_be_functions_pairs_and_entries_in_one_list.<locals>.<lambda>",
+            f"{local}.test_rewards_may_be_functions_pairs_and_entries_in_one_list.<locals>.<lambd"
+            "a>",
         ),
-        ("again", 3.0, f"{here}.length#5"),
+        ("again", 3.0, f"{local}.length#5"),
     ]
-    assert [functions[spec] for _, _, spec in said if spec] == [
+    assert [functions[spec] for _, _, spec in message if spec] == [
         length, entries[1][0], entries[3]["function"], entries[4], length,
     ]  # fmt: skip
     assert named._registered == {}
@@ -130,7 +133,8 @@ def test_what_cannot_be_a_call_is_one_line(tmp_path: Path) -> None:
     assert "cannot read" in refusal(tmp_path / "none.yaml")
     assert refusal(path, length) == "rewards must be a list, as in rewards=[fn]; got function"
     assert refusal(path, ["gsm8k"]) == (
-        "rewards.0 must be a function, a pair (function, weight), or an entry as in YAML; got 'gsm8k'"
+        "rewards.0 must be a function, a pair (function, weight), or an entry as in YAML; got "
+        "'gsm8k'"
     )
     assert (
         refusal(path, [length, Threshold])
@@ -150,7 +154,8 @@ def test_a_function_without_its_process_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_rewards(config.rewards)
     assert str(caught.value) == (
-        "rewards.0.function: __main__.a was a Python function given to grpo_spmd.run, which no command can call; go on "
+        "rewards.0.function: __main__.a was a Python function given to grpo_spmd.run, which no "
+        "command can call; go on "
         'with grpo_spmd.run, or put it into a file: rewards: [{function: "file.py:a"}]'
     )
 
@@ -184,7 +189,8 @@ def scores(pool: RewardPool) -> ScoredRollouts:
 
 
 def test_functions_of_every_kind_score_in_other_processes(tmp_path: Path) -> None:
-    """By value where only this process knows them: this module's are imported by name, `made_up`'s cannot be."""
+    """By value where only this process knows them: this module's are imported by name, `made_up`'s
+    cannot be."""
     bonus, own_pid = 0.25, str(threading.get_native_id())
     module = type(sys)("made_up")
     text = "FACTOR = 2.0\ndef helper(n): return FACTOR * n\n"
@@ -242,15 +248,18 @@ def test_what_cannot_travel_is_named(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError) as caught, pool_of([length, locked], tmp_path):
         pass
-    said = str(caught.value)
-    assert said.startswith(
+    message = str(caught.value)
+    assert message.startswith(
         "rewards.1: 1 cannot be handed to the processes that score (TypeError: cannot pickle "
     )
-    assert said.endswith("; make what it holds on to inside the function")
+    assert message.endswith("; make what it holds on to inside the function")
 
 
 def test_the_package_is_imported_without_torch_and_run_is_the_function() -> None:
-    code = "import sys, grpo_spmd; assert not {'torch', 'numpy', 'transformers', 'yaml', 'asyncio'} & set(sys.modules)"
+    code = (
+        "import sys, grpo_spmd; assert not {'torch', 'numpy', 'transformers', 'yaml', "
+        "'asyncio'} & set(sys.modules)"
+    )
     done = run_command([sys.executable, "-c", code])
     assert done.returncode == 0, done.stderr
     # A module of that name would take the function's place as soon as it was imported.
@@ -264,14 +273,17 @@ def test_streams_without_a_descriptor_stay(monkeypatch: pytest.MonkeyPatch) -> N
     hold_standard_streams()
     assert sys.stdout is out
     code = "import sys, io, os; os.close(1); sys.stdout = s = io.StringIO(); "
-    code += "from grpo_spmd.files import hold_standard_streams as h; h(); assert sys.stdout is s; os.fstat(1)"
+    code += (
+        "from grpo_spmd.files import hold_standard_streams as h; h(); assert sys.stdout is "
+        "s; os.fstat(1)"
+    )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
 def _as_guest_of_this_process(block: Callable[[], None]) -> tuple[str, str]:
     """What is raised, when what was there before is there again; and what `release` found."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGURG)
-    before, released = [signal.getsignal(number) for number in numbers], list[str]()
+    old, released = [signal.getsignal(number) for number in numbers], list[str]()
 
     def release() -> None:
         released.append("group" if dist.is_initialized() else "no group")
@@ -282,7 +294,7 @@ def _as_guest_of_this_process(block: Callable[[], None]) -> tuple[str, str]:
         embedded_run(release),
     ):
         block()
-    assert [signal.getsignal(number) for number in numbers] == before
+    assert [signal.getsignal(number) for number in numbers] == old
     assert not dist.is_initialized()
     assert "MASTER_PORT" not in os.environ
     assert caught.value.__cause__ is None
@@ -333,26 +345,26 @@ def test_a_failure_of_any_kind_is_raised_and_nothing_of_the_session_stays(
     assert "SystemExit" in _as_guest_of_this_process(leaves)[0]
     assert _as_guest_of_this_process(refuses)[0] == "ConfigError: model.path: seen only now"
     assert _as_guest_of_this_process(is_interrupted)[0] == "KeyboardInterrupt: "
-    before = time.monotonic()
+    old = time.monotonic()
     assert "took longer than its limit of 3 s" in _as_guest_of_this_process(hangs)[0]
-    assert time.monotonic() - before < 50
+    assert time.monotonic() - old < 50
     assert "Traceback" not in capfd.readouterr().err  # it is the exception's, and shown once
 
 
 def test_only_the_main_thread_may_run(tmp_path: Path) -> None:
-    found: list[BaseException] = []
+    result: list[BaseException] = []
 
     def call() -> None:
         try:
             with embedded_run(lambda: None):
                 pass
         except ConfigError as error:
-            found.append(error)
+            result.append(error)
 
     thread = threading.Thread(target=call, name="cell")
     thread.start()
     thread.join()
     assert (
         "must be called in the main thread, the only one that hears signals; this is cell"
-        in str(found[0])
+        in str(result[0])
     )

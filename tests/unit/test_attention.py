@@ -1,4 +1,5 @@
-"""Each attention back end that is there against the formula; and on a GPU the lm_head's gradient in bfloat16."""
+"""Each attention back end that is there against the formula; and on a GPU the lm_head's gradient in
+bfloat16."""
 
 from __future__ import annotations
 
@@ -22,21 +23,21 @@ def eager(
     """Softmax attention written out, sequence by sequence, in float32; out [T, heads, head_dim]."""
     q, k, v = (x[0].transpose(0, 1) for x in qkv)
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    parts = []
+    pieces = []
     for one_q, one_k, one_v in zip(*(x.float().split(LENGTHS) for x in (q, k, v)), strict=True):
-        place = torch.arange(len(one_q), device=q.device)
-        distance = place[:, None] - place
+        position = torch.arange(len(one_q), device=q.device)
+        distance = position[:, None] - position
         seen = (distance >= 0) & (distance < (window or len(one_q)))
         scores = torch.einsum("qhd,khd->hqk", one_q, one_k) * scale
         scores = scores if softcap is None else torch.tanh(scores / softcap) * softcap
-        parts.append(
+        pieces.append(
             torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), one_v)
         )
-    return torch.cat(parts)
+    return torch.cat(pieces)
 
 
 @pytest.mark.parametrize(
-    ("backend", "where"),
+    ("backend", "location"),
     [
         ("sdpa", "cpu"),
         *(pytest.param(backend, "cuda", marks=on_gpu) for backend in ("sdpa", "varlen", "flash")),
@@ -47,14 +48,15 @@ def eager(
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_attention_equals_the_formula_forward_and_backward(
     backend: Backend,
-    where: str,
+    location: str,
     kv_heads: int,
     window: int | None,
     softcap: float | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With a soft cap in blocks of 26 queries and more, of which two sequences of 300 take twelve."""
-    device, dtype = torch.device(where), torch.bfloat16 if where == "cuda" else torch.float32
+    """With a soft cap in blocks of 26 queries and more, of which two sequences of 300 take
+    twelve."""
+    device, dtype = torch.device(location), torch.bfloat16 if location == "cuda" else torch.float32
     if backend == "flash":
         pytest.importorskip("flash_attn")
     if backend == "varlen" and softcap is not None:
@@ -65,21 +67,21 @@ def test_attention_equals_the_formula_forward_and_backward(
         torch.randn(1, heads, sum(LENGTHS), 64, device=device).to(dtype)
         for heads in (8, kv_heads, kv_heads)
     )
-    given = [x.clone().requires_grad_() for x in (q, k, v)]
+    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
     layout = PackedLayout(LENGTHS, device, backend)
     changes = {"scaling": 0.1, "sliding_window": window, "softcap": softcap}
-    out, _ = packed_attention(nn.Module(), *given, None, packed_layout=layout, **changes)
+    out, _ = packed_attention(nn.Module(), *inputs, None, packed_layout=layout, **changes)
     exact = [x.float().requires_grad_() for x in (q, k, v)]
     expected = eager(exact, 0.1, window, softcap)
     weights = torch.randn_like(expected)
     (out[0].float() * weights).sum().backward()
     (expected * weights).sum().backward()
-    bound = 1e-2 if where == "cuda" else 1e-5
+    bound = 1e-2 if location == "cuda" else 1e-5
     assert relative_difference(out[0], expected) < bound
-    for mine, theirs in zip(given, exact, strict=True):
-        assert mine.grad is not None
+    for local, theirs in zip(inputs, exact, strict=True):
+        assert local.grad is not None
         assert theirs.grad is not None
-        assert relative_difference(mine.grad, theirs.grad) < 2 * bound
+        assert relative_difference(local.grad, theirs.grad) < 2 * bound
 
 
 @pytest.mark.parametrize(
@@ -118,13 +120,13 @@ def test_the_heads_gradient_is_accumulated_in_float32() -> None:
         torch.randn(500, 64, device="cuda").bfloat16(),
     )
     target = torch.randint(0, 500, (4096,), device="cuda")
-    found = []
+    result = []
     for dtype, chunk in ((torch.float32, 4096), (torch.bfloat16, 16)):
         leaves = [x.to(dtype).requires_grad_() for x in (hidden, head)]
         TokenLogprobs.apply(*leaves, target, 1.0, chunk)[0].sum().backward()
         assert leaves[1].grad is not None
-        found.append(leaves[1].grad)
-    assert relative_difference(found[1], found[0]) < 5e-3
+        result.append(leaves[1].grad)
+    assert relative_difference(result[1], result[0]) < 5e-3
 
 
 def relative_difference(result: torch.Tensor, expected: torch.Tensor) -> float:

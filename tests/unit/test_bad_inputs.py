@@ -1,4 +1,5 @@
-"""Bad configs and data files of all kinds: exit code 2, one line that names the key or file:line, and nothing
+"""Bad configs and data files of all kinds: exit code 2, one line that names the key or file:line,
+and nothing
 written."""
 
 from __future__ import annotations
@@ -40,21 +41,21 @@ def test_bad_input_is_refused_in_one_line(
         monkeypatch.delenv(name, raising=False)
         if size is not None:
             monkeypatch.setenv(name, str(size))
-    before = contents(folder)
+    old = contents(folder)
     status = check_exit_code(monkeypatch, *case.overrides)
     captured = capsys.readouterr()
     check(case, status, captured.out, captured.err)
-    assert contents(folder) == before
+    assert contents(folder) == old
 
 
 def test_the_unspoiled_folder_is_accepted(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prepare(Case("", ""))
-    before = contents(folder)
+    old = contents(folder)
     assert check_exit_code(monkeypatch) == 0
     assert yaml.safe_load(capsys.readouterr().out)["rollout"]["num_prompts_per_step"] == 4
-    assert contents(folder) == before
+    assert contents(folder) == old
 
 
 def test_what_a_reward_prints_is_no_part_of_the_config(
@@ -65,9 +66,9 @@ def test_what_a_reward_prints_is_no_part_of_the_config(
         "print('seen')\ndef score(completions):\n    return [0.0] * len(completions)\n"
     )
     assert check_exit_code(monkeypatch, "rewards=[{function: 'mine.py:score'}]") == 0
-    shown = capsys.readouterr()
-    assert (shown.err, "seen" in shown.out) == ("seen\n", False)
-    assert yaml.safe_load(shown.out)["rewards"][0]["function"] == "mine.py:score"
+    displayed = capsys.readouterr()
+    assert (displayed.err, "seen" in displayed.out) == ("seen\n", False)
+    assert yaml.safe_load(displayed.out)["rewards"][0]["function"] == "mine.py:score"
     assert sys.argv[0] == "train"
 
 
@@ -78,8 +79,8 @@ def test_a_folder_of_checkpoints_leads_to_the_newest(
     for step in (2, 4):
         Path(f"old/checkpoints/step_{step:06}").mkdir(parents=True)
         Path(f"old/checkpoints/step_{step:06}/manifest.json").write_text("{}")
-    for given in ("old", "old/checkpoints"):
-        assert check_exit_code(monkeypatch, f"checkpoint.resume={given}") == 2
+    for inputs in ("old", "old/checkpoints"):
+        assert check_exit_code(monkeypatch, f"checkpoint.resume={inputs}") == 2
         assert "the newest is old/checkpoints/step_000004" in capsys.readouterr().err
 
 

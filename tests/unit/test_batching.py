@@ -52,7 +52,8 @@ Case = tuple[BatchPlan, list[int], list[float], int, list[int], int]
 
 @pytest.fixture(params=range(60))
 def case(request: pytest.FixtureRequest) -> Case:
-    """A plan with the tokens and costs that it was made of, and its ranks, mini-batches and budget."""
+    """A plan with the tokens and costs that it was made of, and its ranks, mini-batches and
+    budget."""
     lengths, num_ranks, sizes, budget = _random_case(request.param)
     ratio = [0.0, 0.003, 0.1][request.param % 3]
     costs = [n + ratio * n * n for n in lengths]
@@ -139,21 +140,23 @@ def test_a_long_tailed_trace_is_balanced(num_rollouts: int, num_ranks: int) -> N
             costs=costs,
         )
         metrics = plan_metrics(plan, lengths, costs)
-        # By another way than plan_metrics: the time that ranks take in step, beside what no plan can better.
+        # By another way than plan_metrics: the time that ranks take in step, beside what no plan
+        # can better.
         in_step = sum(
             max(sum(costs[i] for i in row) for row in rows) for rows in zip(*plan[0], strict=True)
         )
-        share = sum(costs) / num_ranks
-        assert metrics["packing_efficiency_frac"] == pytest.approx(share / in_step)
-        assert in_step <= 1.02 * max(share, max(costs))
-        if max(costs) <= 0.9 * share:
+        fraction = sum(costs) / num_ranks
+        assert metrics["packing_efficiency_frac"] == pytest.approx(fraction / in_step)
+        assert in_step <= 1.02 * max(fraction, max(costs))
+        if max(costs) <= 0.9 * fraction:
             assert metrics["packing_efficiency_frac"] >= 0.98
             assert metrics["rank_cost_spread_frac"] <= 0.02
         assert len(plan[0][0]) <= 1.03 * sum(lengths) / (num_ranks * 16384) + 2
 
 
 def test_a_budget_of_one_long_rollout_costs_little() -> None:
-    # a row of short rollouts is out of tokens before it costs as much as the longest rollout, and its rank has to wait
+    # a row of short rollouts is out of tokens before it costs as much as the longest rollout, and
+    # its rank has to wait
     for num_ranks, efficiency in [(2, 0.99), (16, 0.97), (32, 0.94), (64, 0.85)]:
         lengths = trace(1000)
         costs = [n + 3e-5 * n * n for n in lengths]
@@ -164,7 +167,8 @@ def test_a_budget_of_one_long_rollout_costs_little() -> None:
 
 
 def test_costs_decide_where_tokens_would_not() -> None:
-    # One rollout of 10 tokens costs 10 + 0.1 * 100 = 20, one of 1 token 1.1: by tokens the long one is worth 10 short
+    # One rollout of 10 tokens costs 10 + 0.1 * 100 = 20, one of 1 token 1.1: by tokens the long one
+    # is worth 10 short
     # ones, by cost 18.
     lengths = [10] + [1] * 10
     costs = [n + 0.1 * n * n for n in lengths]
@@ -199,8 +203,10 @@ def test_siblings_that_are_alike_are_not_drawn_to_one_rank() -> None:
 def test_planning_does_not_compare_every_rollout_with_every_row(
     rollouts_of_a_rank: int, num_ranks: tuple[int, int]
 ) -> None:
-    """Counted, not timed: comparisons of rollouts and rows by the heap, the sorts and the exchanges grow as n log n.
-    Where rows of hundreds of ranks are levelled, a look at all of them at each exchange would make it 42 times."""
+    """Counted, not timed: comparisons of rollouts and rows by the heap, the sorts and the exchanges
+    grow as n log n.
+    Where rows of hundreds of ranks are levelled, a look at all of them at each exchange would make
+    it 42 times."""
     calls = []
     for ranks in num_ranks:
         lengths, count = trace(rollouts_of_a_rank * ranks), 0
@@ -280,7 +286,8 @@ def test_attention_cost_ratio_by_hand(
 
 
 def test_attention_cost_ratio_is_that_of_counted_flops() -> None:
-    """torch's own counter on a forward and backward pass. Plain attention computes the masked half too, so twice what
+    """torch's own counter on a forward and backward pass. Plain attention computes the masked half
+    too, so twice what
     is needed."""
     config = transformers.Qwen3Config(
         num_hidden_layers=2, hidden_size=64, intermediate_size=96, num_attention_heads=4,
@@ -319,7 +326,8 @@ def test_mini_batches_do_not_depend_on_the_world_size(seed: int) -> None:
 
 
 def test_plan_by_hand() -> None:
-    # longest first: 6 -> rank 0 (6), 5 -> rank 1 (5), 4 -> rank 1 (9), 3 -> rank 0 (9); each pair fits into a row of 9
+    # longest first: 6 -> rank 0 (6), 5 -> rank 1 (5), 4 -> rank 1 (9), 3 -> rank 0 (9); each pair
+    # fits into a row of 9
     assert plan_batch([3, 4, 5, 6], num_ranks=2, mini_batch_sizes=[4], max_tokens=9)[0] == [
         [[3, 0]],
         [[2, 1]],
@@ -335,7 +343,8 @@ def test_more_ranks_than_rollouts_leaves_empty_rows() -> None:
 
 
 def test_mini_batches_of_unequal_sizes_by_hand() -> None:
-    # the first block is rollout 0 alone, the second 1 and 2; the third has none, and each rank still one row
+    # the first block is rollout 0 alone, the second 1 and 2; the third has none, and each rank
+    # still one row
     plan = plan_batch([5, 4, 3], num_ranks=2, mini_batch_sizes=[1, 2, 0], max_tokens=5)
     assert list(plan) == [[[[0]], [[]]], [[[1]], [[2]]], [[[]], [[]]]]
     # in step: 5, then 4, then nothing
@@ -439,7 +448,8 @@ def test_pack_restarts_positions_in_each_sequence() -> None:
 
 def test_pack_predicts_each_completion_token_from_the_token_before_it() -> None:
     row = _row()
-    # 3, 4, 5 are predicted at the places of 2, 3, 4; 7 at the place of 6; the empty completion brings nothing
+    # 3, 4, 5 are predicted at the places of 2, 3, 4; 7 at the place of 6; the empty completion
+    # brings nothing
     assert row.predict_index.tolist() == [1, 2, 3, 5]
     assert row.target_ids.tolist() == [3, 4, 5, 7]
 
@@ -554,22 +564,22 @@ def test_rollouts_that_crossed_are_packed_as_those_that_did_not() -> None:
         _rollout(3, [9], []),
         _rollout(1, [6], [7], -1.5, counts=False),
     ]
-    here, there = (
+    local, present = (
         pack_rollouts(rollouts, CPU),
         pack_rollouts(decode_rollouts(encode_rollouts(rollouts)), CPU),
     )
-    for name, value in vars(here).items():
+    for name, value in vars(local).items():
         assert (
-            value.dtype == getattr(there, name).dtype if isinstance(value, torch.Tensor) else True
+            value.dtype == getattr(present, name).dtype if isinstance(value, torch.Tensor) else True
         )
-        torch.testing.assert_close(getattr(there, name), value, rtol=0, atol=0)
+        torch.testing.assert_close(getattr(present, name), value, rtol=0, atol=0)
     dtypes = {
-        name: value.dtype for name, value in vars(here).items() if isinstance(value, torch.Tensor)
+        name: value.dtype for name, value in vars(local).items() if isinstance(value, torch.Tensor)
     }
-    whole, real = torch.int64, torch.float32
+    full, real = torch.int64, torch.float32
     assert dtypes == {
         **dict.fromkeys(
-            ("input_ids", "position_ids", "predict_index", "target_ids", "sequence_index"), whole
+            ("input_ids", "position_ids", "predict_index", "target_ids", "sequence_index"), full
         ),
         **dict.fromkeys(("rollout_logprobs", "advantages"), real),
         "loss_mask": torch.bool,
@@ -627,7 +637,8 @@ def test_no_rollouts_cross_ranks_as_none() -> None:
 
 
 def test_masks_and_advantages_per_token_cross_ranks_and_enter_the_loss() -> None:
-    """A rollout whose two middle tokens were given, not sampled; an ordinary one; one of which no token counts."""
+    """A rollout whose two middle tokens were given, not sampled; an ordinary one; one of which no
+    token counts."""
     logprobs = [-1.0, -2.0, -3.0, -4.0]
     mixed = Rollout(
         4,
@@ -646,7 +657,8 @@ def test_masks_and_advantages_per_token_cross_ranks_and_enter_the_loss() -> None
     assert row.loss_mask.tolist() == [True, False, False, True, True, False, False]
     assert row.advantages.tolist() == [1.0, 9.0, 9.0, -2.0, 0.5, 7.0, 8.0]
 
-    # The first token's ratio is 1.1, all others' are 1. Tokens: -(1.1 * 1 - 2 + 0.5) / 3, and the gradient -A r / 3.
+    # The first token's ratio is 1.1, all others' are 1. Tokens: -(1.1 * 1 - 2 + 0.5) / 3, and the
+    # gradient -A r / 3.
     # Sequences: -((1.1 - 2) / 2 + 0.5) / 2.
     old = row.rollout_logprobs.double()
     for aggregation, expected, gradient in (
@@ -670,9 +682,9 @@ def test_masks_and_advantages_per_token_cross_ranks_and_enter_the_loss() -> None
 
 def test_one_flag_and_one_number_cost_no_more_than_before() -> None:
     tokens, logprobs = [2] * 100, [-1.0] * 100
-    plain, alike = (
+    plain, equal = (
         encode_rollouts([Rollout(0, advantage, mask, [1], tokens, logprobs)])
         for advantage, mask in ((0.5, True), (0.5, np.ones(100, np.bool_)))
     )
-    assert plain == alike
+    assert plain == equal
     assert len(plain) < 8 + 60 + 101 * 4 + 100 * 4

@@ -1,4 +1,5 @@
-"""Conversations as tokens: what was sampled is never encoded again, data never becomes a special token."""
+"""Conversations as tokens: what was sampled is never encoded again, data never becomes a special
+token."""
 
 from __future__ import annotations
 
@@ -85,10 +86,11 @@ def hostile(rng: random.Random, name: str) -> str:
 
 
 def behind_the_turn(
-    name: str, tools: Any, new: list[dict[str, Any]], said: dict[str, Any]
+    name: str, tools: Any, new: list[dict[str, Any]], output: dict[str, Any]
 ) -> tuple[str, list[int]]:
-    """What is to stand behind the token that ends the turn: its text, and its tokens by a tokenizer that has no added
-    ones. Where data has special text, its first letter is hidden in one of the private letters while the template and
+    """What is to stand behind the token that ends the turn: its text, and its tokens by a tokenizer
+    that has no added ones. Where data has special text, its first letter is hidden in one of the
+    private letters while the template and
     transformers' own tokenizer find the template's tokens."""
     tokenizer, family = make_chat_tokenizer(name), FAMILIES[name]
     bare = Tokenizer.from_str(letters())
@@ -103,7 +105,7 @@ def behind_the_turn(
         return "".join(chr(ord(c) - 0xE000) if 0xE000 <= ord(c) < 0xE080 else c for c in text)
 
     def tail(messages: list[dict[str, Any]]) -> str:
-        text = rendered(tokenizer, [USER, said, *messages], tools)
+        text = rendered(tokenizer, [USER, output, *messages], tools)
         end = {"gpt-oss": "<|call|>", "gemma": "<end_of_turn>"}.get(name, family.eos)
         turn = rendered(tokenizer, [USER], tools)
         begin = text.index(end, len(turn) if name != "gpt-oss" else text.index("to=functions"))
@@ -111,14 +113,14 @@ def behind_the_turn(
 
     text = tail([{**message, "content": hide(message["content"])} for message in new])
     result = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    own = [
+    local = [
         (*offset, token_id)
         for token_id, offset in zip(result["input_ids"], result["offset_mapping"], strict=True)
         if token_id in tokenizer.added_tokens_decoder
     ]
     ids = list[int]()
     for (_, begin, _), (end, _, token_id) in pairwise(
-        [(0, 0, -1), *own, (len(text), len(text), -1)]
+        [(0, 0, -1), *local, (len(text), len(text), -1)]
     ):
         ids += bare.encode(show(text[begin:end])).ids
         ids += [token_id] * (token_id >= 0)
@@ -160,20 +162,21 @@ def test_messages_of_users_are_data(name: str) -> None:
 
 @pytest.mark.parametrize("name", WITH_TOOLS)
 def test_contexts_of_an_episode_are_the_templates_conversation(name: str) -> None:
-    """Turns in the template's own words: what is appended turn by turn is the whole, as transformers renders it."""
+    """Turns in the template's own words: what is appended turn by turn is the whole, as
+    transformers renders it."""
     tokenizer, form = make_chat_tokenizer(name), chat(name)
     messages: list[dict[str, Any]] = [USER]
     ids = form.prompt_ids(messages, TOOLS)
     for number in range(4):
         answer = {"role": "assistant", "content": "", "tool_calls": [{**CALL, "id": "call00000"}]}
-        whole = rendered(tokenizer, [*messages, answer, {"role": "tool", "name": "add", "content": "x"}], TOOLS) if (
+        full = rendered(tokenizer, [*messages, answer, {"role": "tool", "name": "add", "content": "x"}], TOOLS) if (  # noqa: E501
             name != "mistral"
         ) else rendered(tokenizer, [*messages, answer], TOOLS, generate=False)  # fmt: skip
-        before = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-        assert whole.startswith(before)
+        old = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        assert full.startswith(old)
         end = "<|call|>" if name == "gpt-oss" else FAMILIES[name].eos
-        stop = whole.index(end, len(before)) + len(end)
-        ids += tokenizer(whole[len(before) : stop], add_special_tokens=False)["input_ids"]
+        stop = full.index(end, len(old)) + len(end)
+        ids += tokenizer(full[len(old) : stop], add_special_tokens=False)["input_ids"]
         new = [
             {
                 "role": "tool",
@@ -183,10 +186,10 @@ def test_contexts_of_an_episode_are_the_templates_conversation(name: str) -> Non
             }
         ]
         messages = [*messages, answer]
-        after, continues = form.next_ids(ids, messages, new, TOOLS)
+        later, continues = form.next_ids(ids, messages, new, TOOLS)
         assert continues
-        assert after[: len(ids)] == ids
-        messages, ids = [*messages, *new], after
+        assert later[: len(ids)] == ids
+        messages, ids = [*messages, *new], later
         assert (
             ids
             == tokenizer(rendered(tokenizer, messages, TOOLS), add_special_tokens=False)[
@@ -196,7 +199,8 @@ def test_contexts_of_an_episode_are_the_templates_conversation(name: str) -> Non
 
 
 def test_what_was_sampled_stays_also_where_nobody_would_encode_it_so() -> None:
-    """A turn in single letters, and one that ended with another stop token: the template's own end is put behind it."""
+    """A turn in single letters, and one that ended with another stop token: the template's own end
+    is put behind it."""
     tokenizer, form = make_chat_tokenizer("qwen2.5"), chat("qwen2.5")
     bytes_of = Tokenizer.from_str(letters())
     sampled = [bytes_of.encode(letter).ids[0] for letter in "the tool"]
@@ -206,14 +210,16 @@ def test_what_was_sampled_stays_also_where_nobody_would_encode_it_so() -> None:
         {"role": "assistant", "content": "the tool", "tool_calls": [CALL]},
         [{"role": "tool", "content": "1"}],
     )
-    end, other = (tokenizer.convert_tokens_to_ids(text) for text in ("<|im_end|>", "<|endoftext|>"))
+    end, second = (
+        tokenizer.convert_tokens_to_ids(text) for text in ("<|im_end|>", "<|endoftext|>")
+    )
     suffix = form.suffix_ids(new, TOOLS, answer)
     assert form.next_ids([*context, end], [USER, answer], new, TOOLS) == (
         [*context, end, *suffix],
         True,
     )
-    assert form.next_ids([*context, other], [USER, answer], new, TOOLS) == (
-        [*context, other, end, *suffix],
+    assert form.next_ids([*context, second], [USER, answer], new, TOOLS) == (
+        [*context, second, end, *suffix],
         True,
     )
 
@@ -231,7 +237,8 @@ def test_thinking_stays_or_forks() -> None:
     ids, continues = forks.next_ids(context, [USER, answer], new, [])
     assert not continues
     assert "hm" not in tokenizer.decode(ids)
-    # The whole without thinking: by transformers where no data is in it, and data's tokens behind that.
+    # The whole without thinking: by transformers where no data is in it, and data's tokens behind
+    # that.
     head = tokenizer(
         rendered(tokenizer, [USER, {"role": "assistant", "content": "yes"}, new[0]], []).split(
             "\n<|im_start|>user\nand"
@@ -266,20 +273,22 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "history", "tools", "users", "why"), REFUSED)
+@pytest.mark.parametrize(("name", "history", "tools", "users", "reason"), REFUSED)
 def test_what_cannot_be_proved_is_refused_at_start(
-    name: str, history: Any, tools: bool, users: bool, why: str
+    name: str, history: Any, tools: bool, users: bool, reason: str
 ) -> None:
-    tokenizer, given = make_chat_tokenizer(name), TOOLS if tools else []
-    with pytest.raises(ConfigError, match=why):
-        ChatFormat(tokenizer, history, given, has_user_turns=users, has_tool_results=tools)
-    if "fork" in why:
-        ChatFormat(tokenizer, "fork", given, has_user_turns=users, has_tool_results=tools)
+    tokenizer, inputs = make_chat_tokenizer(name), TOOLS if tools else []
+    with pytest.raises(ConfigError, match=reason):
+        ChatFormat(tokenizer, history, inputs, has_user_turns=users, has_tool_results=tools)
+    if "fork" in reason:
+        ChatFormat(tokenizer, "fork", inputs, has_user_turns=users, has_tool_results=tools)
 
 
 REWRITES = {
-    "rewrites what came before results": ("{{ '<|im_start|>ass", "{{ messages | length }}{{ '<|im_start|>ass"),
-    "no place for results of tools.*leaves out": ("+ m.content + '\\n</tool_response>'", "+ '\\n</tool_response>'"),
+    "rewrites what came before results": ("{{ '<|im_start|>ass", "{{ messages | length }}{{ "
+                                                                 "'<|im_start|>ass"),
+    "no place for results of tools.*leaves "
+    "out": ("+ m.content + '\\n</tool_response>'", "+ '\\n</tool_response>'"),
     "no format that is known": ("tool_call>", "kall>"),
     "does not read that back": ('"arguments": \' +', '"arguments": \' + "x" +'),
     "no place for results of tools.*refused": (
@@ -288,12 +297,12 @@ REWRITES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("why", REWRITES)
-def test_a_template_that_does_otherwise_is_refused(why: str) -> None:
-    template = QWEN25.replace(*REWRITES[why])
+@pytest.mark.parametrize("reason", REWRITES)
+def test_a_template_that_does_otherwise_is_refused(reason: str) -> None:
+    template = QWEN25.replace(*REWRITES[reason])
     assert template != QWEN25
     tokenizer = make_chat_tokenizer("qwen2.5", chat_template=template)
-    with pytest.raises(ConfigError, match=why):
+    with pytest.raises(ConfigError, match=reason):
         ChatFormat(tokenizer, "append", TOOLS, has_user_turns=False, has_tool_results=True)
 
 
@@ -319,12 +328,15 @@ def test_a_prompt_is_what_it_is_without_environments() -> None:
 
 
 WRITTEN = {
-    "qwen2.5": '<tool_call>\n{"name": "add", "arguments": {"a": "7", "text": "7"}}\n</tool_call><|im_end|>',
+    "qwen2.5": '<tool_call>\n{"name": "add", "arguments": {"a": "7", "text": '
+               '"7"}}\n</tool_call><|im_end|>',
     "qwen3": "<think>\nhm\n</think>\n\n"
     '<tool_call>{"name": "add", "arguments": {"a": 7, "text": "7"}}</tool_call><|im_end|>',
     "llama3.1": '{"name": "add", "parameters": {"a": 7, "text": "7"}}<|eot_id|>',
-    "mistral": '[TOOL_CALLS][{"name": "add", "arguments": {"a": 7, "text": "7"}, "id": "abcdefghi"}]</s>',
-    "gpt-oss": "<|channel|>analysis<|message|>hm<|end|><|start|>assistant to=functions.add<|channel|>commentary json"
+    "mistral": '[TOOL_CALLS][{"name": "add", "arguments": {"a": 7, "text": "7"}, "id": '
+               '"abcdefghi"}]</s>',
+    "gpt-oss": "<|channel|>analysis<|message|>hm<|end|><|start|>assistant "
+               "to=functions.add<|channel|>commentary json"
     '<|message|>{"a": 7, "text": "7"}<|call|>',
 }  # fmt: skip
 
@@ -417,7 +429,8 @@ def test_whatever_a_policy_writes_is_a_message(name: str) -> None:
 
 
 def test_an_earlier_turns_call_is_not_called_again() -> None:
-    """Mistral has no generation prompt: behind a result the turn begins, not behind the first message."""
+    """Mistral has no generation prompt: behind a result the turn begins, not behind the first
+    message."""
     tokenizer, form = make_chat_tokenizer("mistral"), chat("mistral")
     context = (
         form.prompt_ids([USER], TOOLS)
@@ -449,7 +462,8 @@ def test_names_that_a_policy_made_up_are_data() -> None:
 
 
 def test_another_form_of_a_letter_does_not_make_a_special_token() -> None:
-    """A normalizer turns full-width brackets into those of an added token, which no look at the text shows."""
+    """A normalizer turns full-width brackets into those of an added token, which no look at the
+    text shows."""
     tree = Tokenizer.from_str(letters())
     tree.normalizer = normalizers.NFKC()
     tree.add_special_tokens(

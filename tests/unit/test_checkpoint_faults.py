@@ -1,7 +1,8 @@
-"""What becomes of a damaged checkpoint, without torch: hundreds of draws against its manifest, and the folders around
-it.
+"""What becomes of a damaged checkpoint, without torch: hundreds of draws against its manifest, and
+the folders around it.
 
-Real runs that are killed are in test_resume.py, and by the hundred in benchmarks/survival/faults.py.
+Real runs that are killed are in test_resume.py, and by the hundred in
+benchmarks/survival/faults.py.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ Damage = Callable[[Path, random.Random], None]
 
 
 def trainer_of(step: int) -> dict[str, Any]:
-    of_run = {
+    run_values = {
         "model_fingerprint": "1" * 64,
         "data_fingerprint": "2" * 64,
         "model_path": "m",
@@ -73,11 +74,14 @@ def trainer_of(step: int) -> dict[str, Any]:
         "skipped_in_a_row": 0,
         "mismatch_scale": [1e-7, 1e-6],
     }
-    return {"format": 1, "step": step, **counts, **of_run, "config": config, "world_size": 2}
+    return {"format": 1, "step": step, **counts, **run_values, "config": config, "world_size": 2}
 
 
 def make_checkpoint(
-    run_dir: Path, step: int, content: int = 0, place: Callable[[Path, Path], object] = Path.rename
+    run_dir: Path,
+    step: int,
+    content: int = 0,
+    position: Callable[[Path, Path], object] = Path.rename,
 ) -> Path:
     """A complete one. Its shards are noise, since nothing here looks into them."""
     folder, noise = checkpoint_path(run_dir, step), random.Random(f"{step} {content}")
@@ -88,21 +92,21 @@ def make_checkpoint(
     (temporary / "model/config.json").write_text('{"model_type": "qwen3"}')
     (temporary / "trainer.json").write_text(json.dumps(trainer_of(step)))
     write_manifest(temporary, {})
-    place(temporary, folder)
+    position(temporary, folder)
     return folder
 
 
 @contextmanager
 def damaged(folder: Path, name: str, damage: Damage, seed: int) -> Iterator[None]:
     """With one file of the checkpoint damaged; whole again afterwards."""
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    old = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     damage(folder / name, random.Random(f"{name} {seed}"))
     yield
     if (folder / name).is_dir():
         (folder / name).rmdir()
-    (folder / name).write_bytes(before[folder / name])
+    (folder / name).write_bytes(old[folder / name])
     for path in folder.rglob("*"):
-        if path.is_file() and path not in before:
+        if path.is_file() and path not in old:
             path.unlink()
 
 
@@ -119,7 +123,7 @@ def flip(path: Path, rng: random.Random) -> None:
 def zero(path: Path, rng: random.Random) -> None:
     """A range of bytes that were not zero before."""
     content = bytearray(path.read_bytes())
-    start = rng.choice([place for place, byte in enumerate(content) if byte])
+    start = rng.choice([position for position, byte in enumerate(content) if byte])
     end = min(len(content), start + rng.choice((1, 512, len(content))))
     content[start:end] = bytes(end - start)
     path.write_bytes(content)
@@ -157,7 +161,8 @@ def test_damage_to_any_file_is_found(tmp_path: Path, damage: Damage) -> None:
 
 @pytest.mark.parametrize("damage", [truncate, flip, zero, remove, become_a_folder])
 def test_a_damaged_manifest_is_found_or_says_the_same(tmp_path: Path, damage: Damage) -> None:
-    """A flipped bit may turn a blank into another one, or a 1 of the format into a 0; nothing else may pass."""
+    """A flipped bit may turn a blank into another one, or a 1 of the format into a 0; nothing else
+    may pass."""
     folder, num_found = make_checkpoint(tmp_path, 3), 0
     facts = read_manifest(folder)
     for draw in range(4 * _NUM_DRAWS):
@@ -196,7 +201,8 @@ def test_what_is_no_manifest_is_damage(tmp_path: Path, manifest: str) -> None:
 
 @pytest.mark.parametrize("name", ["manifest.json", "trainer.json"])
 def test_a_later_format_is_told_from_damage(tmp_path: Path, name: str) -> None:
-    """It must not be passed over: the run would go on from an older one, and overwrite what the later version has
+    """It must not be passed over: the run would go on from an older one, and overwrite what the
+    later version has
     done."""
     folder = make_checkpoint(tmp_path, 3)
     later = json.loads((folder / name).read_text()) | {"format": 2}
@@ -214,18 +220,19 @@ def write_manifest_anew(folder: Path) -> None:
 
 @pytest.mark.parametrize("num_shares", [1, 2, 3, 7])
 def test_each_file_is_in_exactly_one_share(tmp_path: Path, num_shares: int) -> None:
-    """The ranks verify a share each: a file that none of them reads would be a file whose damage nobody sees."""
+    """The ranks verify a share each: a file that none of them reads would be a file whose damage
+    nobody sees."""
     folder = make_checkpoint(tmp_path, 3)
     for name in read_manifest(folder):
-        said = []
+        message = []
         with damaged(folder, name, flip, 0):
-            for share in range(num_shares):
+            for fraction in range(num_shares):
                 try:
-                    verify_files(folder, share, num_shares)
+                    verify_files(folder, fraction, num_shares)
                 except CheckpointError as error:
-                    said.append(str(error))
-        assert len(said) == 1
-        assert name in said[0]
+                    message.append(str(error))
+        assert len(message) == 1
+        assert name in message[0]
     verify_checkpoint(folder)
 
 
@@ -235,8 +242,8 @@ def test_the_order_in_which_a_start_tries_them(tmp_path: Path) -> None:
     for step in steps:
         make_checkpoint(tmp_path, step)
     checkpoints = tmp_path / "checkpoints"
-    for other in ("step_000077.tmp", "step_000078.aside", "step_79", "step_000080 (copy)", "best"):
-        (checkpoints / other).mkdir()
+    for second in ("step_000077.tmp", "step_000078.aside", "step_79", "step_000080 (copy)", "best"):
+        (checkpoints / second).mkdir()
     assert [step_of(path) for path in list_checkpoints(tmp_path)] == sorted(steps)
     assert list_checkpoints(tmp_path / "nowhere") == []
 
@@ -253,21 +260,21 @@ def test_the_newest_good_one_is_what_is_left_of_many(tmp_path: Path) -> None:
                 rng.choice((truncate, flip, remove))(folder / rng.choice(_FILES), rng)
             else:
                 good.append(step)
-        found = None
+        result = None
         for folder in list_checkpoints(run_dir)[::-1]:
             try:
                 verify_checkpoint(folder)
-                found = step_of(folder)
+                result = step_of(folder)
                 break
             except CheckpointError:
                 continue
-        assert found == max(good, default=None)
+        assert result == max(good, default=None)
 
 
 def test_a_step_that_was_run_again_takes_the_place_of_its_first_run(tmp_path: Path) -> None:
     """And never in a way that leaves neither: the one before steps aside first."""
-    first = make_checkpoint(tmp_path, 3, 1, put_in_place)
-    old = (first / _FILES[0]).read_bytes()
+    checkpoint = make_checkpoint(tmp_path, 3, 1, put_in_place)
+    old = (checkpoint / _FILES[0]).read_bytes()
     second = make_checkpoint(tmp_path, 3, 2, put_in_place)
     verify_checkpoint(second)
     assert (second / _FILES[0]).read_bytes() != old
@@ -280,14 +287,14 @@ def test_a_step_that_was_run_again_takes_the_place_of_its_first_run(tmp_path: Pa
 
 
 def test_set_aside_is_seen_by_no_start(tmp_path: Path) -> None:
-    kept, gone = make_checkpoint(tmp_path, 3), make_checkpoint(tmp_path, 6)
+    checkpoint, gone = make_checkpoint(tmp_path, 3), make_checkpoint(tmp_path, 6)
     set_aside(gone)
-    assert list_checkpoints(tmp_path) == [kept]
+    assert list_checkpoints(tmp_path) == [checkpoint]
     verify_checkpoint(gone.with_name("step_000006.aside"))
 
 
 @pytest.mark.parametrize(
-    ("keep", "best", "left"),
+    ("keep", "best", "remaining"),
     [
         (2, None, [9, 12]),
         (2, 3, [3, 9, 12]),
@@ -296,11 +303,11 @@ def test_set_aside_is_seen_by_no_start(tmp_path: Path) -> None:
         (9, None, [3, 6, 9, 12]),
     ],
 )
-def test_remove_old(tmp_path: Path, keep: int, best: int | None, left: list[int]) -> None:
+def test_remove_old(tmp_path: Path, keep: int, best: int | None, remaining: list[int]) -> None:
     for step in (3, 6, 9, 12):
         make_checkpoint(tmp_path, step)
     remove_old(tmp_path, keep, best)
-    assert [step_of(path) for path in list_checkpoints(tmp_path)] == left
+    assert [step_of(path) for path in list_checkpoints(tmp_path)] == remaining
 
 
 def test_what_cannot_be_removed_stops_nothing(
@@ -335,15 +342,15 @@ def test_a_run_that_starts_from_another_ones_checkpoint_has_it_too(tmp_path: Pat
     """Else a crash before its first save would begin it anew, from the model."""
     theirs = make_checkpoint(tmp_path / "other", 6)
     begin_in(tmp_path / "run", Start(6, theirs))
-    [own] = list_checkpoints(tmp_path / "run")
-    assert own.name == "step_000006"
-    verify_checkpoint(own)
-    assert (own / "trainer.json").samefile(
+    [local] = list_checkpoints(tmp_path / "run")
+    assert local.name == "step_000006"
+    verify_checkpoint(local)
+    assert (local / "trainer.json").samefile(
         theirs / "trainer.json"
     )  # a link: no second copy of the bytes
     set_aside(theirs)
     shutil.rmtree(theirs.with_name("step_000006.aside"))
-    verify_checkpoint(own)
+    verify_checkpoint(local)
 
 
 def test_a_checkpoint_under_another_name_takes_its_place(tmp_path: Path) -> None:
@@ -372,7 +379,8 @@ def test_a_new_run_is_not_begun_where_another_one_was(tmp_path: Path) -> None:
 def test_an_attempt_that_failed_before_its_first_step_does_not_hold_the_folder(
     tmp_path: Path,
 ) -> None:
-    """Nothing of it is lost: its logs are written on, the rest is kept beside, of the second failure too."""
+    """Nothing of it is lost: its logs are written on, the rest is kept beside, of the second
+    failure too."""
     for number in (1, 2):
         begin_in(tmp_path, Start())
         (tmp_path / "rollouts").mkdir()
@@ -408,7 +416,7 @@ def test_an_attempt_that_failed_before_its_first_step_does_not_hold_the_folder(
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "same"),
+    ("old", "after", "same"),
     [
         ({}, {}, False),  # without torchrun nothing starts a process again
         ({"TORCHELASTIC_RUN_ID": "a"}, {"TORCHELASTIC_RUN_ID": "a"}, True),
@@ -435,13 +443,13 @@ def test_an_attempt_that_failed_before_its_first_step_does_not_hold_the_folder(
 def test_which_launch_began_a_run(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    before: dict[str, str],
+    old: dict[str, str],
     after: dict[str, str],
     same: bool,
 ) -> None:
     for name in ("TORCHELASTIC_RUN_ID", "GROUP_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    for name, value in before.items():
+    for name, value in old.items():
         monkeypatch.setenv(name, value)
     begin_in(tmp_path, Start())
     for name, value in after.items():
@@ -451,7 +459,8 @@ def test_which_launch_began_a_run(
 
 
 def test_where_a_restart_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By (checkpoint.resume, restart): which checkpoints are tried, the best first; in a folder that a launch of the
+    """By (checkpoint.resume, restart): which checkpoints are tried, the best first; in a folder
+    that a launch of the
     same id has used."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "fixed")
     run_dir, theirs = tmp_path / "run", make_checkpoint(tmp_path / "other", 7)
@@ -493,7 +502,8 @@ def test_where_a_restart_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_metrics_are_cut_at_any_byte(tmp_path: Path) -> None:
-    """A kill may cut the last line anywhere, also within a character of two bytes; whole lines before the step stay,
+    """A kill may cut the last line anywhere, also within a character of two bytes; whole lines
+    before the step stay,
     byte by byte."""
     lines = [
         json.dumps({"step": step, "name": "é", "value": step / 3}, ensure_ascii=False).encode()

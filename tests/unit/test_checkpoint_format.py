@@ -1,4 +1,5 @@
-"""The format of a checkpoint, written here by hand as every version has written it: one of an earlier version loads."""
+"""The format of a checkpoint, written here by hand as every version has written it: one of an
+earlier version loads."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ def session() -> Iterator[Session]:
 
 
 def write_by_hand(run: Path, config: Config, state: dict[str, torch.Tensor]) -> None:
-    """As two ranks leave it: half the rows in each shard's file, the place of the first in its header."""
+    """As two ranks leave it: half the rows in each shard's file, the place of the first in its
+    header."""
     folder = run / "checkpoints" / "step_000003"
     (folder / "state").mkdir(parents=True)
     for rank in range(2):
@@ -44,11 +46,11 @@ def write_by_hand(run: Path, config: Config, state: dict[str, torch.Tensor]) -> 
             name: tensor[rank * halves[name] :][: halves[name]].contiguous()
             for name, tensor in state.items()
         }
-        places = {
+        positions = {
             name: {"saved_offsets": [rank * halves[name], *[0] * (t.ndim - 1)]}
             for name, t in rows.items()
         }
-        metadata = {"format": "pt", "DCP_SHARDING_INFO": json.dumps(places)}
+        metadata = {"format": "pt", "DCP_SHARDING_INFO": json.dumps(positions)}
         save_file(rows, folder / "state" / f"shard_{rank + 1:05d}.safetensors", metadata)
     model, tokens = hashlib.sha256(), hashlib.sha256()
     for name in ("config.json", "model.safetensors"):
@@ -59,8 +61,8 @@ def write_by_hand(run: Path, config: Config, state: dict[str, torch.Tensor]) -> 
     for number in (3, 5, 6, 7, 1, 8):  # each prompt's length, and its tokens
         tokens.update(number.to_bytes(8, "little"))
     trainer = {
-        "format": 1, "step": 3, "position": 21, "num_updates": 6, "skipped_in_a_row": 1, "mismatch_scale": [1e-7, 2e-6],
-        "model_fingerprint": model.hexdigest(), "data_fingerprint": tokens.hexdigest(), "config": flatten_config(config),
+        "format": 1, "step": 3, "position": 21, "num_updates": 6, "skipped_in_a_row": 1, "mismatch_scale": [1e-7, 2e-6],  # noqa: E501
+        "model_fingerprint": model.hexdigest(), "data_fingerprint": tokens.hexdigest(), "config": flatten_config(config),  # noqa: E501
         "model_path": config.model.path, "dtype": "float32", "world_size": 2,
     }  # fmt: skip
     (folder / "trainer.json").write_text(json.dumps(trainer))
@@ -111,18 +113,18 @@ def test_a_checkpoint_of_an_earlier_version_loads(
         assert float(moments["step"]) == 6
     assert updater.state() == {"num_updates": 6, "skipped_in_a_row": 1}
 
-    def refusal(other: RunFacts) -> ConfigError:
+    def refusal(second: RunFacts) -> ConfigError:
         with pytest.raises(ConfigError) as caught:
-            find_start(run, "auto", session, other, 3, False)
+            find_start(run, "auto", session, second, 3, False)
         return caught.value
 
-    def refused(other: RunFacts, text: str) -> None:
+    def refused(second: RunFacts, text: str) -> None:
         with pytest.raises(ConfigError, match=text):
-            find_start(run, "auto", session, other, 3, False)
+            find_start(run, "auto", session, second, 3, False)
 
-    def said(other: RunFacts) -> str:
+    def said(second: RunFacts) -> str:
         caplog.clear()
-        find_start(run, "auto", session, other, 4, False)
+        find_start(run, "auto", session, second, 4, False)
         return "\n".join(caplog.messages)
 
     monkeypatch.setattr("logging.Logger.propagate", True, raising=False)
@@ -143,18 +145,18 @@ def test_a_checkpoint_of_an_earlier_version_loads(
     (model / "tokenizer.json").write_bytes(tokenizer + b" ")
     edited = run_facts(flatten_config(config), PROMPTS, session, {})
     assert "was written: tokenizer.json of model.path edited; ranks 2 -> 1" in said(edited)
-    why = "(tokenizer.json of model.path edited; ranks 2 -> 1); restore it"
-    assert why in str(refusal(replace(edited, data_fingerprint="")))
+    reason = "(tokenizer.json of model.path edited; ranks 2 -> 1); restore it"
+    assert reason in str(refusal(replace(edited, data_fingerprint="")))
     (model / "tokenizer.json").write_bytes(tokenizer)
     edited = run_facts(flatten_config(config), data, session, {})
     assert "was written: answers and other columns of data.train edited" in said(
         replace(edited, world_size=2)
     )
     spec = {"rewards.0.function": f"{reward}:f"}
-    first = run_facts(flatten_config(config) | spec, PROMPTS, session, {"held": PROMPTS})
+    initial = run_facts(flatten_config(config) | spec, PROMPTS, session, {"held": PROMPTS})
     reward.write_text("2")
     again = run_facts(flatten_config(config) | spec, PROMPTS, session, {"held": data})
-    names = {name for name in first.contents if first.contents[name] != again.contents[name]}
+    names = {name for name in initial.contents if initial.contents[name] != again.contents[name]}
     assert names == {f"rewards.0.function ({reward}:f)", "data.eval.held"}
 
     refused(replace(facts, model_fingerprint=""), "model.path holds another model than the run had")

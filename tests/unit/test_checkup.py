@@ -1,4 +1,5 @@
-"""The checkup's checks beside planted machines: each finds what was planted, and nothing where nothing was."""
+"""The checkup's checks beside planted machines: each finds what was planted, and nothing where
+nothing was."""
 
 from __future__ import annotations
 
@@ -36,11 +37,11 @@ def plant(root: Path, **files: str) -> Path:
 
 def levels(results: Iterable[Result]) -> dict[str, str]:
     """The worst level of each name."""
-    found: dict[str, str] = {}
+    actual: dict[str, str] = {}
     for result in results:
-        worst = [found.get(result.name, "ok"), result.level]
-        found[result.name] = max(worst, key=("ok", "warning", "bad").index)
-    return found
+        worst = [actual.get(result.name, "ok"), result.level]
+        actual[result.name] = max(worst, key=("ok", "warning", "bad").index)
+    return actual
 
 
 def only(results: Iterable[Result]) -> Result:
@@ -56,10 +57,10 @@ def test_a_check_that_raises_is_a_line_after_what_it_had_found() -> None:
         yield Result("first", "ok", "found")
         raise OSError("the disk\nis gone")
 
-    first, last = run_check(Check("planted", "memory", look), Target())
-    assert first.finding == "found"
-    assert (last.name, last.level) == ("planted", "warning")
-    assert last.finding == "could not be looked at: OSError: the disk is gone"
+    initial, final = run_check(Check("planted", "memory", look), Target())
+    assert initial.finding == "found"
+    assert (final.name, final.level) == ("planted", "warning")
+    assert final.finding == "could not be looked at: OSError: the disk is gone"
 
 
 def test_a_check_that_hangs_is_a_line_at_its_deadline(tmp_path: Path) -> None:
@@ -96,7 +97,11 @@ def test_what_is_not_ok_says_what_helps() -> None:
 # Memory
 
 
-MEMINFO = "MemTotal: 67108864 kB\nMemAvailable: 33554432 kB\nSwapTotal: 8388608 kB\nSwapFree: 8388608 kB\n"  # 64, 32, 8 GiB
+# 64, 32, 8 GiB
+MEMINFO = (
+    "MemTotal: 67108864 kB\nMemAvailable: 33554432 kB\nSwapTotal: 8388608 kB\nSwapFree: "
+    "8388608 kB\n"
+)
 
 
 def test_memory_is_held_against_the_ranks(tmp_path: Path) -> None:
@@ -115,7 +120,8 @@ def test_memory_is_held_against_the_ranks(tmp_path: Path) -> None:
 
 
 def test_memory_is_held_against_what_the_config_needs(tmp_path: Path) -> None:
-    """7.6 B parameters on one rank of a CPU: 12 bytes of state, 4 of gradients and 12 of the copy each, and float32
+    """7.6 B parameters on one rank of a CPU: 12 bytes of state, 4 of gradients and 12 of the copy
+    each, and float32
     weights of the engine: 32 x 7.6e9 bytes are 227 GiB."""
     (folder := tmp_path / "model").mkdir()
     sizes = {
@@ -138,12 +144,13 @@ def test_memory_is_held_against_what_the_config_needs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_the_cgroups_limit_counts_wherever_it_stands_above(tmp_path: Path, version: int) -> None:
-    """The job's folder has the limit, the step's below it none. 16 GiB, of which 15 are used, 5 of those by files."""
+    """The job's folder has the limit, the step's below it none. 16 GiB, of which 15 are used, 5 of
+    those by files."""
     plant(tmp_path, proc__meminfo=MEMINFO)
     stat = f"inactive_file {5 * GIB}\n"
     if version == 2:
         plant(tmp_path, proc__self__cgroup="0::/slurm/job_1/step_0\n")
-        own = {
+        local = {
             "memory.max": f"{16 * GIB}",
             "memory.current": f"{15 * GIB}",
             "memory.stat": stat,
@@ -155,18 +162,18 @@ def test_the_cgroups_limit_counts_wherever_it_stands_above(tmp_path: Path, versi
             tmp_path,
             proc__self__cgroup="4:memory:/slurm/job_1/step_0\n3:cpu,cpuacct:/slurm/job_1/step_0\n",
         )
-        own = {
+        local = {
             "memory.limit_in_bytes": f"{16 * GIB}",
             "memory.usage_in_bytes": f"{15 * GIB}",
             "memory.stat": stat,
         }
-        own |= {"cpu.cfs_quota_us": "400000", "cpu.cfs_period_us": "100000"}
+        local |= {"cpu.cfs_quota_us": "400000", "cpu.cfs_period_us": "100000"}
         base, unlimited = (
             tmp_path / "sys/fs/cgroup",
             {"memory.limit_in_bytes": str(2**63 - 4096), "cpu.cfs_quota_us": "-1"},
         )
     for kind in ("",) if version == 2 else ("memory", "cpu,cpuacct"):
-        for folder, files in (("job_1", own), ("job_1/step_0", unlimited)):
+        for folder, files in (("job_1", local), ("job_1/step_0", unlimited)):
             (at := base / kind / "slurm" / folder).mkdir(parents=True)
             for name, text in files.items():
                 (at / name).write_text(text + "\n")
@@ -197,7 +204,7 @@ def test_swap_in_use_is_no_good_sign(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("cores", "ranks", "threads", "level"),
-    [(8, 8, "1", "ok"), (8, 4, "2", "ok"), (8, 4, "3", "bad"), (8, 1, "16", "bad"), (8, 9, "1", "warning"),
+    [(8, 8, "1", "ok"), (8, 4, "2", "ok"), (8, 4, "3", "bad"), (8, 1, "16", "bad"), (8, 9, "1", "warning"),  # noqa: E501
      (8, 8, None, "ok"), (8, 9, None, "warning"), (8, 1, "none", "bad"), (8, 1, "0", "bad")],
 )  # fmt: skip
 def test_threads_are_held_against_the_cores(
@@ -270,7 +277,7 @@ def test_unlimited_is_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_run_dir_is_tried_out_and_left_as_it_was(tmp_path: Path) -> None:
-    before = sorted(tmp_path.iterdir())
+    old = sorted(tmp_path.iterdir())
     results = [*disk.check_run_folder(Target(run_dir=tmp_path / "runs/new"))]
     assert {"run_dir", "room", "files", "flock", "speed"} == levels(results).keys()
     assert {
@@ -279,7 +286,7 @@ def test_a_run_dir_is_tried_out_and_left_as_it_was(tmp_path: Path) -> None:
         "files": "ok",
         "flock": "ok",
     }
-    assert sorted(tmp_path.iterdir()) == before
+    assert sorted(tmp_path.iterdir()) == old
 
 
 def test_a_run_dir_that_is_a_file_is_bad(tmp_path: Path) -> None:
@@ -297,8 +304,8 @@ def test_lost_lines_and_locks_are_seen(tmp_path: Path, monkeypatch: pytest.Monke
     assert (without.count("O_APPEND)"), without.count("flock(")) == (0, 0)
     (tmp_path / "trial.py").write_text(without)
     monkeypatch.setattr(disk, "_TRIAL", str(tmp_path / "trial.py"))
-    found = levels(disk.check_abilities(tmp_path))
-    assert found == {"files": "bad", "flock": "warning"}
+    result = levels(disk.check_abilities(tmp_path))
+    assert result == {"files": "bad", "flock": "warning"}
 
 
 MOUNTS = """22 1 254:0 / / rw,relatime - ext4 /dev/vda rw
@@ -318,13 +325,13 @@ MOUNTS = """22 1 254:0 / / rw,relatime - ext4 /dev/vda rw
 def test_the_file_system_is_that_of_the_nearest_and_newest_mount(
     tmp_path: Path, path: str, kind: str, level: str
 ) -> None:
-    found = disk.file_system_of(
+    result = disk.file_system_of(
         Target(root=plant(tmp_path, proc__self__mountinfo=MOUNTS)), Path(path)
     )
-    assert found is not None
-    assert found.kind == kind
-    assert disk.check_kind(path, found).level == level
-    assert ("ro" in found.options) == (kind == "xfs")
+    assert result is not None
+    assert result.kind == kind
+    assert disk.check_kind(path, result).level == level
+    assert ("ro" in result.options) == (kind == "xfs")
 
 
 def test_a_temporary_folder_that_takes_nothing_or_runs_nothing(tmp_path: Path) -> None:
@@ -354,8 +361,8 @@ def dist_info(folder: Path, name: str, version: str, *requires: str) -> None:
 
 
 def test_the_versions_of_these_tests_are_well() -> None:
-    found = levels([*devices.check_python(Target()), *devices.check_packages(Target())])
-    assert {found[name] for name in ("python", "torch", "transformers", "packages")} == {"ok"}
+    result = levels([*devices.check_python(Target()), *devices.check_packages(Target())])
+    assert {result[name] for name in ("python", "torch", "transformers", "packages")} == {"ok"}
 
 
 @pytest.mark.parametrize(
@@ -372,10 +379,10 @@ def test_a_wrong_torch_is_bad(
     dist_info(tmp_path, "torch", version)
     monkeypatch.syspath_prepend(str(tmp_path))
     assert importlib.metadata.version("torch") == version
-    wrong = [result for result in devices.check_packages(Target()) if result.level != "ok"]
-    assert [result.name for result in wrong] == ["torch"]
-    assert wrong[0].level == "bad"
-    assert wrong[0].finding.startswith(text)
+    faulty = [result for result in devices.check_packages(Target()) if result.level != "ok"]
+    assert [result.name for result in faulty] == ["torch"]
+    assert faulty[0].level == "bad"
+    assert faulty[0].finding.startswith(text)
     mixed = only(devices.check_build(Target()))
     assert mixed.level == "bad"
     assert str(tmp_path) in mixed.remedy
@@ -387,10 +394,12 @@ def test_two_engines_and_a_package_out_of_range_are_bad(
     dist_info(tmp_path, "vllm", "0.99.0", "torch==2.13.0")
     dist_info(tmp_path, "peft", "0.1")
     monkeypatch.syspath_prepend(str(tmp_path))
-    wrong = [result.finding for result in devices.check_packages(Target()) if result.level == "bad"]
-    assert "vllm 0.99.0, and <0.34,>=0.26 is asked for" in wrong
-    assert any("are both installed" in text for text in wrong)
-    assert any(text.startswith("peft 0.1, and >=0.18") for text in wrong)
+    faulty = [
+        result.finding for result in devices.check_packages(Target()) if result.level == "bad"
+    ]
+    assert "vllm 0.99.0, and <0.34,>=0.26 is asked for" in faulty
+    assert any("are both installed" in text for text in faulty)
+    assert any(text.startswith("peft 0.1, and >=0.18") for text in faulty)
 
 
 def test_an_engine_from_source_may_say_any_version(
@@ -411,10 +420,10 @@ def test_a_build_for_the_cpu_beside_gpus_is_bad() -> None:
 
 
 def test_the_ranges_are_those_of_the_project() -> None:
-    python, asked = devices.read_requirements()
+    python, requests = devices.read_requirements()
     assert python == ">=3.11"
-    assert "torch>=2.11" in asked
-    assert 'vllm>=0.26,<0.34; extra == "gpu"' in asked
+    assert "torch>=2.11" in requests
+    assert 'vllm>=0.26,<0.34; extra == "gpu"' in requests
 
 
 # Devices
@@ -439,7 +448,7 @@ def smi(rows: str, more: str = "", applications: str = "", topology: str = "") -
 *compute_cap*) {f"printf '{more}'" if more else "echo Field compute_cap is not a valid field; exit 2"} ;;
 *compute-apps*) printf '{applications}' ;;
 *topo*) printf '{topology}' ;;
-esac"""
+esac"""  # noqa: E501
 
 
 H100 = "{0}, NVIDIA H100 80GB HBM3, {1}, 81559, {2}\\n"
@@ -473,11 +482,11 @@ def test_gpus_that_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         "GPU memory": "warning",
     }
     assert levels(results) == expected
-    found = {result.name: result for result in results}
-    assert found["ECC"].finding.endswith("GPU 0")
-    assert "535.104, and torch's CUDA 13.0 asks for 580" in found["driver"].finding
-    assert found["driver"].remedy.endswith("CUDA 12.x")
-    assert "GPU 0: 20.0 GiB (4711, 20000 MiB, python)" in found["GPU memory"].finding
+    actual = {result.name: result for result in results}
+    assert actual["ECC"].finding.endswith("GPU 0")
+    assert "535.104, and torch's CUDA 13.0 asks for 580" in actual["driver"].finding
+    assert actual["driver"].remedy.endswith("CUDA 12.x")
+    assert "GPU 0: 20.0 GiB (4711, 20000 MiB, python)" in actual["GPU memory"].finding
 
 
 def test_a_driver_that_knows_less_tells_what_it_knows(tmp_path: Path) -> None:
@@ -486,9 +495,9 @@ def test_a_driver_that_knows_less_tells_what_it_knows(tmp_path: Path) -> None:
 
 
 def test_a_driver_that_does_not_answer_is_bad(tmp_path: Path) -> None:
-    said = "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver."
-    line = only(devices.check_gpus(with_smi(tmp_path, f'echo "{said}"; exit 9')))
-    assert (line.level, said in line.finding) == ("bad", True)
+    message = "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver."
+    line = only(devices.check_gpus(with_smi(tmp_path, f'echo "{message}"; exit 9')))
+    assert (line.level, message in line.finding) == ("bad", True)
     target = replace(with_smi(tmp_path, ""), environ={"PATH": "/nowhere"})
     assert only(devices.check_gpus(target)).level == "warning"
 
@@ -497,7 +506,8 @@ TOPOLOGY = (
     "\\t\\033[4mGPU0\\tGPU1\\tGPU2\\tNIC0\\tCPU Affinity\\tNUMA Affinity\\033[0m\\n"
     "GPU0\\t X \\tNV18\\t{0}\\tPIX\\t0-47\\t0\\n"
     "GPU1\\tNV18\\t X \\t{0}\\tSYS\\t0-47\\t0\\nGPU2\\t{0}\\t{0}\\t X \\tSYS\\t0-47\\t0\\n"
-    "NIC0\\tPIX\\tSYS\\tSYS\\t X \\n\\nLegend:\\n\\n  X    = Self\\n  SYS  = Connection traversing PCIe\\n"
+    "NIC0\\tPIX\\tSYS\\tSYS\\t X \\n\\nLegend:\\n\\n  X    = Self\\n  SYS  = Connection "
+    "traversing PCIe\\n"
 )
 
 
@@ -592,17 +602,20 @@ def test_variables_that_slow_ranks_are_named_and_secrets_are_not() -> None:
 
 
 def test_the_end_of_a_slurm_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    for left, level in ((300, "warning"), (7200, "ok")):
+    for remaining, level in ((300, "warning"), (7200, "ok")):
         monkeypatch.setenv("SLURM_JOB_ID", "7")
-        monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + left))
+        monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + remaining))
         assert only(network.check_slurm(Target())).level == level
     assert [*network.check_slurm(Target(environ={}))] == []
 
 
 def test_a_torchrun_of_another_python_is_named(tmp_path: Path) -> None:
     program = tmp_path / "torchrun"
-    for first, level in (("#!/opt/other/bin/python3", "warning"), ("#!/usr/bin/env python3", "ok")):
-        program.write_text(f"{first}\n")
+    for initial, level in (
+        ("#!/opt/other/bin/python3", "warning"),
+        ("#!/usr/bin/env python3", "ok"),
+    ):
+        program.write_text(f"{initial}\n")
         program.chmod(0o755)
         assert only(network.check_torchrun(Target(environ={"PATH": str(tmp_path)}))).level == level
 
@@ -649,8 +662,8 @@ def test_a_hanging_check_does_not_hold_the_interpreter() -> None:
         never.wait()
         yield Result("x", "ok", "")
 
-    before = threading.enumerate()
+    old = threading.enumerate()
     run_check(Check("x", "memory", look, 0.1), Target())
-    (thread,) = {*threading.enumerate()}.difference(before)
+    (thread,) = {*threading.enumerate()}.difference(old)
     assert thread.daemon
     never.set()

@@ -1,4 +1,5 @@
-"""What ranks bring together in a checkup, without ranks: who differs, lacks something or hangs is named."""
+"""What ranks bring together in a checkup, without ranks: who differs, lacks something or hangs is
+named."""
 
 from __future__ import annotations
 
@@ -38,8 +39,8 @@ def of_ranks(*results: Result | None, group: str = "memory", hosts: str = "aabb"
     return [f"{line.level}: {line.finding}" for _, line in merge_findings(of)]
 
 
-def ok(found: str = "well", **alike: str) -> Result:
-    return Result("x", "ok", found, facts=alike)
+def ok(found: str = "well", **equal: str) -> Result:
+    return Result("x", "ok", found, facts=equal)
 
 
 def bad(found: str) -> Result:
@@ -76,8 +77,8 @@ def test_facts_that_must_be_alike_are_named_where_they_are_not() -> None:
 
 
 def test_many_facts_that_differ_are_few_lines() -> None:
-    here, there = ({f"package_{i}": version for i in range(20)} for version in ("1", "2"))
-    lines_of = of_ranks(ok(**here), ok(**here), ok(**here), ok(**there))
+    local, present = ({f"package_{i}": version for i in range(20)} for version in ("1", "2"))
+    lines_of = of_ranks(ok(**local), ok(**local), ok(**local), ok(**present))
     assert len(lines_of) == 1 + 4 + 1
     assert lines_of[-1] == "warning: ranks differ in 16 more of these"
 
@@ -132,8 +133,8 @@ def on_h100(rate: float, ranks: int, name: str = "all") -> dict[str, Any]:
 def test_a_link_is_held_against_its_cards_figure() -> None:
     """450 GB/s in one direction; half of it is well."""
     for rate, level in ((300.0, "ok"), (40.0, "warning")):
-        found = dict(names_and_levels(lines({rank: on_h100(rate, 2) for rank in range(2)})))
-        assert found == {"device": "ok", "pinned memory": "ok", "all-reduce": level}
+        result = dict(names_and_levels(lines({rank: on_h100(rate, 2) for rank in range(2)})))
+        assert result == {"device": "ok", "pinned memory": "ok", "all-reduce": level}
     over_nodes = {
         rank: on_h100(300.0, 2, "node") | {"all": on_h100(0.1, 4)["all"]} for rank in range(4)
     }
@@ -172,18 +173,21 @@ def test_the_rank_whose_device_fails_is_named_and_not_those_that_wait() -> None:
 
 def test_ranks_that_find_no_way_to_each_other_are_one_line() -> None:
     def failing(port: int) -> dict[str, Any]:
-        said = f"Gloo connectFullMesh failed with [/a/gloo/pair.cc:152] timed out connecting: remote=[127.0.0.1]:{port}"
-        return report("forming the group", failed=said)
+        message = (
+            "Gloo connectFullMesh failed with [/a/gloo/pair.cc:152] timed out connecting: "
+            f"remote=[127.0.0.1]:{port}"
+        )
+        return report("forming the group", failed=message)
 
     (line,) = lines(
         {0: report("forming the group"), 1: failing(7), 2: failing(8), 3: report()},
         TWO_HOSTS,
         NODES,
     )
-    said = (
+    message = (
         "forming the group: Gloo connectFullMesh failed timed out connecting: remote=[127.0.0.1]:7"
     )
-    assert line.finding == f"{said} (ranks 1-2 on a, b)"
+    assert line.finding == f"{message} (ranks 1-2 on a, b)"
     assert "GLOO_SOCKET_IFNAME" in line.remedy
 
 
@@ -207,32 +211,32 @@ def test_ranks_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="MASTER_ADDR or MASTER_PORT is not"):
         find_launch(environ)
     environ |= {"MASTER_ADDR": "a", "MASTER_PORT": "29500"}
-    found = find_launch(environ)
-    assert found is not None
-    assert (found.num_ranks, found.local_ranks, found.serves_store) == (16, 8, True)
-    found = find_launch(environ | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
-    assert found is not None
-    assert not found.serves_store
+    launch = find_launch(environ)
+    assert launch is not None
+    assert (launch.num_ranks, launch.local_ranks, launch.serves_store) == (16, 8, True)
+    launch = find_launch(environ | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
+    assert launch is not None
+    assert not launch.serves_store
     assert find_launch({}) is None
 
 
 def test_ranks_of_srun() -> None:
     step = {
-        "SLURM_JOB_ID": "41", "SLURM_STEP_ID": "1", "SLURM_STEP_NUM_TASKS": "10", "SLURM_PROCID": "9",
+        "SLURM_JOB_ID": "41", "SLURM_STEP_ID": "1", "SLURM_STEP_NUM_TASKS": "10", "SLURM_PROCID": "9",  # noqa: E501
         "SLURM_LOCALID": "1", "SLURM_NODEID": "2", "SLURM_STEP_TASKS_PER_NODE": "4(x2),2",
         "SLURM_STEP_NODELIST": "gpu[03-04,9]",
     }  # fmt: skip
-    found = find_launch(step)
-    assert found is not None
-    assert (found.rank, found.num_ranks, found.local_rank, found.local_ranks) == (9, 10, 1, 2)
-    assert (found.environ["MASTER_ADDR"], found.environ["MASTER_PORT"]) == ("gpu03", "20042")
-    assert not found.serves_store
+    launch = find_launch(step)
+    assert launch is not None
+    assert (launch.rank, launch.num_ranks, launch.local_rank, launch.local_ranks) == (9, 10, 1, 2)
+    assert (launch.environ["MASTER_ADDR"], launch.environ["MASTER_PORT"]) == ("gpu03", "20042")
+    assert not launch.serves_store
     batch_script = {"SLURM_JOB_ID": "41", "SLURM_NTASKS": "10", "SLURM_PROCID": "0"}
     assert find_launch(batch_script) is None
 
 
 @pytest.mark.parametrize(
-    ("nodes", "first"),
+    ("nodes", "initial"),
     [
         ("node1", "node1"),
         ("node1,node2", "node1"),
@@ -241,8 +245,8 @@ def test_ranks_of_srun() -> None:
         ("", "127.0.0.1"),
     ],
 )
-def test_the_first_host_of_slurms_list(nodes: str, first: str) -> None:
-    assert first_host(nodes) == first
+def test_the_first_host_of_slurms_list(nodes: str, initial: str) -> None:
+    assert first_host(nodes) == initial
 
 
 # What goes over the store
@@ -270,11 +274,11 @@ def test_a_clock_that_is_wrong_is_found_by_how_much(
         target=answer_clock, args=(store, 2, lambda: clock() + skew), daemon=True
     )
     asking.start()
-    found = measure_clocks(store, [2])
+    clocks = measure_clocks(store, [2])
     asking.join()
-    measured, uncertainty = found[2]
+    measured, uncertainty = clocks[2]
     assert abs(measured - skew) <= uncertainty + 1e-3
-    monkeypatch.setattr(exchange, "measure_clocks", lambda *_: found)
+    monkeypatch.setattr(exchange, "measure_clocks", lambda *_: clocks)
     (line,) = check_clocks(store, [2], TWO_HOSTS)
     if skew and uncertainty < 5:
         assert (line.level, f"b {skew:+.1f} s" in line.finding) == ("warning", True)

@@ -103,13 +103,13 @@ def test_torchruns_options_for_several_nodes_pass_through(monkeypatch: pytest.Mo
     assert command[3:] == [*passed, "-m", "grpo_spmd.train", "--config=x.yaml", "seed=1"]
     assert run.sizes == {"WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "2"}  # type: ignore[attr-defined]
     # One rank a node is no debug mode.
-    assert run(monkeypatch, "--config=x.yaml", "--nnodes=2", "--node-rank=1", "--master-addr=a")[3:6] == [
+    assert run(monkeypatch, "--config=x.yaml", "--nnodes=2", "--node-rank=1", "--master-addr=a")[3:6] == [  # noqa: E501
         "--nnodes=2", "--node-rank=1", "--master-addr=a",
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["trian"], "grpo-spmd trian: unknown command; did you mean train? --help lists them"),
         (["train", "--nproc", "two"], "--nproc: 'two' is not a number from 1 on"),
@@ -121,13 +121,16 @@ def test_torchruns_options_for_several_nodes_pass_through(monkeypatch: pytest.Mo
     ],
 )
 def test_a_mistake_is_one_line(
-    words: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["grpo-spmd", *words])
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as remaining:
         cli.main()
-    assert left.value.code == 2
-    assert capsys.readouterr().err == f"error: {said}\n"
+    assert remaining.value.code == 2
+    assert capsys.readouterr().err == f"error: {message}\n"
 
 
 def test_a_bad_config_is_one_line_and_torchrun_is_never_started(tmp_path: Path) -> None:
@@ -139,9 +142,9 @@ def test_a_bad_config_is_one_line_and_torchrun_is_never_started(tmp_path: Path) 
     imported = [
         line.rpartition("|")[2].strip() for line in lines if line.startswith("import time:")
     ]
-    said = [line for line in lines if not line.startswith("import time:")]
+    message = [line for line in lines if not line.startswith("import time:")]
     assert (done.returncode, done.stdout) == (2, "")
-    assert said == ["error: rollout.group_sise: unknown key; did you mean rollout.group_size?"]
+    assert message == ["error: rollout.group_sise: unknown key; did you mean rollout.group_size?"]
     assert "yaml" in imported
     assert "torch" not in imported
 

@@ -1,4 +1,5 @@
-"""The garbage collector is out of the way while modules are imported, and looks at none of them afterwards."""
+"""The garbage collector is out of the way while modules are imported, and looks at none of them
+afterwards."""
 
 from __future__ import annotations
 
@@ -48,6 +49,6 @@ print(json.dumps([within, left, len(gc.get_objects())]))
 def test_modules_are_imported_without_a_collection_and_not_looked_at_again() -> None:
     done = run_command([sys.executable, "-c", COUNTS])
     assert done.returncode == 0, done.stderr
-    within, left, thawed = json.loads(done.stdout)
+    within, remaining, thawed = json.loads(done.stdout)
     assert within == 0
-    assert left < 1_000 < 100_000 < thawed
+    assert remaining < 1_000 < 100_000 < thawed

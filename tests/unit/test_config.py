@@ -204,7 +204,8 @@ def test_unknown_key_like_none_points_to_help(tmp_path: Path) -> None:
         ("data.train=", "data.train must be text; got None"),
         (
             "advantage.estimator=remax",
-            "advantage.estimator must be one of grpo, dr_grpo, rloo, reinforce_pp, max_rl, gae; got 'remax'",
+            "advantage.estimator must be one of grpo, dr_grpo, rloo, reinforce_pp, max_rl, gae; "
+            "got 'remax'",
         ),
         ("rollout.sleep_level=true", "rollout.sleep_level must be one of 1, 2; got True"),
         (
@@ -463,9 +464,9 @@ def test_redaction_by_name_and_by_form(tmp_path: Path) -> None:
     tree = config_to_dict(
         _load(tmp_path, {"rewards": [{"name": "exact", "args": {"inner": args}}]})
     )
-    shown = tree["rewards"][0]["args"]["inner"]
-    assert {name for name in shown if shown[name] == "<redacted>"} == set(SECRETS)
-    assert {name: shown[f"no_{name}"] for name in NO_SECRETS} == NO_SECRETS
+    displayed = tree["rewards"][0]["args"]["inner"]
+    assert {name for name in displayed if displayed[name] == "<redacted>"} == set(SECRETS)
+    assert {name: displayed[f"no_{name}"] for name in NO_SECRETS} == NO_SECRETS
 
 
 def test_redaction_of_a_declared_key_by_its_form(tmp_path: Path) -> None:
@@ -485,13 +486,13 @@ def test_redacting_does_not_change_the_config_itself(tmp_path: Path) -> None:
 
 
 def test_help_describes_every_key(tmp_path: Path) -> None:
-    def leaves(tree: dict[str, Any], where: str = "") -> list[str]:
+    def leaves(tree: dict[str, Any], location: str = "") -> list[str]:
         names = []
         for name, value in tree.items():
             names += (
-                leaves(value, f"{where}{name}.")
+                leaves(value, f"{location}{name}.")
                 if isinstance(value, dict) and name != "engine" and value
-                else [where + name]
+                else [location + name]
             )
         return names
 
@@ -531,12 +532,12 @@ def test_help_fits_the_terminal_and_names_each_key_at_the_start_of_a_line(column
 def test_what_can_mean_one_thing_alone_is_taken_for_it(
     override: str, key: str, value: Any, tmp_path: Path
 ) -> None:
-    found = flatten_config(_load(tmp_path, None, override))[key]
-    assert (found, type(found)) == (value, type(value))
+    result = flatten_config(_load(tmp_path, None, override))[key]
+    assert (result, type(result)) == (value, type(value))
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "message"),
     [
         ("training.num_steps=2.5", "training.num_steps must be a whole number; got 2.5"),
         ("training.num_steps=1e300", "training.num_steps must be a whole number; got '1e300'"),
@@ -566,8 +567,8 @@ def test_what_can_mean_one_thing_alone_is_taken_for_it(
         ("loss.clip_ratio_low=None", "loss.clip_ratio_low must be a finite number; got 'None'"),
     ],
 )
-def test_what_cannot_be_taken_gets_its_remedy(override: str, said: str, tmp_path: Path) -> None:
-    assert said in _refusal(tmp_path, None, override)
+def test_what_cannot_be_taken_gets_its_remedy(override: str, message: str, tmp_path: Path) -> None:
+    assert message in _refusal(tmp_path, None, override)
 
 
 @pytest.mark.parametrize(
@@ -590,8 +591,10 @@ def test_micro_batches_fit_a_cpu_where_the_config_does_not_say(
     tmp_path: Path, sizes: list[str], tokens: int
 ) -> None:
     path = write_config(tmp_path, tmp_path, training=None)
-    shown = load_config_with_sources(path, ["data.max_prompt_tokens=50", *sizes], on_cpu=True)[0]
-    assert shown.training.max_tokens_per_micro_batch == tokens
+    displayed = load_config_with_sources(path, ["data.max_prompt_tokens=50", *sizes], on_cpu=True)[
+        0
+    ]
+    assert displayed.training.max_tokens_per_micro_batch == tokens
     assert load_config(path, sizes[:2]).training.max_tokens_per_micro_batch in (16384, 4096)
 
 
@@ -613,13 +616,13 @@ def test_hidden_gpus_and_none_are_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_build_of_torch_says_what_it_is_for_without_being_imported(tmp_path: Path) -> None:
     spec = ModuleSpec("torch", None, origin=str(tmp_path / "__init__.py"))
     assert not load.is_built_for_cpu(spec)  # a torch that says nothing
-    for said, is_for_cpu in [
+    for message, is_for_cpu in [
         ("cuda: Optional[str] = None", True),
         ("cuda = None", True),
         ("cuda = '12.8'", False),
     ]:
         (tmp_path / "version.py").write_text(
-            f"__version__ = '2.13.0'\n{said}\nhip: Optional[str] = None\n"
+            f"__version__ = '2.13.0'\n{message}\nhip: Optional[str] = None\n"
         )
         assert load.is_built_for_cpu(spec) == is_for_cpu
     assert load.is_built_for_cpu(find_spec("torch")) == (torch.version.cuda is None)

@@ -125,7 +125,7 @@ def test_rewards_and_phases_stand_at_the_end_where_there_is_room(
 def test_the_header_comes_again_and_follows_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     a_console = Console(100)
     lines = [list(a_console.lines({"step": step, **QUIET})) for step in range(1, 21)]
-    assert [len(of_step) for of_step in lines] == [2] + [1] * 19
+    assert [len(step_values) for step_values in lines] == [2] + [1] * 19
     monkeypatch.setenv("COLUMNS", "100")
     header, line = a_console.lines({"step": 21, **QUIET})
     assert "entropy" in header
@@ -133,21 +133,24 @@ def test_the_header_comes_again_and_follows_the_terminal(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("step_s", "left"),
+    ("step_s", "remaining"),
     [(0.5, "34s"), (10, "11min"), (100, "1.9h"), (1000, "18.9h"), (20000, "16d"), (0.1, "6.80s")],
 )
-def test_the_time_that_is_left(step_s: float, left: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """68 of 80 steps, at the mean of the last ones; the first, which took an hour, is not among them."""
+def test_the_time_that_is_left(
+    step_s: float, remaining: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """68 of 80 steps, at the mean of the last ones; the first, which took an hour, is not among
+    them."""
     clock = iter([3600 + step_s * step for step in range(12)])
     monkeypatch.setattr(console.time, "monotonic", lambda: next(clock))
     a_console = Console(80)
     for step in range(1, 13):
         *_, line = a_console.lines({"step": step, **QUIET})
-    assert line.split()[-1] == left
+    assert line.split()[-1] == remaining
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         ({"reward/zero_std_groups_frac": 1.0}, "in every group all rewards are alike (mean 0.287)"),
         (
@@ -172,16 +175,17 @@ def test_the_time_that_is_left(step_s: float, left: str, monkeypatch: pytest.Mon
         ),
     ],
 )
-def test_alarms_are_given_once_in_words(changed: dict[str, float | None], said: str) -> None:
+def test_alarms_are_given_once_in_words(changed: dict[str, float | None], message: str) -> None:
     a_console = Console(80)
     assert list(a_console.warnings({"step": 3, **QUIET})) == []
     [text] = a_console.warnings({"step": 4, **QUIET, **changed})
-    assert text.startswith(f"step 4: {said}")
+    assert text.startswith(f"step 4: {message}")
     assert list(a_console.warnings({"step": 5, **QUIET, **changed})) == []
 
 
 def test_no_alarm_of_what_was_not_measured() -> None:
-    """A skipped update has a warning of its own, and a step without a reward std nothing to say about groups."""
+    """A skipped update has a warning of its own, and a step without a reward std nothing to say
+    about groups."""
     skipped = QUIET | {
         "optim/updates": 0,
         "optim/skipped_updates": 1,
@@ -233,10 +237,10 @@ def test_long_lines_are_wrapped_in_a_terminal_and_whole_in_a_pipe() -> None:
         os.set_blocking(ours, True)
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
         through_terminal(stream, long, "short  with  spaces")
-        shown = b""
-        while not shown.endswith(b"short  with  spaces\r\n"):
-            shown += os.read(ours, 65536)
-    lines = shown.decode().replace("\r\n", "\n").splitlines()
+        displayed = b""
+        while not displayed.endswith(b"short  with  spaces\r\n"):
+            displayed += os.read(ours, 65536)
+    lines = displayed.decode().replace("\r\n", "\n").splitlines()
     os.close(theirs)
     os.close(ours)
     assert " ".join(line.strip() for line in lines[:-1]) == long

@@ -1,5 +1,7 @@
-"""What the engine relies on of vLLM: the table holds for the installed one, leaves nothing out that engine/ uses, and a
-breach of each kind is found. The GPU builds are asked by `benchmarks/run.sh contract`. Nothing here imports vllm."""
+"""What the engine relies on of vLLM: the table holds for the installed one, leaves nothing out that
+engine/ uses, and a
+breach of each kind is found. The GPU builds are asked by `benchmarks/run.sh contract`. Nothing here
+imports vllm."""
 
 from __future__ import annotations
 
@@ -25,10 +27,13 @@ SITE = Path(_TORCH.origin).parents[1]
 _OWN = {"weight_proof.py", "weight_sync.py"}
 FILES = [path for path in sorted((ROOT / "grpo_spmd/engine").glob("*.py")) if path.name not in _OWN]
 _OBJECTS = re.compile(
-    r"^(self\._llm|self\._engine|self\._model|llm|core|scheduler|layer|wrapper|model|module|method|mapper|output|sampled"
-    r"|of|rows|vllm_config|CuMemAllocator|CPUAttentionBackend|ExecutorWithExternalLauncher|RequestOutputKind)[.(]"
+    r"^(self\._llm|self\._engine|self\._model|"
+    r"llm|core|scheduler|layer|wrapper|model|module|method|mapper|output|sampled"
+    r"|of|rows|vllm_config|CuMemAllocator|"
+    r"CPUAttentionBackend|ExecutorWithExternalLauncher|RequestOutputKind)[.(]"
 )
-# What these have by nn.Module or as a dict, and what is ours: other things are called so too, and reload.py patches.
+# What these have by nn.Module or as a dict, and what is ours: other things are called so too, and
+# reload.py patches.
 _NOT_VLLMS = {"modules", "named_modules", "named_parameters", "parameters", "items", "load_weights"}
 _NOT_VLLMS |= {
     "path",
@@ -56,9 +61,9 @@ def source() -> Source:
 
 
 def broken(rows: tuple[Row, ...], source: Source, version: tuple[int, int] = (0, 32)) -> list[str]:
-    found = check(rows, source, version)
+    result = check(rows, source, version)
     return [
-        f"{finding.row.label}: {finding.how}" for finding in found if finding.verdict == "broken"
+        f"{finding.row.label}: {finding.how}" for finding in result if finding.verdict == "broken"
     ]
 
 
@@ -87,12 +92,12 @@ def without_a_row(text: str) -> Iterator[str]:
         elif isinstance(node, ast.Call):
             called = ast.unparse(node.func)
             if called in ("hasattr", "getattr") and isinstance(node.args[1], ast.Constant):
-                asked = str(node.args[1].value)
+                requests = str(node.args[1].value)
                 if (
                     _OBJECTS.match(f"{ast.unparse(node.args[0])}.")
-                    and asked not in members | _NOT_VLLMS
+                    and requests not in members | _NOT_VLLMS
                 ):
-                    yield from () if asked in quoted else (f"attribute {asked}",)
+                    yield from () if requests in quoted else (f"attribute {requests}",)
             elif called in ("SamplingParams", "vllm.LLM"):
                 yield from (
                     f"{called}({word.arg}=)"
@@ -117,7 +122,7 @@ def test_what_the_engine_uses_of_vllm_has_its_row(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("added", "said"),
+    ("added", "message"),
     [
         (
             "from vllm.v1.engine.core import EngineShutdown",
@@ -129,8 +134,8 @@ def test_what_the_engine_uses_of_vllm_has_its_row(path: Path) -> None:
         ("options |= {'seed': 0, 'swap_space': 4}", "option swap_space"),
     ],
 )
-def test_a_use_without_a_row_is_found(added: str, said: str) -> None:
-    assert list(without_a_row(added)) == [said]
+def test_a_use_without_a_row_is_found(added: str, message: str) -> None:
+    assert list(without_a_row(added)) == [message]
 
 
 # A breach of each kind
@@ -144,32 +149,39 @@ def test_an_option_that_this_vllm_lacks_is_found(source: Source) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "old", "new", "row", "how"),
+    ("file", "old", "new", "row", "method"),
     [
-        ("entrypoints/llm.py", "def sleep(self, level:", "def doze(self, level:", "LLM.sleep(level=2)", "no such name"),
-        ("entrypoints/llm.py", "def wake_up(self, tags:", "def wake_up(self, of:", "LLM.wake_up(", "it takes no tags"),
-        ("engine/arg_utils.py", "    load_format:", "    format:", "load_format=0)", "it takes no load_format"),
-        ("sampling_params.py", "    flat_logprobs:", "    flat:", "(flat_logprobs=0)", "it takes no flat_logprobs"),
-        ("sampling_params.py", "    FINAL_ONLY =", "    LAST =", "RequestOutputKind.FINAL_ONLY", "no such name"),
-        ("v1/worker/gpu_worker.py", "model.named_buffers()", "0", "Worker.sleep(", "not say model.named_buffers()"),
-        ("v1/engine/core.py", "self.scheduler", "self.planner", "EngineCore.scheduler", "no such name"),
-        ("v1/engine/llm_engine.py", "        prompt:", "        *, prompt:", ".add_request(", "takes 1 by place"),
-        ("lora/lora_weights.py", "float | None = None", "float", "LoRALayerWeights(", "it needs scaling too"),
-        ("config/model.py", '"processed_logprobs"\n]', '"logprobs"\n]', "LogprobsMode says", "not say 'processed_log"),
+        ("entrypoints/llm.py", "def sleep(self, level:", "def doze(self, level:", "LLM.sleep(level=2)", "no such name"),  # noqa: E501
+        ("entrypoints/llm.py", "def wake_up(self, "
+                               "tags:", "def wake_up(self, of:", "LLM.wake_up(", "it takes no tags"),  # noqa: E501
+        ("engine/arg_utils.py", "    load_format:", "    format:", "load_format=0)", "it takes no "
+                                                                                     "load_format"),
+        ("sampling_params.py", "    flat_logprobs:", "    flat:", "(flat_logprobs=0)", "it takes no "  # noqa: E501
+                                                                                       "flat_logprobs"),
+        ("sampling_params.py", "    FINAL_ONLY =", "    LAST =", "RequestOutputKind.FINAL_ONL"
+                                                                 "Y", "no such name"),
+        ("v1/worker/gpu_worker.py", "model.named_buffers()", "0", "Worker.sleep(", "not say "
+                                                                                   "model.named_buffers()"),
+        ("v1/engine/core.py", "self.scheduler", "self.planner", "EngineCore.scheduler", "no such name"),  # noqa: E501
+        ("v1/engine/llm_engine.p"
+         "y", "        prompt:", "        *, prompt:", ".add_request(", "takes 1 by place"),
+        ("lora/lora_weights.py", "float | None = None", "float", "LoRALayerWeights(", "it needs scaling too"),  # noqa: E501
+        ("config/model.py", '"processed_logprobs"'
+                            '\n]', '"logprobs"\n]', "LogprobsMode says", "not say 'processed_log"),
     ],
 )  # fmt: skip
 def test_a_planted_breach_is_found(
-    file: str, old: str, new: str, row: str, how: str, tmp_path: Path
+    file: str, old: str, new: str, row: str, method: str, tmp_path: Path
 ) -> None:
     text = (SITE / "vllm" / file).read_text(encoding="utf-8")
     assert old in text, "vllm has changed here: plant the breach anew"
     planted = tmp_path / "vllm" / file
     planted.parent.mkdir(parents=True)
     planted.write_text(text.replace(old, new), encoding="utf-8")
-    about = tuple(each for each in ROWS if row in each.label)
+    about = tuple(item for item in ROWS if row in item.label)
     assert broken(about, Source(SITE)) == []
-    found = broken(about, Source(tmp_path, SITE))
-    assert [line for line in found if row in line and how in line], (about, found)
+    result = broken(about, Source(tmp_path, SITE))
+    assert [line for line in result if row in line and method in line], (about, result)
 
 
 def test_what_may_be_absent_is_no_breach(source: Source) -> None:

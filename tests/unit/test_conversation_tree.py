@@ -36,9 +36,9 @@ def _contexts(chat: Bytes | None = None, **limits: int) -> ConversationTree:
     return ConversationTree(chat or Bytes(), replace(wide, **limits))
 
 
-def _completion(chat: Bytes, text: str, *, whole: bool = True, first: float = 0.0) -> Completion:
-    ids = chat.sampled(text, whole=whole)
-    return Completion(ids, [first - i for i in range(len(ids))], "stop" if whole else "length")
+def _completion(chat: Bytes, text: str, *, full: bool = True, initial: float = 0.0) -> Completion:
+    ids = chat.sampled(text, full=full)
+    return Completion(ids, [initial - i for i in range(len(ids))], "stop" if full else "length")
 
 
 def _wired(messages: Messages, tools: list[Any] | None = None) -> Messages:
@@ -83,13 +83,13 @@ def test_a_conversation_is_sent_on_token_by_token() -> None:
     chat = Bytes()
     contexts = _contexts(chat)
     user, more = {"role": "user", "content": "hi"}, {"role": "user", "content": "on"}
-    first = contexts.begin(_wired([user]), [])
+    initial = contexts.begin(_wired([user]), [])
     # user "hi" and the assistant's header: 257 h i 260 258
-    assert first.context_ids == [257, *b"hi", 260, 258]
+    assert initial.context_ids == [257, *b"hi", 260, 258]
     sampled = chat.sampled("abc")
     assert sampled == [97, 1098, 99, 260]
     answer = _returned(
-        contexts.finish(first.number, Completion(sampled, [-1.0, -2.0, -3.0, -4.0], "stop"))
+        contexts.finish(initial.number, Completion(sampled, [-1.0, -2.0, -3.0, -4.0], "stop"))
     )
     assert answer == {"role": "assistant", "content": "abc"}
     second = contexts.begin(_wired([user, answer, more]), [])
@@ -110,7 +110,7 @@ def test_a_conversation_is_sent_on_token_by_token() -> None:
     ]
     assert [message["content"] for message in recorded.messages] == ["abc", "on", "d"]
     assert contexts.status == "ok"
-    assert second.key != first.key
+    assert second.key != initial.key
 
 
 _CALL = '\n!add {"a": 1, "b": [1, 2]}'
@@ -135,17 +135,17 @@ def test_forms_that_clients_give_our_message_are_known(change: dict[str, Any]) -
     wanted = contexts.begin(_wired([user]), [])
     answer = contexts.finish(wanted.number, _completion(chat, "thought</think>" + _CALL))
     assert (answer.finish_reason, answer.num_invalid) == ("tool_calls", 0)
-    said = _returned(answer)
-    assert said["content"] is None
-    assert said["reasoning_content"] == "thought"
-    (call,) = said["tool_calls"]
+    returned = _returned(answer)
+    assert returned["content"] is None
+    assert returned["reasoning_content"] == "thought"
+    (call,) = returned["tool_calls"]
     assert json.loads(call["function"]["arguments"]) == {"a": 1, "b": [1, 2]}
-    said |= change
+    returned |= change
     call["function"]["arguments"] = '{"b":[1,2],"a":1}'  # as another JSON writer has it
     result = {"role": "tool", "tool_call_id": call["id"], "content": "3"}
-    before = len(chat.rendered)
-    second = contexts.begin(_wired([user, said, result]), [])
-    assert len(chat.rendered) == before, "it was rendered again, so it was not known"
+    old = len(chat.rendered)
+    second = contexts.begin(_wired([user, returned, result]), [])
+    assert len(chat.rendered) == old, "it was rendered again, so it was not known"
     assert second.context_ids[: len(wanted.context_ids)] == wanted.context_ids
     contexts.finish(second.number, _completion(chat, "done"))
     assert len(contexts.record().segments) == 1
@@ -164,7 +164,7 @@ def test_arguments_of_any_kind_are_known_again(arguments: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "value"),
+    ("label", "value"),
     [
         ("content", "other"),
         ("content", "abc "),
@@ -172,12 +172,12 @@ def test_arguments_of_any_kind_are_known_again(arguments: str) -> None:
         ("reasoning_content", "other thoughts"),
     ],
 )
-def test_a_changed_history_begins_a_segment_of_its_own(what: str, value: Any) -> None:
+def test_a_changed_history_begins_a_segment_of_its_own(label: str, value: Any) -> None:
     chat = Bytes()
     contexts = _contexts(chat)
     user = {"role": "user", "content": "hi"}
     answer = _turn(contexts, chat, [user], "t</think>abc" + _CALL)
-    changed = copy.deepcopy(answer) | {what: value}
+    changed = copy.deepcopy(answer) | {label: value}
     _turn(contexts, chat, [user, changed, {"role": "user", "content": "on"}], "d")
     recorded = contexts.record()
     _check(recorded)
@@ -192,14 +192,14 @@ def test_other_tools_or_an_earlier_message_changed_begin_one_too() -> None:
     answer = _turn(contexts, chat, [user], "abc")
     tools = [{"type": "function", "function": {"name": "f"}}]
     on: Messages = [answer, {"role": "user", "content": "on"}]
-    first = contexts.begin(_wired([user, *on]), tools)
-    contexts.finish(first.number, _completion(chat, "d"))
+    initial = contexts.begin(_wired([user, *on]), tools)
+    contexts.finish(initial.number, _completion(chat, "d"))
     second = contexts.begin(_wired([{"role": "user", "content": "Hi"}, *on]), [])
     contexts.finish(second.number, _completion(chat, "e"))
     recorded = contexts.record()
     _check(recorded)
     assert len(recorded.segments) == 3
-    assert first.context_ids[0] == ord("T")
+    assert initial.context_ids[0] == ord("T")
 
 
 def test_the_second_continuation_of_a_context_is_a_fork_with_the_same_tokens_before_it() -> None:
@@ -210,8 +210,8 @@ def test_the_second_continuation_of_a_context_is_a_fork_with_the_same_tokens_bef
         contexts.begin(_wired([user, answer, {"role": "user", "content": text}]), [])
         for text in ("x", "y")
     ]
-    for one, text in zip(reversed(wanted), ("late", "soon"), strict=True):
-        contexts.finish(one.number, _completion(chat, text))
+    for single, text in zip(reversed(wanted), ("late", "soon"), strict=True):
+        contexts.finish(single.number, _completion(chat, text))
     recorded = contexts.record()
     _check(recorded)
     # "abc" is trained on once, in the first segment, and given in the other
@@ -260,7 +260,7 @@ def test_a_turn_that_was_cut_off_has_no_calls() -> None:
     chat, user = Bytes(), {"role": "user", "content": "hi"}
     contexts = _contexts(chat)
     wanted = contexts.begin(_wired([user]), [])
-    answer = contexts.finish(wanted.number, _completion(chat, "abc" + _CALL, whole=False))
+    answer = contexts.finish(wanted.number, _completion(chat, "abc" + _CALL, full=False))
     assert (answer.finish_reason, answer.num_invalid) == ("length", 0)
     assert "tool_calls" not in answer.message
     assert contexts.status == "truncated"
@@ -280,7 +280,7 @@ def test_which_of_two_turns_ends_first_says_nothing_of_the_episode(order: tuple[
         contexts.begin(_wired([{"role": "user", "content": word}]), []).number for word in "xy"
     ]
     for number in order:
-        contexts.finish(numbers[number], _completion(chat, "abc", whole=number == 1))
+        contexts.finish(numbers[number], _completion(chat, "abc", full=number == 1))
     assert contexts.status == "truncated"
 
 
@@ -290,7 +290,7 @@ def test_a_turn_as_short_as_the_agent_wants_it_is_not_cut_off() -> None:
         contexts = _contexts(chat)
         number = contexts.begin(_wired([{"role": "user", "content": "hi"}]), [], wanted).number
         assert (
-            contexts.finish(number, _completion(chat, "abc", whole=False)).finish_reason == "length"
+            contexts.finish(number, _completion(chat, "abc", full=False)).finish_reason == "length"
         )
         assert contexts.status == status
 
@@ -300,8 +300,8 @@ def test_calls_that_do_not_parse_are_counted_and_left_out() -> None:
     contexts = _contexts(chat)
     wanted = contexts.begin(_wired([{"role": "user", "content": "hi"}]), [])
     deep = '{"a":' * 40 + "1" + "}" * 40
-    said = ["a", "f {", "g {}", f"h {deep}", 'i {"a": "\\ud800"}']  # half of a pair of surrogates
-    answer = contexts.finish(wanted.number, _completion(chat, "\n!".join(said)))
+    output = ["a", "f {", "g {}", f"h {deep}", 'i {"a": "\\ud800"}']  # half of a pair of surrogates
+    answer = contexts.finish(wanted.number, _completion(chat, "\n!".join(output)))
     assert answer.num_invalid == 3
     assert [call["function"]["name"] for call in answer.message["tool_calls"]] == ["g"]
 
@@ -321,9 +321,9 @@ def test_limits_refuse_with_codes_that_say_which() -> None:
     )
 
     contexts = _contexts(chat, max_tokens=9)  # "abc" and its end are 4, " on" 5
-    first = contexts.begin(_wired([user]), [], 100)
-    assert first.max_tokens == 9
-    contexts.finish(first.number, _completion(chat, "abc"))
+    initial = contexts.begin(_wired([user]), [], 100)
+    assert initial.max_tokens == 9
+    contexts.finish(initial.number, _completion(chat, "abc"))
     with pytest.raises(ApiError) as refused:
         contexts.begin(_wired([user, answer, *on]), [])
     assert (refused.value.code, contexts.status) == ("episode_max_tokens", "max_tokens")
@@ -331,14 +331,14 @@ def test_limits_refuse_with_codes_that_say_which() -> None:
     contexts = _contexts(chat, max_model_len=6)
     assert contexts.begin(_wired([user]), []).max_tokens == 1  # 5 tokens are there
     for text, rendered in (("hiya", True), ("x" * 10_000, False)):
-        before = len(chat.rendered)
+        old = len(chat.rendered)
         with pytest.raises(ApiError) as refused:
             contexts.begin(_wired([{"role": "user", "content": text}]), [])
         assert (refused.value.code, contexts.status) == (
             "context_length_exceeded",
             "context_overflow",
         )
-        assert (len(chat.rendered) > before) == rendered, "what cannot fit is not tokenized"
+        assert (len(chat.rendered) > old) == rendered, "what cannot fit is not tokenized"
     contexts.begin(_wired([{"role": "user", "content": ""}]), [])  # it has found a shorter one
     assert contexts.status == "ok"
 
@@ -389,45 +389,46 @@ def _tree(seed: int) -> list[tuple[int | None, str, str]]:
 
 @pytest.mark.parametrize("forks", [False, True])
 def test_the_order_of_requests_and_answers_changes_nothing(forks: bool) -> None:
-    """Trees of turns, asked and answered in ten orders, are one and the same record; and in each of them every token
+    """Trees of turns, asked and answered in ten orders, are one and the same record; and in each of
+    them every token
     that was sampled is trained on once, behind the context that it was sampled in."""
     for seed in range(20):
         turns = _tree(seed)
         result = [_in_some_order(turns, order, Bytes(forks=forks)) for order in range(10)]
-        assert all(str(other) == str(result[0]) for other in result)
+        assert all(str(second) == str(result[0]) for second in result)
 
 
 def _in_some_order(turns: list[tuple[int | None, str, str]], order: int, chat: Bytes) -> Any:
     draw = random.Random(order)
     contexts, histories = _contexts(chat), dict[int, Messages]()
-    waiting, begun, keys, before = (
+    waiting, started, keys, old = (
         set(range(len(turns))),
         dict[int, Any](),
         dict[int, str](),
         list[tuple[Any, Any]](),
     )
-    while waiting or begun:
+    while waiting or started:
         ready = [
             number
             for number in waiting
             if turns[number][0] is None or turns[number][0] in histories
         ]
-        if ready and (not begun or draw.random() < 0.5):
+        if ready and (not started or draw.random() < 0.5):
             number = draw.choice(sorted(ready))
             parent, new, _ = turns[number]
             messages = [
                 *(histories[parent] if parent is not None else []),
                 {"role": "user", "content": new},
             ]
-            begun[number] = contexts.begin(_wired(messages), []), messages
+            started[number] = contexts.begin(_wired(messages), []), messages
             waiting.remove(number)
         else:
-            number = draw.choice(sorted(begun))
-            wanted, messages = begun.pop(number)
-            completion = _completion(chat, turns[number][2], first=-100.0 * number)
+            number = draw.choice(sorted(started))
+            wanted, messages = started.pop(number)
+            completion = _completion(chat, turns[number][2], initial=-100.0 * number)
             histories[number] = [*messages, _returned(contexts.finish(wanted.number, completion))]
             keys[number] = wanted.key
-            before.append((wanted.context_ids, completion.token_ids))
+            old.append((wanted.context_ids, completion.token_ids))
     recorded = contexts.record()
     _check(recorded)
     spans = []
@@ -441,7 +442,7 @@ def _in_some_order(turns: list[tuple[int | None, str, str]], order: int, chat: B
         for end in ends:
             begin = end - next(i for i in range(end) if not sampled[end - 1 - i])
             spans.append((ids[:begin], ids[begin:end]))
-    assert sorted(spans) == sorted(before)
+    assert sorted(spans) == sorted(old)
     segments = [
         (segment.token_ids.tolist(), segment.sampled.tolist()) for segment in recorded.segments
     ]
@@ -452,7 +453,8 @@ def _in_some_order(turns: list[tuple[int | None, str, str]], order: int, chat: B
 def test_with_the_chat_format_of_a_tokenizer_nothing_sampled_is_made_anew(
     history: Any, tmp_path: Path
 ) -> None:
-    """Two calls, their results, a turn of the user: with special tokens as text in what is given, and tokens sampled
+    """Two calls, their results, a turn of the user: with special tokens as text in what is given,
+    and tokens sampled
     that no text gives."""
     tokenizer = make_tokenizer(tmp_path)
     chat = ChatFormat(tokenizer, history, [], has_user_turns=True, has_tool_results=True)
@@ -477,25 +479,25 @@ def test_with_the_chat_format_of_a_tokenizer_nothing_sampled_is_made_anew(
         for letter in '{"name":"count","arguments":{"item":"c"}}'
     ]
     begin, end, over = tokenizer.convert_tokens_to_ids(["<tool_call>", "</tool_call>", "<|end|>"])
-    said = [
+    output = [
         [begin, *spelled, end] * 2 + [over],
         [*tokenizer.encode("7,3"), over],
         [*tokenizer.encode("ok"), over],
     ]
     contents = [["<|end|>", "3 <tool_call>"], ["again <|user|>"], []]
-    for ids, answers in zip(said, contents, strict=True):
+    for ids, answers in zip(output, contents, strict=True):
         wanted = contexts.begin(_wired(messages), tools)
         answer = contexts.finish(wanted.number, Completion(ids, [-1.0] * len(ids), "stop"))
         calls = answer.message.get("tool_calls", [])
-        assert len(calls) == (2 if ids is said[0] else 0)
-        given = [{"role": "tool", "tool_call_id": call["id"]} for call in calls] or [
+        assert len(calls) == (2 if ids is output[0] else 0)
+        inputs = [{"role": "tool", "tool_call_id": call["id"]} for call in calls] or [
             {"role": "user"}
         ]
-        new = [{**one, "content": text} for one, text in zip(given, answers, strict=False)]
+        new = [{**single, "content": text} for single, text in zip(inputs, answers, strict=False)]
         messages = [*messages, _returned(answer), *new]
     recorded = contexts.record()
     _check(recorded)
-    assert recorded.token_ids == [token for ids in said for token in ids]
+    assert recorded.token_ids == [token for ids in output for token in ids]
     (segment,) = recorded.segments  # this template rewrites nothing
     names = tokenizer.convert_ids_to_tokens(segment.token_ids.tolist())
     # of the template four, of the policy three, and none that a text has in it

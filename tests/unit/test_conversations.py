@@ -1,4 +1,5 @@
-"""The engine's loop over conversations whose next request comes later: who is asked what, and when."""
+"""The engine's loop over conversations whose next request comes later: who is asked what, and
+when."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from grpo_spmd.records import Completion
 
 
 class StandInVllm:
-    """Runs each request for as many steps as its seed says; its tokens are the prompt's last, so often."""
+    """Runs each request for as many steps as its seed says; its tokens are the prompt's last, so
+    often."""
 
     def __init__(self) -> None:
         self.requests: dict[str, Any] = {}
@@ -87,7 +89,8 @@ class Engine:
 
 @dataclasses.dataclass
 class World:
-    """LateRequests each turn of a conversation after some calls: `delays[place]`, one a turn; then it is over."""
+    """LateRequests each turn of a conversation after some calls: `delays[place]`, one a turn; then
+    it is over."""
 
     delays: dict[ConversationId, list[int]]
     waiting: dict[ConversationId, int] = dataclasses.field(default_factory=dict)
@@ -105,15 +108,17 @@ class World:
     def ready(self, timeout_s: float) -> list[tuple[ConversationId, Request | None]]:
         assert self.waiting, "asked while nobody waits"
         self.asked.append((timeout_s, len(self.waiting)))
-        come = [place for place, left in self.waiting.items() if left <= 0]
-        self.waiting = {place: left - 1 for place, left in self.waiting.items() if left > 0}
-        return [(place, self._request(place)) for place in come]
+        come = [position for position, remaining in self.waiting.items() if remaining <= 0]
+        self.waiting = {
+            position: remaining - 1 for position, remaining in self.waiting.items() if remaining > 0
+        }
+        return [(position, self._request(position)) for position in come]
 
-    def _request(self, place: ConversationId) -> Request | None:
-        turn = self.turns[place]
+    def _request(self, position: ConversationId) -> Request | None:
+        turn = self.turns[position]
         return (
-            Request([10 * place[0] + place[1], turn], seed=turn + 2)
-            if turn < len(self.delays[place])
+            Request([10 * position[0] + position[1], turn], seed=turn + 2)
+            if turn < len(self.delays[position])
             else None
         )
 
@@ -121,13 +126,13 @@ class World:
 def generate(
     engine: Engine,
     batches: list[list[ConversationId]],
-    most: int,
+    maximum: int,
     world: Any,
     early_stop: Any = None,
     **options: Any,
 ) -> dict[ConversationId, list[Completion]] | None:
     hooks = GenerationHooks(world.next_request, late_requests=world, early_stop=early_stop)
-    return engine.generate(iter(batches), most, 0, hooks, **options)  # type: ignore[misc]
+    return engine.generate(iter(batches), maximum, 0, hooks, **options)  # type: ignore[misc]
 
 
 def lengths(
@@ -136,20 +141,20 @@ def lengths(
     """Of each turn the tokens and which turn it was."""
     assert made is not None
     return {
-        place: [(len(turn.token_ids), turn.token_ids[0]) for turn in turns]
-        for place, turns in made.items()
+        position: [(len(turn.token_ids), turn.token_ids[0]) for turn in turns]
+        for position, turns in made.items()
     }
 
 
 def test_answers_of_any_order_enter_while_others_run() -> None:
     world = World({(0, 0): [0, 3], (0, 1): [5], (1, 0): [], (1, 1): [1, 0, 0]})
-    made = generate(Engine(), [[(0, 0), (0, 1)], [(1, 0), (1, 1)]], 9, world)
+    created = generate(Engine(), [[(0, 0), (0, 1)], [(1, 0), (1, 1)]], 9, world)
     # Turn t is of t + 2 tokens, all of them t.
     expected = {
-        place: [(turn + 2, turn) for turn in range(len(delays))]
-        for place, delays in world.delays.items()
+        position: [(turn + 2, turn) for turn in range(len(delays))]
+        for position, delays in world.delays.items()
     }
-    assert lengths(made) == expected
+    assert lengths(created) == expected
     assert {timeout_s for timeout_s, _ in world.asked} == {
         0.0,
         LATE_REQUESTS_WAIT_S,
@@ -170,44 +175,45 @@ def test_nobody_waits_for_an_answer_while_something_runs() -> None:
 
 
 def test_a_conversation_that_waits_keeps_its_room() -> None:
-    places = [[(job, 0)] for job in range(5)]
-    world, taken = World({(job, 0): [4, 2] for job in range(5)}), list[int]()
+    positions = [[(job, 0)] for job in range(5)]
+    world, selected = World({(job, 0): [4, 2] for job in range(5)}), list[int]()
 
     def batches() -> Iterator[list[ConversationId]]:
-        for batch in places:
-            taken.append(sum(world.turns.get((job, 0), -1) < 2 for job in range(len(taken))))
+        for batch in positions:
+            selected.append(sum(world.turns.get((job, 0), -1) < 2 for job in range(len(selected))))
             yield batch
 
     engine = Engine()
     hooks = GenerationHooks(world.next_request, late_requests=world)
-    made = engine.generate(batches(), 2, 0, hooks)  # type: ignore[misc]
-    assert lengths(made) == {(job, 0): [(2, 0), (3, 1)] for job in range(5)}
-    assert max(taken) == 1  # with two open no third is taken
+    created = engine.generate(batches(), 2, 0, hooks)  # type: ignore[misc]
+    assert lengths(created) == {(job, 0): [(2, 0), (3, 1)] for job in range(5)}
+    assert max(selected) == 1  # with two open no third is taken
 
 
 def test_to_end_is_asked_while_all_wait() -> None:
-    engine, asked = Engine(), list[int]()
+    engine, requests = Engine(), list[int]()
 
     def must_abort(num_steps: int) -> bool:
-        asked.append(num_steps)
-        return len(asked) == 6
+        requests.append(num_steps)
+        return len(requests) == 6
 
     world = World({(0, 0): [99], (0, 1): [99]})
     assert generate(engine, [[(0, 0), (0, 1)]], 9, world, must_abort=must_abort) is None
     assert (
-        asked == [0] * 6
+        requests == [0] * 6
     )  # each time: ranks that share an engine ask each other at steps 0, 8, 16, ...
     assert [timeout_s for timeout_s, _ in world.asked] == [LATE_REQUESTS_WAIT_S] * 6
 
 
 def test_what_waits_is_dropped_with_its_tokens_when_the_race_is_over() -> None:
-    # Both begin at once with 2 tokens; (0, 1) then waits, (1, 0) is over, and (2, 0) is in its second turn of 3.
+    # Both begin at once with 2 tokens; (0, 1) then waits, (1, 0) is over, and (2, 0) is in its
+    # second turn of 3.
     engine = Engine()
     world = World({(0, 1): [0, 99], (1, 0): [0], (2, 0): [0, 0], (3, 0): [99]})
     dropped: list[list[int]] = []
     early_stop = SimpleNamespace(is_over=lambda: world.turns.get((2, 0)) == 1, drop=dropped.append)
-    made = generate(engine, [[(0, 1), (1, 0), (2, 0), (3, 0)]], 9, world, early_stop=early_stop)
-    assert lengths(made) == {(1, 0): [(2, 0)]}
+    created = generate(engine, [[(0, 1), (1, 0), (2, 0), (3, 0)]], 9, world, early_stop=early_stop)
+    assert lengths(created) == {(1, 0): [(2, 0)]}
     assert [sorted(tokens) for tokens in dropped] == [
         [0, 2, 2]
     ]  # the second turn of (2, 0) has just begun
@@ -218,11 +224,11 @@ def test_what_waits_is_dropped_with_its_tokens_when_the_race_is_over() -> None:
 @pytest.mark.parametrize("answer", [(0, 1), (7, 7)])
 def test_an_answer_for_one_that_does_not_wait_is_refused(answer: ConversationId) -> None:
     """That of a sibling, or of one that an earlier generation has dropped."""
-    said = [(answer, Request([1], 1))]
+    message = [(answer, Request([1], 1))]
     conversations = Conversations(
         GenerationHooks(
             lambda job, number, turns: Request([1], 1) if number else LATER,
-            late_requests=SimpleNamespace(ready=lambda _: said),
+            late_requests=SimpleNamespace(ready=lambda _: message),
         ),
         None,
         0,

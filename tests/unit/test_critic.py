@@ -1,4 +1,5 @@
-"""GAE, whitening and the value loss by numbers worked by hand, by plain loops, and by the formulas of verl; what a
+"""GAE, whitening and the value loss by numbers worked by hand, by plain loops, and by the formulas
+of verl; what a
 critic's config refuses; that without one nothing of it is imported."""
 
 from __future__ import annotations
@@ -57,53 +58,56 @@ def _made_up(seed: int = 0) -> tuple[Any, Any]:
 
 
 def test_three_tokens_by_hand() -> None:
-    """delta = [0.9 * 0.6 - 0.5, 0.9 * 0.7 - 0.6, 1 - 0.7] = [0.04, 0.03, 0.3], and 0.9 * 0.5 = 0.45 of what follows."""
-    found = gae_advantages(
+    """delta = [0.9 * 0.6 - 0.5, 0.9 * 0.7 - 0.6, 1 - 0.7] = [0.04, 0.03, 0.3], and 0.9 * 0.5 = 0.45
+    of what follows."""
+    result = gae_advantages(
         np.array([0.0, 0.0, 1.0]), np.array([0.5, 0.6, 0.7]), np.array([3]), 0.9, 0.5
     )
-    assert found == pytest.approx([0.04 + 0.45 * (0.03 + 0.45 * 0.3), 0.03 + 0.45 * 0.3, 0.3])
+    assert result == pytest.approx([0.04 + 0.45 * (0.03 + 0.45 * 0.3), 0.03 + 0.45 * 0.3, 0.3])
 
 
 def test_sequences_side_by_side_are_those_alone_and_a_plain_sum() -> None:
     rewards, values = _made_up()
     lam = np.array([0.9, 0.5, 0.0, 1.0])
-    found, first = gae_advantages(rewards, values, LENGTHS, 0.97, lam), 0
+    result, initial = gae_advantages(rewards, values, LENGTHS, 0.97, lam), 0
     for n, of in zip(LENGTHS, lam, strict=True):
-        r, v = rewards[first : first + n], np.append(values[first : first + n], 0.0)
+        r, v = rewards[initial : initial + n], np.append(values[initial : initial + n], 0.0)
         delta = r + 0.97 * v[1:] - v[:-1]
         plain = [
             math.fsum((0.97 * of) ** (k - t) * delta[k] for k in range(t, n)) for t in range(n)
         ]
-        assert found[first : first + n] == pytest.approx(plain)
-        first += n
+        assert result[initial : initial + n] == pytest.approx(plain)
+        initial += n
 
 
 def test_the_ends_of_lambda() -> None:
     """1: the reward to go less the value; 0: one step's error."""
     rewards, values = _made_up(1)
     n = LENGTHS[0]
-    whole, step = (gae_advantages(rewards, values, LENGTHS, 1.0, lam)[:n] for lam in (1.0, 0.0))
-    assert whole == pytest.approx(rewards[:n][::-1].cumsum()[::-1] - values[:n])
+    full, step = (gae_advantages(rewards, values, LENGTHS, 1.0, lam)[:n] for lam in (1.0, 0.0))
+    assert full == pytest.approx(rewards[:n][::-1].cumsum()[::-1] - values[:n])
     assert step == pytest.approx(rewards[:n] + np.append(values[1:n], 0.0) - values[:n])
 
 
 def test_advantages_and_returns_are_those_of_verl() -> None:
-    """`compute_gae_advantage_return` of verl's core_algos.py, with which TinyZero trains: over rows that are padded on
-    the right, from the last column back; returns are advantages plus values; then whitened over the mask."""
+    """`compute_gae_advantage_return` of verl's core_algos.py, with which TinyZero trains: over rows
+    that are padded on
+    the right, from the last column back; returns are advantages plus values; then whitened over the
+    mask."""
     rewards, values = _made_up(2)
     index = np.repeat(np.arange(4), LENGTHS)
     r, v, mask = (torch.zeros(4, 8, dtype=torch.float64) for _ in range(3))
-    place = np.concatenate([np.arange(n) for n in LENGTHS])
-    r[index, place], v[index, place], mask[index, place] = (
+    position = np.concatenate([np.arange(n) for n in LENGTHS])
+    r[index, position], v[index, position], mask[index, position] = (
         torch.tensor(rewards),
         torch.tensor(values),
         1.0,
     )
-    gamma, lam, last, columns = 0.98, 0.95, torch.zeros(4, dtype=torch.float64), []
+    gamma, lam, final, columns = 0.98, 0.95, torch.zeros(4, dtype=torch.float64), []
     for t in range(7, -1, -1):
         following = v[:, t + 1] if t < 7 else 0.0
-        last = r[:, t] + gamma * following - v[:, t] + gamma * lam * last
-        columns.append(last)
+        final = r[:, t] + gamma * following - v[:, t] + gamma * lam * final
+        columns.append(final)
     advantages = torch.stack(columns[::-1], 1)
     returns = advantages + v
     mean = (advantages * mask).sum() / mask.sum()
@@ -112,10 +116,10 @@ def test_advantages_and_returns_are_those_of_verl() -> None:
     )
     whitened = (advantages - mean) * torch.rsqrt(variance + 1e-8)
 
-    found = gae_advantages(rewards, values, LENGTHS, gamma, lam)
-    assert found + values == pytest.approx(returns[index, place].numpy())
-    center, factor = whitening(float(len(found)), float(found.sum()), float((found**2).sum()))
-    assert (found - center) * factor == pytest.approx(whitened[index, place].numpy())
+    result = gae_advantages(rewards, values, LENGTHS, gamma, lam)
+    assert result + values == pytest.approx(returns[index, position].numpy())
+    center, factor = whitening(float(len(result)), float(result.sum()), float((result**2).sum()))
+    assert (result - center) * factor == pytest.approx(whitened[index, position].numpy())
 
 
 def test_whitening_makes_nothing_of_nothing() -> None:
@@ -140,7 +144,8 @@ def test_explained_variance() -> None:
 
 
 def test_the_value_loss_and_where_it_has_a_gradient() -> None:
-    """Old values 0, bound 0.2. What came too far towards its target is held; what ran away from it is not."""
+    """Old values 0, bound 0.2. What came too far towards its target is held; what ran away from it
+    is not."""
     values = torch.tensor([0.1, 0.5, -0.5, float("nan")], requires_grad=True)
     mask = torch.tensor([True, True, True, False])
     loss, clipped = value_loss(values, torch.zeros(4), torch.full((4,), 1.0), mask, 0.2)
@@ -165,8 +170,8 @@ def test_rewards_stand_at_tokens() -> None:
 
 def test_before_the_critic_advantages_are_rewards() -> None:
     rewards = torch.tensor([[1.0, float("nan")], [0.5, 0.5]])
-    found, has_none = compute_advantages(rewards, "gae", "batch")
-    assert found.tolist() == [[1.0, 0.0], [0.5, 0.5]]
+    result, has_none = compute_advantages(rewards, "gae", "batch")
+    assert result.tolist() == [[1.0, 0.0], [0.5, 0.5]]
     assert has_none.tolist() == [True, True]
 
 
@@ -237,9 +242,9 @@ def test_what_its_folder_tells_before_torch(tmp_path: Path) -> None:
     make_model(tmp_path / "other", "qwen3", tied=False, vocab_size=90)
     (tmp_path / "empty").mkdir()
     make_model(tmp_path / "quantised", "qwen3", tied=False)
-    of_quantised = tmp_path / "quantised/config.json"
-    of_quantised.write_text(
-        json.dumps(json.loads(of_quantised.read_text()) | {"quantization_config": {"bits": 4}})
+    quantised_values = tmp_path / "quantised/config.json"
+    quantised_values.write_text(
+        json.dumps(json.loads(quantised_values.read_text()) | {"quantization_config": {"bits": 4}})
     )
     sections = {"advantage": {"estimator": "gae", "normalize_std": "batch"}}
 
@@ -260,7 +265,8 @@ def test_what_its_folder_tells_before_torch(tmp_path: Path) -> None:
     )
     assert said("none").startswith("critic.path: there is no folder")
     assert said("empty").endswith(
-        "config.json: No such file or directory; a model's folder has one: save_pretrained or `hf download` wrote it"
+        "config.json: No such file or directory; a model's folder has one: save_pretrained or "
+        "`hf download` wrote it"
     )
     assert said("other").endswith(
         f"knows 90 tokens, and {tmp_path}/model 97; take a critic of the policy's family"
@@ -269,7 +275,8 @@ def test_what_its_folder_tells_before_torch(tmp_path: Path) -> None:
 
 
 def test_a_rank_without_a_group_takes_part_in_the_check() -> None:
-    """It sampled nothing that is trained on, and trains on what others sampled; these tell rewards, not tokens."""
+    """It sampled nothing that is trained on, and trains on what others sampled; these tell rewards,
+    not tokens."""
     turns = Turn(2, "stop", 0.25), Turn(0, "stop", 5.0), Turn(3, "stop", None)
     completion = Completion(
         [1, 2, 3, 4, 5], [0.0] * 5, "stop", Episode("ok", (), turns, [], {}, [])
@@ -319,8 +326,8 @@ def test_explain_counts_it(tmp_path: Path) -> None:
     config = load_config(write_config(tmp_path, tmp_path / "model", **sections), [])
     shapes = [p.shape for n, p in _tensors(tmp_path / "model") if n != "lm_head.weight"]
     shard = sum(-(-shape[0] // 2) * math.prod(shape[1:]) for shape in shapes)
-    held, copied, gradients = critic_rows(config, 2)
-    assert (held[1], copied[1], gradients[1]) == (
+    retained, copied, gradients = critic_rows(config, 2)
+    assert (retained[1], copied[1], gradients[1]) == (
         size_text(12 * shard),
         size_text(12 * shard),
         size_text(4 * shard),
@@ -340,19 +347,19 @@ def test_explain_counts_the_head_alone(tmp_path: Path) -> None:
     assert side_models(config) == []
     peaks = Peaks(Counter(logits=1), Counter(logits=2))
     head = 16 * 65 + 4 * 64 * 12
-    found = with_value_head(peaks, config, 64, ((8, 4), (8, 8)))
-    assert (found.scoring, found.update) == (
+    result = with_value_head(peaks, config, 64, ((8, 4), (8, 8)))
+    assert (result.scoring, result.update) == (
         Counter(logits=1, **{"value head": head}),
         Counter(logits=2, **{"value head": head}),
     )
     assert list(idle_keys(config, {"critic.coef": "config.yaml"})) == []
-    own = load_config(
+    local = load_config(
         write_config(tmp_path, tmp_path / "model", **{**sections, "critic": {"path": "x/y"}}), []
     )
-    assert list(idle_keys(own, {"critic.coef": "config.yaml"})) == [
+    assert list(idle_keys(local, {"critic.coef": "config.yaml"})) == [
         "critic.coef does nothing: critic.path is not policy"
     ]
-    assert with_value_head(peaks, own, 64, ((8, 4),)) is peaks
+    assert with_value_head(peaks, local, 64, ((8, 4),)) is peaks
 
 
 def _tensors(folder: Path) -> list[tuple[str, Tensor]]:

@@ -264,11 +264,11 @@ def test_system_prompt_comes_before_a_string(tmp_path: Path) -> None:
 
 
 def test_system_prompt_does_not_replace_one_in_the_data(tmp_path: Path) -> None:
-    own = [{"role": "system", "content": "own"}, {"role": "user", "content": "u"}]
+    local = [{"role": "system", "content": "own"}, {"role": "user", "content": "u"}]
     without = [{"role": "user", "content": "u"}]
-    train = _jsonl(tmp_path, {"prompt": own}, {"prompt": without})
-    first, second = read_rows(DataConfig(train=train, system_prompt="be brief"))
-    assert first.prompt == own
+    train = _jsonl(tmp_path, {"prompt": local}, {"prompt": without})
+    initial, second = read_rows(DataConfig(train=train, system_prompt="be brief"))
+    assert initial.prompt == local
     assert second.prompt == [{"role": "system", "content": "be brief"}, *without]
 
 
@@ -424,10 +424,10 @@ def test_held_out_set_is_read_as_the_training_set_is(tmp_path: Path) -> None:
         ({}, f"{held_out}:3"),
     ]
     tokenizer = _tokenizer(ROLES)
-    first, _ = build_prompts(
+    initial, _ = build_prompts(
         rows, tokenizer, config.data, 64, "x"
     )  # two prompts, though a step takes 64
-    assert _words(tokenizer, first) == "[ system ] be brief [ user ] hello [ assistant ]"
+    assert _words(tokenizer, initial) == "[ system ] be brief [ user ] hello [ assistant ]"
 
 
 def test_held_out_set_of_which_nothing_is_left_is_refused(tmp_path: Path) -> None:
@@ -507,9 +507,9 @@ def test_each_seed_has_another_order() -> None:
 
 def test_neighbouring_seeds_and_epochs_are_not_confused() -> None:
     # "1/11" and "11/1": seed 1, epoch 11 is not seed 11, epoch 1
-    one = _rows(PromptStream(_prompts(20), seed=1, shuffle=True), 220, 240)
+    rows = _rows(PromptStream(_prompts(20), seed=1, shuffle=True), 220, 240)
     eleven = _rows(PromptStream(_prompts(20), seed=11, shuffle=True), 20, 40)
-    assert one != eleven
+    assert rows != eleven
 
 
 def test_unshuffled_stream_keeps_the_order_of_the_file() -> None:

@@ -1,4 +1,5 @@
-"""What a node keeps of a data set: made once, never trusted, told apart by all that it was made from."""
+"""What a node keeps of a data set: made once, never trusted, told apart by all that it was made
+from."""
 
 from __future__ import annotations
 
@@ -35,10 +36,13 @@ from grpo_spmd.proofs import batch_check
 from grpo_spmd.records import Prompt
 from tests.unit.test_data import ROLES, _raw_tokenizer, _tokenizer
 
-# Each as JSON text of a line: what would come back as something else after a copy by way of other types.
+# Each as JSON text of a line: what would come back as something else after a copy by way of other
+# types.
 VALUES = (
-    '"gr\\u00fc\\u00dfe \\ud83d\\ude00 \\u2028"', '"\u00e9\u4e2d"', "null", "1", "1.0", "-0.0", "1e400", "NaN", "true",
-    "123456789012345678901234567890", "0.1", "[]", "{}", '{"b": {"a": [1, 1.0, null]}, "a": [[], {}]}', '"\\ud800"',
+    '"gr\\u00fc\\u00dfe \\ud83d\\ude00 '
+    '\\u2028"', '"\u00e9\u4e2d"', "null", "1", "1.0", "-0.0", "1e400", "NaN", "true",
+    "123456789012345678901234567890", "0.1", "[]", "{}", '{"b": {"a": [1, 1.0, null]}, "a": [[], '
+                                                         '{}]}', '"\\ud800"',
 )  # fmt: skip
 
 
@@ -147,12 +151,12 @@ def test_parquet_rows_that_are_no_json_come_back_as_they_are(tmp_path: Path, fol
 def test_a_parquet_file_is_read_a_few_rows_at_a_time(
     tmp_path: Path, folder: Path, monkeypatch: Any
 ) -> None:
-    held = list[int]()
+    retained = list[int]()
     batches = pyarrow.parquet.ParquetFile.iter_batches
 
-    def counting(*given: Any, **options: Any) -> Any:
-        for batch in batches(*given, **options):
-            held.append(len(batch))
+    def counting(*provided: Any, **options: Any) -> Any:
+        for batch in batches(*provided, **options):
+            retained.append(len(batch))
             yield batch
 
     monkeypatch.setattr(pyarrow.parquet.ParquetFile, "iter_batches", counting)
@@ -163,8 +167,8 @@ def test_a_parquet_file_is_read_a_few_rows_at_a_time(
     assert [(row.prompt, row.columns, row.where) for row in result] == [
         (f"a {n}", {"answer": n}, f"{path}:row {n}") for n in range(5000)
     ]
-    assert sum(held) == 5000
-    assert max(held) <= 1024  # though a group holds three times as many
+    assert sum(retained) == 5000
+    assert max(retained) <= 1024  # though a group holds three times as many
     assert [*result] == [result[n] for n in range(5000)] == result[:]
     assert result[4998:2:-511] == [result[n] for n in range(4998, 2, -511)]
     assert result[7:3] == []
@@ -229,13 +233,13 @@ def test_the_next_start_neither_reads_nor_tokenizes(
     tmp_path: Path, folder: Path, reads: list[Path]
 ) -> None:
     config, counting = _train(tmp_path), _Counting()
-    first = [*build_prompts(read_rows(config), counting, config, 1)]
-    made = counting.num_texts
-    assert made >= 9
+    initial = [*build_prompts(read_rows(config), counting, config, 1)]
+    created = counting.num_texts
+    assert created >= 9
     again = build_prompts(read_rows(config), counting, config, 1)
-    assert [*again] == first
+    assert [*again] == initial
     assert all(type(token) is int for prompt in again for token in prompt.token_ids)
-    assert (len(reads), counting.num_texts) == (1, made)
+    assert (len(reads), counting.num_texts) == (1, created)
 
 
 def test_checks_are_made_once_and_what_they_warn_of_is_said_again(
@@ -248,8 +252,10 @@ def test_checks_are_made_once_and_what_they_warn_of_is_said_again(
     looked, model = list[Any](), tmp_path / "model"
     model.mkdir()
     _raw_tokenizer().save(str(model / "tokenizer.json"))
-    shown = inputs.check_prompts
-    monkeypatch.setattr(inputs, "check_prompts", lambda *given: looked.append(shown(*given)))
+    displayed = inputs.check_prompts
+    monkeypatch.setattr(
+        inputs, "check_prompts", lambda *provided: looked.append(displayed(*provided))
+    )
     monkeypatch.setattr(inputs, "num_embeddings", lambda _: 99)
     lines = ('{"prompt": "a", "answer": "1"}', '{"prompt": "b", "answer": null}')
     config = Config(
@@ -326,7 +332,10 @@ def test_what_one_rank_finds_wrong_all_say_and_it_is_read_once(
     train = _lines(tmp_path / "t.jsonl", '{"prompt": "a", "answer": 1}', "{oops")
     ranks = _processes(3, train, tmp_path / "notes", 0.5)
     _go(ranks)
-    answer = f"{train}:2: not valid JSON: Expecting property name enclosed in double quotes at column 2\n"
+    answer = (
+        f"{train}:2: not valid JSON: Expecting property name enclosed in double quotes at "
+        "column 2\n"
+    )
     assert [rank.communicate()[0] for rank in ranks] == [answer] * 3
     assert (tmp_path / "notes").read_text() == "read "
     # The next start reads again, and with the line mended there is nothing left of the error.
@@ -339,7 +348,8 @@ def test_what_one_rank_finds_wrong_all_say_and_it_is_read_once(
 def test_an_error_of_another_file_of_that_content_is_not_said(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two jobs on one node, each with a copy of the file: who waited says what is wrong with its own."""
+    """Of two jobs on one node, each with a copy of the file: who waited says what is wrong with its
+    own."""
 
     @contextlib.contextmanager
     def waiting(_: str) -> Iterator[bool]:
@@ -347,30 +357,30 @@ def test_an_error_of_another_file_of_that_content_is_not_said(
 
     def refusing(of: str) -> cache.Make:
         def make(_: cache.EntryWriter) -> None:
-            made.append(of)
+            created.append(of)
             raise ConfigError(f"{of}2: wrong")
 
         return make
 
-    made = list[str]()
+    created = list[str]()
     monkeypatch.setattr(cache, "_entry_lock", waiting)
     monkeypatch.setattr(cache.time, "time_ns", lambda: 0)  # asked before the other was done
     for of in ("a.jsonl:", "b.jsonl:", "a.jsonl:"):
         with pytest.raises(ConfigError, match=f"^{of}2: wrong$"):
             cache.load_or_make("rows", ["content"], 9, refusing(of), of)
-    assert made == ["a.jsonl:", "b.jsonl:"]
+    assert created == ["a.jsonl:", "b.jsonl:"]
 
 
 def test_a_killed_maker_leaves_the_work_to_the_next(tmp_path: Path, folder: Path) -> None:
     train, notes = _train(tmp_path).train, tmp_path / "notes"
-    (first,) = _processes(1, train, notes, 60.0)
-    _go([first])
+    (initial,) = _processes(1, train, notes, 60.0)
+    _go([initial])
     while not notes.exists():
         time.sleep(0.01)
     (second,) = _processes(1, train, notes, 0.0)
     _go([second])
-    first.send_signal(signal.SIGKILL)
-    first.communicate()
+    initial.send_signal(signal.SIGKILL)
+    initial.communicate()
     assert second.communicate()[0] == "36\n"
     assert notes.read_text() == "read read "
 
@@ -382,10 +392,10 @@ def _cut(path: Path) -> None:
     os.truncate(path, path.stat().st_size - 9)
 
 
-def _flip(place: Callable[[int], int]) -> Callable[[Path], None]:
+def _flip(position: Callable[[int], int]) -> Callable[[Path], None]:
     def flip(path: Path) -> None:
         content = bytearray(path.read_bytes())
-        content[place(len(content))] ^= 4
+        content[position(len(content))] ^= 4
         path.write_bytes(content)
 
     return flip
@@ -427,17 +437,19 @@ def test_an_entry_that_is_not_as_it_was_made_is_made_again(
     expected = [*build_prompts(read_rows(config), counting, config, 1)]
     cache.load_or_make("gold", 1, 1, lambda maker: maker.facts.update(said=1))
     (entry,) = _entries(folder, kind)
-    made = counting.num_texts
+    created = counting.num_texts
     DAMAGES[damage](entry)
     assert [*build_prompts(read_rows(config), counting, config, 1)] == expected
-    assert (len(reads), counting.num_texts > made) == ((2, False) if kind == "rows" else (1, True))
+    assert (len(reads), counting.num_texts > created) == (
+        (2, False) if kind == "rows" else (1, True)
+    )
     assert entry.is_file()
     assert not entry.is_symlink()
-    made = counting.num_texts
+    created = counting.num_texts
     assert [*build_prompts(read_rows(config), counting, config, 1)] == expected
     assert (len(reads), counting.num_texts) == (
         2 if kind == "rows" else 1,
-        made,
+        created,
     )  # the new one is whole
 
 
@@ -529,24 +541,25 @@ def test_what_was_not_used_for_a_month_goes(
     config = _train(tmp_path)
     build_prompts(read_rows(config), _tokenizer(), config, 1)
     (old,), month = _entries(folder, "rows"), 31 * 86_400
-    left, kept = folder / "rows-1.x.tmp", _entries(folder, "tokens")[0]
-    left.touch()
-    for path in (left, old.with_suffix(".lock"), old.with_suffix(".stat"), old, kept):
+    remaining, retained = folder / "rows-1.x.tmp", _entries(folder, "tokens")[0]
+    remaining.touch()
+    for path in (remaining, old.with_suffix(".lock"), old.with_suffix(".stat"), old, retained):
         os.utime(path, (time.time() - month,) * 2)
     _lines(tmp_path / "other.jsonl", '{"prompt": "a"}')
     assert len(read_rows(DataConfig(train=f"{tmp_path}/other.jsonl"))) == 1
     assert not old.exists()
     assert not old.with_suffix(".stat").exists()
-    assert not left.exists()
-    assert kept.exists()  # its note, which says when it was used, is new
+    assert not remaining.exists()
+    assert retained.exists()  # its note, which says when it was used, is new
 
 
 def test_a_folder_of_another_host_is_passed_over(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """What is mapped from there is gone, and the rank with it, as soon as somebody there removes it."""
+    """What is mapped from there is gone, and the rank with it, as soon as somebody there removes
+    it."""
     kinds = {folder: "nfs4"}
-    monkeypatch.setattr(cache, "_file_system_of", lambda place: kinds.get(place, "ext4"))
+    monkeypatch.setattr(cache, "_file_system_of", lambda position: kinds.get(position, "ext4"))
     config = _train(tmp_path)
     build_prompts(read_rows(config), _tokenizer(), config, 1)
     assert f"{folder}: on another host (nfs4)" in capfd.readouterr().err
@@ -636,19 +649,19 @@ def test_rows_are_those_of_the_keys_that_make_them(
     change: dict[str, Any], tmp_path: Path, folder: Path
 ) -> None:
     config = DataConfig(train=_lines(tmp_path / "t.jsonl", '{"prompt": "a", "question": "b"}'))
-    other = dataclasses.replace(config, **change)
-    first, second = read_rows(config)[0], read_rows(other)[0]
-    assert first.prompt != second.prompt
-    assert (read_rows(config)[0], read_rows(other)[0]) == (first, second)
+    alternative = dataclasses.replace(config, **change)
+    initial, second = read_rows(config)[0], read_rows(alternative)[0]
+    assert initial.prompt != second.prompt
+    assert (read_rows(config)[0], read_rows(alternative)[0]) == (initial, second)
     assert len(_entries(folder, "rows")) == 2
 
 
 def _names_of(tmp_path: Path, folder: Path, tokenizer: Any, **options: Any) -> list[str]:
     """The entry of tokens that is made, and no other."""
-    before = {*_entries(folder, "tokens")}
+    old = {*_entries(folder, "tokens")}
     config = dataclasses.replace(_train(tmp_path), **options)
     build_prompts(read_rows(config), tokenizer, config, 1)
-    return [path.name for path in _entries(folder, "tokens") if path not in before]
+    return [path.name for path in _entries(folder, "tokens") if path not in old]
 
 
 def test_tokens_are_those_of_tokenizer_template_limits_and_versions(
@@ -691,8 +704,8 @@ def test_a_tokenizer_in_python_is_asked_each_time(tmp_path: Path, folder: Path) 
 
         def __call__(self, text: Any, **_: Any) -> dict[str, Any]:
             ids = [
-                [ord(letter) for letter in each]
-                for each in ([text] if isinstance(text, str) else text)
+                [ord(letter) for letter in item]
+                for item in ([text] if isinstance(text, str) else text)
             ]
             return {"input_ids": ids[0] if isinstance(text, str) else ids}
 
@@ -745,15 +758,15 @@ def test_batches_give_the_tokens_of_one_by_one(
         text,
     ]
     config = DataConfig(
-        train=_lines(tmp_path / "t.jsonl", *(json.dumps({"prompt": each}) for each in records))
+        train=_lines(tmp_path / "t.jsonl", *(json.dumps({"prompt": item}) for item in records))
     )
     result = [prompt.token_ids for prompt in build_prompts(read_rows(config), tokenizer, config, 1)]
     options = {"tokenize": True, "add_generation_prompt": True, "return_dict": False}
     assert result == [
-        tokenizer.encode(each)
-        if isinstance(each, str)
-        else tokenizer.apply_chat_template(each, **options)
-        for each in records
+        tokenizer.encode(item)
+        if isinstance(item, str)
+        else tokenizer.apply_chat_template(item, **options)
+        for item in records
     ]
 
 
@@ -761,13 +774,13 @@ def test_a_class_that_encodes_in_its_own_way_is_heard(tmp_path: Path, folder: Pa
     import transformers
 
     class Own(transformers.PreTrainedTokenizerFast):  # type: ignore[misc]
-        def _encode_plus(self, text: Any, *given: Any, **options: Any) -> Any:
+        def _encode_plus(self, text: Any, *provided: Any, **options: Any) -> Any:
             turned = (
                 text[::-1]
                 if isinstance(text, str)
-                else [each[::-1] if "c" in each else each for each in text]
+                else [item[::-1] if "c" in item else item for item in text]
             )
-            return super()._encode_plus(turned, *given, **options)
+            return super()._encode_plus(turned, *provided, **options)
 
     config = DataConfig(train=_lines(tmp_path / "t.jsonl", '{"prompt": "a"}', '{"prompt": "b c"}'))
     tokenizer = Own(tokenizer_object=_raw_tokenizer(), unk_token="<unk>")
@@ -835,23 +848,23 @@ def test_checkpoints_know_the_data_as_they_did(tmp_path: Path, folder: Path) -> 
     train = _lines(tmp_path / "t.jsonl", *lines)
     config = DataConfig(train=train, max_prompt_tokens=3, on_long_prompt="drop", eval={"x": train})
     # by hand: <bos> is 1, a 11, b 12; rows 0 and 2 are left
-    of_tokens = hashlib.sha256(array("q", [2, 1, 11, 2, 1, 12])).hexdigest()
+    tokens_values = hashlib.sha256(array("q", [2, 1, 11, 2, 1, 12])).hexdigest()
     columns = [{"answer": [1.0, None], "z": 1}, {"answer": "é"}]
     for eval_set, ids in ((None, (None, None)), ("x", ([1, 11], [1, 12]))):
-        of_rows = hashlib.sha256()
-        for number, own, token_ids in zip((0, 2), columns, ids, strict=True):
-            of_rows.update(json.dumps([number, own, token_ids]).encode())
+        rows_values = hashlib.sha256()
+        for number, local, token_ids in zip((0, 2), columns, ids, strict=True):
+            rows_values.update(json.dumps([number, local, token_ids]).encode())
         for _ in range(2):
             result = build_prompts(read_rows(config, eval_set), _tokenizer(), config, 1, eval_set)
             assert isinstance(result, Prompts)
             assert digests_of(result, with_tokens=eval_set is not None) == (
-                of_tokens,
-                of_rows.hexdigest(),
+                tokens_values,
+                rows_values.hexdigest(),
             )
         listed: list[Prompt] = [*result]
         assert digests_of(listed, with_tokens=eval_set is not None) == (
-            of_tokens,
-            of_rows.hexdigest(),
+            tokens_values,
+            rows_values.hexdigest(),
         )
     assert len(_entries(folder, "tokens")) == 2
 

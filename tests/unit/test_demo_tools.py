@@ -1,4 +1,5 @@
-"""The tools demo's model, before any training: what it is taught is what its template writes and its parser reads."""
+"""The tools demo's model, before any training: what it is taught is what its template writes and
+its parser reads."""
 
 from __future__ import annotations
 
@@ -29,12 +30,12 @@ def test_a_right_episode_is_taught_as_the_template_writes_it(tokenizer: Any) -> 
     """A space more in the lessons, and the policy would start on contexts that it never saw."""
     turns = teacher_turns(random.Random(3), is_careful=True)
     wanted = turns[0][0].removeprefix("<|user|>").removesuffix("<|end|><|assistant|>").split(",")
-    said = turns[-1][0].removesuffix("<|end|>")
+    message = turns[-1][0].removesuffix("<|end|>")
     messages: list[dict[str, Any]] = [{"role": "user", "content": ",".join(wanted)}]
-    for item, count in zip(wanted, said.split(","), strict=True):
+    for item, count in zip(wanted, message.split(","), strict=True):
         messages += [{"role": "assistant", "content": "", "tool_calls": [call_of(item)]}]
         messages += [{"role": "tool", "name": "count", "content": count}]
-    messages += [{"role": "assistant", "content": said}]
+    messages += [{"role": "assistant", "content": message}]
     assert tokenizer.apply_chat_template(messages, tokenize=False) == "".join(
         text for text, _ in turns
     )
@@ -81,10 +82,10 @@ def test_the_answer_is_in_no_row_and_differs_between_episodes() -> None:
         random.seed(seed)
         stockroom = Stockroom()
         stockroom.reset(**json.loads(json.dumps(row)))
-        said = ",".join(str(stockroom.count(item)) for item in row["wanted"])
-        assert right_counts([[{"role": "assistant", "content": said}]], [stockroom]) == [1.0]
+        message = ",".join(str(stockroom.count(item)) for item in row["wanted"])
+        assert right_counts([[{"role": "assistant", "content": message}]], [stockroom]) == [1.0]
         assert right_counts([[{"role": "assistant", "content": "x"}]], [stockroom]) == [0.0]
-        answers.add(said)
+        answers.add(message)
     assert len(answers) > 10  # of 100
 
 

@@ -22,7 +22,8 @@ def answer(sequence: int = 9, phase: str = "update", **facts: Any) -> Answer:
 
 
 def test_the_culprit_of_a_hang() -> None:
-    """By the fewest phases and collectives, then by the flight recorder, then by who waits for nobody."""
+    """By the fewest phases and collectives, then by the flight recorder, then by who waits for
+    nobody."""
     alarm = Alarm("timeout", 0, 0, 60.0)
     waits = answer(waits="collective")
     assert (
@@ -30,11 +31,11 @@ def test_the_culprit_of_a_hang() -> None:
         == 1
     )
     assert find_culprit(alarm, [waits, waits, answer(), waits])[0] == 2
-    behind, ahead = (
+    following, upcoming = (
         answer(enqueued={"world": 4, "tp": 9}),
         answer(enqueued={"world": 5}, waits="device"),
     )
-    assert find_culprit(alarm, [ahead, ahead, behind, ahead])[0] == 2
+    assert find_culprit(alarm, [upcoming, upcoming, following, upcoming])[0] == 2
     assert find_culprit(alarm, [waits, waits, answer(waits="device"), waits])[0] == 2
     assert "no rank can be told" in find_culprit(alarm, [waits, waits])[1]
     assert find_culprit(alarm, [waits, answer(answers=False, state="stopped"), answer(3)])[0] == 1

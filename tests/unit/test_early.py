@@ -1,4 +1,5 @@
-"""What a model's files, installed packages, the hub and the disk show is said by --check: one line, with the remedy."""
+"""What a model's files, installed packages, the hub and the disk show is said by --check: one line,
+with the remedy."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ def test_there_are_forty_and_the_unspoiled_folder_is_good(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert len(MISTAKES) >= 40
-    assert len({each.name for each in MISTAKES}) == len(MISTAKES)
+    assert len({item.name for item in MISTAKES}) == len(MISTAKES)
     assert check_exit_code(monkeypatch) == 0
     assert not Path("runs").exists()
 
@@ -67,13 +68,13 @@ def test_it_is_said_in_one_line_with_the_remedy(
     mistake.make(monkeypatch)
     monkeypatch.setenv("WORLD_SIZE", str(mistake.ranks))
     status = check_exit_code(monkeypatch, *mistake.overrides)
-    shown = capsys.readouterr()
-    assert (status, shown.out) == (2, "")
-    (line,) = shown.err.splitlines()
+    displayed = capsys.readouterr()
+    assert (status, displayed.out) == (2, "")
+    (line,) = displayed.err.splitlines()
     assert line.startswith("error: ")
     assert "secret" not in line
-    for part in mistake.says:
-        assert part in line
+    for piece in mistake.says:
+        assert piece in line
 
 
 # The hub, by a server that answers as it does
@@ -81,11 +82,11 @@ def test_it_is_said_in_one_line_with_the_remedy(
 
 @contextmanager
 def _answering(status: int, code: str = "", location: str = "") -> Iterator[tuple[str, list[Any]]]:
-    asked: list[Any] = []
+    requests: list[Any] = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_HEAD(self) -> None:
-            asked.append((self.path, self.headers.get("Authorization")))
+            requests.append((self.path, self.headers.get("Authorization")))
             self.send_response(status)
             for name, value in (("X-Error-Code", code), ("Location", location)):
                 if value:
@@ -101,7 +102,7 @@ def _answering(status: int, code: str = "", location: str = "") -> Iterator[tupl
     )
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_port}", asked
+        yield f"http://127.0.0.1:{server.server_port}", requests
     finally:
         server.shutdown()
         server.server_close()
@@ -109,7 +110,7 @@ def _answering(status: int, code: str = "", location: str = "") -> Iterator[tupl
 
 
 @pytest.mark.parametrize(
-    ("kind", "status", "code", "said"),
+    ("kind", "status", "code", "message"),
     [
         ("models", 200, "", None),
         ("models", 307, "", None),
@@ -133,7 +134,7 @@ def test_the_hubs_answer_becomes_one_line(
     kind: Any,
     status: int,
     code: str,
-    said: str | None,
+    message: str | None,
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -141,20 +142,20 @@ def test_the_hubs_answer_becomes_one_line(
     monkeypatch.delenv("HF_TOKEN", raising=False)
     with _answering(status, code, "http://127.0.0.1:9/elsewhere" if status == 307 else "") as (
         endpoint,
-        asked,
+        requests,
     ):
         monkeypatch.setenv("HF_ENDPOINT", endpoint)
         try:
             hub.check_reachable(kind, "org/x", "the.key")
-            found = None
+            result = None
         except ConfigError as error:
-            found = str(error)
-    assert len(asked) == 1
-    assert asked[0][1] is None
-    assert (found is None) == (said is None)
-    if found is not None and said is not None:
-        assert found.startswith("the.key: ")
-        assert said in found
+            result = str(error)
+    assert len(requests) == 1
+    assert requests[0][1] is None
+    assert (result is None) == (message is None)
+    if result is not None and message is not None:
+        assert result.startswith("the.key: ")
+        assert message in result
 
 
 def test_the_token_goes_along_and_other_ranks_ask_nothing(
@@ -163,12 +164,12 @@ def test_the_token_goes_along_and_other_ranks_ask_nothing(
     (folder / "token").write_text("hf_made_up\n", encoding="utf-8")
     monkeypatch.setenv("HF_HOME", str(folder))
     monkeypatch.delenv("HF_TOKEN", raising=False)
-    with _answering(200) as (endpoint, asked):
+    with _answering(200) as (endpoint, requests):
         monkeypatch.setenv("HF_ENDPOINT", endpoint)
         hub.check_reachable("models", "org/x", "model.path")
         monkeypatch.setenv("LOCAL_RANK", "1")
         hub.check_reachable("models", "org/x", "model.path")
-    assert asked == [("/org/x/resolve/main/config.json", "Bearer hf_made_up")]
+    assert requests == [("/org/x/resolve/main/config.json", "Bearer hf_made_up")]
 
 
 def test_a_hub_that_takes_the_call_and_says_nothing_is_given_up(
@@ -206,11 +207,11 @@ def test_a_model_in_the_cache_is_looked_through_as_a_folder_is(
 def test_a_line_break_in_a_token_is_no_part_of_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with _answering(200) as (endpoint, asked):
+    with _answering(200) as (endpoint, requests):
         monkeypatch.setenv("HF_ENDPOINT", endpoint)
         monkeypatch.setenv("HF_TOKEN", "hf_made\r\n_up\n")
         hub.check_reachable("models", "org/x", "model.path")
-    assert asked[0][1] == "Bearer hf_made_up"
+    assert requests[0][1] == "Bearer hf_made_up"
 
 
 # What rewards compare with
@@ -221,9 +222,12 @@ def test_a_few_rows_without_gold_are_a_warning_of_one_line(
 ) -> None:
     write_rows(*[{"answer": answer} for answer in ("1", "none", None, "4")])
     assert check_exit_code(monkeypatch, "rewards=[{name: gsm8k}]") == 0
-    said = "train.jsonl:2: rewards.0: 'gsm8k' finds no number in 'answer' ('none'), as in 2 of 4 rows: their"
+    message = (
+        "train.jsonl:2: rewards.0: 'gsm8k' finds no number in 'answer' ('none'), as in 2 "
+        "of 4 rows: their"
+    )
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"warning: {said}")
+    assert line.startswith(f"warning: {message}")
     # null says that a reward does not apply, where another one does
     assert (
         check_exit_code(monkeypatch, "rewards=[{name: gsm8k}, {name: format, args: {pattern: .}}]")
@@ -269,8 +273,8 @@ def test_gold_that_is_read_early_is_what_the_verifier_reads(reward: str) -> None
         except Exception:
             scores = ["raised"]
         try:
-            found = [*check_gold([RewardConfig(name=reward)], [PromptRow("p", columns, "x:1")])]
-            assert found == []
+            result = [*check_gold([RewardConfig(name=reward)], [PromptRow("p", columns, "x:1")])]
+            assert result == []
             read = "scored"
         except ConfigError as error:
             read = "raised" if "cannot read" in str(error) else "none"
@@ -286,9 +290,12 @@ def test_gold_that_is_read_early_is_what_the_verifier_reads(reward: str) -> None
 
 TEMPLATES = [
     TEMPLATE,
-    "{{ bos_token }}{% for message in messages %}\n  {% if loop.first %}\n[{{ message.role }}]\n  {% endif %}\n"
-    "{{ message['content'] | trim }}{{ eos_token }}\n{% endfor %}{% if add_generation_prompt %}a{% endif %}",
-    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+    "{{ bos_token }}{% for message in messages %}\n  {% if loop.first %}\n[{{ message.role }}]\n "
+    " {% endif %}\n"
+    "{{ message['content'] | trim }}{{ eos_token }}\n{% endfor %}{% if add_generation_prompt "
+    "%}a{% endif %}",
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for p in "
+    "m.content %}"
     "{{ p.text }}{% endfor %}{% endif %}{% if loop.index == 2 %}{% break %}{% endif %}{% endfor %}"
     "{{ {'a': 'é<'} | tojson }}{% if tools %}never{% endif %}",
 ]
@@ -345,11 +352,11 @@ def test_of_many_rows_the_longest_and_each_nth_are_read(monkeypatch: pytest.Monk
         PromptRow("x" * (100 if number in (7, 5003) else 1), {}, f"f:{number}")
         for number in range(10_000)
     ]
-    taken = [int(row.where[2:]) for row in sample(rows)]
-    assert {7, 5003} <= set(taken)
-    assert taken == sorted(set(taken))
-    assert 500 <= len(taken) <= 1000
-    assert max(after - before for before, after in itertools.pairwise(taken)) <= 21
+    selected = [int(row.where[2:]) for row in sample(rows)]
+    assert {7, 5003} <= set(selected)
+    assert selected == sorted(set(selected))
+    assert 500 <= len(selected) <= 1000
+    assert max(new - old for old, new in itertools.pairwise(selected)) <= 21
     assert sample(rows[:10]) == rows[:10]
 
 
@@ -361,7 +368,8 @@ def test_room_is_counted_for_what_is_kept_at_one_time(
 ) -> None:
     import shutil
 
-    # embedding 40 x 16; a layer: q, o of 128 x 16, k, v of 64 x 16, gate, up, down of 24 x 16, norms 16, 16, 32, 32
+    # embedding 40 x 16; a layer: q, o of 128 x 16, k, v of 64 x 16, gate, up, down of 24 x 16,
+    # norms 16, 16, 32, 32
     parameters = 40 * 16 + 2 * (2 * 2048 + 2 * 1024 + 3 * 384 + 96) + 16
     usage = shutil.disk_usage(".")
 
@@ -429,21 +437,27 @@ def test_a_mark_at_the_start_of_a_file_is_no_part_of_it(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "device", "said"),
+    ("error", "device", "message"),
     [
         (
-            "To serve at least one request with the model's max seq len (5120), (0.28 GiB KV cache is needed, which is "
-            "larger than the available KV cache memory (0.06 GiB). Based on the available memory, the estimated "
-            "maximum model length is 1088. Try increasing `gpu_memory_utilization` (which also controls CPU memory on "
+            "To serve at least one request with the model's max seq len (5120), (0.28 GiB KV "
+            "cache is needed, which is "
+            "larger than the available KV cache memory (0.06 GiB). Based on the available "
+            "memory, the estimated "
+            "maximum model length is 1088. Try increasing `gpu_memory_utilization` (which also "
+            "controls CPU memory on "
             "the CPU backend) or decreasing `max_model_len` when initializing the engine.",
             "cuda",
-            "rollout: one rollout of 5120 tokens (data.max_prompt_tokens + rollout.max_completion_tokens) takes "
+            "rollout: one rollout of 5120 tokens (data.max_prompt_tokens + "
+            "rollout.max_completion_tokens) takes "
             "0.28 GiB of KV cache, and 0.06 GiB are there; raise rollout.gpu_memory_utilization or "
             "rollout.tensor_parallel_size, or shorten the rollouts",
         ),
         (
-            "Available memory on node 0 (3.1/24.0 GiB) on kv cache allocation is less than requested memory for kv "
-            "(9.0 GiB). Decrease --kv-cache-memory-bytes, VLLM_CPU_KVCACHE_SPACE, or reduce CPU memory.",
+            "Available memory on node 0 (3.1/24.0 GiB) on kv cache allocation is less than "
+            "requested memory for kv "
+            "(9.0 GiB). Decrease --kv-cache-memory-bytes, VLLM_CPU_KVCACHE_SPACE, or reduce CPU "
+            "memory.",
             "cpu",
             "lower rollout.engine.kv_cache_memory_bytes",
         ),
@@ -455,29 +469,34 @@ def test_a_mark_at_the_start_of_a_file_is_no_part_of_it(folder: Path) -> None:
         ("Unknown architecture Foo", "cuda", None),
     ],
 )
-def test_vllms_words_about_memory_name_our_keys(error: str, device: str, said: str | None) -> None:
-    found = no_room_for_cache(error, device)
-    assert (found is None) == (said is None)
-    if found is not None and said is not None:
-        assert said in found
-        assert "--" not in found.split("GiB)")[-1]
-        assert "max_model_len" not in found
+def test_vllms_words_about_memory_name_our_keys(
+    error: str, device: str, message: str | None
+) -> None:
+    result = no_room_for_cache(error, device)
+    assert (result is None) == (message is None)
+    if result is not None and message is not None:
+        assert message in result
+        assert "--" not in result.split("GiB)")[-1]
+        assert "max_model_len" not in result
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "message"),
     [
         (
-            "1 validation error for CacheConfig\nblock_size\n  Value error, 7 is no size [type=value_error, "
-            "input_value=7, input_type=int]\n    For further information visit https://errors.pydantic.dev/2/v",
-            "rollout.engine: vLLM did not start with block_size: ValueError: block_size Value error, 7 is no size",
+            "1 validation error for CacheConfig\nblock_size\n  Value error, 7 is no size "
+            "[type=value_error, "
+            "input_value=7, input_type=int]\n    For further information visit "
+            "https://errors.pydantic.dev/2/v",
+            "rollout.engine: vLLM did not start with block_size: ValueError: block_size Value "
+            "error, 7 is no size",
         ),
         ("", "with block_size: ValueError: no reason given; take them out one by one"),
         ("x" * 999, f"with block_size: ValueError: {'x' * 300}...; take"),
     ],
 )
-def test_vllms_words_about_its_arguments_are_one_line(error: str, said: str) -> None:
-    assert said in refused_keys({"block_size": 7}, ValueError(error))
+def test_vllms_words_about_its_arguments_are_one_line(error: str, message: str) -> None:
+    assert message in refused_keys({"block_size": 7}, ValueError(error))
 
 
 @pytest.mark.parametrize("with_keys", [False, True])
@@ -500,27 +519,27 @@ def test_only_where_keys_were_given_are_they_the_reason(
         monkeypatch.setattr(start, name, lambda *_: None)
     session: Any = SimpleNamespace(device=SimpleNamespace(type="cuda"), world_size=1, attempt=0)
     rollout = RolloutConfig(engine={"attention_backend": "FOO"} if with_keys else {})
-    with pytest.raises(ConfigError if with_keys else KeyError) as found:
+    with pytest.raises(ConfigError if with_keys else KeyError) as result:
         start.start_vllm(ModelConfig(path="x"), rollout, 8, session)
     if with_keys:
-        assert "vLLM did not start with attention_backend: KeyError: 'FOO'" in str(found.value)
+        assert "vLLM did not start with attention_backend: KeyError: 'FOO'" in str(result.value)
 
 
 def test_keys_that_another_leaves_without_effect_are_worth_a_look(folder: Path) -> None:
-    given = [
+    inputs = [
         "loss.kl_estimator=k1",
         "eval.temperature=1.0",
         "advantage.estimator=rloo",
         "advantage.normalize_std=batch",
     ]
-    config, sources = load_config_with_sources("config.yaml", given)
-    found = [*idle_keys(config, sources)]
-    assert found == [
+    config, sources = load_config_with_sources("config.yaml", inputs)
+    result = [*idle_keys(config, sources)]
+    assert result == [
         "loss.kl_estimator does nothing: loss.kl_coef is 0",
         "advantage.normalize_std does nothing: advantage.estimator is rloo",
         "eval.temperature does nothing: eval.every_steps is 0",
     ]
-    assert found[0] in "\n".join(explain(config, sources, None, 4, 1))
+    assert result[0] in "\n".join(explain(config, sources, None, 4, 1))
     assert [
         *idle_keys(
             *load_config_with_sources("config.yaml", ["loss.kl_estimator=k1", "loss.kl_coef=0.1"])
@@ -535,5 +554,19 @@ def test_that_lora_is_off_may_be_said(folder: Path, monkeypatch: pytest.MonkeyPa
 def test_braces_that_are_no_column_stay(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_rows(*[{"q": "ab", "answer": "x"}] * 4)
     template = "data.prompt_template='{q} { b } {\"q\": 1} \\\\boxed{answer}'"
-    assert check_exit_code(monkeypatch, template, "data.max_prompt_tokens=60", "training.max_tokens_per_micro_batch=96",
+    assert check_exit_code(monkeypatch, template, "data.max_prompt_tokens=6"
+                                                  "0", "training.max_tokens_per_m"
+                                                                               "i"
+                                                                               "c"
+                                                                               "r"
+                                                                               "o"
+                                                                               "_"
+                                                                               "b"
+                                                                               "a"
+                                                                               "t"
+                                                                               "c"
+                                                                               "h"
+                                                                               "="
+                                                                               "9"
+                                                                               "6",
                   "rollout.max_completion_tokens=4") == 0  # fmt: skip

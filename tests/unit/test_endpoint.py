@@ -1,4 +1,4 @@
-"""Whoever connects to an agents' endpoint, whatever it sends: the rank gets whole requests of known sessions."""
+"""Whoever connects to an agents' endpoint, whatever it sends: the rank gets whole requests of known sessions."""  # noqa: E501
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def endpoint() -> Iterator[Endpoint]:
 
 
 def _answer(endpoint: Endpoint, call: Call) -> None:
-    last = call.request.messages[-1]
-    if last["content"] == "refuse me":
+    final = call.request.messages[-1]
+    if final["content"] == "refuse me":
         endpoint.refuse(call, ApiError(400, "context_length_exceeded", "too many tokens"))
-    elif last["content"] == "slow":  # longer than the client's own timeout
+    elif final["content"] == "slow":  # longer than the client's own timeout
         threading.Timer(2, echo, (endpoint, call)).start()
-    elif call.request.tools and last["role"] == "user":
+    elif call.request.tools and final["role"] == "user":
         function = {"name": "add", "arguments": {"a": 1, "b": "\N{SNOWMAN}"}}
         answer = {
             "role": "assistant",
@@ -128,9 +128,9 @@ def test_options_reach_the_rank_and_neutral_ones_are_nothing(endpoint: Endpoint)
         neutral,
     ]
     with answered(endpoint, keep):
-        assert [ask(opened["base_url"], chat_request(opened, HI | one)) for one in requests] == [
-            (200, "")
-        ] * 3
+        assert [
+            ask(opened["base_url"], chat_request(opened, HI | single)) for single in requests
+        ] == [(200, "")] * 3
     assert [call.request.options.max_tokens for call in seen] == [4, None, None]
     assert [call.request.options.ignored for call in seen] == [(), ("top_p",), ()]
     assert [(call.conversation, call.request.tools, call.request.messages) for call in seen] == [
@@ -208,11 +208,12 @@ def test_bodies_that_are_no_requests_are_refused_one_by_one_on_one_connection(
             status, headers, answer = read_response(connection)
             assert (name, status, headers.get("connection")) == (name, 400, None), "it stays open"
             assert json.loads(answer)["error"]["code"] == "invalid_request"
-        first, last = (
+        initial, final = (
             {"messages": [{"role": "user", "content": text}]} for text in ("first", "last")
         )
         connection.sendall(
-            chat_request(opened, first) + chat_request(opened, last, extra="Connection: close\r\n")
+            chat_request(opened, initial)
+            + chat_request(opened, final, extra="Connection: close\r\n")
         )
         both = b""
         while chunk := connection.recv(65536):
@@ -270,7 +271,7 @@ HEADS = {
     ),
     "a token of no ASCII": (
         401,
-        "POST PATH HTTP/1.1\nHost: x\nAuthorization: Bearer \N{LATIN SMALL LETTER E WITH ACUTE}\n\n",
+        "POST PATH HTTP/1.1\nHost: x\nAuthorization: Bearer \N{LATIN SMALL LETTER E WITH ACUTE}\n\n",  # noqa: E501
     ),
     "another method": (405, "PUT PATH HTTP/1.1\nHost: x\nAuthorization: Bearer TOKEN\n\n"),
     "a long header": (431, _OWN + "X: " + "x" * 40_000 + "\n\n"),
@@ -307,19 +308,19 @@ def test_a_body_of_100_mb_is_refused_by_its_length_and_not_kept(endpoint: Endpoi
 def test_slow_requests_are_given_up_and_hold_nobody_up() -> None:
     with Endpoint(request_s=0.5) as endpoint:
         opened = endpoint.open((0, 0))
-        whole = chat_request(opened, HI)
+        full = chat_request(opened, HI)
         with (
             answered(endpoint),
             connect(opened["base_url"]) as silent,
             connect(opened["base_url"]) as slow,
         ):
             with connect(opened["base_url"]) as stuck:
-                stuck.sendall(whole[:-1])  # all but the body's last byte
+                stuck.sendall(full[:-1])  # all but the body's last byte
                 for number in range(20):  # a byte now and then
                     with suppress(OSError):
-                        slow.sendall(whole[number : number + 1])
+                        slow.sendall(full[number : number + 1])
                     time.sleep(0.05)
-                assert ask(opened["base_url"], whole) == (200, "")
+                assert ask(opened["base_url"], full) == (200, "")
                 for connection in (slow, stuck):
                     status, headers, _ = read_response(connection)
                     assert (status, headers["connection"]) == (408, "close")
@@ -343,9 +344,9 @@ def test_a_client_that_goes_while_it_waits_is_forgotten(endpoint: Endpoint) -> N
 
 def test_the_end_of_a_session_ends_who_waits_in_it_and_nobody_else(endpoint: Endpoint) -> None:
     opened = [endpoint.open((0, number)) for number in range(2)]
-    connections = [connect(one["base_url"]) for one in opened]
-    for one, connection in zip(opened, connections, strict=True):
-        connection.sendall(chat_request(one, HI))
+    connections = [connect(single["base_url"]) for single in opened]
+    for single, connection in zip(opened, connections, strict=True):
+        connection.sendall(chat_request(single, HI))
     calls = taken(endpoint, 2)
     assert endpoint.engine_s((0, 1)) > 0.0
     endpoint.close((0, 0))
@@ -373,45 +374,45 @@ def test_only_the_time_of_waiting_is_the_engines(endpoint: Endpoint) -> None:
     with answered(endpoint):
         ask(opened["base_url"], chat_request(opened, HI))
     wait_until(lambda: endpoint.engine_s((0, 0)) == endpoint.engine_s((0, 0)))  # it stands
-    known = endpoint.engine_s((0, 0))
+    expected_names = endpoint.engine_s((0, 0))
     time.sleep(0.05)
-    assert 0.0 < endpoint.engine_s((0, 0)) == known
+    assert 0.0 < endpoint.engine_s((0, 0)) == expected_names
 
 
 def test_strangers_lose_their_connections_to_those_who_know_a_token() -> None:
     with Endpoint(max_connections=4, max_waiting=2) as endpoint:
         opened = endpoint.open((0, 0))
         strangers = [connect(opened["base_url"]) for _ in range(4)]
-        known = [connect(opened["base_url"]) for _ in range(4)]
-        for connection in known:
+        expected_names = [connect(opened["base_url"]) for _ in range(4)]
+        for connection in expected_names:
             connection.sendall(chat_request(opened, HI))
         assert all(read_response(stranger)[0] == 0 for stranger in strangers)
-        wait_until(lambda: len(select.select(known, [], [], 0)[0]) == 2)
-        refused = select.select(known, [], [], 0)[0]
+        wait_until(lambda: len(select.select(expected_names, [], [], 0)[0]) == 2)
+        refused = select.select(expected_names, [], [], 0)[0]
         statuses = [read_response(connection)[0] for connection in refused]
         assert statuses == [429, 429], "one session may not have more than its share"
         assert ask(opened["base_url"], chat_request(opened, HI)) == (503, "busy")
         assert len(endpoint.take()) == 2
-        for connection in (*strangers, *known):
+        for connection in (*strangers, *expected_names):
             connection.close()
 
 
 def test_64_sessions_at_once_get_their_own_answers(endpoint: Endpoint) -> None:
     """Each keeps its connection for three turns, and all have sent before any is answered."""
     opened = {(number, 0): endpoint.open((number, 0)) for number in range(64)}
-    connections = {place: connect(one["base_url"]) for place, one in opened.items()}
+    connections = {position: connect(single["base_url"]) for position, single in opened.items()}
     for turn in range(3):
-        for place, connection in connections.items():
-            messages = [{"role": "user", "content": f"{turn} of {place}"}]
-            connection.sendall(chat_request(opened[place], {"messages": messages}))
+        for position, connection in connections.items():
+            messages = [{"role": "user", "content": f"{turn} of {position}"}]
+            connection.sendall(chat_request(opened[position], {"messages": messages}))
         for call in reversed(taken(endpoint, 64)):
             echo(endpoint, call)
-        for place, connection in connections.items():
+        for position, connection in connections.items():
             status, _, body = read_response(connection)
             assert status == 200
             assert (
                 json.loads(body)["choices"][0]["message"]["content"]
-                == f"{place}: {turn} of {place}"
+                == f"{position}: {turn} of {position}"
             )
     for connection in connections.values():
         connection.close()
@@ -419,23 +420,21 @@ def test_64_sessions_at_once_get_their_own_answers(endpoint: Endpoint) -> None:
 
 def test_nothing_is_left_when_the_endpoint_ends() -> None:
     """With clients in every state: silent, in a head, in a body, waiting, between two requests."""
-    before = threading.active_count()
+    old = threading.active_count()
     with Endpoint() as endpoint:
         opened = endpoint.open((0, 0))
-        whole = chat_request(opened, HI)
+        full = chat_request(opened, HI)
         connections = [connect(opened["base_url"]) for _ in range(5)]
         with answered(endpoint):
-            connections[4].sendall(whole)
+            connections[4].sendall(full)
             assert read_response(connections[4])[0] == 200
-        for connection, sent in zip(
-            connections, (b"", whole[:20], whole[:-1], whole), strict=False
-        ):
+        for connection, sent in zip(connections, (b"", full[:20], full[:-1], full), strict=False):
             connection.sendall(sent)
         (call,) = taken(endpoint, 1)
     for connection in connections:
         assert read_response(connection)[0] == 0
         connection.close()
-    assert threading.active_count() == before
+    assert threading.active_count() == old
     endpoint.close((0, 0))
     endpoint.refuse(call, ApiError(400, "late", "late"))
     with pytest.raises(ConnectionRefusedError):
@@ -445,7 +444,7 @@ def test_nothing_is_left_when_the_endpoint_ends() -> None:
 def test_a_request_of_a_session_that_has_just_ended_is_not_taken_for_the_next_ones(
     endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An episode that is tried again has the same place, and the server's thread may not have refused it yet."""
+    """An episode that is tried again has the same place, and the server's thread may not have refused it yet."""  # noqa: E501
     opened = endpoint.open((3, 1))
     with connect(opened["base_url"]) as connection:
         connection.sendall(chat_request(opened, HI))

@@ -1,4 +1,5 @@
-"""TRL's tools and environments, and Gym's, as a worker serves them: orders, texts and names are TRL 1.16's."""
+"""TRL's tools and environments, and Gym's, as a worker serves them: orders, texts and names are TRL
+1.16's."""
 
 from __future__ import annotations
 
@@ -79,10 +80,10 @@ def _calls(*calls: tuple[str, Any]) -> dict[str, Any]:
 
 def test_tools_in_trls_order_and_one_loop_for_all_calls() -> None:
     driver = TrlDriver({"alone": alone}, [], {"": World}, False)
-    begun = driver.begin({"say": "hello", "environment": "a column like others"})
-    assert begun["messages"] == "hello"
+    started = driver.begin({"say": "hello", "environment": "a column like others"})
+    assert started["messages"] == "hello"
     assert driver.environment.row == {"say": "hello", "environment": "a column like others"}
-    assert [tool["function"]["name"] for tool in begun["tools"]] == [
+    assert [tool["function"]["name"] for tool in started["tools"]] == [
         "alone",
         "begin",
         "count",
@@ -170,7 +171,7 @@ def test_a_reward_that_looks_at_environments_has_none_to_look_at_with_an_agent(
         "def judge(completions, environments): return []\n"
     )
     setup = {
-        "environment": {"agent": f"{file}:rollout"}, "rewards": [{"function": f"{file}:judge"}], "max_chars": 9,
+        "environment": {"agent": f"{file}:rollout"}, "rewards": [{"function": f"{file}:judge"}], "max_chars": 9,  # noqa: E501
     }  # fmt: skip
     with pytest.raises(
         ConfigError,

@@ -1,4 +1,5 @@
-"""What an environment's file shows before it is run; and nothing is refused that its processes would take."""
+"""What an environment's file shows before it is run; and nothing is refused that its processes
+would take."""
 
 from __future__ import annotations
 
@@ -73,13 +74,15 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 ]
 TAKEN: list[tuple[str, dict[str, Any]]] = [
     (WORLD, {"factory": "env.py:World"}),
-    (f"class Base:\n{METHOD}    def reset(self): ...\nclass World(Base): ...\n", {"factory": "env.py:World"}),
+    (f"class Base:\n{METHOD}    def reset(self): ...\nclass World(Base): "
+     "...\n", {"factory": "env.py:World"}),
     (f"class World:\n{METHOD}World.reset = lambda self: None\n", {"factory": "env.py:World"}),
     (f"class World:\n{METHOD}for c in [World]:\n    c.reset = len\n", {"factory": "env.py:World"}),
     (f"{WORLD}World2 = type('World2', (World,), {{}})\n", {"factory": "env.py:World2"}),
     (f"{WORLD}globals()['Wor' + 'ld2'] = World\n", {"factory": "env.py:World2"}),
     (f"class World:\n{METHOD}setattr(World, 're' + 'set', len)\n", {"factory": "env.py:World"}),
-    (f"{WORLD}    @property\n    def name(self): ...\n    def _hidden(self, a): ...\n", {"factory": "env.py:World"}),
+    (f"{WORLD}    @property\n    def name(self): ...\n    def _hidden(self, a): "
+     "...\n", {"factory": "env.py:World"}),
     (f"{TYPED}if True:\n    other = add\n", {"tools": ("env.py:other",)}),
     ("from random import *\n" + WORLD, {"factory": "env.py:World"}),
     ("class World:\n    init = step = len\n", {"gym": "env.py:World"}),

@@ -1,7 +1,8 @@
-"""Episodes between a scripted engine and real processes of environments: what comes of them, worked out by hand.
+"""Episodes between a scripted engine and real processes of environments: what comes of them, worked
+out by hand.
 
-The engine's side is the protocol of engine/requests.py, played by a loop; the pool, the chat format and the tokenizer
-are those of the tools demo.
+The engine's side is the protocol of engine/requests.py, played by a loop; the pool, the chat format
+and the tokenizer are those of the tools demo.
 """
 
 from __future__ import annotations
@@ -114,9 +115,11 @@ class Bed:
         limits: EpisodeLimits,
         discount: float | None,
     ) -> Episodes:
-        def task(place: ConversationId) -> tuple[Prompt, Callable[..., int]]:
+        def task(position: ConversationId) -> tuple[Prompt, Callable[..., int]]:
             chat = [{"role": "user", "content": "go"}]
-            return Prompt(7, 3, [1], chat, row(place)), partial(rollout_seed, 5, 2, 7, place[1])
+            return Prompt(7, 3, [1], chat, row(position)), partial(
+                rollout_seed, 5, 2, 7, position[1]
+            )
 
         return Episodes(self.pool, self.chat, limits, task, temperature=0.7, discount=discount)
 
@@ -129,40 +132,43 @@ class Bed:
         discount: float | None = None,
         num_turns: int = 10_000,
     ) -> tuple[dict[ConversationId, Completion], list[tuple[ConversationId, Request]]]:
-        """What comes of each place, whose n-th turn is the n-th text of `says` however long a try of it took, and all
+        """What comes of each place, whose n-th turn is the n-th text of `says` however long a try
+        of it took, and all
         that was requested. After `num_turns` the generation is stopped."""
-        talks, requests = (
+        communicates, requests = (
             self.episodes(row, limits, discount),
             list[tuple[ConversationId, Request]](),
         )
-        turns: dict[ConversationId, list[Completion]] = {place: [] for place in says}
+        turns: dict[ConversationId, list[Completion]] = {position: [] for position in says}
         is_open, deadline = set(says), time.monotonic() + 120
-        for place in says:
-            assert isinstance(talks.next_request(*place, []), Later)
+        for position in says:
+            assert isinstance(communicates.next_request(*position, []), Later)
         while is_open and len(requests) < num_turns:
             assert time.monotonic() < deadline, f"{is_open} are still open; {self.pool.where()}"
-            for place, request in talks.ready(0.2):
+            for position, request in communicates.ready(0.2):
                 if request is None:
-                    is_open.remove(place)
+                    is_open.remove(position)
                     continue
                 number = next(
-                    n for n in range(20) if rollout_seed(5, 2, 7, place[1], n) == request.seed
+                    n for n in range(20) if rollout_seed(5, 2, 7, position[1], n) == request.seed
                 )
-                requests.append((place, request))
-                turns[place].append(self.sampled(says[place][number], number, request.max_tokens))
-                assert isinstance(talks.next_request(*place, turns[place]), Later)
-        talks.close()
-        return talks.completions, requests
+                requests.append((position, request))
+                turns[position].append(
+                    self.sampled(says[position][number], number, request.max_tokens)
+                )
+                assert isinstance(communicates.next_request(*position, turns[position]), Later)
+        communicates.close()
+        return communicates.completions, requests
 
     def sampled(self, text: str, number: int, max_tokens: int | None) -> Completion:
         assert max_tokens is not None
         assert max_tokens >= 1, "an engine samples at least a token"
-        whole = self.ids(text)
-        ids = whole[:max_tokens]
+        full = self.ids(text)
+        ids = full[:max_tokens]
         return Completion(
             ids,
             [-(number + 1.0) - i / 256 for i in range(len(ids))],
-            "stop" if ids == whole else "length",
+            "stop" if ids == full else "length",
         )
 
 
@@ -195,11 +201,14 @@ def gym(file: Path, tokenizer: Any) -> Iterator[Bed]:
 
 
 def call(text: str, times: int = 1, name: str = "say") -> str:
-    return f'<tool_call>{{"name": "{name}", "arguments": {{"text": "{text}", "times": {times}}}}}</tool_call>'
+    return (
+        f'<tool_call>{{"name": "{name}", "arguments": {{"text": "{text}", "times": '
+        f"{times}}}}}</tool_call>"
+    )
 
 
 def row_of(log: Path | str, **columns: Any) -> Callable[[ConversationId], dict[str, Any]]:
-    return lambda place: {"log": str(log), **columns}
+    return lambda position: {"log": str(log), **columns}
 
 
 def only(found: dict[ConversationId, Completion]) -> tuple[Completion, Episode]:
@@ -231,22 +240,22 @@ def test_an_episode_is_token_by_token_what_was_given_and_sampled(
     ids, log = tools.ids, tmp_path / "log"
     result, requests = tools.play({(0, 1): [TWO, ONE, ANSWER]}, row_of(log))
     completion, episode = only(result)
-    parts = [PROMPT, TWO, TOLD, ONE, RESULT, ANSWER]
-    lengths = [len(ids(part)) for part in parts]
+    pieces = [PROMPT, TWO, TOLD, ONE, RESULT, ANSWER]
+    lengths = [len(ids(piece)) for piece in pieces]
     # Bytes without merges: the tokens of a text are those of its parts, one behind the other.
     (segment,) = episode.segments
-    assert segment.token_ids.tolist() == ids("".join(parts))
+    assert segment.token_ids.tolist() == ids("".join(pieces))
     assert segment.sampled.tolist() == np.repeat([False, True] * 3, lengths).tolist()
     assert completion.token_ids == ids(TWO + ONE + ANSWER)
     turns = [tools.sampled(text, number, 10_000) for number, text in enumerate((TWO, ONE, ANSWER))]
     assert completion.logprobs == [value for turn in turns for value in turn.logprobs]
     assert episode.turns == tuple(Turn(length, "stop") for length in lengths[1::2])
-    contexts = [ids("".join(parts[: 2 * n + 1])) for n in range(3)]
+    contexts = [ids("".join(pieces[: 2 * n + 1])) for n in range(3)]
     rooms = [
         10_000 - len(context) for context in contexts
     ]  # the narrowest limit is that of the whole context
     seeds = [rollout_seed(5, 2, 7, 1, turn) for turn in range(3)]
-    wanted = [Request(*each) for each in zip(contexts, seeds, [0.7] * 3, rooms, strict=True)]
+    wanted = [Request(*item) for item in zip(contexts, seeds, [0.7] * 3, rooms, strict=True)]
     assert requests == [((0, 1), request) for request in wanted]
     assert [message["role"] for message in episode.messages] == [
         "assistant",
@@ -280,15 +289,15 @@ def test_every_limit_of_tokens_at_its_edge_and_one_past_it(
     num_prompt, num_call, num_result, num_answer = (
         len(tools.ids(text)) for text in (PROMPT, ONE, RESULT, ANSWER)
     )
-    before = 0 if limit == "max_tokens" else num_prompt
-    given = num_call + num_result
+    old = 0 if limit == "max_tokens" else num_prompt
+    inputs = num_call + num_result
     full = "max_tokens" if limit == "max_tokens" else "context_overflow"
     cases = [  # room behind the prompt; how it ends, tokens sampled, whether the tool ran
-        (given + num_answer, "ok", num_call + num_answer, True),
-        (given + num_answer - 1, "truncated", num_call + num_answer - 1, True),
-        (given + 1, "truncated", num_call + 1, True),
-        (given, full, num_call, True),  # a context without room for a token is not asked for
-        (given - 1, full, num_call, True),
+        (inputs + num_answer, "ok", num_call + num_answer, True),
+        (inputs + num_answer - 1, "truncated", num_call + num_answer - 1, True),
+        (inputs + 1, "truncated", num_call + 1, True),
+        (inputs, full, num_call, True),  # a context without room for a token is not asked for
+        (inputs - 1, full, num_call, True),
         (num_call, full, num_call, True),
         (
             num_call - 1,
@@ -303,16 +312,16 @@ def test_every_limit_of_tokens_at_its_edge_and_one_past_it(
         cases[:-1] if limit == "max_tokens" else cases
     ):  # the config has it at 1
         log = tmp_path / f"{room}"
-        limits = replace(WIDE, **{limit: before + room})
+        limits = replace(WIDE, **{limit: old + room})
         completion, episode = only(tools.play({(0, 0): [ONE, ANSWER]}, row_of(log), limits)[0])
         result = episode.status, len(completion.token_ids), said(log) == ["ab"]
         assert result == (status, num_sampled, ran), (limit, room)
         num_context = sum(len(segment.token_ids) for segment in episode.segments)
-        assert num_context <= before + room + (num_prompt if limit == "max_tokens" else 0)
+        assert num_context <= old + room + (num_prompt if limit == "max_tokens" else 0)
         assert completion.finish_reason == ("stop" if status == "ok" else "length")
         # What had no room is in no segment, and no message of it is shown to rewards.
         has_result = any(message["role"] == "tool" for message in episode.messages)
-        assert has_result == (room > given)
+        assert has_result == (room > inputs)
         assert num_context == (num_sampled and num_prompt + num_sampled + has_result * num_result)
         assert episode.rewards == {"Bench": float(ran) if num_sampled else None}
 
@@ -338,19 +347,20 @@ def test_a_failure_is_tried_again_from_the_start_and_then_left_out(
     hows = ["", "dies once", "dies", "no reset", "no reward", "hangs"]
     says: Script = {(job, 0): [ONE, ANSWER] for job in range(len(hows))}
     logs = [tmp_path / str(job) for job in range(len(hows))]
-    result, asked = tools.play(
-        says, lambda place: {"log": str(logs[place[0]]), "how": hows[place[0]]}
+    result, requested = tools.play(
+        says, lambda position: {"log": str(logs[position[0]]), "how": hows[position[0]]}
     )
-    episodes = {how: result[job, 0].episode for job, how in enumerate(hows)}
-    whole, again = episodes[""], episodes["dies once"]
-    assert whole is not None
+    episodes = {method: result[job, 0].episode for job, method in enumerate(hows)}
+    full, again = episodes[""], episodes["dies once"]
+    assert full is not None
     assert again is not None
-    assert (again.status, again.turns, again.messages) == ("ok", whole.turns, whole.messages)
-    assert again.segments[0].token_ids.tolist() == whole.segments[0].token_ids.tolist()
+    assert (again.status, again.turns, again.messages) == ("ok", full.turns, full.messages)
+    assert again.segments[0].token_ids.tolist() == full.segments[0].token_ids.tolist()
     assert result[1, 0].token_ids == result[0, 0].token_ids
     assert result[1, 0].logprobs == result[0, 0].logprobs
     requests = [
-        [request for place, request in asked if place == (job, 0)] for job in range(len(hows))
+        [request for position, request in requested if position == (job, 0)]
+        for job in range(len(hows))
     ]
     assert requests[1] == [
         requests[0][0],
@@ -360,11 +370,11 @@ def test_a_failure_is_tried_again_from_the_start_and_then_left_out(
         resets = [line for line in path.read_text().splitlines() if line.startswith("reset")]
         assert len(resets) == (1 if job == 0 else 2)
         assert len({*resets}) == 1, "a try has the seeds of the one before"
-    statuses = {how: "env_timeout" if how == "hangs" else "env_error" for how in hows[2:]}
-    for how, status in statuses.items():
-        failed, number = episodes[how], hows.index(how)
+    statuses = {method: "env_timeout" if method == "hangs" else "env_error" for method in hows[2:]}
+    for method, status in statuses.items():
+        failed, number = episodes[method], hows.index(method)
         assert failed is not None
-        assert failed.status == status, how
+        assert failed.status == status, method
         assert failed == Episode(status, (), (), [], {}, failed.calls_s, failed.error)
         assert (
             result[number, 0].token_ids,
@@ -439,22 +449,25 @@ def test_what_an_environment_adds_to_the_prompt_counts_as_prompt(
 def test_a_generation_that_was_stopped_leaves_nothing_to_the_next(
     tools: Bed, tmp_path: Path
 ) -> None:
-    """The same places again, while some of the old ones were at a call, at a reset, in the engine or in the queue."""
+    """The same places again, while some of the old ones were at a call, at a reset, in the engine
+    or in the queue."""
     for stop_after in (0, 1, 3, 6):
         says: Script = {
             (job, n): [call(f"{job}{n}") + "<|end|>", ANSWER] for job in range(3) for n in range(2)
         }
 
-        def row(place: ConversationId, stop_after: int = stop_after) -> dict[str, Any]:
-            return {"log": str(tmp_path / f"{stop_after} {place}")}
+        def row(position: ConversationId, stop_after: int = stop_after) -> dict[str, Any]:
+            return {"log": str(tmp_path / f"{stop_after} {position}")}
 
         tools.play(says, row, num_turns=stop_after)
-        result, _ = tools.play(says, lambda place: {"log": row(place)["log"] + " again"})
-        for place, completion in result.items():
+        result, _ = tools.play(says, lambda position: {"log": row(position)["log"] + " again"})
+        for position, completion in result.items():
             assert completion.episode is not None
             assert completion.episode.status == "ok"
-            assert completion.episode.messages[1]["content"] == f"{place[0]}{place[1]}"
-            assert said(tmp_path / f"{stop_after} {place} again") == [f"{place[0]}{place[1]}"]
+            assert completion.episode.messages[1]["content"] == f"{position[0]}{position[1]}"
+            assert said(tmp_path / f"{stop_after} {position} again") == [
+                f"{position[0]}{position[1]}"
+            ]
         assert len(result) == 6
 
 
@@ -491,7 +504,7 @@ def test_an_action_is_text_also_where_it_looks_like_a_call(gym: Bed, tmp_path: P
 
 @pytest.mark.parametrize("observation", [
     None, [], {"role": "user", "content": 0}, {"role": "user", "content": "x", "tool_calls": 5},
-    {"role": "user", "content": {"a": 1}}, [{"role": "user", "content": "\ud800"}, {"role": 3, "content": ""}],
+    {"role": "user", "content": {"a": 1}}, [{"role": "user", "content": "\ud800"}, {"role": 3, "content": ""}],  # noqa: E501
 ])  # fmt: skip
 def test_an_observation_that_is_none_fails_its_episode_alone(
     gym: Bed, tmp_path: Path, observation: Any
@@ -499,7 +512,7 @@ def test_an_observation_that_is_none_fails_its_episode_alone(
     rows = [[[observation, 1.0, False]], [["a", 1.0, True]]]
     says: Script = {(0, n): ["1<|end|>", "2<|end|>"] for n in range(2)}
     result, _ = gym.play(
-        says, lambda place: {"log": str(tmp_path / "log"), "steps": rows[place[1]]}
+        says, lambda position: {"log": str(tmp_path / "log"), "steps": rows[position[1]]}
     )
     statuses = [result[0, n].episode.status for n in range(2)]  # type: ignore[union-attr]
     assert statuses == ["env_error", "ok"]
@@ -515,15 +528,16 @@ def test_whatever_reset_gives_the_run_goes_on(gym: Bed, tmp_path: Path, begins: 
 
 
 def _scored(groups: Sequence[RolloutGroup], **more: Any) -> ScoredRollouts:
-    """As a reward pool of two functions: the length, and nothing for odd ones; with notes on the first of a group."""
+    """As a reward pool of two functions: the length, and nothing for odd ones; with notes on the
+    first of a group."""
     lengths = [len(completion.token_ids) for group in groups for completion in group.completions]
     if not lengths:
         return ScoredRollouts()
     odd = [None if length % 2 else 1.0 for length in lengths]
     return ScoredRollouts(
         [0.0] * len(lengths), {"odd": odd, "length": [*map(float, lengths)]},
-        {"odd": ["ok" if value else "not_applicable" for value in odd], "length": ["ok"] * len(lengths)},
-        "reward 'odd' raised", [f"text {length}" for length in lengths], [{"n": length} for length in lengths],
+        {"odd": ["ok" if value else "not_applicable" for value in odd], "length": ["ok"] * len(lengths)},  # noqa: E501
+        "reward 'odd' raised", [f"text {length}" for length in lengths], [{"n": length} for length in lengths],  # noqa: E501
         {i: {"extra": {"length": length}} for i, length in enumerate(lengths)},
     )  # fmt: skip
 
@@ -551,13 +565,14 @@ def test_scores_keep_their_places_beside_failed_episodes() -> None:
         _scored, {"length": 1.0, "given": 10.0, "odd": 100.0}, [EnvironmentScorer(["given"])]
     )
     result = scores(groups)
-    # length + 10 * given + 100 * odd; what is unusable makes the sum unknown, what does not apply is left out of it
+    # length + 10 * given + 100 * odd; what is unusable makes the sum unknown, what does not apply
+    # is left out of it
     assert result.rewards == [None, 107.0, None, None, None, 5.0]
     assert list(result.by_name) == list(result.statuses) == ["length", "given", "odd"]
     assert result.by_name["length"] == [None, 2.0, None, None, 3.0, 5.0]
     assert result.by_name["odd"] == [None, 1.0, None, None, None, None]
-    given = result.by_name["given"]
-    assert repr(given) == "[None, 0.5, None, None, nan, None]"
+    inputs = result.by_name["given"]
+    assert repr(inputs) == "[None, 0.5, None, None, nan, None]"
     assert result.statuses["given"] == [
         "not_applicable",
         "ok",

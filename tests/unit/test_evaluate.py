@@ -29,7 +29,7 @@ def test_pass_at_k_of_many_samples_is_a_number() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answers", "right", "expected"),
+    ("answers", "correct", "expected"),
     [
         ("aab", "110", 1.0),
         ("aab", "001", 0.0),  # the minority was right
@@ -44,8 +44,8 @@ def test_pass_at_k_of_many_samples_is_a_number() -> None:
         ("a", "1", 1.0),
     ],
 )
-def test_majority_by_hand(answers: str, right: str, expected: float) -> None:
-    assert majority(list(answers), [r == "1" for r in right]) == pytest.approx(expected)
+def test_majority_by_hand(answers: str, correct: str, expected: float) -> None:
+    assert majority(list(answers), [r == "1" for r in correct]) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -84,12 +84,12 @@ def test_final_answer_of_a_model_that_repeats_itself_is_found_in_time(piece: str
 def outcome(
     answer: str,
     reward: float | None,
-    right: bool,
+    correct: bool,
     num_tokens: int = 10,
     truncated: bool = False,
     unscored: bool = False,
 ) -> Outcome:
-    return Outcome(reward, right, unscored or reward is None, truncated, num_tokens, answer)
+    return Outcome(reward, correct, unscored or reward is None, truncated, num_tokens, answer)
 
 
 def test_metrics_of_a_set_by_hand() -> None:

@@ -1,4 +1,5 @@
-"""`--explain`: its numbers against hand arithmetic, transformers, torch's own accounting and real ranks; its sources
+"""`--explain`: its numbers against hand arithmetic, transformers, torch's own accounting and real
+ranks; its sources
 against the files."""
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ def test_every_value_names_its_line_the_command_line_or_default(tmp_path: Path) 
         "optimizer.betas.1=0.95",
         "rewards.1.weight=3",
     )
-    given = {name: source for name, source in sources.items() if source != "default"}
-    assert given == {
+    inputs = {name: source for name, source in sources.items() if source != "default"}
+    assert inputs == {
         "run_dir": "x.yaml:1",
         "seed": "command line",
         "model.path": "x.yaml:2",
@@ -96,9 +97,11 @@ def test_an_override_of_a_whole_section_leaves_no_line_of_the_file(tmp_path: Pat
     sources = sources_of(
         tmp_path, TEXT, "rewards=[{name: format, args: {pattern: a}}]", "optimizer={lr: 1e-3}"
     )
-    of_rewards = {name: source for name, source in sources.items() if name.startswith("rewards.")}
-    given = {"rewards.0.name": "command line", "rewards.0.args.pattern": "command line"}
-    assert of_rewards == dict.fromkeys(of_rewards, "default") | given
+    rewards_values = {
+        name: source for name, source in sources.items() if name.startswith("rewards.")
+    }
+    inputs = {"rewards.0.name": "command line", "rewards.0.args.pattern": "command line"}
+    assert rewards_values == dict.fromkeys(rewards_values, "default") | inputs
     assert {name: source for name, source in sources.items() if name.startswith("optimizer")} == {
         "optimizer.lr": "command line",
         "optimizer.schedule": "default",
@@ -204,7 +207,8 @@ def test_a_config_that_names_no_sizes_gives_none() -> None:
     assert config_json.shapes_from_config({"model_type": "gpt2", "n_embd": 4}) == {}
 
 
-# Numbers by hand. 3 x 5 and 4 elements over 2 ranks: shards of 2 x 5 and 2; 4 bytes each, 2 ranks: 96 bytes a sync.
+# Numbers by hand. 3 x 5 and 4 elements over 2 ranks: shards of 2 x 5 and 2; 4 bytes each, 2 ranks:
+# 96 bytes a sync.
 
 
 def test_shards_and_sync_by_hand() -> None:
@@ -244,13 +248,13 @@ def test_the_end_says_what_is_set_and_the_defaults_only_when_asked(
         "run_dir": "x:1",
     }
     lines = explain.explain(config, sources, None, 60, 1, with_defaults=with_defaults)
-    last = lines[lines.index("where each value came from") + 1 :]
+    final = lines[lines.index("where each value came from") + 1 :]
     if with_defaults:
-        assert [line.split()[0] for line in last] == list(flatten_config(config))
+        assert [line.split()[0] for line in final] == list(flatten_config(config))
     else:
-        assert [line.split()[0] for line in last[:-1]] == ["run_dir", "optimizer.lr"]
+        assert [line.split()[0] for line in final[:-1]] == ["run_dir", "optimizer.lr"]
         assert (
-            last[-1]
+            final[-1]
             == f"  {len(sources) - 2} others have their defaults: --explain=all shows them too"
         )
 
@@ -267,11 +271,11 @@ def rows_of(
         num_ranks=num_ranks,
     )
     assert lines.index("where each value came from") < 100
-    found: dict[str, list[str]] = {}
+    result: dict[str, list[str]] = {}
     for line in lines[: lines.index("where each value came from")]:
         if line.startswith("  ") and not line.startswith("  - "):
-            found.setdefault(line[2:38].strip(), []).extend(line[38:].strip().split("  ", 1))
-    return found
+            result.setdefault(line[2:38].strip(), []).extend(line[38:].strip().split("  ", 1))
+    return result
 
 
 def test_the_buckets_of_a_sync_are_a_gpus(tmp_path: Path) -> None:
@@ -279,14 +283,15 @@ def test_the_buckets_of_a_sync_are_a_gpus(tmp_path: Path) -> None:
         {"lm_head.weight": (262144, 1024)}, {}, "here"
     )  # 512 MiB in bfloat16
     rows = [
-        rows_of(a_config(tmp_path, *given), model, num_ranks=4)
-        for given in ((), ("rollout.weight_sync_bucket_mib=64",))
+        rows_of(a_config(tmp_path, *inputs), model, num_ranks=4)
+        for inputs in ((), ("rollout.weight_sync_bucket_mib=64",))
     ]
     assert [row["collectives of a sync, on GPUs"][0] for row in rows] == ["2", "8"]
 
 
 def test_a_page_by_hand(tmp_path: Path) -> None:
-    """A model of V 10, D 4, F 6, two layers, one kv head of 2; 4 ranks, 24 samples of at most 40 tokens."""
+    """A model of V 10, D 4, F 6, two layers, one kv head of 2; 4 ranks, 24 samples of at most 40
+    tokens."""
     # 16 + 8 + 8 + 16 + 24 + 4 = 76
     layer = {"q": (4, 4), "k": (2, 4), "v": (2, 4), "o": (4, 4), "up": (6, 4), "norm": (4,)}
     shapes: config_json.Shapes = {
@@ -321,7 +326,8 @@ def test_a_page_by_hand(tmp_path: Path) -> None:
     assert values["epochs of the data"] == "5.00"
     assert values["samples trained on"] == "1,200"
     assert values["parameters"] == "192"
-    # Rows over 4 ranks: 1 + 1 + 1 + 1 + 2 rows of 4 and 1 = 25 a layer, 3 rows of 4 = 12: 62 elements, 248 with
+    # Rows over 4 ranks: 1 + 1 + 1 + 1 + 2 rows of 4 and 1 = 25 a layer, 3 rows of 4 = 12: 62
+    # elements, 248 with
     # padding, 2 bytes each
     assert values["bytes of a sync"] == "496 B"
     assert values["collectives of a sync, on GPUs"] == "1"
@@ -330,7 +336,8 @@ def test_a_page_by_hand(tmp_path: Path) -> None:
     assert values["reference"] == "124 B"
     assert values["state between updates"] == "868 B"
     assert values["logits of a chunk"] == "5.86 KiB"  # 100 tokens x 10 x (4 + 2)
-    # two buckets would hold it all: one of 4 ranks' 62 elements; the embedding as 4 shards of 3 rows
+    # two buckets would hold it all: one of 4 ranks' 62 elements; the embedding as 4 shards of 3
+    # rows
     assert values["buffers of the weight sync"] == "592 B"  # 496 + 96
     # 3 prompts an engine: 12 sequences of 40 tokens; a token is 2 x 2 layers x 1 head x 2 x 2 bytes
     assert (values["KV cache of a token"], values["KV cache for all at full length"]) == (
@@ -386,10 +393,10 @@ def test_micro_batches_are_those_of_the_real_plan(tmp_path: Path) -> None:
             )
             return sum(len(mini_batch[0]) for mini_batch in plan)
 
-        fewest, most = memory.micro_batches_per_step(config, ranks)
-        assert rows([40] * samples) == most
+        fewest, maximum = memory.micro_batches_per_step(config, ranks)
+        assert rows([40] * samples) == maximum
         low = rng.choice([2, 20, 30])
-        assert fewest <= rows([rng.randint(low, 40) for _ in range(samples)]) <= most
+        assert fewest <= rows([rng.randint(low, 40) for _ in range(samples)]) <= maximum
     assert fewest == 2
 
 
@@ -415,17 +422,18 @@ def peak_bytes(work: Callable[[], object]) -> int:
 def test_the_logits_alive_are_those_that_token_logprobs_holds(
     dtype: torch.dtype, uses_entropy: bool, num_chunks: int
 ) -> None:
-    """Two buffers of half the rows (forward, and backward through the entropy) take less than one and a product in
+    """Two buffers of half the rows (forward, and backward through the entropy) take less than one
+    and a product in
     bfloat16."""
     vocabulary, chunk = 8000, 1024
     hidden = torch.randn(num_chunks * chunk, 4, dtype=dtype, requires_grad=True)
     head = torch.randn(vocabulary, 4, dtype=dtype, requires_grad=True)
     targets = torch.randint(0, vocabulary, (len(hidden),))
-    found: list[torch.Tensor] = []
+    result: list[torch.Tensor] = []
     forward = peak_bytes(
-        lambda: found.extend(TokenLogprobs.apply(hidden, head, targets, 0.7, chunk))
+        lambda: result.extend(TokenLogprobs.apply(hidden, head, targets, 0.7, chunk))
     )
-    logprobs, entropy = found
+    logprobs, entropy = result
     backward = peak_bytes(
         lambda: (logprobs.sum() + entropy.sum() if uses_entropy else logprobs.sum()).backward()
     )
@@ -467,7 +475,8 @@ GSPO_BOUNDS = "loss.clip_ratio_low=3e-4 loss.clip_ratio_high=4e-4"
         (f"{GSPO} {GSPO_BOUNDS}", 1, "gspo with aggregation token"),
         (f"{GSPO} {GSPO_BOUNDS} loss.aggregation=sequence", 1, None),
         (
-            f"loss.policy=gspo {GSPO_BOUNDS} loss.aggregation=sequence loss.rollout_correction=icepop",
+            f"loss.policy=gspo {GSPO_BOUNDS} loss.aggregation=sequence "
+            "loss.rollout_correction=icepop",
             1,
             "gspo with rollout_correction icepop",
         ),
@@ -487,12 +496,14 @@ GSPO_BOUNDS = "loss.clip_ratio_low=3e-4 loss.clip_ratio_high=4e-4"
         (
             "",
             4,
-            "num_prompts_per_step 6 is no multiple of 4 engines: some sample 2 groups a step, others 1",
+            "num_prompts_per_step 6 is no multiple of 4 engines: some sample 2 groups a step, "
+            "others 1",
         ),
         (
             "",
             8,
-            "6 is no multiple of 8 engines: 2 never sample while others do; raise it to 8 or a multiple",
+            "6 is no multiple of 8 engines: 2 never sample while others do; raise it to 8 or a "
+            "multiple",
         ),
         ("rollout.tensor_parallel_size=2", 4, None),
         (
@@ -515,9 +526,9 @@ GSPO_BOUNDS = "loss.clip_ratio_low=3e-4 loss.clip_ratio_high=4e-4"
     ],
 )
 def test_advice(tmp_path: Path, overrides: str, num_ranks: int, expected: str | None) -> None:
-    found = list(advice(a_config(tmp_path, *overrides.split()), num_ranks))
-    assert len(found) == (expected is not None), found
-    assert expected is None or expected in found[0]
+    result = list(advice(a_config(tmp_path, *overrides.split()), num_ranks))
+    assert len(result) == (expected is not None), result
+    assert expected is None or expected in result[0]
 
 
 def test_lora_offload_and_replicas_change_what_a_rank_holds(tmp_path: Path) -> None:
@@ -550,7 +561,8 @@ def test_lora_offload_and_replicas_change_what_a_rank_holds(tmp_path: Path) -> N
         values["of it in host memory"] == values["state between updates"] == "564 B"
     )  # 228 + 112 + 224
     assert "reference" not in values
-    # one rank of a shard, which needs no bucket: W + BA of the 8 x 6 product, and W, in float32; A whole (2 x 6). W
+    # one rank of a shard, which needs no bucket: W + BA of the 8 x 6 product, and W, in float32; A
+    # whole (2 x 6). W
     # rounded, 48 x 2, comes when the W in float32 is gone, the lm_head's 60 x 2 when W + BA is
     assert values["buffers of the weight sync"] == "432 B"  # 48 x 8 + 12 x 4
     config = load_config(write_config(tmp_path, tmp_path), [*overrides, "model.lora.sync=adapter"])

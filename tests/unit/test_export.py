@@ -1,4 +1,5 @@
-"""An export holds what the checkpoint held, in files that transformers and peft load, and damage is named, never
+"""An export holds what the checkpoint held, in files that transformers and peft load, and damage is
+named, never
 exported."""
 
 from __future__ import annotations
@@ -130,9 +131,9 @@ def test_special_values_are_rounded_as_torch_rounds_them(tmp_path: Path) -> None
     weights["lm_head.weight"].view(-1)[: len(odd)] = odd
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     export_checkpoint(make_checkpoint(tmp_path / "c", model, 2), tmp_path / "out")
-    found = load_file(tmp_path / "out/model.safetensors")["lm_head.weight"]
+    result = load_file(tmp_path / "out/model.safetensors")["lm_head.weight"]
     assert torch.equal(
-        found.view(torch.int16), weights["lm_head.weight"].bfloat16().view(torch.int16)
+        result.view(torch.int16), weights["lm_head.weight"].bfloat16().view(torch.int16)
     )
 
 
@@ -200,10 +201,10 @@ def test_merged_adapters_are_pefts_merge_and_a_plain_model(
     ids = torch.tensor([[4, 9, 2, 7]])
     scores, expected = adapted(ids).logits, adapted.merge_and_unload().state_dict()
     export.export_merged(checkpoint, tmp_path / "out", "float32")
-    found = load_file(tmp_path / "out/model.safetensors")
-    assert ("lm_head.weight" in found) == (not tied)
-    assert found.keys() == weights_of(model).keys()
-    for name, tensor in found.items():
+    result = load_file(tmp_path / "out/model.safetensors")
+    assert ("lm_head.weight" in result) == (not tied)
+    assert result.keys() == weights_of(model).keys()
+    for name, tensor in result.items():
         is_adapted = name.endswith(("q_proj.weight", "down_proj.weight"))
         assert torch.equal(tensor, weights_of(model)[name]) == (not is_adapted), name
         torch.testing.assert_close(tensor, expected[name], rtol=1e-6, atol=1e-6)
@@ -217,9 +218,9 @@ def test_merged_adapters_are_pefts_merge_and_a_plain_model(
     # In the dtype of the run: float32's sums, rounded once. One tensor a file.
     export.export_merged(checkpoint, tmp_path / "run_dtype", max_file_bytes=1)
     files = sorted((tmp_path / "run_dtype").glob("*.safetensors"))
-    assert len(files) == len(found)
+    assert len(files) == len(result)
     halves = {name: tensor for file in files for name, tensor in load_file(file).items()}
-    assert_same(halves, cast(found, torch.bfloat16))
+    assert_same(halves, cast(result, torch.bfloat16))
     assert json.loads((tmp_path / "run_dtype/config.json").read_text())["dtype"] == "bfloat16"
 
 
@@ -248,14 +249,19 @@ def test_what_cannot_be_merged_is_refused_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    model, other = (make_model(tmp_path / name, "qwen3", tied=False) for name in ("model", "other"))
-    whole = make_checkpoint(tmp_path / "whole", model, 1, model_path=str(model))
+    model, second = (
+        make_model(tmp_path / name, "qwen3", tied=False) for name in ("model", "other")
+    )
+    full = make_checkpoint(tmp_path / "whole", model, 1, model_path=str(model))
     adapted = _adapted(model)
-    known = {"model_path": str(tmp_path / "gone"), "model_fingerprint": model_fingerprint(model)}
-    gone = _checkpoint_of(adapted, tmp_path / "gone_c", 1, **known)
-    weights = weights_of(other)
+    expected_names = {
+        "model_path": str(tmp_path / "gone"),
+        "model_fingerprint": model_fingerprint(model),
+    }
+    gone = _checkpoint_of(adapted, tmp_path / "gone_c", 1, **expected_names)
+    weights = weights_of(second)
     weights["model.norm.weight"] += 1.0
-    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    save_file(weights, second / "model.safetensors", metadata={"format": "pt"})
     strange = _checkpoint_of(adapted, tmp_path / "strange", 1, model_path=str(model))
     config = json.loads((strange / "model/adapter_config.json").read_text())
     (strange / "model/adapter_config.json").write_text(json.dumps({**config, "use_dora": True}))
@@ -265,8 +271,8 @@ def test_what_cannot_be_merged_is_refused_in_one_line(
         1,
         model_path=str(make_model(tmp_path / "l", "qwen3", tied=False, num_hidden_layers=1)),
     )
-    for checkpoint, base, said in (
-        (whole, None, r"^--merge: .*whole holds a whole model and no adapters; leave --merge out$"),
+    for checkpoint, base, message in (
+        (full, None, r"^--merge: .*whole holds a whole model and no adapters; leave --merge out$"),
         (
             gone,
             None,
@@ -274,13 +280,14 @@ def test_what_cannot_be_merged_is_refused_in_one_line(
         ),
         (
             gone,
-            other,
-            r"^--merge: .*other holds another model than the adapters of .* name the right one with --base$",
+            second,
+            r"^--merge: .*other holds another model than the adapters of .* name the right one "
+            r"with --base$",
         ),
         (strange, None, r"adapter_config.json: use_dora must be off; got True$"),
         (layers, None, r"\d+ tensors of adapters belong to no layer of "),
     ):
-        with pytest.raises((ConfigError, CheckpointError), match=said) as refused:
+        with pytest.raises((ConfigError, CheckpointError), match=message) as refused:
             export.export_merged(checkpoint, tmp_path / "out", base=base)
         assert "\n" not in str(refused.value)
         assert not (tmp_path / "out").exists()
@@ -288,15 +295,16 @@ def test_what_cannot_be_merged_is_refused_in_one_line(
 
 
 def test_into_a_checkpoint_that_is_still_being_made(tmp_path: Path) -> None:
-    """As the trainer does it: without a manifest, in a thread, into the folder itself, with nothing printed."""
+    """As the trainer does it: without a manifest, in a thread, into the folder itself, with nothing
+    printed."""
     model = make_model(tmp_path / "model", "qwen2", tied=True)
     checkpoint = make_checkpoint(tmp_path / "step_000007.tmp", model, 2)
     (checkpoint / "manifest.json").unlink()
-    before = {path.name for path in checkpoint.iterdir()}
+    old = {path.name for path in checkpoint.iterdir()}
     thread = threading.Thread(target=export_checkpoint, args=(checkpoint, checkpoint))
     thread.start()
     thread.join()
-    assert {path.name for path in checkpoint.iterdir()} == before | {
+    assert {path.name for path in checkpoint.iterdir()} == old | {
         "model.safetensors",
         *(p.name for p in (checkpoint / "model").iterdir()),
     }
@@ -343,26 +351,31 @@ def _rename_a_tensor(checkpoint: Path) -> None:
     [
         (
             _drop(1),
-            r"rows of policy\.lm_head\.weight 0 to 32 are missing, those before shard_00002\.safetensors",
+            r"rows of policy\.lm_head\.weight 0 to 32 are missing, those before "
+            r"shard_00002\.safetensors",
         ),
         (
             _drop(2),
-            r"rows of policy\.lm_head\.weight 33 to 65 are missing, those before shard_00003\.safetensors",
+            r"rows of policy\.lm_head\.weight 33 to 65 are missing, those before "
+            r"shard_00003\.safetensors",
         ),
         (
             _drop(3),
-            r"the last rows of policy\.lm_head\.weight are missing: 66 rows are there, dealt over 3 ranks",
+            r"the last rows of policy\.lm_head\.weight are missing: 66 rows are there, dealt "
+            r"over 3 ranks",
         ),
         (
             _double,
-            r"rows of policy\.lm_head\.weight from 33 on are there twice, also in shard_00004\.safetensors",
+            r"rows of policy\.lm_head\.weight from 33 on are there twice, also in "
+            r"shard_00004\.safetensors",
         ),
         (_half, r"shard_00002\.safetensors: not a checkpoint's shard \(SafetensorError"),
         (_bare, r"shard_00002\.safetensors: not a checkpoint's shard \(TypeError"),
         (_empty, r"no shard in its state folder holds a tensor policy\.\*"),
         (
             _rename_a_tensor,
-            r"the last rows of policy\.model\.norm\.weight are missing: 44 rows are there, dealt over 3 ranks",
+            r"the last rows of policy\.model\.norm\.weight are missing: 44 rows are there, dealt "
+            r"over 3 ranks",
         ),
     ],
 )

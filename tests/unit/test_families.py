@@ -1,4 +1,5 @@
-"""Which models are refused, by what: config.json alone, transformers' code for them, the tensors of the checkpoint."""
+"""Which models are refused, by what: config.json alone, transformers' code for them, the tensors of
+the checkpoint."""
 
 from __future__ import annotations
 
@@ -81,7 +82,7 @@ def test_dense_models_are_not_taken_for_others() -> None:
 
 
 SIZES = {
-    "vocab_size": 97, "hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "vocab_size": 97, "hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,  # noqa: E501
     "num_key_value_heads": 2, "max_position_embeddings": 256,
     "bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0,
 }  # fmt: skip
@@ -124,7 +125,8 @@ SIZES = {
     ids=lambda value: value.model_type if isinstance(value, transformers.PreTrainedConfig) else "",
 )
 def test_what_transformers_code_does_is_refused(tmp_path: Path, config: Any, expected: str) -> None:
-    """Before any tensor is looked at but for those whose maths are asked: they alone need a checkpoint."""
+    """Before any tensor is looked at but for those whose maths are asked: they alone need a
+    checkpoint."""
     config.save_pretrained(tmp_path)
     if "times" in expected or "told" in expected or "rows" in expected:
         transformers.AutoModelForCausalLM.from_config(
@@ -141,7 +143,8 @@ def test_a_model_that_trains_is_not_refused(tmp_path: Path, family: str) -> None
 
 
 def test_files_beside_model_safetensors_are_let_be(tmp_path: Path) -> None:
-    """As transformers does: Mistral's own format, say, or an adapter that was saved into the model's folder."""
+    """As transformers does: Mistral's own format, say, or an adapter that was saved into the
+    model's folder."""
     folder = make_model(tmp_path, "llama", tied=True)
     save_file(
         {"layers.0.attention.wq.weight": torch.zeros(2, 2)}, folder / "consolidated.safetensors"
@@ -156,8 +159,9 @@ def _rewrite(folder: Path, **tensors: Tensor) -> None:
 
 def test_a_tensor_that_the_policy_has_no_place_for_is_refused(tmp_path: Path) -> None:
     folder, attention = make_model(tmp_path, "llama", tied=True), "model.layers.0.self_attn."
-    # A tied head stored twice and the buffers of old checkpoints are none of the model's and harm nothing.
-    known = {
+    # A tied head stored twice and the buffers of old checkpoints are none of the model's and harm
+    # nothing.
+    expected_names = {
         "lm_head.weight": torch.zeros(97, 64),
         f"{attention}rotary_emb.inv_freq": torch.zeros(16),
     }
@@ -165,13 +169,16 @@ def test_a_tensor_that_the_policy_has_no_place_for_is_refused(tmp_path: Path) ->
         f"{attention}bias": torch.ones(1, 1, 8, 8),
         f"{attention}masked_bias": torch.tensor(-1e4),
     }
-    _rewrite(folder, **known, **masks)
+    _rewrite(folder, **expected_names, **masks)
     refuse_untrainable(str(folder))
     _rewrite(
         folder,
         **{f"{attention}q_proj.bias": torch.ones(128), f"{attention}k_proj.bias": torch.ones(64)},
     )
-    expected = r"has model\.layers\.0\.self_attn\.k_proj\.bias and 1 more, which LlamaForCausalLM has no place for"
+    expected = (
+        r"has model\.layers\.0\.self_attn\.k_proj\.bias and 1 more, which "
+        r"LlamaForCausalLM has no place for"
+    )
     with pytest.raises(ConfigError, match=expected):
         refuse_untrainable(str(folder))
 
@@ -179,11 +186,11 @@ def test_a_tensor_that_the_policy_has_no_place_for_is_refused(tmp_path: Path) ->
 def test_raw_codes_of_a_quantised_checkpoint_are_refused(tmp_path: Path) -> None:
     """FP8 weights whose config.json says nothing of it."""
     folder, name = make_model(tmp_path, "llama", tied=True), "model.layers.0.mlp.up_proj.weight"
-    whole = load_file(folder / "model.safetensors")[name]
-    _rewrite(folder, **{name: whole.to(torch.float8_e4m3fn)})
+    full = load_file(folder / "model.safetensors")[name]
+    _rewrite(folder, **{name: full.to(torch.float8_e4m3fn)})
     with pytest.raises(ConfigError, match=r"up_proj\.weight is stored as F8_E4M3 .*raw codes"):
         refuse_untrainable(str(folder))
-    _rewrite(folder, **{name: whole, f"{name}_scale_inv": torch.ones(1, 1)})
+    _rewrite(folder, **{name: full, f"{name}_scale_inv": torch.ones(1, 1)})
     with pytest.raises(
         ConfigError, match=r"has model\.layers\.0\.mlp\.up_proj\.weight_scale_inv, which"
     ):
@@ -198,9 +205,9 @@ def test_tensors_that_transformers_renames_are_found() -> None:
         name.replace("lm_head", "embed_out").removeprefix("gpt_neox.")
         for name, _ in model.named_parameters()
     ]
-    found = stored_names(model, stored)
-    assert found["lm_head.weight"] == "embed_out.weight"
-    assert set(found) == {name for name, _ in model.named_parameters()}
+    result = stored_names(model, stored)
+    assert result["lm_head.weight"] == "embed_out.weight"
+    assert set(result) == {name for name, _ in model.named_parameters()}
 
 
 def test_a_tensor_that_one_side_lacks_is_refused_and_a_strange_layout_is_not() -> None:
@@ -219,32 +226,33 @@ def test_a_tensor_that_one_side_lacks_is_refused_and_a_strange_layout_is_not() -
 
 
 def test_classes_of_transformers_are_put_back_as_they_were(tmp_path: Path) -> None:
-    """As vLLM changes them: another __init__ and __call__, and another base; the engine's own module keeps these."""
+    """As vLLM changes them: another __init__ and __call__, and another base; the engine's own
+    module keeps these."""
     config = transformers.Qwen2Config(**SIZES)
     config.save_pretrained(tmp_path)
     put_back = keep_hf_classes(str(tmp_path))
     decoder_class = transformers.Qwen2Model
-    before, bases = dict(vars(decoder_class)), decoder_class.__bases__
+    old, bases = dict(vars(decoder_class)), decoder_class.__bases__
 
     class Compiled:
         pass
 
     def init(self: Any, *args: Any) -> None:
-        before["__init__"](self, *args)
+        old["__init__"](self, *args)
         self.made_for_engine = True
 
     decoder_class.__init__, decoder_class.__call__ = init, lambda self, ids: "compiled"
     decoder_class.__bases__ = (*bases, Compiled)
-    of_engine = decoder_class(config)
-    put_back(of_engine)
-    of_policy, ids = transformers.Qwen2Model(config), torch.zeros(1, 3, dtype=torch.long)
-    assert of_policy(ids, use_cache=False).last_hidden_state.shape == (1, 3, 128)
-    assert (dict(vars(decoder_class)), decoder_class.__bases__) == (before, bases)
-    assert not hasattr(of_policy, "made_for_engine")
-    assert of_engine.made_for_engine
-    assert of_engine(ids) == "compiled"
-    assert isinstance(of_engine, Compiled)
-    assert isinstance(of_engine, transformers.Qwen2Model)
+    engine_values = decoder_class(config)
+    put_back(engine_values)
+    policy_values, ids = transformers.Qwen2Model(config), torch.zeros(1, 3, dtype=torch.long)
+    assert policy_values(ids, use_cache=False).last_hidden_state.shape == (1, 3, 128)
+    assert (dict(vars(decoder_class)), decoder_class.__bases__) == (old, bases)
+    assert not hasattr(policy_values, "made_for_engine")
+    assert engine_values.made_for_engine
+    assert engine_values(ids) == "compiled"
+    assert isinstance(engine_values, Compiled)
+    assert isinstance(engine_values, transformers.Qwen2Model)
 
 
 def test_what_a_library_raises_is_one_line_but_not_what_the_machine_does() -> None:

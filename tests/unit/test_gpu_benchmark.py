@@ -23,7 +23,8 @@ CEILINGS = Ceilings(matmul_flops=1e3, memory_bytes=1e3, to_device_bytes=500.0, t
 
 def test_floors_worked_by_hand() -> None:
     assert forward_flops(WORK) == 2 * 920 * 10 + 2 * 80 * 6 + 2 * 2 * 2 * 4 * (25 + 25) == 20960
-    # 4 decode steps; 3 + 4 and 1 + 2 + 3 + 4 tokens precede the sampled ones, each with 2 (keys, values) * 2 layers * 4
+    # 4 decode steps; 3 + 4 and 1 + 2 + 3 + 4 tokens precede the sampled ones, each with 2 (keys,
+    # values) * 2 layers * 4
     # * 2 bytes.
     assert decode_bytes(WORK) == 4 * 1000 * 2 + (7 + 10) * 32 == 8544
     assert decode_flops(WORK) == 2 * 1000 * 6

@@ -1,4 +1,5 @@
-"""benchmarks/gpu_day without a process: the table of steps, and what each step makes of its figures."""
+"""benchmarks/gpu_day without a process: the table of steps, and what each step makes of its
+figures."""
 
 from __future__ import annotations
 
@@ -38,13 +39,14 @@ def test_the_day_fits_into_its_minutes_and_the_dry_form_has_every_step() -> None
 
 
 def test_a_sleep_that_gives_back_too_little_or_less_each_time_is_a_problem() -> None:
-    """The engine may take 70 GiB: 0.7 of it, 49, must come back; what is left may grow by 1, but for the first two
+    """The engine may take 70 GiB: 0.7 of it, 49, must come back; what is left may grow by 1, but
+    for the first two
     steps."""
 
-    def steps(freed: float, *left: float) -> list[dict[str, float]]:
+    def steps(freed: float, *remaining: float) -> list[dict[str, float]]:
         return [
-            {"memory/sleep/freed_gib": freed + i, "memory/sleep/left_gib": each}
-            for i, each in enumerate(left)
+            {"memory/sleep/freed_gib": freed + i, "memory/sleep/left_gib": item}
+            for i, item in enumerate(remaining)
         ]
 
     row, problems = sleep_row(steps(60.0, 1.0, 2.0, 3.0, 3.5), 70.0)
@@ -83,10 +85,11 @@ def _line(step: int, loss: float, seconds: float) -> dict[str, float]:
 
 
 def test_where_a_second_start_went_on_is_seen_by_its_times() -> None:
-    """Five lines before the kill; the second start kept two, and made steps 2, 3, 4 again, one with another loss."""
-    before = [_line(i, 0.1 * i, 1.0) for i in range(5)]
-    after = before[:2] + [_line(i, 0.1 * i + (0.75 if i == 3 else 0.0), 2.0) for i in range(2, 6)]
-    row = compared(before, after)
+    """Five lines before the kill; the second start kept two, and made steps 2, 3, 4 again, one with
+    another loss."""
+    old = [_line(i, 0.1 * i, 1.0) for i in range(5)]
+    new = old[:2] + [_line(i, 0.1 * i + (0.75 if i == 3 else 0.0), 2.0) for i in range(2, 6)]
+    row = compared(old, new)
     assert (row["went_on_at_step"], row["steps_made_twice"]) == (2, 3)
     assert (row["loss/total off by"], row["first loss off by"]) == (pytest.approx(0.75), 0.0)
     row |= {"exit_code_of_the_second": 0, "processes_left": 0}
@@ -97,7 +100,7 @@ def test_where_a_second_start_went_on_is_seen_by_its_times() -> None:
     )
     good = row | {"loss/total off by": 0.0}
     assert judged(good, 6, exactly=True) == []
-    for change, num_steps, said in (
+    for change, num_steps, message in (
         ({"exit_code_of_the_second": 1}, 6, "exit code 1"),
         ({}, 5, "ended at step 5 of 6"),
         ({"went_on_at_step": 0}, 6, "more than two intervals"),
@@ -105,7 +108,7 @@ def test_where_a_second_start_went_on_is_seen_by_its_times() -> None:
         ({"reward/mean off by": 1e-9}, 6, "differ"),
     ):
         [problem] = judged(good | change, num_steps, exactly=True)
-        assert said in problem
+        assert message in problem
 
 
 def test_tests_are_counted_by_how_they_ended(tmp_path: Path) -> None:
@@ -154,8 +157,8 @@ def test_a_large_random_model_is_as_its_config_says(tmp_path: Path) -> None:
     logits = model(torch.arange(1, 20)[None]).logits
     assert torch.isfinite(logits).all()
     make_large_model(tmp_path / "b", config)
-    first, second = ((tmp_path / name / "model.safetensors").read_bytes() for name in "ab")
-    assert first == second
+    initial, second = ((tmp_path / name / "model.safetensors").read_bytes() for name in "ab")
+    assert initial == second
 
 
 @pytest.mark.parametrize(
@@ -211,7 +214,7 @@ def test_the_page_says_what_did_not_run_and_that_a_dry_day_is_no_measurement() -
         for p in "ab"
     ]
     text = page(STEPS, state, rows)
-    for said in (
+    for message in (
         "no figure is a measurement",
         "commit abc",
         "2.0 minutes",
@@ -219,7 +222,7 @@ def test_the_page_says_what_did_not_run_and_that_a_dry_day_is_no_measurement() -
         "| before",
         "all: s 1.5",
     ):
-        assert said in text
+        assert message in text
     assert "two: " not in text
 
 

@@ -14,7 +14,8 @@ After = Callable[[float], list[str]]
 
 @pytest.fixture
 def after(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[After]:
-    """What is said in the next so many seconds of a clock of our own, at which the thread looks each half second."""
+    """What is said in the next so many seconds of a clock of our own, at which the thread looks
+    each half second."""
     clock = [100.0]
 
     class Thread:
@@ -57,11 +58,11 @@ def test_it_says_what_takes_long_until_the_first_step(after: After) -> None:
 
 def test_what_begins_is_said_no_later_for_having_begun(after: After) -> None:
     """Short phases, one after the other, are silent no longer than a long one."""
-    said = []
+    message = []
     for number in range(6):
         startup.begin(f"part {number}")
-        said += after(4)
-    assert said == [
+        message += after(4)
+    assert message == [
         "part 0 ... 3 s",
         "part 2 ... 2 s",
         "part 4 ... 1 s",

@@ -1,4 +1,5 @@
-"""The house keeps its rules (tests/support/house.py), and the checks see a breach of each of them."""
+"""The house keeps its rules (tests/support/house.py), and the checks see a breach of each of
+them."""
 
 from __future__ import annotations
 
@@ -129,18 +130,20 @@ def _of_the_package(check: Check) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("check", "file", "text", "said"), BREACHES, ids=lambda value: getattr(value, "__name__", None)
+    ("check", "file", "text", "message"),
+    BREACHES,
+    ids=lambda value: getattr(value, "__name__", None),
 )
 def test_a_planted_breach_is_found(
-    check: Check, file: str, text: str, said: str, tmp_path: Path
+    check: Check, file: str, text: str, message: str, tmp_path: Path
 ) -> None:
     package = tmp_path / "grpo_spmd"
     shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
     path = package / file
     with path.open("a", encoding="utf-8") as module:
         module.write(f"\n\n{text}\n")
-    found = set(check(package)) - _of_the_package(check)
-    assert [line for line in found if said in line], found
+    result = set(check(package)) - _of_the_package(check)
+    assert [line for line in result if message in line], result
 
 
 def test_too_many_late_imports_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,5 @@
-"""What a Ctrl-C does, by how far the run is; on real processes without torch, a second or two each."""
+"""What a Ctrl-C does, by how far the run is; on real processes without torch, a second or two
+each."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ while True:
 TRAINS = "interrupt.stop_with(lambda: print('stops', flush=True) or {in_update})"
 
 
-def start(folder: Path, body: str = "", before: str = "") -> subprocess.Popen[str]:
-    program = PROGRAM.format(body=body, before=before)
+def start(folder: Path, body: str = "", old: str = "") -> subprocess.Popen[str]:
+    program = PROGRAM.format(body=body, before=old)
     return subprocess.Popen(
         [sys.executable, "-c", program, str(folder)],
         cwd=ROOT,
@@ -66,7 +67,7 @@ def test_before_the_first_step_it_ends_at_once_with_one_sentence(tmp_path: Path)
 
 
 def test_other_ranks_of_a_node_say_nothing(tmp_path: Path) -> None:
-    process = ready(start(tmp_path, before="import os; os.environ['LOCAL_RANK'] = '1'"))
+    process = ready(start(tmp_path, old="import os; os.environ['LOCAL_RANK'] = '1'"))
     process.send_signal(signal.SIGINT)
     assert process.communicate(timeout=20) == ("", "")
     assert process.returncode == 1
@@ -74,8 +75,11 @@ def test_other_ranks_of_a_node_say_nothing(tmp_path: Path) -> None:
 
 def test_one_that_came_before_anybody_heard_it_is_not_lost(tmp_path: Path) -> None:
     """As in a rank whose interpreter is just starting: its parent has held the signal back."""
-    hold = "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT}); signal.raise_signal(signal.SIGINT)"
-    process = start(tmp_path, before=hold)
+    hold = (
+        "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT}); "
+        "signal.raise_signal(signal.SIGINT)"
+    )
+    process = start(tmp_path, old=hold)
     out, err = process.communicate(timeout=20)
     assert process.returncode == 1
     assert err == "stopped by Ctrl-C before the first step; nothing was trained\n"
@@ -100,9 +104,11 @@ def test_while_it_trains_the_first_stops_the_run_and_the_second_ends_it(
     assert process.poll() is None
     process.send_signal(second)
     out, err = process.communicate(timeout=20)
-    first = f"Ctrl-C: {'finishing the update, then ' if in_update else ''}saving; again to quit now"
-    last = "Ctrl-C: out at once; no checkpoint was saved"
-    assert (process.returncode, out, err.splitlines()) == (1, "stops\n", [first, last])
+    initial = (
+        f"Ctrl-C: {'finishing the update, then ' if in_update else ''}saving; again to quit now"
+    )
+    final = "Ctrl-C: out at once; no checkpoint was saved"
+    assert (process.returncode, out, err.splitlines()) == (1, "stops\n", [initial, final])
 
 
 def test_when_all_is_saved_only_the_second_ends_it_and_well(tmp_path: Path) -> None:
@@ -117,7 +123,7 @@ def test_when_all_is_saved_only_the_second_ends_it_and_well(tmp_path: Path) -> N
 
 def test_a_job_in_the_background_goes_on(tmp_path: Path) -> None:
     """A shell has its background jobs ignore Ctrl-C."""
-    process = ready(start(tmp_path, before="signal.signal(signal.SIGINT, signal.SIG_IGN)"))
+    process = ready(start(tmp_path, old="signal.signal(signal.SIGINT, signal.SIG_IGN)"))
     process.send_signal(signal.SIGINT)
     time.sleep(0.5)
     assert process.poll() is None
@@ -168,28 +174,28 @@ def test_a_debuggers_prompt_and_its_continue_keep_ctrl_c_to_themselves() -> None
         os.chdir(ROOT)
         os.environ["PYTHONPATH"] = str(ROOT)
         os.execv(sys.executable, [sys.executable, "-c", DEBUGGED])
-    shown = ""
+    displayed = ""
 
     def type_and_read(keys: bytes, text: str) -> str:
-        nonlocal shown
+        nonlocal displayed
         os.write(terminal, keys)
         deadline = time.monotonic() + 30
-        while text not in shown:
-            assert time.monotonic() < deadline, shown
+        while text not in displayed:
+            assert time.monotonic() < deadline, displayed
             if select.select([terminal], [], [], 1)[0]:
-                shown += os.read(terminal, 4096).decode()
-        before, _, shown = shown.partition(text)
-        return before
+                displayed += os.read(terminal, 4096).decode()
+        old, _, displayed = displayed.partition(text)
+        return old
 
-    said = type_and_read(b"", "(Pdb) ")
-    said += type_and_read(b"import time; time.sleep(100)\n", "100")
+    message = type_and_read(b"", "(Pdb) ")
+    message += type_and_read(b"import time; time.sleep(100)\n", "100")
     time.sleep(0.5)
-    said += type_and_read(b"\x03", "(Pdb) ")
-    assert "KeyboardInterrupt" in said
-    said += type_and_read(b"c\n", "works")
-    said += type_and_read(b"\x03", "(Pdb) ")  # a program that goes on is interrupted where it is
-    assert "stops" not in said
-    assert "saving" not in said
+    message += type_and_read(b"\x03", "(Pdb) ")
+    assert "KeyboardInterrupt" in message
+    message += type_and_read(b"c\n", "works")
+    message += type_and_read(b"\x03", "(Pdb) ")  # a program that goes on is interrupted where it is
+    assert "stops" not in message
+    assert "saving" not in message
     os.write(terminal, b"import os; os._exit(7)\n")
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
     os.close(terminal)

@@ -1,4 +1,5 @@
-"""Episodes in the rollout buffer: they come back whole, for the same environment alone, and forged ones do not."""
+"""Episodes in the rollout buffer: they come back whole, for the same environment alone, and forged
+ones do not."""
 
 from __future__ import annotations
 
@@ -49,8 +50,8 @@ def open_buffer(config: Config, session: Session, **changes: Any) -> EpisodeBuff
     looks = RewardConfig(
         function=f"{Path(config.run_dir).parent}/looks.py:looks", weight=changes.pop("weight", 1.0)
     )
-    parts = config.run_dir, config.seed, config.model, config.rollout, session
-    return EpisodeBuffer(*parts, environment(config, **changes), (looks,))
+    pieces = config.run_dir, config.seed, config.model, config.rollout, session
+    return EpisodeBuffer(*pieces, environment(config, **changes), (looks,))
 
 
 def read_back(
@@ -58,7 +59,8 @@ def read_back(
 ) -> dict[tuple[int, int], Completion]:
     buffer = open_buffer(config, session, **changes)
     return {
-        slot: buffer.read(place) for slot, place in buffer.find(3, "these", [PROMPT], NUM).items()
+        slot: buffer.read(position)
+        for slot, position in buffer.find(3, "these", [PROMPT], NUM).items()
     }
 
 
@@ -83,24 +85,24 @@ def written(config: Config, session: Session, episodes: list[Completion]) -> Pat
 def test_whole_episodes_come_back_and_failed_ones_do_not(
     written: Path, config: Config, session: Session, episodes: list[Completion]
 ) -> None:
-    found = read_back(config, session)
+    back = read_back(config, session)
     statuses = {
         sample: c.episode.status for sample, c in enumerate(episodes) if c.episode is not None
     }
-    assert set(found) == {
+    assert set(back) == {
         (0, sample) for sample, status in statuses.items() if status not in FAILED_STATUSES
     }
-    assert len(found) < NUM
+    assert len(back) < NUM
     assert (
-        sum(not completion.token_ids for completion in found.values()) > 5
+        sum(not completion.token_ids for completion in back.values()) > 5
     )  # among them some without a token
-    for (_, sample), completion in found.items():
-        made = episodes[sample]
-        assert (completion.token_ids, completion.logprobs) == (made.token_ids, made.logprobs)
-        assert completion.finish_reason == made.finish_reason
+    for (_, sample), completion in back.items():
+        created = episodes[sample]
+        assert (completion.token_ids, completion.logprobs) == (created.token_ids, created.logprobs)
+        assert completion.finish_reason == created.finish_reason
         assert completion.episode is not None
-        assert made.episode is not None
-        assert same_episode(completion.episode, made.episode)
+        assert created.episode is not None
+        assert same_episode(completion.episode, created.episode)
     with safe_open(written, "np") as file:
         assert file.metadata()["format"] == "2"
 
@@ -120,20 +122,22 @@ def test_each_of_what_makes_an_episode_must_match(
         assert read_back(config, session) == {}, name
         path.write_text(text)
     assert len(read_back(config, session)) == num_kept
-    parts = config.run_dir, config.seed, config.model, config.rollout, session
-    assert RolloutBuffer(*parts).find(3, "these", [PROMPT], NUM) == {}  # a run without environments
+    pieces = config.run_dir, config.seed, config.model, config.rollout, session
+    assert (
+        RolloutBuffer(*pieces).find(3, "these", [PROMPT], NUM) == {}
+    )  # a run without environments
 
 
 def test_a_buffer_of_single_turns_is_what_it_was(config: Config, session: Session) -> None:
     """As files said and held it before there were episodes: old ones stay of use."""
-    parts = (
+    pieces = (
         config.run_dir,
         0,
         dataclasses.replace(config.model, path="model"),
         config.rollout,
         session,
     )
-    buffer = RolloutBuffer(*parts)
+    buffer = RolloutBuffer(*pieces)
     buffer.find(3, "these", [PROMPT], 4)
     for sample in range(2):
         buffer.keep(
@@ -157,11 +161,13 @@ def test_a_buffer_of_single_turns_is_what_it_was(config: Config, session: Sessio
     "odd", [float("nan"), {"a": {1: 2}}, {1, 2}, ("a",)], ids=["nan", "key", "set", "tuple"]
 )
 def test_what_is_no_json_is_not_kept(odd: Any, episodes: list[Completion]) -> None:
-    made = next(c for c in episodes if c.episode is not None and c.episode.status == "ok")
-    assert made.episode is not None
+    created = next(c for c in episodes if c.episode is not None and c.episode.status == "ok")
+    assert created.episode is not None
     for messages, is_kept in (([{"content": "4"}], True), ([{"content": odd}], False)):
-        episode = dataclasses.replace(made.episode, messages=messages)
-        assert (encode_episode(dataclasses.replace(made, episode=episode)) is not None) == is_kept
+        episode = dataclasses.replace(created.episode, messages=messages)
+        assert (
+            encode_episode(dataclasses.replace(created, episode=episode)) is not None
+        ) == is_kept
 
 
 def forged(written: Path, change: dict[str, npt.NDArray[Any]]) -> None:
@@ -173,7 +179,7 @@ def forged(written: Path, change: dict[str, npt.NDArray[Any]]) -> None:
 
 
 @pytest.mark.parametrize(
-    "what",
+    "label",
     [
         "an id",
         "a status",
@@ -189,38 +195,38 @@ def forged(written: Path, change: dict[str, npt.NDArray[Any]]) -> None:
     ],
 )
 def test_a_forged_file_is_left_out(
-    what: str, written: Path, config: Config, session: Session, caplog: pytest.LogCaptureFixture
+    label: str, written: Path, config: Config, session: Session, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its name goes with its contents, as anybody can make it."""
     with safe_open(written, "np") as file:
         episodes, sizes = file.get_tensor("episodes"), file.get_tensor("episode_bytes")
     starts = [0, *np.cumsum(sizes).tolist()]
-    parts = [episodes[a:b].tobytes() for a, b in itertools.pairwise(starts)]
+    pieces = [episodes[a:b].tobytes() for a, b in itertools.pairwise(starts)]
     number = next(
         n
-        for n, part in enumerate(parts)
-        if json.loads(part)["turns"][1:] and b'"sampled":true' in part
+        for n, piece in enumerate(pieces)
+        if json.loads(piece)["turns"][1:] and b'"sampled":true' in piece
     )
-    fields = json.loads(parts[number])
-    if what == "an id":
-        own = next(turn for turn in fields["turns"] if turn["sampled"] and turn["token_ids"])
-        own["token_ids"][0] ^= 1
+    fields = json.loads(pieces[number])
+    if label == "an id":
+        local = next(turn for turn in fields["turns"] if turn["sampled"] and turn["token_ids"])
+        local["token_ids"][0] ^= 1
     fields |= {"a status": {"status": "fine"}, "a failed one": {"status": "env_error"}}.get(
-        what, {}
+        label, {}
     )
-    parts[number] = json.dumps(fields).encode()
-    if what in ("no object", "deep"):
-        parts[number] = b"[]" if what == "no object" else b"[" * 100_000
-    if what == "swapped":
-        other = next(n for n in range(number + 1, len(parts)) if b'"sampled":true' in parts[n])
-        parts[number], parts[other] = parts[other], parts[number]
+    pieces[number] = json.dumps(fields).encode()
+    if label in ("no object", "deep"):
+        pieces[number] = b"[]" if label == "no object" else b"[" * 100_000
+    if label == "swapped":
+        second = next(n for n in range(number + 1, len(pieces)) if b'"sampled":true' in pieces[n])
+        pieces[number], pieces[second] = pieces[second], pieces[number]
     episodes, sizes = (
-        np.frombuffer(b"".join(parts), np.uint8),
-        np.array([len(part) for part in parts]),
+        np.frombuffer(b"".join(pieces), np.uint8),
+        np.array([len(piece) for piece in pieces]),
     )
-    moved = {"negative": -1, "long": 1 << 40, "short": -2}.get(what, 0)
-    sizes[0] = moved if what == "negative" else sizes[0] + moved
-    odd = {"shape": sizes[:, None], "dtype": sizes.astype(np.float64)}.get(what, sizes)
+    moved = {"negative": -1, "long": 1 << 40, "short": -2}.get(label, 0)
+    sizes[0] = moved if label == "negative" else sizes[0] + moved
+    odd = {"shape": sizes[:, None], "dtype": sizes.astype(np.float64)}.get(label, sizes)
     forged(written, {"episodes": episodes, "episode_bytes": odd})
     assert read_back(config, session) == {}
     assert caplog.text.count("is not used: ") == 1

@@ -22,7 +22,7 @@ def put_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("codes", "expected", "said"),
+    ("codes", "expected", "message"),
     [
         ({}, 0, ""),
         ({0: 2, 1: 2}, 2, ""),  # what a user typed is refused by all
@@ -39,7 +39,7 @@ def put_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_the_exit_code_is_that_of_the_ranks(
     codes: dict[int, int],
     expected: int,
-    said: str,
+    message: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -51,4 +51,4 @@ def test_the_exit_code_is_that_of_the_ranks(
 
     monkeypatch.setattr(run, "run", fail)
     assert launch._run(["--standalone", "-m", "x"], "unused") == expected
-    assert capsys.readouterr().err == said
+    assert capsys.readouterr().err == message

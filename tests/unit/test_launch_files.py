@@ -1,4 +1,5 @@
-"""The recipes of launch/ for containers, Kubernetes and SkyPilot, which nothing here runs: what they name is there."""
+"""The recipes of launch/ for containers, Kubernetes and SkyPilot, which nothing here runs: what
+they name is there."""
 
 from __future__ import annotations
 
@@ -55,12 +56,12 @@ def test_kubernetes_takes_the_job() -> None:
 def test_what_kubernetes_would_refuse_or_drop_is_seen(
     path: list[Any], key: str, value: Any
 ) -> None:
-    job = part = json.loads(
+    job = piece = json.loads(
         json.dumps(KUBERNETES)
     )  # both replicas have one template, by YAML's reference
     for name in path:
-        part = part[name]
-    part[key] = value
+        piece = piece[name]
+    piece[key] = value
     assert len(problems(job, PYTORCH_JOB)) == 1
 
 
@@ -126,7 +127,8 @@ def instructions() -> list[tuple[str, str]]:
 
 
 def is_sent(name: str) -> bool:
-    """Whether .dockerignore lets a file into the build: the last line that it, or a folder above it, meets decides."""
+    """Whether .dockerignore lets a file into the build: the last line that it, or a folder above
+    it, meets decides."""
     verdict = True
     for line in (ROOT / ".dockerignore").read_text().split():
         rule = line.removeprefix("!")

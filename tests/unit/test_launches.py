@@ -67,12 +67,12 @@ def test_a_launch_is_described_and_completed(
     assert (launch["folder"], launch["host"]) == (os.getcwd(), os.uname().nodename)
     assert launch["hosts"] == {"node1": 2, "node2": 1}
     assert launch["devices"] == {"cpu": 2, "NVIDIA H200": 1}
-    here = {
+    local = {
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "grpo_spmd": grpo_spmd.__version__,
     }
-    assert here.items() <= launch["versions"].items()
+    assert local.items() <= launch["versions"].items()
     assert launch["versions"]["vllm"]
     assert launch["versions"]["python"] == sys.version.split()[0]
     assert "sesame" not in (tmp_path / "launches.jsonl").read_text()
@@ -97,16 +97,19 @@ def test_a_resumed_run_adds_a_line_and_a_killed_launch_is_seen(tmp_path: Path) -
     ]
     Launch(tmp_path, number, is_rank0=False).end("done")  # rank 0 says so
     assert lines(tmp_path)[1]["outcome"] is None
-    # Of a failure any rank may be the one that tells; what it quotes is one line, without what looks like a key.
-    told = Launch(tmp_path, number, is_rank0=False)
-    told.fail(
+    # Of a failure any rank may be the one that tells; what it quotes is one line, without what
+    # looks like a key.
+    report = Launch(tmp_path, number, is_rank0=False)
+    report.fail(
         "rank 1 failed first, in phase reward, step 6: Error: sk-0123456789abcdefghij\nTraceback"
     )
-    told.fail("later")
-    last = lines(tmp_path)[1]
-    assert last["outcome"] == "failed"
-    assert last["why"] == "rank 1 failed first, in phase reward, step 6: Error: <redacted>"
-    assert last["last_step"] is None  # it finished none: the line of step 4 is of the launch before
+    report.fail("later")
+    final = lines(tmp_path)[1]
+    assert final["outcome"] == "failed"
+    assert final["why"] == "rank 1 failed first, in phase reward, step 6: Error: <redacted>"
+    assert (
+        final["last_step"] is None
+    )  # it finished none: the line of step 4 is of the launch before
     begin(tmp_path, 5)
     assert [launch["outcome"] for launch in lines(tmp_path)] == ["killed", "failed", None]
     assert [launch["launch"] for launch in read_launches(tmp_path)] == [1, 2, 3]
@@ -155,7 +158,7 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(
 ) -> None:
     monkeypatch.setattr(logging.getLogger("grpo_spmd"), "propagate", True)
     number = begin(tmp_path)
-    before = (tmp_path / "launches.jsonl").read_bytes()
+    old = (tmp_path / "launches.jsonl").read_bytes()
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
@@ -166,7 +169,7 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         signal.signal(signal.SIGXFSZ, ignored)
     assert caplog.text.count("launches.jsonl is not written: File too large") == 2
-    assert (tmp_path / "launches.jsonl").read_bytes() == before
+    assert (tmp_path / "launches.jsonl").read_bytes() == old
     (tmp_path / "launches.jsonl").unlink()
     os.mkfifo(tmp_path / "launches.jsonl")
     assert begin(tmp_path) is None
@@ -302,8 +305,8 @@ def test_another_version_is_named_for_the_launch_that_made_the_step(tmp_path: Pa
     begin(tmp_path, 1)
     assert other_versions(tmp_path, 3) == ""
     begin(tmp_path, 5)
-    first, second = lines(tmp_path)
-    first["versions"] |= {"torch": "1.0", "vllm": None}
-    (tmp_path / "launches.jsonl").write_text(json.dumps(first) + "\n" + json.dumps(second) + "\n")
+    initial, second = lines(tmp_path)
+    initial["versions"] |= {"torch": "1.0", "vllm": None}
+    (tmp_path / "launches.jsonl").write_text(json.dumps(initial) + "\n" + json.dumps(second) + "\n")
     assert other_versions(tmp_path, 4) == f"torch 1.0 there, {torch.__version__} here"
     assert other_versions(tmp_path, 5) == ""

@@ -106,21 +106,21 @@ def test_scores_and_merged_weights_equal_peft(
 ) -> None:
     folder = make_model(tmp_path, family, tied=tied)
     policy = adapted(folder, session)
-    before = {name: parameter.to_local().clone() for name, parameter in hf_named_parameters(policy)}
+    old = {name: parameter.to_local().clone() for name, parameter in hf_named_parameters(policy)}
     plain = with_adapters(folder, adapters_of(policy))
     scores, expected = policy(pack_rollouts(rollouts(), CPU)), plain_scores(plain)
-    for mine, theirs in zip(scores, expected, strict=True):
-        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=0)
+    for local, theirs in zip(scores, expected, strict=True):
+        torch.testing.assert_close(local, theirs, atol=1e-5, rtol=0)
     cast(FSDPModule, policy).reshard()  # without a backward pass the embedding stays gathered
     merged: Any = plain.merge_and_unload()
-    of_peft = merged.state_dict()
+    peft_values = merged.state_dict()
     sent = dict(gather_full_tensors(policy, torch.float32, 1 << 20, SyncStats()))
     assert ("lm_head.weight" in sent) != tied
     for name, tensor in sent.items():
-        torch.testing.assert_close(tensor, of_peft[name], atol=1e-6, rtol=1e-6)
-        assert torch.equal(tensor, before[name]) != name.endswith("_proj.weight"), name
+        torch.testing.assert_close(tensor, peft_values[name], atol=1e-6, rtol=1e-6)
+        assert torch.equal(tensor, old[name]) != name.endswith("_proj.weight"), name
     assert all(
-        torch.equal(parameter.to_local(), before[name])
+        torch.equal(parameter.to_local(), old[name])
         for name, parameter in hf_named_parameters(policy)
     )
 
@@ -146,20 +146,21 @@ def test_a_bfloat16_base_is_frozen_and_adapters_are_float32(
     assert not any(p.grad is not None or p.requires_grad for p in base.values())
     sent = dict(gather_full_tensors(policy, torch.bfloat16, 1 << 20, SyncStats()))
     layer = "model.layers.0.self_attn.q_proj"
-    whole = {
+    full = {
         name: p.full_tensor().detach()
         for name, p in {**base, **adapters}.items()
         if name.startswith(layer)
     }
-    product = whole[f"{layer}.lora_B.weight"].double() @ whole[f"{layer}.lora_A.weight"].double()
-    exact = whole[f"{layer}.weight"].double() + ALPHA / RANK * product
+    product = full[f"{layer}.lora_B.weight"].double() @ full[f"{layer}.lora_A.weight"].double()
+    exact = full[f"{layer}.weight"].double() + ALPHA / RANK * product
     torch.testing.assert_close(
         sent[f"{layer}.weight"].double(), exact, atol=0, rtol=2**-8
     )  # rounded once
 
 
 def test_recomputed_activations_give_the_same_gradients(tmp_path: Path, session: Session) -> None:
-    """The inputs of the first layer need no gradient: a reentrant checkpoint would leave its adapters without one."""
+    """The inputs of the first layer need no gradient: a reentrant checkpoint would leave its
+    adapters without one."""
     folder, gradients = make_model(tmp_path, "qwen2", tied=False), []
     for recompute in (False, True):
         policy = adapted(folder, session, activation_checkpointing=recompute)
@@ -185,12 +186,12 @@ def test_named_layers_alone_get_adapters_and_another_seed_makes_others(
     )
     layers = {name.removesuffix(".lora_A.weight").removesuffix(".lora_B.weight") for name in some}
     assert layers == {
-        f"model.layers.{place}"
-        for place in ("0.self_attn.q_proj", "1.self_attn.q_proj", "1.mlp.down_proj")
+        f"model.layers.{position}"
+        for position in ("0.self_attn.q_proj", "1.self_attn.q_proj", "1.mlp.down_proj")
     }
-    other = adapters_of(adapted(folder, session, seed=1))
+    second = adapters_of(adapted(folder, session, seed=1))
     name = "model.layers.0.self_attn.q_proj.lora_A.weight"
-    assert not torch.equal(some[name], other[name])
+    assert not torch.equal(some[name], second[name])
 
 
 @pytest.mark.parametrize("target", ["lm_head", "embed_tokens", "q_prj", "input_layernorm", ""])
@@ -199,7 +200,8 @@ def test_a_target_that_is_no_linear_layer_of_the_decoder_is_refused(
 ) -> None:
     folder = make_model(tmp_path, "qwen3", tied=False)
     expected = (
-        rf"^model\.lora\.target_modules: '{target}' names no linear layer of Qwen3ForCausalLM's decoder; it has "
+        rf"^model\.lora\.target_modules: '{target}' names no linear layer of Qwen3ForCausalLM's "
+        r"decoder; it has "
         r"q_proj, k_proj"
     )
     with pytest.raises(ConfigError, match=expected) as refused:
@@ -220,7 +222,8 @@ def test_a_rank_that_vllm_has_no_room_for_is_refused(tmp_path: Path) -> None:
     assert load_config(config, [rank]).model.lora.rank == 513
     with pytest.raises(
         ConfigError,
-        match=r"^model\.lora\.rank: 513 is more than vLLM takes \(512\); set model\.lora\.sync: merged$",
+        match=r"^model\.lora\.rank: 513 is more than vLLM takes \(512\); set model\.lora\.sync: "
+        r"merged$",
     ):
         load_config(config, [rank, "model.lora.sync=adapter"])
 

@@ -45,7 +45,8 @@ def _loss(
     max_completion_tokens: int = 10,
     **settings: Any,
 ) -> tuple[Tensor, Reductions]:
-    """The loss of one micro-batch; without `sequences` it is one sequence, and without counts it is the whole
+    """The loss of one micro-batch; without `sequences` it is one sequence, and without counts it is
+    the whole
     mini-batch."""
     mask = torch.ones(len(logprobs), dtype=torch.bool) if mask is None else mask
     sequences = torch.zeros(len(logprobs), dtype=torch.int64) if sequences is None else sequences
@@ -68,8 +69,8 @@ def _loss(
 def _fields(sums: Reductions) -> dict[str, Tensor]:
     return {
         f"{name} {field}": value
-        for name, each in sums.items()
-        for field, value in vars(each).items()
+        for name, item in sums.items()
+        for field, value in vars(item).items()
     }
 
 
@@ -85,7 +86,8 @@ def _at_ratio(ratio: float, advantage: float, **settings: Any) -> tuple[Tensor, 
 @pytest.mark.parametrize(
     ("ratio", "advantage", "loss", "gradient", "clipped"),
     [
-        # -min(A r, A clip(r, 0.8, 1.28)); where the clipped branch wins, the gradient is 0, else -A r
+        # -min(A r, A clip(r, 0.8, 1.28)); where the clipped branch wins, the gradient is 0, else -A
+        # r
         (1.5, 1.0, -1.28, 0.0, 1),  # a good token that has become likely enough
         (
             0.5,
@@ -146,7 +148,8 @@ def test_dual_clip_bounds_bad_tokens_alone(
 @pytest.mark.parametrize(
     ("ratio", "advantage", "loss", "gradient", "clipped"),
     [
-        # -A clip(r, 0.8, 1.28) log p, the factor a constant: the gradient is -A clip(r) also where it clips; log p =
+        # -A clip(r, 0.8, 1.28) log p, the factor a constant: the gradient is -A clip(r) also where
+        # it clips; log p =
         # log r - 1
         (1.5, 2.0, -2.56 * (0.4054651 - 1), -2.56, 1),
         (0.5, 2.0, -1.6 * (-0.6931472 - 1), -1.6, 1),
@@ -163,8 +166,10 @@ def test_cispo_weighs_the_logprob_by_a_clipped_constant(
 
 
 def test_gspo_by_hand() -> None:
-    # sequence 0: ratios 3 and 0.4033333, whose geometric mean is sqrt(1.21) = 1.1: within the bounds, though both
-    # tokens are not. sequence 1: the one token's ratio is 1.5, clipped to 1.28. Loss: -(1.1 + 1.28) / 2. Gradient:
+    # sequence 0: ratios 3 and 0.4033333, whose geometric mean is sqrt(1.21) = 1.1: within the
+    # bounds, though both
+    # tokens are not. sequence 1: the one token's ratio is 1.5, clipped to 1.28. Loss: -(1.1 + 1.28)
+    # / 2. Gradient:
     # sequence 0's tokens share its slope, -1.1 / 2 sequences / 2 tokens.
     old = torch.tensor([-1.0, -2.0, -3.0], dtype=torch.float64)
     logprobs = (
@@ -186,7 +191,8 @@ def test_gspo_by_hand() -> None:
 
 
 def test_gspo_gradient_is_that_of_the_sequence_objective() -> None:
-    """Against the objective as GSPO's paper writes it, one term a sequence, with autograd through the geometric
+    """Against the objective as GSPO's paper writes it, one term a sequence, with autograd through
+    the geometric
     mean."""
     generator = torch.Generator().manual_seed(5)
     lengths = [1, 4, 2, 7, 3, 5]
@@ -221,7 +227,8 @@ def test_gspo_gradient_is_that_of_the_sequence_objective() -> None:
 
 
 def test_gspo_keeps_the_digits_of_a_ratio_near_one() -> None:
-    """GSPO clips at some 1e-4: a ratio rounded as the logprobs are, by 1e-6 where they are near -20, would differ from
+    """GSPO clips at some 1e-4: a ratio rounded as the logprobs are, by 1e-6 where they are near
+    -20, would differ from
     token to token."""
     old = torch.tensor([-17.123456, -0.3, -5.7, -12.3])
     logprobs = (old + torch.tensor([1e-4, 2e-4, 3e-4, 2e-4])).requires_grad_()
@@ -260,8 +267,10 @@ def test_loss_is_a_token_mean_over_the_given_denominator() -> None:
 @pytest.mark.parametrize(
     ("aggregation", "expected", "expected_of_many"),
     [
-        # Sequence 0: advantage 1, three tokens that count. Sequence 1: advantage 3, one token. The ratio is 1: a term
-        # is -A. token: (3 * 1 + 3) / 4. sequence: (1 + 3) / 2. constant: (3 + 3) / (2 * 10). In a mini-batch of 8
+        # Sequence 0: advantage 1, three tokens that count. Sequence 1: advantage 3, one token. The
+        # ratio is 1: a term
+        # is -A. token: (3 * 1 + 3) / 4. sequence: (1 + 3) / 2. constant: (3 + 3) / (2 * 10). In a
+        # mini-batch of 8
         # tokens in 5 sequences over all ranks: 6 / 8, (1 + 3) / 5, 6 / 50.
         ("token", -1.5, -0.75),
         ("sequence", -2.0, -0.8),
@@ -355,7 +364,7 @@ def test_garbage_in_masked_places_harms_neither_loss_nor_gradient(
     mask, sequences = torch.tensor([True, False, True, False]), torch.tensor([0, 0, 0, 1])
 
     def run(poisoned: str | None) -> tuple[Tensor, Tensor, dict[str, Tensor], dict[str, Tensor]]:
-        parts: dict[str, Any] = {
+        pieces: dict[str, Any] = {
             "logprobs": torch.tensor([-0.5, -1.0, -2.0, -1.0]),
             "old": torch.tensor([-0.6, -1.0, -1.9, -1.0]),
             "ref": torch.tensor([-0.7, -1.0, -2.2, -1.0]),
@@ -364,9 +373,9 @@ def test_garbage_in_masked_places_harms_neither_loss_nor_gradient(
             "rollout": torch.tensor([-0.4, -1.0, -2.1, -1.0]),
         }
         if poisoned:
-            parts[poisoned][[1, 3]] = poison
-        logprobs, rollout = parts.pop("logprobs").requires_grad_(), parts.pop("rollout")
-        factor = rollout_correction(correction, 1.05, parts["old"], rollout, mask, sequences)
+            pieces[poisoned][[1, 3]] = poison
+        logprobs, rollout = pieces.pop("logprobs").requires_grad_(), pieces.pop("rollout")
+        factor = rollout_correction(correction, 1.05, pieces["old"], rollout, mask, sequences)
         if poisoned == "rollout":
             assert factor is not None
             factor = torch.where(mask, factor, poison)
@@ -381,13 +390,13 @@ def test_garbage_in_masked_places_harms_neither_loss_nor_gradient(
             kl_coef=0.1,
             kl_estimator=kl_estimator,
             entropy_coef=0.01,
-            **parts,
+            **pieces,
         )
         return (
             loss.detach(),
             torch.autograd.grad(loss, logprobs)[0],
             _fields(sums),
-            _fields(mismatch_sums(parts["old"], rollout, mask)),
+            _fields(mismatch_sums(pieces["old"], rollout, mask)),
         )
 
     clean, dirty = run(None), run(field)
@@ -468,18 +477,19 @@ def test_loss_and_gradient_do_not_depend_on_the_micro_batches(
         assert logprobs.grad is not None
         return total, logprobs.grad
 
-    whole = run([[0, 1, 2, 3, 4, 5]])
+    full = run([[0, 1, 2, 3, 4, 5]])
     for groups in (
         [[0], [1], [2], [3], [4], [5]],
         [[4, 1], [5, 0, 3], [2]],
         [[3], [], [5, 4, 2, 1, 0]],
     ):
-        torch.testing.assert_close(run(groups), whole)
+        torch.testing.assert_close(run(groups), full)
 
 
 @pytest.mark.parametrize(
     ("estimator", "expected"),
-    # p = 1/2, r = 1/4: log(p/r) = log 2 = 0.6931472. k1: that. k2: half its square. k3: r/p - 1 - log(r/p) = -1/2 + log
+    # p = 1/2, r = 1/4: log(p/r) = log 2 = 0.6931472. k1: that. k2: half its square. k3: r/p - 1 -
+    # log(r/p) = -1/2 + log
     # 2.
     [("k1", 0.6931472), ("k2", 0.2402265), ("k3", 0.1931472)],
 )
@@ -554,7 +564,8 @@ def test_metric_sums_carry_no_graph() -> None:
 
 
 def test_mismatch_kl_by_hand() -> None:
-    # policy 1/2, engine 1/4: d = log 2, expm1(d) - d = 1 - 0.6931472; the masked token does not count
+    # policy 1/2, engine 1/4: d = log 2, expm1(d) - d = 1 - 0.6931472; the masked token does not
+    # count
     sums = mismatch_sums(
         torch.tensor([math.log(0.5), -1.0]),
         torch.tensor([math.log(0.25), -9.0]),
@@ -635,7 +646,8 @@ _RATIOS, _SEQUENCES = [3.0, 0.5, 4.0, 2.0, 0.25], [0, 0, 1, 1, 2]
 def test_rollout_correction_by_hand(mode: str, cap: float, expected: list[float]) -> None:
     engine = torch.tensor([-1.0, -0.5, -2.0, -3.0, -0.25], dtype=torch.float64)
     log_ratios = torch.tensor(_RATIOS, dtype=torch.float64).log()
-    # (-1 + log 2) - (-1) is not log 2 to the last bit: a ratio exactly at the cap needs the engine's logprobs to be 0
+    # (-1 + log 2) - (-1) is not log 2 to the last bit: a ratio exactly at the cap needs the
+    # engine's logprobs to be 0
     pairs = [(log_ratios.requires_grad_(), torch.zeros_like(engine))]
     if cap not in _RATIOS:
         pairs.append((engine + log_ratios, engine))
@@ -679,7 +691,8 @@ def test_a_long_sequence_s_correction_does_not_overflow(mode: str) -> None:
 
 @pytest.mark.parametrize(("scale", "shift"), [(1e-4, 0.0), (0.02, 0.001), (0.5, -0.1), (3.0, 1.0)])
 def test_ratio_percentiles_equal_numpy_within_a_bin(scale: float, shift: float) -> None:
-    """A bin is 5 % wide beyond 1e-3 nats and 5e-5 nats wide below that; samples go through several ranks'
+    """A bin is 5 % wide beyond 1e-3 nats and 5e-5 nats wide below that; samples go through several
+    ranks'
     histograms."""
     differences = (
         torch.randn(5000, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * scale
@@ -687,19 +700,19 @@ def test_ratio_percentiles_equal_numpy_within_a_bin(scale: float, shift: float) 
     )
     histogram = sum(
         mismatch_sums(
-            part,
-            torch.zeros(len(part), dtype=torch.float64),
-            torch.ones(len(part), dtype=torch.bool),
+            piece,
+            torch.zeros(len(piece), dtype=torch.float64),
+            torch.ones(len(piece), dtype=torch.bool),
         )["mismatch_ratios"].value
-        for part in differences.split([1, 1999, 3000])
+        for piece in differences.split([1, 1999, 3000])
     )
     assert isinstance(histogram, Tensor)
     percents = (1, 25, 50, 75, 99)
     got = ratio_percentiles(histogram.tolist(), percents)
     expected = np.percentile(differences.exp().numpy(), percents, method="inverted_cdf")
-    for mine, theirs in zip(got, expected.tolist(), strict=True):
-        assert mine is not None
-        assert abs(math.log(mine) - math.log(theirs)) <= 0.026 * abs(math.log(theirs)) + 2.6e-5
+    for local, theirs in zip(got, expected.tolist(), strict=True):
+        assert local is not None
+        assert abs(math.log(local) - math.log(theirs)) <= 0.026 * abs(math.log(theirs)) + 2.6e-5
     assert got == sorted(got, key=lambda ratio: ratio or 0.0)
     assert ratio_percentiles([], (1, 50)) == [None, None]
 

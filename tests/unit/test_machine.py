@@ -1,5 +1,7 @@
-"""What only GPUs and several hosts need, without either: a GPU that torch cannot use, an address that others cannot
-reach, memory that ranks cannot share, caches on a shared disk. Each is silence or a hang where nobody says it."""
+"""What only GPUs and several hosts need, without either: a GPU that torch cannot use, an address
+that others cannot
+reach, memory that ranks cannot share, caches on a shared disk. Each is silence or a hang where
+nobody says it."""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ from grpo_spmd.distributed import doctor, machine
 from grpo_spmd.engine import start
 
 TOO_OLD = (
-    "The NVIDIA driver on your system is too old (found version 12020). Please update your GPU driver by downloading "
+    "The NVIDIA driver on your system is too old (found version 12020). Please update your GPU "
+    "driver by downloading "
     "and installing a new version."
 )
 
@@ -46,11 +49,13 @@ def eight_unusable_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("eight_unusable_gpus")
 def test_gpus_that_torch_cannot_use_are_no_cpu_run() -> None:
-    with pytest.raises(ConfigError) as said:
+    with pytest.raises(ConfigError) as message:
         machine.rank_device(0)
-    assert str(said.value) == (
-        f"this machine has 8 GPUs with driver 535.104.05, and torch {torch.__version__} (CUDA 13.0) cannot use them: "
-        "The NVIDIA driver on your system is too old (found version 12020); update the driver, or install a torch for "
+    assert str(message.value) == (
+        f"this machine has 8 GPUs with driver 535.104.05, and torch {torch.__version__} (CUDA "
+        "13.0) cannot use them: "
+        "The NVIDIA driver on your system is too old (found version 12020); update the driver, "
+        "or install a torch for "
         "it; CUDA_VISIBLE_DEVICES= trains on the CPU"
     )
 
@@ -111,7 +116,8 @@ def test_a_build_for_the_cpu_beside_gpus_says_so(
     monkeypatch.setattr(logging.getLogger("grpo_spmd"), "propagate", True)
     assert machine.rank_device(0) == machine.rank_device(1) == torch.device("cpu")
     assert [record.getMessage() for record in caplog.records] == [
-        f"this machine has 8 GPUs, and torch {torch.__version__} is a build for the CPU: training there"
+        f"this machine has 8 GPUs, and torch {torch.__version__} is a build for the CPU: "
+        "training there"
     ]
 
 
@@ -131,18 +137,18 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
 def listening() -> set[tuple[str, int]]:
     """Addresses and ports at which this host listens, over IPv4, as the kernel says."""
     lines = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
-    found = [line[1].split(":") for line in lines if line[3] == "0A"]
+    result = [line[1].split(":") for line in lines if line[3] == "0A"]
     return {
         (socket.inet_ntoa(struct.pack("<I", int(address, 16))), int(port, 16))
-        for address, port in found
+        for address, port in result
     }
 
 
 def test_gloo_listens_where_we_say(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    before = listening()
+    old = listening()
     device = distributed_c10d.ProcessGroupGloo.create_default_device()
-    opened = {address for address, _ in listening() - before}
+    opened = {address for address, _ in listening() - old}
     del device
     if not opened:
         pytest.skip(
@@ -151,15 +157,16 @@ def test_gloo_listens_where_we_say(monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine.gloo_address() in opened
 
 
-def as_two_hosts(monkeypatch: pytest.MonkeyPatch, address: str, other: str) -> HashStore:
-    """Of 16 ranks, 8 a host: this is rank 0, whose name leads to `address`; rank 15 says it is on `other`."""
+def as_two_hosts(monkeypatch: pytest.MonkeyPatch, address: str, second: str) -> HashStore:
+    """Of 16 ranks, 8 a host: this is rank 0, whose name leads to `address`; rank 15 says it is on
+    `other`."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setattr(machine, "gloo_address", lambda: address)
     monkeypatch.setattr(machine, "host_identity", lambda: "here")
     store = HashStore()
     store.set_timeout(timedelta(seconds=1))
-    store.set("host/15", other)
+    store.set("host/15", second)
     return store
 
 
@@ -169,11 +176,14 @@ def test_a_name_that_leads_to_loopback_is_refused_between_hosts(
 ) -> None:
     store = as_two_hosts(monkeypatch, address, "there")
     monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0"), (3, "ib0")])
-    with pytest.raises(ConfigError) as said:
+    with pytest.raises(ConfigError) as message:
         machine.refuse_unreachable(store, 0, 16)
-    expected = f"leads to {address}, where ranks of other hosts cannot reach it: set GLOO_SOCKET_IFNAME to the network"
-    assert expected in str(said.value)
-    assert str(said.value).endswith("(this host has eth0, ib0)")
+    expected = (
+        f"leads to {address}, where ranks of other hosts cannot reach it: set "
+        "GLOO_SOCKET_IFNAME to the network"
+    )
+    assert expected in str(message.value)
+    assert str(message.value).endswith("(this host has eth0, ib0)")
 
 
 def test_who_can_be_reached_is_let_be(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,7 +267,9 @@ def shared_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A home that all nodes mount, beside a temporary folder of this node; no cache has a place."""
     home = tmp_path / "home"
     home.mkdir()
-    monkeypatch.setattr(start, "is_of_this_host", lambda place: home not in (place, *place.parents))
+    monkeypatch.setattr(
+        start, "is_of_this_host", lambda position: home not in (position, *position.parents)
+    )
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setenv("HOME", str(home))
     for name in (*CACHES, "XDG_CACHE_HOME", "TRITON_HOME", "FLASHINFER_CUBIN_DIR"):
@@ -273,14 +285,14 @@ def caches() -> list[str]:
 
 def test_caches_lie_on_the_node_where_the_home_does_not(shared_home: Path, tmp_path: Path) -> None:
     start.keep_caches_on_node()
-    own = tmp_path / f"vllm-{os.geteuid()}"
-    assert caches() == [str(own), str(own / "triton"), str(own)]
-    assert own.stat().st_mode & 0o777 == 0o700
+    local = tmp_path / f"vllm-{os.geteuid()}"
+    assert caches() == [str(local), str(local / "triton"), str(local)]
+    assert local.stat().st_mode & 0o777 == 0o700
     assert "FLASHINFER_CUBIN_DIR" not in os.environ
     for name in CACHES:
         os.environ[name] = ""
     start.keep_caches_on_node()  # the node's next rank
-    assert caches() == [str(own), str(own / "triton"), str(own)]
+    assert caches() == [str(local), str(local / "triton"), str(local)]
 
 
 def test_a_place_that_is_given_or_on_the_node_stays(
@@ -327,15 +339,15 @@ def test_a_cache_that_is_linked_to_a_disk_of_the_node_stays(
     shared_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The folders themselves are asked about, not the home that they are below."""
-    asked = list[Path]()
+    requests = list[Path]()
 
-    def is_of_this_host(place: Path) -> bool:
-        asked.append(place)
+    def is_of_this_host(position: Path) -> bool:
+        requests.append(position)
         return True
 
     monkeypatch.setattr(start, "is_of_this_host", is_of_this_host)
     start.keep_caches_on_node()
-    assert asked == [
+    assert requests == [
         shared_home / ".cache/vllm",
         shared_home / ".triton",
         shared_home / ".cache/flashinfer",
@@ -355,8 +367,8 @@ def test_a_cache_that_others_can_write_to_is_not_used(
 ) -> None:
     """vLLM runs the code that it finds there."""
     if trap == "another user's":
-        other = os.geteuid() + 1
-        monkeypatch.setattr("os.geteuid", lambda: other)
+        second = os.geteuid() + 1
+        monkeypatch.setattr("os.geteuid", lambda: second)
     planted = tmp_path / f"vllm-{os.geteuid()}"
     if trap == "a link":
         (tmp_path / "theirs").mkdir()
@@ -382,8 +394,8 @@ def test_many_ranks_have_longer_to_start() -> None:
         64: 660.0,
     }
     assert [doctor.limit_s(longer[64], phase) for phase in ("rollout", "update")] == [5.0, 100.0]
-    given = WatchdogConfig(timeout_s=100.0, phase_timeouts_s={"start": 7.0})
-    assert doctor.limit_s(machine.with_time_to_start(given, 64), "start") == 7.0
+    inputs = WatchdogConfig(timeout_s=100.0, phase_timeouts_s={"start": 7.0})
+    assert doctor.limit_s(machine.with_time_to_start(inputs, 64), "start") == 7.0
 
 
 # E5: buckets
@@ -394,5 +406,5 @@ def test_buckets_are_larger_on_gpus_where_nobody_says() -> None:
         16,
         256,
     ]
-    given = RolloutConfig(weight_sync_bucket_mib=7)
-    assert [given.sync_bucket_bytes(device) >> 20 for device in ("cpu", "cuda")] == [7, 7]
+    inputs = RolloutConfig(weight_sync_bucket_mib=7)
+    assert [inputs.sync_bucket_bytes(device) >> 20 for device in ("cpu", "cuda")] == [7, 7]

@@ -1,4 +1,5 @@
-"""The papers' figures are what the rows of benchmarks/results/ say (benchmarks/measured.py), of the newest run, with
+"""The papers' figures are what the rows of benchmarks/results/ say (benchmarks/measured.py), of the
+newest run, with
 what lost; a row that is not as it should be costs one line."""
 
 from __future__ import annotations
@@ -56,23 +57,24 @@ def test_every_benchmark_is_in_the_table() -> None:
     assert len(names) > 15
     assert names <= measured.LINES.keys()
     readme = (ROOT / "benchmarks/README.md").read_text()
-    tables = "".join(found[0] for found in re.findall(r"begin measured -->\n((\|.*\n)+)", readme))
+    tables = "".join(result[0] for result in re.findall(r"begin measured -->\n((\|.*\n)+)", readme))
     assert names <= set(re.findall(r"\| `(\w+)` \|$", tables, re.MULTILINE))
 
 
 def test_rows_name_commits_of_this_history() -> None:
-    """Those of before it was rewritten are listed, and marked in the table; nothing is listed that need not be."""
+    """Those of before it was rewritten are listed, and marked in the table; nothing is listed that
+    need not be."""
     asks = ["git", "-C", str(ROOT), "rev-parse", "--is-shallow-repository", "--show-toplevel"]
     try:
-        asked = subprocess.run(asks, capture_output=True, text=True)
+        requests = subprocess.run(asks, capture_output=True, text=True)
     except FileNotFoundError:
         pytest.skip("there is no git")
-    if asked.stdout.split("\n")[:2] != ["false", str(ROOT)]:
+    if requests.stdout.split("\n")[:2] != ["false", str(ROOT)]:
         pytest.skip("the repository's history is not here, or not whole")
     history = subprocess.run(
         ["git", "-C", str(ROOT), "rev-list", "HEAD"], capture_output=True, text=True, check=True
     )
-    known = {commit[:7] for commit in history.stdout.split()}
+    expected_names = {commit[:7] for commit in history.stdout.split()}
     named = defaultdict(list)
     for path in RESULTS:
         for number, line in enumerate(path.read_text().splitlines(), 1):
@@ -80,9 +82,11 @@ def test_rows_name_commits_of_this_history() -> None:
                 f"{path.name}:{number}"
             )
     assert not {
-        commit: rows for commit, rows in named.items() if commit not in known | NOT_IN_HISTORY
+        commit: rows
+        for commit, rows in named.items()
+        if commit not in expected_names | NOT_IN_HISTORY
     }
-    assert not NOT_IN_HISTORY & known
+    assert not NOT_IN_HISTORY & expected_names
     assert named.keys() >= NOT_IN_HISTORY
 
 
@@ -140,33 +144,34 @@ def _rows_of(name: str) -> Rows:
     """Made ones where there are some, else those of the record."""
     if name in MADE:
         return MADE[name][0]
-    own = {
+    local = {
         row.place: dict(row) for line in measured.LINES[name](Record(RESULTS)) for row in line.rows
     }
-    return list(own.values())
+    return list(local.values())
 
 
 @pytest.mark.parametrize("name", measured.LINES)
 def test_a_row_without_a_column_or_with_another_kind_of_value_is_one_line(
     name: str, tmp_path: Path
 ) -> None:
-    """Every column of the newest row of each benchmark in turn; without some, there is still a line."""
+    """Every column of the newest row of each benchmark in turn; without some, there is still a
+    line."""
     refused, last_of = 0, {row["benchmark"]: row for row in _rows_of(name)}
-    for last in last_of.values():
-        others = [
+    for final in last_of.values():
+        rest = [
             row
             for row in _rows_of(name)
-            if row is not last and row["benchmark"] == last["benchmark"]
+            if row is not final and row["benchmark"] == final["benchmark"]
         ]
-        for column in set(last) - {"benchmark"}:
-            less = {key: value for key, value in last.items() if key != column}
+        for column in set(final) - {"benchmark"}:
+            less = {key: value for key, value in final.items() if key != column}
             for changed in (
                 less,
-                last | {column: None},
-                last | {column: "x"},
-                last | {column: [1]},
+                final | {column: None},
+                final | {column: "x"},
+                final | {column: [1]},
             ):
-                error = _error_of(tmp_path, [*others, changed], name)
+                error = _error_of(tmp_path, [*rest, changed], name)
                 refused += bool(error)
                 assert re.fullmatch(rf"(.*made\.jsonl:\d+: |{name}: ).*|", error), error
     assert refused > 5
@@ -200,22 +205,22 @@ def test_columns_that_a_line_reads_are_written_by_its_benchmark(
     assert _said(_record(tmp_path, MADE[name][0]), name)
     assert len(read) > 6
     modules = [*_SPEED[name], ROOT / "benchmarks/support/report.py"]
-    written, made = set[str](), list[str]()
+    written, created = set[str](), list[str]()
     for node in itertools.chain.from_iterable(
         ast.walk(ast.parse(path.read_text())) for path in modules
     ):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             written.add(node.value)
         elif isinstance(node, ast.JoinedStr):
-            known = [
-                str(part.value) if isinstance(part, ast.Constant) else "" for part in node.values
+            expected_names = [
+                str(piece.value) if isinstance(piece, ast.Constant) else "" for piece in node.values
             ]
-            if max(map(len, known)) > 2:
-                made.append("".join(re.escape(part) or r"[\w' ]+" for part in known))
+            if max(map(len, expected_names)) > 2:
+                created.append("".join(re.escape(piece) or r"[\w' ]+" for piece in expected_names))
         elif isinstance(node, ast.keyword):
             written.add(node.arg or "")
     assert [
-        each for each in read - written if not any(re.fullmatch(form, each) for form in made)
+        item for item in read - written if not any(re.fullmatch(form, item) for form in created)
     ] == []
 
 
@@ -234,11 +239,11 @@ def test_the_newest_run_counts_and_what_lost_stays(tmp_path: Path) -> None:
         init(6, "bbb0000", "2026-12-02"),
         init(70, "bbb0000", "2026-12-02"),
     )
-    (said,) = _said(
+    (message,) = _said(
         _record(tmp_path, [*middle, *new, *old]), "init"
     )  # twice on one commit: the later
-    assert "70.0 (1.00 to 99.0) MiB" in said
-    assert said.endswith("`bbb0000`, 2026-12-02")
+    assert "70.0 (1.00 to 99.0) MiB" in message
+    assert message.endswith("`bbb0000`, 2026-12-02")
 
 
 def test_a_shape_that_was_not_measured_again_keeps_its_row(tmp_path: Path) -> None:
@@ -252,10 +257,10 @@ def test_a_shape_that_was_not_measured_again_keeps_its_row(tmp_path: Path) -> No
         {key: value for key, value in row.items() if key != "shape"} | {"date": "2026-11-30"}
         for row in rows
     ]
-    first, second = _said(_record(tmp_path, [*oldest, *rows, *short]), "step_vs_trl")
-    assert "`short`" in first
-    assert "step 3.50" in first
-    assert first.endswith("`bbb0000`, 2026-12-02")
+    initial, second = _said(_record(tmp_path, [*oldest, *rows, *short]), "step_vs_trl")
+    assert "`short`" in initial
+    assert "step 3.50" in initial
+    assert initial.endswith("`bbb0000`, 2026-12-02")
     assert "`long_prompts`" in second
     assert second.endswith("`abc1234`, 2026-12-01")
     (alone,) = _said(_record(tmp_path, oldest), "step_vs_trl")
@@ -290,8 +295,8 @@ def test_faults_of_one_commit_add_up_and_older_ones_are_replaced(tmp_path: Path)
         "16 | 15 | 1 | 12 steps lost | `bbb0000`, 2026-12-01; `bbb0000`, 2026-12-02 |",
         "20 | 20 | 0 | 9.2 x less wait | `aaa0000`, 2026-12-01 |",
     ]
-    (said,) = _said(record, "faults")
-    assert "36 tried, 35 survived; lost: SIGKILL of a whole tree: 1 |" in said
+    (message,) = _said(record, "faults")
+    assert "36 tried, 35 survived; lost: SIGKILL of a whole tree: 1 |" in message
 
 
 def test_a_model_type_that_was_tried_again_has_its_new_outcome_alone(tmp_path: Path) -> None:
@@ -316,22 +321,23 @@ def test_a_model_type_that_was_tried_again_has_its_new_outcome_alone(tmp_path: P
         tried("b", "float32", "NOT THE SAME", ranks=2, direct="24 of 24"),
     )
     record = _record(tmp_path, [*old, *new])
-    one, two = _said(record, "families")
-    assert "| 2 train, 1 are refused in one line | `aaa0000`, `abc1234`, 2026-12-01" in one
+    single, two = _said(record, "families")
+    assert "| 2 train, 1 are refused in one line | `aaa0000`, `abc1234`, 2026-12-01" in single
     assert "2 ranks sharing an engine | 1 NOT THE SAME |" in two
     trains, refused = list(measured.BLOCKS["families"](record))[2:]
     assert trains.endswith(
-        "all tensors proved; copied directly as the loader does to the bit, in part: c; not compared: b | b, c |"
+        "all tensors proved; copied directly as the loader does to the bit, in part: c; not "
+        "compared: b | b, c |"
     )
     assert refused == "| refused | 1 | - | a |"
 
 
 def test_dry_rows_and_broken_steps_of_a_day_are_no_measurements(tmp_path: Path) -> None:
     rows, _ = MADE["kernels"]
-    said = _said(_record(tmp_path, rows), "kernels")
+    message = _said(_record(tmp_path, rows), "kernels")
     odd = [rows[0] | {"form": "dry"}, rows[0] | {"form": "gpu", "status": "limit"}]
     day = [row | {"form": "gpu", "status": "done"} for row in rows]
-    assert _said(_record(tmp_path, [*day, *odd]), "kernels") == said
+    assert _said(_record(tmp_path, [*day, *odd]), "kernels") == message
     assert _said(_record(tmp_path, odd), "kernels") == []
 
 
@@ -356,10 +362,10 @@ def test_the_command_writes_what_stands_between_marks_and_nothing_else(
     text = "# a\n\n<!-- rows: begin faults -->\n| typed by hand |\n<!-- rows: end -->\n\nb\n"
     for paper in papers:
         paper.write_text(text)
-    made = made_rows(
+    created = made_rows(
         "faults", {"fault": "1000 steps", "tried": 1, "survived": 1, "lost": 0, "worst": "-"}
     )
-    _record(results, made)
+    _record(results, created)
     assert measured.main(["--check"], tmp_path) == 1
     assert papers[0].read_text() == text
     assert "run python -m benchmarks.measured" in capsys.readouterr().out
@@ -369,19 +375,19 @@ def test_the_command_writes_what_stands_between_marks_and_nothing_else(
     assert papers[1].read_text() == text.replace("| typed by hand |", f"{head}\n{row}")
     assert measured.main(["--check"], tmp_path) == 0
     capsys.readouterr()
-    for wrong, said in (
+    for faulty, message in (
         (text.replace("faults", "fault"), "no such table; there are measured"),
         (text.replace("<!-- rows: end -->", ""), "on a line of its own"),
         (text.replace("<!-- rows: begin", "see <!-- rows: begin"), "on a line of its own"),
     ):
-        papers[0].write_text(wrong)
+        papers[0].write_text(faulty)
         assert measured.main([], tmp_path) == 2
         printed = capsys.readouterr()
         assert printed.err.startswith(f"error: {measured.PAPERS[0]}: ")
-        assert said in printed.err
+        assert message in printed.err
         assert printed.err.count("\n") == 1
-        assert papers[0].read_text() == wrong
-    _record(results, [{key: value for key, value in made[0].items() if key != "lost"}])
+        assert papers[0].read_text() == faulty
+    _record(results, [{key: value for key, value in created[0].items() if key != "lost"}])
     papers[0].write_text(text)
     assert measured.main([], tmp_path) == 2
     expected = "error: results/made.jsonl:1: faults has no column 'lost'; take the row again"
@@ -390,7 +396,7 @@ def test_the_command_writes_what_stands_between_marks_and_nothing_else(
 
 
 def test_figures_are_short() -> None:
-    known = {
+    expected_names = {
         0: "0",
         0.0000013: "1.3e-6",
         0.017: "0.017",
@@ -399,5 +405,5 @@ def test_figures_are_short() -> None:
         9.996: "10.0",
         99.96: "100",
     }
-    assert {value: figure(value) for value in known} == known
+    assert {value: figure(value) for value in expected_names} == expected_names
     assert (figure(1210.2), figure(-0.5), figure(-16.56)) == ("1,210", "-0.50", "-16.6")

@@ -45,20 +45,20 @@ def config(tmp_path: Path, model: Path) -> Config:
 
 def test_what_is_allocated_is_seen_and_what_is_freed_is_not() -> None:
     reset_peak(CPU)
-    before = measure(CPU)
-    kept = torch.ones(64 * MIB, dtype=torch.uint8)
+    old = measure(CPU)
+    retained = torch.ones(64 * MIB, dtype=torch.uint8)
     passing = torch.ones(200 * MIB, dtype=torch.uint8)
     del passing
-    after = measure(CPU)
-    assert len(kept) == 64 * MIB
-    assert after.allocated - before.allocated == pytest.approx(64 * MIB, abs=8 * MIB)
-    assert after.reserved - before.reserved == pytest.approx(64 * MIB, abs=8 * MIB)
+    new = measure(CPU)
+    assert len(retained) == 64 * MIB
+    assert new.allocated - old.allocated == pytest.approx(64 * MIB, abs=8 * MIB)
+    assert new.reserved - old.reserved == pytest.approx(64 * MIB, abs=8 * MIB)
     if os.access("/proc/self/clear_refs", os.W_OK):
-        assert after.peak - before.reserved == pytest.approx(264 * MIB, abs=16 * MIB)
+        assert new.peak - old.reserved == pytest.approx(264 * MIB, abs=16 * MIB)
         reset_peak(CPU)
-        assert measure(CPU).peak - before.reserved < 100 * MIB
-    assert after.other == after.driver_used - after.allocated
-    assert after.allocated < after.reserved <= after.peak < after.driver_used + after.reserved
+        assert measure(CPU).peak - old.reserved < 100 * MIB
+    assert new.other == new.driver_used - new.allocated
+    assert new.allocated < new.reserved <= new.peak < new.driver_used + new.reserved
 
 
 def test_measuring_costs_less_than_a_phase() -> None:
@@ -74,7 +74,8 @@ def test_measuring_costs_less_than_a_phase() -> None:
 def test_on_a_gpu_the_engines_pool_is_not_the_trainers_and_is_in_other_only_while_it_is_mapped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """torch counts 40 of pool beside 10 of tensors, awake or asleep; the driver counts the pool only while the engine
+    """torch counts 40 of pool beside 10 of tensors, awake or asleep; the driver counts the pool
+    only while the engine
     is awake."""
     stats = {
         "allocated_bytes.all.current": 50,
@@ -99,16 +100,16 @@ def _remedies(config: Config) -> dict[str, list[str]]:
 def test_the_ledger_keeps_the_most_of_a_phases_blocks(config: Config) -> None:
     ledger = MemoryLedger(CPU, lambda: 0, _remedies(config))
     with ledger.phase("rollout"):
-        held = torch.ones(100 * MIB, dtype=torch.uint8)
+        retained = torch.ones(100 * MIB, dtype=torch.uint8)
     with ledger.phase("rollout"):
-        del held
+        del retained
     with ledger.phase("reward"):
         pass
-    found = ledger.metrics()
-    assert found.keys() == {
+    result = ledger.metrics()
+    assert result.keys() == {
         f"memory/{phase}/{field}_gib" for phase in ("rollout", "reward") for field in FIELDS
     }
-    assert found["memory/rollout/allocated_gib"] - found["memory/reward/allocated_gib"] > 0.08
+    assert result["memory/rollout/allocated_gib"] - result["memory/reward/allocated_gib"] > 0.08
     ledger.end_step()
     assert ledger.metrics() == {}
     # of the step before: it says what an error of this step is measured against
@@ -131,7 +132,8 @@ def test_a_real_failure_to_allocate_says_where_the_memory_was(config: Config) ->
     assert [row[0] for row in table[1:]] == ["weight_sync", "update,"]
     assert all(float(number) >= 0 for row in table[1:] for number in row[-5:])
     assert (
-        "lower training.max_tokens_per_micro_batch (64); model.activation_checkpointing: true; lower "
+        "lower training.max_tokens_per_micro_batch (64); model.activation_checkpointing: true; "
+        "lower "
         "model.logprob_chunk_tokens" in note
     )
 
@@ -199,9 +201,9 @@ def sleeps(
     """Which of the sleeps were alarmed, where each left so much beside what the trainer holds."""
     alarmed = []
     logging.getLogger("grpo_spmd").propagate = True
-    for number, left in enumerate(left_gib):
+    for number, remaining in enumerate(left_gib):
         caplog.clear()
-        check.check(use(left + 20), use(left + held_gib), int(held_gib * 2**30))
+        check.check(use(remaining + 20), use(remaining + held_gib), int(held_gib * 2**30))
         alarmed += [number] * len(caplog.records)
     return alarmed
 
@@ -227,8 +229,8 @@ def test_what_the_trainer_itself_holds_is_no_growth(caplog: pytest.LogCaptureFix
     assert (
         sleeps(check, caplog, [4.0], held_gib=18.0) == []
     )  # the first update made the optimizer's state
-    found = check.check(use(30.0), use(22.0), 18 * 2**30)
-    assert found == {"memory/sleep/freed_gib": 8.0, "memory/sleep/left_gib": 4.0}
+    result = check.check(use(30.0), use(22.0), 18 * 2**30)
+    assert result == {"memory/sleep/freed_gib": 8.0, "memory/sleep/left_gib": 4.0}
 
 
 # The sleep level and the allocator's settings
@@ -260,19 +262,19 @@ def test_a_level_that_loses_the_base_is_refused(tmp_path: Path, model: Path) -> 
 
 
 def test_allocator_options_of_the_user_outlive_vllms_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = "expandable_segments:True,max_split_size_mb:512"
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", given)
+    inputs = "expandable_segments:True,max_split_size_mb:512"
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", inputs)
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
-    before = torch._C._accelerator_getAllocatorSettings()
+    old = torch._C._accelerator_getAllocatorSettings()
     try:
         with allocator_settings_kept(torch.device("cuda")):
-            assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == given  # where vLLM up to 0.30 looks
+            assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == inputs  # where vLLM up to 0.30 looks
             torch._C._accelerator_setAllocatorSettings(
                 "expandable_segments:True"
             )  # and what it leaves
-        assert torch._C._accelerator_getAllocatorSettings() == given
+        assert torch._C._accelerator_getAllocatorSettings() == inputs
     finally:
-        torch._C._accelerator_setAllocatorSettings(before)
+        torch._C._accelerator_setAllocatorSettings(old)
 
 
 def test_without_a_gpu_the_allocator_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

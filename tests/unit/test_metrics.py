@@ -32,7 +32,8 @@ from grpo_spmd.observe.metrics_file import LineFile
 def test_what_a_full_disk_refuses_is_written_when_there_is_space_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A real ENOSPC needs a file system of one's own; a limit on the size of this process's files gives OSError after a
+    """A real ENOSPC needs a file system of one's own; a limit on the size of this process's files
+    gives OSError after a
     part as well."""
     path = tmp_path / "metrics.jsonl"
     path.write_text("{}\n")
@@ -64,21 +65,21 @@ def test_what_a_full_disk_refuses_is_written_when_there_is_space_again(
 
 
 def test_every_kind_merges_with_its_like_in_the_order_of_the_parts() -> None:
-    one: Reductions = {
+    single: Reductions = {
         "policy": Sum(1e16),
         "norm": Max(3.0),
         "x": Histogram([1.0, 2.0]),
         "bad": Ids([4]),
         "lr": Max(),
     }
-    other: Reductions = {
+    second: Reductions = {
         "policy": Sum(1.0),
         "norm": Max(2.0),
         "x": Histogram([0.0, 5.0]),
         "bad": Ids([1, 7]),
     }
     third: Reductions = {"policy": Sum(-1e16), "kl/mean": Mean(1.5, 3), "lr": Max(0.1)}
-    merged = merge([one, {}, other, third])
+    merged = merge([single, {}, second, third])
     assert merged == {
         "policy": Sum(0.0),  # not 1.0, as in another order
         "norm": Max(3.0),
@@ -87,7 +88,7 @@ def test_every_kind_merges_with_its_like_in_the_order_of_the_parts() -> None:
         "lr": Max(0.1),
         "kl/mean": Mean(1.5, 3),
     }
-    assert merge_bytes(map(to_bytes, (one, {}, other, third))) == merged
+    assert merge_bytes(map(to_bytes, (single, {}, second, third))) == merged
     assert metric_values(merged) == {"kl/mean": 0.5}
 
 
@@ -114,7 +115,7 @@ def test_what_is_on_the_device_merges_there_and_survives_the_way_to_rank_0() -> 
         "hist": Histogram(numbers[5:]),
         "mean/a": Mean(numbers[6], 4),
     }
-    on_host = {name: each.on_host() for name, each in merge([kinds, more]).items()}
+    on_host = {name: item.on_host() for name, item in merge([kinds, more]).items()}
     x = numbers.tolist()
     expected: Reductions = {
         "sum": Sum(x[0]),
@@ -145,8 +146,8 @@ def test_histograms_travel_without_their_empty_bins_and_to_the_bit() -> None:
             len(to_bytes(ranks[-1])) <= 8 * filled + 51 + 2 + 160
         )  # a bit for a bin, and a header
     expected = [0.0] * 401
-    for each in ranks:
-        expected = [x + y for x, y in zip(expected, each["hist"].value or [0.0] * 401, strict=True)]
+    for item in ranks:
+        expected = [x + y for x, y in zip(expected, item["hist"].value or [0.0] * 401, strict=True)]
     merged = merge_bytes(map(to_bytes, ranks))
     assert merged["hist"] == Histogram(expected)
     assert merged["none"] == Histogram([0.0] * 9)

@@ -1,4 +1,5 @@
-"""The faults of benchmarks/agreement/mutations.py can still be planted: run whole, it would say so only after
+"""The faults of benchmarks/agreement/mutations.py can still be planted: run whole, it would say so
+only after
 minutes."""
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ def test_a_fault_that_is_there_twice_or_does_not_parse_is_refused(tmp_path: Path
     file = tmp_path / "grpo_spmd" / "some.py"
     file.write_text("a = 1\nb = 2\n")
     fault = Fault("sign", "some.py", "a = 1", "a = -1", ())
-    for wrong in (
+    for faulty in (
         replace(fault, old=" = "),
         replace(fault, old="c = 3"),
         replace(fault, new="a = ("),
     ):
         with pytest.raises(ValueError, match=r"sign: some\.py"):
-            plant(tmp_path, wrong)
+            plant(tmp_path, faulty)
     plant(tmp_path, fault)
     assert file.read_text() == "a = -1\nb = 2\n"

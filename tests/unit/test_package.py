@@ -41,9 +41,9 @@ def test_a_wheel_has_every_module_and_the_marker_of_types(monkeypatch: pytest.Mo
 def test_an_extra_is_no_dependency_is_locked_and_imported_only_in_functions(extra: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert not [text for text in project["dependencies"] if text.startswith(extra)]
-    (asked,) = project["optional-dependencies"][extra]
-    assert asked.startswith(f"{extra}>=")
-    assert asked in project["optional-dependencies"]["dev"]
+    (requests,) = project["optional-dependencies"][extra]
+    assert requests.startswith(f"{extra}>=")
+    assert requests in project["optional-dependencies"]["dev"]
     for kind in ("cpu", "gpu"):
         lock = (ROOT / f"launch/constraints-{kind}.txt").read_text(encoding="utf-8")
         assert f"\n{extra}==" in lock
@@ -63,10 +63,13 @@ def test_without_datasets_a_set_of_the_hub_is_refused_in_one_line(
     for read in (read_rows, prefetch._fetch_rows):
         with pytest.raises(ConfigError) as caught:
             read(config, None)
-        said = "data.train: hub:openai/gsm8k:main:train needs the package datasets, which is not installed; "
+        message = (
+            "data.train: hub:openai/gsm8k:main:train needs the package datasets, which is "
+            "not installed; "
+        )
         assert (
             str(caught.value)
-            == f"{said}pip install 'grpo_spmd[datasets]', or give a .jsonl or .parquet file"
+            == f"{message}pip install 'grpo_spmd[datasets]', or give a .jsonl or .parquet file"
         )
 
 

@@ -1,4 +1,5 @@
-"""The papers name files, links and keys that are there, and the first task of configs/README.md fits together."""
+"""The papers name files, links and keys that are there, and the first task of configs/README.md
+fits together."""
 
 from __future__ import annotations
 
@@ -62,18 +63,19 @@ def test_config_keys_that_are_named_exist(name: str) -> None:
     )
     named = re.findall(rf"`((?:{'|'.join(SECTIONS)})\.[a-z_.]+[a-z])", text)
     files = re.compile(r"\.(py|md|yaml)$")
-    wrong = [
+    faulty = [
         key for key in named if key not in KEYS and not files.search(key) and not _is_section(key)
     ]
-    assert not wrong, wrong
+    assert not faulty, faulty
 
 
 def _is_section(key: str) -> bool:
-    return any(known.startswith(key + ".") for known in KEYS)
+    return any(expected_names.startswith(key + ".") for expected_names in KEYS)
 
 
 def test_every_key_is_described() -> None:
-    """After a change of the schema: paste what python -m grpo_spmd.config.describe prints between the two marks."""
+    """After a change of the schema: paste what python -m grpo_spmd.config.describe prints between
+    the two marks."""
     _, begin, rest = PAPERS["configs/README.md"].partition("<!-- keys: begin -->")
     block, end, _ = rest.partition("<!-- keys: end -->")
     assert begin

@@ -1,4 +1,5 @@
-"""The planner: what it predicts of a CPU's run beside torch's own account, its arithmetic by hand, its command."""
+"""The planner: what it predicts of a CPU's run beside torch's own account, its arithmetic by hand,
+its command."""
 
 from __future__ import annotations
 
@@ -74,13 +75,14 @@ def tiny_config(
 def test_what_a_rank_holds_on_a_cpu_is_predicted_within_three_percent(
     tmp_path: Path, overrides: list[str]
 ) -> None:
-    """Real tensors of real FSDP2 and AdamW, every allocation and free of torch's allocator. One layer forgotten of
+    """Real tensors of real FSDP2 and AdamW, every allocation and free of torch's allocator. One
+    layer forgotten of
     five, or gradients of an earlier micro-batch left out, are 10 % and more."""
     config = tiny_config(tmp_path, *overrides)
     expected = predicted(config, 2)
     with lone_rank(2, config.model.num_replicas) as session:
-        held = measured(config, session)
-    assert held == pytest.approx(expected, rel=0.03)
+        retained = measured(config, session)
+    assert retained == pytest.approx(expected, rel=0.03)
     assert expected["update"] > 1.5 * expected["state"]
 
 
@@ -94,7 +96,8 @@ def test_what_a_rank_holds_on_a_cpu_is_predicted_within_three_percent(
 def test_what_fake_tensors_do_otherwise_than_real_ones_is_known(
     tmp_path: Path, overrides: list[str], tied: bool
 ) -> None:
-    """Autograd adds real gradients of a tied parameter in place; a CPU casts a bfloat16 product to add it. Both are a
+    """Autograd adds real gradients of a tied parameter in place; a CPU casts a bfloat16 product to
+    add it. Both are a
     tensor of the lm_head's size."""
     tokens = [
         "data.max_prompt_tokens=8",
@@ -105,8 +108,8 @@ def test_what_fake_tensors_do_otherwise_than_real_ones_is_known(
         tmp_path, "model.logprob_chunk_tokens=16", *tokens, *overrides, tied=tied, vocabulary=4800
     )
     with lone_rank(8, 1) as session:
-        held = measured(config, session)
-    assert predicted(config, 8)["update"] == pytest.approx(held["update"], rel=0.01)
+        retained = measured(config, session)
+    assert predicted(config, 8)["update"] == pytest.approx(retained["update"], rel=0.01)
 
 
 def test_four_layers_more_take_what_one_takes_four_times(tmp_path: Path) -> None:
@@ -128,15 +131,15 @@ def test_four_layers_more_take_what_one_takes_four_times(tmp_path: Path) -> None
         scores=False,
         on_gpu=True,
     )
-    carried, (whole, depth) = at_full_depth(work.run), work.run(7)
+    carried, (full, depth) = at_full_depth(work.run), work.run(7)
     assert depth == 7
-    assert {moment: parts.total() for moment, parts in carried.items()} == {
-        moment: whole[moment].total() for moment in carried
+    assert {moment: pieces.total() for moment, pieces in carried.items()} == {
+        moment: full[moment].total() for moment in carried
     }
-    between = {moment for moment in whole if moment.endswith("between")}
-    assert between == whole.keys() - carried.keys()
+    between = {moment for moment in full if moment.endswith("between")}
+    assert between == full.keys() - carried.keys()
     assert all(
-        whole[moment].total() <= max(p.total() for p in carried.values()) for moment in between
+        full[moment].total() <= max(p.total() for p in carried.values()) for moment in between
     )
 
 
@@ -152,7 +155,7 @@ def test_cards_by_name_and_by_figures() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("H100-80G", "did you mean H100-80GB"),
         ("A100", "A100-40GB or A100-80GB"),
@@ -163,15 +166,15 @@ def test_cards_by_name_and_by_figures() -> None:
         ("xGiB,989TFLOPS,3350GB/s", "no number"),
     ],
 )
-def test_a_card_that_cannot_be_read_is_one_line(text: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said) as caught:
+def test_a_card_that_cannot_be_read_is_one_line(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
         find_card(text)
     assert "\n" not in str(caught.value)
 
 
 def test_the_drivers_names_have_the_figures_of_their_cards() -> None:
     names = {
-        "NVIDIA H100 80GB HBM3": 989, "NVIDIA H200": 989, "NVIDIA A100-SXM4-80GB": 312, "NVIDIA H800": 989,
+        "NVIDIA H100 80GB HBM3": 989, "NVIDIA H200": 989, "NVIDIA A100-SXM4-80GB": 312, "NVIDIA H800": 989,  # noqa: E501
         "NVIDIA B200": 2250, "NVIDIA GeForce RTX 4090": 165, "NVIDIA L40S": 362, "Tesla T4": None,
     }  # fmt: skip
     assert {name: peak_tflops(name) for name in names} == names
@@ -227,8 +230,8 @@ def test_what_is_live_in_each_phase_by_hand(tmp_path: Path) -> None:
     config = by_hand(tmp_path, *overrides, "rollout.gpu_memory_utilization=0.5")
     peaks = Peaks(Counter({"logits": 1000}), Counter({"activations": 100_000, "gradients": 20_000}))
     cache = kv_cache(config, MODEL, DIMENSIONS, CARD, 4)
-    found = plan_phases(config, MODEL, DIMENSIONS, CARD, 4, peaks, cache)
-    assert list(found) == [
+    phases = plan_phases(config, MODEL, DIMENSIONS, CARD, 4, peaks, cache)
+    assert list(phases) == [
         "weight_sync",
         "rollout",
         "reward",
@@ -242,18 +245,19 @@ def test_what_is_live_in_each_phase_by_hand(tmp_path: Path) -> None:
         "NCCL": NCCL + TENSOR_PARALLEL,
         "CUDA graphs, workspaces": graphs,
     }
-    held = {"policy": 4 * SHARD, "moments": 8 * SHARD, "reference": 2 * SHARD}
-    assert found["checkpoint"] == Counter(fixed) + Counter(held)
-    assert found["update"] - found["checkpoint"] == Counter(
+    retained = {"policy": 4 * SHARD, "moments": 8 * SHARD, "reference": 2 * SHARD}
+    assert phases["checkpoint"] == Counter(fixed) + Counter(retained)
+    assert phases["update"] - phases["checkpoint"] == Counter(
         activations=100_000, gradients=20_000, fragmentation=6_000
     )
-    assert found["logprobs"] - found["checkpoint"] == Counter(logits=1000, fragmentation=50)
+    assert phases["logprobs"] - phases["checkpoint"] == Counter(logits=1000, fragmentation=50)
     # 8,192 tokens of a batch x 2 bytes x (3 x 48 / 2 + 3 x 32) beside 256 sequences x V 100 x 26
     activations = engine_activations(config, DIMENSIONS, CARD)
     assert activations == 8192 * 2 * (72 + 96)
     weights = NUMEL  # 2 bytes, halved
     assert cache.num_bytes == GIB - weights - activations - graphs
-    # a token of a rank: keys and values x 2 layers x 1 head x 16 x 2 bytes = 128; blocks of 16 tokens
+    # a token of a rank: keys and values x 2 layers x 1 head x 16 x 2 bytes = 128; blocks of 16
+    # tokens
     assert cache.tokens == cache.num_bytes // 2048 * 16
     # 2 engines: 4 prompts each, 16 sequences: 4 x 16 + 16 x 48 tokens; 64 tokens are 4 blocks
     assert (cache.sequences, cache.needed_tokens, cache.full_length) == (
@@ -261,18 +265,19 @@ def test_what_is_live_in_each_phase_by_hand(tmp_path: Path) -> None:
         832,
         cache.tokens // 64,
     )
-    del held["moments"]
+    del retained["moments"]
     sampling = {
         "engine's weights": weights,
         "engine's activations": activations,
         "KV cache": cache.num_bytes,
     }
-    assert found["rollout"] == found["reward"] == Counter(fixed | held | sampling)
-    # in flight: all of 18,560 x 2 bytes in one bucket, the embedding; vLLM's layer: twice 2 x 32 x V 100
+    assert phases["rollout"] == phases["reward"] == Counter(fixed | retained | sampling)
+    # in flight: all of 18,560 x 2 bytes in one bucket, the embedding; vLLM's layer: twice 2 x 32 x
+    # V 100
     buffers = {"buckets": 2 * NUMEL, "largest tensor": 6400, "layer in load": 12_800}
-    assert found["weight_sync"] == Counter(
+    assert phases["weight_sync"] == Counter(
         fixed
-        | held
+        | retained
         | {"engine's weights": weights, "fragmentation": int(0.05 * sum(buffers.values()))}
         | buffers
     )
@@ -281,19 +286,19 @@ def test_what_is_live_in_each_phase_by_hand(tmp_path: Path) -> None:
 def test_offload_and_adapters_by_hand(tmp_path: Path) -> None:
     cache = kv_cache(by_hand(tmp_path), MODEL, DIMENSIONS, CARD, 4)
     config = by_hand(tmp_path, "model.offload=true", "loss.kl_coef=0.1")
-    found = plan_phases(config, MODEL, DIMENSIONS, CARD, 4, Peaks(Counter(), Counter()), cache)
+    phases = plan_phases(config, MODEL, DIMENSIONS, CARD, 4, Peaks(Counter(), Counter()), cache)
     trainer = {"policy", "moments", "reference"}
-    assert not trainer & found["rollout"].keys()
-    assert trainer & found["weight_sync"].keys() == {"policy"}  # the sync reads it
-    assert trainer <= found["update"].keys()
+    assert not trainer & phases["rollout"].keys()
+    assert trainer & phases["weight_sync"].keys() == {"policy"}  # the sync reads it
+    assert trainer <= phases["update"].keys()
     # AdamW needs all gradients at one time, however little a micro-batch takes
-    assert found["update"]["gradients"] == 4 * SHARD
+    assert phases["update"]["gradients"] == 4 * SHARD
     config = by_hand(
         tmp_path,
         "model.lora.rank=2",
         "rollout.engine={enforce_eager: true, kv_cache_memory_bytes: 4096}",
     )
-    found = plan_phases(
+    phases = plan_phases(
         config,
         MODEL,
         DIMENSIONS,
@@ -302,15 +307,17 @@ def test_offload_and_adapters_by_hand(tmp_path: Path) -> None:
         Peaks(Counter(), Counter()),
         kv_cache(config, MODEL, DIMENSIONS, CARD, 4),
     )
-    # A and B of a layer over 4 ranks: A has 2 rows (1 a rank) of 32, 32, 32, 64, 32; B a quarter of 64, 32, 32, 32, 48
+    # A and B of a layer over 4 ranks: A has 2 rows (1 a rank) of 32, 32, 32, 64, 32; B a quarter of
+    # 64, 32, 32, 32, 48
     adapters = 2 * (192 + 2 * (16 + 8 + 8 + 8 + 12))
-    assert (found["update"]["policy"], found["update"]["moments"]) == (4 * adapters, 8 * adapters)
-    assert found["update"]["base"] == 2 * SHARD
-    assert found["rollout"]["KV cache"] == 4096
-    assert found["rollout"]["CUDA graphs, workspaces"] == WORKSPACES
-    # W + BA of q_proj's 16 rows, and W, in float32, on the way into the one bucket; the embedding out of it; all A
-    assert found["weight_sync"]["largest tensor"] == max(8 * 512, 6400)
-    assert found["weight_sync"]["adapters, whole"] == 4 * 2 * 2 * 192
+    assert (phases["update"]["policy"], phases["update"]["moments"]) == (4 * adapters, 8 * adapters)
+    assert phases["update"]["base"] == 2 * SHARD
+    assert phases["rollout"]["KV cache"] == 4096
+    assert phases["rollout"]["CUDA graphs, workspaces"] == WORKSPACES
+    # W + BA of q_proj's 16 rows, and W, in float32, on the way into the one bucket; the embedding
+    # out of it; all A
+    assert phases["weight_sync"]["largest tensor"] == max(8 * 512, 6400)
+    assert phases["weight_sync"]["adapters, whole"] == 4 * 2 * 2 * 192
 
 
 # Fit, and what makes it
@@ -319,7 +326,7 @@ def test_offload_and_adapters_by_hand(tmp_path: Path) -> None:
 def made_up_plan(
     config: Config, update_gib: float, rollout_gib: float, step_s: float, full_length: int = 4
 ) -> Plan:
-    of_phase = {
+    phase_values = {
         "rollout": Counter(x=int(rollout_gib * GIB)),
         "update": Counter(x=int(update_gib * GIB)),
     }
@@ -329,7 +336,7 @@ def made_up_plan(
         replace(CARD, gib=80),
         8,
         NUMEL,
-        of_phase,
+        phase_values,
         Counter(),
         cache,
         StepTime({"update": step_s}),
@@ -348,13 +355,13 @@ def test_suggestions_are_the_cheapest_first_and_only_what_the_phase_needs(tmp_pa
         ]
         return made_up_plan(config, 85 - saved, 50, seconds)
 
-    found = suggestions(made_up_plan(by_hand(tmp_path), 85, 50, 10), replan)
-    assert [each.overrides for each in found] == [
+    result = suggestions(made_up_plan(by_hand(tmp_path), 85, 50, 10), replan)
+    assert [item.overrides for item in result] == [
         ("model.activation_checkpointing=selective",),
         ("model.activation_checkpointing=true",),
     ]
     assert not any(
-        "offload" in each or "gpu_memory" in each for overrides in seen for each in overrides
+        "offload" in item or "gpu_memory" in item for overrides in seen for item in overrides
     )
     assert suggestions(made_up_plan(by_hand(tmp_path), 79, 50, 10), replan) == []
 
@@ -401,7 +408,8 @@ def test_the_command_needs_config_json_alone_and_its_overrides_are_taken(
     make_model(tmp_path / "made", "qwen3", tied=True)
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_bytes((tmp_path / "made/config.json").read_bytes())
-    # What lies beside it is not looked at: a download that was cut off, or somebody's pointer to a file.
+    # What lies beside it is not looked at: a download that was cut off, or somebody's pointer to a
+    # file.
     (tmp_path / "model/model-00001-of-00004.safetensors").write_text(
         "version https://git-lfs.github.com/spec/v1"
     )
@@ -440,17 +448,25 @@ def test_the_command_needs_config_json_alone_and_its_overrides_are_taken(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--gpu", "H1000", "--ranks", "8"], "--gpu: no card 'H1000'"),
         (["--gpu", "H100", "--ranks", "0"], "--ranks is a number from 1 to 65,536; got 0"),
-        (["--gpu", "H100", "--ranks", "100000000000"], "--ranks is a number from 1 to 65,536; got 100,000,000,000"),
-        (["--gpu", "H100", "--ranks", "2", "rollout.tensor_parallel_size=3"], "must divide the number of ranks (2)"),
-        (["--gpu", "H100", "--ranks", "2", "model.path=no/such-model"], "there is no config.json of no/such-model"),
-        (["--gpu", "H100", "--ranks", "2", "model.path=/no/such/folder"], "there is no config.json of /no/such/folder"),
-        (["--gpu", "H100", "--ranks", "2", "data.max_prompt_tokens=5000", "training.max_tokens_per_micro_batch=9000"],
+        (["--gpu", "H100", "--ranks", "100000000000"], "--ranks is a number from 1 to 65,536; "
+                                                       "got 100,000,000,000"),
+        (["--gpu", "H100", "--ranks", "2", "rollout.tensor_parallel_size="
+                                           "3"], "must divide the number of "
+                                                                              "ranks "
+                                                                              "(2)"),
+        (["--gpu", "H100", "--ranks", "2", "model.path=no/such-model"], "there is no config.json "
+                                                                        "of no/such-model"),
+        (["--gpu", "H100", "--ranks", "2", "model.path=/no/such/folder"], "there is no "
+                                                                          "config.json of "
+                                                                          "/no/such/folder"),
+        (["--gpu", "H100", "--ranks", "2", "data.max_prompt_tokens=5000", "training.max_tokens_pe"
+                                                                          "r_micro_batch=9000"],
          "the model has 256 positions"),
-        (["--gpu", "H100", "--ranks", "2", "--json", "/no/such/folder/x.json"], "--json: cannot write"),
+        (["--gpu", "H100", "--ranks", "2", "--json", "/no/such/folder/x.json"], "--json: cannot write"),  # noqa: E501
         (["--gpu", "H100", "--ranks", "2", "--json", "/proc/plan.json"], "--json: cannot write"),
     ],
 )  # fmt: skip
@@ -459,13 +475,13 @@ def test_what_cannot_be_planned_is_one_line_and_exit_code_2(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     arguments: list[str],
-    said: str,
+    message: str,
 ) -> None:
     path = write_config(tmp_path, make_model(tmp_path / "model", "qwen3", tied=True))
     capsys.readouterr()  # transformers' progress bar
     assert command(monkeypatch, "--config", str(path), *arguments) == 2
     captured = capsys.readouterr()
-    assert said in captured.err
+    assert message in captured.err
     assert captured.err.count("\n") == 1
     assert captured.out == ""
 
@@ -490,7 +506,8 @@ def test_an_odd_config_json_is_one_line(
 
 
 def test_an_engine_is_as_fast_on_two_nodes_and_no_faster_than_its_places(tmp_path: Path) -> None:
-    """Its ranks are on one node, however many the policy's are on; with places for half of its sequences it takes two
+    """Its ranks are on one node, however many the policy's are on; with places for half of its
+    sequences it takes two
     rounds, each with half the keys and values to read."""
 
     def rollout_s(num_ranks: int, prompts: int, *overrides: str) -> float:
@@ -501,8 +518,8 @@ def test_an_engine_is_as_fast_on_two_nodes_and_no_faster_than_its_places(tmp_pat
         ]
         config, sizes = by_hand(tmp_path, *tp), MODEL.dimensions
         assert sizes is not None
-        places = kv_cache(config, MODEL, sizes, CARD, num_ranks).full_length
-        return step_time(config, MODEL, sizes, CARD, num_ranks, places).phases["rollout"]
+        positions = kv_cache(config, MODEL, sizes, CARD, num_ranks).full_length
+        return step_time(config, MODEL, sizes, CARD, num_ranks, positions).phases["rollout"]
 
     assert rollout_s(16, 16) == pytest.approx(rollout_s(8, 8))
     assert (
@@ -519,10 +536,10 @@ def test_an_engine_is_as_fast_on_two_nodes_and_no_faster_than_its_places(tmp_pat
 
 
 def test_a_family_that_arithmetic_does_not_know_is_planned_from_config_json(tmp_path: Path) -> None:
-    made = make_model(tmp_path / "made", "glm4", tied=False)
-    facts = read_model(str(made))
+    created = make_model(tmp_path / "made", "glm4", tied=False)
+    facts = read_model(str(created))
     assert facts is not None
     (tmp_path / "model").mkdir()
-    (tmp_path / "model/config.json").write_bytes((made / "config.json").read_bytes())
+    (tmp_path / "model/config.json").write_bytes((created / "config.json").read_bytes())
     assert read_model(str(tmp_path / "model")) is None
     assert parameter_shapes(tmp_path / "model") == facts.shapes

@@ -1,4 +1,5 @@
-"""The planner with models beside the policy: bytes by phase and seconds by hand, and what real ones hold."""
+"""The planner with models beside the policy: bytes by phase and seconds by hand, and what real ones
+hold."""
 
 from __future__ import annotations
 
@@ -41,11 +42,11 @@ def made_up(
     *,
     scoring: int = 0,
     update: int = 0,
-    kept: int = 0,
+    retained: int = 0,
     gradients: int = 0,
 ) -> PlannedModel:
     peaks = Peaks(Counter(activations=scoring), Counter(activations=update))
-    answers = Counter({"said": kept} if kept else {})
+    answers = Counter({"said": retained} if retained else {})
     return PlannedModel(side_model(kind), MODEL, num_bytes, gradients, peaks, answers)
 
 
@@ -55,10 +56,12 @@ def side_model(kind: Kind) -> SideModel:
 
 def test_teacher_and_critic_are_held_while_the_engine_sleeps() -> None:
     names = ("weight_sync", "rollout", "reward", "logprobs", "update", "checkpoint")
-    before = {name: Counter(policy=1000) for name in names}
-    found = with_side_models(before, [made_up("teacher", 70), made_up("critic", 500)])
-    held = Counter({"policy": 1000, "teacher": 70, "critic": 500})
-    assert found == {name: held if name in names[3:] else Counter(policy=1000) for name in names}
+    old = {name: Counter(policy=1000) for name in names}
+    result = with_side_models(old, [made_up("teacher", 70), made_up("critic", 500)])
+    retained = Counter({"policy": 1000, "teacher": 70, "critic": 500})
+    assert result == {
+        name: retained if name in names[3:] else Counter(policy=1000) for name in names
+    }
     assert host_bytes([made_up("teacher", 70), made_up("critic", 500)]) == Counter(
         {"teacher, waiting": 70, "critic, waiting": 500, "checkpoint's copy": 500}
     )
@@ -70,8 +73,8 @@ def test_a_reward_model_has_the_engines_place_while_it_scores() -> None:
         {"policy": 1000, "KV cache": 5000, "engine's weights": 300, "engine's activations": 10}
     )
     models = [made_up("reward model", 600), made_up("reward model", 5200, scoring=1000)]
-    found = with_side_models({"reward": reward}, models)
-    assert found["reward"] == Counter(
+    result = with_side_models({"reward": reward}, models)
+    assert result["reward"] == Counter(
         {"policy": 1000, "reward model": 5200, "activations": 1000, "fragmentation": 50}
     )
     assert with_side_models({"reward": reward}, models[:1])["reward"] == reward
@@ -80,13 +83,13 @@ def test_a_reward_model_has_the_engines_place_while_it_scores() -> None:
 def test_passes_take_turns_and_what_a_teacher_says_is_kept() -> None:
     policy = Peaks(Counter(logits=100), Counter(activations=900))
     models = [
-        made_up("teacher", 0, scoring=250, kept=40),
+        made_up("teacher", 0, scoring=250, retained=40),
         made_up("critic", 0, scoring=80, update=700, gradients=1200),
         made_up("reward model", 0, scoring=9999),
     ]
-    found = merge_peaks(policy, models)
-    assert found.scoring == Counter(activations=250, said=40)
-    assert found.update == Counter(
+    result = merge_peaks(policy, models)
+    assert result.scoring == Counter(activations=250, said=40)
+    assert result.update == Counter(
         gradients=1200, said=40
     )  # AdamW needs all of the critic's gradients at one time
     assert merge_peaks(policy, models[:1]).update == Counter(activations=900, said=40)
@@ -126,27 +129,28 @@ def test_heads_by_hand() -> None:
 
 
 def test_seconds_by_hand(tmp_path: Path) -> None:
-    """A forward pass is that of the planner's own extra passes; a critic's update three more; and each model moves to
+    """A forward pass is that of the planner's own extra passes; a critic's update three more; and
+    each model moves to
     host memory and back at the card's speed."""
     config = load_with(by_hand(tmp_path), "model.activation_checkpointing=true")
-    before = StepTime({"weight_sync": 0.0, "rollout": 0.0, "logprobs": 0.0, "update": 0.0})
+    old = StepTime({"weight_sync": 0.0, "rollout": 0.0, "logprobs": 0.0, "update": 0.0})
     moved = 10**6 / (CARD.host_gb_s * 1e9)
     teacher, critic = made_up("teacher", 10**6), made_up("critic", 10**6, gradients=4 * 1000)
-    found = add_time(before, config, [teacher], CARD, 4).phases
-    forward = found["logprobs"]
+    result = add_time(old, config, [teacher], CARD, 4).phases
+    forward = result["logprobs"]
     assert forward > 0
-    assert found["weight_sync"] == pytest.approx(moved)
-    assert found["update"] == pytest.approx(moved)
-    found = add_time(before, config, [critic], CARD, 4).phases
-    without_head = found["logprobs"]
+    assert result["weight_sync"] == pytest.approx(moved)
+    assert result["update"] == pytest.approx(moved)
+    result = add_time(old, config, [critic], CARD, 4).phases
+    without_head = result["logprobs"]
     assert 0 < without_head <= forward
     stepped = 28 * 1000 / Speed(CARD, 4).memory
-    assert found["update"] == pytest.approx(
+    assert result["update"] == pytest.approx(
         moved + 4 * without_head + stepped
     )  # forward, backward twice, recomputed
-    found = add_time(before, config, [made_up("reward model", 10**6)], CARD, 4).phases
-    assert found["reward"] == pytest.approx(without_head + 2 * moved)
-    assert found["logprobs"] == 0
+    result = add_time(old, config, [made_up("reward model", 10**6)], CARD, 4).phases
+    assert result["reward"] == pytest.approx(without_head + 2 * moved)
+    assert result["logprobs"] == 0
 
 
 def test_a_model_that_the_run_has_anyway_is_counted_once(tmp_path: Path) -> None:
@@ -175,22 +179,24 @@ def test_one_that_is_not_here_is_named(tmp_path: Path) -> None:
 def test_real_ones_hold_what_is_planned(tmp_path: Path) -> None:
     """Of 2 ranks: a teacher in the compute dtype, a critic in float32 with two moments."""
     base = tiny_config(tmp_path, "loss.kl_coef=0")
-    other = make_model(
+    second = make_model(
         tmp_path / "other", "qwen3", tied=False, num_hidden_layers=4, vocab_size=1200
     )
-    overrides = [text.format(other) for text in (TEACHER, *CRITIC)]
+    overrides = [text.format(second) for text in (TEACHER, *CRITIC)]
     config = load_config(
         tmp_path / "config.yaml", ["loss.kl_coef=0", "model.dtype=bfloat16", *overrides]
     )
     teacher, critic = plan_side_models(config, 2, ((8, 248),))
     with lone_rank(2, 1) as session:
-        own = build_policy(load_with_path(config, str(other)).model, 1.0, session, trainable=False)
-        values = build_value_model(str(other), config.model, session, 64, 1200)
-        held = [sum(local_bytes(p) for p in model.parameters()) for model in (own, values)]
+        local = build_policy(
+            load_with_path(config, str(second)).model, 1.0, session, trainable=False
+        )
+        values = build_value_model(str(second), config.model, session, 64, 1200)
+        retained = [sum(local_bytes(p) for p in model.parameters()) for model in (local, values)]
     # the head's bias, and rows of padding of it, are not planned for
-    assert teacher.num_bytes == held[0]
-    assert critic.num_bytes == pytest.approx(3 * held[1], rel=1e-3)
-    assert critic.gradients == pytest.approx(held[1], rel=1e-3)
+    assert teacher.num_bytes == retained[0]
+    assert critic.num_bytes == pytest.approx(3 * retained[1], rel=1e-3)
+    assert critic.gradients == pytest.approx(retained[1], rel=1e-3)
     assert critic.peaks.update.total() > 0
     assert teacher.peaks.scoring["logits"] > 0  # of the longer row
     assert "logits" not in critic.peaks.update + critic.peaks.scoring

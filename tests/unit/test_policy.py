@@ -1,4 +1,5 @@
-"""The policy in one process: logprobs, gradients, loading, against plain transformers and plain autograd."""
+"""The policy in one process: logprobs, gradients, loading, against plain transformers and plain
+autograd."""
 
 from __future__ import annotations
 
@@ -83,10 +84,10 @@ def test_packed_logprobs_equal_transformers_one_by_one(
         assert relative_difference(parameter.grad, exact[name].grad) < 1e-5, name
 
 
-def relative_difference(given: torch.Tensor | None, expected: torch.Tensor | None) -> float:
-    assert isinstance(given, DTensor)
+def relative_difference(inputs: torch.Tensor | None, expected: torch.Tensor | None) -> float:
+    assert isinstance(inputs, DTensor)
     assert expected is not None
-    return float((given.full_tensor() - expected).norm() / expected.norm())
+    return float((inputs.full_tensor() - expected).norm() / expected.norm())
 
 
 def test_sliding_window_equals_transformers(tmp_path: Path, session: Session) -> None:
@@ -102,12 +103,13 @@ def test_sliding_window_equals_transformers(tmp_path: Path, session: Session) ->
     torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=0)
 
 
-# Phi-3's long factors are for rollouts of more than 16 tokens; Llama's dynamic ones grow from 32 positions on.
+# Phi-3's long factors are for rollouts of more than 16 tokens; Llama's dynamic ones grow from 32
+# positions on.
 _DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}
 
 
 @pytest.mark.parametrize(
-    ("family", "longest", "changes", "filler"),
+    ("family", "max_length", "changes", "filler"),
     [
         ("phi3", 40, {}, 20),
         ("phi3", 16, {}, 0),
@@ -118,16 +120,17 @@ def test_rotary_factors_are_the_engines_and_not_those_of_the_longest_neighbour(
     tmp_path: Path,
     session: Session,
     family: str,
-    longest: int,
+    max_length: int,
     changes: dict[str, Any],
     filler: int,
 ) -> None:
-    """transformers takes them by the longest sequence in a row: with `filler` tokens behind the rollout, whose logprobs
+    """transformers takes them by the longest sequence in a row: with `filler` tokens behind the
+    rollout, whose logprobs
     these cannot change otherwise, it is made to take the long ones."""
     folder = make_model(tmp_path, family, tied=True, **changes)
-    policy = build_policy(model_config(folder), 1.0, session, longest=longest)
-    short, long = rollouts([(4, 6), (5, longest - 5)])
-    beside, _ = policy(pack_rollouts([long, short], CPU))
+    policy = build_policy(model_config(folder), 1.0, session, max_rollout_tokens=max_length)
+    short, long = rollouts([(4, 6), (5, max_length - 5)])
+    extra, _ = policy(pack_rollouts([long, short], CPU))
     alone, _ = policy(pack_rollouts([short], CPU))
     again, _ = policy(pack_rollouts([long, short], CPU))
     plain = transformers.AutoModelForCausalLM.from_pretrained(
@@ -137,19 +140,19 @@ def test_rotary_factors_are_the_engines_and_not_those_of_the_longest_neighbour(
     logits = plain(torch.cat([ids, torch.full((1, filler), 5)], 1)).logits[0, 3:9]
     expected = logits.log_softmax(-1).gather(-1, ids[0, 4:, None])[:, 0]
     torch.testing.assert_close(alone, expected, atol=1e-5, rtol=0)
-    for others in (beside, again):
-        torch.testing.assert_close(others[-6:], alone, atol=1e-6, rtol=0)
+    for rest in (extra, again):
+        torch.testing.assert_close(rest[-6:], alone, atol=1e-6, rtol=0)
 
 
 def test_a_sequence_does_not_see_its_neighbours_in_the_row(
     tmp_path: Path, session: Session
 ) -> None:
     policy = build_policy(model_config(make_model(tmp_path, "llama", tied=True)), 1.0, session)
-    first, second = rollouts([(4, 6), (5, 7)])
-    other = Rollout(9, 1.0, True, [1, 2, 3], [4, 5], [0.0, 0.0])
+    initial, second = rollouts([(4, 6), (5, 7)])
+    alternative = Rollout(9, 1.0, True, [1, 2, 3], [4, 5], [0.0, 0.0])
     alone, _ = policy(pack_rollouts([second], CPU))
-    beside_first, _ = policy(pack_rollouts([first, second], CPU))
-    beside_other, _ = policy(pack_rollouts([other, second], CPU))
+    beside_first, _ = policy(pack_rollouts([initial, second], CPU))
+    beside_other, _ = policy(pack_rollouts([alternative, second], CPU))
     torch.testing.assert_close(beside_first[6:], alone, atol=1e-6, rtol=0)
     torch.testing.assert_close(beside_other[2:], alone, atol=1e-6, rtol=0)
 
@@ -188,11 +191,14 @@ def test_chunked_logprob_gradients_equal_autograd(
     loss(expected, expected_entropy).backward()
     torch.testing.assert_close(logprobs.double(), expected, atol=1e-5, rtol=0)
     torch.testing.assert_close(entropy.double(), expected_entropy, atol=1e-5, rtol=0)
-    for mine, theirs in zip(got, (hidden.grad, head.grad), strict=True):
-        assert mine is not None
+    for local, theirs in zip(got, (hidden.grad, head.grad), strict=True):
+        assert local is not None
         assert theirs is not None
-        # The entropy's own gradient is p * (log p + entropy), a difference of terms ten times its size.
-        assert float((mine - theirs).norm() / theirs.norm()) < (5e-6 if used == "entropy" else 1e-6)
+        # The entropy's own gradient is p * (log p + entropy), a difference of terms ten times its
+        # size.
+        assert float((local - theirs).norm() / theirs.norm()) < (
+            5e-6 if used == "entropy" else 1e-6
+        )
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
@@ -203,7 +209,7 @@ def test_gradients_in_bfloat16_are_those_of_float32_within_rounding(softcap: flo
         torch.randn(50, 16),
         torch.randint(0, 50, (33,)),
     )
-    found = []
+    result = []
     for dtype in (torch.float32, torch.bfloat16):
         hidden, head = (x.bfloat16().to(dtype).requires_grad_() for x in (exact_hidden, exact_head))
         logprobs, entropy = TokenLogprobs.apply(hidden, head, target, 0.7, 8, softcap)
@@ -212,14 +218,15 @@ def test_gradients_in_bfloat16_are_those_of_float32_within_rounding(softcap: flo
         assert hidden.grad is not None
         assert head.grad is not None
         assert hidden.grad.dtype is head.grad.dtype is dtype
-        found.append((hidden.grad.float(), head.grad.float()))
-    for exact, rounded in zip(*found, strict=True):
+        result.append((hidden.grad.float(), head.grad.float()))
+    for exact, rounded in zip(*result, strict=True):
         assert 1e-4 < float((rounded - exact).norm() / exact.norm()) < 2e-2
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_logits_exist_one_chunk_at_a_time(softcap: float | None) -> None:
-    """The largest tensor that the computation makes is [chunk, V], forward and backward, not [T, V]; with a soft cap
+    """The largest tensor that the computation makes is [chunk, V], forward and backward, not [T,
+    V]; with a soft cap
     there are two of half a chunk."""
     tokens, vocabulary, chunk = 600, 4000, 50
     largest = 0
@@ -290,22 +297,24 @@ def test_the_name_of_the_weights_changes_with_any_bit_and_place(
     policy = build_policy(model_config(make_model(tmp_path, "qwen2", tied=True)), 1.0, session)
     names = {name_of_weights(policy)}
     layers = policy.model.model.layers
-    first, second = (layers[i].mlp.gate_proj.weight.to_local() for i in (0, 1))
-    row, other = first[0].clone(), first[1].clone()
+    initial, second = (layers[i].mlp.gate_proj.weight.to_local() for i in (0, 1))
+    row, alternative = initial[0].clone(), initial[1].clone()
     with torch.no_grad():
-        first[0, 0] = torch.nextafter(first[0, 0], torch.tensor(2.0))  # the last bit of one element
+        initial[0, 0] = torch.nextafter(
+            initial[0, 0], torch.tensor(2.0)
+        )  # the last bit of one element
         names.add(name_of_weights(policy))
-        first[0, 1] = torch.nextafter(
-            first[0, 1], torch.tensor(-2.0)
+        initial[0, 1] = torch.nextafter(
+            initial[0, 1], torch.tensor(-2.0)
         )  # and another one's, the other way
         names.add(name_of_weights(policy))
-        first[0], first[1] = other, row  # two rows change places
+        initial[0], initial[1] = alternative, row  # two rows change places
         names.add(name_of_weights(policy))
-        first[:], second[:] = second.clone(), first.clone()  # two tensors
+        initial[:], second[:] = second.clone(), initial.clone()  # two tensors
         names.add(name_of_weights(policy))
         assert len(names) == 5
-        first[:], second[:] = second.clone(), first.clone()
-        first[0], first[1] = row, other  # all as it was
+        initial[:], second[:] = second.clone(), initial.clone()
+        initial[0], initial[1] = row, alternative  # all as it was
         assert name_of_weights(
             build_policy(model_config(tmp_path), 1.0, session)
         ) == name_of_weights(policy)
@@ -352,12 +361,12 @@ def test_a_checkpoint_in_several_files_and_bfloat16_is_read(
     }
     (folder / "model.safetensors").unlink()
     names = sorted(tensors)
-    where = {}
-    for part, chosen in enumerate((names[::2], names[1::2])):
-        file = f"model-{part}.safetensors"
+    location = {}
+    for piece, chosen in enumerate((names[::2], names[1::2])):
+        file = f"model-{piece}.safetensors"
         save_file({name: tensors[name] for name in chosen}, folder / file)
-        where.update(dict.fromkeys(chosen, file))
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+        location.update(dict.fromkeys(chosen, file))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": location}))
     policy = build_policy(model_config(folder), 1.0, session)
     for name, parameter in policy.model.named_parameters():
         assert torch.equal(parameter.full_tensor(), tensors[name].float()), name
@@ -487,15 +496,16 @@ def test_a_model_that_changes_its_logits_otherwise_is_refused(
 
 def test_cohere2_is_refused_beyond_its_window(tmp_path: Path, session: Session) -> None:
     folder = make_model(tmp_path, "cohere2", tied=True)
-    build_policy(model_config(folder), 1.0, session, longest=8)
+    build_policy(model_config(folder), 1.0, session, max_rollout_tokens=8)
     with pytest.raises(
         ConfigError, match=r"beyond its window of 8 tokens .* \(9\) may be 8 at most"
     ):
-        build_policy(model_config(folder), 1.0, session, longest=9)
+        build_policy(model_config(folder), 1.0, session, max_rollout_tokens=9)
 
 
 def test_selective_recomputation_repeats_no_product(tmp_path: Path, session: Session) -> None:
-    """Full recomputation runs each product of a layer's forward pass once more, selective none, and without gradients
+    """Full recomputation runs each product of a layer's forward pass once more, selective none, and
+    without gradients
     neither is on."""
     folder = make_model(tmp_path, "qwen3", tied=True)
 
@@ -507,12 +517,12 @@ def test_selective_recomputation_repeats_no_product(tmp_path: Path, session: Ses
             return func(*args, **(kwargs or {}))
 
     counts = {}
-    for how in (False, "selective", True):
-        policy = build_policy(model_config(folder, activation_checkpointing=how), 1.0, session)
+    for method in (False, "selective", True):
+        policy = build_policy(model_config(folder, activation_checkpointing=method), 1.0, session)
         logprobs, _ = policy(pack_rollouts(rollouts(LENGTHS), CPU))
         with Products() as products:
             logprobs.sum().backward()
-        counts[how] = products.count
+        counts[method] = products.count
     layers, products_of_a_layer = 2, 7
     assert counts["selective"] == counts[False]
     # The last one, down_proj, is not needed again: recomputation stops before it.

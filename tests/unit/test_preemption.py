@@ -26,9 +26,9 @@ from grpo_spmd.records import ScoredRollouts
 
 @pytest.fixture(autouse=True)
 def own_signals() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in SIGNALS}
+    old = {number: signal.getsignal(number) for number in SIGNALS}
     yield
-    for number, handler in before.items():
+    for number, handler in old.items():
         signal.signal(number, handler)
 
 
@@ -68,7 +68,8 @@ def runs(
     rest: float = 0.0,
     save_s: float = 0.0,
 ) -> None:
-    """One step, of which `scoring` comes after the generation, and `rest` is update and what follows."""
+    """One step, of which `scoring` comes after the generation, and `rest` is update and what
+    follows."""
 
     def score() -> ScoredRollouts:
         clock.now += scoring
@@ -82,10 +83,10 @@ def runs(
 
 
 def test_a_closed_terminal_is_a_signal_but_not_under_nohup(session: None) -> None:
-    for before, is_taken in ((signal.SIG_DFL, True), (signal.SIG_IGN, False)):
-        signal.signal(signal.SIGHUP, before)
+    for old, is_taken in ((signal.SIG_DFL, True), (signal.SIG_IGN, False)):
+        signal.signal(signal.SIGHUP, old)
         Preemption(None).begin_step()
-        assert (signal.getsignal(signal.SIGHUP) != before) == is_taken
+        assert (signal.getsignal(signal.SIGHUP) != old) == is_taken
         assert signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, signal.SIG_IGN)
 
 
@@ -95,13 +96,15 @@ def test_a_closed_terminal_is_a_signal_but_not_under_nohup(session: None) -> Non
 def test_no_step_is_begun_that_cannot_finish(
     session: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """400 s, of which 10 s are kept back; a start-up step of 100 s, then 50, 60 and 40 s; saves of 20 s."""
+    """400 s, of which 10 s are kept back; a start-up step of 100 s, then 50, 60 and 40 s; saves of
+    20 s."""
     clock = Clock(monkeypatch)
     preemption = Preemption(400)
     for seconds in (100, 50, 60, 40):
         runs(preemption, clock, seconds)
     preemption.begin_step()
-    clock.now = 297.9  # 390 - 297.9 = 92.1 s are left, and 1.2 * 60 + 20 = 92 are needed; the step before took 47.9 s
+    # 390 - 297.9 = 92.1 s are left, and 1.2 * 60 + 20 = 92 are needed; the step before took 47.9 s
+    clock.now = 297.9
     preemption.begin_step(20)
     clock.now = 298.1
     with pytest.raises(Preempted) as stopped:
@@ -129,7 +132,8 @@ def test_the_first_step_counts_only_while_it_is_the_only_one(
 def test_the_update_is_begun_only_if_it_can_finish(
     session: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """200 s less 10; steps of 40 s with an update of 10 s, saves of 5 s: before an update 17 s are needed."""
+    """200 s less 10; steps of 40 s with an update of 10 s, saves of 5 s: before an update 17 s are
+    needed."""
     clock = Clock(monkeypatch)
     preemption = Preemption(200)
     for _ in range(3):
@@ -156,7 +160,8 @@ def test_the_update_is_begun_only_if_it_can_finish(
 def test_scoring_is_not_begun_that_leaves_no_time_for_the_update(
     session: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """200 s less 10; steps of 40 s with 8 s of scoring and an update of 10 s, saves of 5 s: 26.6 s are needed before,
+    """200 s less 10; steps of 40 s with 8 s of scoring and an update of 10 s, saves of 5 s: 26.6 s
+    are needed before,
     17 s after it."""
     clock = Clock(monkeypatch)
     preemption = Preemption(200)
@@ -221,13 +226,13 @@ def test_a_signal_is_a_flag(session: None, number: signal.Signals) -> None:
     os.kill(os.getpid(), number)
     os.kill(os.getpid(), SIGNALS[0])
     assert preemption.should_abort()
-    for place in (
+    for position in (
         preemption.begin_step,
         preemption.check_before_update,
         preemption.guard(ScoredRollouts),
     ):
         with pytest.raises(Preempted) as stopped:
-            place()
+            position()
         assert str(stopped.value) == number.name
 
 

@@ -14,16 +14,16 @@ STEPS = [(8, 100, 0.5), (8, 90, 1.0), (24, 310, 2.5), (8, 70, 3.0)]  # completio
 
 
 def test_counts_go_on_where_the_checkpoint_has_them() -> None:
-    whole = Progress({}, 0)
-    expected = [whole.count(*step) for step in STEPS]
-    assert [each["progress/completions"] for each in expected] == [8, 16, 40, 48]
-    assert [each["progress/tokens"] for each in expected] == [100, 190, 500, 570]
-    assert [each["progress/epoch"] for each in expected] == [0.5, 1.0, 2.5, 3.0]
-    first = Progress({}, 0)
+    full = Progress({}, 0)
+    expected = [full.count(*step) for step in STEPS]
+    assert [item["progress/completions"] for item in expected] == [8, 16, 40, 48]
+    assert [item["progress/tokens"] for item in expected] == [100, 190, 500, 570]
+    assert [item["progress/epoch"] for item in expected] == [0.5, 1.0, 2.5, 3.0]
+    initial = Progress({}, 0)
     for step in STEPS[:2]:
-        first.count(*step)
-    saved = json.loads(json.dumps({"step": 2, **first.state()}))
-    first.count(*STEPS[2])  # a step that is lost with its process
+        initial.count(*step)
+    saved = json.loads(json.dumps({"step": 2, **initial.state()}))
+    initial.count(*STEPS[2])  # a step that is lost with its process
     check_fields(saved, TRAINER, "trainer.json")
     resumed = Progress(saved, 2)
     assert [resumed.count(*step) for step in STEPS[2:]] == expected[2:]
@@ -49,6 +49,6 @@ def test_the_clock_adds_this_launch_to_the_last_line() -> None:
     )
     old = WallClock(time.monotonic() - 50, {"step": 3, "reward/mean": 0.5})
     for clock, expected in ((new, 50), (resumed, 1050), (old, 50)):
-        found = clock.metrics()
-        assert found["time/wall_s"] == pytest.approx(expected, abs=10)
-        assert found["time/unix_s"] == pytest.approx(time.time(), abs=10)
+        result = clock.metrics()
+        assert result["time/wall_s"] == pytest.approx(expected, abs=10)
+        assert result["time/unix_s"] == pytest.approx(time.time(), abs=10)

@@ -1,4 +1,5 @@
-"""Fingerprints of rows, the probe, the logprob check's bounds, and what the check of the data lets pass."""
+"""Fingerprints of rows, the probe, the logprob check's bounds, and what the check of the data lets
+pass."""
 
 from __future__ import annotations
 
@@ -41,8 +42,8 @@ def test_hash_of_a_row_by_hand() -> None:
                 ]
                 for row in bits
             ]
-            found = row_fingerprints(matrix, coefficients, num_slices, dtype).tolist()
-            assert [[value % 2**64 for value in row] for row in found] == expected
+            result = row_fingerprints(matrix, coefficients, num_slices, dtype).tolist()
+            assert [[value % 2**64 for value in row] for row in result] == expected
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -73,7 +74,8 @@ def test_any_flipped_bit_or_moved_column_changes_the_hash_of_its_row_alone(
 def test_probe_is_quiet_about_rounding_and_sees_one_optimizer_step(
     dtype: torch.dtype, outliers: bool
 ) -> None:
-    """torch's own matrix product stands for the engine's; a change of the size of `lr` for a first Adam step's."""
+    """torch's own matrix product stands for the engine's; a change of the size of `lr` for a first
+    Adam step's."""
     generator = torch.Generator().manual_seed(1)
     policy = 0.02 * torch.randn(1000, 2048, generator=generator)
     if outliers:
@@ -81,11 +83,11 @@ def test_probe_is_quiet_about_rounding_and_sees_one_optimizer_step(
     for step in range(2):
         probe = _coefficients(2048, by_probe=True, dtype=dtype, step=step)
         expected = row_fingerprints(policy, probe, 1, dtype)[:, 0]
-        held = policy.to(dtype)
-        same = matches(torch.nn.functional.linear(probe, held), expected, probe, dtype)
+        retained = policy.to(dtype)
+        same = matches(torch.nn.functional.linear(probe, retained), expected, probe, dtype)
         assert same.all()
-        swap = held.clone()
-        swap[:, [5, 6]] = held[:, [6, 5]]
+        swap = retained.clone()
+        swap[:, [5, 6]] = retained[:, [6, 5]]
         assert not matches(torch.nn.functional.linear(probe, swap), expected, probe, dtype).all()
     for lr in (1e-5, 1e-6) if dtype == torch.float32 else (1e-3, 1e-5, 1e-6):
         stale = policy + lr * torch.randn(policy.shape, generator=generator).sign()
@@ -95,26 +97,28 @@ def test_probe_is_quiet_about_rounding_and_sees_one_optimizer_step(
 
 
 def test_probe_of_fp8_is_quiet_about_rounding_and_sees_another_tensor() -> None:
-    """By hand what vLLM's FP8 layers do: a scale a row for the weight, one for the vector, and a product of the rounded
+    """By hand what vLLM's FP8 layers do: a scale a row for the weight, one for the vector, and a
+    product of the rounded
     ones."""
 
     def rounded(x: Tensor) -> Tensor:
         scale = x.abs().amax(-1, keepdim=True) / 448
         return (x / scale).to(torch.float8_e4m3fn).float() * scale
 
-    policy, other = 0.02 * torch.randn(2, 1000, 512, generator=torch.Generator().manual_seed(1))
+    policy, second = 0.02 * torch.randn(2, 1000, 512, generator=torch.Generator().manual_seed(1))
     probe = _coefficients(512, by_probe=True, dtype=torch.bfloat16, step=0)
     expected = row_fingerprints(policy, probe, 1, torch.bfloat16)[:, 0]
-    held, wrong = (
-        (rounded(matrix) @ rounded(probe.float())).bfloat16() for matrix in (policy, other)
+    retained, faulty = (
+        (rounded(matrix) @ rounded(probe.float())).bfloat16() for matrix in (policy, second)
     )
-    assert matches(held, expected, probe, torch.bfloat16, is_quantised=True).all()
-    assert not matches(held, expected, probe, torch.bfloat16).all()
-    assert matches(wrong, expected, probe, torch.bfloat16, is_quantised=True).float().mean() < 0.4
+    assert matches(retained, expected, probe, torch.bfloat16, is_quantised=True).all()
+    assert not matches(retained, expected, probe, torch.bfloat16).all()
+    assert matches(faulty, expected, probe, torch.bfloat16, is_quantised=True).float().mean() < 0.4
 
 
 def test_rows_of_a_fused_parameter_by_hand() -> None:
-    # Four query heads and one KV head of 8 rows over two ranks, seen by the second: query heads 2 and 3, and the KV
+    # Four query heads and one KV head of 8 rows over two ranks, seen by the second: query heads 2
+    # and 3, and the KV
     # head once more.
     layout = [(16, 32, 1), (8, 8, 0), (8, 8, 0)]
     assert fused_rows(["q", "k", "v"], layout) == (
@@ -124,12 +128,12 @@ def test_rows_of_a_fused_parameter_by_hand() -> None:
     )
     # The same from a checkpoint in which q, k and v lie below each other in one tensor.
     assert fused_rows(["qkv"], layout) == tuple(
-        TensorPart("qkv", 48, *place) for place in [(16, 0, 16), (32, 16, 8), (40, 24, 8)]
+        TensorPart("qkv", 48, *position) for position in [(16, 0, 16), (32, 16, 8), (40, 24, 8)]
     )
 
 
 @pytest.mark.parametrize(
-    ("dtype", "first", "fine", "wrong"),
+    ("dtype", "initial", "fine", "faulty"),
     [
         # float32: 1e-4 and 0.05 nats, whatever the first step made of it.
         ("float32", (1e-6, 1e-5), [(9e-5, 0.04)], [(1.1e-4, 1e-5), (1e-6, 0.06)]),
@@ -142,18 +146,18 @@ def test_rows_of_a_fused_parameter_by_hand() -> None:
 )
 def test_the_logprob_checks_bounds_follow_the_number_format(
     dtype: str,
-    first: tuple[float, float],
+    initial: tuple[float, float],
     fine: list[tuple[float, float]],
-    wrong: list[tuple[float, float]],
+    faulty: list[tuple[float, float]],
 ) -> None:
     logprob_check = LogprobCheck(dtype, None)
     with pytest.raises(MismatchError, match="differ by nan nats"):
         logprob_check.check(0, math.nan, math.nan)
     logprob_check.check(0, None, None)
-    logprob_check.check(1, *first)
+    logprob_check.check(1, *initial)
     for figures in fine:
         logprob_check.check(2, *figures)
-    for figures in wrong:
+    for figures in faulty:
         with pytest.raises(
             MismatchError, match=rf"step 3: engine and policy differ by {figures[0]:.3g} nats"
         ):
@@ -193,7 +197,8 @@ def test_a_scale_from_an_older_checkpoint_widens_nothing() -> None:
 def _engine_and_policy(
     num_tokens: int, temperature: float, noise: float
 ) -> tuple[list[float], float]:
-    """Sums of the tilt, and mean |difference|, of tokens that the engine samples at 1 and the policy scores at
+    """Sums of the tilt, and mean |difference|, of tokens that the engine samples at 1 and the
+    policy scores at
     `temperature`; logits of either side have rounding of `noise` nats."""
     generator = torch.Generator().manual_seed(num_tokens)
 
@@ -201,13 +206,13 @@ def _engine_and_policy(
         return (logits + noise * torch.randn(logits.shape, generator=generator)).double()
 
     logits = 1.2 * torch.randn(num_tokens, 40, generator=generator)
-    of_engine, of_policy = (
+    engine_values, policy_values = (
         rounded(logits).log_softmax(-1),
         (rounded(logits) / temperature).log_softmax(-1),
     )
-    tokens = torch.multinomial(of_engine.exp(), 1, generator=generator)
-    engine, policy = of_engine.gather(1, tokens)[:, 0], of_policy.gather(1, tokens)[:, 0]
-    entropy = -(of_policy.exp() * of_policy).sum(-1)
+    tokens = torch.multinomial(engine_values.exp(), 1, generator=generator)
+    engine, policy = engine_values.gather(1, tokens)[:, 0], policy_values.gather(1, tokens)[:, 0]
+    entropy = -(policy_values.exp() * policy_values).sum(-1)
     sums = mismatch_sums(policy, engine, torch.ones(num_tokens, dtype=torch.bool), entropy)
     return [float(sums[name].value) for name in TILT_SUMS], float((policy - engine).abs().mean())
 
@@ -265,18 +270,18 @@ def test_the_check_of_the_data_stops_no_run_over_a_new_day_or_a_moved_file(tmp_p
         json.dumps({"prompt": messages, "n": 1}) + "\n" + json.dumps({"prompt": "cd", "n": 2})
     )
     completion = Completion([65], [0.0], "length")
-    said = {
+    message = {
         "prompts": messages,
         "completions": [{"role": "assistant", "content": "A"}],
         "completion_ids": [65],
     }
-    given = [
-        {"n": 1, **said},
+    inputs = [
+        {"n": 1, **message},
         {"n": 2, "prompts": "cd", "completions": "A", "completion_ids": [65]},
     ]
     prompts = Prompt(0, 0, [2, 97, 98], messages, {"n": 1}), Prompt(1, 1, [99, 100], "cd", {"n": 2})
     groups = [RolloutGroup(slot, prompt, [completion]) for slot, prompt in enumerate(prompts)]
-    data, scored = DataConfig(train=str(source)), ScoredRollouts(reward_inputs=given)
+    data, scored = DataConfig(train=str(source)), ScoredRollouts(reward_inputs=inputs)
     assert check_data(groups, scored, _Tokenizer(), data).errors == []
     changed = [groups[0], RolloutGroup(1, Prompt(1, 1, [99], "cd", {"n": 2}), [completion])]
     assert "token ids" in check_data(changed, scored, _Tokenizer(), data).errors[0]

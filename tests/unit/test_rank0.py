@@ -1,4 +1,5 @@
-"""What ranks tell rank 0 and what it answers, through the bytes, beside a plain computation from the same groups."""
+"""What ranks tell rank 0 and what it answers, through the bytes, beside a plain computation from
+the same groups."""
 
 from __future__ import annotations
 
@@ -73,11 +74,11 @@ def _made_up(position: int, rng: random.Random) -> Scored:
     return group, scored
 
 
-def _on_rank(own: list[Scored]) -> tuple[list[RolloutGroup], ScoredRollouts]:
+def _on_rank(local: list[Scored]) -> tuple[list[RolloutGroup], ScoredRollouts]:
     scored = ScoredRollouts()
-    for _, of_group in own:
-        scored.extend(of_group)
-    return [group for group, _ in own], scored
+    for _, group_values in local:
+        scored.extend(group_values)
+    return [group for group, _ in local], scored
 
 
 def _bits(values: Any) -> bytes:
@@ -87,13 +88,14 @@ def _bits(values: Any) -> bytes:
 def _decided(
     seed: int,
 ) -> tuple[StepDecision, list[Decision], list[list[Scored]], list[Scored], StepRules]:
-    """The whole decision, each rank's, and the groups as the ranks have them and in the order of the stream."""
+    """The whole decision, each rank's, and the groups as the ranks have them and in the order of
+    the stream."""
     rng = random.Random(seed)
     num_groups, num_ranks = rng.randint(3, 25), rng.choice([1, 2, 5, 40])
-    of_ranks: list[list[Scored]] = [[] for _ in range(num_ranks)]
-    made = [_made_up(position, rng) for position in range(num_groups)]
-    for each in rng.sample(made, num_groups):
-        rng.choice(of_ranks).append(each)
+    rank_values: list[list[Scored]] = [[] for _ in range(num_ranks)]
+    created = [_made_up(position, rng) for position in range(num_groups)]
+    for item in rng.sample(created, num_groups):
+        rng.choice(rank_values).append(item)
     rules = StepRules(
         RolloutConfig(num_prompts_per_step=num_groups, group_size=G, max_completion_tokens=LONGEST),
         AdvantageConfig(overlong_buffer_tokens=BUFFER, overlong_penalty=0.3),
@@ -105,22 +107,24 @@ def _decided(
     )
     rank0_step = _Rank0Step(rules)
     assert (
-        rank0_step.add_round([encode_groups(*_on_rank(own), G) for own in of_ranks], num_groups)
+        rank0_step.add_round(
+            [encode_groups(*_on_rank(local), G) for local in rank_values], num_groups
+        )
         == 0
     )
     step = rank0_step.decide()
     shares = encode_decisions(step)
     return step, [
-        decode_decision(share, _on_rank(own)[0], G, None) for share, own in zip(shares, of_ranks, strict=True)
-    ], of_ranks, made, rules  # fmt: skip
+        decode_decision(fraction, _on_rank(local)[0], G, None) for fraction, local in zip(shares, rank_values, strict=True)  # noqa: E501
+    ], rank_values, created, rules  # fmt: skip
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_a_decision_is_to_the_bit_that_of_plain_lists(seed: int) -> None:
-    step, _, _, made, rules = _decided(seed)
-    lengths = [len(c.token_ids) for group, _ in made for c in group.completions]
+    step, _, _, created, rules = _decided(seed)
+    lengths = [len(c.token_ids) for group, _ in created for c in group.completions]
     rewards = [
-        math.nan if reward is None else reward for _, scored in made for reward in scored.rewards
+        math.nan if reward is None else reward for _, scored in created for reward in scored.rewards
     ]
     lost = [0.3 * min(max((n - (LONGEST - BUFFER)) / BUFFER, 0.0), 1.0) for n in lengths]
     shorter = [reward - penalty for reward, penalty in zip(rewards, lost, strict=True)]
@@ -133,10 +137,10 @@ def test_a_decision_is_to_the_bit_that_of_plain_lists(seed: int) -> None:
     ]
     tokens = [
         len(group.prompt.token_ids) + len(c.token_ids)
-        for group, _ in made
+        for group, _ in created
         for c in group.completions
     ]
-    half = G * -(-len(made) // 2)
+    half = G * -(-len(created) // 2)
     costs = [n + RATIO * n * n for n in tokens]
     plan = plan_batch(
         tokens,
@@ -145,29 +149,31 @@ def test_a_decision_is_to_the_bit_that_of_plain_lists(seed: int) -> None:
         max_tokens=64,
         costs=costs,
     )
-    assert step.positions.tolist() == [group.prompt.position for group, _ in made]
+    assert step.positions.tolist() == [group.prompt.position for group, _ in created]
     assert _bits(step.rewards) == _bits(shorter)
     assert _bits(step.advantages) == _bits(advantages.flatten())
     assert (step.in_loss.tolist(), list(step.plan)) == (in_loss, list(plan))
     counted = [n if counts else 0 for n, counts in zip(lengths, in_loss, strict=True)]
     assert step.num_loss_tokens == [sum(counted[:half]), sum(counted[half:])]
     assert step.num_loss_sequences == [
-        sum(n > 0 for n in part) for part in (counted[:half], counted[half:])
+        sum(n > 0 for n in piece) for piece in (counted[:half], counted[half:])
     ]
     assert (step.num_tokens, step.num_sampled_tokens) == (sum(tokens), sum(lengths))
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_metrics_are_to_the_bit_those_of_plain_lists(seed: int) -> None:
-    step, _, _, made, _ = _decided(seed)
-    lengths = [len(c.token_ids) for group, _ in made for c in group.completions]
-    known = [reward for _, scored in made for reward in scored.rewards if reward is not None]
+    step, _, _, created, _ = _decided(seed)
+    lengths = [len(c.token_ids) for group, _ in created for c in group.completions]
+    expected_names = [
+        reward for _, scored in created for reward in scored.rewards if reward is not None
+    ]
     lost = [0.3 * min(max((n - (LONGEST - BUFFER)) / BUFFER, 0.0), 1.0) for n in lengths]
-    size, found = len(lengths), step.metrics
+    size, result = len(lengths), step.metrics
     expected: dict[str, Any] = {
-        "reward/mean": float(torch.tensor(known, dtype=torch.float64).mean()),
+        "reward/mean": float(torch.tensor(expected_names, dtype=torch.float64).mean()),
         "reward/unscored_frac": float(
-            torch.tensor([len(known) < n for n in range(1, size + 1)]).double().mean()
+            torch.tensor([len(expected_names) < n for n in range(1, size + 1)]).double().mean()
         ),
         "reward/overlong_penalty_mean": sum(lost) / size,
         "completion/tokens_mean": sum(lengths) / size,
@@ -178,7 +184,7 @@ def test_metrics_are_to_the_bit_those_of_plain_lists(seed: int) -> None:
     }
     pairs = [
         note["logged"]["second"]["worth"]
-        for _, s in made
+        for _, s in created
         for note in s.notes.values()
         if "logged" in note
     ]
@@ -186,31 +192,31 @@ def test_metrics_are_to_the_bit_those_of_plain_lists(seed: int) -> None:
         expected["reward/second/worth"] = math.fsum(value for value, _ in pairs) / sum(
             n for _, n in pairs
         )
-    expected["reward/first/retried_frac"] = sum(bool(scored.notes) for _, scored in made) / len(
-        made
+    expected["reward/first/retried_frac"] = sum(bool(scored.notes) for _, scored in created) / len(
+        created
     )
     for name in NAMES:
         values = [
             v
-            for _, scored in made
+            for _, scored in created
             for v in scored.by_name[name]
             if v is not None and not math.isnan(v)
         ]
         expected[f"reward/{name}/mean"] = float(torch.tensor(values, dtype=torch.float64).mean())
-        statuses = Counter(status for _, scored in made for status in scored.statuses[name])
+        statuses = Counter(status for _, scored in created for status in scored.statuses[name])
         expected |= {
             f"reward/{name}/{s}_frac": statuses[s] / size
             for s in ("error", "timeout", "not_applicable")
         }
-    assert {name: found[name] for name in expected} == expected
-    assert {name: type(found[name]) for name in expected} == {
+    assert {name: result[name] for name in expected} == expected
+    assert {name: type(result[name]) for name in expected} == {
         name: type(value) for name, value in expected.items()
     }
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_each_rank_gets_what_is_its_own(seed: int) -> None:
-    step, decisions, of_ranks, _, _ = _decided(seed)
+    step, decisions, rank_values, _, _ = _decided(seed)
     trained_by = {
         i: rank
         for ranks in step.plan
@@ -218,11 +224,11 @@ def test_each_rank_gets_what_is_its_own(seed: int) -> None:
         for row in rows
         for i in row
     }
-    for rank, (decision, own) in enumerate(zip(decisions, of_ranks, strict=True)):
+    for rank, (decision, local) in enumerate(zip(decisions, rank_values, strict=True)):
         assert decision.slots == {
-            group.prompt.position: group.prompt.position for group, _ in own
+            group.prompt.position: group.prompt.position for group, _ in local
         }  # all stay
-        ids = [group.prompt.position * G + sample for group, _ in own for sample in range(G)]
+        ids = [group.prompt.position * G + sample for group, _ in local for sample in range(G)]
         assert (
             list(decision.advantages) == list(decision.in_loss) == list(decision.trained_by) == ids
         )
@@ -267,7 +273,8 @@ def test_a_rank_without_groups_sends_nothing_and_ranks_must_name_their_rewards_a
 
 @pytest.mark.parametrize(("num_rollouts", "num_ranks"), [(1_000, 8), (10_000, 64), (10_000, 1_024)])
 def test_bytes_of_a_rollout_are_bounded(num_rollouts: int, num_ranks: int) -> None:
-    """With two rewards that are real numbers: at most 64 to rank 0 and 16 from it, beside about 70 for each rank."""
+    """With two rewards that are real numbers: at most 64 to rank 0 and 16 from it, beside about 70
+    for each rank."""
     facts, rules = simulated_step(num_rollouts, num_ranks)
     rank0_step = _Rank0Step(rules)
     rank0_step.add_round(facts, num_rollouts // rules.rollout.group_size)
@@ -280,9 +287,10 @@ def test_bytes_of_a_rollout_are_bounded(num_rollouts: int, num_ranks: int) -> No
 
 def test_what_rank0_holds_of_a_step_is_a_few_bytes_a_rollout() -> None:
     facts, rules = simulated_step(20_000, 64)
-    held, peak = memory(facts, rules)
-    # A reward of 8, an advantage of 4, a mask of 1, an id of 4; of a group of 8 twice its position and its slot: 2.5.
-    assert 19.5 < held < 30
+    retained, peak = memory(facts, rules)
+    # A reward of 8, an advantage of 4, a mask of 1, an id of 4; of a group of 8 twice its position
+    # and its slot: 2.5.
+    assert 19.5 < retained < 30
     assert (
         peak < 160
     )  # before, rollouts were tuples of Python's numbers while they were planned: 365
@@ -306,12 +314,14 @@ def _told(
     none: Any = np.zeros(0)
     plan = plan_batch([1] * 4, num_ranks=2, mini_batch_sizes=[4], max_tokens=4)
     rewards = np.array([0.1, math.nan, 2.0, 3.0])
-    of_all = StepDecision(np.array([5, 7]), rewards, none, none, plan, none, none, [], [], 0, 0, {})
-    parts = [
+    everything = StepDecision(
+        np.array([5, 7]), rewards, none, none, plan, none, none, [], [], 0, 0, {}
+    )
+    pieces = [
         pack_report(sampled[:1], trained[:3], dropped),
         pack_report(sampled[1:], trained[3:], []),
     ]
-    return find_misplaced(parts, of_all, 2)
+    return find_misplaced(pieces, everything, 2)
 
 
 def test_what_two_ranks_say_of_a_decision_by_hand() -> None:
@@ -320,8 +330,8 @@ def test_what_two_ranks_say_of_a_decision_by_hand() -> None:
     assert _told(sampled, trained, []) == []
     assert _told(sampled, trained, [8]) == []  # a surplus group: 5 and 7 are as many as were wanted
     assert _told(sampled, trained, [6]) == ["the group at position 6 is not trained on"]
-    other = [(2, 2**32 - 1, 2.5), *sampled[1:]]
-    assert _told(other, trained, []) == ["rollout 2 has the reward 2, here 2.5"]
+    second = [(2, 2**32 - 1, 2.5), *sampled[1:]]
+    assert _told(second, trained, []) == ["rollout 2 has the reward 2, here 2.5"]
     assert _told(sampled[:3], trained, []) == ["not each rollout of the step was sampled once"]
     assert _told(sampled, trained[:3], []) == ["rollouts [1] are trained on not"]
     assert _told(sampled, [*trained, trained[0]], []) == ["rollouts [2] are trained on twice"]
@@ -331,18 +341,18 @@ def test_what_two_ranks_say_of_a_decision_by_hand() -> None:
 
 
 def test_each_rank_is_told_what_is_taken_off_the_rewards_of_what_it_sampled() -> None:
-    taken, sampled = (
+    selected, sampled = (
         [{0: 0.25, 3: 1e-300}, {}, {1: math.pi}],
         [[1, 0], [3, 2], []],
     )  # 2 has no completion token
-    parts = [
+    pieces = [
         pack(
-            [len(own), len(ids)],
-            [np.array([*own], np.int32), np.array([*own.values()]), np.array(ids, np.int32)],
+            [len(local), len(ids)],
+            [np.array([*local], np.int32), np.array([*local.values()]), np.array(ids, np.int32)],
         )
-        for own, ids in zip(taken, sampled, strict=True)
+        for local, ids in zip(selected, sampled, strict=True)
     ]
-    assert [np.frombuffer(share).tolist() for share in kl_penalties_by_rank(parts)] == [
+    assert [np.frombuffer(fraction).tolist() for fraction in kl_penalties_by_rank(pieces)] == [
         [math.pi, 0.25],
         [1e-300, 0.0],
         [],

@@ -90,7 +90,8 @@ def test_the_package_uses_no_pickle_and_no_eval() -> None:
 
 
 def test_functions_that_communicate_say_so() -> None:
-    """Whoever calls torch.distributed's collectives says "Collective." to those who must call it on all ranks."""
+    """Whoever calls torch.distributed's collectives says "Collective." to those who must call it on
+    all ranks."""
     text = CODE[ROOT / "grpo_spmd/distributed/collectives.py"]
     collectives = (
         "dist.all_gather",

@@ -1,4 +1,5 @@
-"""`algorithm: NAME`: a bundle of defaults under what anybody says, shown with where each value came from, and the table
+"""`algorithm: NAME`: a bundle of defaults under what anybody says, shown with where each value came
+from, and the table
 of configs/README.md. What a recipe does in an update is shown in tests/ranks/test_recipes.py."""
 
 from __future__ import annotations
@@ -51,13 +52,14 @@ def test_without_an_algorithm_nothing_is_another_than_before() -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_stands_by_itself(name: Algorithm) -> None:
-    """It passes every rule with the demo's sizes, sets each of its keys and no other, and nothing in it is idle or
+    """It passes every rule with the demo's sizes, sets each of its keys and no other, and nothing
+    in it is idle or
     what --explain advises against."""
     values = RECIPES[name].values
     config, sources = load_config_with_sources(DEMO, named(name))
-    found, plain = flatten_config(config), flatten_config(load_config(DEMO))
-    assert {key: found[key] for key in values} == values
-    assert {key for key in found if found[key] != plain[key]} <= {
+    result, plain = flatten_config(config), flatten_config(load_config(DEMO))
+    assert {key: result[key] for key in values} == values
+    assert {key for key in result if result[key] != plain[key]} <= {
         "algorithm",
         *values,
         *RECIPES[name].needs,
@@ -66,8 +68,8 @@ def test_a_recipe_stands_by_itself(name: Algorithm) -> None:
         values
     )
     assert not list(idle_keys(config, sources))
-    said = [line for line in advice(config, 2) if "one optimizer step a rollout" not in line]
-    assert not said
+    message = [line for line in advice(config, 2) if "one optimizer step a rollout" not in line]
+    assert not message
 
 
 def test_any_key_overrides_it_from_file_command_line_and_python(tmp_path: Path) -> None:
@@ -113,7 +115,8 @@ def test_an_empty_section_takes_the_whole_recipe(empty: Any) -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_resolved_config_loads_to_the_same(name: str, tmp_path: Path) -> None:
-    """That is config.yaml of a run folder: the word stays, and the values in it win over a later table's."""
+    """That is config.yaml of a run folder: the word stays, and the values in it win over a later
+    table's."""
     config = load_config(DEMO, [*named(name), "loss.clip_ratio_high=0.25", "loss.dual_clip=9"])
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config_to_dict(config)))
     again, sources = load_config_with_sources(tmp_path / "config.yaml")
@@ -150,7 +153,7 @@ def test_a_value_of_the_recipe_is_not_called_idle() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "meant"),
+    ("inputs", "meant"),
     [
         ("dapp", "dapo"),
         ("DAPO", "dapo"),
@@ -161,17 +164,17 @@ def test_a_value_of_the_recipe_is_not_called_idle() -> None:
         ("maxrl", "max_rl"),
     ],
 )
-def test_an_unknown_name_is_answered_by_the_closest(given: str, meant: str) -> None:
-    said = refusal(f"algorithm={given}")
-    assert said.startswith(f"algorithm must be one of {', '.join(RECIPES)}; got ")
-    assert said.endswith(f"; did you mean {meant}?")
+def test_an_unknown_name_is_answered_by_the_closest(inputs: str, meant: str) -> None:
+    message = refusal(f"algorithm={inputs}")
+    assert message.startswith(f"algorithm must be one of {', '.join(RECIPES)}; got ")
+    assert message.endswith(f"; did you mean {meant}?")
 
 
-@pytest.mark.parametrize("given", ["3", "true", "[1]", "adam"])
-def test_what_is_no_name_is_refused(given: str) -> None:
-    said = refusal(f"algorithm={given}")
-    assert said.startswith("algorithm must be one of")
-    assert "mean" not in said
+@pytest.mark.parametrize("inputs", ["3", "true", "[1]", "adam"])
+def test_what_is_no_name_is_refused(inputs: str) -> None:
+    message = refusal(f"algorithm={inputs}")
+    assert message.startswith("algorithm must be one of")
+    assert "mean" not in message
 
 
 def test_the_section_of_verl_is_still_answered() -> None:
@@ -208,8 +211,8 @@ def test_a_rule_that_the_user_broke_does_not() -> None:
 
 def test_the_report_says_which_values_the_algorithm_gave() -> None:
     config = flatten_config(load_config(DEMO, ["algorithm=dapo", "loss.clip_ratio_high=0.3"]))
-    made: dict[str, Any] = dict.fromkeys(field.name for field in dataclasses.fields(RecordedRun))
-    run = RecordedRun(**made | {"config": config, "launches": []})
+    created: dict[str, Any] = dict.fromkeys(field.name for field in dataclasses.fields(RecordedRun))
+    run = RecordedRun(**created | {"config": config, "launches": []})
     sources = {key: source for key, _, source in config_rows(run)}
     assert sources["loss.mask_truncated"] == "from algorithm: dapo"
     assert (sources["loss.clip_ratio_high"], sources["loss.kl_estimator"]) == ("set", "default")

@@ -1,4 +1,5 @@
-"""The file of a report, without a browser: whole or not at all, one chunk at a time, nothing in it that could run."""
+"""The file of a report, without a browser: whole or not at all, one chunk at a time, nothing in it
+that could run."""
 
 from __future__ import annotations
 
@@ -23,12 +24,12 @@ PAGE = ROOT / "grpo_spmd/tools/report/page"
 
 
 def _chunks(text: str) -> dict[str, object]:
-    found = re.findall(
+    result = re.findall(
         r'<script type="application/octet-stream" data-chunk="([^"]+)">([^<]*)</script>', text
     )
     return {
         name: json.loads(zlib.decompress(base64.b64decode(packed), wbits=-15))
-        for name, packed in found
+        for name, packed in result
     }
 
 
@@ -48,7 +49,7 @@ def test_the_policy_names_the_hash_of_each_script_and_nothing_else(tmp_path: Pat
             base64.b64encode(hashlib.sha256(body.encode()).digest()).decode() for body in bodies
         ]
         [named] = re.findall(rf"{kind}-src ([^;]*)", policy)
-        assert named.split() == [f"'sha256-{one}'" for one in hashes]
+        assert named.split() == [f"'sha256-{single}'" for single in hashes]
         assert hashes
     assert policy.startswith("default-src 'none';")
     assert "unsafe" not in policy
@@ -77,16 +78,19 @@ def test_the_pages_own_files_keep_the_houses_sizes_and_make_no_html_of_text(path
     lines = path.read_text(encoding="utf-8").splitlines()
     assert len(lines) <= 450
     assert [line for line in lines if len(line) > 120] == []
-    made = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|createContextualFragment|srcdoc"
-    assert not re.search(made, "\n".join(lines))
+    created = (
+        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new "
+        r"Function|createContextualFragment|srcdoc"
+    )
+    assert not re.search(created, "\n".join(lines))
 
 
 def test_a_title_is_text(tmp_path: Path) -> None:
     title = HOSTILE["script"] + HOSTILE["halves"] + '"&'
     write_page(tmp_path / "r.html", title, iter([("main", b"{}")]))
-    [found] = re.findall(r"<title>(.*)</title>", (tmp_path / "r.html").read_text(encoding="utf-8"))
-    assert "<" not in found
-    assert html.unescape(found) == title.replace("\ud800", "\ufffd").replace("\udc00", "\ufffd")
+    [result] = re.findall(r"<title>(.*)</title>", (tmp_path / "r.html").read_text(encoding="utf-8"))
+    assert "<" not in result
+    assert html.unescape(result) == title.replace("\ud800", "\ufffd").replace("\udc00", "\ufffd")
 
 
 @pytest.mark.parametrize(
@@ -96,7 +100,7 @@ def test_an_error_leaves_the_earlier_page_and_nothing_else(
     error: BaseException, tmp_path: Path
 ) -> None:
     out = made_page(tmp_path / "r.html", MadeRun(num_steps=1))
-    before = out.read_bytes()
+    old = out.read_bytes()
 
     def chunks() -> Iterator[tuple[str, bytes]]:
         yield "main", b"{}"
@@ -105,17 +109,17 @@ def test_an_error_leaves_the_earlier_page_and_nothing_else(
 
     with pytest.raises(type(error)):
         write_page(out, "t", chunks())
-    assert out.read_bytes() == before
+    assert out.read_bytes() == old
     assert [path.name for path in tmp_path.iterdir()] == ["r.html"]
 
 
 def test_what_a_killed_writer_left_is_removed_and_a_living_ones_is_not(tmp_path: Path) -> None:
-    old, young, others = (
+    old, young, rest = (
         tmp_path / name for name in (".r.html.1.tmp", ".r.html.2.tmp", ".x.html.1.tmp")
     )
-    for path in (old, young, others):
+    for path in (old, young, rest):
         path.write_bytes(b"half")
-    for path in (old, others):
+    for path in (old, rest):
         os.utime(path, (1e9, 1e9))
     made_page(tmp_path / "r.html", MadeRun(num_steps=1))
     assert {path.name for path in tmp_path.iterdir()} == {

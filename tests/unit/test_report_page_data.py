@@ -1,4 +1,5 @@
-"""What is in a page, held against metrics.jsonl and the dumps, which are read here by plain JSON; and the bounds that
+"""What is in a page, held against metrics.jsonl and the dumps, which are read here by plain JSON;
+and the bounds that
 it keeps whatever the folder holds."""
 
 from __future__ import annotations
@@ -40,8 +41,10 @@ Json = dict[str, Any]
 
 def _chunks(path: Path) -> dict[str, Json]:
     """As a browser unpacks them."""
-    found = re.findall(rb'data-chunk="([^"]+)">([^<]*)<', path.read_bytes())
-    unpacked = {name.decode(): zlib.decompress(base64.b64decode(text), -15) for name, text in found}
+    result = re.findall(rb'data-chunk="([^"]+)">([^<]*)<', path.read_bytes())
+    unpacked = {
+        name.decode(): zlib.decompress(base64.b64decode(text), -15) for name, text in result
+    }
     assert all(text.isascii() for text in unpacked.values())
     return {name: json.loads(text, parse_constant=_refuse) for name, text in unpacked.items()}
 
@@ -68,7 +71,7 @@ def _scores(
         difference = (np.arange(count) * 0.001 * (number + 1)).astype("<f2")
         entropy = (np.arange(count) * 0.25).astype("<f2")
         packed = {name: base64.b64encode(values.tobytes()).decode()
-                  for name, values in (("difference", difference), ("entropy", entropy))}  # fmt: skip
+                  for name, values in (("difference", difference), ("entropy", entropy))}  # fmt: skip  # noqa: E501
         largest = float(difference.astype(np.float64).max(initial=0.0))
         lines.append(
             {
@@ -89,8 +92,8 @@ def _near(value: float | None, digits: int) -> Any:
 def test_the_page_has_the_figures_of_the_metrics_and_of_the_dump(tmp_path: Path) -> None:
     lines = healthy(30)
     lines[4]["reward/mean"] = None
-    held = [{"step": step, "eval/held/mean": step / 40} for step in (0, 10, 20)]
-    folder = make_run(tmp_path / "run", [*held, *lines])
+    retained = [{"step": step, "eval/held/mean": step / 40} for step in (0, 10, 20)]
+    folder = make_run(tmp_path / "run", [*retained, *lines])
     byte_tokenizer(folder)
     for step in (1, 10, 30):
         records = step_of(step)
@@ -103,10 +106,10 @@ def test_the_page_has_the_figures_of_the_metrics_and_of_the_dump(tmp_path: Path)
     (run,) = main["runs"]
 
     written = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    of_steps = [line for line in written if "eval/held/mean" not in line]
-    assert run["steps"] == [line["step"] for line in of_steps]
-    for key in of_steps[0].keys() - {"step"}:
-        assert run["metrics"][key] == [_near(line[key], 6) for line in of_steps]
+    steps_values = [line for line in written if "eval/held/mean" not in line]
+    assert run["steps"] == [line["step"] for line in steps_values]
+    for key in steps_values[0].keys() - {"step"}:
+        assert run["metrics"][key] == [_near(line[key], 6) for line in steps_values]
     assert run["evaluations"] == {
         "steps": [0, 10, 20],
         "metrics": {"eval/held/mean": [0, 0.25, 0.5]},
@@ -129,12 +132,15 @@ def test_the_page_has_the_figures_of_the_metrics_and_of_the_dump(tmp_path: Path)
             groups.setdefault((rollout["row"], rollout["position"]), []).append(rollout["reward"])
         for (row, _), rewards in groups.items():
             means.setdefault(row, []).append(sum(rewards) / GROUP)
-    shown = {prompt["row"]: prompt for prompt in run["prompts"]}
-    assert {row: prompt["means"] for row, prompt in shown.items()} == {
-        row: [_near(mean, 4) for mean in of_row] for row, of_row in means.items()
+    displayed = {prompt["row"]: prompt for prompt in run["prompts"]}
+    assert {row: prompt["means"] for row, prompt in displayed.items()} == {
+        row: [_near(mean, 4) for mean in row_values] for row, row_values in means.items()
     }
-    assert all(prompt["steps"] == [1, 10, 30] for prompt in shown.values())
-    assert (shown[2]["prompt"], shown[2]["columns"]) == ("user: question 2", {"answer": "2"})
+    assert all(prompt["steps"] == [1, 10, 30] for prompt in displayed.values())
+    assert (displayed[2]["prompt"], displayed[2]["columns"]) == (
+        "user: question 2",
+        {"answer": "2"},
+    )
     assert run["prompts_total"] == 4
 
 
@@ -144,32 +150,35 @@ def _check_step(chunk: Json, dump_of_step: list[Json], without: int) -> None:
     assert {name: len(column) for name, column in table.items()} == dict.fromkeys(
         table, len(dump_of_step)
     )
-    for place, rollout in enumerate(dump_of_step):
-        largest = 0.001 * (place + 1) * (len(rollout["completion_ids"]) - 1)
+    for position, rollout in enumerate(dump_of_step):
+        largest = 0.001 * (position + 1) * (len(rollout["completion_ids"]) - 1)
         expected = {name: rollout[name] for name in ("position", "sample", "row")} | {
             "reward": _near(rollout["reward"], 6), "advantage": _near(rollout["advantage"], 4),
-            "tokens": len(rollout["completion_ids"]), "finish": int(rollout["finish_reason"] == "length"),
-            "mismatch": None if place == without else pytest.approx(largest, rel=0.01), "status": 0, "shown": place,
+            "tokens": len(rollout["completion_ids"]), "finish": int(rollout["finish_reason"] == "length"),  # noqa: E501
+            "mismatch": None if position == without else pytest.approx(largest, rel=0.01), "status": 0, "shown": position,  # noqa: E501
         }  # fmt: skip
-        assert {name: table[name][place] for name in expected} == expected
+        assert {name: table[name][position] for name in expected} == expected
         assert (
-            chunk["prompts"][table["prompt"][place]] == f"user: {rollout['prompt'][0]['content']}"
+            chunk["prompts"][table["prompt"][position]]
+            == f"user: {rollout['prompt'][0]['content']}"
         )
-        whole = rollouts[place]
-        for name in ("position", "sample", "completion", "reward", "rewards", "statuses", "advantage", "finish_reason",
+        full = rollouts[position]
+        for name in ("position", "sample", "completion", "reward", "rewards", "statuses", "advantage", "finish_reason",  # noqa: E501
                      "columns"):  # fmt: skip
-            assert whole[name] == rollout[name], name
-        tokens = whole["tokens"]
+            assert full[name] == rollout[name], name
+        tokens = full["tokens"]
         assert tokens["ids"] == rollout["completion_ids"]
         assert "".join(tokens["pieces"]) == rollout["completion"]
         assert tokens["logprob"] == [
             pytest.approx(logprob, abs=0.0006) for logprob in logprobs_of(rollout)
         ]
-        if place == without:
+        if position == without:
             assert (tokens["difference"], tokens["entropy"]) == (None, None)
         else:
             count = len(tokens["ids"])
-            differences = [pytest.approx(0.001 * (place + 1) * i, rel=0.01) for i in range(count)]
+            differences = [
+                pytest.approx(0.001 * (position + 1) * i, rel=0.01) for i in range(count)
+            ]
             assert tokens["difference"] == differences
             assert tokens["entropy"] == [pytest.approx(0.25 * i, rel=0.01) for i in range(count)]
         assert (tokens["advantage"], tokens["mask"]) == (None, None)
@@ -178,7 +187,8 @@ def _check_step(chunk: Json, dump_of_step: list[Json], without: int) -> None:
 def test_best_worst_failed_and_most_mismatched_come_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where there is no room for all, and each under its reason; the same ones whenever it is built."""
+    """Where there is no room for all, and each under its reason; the same ones whenever it is
+    built."""
     folder = make_run(tmp_path / "run", healthy(3))
     rng = np.random.default_rng(0)
 
@@ -194,22 +204,24 @@ def test_best_worst_failed_and_most_mismatched_come_first(
     dump(folder, 1, records)
     _scores(folder, 1, records)  # most is the last one's, for its number
     task = steps.StepTask(folder, 1, room=4_000)
-    first = steps.make_step(task)
-    assert first.content == steps.make_step(task).content
-    chunk = json.loads(first.content)
+    step = steps.make_step(task)
+    assert step.content == steps.make_step(task).content
+    chunk = json.loads(step.content)
     first_ones = [
         rollout for rollout in chunk["rollouts"] if rollout["why"] not in ("group", "sampled")
     ]
     assert {rollout["why"]: (rollout["position"], rollout["sample"]) for rollout in first_ones} == {
         "best": (1, 3), "worst": (8, 1), "failed": (12, 2), "mismatched": (19, 3)
     }  # fmt: skip
-    assert (first.num_wanted, first.num_wanted_shown, first.num_rollouts) == (4, 4, 80)
-    assert first.num_shown == len(chunk["rollouts"]) < 8
+    assert (step.num_wanted, step.num_wanted_shown, step.num_rollouts) == (4, 4, 80)
+    assert step.num_shown == len(chunk["rollouts"]) < 8
     assert chunk["status_names"][chunk["table"]["status"][50]] == "timeout"
-    shown = {place: number for place, number in enumerate(chunk["table"]["shown"]) if number >= 0}
-    assert {place: (place // GROUP, place % GROUP) for place in shown} == {
-        place: (chunk["rollouts"][number]["position"], chunk["rollouts"][number]["sample"])
-        for place, number in shown.items()
+    displayed = {
+        position: number for position, number in enumerate(chunk["table"]["shown"]) if number >= 0
+    }
+    assert {position: (position // GROUP, position % GROUP) for position in displayed} == {
+        position: (chunk["rollouts"][number]["position"], chunk["rollouts"][number]["sample"])
+        for position, number in displayed.items()
     }
     monkeypatch.setattr(build, "_PAGE_BYTES", 320_000)  # with 250,000 of the page itself
     (run,) = _page(folder)["main"]["runs"]
@@ -240,8 +252,8 @@ def test_a_page_keeps_within_its_bytes(tmp_path: Path, monkeypatch: pytest.Monke
         if more < 200_000:
             assert f"{len(steps_there)} of 30 dumped steps" in run["rollouts"]["note"]
             assert max(b - a for a, b in pairwise(steps_there)) <= 2 * 30 / len(steps_there)
-        shown = sum(len(chunks[f"0/{step}"]["rollouts"]) for step in steps_there)
-        assert shown == run["rollouts"]["shown"]
+        displayed = sum(len(chunks[f"0/{step}"]["rollouts"]) for step in steps_there)
+        assert displayed == run["rollouts"]["shown"]
     assert sizes == sorted(set(sizes))
 
 
@@ -249,7 +261,8 @@ def test_a_page_keeps_within_its_bytes(tmp_path: Path, monkeypatch: pytest.Monke
 def test_what_there_is_no_time_for_is_said(
     about: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The total is the run's: exact by its metrics, else as many a step as in those that were read."""
+    """The total is the run's: exact by its metrics, else as many a step as in those that were
+    read."""
     lines = healthy(5)
     for line in lines if not about else ():
         line["progress/completions"] = 16 * line["step"]
@@ -260,10 +273,10 @@ def test_what_there_is_no_time_for_is_said(
     monkeypatch.setattr(build, "_SMALL_BYTES", 0)
     rollouts = _page(folder)["main"]["runs"][0]["rollouts"]
     assert (rollouts["steps"], rollouts["shown"], rollouts["total"]) == ([5], 16, 80)
-    said = "1 of 5 dumped steps are in this page, evenly, for want of time"
+    message = "1 of 5 dumped steps are in this page, evenly, for want of time"
     assert (
         rollouts["note"]
-        == f"{said}; of {about}80 rollouts 16 are in the tables, 16 with their text"
+        == f"{message}; of {about}80 rollouts 16 are in the tables, 16 with their text"
     )
 
 
@@ -286,7 +299,8 @@ def test_a_small_run_is_read_whole_however_long_it_takes(
 
 
 def test_dumps_of_an_earlier_attempt_are_left_out(tmp_path: Path) -> None:
-    """The run went back to step 2, and is at step 3: what 4 and later ones hold is of the policy before."""
+    """The run went back to step 2, and is at step 3: what 4 and later ones hold is of the policy
+    before."""
     folder = make_run(tmp_path / "run", healthy(3))
     for step in range(1, 6):
         dump(folder, step, step_of(step))
@@ -315,17 +329,18 @@ def test_many_processes_make_the_page_that_one_makes(
 
 
 def test_broken_lines_cost_themselves(tmp_path: Path) -> None:
-    """And a whole rollout in an odd form none: half a surrogate pair, numbers of an earlier version, a step of several
+    """And a whole rollout in an odd form none: half a surrogate pair, numbers of an earlier
+    version, a step of several
     nodes, packed."""
     folder = make_run(tmp_path / "run", healthy(3))
     records = step_of(1)
-    lines = [to_line(one) for one in records]
+    lines = [to_line(single) for single in records]
     half = to_line(record(1, 0, 1, "x", completion="half \ud83d", prompt="\udc00"))
     old = json.loads(lines[2]) | {"rollout_logprobs": logprobs_of(json.loads(lines[2]))}
     for name in ("columns", "num_rollouts"):
         del old[name]
     lines[1], lines[2] = half, json.dumps(old).encode()
-    broken = [b"", b"{", b"[1]", b'{"row": 1}', lines[5][:100], lines[6].replace(b'"row":', b'"row":-'), b"\xff\xfe",
+    broken = [b"", b"{", b"[1]", b'{"row": 1}', lines[5][:100], lines[6].replace(b'"row":', b'"row":-'), b"\xff\xfe",  # noqa: E501
               b"[" * 100_000, lines[7]]  # fmt: skip
     dump(folder, 1, [])
     (folder / "rollouts/step_000001.jsonl").write_bytes(b"\n".join([*lines[:8], *broken]) + b"\n")
@@ -343,9 +358,9 @@ def test_broken_lines_cost_themselves(tmp_path: Path) -> None:
         pytest.approx(x, abs=0.0006) for x in old["rollout_logprobs"]
     ]
     # the line that is empty, and that is there twice, count too
-    said = re.search(r"(\d+) broken lines", chunks["main"]["runs"][0]["rollouts"]["note"])
-    assert said is not None
-    assert int(said[1]) in (len(broken) + 1, len(broken) + 2)
+    message = re.search(r"(\d+) broken lines", chunks["main"]["runs"][0]["rollouts"]["note"])
+    assert message is not None
+    assert int(message[1]) in (len(broken) + 1, len(broken) + 2)
 
 
 @pytest.mark.parametrize("kind", ["fifo", "folder", "link", "empty", "noise", "zeros", "gone"])
@@ -409,8 +424,8 @@ def test_a_long_completion_is_cut_in_its_middle(tmp_path: Path) -> None:
         f"\n[... {long['cut']:,} characters ...]\n"
     )
     pieces, ids = long["tokens"]["pieces"], long["tokens"]["ids"]
-    (place,) = (i for i, token in enumerate(ids) if token is None)
-    gone = int(re.sub(r"\D", "", pieces.pop(place)))
+    (position,) = (i for i, token in enumerate(ids) if token is None)
+    gone = int(re.sub(r"\D", "", pieces.pop(position)))
     assert len("".join(pieces)) + gone == len(text)
     assert (
         [pieces[i].encode() for i in (0, -1)] == [bytes([ids[0]]), bytes([ids[-1]])] == [b"b", b"d"]
@@ -419,7 +434,7 @@ def test_a_long_completion_is_cut_in_its_middle(tmp_path: Path) -> None:
         len(ids) - 1,
         len(ids),
     }
-    assert long["tokens"]["logprob"][place] is None
+    assert long["tokens"]["logprob"][position] is None
 
 
 def test_an_episode_is_told_turn_by_turn(tmp_path: Path) -> None:
@@ -452,16 +467,16 @@ def test_an_episode_is_told_turn_by_turn(tmp_path: Path) -> None:
         "max_turns",
         "env_error",
     ]
-    shown, failed = chunk["rollouts"]
-    of_turns = [
+    displayed, failed = chunk["rollouts"]
+    turns_values = [
         (turn["sampled"], "".join(turn["pieces"]), turn["num_tokens"], turn["reward"])
-        for turn in shown["turns"]
+        for turn in displayed["turns"]
     ]
-    assert of_turns == [
-        (False, "ask", 3, None), (True, "call", 4, 0.5), (False, "=7;", 3, None), (True, "7", 1, None)
+    assert turns_values == [
+        (False, "ask", 3, None), (True, "call", 4, 0.5), (False, "=7;", 3, None), (True, "7", 1, None)  # noqa: E501
     ]  # fmt: skip
-    assert "".join(shown["tokens"]["pieces"]) == "call7"
-    assert (shown["status"], shown["messages"]) == (
+    assert "".join(displayed["tokens"]["pieces"]) == "call7"
+    assert (displayed["status"], displayed["messages"]) == (
         "max_turns",
         [{"role": "assistant", "content": "call"}],
     )
@@ -556,16 +571,16 @@ def _run(*arguments: str, deadline_s: float = 60) -> subprocess.CompletedProcess
 def test_the_command_writes_one_file_and_says_it_in_one_line(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", healthy(3))
     dump(folder, 1, step_of(1))
-    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    old = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     done = _run(str(folder))
     assert (done.returncode, done.stderr) == (0, "")
     assert re.fullmatch(
         rf"{re.escape(str(folder))}/report\.html: 0\.\d MB, \d+\.\d s\n", done.stdout
     )
-    left = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
-    assert left.keys() - before.keys() == {folder / "report.html"}
-    assert {path: left[path] for path in before if path != folder} == {
-        p: t for p, t in before.items() if p != folder
+    remaining = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    assert remaining.keys() - old.keys() == {folder / "report.html"}
+    assert {path: remaining[path] for path in old if path != folder} == {
+        p: t for p, t in old.items() if p != folder
     }
 
 
@@ -573,7 +588,7 @@ def test_mistakes_are_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make_run(tmp_path / "run", healthy(3))
-    for arguments, said in (
+    for arguments, message in (
         ((str(tmp_path / "none"),), "is no folder"),
         ((str(folder), "--out", str(tmp_path)), "is a folder; name a file in it"),
         ((str(folder), "--out", str(tmp_path / "no" / "page.html")), "No such file or directory"),
@@ -583,10 +598,10 @@ def test_mistakes_are_one_line(
         monkeypatch.setattr(sys, "argv", ["report", *arguments])
         with pytest.raises(SystemExit, match="2"):
             command.main()
-        shown = capsys.readouterr()
-        assert shown.out == ""
-        assert said in shown.err
-        assert shown.err.count("\n") == 1
+        displayed = capsys.readouterr()
+        assert displayed.out == ""
+        assert message in displayed.err
+        assert displayed.err.count("\n") == 1
 
 
 def test_a_folder_that_cannot_be_written(
@@ -610,7 +625,8 @@ def test_a_folder_that_cannot_be_written(
 
 
 def test_a_follower_ends_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It writes the page again when there is more to see, and a last time when the run has ended."""
+    """It writes the page again when there is more to see, and a last time when the run has
+    ended."""
     going = {"launch": 1, "outcome": None, "host": "another", "start": "2099-01-01T00:00:00Z"}
     folder = make_run(tmp_path / "run", healthy(2), going)
     monkeypatch.setattr(command, "_MIN_AGE_S", 0.0)
@@ -697,20 +713,20 @@ def test_long_completions_and_episodes_cost_their_middle_and_no_step(
     rng = np.random.default_rng(0)
     took: Json = {"rewards": {}, "calls_s": [], "error": None}
     for step in range(1, 31):
-        said = base64.b64encode(rng.bytes(15_000)).decode()
+        message = base64.b64encode(rng.bytes(15_000)).decode()
         turns = [
             {
                 "segment": 0,
                 "sampled": i % 2 == 1,
-                "token_ids": [*said[i * 900 : i * 900 + 900].encode()],
+                "token_ids": [*message[i * 900 : i * 900 + 900].encode()],
             }
             | ({"finish_reason": "stop"} if i % 2 else {})
             for i in range(20)
         ]
-        sampled = "".join(said[i * 900 : i * 900 + 900] for i in range(1, 20, 2))
-        messages = [{"role": "tool", "content": said[:800]}] * 50
+        sampled = "".join(message[i * 900 : i * 900 + 900] for i in range(1, 20, 2))
+        messages = [{"role": "tool", "content": message[:800]}] * 50
         episode = {"status": "ok", "turns": turns, "messages": messages, "environment": took}
-        rollouts = [record(step, 0, i, said[i:], reward=float(i)) for i in range(3)]
+        rollouts = [record(step, 0, i, message[i:], reward=float(i)) for i in range(3)]
         dump(folder, step, [*rollouts, record(step, 0, 3, sampled, reward=9.0, **episode)])
     shell = 4 * (build._SHELL_BYTES + build._PROMPTS_BYTES) // 3
     monkeypatch.setattr(

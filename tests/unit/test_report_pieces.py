@@ -1,4 +1,5 @@
-"""A run's tokens as text: the pieces of a sequence join to what the tokenizer's own decode makes of it, whatever the
+"""A run's tokens as text: the pieces of a sequence join to what the tokenizer's own decode makes of
+it, whatever the
 policy sampled, and each character belongs to the token that completes it."""
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from grpo_spmd.tools.report.pieces import TokenPieces, read_pieces
 
 TEXTS = [
     "The answer is 42.\n\n def f(x):\n\treturn x  # tabs and  blanks\r\n",
-    "caf\u00e9 na\u00efve \u00bd \ufb00 \u03b1\u03b2\u03b3 \u0645\u0631\u062d\u0628\u0627 \u200f\u202e turned",
+    "caf\u00e9 na\u00efve \u00bd \ufb00 \u03b1\u03b2\u03b3 \u0645\u0631\u062d\u0628\u0627 "
+    "\u200f\u202e turned",
     "\u4f60\u597d\uff0c\u4e16\u754c\u3002\u65e5\u672c\u8a9e \ud55c\uad6d\uc5b4",
     "\U0001f600 \U0001f469\u200d\U0001f469\u200d\U0001f467 \U0001f3f3\ufe0f\u200d\U0001f308",
     "\x00\x01\x1b[31m</script><|end|>",
@@ -43,8 +45,8 @@ def _with_byte_fallback(strips: bool) -> Tokenizer:
     tokenizer.normalizer = (
         normalizers.Sequence([normalizers.Prepend("\u2581"), blank]) if strips else blank
     )
-    parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
-    tokenizer.decoder = decoders.Sequence(parts + [decoders.Strip(" ", 1, 0)] * strips)
+    pieces = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence(pieces + [decoders.Strip(" ", 1, 0)] * strips)
     every_byte = [f"<0x{byte:02X}>" for byte in range(256)]
     trainer = trainers.BpeTrainer(
         vocab_size=400, special_tokens=["<unk>", "<s>", "</s>", *every_byte], show_progress=False
@@ -81,13 +83,13 @@ KINDS = {
 def test_pieces_join_to_what_decode_makes(kind: str) -> None:
     tokenizer, rng = KINDS[kind](), random.Random(0)
     pieces, size = TokenPieces(tokenizer.to_str().encode()), tokenizer.get_vocab_size()
-    of_texts = [tokenizer.encode(text).ids for text in TEXTS]
+    texts_values = [tokenizer.encode(text).ids for text in TEXTS]
     # what no text is encoded to: half characters, bytes that are none, special tokens in between
     noise = [[rng.randrange(size) for _ in range(rng.randint(1, 40))] for _ in range(1000)]
-    for ids in (*of_texts, *noise):
-        found = pieces.decode(ids)
-        assert len(found) == len(ids)
-        assert "".join(found) == tokenizer.decode(ids, skip_special_tokens=False), [
+    for ids in (*texts_values, *noise):
+        result = pieces.decode(ids)
+        assert len(result) == len(ids)
+        assert "".join(result) == tokenizer.decode(ids, skip_special_tokens=False), [
             tokenizer.id_to_token(i) for i in ids
         ]
 

@@ -1,4 +1,5 @@
-"""What is read of a run folder, whole, half written, of an earlier version, or made to hurt: what became of the run,
+"""What is read of a run folder, whole, half written, of an earlier version, or made to hurt: what
+became of the run,
 and at the worst one line."""
 
 from __future__ import annotations
@@ -73,17 +74,17 @@ _OPEN = LAUNCH | {"outcome": None, "end": None, "start": LONG_AGO}
 
 
 def test_a_launch_that_ended_without_a_word(tmp_path: Path) -> None:
-    here, there = _OPEN | {"host": socket.gethostname()}, _OPEN | {"host": "another"}
-    state, why = _state(tmp_path, here, seconds_ago=5.0)
-    assert (state, "no process holds its folder" in why) == ("killed", True)
-    assert _state(tmp_path, there, seconds_ago=5.0) == (
+    local, present = _OPEN | {"host": socket.gethostname()}, _OPEN | {"host": "another"}
+    state, reason = _state(tmp_path, local, seconds_ago=5.0)
+    assert (state, "no process holds its folder" in reason) == ("killed", True)
+    assert _state(tmp_path, present, seconds_ago=5.0) == (
         "going",
         "going after step 5 of 80 (on another)",
     )
     # steps took 60 s: silent after ten times as long
-    assert _state(tmp_path, there, seconds_ago=500.0)[0] == "going"
-    state, why = _state(tmp_path, there, seconds_ago=7200.0)
-    assert (state, "nothing written for 2 h" in why) == ("silent", True)
+    assert _state(tmp_path, present, seconds_ago=500.0)[0] == "going"
+    state, reason = _state(tmp_path, present, seconds_ago=7200.0)
+    assert (state, "nothing written for 2 h" in reason) == ("silent", True)
 
 
 def test_an_evaluation_of_each_hundredth_step_is_no_silence(tmp_path: Path) -> None:
@@ -105,10 +106,10 @@ def test_a_first_step_may_take_as_long_as_the_watchdog_lets_it(tmp_path: Path) -
         run = read_run(make_run(tmp_path, [], _OPEN | {"host": "another", "start": _now(seconds)}))
         assert run.state == state, run.why
     # so may that of a launch that goes on with a run of long ago
-    state, why = _state(
+    state, reason = _state(
         tmp_path, _OPEN | {"host": "another", "start": _now(1700.0)}, seconds_ago=1e6
     )
-    assert state == "going", why
+    assert state == "going", reason
 
 
 _HOLD = """
@@ -151,11 +152,11 @@ def test_reading_takes_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """A run that starts in that very moment would be told that another process is in its folder."""
     make_run(tmp_path, _lines(5), _OPEN | {"host": socket.gethostname()})
     (tmp_path / "logs" / "launch").touch()
-    taken: list[object] = []
-    monkeypatch.setattr(fcntl, "flock", lambda *arguments: taken.append(arguments))
-    monkeypatch.setattr(fcntl, "lockf", lambda *arguments: taken.append(arguments))
+    selected: list[object] = []
+    monkeypatch.setattr(fcntl, "flock", lambda *arguments: selected.append(arguments))
+    monkeypatch.setattr(fcntl, "lockf", lambda *arguments: selected.append(arguments))
     read_run(tmp_path)
-    assert not taken
+    assert not selected
     monkeypatch.undo()
     holders._lock(tmp_path)
     holders.let_go(tmp_path)
@@ -188,7 +189,8 @@ def test_reports_are_the_newest_launchs(tmp_path: Path) -> None:
 
 
 def test_metrics_are_those_that_count(tmp_path: Path) -> None:
-    """Of a step that was made twice the last line; evaluations by themselves; of foreign values none."""
+    """Of a step that was made twice the last line; evaluations by themselves; of foreign values
+    none."""
     make_run(tmp_path, [])
     lines = [
         '{"step": 0, "eval/a/mean": 0.5, "time/unix_s": 1}',
@@ -246,13 +248,14 @@ def test_a_config_that_nobody_can_read_costs_the_config(tmp_path: Path) -> None:
     assert read_run(tmp_path).config == {}
 
 
-NAMES = ("metrics.jsonl", "config.yaml", "launches.jsonl", "preempted.json", "logs/failure.txt", "logs/hang.txt",
-         "logs/launch", "rollouts", "checkpoints", "logs", "timeline.jsonl", "tokenizer.json")  # fmt: skip
+NAMES = ("metrics.jsonl", "config.yaml", "launches.jsonl", "preempted.json", "logs/failure.txt", "logs/hang.txt",  # noqa: E501
+         "logs/launch", "rollouts", "checkpoints", "logs", "timeline.jsonl", "tokenizer.json")  # fmt: skip  # noqa: E501
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_no_file_is_one_line_at_the_worst(name: str, tmp_path: Path) -> None:
-    """Nothing hangs on a fifo, and no link leads out of the folder; under a deadline of the test suite's."""
+    """Nothing hangs on a fifo, and no link leads out of the folder; under a deadline of the test
+    suite's."""
     for kind in ("fifo", "folder", "link", "empty", "device", "noise"):
         folder = make_run(tmp_path / kind, _lines(5), None)
         path = folder / name
@@ -270,9 +273,9 @@ def test_what_is_no_file_is_one_line_at_the_worst(name: str, tmp_path: Path) -> 
             path.symlink_to("/dev/zero")
         else:
             path.write_bytes(b"" if kind == "empty" else os.urandom(10_000))
-        said = _said(folder)
-        assert "\n" not in said
-        assert "root:" not in said
+        message = _said(folder)
+        assert "\n" not in message
+        assert "root:" not in message
 
 
 def _said(folder: Path) -> str:
@@ -285,8 +288,11 @@ def _said(folder: Path) -> str:
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
-    for folder, said in ((tmp_path, "so it is no run folder"), (tmp_path / "none", "is no folder")):
-        with pytest.raises(ConfigError, match=said):
+    for folder, message in (
+        (tmp_path, "so it is no run folder"),
+        (tmp_path / "none", "is no folder"),
+    ):
+        with pytest.raises(ConfigError, match=message):
             read_run(folder)
     (tmp_path / "config.yaml").write_text("run_dir: x\n")
     assert read_run(tmp_path).state == "empty"

@@ -1,4 +1,5 @@
-"""Reward models before any rank: what the config says of them, what their folders show, and what the rewards become."""
+"""Reward models before any rank: what the config says of them, what their folders show, and what
+the rewards become."""
 
 from __future__ import annotations
 
@@ -55,11 +56,12 @@ def build_config(folder: Path, models: Path, *rewards: dict[str, Any], **section
 
 
 @pytest.mark.parametrize(
-    ("entry", "said"),
+    ("entry", "message"),
     [
         (
             {"weight": 1.0},
-            "rewards.0 needs a name (a shipped reward) or a function (file.py:function) or a url or a model",
+            "rewards.0 needs a name (a shipped reward) or a function (file.py:function) or a url "
+            "or a model",
         ),
         (
             {"model": "x", "function": "y.py:f"},
@@ -84,11 +86,11 @@ def build_config(folder: Path, models: Path, *rewards: dict[str, Any], **section
     ],
 )
 def test_an_entry_names_one_thing_that_scores(
-    models: Path, tmp_path: Path, entry: dict[str, Any], said: str
+    models: Path, tmp_path: Path, entry: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError) as error:
         load_config(build_config(tmp_path, models, entry))
-    assert str(error.value).startswith(said)
+    assert str(error.value).startswith(message)
 
 
 def test_models_have_names_of_their_own_and_are_no_functions() -> None:
@@ -112,7 +114,7 @@ def edit(**values: Any) -> Change:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "said"),
+    ("spoil", "message"),
     [
         (edit(num_local_experts=4), "has experts (num_local_experts in its config.json)"),
         (edit(quantization_config={"quant_method": "fp8"}), "is quantised"),
@@ -139,13 +141,13 @@ def edit(**values: Any) -> Change:
     ],
 )
 def test_a_folder_that_is_no_reward_model_is_refused_in_one_line(
-    folder: Path, spoil: Change, said: str
+    folder: Path, spoil: Change, message: str
 ) -> None:
     spoil(folder / "rm")
     with pytest.raises(ConfigError) as error:
         read_reward_model(2, RewardConfig(model="rm"), folder / "rm", 64)
     assert str(error.value).startswith("rewards.2.model: ")
-    assert said in str(error.value)
+    assert message in str(error.value)
     assert "\n" not in str(error.value)
 
 
@@ -163,11 +165,13 @@ def test_a_label_is_chosen_by_name_or_number(models: Path, label: str, row: int)
 
 
 @pytest.mark.parametrize(
-    ("label", "said"), [(None, "has 3 labels; say whose score"), ("joy", "has no label 'joy'")]
+    ("label", "message"), [(None, "has 3 labels; say whose score"), ("joy", "has no label 'joy'")]
 )
-def test_a_label_that_is_not_clear_is_refused(models: Path, label: str | None, said: str) -> None:
+def test_a_label_that_is_not_clear_is_refused(
+    models: Path, label: str | None, message: str
+) -> None:
     with pytest.raises(
-        ConfigError, match=rf"rewards\.0\.label: the model {said}.*0 \(harm\), 1 \(help\)"
+        ConfigError, match=rf"rewards\.0\.label: the model {message}.*0 \(harm\), 1 \(help\)"
     ):
         read_reward_model(0, RewardConfig(model="x", label=label), models / "three", 64)
 
@@ -176,7 +180,7 @@ def test_the_longest_text_is_within_positions_and_micro_batch(models: Path) -> N
     def longest(budget: int, **settings: Any) -> int:
         return read_reward_model(
             0, RewardConfig(model="x", **settings), models / "one", budget
-        ).longest
+        ).max_tokens
 
     assert (longest(64), longest(4096), longest(64, max_tokens=20)) == (64, 256, 20)
     with pytest.raises(
@@ -192,7 +196,7 @@ def test_check_reads_the_models_folder(folder: Path, models: Path) -> None:
         load_config(build_config(folder, models, {"model": str(folder / "rm")})), num_ranks=1
     )
     assert inputs.rewards == []
-    for entry, said in (
+    for entry, message in (
         ({"model": str(folder / "absent")}, "rewards.0.model: there is no folder"),
         (
             {"model": "https://huggingface.co/org/rm"},
@@ -223,7 +227,7 @@ def test_check_reads_the_models_folder(folder: Path, models: Path) -> None:
             "rewards.0.template: the prompts of data.train are plain text",
         ),
     ):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             check_inputs(load_config(build_config(folder, models, entry)), num_ranks=1)
 
 
@@ -247,7 +251,7 @@ def test_chat_prompts_need_a_template_of_the_model(folder: Path, models: Path) -
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "said"),
+    ("name", "text", "message"),
     [
         (JINJA, "{{ messages[0].content", "chat template does not compile"),
         (JINJA, "{% for m in messages %}{{ m.content }}", "chat template does not compile"),
@@ -284,7 +288,7 @@ def test_chat_prompts_need_a_template_of_the_model(folder: Path, models: Path) -
     ],
 )
 def test_a_template_is_tried_before_anything_starts(
-    folder: Path, models: Path, name: str, text: str, said: str
+    folder: Path, models: Path, name: str, text: str, message: str
 ) -> None:
     """The model's own, and one that the entry names."""
     (models / "policy" / JINJA).write_text("{{ messages[0].content }}")
@@ -298,8 +302,8 @@ def test_a_template_is_tried_before_anything_starts(
             config = load_config(
                 build_config(folder, models, entry, data={"as_chat": True, "max_prompt_tokens": 16})
             )
-            if said:
-                with pytest.raises(ConfigError, match=said) as error:
+            if message:
+                with pytest.raises(ConfigError, match=message) as error:
                     check_inputs(config, num_ranks=1)
                 assert str(error.value).startswith("rewards.0.")
             else:
@@ -309,12 +313,13 @@ def test_a_template_is_tried_before_anything_starts(
 
 
 def test_when_scores_are_checked() -> None:
-    """At every scoring of the first step, whether an evaluation's, a training's or a refill's, and of those due."""
-    given: list[bool] = []
+    """At every scoring of the first step, whether an evaluation's, a training's or a refill's, and
+    of those due."""
+    inputs: list[bool] = []
     engine: Any = SimpleNamespace(policy_version=None, rest=lambda: None)
 
     def score(groups: Any, texts: Any, check: Any) -> ScoredRollouts:
-        given.append(check is not None)
+        inputs.append(check is not None)
         return ScoredRollouts()
 
     model: Any = SimpleNamespace(name="rm", score=score)
@@ -324,10 +329,10 @@ def test_when_scores_are_checked() -> None:
         scorer = Scorers(lambda groups, **_: ScoredRollouts(), {"rm": 1.0}, [models])
         seen = []
         for version, num_scorings in ((3, 3), (5, 1), (7, 1), (8, 2)):
-            engine.policy_version, before = version, sum(given)
+            engine.policy_version, old = version, sum(inputs)
             for number in range(num_scorings):
                 scorer([], num_step_completions=number)
-            seen.append(sum(given) - before)
+            seen.append(sum(inputs) - old)
         assert seen == expected, every
 
 
@@ -368,23 +373,27 @@ def test_texts_are_dealt_alike_whichever_rank_has_them() -> None:
 
     lengths = {key: 3 + 7 * key % 20 for key in range(23)}
 
-    def rows(parts: list[list[int]]) -> list[list[set[int]]]:
+    def rows(pieces: list[list[int]]) -> list[list[set[int]]]:
         """The keys of each row of each rank."""
-        packed = [msgspec.msgpack.encode((part, [lengths[key] for key in part])) for part in parts]
-        shares = [msgspec.msgpack.decode(share, type=_Share) for share in _share_out(packed, 40)]
+        packed = [
+            msgspec.msgpack.encode((piece, [lengths[key] for key in piece])) for piece in pieces
+        ]
+        shares = [
+            msgspec.msgpack.decode(fraction, type=_Share) for fraction in _share_out(packed, 40)
+        ]
         sent = [
-            [[parts[source][n] for n in to] for to in share.send]
-            for source, share in enumerate(shares)
+            [[pieces[source][n] for n in to] for to in fraction.send]
+            for source, fraction in enumerate(shares)
         ]
         return [
-            [{sent[source][target][n] for source, n in row} for row in share.rows]
-            for target, share in enumerate(shares)
+            [{sent[source][target][n] for source, n in row} for row in fraction.rows]
+            for target, fraction in enumerate(shares)
         ]
 
     keys = list(lengths)
-    first = rows([keys[:20], keys[20:]])
-    assert first == rows([keys[1::2], keys[::2]]) == rows([[], keys[::-1]])
-    assert sorted(key for rank in first for row in rank for key in row) == keys
-    assert all(sum(lengths[key] for key in row) <= 40 for rank in first for row in rank)
-    assert len(first[0]) == len(first[1])  # as many forward passes on each
+    initial = rows([keys[:20], keys[20:]])
+    assert initial == rows([keys[1::2], keys[::2]]) == rows([[], keys[::-1]])
+    assert sorted(key for rank in initial for row in rank for key in row) == keys
+    assert all(sum(lengths[key] for key in row) <= 40 for rank in initial for row in rank)
+    assert len(initial[0]) == len(initial[1])  # as many forward passes on each
     assert rows([[], []]) == [[], []]

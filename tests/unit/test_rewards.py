@@ -144,7 +144,8 @@ def test_a_long_error_is_cut() -> None:
 def test_function_without_columns_gets_what_it_names(tmp_path: Path) -> None:
     reward = _load(
         tmp_path,
-        "def reward(completions, answer):\n    return [float(c == a) for c, a in zip(completions, answer)]\n",
+        "def reward(completions, answer):\n    return [float(c == a) for c, a in "
+        "zip(completions, answer)]\n",
     )
     assert reward.function(
         prompts=["p"] * 2, completions=["x", "y"], answer=["y"] * 2, other=[1] * 2
@@ -170,7 +171,10 @@ def test_reward_is_named_after_its_function_unless_the_config_says_otherwise(
 
 
 def test_columns_that_a_function_cannot_do_without_are_known(tmp_path: Path) -> None:
-    source = "def reward(prompts, completions, completion_ids, answer, scale, level=3, *, hint, **columns):\n    return []\n"
+    source = (
+        "def reward(prompts, completions, completion_ids, answer, scale, level=3, *, hint, "
+        "**columns):\n    return []\n"
+    )
     assert _load(tmp_path, source, args={"scale": 1}).needs == ("answer", "hint")
 
 
@@ -190,11 +194,11 @@ def test_columns_that_a_shipped_reward_cannot_do_without_are_known(
 
 
 def test_edited_file_is_loaded_anew(tmp_path: Path) -> None:
-    before = _load(tmp_path, "def reward(**_):\n    return [1.0]\n")
-    after = _load(
+    old = _load(tmp_path, "def reward(**_):\n    return [1.0]\n")
+    new = _load(
         tmp_path, "def reward(**_):\n    return [2.0]\n"
     )  # as many bytes, within the same second
-    assert (before.function(), after.function()) == ([1.0], [2.0])
+    assert (old.function(), new.function()) == ([1.0], [2.0])
 
 
 def test_loading_leaves_no_cache_beside_the_file(tmp_path: Path) -> None:
@@ -229,9 +233,9 @@ def _log(log_with: Callable[..., Any], num_completions: int = 2) -> dict[str, An
         log_with(log_metric, log_extra)
         return [0.0] * num_completions
 
-    taken = ("trainer_state", "log_metric", "log_extra")
-    found = Reward(name="f", weight=1.0, function=reward, takes=taken)
-    return call_reward(found, {"prompts": ["p"] * num_completions})
+    selected = ("trainer_state", "log_metric", "log_extra")
+    result = Reward(name="f", weight=1.0, function=reward, takes=selected)
+    return call_reward(result, {"prompts": ["p"] * num_completions})
 
 
 @pytest.mark.parametrize(
@@ -263,7 +267,7 @@ class Shaped:
         assert kwargs["trainer_state"] if "trainer_state" in kwargs else environments is None
         return [trainer_state.global_step + trainer_state.epoch + trainer_state.max_steps] * len(completions)
 shaped = Shaped()
-"""
+"""  # noqa: E501
     keywords = {
         "prompts": ["p"],
         "completions": ["x"],
@@ -325,8 +329,8 @@ def test_what_is_logged_comes_back_with_the_scores() -> None:
         for value in (1, torch.tensor(0.5), Fraction(1, 4)):
             metric("accuracy", value)
         extra("answer", ["4", torch.tensor(2)])
-        for part in ({"a": [1, None]}, math.nan):  # TRL extends: a value at a time is a list too
-            extra("parts", [part])
+        for piece in ({"a": [1, None]}, math.nan):  # TRL extends: a value at a time is a list too
+            extra("parts", [piece])
 
     assert _log(log) == {
         "values": [0.0, 0.0],
@@ -339,9 +343,9 @@ def test_what_is_logged_comes_back_with_the_scores() -> None:
     "value", [math.nan, math.inf, "1.0", None, [1.0, 2.0], torch.ones(2), 10**400, 1e300]
 )
 def test_a_metric_that_is_no_finite_number_is_left_out_and_said(value: Any) -> None:
-    found = _log(lambda metric, extra: [metric("m", value), metric("n", 1.0)])
-    assert found["metrics"] == {"n": [1.0, 1]}
-    assert found["left_out"][0].startswith("a value of the metric 'm': ")
+    log = _log(lambda metric, extra: [metric("m", value), metric("n", 1.0)])
+    assert log["metrics"] == {"n": [1.0, 1]}
+    assert log["left_out"][0].startswith("a value of the metric 'm': ")
 
 
 @pytest.mark.parametrize(
@@ -349,10 +353,10 @@ def test_a_metric_that_is_no_finite_number_is_left_out_and_said(value: Any) -> N
     ["", "a\nb", "\0", "x" * 81, "/etc", "\u202eab", 3, None, "mean", "error_frac", "a" * 10**6],
 )
 def test_a_strange_name_is_left_out_and_said(name: Any) -> None:
-    found = _log(lambda metric, extra: [metric(name, 1.0), extra("\0", [1, 2])])
-    assert "metrics" not in found
-    assert "extra" not in found
-    assert max(map(len, found["left_out"])) < 150
+    log = _log(lambda metric, extra: [metric(name, 1.0), extra("\0", [1, 2])])
+    assert "metrics" not in log
+    assert "extra" not in log
+    assert max(map(len, log["left_out"])) < 150
 
 
 def _means(calls: list[dict[str, Any]]) -> dict[str, float | None]:
@@ -360,11 +364,12 @@ def _means(calls: list[dict[str, Any]]) -> dict[str, float | None]:
 
 
 def test_names_are_bounded_alike_however_they_are_cut() -> None:
-    """A function that logs a name for each answer: the first 50 by the alphabet, of a call as of a step."""
+    """A function that logs a name for each answer: the first 50 by the alphabet, of a call as of a
+    step."""
     names = [f"answer {i:04}" for i in range(1000)]
-    found = _log(lambda metric, extra: [metric(name, 1.0) for name in reversed(names)])
-    assert list(found["metrics"]) == names[:50]
-    assert found["left_out"] == ["950 metrics beyond 50"]
+    log = _log(lambda metric, extra: [metric(name, 1.0) for name in reversed(names)])
+    assert list(log["metrics"]) == names[:50]
+    assert log["left_out"] == ["950 metrics beyond 50"]
     calls = [{"logged": {"f": {name: [i, 1] for name in names[i::7]}}} for i in range(7)]
     cut = [{"logged": {"f": limit_names(call["logged"]["f"])}} for call in calls]
     assert _means(cut) == _means(calls[::-1])
@@ -386,7 +391,7 @@ def test_a_metrics_mean_does_not_depend_on_the_order_of_calls() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "why"),
+    ("values", "reason"),
     [
         ([1], "log_extra('answer') got 1 values for 2 completions"),
         ([1, 2, 3], "log_extra('answer') got 3 values for 2 completions"),
@@ -394,8 +399,8 @@ def test_a_metrics_mean_does_not_depend_on_the_order_of_calls() -> None:
         (7, "log_extra('answer') takes a list; got int"),
     ],
 )
-def test_an_extra_column_of_the_wrong_length_breaks_the_contract(values: Any, why: str) -> None:
-    assert _log(lambda metric, extra: extra("answer", values)) == {"broken": why}
+def test_an_extra_column_of_the_wrong_length_breaks_the_contract(values: Any, reason: str) -> None:
+    assert _log(lambda metric, extra: extra("answer", values)) == {"broken": reason}
 
 
 def test_what_is_logged_of_a_completion_is_bounded() -> None:
@@ -425,7 +430,7 @@ FINE = ["ok", "ok"]
 
 
 @pytest.mark.parametrize(
-    ("groups", "share"),
+    ("groups", "fraction"),
     [
         ([_facts(FINE, None), _facts(FINE, None)], 0.0),
         ([_facts(FINE, "error"), _facts(FINE, None)], 0.5),
@@ -440,15 +445,16 @@ FINE = ["ok", "ok"]
         ([_facts(FINE, "error")], 1.0),  # a single group: it may have been bad luck
     ],
 )
-def test_groups_that_were_called_again_are_counted(groups: list[bytes], share: float) -> None:
-    assert _retried_fracs(groups) == {"reward/f/retried_frac": share}
+def test_groups_that_were_called_again_are_counted(groups: list[bytes], fraction: float) -> None:
+    assert _retried_fracs(groups) == {"reward/f/retried_frac": fraction}
 
 
 def test_a_function_that_fails_with_every_group_and_no_completion_stops_the_run() -> None:
     with pytest.raises(RewardError) as caught:
         _retried_fracs([_facts(FINE, "error"), _facts(FINE, "error", "reward 'f' raised KeyError")])
     assert str(caught.value) == (
-        "reward 'f' failed for each of the 2 groups that it was called with, and for no completion alone. "
+        "reward 'f' failed for each of the 2 groups that it was called with, and for no "
+        "completion alone. "
         "The first failure:\nreward 'f' raised KeyError"
     )
 

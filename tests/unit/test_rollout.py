@@ -26,7 +26,8 @@ PROMPTS = [
 
 @dataclasses.dataclass
 class Recorder:
-    """Stands for one rank's engine under the static schedule: a completion repeats its request, so that a group shows
+    """Stands for one rank's engine under the static schedule: a completion repeats its request, so
+    that a group shows
     what it came from."""
 
     engine_rank: int
@@ -44,14 +45,14 @@ class Recorder:
         hooks: GenerationHooks,
         must_abort: Any,
     ) -> dict[ConversationId, list[Completion]]:
-        places: list[ConversationId] = [place for batch in batches for place in batch]
-        made: dict[ConversationId, list[Completion]] = {}
-        for place in places:
-            turns = made.setdefault(place, [])
-            while isinstance(request := hooks.next_request(*place, turns), Request):
-                said = [*request.prompt_ids, request.seed or 0]
-                turns.append(Completion(said, [policy_version, 0.0, 0.0], "stop"))
-        return made
+        positions: list[ConversationId] = [position for batch in batches for position in batch]
+        created: dict[ConversationId, list[Completion]] = {}
+        for position in positions:
+            turns = created.setdefault(position, [])
+            while isinstance(request := hooks.next_request(*position, turns), Request):
+                message = [*request.prompt_ids, request.seed or 0]
+                turns.append(Completion(message, [policy_version, 0.0, 0.0], "stop"))
+        return created
 
     def _must_abort(self, num_steps: int) -> bool:
         return False
@@ -80,11 +81,11 @@ def sample(
         for engine in range(engines)
         for tp_rank in range(tensor_parallel)
     ]
-    made: list[RolloutGroup] = []
+    created: list[RolloutGroup] = []
     for rank in ranks:
         groups, _ = Sampler(rank, GROUP_SIZE, config.seed).sample(PROMPTS, step, "")  # type: ignore[arg-type]
-        made += groups
-    return sorted(made, key=lambda group: group.slot)
+        created += groups
+    return sorted(created, key=lambda group: group.slot)
 
 
 def seeds(groups: list[RolloutGroup]) -> list[int]:
@@ -99,8 +100,8 @@ def test_every_completion_has_a_seed_of_its_own(config: Config) -> None:
 
 
 def test_another_seed_of_the_config_gives_other_seeds(config: Config) -> None:
-    other = dataclasses.replace(config, seed=6)
-    assert not set(seeds(sample(config))) & set(seeds(sample(other)))
+    second = dataclasses.replace(config, seed=6)
+    assert not set(seeds(sample(config))) & set(seeds(sample(second)))
 
 
 def test_a_seed_is_that_of_the_place_in_the_stream_and_not_of_the_row(config: Config) -> None:
@@ -142,13 +143,17 @@ def test_the_engine_is_asked_for_the_version_of_the_step(config: Config) -> None
             False,
             [1, 3],
             [5, 6],
-        ),  # the second is free at 3 and takes the third, until 6; the first is free at 4 and takes the fourth
+            # the second is free at 3 and takes the third, until 6; the first is free at 4 and takes
+            # the
+            # fourth
+        ),
     ],
 )
 def test_the_model_of_the_benchmark_by_hand(
     static: bool, slowness: list[float], expected: list[float]
 ) -> None:
-    """Groups of one completion, one at a time, on two engines; a step of one request takes 8.05 ms."""
+    """Groups of one completion, one at a time, on two engines; a step of one request takes 8.05
+    ms."""
     lengths = [[4], [1], [1], [1]]
     assert [s / 0.00805 for s in play(lengths, 1, slowness, static).done_s] == pytest.approx(
         expected

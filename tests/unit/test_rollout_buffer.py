@@ -67,8 +67,8 @@ def read_back(
 ) -> Any:
     buffer = open_buffer(config, session)
     return {
-        place: buffer.read(kept)
-        for place, kept in buffer.find(step, weights_id, [prompt], 4).items()
+        position: buffer.read(retained)
+        for position, retained in buffer.find(step, weights_id, [prompt], 4).items()
     }
 
 
@@ -84,8 +84,8 @@ def test_what_is_written_comes_back_bit_by_bit(
 def test_each_of_what_makes_a_completion_must_match(
     written: Path, config: Config, session: Session
 ) -> None:
-    def count(config: Config = config, **other: Any) -> int:
-        return len(read_back(config, session, **other))
+    def count(config: Config = config, **second: Any) -> int:
+        return len(read_back(config, session, **second))
 
     def rollout(**values: Any) -> Config:
         return dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, **values))
@@ -95,12 +95,12 @@ def test_each_of_what_makes_a_completion_must_match(
     assert count(prompt=dataclasses.replace(PROMPT, token_ids=[1, 2, 4])) == 0
     assert count(step=4) == 0
     # how it was sampled
-    for other in (
+    for second in (
         dataclasses.replace(config, seed=1),
         rollout(temperature=0.9),
         rollout(max_completion_tokens=13),
     ):
-        assert count(other) == 0
+        assert count(second) == 0
     assert (
         count(
             dataclasses.replace(config, model=dataclasses.replace(config.model, dtype="bfloat16"))
@@ -202,9 +202,9 @@ def test_a_forged_file_is_left_out(
 def test_what_is_no_file_is_left_out(
     target: str | None, written: Path, config: Config, session: Session
 ) -> None:
-    other = written.with_name(f"{'0' * 64}.safetensors")
+    second = written.with_name(f"{'0' * 64}.safetensors")
     if target is None:
-        os.mkfifo(other)
+        os.mkfifo(second)
     else:
-        other.symlink_to(target)
+        second.symlink_to(target)
     assert len(read_back(config, session)) == 4

@@ -95,22 +95,22 @@ def test_what_killed_processes_had_begun_goes_but_not_what_another_node_may_be_a
 ) -> None:
     folder = tmp_path / "rollouts"
     folder.mkdir()
-    left = [
+    remaining = [
         "step_000007.jsonl",
         "eval_held_step_000002.jsonl.gz",
         "step_000001.node_1.jsonl",
         "step_000002.node_3.jsonl.gz",
     ]
-    for name in (*left, "step_000009.jsonl.bak", "notes"):
+    for name in (*remaining, "step_000009.jsonl.bak", "notes"):
         (folder / f"{name}.tmp").touch()
     (folder / "step_000008.jsonl.tmp").mkdir()
     two_nodes = files(tmp_path)
     two_nodes._known_nodes = _Nodes([range(1), range(1, 2)], 0, 0)
     two_nodes._finish("step_000003", folder / "step_000003.jsonl.tmp", [0, 0])
-    others = ["notes.tmp", "step_000008.jsonl.tmp", "step_000009.jsonl.bak.tmp"]
-    assert names(tmp_path) == [others[0], "step_000001.node_1.jsonl.tmp", *others[1:]]
+    rest = ["notes.tmp", "step_000008.jsonl.tmp", "step_000009.jsonl.bak.tmp"]
+    assert names(tmp_path) == [rest[0], "step_000001.node_1.jsonl.tmp", *rest[1:]]
     files(tmp_path).write_step(3, LINES)  # there is no other node
-    assert names(tmp_path) == [others[0], "step_000003.jsonl", *others[1:]]
+    assert names(tmp_path) == [rest[0], "step_000003.jsonl", *rest[1:]]
 
 
 def test_the_newest_stay_and_nothing_else_goes(tmp_path: Path) -> None:
@@ -119,22 +119,23 @@ def test_the_newest_stay_and_nothing_else_goes(tmp_path: Path) -> None:
         keeps_all.write_step(step, LINES)
     for name in ("eval_held_step_000001.jsonl", "step_000001.jsonl.bak", "notes.txt"):
         (tmp_path / "rollouts" / name).write_text("x")
-    others = ["eval_held_step_000001.jsonl", "notes.txt", "step_000001.jsonl.bak"]
+    rest = ["eval_held_step_000001.jsonl", "notes.txt", "step_000001.jsonl.bak"]
     keeps_two = files(tmp_path, "gzip", keep=2)
     keeps_two.write("eval_held_step_000004", LINES)
     keeps_two.write_step(4, LINES)
     assert RunFolder(tmp_path).dumped_steps == [3, 4]
-    # A run that goes on after step 1: what it writes stays, and the files of steps to come wait for their turn.
+    # A run that goes on after step 1: what it writes stays, and the files of steps to come wait for
+    # their turn.
     files(tmp_path, keep=2).write_step(2, LINES)
     assert RunFolder(tmp_path).dumped_steps == [2, 3, 4]
     files(tmp_path, keep=2).write_step(3, LINES)
     assert RunFolder(tmp_path).dumped_steps == [2, 3, 4]
     files(tmp_path, keep=1).write_step(1_000_000, LINES)  # seven digits: by number, not by name
     assert names(tmp_path) == [
-        *others[:1],
+        *rest[:1],
         "eval_held_step_000004.jsonl.gz",
         "notes.txt",
-        *others[2:],
+        *rest[2:],
         "step_1000000.jsonl",
     ]
 
@@ -225,13 +226,13 @@ def test_the_parts_of_nodes_are_one_dump_to_a_reader(tmp_path: Path) -> None:
     plain.write_bytes(_record(7) + _record(0))
     packed.write_bytes(gzip.compress(_record(3) + _record(2)) + gzip.compress(_record(1)))
     second.write_bytes(_record(4) + _record(6) + _record(5))
-    for other in (
+    for alternative in (
         "step_000001.node_0.jsonl",
         "step_000001.node_02.jsonl",
         "step_000001.node_.jsonl",
         "eval_a.jsonl",
     ):
-        (tmp_path / "rollouts" / other).write_bytes(b"of somebody else\n")
+        (tmp_path / "rollouts" / alternative).write_bytes(b"of somebody else\n")
     assert list(RunFolder(tmp_path).rollout_files[1].items()) == [
         (0, plain),
         (2, second),
@@ -242,25 +243,32 @@ def test_the_parts_of_nodes_are_one_dump_to_a_reader(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("parts", "expected"),
+    ("pieces", "expected"),
     [
-        ({0: [0, 1, 2, 4, 5, 6, 7]}, r"1 rollouts are missing, with the ids 3; each node wrote a file"),
-        ({0: [0, 1], 3: [6, 7]}, r".* and 1 more: 4 rollouts are missing, with the ids 2, 3, 4, 5; there is no "
+        ({0: [0, 1, 2, 4, 5, 6, 7]}, r"1 rollouts are missing, with the ids 3; each node wrote a "
+                                     r"file"),
+        ({0: [0, 1], 3: [6, 7]}, r".* and 1 more: 4 rollouts are missing, with the ids 2, 3, 4, "
+                                 r"5; there is no "
          r"step_000001\.node_1\.jsonl, step_000001\.node_2\.jsonl; each"),
-        ({1: [4, 5, 6, 7]}, r"4 rollouts are missing, with the ids 0, 1, 2, 3; there is no step_000001\.jsonl; each"),
-        ({0: [0, 1, 2, 3]}, r"4 rollouts are missing, with the ids 4, 5, 6, 7; each"),  # whose ids have no gap
+        ({1: [4, 5, 6, 7]}, r"4 rollouts are missing, with the ids 0, 1, 2, 3; there is no "
+                            r"step_000001\.jsonl; each"),
+        # whose ids have no gap
+        ({0: [0, 1, 2, 3]}, r"4 rollouts are missing, with the ids 4, 5, 6, 7; each"),
         ({0: [0, 1, None]}, r"5 rollouts are missing; each node"),  # of which nothing tells the ids
-        ({0: [0], 1: [10**15]}, r"\d+ rollouts are missing, with the ids 1, 2, 3, 4, 5, 6, 7, 8, \.\.\.; each"),
-        ({0: range(8), 1: [5]}, r"node_1\.jsonl:1: the rollout 12/1 \(position/sample\) is in .*step_000001\.jsonl:6 "
+        ({0: [0], 1: [10**15]}, r"\d+ rollouts are missing, with the ids 1, 2, 3, 4, 5, 6, 7, 8, "
+                                r"\.\.\.; each"),
+        ({0: range(8), 1: [5]}, r"node_1\.jsonl:1: the rollout 12/1 \(position/sample\) is in "
+                                r".*step_000001\.jsonl:6 "
          r"too; is one of these files of another run\?"),
-        ({0: range(8), 1: [8]}, r"9 rollouts of a step that had 8; is one of these files of another run\?"),
+        ({0: range(8), 1: [8]}, r"9 rollouts of a step that had 8; is one of these files of "
+                                r"another run\?"),
     ],
 )  # fmt: skip
 def test_rollouts_that_are_missing_or_there_twice_are_named_in_a_line(
-    parts: dict[int, list[int | None]], expected: str, tmp_path: Path
+    pieces: dict[int, list[int | None]], expected: str, tmp_path: Path
 ) -> None:
     (tmp_path / "rollouts").mkdir()
-    for node, ids in parts.items():
+    for node, ids in pieces.items():
         path = tmp_path / f"rollouts/step_000001{f'.node_{node}' if node else ''}.jsonl"
         path.write_bytes(b"".join(map(_record, ids)))
     with pytest.raises(ConfigError, match=rf"^{tmp_path}/rollouts/.*{expected}") as refused:
@@ -270,11 +278,11 @@ def test_rollouts_that_are_missing_or_there_twice_are_named_in_a_line(
 
 def test_parts_of_two_steps_and_dumps_of_earlier_versions(tmp_path: Path) -> None:
     (tmp_path / "rollouts").mkdir()
-    first, second = (
+    initial, second = (
         tmp_path / "rollouts/step_000001.jsonl",
         tmp_path / "rollouts/step_000001.node_1.jsonl",
     )
-    first.write_bytes(_record(0, of=2))
+    initial.write_bytes(_record(0, of=2))
     second.write_bytes(_record(1, of=4))
     with pytest.raises(
         ConfigError,
@@ -282,14 +290,14 @@ def test_parts_of_two_steps_and_dumps_of_earlier_versions(tmp_path: Path) -> Non
     ):
         RunFolder(tmp_path).complete_rollouts(1)
     second.unlink()
-    first.write_bytes(
+    initial.write_bytes(
         _record(0, of=None) + _record(2, of=None) + _record(1, of=None)
     )  # they have only ids
     assert len(RunFolder(tmp_path).complete_rollouts(1)) == 3
-    first.write_bytes(_record(0, of=None) + _record(2, of=None))
+    initial.write_bytes(_record(0, of=None) + _record(2, of=None))
     with pytest.raises(ConfigError, match="1 rollouts are missing, with the ids 1;"):
         RunFolder(tmp_path).complete_rollouts(1)
-    first.write_bytes(_record(None, of=None))  # a step that was refused has no ids
+    initial.write_bytes(_record(None, of=None))  # a step that was refused has no ids
     assert len(RunFolder(tmp_path).complete_rollouts(1)) == 1
 
 

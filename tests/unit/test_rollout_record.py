@@ -67,10 +67,13 @@ def test_a_record_is_read_as_it_was_written() -> None:
 
 # As the version before wrote it: no columns, and logprobs as doubles.
 OLD_LINE = (
-    '{"rollout_id": 0, "row": 3, "position": 7, "sample": 1, "prompt": "2+2=", "completion": "4", "reward": 1.0, '
-    '"rewards": {"exact": 1.0}, "statuses": {"exact": "ok"}, "advantage": 0.5, "finish_reason": "stop", '
+    '{"rollout_id": 0, "row": 3, "position": 7, "sample": 1, "prompt": "2+2=", "completion": '
+    '"4", "reward": 1.0, '
+    '"rewards": {"exact": 1.0}, "statuses": {"exact": "ok"}, "advantage": 0.5, "finish_reason": '
+    '"stop", '
     '"prompt_ids": [1, 2], "completion_ids": [3, 4, 5], '
-    '"rollout_logprobs": [-0.10000000149011612, null, -1.401298464324817e-45], "extra": {"exact": {"length": 1}}}'
+    '"rollout_logprobs": [-0.10000000149011612, null, -1.401298464324817e-45], "extra": '
+    '{"exact": {"length": 1}}}'
 )
 
 
@@ -91,7 +94,8 @@ def test_a_line_of_the_version_before_is_read() -> None:
 
 
 def test_logprobs_come_back_to_the_bit_and_numpy_reads_them() -> None:
-    """Of float32, which engines give: all exponents, both zeros and infinities, NaN, and random patterns."""
+    """Of float32, which engines give: all exponents, both zeros and infinities, NaN, and random
+    patterns."""
     bits = np.random.default_rng(0).integers(0, 2**32, 200_000, dtype=np.uint32)
     bits = np.concatenate(
         [bits, np.arange(0, 2**32, 2**23, dtype=np.uint64).astype(np.uint32), [1, 0x7F7FFFFF]]
@@ -144,19 +148,19 @@ def test_columns_are_bounded_and_become_json() -> None:
         "long": "x" * (MAX_VALUE_CHARS + 1),
         "tests": [f"assert f({i}) == {i}" for i in range(10_000)],
     }
-    found = bounded_values(columns)
-    assert list(found) == list(columns)
-    assert {name: found[name] for name in ("answer", "nums", "exact")} == {
+    result = bounded_values(columns)
+    assert list(result) == list(columns)
+    assert {name: result[name] for name in ("answer", "nums", "exact")} == {
         name: columns[name] for name in ("answer", "nums", "exact")
     }
-    assert (found["when"], found["nan"]) == ("2026-01-02 03:04:05", "nan")
-    assert found["long"] == "x" * MAX_VALUE_CHARS + f" ... ({MAX_VALUE_CHARS + 1} characters)"
+    assert (result["when"], result["nan"]) == ("2026-01-02 03:04:05", "nan")
+    assert result["long"] == "x" * MAX_VALUE_CHARS + f" ... ({MAX_VALUE_CHARS + 1} characters)"
     as_json = json.dumps(columns["tests"])
-    assert found["tests"] == as_json[:MAX_VALUE_CHARS] + f" ... ({len(as_json)} characters)"
-    many = bounded_values({f"c{i}": "z" * 3000 for i in range(100)})
-    assert sum(value.count("z") for value in many.values()) == MAX_ROW_CHARS
-    assert many["c0"] == "z" * 3000
-    assert many["c99"] == " ... (3000 characters)"
+    assert result["tests"] == as_json[:MAX_VALUE_CHARS] + f" ... ({len(as_json)} characters)"
+    several = bounded_values({f"c{i}": "z" * 3000 for i in range(100)})
+    assert sum(value.count("z") for value in several.values()) == MAX_ROW_CHARS
+    assert several["c0"] == "z" * 3000
+    assert several["c99"] == " ... (3000 characters)"
     assert columns["long"] == "x" * (MAX_VALUE_CHARS + 1)  # the reward functions' own
     record = dataclasses.replace(
         RECORD, columns=bounded_values({"bytes": b"\x00\n", "keys": {(1, 2): 3}, "half": "\ud800"})
@@ -261,15 +265,15 @@ def test_what_is_no_record_is_one_line(change: dict[str, Any], expected: str) ->
 
 
 def test_a_follower_gets_each_line_once_however_it_was_written(tmp_path: Path) -> None:
-    path, place, seen = tmp_path / "metrics.jsonl", 0, []
+    path, position, seen = tmp_path / "metrics.jsonl", 0, []
     assert list(read_metrics(path)) == []
-    parts = ('{"step": 0}\n{"st', 'ep": 1}\n', "hostile\n[1]\n", '{"step": 2}', '\n{"step": 3}\n')
-    for part in parts:
+    pieces = ('{"step": 0}\n{"st', 'ep": 1}\n', "hostile\n[1]\n", '{"step": 2}', '\n{"step": 3}\n')
+    for piece in pieces:
         with path.open("a") as file:
-            file.write(part)
-        for line in read_metrics(path, place):
+            file.write(piece)
+        for line in read_metrics(path, position):
             seen.append(line.metrics["step"])
-            place = line.end
+            position = line.end
     assert seen == [0, 1, 2, 3]
 
 
@@ -286,7 +290,8 @@ def test_a_follower_gets_each_line_once_however_it_was_written(tmp_path: Path) -
     ],
 )
 def test_the_last_lines_are_read_from_the_end_and_cut(end: str, tmp_path: Path) -> None:
-    """Whatever a kill, or somebody, left behind it; and over the borders of the blocks that are read."""
+    """Whatever a kill, or somebody, left behind it; and over the borders of the blocks that are
+    read."""
     path = tmp_path / "metrics.jsonl"
     path.write_text(
         "".join(
@@ -310,31 +315,34 @@ def test_the_last_lines_are_read_from_the_end_and_cut(end: str, tmp_path: Path) 
 def test_the_evaluation_after_the_last_step_that_is_kept_is_cut(
     is_plain: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The run that goes on makes it again; those before it stay, each behind the line of its step."""
+    """The run that goes on makes it again; those before it stay, each behind the line of its
+    step."""
     path = tmp_path / "metrics.jsonl"
-    of_step = {step: json.dumps({"step": step, "reward/mean": 0.5}) + "\n" for step in range(1, 5)}
-    of_policy = {
+    step_values = {
+        step: json.dumps({"step": step, "reward/mean": 0.5}) + "\n" for step in range(1, 5)
+    }
+    policy_values = {
         step: json.dumps({"step": step, "eval/held/mean": 0.5}) + "\n" for step in (0, 2, 4)
     }
     lines = [
-        of_policy[0],
-        of_step[1],
-        of_step[2],
-        of_policy[2],
-        of_step[3],
-        of_step[4],
-        of_policy[4],
+        policy_values[0],
+        step_values[1],
+        step_values[2],
+        policy_values[2],
+        step_values[3],
+        step_values[4],
+        policy_values[4],
     ]
-    other = "" if is_plain else "somebody\n"
+    second = "" if is_plain else "somebody\n"
     for num_steps, num_kept in ((4, 6), (3, 5), (2, 3), (1, 2), (0, 0)):
-        path.write_text(other + "".join(lines))
+        path.write_text(second + "".join(lines))
         assert ends_with_evaluation(path, 4)
         assert not ends_with_evaluation(path, 5)
         cut_metrics(path, num_steps)
         assert path.read_text() == "".join(lines[:num_kept])
         assert not ends_with_evaluation(path, 0)
     assert not caplog.text
-    path.write_text(other + "".join(lines[:4] + lines[5:]))
+    path.write_text(second + "".join(lines[:4] + lines[5:]))
     cut_metrics(path, 4)
     assert path.read_text() == "".join(lines[:4] + lines[5:6])
     assert "lacks 1 of the first 4 steps, first step 3" in caplog.text
@@ -342,12 +350,12 @@ def test_the_evaluation_after_the_last_step_that_is_kept_is_cut(
 
 def test_metrics_that_are_no_file_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    for place in (
+    for position in (
         os.mkfifo,
         lambda path: path.symlink_to("/dev/zero"),
         lambda path: path.symlink_to("nowhere"),
     ):
-        place(path)
+        position(path)
         for read in (
             lambda path: ends_with_evaluation(path, 3),
             lambda path: cut_metrics(path, 3),

@@ -1,4 +1,5 @@
-"""Episodes as dumps and the rollout buffer have them: what is written comes back, what cannot be is refused."""
+"""Episodes as dumps and the rollout buffer have them: what is written comes back, what cannot be is
+refused."""
 
 from __future__ import annotations
 
@@ -57,9 +58,12 @@ EPISODE = Episode(
 TOKENS = [3, 4, 8, 9, 6]
 # As the version before there were episodes wrote it.
 RECORDED_LINE = (
-    '{"rollout_id":null,"row":3,"position":7,"sample":1,"prompt":[{"role":"user","content":"h\u00e4h?"}],'
-    '"columns":{"answer":"ja","nums":[1,2]},"completion":"ja","reward":null,"rewards":{"exact":null,"format":0.5},'
-    '"statuses":{"exact":"error","format":"ok"},"advantage":-0.25,"finish_reason":"stop","prompt_ids":[1,2],'
+    '{"rollout_id":null,"row":3,"position":'
+    '7,"sample":1,"prompt":[{"role":"user","content":"h\u00e4h?"}],'
+    '"columns":{"answer":"ja","nums":'
+    '[1,2]},"completion":"ja","reward":null,"rewards":{"exact":null,"format":0.5},'
+    '"statuses":{"exact":"error","format":'
+    '"ok"},"advantage":-0.25,"finish_reason":"stop","prompt_ids":[1,2],'
     '"completion_ids":[3,4],"rollout_logprobs":"AAAAvwAAgD8=","num_rollouts":16}'
 )
 
@@ -86,9 +90,9 @@ def test_contexts_by_hand() -> None:
 
 def test_turns_by_hand() -> None:
     assert completion_turns(Completion([3, 4], [0.0] * 2, "length")) == [([3, 4], "length")]
-    made = Completion(TOKENS, [0.0] * 5, "length", EPISODE)
-    assert completion_turns(made) == [([3, 4], "stop"), ([8, 9], "stop"), ([6], "length")]
-    assert completion_contexts([1], made) is EPISODE.segments
+    created = Completion(TOKENS, [0.0] * 5, "length", EPISODE)
+    assert completion_turns(created) == [([3, 4], "stop"), ([8, 9], "stop"), ([6], "length")]
+    assert completion_contexts([1], created) is EPISODE.segments
     failed = Episode("env_error", (), (), [], {}, [])
     assert completion_turns(Completion([], [], "stop", failed)) == []
     [alone] = completion_contexts([1, 2], Completion([], [], "stop", failed))
@@ -103,12 +107,12 @@ def test_a_short_look_at_an_episode_by_hand() -> None:
     [short] = shorten_segments([long, EPISODE.segments[1]], 2, 4)
     assert short.token_ids.tolist() == [10, 13, 14, 15, 17, 19, 20, 21]
     assert np.flatnonzero(short.sampled).tolist() == [2, 3, 6, 7]
-    first, second = shorten_segments(EPISODE.segments, 16, 12)
-    assert [first.token_ids.tolist(), second.token_ids.tolist()] == [
+    initial, second = shorten_segments(EPISODE.segments, 16, 12)
+    assert [initial.token_ids.tolist(), second.token_ids.tolist()] == [
         [1, 2, 3, 4, 7, 8, 9],
         [1, 5, 6],
     ]
-    assert [first.sampled.tolist(), second.sampled.tolist()] == [
+    assert [initial.sampled.tolist(), second.sampled.tolist()] == [
         s.sampled.tolist() for s in EPISODE.segments
     ]
 
@@ -146,22 +150,23 @@ def test_an_episodes_line_by_hand() -> None:
 
 
 def test_thousands_of_episodes_come_back() -> None:
-    """With forks, turns of no token, turns one behind the other, unicode, half surrogates, failures."""
+    """With forks, turns of no token, turns one behind the other, unicode, half surrogates,
+    failures."""
     seen, draw = set[Any](), random.Random(0)
     for number in range(3000):
-        made = made_up_episode(draw)
-        assert made.episode is not None
-        assert find_episode_error(made.token_ids, made.episode) is None, number
-        record = parse_rollout(line_of(made), "f:1")
+        created = made_up_episode(draw)
+        assert created.episode is not None
+        assert find_episode_error(created.token_ids, created.episode) is None, number
+        record = parse_rollout(line_of(created), "f:1")
         episode = read_episode(vars(record), record.completion_ids)
-        assert same_episode(episode, made.episode), number
-        assert (record.completion_ids, record.status) == (made.token_ids, made.episode.status)
+        assert same_episode(episode, created.episode), number
+        assert (record.completion_ids, record.status) == (created.token_ids, created.episode.status)
         seen |= {
-            made.episode.status,
-            ("segments", len(made.episode.segments)),
-            ("turns", len(made.episode.turns)),
+            created.episode.status,
+            ("segments", len(created.episode.segments)),
+            ("turns", len(created.episode.turns)),
         }
-        seen |= {("empty turn", any(not turn.num_tokens for turn in made.episode.turns))}
+        seen |= {("empty turn", any(not turn.num_tokens for turn in created.episode.turns))}
     assert seen >= {
         *EPISODE_STATUSES,
         ("segments", 0),
@@ -173,47 +178,48 @@ def test_thousands_of_episodes_come_back() -> None:
 
 
 def test_a_token_moved_anywhere_is_seen() -> None:
-    """One place of the mask flipped, alone and with the tokens that it then calls sampled; two segments exchanged."""
+    """One place of the mask flipped, alone and with the tokens that it then calls sampled; two
+    segments exchanged."""
     draw, num_seen = random.Random(1), 0
     for _ in range(300):
-        made, sibling = made_up_episode(draw), made_up_episode(draw)
-        assert made.episode is not None
-        for number, (own, changed) in enumerate(
-            (s, s.sampled.copy()) for s in made.episode.segments
+        created, sibling = made_up_episode(draw), made_up_episode(draw)
+        assert created.episode is not None
+        for number, (local, changed) in enumerate(
+            (s, s.sampled.copy()) for s in created.episode.segments
         ):
-            place = draw.randrange(len(changed))
-            changed[place] = not changed[place]
-            segments = [*made.episode.segments]
-            segments[number] = Segment(own.token_ids, changed)
-            episode = dataclasses.replace(made.episode, segments=tuple(segments))
+            position = draw.randrange(len(changed))
+            changed[position] = not changed[position]
+            segments = [*created.episode.segments]
+            segments[number] = Segment(local.token_ids, changed)
+            episode = dataclasses.replace(created.episode, segments=tuple(segments))
             sampled = [token for s in segments for token in s.token_ids[s.sampled].tolist()]
-            assert find_episode_error(made.token_ids, episode) is not None
+            assert find_episode_error(created.token_ids, episode) is not None
             assert find_episode_error(sampled, episode) is not None
             num_seen += 1
-        if sibling.episode is not None and sibling.token_ids != made.token_ids:
-            swapped = dataclasses.replace(made.episode, segments=sibling.episode.segments)
-            assert find_episode_error(made.token_ids, swapped) is not None
+        if sibling.episode is not None and sibling.token_ids != created.token_ids:
+            swapped = dataclasses.replace(created.episode, segments=sibling.episode.segments)
+            assert find_episode_error(created.token_ids, swapped) is not None
             num_seen += 1
     assert num_seen > 500
 
 
 def test_a_mask_that_ends_a_turn_early_or_late_is_seen_by_hand() -> None:
-    first, fork = EPISODE.segments
-    for places, expected in (
+    initial, fork = EPISODE.segments
+    for positions, expected in (
         ([2, 5, 6], "the tokens that its segments have as sampled"),
         ([2, 3, 4, 5, 6], "the tokens that its segments have as sampled"),
         ([2, 3, 4, 6], "the tokens that its segments have as sampled"),
     ):
         episode = dataclasses.replace(
-            EPISODE, segments=(segment(first.token_ids.tolist(), places), fork)
+            EPISODE, segments=(segment(initial.token_ids.tolist(), positions), fork)
         )
         assert str(find_episode_error(TOKENS, episode)).startswith(expected)
     # The same ids by chance: 7 where 8 was sampled. The turns say it.
-    alike = dataclasses.replace(
+    equal = dataclasses.replace(
         EPISODE, segments=(segment([1, 2, 3, 4, 8, 8, 9], [2, 3, 4, 6]), fork)
     )
     assert (
-        find_episode_error(TOKENS, alike)
+        find_episode_error(TOKENS, equal)
         == "a turn has tokens before and behind one that was given"
     )
     longer = dataclasses.replace(
@@ -334,16 +340,22 @@ def test_what_a_policy_writes_into_a_call_is_dumped_whatever_it_is() -> None:
         "large": 10**400,
         "odd": {1: {2}},
     }
-    said = {
+    message = {
         "role": "assistant",
         "content": None,
         "tool_calls": [{"function": {"name": "t", "arguments": arguments}}],
     }
-    episode = dataclasses.replace(EPISODE, messages=[said], rewards={"r": float("inf")}, error=None)
+    episode = dataclasses.replace(
+        EPISODE, messages=[message], rewards={"r": float("inf")}, error=None
+    )
     record = parse_rollout(line_of(Completion(TOKENS, [0.0] * 5, "stop", episode)), "f:1")
-    shown = record.messages[0]["tool_calls"][0]["function"]["arguments"]
-    assert (shown["nan"], shown["half"], shown["odd"]) == ("nan", "\ud800", {"1": "{2}"})
-    assert json.dumps(shown["deep"]).strip("[]") == '"..."'
+    displayed = record.messages[0]["tool_calls"][0]["function"]["arguments"]
+    assert (displayed["nan"], displayed["half"], displayed["odd"]) == (
+        "nan",
+        "\ud800",
+        {"1": "{2}"},
+    )
+    assert json.dumps(displayed["deep"]).strip("[]") == '"..."'
     assert record.environment["rewards"] == {"r": "inf"}  # unusable, and not missing
 
 
@@ -361,13 +373,14 @@ def test_a_failed_episode_has_no_token() -> None:
 
 
 def test_what_arrives_of_thousands_of_episodes_has_the_name_of_what_was_sampled() -> None:
-    """Over the bytes between ranks and the packing of rows; and another name with one place of the mask moved."""
+    """Over the bytes between ranks and the packing of rows; and another name with one place of the
+    mask moved."""
     draw, num_moved = random.Random(2), 0
-    for first in range(0, 3000, 20):
-        made = [made_up_episode(draw) for _ in range(20)]
-        made[3] = Completion([5, 6], [-0.5, -0.25], "stop")  # a single turn among them
+    for initial in range(0, 3000, 20):
+        created = [made_up_episode(draw) for _ in range(20)]
+        created[3] = Completion([5, 6], [-0.5, -0.25], "stop")  # a single turn among them
         rollouts, names = list[Rollout](), dict[int, int]()
-        for i, completion in enumerate(made, start=first):
+        for i, completion in enumerate(created, start=initial):
             contexts = completion_contexts([1, 2], completion)
             count, segments = (
                 len(completion.token_ids),
@@ -387,21 +400,24 @@ def test_what_arrives_of_thousands_of_episodes_has_the_name_of_what_was_sampled(
             i: name for i, name in names.items() if name != NO_TOKENS
         }
         assert {i for i, name in names.items() if name == NO_TOKENS} == {
-            i for i, completion in enumerate(made, start=first) if not completion.token_ids
+            i for i, completion in enumerate(created, start=initial) if not completion.token_ids
         }
         for rollout in arrived:
             for number, segment_ in enumerate(rollout.segments):
-                places, free = (
+                positions, free = (
                     np.flatnonzero(segment_.sampled),
                     np.flatnonzero(~segment_.sampled)[1:],
                 )
-                if len(places) and len(free):
+                if len(positions) and len(free):
                     mask = segment_.sampled.copy()
-                    mask[[draw.choice(places.tolist()), draw.choice(free.tolist())]] = [False, True]
-                    parts = [*rollout.segments]
-                    parts[number] = Segment(segment_.token_ids, mask)
+                    mask[[draw.choice(positions.tolist()), draw.choice(free.tolist())]] = [
+                        False,
+                        True,
+                    ]
+                    pieces = [*rollout.segments]
+                    pieces[number] = Segment(segment_.token_ids, mask)
                     moved = episode_rollout(
-                        rollout.rollout_id, 0.5, True, tuple(parts), rollout.rollout_logprobs
+                        rollout.rollout_id, 0.5, True, tuple(pieces), rollout.rollout_logprobs
                     )
                     [(_, name)] = _hash_rollouts(pack_rollouts([moved], torch.device("cpu")))
                     assert name != names[rollout.rollout_id]

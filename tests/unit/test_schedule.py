@@ -1,4 +1,5 @@
-"""The learning rate of each optimizer step, beside torch's and transformers' own schedules and numbers by hand."""
+"""The learning rate of each optimizer step, beside torch's and transformers' own schedules and
+numbers by hand."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ _N = 40
 
 
 def _rates(config: OptimizerConfig, num_all: int = _N) -> list[float]:
-    return [config.lr * lr_fraction(config, made, num_all) for made in range(num_all)]
+    return [config.lr * lr_fraction(config, created, num_all) for created in range(num_all)]
 
 
 def _plain_optimizer(lr: float) -> torch.optim.Optimizer:
@@ -61,13 +62,14 @@ def test_linear_with_a_floor_is_torchs() -> None:
 )
 def test_after_the_warmup_it_is_transformers(ours: str, theirs: str, floor: float) -> None:
     optimizer = _plain_optimizer(2.0)
-    given = {"scheduler_specific_kwargs": {"min_lr": floor}} if floor else {}
-    known = _of_scheduler(optimizer, get_scheduler(theirs, optimizer, 8, _N, **given))
+    inputs = {"scheduler_specific_kwargs": {"min_lr": floor}} if floor else {}
+    expected_names = _of_scheduler(optimizer, get_scheduler(theirs, optimizer, 8, _N, **inputs))
     rates = _rates(OptimizerConfig(lr=2.0, schedule=ours, min_lr=floor, warmup_steps=8))  # type: ignore[arg-type]
-    assert rates[8:] == pytest.approx(known[8:], rel=1e-9)
-    # Theirs begins at 0, where the first update would be none: ours rises to lr at the last step of the warm-up.
+    assert rates[8:] == pytest.approx(expected_names[8:], rel=1e-9)
+    # Theirs begins at 0, where the first update would be none: ours rises to lr at the last step of
+    # the warm-up.
     assert rates[:8] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0])
-    assert known[:8] == pytest.approx([0.0, *rates[:7]])
+    assert expected_names[:8] == pytest.approx([0.0, *rates[:7]])
 
 
 def test_a_constant_rate_is_exactly_lr_and_a_long_warmup_never_divides_by_zero() -> None:
@@ -123,7 +125,10 @@ def test_a_resume_that_asks_for_another_schedule_says_what_it_comes_to(tmp_path:
     )
     assert changed_schedule(shorter, shorter, 5) is None
     # 5 of 10 steps: half of lr is left; 5 of 20: three quarters.
-    expected = "the learning rate goes on at 0.0075, where it would have been 0.005 (the schedule now runs over 20"
+    expected = (
+        "the learning rate goes on at 0.0075, where it would have been 0.005 (the "
+        "schedule now runs over 20"
+    )
     assert (changed_schedule(shorter, longer, 5) or "").startswith(expected)
     constant = [flatten_config(_config(tmp_path, f"training.num_steps={n}")) for n in (10, 20)]
     assert changed_schedule(constant[0], constant[1], 5) is None
@@ -147,7 +152,9 @@ def test_explain_says_where_the_rate_ends(tmp_path: Path) -> None:
         tmp_path, "optimizer.schedule=linear", "optimizer.min_lr=0.002", "optimizer.warmup_steps=2"
     )
     # The last of 10 has p = 7 / 8: 0.002 + 0.008 / 8
-    ((_, last, how),) = schedule_rows(config.optimizer, 10)
-    assert last == "0.003"
-    assert how == "linear from lr 0.01 to min_lr 0.002 over 10 optimizer steps after 2 of warm-up"
+    ((_, final, method),) = schedule_rows(config.optimizer, 10)
+    assert final == "0.003"
+    assert (
+        method == "linear from lr 0.01 to min_lr 0.002 over 10 optimizer steps after 2 of warm-up"
+    )
     assert list(schedule_rows(_config(tmp_path).optimizer, 10)) == []

@@ -1,4 +1,5 @@
-"""Episodes on their way to the update: what is trained on is what was sampled, and it is scored in its own context."""
+"""Episodes on their way to the update: what is trained on is what was sampled, and it is scored in
+its own context."""
 
 from __future__ import annotations
 
@@ -58,9 +59,9 @@ def session() -> Iterator[Session]:
     end_session()
 
 
-def segment(*parts: tuple[list[int], bool]) -> Segment:
-    ids = [token for tokens, _ in parts for token in tokens]
-    sampled = [is_sampled for tokens, is_sampled in parts for _ in tokens]
+def segment(*pieces: tuple[list[int], bool]) -> Segment:
+    ids = [token for tokens, _ in pieces for token in tokens]
+    sampled = [is_sampled for tokens, is_sampled in pieces for _ in tokens]
     return Segment(np.array(ids, np.int32), np.array(sampled, np.bool_))
 
 
@@ -94,17 +95,19 @@ def test_a_sequence_that_begins_with_a_sampled_token_is_refused() -> None:
         pack_rollouts([odd], CPU)
 
 
-def random_episode(rng: random.Random, longest: int = 60) -> tuple[Segment, ...]:
+def random_episode(rng: random.Random, max_length: int = 60) -> tuple[Segment, ...]:
     segments = []
     for _ in range(rng.choice([1, 1, 1, 2, 3])):
-        parts = [([rng.randrange(1, 97) for _ in range(rng.randint(1, 12))], GIVEN)]
+        pieces = [([rng.randrange(1, 97) for _ in range(rng.randint(1, 12))], GIVEN)]
         for _ in range(rng.randint(1, 4)):
-            parts.append(([rng.randrange(1, 97) for _ in range(rng.choice([0, 1, 1, 2, 7]))], SAID))
-            parts.append(
+            pieces.append(
+                ([rng.randrange(1, 97) for _ in range(rng.choice([0, 1, 1, 2, 7]))], SAID)
+            )
+            pieces.append(
                 ([rng.randrange(1, 97) for _ in range(rng.choice([0, 0, 1, 3, 9]))], GIVEN)
             )
-        cut = longest - sum(len(tokens) for tokens, _ in parts)
-        segments.append(segment(*parts[: cut or None]))
+        cut = max_length - sum(len(tokens) for tokens, _ in pieces)
+        segments.append(segment(*pieces[: cut or None]))
     return tuple(segments)
 
 
@@ -113,7 +116,7 @@ def random_rollout(number: int, rng: random.Random) -> Rollout:
         ids = [rng.randrange(1, 97) for _ in range(9)]
         return Rollout(number, 0.5, True, ids[:4], ids[4:], [-0.5] * 5)
     segments = random_episode(rng)
-    count = sum(int(one.sampled.sum()) for one in segments)
+    count = sum(int(single.sampled.sum()) for single in segments)
     advantages: float | np.ndarray = (
         rng.random() if rng.random() < 0.5 else np.array([rng.random() for _ in range(count)])
     )
@@ -128,16 +131,17 @@ def random_rollout(number: int, rng: random.Random) -> Rollout:
 
 
 def test_ten_thousand_episodes_cross_ranks_and_are_packed_with_exact_masks() -> None:
-    """Against plain lists: the sampled tokens of each segment are the targets, in order, behind their own prefix."""
+    """Against plain lists: the sampled tokens of each segment are the targets, in order, behind
+    their own prefix."""
     rng = random.Random(0)
     for begin in range(0, 10_000, 20):
         rollouts = [random_rollout(begin + i, rng) for i in range(20)]
         crossed = decode_rollouts(encode_rollouts(rollouts))
         for ours, theirs in zip(rollouts, crossed, strict=True):
             assert len(ours.segments) == len(theirs.segments)
-            for one, other in zip(ours.segments, theirs.segments, strict=True):
-                assert np.array_equal(one.token_ids, other.token_ids)
-                assert np.array_equal(one.sampled, other.sampled)
+            for single, second in zip(ours.segments, theirs.segments, strict=True):
+                assert np.array_equal(single.token_ids, second.token_ids)
+                assert np.array_equal(single.sampled, second.sampled)
             for name in ("prompt_ids", "completion_ids", "rollout_logprobs", "advantages"):
                 assert np.array_equal(
                     np.asarray(getattr(ours, name)), np.asarray(getattr(theirs, name))
@@ -146,25 +150,26 @@ def test_ten_thousand_episodes_cross_ranks_and_are_packed_with_exact_masks() -> 
         targets, contexts, owners = [], [], []
         for rollout in rollouts:
             pairs = [
-                (one.token_ids.tolist(), one.sampled.tolist()) for one in rollout.segments
+                (single.token_ids.tolist(), single.sampled.tolist()) for single in rollout.segments
             ] or [([*rollout.prompt_ids, *rollout.completion_ids], [False] * 4 + [True] * 5)]
             for ids, sampled in pairs:
-                for place, is_sampled in enumerate(sampled):
+                for position, is_sampled in enumerate(sampled):
                     if is_sampled:
-                        targets.append(ids[place])
-                        contexts.append(ids[:place])
+                        targets.append(ids[position])
+                        contexts.append(ids[:position])
                         owners.append(rollout.rollout_id)
         assert batch.target_ids.tolist() == targets
         assert [batch.rollout_ids[i] for i in batch.sequence_index.tolist()] == owners
         ids, positions = batch.input_ids.tolist(), batch.position_ids.tolist()
-        for place, context in zip(batch.predict_index.tolist(), contexts, strict=True):
-            assert ids[place - positions[place] : place + 1] == context
+        for position, context in zip(batch.predict_index.tolist(), contexts, strict=True):
+            assert ids[position - positions[position] : position + 1] == context
 
 
 def test_sampled_tokens_are_scored_as_plain_transformers_does_over_the_whole_conversation(
     tmp_path: Path, session: Session
 ) -> None:
-    """In float32, with forks, several turns and given tokens in between: also the gradient of what is sampled alone."""
+    """In float32, with forks, several turns and given tokens in between: also the gradient of what
+    is sampled alone."""
     folder = make_model(tmp_path, "qwen3", tied=True)
     policy = build_policy(ModelConfig(path=str(folder), dtype="float32"), 1.0, session)
     plain = transformers.AutoModelForCausalLM.from_pretrained(
@@ -178,7 +183,9 @@ def test_sampled_tokens_are_scored_as_plain_transformers_does_over_the_whole_con
             ours, _ = policy(batch)
             expected = []
             for rollout in rollouts:
-                pairs = [(one.token_ids.tolist(), one.sampled) for one in rollout.segments] or [
+                pairs = [
+                    (single.token_ids.tolist(), single.sampled) for single in rollout.segments
+                ] or [
                     (
                         [*rollout.prompt_ids, *rollout.completion_ids],
                         np.array([False] * 4 + [True] * 5),
@@ -187,14 +194,15 @@ def test_sampled_tokens_are_scored_as_plain_transformers_does_over_the_whole_con
                 for ids, sampled in pairs:
                     log_p = plain(torch.tensor([ids])).logits[0].double().log_softmax(-1)
                     expected += [
-                        log_p[place - 1, ids[place]].item() for place in np.flatnonzero(sampled)
+                        log_p[position - 1, ids[position]].item()
+                        for position in np.flatnonzero(sampled)
                     ]
         worst = max(worst, (ours.double() - torch.tensor(expected)).abs().max().item())
     assert worst < 1e-5, worst
 
 
 def episode(status: str, segments: tuple[Segment, ...], num_turns: int = 2) -> Completion:
-    sampled = [int(token) for one in segments for token in one.token_ids[one.sampled]]
+    sampled = [int(token) for single in segments for token in single.token_ids[single.sampled]]
     turns = tuple(Turn(1, "stop") for _ in range(num_turns))
     error = "environment (row 0, sample 0): raised" if not segments else None
     record = Episode(status, segments, turns, [], {}, [0.1, 0.3], error)
@@ -207,8 +215,8 @@ def step_of(
     completions: list[list[Completion]], rewards: list[float | None]
 ) -> tuple[list[RolloutGroup], ScoredRollouts]:
     groups = [
-        RolloutGroup(i, Prompt(i, i, [1, 2], "p", {}), of_group)
-        for i, of_group in enumerate(completions)
+        RolloutGroup(i, Prompt(i, i, [1, 2], "p", {}), group_values)
+        for i, group_values in enumerate(completions)
     ]
     scored = ScoredRollouts(
         rewards=rewards, by_name={"r": rewards}, statuses={"r": ["ok"] * len(rewards)}
@@ -292,14 +300,17 @@ def played(*rewards: float | None) -> Episode:
 
 
 def test_turns_are_credited_with_what_comes_of_them_by_hand() -> None:
-    """Discount 0.5. Returns to go: (1 + 0.5 * 2, 2), (0, 0 of a turn that never came), (4, 0); whole ones 2, 0, 4."""
+    """Discount 0.5. Returns to go: (1 + 0.5 * 2, 2), (0, 0 of a turn that never came), (4, 0);
+    whole ones 2, 0, 4."""
     episodes = [played(1.0, 2.0), played(None), played(4.0), None]
     rewards = [2.0, 0.0, 4.0, None]
     mean, scale = 2.0, 2.0  # of the three that are known
     advantages = [(r - mean) / scale if r is not None else 0.0 for r in rewards]
-    first, second, third, failed = turn_advantages(advantages, rewards, episodes, 0.5)
+    initial, second, third, failed = turn_advantages(advantages, rewards, episodes, 0.5)
     # Of the second turn: returns 2, 0 and 0, whose mean is 2/3.
-    assert np.asarray(first).tolist() == pytest.approx([0.0, 0.0, (2 - 2 / 3) / 2, (2 - 2 / 3) / 2])
+    assert np.asarray(initial).tolist() == pytest.approx(
+        [0.0, 0.0, (2 - 2 / 3) / 2, (2 - 2 / 3) / 2]
+    )
     assert np.asarray(second).tolist() == pytest.approx([-1.0, -1.0])
     assert np.asarray(third).tolist() == pytest.approx([1.0, 1.0])
     assert failed == 0.0
@@ -307,8 +318,9 @@ def test_turns_are_credited_with_what_comes_of_them_by_hand() -> None:
 
 
 def test_without_a_discount_to_speak_of_or_a_spread_turns_are_credited_as_their_episode() -> None:
-    alike = turn_advantages([0.0, 0.0], [1.0, 1.0], [played(1.0, 0.0), played(0.0, 1.0)], 1.0)
-    assert [np.asarray(one).tolist() for one in alike] == [[0.0] * 4] * 2
-    # Rewards at the end alone, undiscounted: every turn of an episode has the whole of them before it.
+    equal = turn_advantages([0.0, 0.0], [1.0, 1.0], [played(1.0, 0.0), played(0.0, 1.0)], 1.0)
+    assert [np.asarray(single).tolist() for single in equal] == [[0.0] * 4] * 2
+    # Rewards at the end alone, undiscounted: every turn of an episode has the whole of them before
+    # it.
     same = turn_advantages([-1.0, 1.0], [0.0, 2.0], [played(None, 0.0), played(None, 2.0)], 1.0)
-    assert [np.asarray(one).tolist() for one in same] == [[-1.0] * 4, [1.0] * 4]
+    assert [np.asarray(single).tolist() for single in same] == [[-1.0] * 4, [1.0] * 4]

@@ -1,4 +1,5 @@
-"""A teacher behind a vLLM server in one process: what of an answer is taken, who does not answer in time, what is
+"""A teacher behind a vLLM server in one process: what of an answer is taken, who does not answer in
+time, what is
 refused before a model is built."""
 
 from __future__ import annotations
@@ -42,19 +43,20 @@ IDS = [5, 6, 7, 8]
 LOGPROBS = {6: -5.6, 7: -4.9, 8: -0.25}
 
 
-def said(ids: list[int] = IDS, top_k: int = 0) -> dict[str, Any]:
-    """As vLLM answers, with made-up numbers: token 40 is the likeliest everywhere, then 41; 8 is among both."""
-    places: list[Any] = [None]
+def served_answer(ids: list[int] = IDS, top_k: int = 0) -> dict[str, Any]:
+    """As vLLM answers, with made-up numbers: token 40 is the likeliest everywhere, then 41; 8 is
+    among both."""
+    positions: list[Any] = [None]
     for token_id in ids[1:]:
         top = [(40, -1.0), (41, -2.0)] if token_id != 8 else [(8, -0.25), (40, -2.5)]
         logprobs = {token_id: LOGPROBS[token_id]} | dict(top[:top_k])
         ranks = {token_id: 50} | {i: rank for rank, (i, _) in enumerate(top[:top_k], 1)}
-        said = {
+        message = {
             i: {"logprob": value, "rank": ranks[i], "decoded_token": "x"}
             for i, value in logprobs.items()
         }
-        places.append({str(i): each for i, each in said.items()})
-    return {"choices": [{"prompt_logprobs": places, "prompt_token_ids": ids}]}
+        positions.append({str(i): item for i, item in message.items()})
+    return {"choices": [{"prompt_logprobs": positions, "prompt_token_ids": ids}]}
 
 
 def ask(
@@ -65,7 +67,7 @@ def ask(
 
 
 def test_what_is_asked_and_what_is_taken() -> None:
-    with stub_server(lambda body: said(top_k=body["prompt_logprobs"])) as server:
+    with stub_server(lambda body: served_answer(top_k=body["prompt_logprobs"])) as server:
         assert ask(server) == [
             PositionLogprobs(-5.6, []),
             PositionLogprobs(-4.9, []),
@@ -77,8 +79,8 @@ def test_what_is_asked_and_what_is_taken() -> None:
             PositionLogprobs(-4.9, top),
             PositionLogprobs(-0.25, [(8, -0.25), (40, -2.5)]),
         ]
-        first = server.asked[0].body
-    assert first == {
+        initial = server.asked[0].body
+    assert initial == {
         "model": NAME, "prompt": IDS, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0,
         "add_special_tokens": False, "return_token_ids": True, "stream": False,
     }  # fmt: skip
@@ -86,23 +88,23 @@ def test_what_is_asked_and_what_is_taken() -> None:
 
 def _places(change: Callable[[list[Any]], Any]) -> Callable[[Any], Any]:
     def answer(body: Any) -> Any:
-        found = said(top_k=body["prompt_logprobs"])
-        found["choices"][0]["prompt_logprobs"] = change(found["choices"][0]["prompt_logprobs"])
-        del found["choices"][0]["prompt_token_ids"]
-        return found
+        result = served_answer(top_k=body["prompt_logprobs"])
+        result["choices"][0]["prompt_logprobs"] = change(result["choices"][0]["prompt_logprobs"])
+        del result["choices"][0]["prompt_token_ids"]
+        return result
 
     return answer
 
 
 def _value(value: Any) -> Callable[[Any], Any]:
-    def change(places: list[Any]) -> list[Any]:
-        places[2]["7"]["logprob"] = value
-        return places
+    def change(positions: list[Any]) -> list[Any]:
+        positions[2]["7"]["logprob"] = value
+        return positions
 
     return _places(change)
 
 
-OTHERS = said([5, 6, 7, 8])
+OTHERS = served_answer([5, 6, 7, 8])
 OTHERS["choices"][0]["prompt_token_ids"] = [5, 6, 7, 9]
 SPOILT: list[tuple[str, Callable[[Any], Any], str]] = [
     (
@@ -141,24 +143,24 @@ SPOILT: list[tuple[str, Callable[[Any], Any], str]] = [
 
 
 @pytest.mark.parametrize(
-    ("answer", "why"), [row[1:] for row in SPOILT], ids=[row[0] for row in SPOILT]
+    ("answer", "reason"), [row[1:] for row in SPOILT], ids=[row[0] for row in SPOILT]
 )
 def test_what_is_no_answer_to_these_tokens_is_refused(
-    answer: Callable[[Any], Any], why: str
+    answer: Callable[[Any], Any], reason: str
 ) -> None:
     with stub_server(answer) as server, pytest.raises(FailedCallError) as failed:
         ask(server)
     assert str(failed.value).startswith("answered ")
-    assert why in str(failed.value)
+    assert reason in str(failed.value)
     assert failed.value.may_retry
 
 
 def test_what_is_kept_of_a_token_is_8_bytes_for_each_of_the_likeliest() -> None:
-    places = [
+    positions = [
         PositionLogprobs(-5.6, [(40, -1.0), (41, -2.0)]),
         PositionLogprobs(-0.25, [(8, -0.25), (40, -2.5)]),
     ]
-    ids, logprobs = compact_answer(places, 2, 96)
+    ids, logprobs = compact_answer(positions, 2, 96)
     assert ids.tolist() == [[40, 41], [8, 40]]
     rests = [
         math.log(1 - math.exp(-1) - math.exp(-2)),
@@ -169,23 +171,23 @@ def test_what_is_kept_of_a_token_is_8_bytes_for_each_of_the_likeliest() -> None:
         pytest.approx([-0.25, -2.5, rests[1]]),
     ]
     assert (ids.nbytes, logprobs.nbytes) == (2 * 2 * 4, 2 * 3 * 4)
-    ids, logprobs = compact_answer(places, 0, 96)
+    ids, logprobs = compact_answer(positions, 0, 96)
     assert (ids.shape, logprobs.tolist()) == ((2, 0), [[pytest.approx(-5.6)], [-0.25]])
 
 
 @pytest.mark.parametrize("spoilt", ["too few", "too many", "not the likeliest", "more than all"])
 def test_the_likeliest_tokens_are_those(spoilt: str) -> None:
-    def change(places: list[Any]) -> list[Any]:
-        one = places[1]
+    def change(positions: list[Any]) -> list[Any]:
+        single = positions[1]
         if spoilt == "too few":
-            del one["41"]
+            del single["41"]
         elif spoilt == "too many":
-            one["42"] = {"logprob": -3.0}
+            single["42"] = {"logprob": -3.0}
         elif spoilt == "not the likeliest":
-            one["6"]["logprob"] = -1.5
+            single["6"]["logprob"] = -1.5
         else:
-            one["41"]["logprob"] = -0.1
-        return places
+            single["41"]["logprob"] = -0.1
+        return positions
 
     with stub_server(_places(change)) as server, pytest.raises(FailedCallError) as failed:
         ask(server, 2)
@@ -211,11 +213,11 @@ WAYS = (
 )
 
 
-@pytest.mark.parametrize("how", WAYS)
-def test_whoever_does_not_answer_is_left_after_the_limit_without_a_secret(how: str) -> None:
+@pytest.mark.parametrize("method", WAYS)
+def test_whoever_does_not_answer_is_left_after_the_limit_without_a_secret(method: str) -> None:
     headers = {"Authorization": f"Bearer {SECRET}"}
     with (
-        stub_server(lambda body: said(), lambda body: how) as server,
+        stub_server(lambda body: served_answer(), lambda body: method) as server,
         pytest.raises(FailedCallError) as failed,
     ):
         ask(server, limit_s=0.5, headers=headers)
@@ -264,14 +266,14 @@ def test_every_way_to_fail_costs_its_own_rollout_alone() -> None:
         calls = _made(server, ways)
         gone = {"429_long", "text", "404", "hang", "drip", "huge", "gzip", "redirect"}
         assert {ways[job] for job in calls.errors} == gone
-        right = {job: -1.0 - job for job, how in enumerate(ways) if how not in gone}
+        correct = {job: -1.0 - job for job, method in enumerate(ways) if method not in gone}
         assert {
-            job: place.logprob for job, (place,) in calls.answers.items()
-        } == right  # each its own
+            job: position.logprob for job, (position,) in calls.answers.items()
+        } == correct  # each its own
         assert server.most_at_once <= 4 + 2  # a line that was cut is noticed there a little later
-        asked = Counter(ways[each.body["prompt"][0]] for each in server.asked)
-        assert asked["404"] == asked["redirect"] == asked["gzip"] == asked["huge"] == 1
-        assert asked["text"] == 3
+        requests = Counter(ways[item.body["prompt"][0]] for item in server.asked)
+        assert requests["404"] == requests["redirect"] == requests["gzip"] == requests["huge"] == 1
+        assert requests["text"] == 3
         assert calls.num_retries == len(server.asked) - len(ways)
 
 
@@ -310,36 +312,38 @@ def test_what_is_wrong_with_us_is_no_servers_failure() -> None:
 
 
 def test_tokens_without_an_answer_are_taught_nothing_and_are_in_no_mean() -> None:
-    """coef 0.5, as unit/test_teacher.py has it: 1 - 0.5 * 2 = 0; the second token was not answered."""
+    """coef 0.5, as unit/test_teacher.py has it: 1 - 0.5 * 2 = 0; the second token was not
+    answered."""
     mask, answered = torch.tensor([True, True, True]), torch.tensor([True, False, True])
     old, teacher = torch.tensor([-1.0, -2.0, -1.0]), torch.tensor([-3.0, 0.0, -1.5])
     signal = TeacherSignal(0.5, teacher, answered_mask=answered)
     advantages, metrics = taught_advantages(signal, torch.ones(3), old, mask)
     assert advantages.tolist() == [0.0, 1.0, 0.75]
     assert metrics["teacher/kl"].value == pytest.approx((2.0 + 0.5) / 2)
-    apart, weights = torch.tensor([1.0, 100.0, 3.0]), torch.full((3,), 0.1)
+    separate, weights = torch.tensor([1.0, 100.0, 3.0]), torch.full((3,), 0.1)
     term, metrics = divergence_loss(
-        TeacherSignal(0.5, answered_mask=answered), apart, weights, mask
+        TeacherSignal(0.5, answered_mask=answered), separate, weights, mask
     )
     assert float(term) == pytest.approx(0.5 * 0.1 * (1.0 + 3.0))
     assert metrics["teacher/kl"].value == pytest.approx(2.0)
 
 
 def test_each_context_of_an_episode_is_asked_of_up_to_its_last_sampled_token() -> None:
-    """Rollout 4 has two segments, rollout 9 one turn; what was given behind the last sampled token is nobody's."""
-    of_first = Segment(
+    """Rollout 4 has two segments, rollout 9 one turn; what was given behind the last sampled token
+    is nobody's."""
+    first_values = Segment(
         np.array([1, 2, 3, 4, 5, 6, 7], np.int32), np.array([0, 0, 1, 1, 0, 1, 0], np.bool_)
     )
-    of_second = Segment(np.array([1, 2, 8, 9], np.int32), np.array([0, 0, 0, 1], np.bool_))
-    episode = episode_rollout(4, 0.0, True, (of_first, of_second), [0.0] * 4)
+    second_values = Segment(np.array([1, 2, 8, 9], np.int32), np.array([0, 0, 0, 1], np.bool_))
+    episode = episode_rollout(4, 0.0, True, (first_values, second_values), [0.0] * 4)
     row = pack_rollouts(
         [episode, Rollout(9, 0.0, True, [11], [12, 13], [0.0] * 2)], torch.device("cpu")
     )
-    found = [
+    result = [
         (q.rollout_id, q.token_ids.tolist(), q.sampled_at.tolist(), q.tokens.tolist())
         for q in _contexts(row, None)
     ]
-    assert found == [
+    assert result == [
         (4, [1, 2, 3, 4, 5, 6], [2, 3, 5], [0, 1, 2]),
         (4, [1, 2, 8, 9], [3], [3]),
         (9, [11, 12, 13], [1, 2], [4, 5]),
@@ -462,7 +466,7 @@ def test_a_server_is_asked_once_before_a_model_is_built(
             "teacher.top_k=20",
             f"teacher.model={NAME}",
         )
-        assert [each.body and each.body["prompt_logprobs"] for each in server.asked] == [
+        assert [item.body and item.body["prompt_logprobs"] for item in server.asked] == [
             None,
             0,
             None,
@@ -471,10 +475,10 @@ def test_a_server_is_asked_once_before_a_model_is_built(
         assert server.asked[1].body["model"] == NAME
 
 
-def _limited(folder: Path, most: int) -> tuple[Callable[[Any], Any], Callable[[Any], str]]:
+def _limited(folder: Path, maximum: int) -> tuple[Callable[[Any], Any], Callable[[Any], str]]:
     return answers(
         folder
-    ), lambda body: "400" if body is not None and body["prompt_logprobs"] > most else "ok"
+    ), lambda body: "400" if body is not None and body["prompt_logprobs"] > maximum else "ok"
 
 
 def test_what_a_server_is_refused_for(tmp_path: Path, folders: list[Path]) -> None:
@@ -486,17 +490,17 @@ def test_what_a_server_is_refused_for(tmp_path: Path, folders: list[Path]) -> No
         assert "\n" not in str(error.value)
         return str(error.value)
 
-    right = answers(folders[1])
+    correct = answers(folders[1])
     top = ["teacher.loss=topk", "teacher.top_k=32"]
     several = {"data": [{"id": "x"}, {"id": "y"}]}
-    said = refused(right, *top, behave=_limited(folders[1], 20)[1])
-    assert said.startswith(
+    message = refused(correct, *top, behave=_limited(folders[1], 20)[1])
+    assert message.startswith(
         "teacher.top_k (32) is more than the server takes; start it with --max-logprobs 32"
     )
-    assert "greater than max allowed: 20" in said
+    assert "greater than max allowed: 20" in message
     assert (
         "teacher.model must be one that the server has (teacher.url has tiny); got big"
-        in refused(right, "teacher.model=big")
+        in refused(correct, "teacher.model=big")
     )
     assert "is needed where a server has several (teacher.url has x, y)" in refused(
         lambda body: several
@@ -504,21 +508,21 @@ def test_what_a_server_is_refused_for(tmp_path: Path, folders: list[Path]) -> No
     # The longest rollout has 16 + 12 tokens.
     assert "start it with --max-model-len 29" in refused(answers(folders[1], max_tokens=28))
     assert "does not take tokens of" in refused(
-        right, behave=lambda body: "ok" if body is None else "400"
+        correct, behave=lambda body: "ok" if body is None else "400"
     )
-    assert "the server answered 404" in refused(right, behave=lambda body: "404")
+    assert "the server answered 404" in refused(correct, behave=lambda body: "404")
     assert "it must be vLLM's" in refused(
-        lambda body: right(None) if body is None else {"choices": []}
+        lambda body: correct(None) if body is None else {"choices": []}
     )
-    other = make_model(tmp_path / "other", "qwen3", tied=True)
-    tokens = json.loads((other / "tokenizer.json").read_text())
+    second = make_model(tmp_path / "other", "qwen3", tied=True)
+    tokens = json.loads((second / "tokenizer.json").read_text())
     vocab = tokens["model"]["vocab"]
     vocab["3"], vocab["4"] = vocab["4"], vocab["3"]
-    (other / "tokenizer.json").write_text(json.dumps(tokens))
+    (second / "tokenizer.json").write_text(json.dumps(tokens))
     number = min(vocab["3"], vocab["4"])
     assert (
         f"another vocabulary than {folders[0]}: token {number} is '4' there, and '3' in"
-        in refused(answers(other))
+        in refused(answers(second))
     )
 
 
@@ -546,8 +550,8 @@ def test_explain_counts_no_model_and_config_yaml_names_the_variables(
     tmp_path: Path, folders: list[Path]
 ) -> None:
     path = write_config(tmp_path, folders[0])
-    given = [f"teacher.url={URL}", "teacher.headers_env={Authorization: MY_TOKEN}"]
-    config, sources = load_config_with_sources(path, given)
+    inputs = [f"teacher.url={URL}", "teacher.headers_env={Authorization: MY_TOKEN}"]
+    config, sources = load_config_with_sources(path, inputs)
     facts = read_model(config.model.path)
     assert facts is not None
     lines = explain(config, sources, facts, 2, 32)

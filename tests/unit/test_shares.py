@@ -1,4 +1,5 @@
-"""Which engine samples what, and in which order: it must not lose a group, and all ranks must come to the same."""
+"""Which engine samples what, and in which order: it must not lose a group, and all ranks must come
+to the same."""
 
 from __future__ import annotations
 
@@ -14,10 +15,12 @@ from grpo_spmd.rollout.sample import ExpectedLengths
 
 
 def test_the_longest_go_first_and_evenly_by_hand() -> None:
-    # The four longest are dealt, 9 7 5 4: 9 to the first engine, 7 and 5 to the second, which has 7 after one, and then
+    # The four longest are dealt, 9 7 5 4: 9 to the first engine, 7 and 5 to the second, which has 7
+    # after one, and then
     # its two; so that 4 goes to the first. The others are claimed longest first.
     assert deal([1] * 6, [4, 1, 9, 5, 2, 7], 2, 2) == ([[2, 0], [5, 3]], [4, 1])
-    # A group of which one completion is missing is begun as early as its length says, and weighs an eighth.
+    # A group of which one completion is missing is begun as early as its length says, and weighs an
+    # eighth.
     assert deal([1, 8, 8, 8], [9, 7, 6, 5], 2, 2) == ([[0, 2], [1, 3]], [])
 
 
@@ -35,8 +38,8 @@ def test_every_job_is_there_once_and_none_is_longer_than_those_before_it(seed: i
     lengths = [float(rng.randrange(1, 20)) for _ in range(num_jobs)]
     _, num_dealt = share_out(num_jobs, job_size, engines, rng.choice([None, rng.randrange(1, 100)]))
     dealt, queued = deal(sizes, lengths, num_dealt, engines)
-    begun = [job for jobs in dealt for job in jobs]
-    assert sorted([*begun, *queued]) == list(range(num_jobs))
+    started = [job for jobs in dealt for job in jobs]
+    assert sorted([*started, *queued]) == list(range(num_jobs))
     assert (max(map(len, dealt)) <= num_dealt, len(queued)) == (
         True,
         len(deal(sizes, None, num_dealt, engines)[1]),
@@ -45,7 +48,7 @@ def test_every_job_is_there_once_and_none_is_longer_than_those_before_it(seed: i
         assert [lengths[job] for job in jobs] == sorted(
             (lengths[job] for job in jobs), reverse=True
         )
-    assert not queued or not begun or min(lengths[job] for job in begun) >= lengths[queued[0]]
+    assert not queued or not started or min(lengths[job] for job in started) >= lengths[queued[0]]
 
 
 def prompt(row: int) -> Prompt:
@@ -57,26 +60,27 @@ def group(row: int, *lengths: int) -> RolloutGroup:
 
 
 def test_expected_lengths_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    rank0, other = ExpectedLengths(), ExpectedLengths()
+    rank0, second = ExpectedLengths(), ExpectedLengths()
 
     def ask(rows: list[int], finished: dict[int, list[int]]) -> list[float]:
-        told: list[Any] = []
+        report: list[Any] = []
 
-        def of_other(_: Any, mine: Any) -> list[float]:
-            told.append(mine)
+        def of_other(_: Any, local: Any) -> list[float]:
+            report.append(local)
             return []
 
         monkeypatch.setattr(sample, "on_rank0", of_other)
-        other.estimate([], {})
-        monkeypatch.setattr(sample, "on_rank0", lambda look_up, mine: look_up([mine, *told]))
+        second.estimate([], {})
+        monkeypatch.setattr(sample, "on_rank0", lambda look_up, local: look_up([local, *report]))
         return rank0.estimate([prompt(row) for row in rows], finished)
 
     assert ask([3, 0], {}) == [0.0, 0.0]  # nothing is known
     rank0.record([group(3, 4, 8)])
-    other.record([group(0, 1, 2)])
-    # row 3: 6, row 0: 1.5; the others, also those beyond the last row seen, as many as these on average
+    second.record([group(0, 1, 2)])
+    # row 3: 6, row 0: 1.5; the others, also those beyond the last row seen, as many as these on
+    # average
     assert ask([0, 3, 2, 99], {}) == [1.5, 6.0, 3.8, 3.8]
     # of the second prompt three are done; what is missing was not when they were
     assert ask([3, 0, 1], {1: [5, 9, 2], 2: []}) == [6.0, 9, 3.8]
-    other.record([group(3, 10, 30)])
+    second.record([group(3, 10, 30)])
     assert ask([0, 3, 1], {}) == [1.5, 20.0, 20.0]  # the last time counts

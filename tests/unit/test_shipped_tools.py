@@ -1,4 +1,5 @@
-"""The shipped tools: right use, what a hostile policy hands them, and that nothing is left for the next episode."""
+"""The shipped tools: right use, what a hostile policy hands them, and that nothing is left for the
+next episode."""
 
 from __future__ import annotations
 
@@ -69,16 +70,16 @@ def test_an_error_is_shown_with_its_line_and_none_of_ours_and_state_stays(
 
 
 @pytest.mark.parametrize(
-    ("code", "most"),
+    ("code", "maximum"),
     [
         ("print('y' * 5_000_000)", 8200),
         ("for _ in range(200_000): print('y')", 8200),
         ("raise ValueError('e' * 5_000_000)", 8200),
     ],
 )
-def test_what_is_too_long_is_cut_with_a_note(python: PythonTool, code: str, most: int) -> None:
+def test_what_is_too_long_is_cut_with_a_note(python: PythonTool, code: str, maximum: int) -> None:
     answer = python.python(code)
-    assert len(answer) < most
+    assert len(answer) < maximum
     assert "characters were cut]" in answer or "characters left out]" in answer
     assert python.python("1 + 1") == "2\n"
 
@@ -107,10 +108,12 @@ def test_what_ends_the_interpreter_or_never_ends_says_so_and_the_next_call_has_a
 
 
 def test_a_forged_answer_is_no_answer() -> None:
-    """Code can find the connection and write on it; what does not look like an answer ends the interpreter."""
+    """Code can find the connection and write on it; what does not look like an answer ends the
+    interpreter."""
     forge = (
         "import socket\nfor fd in range(3, 1024):\n    try:\n"
-        '        socket.socket(fileno=fd).sendall(b\'{"number": 99, "printed": 7}\\n\')\n    except OSError: pass'
+        '        socket.socket(fileno=fd).sendall(b\'{"number": 99, "printed": 7}\\n\')\n    '
+        "except OSError: pass"
     )
     session = Session(Limits(20.0, 512, "required"))
     with session:
@@ -242,15 +245,15 @@ def test_a_search_that_takes_too_long_says_so(
 def test_an_index_is_made_once_and_again_for_another_text(
     corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = index_of(corpus)
-    assert first.parent.stat().st_mode & 0o077 == 0
+    initial = index_of(corpus)
+    assert initial.parent.stat().st_mode & 0o077 == 0
     with monkeypatch.context() as patched:
         patched.setattr(search, "_make_index", lambda *_: pytest.fail("made again"))
-        assert index_of(corpus) == first
+        assert index_of(corpus) == initial
     corpus.write_text(json.dumps({"title": "New", "text": "fish"}) + "\n")
     assert Search(corpus).search("fish") == "[1] New\nfish"
-    assert not [*first.parent.glob("*.tmp*")]
-    with sqlite3.connect(first) as connection:
+    assert not [*initial.parent.glob("*.tmp*")]
+    with sqlite3.connect(initial) as connection:
         assert connection.execute("select count(*) from passages").fetchone() == (4,)
 
 
@@ -351,10 +354,10 @@ def test_each_tool_has_a_schema_and_each_name_a_factory(corpus: Path) -> None:
         for tool in tools:
             schema = transformers.utils.get_json_schema(getattr(environment, tool))
             assert all(
-                each["description"]
-                for each in schema["function"]["parameters"]["properties"].values()
+                item["description"]
+                for item in schema["function"]["parameters"]["properties"].values()
             )
-        public = {each for each in vars(type(environment)) if not each.startswith("_")}
+        public = {item for item in vars(type(environment)) if not item.startswith("_")}
         assert public - {"reset", "get_reward"} == tools  # as TRL finds them
     assert shipped_factory("search.py:Engine") is None
     assert shipped_factory("my.py:Class") is None

@@ -1,4 +1,5 @@
-"""The pages of a run in a terminal: their figures are those of its files, whatever state the folder is in."""
+"""The pages of a run in a terminal: their figures are those of its files, whatever state the folder
+is in."""
 
 from __future__ import annotations
 
@@ -72,7 +73,7 @@ def shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
 
 def test_figures_of_the_curves_are_those_of_the_file(run: Path, shown: Shown) -> None:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    found = shown(run)
+    result = shown(run)
     labels = {
         "reward": "reward/mean",
         "spread": "reward/std",
@@ -87,19 +88,19 @@ def test_figures_of_the_curves_are_those_of_the_file(run: Path, shown: Shown) ->
     labels |= {"tokens/s": "rollout/tokens_per_s", "step time (s)": "time/step_s"}
     for label, name in labels.items():
         row = re.search(
-            rf"^{re.escape(label)} +([▁-█]+) +(\S+) +(\S+) +(\S+) +(\S+)$", found, re.MULTILINE
+            rf"^{re.escape(label)} +([▁-█]+) +(\S+) +(\S+) +(\S+) +(\S+)$", result, re.MULTILINE
         )
-        assert row, (label, found)
+        assert row, (label, result)
         values = [line[name] for line in lines]
         assert row.groups()[1:] == tuple(
             map(number, (values[0], values[-1], min(values), max(values)))
         ), label
         assert len(row[1]) == len(lines)
-    assert "KL " not in found.replace("mismatch KL", "")  # always 0: not trained with
-    assert re.search(r"^rollout +█+ +50% +2 s$", found, re.MULTILINE)  # 2 of 4 s
-    assert re.search(r"^update +█+ +25% +1 s$", found, re.MULTILINE)
-    assert re.search(r"^between them +█+ +25% +1 s$", found, re.MULTILINE)
-    assert re.search(r"step 10/20 +0\.100 ", found)  # the console's line of the newest step
+    assert "KL " not in result.replace("mismatch KL", "")  # always 0: not trained with
+    assert re.search(r"^rollout +█+ +50% +2 s$", result, re.MULTILINE)  # 2 of 4 s
+    assert re.search(r"^update +█+ +25% +1 s$", result, re.MULTILINE)
+    assert re.search(r"^between them +█+ +25% +1 s$", result, re.MULTILINE)
+    assert re.search(r"step 10/20 +0\.100 ", result)  # the console's line of the newest step
 
 
 def test_components_and_evaluations_have_curves_of_their_own(tmp_path: Path, shown: Shown) -> None:
@@ -110,15 +111,15 @@ def test_components_and_evaluations_have_curves_of_their_own(tmp_path: Path, sho
             step % 2 == 0
         )
     assert is_evaluation(lines[2])
-    found = shown(write_run(tmp_path / "run", lines))
-    assert re.search(r"^  form +▁▃▆█ +0\.5 +2 +0\.5 +2$", found, re.MULTILINE)
-    assert re.search(r"^  right +▁▃▆█ +0\.01 +0\.04 ", found, re.MULTILINE)
-    assert re.search(r"^eval held +▁█ +0\.25 +0\.5 ", found, re.MULTILINE)
+    result = shown(write_run(tmp_path / "run", lines))
+    assert re.search(r"^  form +▁▃▆█ +0\.5 +2 +0\.5 +2$", result, re.MULTILINE)
+    assert re.search(r"^  right +▁▃▆█ +0\.01 +0\.04 ", result, re.MULTILINE)
+    assert re.search(r"^eval held +▁█ +0\.25 +0\.5 ", result, re.MULTILINE)
 
 
 def test_every_metric_of_a_step_is_on_its_page(run: Path, shown: Shown) -> None:
     line = METRICS[7]
-    found = shown(run, "--step", "8")
+    result = shown(run, "--step", "8")
     for name, value in line.items():
         if name not in ("step", "time/unix_s", "time/step_s"):
             label = re.escape(
@@ -130,30 +131,31 @@ def test_every_metric_of_a_step_is_on_its_page(run: Path, shown: Shown) -> None:
                 else label.replace("mean", "(?:right/)?mean")
             )
             assert re.search(
-                rf"{label}\b[^\n]*? {re.escape(number(value))}( |$)", found, re.MULTILINE
-            ), (name, found)
-    assert "where the time goes: 4 s a step" in found
+                rf"{label}\b[^\n]*? {re.escape(number(value))}( |$)", result, re.MULTILINE
+            ), (name, result)
+    assert "where the time goes: 4 s a step" in result
 
 
 def test_groups_of_a_step_by_hand(run: Path, shown: Shown) -> None:
-    found = shown(run, "--step", "8")
-    assert "2 groups, 4 completions; rewards from 0 to 1" in found
-    # 0 and 1: a mean of 0.5, a spread of 0.7071 (of n - 1); 1 and one that is not known, half of them cut
+    result = shown(run, "--step", "8")
+    assert "2 groups, 4 completions; rewards from 0 to 1" in result
+    # 0 and 1: a mean of 0.5, a spread of 0.7071 (of n - 1); 1 and one that is not known, half of
+    # them cut
     assert re.search(
-        r"^ +10 +2  █      █     0\.5  0\.7071    0%  question 0$", found, re.MULTILINE
-    ), found
+        r"^ +10 +2  █      █     0\.5  0\.7071    0%  question 0$", result, re.MULTILINE
+    ), result
     assert re.search(
-        r"^ +11 +2         █       1       -   50%  question 1$", found, re.MULTILINE
-    ), found
-    assert "1 completions have no reward" in found
+        r"^ +11 +2         █       1       -   50%  question 1$", result, re.MULTILINE
+    ), result
+    assert "1 completions have no reward" in result
 
 
 def test_the_best_and_the_worst_in_their_order(run: Path, shown: Shown) -> None:
     worst, best = shown(run, "--worst", "4"), shown(run, "--best", "2")
     order = [(line["row"], line["sample"]) for line in ROLLOUTS]
     assert re.findall(r"^worst \d of 4, step 8, row (\d+), sample (\d)$", worst, re.MULTILINE) == [
-        tuple(map(str, order[place]))
-        for place in (0, 2, 1, 3)  # equal ones by sample; the unscored one last
+        tuple(map(str, order[position]))
+        for position in (0, 2, 1, 3)  # equal ones by sample; the unscored one last
     ]
     assert re.findall(r"^best .* row (\d+), sample (\d)$", best, re.MULTILINE) == [
         ("11", "0"),
@@ -172,15 +174,15 @@ def test_the_best_and_the_worst_in_their_order(run: Path, shown: Shown) -> None:
 
 
 def test_a_prompt_over_the_steps(run: Path, shown: Shown) -> None:
-    found = shown(run, "--prompt", "10")
-    assert "row 10: sampled at 2 of 2 steps with completions" in found
-    assert re.findall(r"^ +(\d) +2     0\.5  0\.7071    0%  █      █$", found, re.MULTILINE) == [
+    result = shown(run, "--prompt", "10")
+    assert "row 10: sampled at 2 of 2 steps with completions" in result
+    assert re.findall(r"^ +(\d) +2     0\.5  0\.7071    0%  █      █$", result, re.MULTILINE) == [
         "4",
         "8",
     ]
-    assert "step 8, row 10, sample 0" in found
-    assert "step 8, row 11" not in found
-    assert shown(run, "--prompt", "QUESTION 0") == found  # by a text in it, in any case
+    assert "step 8, row 10, sample 0" in result
+    assert "step 8, row 11" not in result
+    assert shown(run, "--prompt", "QUESTION 0") == result  # by a text in it, in any case
     assert re.search(
         r"^ +10 +2 +0\.5 +0\.5  question 0\n +11 +1 +1 +1  question 1$",
         shown(run, "--prompt", "question"),
@@ -192,12 +194,13 @@ def test_a_prompt_over_the_steps(run: Path, shown: Shown) -> None:
 
 
 def test_a_text_is_found_marked_and_counted(run: Path, shown: Shown) -> None:
-    found = shown(run, "--grep", "yes")
-    assert re.findall(r"^step (\d), row (\d+), sample (\d), reward (\S+)$", found, re.MULTILINE) == [
+    result = shown(run, "--grep", "yes")
+    assert re.findall(r"^step (\d), row (\d+), sample (\d), reward "
+                      r"(\S+)$", result, re.MULTILINE) == [
         ("8", "10", "1", "1"), ("8", "11", "0", "1"), ("4", "10", "1", "1"),
     ]  # fmt: skip
-    assert ">>Yes<< it is" in found
-    assert "3 completions of 2 of 2 steps; first step 4, last 8" in found
+    assert ">>Yes<< it is" in result
+    assert "3 completions of 2 of 2 steps; first step 4, last 8" in result
     assert "2 completions of step 8" in shown(run, "--grep", "yes", "--step", "8")
     assert "no completion of 2 steps contains 'answer'" in shown(
         run, "--grep", "answer"
@@ -248,8 +251,8 @@ def test_an_episode_is_a_conversation(tmp_path: Path, shown: Shown) -> None:
     prompt = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "count b"}]
     line = rollout_of(0, 0, 1.0, "hm5", prompt=prompt, **episode)
     run = write_run(tmp_path / "run", METRICS, {1: [line]})
-    found = shown(run, "--best", "1")
-    said = [
+    result = shown(run, "--best", "1")
+    message = [
         "system",
         "be brief",
         "user",
@@ -259,11 +262,11 @@ def test_an_episode_is_a_conversation(tmp_path: Path, shown: Shown) -> None:
         'calls look({"at": "b"})',
         "tool look",
     ]
-    said += ["5 of them", "assistant", "    5", "failed: it broke"]
-    places = [found.index(text) for text in said[:4]]
-    assert places == sorted(places)
-    assert all(text in found for text in [*said, "1 turns, max_turns"])
-    assert "tool look" in found
+    message += ["5 of them", "assistant", "    5", "failed: it broke"]
+    positions = [result.index(text) for text in message[:4]]
+    assert positions == sorted(positions)
+    assert all(text in result for text in [*message, "1 turns, max_turns"])
+    assert "tool look" in result
     assert "1 completions of 1 of 1 steps" not in shown(
         run, "--grep", "5 of them"
     )  # of one step there is no list
@@ -295,9 +298,9 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("words", "said"), BAD)
-def test_bad_words_cost_one_line(run: Path, shown: Shown, words: list[str], said: str) -> None:
-    assert said in shown(run, *words, code=2)
+@pytest.mark.parametrize(("words", "message"), BAD)
+def test_bad_words_cost_one_line(run: Path, shown: Shown, words: list[str], message: str) -> None:
+    assert message in shown(run, *words, code=2)
 
 
 def test_folders_that_are_no_runs(tmp_path: Path, shown: Shown) -> None:
@@ -317,10 +320,10 @@ def test_runs_that_did_not_end_well(tmp_path: Path, shown: Shown) -> None:
     )
     (crashed / "logs").mkdir()
     (crashed / "logs" / "failure.txt").write_text("=== 2026-01-02 rank 1 failed\nValueError: no\n")
-    found = shown(crashed)
-    assert "rank 1: ValueError: no" in found
-    assert "logs/failure.txt" in found
-    assert "=== 2026-01-02 rank 1 failed" in found
+    result = shown(crashed)
+    assert "rank 1: ValueError: no" in result
+    assert "logs/failure.txt" in result
+    assert "=== 2026-01-02 rank 1 failed" in result
     early = (
         tmp_path / "early"
     )  # no launches, no config, fewer metrics, as an earlier version left it
@@ -333,11 +336,11 @@ def test_a_dump_that_is_broken_shows_what_can_be_read(run: Path, shown: Shown) -
     path = run / "rollouts" / "step_000008.jsonl"
     lines = [json.dumps(rollout_of(0, n, n / 4, num_rollouts=8)) for n in range(4)]
     path.write_text("\n".join([*lines, "no json", lines[0][:50]]))
-    found = shown(run, "--step", "8")
-    assert "1 groups, 4 completions" in found
-    assert "not read (and 1 more)" in found
-    assert "step_000008.jsonl:5" in found
-    assert "4 rollouts of the step are not in its files" in found
+    result = shown(run, "--step", "8")
+    assert "1 groups, 4 completions" in result
+    assert "not read (and 1 more)" in result
+    assert "step_000008.jsonl:5" in result
+    assert "4 rollouts of the step are not in its files" in result
     assert "worst 4 of 4" in shown(run, "--worst", "9")
     path.unlink()
     os.mkfifo(path)  # nobody writes into it: a reader would wait
@@ -366,10 +369,10 @@ def test_a_dump_of_millions_of_lines_is_given_up(run: Path) -> None:
 
 
 def test_nothing_is_written_into_a_run(run: Path, shown: Shown) -> None:
-    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    old = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
     for words in ((), ("--step", "8"), ("--worst", "1"), ("--prompt", "10"), ("--grep", "yes")):
         shown(run, *words)
-    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == old
 
 
 def test_a_page_needs_no_torch(run: Path) -> None:
@@ -393,8 +396,8 @@ def scored(tmp_path: Path) -> Path:
 
 
 def test_differences_of_tokens_are_said(scored: Path, shown: Shown) -> None:
-    found = shown(scored, "--worst", "1")
-    assert "policy - engine: mean 0.167, largest 0.5 nats (token 2 'b')" in found
+    result = shown(scored, "--worst", "1")
+    assert "policy - engine: mean 0.167, largest 0.5 nats (token 2 'b')" in result
     assert re.search(r"^ +10 +2 .* 0\.5  question 0$", shown(scored, "--step", "8"), re.MULTILINE)
     assert "mismatch" in shown(scored, "--step", "8")
 
@@ -406,8 +409,8 @@ def test_tokens_are_coloured_by_their_difference(scored: Path) -> None:
     text, styles = TokenDifferences(run, 8, [record], errors).coloured_text(record)
     assert text == "ab<end>"
     assert styles == ["", "far", *["over"] * 5]
-    other = replace(record, completion="another text")  # that the tokens do not make
-    assert TokenDifferences(run, 8, [record], errors).coloured_text(other) == ("another text", "")
+    second = replace(record, completion="another text")  # that the tokens do not make
+    assert TokenDifferences(run, 8, [record], errors).coloured_text(second) == ("another text", "")
     short = replace(record, completion_ids=[3, 4])  # scores of another run's rollout
     assert TokenDifferences(run, 8, [record], errors).coloured_text(short) == ("ab", "")
     assert TokenDifferences(run, 8, [record], errors).describe(short) == ""
@@ -430,7 +433,7 @@ def test_tokens_of_an_episode_are_coloured_turn_by_turn(scored: Path) -> None:
 
 def test_scores_that_are_broken_cost_themselves(scored: Path, shown: Shown) -> None:
     (scored / "token_scores" / "step_000008.jsonl").write_text('{"rollout_id": 0}\n')
-    found = shown(scored, "--worst", "1")
-    assert "worst 1 of 2" in found
-    assert "not read" in found
+    result = shown(scored, "--worst", "1")
+    assert "worst 1 of 2" in result
+    assert "not read" in result
     assert "2 completions" in shown(scored, "--step", "8")

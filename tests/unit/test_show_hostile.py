@@ -1,4 +1,5 @@
-"""Pages of folders in which any value may be any other: an answer or one line, never a traceback, no line too wide."""
+"""Pages of folders in which any value may be any other: an answer or one line, never a traceback,
+no line too wide."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ from grpo_spmd.tools.show.__main__ import main
 from tests.support.shown_run import LAUNCH, metrics_of, rollout_of, write_lines, write_run
 
 JUNK: list[Any] = [
-    None, True, 0, -1, 10**400, -(10**30), 1e308, -1e308, 5e-324, float("nan"), float("inf"), "", "\x1b[2J", "\ud800",
-    "x" * 3000, [], {}, [[]], [1, "a", None], {"a": {"b": [1]}}, json.loads("[" * 300 + "]" * 300), "12", 2**63,
+    None, True, 0, -1, 10**400, -(10**30), 1e308, -1e308, 5e-324, float("nan"), float("inf"), "", "\x1b[2J", "\ud800",  # noqa: E501
+    "x" * 3000, [], {}, [[]], [1, "a", None], {"a": {"b": [1]}}, json.loads("[" * 300 + "]" * 300), "12", 2**63,  # noqa: E501
     "ok", [3, 4, 0], {"role": "x"},
 ]  # fmt: skip
 PAGES = [
@@ -73,9 +74,9 @@ def _changed(value: Any, rng: random.Random) -> Any:
 def _write(folder: Path, rng: random.Random) -> Path:
     metrics = [_changed(metrics_of(step), rng) for step in (1, 2, 3)]
     metrics += [_changed({"step": 2, "eval/held/mean": 0.5}, rng)]
-    of_kinds = [(p, s, EPISODE if p == 1 else {}) for p in range(3) for s in range(3)]
+    kinds_values = [(p, s, EPISODE if p == 1 else {}) for p in range(3) for s in range(3)]
     rollouts = [
-        _changed(rollout_of(p, s, s / 3, "yes it is", **others), rng) for p, s, others in of_kinds
+        _changed(rollout_of(p, s, s / 3, "yes it is", **rest), rng) for p, s, rest in kinds_values
     ]
     write_run(folder, metrics, {1: rollouts[:2], 2: rollouts}, config=rng.choice(CONFIGS))
     write_lines(

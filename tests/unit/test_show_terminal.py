@@ -1,4 +1,5 @@
-"""What reaches a terminal, byte by byte: its colours and nothing else that acts; and how a terminal is left."""
+"""What reaches a terminal, byte by byte: its colours and nothing else that acts; and how a terminal
+is left."""
 
 from __future__ import annotations
 
@@ -25,32 +26,38 @@ from grpo_spmd.tools.show.__main__ import main
 from tests.support.processes import ROOT, environment
 from tests.support.shown_run import metrics_of, rollout_of, write_lines, write_run, write_scored_run
 
-HOSTILE = "\x1b]0;owned\x07\x1b[2J\x1b[31mred\x9b5m\r over \x08\x7f\x00 \u202etxt.exe\u2066 \ud800 \u200b\u2028 \x85 \x0c end"
+HOSTILE = (
+    "\x1b]0;owned\x07\x1b[2J\x1b[31mred\x9b5m\r over \x08\x7f\x00 \u202etxt.exe\u2066 "
+    "\ud800 \u200b\u2028 \x85 \x0c end"
+)
 LONG = "x" * 100_000
 WIDE = "\u4f60\u597d \U0001f468\u200d\U0001f469\u200d\U0001f467 e\u0301 \u2764\ufe0f " * 40
 COLOUR = re.compile(rb"\x1b\[[0-9;]*m")
 
 
 class TerminalOf:
-    """The command on a terminal of its own; `is_fork`: as a copy of this process, which need not import it again."""
+    """The command on a terminal of its own; `is_fork`: as a copy of this process, which need not
+    import it again."""
 
     def __init__(
         self, words: list[str], columns: int = 80, rows: int = 24, is_fork: bool = False, **env: str
     ) -> None:
         self.written = b""
-        own = {
+        local = {
             name: value
             for name, value in environment().items()
             if name not in ("COLUMNS", "LINES", "NO_COLOR")
         }
-        own = {name: value for name, value in own.items() if not name.startswith(("LC_", "LANG"))}
-        own |= {"PYTHONPATH": str(ROOT), "TERM": "xterm", "LANG": "C.UTF-8"} | env
+        local = {
+            name: value for name, value in local.items() if not name.startswith(("LC_", "LANG"))
+        }
+        local |= {"PYTHONPATH": str(ROOT), "TERM": "xterm", "LANG": "C.UTF-8"} | env
         self.pid, self._terminal = pty.fork()
         if self.pid == 0:
             fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack("4H", rows, columns, 0, 0))
             if is_fork:
-                _become(words, own)
-            os.execve(sys.executable, [sys.executable, "-m", "grpo_spmd.show", *words], own)
+                _become(words, local)
+            os.execve(sys.executable, [sys.executable, "-m", "grpo_spmd.show", *words], local)
 
     def read_until(self, text: bytes | None, timeout_s: float = 60) -> None:
         """All that it writes until `text` is in it; None: until it ends."""
@@ -132,8 +139,8 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     deep = json.loads("[" * 900 + "]" * 900)
     turns = [{"segment": 0, "sampled": True, "token_ids": [3, 4, 0], "finish_reason": HOSTILE}]
-    of_episode: dict[str, Any] = {"status": HOSTILE, "turns": turns, "messages": messages}
-    of_episode |= {"environment": {"rewards": {}, "calls_s": [], "error": HOSTILE}}
+    episode_values: dict[str, Any] = {"status": HOSTILE, "turns": turns, "messages": messages}
+    episode_values |= {"environment": {"rewards": {}, "calls_s": [], "error": HOSTILE}}
     named: dict[str, Any] = {
         "rewards": {HOSTILE: 0.5},
         "statuses": {HOSTILE: HOSTILE},
@@ -153,7 +160,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
             LONG + HOSTILE,
             prompt=[{"role": deep, "content": deep, "tool_calls": [deep, 7]}, 7, HOSTILE],
         ),
-        rollout_of(1, 0, 0.2, HOSTILE, prompt=WIDE, **of_episode),
+        rollout_of(1, 0, 0.2, HOSTILE, prompt=WIDE, **episode_values),
         rollout_of(1, 1, 0.3, WIDE + LONG + HOSTILE, prompt=WIDE),
         rollout_of(2, 0, 1e308, "\u0301" * 5_000, prompt="\u0301" * 500),
         rollout_of(3, 0, 1e299, "\u2764\ufe0f" * 5_000),
@@ -204,12 +211,12 @@ def test_nothing_of_a_text_reaches_a_terminal_raw(
     assert plain != written  # it has colours
     text = plain.decode("utf-8")  # whole characters
     for line in text.split("\r\n"):
-        found = {
+        result = {
             char
             for char in line
             if unicodedata.category(char) in ("Cc", "Cf", "Cs", "Co", "Zl", "Zp")
         }
-        assert found <= {"\u200d"}, ascii(line)
+        assert result <= {"\u200d"}, ascii(line)
         assert columns_of(line) <= columns, ascii(line)
     if words[:1] != ("--prompt",):
         assert "\\x1b]0;owned\\x07" in text
@@ -283,10 +290,10 @@ def test_a_full_disk_is_one_line(hostile: Path) -> None:
 @pytest.fixture
 def going(tmp_path: Path) -> Path:
     launch = {"outcome": None, "end": None, "host": "another"}
-    now = time.time()
+    current = time.time()
     return write_run(
         tmp_path / "run",
-        [metrics_of(step, **{"time/unix_s": now}) for step in (1, 2)],
+        [metrics_of(step, **{"time/unix_s": current}) for step in (1, 2)],
         launch=launch,
     )
 
@@ -310,9 +317,9 @@ def test_following_draws_again_and_ends_with_the_run(going: Path) -> None:
     )
     _append(going, 4)
     assert terminal.wait() == 0
-    last = terminal.written.rpartition(b"\x1b[H\x1b[J")[2]
-    assert b"done after step 4" in last
-    assert b"more:" in last  # the whole page stays
+    final = terminal.written.rpartition(b"\x1b[H\x1b[J")[2]
+    assert b"done after step 4" in final
+    assert b"more:" in final  # the whole page stays
     allowed = re.sub(rb"\x1b\[(H|J|K)", b"", COLOUR.sub(b"", terminal.written))
     assert b"\x1b" not in allowed
 

@@ -40,7 +40,7 @@ def metrics_of(*groups: Groups) -> dict[str, float | None]:
 
 
 def test_spread_of_each_reward_and_percentiles_of_lengths() -> None:
-    found = metrics_of(
+    result = metrics_of(
         facts(
             0,
             [3, 100, 7, 20],
@@ -48,17 +48,18 @@ def test_spread_of_each_reward_and_percentiles_of_lengths() -> None:
         ),
         facts(1, [1, 2, 50, 60], {"math": [1.0, 1.0, 1.0, 1.0], "format": [0.5, 0.5, 0.5, 0.5]}),
     )
-    assert found["reward/math/mean"] == 6 / 8
+    assert result["reward/math/mean"] == 6 / 8
     # two of eight are 0: the sum of squares is 6 * 0.25^2 + 2 * 0.75^2 = 1.5, over 7
-    assert found["reward/math/std"] == pytest.approx((1.5 / 7) ** 0.5, rel=1e-12)
-    known = [0.5, 0.25, 0.5, 0.5, 0.5, 0.5]  # None and NaN are no rewards
-    assert found["reward/format/mean"] == pytest.approx(statistics.mean(known))
-    assert found["reward/format/std"] == pytest.approx(statistics.stdev(known))
-    # in order 1 2 3 7 20 50 60 100: the middle between 7 and 20; 95 % of the way over 7 gaps is 6.65: 60 + 0.65 * 40
-    assert found["completion/tokens_p50"] == 13.5
-    assert found["completion/tokens_p95"] == pytest.approx(86.0)
-    assert found["completion/tokens_max"] == 100
-    assert found["completion/tokens_mean"] == 243 / 8
+    assert result["reward/math/std"] == pytest.approx((1.5 / 7) ** 0.5, rel=1e-12)
+    expected_names = [0.5, 0.25, 0.5, 0.5, 0.5, 0.5]  # None and NaN are no rewards
+    assert result["reward/format/mean"] == pytest.approx(statistics.mean(expected_names))
+    assert result["reward/format/std"] == pytest.approx(statistics.stdev(expected_names))
+    # in order 1 2 3 7 20 50 60 100: the middle between 7 and 20; 95 % of the way over 7 gaps is
+    # 6.65: 60 + 0.65 * 40
+    assert result["completion/tokens_p50"] == 13.5
+    assert result["completion/tokens_p95"] == pytest.approx(86.0)
+    assert result["completion/tokens_max"] == 100
+    assert result["completion/tokens_mean"] == 243 / 8
 
 
 def test_percentiles_are_numpys_over_all_groups_in_any_order() -> None:
@@ -68,17 +69,17 @@ def test_percentiles_are_numpys_over_all_groups_in_any_order() -> None:
         for position, row in enumerate(lengths)
     ]
     for order in (groups, groups[::-1]):
-        found = metrics_of(*order)
+        result = metrics_of(*order)
         for percent in (50, 95):
-            assert found[f"completion/tokens_p{percent}"] == np.percentile(
+            assert result[f"completion/tokens_p{percent}"] == np.percentile(
                 lengths.flatten(), percent
             )
-        assert found["completion/tokens_max"] == lengths.max()
+        assert result["completion/tokens_max"] == lengths.max()
 
 
 def test_a_reward_that_nobody_got_has_neither_mean_nor_spread() -> None:
     unknown: list[float | None] = [None] * 4
-    found = metrics_of(facts(0, [1, 2, 3, 4], {"math": [1.0, 0.0, 0.0, 0.0], "format": unknown}))
-    assert (found["reward/format/mean"], found["reward/format/std"]) == (None, None)
+    result = metrics_of(facts(0, [1, 2, 3, 4], {"math": [1.0, 0.0, 0.0, 0.0], "format": unknown}))
+    assert (result["reward/format/mean"], result["reward/format/std"]) == (None, None)
     once = metrics_of(facts(0, [1, 2, 3, 4], {"math": [None, None, 0.5, None]}))
     assert (once["reward/math/mean"], once["reward/math/std"]) == (0.5, 0.0)  # as reward/std has it

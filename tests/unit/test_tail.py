@@ -1,4 +1,5 @@
-"""Tail batching: no prompt may be lost, doubled or left for ever, whichever are slow, and whenever the run stops."""
+"""Tail batching: no prompt may be lost, doubled or left for ever, whichever are slow, and whenever
+the run stops."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def stream_of(
 
 
 class Runs:
-    """The steps of a run in which chance says who is slow, and which may be stopped and started again at any time."""
+    """The steps of a run in which chance says who is slow, and which may be stopped and started
+    again at any time."""
 
     def __init__(
         self, rng: random.Random, num_rows: int, num_prompts: int, num_launched: int
@@ -46,23 +48,24 @@ class Runs:
         self.trained: list[list[Prompt]] = []
 
     def step(self) -> list[Prompt]:
-        """What it takes; then it is made, and trained on, or the run is stopped in its middle and makes it again."""
-        begun = self.stream.position, self.stream.state()
+        """What it takes; then it is made, and trained on, or the run is stopped in its middle and
+        makes it again."""
+        started = self.stream.position, self.stream.state()
         dealt = self.stream.take(self.num_prompts)
-        taken = dealt
+        selected = dealt
         if len(dealt) > self.num_prompts:
-            taken = self.rng.sample(dealt, self.num_prompts)
-            self.stream.leave([prompt for prompt in dealt if prompt not in taken], {})
+            selected = self.rng.sample(dealt, self.num_prompts)
+            self.stream.leave([prompt for prompt in dealt if prompt not in selected], {})
         if (
             self.rng.random() < 0.3
         ):  # preempted, or killed: the checkpoint is of the step's start, or of its end
             if self.rng.random() < 0.5:
-                self.start(*begun)
+                self.start(*started)
                 assert self.stream.take(self.num_prompts) == dealt
-                self.start(*begun)
+                self.start(*started)
                 return self.step()
             self.start(self.stream.position, self.stream.state())
-        self.trained.append(taken)
+        self.trained.append(selected)
         return dealt
 
     def start(self, position: int, state: dict[str, Any]) -> None:
@@ -80,16 +83,17 @@ def test_a_dropped_prompt_is_expected_to_be_as_long_as_the_longest_that_it_ran_b
         completions = [Completion([1] * length, [0.0] * length, "stop") for length in lengths]
         return RolloutGroup(0, prompt(row), completions)
 
-    other = ExpectedLengths(), [group(4, 1, 3)], [prompt(3)]  # of a rank whose one group was short
-    told = list[Any]()
-    monkeypatch.setattr(sample, "on_rank0", lambda fn, value: fn([*told, value]))
+    second = ExpectedLengths(), [group(4, 1, 3)], [prompt(3)]  # of a rank whose one group was short
+    report = list[Any]()
+    monkeypatch.setattr(sample, "on_rank0", lambda fn, value: fn([*report, value]))
     prompts, lengths = [prompt(row) for row in range(6)], ExpectedLengths()
-    other[0].record(*other[1:])
-    told.append((other[0]._sampled, other[0]._dropped))
+    second[0].record(*second[1:])
+    report.append((second[0]._sampled, second[0]._dropped))
     lengths.record([group(0, 2, 4), group(1, 9, 1)], [prompts[2]])
-    # Means of 3, 5 and 2, and 9 where it was not done; of a prompt that nobody sampled the mean of the three.
+    # Means of 3, 5 and 2, and 9 where it was not done; of a prompt that nobody sampled the mean of
+    # the three.
     assert lengths.estimate(prompts, {}) == [3.0, 5.0, 9.0, 9.0, 2.0, 3.3]
-    told.clear()
+    report.clear()
     lengths.record([], [prompts[3]])  # beside nothing that is known
     assert lengths.estimate(prompts, {}) == [3.0, 5.0, 9.0, 9.0, 2.0, 3.3]
 
@@ -116,10 +120,10 @@ def test_each_prompt_once_an_epoch_whoever_is_slow(seed: int) -> None:
     # As without tail batching: all of three epochs, and of the fourth what fills the last step.
     assert sorted(positions) == list(range(len(positions)))
     for epoch in range(3):
-        of_epoch = [
+        epoch_values = [
             p.row for step in run.trained for p in step if p.position // run.num_rows == epoch
         ]
-        assert sorted(of_epoch) == list(range(run.num_rows))
+        assert sorted(epoch_values) == list(range(run.num_rows))
     # The prompt at a place is the one that the plain stream has there.
     plain = PromptStream(
         [Prompt(row, row, [row + 1], "", {}) for row in range(run.num_rows)], 3, True
@@ -141,15 +145,16 @@ def test_rounds_by_hand() -> None:
         rounds.append([prompt.position for prompt in dealt])
         if len(dealt) > 2:
             stream.leave(dealt[2:], {"rollout/tail_dropped_tokens_frac": 0.25})
-    # Two wait after two rounds, and have one of their own; 6 7 8 leave one row, which 8 joins; then the second epoch.
+    # Two wait after two rounds, and have one of their own; 6 7 8 leave one row, which 8 joins; then
+    # the second epoch.
     assert rounds == [[0, 1, 2], [3, 4, 5], [2, 5], [6, 7, 8], [8, 9], [10, 11, 12]]
     assert (stream.position, stream.state(), stream.epoch) == (13, {"waiting": [12]}, 1.2)
-    shown = {
+    displayed = {
         "rollout/waiting_prompts": 1,
         "rollout/tail_long_round": 0,
         "rollout/tail_dropped_tokens_frac": 0.25,
     }
-    assert stream.metrics() == shown
+    assert stream.metrics() == displayed
 
 
 def test_without_it_a_stream_has_nothing_to_tell() -> None:
@@ -169,9 +174,9 @@ def test_what_waits_is_dealt_first_where_tail_batching_was_turned_off() -> None:
 
 def test_the_state_of_a_steps_beginning_is_not_changed_by_the_step() -> None:
     stream = stream_of(10, 4)
-    before = stream.state()
+    old = stream.state()
     stream.leave(stream.take(2)[2:], {})
-    assert (before, stream.state()) == ({"waiting": []}, {"waiting": [2, 3]})
+    assert (old, stream.state()) == ({"waiting": []}, {"waiting": [2, 3]})
 
 
 @pytest.mark.parametrize("waiting", [[3, 1], [1, 1], [7], [2, 9]])
@@ -189,20 +194,21 @@ def test_a_checkpoint_that_names_no_places_is_damaged(waiting: Any) -> None:
 @pytest.fixture
 def counts(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Stands for the run's store."""
-    found: dict[str, int] = {}
+    result: dict[str, int] = {}
 
     def count_up(counter: str, by: int = 1) -> int:
-        found[counter] = found.get(counter, 0) + by
-        return found[counter]
+        result[counter] = result.get(counter, 0) + by
+        return result[counter]
 
     monkeypatch.setattr(sample, "count_up", count_up)
-    monkeypatch.setattr(sample, "delete_counter", lambda counter: found.pop(counter, None))
+    monkeypatch.setattr(sample, "delete_counter", lambda counter: result.pop(counter, None))
     monkeypatch.setattr(sample, "on_rank0", lambda decide, report: decide([report]))
-    return found
+    return result
 
 
 def test_a_race_of_two_engines_by_hand(counts: dict[str, int]) -> None:
-    # Six prompts with two completions each, of which three make a step. Slot 1 was finished before the run was stopped,
+    # Six prompts with two completions each, of which three make a step. Slot 1 was finished before
+    # the run was stopped,
     # and one completion of slot 4.
     missing = {0: [0, 1], 1: [], 2: [0, 1], 3: [0, 1], 4: [1], 5: [0, 1]}
     batching = TailBatching(stream_of(9, 6), 3)
@@ -210,28 +216,29 @@ def test_a_race_of_two_engines_by_hand(counts: dict[str, int]) -> None:
         batching.begin(missing, [(1, 5), (1, 7), (4, 2)], is_first) for is_first in (True, False)
     ]
     assert all(isinstance(race, TailRace) for race in races)
-    first, same_engine = races
-    other = TailBatching(stream_of(9, 6), 3).begin(missing, [(1, 5), (1, 7), (4, 2)], True)
-    assert first is not None
+    initial, same_engine = races
+    second = TailBatching(stream_of(9, 6), 3).begin(missing, [(1, 5), (1, 7), (4, 2)], True)
+    assert initial is not None
     assert same_engine is not None
-    assert other is not None
+    assert second is not None
     # jobs 0 1 2 3 4 are slots 0 2 3 4 5; the first engine has 0 2 5, the other 3 4
     for job, tokens in ((0, 10), (4, 20)):
-        first.finish(job, tokens)
+        initial.finish(job, tokens)
         same_engine.finish(job, tokens)
-    assert not first.is_over()
-    other.finish(3, 4)  # slot 4 is complete: the second, of three
-    assert not other.is_over()
+    assert not initial.is_over()
+    second.finish(3, 4)  # slot 4 is complete: the second, of three
+    assert not second.is_over()
     assert counts == {"complete/1": 1}
-    first.finish(4, 30)  # slot 5: the third
-    assert first.is_over()
-    assert other.is_over()
-    other.finish(2, 6)
-    other.finish(2, 8)  # slot 3 came too late
-    first.drop([3, 0, 1])
-    slots, metrics = first.decide([first.report(), same_engine.report(), other.report()])
+    initial.finish(4, 30)  # slot 5: the third
+    assert initial.is_over()
+    assert second.is_over()
+    second.finish(2, 6)
+    second.finish(2, 8)  # slot 3 came too late
+    initial.drop([3, 0, 1])
+    slots, metrics = initial.decide([initial.report(), same_engine.report(), second.report()])
     assert slots == [1, 4, 5]
-    # Trained: 5 7, 2 4, 20 30. Finished in vain: 10, 6 8. Begun: 3 1. What had no token yet was not begun.
+    # Trained: 5 7, 2 4, 20 30. Finished in vain: 10, 6 8. Begun: 3 1. What had no token yet was not
+    # begun.
     sampled = [5, 7, 2, 4, 20, 30, 10, 6, 8, 3, 1]
     assert metrics["rollout/tail_dropped_tokens_frac"] == pytest.approx(1 - 68 / 96)
     assert metrics["rollout/tail_launched_tokens_mean"] == pytest.approx(96 / len(sampled))
@@ -275,15 +282,15 @@ def test_what_does_not_go_together_is_refused(tmp_path: Path) -> None:
         load_config(write_config(tmp_path, tmp_path, rollout=rollout)).rollout.num_launched_prompts
         == 6
     )
-    for wrong, what in (
+    for faulty, label in (
         ({"tail_batching": 0.5}, r"rollout\.tail_batching must be >= 1"),
         (
             {"dynamic_sampling": True},
             r"rollout\.tail_batching and rollout\.dynamic_sampling do not go together",
         ),
     ):
-        with pytest.raises(ConfigError, match=what):
-            load_config(write_config(tmp_path, tmp_path, rollout=rollout | wrong))
+        with pytest.raises(ConfigError, match=label):
+            load_config(write_config(tmp_path, tmp_path, rollout=rollout | faulty))
     config = RolloutConfig(num_prompts_per_step=4, tail_batching=1.5)
     check_enough_to_launch(6, config)
     fresh = PromptStream([Prompt(row, row, [1], "", {}) for row in range(5)], 0, False)

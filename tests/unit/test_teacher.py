@@ -1,4 +1,5 @@
-"""Teachers in one process: the divergence against TRL's own numbers and plain autograd, advantages by hand, whose
+"""Teachers in one process: the divergence against TRL's own numbers and plain autograd, advantages
+by hand, whose
 rollouts are shown to whom, and what of a config is refused."""
 
 from __future__ import annotations
@@ -81,8 +82,8 @@ def updater_of(policy: Policy) -> PolicyUpdater:
 
 def rollouts() -> list[Rollout]:
     return [
-        Rollout(i, 0.0, True, prompt, said, [0.0] * len(said))
-        for i, (prompt, said) in enumerate(trl_distillation.ROWS)
+        Rollout(i, 0.0, True, prompt, message, [0.0] * len(message))
+        for i, (prompt, message) in enumerate(trl_distillation.ROWS)
     ]
 
 
@@ -112,15 +113,16 @@ def test_loss_and_gradients_of_the_whole_divergence_are_trls(
     expected = TRL[family][str(beta)]
     for key in ("teacher", "loss", "teacher/kl"):
         assert float(sums[key].value) == pytest.approx(expected["loss"], rel=1e-5)
-    found = gradients(policy)
-    assert found.keys() == expected["gradients"].keys()
+    result = gradients(policy)
+    assert result.keys() == expected["gradients"].keys()
     for name, (norm, *products) in expected["gradients"].items():
-        own_norm, *own = trl_distillation.sketch(found[name])
+        own_norm, *local = trl_distillation.sketch(result[name])
         assert own_norm == pytest.approx(norm, rel=1e-5), name
-        # A product with a wave adds up terms of both signs, of which there are as many as the gradient has.
-        assert own == pytest.approx(products, abs=1e-5 * norm * math.sqrt(found[name].numel())), (
-            name
-        )
+        # A product with a wave adds up terms of both signs, of which there are as many as the
+        # gradient has.
+        assert local == pytest.approx(
+            products, abs=1e-5 * norm * math.sqrt(result[name].numel())
+        ), name
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
@@ -128,10 +130,11 @@ def test_loss_and_gradients_of_the_whole_divergence_are_trls(
 def test_the_divergence_over_the_top_tokens_is_plain_autograds(
     beta: float, softcap: float | None
 ) -> None:
-    """Of the K likeliest and a bucket of all others; with all but one token by itself it is the whole one."""
+    """Of the K likeliest and a bucket of all others; with all but one token by itself it is the
+    whole one."""
     draw = torch.Generator().manual_seed(0)
     hidden, head = (torch.randn(n, 8, generator=draw, requires_grad=True) for n in (11, 13))
-    own, theirs, upstream = (
+    local, theirs, upstream = (
         torch.randn(*shape, generator=draw) for shape in ((11, 6), (13, 6), (11,))
     )
 
@@ -144,12 +147,12 @@ def test_the_divergence_over_the_top_tokens_is_plain_autograds(
         return [value, *torch.autograd.grad(value, (hidden, head), upstream)]
 
     for k in (1, 4, 12):
-        top = TopTeacher(*top_outcomes(own, theirs, k, 0.7, 12, softcap))
+        top = TopTeacher(*top_outcomes(local, theirs, k, 0.7, 12, softcap))
         s, t = (
             torch.cat([p, p.exp().scatter(-1, top.ids, 0).sum(-1, keepdim=True).log()], -1).gather(
                 -1, torch.cat([top.ids, torch.full((11, 1), 13)], -1)
             )
-            for p in (logprobs(hidden, head), logprobs(own, theirs))
+            for p in (logprobs(hidden, head), logprobs(local, theirs))
         )
         if 0 < beta < 1:
             m = torch.logaddexp(t + math.log(beta), s + math.log(1 - beta))
@@ -158,14 +161,15 @@ def test_the_divergence_over_the_top_tokens_is_plain_autograds(
             terms = t.exp() * (t - s) if beta == 0 else s.exp() * (s - t)
         plain = terms.sum(-1)
         expected = [plain, *torch.autograd.grad(plain, (hidden, head), upstream.double())]
-        for one, other in zip(by(top), expected, strict=True):
-            torch.testing.assert_close(one.double(), other.double(), atol=5e-6, rtol=1e-5)
-    for one, other in zip(by(top), by(WholeTeacher(own, theirs, 0.7, softcap)), strict=True):
-        torch.testing.assert_close(one, other, atol=5e-6, rtol=1e-5)
+        for single, second in zip(by(top), expected, strict=True):
+            torch.testing.assert_close(single.double(), second.double(), atol=5e-6, rtol=1e-5)
+    for single, second in zip(by(top), by(WholeTeacher(local, theirs, 0.7, softcap)), strict=True):
+        torch.testing.assert_close(single, second, atol=5e-6, rtol=1e-5)
 
 
 def test_advantages_worked_by_hand() -> None:
-    """coef 0.5: each nat by which the policy finds the token likelier than the teacher does takes off half of one."""
+    """coef 0.5: each nat by which the policy finds the token likelier than the teacher does takes
+    off half of one."""
     mask = torch.tensor([True, True, False, True])
     old, teachers = (
         torch.tensor([-1.0, -2.0, -1.0, -0.5]),
@@ -202,11 +206,11 @@ def test_a_teacher_that_is_the_policy_gives_no_gradient_at_all(
             assert not gradient.any(), name
 
 
-def plain_logprobs(folder: Path, prompt: list[int], said: list[int]) -> Tensor:
+def plain_logprobs(folder: Path, prompt: list[int], message: list[int]) -> Tensor:
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     )
-    ids = torch.tensor([prompt + said])
+    ids = torch.tensor([prompt + message])
     with torch.no_grad():
         logits = model(ids).logits[0, len(prompt) - 1 : -1]
     return cast(Tensor, (logits / trl_distillation.TEMPERATURE).log_softmax(-1))
@@ -236,25 +240,27 @@ def test_each_rollout_is_scored_by_its_own_teacher_with_the_prompt_that_it_is_sh
     )
     sums, _ = updater_of(policy).backward(row, 11, 3, True)
     updater_of(policy).backward(nothing, 11, 3, True)
-    found, expected = [], dict[str, list[float]](a=[], b=[])
+    result, expected = [], dict[str, list[float]](a=[], b=[])
     for rollout in rollouts():
-        ask, said = asks[rollout.rollout_id], cast(list[int], rollout.completion_ids)
+        ask, message = asks[rollout.rollout_id], cast(list[int], rollout.completion_ids)
         plain = plain_logprobs(
             folders["ab".index(ask.teacher)],
             ask.prompt_ids or cast(list[int], rollout.prompt_ids),
-            said,
+            message,
         )
-        policys = plain_logprobs(folders[0], cast(list[int], rollout.prompt_ids), said)
-        at, targets = torch.arange(len(said)), torch.tensor(said)
+        policys = plain_logprobs(folders[0], cast(list[int], rollout.prompt_ids), message)
+        at, targets = torch.arange(len(message)), torch.tensor(message)
         if loss == "sampled":
-            found.append(plain[at, targets])
+            result.append(plain[at, targets])
             expected[ask.teacher] += (policys - plain)[at, targets].tolist()
         elif loss == "full":
             expected[ask.teacher] += (policys.exp() * (policys - plain)).sum(-1).tolist()
     assert row.teacher_signal is not None
     if loss == "sampled":
         assert row.teacher_signal.logprobs is not None
-        torch.testing.assert_close(row.teacher_signal.logprobs, torch.cat(found), atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            row.teacher_signal.logprobs, torch.cat(result), atol=1e-5, rtol=0
+        )
     for name, values in expected.items():
         if values:
             assert float(sums[f"teacher/{name}/kl"].value) == pytest.approx(
@@ -266,15 +272,15 @@ def test_each_rollout_is_scored_by_its_own_teacher_with_the_prompt_that_it_is_sh
 def test_rows_for_a_teacher_keep_their_order() -> None:
     row = pack_rollouts(rollouts(), CPU)
     asks = {0: TeacherRequest("x"), 1: TeacherRequest("y"), 2: TeacherRequest("x", [50, 51, 52])}
-    own, places = select_teacher_row(row, asks, "x")
-    assert places.tolist() == [0, 1, 2, 3, 10]
-    assert own.rollout_ids == [0, 2]
-    assert own.input_ids.tolist() == [5, 9, 2, 7, 1, 30, 4, 50, 51, 52, 3]
-    assert own.target_ids.tolist() == row.target_ids[places].tolist()
-    whole, everywhere = select_teacher_row(row, {i: TeacherRequest("x") for i in asks}, "x")
+    local, positions = select_teacher_row(row, asks, "x")
+    assert positions.tolist() == [0, 1, 2, 3, 10]
+    assert local.rollout_ids == [0, 2]
+    assert local.input_ids.tolist() == [5, 9, 2, 7, 1, 30, 4, 50, 51, 52, 3]
+    assert local.target_ids.tolist() == row.target_ids[positions].tolist()
+    full, everywhere = select_teacher_row(row, {i: TeacherRequest("x") for i in asks}, "x")
     assert everywhere.tolist() == list(range(11))
     for name in ("input_ids", "position_ids", "predict_index", "target_ids"):
-        assert torch.equal(getattr(whole, name), getattr(row, name)), name
+        assert torch.equal(getattr(full, name), getattr(row, name)), name
 
 
 # What is refused, and what is said
@@ -296,7 +302,7 @@ def test_refusals_name_key_value_and_remedy(tmp_path: Path, folders: list[Path])
     check_inputs(load_config(path, [on]), num_ranks=1, to_run=False)
     check_inputs(load_config(path, [on, "rewards=[]"]), num_ranks=1, to_run=False)
     check_inputs(load_config(path, [on, "rewards.0.weight=0"]), num_ranks=1, to_run=False)
-    for overrides, said in (
+    for overrides, message in (
         (["teacher.coef=2"], "teacher.path is not set, so that teacher.coef would do nothing"),
         (["rewards=[]"], "rewards must name at least one reward"),
         ([on, "teacher.coef=0"], "teacher.coef must be > 0; got 0"),
@@ -325,38 +331,41 @@ def test_refusals_name_key_value_and_remedy(tmp_path: Path, folders: list[Path])
         ),
         ([f"teacher.path={{a/b: {folders[1]}}}"], "a name without a slash"),
     ):
-        assert said in refusal(path, *overrides), overrides
+        assert message in refusal(path, *overrides), overrides
 
 
 def test_top_k_is_of_the_tokens_that_both_have(tmp_path: Path, folders: list[Path]) -> None:
     large = make_model(tmp_path / "large", "qwen3", tied=True, vocab_size=128)
     path = write_config(tmp_path, folders[0])
-    of_topk = f"teacher.path={large}", "teacher.loss=topk"
-    check_inputs(load_config(path, [*of_topk, "teacher.top_k=97"]), num_ranks=1, to_run=False)
-    said = refusal(path, *of_topk, "teacher.top_k=98")
-    assert "teacher.top_k (98) is more than the tokens that" in said
-    assert "share (97); lower it" in said
+    topk_values = f"teacher.path={large}", "teacher.loss=topk"
+    check_inputs(load_config(path, [*topk_values, "teacher.top_k=97"]), num_ranks=1, to_run=False)
+    message = refusal(path, *topk_values, "teacher.top_k=98")
+    assert "teacher.top_k (98) is more than the tokens that" in message
+    assert "share (97); lower it" in message
 
 
 @pytest.mark.parametrize(
-    ("given", "overrides", "said"),
+    ("provided", "overrides", "message"),
     [
         ({}, [], ""),
         ({}, ["loss.kl_coef=0.1", "loss.kl_in=reward"], "loss.kl_in: reward with a teacher alone"),
         ({}, ["rollout.dynamic_sampling=true"], "rollout.dynamic_sampling with a teacher alone"),
-        ({}, ["teacher.path={}"], "rewards: the environment gives none, and all weights are 0; name one"),
+        ({}, ["teacher.path={}"], "rewards: the environment gives none, and all weights are 0; "
+                                  "name one"),
         ({}, ["teacher.path={}", "rewards=[]"], "rewards: the environment gives none; name one"),
-        ({"reward": 1.0}, ["loss.kl_coef=0.1", "loss.kl_in=reward", "rollout.dynamic_sampling=true"], ""),
+        ({"reward": 1.0}, ["loss.kl_coef=0.1", "loss.kl_in=reward", "rollout.dynamic_sampling=tru"
+                                                                    "e"], ""),
     ],
 )  # fmt: skip
 def test_what_an_environment_gives_is_held_against_what_needs_rewards(
-    given: dict[str, float],
+    provided: dict[str, float],
     overrides: list[str],
-    said: str,
+    message: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On the first rank of an engine, before anything is started; its others have started no environment."""
+    """On the first rank of an engine, before anything is started; its others have started no
+    environment."""
     rewards = [{"name": "exact", "weight": 0.0}]
     sections = {"environment": {"factory": "a.py:B"}, "teacher": {"path": "t"}, "rewards": rewards}
     config = load_config(
@@ -367,35 +376,35 @@ def test_what_an_environment_gives_is_held_against_what_needs_rewards(
     preemption = SimpleNamespace(check_scoring=None, guard=lambda score: score)
 
     def open_on(rank: int) -> dict[str, float]:
-        weights = {reward.metric_name: reward.weight for reward in config.rewards} | given
-        known: Any = SimpleNamespace(
+        weights = {reward.metric_name: reward.weight for reward in config.rewards} | provided
+        expected_names: Any = SimpleNamespace(
             other_rewards=[], weights=weights if rank == 0 else {}, scorer=None
         )
         session, inputs = SimpleNamespace(rank=rank, world_size=2), SimpleNamespace(columns=())
-        parts: tuple[Any, ...] = config, inputs, None, session, preemption, known
-        return dict(signal_rewards.open_rewards(*parts)[1].weights)
+        pieces: tuple[Any, ...] = config, inputs, None, session, preemption, expected_names
+        return dict(signal_rewards.open_rewards(*pieces)[1].weights)
 
     assert open_on(1) == {}
-    if said:
+    if message:
         with pytest.raises(ConfigError) as caught:
             open_on(0)
-        assert said in str(caught.value)
+        assert message in str(caught.value)
     else:
-        assert open_on(0) == {"exact": 0.0} | given
+        assert open_on(0) == {"exact": 0.0} | provided
 
 
 def test_another_vocabulary_is_refused_by_name(tmp_path: Path, folders: list[Path]) -> None:
-    other = make_model(tmp_path / "other", "qwen3", tied=True)
-    tokens = json.loads((other / "tokenizer.json").read_text())
+    second = make_model(tmp_path / "other", "qwen3", tied=True)
+    tokens = json.loads((second / "tokenizer.json").read_text())
     vocab = tokens["model"]["vocab"]
     vocab["3"], vocab["4"] = vocab["4"], vocab["3"]
-    (other / "tokenizer.json").write_text(json.dumps(tokens))
+    (second / "tokenizer.json").write_text(json.dumps(tokens))
     path = write_config(tmp_path, folders[0])
-    said = refusal(path, f"teacher.path={other}")
+    message = refusal(path, f"teacher.path={second}")
     number = min(vocab["3"], vocab["4"])
     assert (
-        f"teacher.path: {other} has another vocabulary than {folders[0]}: token {number} is '4' there"
-        in said
+        f"teacher.path: {second} has another vocabulary than {folders[0]}: token {number} is '4' "
+        "there" in message
     )
     small = make_model(tmp_path / "small", "qwen3", tied=True, vocab_size=64)
     assert f"{small} knows 64 tokens, and {folders[0]} 97; take a teacher" in refusal(
@@ -409,10 +418,10 @@ def test_explain_counts_the_teachers_bytes_and_passes(tmp_path: Path, folders: l
     lines = explain(config, sources, read_model(str(folders[0])), 32, 2)
     model = read_model(str(folders[1]))
     assert model is not None
-    (of_teacher,) = [line for line in lines if line.startswith("  teacher ")]
+    (teacher_values,) = [line for line in lines if line.startswith("  teacher ")]
     shard = sum(-(-shape[0] // 2) * math.prod(shape[1:]) for shape in model.shapes.values())
-    assert f"{shard:,} parameters of a shard x 4" in of_teacher
+    assert f"{shard:,} parameters of a shard x 4" in teacher_values
     assert any("extra passes of teachers" in line for line in lines)
-    own = [f"teacher.path={folders[0]}", "loss.kl_coef=0.1"]
-    shared, sources = load_config_with_sources(path, own)
+    local = [f"teacher.path={folders[0]}", "loss.kl_coef=0.1"]
+    shared, sources = load_config_with_sources(path, local)
     assert any("is the reference's" in line for line in explain(shared, sources, model, 32, 2))

@@ -1,4 +1,5 @@
-"""What a terminal is given of texts that others wrote, and how wide it is; curves and numbers by hand."""
+"""What a terminal is given of texts that others wrote, and how wide it is; curves and numbers by
+hand."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ def test_what_is_shown_and_how_wide(text: str, shown: str, width: int) -> None:
 
 
 def test_no_character_of_unicode_acts() -> None:
-    """Each by itself: nothing that a terminal takes for a command, that hides or that turns text round."""
+    """Each by itself: nothing that a terminal takes for a command, that hides or that turns text
+    round."""
     for code in (
         *range(0x20000),
         *range(0xE0000, 0xE1100),
@@ -65,8 +67,8 @@ def test_no_character_of_unicode_acts() -> None:
 
 
 def test_many_marks_do_not_cover_the_lines_around() -> None:
-    shown = TERMINAL.text("a" + "\u0301" * 100).plain
-    assert shown == "a" + "\u0301" * 8 + "\\u0301" * 92
+    displayed = TERMINAL.text("a" + "\u0301" * 100).plain
+    assert displayed == "a" + "\u0301" * 8 + "\\u0301" * 92
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "iso8859-1"])
@@ -188,7 +190,8 @@ def test_curves_by_hand() -> None:
 
 
 def test_counts_and_bars_by_hand() -> None:
-    # bins of an eighth: 0 and 0.1 in the first, 1 in the last; the fullest is whole, half of it half as high
+    # bins of an eighth: 0 and 0.1 in the first, 1 in the last; the fullest is whole, half of it
+    # half as high
     assert histogram([0, 0.1, 1], 0, 1) == "█      ▄"
     assert histogram([1, 1], 1, 1) == "    █   "  # all alike: in the middle
     assert histogram([None, None], 0, 1) == " " * 8
@@ -198,9 +201,9 @@ def test_counts_and_bars_by_hand() -> None:
 @pytest.mark.parametrize(
     ("value", "shown"),
     [
-        (0, "0"), (0.0, "0"), (1.0, "1"), (-0.5, "-0.5"), (0.12345, "0.1235"), (12.345, "12.35"), (1234.5, "1234"),
-        (99999.9, "100000"), (16_400_000, "1.6e7"), (999_999, "999999"), (1e-14, "1.0e-14"), (-1.61e-14, "-2e-14"),
-        (5e-5, "5.0e-5"), (math.nan, "nan"), (-math.inf, "-inf"), (10**400, "inf"), (None, "-"), (True, "-"),
+        (0, "0"), (0.0, "0"), (1.0, "1"), (-0.5, "-0.5"), (0.12345, "0.1235"), (12.345, "12.35"), (1234.5, "1234"),  # noqa: E501
+        (99999.9, "100000"), (16_400_000, "1.6e7"), (999_999, "999999"), (1e-14, "1.0e-14"), (-1.61e-14, "-2e-14"),  # noqa: E501
+        (5e-5, "5.0e-5"), (math.nan, "nan"), (-math.inf, "-inf"), (10**400, "inf"), (None, "-"), (True, "-"),  # noqa: E501
         ("x", "-"),
     ],
 )  # fmt: skip

@@ -1,4 +1,5 @@
-"""timeline.jsonl: each rank's phases of a step, as they were, whoever reads it and whatever became of the file."""
+"""timeline.jsonl: each rank's phases of a step, as they were, whoever reads it and whatever became
+of the file."""
 
 from __future__ import annotations
 
@@ -70,16 +71,16 @@ def test_a_line_says_what_each_rank_told(tmp_path: Path) -> None:
 
 def test_a_ranks_part_is_small_and_what_comes_behind_it_stays_whole() -> None:
     largest: Reductions = {"time/step_s": Max(1.5), "none": Max()}
-    part = pack_spans(SPANS, [2.25, 0.0]) + to_bytes(largest)
-    assert len(part) - len(to_bytes(largest)) <= 20 * len(SPANS) + 8
-    unpacked = PackedReader(part)
+    piece = pack_spans(SPANS, [2.25, 0.0]) + to_bytes(largest)
+    assert len(piece) - len(to_bytes(largest)) <= 20 * len(SPANS) + 8
+    unpacked = PackedReader(piece)
     assert len(unpack_spans(unpacked)) == len(SPANS)
     assert merge_bytes([unpacked.rest()]) == largest
     assert len(told([], [])) == 0
-    many = [
+    several = [
         Span("rollout", n, n + 1, 1.0, None) for n in range(1000)
     ]  # a step that was refilled without end
-    assert told(many, [])[:, 1].tolist() == [1000 * n for n in (*range(32), *range(968, 1000))]
+    assert told(several, [])[:, 1].tolist() == [1000 * n for n in (*range(32), *range(968, 1000))]
     assert told(SPANS, [2.25, 0.0]).tolist()[1] == [
         2,
         122,
@@ -101,9 +102,9 @@ def test_of_a_thousand_ranks_64_are_shown_and_a_line_stays_short(tmp_path: Path)
     assert {0, 500, 700, 1023} < set(ranks)
     assert max(b - a for a, b in pairwise(ranks)) <= 17  # at even distances: 1023 / 61
     assert len(shown_ranks([1.0] * 65)) <= 64
-    of_ranks = [told(SPANS, [seconds, 0.0]) for seconds in busy]
+    rank_values = [told(SPANS, [seconds, 0.0]) for seconds in busy]
     file = TimelineFile(tmp_path)
-    file.write(7, 0.0, 1024, of_ranks)
+    file.write(7, 0.0, 1024, rank_values)
     file.close()
     assert (tmp_path / "timeline.jsonl").stat().st_size < 64 * len(SPANS) * 60
     timeline = read_timeline(tmp_path)[7]
@@ -114,18 +115,18 @@ def test_of_a_thousand_ranks_64_are_shown_and_a_line_stays_short(tmp_path: Path)
 
 def test_the_timer_notes_each_time_in_a_phase(tmp_path: Path) -> None:
     device = torch.device("cpu")
-    before = time.time()
+    old = time.time()
     timer = PhaseTimer(device, MemoryLedger(device, lambda: 0, {}), 1)
     with timer("rollout"):
         pass
-    kept = bytearray(300 << 20)
-    kept[:: 1 << 12] = b"x" * len(kept[:: 1 << 12])  # or it would be in nobody's memory
+    retained = bytearray(300 << 20)
+    retained[:: 1 << 12] = b"x" * len(retained[:: 1 << 12])  # or it would be in nobody's memory
     with timer("update"):
         pass
-    del kept
+    del retained
     with timer("rollout"):
         time.sleep(0.02)
-    assert before <= timer.step_unix_s <= time.time()
+    assert old <= timer.step_unix_s <= time.time()
     assert [span.phase for span in timer.spans] == ["rollout", "update", "rollout"]
     ends = [moment for span in timer.spans for moment in (span.start_s, span.end_s)]
     assert ends == sorted(ends)
@@ -154,19 +155,23 @@ def test_of_a_step_made_twice_the_last_line_counts_and_half_a_line_costs_only_it
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "timeline.jsonl"
-    first = TimelineFile(tmp_path)
+    initial = TimelineFile(tmp_path)
     for step in (1, 2, 3):
-        first.write(step, float(step), 1, [told(SPANS, [])])
-    first.close()
+        initial.write(step, float(step), 1, [told(SPANS, [])])
+    initial.close()
     os.truncate(path, path.stat().st_size - 20)  # killed in the middle of the third
     again = TimelineFile(tmp_path)  # goes on after step 1
     for step in (2, 3):
         again.write(step, 10.0 + step, 1, [told(SPANS[:1], [])])
     again.close()
-    found = read_timeline(tmp_path)
-    assert {step: timeline.unix_s for step, timeline in found.items()} == {1: 1.0, 2: 12.0, 3: 13.0}
-    assert found[2].spans == [AS_READ[:1]]
-    assert read_timeline(tmp_path, {3, 9}) == {3: found[3]}
+    result = read_timeline(tmp_path)
+    assert {step: timeline.unix_s for step, timeline in result.items()} == {
+        1: 1.0,
+        2: 12.0,
+        3: 13.0,
+    }
+    assert result[2].spans == [AS_READ[:1]]
+    assert read_timeline(tmp_path, {3, 9}) == {3: result[3]}
     assert read_timeline(tmp_path / "nowhere") == {}
 
 

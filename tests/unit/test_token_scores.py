@@ -1,4 +1,5 @@
-"""token_scores/: what is kept of a step's tokens, as it is written, removed and read again; tokenizer.json beside it.
+"""token_scores/: what is kept of a step's tokens, as it is written, removed and read again;
+tokenizer.json beside it.
 tests/ranks/test_partition.py and test_episodes.py hold the values against plain transformers."""
 
 from __future__ import annotations
@@ -83,23 +84,26 @@ def scored(rollout_id: int, size: int, advantages: Any = 0.5, loss_mask: Any = T
 def of_segments(rollout_id: int, *sampled: list[int]) -> Scored:
     """Of an episode: in each segment these tokens are sampled, between others that were given."""
     segments, ids = [], list[int]()
-    for of_segment in sampled:
-        token_ids = [t for token in of_segment for t in (90, token)] + [91]
-        is_sampled = [False, True] * len(of_segment) + [False]
+    for segment_values in sampled:
+        token_ids = [t for token in segment_values for t in (90, token)] + [91]
+        is_sampled = [False, True] * len(segment_values) + [False]
         segments.append(Segment(np.array(token_ids, np.int32), np.array(is_sampled)))
-        ids += of_segment
-    one = scored(rollout_id, len(ids))
-    rollout = episode_rollout(rollout_id, 0.5, True, tuple(segments), one.rollout.rollout_logprobs)
+        ids += segment_values
+    single = scored(rollout_id, len(ids))
+    rollout = episode_rollout(
+        rollout_id, 0.5, True, tuple(segments), single.rollout.rollout_logprobs
+    )
     assert list(rollout.completion_ids) == ids
-    return Scored(rollout, one.logprobs, one.entropy)
+    return Scored(rollout, single.logprobs, single.entropy)
 
 
 def row_of(*rows: Scored) -> tuple[MicroBatch, Tensor, Tensor]:
-    micro_batch = pack_rollouts([one.rollout for one in rows], _CPU)
+    micro_batch = pack_rollouts([single.rollout for single in rows], _CPU)
     if not micro_batch.rollout_ids:  # a row that only keeps step
         return micro_batch, torch.tensor([-1.0]), torch.tensor([1.0])
     logprobs, entropy = (
-        [value for one in rows for value in getattr(one, name)] for name in ("logprobs", "entropy")
+        [value for single in rows for value in getattr(single, name)]
+        for name in ("logprobs", "entropy")
     )
     return micro_batch, torch.tensor(logprobs), torch.tensor(entropy)
 
@@ -130,23 +134,24 @@ def test_a_line_a_rollout_in_the_order_of_ids_with_each_tokens_values() -> None:
         4,
         9,
     ]  # 5 has no token, and the empty row no rollout
-    by_id = {one.rollout.rollout_id: one for one in ROWS}
+    by_id = {single.rollout.rollout_id: single for single in ROWS}
     for line in lines:
-        one = by_id[line["rollout_id"]]
+        single = by_id[line["rollout_id"]]
         expected = [
-            mine - its for mine, its in zip(one.logprobs, one.rollout.rollout_logprobs, strict=True)
+            local - its
+            for local, its in zip(single.logprobs, single.rollout.rollout_logprobs, strict=True)
         ]
         assert line["difference"] == pytest.approx(
             expected, rel=1e-3, abs=1e-6
         )  # float16 has eleven bits
-        assert line["entropy"] == pytest.approx(one.entropy, rel=1e-3)
+        assert line["entropy"] == pytest.approx(single.entropy, rel=1e-3)
         sizes = [abs(value) for value in expected]
         assert line["difference_mean"] == pytest.approx(
             sum(sizes) / len(sizes), rel=1e-5
         )  # of float32
         assert line["difference_max"] == pytest.approx(max(sizes), rel=1e-5)
-    told = {line["rollout_id"]: (line.get("advantages"), line.get("loss_mask")) for line in lines}
-    assert told == {
+    report = {line["rollout_id"]: (line.get("advantages"), line.get("loss_mask")) for line in lines}
+    assert report == {
         0: (None, None),
         2: (None, [1, 0, 1, 0]),
         3: (None, None),
@@ -157,10 +162,10 @@ def test_a_line_a_rollout_in_the_order_of_ids_with_each_tokens_values() -> None:
 
 def test_of_a_micro_batch_the_first_scores_stay() -> None:
     """Those of the pass over old logprobs, and not those of the update's later epochs."""
-    first, second = row_of(ROWS[0]), row_of(ROWS[1])
-    scores = kept(first, second)
-    scores(first[0], first[1] - 1, first[2] - 1)
-    assert scores.lines() == kept(second, first).lines()
+    initial, second = row_of(ROWS[0]), row_of(ROWS[1])
+    scores = kept(initial, second)
+    scores(initial[0], initial[1] - 1, initial[2] - 1)
+    assert scores.lines() == kept(second, initial).lines()
     assert KeptScores().lines() == []
 
 
@@ -193,7 +198,7 @@ def test_to_keep_scores_waits_for_nothing_and_to_write_them_once() -> None:
     with Waits() as control:
         torch.tensor([1.0]).cpu().item()
     assert control.names == ["cpu", "item"]
-    rows = [row_of(one) for one in ROWS] * 2
+    rows = [row_of(single) for single in ROWS] * 2
     with Waits() as waits:
         scores = kept(*rows)
         assert waits.names == []
@@ -209,10 +214,10 @@ def test_to_keep_scores_waits_for_nothing_and_to_write_them_once() -> None:
 
 
 def test_what_is_not_finite_is_written_and_read() -> None:
-    one = scored(3, 4)
-    one.logprobs[:2] = [float("nan"), float("-inf")]
-    one.entropy[2] = 1e6
-    (line,) = read(kept(row_of(one)).lines())
+    single = scored(3, 4)
+    single.logprobs[:2] = [float("nan"), float("-inf")]
+    single.entropy[2] = 1e6
+    (line,) = read(kept(row_of(single)).lines())
     assert (line["difference_mean"], line["difference_max"]) == (None, None)
     assert np.isnan(line["difference"][0])
     assert line["difference"][1] == float("-inf")
@@ -251,10 +256,10 @@ def names(run_dir: Path, folder: str = "token_scores") -> list[str]:
 def test_what_was_written_is_read(tmp_path: Path, compression: str) -> None:
     write(dump_of(tmp_path, rollouts_compression=compression), 12)
     assert names(tmp_path) == ["step_000012.jsonl" + ".gz" * (compression == "gzip")]
-    found = RunFolder(tmp_path).scores_by_id(12)
-    assert list(found) == [0, 2, 3, 4, 9]
+    result = RunFolder(tmp_path).scores_by_id(12)
+    assert list(result) == [0, 2, 3, 4, 9]
     lines = {line["rollout_id"]: line for line in read(kept(row_of(*ROWS)).lines())}
-    for rollout_id, scores in found.items():
+    for rollout_id, scores in result.items():
         line = lines[rollout_id]
         for name in ("difference", "entropy", "advantages", "loss_mask"):
             values = getattr(scores, name)
@@ -368,9 +373,9 @@ BAD: list[tuple[Callable[[], bytes], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("make", "why"), BAD, ids=range(len(BAD)))
+@pytest.mark.parametrize(("make", "reason"), BAD, ids=range(len(BAD)))
 def test_what_is_broken_is_refused_in_one_line(
-    tmp_path: Path, make: Callable[[], bytes], why: str
+    tmp_path: Path, make: Callable[[], bytes], reason: str
 ) -> None:
     (tmp_path / "token_scores").mkdir()
     path = tmp_path / "token_scores/step_000001.jsonl"
@@ -378,8 +383,8 @@ def test_what_is_broken_is_refused_in_one_line(
     with pytest.raises(ConfigError) as refused:
         RunFolder(tmp_path).scores_by_id(1)
     text = str(refused.value)
-    assert why in text
-    assert text.startswith(f"{path}:{3 if 'twice' in why else 2}")
+    assert reason in text
+    assert text.startswith(f"{path}:{3 if 'twice' in reason else 2}")
     assert "\n" not in text
     assert len(text) < 600
     path.write_bytes(_replaced(rollout_id=7))
@@ -420,9 +425,10 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
 def trained(
     policy: Policy, loss: LossConfig, num_mini_batches: int, num_epochs: int = 1
 ) -> dict[int, dict[str, Any]]:
-    """What is kept of an update of four rollouts, a row each, that moves the policy by far more than rounding."""
+    """What is kept of an update of four rollouts, a row each, that moves the policy by far more
+    than rounding."""
     rows = [[scored(2 * number, 5), scored(2 * number + 1, 3)] for number in range(2)]
-    batches = [[pack_rollouts([one.rollout], _CPU) for one in row] for row in rows]
+    batches = [[pack_rollouts([single.rollout], _CPU) for single in row] for row in rows]
     if num_mini_batches == 1:
         batches = [[row for mini_batch in batches for row in mini_batch]]
     tokens = [sum(len(row.target_ids) for row in mini_batch) for mini_batch in batches]
@@ -449,16 +455,17 @@ def trained(
         (LossConfig(), 2, 2, [0, 1, 2, 3]),
         (LossConfig(), 1, 2, [0, 1, 2, 3]),
         (LossConfig(old_logprobs="engine", rollout_correction="none"), 1, 2, [0, 1, 2, 3]),
-        # of the second mini-batch nobody knew the scores before the first update, and later ones say something else
+        # of the second mini-batch nobody knew the scores before the first update, and later ones
+        # say something else
         (LossConfig(old_logprobs="engine", rollout_correction="none"), 2, 1, [0, 1]),
     ],
 )
 def test_scores_are_of_the_policy_before_the_first_update(
     policy: Policy, loss: LossConfig, num_mini_batches: int, num_epochs: int, scored_ids: list[int]
 ) -> None:
-    found = trained(policy, loss, num_mini_batches, num_epochs)
-    assert list(found) == scored_ids
-    for rollout_id, line in found.items():
+    result = trained(policy, loss, num_mini_batches, num_epochs)
+    assert list(result) == scored_ids
+    for rollout_id, line in result.items():
         rollout = scored(rollout_id, 5 if rollout_id % 2 == 0 else 3).rollout
         with torch.no_grad():
             logprobs, entropy = policy(pack_rollouts([rollout], _CPU))
@@ -471,13 +478,13 @@ def test_scores_are_of_the_policy_before_the_first_update(
 def test_of_a_skipped_update_there_is_what_there_is(policy: Policy) -> None:
     rows = [scored(number, 4) for number in range(2)]
     rows[0].rollout.rollout_logprobs[1] = float("nan")
-    batch = RolloutBatch([[pack_rollouts([one.rollout for one in rows], _CPU)]], [8], [2])
+    batch = RolloutBatch([[pack_rollouts([single.rollout for single in rows], _CPU)]], [8], [2])
     updater = PolicyUpdater(policy, OptimizerConfig(), LossConfig(), TrainingConfig(), 8)
     scores = KeptScores()
     assert updater.update(batch, keep_scores=scores)["optim/skipped_updates"].value == 1
-    first, second = read(scores.lines())
-    assert [np.isnan(value) for value in first["difference"]] == [False, True, False, False]
-    assert first["difference_max"] is None
+    initial, second = read(scores.lines())
+    assert [np.isnan(value) for value in initial["difference"]] == [False, True, False, False]
+    assert initial["difference_max"] is None
     assert second["difference_max"] > 0
 
 
@@ -512,10 +519,10 @@ def test_where_the_tokenizer_should_be_nothing_is_followed_or_waited_for(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("grpo_spmd"), "propagate", True)
-    mine = tmp_path / "mine"
-    mine.write_text("mine")
+    local = tmp_path / "mine"
+    local.write_text("mine")
     for number, name in enumerate(("tokenizer.json", "tokenizer.json.tmp")):
-        for make in (lambda path: path.symlink_to(mine), os.mkfifo):
+        for make in (lambda path: path.symlink_to(local), os.mkfifo):
             folder = tmp_path / f"{number}_{make.__name__}"
             folder.mkdir()
             make(folder / name)
@@ -523,7 +530,7 @@ def test_where_the_tokenizer_should_be_nothing_is_followed_or_waited_for(
             assert read_tokenizer(folder).encode("why").ids == [1]
             assert [path.name for path in folder.iterdir()] == ["tokenizer.json"]
             assert not (folder / "tokenizer.json").is_symlink()
-            assert mine.read_text() == "mine"
+            assert local.read_text() == "mine"
     (tmp_path / "tokenizer.json").mkdir()
     save_tokenizer(tmp_path, a_tokenizer("why"))
     assert f"{tmp_path}/tokenizer.json is not written: Is a directory" in caplog.text
@@ -532,9 +539,11 @@ def test_where_the_tokenizer_should_be_nothing_is_followed_or_waited_for(
 def test_readers_import_no_torch(tmp_path: Path) -> None:
     write(dump_of(tmp_path), 1)
     code = (
-        "import sys; from pathlib import Path; from grpo_spmd.observe.timeline import read_timeline; "
+        "import sys; from pathlib import Path; from grpo_spmd.observe.timeline import "
+        "read_timeline; "
         "from grpo_spmd.observe.run_folder import RunFolder; "
-        "folder = Path(sys.argv[1]); read_timeline(folder); print(len(RunFolder(folder).scores_by_id(1))); "
+        "folder = Path(sys.argv[1]); read_timeline(folder); "
+        "print(len(RunFolder(folder).scores_by_id(1))); "
         "print([name for name in ('torch', 'transformers', 'vllm') if name in sys.modules])"
     )
     done = subprocess.run(

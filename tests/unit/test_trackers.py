@@ -1,4 +1,5 @@
-"""What trackers are shown: the right rollouts, few, and text that stays text; and that one cannot hold up another."""
+"""What trackers are shown: the right rollouts, few, and text that stays text; and that one cannot
+hold up another."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ HOSTILE = {
 }
 
 
-def record(position: int, sample: int = 0, **other: Any) -> RolloutRecord:
+def record(position: int, sample: int = 0, **second: Any) -> RolloutRecord:
     fields: dict[str, Any] = {
         "prompt": f"prompt {position}",
         "completion": f"text {position}/{sample}",
@@ -76,7 +77,7 @@ def record(position: int, sample: int = 0, **other: Any) -> RolloutRecord:
         "completion_ids": [2, 3],
         "rollout_logprobs": [-0.5, -1.0],
     }
-    return RolloutRecord(**(fields | other))
+    return RolloutRecord(**(fields | second))
 
 
 def dump(
@@ -84,7 +85,7 @@ def dump(
 ) -> Path:
     folder = run_dir / "rollouts"
     folder.mkdir(exist_ok=True, parents=True)
-    content = b"".join(to_line(each) + b"\n" for each in records)
+    content = b"".join(to_line(item) + b"\n" for item in records)
     path = folder / name.format(f"step_{step:06d}")
     path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
     return path
@@ -105,9 +106,14 @@ def test_rollouts_of_all_nodes_are_shown_as_they_were_dumped(name: str, tmp_path
     dump(tmp_path, 7, [record(0, 0), record(0, 1, reward=None, rewards={"right": None})], name)
     chat = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "2 + 2"}]
     dump(tmp_path, 7, [record(1, prompt=chat, advantage=-0.5)], name.replace("{}", "{}.node_1"))
-    first, second, third = shown_rollouts(tmp_path, 7)
-    assert (first.position, first.sample, first.completion, first.reward) == (0, 0, "text 0/0", 0.0)
-    assert first.messages == [
+    initial, second, third = shown_rollouts(tmp_path, 7)
+    assert (initial.position, initial.sample, initial.completion, initial.reward) == (
+        0,
+        0,
+        "text 0/0",
+        0.0,
+    )
+    assert initial.messages == [
         {"role": "user", "content": "prompt 0"},
         {"role": "assistant", "content": "text 0/0"},
     ]
@@ -120,7 +126,7 @@ def test_rollouts_of_all_nodes_are_shown_as_they_were_dumped(name: str, tmp_path
     assert third.prompt == "system: be brief\n\nuser: 2 + 2"
     assert third.messages == [*chat, {"role": "assistant", "content": "text 1/0"}]
     assert third.advantage == -0.5
-    columns, rows = as_table([first, second, third])
+    columns, rows = as_table([initial, second, third])
     assert columns[:4] == ["prompt", "completion", "reward", "reward/right"]
     assert [row[:4] for row in rows][:2] == [
         ["prompt 0", "text 0/0", 0.0, 1.0],
@@ -138,16 +144,16 @@ def test_an_episode_is_shown_as_its_conversation(tmp_path: Path) -> None:
     ]
     line = json.loads(to_line(record(0))) | {"status": "ok", "messages": messages}
     dump(tmp_path, 1, []).write_text(json.dumps(line) + "\n")
-    (shown,) = shown_rollouts(tmp_path, 1)
-    assert [message["role"] for message in shown.messages] == [
+    (displayed,) = shown_rollouts(tmp_path, 1)
+    assert [message["role"] for message in displayed.messages] == [
         "user",
         "assistant",
         "tool",
         "assistant",
         "unknown",
     ]
-    assert '"python"' in shown.messages[1]["content"]
-    assert shown.status == "ok"
+    assert '"python"' in displayed.messages[1]["content"]
+    assert displayed.status == "ok"
 
 
 def test_what_is_no_rollout_is_passed_over_and_what_cannot_be_read_costs_the_table(
@@ -164,7 +170,7 @@ def test_what_is_no_rollout_is_passed_over_and_what_cannot_be_read_costs_the_tab
         b'{"position":1e99}',
     ]
     path.write_bytes(b"".join(line + b"\n" for line in odd) + path.read_bytes() + b'{"position": 3')
-    assert [each.position for each in shown_rollouts(tmp_path, 1)] == [0]
+    assert [item.position for item in shown_rollouts(tmp_path, 1)] == [0]
     assert shown_rollouts(tmp_path, 2) == []  # removed by logging.rollouts_keep
     (tmp_path / "rollouts/step_000003.jsonl.gz").write_bytes(gzip.compress(b"x" * 1000)[:-9])
     os.mkfifo(tmp_path / "rollouts/step_000004.jsonl")  # is_file() says no, as of a folder
@@ -208,7 +214,7 @@ def test_rollouts_come_with_each_nth_step_alone(tmp_path: Path) -> None:
     )
     tracker = Kept()
     TrackerFeed(tmp_path, tracker, rollouts_every_steps=2).finish(20)
-    assert [[each.position for each in rollouts] for _, rollouts in tracker.lines] == [[2], [], []]
+    assert [[item.position for item in rollouts] for _, rollouts in tracker.lines] == [[2], [], []]
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -242,20 +248,23 @@ def test_hostile_text_is_text_in_tensorboard(name: str, tmp_path: Path) -> None:
         "\u202e",
     ):
         assert tag not in html
-    shown = {
+    displayed = {
         "ansi": "\\u001b[31mred",
         "rtl": "\\u202egnp.exe",
         "surrogate": "half \\ud83d of",
         "nothing": "text",
     }
-    kept = {
+    retained = {
         "link": "[click](javascript",
         "image": "![x](http",
         "fence": "# heading",
         "table": "a | b",
         "script": "alert(1)",
     }
-    assert (shown | kept).get(name, text[:10].strip()) in html or name in ("nothing", "comment")
+    assert (displayed | retained).get(name, text[:10].strip()) in html or name in (
+        "nothing",
+        "comment",
+    )
     assert len(html) < 10 * MAX_TEXT_CHARS
 
 
@@ -294,7 +303,8 @@ def test_the_traces_of_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     code = (
         "import pathlib, sys; from grpo_spmd.observe.trackers.feed import TrackerFeed\n"
         "from grpo_spmd.observe.trackers.trackio_run import TrackioRun\n"
-        "run = pathlib.Path(sys.argv[1]); TrackerFeed(run, TrackioRun(run, 'p', {'a': {'b': 1}}), 1).finish(60)"
+        "run = pathlib.Path(sys.argv[1]); TrackerFeed(run, TrackioRun(run, 'p', {'a': {'b': "
+        "1}}), 1).finish(60)"
     )
     done = run_command(
         [sys.executable, "-c", code, str(tmp_path)], env={"TRACKIO_DIR": str(tmp_path / "trackio")}
@@ -307,7 +317,7 @@ def test_the_traces_of_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ).fetchall()
     assert [(step, json.loads(text)) for step, text in rows] == [(1, {"reward/mean": 0.5})]
     assert len(traces) == len(HOSTILE)
-    messages, facts = (json.loads(part) for part in traces[0])
+    messages, facts = (json.loads(piece) for piece in traces[0])
     assert messages[-1] == {"role": "assistant", "content": HOSTILE["script"]}
     assert facts["reward"] == 0.0
     assert facts["reward/right"] == 1.0
@@ -316,7 +326,8 @@ def test_the_traces_of_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_a_tracker_that_hangs_holds_up_no_other(
     fake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """W&B hangs in its start, TensorBoard has all lines, and the run waits for its time and no longer."""
+    """W&B hangs in its start, TensorBoard has all lines, and the run waits for its time and no
+    longer."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     monkeypatch.setenv("FAKE_WANDB", "init hangs")
@@ -327,10 +338,10 @@ def test_a_tracker_that_hangs_holds_up_no_other(
     for step in range(1, 51):
         file.write(json.dumps({"step": step, "x": step}))
         followers.line_written(step, False)
-    state, until = tmp_path / "tensorboard.json", time.monotonic() + 60
+    state, deadline = tmp_path / "tensorboard.json", time.monotonic() + 60
     while (
         '"next_step": 51' not in (state.read_text() if state.exists() else "")
-        and time.monotonic() < until
+        and time.monotonic() < deadline
     ):
         time.sleep(0.02)
     followers.finish(has_ended=True)
@@ -368,7 +379,10 @@ def test_rollouts_are_shown_of_steps_that_are_dumped() -> None:
         )
     )
     for dumped in (0, 3):
-        rule = rf"trackers_rollouts_every_steps \(4\) must be a multiple of logging.rollouts_every_steps \({dumped}\)"
+        rule = (
+            r"trackers_rollouts_every_steps \(4\) must be a multiple of "
+            rf"logging.rollouts_every_steps \({dumped}\)"
+        )
         with pytest.raises(ConfigError, match=rule):
             check_logging(
                 LoggingConfig(

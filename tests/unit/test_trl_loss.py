@@ -1,4 +1,5 @@
-"""benchmarks/agreement/trl_loss.py where there is no TRL: our losses against what TRL gave when it last ran, and the
+"""benchmarks/agreement/trl_loss.py where there is no TRL: our losses against what TRL gave when it
+last ran, and the
 comparison itself."""
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ Changed = tuple[Variant, str, Variant]
 
 
 def with_one_number_doubled(variant: Variant) -> list[Changed]:
-    """The variant with one number of its loss twice as large, for each number that should matter to it."""
+    """The variant with one number of its loss twice as large, for each number that should matter to
+    it."""
     config = variant.loss_config
     names = ["kl_coef"] * bool(config.kl_coef and config.kl_in == "loss") + ["entropy_coef"] * bool(
         config.entropy_coef
@@ -51,12 +53,12 @@ def measured(
     batch = make(folder)
     claims = {variant.name: variant for variant in variants(batch) if not variant.reason}
     changed = [
-        each
+        item
         for variant in claims.values()
         if "loss" in variant.compares
-        for each in with_one_number_doubled(variant)
+        for item in with_one_number_doubled(variant)
     ]
-    results = run_ours(folder, batch, [*claims.values(), *(after for _, _, after in changed)])
+    results = run_ours(folder, batch, [*claims.values(), *(new for _, _, new in changed)])
     return (
         claims,
         dict(zip(claims, results, strict=False)),
@@ -90,15 +92,16 @@ def test_no_number_of_a_claim_is_idle(measured: Any) -> None:
     """Clips, caps and coefficients bind on this batch, so that agreement means something."""
     _, results, changed = measured
     assert len(changed) > 50
-    for (before, name, _), result in changed:
-        assert gradient_difference(result, results[before.name])[0] > 10 * TOLERANCE, (
-            before.name,
+    for (old, name, _), result in changed:
+        assert gradient_difference(result, results[old.name])[0] > 10 * TOLERANCE, (
+            old.name,
             name,
         )
 
 
 def test_a_claim_fails_by_its_worst_parameter() -> None:
-    """A small tensor of another sign, a transposed one, NaN, and another loss: none may hide behind the rest."""
+    """A small tensor of another sign, a transposed one, NaN, and another loss: none may hide behind
+    the rest."""
     generator = torch.Generator().manual_seed(0)
     theirs = Result(
         0.5,

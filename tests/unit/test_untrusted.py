@@ -1,4 +1,5 @@
-"""What a folder from elsewhere holds: it runs no code, and nothing but regular files of it is read."""
+"""What a folder from elsewhere holds: it runs no code, and nothing but regular files of it is
+read."""
 
 from __future__ import annotations
 
@@ -71,7 +72,8 @@ def test_the_code_of_a_models_folder_never_runs(evil: Path, tmp_path: Path) -> N
 
 
 def test_the_evil_folder_would_run_it(evil: Path, tmp_path: Path) -> None:
-    """Or the test above would show nothing: without the word False, the "y" on stdin is believed."""
+    """Or the test above would show nothing: without the word False, the "y" on stdin is
+    believed."""
     transformers.AutoConfig.from_pretrained(str(evil))
     assert (tmp_path / "marker").exists()
 
@@ -131,7 +133,8 @@ ODD: list[Any] = [
 
 
 def _start(checkpoint: Path, tmp_path: Path, session: Session) -> str | None:
-    """How a resume and an export take it, both in this process: what was said, None: it was taken."""
+    """How a resume and an export take it, both in this process: what was said, None: it was
+    taken."""
     run_dir = checkpoint.parent.parent
     try:
         facts = RunFacts("1" * 64, "2" * 64, trainer_of(3)["config"], "m", "float32", 1)
@@ -139,13 +142,13 @@ def _start(checkpoint: Path, tmp_path: Path, session: Session) -> str | None:
         verify_checkpoint(checkpoint)
         export_checkpoint(checkpoint, tmp_path / "out")
     except (ConfigError, CheckpointError) as error:
-        said = str(error)
+        message = str(error)
     else:
         return None
     finally:
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
-    assert len(said.splitlines()) == 1
-    return said
+    assert len(message.splitlines()) == 1
+    return message
 
 
 # A value that is right for the field, though odd: another number of finished steps, say.
@@ -167,14 +170,14 @@ def test_an_odd_value_of_any_field_of_trainer_json_is_refused_in_one_line(
     assert _start(checkpoint, tmp_path, session) is None
     for odd in ODD:
         write_trainer(checkpoint, good | {field: odd})
-        said = _start(checkpoint, tmp_path, session)
-        assert (said is None) == FITS.get(field, lambda value: False)(odd) or (
-            field == "config" and said
-        ), (odd, said)
+        start = _start(checkpoint, tmp_path, session)
+        assert (start is None) == FITS.get(field, lambda value: False)(odd) or (
+            field == "config" and start
+        ), (odd, start)
     del good[field]
     write_trainer(checkpoint, good)
-    said = _start(checkpoint, tmp_path, session)
-    assert (said is None) == (field in ("mismatch_scale", "model_path")), said
+    start = _start(checkpoint, tmp_path, session)
+    assert (start is None) == (field in ("mismatch_scale", "model_path")), start
 
 
 def test_odd_values_of_the_config_in_trainer_json(tmp_path: Path, session: Session) -> None:
@@ -182,8 +185,8 @@ def test_odd_values_of_the_config_in_trainer_json(tmp_path: Path, session: Sessi
     for key in ("model.num_replicas", "seed", "loss.dual_clip"):
         for odd in ODD:
             write_trainer(checkpoint, good | {"config": good["config"] | {key: odd}})
-            said = _start(checkpoint, tmp_path, session)
-            assert key == "loss.dual_clip" or said is not None, (key, odd)
+            start = _start(checkpoint, tmp_path, session)
+            assert key == "loss.dual_clip" or start is not None, (key, odd)
 
 
 @pytest.mark.parametrize("field", ["bytes", "sha256"])
@@ -262,15 +265,16 @@ def _to_folder(path: Path) -> None:
     path.symlink_to("/etc")
 
 
-@pytest.mark.parametrize("place", [os.mkfifo, _to_zero, _to_passwd, _to_folder])
-@pytest.mark.parametrize("name", ["trainer.json", "manifest.json", "model/config.json", "model/extra.txt",
-                                  "state/shard_00001.safetensors", "state/shard_00002.safetensors"])  # fmt: skip
+@pytest.mark.parametrize("position", [os.mkfifo, _to_zero, _to_passwd, _to_folder])
+@pytest.mark.parametrize("name", ["trainer.json", "manifest.json", "model/config.json", "model/extra.txt",  # noqa: E501
+                                  "state/shard_00001.safetensor"
+                                  "s", "state/shard_00002.safetensors"])  # fmt: skip
 def test_what_is_no_file_of_a_checkpoint_is_not_read(
-    place: Callable[[Path], None], name: str, tmp_path: Path, session: Session
+    position: Callable[[Path], None], name: str, tmp_path: Path, session: Session
 ) -> None:
     checkpoint = _checkpoint(tmp_path)
     (checkpoint / name).unlink(missing_ok=True)
-    place(checkpoint / name)
+    position(checkpoint / name)
     assert re.search(
         r"is a (link|fifo)|not a regular file|cannot read",
         str(_start(checkpoint, tmp_path, session)),
@@ -278,7 +282,8 @@ def test_what_is_no_file_of_a_checkpoint_is_not_read(
 
 
 def test_a_shard_by_another_name_is_none(tmp_path: Path, session: Session) -> None:
-    """torch's reader takes every file of the folder; ours, which checks them, those with the names of shards."""
+    """torch's reader takes every file of the folder; ours, which checks them, those with the names
+    of shards."""
     checkpoint = _checkpoint(tmp_path)
     shutil.copyfile(
         checkpoint / "state" / "shard_00001.safetensors", checkpoint / "state" / "other.safetensors"

@@ -22,7 +22,8 @@ from grpo_spmd.rewards.verifiers import SHIPPED, last_number, python_code
 def _shipped(
     name: str, completion: str, args: dict[str, Any] | None = None, **columns: Any
 ) -> float | None:
-    """What the shipped reward gives one completion, once as text and once as a chat message: both must agree."""
+    """What the shipped reward gives one completion, once as text and once as a chat message: both
+    must agree."""
     (reward,) = load_rewards([RewardConfig(name=name, args=args or {})])
     lists = {column: [value] for column, value in columns.items()}
     (plain,) = reward.function(prompts=[""], completions=[completion], completion_ids=[[]], **lists)
@@ -278,8 +279,8 @@ def test_math_off_the_main_thread_raises() -> None:
 # Hostile text: 0.0, soon, whatever it says
 
 
-def _nested(before: str, inside: str, after: str, times: int) -> str:
-    return "\\boxed{" + before * times + inside + after * times + "}"
+def _nested(old: str, inside: str, after: str, times: int) -> str:
+    return "\\boxed{" + old * times + inside + after * times + "}"
 
 
 HOSTILE = {
@@ -329,22 +330,22 @@ def test_hostile_text_is_worth_nothing_and_takes_no_time(
     args, columns = VERIFIERS[name]
     (reward,) = load_rewards([RewardConfig(name=name, args=args)])
     lists = {column: [value] * len(HOSTILE) for column, value in columns.items()}
-    before, texts = time.process_time(), list(HOSTILE.values())
-    found = reward.function(
+    old, texts = time.process_time(), list(HOSTILE.values())
+    result = reward.function(
         prompts=[""] * len(texts), completions=texts, completion_ids=[[]] * len(texts), **lists
     )
-    right = ["answers"] if name == "format" else []
+    correct = ["answers"] if name == "format" else []
     assert {
-        text: value for text, value in zip(HOSTILE, found, strict=True) if value != 0.0
-    } == dict.fromkeys(right, 1.0)
-    assert time.process_time() - before < 5  # not this process's: what it does itself is linear
+        text: value for text, value in zip(HOSTILE, result, strict=True) if value != 0.0
+    } == dict.fromkeys(correct, 1.0)
+    assert time.process_time() - old < 5  # not this process's: what it does itself is linear
 
 
 def test_the_code_of_hostile_text_is_found_at_once() -> None:
-    before = time.process_time()
+    old = time.process_time()
     for text in HOSTILE.values():
         python_code(text)
-    assert time.process_time() - before < 5  # a hang was 13 to 25 s a text
+    assert time.process_time() - old < 5  # a hang was 13 to 25 s a text
 
 
 def test_the_last_code_block_is_what_the_regular_expression_found() -> None:

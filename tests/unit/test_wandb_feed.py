@@ -23,14 +23,15 @@ from tests.support.models import write_config
 fake = fake_wandb.fake  # the fixture
 
 
-def told(folder: Path, what: str) -> list[Any]:
+def told(folder: Path, label: str) -> list[Any]:
     path = folder / "out.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
-    return [json.loads(line)[what] for line in lines if what in json.loads(line)]
+    return [json.loads(line)[label] for line in lines if label in json.loads(line)]
 
 
 def run(config: Config, steps: range, finish_s: float = 20) -> float:
-    """Writes the steps' lines as a run does; the seconds that this took beside waiting for the end."""
+    """Writes the steps' lines as a run does; the seconds that this took beside waiting for the
+    end."""
     folder = Path(config.run_dir)
     folder.mkdir(exist_ok=True)
     file, feed = (
@@ -68,34 +69,37 @@ def test_a_run_that_goes_on_has_the_same_id_and_repeated_steps_are_sent_again(
     )  # as resuming at step 6 cuts it
     run(config, range(6, 12))
     assert [line["step"] for line in told(fake, "log")] == [*range(10), *range(6, 12)]
-    first, second = told(fake, "init")
-    assert first == second
-    assert first["resume"] == "allow"
+    initial, second = told(fake, "init")
+    assert initial == second
+    assert initial["resume"] == "allow"
 
 
 @pytest.mark.parametrize(
-    "how", ["init hangs", "log hangs", "finish hangs", "init raises", "init exits", "log raises"]
+    "method", ["init hangs", "log hangs", "finish hangs", "init raises", "init exits", "log raises"]
 )
 def test_a_tracker_that_fails_costs_no_line_and_no_time(
-    how: str,
+    method: str,
     config: Config,
     fake: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setenv("FAKE_WANDB", how)
+    monkeypatch.setenv("FAKE_WANDB", method)
     assert run(config, range(100), finish_s=1.5) < 10  # 0.01 s on an idle core
     assert len(Path(config.run_dir, "metrics.jsonl").read_text().splitlines()) == 100
-    assert ("did not finish within" if "hangs" in how else "W&B is off from here on") in caplog.text
-    if how.startswith("log"):
+    assert (
+        "did not finish within" if "hangs" in method else "W&B is off from here on"
+    ) in caplog.text
+    if method.startswith("log"):
         assert [line["step"] for line in told(fake, "log")] == [0]
-    # Started again with a tracker that works, nothing is missing there. What it was given seconds before it failed it
+    # Started again with a tracker that works, nothing is missing there. What it was given seconds
+    # before it failed it
     # may have lost, and gets once more.
-    before = told(fake, "log")
+    old = told(fake, "log")
     monkeypatch.setenv("FAKE_WANDB", "")
     sys.modules.pop("wandb", None)
     run(config, range(100, 102))
-    assert [line["step"] for line in told(fake, "log")[len(before) :]] == list(range(102))
+    assert [line["step"] for line in told(fake, "log")[len(old) :]] == list(range(102))
 
 
 def test_what_has_settled_is_not_sent_again(

@@ -1,4 +1,5 @@
-"""When a sync goes which way and is proved, what it counts, and that a bucket's copies do not wait for the next."""
+"""When a sync goes which way and is proved, what it counts, and that a bucket's copies do not wait
+for the next."""
 
 from __future__ import annotations
 
@@ -71,18 +72,18 @@ def entry(name: str, tensor: Tensor, ranks: int = 1) -> Any:
 def synced(monkeypatch: pytest.MonkeyPatch, ranks: SimpleNamespace) -> SimpleNamespace:
     """WeightSync over three tensors, of which "b" can be copied directly; its proofs are noted."""
     tensors = {name: torch.randn(8, 4) for name in "abc"}
-    found = SimpleNamespace(engine=Engine(), tensors=tensors, proved=0, lists=0, asked=0)
+    result = SimpleNamespace(engine=Engine(), tensors=tensors, proved=0, lists=0, asked=0)
 
     def prove(*_: Any, is_first: bool) -> float:
-        found.proved += 1
+        result.proved += 1
         return 1.0
 
     def direct_load(_: WeightSync) -> Any:
-        found.lists += 1
+        result.lists += 1
         return SimpleNamespace(names={"b"})
 
     def on_rank0(fn: Any, value: Any) -> Any:
-        found.asked += 1
+        result.asked += 1
         return fn([value])
 
     monkeypatch.setattr(weight_sync, "refuse_unsynced_tensors", lambda *_: None)
@@ -94,8 +95,8 @@ def synced(monkeypatch: pytest.MonkeyPatch, ranks: SimpleNamespace) -> SimpleNam
         "hf_named_shards",
         lambda _: (entry(name, tensor, ranks.size) for name, tensor in tensors.items()),
     )
-    found.policy = SimpleNamespace(model=nn.Linear(1, 1))
-    return found
+    result.policy = SimpleNamespace(model=nn.Linear(1, 1))
+    return result
 
 
 def syncs(synced: SimpleNamespace, num_steps: int, every: int) -> str:
@@ -125,19 +126,19 @@ def test_adapters_on_another_base_have_another_name(
     engine.takes_adapters, engine.load_adapters = True, lambda adapters, step: None
 
     def names() -> list[str]:
-        of, found = WeightSync(synced.policy, cast(Any, engine), 64, is_named=True), list[str]()
+        of, result = WeightSync(synced.policy, cast(Any, engine), 64, is_named=True), list[str]()
         for step in (1, 2):
             engine.needs_weights = step == 1
-            found.append(of.sync(step).weights_id)
-        return found
+            result.append(of.sync(step).weights_id)
+        return result
 
-    first = names()
-    assert first[0] == first[1]
+    initial = names()
+    assert initial[0] == initial[1]
     synced.tensors["a"][0, 0] += 1
-    assert names()[0] == names()[1] != first[0]
+    assert names()[0] == names()[1] != initial[0]
     synced.tensors["a"][0, 0] -= 1
     adapters[0][1][0, 0] += 1
-    assert names()[0] != first[0]
+    assert names()[0] != initial[0]
 
 
 def test_the_proofs_see_both_ways_in_turn_and_direct_copies_also_after_many_of_them(
@@ -145,7 +146,8 @@ def test_the_proofs_see_both_ways_in_turn_and_direct_copies_also_after_many_of_t
 ) -> None:
     assert syncs(synced, 5, 0) == "LDddd"
     assert syncs(synced, 6, 1) == "LDLDLD"
-    # Due at 4, 8, 12, 16: copied for the third time, brought by the loader (and at 9 by the map that was made anew),
+    # Due at 4, 8, 12, 16: copied for the third time, brought by the loader (and at 9 by the map
+    # that was made anew),
     # copied for the fourth time since, and so on.
     assert syncs(synced, 17, 4) == "LDdDdddLDddDdddLD"
     assert syncs(synced, 4, 2) == "LDdL"
@@ -155,14 +157,14 @@ def test_weights_are_named_where_that_is_asked_for_alone(
     synced: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     of = WeightSync(synced.policy, cast(Any, synced.engine), 64, is_named=True)
-    first, second = (
+    initial, second = (
         of.sync(1).weights_id,
         of.sync(2).weights_id,
     )  # by the loader, and partly directly
-    assert first == second
-    assert len(first) == 16
+    assert initial == second
+    assert len(initial) == 16
     synced.tensors["b"][0, 0] += 1
-    assert of.sync(3).weights_id != first
+    assert of.sync(3).weights_id != initial
     assert synced.asked == 3
     synced.asked = 0
     monkeypatch.setattr(weight_sync, "WeightDigest", None)
@@ -176,21 +178,22 @@ def test_a_sync_that_is_partly_direct_counts_as_one_that_is_not(
     """96 elements in buckets of 20: two rows of buckets would take more."""
     ranks.size = size
     of = WeightSync(synced.policy, cast(Any, synced.engine), 80)
-    first, second = of.sync(1), of.sync(2)
-    assert (first.bytes, first.num_collectives) == (second.bytes, second.num_collectives)
-    assert first.bytes == 3 * 32 * 4
-    assert first.num_collectives == (-(-96 // 20) if size > 1 else 0)
+    initial, second = of.sync(1), of.sync(2)
+    assert (initial.bytes, initial.num_collectives) == (second.bytes, second.num_collectives)
+    assert initial.bytes == 3 * 32 * 4
+    assert initial.num_collectives == (-(-96 // 20) if size > 1 else 0)
     assert {name for name, _ in synced.engine.copied} == {"b"}
     copied = torch.cat([piece for _, piece in synced.engine.copied], 1)
-    own = synced.tensors["b"][: 8 // size].view(1, -1)
-    assert torch.equal(copied, own.expand(size, -1))
+    local = synced.tensors["b"][: 8 // size].view(1, -1)
+    assert torch.equal(copied, local.expand(size, -1))
     assert list(synced.engine.loaded) == ["a", "c"]
     for name, tensor in synced.engine.loaded.items():
         assert torch.equal(tensor, synced.tensors[name][: 8 // size].repeat(size, 1))
 
 
 def test_the_next_bucket_is_under_way_while_one_is_copied(ranks: SimpleNamespace) -> None:
-    """So on a GPU, where the copies are issued on the stream of the host and an all-gather runs on one of its own."""
+    """So on a GPU, where the copies are issued on the stream of the host and an all-gather runs on
+    one of its own."""
     ranks.size = 2
     entries = [entry("a", torch.randn(8, 4), 2), entry("b", torch.randn(6, 4), 2)]
     for _ in gather_pieces(
@@ -211,21 +214,21 @@ def test_one_rank_needs_no_bucket(ranks: SimpleNamespace) -> None:
             tensor.data_ptr() for _, tensor, _ in entries
         ]
         assert (stats.bytes, stats.num_collectives) == ((2**20 + 12) * dtype.itemsize, 0)
-        digest, other = WeightDigest(torch.device("cpu")), WeightDigest(torch.device("cpu"))
-        places = set[int]()
-        for (name, tensor, _), first, piece in gather_pieces(
+        digest, second = WeightDigest(torch.device("cpu")), WeightDigest(torch.device("cpu"))
+        positions = set[int]()
+        for (name, tensor, _), initial, piece in gather_pieces(
             entries, dtype, 64, SyncStats(), digest=digest
         ):
             assert piece.dtype == dtype
             assert torch.equal(
-                piece[0], tensor.view(-1)[first : first + piece.shape[1]].to(dtype)
+                piece[0], tensor.view(-1)[initial : initial + piece.shape[1]].to(dtype)
             ), name
-            places.add(piece.data_ptr())
+            positions.add(piece.data_ptr())
         # 4 MiB in float32, named where they are, and "b"; in bfloat16 one MiB at a time, rounded
-        assert len(places) == (5 if dtype == torch.float32 else 1)
+        assert len(positions) == (5 if dtype == torch.float32 else 1)
         for name, tensor, _ in entries:
-            other.add(name, 0, tensor.view(-1).to(dtype))
-        assert digest.totals() == other.totals()
+            second.add(name, 0, tensor.view(-1).to(dtype))
+        assert digest.totals() == second.totals()
     assert ranks.events == []
 
 
@@ -238,6 +241,6 @@ def test_pieces_that_come_first_leave_the_others_to_be_drawn(ranks: SimpleNamesp
     pieces: Iterator[Any] = gather_pieces(entries, torch.float32, 64, SyncStats())
     assert [of[0] for of, *_ in leading_pieces(pieces, entries[:2])] == ["a"]
     assert [of[0] for of, *_ in pieces] == ["c"]
-    whole = dict(gather_full_tensors(entries, torch.float32, 64, SyncStats()))
-    assert torch.equal(whole["a"], entries[0][1])
-    assert whole["a"].data_ptr() != entries[0][1].data_ptr()
+    full = dict(gather_full_tensors(entries, torch.float32, 64, SyncStats()))
+    assert torch.equal(full["a"], entries[0][1])
+    assert full["a"].data_ptr() != entries[0][1].data_ptr()

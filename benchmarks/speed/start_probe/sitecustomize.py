@@ -1,5 +1,7 @@
-"""Imported by every interpreter of a command that `start` measures, since this folder is on its PYTHONPATH: notes when
-the milestones of a rank begin and end. It knows the names that a rank goes through, and touches nothing else."""
+"""Imported by every interpreter of a command that `start` measures, since this folder is on its
+PYTHONPATH: notes when
+the milestones of a rank begin and end. It knows the names that a rank goes through, and touches
+nothing else."""
 
 from __future__ import annotations
 
@@ -23,9 +25,9 @@ _TIMED = {
 }
 
 
-def note(what: str) -> None:
+def note(label: str) -> None:
     seen = {
-        "what": what,
+        "what": label,
         "t": time.monotonic(),
         "cpu": time.process_time(),
         "rank": os.environ.get("RANK", "0"),

@@ -1,13 +1,15 @@
-"""The fault table: what a run was put through, how often, and how often it came out as if nothing had happened. Real
-processes and kills.
+"""The fault table: what a run was put through, how often, and how often it came out as if nothing
+had happened. Real processes and kills.
 
-    benchmarks/run.sh faults [--json FILE] [--only NAME ...] [--num N]        about an hour on 2 cores
-A row a fault: how many were tried, survived and lost, the worst figure, and what went wrong where something did. Rows
-are printed and written as they end. A run of two ranks survives a kill if the newest checkpoint is whole, at most one
-interval of steps was lost (and what was finished while a save was under way), and it ends with the same state, metrics
-and rollouts, to the bit, as the run that nobody touched. --num: the number of random kills (100) and of draws a kind of
-damage; kills a phase and repeats are a tenth of it, whole trees and odd stops a quarter. The exit code is 1 if anything
-was lost.
+    benchmarks/run.sh faults [--json FILE] [--only NAME ...] [--num N]        about an hour on 2
+    cores
+A row a fault: how many were tried, survived and lost, the worst figure, and what went wrong where
+something did. Rows are printed and written as they end. A run of two ranks survives a kill if the
+newest checkpoint is whole, at most one interval of steps was lost (and what was finished while a
+save was under way), and it ends with the same state, metrics and rollouts, to the bit, as the run
+that nobody touched. --num: the number of random kills (100) and of draws a kind of damage; kills a
+phase and repeats are a tenth of it, whole trees and odd stops a quarter. The exit code is 1 if
+anything was lost.
 """
 
 from __future__ import annotations
@@ -48,8 +50,8 @@ def main() -> None:
             prefix="grpo_spmd_faults_", ignore_cleanup_errors=True
         ) as root:
             lab = Lab(Path(root), seed=args.seed)
-            for part in args.only or PARTS:
-                for row in PARTS[part](lab, args.num):
+            for piece in args.only or PARTS:
+                for row in PARTS[piece](lab, args.num):
                     report("faults", [row], args.json)
                     lost += row["lost"]
     finally:

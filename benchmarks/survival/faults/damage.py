@@ -78,7 +78,8 @@ _DAMAGES: dict[str, Callable[[Path, random.Random], None]] = {
 
 
 def corruption(lab: Lab, num: int) -> Iterator[Row]:
-    """Of files of a checkpoint: first many draws against its manifest, then some through a real start."""
+    """Of files of a checkpoint: first many draws against its manifest, then some through a real
+    start."""
     good = list_checkpoints(lab.reference.run_dir)[-1]
     facts = read_manifest(good)
     for damage, do in _DAMAGES.items():
@@ -113,10 +114,10 @@ def _corruption_through_a_start(lab: Lab) -> Iterator[Row]:
     shard, rng = "state/shard_00002.safetensors", random.Random(0)
 
     def go_on(
-        case: str, damage: Callable[[Path], None], which: int, *overrides: str
+        case: str, damage: Callable[[Path], None], selection: int, *overrides: str
     ) -> tuple[Run, Launch]:
         run = stopped.copy("damaged_" + re.sub("[^a-z]+", "_", case))
-        for checkpoint in list_checkpoints(run.run_dir)[which:]:
+        for checkpoint in list_checkpoints(run.run_dir)[selection:]:
             damage(checkpoint)
         launch = Launch(run, 2, "checkpoint.resume=auto", *overrides)
         launch.wait()
@@ -132,15 +133,15 @@ def _corruption_through_a_start(lab: Lab) -> Iterator[Row]:
     def refuses(case: str, damage: Callable[[Path], None], says: str, *overrides: str) -> str:
         run, launch = go_on(case, damage, 0, *overrides)
         line = next((line for line in launch.output.splitlines() if line.startswith("error: ")), "")
-        kept = metrics_of(run.run_dir) == metrics_of(stopped.run_dir)
+        retained = metrics_of(run.run_dir) == metrics_of(stopped.run_dir)
         # the rank's; torchrun's own is 1 whatever it was
-        good = says in line and kept and re.search(r"exitcode *: 2\b", launch.output)
+        good = says in line and retained and re.search(r"exitcode *: 2\b", launch.output)
         return "" if good else f"{case}: {launch.output[-300:]}"
 
     def nothing(_: Path) -> None:
         pass
 
-    other = make_model(lab.root / "other", "qwen3", tied=True, seed=1)
+    second = make_model(lab.root / "other", "qwen3", tied=True, seed=1)
     fall_backs: dict[str, Callable[[Path], None]] = {
         "shard, a bit flipped": lambda c: _flip(c / shard, rng),
         "trainer.json zeroed": lambda c: _zero(c / "trainer.json", rng),
@@ -150,7 +151,7 @@ def _corruption_through_a_start(lab: Lab) -> Iterator[Row]:
     refusals: dict[str, tuple[Callable[[Path], None], str, tuple[str, ...]]] = {
         "all of them damaged": (lambda c: _flip(c / shard, rng), "cannot be loaded", ()),
         "a later format": (lambda c: _later_format(c / "trainer.json", rng), "newer", ()),
-        "another model": (nothing, "another model", (f"model.path={other}",)),
+        "another model": (nothing, "another model", (f"model.path={second}",)),
         "another seed": (nothing, "seed", ("seed=1",)),
     }
     with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -170,7 +171,8 @@ def _corruption_through_a_start(lab: Lab) -> Iterator[Row]:
 
 
 def disk(lab: Lab, num: int) -> Iterator[Row]:
-    """The checkpoints, or the whole run folder, on a small disk that runs full or turns read-only at the second
+    """The checkpoints, or the whole run folder, on a small disk that runs full or turns read-only
+    at the second
     save."""
     probe = lab.root / "probe"
     probe.mkdir()
@@ -183,7 +185,7 @@ def disk(lab: Lab, num: int) -> Iterator[Row]:
     newest = list_checkpoints(lab.reference.run_dir)[-1]
     state_kib = sum(path.stat().st_size for path in (newest / "state").iterdir()) // 1024 + 1
     fill = "dd if=/dev/zero of={disk}/filler bs=1k 2>/dev/null; truncate -s -{left}K {disk}/filler"
-    for fault, whole, command, last_code in (
+    for fault, full, command, last_code in (
         ("disk full before a save", False, fill.format(disk="{disk}", left=64), 1),
         (
             "disk full in the middle of a save",
@@ -201,23 +203,23 @@ def disk(lab: Lab, num: int) -> Iterator[Row]:
         ("folder read-only", False, "mount -o remount,ro {disk}", 1),
     ):
         run = lab.run("disk_" + re.sub("[^a-z]+", "_", fault))
-        with _small_disk(run.run_dir if whole else run.run_dir / "checkpoints") as disk_folder:
+        with _small_disk(run.run_dir if full else run.run_dir / "checkpoints") as disk_folder:
             run.plan(0, where="checkpoint", count=2 * EVERY, do=command.format(disk=disk_folder))
             launch = Launch(run, 2)
             code, problems = launch.wait(), []
             subprocess.run(["mount", "-o", "remount,rw", str(disk_folder)], check=True)
-            said = "not saved" in launch.output or "No space left" in launch.output
+            message = "not saved" in launch.output or "No space left" in launch.output
             halves = [path.name for path in (run.run_dir / "checkpoints").glob("*.tmp")]
-            kept = list_checkpoints(run.run_dir)
+            checkpoints = list_checkpoints(run.run_dir)
             if code != last_code:
                 problems.append(f"exit code {code}: {launch.output[-200:]}")
-            if not said:
+            if not message:
                 problems.append("not a word about it")
-            if halves and not whole:
+            if halves and not full:
                 problems.append(f"{halves} left")
-            if not kept:
+            if not checkpoints:
                 problems.append("no checkpoint left")
-            for checkpoint in kept:
+            for checkpoint in checkpoints:
                 try:
                     verify_checkpoint(checkpoint)
                 except CheckpointError as error:
@@ -228,7 +230,7 @@ def disk(lab: Lab, num: int) -> Iterator[Row]:
                 problems.append(f"does not go on: {again.output[-300:]}")
             elif differences := run.differences():
                 problems.append("; ".join(differences))
-            kept_names = ", ".join(checkpoint.name for checkpoint in kept)
+            kept_names = ", ".join(checkpoint.name for checkpoint in checkpoints)
             yield row(
                 fault,
                 1,

@@ -71,9 +71,9 @@ def sigkill_random(lab: Lab, num: int) -> Iterator[Row]:
             return strikes
 
         strikes = _side_by_side([runs] * AT_ONCE)
-        kinds = {what: sum(strike.what == what for strike in strikes) for what in _MANNERS}
+        kinds = {label: sum(strike.what == label for strike in strikes) for label in _MANNERS}
         gone = max((strike.gone_s for strike in strikes), default=0.0)
-        aims = ", ".join(f"{count} {what}" for what, count in kinds.items())
+        aims = ", ".join(f"{count} {label}" for label, count in kinds.items())
         yield row_of_strikes(fault, strikes, f"{aims}; all ranks gone within {gone:.1f} s")
 
 
@@ -85,12 +85,12 @@ def _kill_at_random(
 ) -> list[Strike]:
     """One run from its start to its end."""
     strikes: list[Strike] = []
-    launch, before = Launch(run, 2, max_restarts=1000), set[int]()
+    launch, old = Launch(run, 2, max_restarts=1000), set[int]()
     while True:
         ranks: dict[int, int] = {}
         while len(ranks) < 2 and launch.process.poll() is None:
             time.sleep(0.05)
-            ranks = {rank: pid for rank, pid in launch.ranks().items() if pid not in before}
+            ranks = {rank: pid for rank, pid in launch.ranks().items() if pid not in old}
         if len(ranks) < 2 or not budget.take():
             return run.judge(strikes, launch)
         manner = rng.choices(_MANNERS, (1, 3, 2))[0]
@@ -98,7 +98,7 @@ def _kill_at_random(
         if launch.process.poll() is not None:  # it came to its end before
             budget.give_back()
             return run.judge(strikes, launch)
-        before, killed = launch.pids() - {launch.process.pid}, time.time()
+        old, killed = launch.pids() - {launch.process.pid}, time.time()
         if everything:
             launch.kill()
         else:
@@ -108,7 +108,7 @@ def _kill_at_random(
                 budget.give_back()
                 launch.process.wait()
                 return run.judge(strikes, launch)
-        strikes.append(Strike(killed, manner, gone_s=wait_until_gone(before)))
+        strikes.append(Strike(killed, manner, gone_s=wait_until_gone(old)))
         if everything:
             launch = Launch(run, 2, "checkpoint.resume=auto", max_restarts=1000)
 
@@ -152,27 +152,31 @@ def sigkill_phase(lab: Lab, num: int) -> Iterator[Row]:
     """A kill strikes at a drawn moment of a drawn visit to its place."""
     assert lab.reference
     count = max(1, num // 10)
-    sizes = [min(_KILLS_A_RUN, count - first) for first in range(0, count, _KILLS_A_RUN)]
+    sizes = [min(_KILLS_A_RUN, count - initial) for initial in range(0, count, _KILLS_A_RUN)]
     with ThreadPoolExecutor(AT_ONCE) as pool:
         jobs = {
-            where: [
-                pool.submit(_kill_at, lab, where, number, size) for number, size in enumerate(sizes)
+            location: [
+                pool.submit(_kill_at, lab, location, number, size)
+                for number, size in enumerate(sizes)
             ]
-            for where in (START, *PHASES, *WRITE_POINTS)
+            for location in (START, *PHASES, *WRITE_POINTS)
         }
-        for where, runs in jobs.items():
+        for location, runs in jobs.items():
             yield row_of_strikes(
-                f"SIGKILL of a rank, {where}", [strike for run in runs for strike in run.result()]
+                f"SIGKILL of a rank, {location}",
+                [strike for run in runs for strike in run.result()],
             )
 
 
-def _kill_at(lab: Lab, where: str, number: int, count: int) -> list[Strike]:
-    run = lab.run(f"phase_{re.sub('[^a-z]+', '_', where)}_{number}")
+def _kill_at(lab: Lab, location: str, number: int, count: int) -> list[Strike]:
+    run = lab.run(f"phase_{re.sub('[^a-z]+', '_', location)}_{number}")
     rng = random.Random(run.folder.name)
-    most_visits = 6 if where in PHASES else 2 if where in WRITE_POINTS[:-1] else 1
+    most_visits = 6 if location in PHASES else 2 if location in WRITE_POINTS[:-1] else 1
     for i in range(count):
-        rank = rng.randrange(2) if has_rank(where, 1) else 0
-        run.plan(i, where=where, rank=rank, count=rng.randint(1, most_visits), moment=rng.random())
+        rank = rng.randrange(2) if has_rank(location, 1) else 0
+        run.plan(
+            i, where=location, rank=rank, count=rng.randint(1, most_visits), moment=rng.random()
+        )
     launch = Launch(run, 2, max_restarts=1000)
     launch.wait()
     return run.judge(run.strikes(), launch)

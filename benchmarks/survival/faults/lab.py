@@ -1,4 +1,5 @@
-"""A training run under faults: start it, kill it, and judge what is left against a run that nobody touched. How a
+"""A training run under faults: start it, kill it, and judge what is left against a run that nobody
+touched. How a
 campaign does it."""
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ _closed = threading.Event()
 
 
 class Launch:
-    """One torchrun over benchmarks.survival.faults.worker. All processes of it carry a mark in their environment."""
+    """One torchrun over benchmarks.survival.faults.worker. All processes of it carry a mark in
+    their environment."""
 
     def __init__(self, run: Run, num_ranks: int, *overrides: str, max_restarts: int = 0) -> None:
         if _closed.is_set():
@@ -99,13 +101,13 @@ class Launch:
 
     def ranks(self) -> dict[int, int]:
         """Process by rank, of the ranks that run now."""
-        agent, found = self.process.pid, {}
+        agent, result = self.process.pid, {}
         for task in Path(f"/proc/{agent}/task").glob("*/children"):
             for pid in _read(task).split():
                 for entry in _read(Path(f"/proc/{int(pid)}/environ")).split(b"\0"):
                     if entry.startswith(b"RANK="):
-                        found[int(entry[5:])] = int(pid)
-        return found
+                        result[int(entry[5:])] = int(pid)
+        return result
 
     def wait(self, limit_s: float = LIMIT_S) -> int:
         """Exit code. Past the limit everything is killed, and the code is -1."""
@@ -119,8 +121,8 @@ class Launch:
         """SIGKILL for torchrun first, so that it starts nothing any more, then for the rest."""
         self.process.kill()
         self.process.wait()
-        while left := self.pids():
-            for pid in left:
+        while remaining := self.pids():
+            for pid in remaining:
                 _kill(pid)
             time.sleep(0.02)
 
@@ -157,12 +159,14 @@ def _kill(pid: int) -> None:
 
 
 class Lab:
-    """Model, data and config of all runs of a campaign, and the run that nobody touches, made once."""
+    """Model, data and config of all runs of a campaign, and the run that nobody touches, made
+    once."""
 
     def __init__(
         self, root: Path, *, num_steps: int = NUM_STEPS, seed: int = 0, **sections: Any
     ) -> None:
-        """`seed`: of the moments that are drawn; `sections`: of the config, over those that all have."""
+        """`seed`: of the moments that are drawn; `sections`: of the config, over those that all
+        have."""
         self.root, self.seed = root, seed
         model = make_model(root / "model", "qwen3", tied=True)
         rows = [{"prompt": f"{a},{a}=", "nums": [a, a], "target": 2 * a} for a in range(1, 5)]
@@ -173,7 +177,8 @@ class Lab:
             data={"eval": {"held": str(root / "held.jsonl")}},
             eval={"every_steps": 1, "num_samples": 1},
             optimizer={"lr": 1e-3},
-            # Two mini-batches: the policy's logprobs are taken before the update, in a phase of their own.
+            # Two mini-batches: the policy's logprobs are taken before the update, in a phase of
+            # their own.
             training={
                 "num_steps": num_steps,
                 "num_mini_batches": 2,
@@ -231,7 +236,8 @@ class Run:
     began: float = field(default_factory=time.time)
 
     def temporary(self) -> list[str]:
-        """What is left in the folder for temporary files, but for what torchrun itself, killed, leaves in it."""
+        """What is left in the folder for temporary files, but for what torchrun itself, killed,
+        leaves in it."""
         return sorted(
             path.name
             for path in (self.folder / "tmp").iterdir()
@@ -266,58 +272,59 @@ class Run:
         return Run(self.lab, folder)
 
     def judge(self, strikes: list[Strike], launch: Launch) -> list[Strike]:
-        """Wait for the end of `launch`, then say what each fault did: by what the start after it found, and by how the
+        """Wait for the end of `launch`, then say what each fault did: by what the start after it
+        found, and by how the
         run came out."""
         code = launch.wait()
         events = self.events()
         starts = [i for i, event in enumerate(events) if event["event"] == "start"]
         for strike in strikes:
-            after = [i for i in starts if events[i]["time"] > strike.time]
-            if not after:
+            new = [i for i in starts if events[i]["time"] > strike.time]
+            if not new:
                 strike.problems.append("never started again")
                 continue
-            found = events[after[0]]
-            strike.in_save = bool(found["half_written"])
-            if found["damage"]:
-                strike.problems.append(f"newest checkpoint: {found['damage']}")
-            strike.lost_steps = found["finished"] - (found["newest"] or 0)
+            result = events[new[0]]
+            strike.in_save = bool(result["half_written"])
+            if result["damage"]:
+                strike.problems.append(f"newest checkpoint: {result['damage']}")
+            strike.lost_steps = result["finished"] - (result["newest"] or 0)
             # What was finished while the save was under way comes on top of the interval.
-            most = 2 * EVERY - 1 if found["half_written"] else EVERY
-            if strike.lost_steps > most:
+            maximum = 2 * EVERY - 1 if result["half_written"] else EVERY
+            if strike.lost_steps > maximum:
                 strike.problems.append(f"{strike.lost_steps} steps lost")
-            went_on = events[after[0] + 1 : after[0] + 2]
+            went_on = events[new[0] + 1 : new[0] + 2]
             if (
                 went_on
                 and went_on[0]["event"] == "resumed"
-                and went_on[0]["step"] != (found["newest"] or 0)
+                and went_on[0]["step"] != (result["newest"] or 0)
             ):
                 strike.problems.append(
-                    f"went on from step {went_on[0]['step']}, newest was {found['newest']}"
+                    f"went on from step {went_on[0]['step']}, newest was {result['newest']}"
                 )
         problems = [f"exit code {code}: {launch.output[-300:]}"] if code else self.differences()
-        if left := launch.pids():
-            problems.append(f"{len(left)} processes left")
+        if remaining := launch.pids():
+            problems.append(f"{len(remaining)} processes left")
             launch.kill()
         for strike in strikes:
             strike.problems += problems
         return strikes
 
-    def differences(self, of_checkpoint: bool = True) -> list[str]:
+    def differences(self, checkpoint_values: bool = True) -> list[str]:
         """From the run that nobody touched."""
-        reference, found = self.lab.reference.run_dir, []
+        reference, result = self.lab.reference.run_dir, []
         for path in sorted(Path(reference, "rollouts").iterdir()):
-            mine = self.run_dir / "rollouts" / path.name
-            if not mine.exists() or _sorted_lines(mine) != _sorted_lines(path):
-                found.append(f"rollouts/{path.name} differs")
+            local = self.run_dir / "rollouts" / path.name
+            if not local.exists() or _sorted_lines(local) != _sorted_lines(path):
+                result.append(f"rollouts/{path.name} differs")
         if len(list(Path(self.run_dir, "rollouts").iterdir())) != len(
             list(Path(reference, "rollouts").iterdir())
         ):
-            found.append("other files of rollouts")
+            result.append("other files of rollouts")
         if metrics_of(self.run_dir) != metrics_of(reference):
-            found.append("metrics.jsonl differs")
-        if of_checkpoint and state_of(self.run_dir) != state_of(reference):
-            found.append("the final state differs")
-        return found
+            result.append("metrics.jsonl differs")
+        if checkpoint_values and state_of(self.run_dir) != state_of(reference):
+            result.append("the final state differs")
+        return result
 
 
 def _sorted_lines(dump: Path) -> list[bytes]:

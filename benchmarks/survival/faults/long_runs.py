@@ -15,7 +15,8 @@ from benchmarks.survival.faults.rows import row
 
 
 def world_size(lab: Lab, num: int) -> Iterator[Row]:
-    """2 -> 1 -> 2 ranks with five kills over three epochs; the loss of the first step after a change, against the other
+    """2 -> 1 -> 2 ranks with five kills over three epochs; the loss of the first step after a
+    change, against the other
     number of ranks."""
     steps_an_epoch = NUM_PROMPTS // 4
     overrides, num_epochs = [f"training.num_steps={3 * steps_an_epoch}"], 3
@@ -23,9 +24,9 @@ def world_size(lab: Lab, num: int) -> Iterator[Row]:
     strikes, problems, first_losses = [], [], []
     for i, (num_ranks, steps) in enumerate(((2, 5), (2, 4), (1, 5), (1, 4), (2, 5), (2, 100))):
         if i in (2, 4):  # what the number of ranks before would have made of the next step
-            other = run.copy(f"world_size_{i}")
-            other.plan(99, where="weight_sync", count=2)
-            Launch(other, 3 - num_ranks, *going).wait()
+            second = run.copy(f"world_size_{i}")
+            second.plan(99, where="weight_sync", count=2)
+            Launch(second, 3 - num_ranks, *going).wait()
         resumed = len(run.events())
         run.plan(i, where="update", count=steps, rank=num_ranks - 1, moment=0.5)
         launch = Launch(run, num_ranks, *(going if i else overrides))
@@ -34,14 +35,14 @@ def world_size(lab: Lab, num: int) -> Iterator[Row]:
             step = next(
                 event["step"] for event in run.events()[resumed:] if event["event"] == "resumed"
             )
-            mine, theirs = (_by_step(r)[step + 1] for r in (run, other))
+            local, theirs = (_by_step(r)[step + 1] for r in (run, second))
             first_losses += [
-                abs(mine[name] - theirs[name])
+                abs(local[name] - theirs[name])
                 for name in ("loss/total", "loss/policy", "loss/entropy")
             ]
             problems += (
                 ["other rewards at the first step"]
-                if mine["reward/mean"] != theirs["reward/mean"]
+                if local["reward/mean"] != theirs["reward/mean"]
                 else []
             )
     strikes = run.strikes()
@@ -103,9 +104,9 @@ def soak(lab: Lab, num: int) -> Iterator[Row]:
                 [
                     figures[figure]
                     for step, of, figures in samples
-                    if of == rank and first <= step < last
+                    if of == rank and initial <= step < final
                 ]
-                for first, last in (
+                for initial, final in (
                     (settled, 1.5 * settled),
                     (num_steps - 0.5 * settled, num_steps),
                 )
@@ -118,10 +119,14 @@ def soak(lab: Lab, num: int) -> Iterator[Row]:
         worst.append(f"{figure} {max(growths, key=abs):+.2%}")
         if max(growths) > (0.01 if figure == "resident KiB" else 0):
             problems.append(f"{figure} grew by {max(growths):.2%}")
-    last = {rank: figures for _, rank, figures in samples}
-    said = ["; ".join(problems)] if problems else []
+    final = {rank: figures for _, rank, figures in samples}
+    message = ["; ".join(problems)] if problems else []
     yield row(
-        f"{num_steps} steps", 1, said, ", ".join(worst), f"after step {settled}; at the end {last}"
+        f"{num_steps} steps",
+        1,
+        message,
+        ", ".join(worst),
+        f"after step {settled}; at the end {final}",
     )
 
 
@@ -131,10 +136,10 @@ def _figures_of(pid: int) -> dict[str, int]:
         open_files = len(list(Path(f"/proc/{pid}/fd").iterdir()))
     except OSError:
         return {}
-    found = {
+    result = {
         name: re.search(rf"^{name}:\s+(\d+)", status, re.MULTILINE) for name in ("VmRSS", "Threads")
     }
-    if not all(found.values()):
+    if not all(result.values()):
         return {}
-    resident, threads = (int(match[1]) for match in found.values() if match)
+    resident, threads = (int(match[1]) for match in result.values() if match)
     return {"resident KiB": resident, "descriptors": open_files, "threads": threads}

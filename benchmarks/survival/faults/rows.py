@@ -8,14 +8,14 @@ from benchmarks.survival.faults.lab import EVERY, Strike
 
 def row(fault: str, tried: int, problems: list[str], worst: str, notes: str = "") -> Row:
     """A problem is a fault that was not survived."""
-    said = "; ".join(dict.fromkeys(problems[:3]))
+    message = "; ".join(dict.fromkeys(problems[:3]))
     return {
         "fault": fault,
         "tried": tried,
         "survived": tried - len(problems),
         "lost": len(problems),
         "worst": worst,
-        "notes": "; ".join(note for note in (said, notes) if note) or "-",
+        "notes": "; ".join(note for note in (message, notes) if note) or "-",
     }
 
 

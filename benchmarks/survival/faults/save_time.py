@@ -1,4 +1,5 @@
-"""What a save costs: how long training waits for one that is written in the background, and for one written to its
+"""What a save costs: how long training waits for one that is written in the background, and for one
+written to its
 end."""
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ _SIZES: dict[str, dict[str, Any]] = {
 
 
 def save_time(lab: Lab, num: int) -> Iterator[Row]:
-    """Training's wait for a save that is written in the background, against one that it waits for to the end."""
+    """Training's wait for a save that is written in the background, against one that it waits for
+    to the end."""
     repeats = max(3, num // 10)
     for size, sizes in _SIZES.items():
         folder = lab.root / f"save_{size.split()[0]}"
@@ -46,6 +48,12 @@ def save_time(lab: Lab, num: int) -> Iterator[Row]:
             less = ratios(facts["saves_s"], facts["copies_s"])
             slow = [f"{ratio:.1f} x" for ratio in less if ratio < 5]
             copy, save = statistics.median(facts["copies_s"]), statistics.median(facts["saves_s"])
-            worst = f"{min(less):.1f} x less wait, median {statistics.median(less):.1f}, most {max(less):.1f}"
-            times = f"copy {1e3 * copy:.1f} ms (first {1e3 * facts['first_s']:.0f}), all {1e3 * save:.0f} ms"
+            worst = (
+                f"{min(less):.1f} x less wait, median {statistics.median(less):.1f}, most "
+                f"{max(less):.1f}"
+            )
+            times = (
+                f"copy {1e3 * copy:.1f} ms (first {1e3 * facts['first_s']:.0f}), all "
+                f"{1e3 * save:.0f} ms"
+            )
             yield row(fault, len(less), slow, worst, f"{facts['bytes'] / 2**20:.0f} MiB: {times}")

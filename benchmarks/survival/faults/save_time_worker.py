@@ -2,9 +2,10 @@
 
     python -m benchmarks.survival.faults.save_time_worker CONFIG RUN_DIR REPEATS
 
-A policy with both moments of Adam, 12 bytes a parameter in all. Asynchronous: the copy, as in a run, with the save
-before long through.
-Synchronous: the copy, the write and its completion. Rank 0 tells the seconds of each, the slowest rank's.
+A policy with both moments of Adam, 12 bytes a parameter in all. Asynchronous: the copy, as in a
+run, with the save before long through.
+Synchronous: the copy, the write and its completion. Rank 0 tells the seconds of each, the slowest
+rank's.
 """
 
 from __future__ import annotations

@@ -19,7 +19,8 @@ _TIMEOUT_S = 10.0  # watchdog.timeout_s of runs with a rank that sleeps
 
 
 def raises(lab: Lab, num: int) -> Iterator[Row]:
-    """On either rank in each phase: all ranks out within 10 s, not as a success, and the first traceback is there."""
+    """On either rank in each phase: all ranks out within 10 s, not as a success, and the first
+    traceback is there."""
 
     def is_named(output: str, rank: int, phase: str) -> bool:
         headline = (
@@ -34,7 +35,8 @@ def raises(lab: Lab, num: int) -> Iterator[Row]:
 
 
 def hang(lab: Lab, num: int) -> Iterator[Row]:
-    """On either rank in each phase: stopped within the watchdog's limit and 5 s, and the report names the rank and its
+    """On either rank in each phase: stopped within the watchdog's limit and 5 s, and the report
+    names the rank and its
     phase."""
 
     def is_named(output: str, rank: int, phase: str) -> bool:
@@ -68,15 +70,20 @@ def _stop_in_each_phase(
         code = launch.wait()
         struck = run.strikes()
         took = time.time() - struck[0].time if struck else float("inf")
-        left = launch.pids()
+        remaining = launch.pids()
         good = (
-            code > 0 and struck and took < limit_s and not left and says(launch.output, rank, phase)
+            code > 0
+            and struck
+            and took < limit_s
+            and not remaining
+            and says(launch.output, rank, phase)
         )
         return (
             took,
             ""
             if good
-            else f"{phase}, rank {rank}: exit code {code} after {took:.1f} s, {len(left)} left: {launch.output[-200:]}",
+            else f"{phase}, rank {rank}: exit code {code} after {took:.1f} s, {len(remaining)} "
+            f"left: {launch.output[-200:]}",
         )
 
     cases = [(phase, rank) for phase in PHASES for rank in (0, 1)]
@@ -93,7 +100,8 @@ def _stop_in_each_phase(
 
 
 def signals(lab: Lab, num: int) -> Iterator[Row]:
-    """To torchrun, at a random time of the training: saved and gone within 30 s, and the run goes on to the same
+    """To torchrun, at a random time of the training: saved and gone within 30 s, and the run goes
+    on to the same
     end."""
     assert lab.reference
     for number in (signal.SIGTERM, signal.SIGUSR1):
@@ -105,11 +113,12 @@ def signals(lab: Lab, num: int) -> Iterator[Row]:
             start = time.monotonic()
             launch.process.send_signal(number)
             code, took = launch.wait(60), time.monotonic() - start
-            marked, left = (run.run_dir / "preempted.json").exists(), launch.pids()
-            if not marked or left or took > 30:
+            marked, remaining = (run.run_dir / "preempted.json").exists(), launch.pids()
+            if not marked or remaining or took > 30:
                 return (
                     took,
-                    f"exit code {code} after {took:.1f} s, marker {marked}, {len(left)} left: {launch.output[-200:]}",
+                    f"exit code {code} after {took:.1f} s, marker {marked}, {len(remaining)} "
+                    f"left: {launch.output[-200:]}",
                 )
             launch = Launch(run, 2, "checkpoint.resume=auto")
             problems = run.judge([Strike(0.0, "")], launch)[0].problems

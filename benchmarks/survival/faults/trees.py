@@ -26,10 +26,11 @@ from grpo_spmd.rewards.sandbox.sandbox import Limits, passes_program_test
 def jailed(completions, **_):
     took = passes_program_test("import time; time.sleep(0.2); print(1)", "", "1", Limits(10.0, 512, "required"))
     return [float(took) + len(completion) % 3 for completion in completions]
-"""
+"""  # noqa: E501
 _KILLS_A_RUN, _NUM_STEPS = 5, 12
 _TIMEOUT_S = 10.0  # watchdog.timeout_s of runs with a rank that is stopped
-# Where it is stopped, in the order of a run, each of a list drawn; the last start finds a run that is over.
+# Where it is stopped, in the order of a run, each of a list drawn; the last start finds a run that
+# is over.
 _ODD_PLACES = (
     ("engine start",),
     ("model build",),
@@ -40,7 +41,8 @@ _ODD_PLACES = (
 
 
 def whole_trees(lab: Lab, num: int) -> Iterator[Row]:
-    """torchrun, ranks, nurseries, workers and sandboxes: all stopped first, so that none sees another die."""
+    """torchrun, ranks, nurseries, workers and sandboxes: all stopped first, so that none sees
+    another die."""
     folder = lab.root / "trees"
     folder.mkdir()
     (folder / "jailed.py").write_text(_REWARD)
@@ -48,21 +50,22 @@ def whole_trees(lab: Lab, num: int) -> Iterator[Row]:
     trees = Lab(folder, rewards=[reward], num_steps=_NUM_STEPS, seed=lab.seed)
     assert trees.reference
     count, shared = max(1, num // 4), _shared_memory()
-    sizes = [min(_KILLS_A_RUN, count - first) for first in range(0, count, _KILLS_A_RUN)]
+    sizes = [min(_KILLS_A_RUN, count - initial) for initial in range(0, count, _KILLS_A_RUN)]
     with ThreadPoolExecutor(AT_ONCE) as pool:
         outcomes = list(pool.map(lambda job: _kill_trees(trees, *job), enumerate(sizes)))
     strikes, kinds = [strike for strikes, _ in outcomes for strike in strikes], Counter[str]()
     for _, seen in outcomes:
         kinds.update(seen)
-    left = sorted(name for name in _shared_memory() - shared if not _is_mapped(name))
-    for strike in strikes[:1] if left else []:
-        strike.problems.append(f"left in /dev/shm: {left}")
+    remaining = sorted(name for name in _shared_memory() - shared if not _is_mapped(name))
+    for strike in strikes[:1] if remaining else []:
+        strike.problems.append(f"left in /dev/shm: {remaining}")
     notes = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
     yield row_of_strikes("SIGKILL of a whole tree, sandboxes too", strikes, f"killed: {notes}")
 
 
 def _kill_trees(lab: Lab, number: int, count: int) -> tuple[list[Strike], Counter[str]]:
-    """One run from its start to its end, killed `count` times; and of what kinds the processes were."""
+    """One run from its start to its end, killed `count` times; and of what kinds the processes
+    were."""
     run, rng, kinds = (
         lab.run(f"tree_{number}"),
         random.Random(f"tree {lab.seed} {number}"),
@@ -84,16 +87,16 @@ def _kill_trees(lab: Lab, number: int, count: int) -> tuple[list[Strike], Counte
         killed, pids = _kill_tree(launch)
         kinds.update(killed)
         strike = Strike(time.time(), "tree", gone_s=wait_until_gone(pids))
-        if left := _tree(launch):
-            strike.problems.append(f"{len(left)} processes left")
+        if tree := _tree(launch):
+            strike.problems.append(f"{len(tree)} processes left")
         strikes.append(strike)
         launch, num_starts = Launch(run, 2, "checkpoint.resume=auto"), _num_starts(run)
-    of_run = [strike for strike in strikes if run.began <= strike.time]
-    run.judge(of_run, launch)
+    run_values = [strike for strike in strikes if run.began <= strike.time]
+    run.judge(run_values, launch)
     for folder in (
         run.temporary()
     ):  # of starts that were killed, too: what nobody could remove may not stay either
-        (of_run or strikes)[0].problems.append(f"left: {folder}")
+        (run_values or strikes)[0].problems.append(f"left: {folder}")
     return strikes, kinds
 
 
@@ -125,11 +128,11 @@ def _tree(launch: Launch) -> set[int]:
 def _kind(pid: int) -> str:
     with suppress(OSError):
         command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
-        for part, kind in (
-            (b"sandbox", "sandboxes"), (b"pool.worker", "reward workers"), (b"distributed.run", "torchruns"),
+        for piece, kind in (
+            (b"sandbox", "sandboxes"), (b"pool.worker", "reward workers"), (b"distributed.run", "torchruns"),  # noqa: E501
             (b"faults.worker", "ranks"),
         ):  # fmt: skip
-            if part in command:
+            if piece in command:
                 return kind
     return "others"
 
@@ -148,8 +151,10 @@ def _is_mapped(name: str) -> bool:
 
 
 def odd_stops(lab: Lab, num: int) -> Iterator[Row]:
-    """In each run a rank is stopped at an odd place, torchrun starts the ranks again, the next one is stopped, and at
-    last the run comes to its end. The sleeper is named, all are gone soon after the limit, and nothing is lost."""
+    """In each run a rank is stopped at an odd place, torchrun starts the ranks again, the next one
+    is stopped, and at
+    last the run comes to its end. The sleeper is named, all are gone soon after the limit, and
+    nothing is lost."""
     (lab.root / "odd").mkdir()
     lab = Lab(lab.root / "odd", num_steps=12, seed=lab.seed)
     assert lab.reference
@@ -159,18 +164,19 @@ def odd_stops(lab: Lab, num: int) -> Iterator[Row]:
     with ThreadPoolExecutor(AT_ONCE) as pool:
         outcomes = [
             outcome
-            for found in pool.map(lambda n: _stop_in_odd_places(lab, n), range(runs))
-            for outcome in found
+            for result in pool.map(lambda n: _stop_in_odd_places(lab, n), range(runs))
+            for outcome in result
         ]
-    for group, places in enumerate(_ODD_PLACES):
-        of_group = [(took, problem) for of, took, problem in outcomes if of == group]
-        worst = f"gone {max(took for took, _ in of_group):.1f} s after the limit"
-        problems = [problem for _, problem in of_group if problem]
-        yield row(f"SIGSTOP of a rank, {' / '.join(places)}", len(of_group), problems, worst)
+    for group, positions in enumerate(_ODD_PLACES):
+        group_values = [(took, problem) for of, took, problem in outcomes if of == group]
+        worst = f"gone {max(took for took, _ in group_values):.1f} s after the limit"
+        problems = [problem for _, problem in group_values if problem]
+        yield row(f"SIGSTOP of a rank, {' / '.join(positions)}", len(group_values), problems, worst)
 
 
 def _stop_in_odd_places(lab: Lab, number: int) -> list[tuple[int, float, str]]:
-    """Of each place: which, seconds from the limit until all were gone and the next start began, what was wrong."""
+    """Of each place: which, seconds from the limit until all were gone and the next start began,
+    what was wrong."""
     run, rng = lab.run(f"odd_{number}"), random.Random(f"odd {lab.seed} {number}")
     start_limit_s, outcomes = 15.0 + 1.5 * lab.start_s, list[tuple[int, float, str]]()
     limits = [
@@ -179,33 +185,42 @@ def _stop_in_odd_places(lab: Lab, number: int) -> list[tuple[int, float, str]]:
     ]
     plans = []
     for group in range(number % 2, len(_ODD_PLACES), 2):
-        where = rng.choice(_ODD_PLACES[group])
-        rank = rng.randrange(2) if has_rank(where, 1) else 0
-        run.plan(group, where=where, rank=rank, do="stop", count=1, moment=rng.random())
-        plans.append((group, where, rank))
+        location = rng.choice(_ODD_PLACES[group])
+        rank = rng.randrange(2) if has_rank(location, 1) else 0
+        run.plan(group, where=location, rank=rank, do="stop", count=1, moment=rng.random())
+        plans.append((group, location, rank))
     launch = Launch(run, 2, *limits, max_restarts=len(plans))
     code, strikes = launch.wait(), run.strikes()
     ended, starts = (
         time.time(),
         [event["time"] for event in run.events() if event["event"] == "start"],
     )
-    said = re.findall(r"^rank \d \([^)]*\) [^\n]*", launch.output, re.MULTILINE)
-    for i, (group, where, rank) in enumerate(plans):
+    message = re.findall(r"^rank \d \([^)]*\) [^\n]*", launch.output, re.MULTILINE)
+    for i, (group, location, rank) in enumerate(plans):
         if i >= len(strikes):
             outcomes.append(
-                (group, 0.0, f"{where}: never came to it, exit code {code}: {launch.output[-300:]}")
+                (
+                    group,
+                    0.0,
+                    f"{location}: never came to it, exit code {code}: {launch.output[-300:]}",
+                )
             )
             continue
         over = min([t for t in starts if t > strikes[i].time], default=ended) - strikes[i].time
-        over -= start_limit_s if where in ("engine start", "model build") else _TIMEOUT_S
-        headline = said[i] if i < len(said) else ""
+        over -= start_limit_s if location in ("engine start", "model build") else _TIMEOUT_S
+        headline = message[i] if i < len(message) else ""
         is_named = headline.startswith(f"rank {rank} ") and "its process is stopped" in headline
-        # At the end all have met, and the doctor has gone: the kernel kills the one that is stopped, torchrun says so.
-        is_good = over < (90 if where.startswith("end") else 30) and (
-            is_named or where.startswith("end")
+        # At the end all have met, and the doctor has gone: the kernel kills the one that is
+        # stopped, torchrun says so.
+        is_good = over < (90 if location.startswith("end") else 30) and (
+            is_named or location.startswith("end")
         )
         outcomes.append(
-            (group, over, "" if is_good else f"{where}, rank {rank}, {over:.0f} s over: {headline}")
+            (
+                group,
+                over,
+                "" if is_good else f"{location}, rank {rank}, {over:.0f} s over: {headline}",
+            )
         )
     problems = [f"exit code {code}: {launch.output[-300:]}"] if code else run.differences()
     problems += [f"{len(launch.pids())} processes left"] if launch.pids() else []

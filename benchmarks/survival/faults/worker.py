@@ -1,9 +1,12 @@
-"""A rank of a run under faults: grpo_spmd.train as it is, in a process that dies where the harness has planned it.
+"""A rank of a run under faults: grpo_spmd.train as it is, in a process that dies where the harness
+has planned it.
 
-    FAULTS=FOLDER torchrun ... -m benchmarks.survival.faults.worker --config FILE run_dir=FOLDER/run ...
-FOLDER/plan/*.json are faults, and each happens once: the first that is left is the one of this start.
-FOLDER/events.jsonl gets what rank 0 finds at each start, before the training looks at anything, and the step that the
-run then goes on from. The product has no hooks: its functions are wrapped here.
+    FAULTS=FOLDER torchrun ... -m benchmarks.survival.faults.worker --config FILE run_dir=FOLDER/run
+    ...
+FOLDER/plan/*.json are faults, and each happens once: the first that is left is the one of this
+start. FOLDER/events.jsonl gets what rank 0 finds at each start, before the training looks at
+anything, and the step that the run then goes on from. The product has no hooks: its functions are
+wrapped here.
 """
 
 from __future__ import annotations
@@ -50,9 +53,9 @@ LONG_PLACES = {
 _RANK0_POINTS = WRITE_POINTS[2:]
 
 
-def has_rank(where: str, rank: int) -> bool:
+def has_rank(location: str, rank: int) -> bool:
     """Whether this rank ever comes there."""
-    return rank == 0 or where not in _RANK0_POINTS
+    return rank == 0 or location not in _RANK0_POINTS
 
 
 class PlannedError(Exception):
@@ -60,17 +63,17 @@ class PlannedError(Exception):
 
 
 class Trap:
-    """The fault of this start, sprung at the planned time that its place is come to: {"rank", "where", "count",
-    "moment", "do"}.
+    """The fault of this start, sprung at the planned time that its place is come to: {"rank",
+    "where", "count", "moment", "do"}.
 
-    "moment" is the share of the place's usual duration after which it strikes; if the place is left before, it strikes
-    then. "do" is "kill", "stop", "raise", "sleep" or a shell command; those after the first two act as the place is
-    entered.
+    "moment" is the share of the place's usual duration after which it strikes; if the place is left
+    before, it strikes then. "do" is "kill", "stop", "raise", "sleep" or a shell command; those
+    after the first two act as the place is entered.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
-        left = sorted((folder / "plan").glob("*.json"))
-        self._path = left[0] if left else None
+        remaining = sorted((folder / "plan").glob("*.json"))
+        self._path = remaining[0] if remaining else None
         self._fault: dict[str, Any] = json.loads(self._path.read_text()) if self._path else {}
         if self._fault.get("rank") != rank:
             self._fault = {}
@@ -86,9 +89,9 @@ class Trap:
     def moment(self) -> float:
         return float(self._fault["moment"])
 
-    def is_due(self, where: str) -> bool:
+    def is_due(self, location: str) -> bool:
         """Counts the visit."""
-        if where != self.where:
+        if location != self.where:
             return False
         self._visits += 1
         return self._visits == int(self._fault["count"])
@@ -97,21 +100,21 @@ class Trap:
         if not self._fault:
             return
         assert self._path is not None
-        what, self._fault = self._fault["do"], {}
+        label, self._fault = self._fault["do"], {}
         self._path.rename(
             self._path.with_suffix(".struck")
         )  # another thread that comes here too finds nothing
         os.utime(self._path.with_suffix(".struck"))
-        if what == "kill":
+        if label == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        elif what == "stop":
+        elif label == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
-        elif what == "raise":
+        elif label == "raise":
             raise PlannedError("planned")
-        elif what == "sleep":
+        elif label == "sleep":
             time.sleep(10_000)
         else:
-            subprocess.run(what, shell=True, check=True)
+            subprocess.run(label, shell=True, check=True)
 
     def strike_after(self, seconds: float) -> None:
         timer = threading.Timer(seconds, self.strike)
@@ -123,7 +126,7 @@ class Trap:
         """Around the block of a phase, which has several a step."""
         if phase == PHASES[0]:
             self._in_step.clear()
-        place = phase, self._in_step.setdefault(phase, 0)
+        position = phase, self._in_step.setdefault(phase, 0)
         self._in_step[phase] += 1
         start = time.perf_counter()
         if not self.is_due(phase):
@@ -132,14 +135,15 @@ class Trap:
             self.strike()
             yield
         else:
-            self.strike_after(self.moment * self._usual_s.get(place, 0.05))
+            self.strike_after(self.moment * self._usual_s.get(position, 0.05))
             yield
             self.strike()
-        self._usual_s[place] = time.perf_counter() - start
+        self._usual_s[position] = time.perf_counter() - start
 
 
 def main() -> None:
-    gc.disable()  # until the run starts: a fifth of a start is collecting garbage that imports do not make
+    # until the run starts: a fifth of a start is collecting garbage that imports do not make
+    gc.disable()
     folder, rank = Path(os.environ["FAULTS"]), int(os.environ.get("RANK", "0"))
     if rank == 0:
         _tell(folder, {"event": "start", **_state_of(folder / "run")})
@@ -152,13 +156,14 @@ def main() -> None:
 
 
 def _state_of(run_dir: Path) -> dict[str, Any]:
-    """What a kill has left: the newest complete checkpoint and whether it is good, and how many steps have a line in
+    """What a kill has left: the newest complete checkpoint and whether it is good, and how many
+    steps have a line in
     metrics.jsonl."""
-    found = run_dir_module.list_checkpoints(run_dir)
+    checkpoints = run_dir_module.list_checkpoints(run_dir)
     damage = None
-    if found:
+    if checkpoints:
         try:
-            manifest.verify_checkpoint(found[-1])
+            manifest.verify_checkpoint(checkpoints[-1])
         except manifest.CheckpointError as error:
             damage = str(error)
     metrics, finished = run_dir / "metrics.jsonl", 0
@@ -168,7 +173,7 @@ def _state_of(run_dir: Path) -> dict[str, Any]:
         except ValueError:  # cut short by the kill
             continue
     return {
-        "newest": run_dir_module.step_of(found[-1]) if found else None,
+        "newest": run_dir_module.step_of(checkpoints[-1]) if checkpoints else None,
         "damage": damage,
         "finished": finished,
         "half_written": [path.name for path in (run_dir / "checkpoints").glob("*.tmp")],
@@ -210,21 +215,21 @@ def _wrap(trap: Trap, folder: Path, rank: int) -> None:
     _during(parts.Run, "close", trap, "end: before it")
     _during(parts.RolloutEngine, "shutdown", trap, "end: in vLLM's")
     _during(parts, "end_session", trap, "end: of the session")
-    _around(checkpoint, "write_shard", trap, before="write: before the shard")
-    _around(checkpoint, "write_manifest", trap, before="write: before the manifest")
+    _around(checkpoint, "write_shard", trap, old="write: before the shard")
+    _around(checkpoint, "write_manifest", trap, old="write: before the manifest")
     _around(run_dir_module, "sync_to_disk", trap, after="write: before the rename")
     _around(checkpoint, "put_in_place", trap, after="write: after the rename")
     _in_the_shard(trap)
     _in_the_removal(trap)
 
 
-def _during(owner: Any, name: str, trap: Trap, where: str) -> None:
+def _during(owner: Any, name: str, trap: Trap, location: str) -> None:
     original = getattr(owner, name)
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if not trap.is_due(where):
+        if not trap.is_due(location):
             return original(*args, **kwargs)
-        trap.strike_after(trap.moment * LONG_PLACES[where])
+        trap.strike_after(trap.moment * LONG_PLACES[location])
         result = original(*args, **kwargs)
         trap.strike()
         return result
@@ -232,11 +237,11 @@ def _during(owner: Any, name: str, trap: Trap, where: str) -> None:
     setattr(owner, name, wrapped)
 
 
-def _around(module: ModuleType, name: str, trap: Trap, before: str = "", after: str = "") -> None:
+def _around(module: ModuleType, name: str, trap: Trap, old: str = "", after: str = "") -> None:
     original = getattr(module, name)
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if trap.is_due(before):
+        if trap.is_due(old):
             trap.strike()
         result = original(*args, **kwargs)
         if trap.is_due(after):
@@ -271,12 +276,14 @@ def _in_the_shard(trap: Trap) -> None:
         def sha256(data: bytes = b"") -> Any:
             return Digest() if pieces_left[0] > 0 else hashlib.sha256(data)
 
-    def write_shard(path: Path, tensors: dict[str, Any], rows: dict[str, int]) -> dict[str, Any]:
+    def write_shard(
+        path: Path, tensors: dict[str, Any], first_rows: dict[str, int]
+    ) -> dict[str, Any]:
         if trap.is_due("write: in the shard"):
             pieces_left[0] = 1 + int(
                 trap.moment * (len(tensors) + 1)
             )  # its length and its header come first
-        return original(path, tensors, rows)
+        return original(path, tensors, first_rows)
 
     state.hashlib = Hashlib  # type: ignore[assignment]
     checkpoint.write_shard = write_shard

@@ -42,7 +42,8 @@ class PythonTool:
 
     def python(self, code: str) -> str:
         """
-        Run Python code and return what it prints, and the value of its last line. Variables are kept between calls.
+        Run Python code and return what it prints, and the value of its last line. Variables are
+        kept between calls.
 
         Args:
             code: The code to run.

@@ -78,7 +78,8 @@ def build_hf_model(
             if error.args != (options.get("attn_implementation"),):
                 raise
             raise ConfigError(
-                f"model.path: {path} has its attention in code of its own, not through transformers' "
+                f"model.path: {path} has its attention in code of its own, not through "
+                "transformers' "
                 "attention interface, which packed rows need"
             ) from None
 
@@ -93,7 +94,8 @@ def decoder_layers(model: Any) -> nn.ModuleList:
     ]
     if len(lists) != 1:
         raise ConfigError(
-            f"model.path: {type(model).__name__}'s decoder has {len(lists)} lists of {depth} layers; "
+            f"model.path: {type(model).__name__}'s decoder has {len(lists)} lists of {depth} "
+            "layers; "
             "only a causal decoder with one list of layers trains"
         )
     return lists[0]
@@ -122,9 +124,9 @@ def keep_hf_classes(path: str) -> Callable[[nn.Module], None]:
     """Saves transformers' classes, and returns a function that restores them.
 
     Call it before vLLM builds its model, and the result afterwards with that model. If vLLM has no
-    class of its own for a model (its Transformers backend) it puts its compiler into HF's class, and
-    nobody else can build or call such a model from then on (0.26 to 0.33: "Current vLLM config is
-    not set"). The class is restored, and the engine's modules get a subclass with what vLLM had
+    class of its own for a model (its Transformers backend) it puts its compiler into HF's class,
+    and nobody else can build or call such a model from then on (0.26 to 0.33: "Current vLLM config
+    is not set"). The class is restored, and the engine's modules get a subclass with what vLLM had
     added."""
     AutoModelForCausalLM._model_mapping.get(type(load_config(path)), None)  # imports the classes
     saved: dict[type[Any], tuple[Any, dict[str, Any]]] = {

@@ -40,7 +40,8 @@ class LogitsMap(NamedTuple):
 def logits_map(model: Any) -> LogitsMap:
     """Returns what a model on the meta device does to its logits.
 
-    Raises ConfigError for a map of another form, and if the lm_head does not read the decoder's last
+    Raises ConfigError for a map of another form, and if the lm_head does not read the decoder's
+    last
     hidden states as they are."""
     name = type(model).__name__
 
@@ -80,7 +81,8 @@ def logits_map(model: Any) -> LogitsMap:
     keys = [key for key in _CONFIG_KEYS if getattr(model.config, key, None) not in (None, 0, 1)]
     if keys and result == LogitsMap():  # the engine may follow that key
         raise ConfigError(
-            f"model.path: config.json changes its logits by {keys[0]}, of which transformers' {name} "
+            f"model.path: config.json changes its logits by {keys[0]}, of which transformers' "
+            f"{name} "
             "knows nothing"
         )
     return result
@@ -188,15 +190,15 @@ def fix_rotary_factors(model: Any, max_rollout_tokens: int) -> None:
     They become those of the engine for rollouts of at most so many tokens, whatever else is in a
     row. The model's buffers must be filled.
 
-    longrope has short and long factors. transformers takes the long ones for a row with one position
-    beyond the original ones; vLLM (0.32) takes one kind for all, by its max_model_len, which is
-    `max_rollout_tokens`. dynamic grows with rows beyond max_position_embeddings in transformers, and
-    never in vLLM.
+    longrope has short and long factors. transformers takes the long ones for a row with one
+    position beyond the original ones; vLLM (0.32) takes one kind for all, by its max_model_len,
+    which is `max_rollout_tokens`. dynamic grows with rows beyond max_position_embeddings in
+    transformers, and never in vLLM.
     """
     for module in model.modules():
         kind = getattr(module, "rope_type", None)
         if isinstance(kind, dict):  # by the type of a layer
-            changing = [each for each in kind.values() if _follows_the_row(each)]
+            changing = [item for item in kind.values() if _follows_the_row(item)]
             if changing:
                 raise ConfigError(
                     f"model.path: {type(model).__name__} has {changing[0]} rotary factors for some "

@@ -30,7 +30,8 @@ from grpo_spmd.model.lora import hf_name, is_adapter
 
 # Formats that hold values. Others are the codes of a quantised checkpoint.
 _FORMATS = ("F64", "F32", "F16", "BF16")
-# Buffers that older checkpoints hold. A mask is a square or a number, never a row, as a bias of that
+# Buffers that older checkpoints hold. A mask is a square or a number, never a row, as a bias of
+# that
 # name is.
 _BUFFERS = re.compile(r"(^|\.)(rotary_emb|rotary_pos_emb|rotary)\.inv_freq$")
 _MASKS = re.compile(r"(^|\.)(attn|attention|self_attn|self_attention)\.(bias|masked_bias)$")
@@ -42,20 +43,23 @@ _PROBE = "grpo_spmd_probe"  # name of an attention function
 _PROBE_LENGTHS = [9, 15]  # tokens of two sequences in a row
 
 
-def trainable_config(path: str, longest: int, *, is_policy: bool = True) -> Any:
-    """Returns the model's config with dropout off, for rollouts of at most `longest` tokens.
+def trainable_config(path: str, max_rollout_tokens: int, *, is_policy: bool = True) -> Any:
+    """Returns the model's config with dropout off, for rollouts of at most `max_rollout_tokens`
+    tokens.
 
     With dropout the policy would differ from the engine. Raises ConfigError if the config shows
     that the model cannot train; a model that is no policy may have any head."""
     hf_config = load_config(path)
-    _refuse_by_hf_config(hf_config, path, longest, is_policy=is_policy)
+    _refuse_by_hf_config(hf_config, path, max_rollout_tokens, is_policy=is_policy)
     for name, value in vars(hf_config).items():
         if isinstance(value, int | float) and re.search("dropout|pdrop|layerdrop", name):
             setattr(hf_config, name, 0.0)
     return hf_config
 
 
-def _refuse_by_hf_config(hf_config: Any, path: str, longest: int, *, is_policy: bool) -> None:
+def _refuse_by_hf_config(
+    hf_config: Any, path: str, max_rollout_tokens: int, *, is_policy: bool
+) -> None:
     contents = hf_config.to_dict()
     if not is_policy:
         contents["architectures"] = None
@@ -63,21 +67,23 @@ def _refuse_by_hf_config(hf_config: Any, path: str, longest: int, *, is_policy: 
     if type(hf_config) not in transformers.AutoModelForCausalLM._model_mapping:
         raise ConfigError(f"model.path: {path} ({hf_config.model_type}) is not a causal LM")
     window = getattr(hf_config, "sliding_window", None)
-    if hf_config.model_type == "cohere2" and window is not None and longest > window:
+    if hf_config.model_type == "cohere2" and window is not None and max_rollout_tokens > window:
         raise ConfigError(
-            f"model.path: {path} ({hf_config.model_type}): beyond its window of {window} tokens vLLM "
+            f"model.path: {path} ({hf_config.model_type}): beyond its window of {window} tokens "
+            "vLLM "
             "lets it see one token more than transformers does; data.max_prompt_tokens + "
-            f"rollout.max_completion_tokens ({longest}) may be {window} at most"
+            f"rollout.max_completion_tokens ({max_rollout_tokens}) may be {window} at most"
         )
 
 
-def refuse_untrainable(path: str, longest: int = 0, *, is_policy: bool = True) -> None:
-    """Raises ConfigError if the model cannot train on rollouts of at most `longest` tokens.
+def refuse_untrainable(path: str, max_rollout_tokens: int = 0, *, is_policy: bool = True) -> None:
+    """Raises ConfigError if the model cannot train on rollouts of at most `max_rollout_tokens`
+    tokens.
 
     It checks all that can be known before vLLM starts. A model that is no policy may lack an
     lm_head."""
     hf_config = load_config(path)
-    _refuse_by_hf_config(hf_config, path, longest, is_policy=is_policy)
+    _refuse_by_hf_config(hf_config, path, max_rollout_tokens, is_policy=is_policy)
     with torch.device("meta"):
         model = build_hf_model(hf_config, path, attn_implementation=_PROBE).eval()
     with as_config_error(path, "has sizes that differ from layer to layer"):
@@ -94,7 +100,8 @@ def refuse_structure(model: Any, path: str) -> None:
     decoder_layers(model)
     if getattr(model.get_output_embeddings(), "bias", None) is not None:
         raise ConfigError(
-            f"model.path: {path} has a bias in its lm_head, which the chunked logprobs do not support"
+            f"model.path: {path} has a bias in its lm_head, which the chunked logprobs do not "
+            "support"
         )
     for name, module in model.named_modules():
         if re.search("Experts|SparseMoe", type(module).__name__):
@@ -110,7 +117,8 @@ def refuse_structure(model: Any, path: str) -> None:
     for name, buffer in model.state_dict().items():
         if name not in parameters and buffer.is_floating_point():
             raise ConfigError(
-                f"model.path: {path} has {name} in its checkpoint, which is no parameter: the weight "
+                f"model.path: {path} has {name} in its checkpoint, which is no parameter: the "
+                "weight "
                 "sync would not bring it to the engine"
             )
     if "position_ids" not in inspect.signature(model.get_decoder().forward).parameters:
@@ -209,9 +217,9 @@ def refuse_unsynced_tensors(
         if is_adapter(tensor.parts[0].name):
             continue
         if fits(tensor, parameters):
-            synced |= {id(parameters[part.name]) for part in tensor.parts}
+            synced |= {id(parameters[piece.name]) for piece in tensor.parts}
         else:
-            unknown[tensor.engine_name] = sum(part.num_hf_rows for part in tensor.parts)
+            unknown[tensor.engine_name] = sum(piece.num_hf_rows for piece in tensor.parts)
     # By parameter: a tied one counts once.
     missing = {id(p): (name, len(p)) for name, p in parameters.items() if id(p) not in synced}
     refuse_unmatched_names(type(model).__name__, dict(missing.values()), unknown)
@@ -226,12 +234,14 @@ def refuse_unmatched_names(
     those of the engine's that were not found in the policy."""
     if sum(missing.values()) > sum(unknown.values()):
         raise ConfigError(
-            f"model.path: {model_class} has {_first_and_count(sorted(missing))}, which vLLM's model "
+            f"model.path: {model_class} has {_first_and_count(sorted(missing))}, which vLLM's "
+            "model "
             "does not have: what is trained there would never be sampled from"
         )
     if unknown and not missing:
         raise ConfigError(
-            f"model.path: vLLM's model has {_first_and_count(sorted(unknown))}, which {model_class} "
+            f"model.path: vLLM's model has {_first_and_count(sorted(unknown))}, which "
+            f"{model_class} "
             "does not have: no sync would fill it"
         )
 

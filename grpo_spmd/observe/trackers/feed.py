@@ -290,7 +290,7 @@ def _show(record: RolloutRecord) -> ShownRollout:
     prompt_text = record.prompt
     if is_chat:
         prompt_messages = messages[: len(prompt)]
-        prompt_text = "\n\n".join(f"{each['role']}: {each['content']}" for each in prompt_messages)
+        prompt_text = "\n\n".join(f"{item['role']}: {item['content']}" for item in prompt_messages)
     return ShownRollout(
         position=record.position,
         sample=record.sample,

@@ -88,8 +88,8 @@ def decode_frame(buffer: bytearray, most_bytes: int = MAX_FRAME_BYTES) -> dict[s
         return None
     message = json.loads(
         buffer[4:end],
-        object_hook=lambda found: (
-            _DECODERS[found[_TAG]](found["value"]) if _TAG in found else found
+        object_hook=lambda matches: (
+            _DECODERS[matches[_TAG]](matches["value"]) if _TAG in matches else matches
         ),
     )
     del buffer[:end]
@@ -304,13 +304,13 @@ class _Nursery:
                 _kill_group(ended.si_pid)
                 os.waitpid(ended.si_pid, 0)
                 code, has_exited = ended.si_status, ended.si_code == os.CLD_EXITED
-                how = (
+                method = (
                     f"exited with code {code}"
                     if has_exited
                     else f"died of {_SIGNALS.get(code, f'signal {code}')}"
                 )
                 self._kill_adopted()
-                self._tell({"died": self._workers.pop(ended.si_pid), "how": how})
+                self._tell({"died": self._workers.pop(ended.si_pid), "how": method})
             else:
                 os.waitpid(ended.si_pid, 0)
 

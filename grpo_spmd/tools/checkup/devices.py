@@ -515,8 +515,8 @@ def check_tested_set(_: Target) -> Iterator[Result]:
     pinned = re.findall(r"^([\w.-]+)==(\S+)", lock.read_text(encoding="utf-8"), re.MULTILINE)
     versions = [(name, wanted, version_of(name)) for name, wanted in pinned]
     num_same = sum(version == wanted for _, wanted, version in versions)
-    other = [f"{name} {v} for {wanted}" for name, wanted, v in versions if v not in (None, wanted)]
-    rest = f"; others: {join_items(other, 4)}" if other else ""
+    second = [f"{name} {v} for {wanted}" for name, wanted, v in versions if v not in (None, wanted)]
+    rest = f"; others: {join_items(second, 4)}" if second else ""
     yield ok("tested set", f"{num_same} of {len(pinned)} packages are as tested{rest}")
 
 

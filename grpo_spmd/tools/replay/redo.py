@@ -333,9 +333,9 @@ class _RecordedTexts:
 def _make_groups(recorded: RecordedStep) -> list[RolloutGroup]:
     groups = []
     for slot, records in enumerate(recorded.rollouts):
-        first = records[0]
+        start = records[0]
         columns = recorded.columns[slot] if recorded.columns is not None else {}
-        prompt = Prompt(first.position, first.row, first.prompt_ids, first.prompt, columns)
+        prompt = Prompt(start.position, start.row, start.prompt_ids, start.prompt, columns)
         completions = [make_completion(record) for record in records]
         groups.append(RolloutGroup(slot, prompt, completions))
     return groups

@@ -71,7 +71,11 @@ def train(
             model = dataclasses.replace(model, path=str(Path(folder, "model")))
         temperature = config.rollout.temperature
         policy = build_policy(
-            model, temperature, session, seed=config.seed, longest=config.max_rollout_tokens
+            model,
+            temperature,
+            session,
+            seed=config.seed,
+            max_rollout_tokens=config.max_rollout_tokens,
         )
     reference = build_reference(policy, config.model, temperature, config.loss.kl_coef, session)
     critic = open_critic(config, policy, session)
@@ -120,8 +124,8 @@ def _find_policy(recorded: RecordedStep, checkpoint: Path | None) -> tuple[Path 
     model_path = Path(recorded.config.model.path)
     is_model_here = has_model(recorded.config.model.path)
     notes = recorded.notes
-    own = checkpoint_path(recorded.run_dir, step - 1)
-    source = checkpoint or (own if own.is_dir() else None)
+    local_piece = checkpoint_path(recorded.run_dir, step - 1)
+    source = checkpoint or (local_piece if local_piece.is_dir() else None)
     if source is not None:
         _check_source(source, recorded.config, is_model_here)
         saved_step = int(read_trainer(source)["step"])
@@ -136,7 +140,7 @@ def _find_policy(recorded: RecordedStep, checkpoint: Path | None) -> tuple[Path 
         notes.append(f"policy: {model_path}, with which the run started")
         return None, True
     names = ", ".join(path.name for path in list_checkpoints(recorded.run_dir)) or "none"
-    reason = f"no {own} (there are: {names}; --checkpoint takes another)"
+    reason = f"no {local_piece} (there are: {names}; --checkpoint takes another)"
     if step == 1:
         reason = f"there is no folder {model_path} (model.path)"
     notes.append(

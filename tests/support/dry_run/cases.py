@@ -1,7 +1,8 @@
-"""The project's own code on the fake device, case by case. Each returns figures for the test, or raises.
+"""The project's own code on the fake device, case by case. Each returns figures for the test, or
+raises.
 
-Where values are compared it is with the same code on the CPU, in this process; a fake process group of several ranks
-answers as if all others were this one.
+Where values are compared it is with the same code on the CPU, in this process; a fake process group
+of several ranks answers as if all others were this one.
 """
 
 from __future__ import annotations
@@ -90,11 +91,11 @@ class Trials:
     @contextmanager
     def attention(self, backend: str) -> Iterator[Config]:
         """The config, in bfloat16, where `backend` is what is chosen."""
-        found = patch(
+        result = patch(
             "grpo_spmd.model.attention._found",
             lambda module, _: backend.startswith(module[:5]) or "varlen" in module,
         )
-        with found:
+        with result:
             yield with_model(
                 self.config, dtype="bfloat16", attention={"varlen": "auto"}.get(backend, backend)
             )
@@ -102,9 +103,10 @@ class Trials:
     def updated(
         self, config: Config, session: Session, steps: int = 1
     ) -> tuple[Policy, PolicyUpdater, dict[str, Tensor]]:
-        """A policy after some updates on one micro-batch, and its logprobs, gradients and parameters, by name."""
+        """A policy after some updates on one micro-batch, and its logprobs, gradients and
+        parameters, by name."""
         policy = build_policy(config.model, config.rollout.temperature, session)
-        updater, batch, found = (
+        updater, batch, result = (
             updater_of(policy, config),
             micro_batch(session.device),
             dict[str, Tensor](),
@@ -115,7 +117,7 @@ class Trials:
                     if "lora_B" in name:
                         _local(parameter).fill_(0.01)
         with torch.no_grad():
-            found["logprobs"] = self.cuda.values(policy(batch)[0])
+            result["logprobs"] = self.cuda.values(policy(batch)[0])
         cast(FSDPModule, policy).reshard()
         for step in range(steps):
             updater.backward(batch, 24, 4, True)
@@ -123,30 +125,30 @@ class Trials:
                 grads = {
                     name: p.grad for name, p in policy.named_parameters() if p.grad is not None
                 }
-                found |= {
+                result |= {
                     f"gradient of {name}": self.cuda.values(_local(grad))
                     for name, grad in grads.items()
                 }
             torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
             updater.optimizer.step()
             updater.optimizer.zero_grad(set_to_none=True)
-        found |= {
+        result |= {
             name: self.cuda.values(_local(parameter))
             for name, parameter in policy.named_parameters()
         }
-        return policy, updater, found
+        return policy, updater, result
 
     # Cases
 
     def figures(self) -> Any:
         """As `workers/dry_run_cpu.py` takes them on two real ranks."""
-        found = {}
+        result = {}
         for variant, changes in VARIANTS.items():
             config = with_model(self.config, **changes)
-            found[variant] = update_figures(
+            result[variant] = update_figures(
                 config, self.session(2, config.model.num_replicas), self.cuda
             )
-        return found
+        return result
 
     def many_ranks(self) -> Any:
         """A rank of 64, in 4 replicas: more ranks than some tensors have rows."""
@@ -156,22 +158,23 @@ class Trials:
 
     def values(self) -> Any:
         """Updates in float32, and with adapters: distances from those on the CPU."""
-        found = {}
+        result = {}
         for name, changes in {"float32": {}, "adapters": {"lora": {"rank": 4}}}.items():
             config = with_model(self.config, **changes)
             on_cpu = self.updated(config, self.session(device=CPU))[2]
-            found[name] = _distances(on_cpu, self.updated(config, self.session())[2])
-        return found
+            result[name] = _distances(on_cpu, self.updated(config, self.session())[2])
+        return result
 
     def back_ends(self) -> Any:
-        """Each way of attention in bfloat16: distances from a CPU's, and whether recomputation changes a bit."""
-        found: dict[str, Any] = {}
+        """Each way of attention in bfloat16: distances from a CPU's, and whether recomputation
+        changes a bit."""
+        result: dict[str, Any] = {}
         on_cpu = self.updated(with_model(self.config, dtype="bfloat16"), self.session(device=CPU))[
             2
         ]
         for backend, operator in ATTENTION.items():
             with self.attention(backend) as config:
-                found[backend] = of = dict[str, Any]()
+                result[backend] = of = dict[str, Any]()
                 plain = dict[str, Tensor]()
                 for recomputed in RECOMPUTED[backend]:
                     changed = with_model(config, activation_checkpointing=recomputed)
@@ -184,10 +187,11 @@ class Trials:
                         torch.equal(value, plain[n]) for n, value in values.items()
                     )
                 of |= _distances(on_cpu, plain)
-        return found
+        return result
 
     def offload(self) -> Any:
-        """Away and back between updates, as in a step of the loop; the bytes that were pinned for it."""
+        """Away and back between updates, as in a step of the loop; the bytes that were pinned for
+        it."""
         session, pinned = self.session(2), len(self.cuda.host.pinned)
         policy, updater, _ = self.updated(self.config, session)
         reference = build_reference(policy, self.config.model, 1.0, 0.1, session)
@@ -197,22 +201,21 @@ class Trials:
             *cast(Policy, reference).parameters(),
             *optimizer_state(updater.optimizer),
         ]
-        before = [self.cuda.values(_local(tensor)) for tensor in tensors]
-        held, live = offload.held_bytes, self.cuda.ledger.live
+        old = [self.cuda.values(_local(tensor)) for tensor in tensors]
+        retained, live = offload.held_bytes, self.cuda.ledger.live
         offload.before_sync()
         sum(1 for _ in gather_full_tensors(policy, torch.bfloat16, BUCKET_BYTES, SyncStats()))
         offload.after_sync()
         freed = live - self.cuda.ledger.live
         moved = offload.to_device()["memory/host/offloaded_gib"] * 2**30
         assert all(
-            torch.equal(b, self.cuda.values(_local(a)))
-            for a, b in zip(tensors, before, strict=True)
+            torch.equal(b, self.cuda.values(_local(a))) for a, b in zip(tensors, old, strict=True)
         )
         updater.backward(micro_batch(session.device), 24, 4, True)
         updater.optimizer.step()
         buffers = list(self.cuda.host.pinned.values())[pinned:]
-        found = {
-            "held": held,
+        result = {
+            "held": retained,
             "freed": freed,
             "moved": moved,
             "pinned": sum(buffers),
@@ -221,8 +224,8 @@ class Trials:
         unpinned = self.cuda.host.unpinned
         del offload, policy, reference, updater, tensors  # whose hooks hold it
         gc.collect()
-        found["unpinned"] = self.cuda.host.unpinned - unpinned
-        return found | {"unpinned_too_late": self.cuda.host.unpinned_too_late}
+        result["unpinned"] = self.cuda.host.unpinned - unpinned
+        return result | {"unpinned_too_late": self.cuda.host.unpinned_too_late}
 
     def trained(self) -> tuple[Policy, PolicyUpdater, Session]:
         """On one rank, after a step; one for all that look at it."""
@@ -247,19 +250,20 @@ class Trials:
         return checkpoints, list(self.cuda.host.pinned.values())[pinned:]
 
     def checkpoint(self) -> Any:
-        """Staged, written, and read again by a policy that goes on from it as the first one does."""
+        """Staged, written, and read again by a policy that goes on from it as the first one
+        does."""
         checkpoints, pinned = self.staged()
         checkpoints.write_staged()
         checkpoints.wait()
         policy, updater, session = self.trained()
-        other = build_policy(self.config.model, 1.0, session, seed=1)
-        its_updater = updater_of(other, self.config)
-        self.restore(other, its_updater)
+        second = build_policy(self.config.model, 1.0, session, seed=1)
+        its_updater = updater_of(second, self.config)
+        self.restore(second, its_updater)
         for its in (updater, its_updater):
             its.backward(micro_batch(session.device), 24, 4, True)
             its.optimizer.step()
             its.optimizer.zero_grad(set_to_none=True)
-        for (name, a), b in zip(policy.named_parameters(), other.parameters(), strict=True):
+        for (name, a), b in zip(policy.named_parameters(), second.parameters(), strict=True):
             assert torch.equal(self.cuda.values(_local(a)), self.cuda.values(_local(b))), name
         return {"pinned": sum(pinned), "numel": sum(p.numel() for p in policy.parameters())}
 
@@ -270,7 +274,7 @@ class Trials:
 
     def sync(self) -> Any:
         """Gathered, named and proved; rows that no number of ranks divides, replicas, adapters."""
-        found = {}
+        result = {}
         for name, (ranks, replicas, lora) in {"3": (3, 1, 0), "2 x 2, adapters": (4, 2, 4)}.items():
             config, session = (
                 with_model(self.config, lora={"rank": lora}),
@@ -281,9 +285,9 @@ class Trials:
                 dict(gather_full_tensors(policy, torch.bfloat16, BUCKET_BYTES, SyncStats()))
             )
             prove_weights(policy, cast(Any, engine), 0, is_first=True)
-            found[name] = name_of_weights(policy)
+            result[name] = name_of_weights(policy)
             self.sees_a_flipped_bit(policy, engine)
-        return found
+        return result
 
     def sees_a_flipped_bit(self, policy: Policy, engine: _Holder) -> None:
         next(iter(engine.held.values())).view(torch.int16)[0, 0] += 1
@@ -320,13 +324,17 @@ class Trials:
     def signals(self) -> Any:
         """A whole run by a reward model, two teachers with prompts of their own, and a critic."""
         of = {name: str(self.folder / name) for name in ("scores", "teacher", "critic")}
-        teacher = f"path: {{a: {of['teacher']}, b: {self.config.model.path}}}, prompt_key: hint, loss: full"
+        teacher = (
+            f"path: {{a: {of['teacher']}, b: {self.config.model.path}}}, prompt_key: hint, "
+            "loss: full"
+        )
         gae = "advantage={estimator: gae, normalize_std: batch}", f"critic.path={of['critic']}"
         rewards = f"rewards=[{{model: {of['scores']}, name: scores}}]"
         return self.whole_run(rewards, f"teacher={{{teacher}}}", *gae, name="signals")
 
     def value_head(self) -> Any:
-        """A whole run with a critic on the policy's layers, which in its first step trains alone."""
+        """A whole run with a critic on the policy's layers, which in its first step trains
+        alone."""
         rewards = f"rewards=[{{model: {self.folder / 'scores'}, name: scores}}]"
         of = (
             "advantage={estimator: gae, normalize_std: batch}",
@@ -335,7 +343,8 @@ class Trials:
         return self.whole_run(rewards, *of, "model.dtype=bfloat16", name="value_head")
 
     def whole_run(self, *overrides: str, name: str = "run") -> Any:
-        """Two steps of `grpo_spmd.train` with offload, a reference, evaluation, proofs and checkpoints; the metrics of
+        """Two steps of `grpo_spmd.train` with offload, a reference, evaluation, proofs and
+        checkpoints; the metrics of
         each step, and what the engine was told."""
         run_dir = self.folder / name
         more = [
@@ -371,8 +380,8 @@ class _Holder:
 
     takes_adapters, engine_rank, tp_rank, dtype = False, 0, 0, torch.bfloat16
 
-    def __init__(self, held: dict[str, Tensor]) -> None:
-        self.held = held
+    def __init__(self, retained: dict[str, Tensor]) -> None:
+        self.held = retained
 
     def tensors(self, _: Any) -> list[EngineTensor]:
         return [
@@ -395,7 +404,8 @@ def _local(tensor: Any) -> Tensor:
 
 
 def _distances(expected: dict[str, Tensor], found: dict[str, Tensor]) -> dict[str, float]:
-    """Of logprobs in nats, of gradients and of parameters as shares of their norms, the largest of each."""
+    """Of logprobs in nats, of gradients and of parameters as shares of their norms, the largest of
+    each."""
     assert expected.keys() == found.keys()
     largest = dict.fromkeys(("logprobs", "gradient", "parameter"), 0.0)
     for name, value in expected.items():

@@ -1,12 +1,15 @@
-"""A CUDA device that is not there: every tensor on it is a fake one, with a shadow on the CPU that has its values.
+"""A CUDA device that is not there: every tensor on it is a fake one, with a shadow on the CPU that
+has its values.
 
-Operators run twice: by torch's FakeTensorMode, which knows the shapes, dtypes and devices that CUDA's kernels would
-give and refuses devices that are mixed, and on the shadows, so that what is read from the device is what a run would
-read. The shadow belongs to the storage: views, in-place operators and storages that are resized share it as they do on
-a device. On top stand the checks of `refusals.py`, for what fake tensors accept and a GPU does not, and a count of live
-bytes and collectives. CPU tensors are left alone, real as they are.
+Operators run twice: by torch's FakeTensorMode, which knows the shapes, dtypes and devices that
+CUDA's kernels would give and refuses devices that are mixed, and on the shadows, so that what is
+read from the device is what a run would read. The shadow belongs to the storage: views, in-place
+operators and storages that are resized share it as they do on a device. On top stand the checks of
+`refusals.py`, for what fake tensors accept and a GPU does not, and a count of live bytes and
+collectives. CPU tensors are left alone, real as they are.
 
-What it cannot show: kernels' own values, streams that race, deadlocks, fragmentation, NCCL's and cuBLAS's workspace.
+What it cannot show: kernels' own values, streams that race, deadlocks, fragmentation, NCCL's and
+cuBLAS's workspace.
 """
 
 from __future__ import annotations
@@ -94,7 +97,8 @@ class Blocks:
 
 
 class Meter(TorchDispatchMode):
-    """Counts, while it is entered: bytes that live, and collectives as [name, bytes of each tensor]."""
+    """Counts, while it is entered: bytes that live, and collectives as [name, bytes of each
+    tensor]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,12 +109,12 @@ class Meter(TorchDispatchMode):
     def measure(self) -> Iterator[dict[str, Any]]:
         """Live and most bytes of the block, beyond those before it, and its collectives."""
         self.ledger.reset()
-        before, num_collectives = self.ledger.live, len(self.collectives)
-        found: dict[str, Any] = {}
-        yield found
+        old, num_collectives = self.ledger.live, len(self.collectives)
+        result: dict[str, Any] = {}
+        yield result
         self.settle()
-        found |= {"live": self.ledger.live - before, "peak": self.ledger.peak - before}
-        found["collectives"] = self.collectives[num_collectives:]
+        result |= {"live": self.ledger.live - old, "peak": self.ledger.peak - old}
+        result["collectives"] = self.collectives[num_collectives:]
 
     def settle(self) -> None:
         """Nothing is freed by another thread here."""
@@ -146,17 +150,18 @@ class Recorder(Meter):
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
 
     def settle(self) -> None:
-        """A thread of gloo's holds the tensors of a collective for a moment after whoever waited for it goes on."""
-        live, since = self.ledger.live, time.monotonic()
-        while time.monotonic() - since < _SETTLED_S:
+        """A thread of gloo's holds the tensors of a collective for a moment after whoever waited
+        for it goes on."""
+        live, start = self.ledger.live, time.monotonic()
+        while time.monotonic() - start < _SETTLED_S:
             time.sleep(_SETTLED_S / 10)
             if self.ledger.live != live:
-                live, since = self.ledger.live, time.monotonic()
+                live, start = self.ledger.live, time.monotonic()
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
-        if not all(each in _PLAIN for each in types):
+        if not all(item in _PLAIN for item in types):
             return NotImplemented
         out = func(*args, **(kwargs or {}))
         self.note_collective(func, args)
@@ -171,7 +176,8 @@ class Recorder(Meter):
 class _Fake(FakeTensorMode):
     @property
     def avoid_device_init(self) -> bool:
-        """What says no asks `torch.cuda.is_available`, and would then run CUDA's kernels on constants."""
+        """What says no asks `torch.cuda.is_available`, and would then run CUDA's kernels on
+        constants."""
         return True
 
 
@@ -200,24 +206,24 @@ class FakeCuda(Meter):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
-        if not all(each in _PLAIN for each in types):
+        if not all(item in _PLAIN for item in types):
             return NotImplemented
         kwargs = kwargs or {}
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
             return func(*args, **kwargs)  # DTensor asks for shapes, in a fake mode of its own
         if func is torch.ops.prim.device.default:
             return args[0].device
-        given, spec = tree_flatten((args, kwargs))
-        self.host.check_reads(func, given)
-        if not any(self._is_ours(each) for each in given):
+        inputs, spec = tree_flatten((args, kwargs))
+        self.host.check_reads(func, inputs)
+        if not any(self._is_ours(item) for item in inputs):
             self.note_collective(func, args)
             return func(*args, **kwargs)
         name = f"{func.namespace}.{func._schema.name.rpartition('::')[2]}"
         self.operators.append(name)
         refuse(name, args, kwargs)
         if func.namespace == "c10d":
-            return self._collective(func, given, spec)
-        freed = [each for each in given if isinstance(each, FakeTensor) and self._is_freed(each)]
+            return self._collective(func, inputs, spec)
+        freed = [item for item in inputs if isinstance(item, FakeTensor) and self._is_freed(item)]
         if (
             freed
             and not func.is_view
@@ -231,18 +237,18 @@ class FakeCuda(Meter):
         if freed:
             self._free_again(freed)
             return out
-        real = self._by_shadows(name, func, given, spec)
+        real = self._by_shadows(name, func, inputs, spec)
         self.host.note_copy(func, args, kwargs)
         return self._joined(out, real)
 
     # One operator
 
-    def _is_ours(self, each: Any) -> bool:
-        if isinstance(each, torch.UntypedStorage):
-            return self.blocks.get(each) is not None
-        if isinstance(each, torch.device):
-            return each.type == "cuda"
-        return isinstance(each, FakeTensor)
+    def _is_ours(self, item: Any) -> bool:
+        if isinstance(item, torch.UntypedStorage):
+            return self.blocks.get(item) is not None
+        if isinstance(item, torch.device):
+            return item.type == "cuda"
+        return isinstance(item, FakeTensor)
 
     def _is_freed(self, tensor: Tensor) -> bool:
         return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
@@ -261,13 +267,13 @@ class FakeCuda(Meter):
         except (DataDependentOutputException, DynamicOutputShapeException):
             return None  # the values say it
         except Exception as error:
-            given = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, Tensor)]
-            of = ", ".join(f"{each.dtype} {list(each.shape)} on {each.device}" for each in given)
+            inputs = [item for item in tree_flatten((args, kwargs))[0] if isinstance(item, Tensor)]
+            of = ", ".join(f"{item.dtype} {list(item.shape)} on {item.device}" for item in inputs)
             error.add_note(f"{func} of {of}")
             raise
 
-    def _by_shadows(self, name: str, func: Any, given: list[Any], spec: Any) -> Any:
-        args, kwargs = tree_unflatten([self._on_host(each) for each in given], spec)
+    def _by_shadows(self, name: str, func: Any, inputs: list[Any], spec: Any) -> Any:
+        args, kwargs = tree_unflatten([self._on_host(item) for item in inputs], spec)
         out = KERNELS.get(name, func)(*args, **kwargs)
         if (
             func.namespace == "_c10d_functional"
@@ -275,23 +281,24 @@ class FakeCuda(Meter):
             out = tree_map_only(Tensor, torch.ops._c10d_functional.wait_tensor, out)
         return out
 
-    def _on_host(self, each: Any) -> Any:
-        if isinstance(each, torch.device):
-            return torch.device("cpu") if each.type == "cuda" else each
-        if isinstance(each, torch.UntypedStorage):
-            block = self.blocks.get(each)
-            return each if block is None else block.shadow
-        return self._shadow(each) if isinstance(each, FakeTensor) else each
+    def _on_host(self, item: Any) -> Any:
+        if isinstance(item, torch.device):
+            return torch.device("cpu") if item.type == "cuda" else item
+        if isinstance(item, torch.UntypedStorage):
+            block = self.blocks.get(item)
+            return item if block is None else block.shadow
+        return self._shadow(item) if isinstance(item, FakeTensor) else item
 
     def _shadow(self, tensor: Tensor) -> Tensor:
         block = self.blocks.get(tensor.untyped_storage())
         assert block is not None, f"a tensor {list(tensor.shape)} that no operator made"
         assert block.shadow is not None
-        where = tensor.storage_offset(), tensor.shape, tensor.stride()
-        return torch.empty(0, dtype=tensor.dtype).set_(block.shadow, *where)
+        location = tensor.storage_offset(), tensor.shape, tensor.stride()
+        return torch.empty(0, dtype=tensor.dtype).set_(block.shadow, *location)
 
     def _joined(self, out: Any, real: Any) -> Any:
-        """What the caller gets: fake tensors where they are the device's, the real ones where they are the host's."""
+        """What the caller gets: fake tensors where they are the device's, the real ones where they
+        are the host's."""
         values, spec = tree_flatten(real)
         fakes = [None] * len(values) if out is None else tree_flatten(out)[0]
         return tree_unflatten(
@@ -327,11 +334,12 @@ class FakeCuda(Meter):
             self._shadow(fake).copy_(value)
         return fake
 
-    def _collective(self, func: Any, given: list[Any], spec: Any) -> Any:
-        """By the process group's CPU side, on the shadows: in a fake group the other ranks say what this one says."""
-        args, _ = tree_unflatten(given, spec)
+    def _collective(self, func: Any, inputs: list[Any], spec: Any) -> Any:
+        """By the process group's CPU side, on the shadows: in a fake group the other ranks say what
+        this one says."""
+        args, _ = tree_unflatten(inputs, spec)
         self.note_collective(func, args)
-        real_args, real_kwargs = tree_unflatten([self._on_host(each) for each in given], spec)
+        real_args, real_kwargs = tree_unflatten([self._on_host(item) for item in inputs], spec)
         out = func(*real_args, **real_kwargs)
         return (args[0], out[1]) if isinstance(out, tuple) else out
 

@@ -1,7 +1,9 @@
-"""A stand-in for vLLM on the fake device: our engine's calls in their order, on memory that comes and goes as its does.
+"""A stand-in for vLLM on the fake device: our engine's calls in their order, on memory that comes
+and goes as its does.
 
-vLLM itself is what the other tests run. Here its part is to hold weights and a KV cache on the device, to give both
-back when it sleeps, and to touch them when it samples, so that our GPU branches meet what they would meet there.
+vLLM itself is what the other tests run. Here its part is to hold weights and a KV cache on the
+device, to give both back when it sleeps, and to touch them when it samples, so that our GPU
+branches meet what they would meet there.
 """
 
 from __future__ import annotations
@@ -115,8 +117,8 @@ class StandInLLM:
                 storage.resize_(size)
                 StandInLLM.unmapped_bytes -= size
             if tag == "weights":
-                for (storage, _), kept in zip(waking, self._kept, strict=False):
-                    _bytes_of(storage).copy_(kept)
+                for (storage, _), retained in zip(waking, self._kept, strict=False):
+                    _bytes_of(storage).copy_(retained)
 
     @torch.no_grad()
     def _load(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
@@ -135,7 +137,8 @@ class StandInLLM:
             self._requests.pop(name, None)
 
     def _step(self) -> list[Any]:
-        """All at once. A completion is a function of prompt and seed; it costs a look at weights and cache."""
+        """All at once. A completion is a function of prompt and seed; it costs a look at weights
+        and cache."""
         if self._asleep:
             raise _SleepingError(f"sampled while {sorted(self._asleep)} are not mapped")
         self.cache.add_(1)
@@ -146,12 +149,14 @@ class StandInLLM:
         for name, (prompt, params) in self._requests.items():
             number = (params.seed or 0) % 997
             length = 1 + number % params.max_tokens
-            ids = [(number + sum(prompt) + place) % 90 + 1 for place in range(length)]
-            logprobs = SimpleNamespace(logprobs=[-4.5 - 0.01 * place for place in range(length)])
+            ids = [(number + sum(prompt) + position) % 90 + 1 for position in range(length)]
+            logprobs = SimpleNamespace(
+                logprobs=[-4.5 - 0.01 * position for position in range(length)]
+            )
             reason = "length" if length == params.max_tokens else "stop"
             ids = ids if reason == "length" else [*ids[:-1], params.stop_token_ids[0]]
-            one = SimpleNamespace(token_ids=ids, logprobs=logprobs, finish_reason=reason)
-            outputs.append(SimpleNamespace(request_id=name, finished=True, outputs=[one]))
+            single = SimpleNamespace(token_ids=ids, logprobs=logprobs, finish_reason=reason)
+            outputs.append(SimpleNamespace(request_id=name, finished=True, outputs=[single]))
         self._requests.clear()
         return outputs
 
@@ -185,9 +190,9 @@ def install_vllm() -> None:
         },
     }
     for name, members in contents.items():
-        parts = name.split(".")
-        for depth in range(1, len(parts) + 1):
-            path = ".".join(parts[:depth])
+        pieces = name.split(".")
+        for depth in range(1, len(pieces) + 1):
+            path = ".".join(pieces[:depth])
             if path not in sys.modules:
                 sys.modules[path] = ModuleType(path)
                 sys.modules[path].__spec__ = ModuleSpec(
@@ -195,8 +200,8 @@ def install_vllm() -> None:
                 )  # what asks where vLLM lies learns: nowhere
                 if depth > 1:
                     setattr(
-                        sys.modules[".".join(parts[: depth - 1])],
-                        parts[depth - 1],
+                        sys.modules[".".join(pieces[: depth - 1])],
+                        pieces[depth - 1],
                         sys.modules[path],
                     )
         vars(sys.modules[name]).update(members)

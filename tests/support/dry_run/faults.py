@@ -67,8 +67,8 @@ def wrong_dtype_into_varlen(trials: Trials) -> None:
 
 def wide_bounds_into_varlen(trials: Trials) -> None:
     class Wide(PackedLayout):
-        def __init__(self, *given: Any) -> None:
-            super().__init__(*given)
+        def __init__(self, *inputs: Any) -> None:
+            super().__init__(*inputs)
             starts = self.bounds[0].long()
             self.bounds = (starts, starts, *self.bounds[2:])
 
@@ -84,11 +84,11 @@ def weights_named_on_the_cpu(trials: Trials) -> None:
 
 def buckets_on_the_cpu(trials: Trials) -> None:
     """It works: over gloo, through the host."""
-    plain, made = torch.empty, list[None]()
+    plain, created = torch.empty, list[None]()
 
     def empty(*size: int, device: Any = None, **options: Any) -> Tensor:
-        made.append(None)
-        return plain(*size, device=None if len(made) <= 3 else device, **options)
+        created.append(None)
+        return plain(*size, device=None if len(created) <= 3 else device, **options)
 
     policy = build_policy(trials.config.model, 1.0, trials.session(2))
     with patch.object(gather.torch, "empty", empty):
@@ -240,19 +240,19 @@ def teachers_places_on_the_cpu(trials: Trials) -> None:
         build_policy(trials.config.model, 1.0, trials.session()),
         teacher.select_teacher_row,
     )
-    one = teacher.Teacher(trials.config.teacher, {"": teacher.TeacherModel(policy)}, policy)
+    single = teacher.Teacher(trials.config.teacher, {"": teacher.TeacherModel(policy)}, policy)
     row = micro_batch(trials.cuda.device)
 
-    def on_the_cpu(*given: Any) -> Any:
-        own, places = plain(*given)
-        return own, trials.cuda.values(places)
+    def on_the_cpu(*inputs: Any) -> Any:
+        local, positions = plain(*inputs)
+        return local, trials.cuda.values(positions)
 
     asks = {i: teacher.TeacherRequest("") for i in row.rollout_ids}
     with (
         patch.object(teacher, "select_teacher_row", on_the_cpu),
-        patch.object(one, "requests", lambda _: asks),
+        patch.object(single, "requests", lambda _: asks),
     ):
-        one.attach(RolloutBatch([[row]], [24], [4]), cast(Any, None), lambda _: None)
+        single.attach(RolloutBatch([[row]], [24], [4]), cast(Any, None), lambda _: None)
 
 
 def returns_on_the_cpu(trials: Trials) -> None:
@@ -267,7 +267,8 @@ def returns_on_the_cpu(trials: Trials) -> None:
 # What is planted, and how it is refused.
 FAULTS: dict[Callable[[Trials], None], str] = {
     tensor_on_the_cpu: r"FakeTensorDeviceMismatchError: .* at least two devices",
-    wrong_dtype_into_varlen: r"_varlen_attn takes float16 and bfloat16 alone, .* not torch\.float32",
+    wrong_dtype_into_varlen: r"_varlen_attn takes float16 and bfloat16 alone, .* not "
+    r"torch\.float32",
     wide_bounds_into_varlen: r"_varlen_attn takes int32 bounds, not torch\.int64",
     weights_named_on_the_cpu: r"FakeTensorDeviceMismatchError: .* at least two devices",
     buckets_on_the_cpu: r"the sync went over \['c10d\.recv_', 'c10d\.send'\]",

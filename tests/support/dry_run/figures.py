@@ -1,4 +1,5 @@
-"""What one rank of an update takes, step by step: the same function on fake CUDA tensors and on real ranks of a CPU."""
+"""What one rank of an update takes, step by step: the same function on fake CUDA tensors and on
+real ranks of a CPU."""
 
 from __future__ import annotations
 
@@ -33,13 +34,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def micro_batch(device: torch.device, longest: int = 99) -> MicroBatch:
+def micro_batch(device: torch.device, max_length: int = 99) -> MicroBatch:
     rollouts = []
     for number, (prompt, completion) in enumerate(LENGTHS):
-        ids = [(7 * number + place) % 90 + 1 for place in range(prompt + min(completion, longest))]
+        ids = [
+            (7 * number + position) % 90 + 1
+            for position in range(prompt + min(completion, max_length))
+        ]
         advantage, logprobs = (
             (-1.0) ** number,
-            [-1.0 - 0.1 * place for place in range(len(ids) - prompt)],
+            [-1.0 - 0.1 * position for position in range(len(ids) - prompt)],
         )
         rollouts.append(Rollout(number, advantage, True, ids[:prompt], ids[prompt:], logprobs))
     return pack_rollouts(rollouts, device)
@@ -53,52 +57,54 @@ def with_model(config: Config, **changes: Any) -> Config:
 
 
 def update_figures(config: Config, session: Session, meter: Meter) -> dict[str, Any]:
-    """Collective. Of the phases of an update, whose step is made twice, and of a sync; run within `meter`."""
-    found: dict[str, Any] = {}
-    gc.collect()  # a policy of before is a ring of references, and would be counted out at any moment
-    with meter.measure() as found["build"]:
+    """Collective. Of the phases of an update, whose step is made twice, and of a sync; run within
+    `meter`."""
+    result: dict[str, Any] = {}
+    # a policy of before is a ring of references, and would be counted out at any moment
+    gc.collect()
+    with meter.measure() as result["build"]:
         policy = build_policy(config.model, config.rollout.temperature, session)
     batch, updater = micro_batch(session.device), updater_of(policy, config)
     for tensor in vars(batch).values():
         if isinstance(tensor, Tensor):
             tensor.view(tensor.shape)  # known to the meter from here on, wherever it was made
-    with meter.measure() as found["backward"]:
+    with meter.measure() as result["backward"]:
         updater.backward(batch, 24 * session.world_size, 4 * session.world_size, True)
-    with meter.measure() as found["clip"]:
+    with meter.measure() as result["clip"]:
         norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
         assert isinstance(norm, DTensor)
         float(norm.full_tensor())
         del norm
-    found |= step_figures(updater.optimizer, meter)
-    found["sync"] = sync_figures(policy, session.device, meter)
-    return found
+    result |= step_figures(updater.optimizer, meter)
+    result["sync"] = sync_figures(policy, session.device, meter)
+    return result
 
 
 def step_figures(optimizer: torch.optim.Optimizer, meter: Meter) -> dict[str, Any]:
     """The first step makes the moments."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for phase in ("first step", "later step"):
-        with meter.measure() as found[phase]:
+        with meter.measure() as result[phase]:
             optimizer.step()
-    with meter.measure() as found["zero"]:
+    with meter.measure() as result["zero"]:
         optimizer.zero_grad(set_to_none=True)
-    return found
+    return result
 
 
 def sync_figures(policy: Policy, device: torch.device, meter: Meter) -> dict[str, Any]:
     """Collective."""
     stats = SyncStats()
-    with meter.measure() as found:
+    with meter.measure() as result:
         for name, tensor in gather_full_tensors(policy, torch.bfloat16, BUCKET_BYTES, stats):
             assert tensor.device.type == device.type, name
         del tensor
-    return found | {"bytes": stats.bytes, "num_collectives": stats.num_collectives}
+    return result | {"bytes": stats.bytes, "num_collectives": stats.num_collectives}
 
 
 def check_step(found: dict[str, Any]) -> None:
     """Raises AssertionError where the optimizer's step is not the fused one of a GPU."""
-    beside = found["later step"]["peak"] - found["later step"]["live"]
-    assert beside == 0, f"the optimizer's step takes {beside} bytes beside what it keeps"
+    extra = found["later step"]["peak"] - found["later step"]["live"]
+    assert extra == 0, f"the optimizer's step takes {extra} bytes beside what it keeps"
 
 
 def check_sync(found: dict[str, Any]) -> None:

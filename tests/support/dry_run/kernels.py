@@ -16,48 +16,52 @@ from torch.nn.attention import varlen  # noqa: F401 - it registers its operators
 def attention(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float | None, window: int
 ) -> Tensor:
-    """Causal attention [T, heads, size] within sequences from one of `starts` to the next, over `window` keys before
+    """Causal attention [T, heads, size] within sequences from one of `starts` to the next, over
+    `window` keys before
     each query; -1: over all. In float32, rounded at the end."""
-    parts = [
+    pieces = [
         (shares @ value).transpose(0, 1)
         for _, _, value, shares, _ in _sequences(q, k, v, starts, scale, window)
     ]
-    return torch.cat(parts).to(q.dtype)
+    return torch.cat(pieces).to(q.dtype)
 
 
 def attention_gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float | None, window: int
 ) -> tuple[Tensor, ...]:
     """Of q, k and v. Written out: an operator's kernel runs below autograd."""
-    of_q, of_k, of_v = (torch.zeros(x.shape) for x in (q, k, v))
+    q_values, k_values, v_values = (torch.zeros(x.shape) for x in (q, k, v))
     for query, key, value, shares, (start, end) in _sequences(q, k, v, starts, scale, window):
         out = grad[start:end].transpose(0, 1).float()
-        of_shares = out @ value.transpose(1, 2)
-        of_logits = (
-            shares * (of_shares - (of_shares * shares).sum(-1, keepdim=True)) * _scale(q, scale)
+        shares_values = out @ value.transpose(1, 2)
+        logits_values = (
+            shares
+            * (shares_values - (shares_values * shares).sum(-1, keepdim=True))
+            * _scale(q, scale)
         )
-        of_q[start:end] = (of_logits @ key).transpose(0, 1)
-        for total, of_heads in (
-            (of_k, of_logits.transpose(1, 2) @ query),
-            (of_v, shares.transpose(1, 2) @ out),
+        q_values[start:end] = (logits_values @ key).transpose(0, 1)
+        for total, heads_values in (
+            (k_values, logits_values.transpose(1, 2) @ query),
+            (v_values, shares.transpose(1, 2) @ out),
         ):
-            groups = of_heads.unflatten(0, (k.shape[1], -1)).sum(
+            groups = heads_values.unflatten(0, (k.shape[1], -1)).sum(
                 1
             )  # query heads share one of keys and values
             total[start:end] = groups.transpose(0, 1)
-    return of_q.to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype)
+    return q_values.to(q.dtype), k_values.to(k.dtype), v_values.to(v.dtype)
 
 
 def _sequences(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float | None, window: int
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, tuple[int, int]]]:
-    """Of each sequence query, key, value [heads, length, size], attention's shares [heads, length, length], place."""
+    """Of each sequence query, key, value [heads, length, size], attention's shares [heads, length,
+    length], place."""
     bounds = starts.tolist()
     for start, end in pairwise(bounds):
         query, key, value = (x[start:end].transpose(0, 1).float() for x in (q, k, v))
         key, value = (x.repeat_interleave(len(query) // len(x), 0) for x in (key, value))
-        place = torch.arange(end - start)
-        distance = place[:, None] - place
+        position = torch.arange(end - start)
+        distance = position[:, None] - position
         hidden = distance < 0 if window < 0 else (distance < 0) | (distance > window)
         logits = (query @ key.transpose(1, 2) * _scale(q, scale)).masked_fill(hidden, -torch.inf)
         yield query, key, value, logits.softmax(-1), (start, end)
@@ -88,15 +92,16 @@ def _state() -> Tensor:
 
 
 def _add_product(
-    total: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype, *, out: Tensor
+    total: Tensor, remaining: Tensor, correct: Tensor, dtype: torch.dtype, *, out: Tensor
 ) -> Tensor:
-    # The product is rounded as on a CPU, where ours adds it up by another branch: values stay comparable to the bit.
-    return out.copy_(total + left @ right)
+    # The product is rounded as on a CPU, where ours adds it up by another branch: values stay
+    # comparable to the bit.
+    return out.copy_(total + remaining @ correct)
 
 
-def _add_any_product(*given: Any, **options: Any) -> Tensor:
-    is_typed = len(given) == 4  # the one with an `out_dtype`
-    return _add_product(*given, **options) if is_typed else torch.addmm(*given, **options)
+def _add_any_product(*inputs: Any, **options: Any) -> Tensor:
+    is_typed = len(inputs) == 4  # the one with an `out_dtype`
+    return _add_product(*inputs, **options) if is_typed else torch.addmm(*inputs, **options)
 
 
 # By name, overloads alike.
@@ -111,11 +116,12 @@ KERNELS: dict[str, Callable[..., Any]] = {
 
 
 def install_flash_attn() -> None:
-    """A module `flash_attn` with the one function that ours calls, whose operators have the package's names."""
+    """A module `flash_attn` with the one function that ours calls, whose operators have the
+    package's names."""
 
     @torch.library.custom_op("flash_attn::_flash_attn_varlen_forward", mutates_args=())
     def forward(
-        q: Tensor, k: Tensor, v: Tensor, starts_q: Tensor, starts_k: Tensor, longest_q: int, longest_k: int,
+        q: Tensor, k: Tensor, v: Tensor, starts_q: Tensor, starts_k: Tensor, longest_q: int, longest_k: int,  # noqa: E501
         scale: float, window: int,
     ) -> Tensor:  # fmt: skip
         return attention(q, k, v, starts_q, scale, window)
@@ -124,8 +130,8 @@ def install_flash_attn() -> None:
     def backward(
         grad: Tensor, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float, window: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        of_q, of_k, of_v = attention_gradients(grad, q, k, v, starts, scale, window)
-        return of_q, of_k, of_v
+        q_values, k_values, v_values = attention_gradients(grad, q, k, v, starts, scale, window)
+        return q_values, k_values, v_values
 
     forward.register_fake(lambda q, *_: torch.empty_like(q))
     backward.register_fake(
@@ -142,12 +148,12 @@ def install_flash_attn() -> None:
     forward.register_autograd(gradients, setup_context=keep)
 
     def flash_attn_varlen_func(
-        q: Tensor, k: Tensor, v: Tensor, starts_q: Tensor, starts_k: Tensor, longest_q: int, longest_k: int, *,
+        q: Tensor, k: Tensor, v: Tensor, starts_q: Tensor, starts_k: Tensor, longest_q: int, longest_k: int, *,  # noqa: E501
         softmax_scale: float | None, causal: bool, window_size: tuple[int, int],
     ) -> Tensor:  # fmt: skip
         assert causal
-        how = _scale(q, softmax_scale), window_size[0]
-        out: Tensor = forward(q, k, v, starts_q, starts_k, longest_q, longest_k, *how)
+        method = _scale(q, softmax_scale), window_size[0]
+        out: Tensor = forward(q, k, v, starts_q, starts_k, longest_q, longest_k, *method)
         return out
 
     module = ModuleType("flash_attn")

@@ -20,7 +20,7 @@ class RefusedError(RuntimeError):
 
 def refuse(name: str, args: Any, kwargs: Any) -> None:
     """Raises RefusedError for an operator `namespace.name` of the device."""
-    tensors = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, Tensor)]
+    tensors = [item for item in tree_flatten((args, kwargs))[0] if isinstance(item, Tensor)]
     if name in _ATTENTION:
         _refuse_attention(name, *args[:7])
     if name.startswith(("c10d.", "_c10d_functional.", "fsdp.", "aten._fused_adamw_")):
@@ -46,24 +46,26 @@ def _refuse_attention(
     """As flash-attn's kernels check their inputs."""
     if q.dtype not in _HALF or {k.dtype, v.dtype} != {q.dtype}:
         raise RefusedError(
-            f"{name} takes float16 and bfloat16 alone, all three alike, not {q.dtype}, {k.dtype}, {v.dtype}"
+            f"{name} takes float16 and bfloat16 alone, all three alike, not {q.dtype}, "
+            f"{k.dtype}, {v.dtype}"
         )
     if {starts_q.dtype, starts_k.dtype} != {torch.int32}:
         raise RefusedError(f"{name} takes int32 bounds, not {starts_q.dtype}, {starts_k.dtype}")
-    if len({each.device for each in (q, k, v, starts_q, starts_k)}) > 1:
+    if len({item.device for item in (q, k, v, starts_q, starts_k)}) > 1:
         raise RefusedError(f"{name} is given tensors of several devices")
     if q.shape[-1] > 256 or q.shape[-1] % 8 or q.shape[1] % k.shape[1] or k.shape != v.shape:
         raise RefusedError(
             f"{name} does not take heads of shape {list(q.shape)}, {list(k.shape)}, {list(v.shape)}"
         )
-    if any(each.stride(-1) != 1 for each in (q, k, v)):
+    if any(item.stride(-1) != 1 for item in (q, k, v)):
         raise RefusedError(f"{name} wants the last dimension contiguous")
     if longest_q <= 0 or longest_k <= 0:
         raise RefusedError(f"{name} is given lengths {longest_q}, {longest_k}")
 
 
 class HostMemory:
-    """What is pinned, and copies that are still under way: a GPU reads and writes host memory later."""
+    """What is pinned, and copies that are still under way: a GPU reads and writes host memory
+    later."""
 
     def __init__(self) -> None:
         self.pinned: dict[int, int] = {}  # bytes by address
@@ -98,7 +100,8 @@ class HostMemory:
         self._writing.clear()
 
     def note_copy(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Of a copy to the host that does not wait. The memory must be pinned, and that all of it and no more: torch's
+        """Of a copy to the host that does not wait. The memory must be pinned, and that all of it
+        and no more: torch's
         own comes in powers of two."""
         if func._schema.name != "aten::copy_" or not (
             args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
@@ -110,18 +113,21 @@ class HostMemory:
         storage = to.untyped_storage()
         if self.pinned.get(storage.data_ptr()) != storage.nbytes():
             raise RefusedError(
-                f"an asynchronous copy into host memory of {storage.nbytes()} bytes that is not pinned"
+                f"an asynchronous copy into host memory of {storage.nbytes()} bytes that is not "
+                "pinned"
             )
         if storage.nbytes() != of.nbytes:
             raise RefusedError(f"a staging buffer of {storage.nbytes()} bytes for {of.nbytes}")
         self._reading.add(of.untyped_storage()._cdata)
         self._writing.add(storage.data_ptr())
 
-    def check_reads(self, func: Any, given: list[Any]) -> None:
+    def check_reads(self, func: Any, inputs: list[Any]) -> None:
         if not self._writing or func._schema.name == "aten::copy_":
             return
-        of_host = [each for each in given if isinstance(each, Tensor) and each.device.type == "cpu"]
-        if any(each.untyped_storage().data_ptr() in self._writing for each in of_host):
+        host_values = [
+            item for item in inputs if isinstance(item, Tensor) and item.device.type == "cpu"
+        ]
+        if any(item.untyped_storage().data_ptr() in self._writing for item in host_values):
             raise RefusedError(
                 "host memory is read while the device still writes it; synchronize first"
             )

@@ -1,4 +1,5 @@
-"""What torch, FSDP2 and ours ask of `torch.cuda` itself, answered for a device that is not there."""
+"""What torch, FSDP2 and ours ask of `torch.cuda` itself, answered for a device that is not
+there."""
 
 from __future__ import annotations
 
@@ -89,6 +90,7 @@ def install(cuda: FakeCuda) -> None:
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)
     FakeTensor.record_stream = lambda self, s: None  # type: ignore[method-assign]
-    # torch.tensor(..., device="cuda") makes its copy where no dispatch mode sees it, unless it is told to make a CPU
+    # torch.tensor(..., device="cuda") makes its copy where no dispatch mode sees it, unless it is
+    # told to make a CPU
     # tensor first, as FakeTensorMode tells it on a machine without CUDA.
     torch._C._set_only_lift_cpu_tensors(True)

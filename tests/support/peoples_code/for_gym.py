@@ -1,4 +1,5 @@
-"""One game as four libraries would have it: Gym over messages, OpenEnv, SkyRL Gym, ms-swift. Each text of the policy is
+"""One game as four libraries would have it: Gym over messages, OpenEnv, SkyRL Gym, ms-swift. Each
+text of the policy is
 worth 1 where it has an "a" in it, in the second turn 2 and in the third, which is the last, 4."""
 
 import multiprocessing
@@ -44,8 +45,8 @@ class OpenEnvClient:
 
     async def step(self, action: Action) -> StepResult:
         self.turn += 1
-        found = Observation(f"openenv {len(action.message)}")
-        return StepResult(found, worth(self.turn - 1, action.message), self.turn == 3)
+        result = Observation(f"openenv {len(action.message)}")
+        return StepResult(result, worth(self.turn - 1, action.message), self.turn == 3)
 
 
 class SkyRLEnv:
@@ -55,9 +56,9 @@ class SkyRLEnv:
 
     def step(self, action: str) -> dict[str, Any]:
         self.turn += 1
-        found = [{"role": "user", "content": f"skyrl {len(action)}"}]
+        result = [{"role": "user", "content": f"skyrl {len(action)}"}]
         reward = worth(self.turn - 1, action)
-        return {"observations": found, "reward": reward, "done": self.turn == 3, "metadata": {}}
+        return {"observations": result, "reward": reward, "done": self.turn == 3, "metadata": {}}
 
     def close(self) -> None:
         pass

@@ -1,4 +1,5 @@
-"""An agent that was written for a server: the stock client, asynchronous and not. What it saw is in a file, as the
+"""An agent that was written for a server: the stock client, asynchronous and not. What it saw is in
+a file, as the
 other side's word on what was sampled."""
 
 import asyncio
@@ -33,12 +34,12 @@ async def rollout(
     messages: list[Any] = [*task["prompt"]]
     seen = []
 
-    async def turn(said: list[Any], **more: Any) -> Any:
-        found = await client.chat.completions.create(
-            model=model, messages=said, temperature=0.5, **more
+    async def turn(output: list[Any], **more: Any) -> Any:
+        actual = await client.chat.completions.create(
+            model=model, messages=output, temperature=0.5, **more
         )
-        seen.append([found.choices[0].message.content, found.usage.completion_tokens])
-        return found.choices[0].message
+        seen.append([actual.choices[0].message.content, actual.usage.completion_tokens])
+        return actual.choices[0].message
 
     for _ in range(2):  # a loop of tools
         reply = await turn(messages, tools=TOOLS)
@@ -58,8 +59,8 @@ async def rollout(
             model=model, messages=[{"role": "user", "content": "z"}], max_tokens=3
         )
 
-    last = await asyncio.to_thread(ask)
-    seen.append([last.choices[0].message.content, last.usage.completion_tokens])
+    thread = await asyncio.to_thread(ask)
+    seen.append([thread.choices[0].message.content, thread.usage.completion_tokens])
     if task["leaves"]:  # while a turn of it is in the engine, which nobody will see
         threading.Thread(target=_ask_and_forget, args=(ask,), daemon=True).start()
         await asyncio.sleep(0.02)

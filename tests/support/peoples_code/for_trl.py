@@ -1,4 +1,5 @@
-"""Tools, environments and a reward in the shapes of TRL 1.16's documentation, written for it and not for us."""
+"""Tools, environments and a reward in the shapes of TRL 1.16's documentation, written for it and
+not for us."""
 
 import asyncio
 from typing import Any

@@ -1,6 +1,8 @@
-"""The stock client of OpenAI against an endpoint, in a process of its own: prints what it saw as JSON.
+"""The stock client of OpenAI against an endpoint, in a process of its own: prints what it saw as
+JSON.
 
-python agent_clients.py OPENED, where OPENED is what the endpoint's `open` gave for some sessions, as JSON."""
+python agent_clients.py OPENED, where OPENED is what the endpoint's `open` gave for some sessions,
+as JSON."""
 
 from __future__ import annotations
 
@@ -25,11 +27,11 @@ def _client(opened: dict[str, str], kind: Any = openai.OpenAI, **options: Any) -
 
 def sync(opened: dict[str, str]) -> dict[str, Any]:
     client, model = _client(opened), opened["model"]
-    said = client.chat.completions.create(model=model, messages=HI, tools=TOOLS, max_tokens=5)
-    (call,) = said.choices[0].message.tool_calls
+    output = client.chat.completions.create(model=model, messages=HI, tools=TOOLS, max_tokens=5)
+    (call,) = output.choices[0].message.tool_calls
     history = [
         *HI,
-        said.choices[0].message,
+        output.choices[0].message,
         {"role": "tool", "tool_call_id": call.id, "content": "3"},
     ]
     second = client.chat.completions.create(
@@ -46,11 +48,11 @@ def sync(opened: dict[str, str]) -> dict[str, Any]:
     )
     return {
         "first": [
-            said.choices[0].finish_reason,
+            output.choices[0].finish_reason,
             call.function.name,
             json.loads(call.function.arguments),
         ],
-        "usage": said.usage.model_dump(
+        "usage": output.usage.model_dump(
             include={"prompt_tokens", "completion_tokens", "total_tokens"}
         ),
         "second": [second.choices[0].message.content, second.choices[0].finish_reason],
@@ -98,8 +100,8 @@ async def asynchronous(opened: list[dict[str, str]]) -> list[list[str]]:
 
     async def one(client: Any, number: int) -> str:
         messages: Any = [{"role": "user", "content": f"number {number}"}]
-        said = await client.chat.completions.create(model="policy", messages=messages)
-        return str(said.choices[0].message.content)
+        output = await client.chat.completions.create(model="policy", messages=messages)
+        return str(output.choices[0].message.content)
 
     async def of_session(one_opened: dict[str, str]) -> list[str]:
         async with _client(one_opened, openai.AsyncOpenAI) as client:

@@ -1,7 +1,8 @@
-"""python -m tests.support.workers.checkpoint save|load FOLDER CONFIG NUM_REPLICAS: two updates and a save, or a load.
+"""python -m tests.support.workers.checkpoint save|load FOLDER CONFIG NUM_REPLICAS: two updates and
+a save, or a load.
 
-Prints the digest of every full tensor of policy and optimizer, so that the test can compare what different numbers of
-ranks hold.
+Prints the digest of every full tensor of policy and optimizer, so that the test can compare what
+different numbers of ranks hold.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from tests.support.weights import name_of_weights
 
 
 def main() -> None:
-    what, folder, config_file, num_replicas = (
+    label, folder, config_file, num_replicas = (
         sys.argv[1],
         Path(sys.argv[2]),
         sys.argv[3],
@@ -38,9 +39,9 @@ def main() -> None:
     )
     session = start_session(config.model.num_replicas)
     # Other random numbers than the saved ones came from: what is not loaded differs.
-    policy = build_policy(config.model, 1.0, session, seed=0 if what == "save" else 1)
+    policy = build_policy(config.model, 1.0, session, seed=0 if label == "save" else 1)
     updater = updater_of(policy, config)
-    if what == "save":
+    if label == "save":
         for step in range(2):
             for number, parameter in enumerate(p for p in policy.parameters() if p.requires_grad):
                 assert isinstance(parameter, DTensor)
@@ -57,7 +58,7 @@ def main() -> None:
             updater._num_updates += 1
         checkpoints = checkpoints_of(config, session, policy, updater)
         checkpoints.stage(2, position=17, log_state={"mismatch_scale": None})
-        before = digests(policy, updater) | {"policy.*": name_of_weights(policy)}
+        old = digests(policy, updater) | {"policy.*": name_of_weights(policy)}
         with torch.no_grad():  # training goes on while the copy is written
             for parameter in policy.parameters():
                 parameter.add_(1.0)
@@ -67,14 +68,14 @@ def main() -> None:
             verify_checkpoint(folder)
     else:
         load_state(policy, updater, folder, read_trainer(folder))
-        before = digests(policy, updater) | {"policy.*": name_of_weights(policy)}
+        old = digests(policy, updater) | {"policy.*": name_of_weights(policy)}
     if session.is_rank0:
         print(
             "lr",
             updater._schedule.get_last_lr(),
             [group["lr"] for group in updater.optimizer.param_groups],
         )
-        for name, digest in before.items():
+        for name, digest in old.items():
             print(name, digest)
     end_session()
 

@@ -1,4 +1,5 @@
-"""For workers with a real engine: conversations whose next request comes later, in whatever order."""
+"""For workers with a real engine: conversations whose next request comes later, in whatever
+order."""
 
 from __future__ import annotations
 
@@ -25,33 +26,36 @@ from grpo_spmd.records import Completion
 
 JOBS = [2, 3, 1, 2, 2]  # conversations of each
 BLOCK = 32  # tokens of a block of the prefix cache on a CPU
-_GROWS_BY = 22  # tokens of the longest conversation: room of its last turn, and what was said and given before
+# tokens of the longest conversation: room of its last turn, and what was said and given before
+_GROWS_BY = 22
 
 
 def request_of(
     engine: RolloutEngine, job: int, number: int, turns: Sequence[Completion]
 ) -> Request | None:
-    """Conversations of one to four turns: each holds what was said and given before it. The last turn may be as long as
+    """Conversations of one to four turns: each holds what was said and given before it. The last
+    turn may be as long as
     the config says, one of them because it asks for too much; those before it of 3 tokens."""
     num_turns = (job + number) % 4 + 1
     if len(turns) == num_turns:
         return None
     room = engine._engine.vllm_config.model_config.max_model_len
     prompt = [job + 1, number + 5, *range(20, room - _GROWS_BY + 18)]
-    given = [
+    inputs = [
         token for turn in turns for token in (*turn.token_ids, *[7] * (len(turn.token_ids) % 3))
     ]
-    longest = 3 if len(turns) < num_turns - 1 else [None, 1000][job % 2]
-    return Request(prompt + given, 100 * job + 10 * number + len(turns), max_tokens=longest)
+    max_length = 3 if len(turns) < num_turns - 1 else [None, 1000][job % 2]
+    return Request(prompt + inputs, 100 * job + 10 * number + len(turns), max_tokens=max_length)
 
 
 class World:
-    """LateRequests each turn after some calls: `how` "random", some at once, in any order, or "idle", only when nothing
+    """LateRequests each turn after some calls: `how` "random", some at once, in any order, or
+    "idle", only when nothing
     runs in the engine and it is asked for the third time."""
 
-    def __init__(self, engine: RolloutEngine, how: str) -> None:
-        self._engine, self._how = engine, how
-        self._random = random.Random(f"{how} {engine.engine_rank}")
+    def __init__(self, engine: RolloutEngine, method: str) -> None:
+        self._engine, self._how = engine, method
+        self._random = random.Random(f"{method} {engine.engine_rank}")
         self._waiting: dict[ConversationId, tuple[int, Request | None]] = {}
         self.came: list[float] = []  # the timeouts of the calls with which something came
         self.num_calls = 0
@@ -67,9 +71,15 @@ class World:
         self.num_calls += 1
         if self._how == "idle" and not timeout_s:
             return []
-        come = [(place, request) for place, (left, request) in self._waiting.items() if not left]
+        come = [
+            (position, request)
+            for position, (remaining, request) in self._waiting.items()
+            if not remaining
+        ]
         self._waiting = {
-            place: (left - 1, request) for place, (left, request) in self._waiting.items() if left
+            position: (remaining - 1, request)
+            for position, (remaining, request) in self._waiting.items()
+            if remaining
         }
         self._random.shuffle(come)
         self.came += [timeout_s] * bool(come)
@@ -77,45 +87,48 @@ class World:
 
 
 def converse_later(engine: RolloutEngine, version: int = 0) -> list[Any]:
-    """[job, the turns of each of its conversations] over all engines. Fails unless these are, in each order of answers,
+    """[job, the turns of each of its conversations] over all engines. Fails unless these are, in
+    each order of answers,
     what each turn is by itself, computed anew from its whole context."""
-    of_orders = []
+    orders_values = []
     with uneven(engine):
-        for how in ("random", "idle"):
-            made = converse(engine, how, version)
-            mine = [
-                [job, [[astuple(turn) for turn in turns] for turns in talks]]
-                for job, talks in made.items()
+        for method in ("random", "idle"):
+            created = converse(engine, method, version)
+            local = [
+                [job, [[astuple(turn) for turn in turns] for turns in communicates]]
+                for job, communicates in created.items()
             ]
-            of_orders.append(
-                on_rank0(lambda parts: sorted(each for part in parts for each in part), mine)
+            orders_values.append(
+                on_rank0(lambda pieces: sorted(item for piece in pieces for item in piece), local)
             )
-        assert of_orders[0] == of_orders[1]
-        assert [job for job, _ in of_orders[0]][:: engine.tp_size] == list(range(len(JOBS)))
-        for job, talks in made.items():
-            assert talks == [alone(engine, version, job, number) for number in range(JOBS[job])]
-    return of_orders[0][:: engine.tp_size]
+        assert orders_values[0] == orders_values[1]
+        assert [job for job, _ in orders_values[0]][:: engine.tp_size] == list(range(len(JOBS)))
+        for job, communicates in created.items():
+            assert communicates == [
+                alone(engine, version, job, number) for number in range(JOBS[job])
+            ]
+    return orders_values[0][:: engine.tp_size]
 
 
-def converse(engine: RolloutEngine, how: str, version: int) -> dict[int, list[list[Completion]]]:
+def converse(engine: RolloutEngine, method: str, version: int) -> dict[int, list[list[Completion]]]:
     """What this engine makes of its conversations."""
-    told: list[tuple[int, int, Completion]] = []
-    world = World(engine, how)
+    report: list[tuple[int, int, Completion]] = []
+    world = World(engine, method)
     with watched(engine) as outputs:
-        made = engine.generate_shared(
+        created = engine.generate_shared(
             JOBS,
-            GenerationHooks(world.next_request, lambda *f: told.append(f), late_requests=world),
+            GenerationHooks(world.next_request, lambda *f: report.append(f), late_requests=world),
             version,
         )
-    for job, talks in made.items():
-        for number, turns in enumerate(talks):
-            assert [c for j, n, c in told if (j, n) == (job, number)] == turns
-    if how == "idle":
+    for job, communicates in created.items():
+        for number, turns in enumerate(communicates):
+            assert [c for j, n, c in report if (j, n) == (job, number)] == turns
+    if method == "idle":
         assert set(world.came) <= {LATE_REQUESTS_WAIT_S}, world.came
     elif engine.tp_rank == 0 and engine.num_engines == 1:
         assert 0.0 in world.came  # some came while others ran
     check_cached(outputs)
-    return made
+    return created
 
 
 def alone(engine: RolloutEngine, version: int, job: int, number: int) -> list[Completion]:
@@ -124,8 +137,8 @@ def alone(engine: RolloutEngine, version: int, job: int, number: int) -> list[Co
     while (request := request_of(engine, job, number, turns)) is not None:
         engine.reset_prefix_cache()
         turns += engine.generate([request], version)
-        most = engine._rollout.max_completion_tokens
-        assert len(turns[-1].token_ids) <= min(request.max_tokens or most, most)
+        maximum = engine._rollout.max_completion_tokens
+        assert len(turns[-1].token_ids) <= min(request.max_tokens or maximum, maximum)
     return turns
 
 
@@ -142,40 +155,44 @@ def watched(engine: RolloutEngine) -> Iterator[list[Any]]:
     step, outputs = engine._engine.step, list[Any]()
 
     def stepping() -> Any:
-        made = step()
-        outputs.extend(output for output in made if output.finished)
-        return made
+        created = step()
+        outputs.extend(output for output in created if output.finished)
+        return created
 
     with patch.object(engine._engine, "step", stepping):
         yield outputs
 
 
 def check_cached(outputs: Sequence[Any]) -> None:
-    """A context re-enters with its prefix cached. Small caches, which hold few conversations, are not asked."""
-    first: dict[tuple[int, ...], int] = {}
+    """A context re-enters with its prefix cached. Small caches, which hold few conversations, are
+    not asked."""
+    initial: dict[tuple[int, ...], int] = {}
     for output in outputs:
         talk = tuple(output.prompt_token_ids[:2])
-        first[talk] = min(first.get(talk, 1 << 30), len(output.prompt_token_ids))
+        initial[talk] = min(initial.get(talk, 1 << 30), len(output.prompt_token_ids))
     again = [
-        o for o in outputs if len(o.prompt_token_ids) > first[tuple(o.prompt_token_ids[:2])] > BLOCK
+        o
+        for o in outputs
+        if len(o.prompt_token_ids) > initial[tuple(o.prompt_token_ids[:2])] > BLOCK
     ]
     assert all(output.num_cached_tokens >= BLOCK for output in again), [
         o.num_cached_tokens for o in again
     ]
-    if outputs and max(first.values()) > BLOCK:
+    if outputs and max(initial.values()) > BLOCK:
         assert len(again) >= 8, len(again)
 
 
 def end_while_all_wait(engine: RolloutEngine, version: int = 0) -> None:
-    """What waits is dropped, though only the engine's last rank has heard that it is to end, and the engine can be used
+    """What waits is dropped, though only the engine's last rank has heard that it is to end, and
+    the engine can be used
     at once."""
-    world, asked = World(engine, "never"), list[int]()
+    world, requests = World(engine, "never"), list[int]()
     is_last = engine.tp_rank == engine.tp_size - 1
     world.ready = lambda timeout_s: []  # type: ignore[method-assign]
 
     def should_abort() -> bool:
-        asked.append(0)
-        return is_last and len(asked) > 2
+        requests.append(0)
+        return is_last and len(requests) > 2
 
     with patch.object(engine, "_should_abort", should_abort):
         assert (
@@ -222,41 +239,43 @@ def fail_while_all_wait(engine: RolloutEngine, version: int) -> None:
 
 
 def race_while_some_wait(engine: RolloutEngine, version: int) -> None:
-    """One engine of one rank. What runs and waits is dropped, each with all of its tokens; what is over is kept."""
-    told: list[tuple[int, int, Completion]] = []
+    """One engine of one rank. What runs and waits is dropped, each with all of its tokens; what is
+    over is kept."""
+    report: list[tuple[int, int, Completion]] = []
     dropped: list[int] = []
     race: Any = type(
         "EarlyStop",
         (),
-        {"is_over": lambda self: len(told) > 20, "drop": lambda self, n: dropped.extend(n)},
+        {"is_over": lambda self: len(report) > 20, "drop": lambda self, n: dropped.extend(n)},
     )()
     world = World(engine, "random")
     with uneven(engine):
-        made = engine.generate_shared(
+        created = engine.generate_shared(
             [1] * 12,
             GenerationHooks(
                 world.next_request,
-                lambda *f: told.append(f),
+                lambda *f: report.append(f),
                 late_requests=world,
                 early_stop=race,
             ),
             version,
         )
-        assert made == {job: [alone(engine, version, job, 0)] for job in made}
-    assert 0 < len(made) < 12
-    assert len(dropped) == 12 - len(made)
-    assert sum(dropped) >= sum(len(c.token_ids) for job, _, c in told if job not in made)
+        assert created == {job: [alone(engine, version, job, 0)] for job in created}
+    assert 0 < len(created) < 12
+    assert len(dropped) == 12 - len(created)
+    assert sum(dropped) >= sum(len(c.token_ids) for job, _, c in report if job not in created)
     assert not engine._engine.has_unfinished_requests()
 
 
 def stale_cache_shows(
     engine: RolloutEngine, sync: Callable[[int], Any], disturb: Callable[[], None]
 ) -> None:
-    """A conversation that goes on after new weights came has nothing of the old ones in its logprobs; where the cache
+    """A conversation that goes on after new weights came has nothing of the old ones in its
+    logprobs; where the cache
     is kept, which is planted here, that shows. `sync(version)`."""
     sync(0)
-    [said] = engine.generate([Request([5] * 40, 1, max_tokens=4)], 0)
-    goes_on = [Request([5] * 40 + said.token_ids + [7, 7], 2, max_tokens=4)]
+    [message] = engine.generate([Request([5] * 40, 1, max_tokens=4)], 0)
+    goes_on = [Request([5] * 40 + message.token_ids + [7, 7], 2, max_tokens=4)]
     disturb()
     with patch.object(engine, "reset_prefix_cache", lambda: None):
         sync(1)

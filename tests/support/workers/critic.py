@@ -1,5 +1,6 @@
-"""Worker: a critic beside a policy over the rollouts of `fixed_groups`, for several settings and splits of the work;
-its checkpoint, its wait in host memory, and faults that the running check of it has to see.
+"""Worker: a critic beside a policy over the rollouts of `fixed_groups`, for several settings and
+splits of the work; its checkpoint, its wait in host memory, and faults that the running check of it
+has to see.
 
     python -m tests.support.workers.critic CONFIG REFERENCE OUT.pt
 Rank 0 saves {(setting, split): {values, advantages, losses, parameters, ...}}.
@@ -73,9 +74,9 @@ class Trials:
     def __init__(self, path: str, reference: str) -> None:
         self.config, self.session = load_config(path), start_session()
         self.policy = build_policy(self.config.model, self.config.rollout.temperature, self.session)
-        other = dataclasses.replace(self.config.model, path=reference)
+        second = dataclasses.replace(self.config.model, path=reference)
         self.reference = build_reference(
-            self.policy, other, self.config.rollout.temperature, 1.0, self.session
+            self.policy, second, self.config.rollout.temperature, 1.0, self.session
         )
 
     def critic(self, config: Config, session: Session | None = None) -> Critic:
@@ -84,16 +85,18 @@ class Trials:
         return critic
 
     def step(
-        self, config: Config, critic: Critic, how: str = "in turn", *, packed: bool = True
+        self, config: Config, critic: Critic, method: str = "in turn", *, packed: bool = True
     ) -> Step:
         """A step's rollouts with what the critic says of them."""
         sections = config.rollout, config.advantage, config.loss, config.training
-        of_turns = config.environment.discount
-        sampled = SampledStep(StepRules(*sections, 0.9, self.session.world_size, discount=of_turns))
-        groups = deal(fixed_groups(), how, self.session)
+        turns_values = config.environment.discount
+        sampled = SampledStep(
+            StepRules(*sections, 0.9, self.session.world_size, discount=turns_values)
+        )
+        groups = deal(fixed_groups(), method, self.session)
         scored = score(groups)
         sampled.add(
-            groups if of_turns is None else [as_episodes(group) for group in groups], scored
+            groups if turns_values is None else [as_episodes(group) for group in groups], scored
         )
         with patch.object(sampled_step, "plan_batch", plan_batch if packed else plan_unpacked):
             batch, decision = assemble.assemble_batch(sampled, self.session)
@@ -105,31 +108,33 @@ class Trials:
 
     def check(self, config: Config, critic: Critic, step: Step) -> list[str]:
         sampled, batch, decision = step
-        of_batch = BatchCheck(config.rollout, config.advantage, config.loss, [1.0], {0}, False)
+        batch_values = BatchCheck(config.rollout, config.advantage, config.loss, [1.0], {0}, False)
         settings = check_settings_of(config, frozenset())
-        found = CriticCheck(critic.model, config.critic, settings)(
-            sampled, batch, decision, of_batch.rewards_of(sampled, decision)
+        result = CriticCheck(critic.model, config.critic, settings)(
+            sampled, batch, decision, batch_values.rewards_of(sampled, decision)
         )
-        wrong: list[str] = on_rank0(
-            lambda of_ranks: [text for texts in of_ranks for text in texts], found.errors
+        faulty: list[str] = on_rank0(
+            lambda rank_values: [text for texts in rank_values for text in texts], result.errors
         )
-        return wrong
+        return faulty
 
 
 def as_episodes(group: RolloutGroup) -> RolloutGroup:
     """Its completions in turns, the first of two with a reward of its own."""
-    found = []
+    result = []
     for kind, completion in enumerate(group.completions):
-        made = as_episode(group.prompt.token_ids, completion, kind)
-        assert made.episode is not None
+        created = as_episode(group.prompt.token_ids, completion, kind)
+        assert created.episode is not None
         turns = [
             dataclasses.replace(turn, reward=0.25 * (n == 0))
-            for n, turn in enumerate(made.episode.turns)
+            for n, turn in enumerate(created.episode.turns)
         ]
-        found.append(
-            dataclasses.replace(made, episode=dataclasses.replace(made.episode, turns=tuple(turns)))
+        result.append(
+            dataclasses.replace(
+                created, episode=dataclasses.replace(created.episode, turns=tuple(turns))
+            )
         )
-    return dataclasses.replace(group, completions=found)
+    return dataclasses.replace(group, completions=result)
 
 
 def changed(config: Config, setting: str, tokens: int = 100_000) -> Config:
@@ -142,17 +147,18 @@ def changed(config: Config, setting: str, tokens: int = 100_000) -> Config:
 def result_of(critic: Critic, step: Step) -> dict[str, Any]:
     """After the critic's update, with what went into it."""
     _, batch, decision = step
-    before = by_rollout(batch)
+    old = by_rollout(batch)
     sums = merged_on_all(critic.update(batch))
     return {
-        **{name: gathered(values) for name, values in before.items()},
+        **{name: gathered(values) for name, values in old.items()},
         "decision": dict(
             on_rank0(
-                lambda parts: [p for part in parts for p in part], [*decision.advantages.items()]
+                lambda pieces: [p for piece in pieces for p in piece],
+                [*decision.advantages.items()],
             )
         ),
         "metrics": on_rank0(
-            lambda parts: parts[0], {k: v for k, v in decision.metrics.items() if "critic/" in k}
+            lambda pieces: pieces[0], {k: v for k, v in decision.metrics.items() if "critic/" in k}
         ),
         "sums": {name: reduction.value for name, reduction in sums.items()},
         "parameters": full(critic),
@@ -161,20 +167,22 @@ def result_of(critic: Critic, step: Step) -> dict[str, Any]:
 
 
 def by_rollout(batch: RolloutBatch) -> dict[str, dict[int, list[float]]]:
-    found: dict[str, dict[int, list[float]]] = {"old_values": {}, "returns": {}, "advantages": {}}
+    result: dict[str, dict[int, list[float]]] = {"old_values": {}, "returns": {}, "advantages": {}}
     for row in batch.micro_batches:
-        for name, of_rollouts in found.items():
+        for name, rollouts_values in result.items():
             column = getattr(row, name)
-            of_rollouts |= {
-                i: column[row.sequence_index == place].tolist()
-                for place, i in enumerate(row.rollout_ids)
+            rollouts_values |= {
+                i: column[row.sequence_index == position].tolist()
+                for position, i in enumerate(row.rollout_ids)
             }
-    return found
+    return result
 
 
 def gathered(values: dict[int, list[float]]) -> dict[int, list[float]]:
     return dict(
-        sorted(on_rank0(lambda parts: [pair for part in parts for pair in part], [*values.items()]))
+        sorted(
+            on_rank0(lambda pieces: [pair for piece in pieces for pair in piece], [*values.items()])
+        )
     )
 
 
@@ -189,11 +197,11 @@ def main() -> None:
     trials, results = Trials(*sys.argv[1:3]), {}
     session = trials.session
     for setting in SETTINGS:
-        for split, (tokens, how, packed) in SPLITS.items():
+        for split, (tokens, method, packed) in SPLITS.items():
             config = changed(trials.config, setting, tokens)
             critic = trials.critic(config)
-            step = trials.step(config, critic, how, packed=packed)
-            assert not (wrong := trials.check(config, critic, step)), (setting, split, wrong[:3])
+            step = trials.step(config, critic, method, packed=packed)
+            assert not (faulty := trials.check(config, critic, step)), (setting, split, faulty[:3])
             results[setting, split] = result_of(critic, step)
     if session.world_size == 2:
         config = changed(trials.config, "several steps")
@@ -211,7 +219,7 @@ def main() -> None:
 
 def waits(trials: Trials, config: Config) -> dict[str, Any]:
     """In host memory before and between two steps, the second of which is that of `results`."""
-    found: list[dict[str, Any]] = []
+    result: list[dict[str, Any]] = []
     for is_moved in (True, False):
         critic = trials.critic(config)
         offload = HostOffload(
@@ -226,10 +234,10 @@ def waits(trials: Trials, config: Config) -> dict[str, Any]:
                 offload.before_sync()
                 refuses(lambda critic=critic: trials.step(config, critic))  # type: ignore[misc]
                 assert offload.to_device()["memory/host/offloaded_gib"] > 0
-            found.append(result_of(critic, trials.step(config, critic)))
-    moved, plain = found[1]["parameters"], found[3]["parameters"]
+            result.append(result_of(critic, trials.step(config, critic)))
+    moved, plain = result[1]["parameters"], result[3]["parameters"]
     assert all(torch.equal(value, plain[name]) for name, value in moved.items())
-    return found[0]
+    return result[0]
 
 
 def refuses(call: Callable[[], Any]) -> None:
@@ -246,7 +254,7 @@ def saved(
 ) -> Path:
     """Collective. A checkpoint of the first step in this run folder."""
     facts = run_facts(flatten_config(config), [], trials.session, {})
-    of_run = (
+    run_values = (
         folder,
         config.checkpoint,
         config.training.num_steps,
@@ -255,7 +263,7 @@ def saved(
         updater,
         facts,
     )
-    checkpoints = Checkpoints(*of_run, critic)
+    checkpoints = Checkpoints(*run_values, critic)
     checkpoints.stage(1, position=0, log_state={})
     checkpoints.write_staged()
     checkpoints.wait()
@@ -263,7 +271,8 @@ def saved(
 
 
 def goes_on(trials: Trials) -> None:
-    """From a checkpoint of a run with this number of ranks, to the bit; one without a critic is refused. Of a run with
+    """From a checkpoint of a run with this number of ranks, to the bit; one without a critic is
+    refused. Of a run with
     two ranks, rank 0 alone leaves digests that one of another number compares."""
     config, session = changed(trials.config, "several steps"), trials.session
     folder = Path(config.run_dir, f"of_{session.world_size}")
@@ -276,22 +285,22 @@ def goes_on(trials: Trials) -> None:
     again = trials.critic(config)
     load_state(trials.policy, updater, path, read_trainer(path), again)
     assert again.state() == critic.state() == {"num_updates": 4, "skipped_in_a_row": 0}
-    held, loaded = (state_tensors(trials.policy, updater, each) for each in (critic, again))
-    assert held.keys() == loaded.keys()
-    assert len([name for name in held if name.startswith("critic_exp_avg.")]) == len(
+    retained, loaded = (state_tensors(trials.policy, updater, item) for item in (critic, again))
+    assert retained.keys() == loaded.keys()
+    assert len([name for name in retained if name.startswith("critic_exp_avg.")]) == len(
         critic.trained_parameters()
     )
     assert all(
-        torch.equal(tensor.to_local(), loaded[name].to_local()) for name, tensor in held.items()
+        torch.equal(tensor.to_local(), loaded[name].to_local()) for name, tensor in retained.items()
     )
-    for each in (critic, again):
-        each.update(step[1])
+    for item in (critic, again):
+        item.update(step[1])
     assert all(
         torch.equal(a, b) for a, b in zip(full(critic).values(), full(again).values(), strict=True)
     )
-    other = checkpoint_path(Path(config.run_dir, "of_2"), 1)
-    if session.world_size == 1 and other.is_dir():  # loaded into another number of ranks
-        load_state(trials.policy, updater, other, read_trainer(other), again)
+    second = checkpoint_path(Path(config.run_dir, "of_2"), 1)
+    if session.world_size == 1 and second.is_dir():  # loaded into another number of ranks
+        load_state(trials.policy, updater, second, read_trainer(second), again)
         critic = trials.critic(config)
         load_state(trials.policy, updater, path, read_trainer(path), critic)
         for a, b in zip(full(critic).values(), full(again).values(), strict=True):
@@ -323,8 +332,8 @@ def faults(trials: Trials) -> int:
         nonlocal done
         with within or nullcontext():
             critic = trials.critic(trained or config)
-            wrong = trials.check(config, critic, trials.step(trained or config, critic))
-        assert any(expected in text for text in wrong), (expected, wrong[:4])
+            faulty = trials.check(config, critic, trials.step(trained or config, critic))
+        assert any(expected in text for text in faulty), (expected, faulty[:4])
         done += 1
 
     def bootstraps(rewards: Any, values: Any, lengths: Any, gamma: float, lam: Any) -> Any:
@@ -338,11 +347,11 @@ def faults(trials: Trials) -> int:
 
     def stale(critic: Critic) -> Any:
         def attached(batch: RolloutBatch, decision: Decision, check: Any) -> Decision:
-            found = attach(critic, batch, decision, check)
+            result = attach(critic, batch, decision, check)
             with torch.no_grad():
                 for parameter in critic.model.parameters():
                     parameter.mul_(1.1)
-            return found
+            return result
 
         attach = Critic.attach
         return attached
@@ -350,12 +359,12 @@ def faults(trials: Trials) -> int:
     def mixed(payload: bytes) -> list[Rollout]:
         """Each with the reward of the next."""
         rollouts = decode(payload)
-        found = []
-        for rollout, other in zip(rollouts, [*rollouts[1:], *rollouts[:1]], strict=True):
+        result = []
+        for rollout, second in zip(rollouts, [*rollouts[1:], *rollouts[:1]], strict=True):
             rewards = np.zeros(len(rollout.completion_ids))
-            rewards[-1:] = np.sum(other.advantages)
-            found.append(dataclasses.replace(rollout, advantages=rewards))
-        return found
+            rewards[-1:] = np.sum(second.advantages)
+            result.append(dataclasses.replace(rollout, advantages=rewards))
+        return result
 
     sees(
         "the returns of rollout",
@@ -372,12 +381,12 @@ def faults(trials: Trials) -> int:
     sees("the returns of rollout", within=patch.object(assemble, "decode_rollouts", mixed))
     sees("and gae gives", trained=dataclasses.replace(plain, critic=swapped))
     sees("and gae gives", within=patch.object(learn_critic, "whitening", lambda *_: (0.0, 1.0)))
-    own = patch.object(
+    local = patch.object(
         learn_critic,
         "length_lambda",
         lambda lengths, alpha: 1.0 - 1.0 / (alpha * lengths.max() + lengths),
     )
-    sees("and gae gives", changed(trials.config, "kl, length, not whitened"), within=own)
+    sees("and gae gives", changed(trials.config, "kl, length, not whitened"), within=local)
     no_kl = patch.object(learn_critic, "kl_estimate", lambda p, ref, name: torch.zeros_like(p))
     sees("the returns of rollout", changed(trials.config, "kl, length, not whitened"), within=no_kl)
     tokens = advantages.token_rewards

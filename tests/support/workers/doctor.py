@@ -1,11 +1,12 @@
-"""A small loop with the phases of a real one, real collectives and an FSDP update; one rank does in step 1 what its
-order says.
+"""A small loop with the phases of a real one, real collectives and an FSDP update; one rank does in
+step 1 what its order says.
 
-Argument, under torchrun: an order, JSON {"do", "rank", "phase", "folder", "limit_s", "once", "reader"}; `do` is a name
-of FAULTS, `once` a file that says that it was done, `reader` what is wrong with who reads the output: it is "stalled"
-or "gone", or the output is "closed". Or a list of orders: each gets two ranks, forked from here (so that torch is
-imported once), a store that outlives them, and SIGTERM when the first of them has ended, as torchrun does. Prints what
-became of them as JSON.
+Argument, under torchrun: an order, JSON {"do", "rank", "phase", "folder", "limit_s", "once",
+"reader"}; `do` is a name of FAULTS, `once` a file that says that it was done, `reader` what is
+wrong with who reads the output: it is "stalled" or "gone", or the output is "closed". Or a list of
+orders: each gets two ranks, forked from here (so that torch is imported once), a store that
+outlives them, and SIGTERM when the first of them has ended, as torchrun does. Prints what became of
+them as JSON.
 """
 
 from __future__ import annotations
@@ -153,8 +154,8 @@ def main(order: dict[str, str]) -> None:
         for phase in PHASES:
             loop.run(phase)
     assert not any_rank(False)
-    said = f"rank {session.rank} done, restart {session.is_restart}"
-    print(f"{said}\n", end="", flush=True)  # one write: the ranks share a file
+    message = f"rank {session.rank} done, restart {session.is_restart}"
+    print(f"{message}\n", end="", flush=True)  # one write: the ranks share a file
     end_session()
 
 
@@ -202,8 +203,8 @@ def run_as_torchrun(order: dict[str, str]) -> dict[str, object]:
         pid, status = os.wait()
         if pid in ranks:
             codes[ranks.pop(pid)] = os.waitstatus_to_exitcode(status)
-            for other in ranks:
-                os.kill(other, signal.SIGTERM)
+            for second in ranks:
+                os.kill(second, signal.SIGTERM)
     ended = time.time()
     os.kill(store_pid, signal.SIGKILL)
     texts = {path.name: path.read_text() for path in folder.iterdir()}
@@ -217,8 +218,8 @@ def run_many(orders: list[dict[str, str]], at_once: int = 10) -> None:
             order = waiting.pop(0)
             pid = os.fork()
             if pid == 0:
-                found = run_as_torchrun(order)
-                Path(order["folder"], "found.json").write_text(json.dumps(found))
+                as_torchrun = run_as_torchrun(order)
+                Path(order["folder"], "found.json").write_text(json.dumps(as_torchrun))
                 os._exit(0)
             running.add(pid)
         else:

@@ -1,7 +1,7 @@
 """Worker: the cases and planted faults of `tests/support/dry_run/`, in one process.
 
-python -m tests.support.workers.dry_run SHIM.so CONFIG OUT.json [NAME ...]      SHIM.so: tests/support/dry_run/shim.cpp
-OUT.json gets {name: {"found": ...}} or {name: {"error": traceback}}.
+python -m tests.support.workers.dry_run SHIM.so CONFIG OUT.json [NAME ...]      SHIM.so:
+tests/support/dry_run/shim.cpp OUT.json gets {name: {"found": ...}} or {name: {"error": traceback}}.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def main() -> None:
 
     warnings.simplefilter("ignore")
     gc.freeze()  # a collection need not look at what was imported
-    # The other ranks of a fake group send nothing, and what is received is whatever was in memory there: they say the
+    # The other ranks of a fake group send nothing, and what is received is whatever was in memory
+    # there: they say the
     # same as this one.
     collectives.gather_bytes = lambda payload: [payload] * dist.get_world_size()
     trials, results = Trials(Path(config), Path(out).parent), dict[str, dict[str, object]]()

@@ -18,14 +18,16 @@ from tests.support.dry_run.figures import VARIANTS, update_figures, with_model
 
 
 def main() -> None:
-    config, session, meter, found = load_config(sys.argv[1]), start_session(), Recorder(), {}
+    config, session, meter, result = load_config(sys.argv[1]), start_session(), Recorder(), {}
     with meter:
         for variant, changes in VARIANTS.items():
             changed = with_model(config, **changes)
             mesh = policy_mesh(session.device, changed.model.num_replicas)
-            found[variant] = update_figures(changed, dataclasses.replace(session, mesh=mesh), meter)
+            result[variant] = update_figures(
+                changed, dataclasses.replace(session, mesh=mesh), meter
+            )
     if session.is_rank0:
-        Path(sys.argv[2]).write_text(json.dumps(found))
+        Path(sys.argv[2]).write_text(json.dumps(result))
     end_session()
 
 

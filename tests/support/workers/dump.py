@@ -48,12 +48,12 @@ def main() -> None:
     alone = dataclasses.replace(
         session, local_rank=0
     )  # as torchrun says on the first rank of a host
-    for name, of_node in (("one", session), ("two", alone)):
-        dump(folder / name, of_node, [1])
-        dump(folder / f"{name}_gzip", of_node, [1], compression="gzip")
-        dump(folder / f"{name}_full", of_node, [1, 2, 3], full_at=2)
-        dump(folder / f"{name}_keep", of_node, [1, 2, 3, 4], keep=2)
-        scored(folder / f"{name}_scored", of_node, [1, 2, 3], keep=2)
+    for name, node_values in (("one", session), ("two", alone)):
+        dump(folder / name, node_values, [1])
+        dump(folder / f"{name}_gzip", node_values, [1], compression="gzip")
+        dump(folder / f"{name}_full", node_values, [1, 2, 3], full_at=2)
+        dump(folder / f"{name}_keep", node_values, [1, 2, 3, 4], keep=2)
+        scored(folder / f"{name}_scored", node_values, [1, 2, 3], keep=2)
     dump(folder / "shrunk", alone, [1, 2])
     dump(folder / "shrunk", session, [2], compression="gzip")  # one node now, and the other form
     dump(folder / "shrunk_keep", alone, [1, 2])
@@ -72,7 +72,8 @@ def dump(
     keep: int | None = None,
     full_at: int | None = None,
 ) -> None:
-    """Collective. Dump the same step as each of `steps`; at `full_at` the disk of rank 1 takes only 100 bytes."""
+    """Collective. Dump the same step as each of `steps`; at `full_at` the disk of rank 1 takes only
+    100 bytes."""
     run_dir.mkdir(parents=True, exist_ok=True)
     options = LoggingConfig(rollouts_compression=compression, rollouts_keep=keep)
     dump = RolloutDump(RolloutWriter(run_dir, options, session), every_steps=1)
@@ -93,7 +94,8 @@ def dump(
 
 
 def scored(run_dir: Path, session: Session, steps: list[int], **options: Any) -> None:
-    """Collective. Dump steps, and the scores of their tokens, whatever rank they were trained on: rollout i has 1 + i
+    """Collective. Dump steps, and the scores of their tokens, whatever rank they were trained on:
+    rollout i has 1 + i
     tokens, whose difference is i / 8 and whose entropy is the step."""
     run_dir.mkdir(parents=True, exist_ok=True)
     files = {
@@ -175,7 +177,7 @@ def limited(
 
 def messages(act: Callable[[], object]) -> list[tuple[str, int]]:
     """The collectives that `act` enters, with the bytes that this rank gives each."""
-    found = []
+    result = []
     names = (
         "all_gather",
         "gather",
@@ -190,8 +192,8 @@ def messages(act: Callable[[], object]) -> list[tuple[str, int]]:
 
     def counting(name: str) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
-            given = arguments[1] if name in ("all_gather", "all_to_all_single") else arguments[0]
-            found.append((name, given.nbytes))
+            inputs = arguments[1] if name in ("all_gather", "all_to_all_single") else arguments[0]
+            result.append((name, inputs.nbytes))
             return originals[name](*arguments, **options)
 
         return call
@@ -203,7 +205,7 @@ def messages(act: Callable[[], object]) -> list[tuple[str, int]]:
     finally:
         for name in names:
             setattr(dist, name, originals[name])
-    return found
+    return result
 
 
 if __name__ == "__main__":

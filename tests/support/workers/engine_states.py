@@ -1,5 +1,6 @@
-"""Worker: what vLLM on a CPU can do of the engine's way on a GPU: sleep and wake at both levels, by tags, aborts, and
-calls at the wrong moment; with asynchronous scheduling, where vLLM is made to use it.
+"""Worker: what vLLM on a CPU can do of the engine's way on a GPU: sleep and wake at both levels, by
+tags, aborts, and calls at the wrong moment; with asynchronous scheduling, where vLLM is made to use
+it.
 
 python -m tests.support.workers.engine_states CONFIG OUT.json (plain|async)
 """
@@ -28,10 +29,10 @@ REQUESTS = [Request([i + 1, 5, 7], seed=i) for i in range(6)]
 
 
 def main() -> None:
-    config, out, how = load_config(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+    config, out, method = load_config(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     torch.set_num_threads(2)
     set_num_threads = torch.set_num_threads
-    if how == "async":
+    if method == "async":
         schedule_asynchronously()
     session = start_session()
     engine = RolloutEngine(config.model, config.rollout, config.max_rollout_tokens, session, [0])
@@ -39,38 +40,43 @@ def main() -> None:
     assert torch.get_num_threads() == 2, torch.get_num_threads()
     torch.set_num_threads(1)
     core = engine._llm.llm_engine.engine_core.engine_core
-    assert (core.batch_queue is not None) == (how == "async"), core.batch_queue
+    assert (core.batch_queue is not None) == (method == "async"), core.batch_queue
     weight_sync = WeightSync(
         build_policy(config.model, config.rollout.temperature, session), engine, 1 << 20
     )
-    found: dict[str, Any] = {"states": [state(engine)]}
+    result: dict[str, Any] = {"states": [state(engine)]}
     for level in (2, 1):
         with patch.object(engine, "_sleep_level", level), told(engine) as calls:
             weight_sync.sync(level)
-            made = [[c.token_ids, c.logprobs] for c in engine.generate(REQUESTS, level)]
+            created = [[c.token_ids, c.logprobs] for c in engine.generate(REQUESTS, level)]
             abort(engine, level)
             again = [[c.token_ids, c.logprobs] for c in engine.generate(REQUESTS, level)]
-            assert made == again, "an abort left something behind"
+            assert created == again, "an abort left something behind"
             conversations = converse_later(engine, level)
             race_while_some_wait(engine, level)
             states = [state(engine)]
-            rests = rest_between(engine, level, made)
+            rests = rest_between(engine, level, created)
             engine.sleep()
             engine.sleep()  # as when a preempted run saves
         after_sleep(engine, level)
         states = [*states, *rests, state(engine)]
-        found[f"level {level}"] = {"calls": calls, "made": [made, conversations], "states": states}
+        result[f"level {level}"] = {
+            "calls": calls,
+            "made": [created, conversations],
+            "states": states,
+        }
     engine.wake_weights()
-    found["states"].append(state(engine))
+    result["states"].append(state(engine))
     engine.wake_kv_cache()
-    found["states"].append(state(engine))
-    out.write_text(json.dumps(found))
+    result["states"].append(state(engine))
+    out.write_text(json.dumps(result))
     engine.shutdown()
     end_session()
 
 
 def rest_between(engine: RolloutEngine, version: int, made: list[Any]) -> list[list[Any]]:
-    """Its states in a rest, and after the generation that ends it, with the same weights and no prefix in the cache.
+    """Its states in a rest, and after the generation that ends it, with the same weights and no
+    prefix in the cache.
     Leaves it in another, which the sleep ends."""
     engine.rest()
     engine.rest()  # as where two sets of rewards are models
@@ -84,7 +90,8 @@ def rest_between(engine: RolloutEngine, version: int, made: list[Any]) -> list[l
 
 
 def schedule_asynchronously() -> None:
-    """vLLM's CPU platform switches it off whatever it is told, for it gains nothing; the rest of vLLM can do it."""
+    """vLLM's CPU platform switches it off whatever it is told, for it gains nothing; the rest of
+    vLLM can do it."""
     from vllm.platforms.cpu import CpuPlatform
 
     plain = CpuPlatform.check_and_update_config.__func__
@@ -130,7 +137,7 @@ def abort(engine: RolloutEngine, version: int) -> None:
     """In the middle of requests, some under way and some waiting, when the first is done."""
     done: list[int] = []
     with patch.object(engine, "_should_abort", lambda: bool(done)):
-        made = engine.generate_shared(
+        created = engine.generate_shared(
             [1] * 40,
             GenerationHooks(
                 lambda job, _, turns: None if turns else Request([job + 1], job),
@@ -139,7 +146,7 @@ def abort(engine: RolloutEngine, version: int) -> None:
             version,
         )
     core = engine._llm.llm_engine.engine_core.engine_core
-    assert made == {}, "it was not aborted"
+    assert created == {}, "it was not aborted"
     assert not core.batch_queue
     assert not engine._engine.has_unfinished_requests()
 
@@ -151,8 +158,8 @@ def after_sleep(engine: RolloutEngine, level: int) -> None:
         engine, "_refuse_unless_ready", lambda version: None
     ):  # a loop that forgot to ask
         engine._add_request("forgotten", REQUESTS[0])
-        made = [engine._engine.step() for _ in range(3)]
-    assert not any(made), "vLLM sampled in its sleep"
+        created = [engine._engine.step() for _ in range(3)]
+    assert not any(created), "vLLM sampled in its sleep"
     engine._abort(["forgotten"])
 
 

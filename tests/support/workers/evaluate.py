@@ -1,7 +1,8 @@
 """Worker: evaluations of the held-out sets on real ranks with real vLLM, sampled and then greedy.
 
     python -m tests.support.workers.evaluate CONFIG RUN_DIR
-The sampled one is dumped in RUN_DIR as step 0, the greedy one as step 1; rank 0 writes RUN_DIR/metrics.json of both.
+The sampled one is dumped in RUN_DIR as step 0, the greedy one as step 1; rank 0 writes
+RUN_DIR/metrics.json of both.
 """
 
 from __future__ import annotations
@@ -78,7 +79,8 @@ def main() -> None:
     assert evaluator(alone, greedy).evaluate(1) == {
         k: v for k, v in greedy_metrics.items() if k.startswith("eval/e1/")
     }
-    # Nothing is left behind: a prompt of the evaluation is computed anew. (Its second time it is not, so this would
+    # Nothing is left behind: a prompt of the evaluation is computed anew. (Its second time it is
+    # not, so this would
     # show.)
     cached = count_cached_tokens()
     for _ in range(2):
@@ -95,7 +97,8 @@ def main() -> None:
 
 
 def count_cached_tokens() -> list[int]:
-    """A list that gets, from here on, how many of each prompt's tokens vLLM found in its prefix cache."""
+    """A list that gets, from here on, how many of each prompt's tokens vLLM found in its prefix
+    cache."""
     cached, completion = [], rollout._completion
 
     def counting(output: Any) -> Completion:

@@ -1,5 +1,5 @@
-"""Worker: what `--explain` works out against what real ranks hold and move: shards, gradients, moments, reference, the
-sync.
+"""Worker: what `--explain` works out against what real ranks hold and move: shards, gradients,
+moments, reference, the sync.
 
 python -m tests.support.workers.explain CONFIG
 """
@@ -48,7 +48,7 @@ def main() -> None:
         for name, value in state.items()
         if name != "step"
     ]
-    held = {
+    retained = {
         "master": shard_bytes(list(policy.parameters())),
         "gradients": shard_bytes([p.grad for p in policy.parameters()]),
         "moments": shard_bytes(moments),
@@ -56,17 +56,17 @@ def main() -> None:
     }
     full = memory.shard_numel(facts.shapes, session.world_size)
     if session.is_rank0:  # the first rank always has full shards; the last may have fewer rows
-        assert held == {
+        assert retained == {
             "master": 4 * full,
             "gradients": 4 * full,
             "moments": 8 * full,
             "reference": 2 * full,
         }, (
-            held,
+            retained,
             full,
         )
-    assert held["master"] <= 4 * full
-    assert on_rank0(sum, held["master"]) == 4 * facts.num_parameters
+    assert retained["master"] <= 4 * full
+    assert on_rank0(sum, retained["master"]) == 4 * facts.num_parameters
 
     for dtype in (torch.float32, torch.bfloat16):
         for bucket_bytes in (6000, 100_000, 1 << 30):

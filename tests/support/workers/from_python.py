@@ -1,9 +1,10 @@
-"""What a notebook is to grpo_spmd.run: one process whose main thread has a running event loop, whose output goes to an
-object without a descriptor, and which goes on whatever becomes of a run.
+"""What a notebook is to grpo_spmd.run: one process whose main thread has a running event loop,
+whose output goes to an object without a descriptor, and which goes on whatever becomes of a run.
 
     python -m tests.support.workers.from_python FOLDER SNIPPET_FILE
 
-FOLDER holds config.yaml and becomes the working folder. The last line printed is a JSON object of what was found."""
+FOLDER holds config.yaml and becomes the working folder. The last line printed is a JSON object of
+what was found."""
 
 from __future__ import annotations
 
@@ -94,7 +95,7 @@ def interrupt_at(metrics: Path, *, times: int) -> None:
 
 
 async def main(snippet: str) -> Found:
-    found: Found = {"before": surroundings()}
+    result: Found = {"before": surroundings()}
 
     def of_completion(completions: list[str], **_: Any) -> list[float]:
         return [len(text) / 10 for text in completions]
@@ -102,7 +103,7 @@ async def main(snippet: str) -> Found:
     def unusable(completions: list[str], missing_column: str, **_: Any) -> list[float]:
         return [0.0 for _ in completions]
 
-    found["refused"] = [
+    result["refused"] = [
         raised(grpo_spmd.ConfigError, "config.yaml", [unusable], run_dir="refused"),
         raised(
             grpo_spmd.ConfigError,
@@ -113,47 +114,47 @@ async def main(snippet: str) -> Found:
         ),
         raised(grpo_spmd.ConfigError, "config.yaml", [len.__self__], run_dir="refused"),  # type: ignore[attr-defined]
     ]
-    found["torch_after_refusals"] = "torch" in sys.modules
+    result["torch_after_refusals"] = "torch" in sys.modules
 
     cell: Found = {"__name__": "__main__"}
     exec(compile(snippet, "<cell>", "exec"), cell)
-    found["snippet"] = result_of(cell["result"])
-    found["rss_mib"] = [resident_mib()]
+    result["snippet"] = result_of(cell["result"])
+    result["rss_mib"] = [resident_mib()]
 
-    share = 0.5
-    other = grpo_spmd.run(
+    fraction = 0.5
+    second = grpo_spmd.run(
         "config.yaml",
-        [(lambda completions, target, **_: [share * len(text) for text in completions], 0.5), of_completion],
+        [(lambda completions, target, **_: [fraction * len(text) for text in completions], 0.5), of_completion],  # noqa: E501
         run_dir="other", rollout={"group_size": 3}, model={"lora": {"rank": 2}}, seed=4,
     )  # fmt: skip
-    found["other"] = result_of(other)
-    found["rss_mib"].append(resident_mib())
+    result["other"] = result_of(second)
+    result["rss_mib"].append(resident_mib())
 
     def fails(completions: list[str], trainer_state: Any, **_: Any) -> list[float]:
         assert trainer_state.global_step < 1, "no second step"
         return [float(len(text)) for text in completions]
 
-    found["failed"] = raised(RuntimeError, "config.yaml", [fails], run_dir="failed")
-    found["after_failure"] = surroundings()
-    found["rss_mib"].append(resident_mib())
+    result["failed"] = raised(RuntimeError, "config.yaml", [fails], run_dir="failed")
+    result["after_failure"] = surroundings()
+    result["rss_mib"].append(resident_mib())
 
     long: Found = {"run_dir": "interrupted", "checkpoint": {"resume": "auto", "every_steps": 0}}
     interrupt_at(Path("interrupted/metrics.jsonl"), times=1)
-    found["interrupted"] = result_of(
+    result["interrupted"] = result_of(
         grpo_spmd.run("config.yaml", [of_completion], **long, training={"num_steps": 500})
     )
-    done = found["interrupted"]["num_steps"]
+    done = result["interrupted"]["num_steps"]
     again = grpo_spmd.run("config.yaml", [of_completion], **long, training={"num_steps": done + 1})
-    found["gone_on"] = result_of(again)
+    result["gone_on"] = result_of(again)
 
     interrupt_at(Path("twice/metrics.jsonl"), times=2)
     training = {"num_steps": 500}
-    found["twice"] = raised(
+    result["twice"] = raised(
         KeyboardInterrupt, "config.yaml", [of_completion], run_dir="twice", training=training
     )
-    found["rss_mib"].append(resident_mib())
-    found["after"], found["children"] = surroundings(), children()
-    return found
+    result["rss_mib"].append(resident_mib())
+    result["after"], result["children"] = surroundings(), children()
+    return result
 
 
 def result_of(result: grpo_spmd.RunResult) -> Found:

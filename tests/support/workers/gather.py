@@ -1,4 +1,5 @@
-"""Worker: the bucketed gather against torch's own full_tensor(), for many bucket sizes; and the control collectives.
+"""Worker: the bucketed gather against torch's own full_tensor(), for many bucket sizes; and the
+control collectives.
 
 python -m tests.support.workers.gather CONFIG
 """
@@ -51,9 +52,9 @@ def main() -> None:
         for bucket_bytes in (6000, 100_000, 1 << 30):
             stats = SyncStats()
             # kept, as vLLM keeps them: none may be overwritten
-            kept = list(gather_full_tensors(policy, dtype, bucket_bytes, stats))
-            assert [name for name, _ in kept] == list(expected)
-            for name, tensor in kept:
+            retained = list(gather_full_tensors(policy, dtype, bucket_bytes, stats))
+            assert [name for name, _ in retained] == list(expected)
+            for name, tensor in retained:
                 assert torch.equal(tensor, expected[name].to(dtype)), (name, bucket_bytes)
             piece = bucket_bytes // (ranks * dtype.itemsize) * ranks * dtype.itemsize
             assert stats.num_collectives == (math.ceil(stats.bytes / piece) if ranks > 1 else 0), (
@@ -66,7 +67,9 @@ def main() -> None:
             for (
                 _,
                 tensor,
-            ) in kept:  # the receiver's own, not the policy's, and not a bucket of the next gather
+            ) in (
+                retained
+            ):  # the receiver's own, not the policy's, and not a bucket of the next gather
                 tensor.zero_()
     a_receiver_that_fails_leaves_the_group_usable(policy, expected)
     one_shard_is_made_at_a_time(policy, expected)
@@ -100,16 +103,17 @@ def main() -> None:
 
 
 def each_rank_gets_its_own_share(session: Session) -> None:
-    """Of uneven length, some empty; rank 0's errors reach all, with the whole text on rank 0 alone."""
+    """Of uneven length, some empty; rank 0's errors reach all, with the whole text on rank 0
+    alone."""
     world_size = session.world_size
-    share = scatter_from_rank0(
+    fraction = scatter_from_rank0(
         lambda payloads: [payloads[r] * r for r in range(world_size)], b"%d|" % session.rank
     )
-    assert share == b"%d|" % session.rank * session.rank
-    told = on_rank0_bytes(
+    assert fraction == b"%d|" % session.rank * session.rank
+    report = on_rank0_bytes(
         lambda payloads: [len(payload) for payload in payloads], b"\0" * (session.rank % 2) * 70_000
     )
-    assert told == [rank % 2 * 70_000 for rank in range(world_size)]
+    assert report == [rank % 2 * 70_000 for rank in range(world_size)]
 
     def refuses(error: Exception) -> Callable[[list[bytes]], list[bytes]]:
         def decide(payloads: list[bytes]) -> list[bytes]:
@@ -137,7 +141,8 @@ def each_rank_gets_its_own_share(session: Session) -> None:
 def a_receiver_that_fails_leaves_the_group_usable(
     policy: Policy, expected: dict[str, Tensor]
 ) -> None:
-    """On all ranks alike, with the next bucket on its way: what comes next must not get that bucket for its own."""
+    """On all ranks alike, with the next bucket on its way: what comes next must not get that bucket
+    for its own."""
     for number_taken in (1, 4):
         with closing(gather_full_tensors(policy, torch.float32, 6000, SyncStats())) as tensors:
             for _ in range(number_taken):
@@ -147,14 +152,15 @@ def a_receiver_that_fails_leaves_the_group_usable(
 
 
 def one_shard_is_made_at_a_time(policy: Policy, expected: dict[str, Tensor]) -> None:
-    """Shards that are made when they are asked for (merged adapters): each once, and none while the one before is
+    """Shards that are made when they are asked for (merged adapters): each once, and none while the
+    one before is
     alive."""
-    made: list[weakref.ref[Tensor]] = []
+    created: list[weakref.ref[Tensor]] = []
 
     def doubled(parameter: DTensor) -> Tensor:
-        assert not [number for number, ref in enumerate(made) if ref() is not None]
+        assert not [number for number, ref in enumerate(created) if ref() is not None]
         shard = parameter.to_local().detach() * 2
-        made.append(weakref.ref(shard))
+        created.append(weakref.ref(shard))
         return shard
 
     def shards(policy: Policy) -> Iterator[Shard]:
@@ -164,7 +170,7 @@ def one_shard_is_made_at_a_time(policy: Policy, expected: dict[str, Tensor]) -> 
     grpo_spmd.engine.gather.hf_named_shards = shards
     for name, tensor in gather_full_tensors(policy, torch.float32, 6000, SyncStats()):
         assert torch.equal(tensor, expected[name] * 2), name
-    assert len(made) == len(expected)
+    assert len(created) == len(expected)
     grpo_spmd.engine.gather.hf_named_shards = hf_named_shards
 
 

@@ -1,4 +1,5 @@
-"""Worker: adapters from their initialisation over gradients, syncs, proofs and the reference to the file on disk.
+"""Worker: adapters from their initialisation over gradients, syncs, proofs and the reference to the
+file on disk.
 
 python -m tests.support.workers.lora CONFIG OUT [section.key=value ...]
 """
@@ -90,8 +91,8 @@ class Trials:
 
     def backward(self) -> float:
         """The gradient of the mean negative logprob over all ranks' rollouts."""
-        mine = rollouts()[self.session.rank :: self.session.world_size]
-        logprobs, entropy = self.policy(pack_rollouts(mine, self.session.device))
+        local = rollouts()[self.session.rank :: self.session.world_size]
+        logprobs, entropy = self.policy(pack_rollouts(local, self.session.device))
         num_tokens = sum(len(rollout.completion_ids) for rollout in rollouts())
         loss = -(logprobs + 0.1 * entropy).sum() / num_tokens
         loss.backward()
@@ -100,7 +101,8 @@ class Trials:
         return on_rank0(sum, float(loss.detach()))
 
     def update(self) -> None:
-        """A first step of a fresh Adam: every weight that has a gradient moves by the learning rate."""
+        """A first step of a fresh Adam: every weight that has a gradient moves by the learning
+        rate."""
         self.step += 1
         self.backward()
         self.optimizer.state.clear()
@@ -144,7 +146,8 @@ class Trials:
             raise AssertionError(f"was not seen: {names}")
 
     def stale_adapters(self) -> None:
-        """No sync since an optimizer step; then each adapter of a layer left as it was, or in another's place."""
+        """No sync since an optimizer step; then each adapter of a layer left as it was, or in
+        another's place."""
         old = self.sent_adapters()
         self.update()
         self.proof_names(*old)
@@ -158,7 +161,7 @@ class Trials:
         left_out = [name for name in new if name.startswith(LAYER + "mlp.down_proj")]
         self.load({name: tensor for name, tensor in new.items() if name not in left_out})
         self.proof_names(*left_out)
-        nowhere = {f"model.nowhere.lora_{which}.weight": new[gate] for which in "AB"}
+        nowhere = {f"model.nowhere.lora_{selection}.weight": new[gate] for selection in "AB"}
         refuses(
             lambda: self.load({**new, **nowhere}),
             "2 adapters have no place in the engine, first model.nowhere.lora_A",
@@ -175,7 +178,8 @@ class Trials:
         self.engine.load_adapters(adapters, self.step)
 
     def stale_merged(self) -> None:
-        """Every adapted layer, and no other tensor, differs after an optimizer step; then one of them stale."""
+        """Every adapted layer, and no other tensor, differs after an optimizer step; then one of
+        them stale."""
         old = dict(gather_full_tensors(self.policy, self.engine.dtype, 1 << 20, SyncStats()))
         self.update()
         adapted = [
@@ -195,7 +199,7 @@ def main() -> None:
     trials = Trials(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])
     config, policy, engine = trials.config, trials.policy, trials.engine
     results: dict[str, Any] = {"initial": trials.adapters()}
-    first = trials.sync()
+    initial = trials.sync()
     trials.update()  # B is no longer zero
     results["loss"] = trials.backward()
     results["gradients"] = {
@@ -224,8 +228,8 @@ def main() -> None:
         engine.sleep()
         refuses(lambda: engine.generate([Request([1], 0)], trials.step), "asleep")
     results["worst"] = worst
-    results["bytes"] = first.bytes, stats.bytes
-    assert first.num_collectives == stats.num_collectives
+    results["bytes"] = initial.bytes, stats.bytes
+    assert initial.num_collectives == stats.num_collectives
     results["num_collectives"] = stats.num_collectives
     trials.sync()
     if engine.takes_adapters:

@@ -1,8 +1,8 @@
 """Worker: updates of the fixed rollouts of tests.support.workers.update, poisoned in several ways.
 
     python -m tests.support.workers.nonfinite CONFIG OUT.pt
-Rank 0 saves {case: what each rank's update returned, and whether anything moved}; and what an update leaves that is
-given up after the first micro-batch, as at a signal.
+Rank 0 saves {case: what each rank's update returned, and whether anything moved}; and what an
+update leaves that is given up after the first micro-batch, as at a signal.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def give_up(config: Config, policy: Policy, batch: RolloutBatch) -> dict[str, An
     load_weights(hf_named_parameters(policy), Path(config.model.path))
     updater = updater_of(policy, config)
     updater.update(batch)  # moments to lose
-    before, counts = _state(policy, updater), updater.state()
+    old, counts = _state(policy, updater), updater.state()
 
     num_asked = 0
 
@@ -87,16 +87,16 @@ def give_up(config: Config, policy: Policy, batch: RolloutBatch) -> dict[str, An
             begin()
         except InterruptedError:
             num_stopped += 1
-    after, same_counts = _state(policy, updater), updater.state() == counts
-    moved = [name for name in after if not torch.equal(after[name], before[name])]
-    asked: list[bool] = []
-    updater.update(batch, stop_check=asked.append)
+    new, same_counts = _state(policy, updater), updater.state() == counts
+    moved = [name for name in new if not torch.equal(new[name], old[name])]
+    requests: list[bool] = []
+    updater.update(batch, stop_check=requests.append)
     sizes = [len(mini_batch) for mini_batch in batch.mini_batches]
     return {
         "moved": moved,
         "num_stopped": num_stopped,
         "same_counts": same_counts,
-        "asked": asked,
+        "asked": requests,
         "sizes": sizes,
     }
 
@@ -136,20 +136,20 @@ def run(
     updater = updater_of(policy, config)
     returned, moved, learning_rates, loss_is_finite = [], [], [], []
     for batch in batches:
-        share, _ = updater.backward(
+        fraction, _ = updater.backward(
             batch.mini_batches[0][0], batch.num_loss_tokens[0], batch.num_loss_sequences[0], False
         )
-        loss_is_finite.append(on_rank0(lambda parts: parts, math.isfinite(share["loss"].value)))
+        loss_is_finite.append(
+            on_rank0(lambda pieces: pieces, math.isfinite(fraction["loss"].value))
+        )
         updater.optimizer.zero_grad(set_to_none=True)
-        before = _state(policy, updater)
+        old = _state(policy, updater)
         sums = updater.update(batch)
         returned.append(on_rank0(list, {name: reduction.value for name, reduction in sums.items()}))
-        after = _state(policy, updater)
+        state = _state(policy, updater)
         moved.append(
             sorted(
-                name
-                for name in after
-                if name not in before or not torch.equal(after[name], before[name])
+                name for name in state if name not in old or not torch.equal(state[name], old[name])
             )
         )
         learning_rates.append(updater._schedule.get_last_lr()[0])
@@ -165,14 +165,14 @@ def run(
 
 def _state(policy: Policy, updater: PolicyUpdater) -> dict[str, torch.Tensor]:
     """Parameters and the optimizer's state, whole."""
-    found = {}
+    result = {}
     for name, parameter in hf_named_parameters(policy):
-        found[name] = parameter.full_tensor().detach().clone()
+        result[name] = parameter.full_tensor().detach().clone()
         for key, value in updater.optimizer.state.get(parameter, {}).items():
-            found[f"{name}/{key}"] = (
+            result[f"{name}/{key}"] = (
                 value.full_tensor() if hasattr(value, "full_tensor") else value
             ).clone()
-    return found
+    return result
 
 
 if __name__ == "__main__":

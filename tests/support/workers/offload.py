@@ -1,8 +1,9 @@
-"""Worker: three steps of sync and update with nothing, the optimizer's state, or all of the trainer in host memory in
-between.
+"""Worker: three steps of sync and update with nothing, the optimizer's state, or all of the trainer
+in host memory in between.
 
     python -m tests.support.workers.offload CONFIG
-Every bit of weights, moments and sums must be equal, and whoever reads what is away must be refused.
+Every bit of weights, moments and sums must be equal, and whoever reads what is away must be
+refused.
 """
 
 from __future__ import annotations
@@ -32,24 +33,24 @@ from tests.support.workers.update import fixed_groups, score
 def main() -> None:
     config = load_config(sys.argv[1])
     session = start_session()
-    seen = {what: three_steps(config, session, what) for what in (False, "optimizer", True)}
+    seen = {label: three_steps(config, session, label) for label in (False, "optimizer", True)}
     assert len(seen[False]) > 60
-    for what in ("optimizer", True):
-        assert seen[what].keys() == seen[False].keys()
+    for label in ("optimizer", True):
+        assert seen[label].keys() == seen[False].keys()
         for name, expected in seen[False].items():
-            assert torch.equal(seen[what][name], expected), (what, name)
+            assert torch.equal(seen[label][name], expected), (label, name)
     print(f"rank {session.rank}: equal", flush=True)
     end_session()
 
 
-def three_steps(config: Config, session: Session, what: Any) -> dict[str, Tensor]:
+def three_steps(config: Config, session: Session, label: Any) -> dict[str, Tensor]:
     policy = build_policy(config.model, config.rollout.temperature, session)
     reference = build_reference(
         policy, config.model, config.rollout.temperature, config.loss.kl_coef, session
     )
     assert isinstance(reference, Policy)
     updater = updater_of(policy, config)
-    offload = HostOffload(what, policy, reference, updater.optimizer)
+    offload = HostOffload(label, policy, reference, updater.optimizer)
     seen: dict[str, Tensor] = {}
     for step in range(3):
         sampled = sampled_step_of(config, session)
@@ -57,7 +58,7 @@ def three_steps(config: Config, session: Session, what: Any) -> dict[str, Tensor
         sampled.add(groups, score(groups))
         batch, _ = assemble_batch(sampled, session)
 
-        held = on_device(policy, reference, updater)
+        retained = on_device(policy, reference, updater)
         offload.before_sync()
         offload.before_sync()  # again: nothing more happens
         seen |= {
@@ -68,21 +69,21 @@ def three_steps(config: Config, session: Session, what: Any) -> dict[str, Tensor
         gone = {
             owner
             for owner, size in on_device(policy, reference, updater).items()
-            if not size and held[owner]
+            if not size and retained[owner]
         }
-        expected = {"policy", "reference"} if what is True else set()
-        if what and step:  # AdamW makes its moments in the first step
+        expected = {"policy", "reference"} if label is True else set()
+        if label and step:  # AdamW makes its moments in the first step
             expected.add("optimizer")
-        assert gone == expected, (what, step, gone)
-        if what is True or (what == "optimizer" and step):
+        assert gone == expected, (label, step, gone)
+        if label is True or (label == "optimizer" and step):
             refuses(functools.partial(attach_logprobs, policy, reference, batch, config.loss, 1))
             refuses(updater.optimizer.step)
-        if what is True:
+        if label is True:
             refuses(lambda: list(hf_named_parameters(policy)))
         returned = offload.to_device()["memory/host/offloaded_gib"] * 2**30
-        assert returned == sum(held[owner] for owner in gone), (what, step)
+        assert returned == sum(retained[owner] for owner in gone), (label, step)
         assert offload.to_device() == {"memory/host/offloaded_gib": 0.0}
-        assert on_device(policy, reference, updater) == held
+        assert on_device(policy, reference, updater) == retained
 
         attach_logprobs(policy, reference, batch, config.loss, config.training.num_optimizer_steps)
         sums = updater.update(batch)
@@ -97,11 +98,11 @@ def three_steps(config: Config, session: Session, what: Any) -> dict[str, Tensor
         f"3 {name}": tensor
         for name, tensor in gather_full_tensors(policy, torch.float32, 4096, SyncStats())
     }
-    first, last = (
+    initial, final = (
         next(tensor for name, tensor in seen.items() if name.startswith(f"{step} model"))
         for step in (0, 3)
     )
-    assert not torch.equal(first, last)
+    assert not torch.equal(initial, final)
     return seen
 
 

@@ -1,5 +1,5 @@
-"""Worker: the real training, on whose last rank 100 MiB a step are kept and the third update asks for more memory than
-there is.
+"""Worker: the real training, on whose last rank 100 MiB a step are kept and the third update asks
+for more memory than there is.
 
 python -m tests.support.workers.out_of_memory --config CONFIG
 """

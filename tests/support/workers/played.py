@@ -1,5 +1,5 @@
-"""Worker: a training whose steps are episodes, all parts real: two steps of a TRL environment, one of a Gym one whose
-turns have rewards of their own.
+"""Worker: a training whose steps are episodes, all parts real: two steps of a TRL environment, one
+of a Gym one whose turns have rewards of their own.
 
 python -m tests.support.workers.played CONFIG
 """
@@ -52,10 +52,10 @@ def with_gym(run: Run, inputs: Inputs) -> Run:
     pool, score = open_rewards(config, inputs, tokenizer, session, run.preemption, environments)
     sampler = Sampler(run.engine, config.rollout.group_size, config.seed, environments=environments)
     rules = dataclasses.replace(run.step_rules, discount=config.environment.discount)
-    made = dataclasses.replace(
+    created = dataclasses.replace(
         run, config=config, environments=environments, rewards=pool, score=score
     )
-    return dataclasses.replace(made, sampler=sampler, step_rules=rules)
+    return dataclasses.replace(created, sampler=sampler, step_rules=rules)
 
 
 if __name__ == "__main__":

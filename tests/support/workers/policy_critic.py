@@ -1,5 +1,6 @@
-"""Worker: a critic on the policy's own layers, over the rollouts of `fixed_groups`, for several settings and splits of
-the work; its checkpoint, its wait in host memory, the warm-up, and faults that the running checks have to see.
+"""Worker: a critic on the policy's own layers, over the rollouts of `fixed_groups`, for several
+settings and splits of the work; its checkpoint, its wait in host memory, the warm-up, and faults
+that the running checks have to see.
 
     python -m tests.support.workers.policy_critic CONFIG REFERENCE OUT.pt
 Rank 0 saves {(setting, split): {values, advantages, losses, gradients, parameters, ...}}.
@@ -50,8 +51,10 @@ REPLICATED, ADAPTERS, WARMED_UP = "two replicas", "adapters", "warmed up"
 
 def changed(config: Config, setting: str, tokens: int = 100_000) -> Config:
     """The critic's settings, without the learning rate of a critic of its own."""
-    found = of_critic(config, setting, tokens)
-    return dataclasses.replace(found, critic=dataclasses.replace(found.critic, lr=config.critic.lr))
+    result = of_critic(config, setting, tokens)
+    return dataclasses.replace(
+        result, critic=dataclasses.replace(result.critic, lr=config.critic.lr)
+    )
 
 
 def full_head() -> dict[str, Tensor]:
@@ -77,36 +80,36 @@ class PolicyTrials(Trials):
         assert isinstance(critic, PolicyCritic)
         with torch.no_grad():
             for name, parameter in critic.model.head.named_parameters():
-                local, first = (
+                local, initial = (
                     cast(DTensor, parameter).to_local(),
                     first_row(cast(DTensor, parameter)),
                 )
-                local.copy_(full_head()[name][first : first + len(local)])
-        longest = config.rollout.max_completion_tokens
+                local.copy_(full_head()[name][initial : initial + len(local)])
+        max_length = config.rollout.max_completion_tokens
         return critic, PolicyUpdater(
-            policy, config.optimizer, config.loss, config.training, longest, critic
+            policy, config.optimizer, config.loss, config.training, max_length, critic
         )
 
     def checked(
         self, config: Config, critic: PolicyCritic, updater: PolicyUpdater, step: Step
     ) -> list[str]:
         """What the running checks find wrong, on all ranks."""
-        temperature, longest, dtype = (
+        temperature, max_length, dtype = (
             config.rollout.temperature,
             config.rollout.max_completion_tokens,
             config.model.dtype,
         )
-        of_values = ValueTargets(critic, config.critic, dtype)
+        values_values = ValueTargets(critic, config.critic, dtype)
         check = GradientCheck(
-            self.policy, updater, config.loss, temperature, longest, dtype, None, of_values
+            self.policy, updater, config.loss, temperature, max_length, dtype, None, values_values
         )
         groups = deal(fixed_groups(), "in turn", self.session)
-        wrong = check.run(groups, self.session.device, accumulates=True).errors
-        found: list[str] = on_rank0(
-            lambda of_ranks: [text for texts in of_ranks for text in texts], wrong
+        faulty = check.run(groups, self.session.device, accumulates=True).errors
+        result: list[str] = on_rank0(
+            lambda rank_values: [text for texts in rank_values for text in texts], faulty
         )
         assert all(p.grad is None for p in (*self.policy.parameters(), *critic.model.parameters()))
-        return found + self.check(config, critic, step)
+        return result + self.check(config, critic, step)
 
     def result(
         self, critic: PolicyCritic, updater: PolicyUpdater, step: Step, *, is_held: bool = False
@@ -121,20 +124,20 @@ class PolicyTrials(Trials):
                 {name: _full(p.grad) for name, p in named.items() if not name.startswith("head.")}
             )
         )
-        of_head = critic.optimizer.register_step_pre_hook(
+        head_values = critic.optimizer.register_step_pre_hook(
             lambda *_: gradients.append(
                 {name: _full(p.grad) for name, p in named.items() if name.startswith("head.")}
             )
         )
-        before = by_rollout(batch)
+        old = by_rollout(batch)
         update = updater.measure if is_held else updater.update
         sums = merged_on_all(update(batch) | critic.update(batch))
         hook.remove()
-        of_head.remove()
+        head_values.remove()
         return {
-            **{name: gathered(values) for name, values in before.items()},
+            **{name: gathered(values) for name, values in old.items()},
             "metrics": on_rank0(
-                lambda parts: parts[0],
+                lambda pieces: pieces[0],
                 {k: v for k, v in decision.metrics.items() if "critic/" in k},
             ),
             "sums": {
@@ -153,29 +156,31 @@ class PolicyTrials(Trials):
 
 
 def _full(tensor: Any) -> Tensor:
-    found: Tensor = tensor.full_tensor().detach().clone()
-    return found
+    result: Tensor = tensor.full_tensor().detach().clone()
+    return result
 
 
 def main() -> None:
     trials, results = PolicyTrials(*sys.argv[1:3]), {}
     session, plain = trials.session, trials.policy
     for setting in SETTINGS:
-        for split, (tokens, how, packed) in SPLITS.items():
+        for split, (tokens, method, packed) in SPLITS.items():
             config = changed(trials.config, setting, tokens)
             critic, updater = trials.parts(config)
-            step = trials.step(config, critic, how, packed=packed)
-            assert not (wrong := trials.checked(config, critic, updater, step)), (
+            step = trials.step(config, critic, method, packed=packed)
+            assert not (faulty := trials.checked(config, critic, updater, step)), (
                 setting,
                 split,
-                wrong[:3],
+                faulty[:3],
             )
             results[setting, split] = trials.result(critic, updater, step)
     config = changed(trials.config, "several steps")
     critic, updater = trials.parts(config)
-    held = trials.result(critic, updater, trials.step(config, critic), is_held=True)
-    assert all(name.startswith("head.") for of_step in held["gradients"] for name in of_step)
-    results["several steps", WARMED_UP] = held
+    retained = trials.result(critic, updater, trials.step(config, critic), is_held=True)
+    assert all(
+        name.startswith("head.") for step_values in retained["gradients"] for name in step_values
+    )
+    results["several steps", WARMED_UP] = retained
     if session.world_size == 2:
         mesh = policy_mesh(session.device, 2)
         temperature = config.rollout.temperature
@@ -184,13 +189,13 @@ def main() -> None:
         )
         critic, updater = trials.parts(config, replicated, mesh)
         step = trials.step(config, critic)
-        assert not (wrong := trials.checked(config, critic, updater, step)), wrong[:3]
+        assert not (faulty := trials.checked(config, critic, updater, step)), faulty[:3]
         results["several steps", REPLICATED] = trials.result(critic, updater, step)
     adapted = dataclasses.replace(config.model, lora=LoraConfig(rank=4))
     policy = build_policy(adapted, config.rollout.temperature, session, seed=0)
     critic, updater = trials.parts(config, policy)
     step = trials.step(config, critic)
-    assert not (wrong := trials.checked(config, critic, updater, step)), wrong[:3]
+    assert not (faulty := trials.checked(config, critic, updater, step)), faulty[:3]
     results["several steps", ADAPTERS] = trials.result(critic, updater, step)
     trials.policy = plain
     if session.world_size == 2:
@@ -206,7 +211,7 @@ def main() -> None:
 
 def waits(trials: PolicyTrials, config: Config) -> None:
     """Head and moments in host memory between two steps change no bit of them."""
-    found: list[dict[str, Any]] = []
+    actual: list[dict[str, Any]] = []
     for is_moved in (True, False):
         critic, updater = trials.parts(config)
         offload = HostOffload(
@@ -217,12 +222,13 @@ def waits(trials: PolicyTrials, config: Config) -> None:
                 offload.before_sync()
                 refuses(lambda critic=critic: trials.step(config, critic))  # type: ignore[misc]
                 assert offload.to_device()["memory/host/offloaded_gib"] > 0
-            found.append(trials.result(critic, updater, trials.step(config, critic)))
-    same(found[1]["parameters"], found[3]["parameters"])
+            actual.append(trials.result(critic, updater, trials.step(config, critic)))
+    same(actual[1]["parameters"], actual[3]["parameters"])
 
 
 def skips(trials: PolicyTrials, config: Config) -> None:
-    """A return that is not finite on one rank: neither policy nor head moves in that mini-batch, on any."""
+    """A return that is not finite on one rank: neither policy nor head moves in that mini-batch, on
+    any."""
     critic, updater = trials.parts(config)
     step = trials.step(config, critic)
     plain = trials.result(critic, updater, step)
@@ -232,15 +238,15 @@ def skips(trials: PolicyTrials, config: Config) -> None:
         row = step[1].mini_batches[0][0]
         assert row.returns is not None
         row.returns[int(row.loss_mask.nonzero()[0])] = torch.nan
-    found = trials.result(critic, updater, step)
+    actual = trials.result(critic, updater, step)
     assert (
-        found["sums"]["critic/skipped_updates"] == found["sums"]["optim/skipped_updates"] == 2.0
+        actual["sums"]["critic/skipped_updates"] == actual["sums"]["optim/skipped_updates"] == 2.0
     )  # of 2 epochs
     assert plain["sums"]["critic/skipped_updates"] == 0.0
     assert critic.state() == {"num_updates": 2, "skipped_in_a_row": 0} == updater.state()
-    assert len(found["gradients"]) == 4
+    assert len(actual["gradients"]) == 4
     assert all(p.grad is None for p in (*trials.policy.parameters(), *critic.model.parameters()))
-    assert all(bool(value.isfinite().all()) for value in found["parameters"].values())
+    assert all(bool(value.isfinite().all()) for value in actual["parameters"].values())
 
 
 def beside_a_teacher(trials: PolicyTrials) -> None:
@@ -252,17 +258,17 @@ def beside_a_teacher(trials: PolicyTrials) -> None:
         row.teacher_signal = TeacherSignal(
             0.5, divergence=lambda hidden, _: hidden.float().square().mean(-1)
         )
-    found = trials.result(critic, updater, step)
+    actual = trials.result(critic, updater, step)
     critic, updater = trials.parts(config)
     without = trials.result(critic, updater, trials.step(config, critic))
-    assert abs(found["teacher"]) > 0.01
-    assert abs(found["value"] - without["value"]) < 1e-9
-    assert abs(found["loss"] - found["teacher"] - without["loss"]) < 1e-6
+    assert abs(actual["teacher"]) > 0.01
+    assert abs(actual["value"] - without["value"]) < 1e-9
+    assert abs(actual["loss"] - actual["teacher"] - without["loss"]) < 1e-6
 
 
-def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    assert one.keys() == other.keys()
-    assert all(torch.equal(value, other[name]) for name, value in one.items())
+def same(single: dict[str, Tensor], second: dict[str, Tensor]) -> None:
+    assert single.keys() == second.keys()
+    assert all(torch.equal(value, second[name]) for name, value in single.items())
 
 
 def goes_on(trials: PolicyTrials, config: Config) -> None:
@@ -271,13 +277,13 @@ def goes_on(trials: PolicyTrials, config: Config) -> None:
     critic, updater = trials.parts(config)
     trials.result(critic, updater, trials.step(config, critic))
     path = saved(trials, config, folder, updater, critic)
-    after = trials.result(critic, updater, trials.step(config, critic))
-    again, of_again = trials.parts(config)
-    load_state(trials.policy, of_again, path, read_trainer(path), again)
+    new = trials.result(critic, updater, trials.step(config, critic))
+    again, again_values = trials.parts(config)
+    load_state(trials.policy, again_values, path, read_trainer(path), again)
     assert again.state() == {"num_updates": 4, "skipped_in_a_row": 0}
     names = [
         name
-        for name in state_tensors(trials.policy, of_again, again)
+        for name in state_tensors(trials.policy, again_values, again)
         if name.startswith(("critic", "policy.head"))
     ]
     assert sorted(names) == sorted(
@@ -286,15 +292,15 @@ def goes_on(trials: PolicyTrials, config: Config) -> None:
         for name in ("bias", "weight")
     )
     same(
-        after["parameters"],
-        trials.result(again, of_again, trials.step(config, again))["parameters"],
+        new["parameters"],
+        trials.result(again, again_values, trials.step(config, again))["parameters"],
     )
 
 
 def faults(trials: PolicyTrials) -> int:
     """Each must be named by the running checks."""
     config, done = changed(trials.config, "as configured"), 0
-    term, share = PolicyValues.term, Critic.loss_term
+    term, fraction = PolicyValues.term, Critic.loss_term
 
     def sees(
         expected: str, within: Any = None, spoil: Callable[[PolicyCritic], None] = lambda _: None
@@ -304,8 +310,8 @@ def faults(trials: PolicyTrials) -> int:
         with within or nullcontext():
             step = trials.step(config, critic)
             spoil(critic)
-            wrong = trials.checked(config, critic, updater, step)
-        assert any(expected in text for text in wrong), (expected, wrong[:4])
+            faulty = trials.checked(config, critic, updater, step)
+        assert any(expected in text for text in faulty), (expected, faulty[:4])
         done += 1
 
     def detached(model: PolicyValues, hidden: Tensor, head: Tensor) -> Tensor:
@@ -315,16 +321,16 @@ def faults(trials: PolicyTrials) -> int:
         return term(model, hidden.roll(1, 0), head)
 
     def dropped(critic: Critic, values: Tensor, row: MicroBatch, num_tokens: int) -> Tensor:
-        return share(critic, values, row, num_tokens) * 0.0
+        return fraction(critic, values, row, num_tokens) * 0.0
 
     def unscaled(critic: Critic, values: Tensor, row: MicroBatch, num_tokens: int) -> Tensor:
-        return share(critic, values, row, num_tokens) / trials.config.critic.coef
+        return fraction(critic, values, row, num_tokens) / trials.config.critic.coef
 
     def over_row(critic: Critic, values: Tensor, row: MicroBatch, num_tokens: int) -> Tensor:
-        return share(critic, values, row, int(row.loss_mask.sum()) or 1)
+        return fraction(critic, values, row, int(row.loss_mask.sum()) or 1)
 
     def of_masked(critic: Critic, values: Tensor, row: MicroBatch, num_tokens: int) -> Tensor:
-        return share(
+        return fraction(
             critic,
             values,
             dataclasses.replace(row, loss_mask=torch.ones_like(row.loss_mask)),

@@ -1,10 +1,11 @@
-"""Worker: a generation that is ended by a signal and goes on from the rollout buffer, on real ranks with real vLLM.
+"""Worker: a generation that is ended by a signal and goes on from the rollout buffer, on real ranks
+with real vLLM.
 
     python -m tests.support.workers.preempt CONFIG OUT FOLDER...
-With no FOLDER: generates undisturbed, then with a signal to the last rank in the middle, then goes on from what was
-kept. With
-FOLDERs: goes on from each of these run folders, with other weights where its name says so. Rank 0 writes to OUT what
-the ranks made, and how many requests their engines were sent.
+With no FOLDER: generates undisturbed, then with a signal to the last rank in the middle, then goes
+on from what was kept. With
+FOLDERs: goes on from each of these run folders, with other weights where its name says so. Rank 0
+writes to OUT what the ranks made, and how many requests their engines were sent.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ class Engine:
         self.engine._engine.add_request = counting
 
     def job(self, run_dir: str) -> RolloutBuffer:
-        """What a new process has: no signal yet, nobody's notice, and a buffer that looks at the disk."""
+        """What a new process has: no signal yet, nobody's notice, and a buffer that looks at the
+        disk."""
         barrier()
         if self.session.is_rank0 and store._store is not None:
             store._store.delete_key("preempted")
@@ -84,7 +86,7 @@ class Engine:
         """All rounds of the step, as the trainer runs them."""
         score = self.preemption.guard(lambda groups: ScoredRollouts())
         sampler = Sampler(self.engine, self.config.rollout.group_size, self.config.seed, buffer)
-        made: list[Any] = []
+        created: list[Any] = []
         start, reason = 0, ""
         try:
             for self.round, num_prompts in enumerate(ROUNDS):
@@ -93,15 +95,15 @@ class Engine:
                     PROMPTS[start : start + num_prompts], STEP, self.weights_id
                 )
                 score(groups)
-                made += on_rank0(
-                    lambda parts: [item for part in parts for item in part], self.told(groups)
+                created += on_rank0(
+                    lambda pieces: [item for piece in pieces for item in piece], self.told(groups)
                 )
                 start += num_prompts
         except Preempted as preempted:
             reason = str(preempted)
         sent = on_rank0(list, self.num_sent)
         return {
-            "made": made,
+            "made": created,
             "sent": sum(sent[:: self.config.rollout.tensor_parallel_size]),
             "sent_by_rank": sent,
             "reason": reason,
@@ -115,7 +117,8 @@ class Engine:
 
     @contextmanager
     def signalled(self, in_round: int, number: signal.Signals) -> Iterator[list[float]]:
-        """The last rank signals itself when the first completion of a round is there; how many seconds later its
+        """The last rank signals itself when the first completion of a round is there; how many
+        seconds later its
         generation was ended."""
         step, sent_at, latency = self.engine._engine.step, [0.0], []
         is_target = self.session.rank == self.session.world_size - 1
@@ -123,12 +126,12 @@ class Engine:
 
         def stepping() -> Any:
             outputs = step()
-            before, self.num_done = (
+            old, self.num_done = (
                 self.num_done,
                 self.num_done + sum(output.finished for output in outputs),
             )
             time.sleep(0.02)  # so that the others are not done before they can notice
-            if is_target and self.round == in_round and before == 0 < self.num_done:
+            if is_target and self.round == in_round and old == 0 < self.num_done:
                 sent_at[0] = time.perf_counter()
                 os.kill(os.getpid(), number)
             return outputs
@@ -146,7 +149,8 @@ class Engine:
         self.engine._engine.step, self.engine._abort = step, abort  # type: ignore[method-assign]
 
     def leftovers(self) -> list[Any]:
-        """What an engine that has aborted has none of: unfinished, running and waiting requests, and requests on the
+        """What an engine that has aborted has none of: unfinished, running and waiting requests,
+        and requests on the
         model's side."""
         core = self.engine._engine.engine_core.engine_core
         runner = core.model_executor.driver_worker.worker.model_runner
@@ -162,17 +166,17 @@ def main() -> None:
     preemption._NOTICE_POLL_S = 0.02
     config, out, folders = load_config(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
     engine = Engine(config)
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for folder in folders:
         name = Path(folder).name
         weights_id = engine.weights_id
         engine.weights_id = "another" if name == "other weights" else weights_id
-        found[name] = engine.step(engine.job(folder))
+        result[name] = engine.step(engine.job(folder))
         engine.weights_id = weights_id
     if not folders:
         run_dir = config.run_dir
         engine.job(run_dir)
-        found["undisturbed"] = engine.step(None)
+        result["undisturbed"] = engine.step(None)
         num_keys = store._store.num_keys() if store._store else 0
         for in_round, (name, number) in enumerate(CUTS.items()):
             if in_round and config.rollout.tensor_parallel_size > 1:
@@ -180,11 +184,11 @@ def main() -> None:
             buffer = engine.job(f"{run_dir}/{name}")
             engine.engine.reset_prefix_cache()
             with engine.signalled(in_round, number) as latency:
-                found[f"cut in the {name}"] = engine.step(buffer)
-            found[f"cut in the {name}"] |= {
+                result[f"cut in the {name}"] = engine.step(buffer)
+            result[f"cut in the {name}"] |= {
                 "aborted": on_rank0(list, engine.num_aborted),
                 "leftovers": on_rank0(list, engine.leftovers()),
-                "latency": on_rank0(lambda parts: [s for part in parts for s in part], latency),
+                "latency": on_rank0(lambda pieces: [s for piece in pieces for s in piece], latency),
             }
             if engine.session.is_rank0:
                 shutil.copytree(f"{run_dir}/{name}", f"{run_dir}/{name}, as it was cut")
@@ -192,12 +196,12 @@ def main() -> None:
             engine.engine.sleep()
             policy = build_policy(config.model, config.rollout.temperature, engine.session)
             WeightSync(policy, engine.engine, 1 << 20).sync(STEP)
-            found[f"{name}, gone on"] = engine.step(engine.job(f"{run_dir}/{name}"))
-            found[f"{name}, once more"] = engine.step(engine.job(f"{run_dir}/{name}"))
+            result[f"{name}, gone on"] = engine.step(engine.job(f"{run_dir}/{name}"))
+            result[f"{name}, once more"] = engine.step(engine.job(f"{run_dir}/{name}"))
         engine.job(run_dir)
-        found["new_keys"] = (store._store.num_keys() if store._store else 0) - num_keys
+        result["new_keys"] = (store._store.num_keys() if store._store else 0) - num_keys
     if engine.session.is_rank0:
-        out.write_text(json.dumps(found))
+        out.write_text(json.dumps(result))
     engine.engine.shutdown()
     end_session()
 

@@ -1,4 +1,5 @@
-"""Worker: the weight-sync proof and the logprob check on clean syncs and on planted faults, many in one process.
+"""Worker: the weight-sync proof and the logprob check on clean syncs and on planted faults, many in
+one process.
 
 python -m tests.support.workers.proof CONFIG [section.key=value ...]
 """
@@ -49,7 +50,8 @@ PROMPTS = [[5] * 40, [5] * 40, [7, 8, 9] * 13, [3] * 33]  # each fills a block o
 
 
 class Trials:
-    """One policy and its engine. A trial syncs cleanly or with one fault; the proof must see the fault and nothing
+    """One policy and its engine. A trial syncs cleanly or with one fault; the proof must see the
+    fault and nothing
     else."""
 
     def __init__(self, path: str, overrides: list[str]) -> None:
@@ -108,12 +110,13 @@ class Trials:
         seen = (
             f"step {self.step}: the engine does not hold the policy's weights in {len(names)} of "
         )
-        for part in (seen, *(f"{name} (rank" for name in names), *expected):
-            assert part in text, (part, text)
+        for piece in (seen, *(f"{name} (rank" for name in names), *expected):
+            assert piece in text, (piece, text)
         self.num_faults += 1
 
     def of_loaded(self, name: str) -> set[str]:
-        """Where a wrong tensor must show: a tied embedding in the table and in the packed copy of it that the lm_head
+        """Where a wrong tensor must show: a tied embedding in the table and in the packed copy of
+        it that the lm_head
         uses."""
         return {name, HEAD} if self.tied and name == EMBEDDING else {name}
 
@@ -201,7 +204,8 @@ class Trials:
         self.passes()
 
     def direct_faults(self) -> None:
-        """Of what is copied without vLLM's loader: one tensor a row off, two in each other's place, a packed head that
+        """Of what is copied without vLLM's loader: one tensor a row off, two in each other's place,
+        a packed head that
         nobody renews. And after each, as after vLLM's loader, the same bits."""
         direct = self.weight_sync._direct
         assert direct is not None
@@ -217,10 +221,14 @@ class Trials:
         copy, end, targets = _Matrix.copy, _Matrix.end, direct._targets
 
         def a_row_off(
-            matrix: Any, part: Any, piece: Tensor, first: int, shape: tuple[int, int]
+            matrix: Any, section: Any, piece: Tensor, initial: int, shape: tuple[int, int]
         ) -> None:
             copy(
-                matrix, part, piece.roll(shape[1], 1) if part.name == down else piece, first, shape
+                matrix,
+                section,
+                piece.roll(shape[1], 1) if section.name == down else piece,
+                initial,
+                shape,
             )
 
         def not_packed(matrix: Any) -> None:
@@ -228,13 +236,13 @@ class Trials:
                 end(matrix)
 
         swapped = {**targets, key: targets[value], value: targets[key]}
-        for where, what, planted, names in (
+        for location, label, planted, names in (
             (_Matrix, "copy", a_row_off, {down}),
             (direct, "_targets", swapped, {key, value}),
             (_Matrix, "end", not_packed, {HEAD}),
         ):
             self.update(1e-5 if self.engine.dtype == torch.float32 else 1e-3)
-            with patch.object(where, what, planted):
+            with patch.object(location, label, planted):
                 self.sync()
             self.fails(names)
             self.sync()
@@ -245,8 +253,9 @@ class Trials:
             assert all(torch.equal(tensor, copied[name]) for name, tensor in self.held().items())
 
     def held(self) -> dict[str, Tensor]:
-        """All that this rank's engine has, what is packed as the layer's products with a unit matrix."""
-        found = dict[str, Tensor]()
+        """All that this rank's engine has, what is packed as the layer's products with a unit
+        matrix."""
+        result = dict[str, Tensor]()
         for number, tensor in enumerate(self.engine.tensors(self.shapes)):
             values = tensor.values
             if values is None:
@@ -255,32 +264,35 @@ class Trials:
                 values = layer.quant_method.apply(
                     layer, torch.eye(columns, dtype=self.engine.dtype), None
                 )
-            found[f"{tensor.engine_name} {number}"] = values.detach().clone()
-        return found
+            result[f"{tensor.engine_name} {number}"] = values.detach().clone()
+        return result
 
     def covers_everything(self) -> None:
-        """The engine's ranks together hold every row and column slice of every HF tensor; KV heads also twice."""
-        mine = [
-            [part.name, row, tensor.column_slice, tensor.num_column_slices]
+        """The engine's ranks together hold every row and column slice of every HF tensor; KV heads
+        also twice."""
+        local = [
+            [piece.name, row, tensor.column_slice, tensor.num_column_slices]
             for tensor in self.engine.tensors(self.shapes)
-            for part in tensor.parts
-            for row in range(part.hf_start, part.hf_start + part.num_rows)
+            for piece in tensor.parts
+            for row in range(piece.hf_start, piece.hf_start + piece.num_rows)
         ]
         ranks = self.config.rollout.tensor_parallel_size
 
-        def check(of_ranks: list[list[list[int | str]]]) -> None:
-            held = Counter(
-                (name, row, part, parts) for held in of_ranks for name, row, part, parts in held
+        def check(rank_values: list[list[list[int | str]]]) -> None:
+            retained = Counter(
+                (name, row, piece, pieces)
+                for retained in rank_values
+                for name, row, piece, pieces in retained
             )
             for name, shape in self.shapes.items():
                 slices = ranks if name.endswith(("o_proj.weight", "down_proj.weight")) else 1
                 for row in range(shape[0]):
-                    for part in range(slices):
-                        assert held[name, row, part, slices], (name, row, part)
+                    for piece in range(slices):
+                        assert retained[name, row, piece, slices], (name, row, piece)
             expected = 2 if ranks == 2 and "qwen3" in self.config.model.path else 1
-            assert held[LAYER + "self_attn.k_proj.weight", 0, 0, 1] == expected
+            assert retained[LAYER + "self_attn.k_proj.weight", 0, 0, 1] == expected
 
-        on_rank0(check, mine)
+        on_rank0(check, local)
 
     def mismatch(self) -> Reductions:
         """|policy - engine| of all ranks on freshly sampled tokens."""
@@ -296,8 +308,8 @@ class Trials:
         cast(
             FSDPModule, self.policy
         ).reshard()  # without a backward pass the embedding stays gathered
-        found = mismatch_sums(logprobs, batch.rollout_logprobs, batch.loss_mask)
-        return merged_on_all({name: reduction.on_host() for name, reduction in found.items()})
+        result = mismatch_sums(logprobs, batch.rollout_logprobs, batch.loss_mask)
+        return merged_on_all({name: reduction.on_host() for name, reduction in result.items()})
 
     def logprob_check_faults(self) -> None:
         check = LogprobCheck(self.config.model.dtype, None)
@@ -309,11 +321,11 @@ class Trials:
         check.check(self.step, *_mean_and_largest(self.mismatch()))
 
         temperature, self.policy.temperature = self.policy.temperature, 1.0
-        wrong = self.mismatch()
+        faulty = self.mismatch()
         self.policy.temperature = temperature
-        self.stops(check, wrong, "rounding has grown")
-        self.stops(LogprobCheck(self.config.model.dtype, None), wrong, "the temperatures differ")
-        self.stops_every_rank(wrong)
+        self.stops(check, faulty, "rounding has grown")
+        self.stops(LogprobCheck(self.config.model.dtype, None), faulty, "the temperatures differ")
+        self.stops_every_rank(faulty)
 
         llm = self.engine._llm
         reset, llm.reset_prefix_cache = llm.reset_prefix_cache, lambda: True
@@ -329,7 +341,8 @@ class Trials:
         self.stops(check, self.mismatch(), "the engine answered from old weights")
 
     def stops_every_rank(self, sums: Reductions) -> None:
-        """The step's end, where the sums of all ranks meet the logprob check, before anything is made of the step's
+        """The step's end, where the sums of all ranks meet the logprob check, before anything is
+        made of the step's
         decisions."""
         open_run_dir(self.config, self.session, 0, Start(), time.monotonic())
         check = LogprobCheck(self.config.model.dtype, None)

@@ -1,4 +1,5 @@
-"""Worker: one step's updates of a fixed set of rollouts under each recipe that has no model beside the policy.
+"""Worker: one step's updates of a fixed set of rollouts under each recipe that has no model beside
+the policy.
 
     python -m tests.support.workers.recipes CONFIG REFERENCE_MODEL OUT.pt
 Rank 0 saves {recipe: what `one_update` of tests/support/workers/update.py finds}.
@@ -23,8 +24,8 @@ def main() -> None:
     config_file, reference_model, out = sys.argv[1:]
     config, session, results = load_config(config_file), start_session(), {}
     policy = build_policy(config.model, config.rollout.temperature, session)
-    of_reference = dataclasses.replace(config.model, path=reference_model)
-    reference = build_reference(policy, of_reference, config.rollout.temperature, 1.0, session)
+    reference_values = dataclasses.replace(config.model, path=reference_model)
+    reference = build_reference(policy, reference_values, config.rollout.temperature, 1.0, session)
     assert isinstance(reference, Policy)
     for name in (name for name, recipe in RECIPES.items() if not recipe.needs):
         groups = deal(fixed_groups(), "in turn", session)

@@ -1,8 +1,9 @@
-"""Worker: reward models score made-up rollouts on this many ranks, and the running check sees planted faults.
+"""Worker: reward models score made-up rollouts on this many ranks, and the running check sees
+planted faults.
 
     python -m tests.support.workers.reward_models FOLDER OUT.json
-FOLDER has policy/ and the models' folders. Rank 0 writes {case: [status, score] of each rollout, by its number}, and
-under "seen" what the check said of each fault.
+FOLDER has policy/ and the models' folders. Rank 0 writes {case: [status, score] of each rollout, by
+its number}, and under "seen" what the check said of each fault.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def main() -> None:
     session = start_session()
     tokenizer = load_tokenizer(str(folder / "policy"))
     built: dict[str, RewardModel] = {}
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
 
     def scorer(
         case: str, budget: int, dtype: Any = "float32"
@@ -80,28 +81,28 @@ def main() -> None:
                 for group in dealt
                 for n in range(len(group.completions))
             ]
-            each = zip(numbers, scored.statuses[case], scored.by_name[case], strict=True)
-            mine = {number: [status, value] for number, status, value in each}
-            of_all: dict[str, Any] = on_rank0(
-                lambda parts: {n: v for part in parts for n, v in part.items()}, mine
+            item = zip(numbers, scored.statuses[case], scored.by_name[case], strict=True)
+            local = {number: [status, value] for number, status, value in item}
+            everything: dict[str, Any] = on_rank0(
+                lambda pieces: {n: v for piece in pieces for n, v in piece.items()}, local
             )
-            return {int(number): value for number, value in of_all.items()}
+            return {int(number): value for number, value in everything.items()}
 
         return score, dealt
 
     for case in CASES:
         for budget in BUDGETS if case == "qwen3" else BUDGETS[-1:]:
             score, _ = scorer(case, budget)
-            found[f"{case}/{budget}" if budget != BUDGETS[-1] else case] = score()
-    found["seen"] = {fault: _said(plant, scorer, "float32") for fault, plant in FAULTS.items()}
-    found["seen in bfloat16"] = {
+            result[f"{case}/{budget}" if budget != BUDGETS[-1] else case] = score()
+    result["seen"] = {fault: _said(plant, scorer, "float32") for fault, plant in FAULTS.items()}
+    result["seen in bfloat16"] = {
         fault: _said(plant, scorer, "bfloat16") for fault, plant in FAULTS.items()
     }
     for family in FAMILIES:
-        found[f"{family} in bfloat16"] = scorer(family, BUDGETS[-1], "bfloat16")[0]()
-    found["not parked"] = _forward_while_parked(built["episodes"])
+        result[f"{family} in bfloat16"] = scorer(family, BUDGETS[-1], "bfloat16")[0]()
+    result["not parked"] = _forward_while_parked(built["episodes"])
     if session.is_rank0:
-        out.write_text(json.dumps(found))
+        out.write_text(json.dumps(result))
     end_session()
 
 
@@ -164,12 +165,12 @@ def _other_label() -> tuple[str, Callable[[], None]]:
     real = RewardModel.forward
 
     def other(self: RewardModel, row: Any) -> Any:
-        held = self._label
+        retained = self._label
         self._label = 0
         try:
             return real(self, row)
         finally:
-            self._label = held
+            self._label = retained
 
     return "label", _replaced(RewardModel, "forward", other)
 
@@ -213,11 +214,11 @@ def plain_scores(folder: Path, ids: Sequence[Sequence[int]], label: int) -> list
     import torch
     import transformers
 
-    how: dict[str, Any] = {
+    method: dict[str, Any] = {
         "dtype": torch.float32,
         "attn_implementation": "eager",
     }  # its sdpa forgets Gemma 2's cap
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder, **how).eval()
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder, **method).eval()
     with torch.no_grad():
         return [float(model(input_ids=torch.tensor([list(of)])).logits[0, label]) for of in ids]
 

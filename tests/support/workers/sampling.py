@@ -1,4 +1,5 @@
-"""Worker: dynamic sampling of steps whose rewards are laid down, on this many ranks, with what is trained on them.
+"""Worker: dynamic sampling of steps whose rewards are laid down, on this many ranks, with what is
+trained on them.
 
     python -m tests.support.workers.sampling CONFIG OUT.pt
 Rank 0 saves {scenario: {drawn, missing, decision, batch counts, gradients, ...}}.
@@ -40,7 +41,8 @@ GROUP_SIZE, NUM_ROWS = 2, 11
 
 @dataclass(frozen=True)
 class Scenario:
-    """One step: P prompts wanted, rounds at most, and the places of the stream whose groups have rewards that
+    """One step: P prompts wanted, rounds at most, and the places of the stream whose groups have
+    rewards that
     differ."""
 
     wanted: int
@@ -69,7 +71,8 @@ SCENARIOS = {
 
 
 def made_up_group(prompt: Prompt, slot: int) -> RolloutGroup:
-    """A group that is a function of the place in the stream alone; the later the place, the shorter its completions."""
+    """A group that is a function of the place in the stream alone; the later the place, the shorter
+    its completions."""
     rng = random.Random(prompt.position)
     completions = []
     for _ in range(GROUP_SIZE):
@@ -100,7 +103,7 @@ def run(scenario: Scenario, config: Config, policy: Policy, session: Session) ->
         training=dataclasses.replace(config.training, num_mini_batches=scenario.num_mini_batches),
     )
     load_weights(hf_named_parameters(policy), Path(config.model.path))
-    before = _parameters(policy)
+    parameters = _parameters(policy)
     updater = updater_of(policy, config)
     stream = PromptStream(
         [Prompt(row, row, [row + 1, 5], "", {}) for row in range(NUM_ROWS)], seed=0, shuffle=False
@@ -117,13 +120,14 @@ def run(scenario: Scenario, config: Config, policy: Policy, session: Session) ->
         prompts = prompts or stream.take(sampled.num_missing)
         announced.append(sampled.num_completions)
         drawn.append([prompt.position for prompt in prompts])
-        # the last prompts first, and more of them on the last rank: neither order nor rank may decide what stays
-        mine = [
+        # the last prompts first, and more of them on the last rank: neither order nor rank may
+        # decide what stays
+        local = [
             p
             for p in reversed(prompts)
             if min(p.position % 3, session.world_size - 1) == session.rank
         ]
-        groups = [made_up_group(prompt, prompts.index(prompt)) for prompt in mine]
+        groups = [made_up_group(prompt, prompts.index(prompt)) for prompt in local]
         scored = ScoredRollouts()
         for group in groups:
             scored.rewards += [1.0, 0.0 if group.prompt.position in scenario.differ else 1.0]
@@ -150,7 +154,7 @@ def run(scenario: Scenario, config: Config, policy: Policy, session: Session) ->
         "moved": [
             name
             for name, value in _parameters(policy).items()
-            if not torch.equal(value, before[name])
+            if not torch.equal(value, parameters[name])
         ],
         "parameters": _parameters(policy),
     }
@@ -171,12 +175,12 @@ def _whole(step: StepDecision | None) -> dict[str, Any]:
 
 def _trained(batch: RolloutBatch) -> list[list[Any]]:
     """[mini-batch, rollout, its token ids, its advantage] of all ranks, by rollout."""
-    own = []
+    local = []
     for number, mini_batch in enumerate(batch.mini_batches):
         for row in mini_batch:
-            for place, rollout_id in enumerate(row.rollout_ids):
-                at = (row.sequence_index == place) & row.loss_mask
-                own.append(
+            for position, rollout_id in enumerate(row.rollout_ids):
+                at = (row.sequence_index == position) & row.loss_mask
+                local.append(
                     [
                         number,
                         rollout_id,
@@ -184,7 +188,7 @@ def _trained(batch: RolloutBatch) -> list[list[Any]]:
                         row.advantages[at].unique().tolist(),
                     ]
                 )
-    return on_rank0(lambda parts: sorted(item for part in parts for item in part), own)
+    return on_rank0(lambda pieces: sorted(item for piece in pieces for item in piece), local)
 
 
 def _parameters(policy: Policy) -> dict[str, torch.Tensor]:

@@ -1,8 +1,9 @@
-"""Worker: generations shared out by queue and by deal, on real ranks with real vLLM whose KV cache holds few of the
-requests.
+"""Worker: generations shared out by queue and by deal, on real ranks with real vLLM whose KV cache
+holds few of the requests.
 
     python -m tests.support.workers.schedule CONFIG OUT
-Rank 0 writes to OUT, for each scenario and schedule, what every rank made: [rank, slot, position, completions].
+Rank 0 writes to OUT, for each scenario and schedule, what every rank made: [rank, slot, position,
+completions].
 """
 
 from __future__ import annotations
@@ -54,12 +55,12 @@ def main() -> None:
         return groups
 
     num_keys = store._store.num_keys() if store._store else 0
-    found: dict[str, Any] = {"claims": hammer(session)}
+    result: dict[str, Any] = {"claims": hammer(session)}
     watched = watch_claims(engine)
     for schedule in ("static", "shared_queue"):
         use(engine, schedule)
         for name, num_prompts in NUM_PROMPTS.items():
-            found[f"{name}/{schedule}"] = gather(sample(num_prompts), session)
+            result[f"{name}/{schedule}"] = gather(sample(num_prompts), session)
     # One rank of the engine: two would wait for each other's sleep, and sleep longer for it.
     with slowed(
         engine,
@@ -67,33 +68,34 @@ def main() -> None:
         and engine.engine_rank == engine.num_engines - 1
         and engine.tp_rank == 0,
     ):
-        found["slow/shared_queue"] = gather(sample(len(PROMPTS)), session)
-        # With nothing between the two calls the fast engine is in the second while the slow one claims in the first.
-        first, second = sample(len(PROMPTS)), sample(20)
-        found["first of two/shared_queue"], found["second of two/shared_queue"] = (
-            gather(first, session),
+        result["slow/shared_queue"] = gather(sample(len(PROMPTS)), session)
+        # With nothing between the two calls the fast engine is in the second while the slow one
+        # claims in the first.
+        initial, second = sample(len(PROMPTS)), sample(20)
+        result["first of two/shared_queue"], result["second of two/shared_queue"] = (
+            gather(initial, session),
             gather(second, session),
         )
     in_turn, again, order = longest_first(engine, config)
-    found["uneven/in turn"], found["uneven/again"] = (
+    result["uneven/in turn"], result["uneven/again"] = (
         gather(in_turn, session),
         gather(again, session),
     )
-    found["order"] = on_rank0(list, order)
-    found["early"] = gather(started_early(engine, config), session)
-    found["race"] = race(engine, config, session)
-    found["num_claims"], found["most_waiting"] = on_rank0(
+    result["order"] = on_rank0(list, order)
+    result["early"] = gather(started_early(engine, config), session)
+    result["race"] = race(engine, config, session)
+    result["num_claims"], result["most_waiting"] = on_rank0(
         lambda counts: [max(c) for c in zip(*counts, strict=True)], watched
     )
-    found["busy_s"] = on_rank0(list, busy_s)
-    found["turns"] = converse(engine)
+    result["busy_s"] = on_rank0(list, busy_s)
+    result["turns"] = converse(engine)
     end_conversations_early(engine)
-    found["later"] = converse_later(engine)
+    result["later"] = converse_later(engine)
     end_while_all_wait(engine)
     barrier()
-    found["new_keys"] = (store._store.num_keys() if store._store else 0) - num_keys
+    result["new_keys"] = (store._store.num_keys() if store._store else 0) - num_keys
     if session.is_rank0:
-        out.write_text(json.dumps(found))
+        out.write_text(json.dumps(result))
     engine.shutdown()
     end_session()
 
@@ -105,45 +107,46 @@ def turn(job: int, number: int, turns: Sequence[Completion]) -> Request | None:
     """Conversations of one to three turns: each request holds what was said before it."""
     if len(turns) > (job + number) % 3:
         return None
-    said = [token for completion in turns for token in (*completion.token_ids, 7)]
-    return Request([job + 1, 5, *said], seed=100 * job + 10 * number + len(turns))
+    message = [token for completion in turns for token in (*completion.token_ids, 7)]
+    return Request([job + 1, 5, *message], seed=100 * job + 10 * number + len(turns))
 
 
 def converse(engine: RolloutEngine) -> list[list[int]]:
-    """[job, turns of each of its conversations] over all engines. Fails unless each completion is what its request
+    """[job, turns of each of its conversations] over all engines. Fails unless each completion is
+    what its request
     gives by itself."""
-    told: list[tuple[int, int, Completion]] = []
-    made = engine.generate_shared(
-        JOBS, GenerationHooks(turn, lambda *finished: told.append(finished)), 0
+    report: list[tuple[int, int, Completion]] = []
+    created = engine.generate_shared(
+        JOBS, GenerationHooks(turn, lambda *finished: report.append(finished)), 0
     )
-    assert list(made) == sorted(made)
-    for job, conversations in made.items():
+    assert list(created) == sorted(created)
+    for job, conversations in created.items():
         for number, turns in enumerate(conversations):
-            assert [c for j, n, c in told if (j, n) == (job, number)] == turns
+            assert [c for j, n, c in report if (j, n) == (job, number)] == turns
             requests = [turn(job, number, turns[:i]) for i in range(len(turns) + 1)]
             assert (
                 engine.generate([request for request in requests if request is not None], 0)
                 == turns
             )
-    mine = [
+    local = [
         [job, *map(len, conversations)]
-        for job, conversations in made.items()
+        for job, conversations in created.items()
         if engine.tp_rank == 0
     ]
-    return on_rank0(lambda parts: sorted(counts for part in parts for counts in part), mine)
+    return on_rank0(lambda pieces: sorted(counts for piece in pieces for counts in piece), local)
 
 
 def end_conversations_early(engine: RolloutEngine) -> None:
     """In the middle of conversations: nothing comes of them, and the engine can be used at once."""
-    told: list[int] = []
-    engine._should_abort = lambda: len(told) >= 2
-    made = engine.generate_shared(
+    report: list[int] = []
+    engine._should_abort = lambda: len(report) >= 2
+    created = engine.generate_shared(
         [4] * 8,
-        GenerationHooks(lambda job, number, turns: turn(2, 0, turns), lambda *_: told.append(0)),
+        GenerationHooks(lambda job, number, turns: turn(2, 0, turns), lambda *_: report.append(0)),
         0,
     )
     engine._should_abort = lambda: False
-    assert made == {} or len(told) < 2
+    assert created == {} or len(report) < 2
     assert not engine._engine.has_unfinished_requests()
     assert len(engine.generate([Request([1], 0)], 0)) == 1
 
@@ -151,7 +154,8 @@ def end_conversations_early(engine: RolloutEngine) -> None:
 def longest_first(
     engine: RolloutEngine, config: Config
 ) -> tuple[list[RolloutGroup], list[RolloutGroup], tuple[list[int], list[float]]]:
-    """Groups of uneven lengths, as they come and by a sampler that has seen them before; of the latter the slots in the
+    """Groups of uneven lengths, as they come and by a sampler that has seen them before; of the
+    latter the slots in the
     order in which this rank's engine began them, and what was expected of each."""
     in_turn = Sampler(engine, config.rollout.group_size, config.seed)
     sampler = Sampler(engine, config.rollout.group_size, config.seed, lengths=ExpectedLengths())
@@ -159,14 +163,14 @@ def longest_first(
     orders: list[tuple[list[int], list[float]]] = []
 
     def watched(sizes: Any, hooks: GenerationHooks, version: int, expected: Any) -> Any:
-        begun: list[int] = []
+        started: list[int] = []
 
         def asked(job: int, number: int, turns: Sequence[Completion]) -> Any:
             if not turns and not number:
-                begun.append(job)
+                started.append(job)
             return hooks.next_request(job, number, turns)
 
-        orders.append((begun, expected))
+        orders.append((started, expected))
         return generate_shared(
             sizes, dataclasses.replace(hooks, next_request=asked), version, expected
         )
@@ -198,42 +202,45 @@ class Started:
 def started_early(
     engine: RolloutEngine, config: Config, tail: TailBatching | None = None
 ) -> list[RolloutGroup]:
-    """A generation whose groups are scored as they get complete. Fails unless those of this rank, and no others, were
-    begun early, each as the object that is scored; in a race where an engine is several ranks, at most those."""
+    """A generation whose groups are scored as they get complete. Fails unless those of this rank,
+    and no others, were
+    begun early, each as the object that is scored; in a race where an engine is several ranks, at
+    most those."""
     early, rows = Started(), PROMPTS
     if tail is not None:
         rows = [Prompt(row, row, prompt.token_ids, "", {}) for row, prompt in enumerate(PROMPTS)]
     sampler = Sampler(engine, config.rollout.group_size, config.seed, tail=tail, early=early)  # type: ignore[arg-type]
     groups, _ = sampler.sample(rows, 0, "")
-    begun, whole = {id(group) for group in early.groups}, {id(group) for group in groups}
-    assert len(begun) == len(early.groups)
-    assert begun <= whole if tail is not None and engine.tp_size > 1 else begun == whole
+    started, full = {id(group) for group in early.groups}, {id(group) for group in groups}
+    assert len(started) == len(early.groups)
+    assert started <= full if tail is not None and engine.tp_size > 1 else started == full
     assert early.num_looks > 0
     return groups
 
 
 def race(engine: RolloutEngine, config: Config, session: Session) -> dict[str, Any]:
-    """A short round of 24 prompts for a step of 10, a long one of the 10 that wait first, and a short one that the last
-    rank alone gives up. Of each: how many prompts it had, what the ranks made, and on each rank what waits and the
+    """A short round of 24 prompts for a step of 10, a long one of the 10 that wait first, and a
+    short one that the last rank alone gives up. Of each: how many prompts it had, what the ranks
+    made, and on each rank what waits and the
     metrics. And what all 24 are without a race."""
     rows = [Prompt(row, row, prompt.token_ids, "", {}) for row, prompt in enumerate(PROMPTS)]
     stops, engine._stop_token_ids = engine._stop_token_ids, list(range(20))  # of 97
     groups, _ = Sampler(engine, config.rollout.group_size, config.seed).sample(rows, 0, "")
-    found: dict[str, Any] = {"all": gather(groups, session)}
+    result: dict[str, Any] = {"all": gather(groups, session)}
     stream = TailStream(PromptStream(rows * 3, 0, False), 3 * len(rows), num_launched=len(rows))
     sampler = Sampler(engine, config.rollout.group_size, config.seed, tail=TailBatching(stream, 10))
     for name in ("short", "long", "given up"):
-        prompts, asked = stream.take(10), [0]
+        prompts, requests = stream.take(10), [0]
         if name == "given up" and session.rank == session.world_size - 1:
-            engine._should_abort = lambda: asked.append(0) or len(asked) > 3  # type: ignore[func-returns-value] # noqa: B023
+            engine._should_abort = lambda: requests.append(0) or len(requests) > 3  # type: ignore[func-returns-value] # noqa: B023
         groups, _ = sampler.sample(prompts, 0, "")
         engine._should_abort = lambda: False
         assert not engine._engine.has_unfinished_requests()
-        of_ranks = on_rank0(list, [stream.state()["waiting"], stream.metrics()])
-        found[name] = [len(prompts), gather(groups, session), of_ranks]
+        rank_values = on_rank0(list, [stream.state()["waiting"], stream.metrics()])
+        result[name] = [len(prompts), gather(groups, session), rank_values]
     started_early(engine, config, TailBatching(stream, 10))
     engine._stop_token_ids = stops
-    return found
+    return result
 
 
 def use(engine: RolloutEngine, schedule: Any) -> None:
@@ -241,17 +248,21 @@ def use(engine: RolloutEngine, schedule: Any) -> None:
 
 
 def hammer(session: Session) -> list[int]:
-    """The numbers that all ranks claimed, at the same time, from a queue of 1000 and from a queue of none."""
+    """The numbers that all ranks claimed, at the same time, from a queue of 1000 and from a queue
+    of none."""
     claimed = []
     barrier()
     while (number := claim("hammer", 1000, session.world_size)) is not None:
         claimed.append(number)
     assert claim("empty", 0, session.world_size) is None
-    return sorted(on_rank0(lambda parts: [number for part in parts for number in part], claimed))
+    return sorted(
+        on_rank0(lambda pieces: [number for piece in pieces for number in piece], claimed)
+    )
 
 
 def watch_claims(engine: RolloutEngine) -> list[int]:
-    """[claims, most requests that waited after a step] from here on. Fails when an engine claims while requests of its
+    """[claims, most requests that waited after a step] from here on. Fails when an engine claims
+    while requests of its
     own wait."""
     counts, fresh = [0, 0], [True]
     step, original = engine._engine.step, engine._claim
@@ -294,11 +305,11 @@ def slowed(engine: RolloutEngine, is_slow: bool) -> Iterator[None]:
 
 
 def gather(groups: list[RolloutGroup], session: Session) -> list[Any]:
-    mine = [
+    local = [
         [session.rank, g.slot, g.prompt.position, [dataclasses.astuple(c) for c in g.completions]]
         for g in groups
     ]
-    return on_rank0(lambda parts: [item for part in parts for item in part], mine)
+    return on_rank0(lambda pieces: [item for piece in pieces for item in piece], local)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""Worker: a training whose slow rewards are called while the engine samples, or never before it has ended.
+"""Worker: a training whose slow rewards are called while the engine samples, or never before it has
+ended.
 
 python -m tests.support.workers.scored_early early|late|KILL|TERM CONFIG [OVERRIDE...]
 
-A rank prints "rank N began early" for each group whose calls it begins while its engine samples. With SIGKILL or
-SIGTERM the last rank sends itself that signal after the second one of the launch's second step.
+A rank prints "rank N began early" for each group whose calls it begins while its engine samples.
+With SIGKILL or SIGTERM the last rank sends itself that signal after the second one of the launch's
+second step.
 """
 
 from __future__ import annotations

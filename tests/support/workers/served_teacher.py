@@ -1,10 +1,10 @@
-"""Worker: updates with teachers behind servers beside those with the same teachers here, and what the running check
-says of clean ones and of planted faults.
+"""Worker: updates with teachers behind servers beside those with the same teachers here, and what
+the running check says of clean ones and of planted faults.
 
     python -m tests.support.workers.served_teacher CONFIG TEACHER URL URL URL OUT.pt [plain]
 The servers are of the teacher, of the policy, and one that says nothing of some rollouts.
-Rank 0 saves {(kind, split): ...}, and {("path", kind): ...} with models in the servers' place; plain: no more than one
-split of "sampled" and "topk", and no faults.
+Rank 0 saves {(kind, split): ...}, and {("path", kind): ...} with models in the servers' place;
+plain: no more than one split of "sampled" and "topk", and no faults.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class ServedTrials(Trials):
         )
         asks = asks if kind == SEVERAL else (None, None)
         if self.is_here:
-            here = {name: TeacherModel(self.models[model]) for name, model in names.items()}
-            return Teacher(config, here, policy, *asks)
+            local = {name: TeacherModel(self.models[model]) for name, model in names.items()}
+            return Teacher(config, local, policy, *asks)
         names = {"": "silent"} if kind.endswith(SOME) else names
         servers = {
             name: PromptLogprobs(self.urls[model], {}, "tiny") for name, model in names.items()
@@ -79,29 +79,29 @@ class ServedTrials(Trials):
 
 
 def clean_updates(trials: ServedTrials, *, plain: bool) -> dict[tuple[str, str], Any]:
-    found, kinds = (
+    result, kinds = (
         {},
         ["sampled", "topk"] if plain else [*KINDS, f"sampled, {SOME}", f"topk, {SOME}"],
     )
     for kind in kinds:
         splits = [*SPLITS][:1] if plain else [*SPLITS][1:2] if kind.endswith(SOME) else [*SPLITS]
         for split in splits:
-            found[kind, split], wrong = trials.update(kind, split)
-            assert not wrong, (kind, split, wrong)
+            result[kind, split], faulty = trials.update(kind, split)
+            assert not faulty, (kind, split, faulty)
     trials.is_here = True
     for kind in kinds:
         if not kind.endswith(SOME):
-            found["path", kind], wrong = trials.update(kind, next(iter(SPLITS)))
-            assert not wrong, (kind, wrong)
+            result["path", kind], faulty = trials.update(kind, next(iter(SPLITS)))
+            assert not faulty, (kind, faulty)
     trials.is_here = False
-    return found
+    return result
 
 
 def faults(trials: ServedTrials) -> int:
     """Each must be seen by the running check, on some rank at least."""
     seen, split = 0, list(SPLITS)[1]
 
-    def sees(kind: str, said: str, change: Any) -> None:
+    def sees(kind: str, message: str, change: Any) -> None:
         """`change`: of (row, signal), or of the teacher and its batch."""
         nonlocal seen
 
@@ -112,8 +112,8 @@ def faults(trials: ServedTrials) -> int:
             for row in batch.micro_batches:
                 row.teacher_signal = change(row, row.teacher_signal)
 
-        wrong = trials.update(kind, split, spoil=spoil)[1]
-        assert any_rank(any(said in text for text in wrong)), (kind, said, wrong)
+        faulty = trials.update(kind, split, spoil=spoil)[1]
+        assert any_rank(any(message in text for text in faulty)), (kind, message, faulty)
         seen += 1
 
     def swapped(teacher: ServedTeacher) -> None:
@@ -157,7 +157,8 @@ class _StopError(Exception):
 
 
 def stops(trials: ServedTrials) -> None:
-    """While a server hangs the ranks look whether they have to stop, all alike, and wait for nobody who was asked."""
+    """While a server hangs the ranks look whether they have to stop, all alike, and wait for nobody
+    who was asked."""
     looks: list[bool] = []
 
     def look(changes_policy: bool) -> None:
@@ -175,14 +176,14 @@ def stops(trials: ServedTrials) -> None:
 
 
 def main() -> None:
-    config, teacher, *urls, out = [each for each in sys.argv[1:] if each != "plain"]
+    config, teacher, *urls, out = [item for item in sys.argv[1:] if item != "plain"]
     trials, is_plain = ServedTrials(config, teacher, urls), "plain" in sys.argv
-    found = clean_updates(trials, plain=is_plain)
+    result = clean_updates(trials, plain=is_plain)
     if not is_plain:
         print(f"rank {trials.session.rank}: {faults(trials)} faults seen", flush=True)
         stops(trials)
     if trials.session.is_rank0:
-        torch.save(found, out)
+        torch.save(result, out)
     end_session()
 
 

@@ -1,7 +1,8 @@
-"""Stands in for grpo_spmd.train where launch/slurm.sbatch is tested: ranks without torch that count, save, resume,
-crash and hear signals.
+"""Stands in for grpo_spmd.train where launch/slurm.sbatch is tested: ranks without torch that
+count, save, resume, crash and hear signals.
 
-Copied as grpo_spmd/train.py into a checkout of the test's own. Rank 0 keeps the run folder as the trainer does.
+Copied as grpo_spmd/train.py into a checkout of the test's own. Rank 0 keeps the run folder as the
+trainer does.
 """
 
 from __future__ import annotations

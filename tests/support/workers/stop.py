@@ -1,5 +1,5 @@
-"""Worker: steps of nothing but time, until the run is preempted: what a signal, or the deadline, comes to on real
-ranks.
+"""Worker: steps of nothing but time, until the run is preempted: what a signal, or the deadline,
+comes to on real ranks.
 
     python -m tests.support.workers.stop CONFIG STEP_S [SET_UP_S]
 RUN_DIR/rank_R holds the step that the rank comes to; where it stopped it leaves the marker.

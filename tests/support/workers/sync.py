@@ -1,5 +1,5 @@
-"""Worker: 20 optimizer steps, each followed by a sync; the engine must answer as plain transformers does with the
-gathered weights.
+"""Worker: 20 optimizer steps, each followed by a sync; the engine must answer as plain transformers
+does with the gathered weights.
 
 python -m tests.support.workers.sync CONFIG NUM_STEPS
 """
@@ -68,7 +68,8 @@ def main() -> None:
             }
             plain.load_state_dict(full, strict=False)
             plain.tie_weights()
-        # One prompt long enough that its prefix is cached, again at each step: a cache that survived the sync would
+        # One prompt long enough that its prefix is cached, again at each step: a cache that
+        # survived the sync would
         # show.
         prompts = [[5] * 40, [5] * 40, [7, 8, 9], [3]]
         requests = [
@@ -94,7 +95,8 @@ def main() -> None:
 
 
 def kv_cache_is_as_explained(engine: RolloutEngine, config: Config) -> None:
-    """vLLM divides the memory of its KV cache into as many blocks as the bytes of a token by `--explain` say."""
+    """vLLM divides the memory of its KV cache into as many blocks as the bytes of a token by
+    `--explain` say."""
     facts, cache = read_model(config.model.path), engine._llm.llm_engine.vllm_config.cache_config
     assert facts is not None
     assert facts.dimensions is not None

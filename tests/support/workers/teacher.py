@@ -1,8 +1,9 @@
-"""Worker: updates with a teacher for several kinds and splits of the work, and what the running check says of clean
-ones and of planted faults.
+"""Worker: updates with a teacher for several kinds and splits of the work, and what the running
+check says of clean ones and of planted faults.
 
     python -m tests.support.workers.teacher CONFIG TEACHER OUT.pt
-Rank 0 saves {(kind, split): {loss, kl, gradients, parameters}}; the rollouts are those of workers/update.py.
+Rank 0 saves {(kind, split): {loss, kl, gradients, parameters}}; the rollouts are those of
+workers/update.py.
 """
 
 from __future__ import annotations
@@ -91,21 +92,23 @@ class Trials:
         if kind == SEVERAL:
             prompts = [group.prompt for group in fixed_groups()]
             return Teacher(KINDS[kind], models, policy, prompts.__getitem__, request_for)
-        one = TeacherModel(policy, is_base=True, is_own=False) if policy.lora.rank else models["a"]
-        return Teacher(KINDS[kind], {"": one}, policy)
+        single = (
+            TeacherModel(policy, is_base=True, is_own=False) if policy.lora.rank else models["a"]
+        )
+        return Teacher(KINDS[kind], {"": single}, policy)
 
     def check(self, teacher: Teacher) -> TeacherCheck:
         return TeacherCheck(teacher, self.config.rollout.temperature, self.config.model.dtype)
 
     def of_gradients(self, updater: Any, teacher: Teacher, policy: Policy) -> GradientCheck:
-        temperature, longest, dtype = (
+        temperature, max_length, dtype = (
             self.config.rollout.temperature,
             LONGEST,
             self.config.model.dtype,
         )
         made_up = partial(RandomTeacher, teacher.config, policy, temperature, dtype)
         return GradientCheck(
-            policy, updater, self.config.loss, temperature, longest, dtype, made_up
+            policy, updater, self.config.loss, temperature, max_length, dtype, made_up
         )
 
     def update(
@@ -117,7 +120,7 @@ class Trials:
     ) -> tuple[dict[str, Any], list[str]]:
         """What came of it, and what the running check found before."""
         policy = policy or self.policy
-        tokens, how, packed = SPLITS[split]
+        tokens, method, packed = SPLITS[split]
         training = dataclasses.replace(self.config.training, max_tokens_per_micro_batch=tokens)
         config = dataclasses.replace(self.config, training=training)
         if not policy.lora.rank:
@@ -128,7 +131,7 @@ class Trials:
             lambda *_: gradients.append(whole_gradients(policy))
         )
         groups, sampled = (
-            deal(fixed_groups(), how, self.session),
+            deal(fixed_groups(), method, self.session),
             sampled_step_of(config, self.session),
         )
         sampled.add(groups, score(groups))
@@ -137,25 +140,25 @@ class Trials:
         attach_logprobs(policy, None, batch, config.loss, config.training.num_optimizer_steps)
         teacher.attach(batch, decision, self.look)
         spoil(teacher, batch)
-        wrong = self.check(teacher)(sampled, batch, decision).errors
-        wrong += (
+        faulty = self.check(teacher)(sampled, batch, decision).errors
+        faulty += (
             self.of_gradients(updater, teacher, policy)
             .run(groups, self.session.device, accumulates=True)
             .errors
         )
-        if any_rank(bool(wrong)):
-            return {}, wrong
+        if any_rank(bool(faulty)):
+            return {}, faulty
         sums = merged_on_all(updater.update(batch))
-        found = {
+        result = {
             name: sums[name].value for name in ("loss", "policy", "teacher/kl", "optim/grad_norm")
         }
-        found |= {
+        result |= {
             name: reduction.value for name, reduction in sums.items() if name.startswith("teacher")
         }
-        found |= {"gradients": gradients, "rows": len(batch.micro_batches)}
-        return found | {
+        result |= {"gradients": gradients, "rows": len(batch.micro_batches)}
+        return result | {
             "parameters": {n: p.full_tensor().clone() for n, p in hf_named_parameters(policy)}
-        }, wrong
+        }, faulty
 
 
 def whole_gradients(policy: Policy) -> dict[str, Tensor]:
@@ -164,11 +167,11 @@ def whole_gradients(policy: Policy) -> dict[str, Tensor]:
 
 
 def clean_updates(trials: Trials) -> dict[tuple[str, str], Any]:
-    found = {}
+    actual = {}
     for kind in KINDS:
         for split in SPLITS:
-            found[kind, split], wrong = trials.update(kind, split)
-            assert not wrong, (kind, split, wrong)
+            actual[kind, split], faulty = trials.update(kind, split)
+            assert not faulty, (kind, split, faulty)
     for variant, changes in VARIANTS.items():
         if variant == "two replicas" and trials.session.world_size == 1:
             continue
@@ -179,17 +182,17 @@ def clean_updates(trials: Trials) -> dict[tuple[str, str], Any]:
         )
         policy = trials.build(trials.config.model.path, **more)
         for kind in ("sampled", "full"):
-            found[kind, variant], wrong = trials.update(kind, next(iter(SPLITS)), policy)
-            assert not wrong, (kind, variant, wrong)
+            actual[kind, variant], faulty = trials.update(kind, next(iter(SPLITS)), policy)
+            assert not faulty, (kind, variant, faulty)
     adapted = trials.build(trials.config.model.path, lora=LoraConfig(rank=4))
     for kind in (
         "sampled",
         "full",
     ):  # its own base, from which it starts, and which the first update leaves
-        result, wrong = trials.update(kind, next(iter(SPLITS)), adapted)
-        assert not wrong, wrong
+        result, faulty = trials.update(kind, next(iter(SPLITS)), adapted)
+        assert not faulty, faulty
         assert (result["teacher/kl"] == 0.0) == (kind == "sampled")
-    return found
+    return actual
 
 
 def changed(signal: TeacherSignal, change: Callable[[Tensor], Tensor]) -> TeacherSignal:
@@ -198,13 +201,13 @@ def changed(signal: TeacherSignal, change: Callable[[Tensor], Tensor]) -> Teache
         return dataclasses.replace(signal, logprobs=change(signal.logprobs))
     taught = signal.divergence
     assert isinstance(taught, TeacherDivergence)
-    parts: list[Any] = []
-    for places, said in taught.parts:
-        if isinstance(said, WholeTeacher):
-            parts.append((places, dataclasses.replace(said, hidden=change(said.hidden))))
+    pieces: list[Any] = []
+    for positions, message in taught.parts:
+        if isinstance(message, WholeTeacher):
+            pieces.append((positions, dataclasses.replace(message, hidden=change(message.hidden))))
         else:
-            parts.append((places, TopTeacher(change(said.ids), change(said.logprobs))))
-    return dataclasses.replace(signal, divergence=dataclasses.replace(taught, parts=parts))
+            pieces.append((positions, TopTeacher(change(message.ids), change(message.logprobs))))
+    return dataclasses.replace(signal, divergence=dataclasses.replace(taught, parts=pieces))
 
 
 def faults(trials: Trials) -> int:
@@ -213,14 +216,14 @@ def faults(trials: Trials) -> int:
 
     def sees(
         kind: str,
-        said: str,
+        message: str,
         spoil: Callable[[Teacher, RolloutBatch], None] = lambda *_: None,
         within: Any = None,
     ) -> None:
         nonlocal seen
         with within or nullcontext():
-            wrong = trials.update(kind, split, spoil=spoil)[1]
-        assert any_rank(any(said in text for text in wrong)), (kind, said, wrong)
+            faulty = trials.update(kind, split, spoil=spoil)[1]
+        assert any_rank(any(message in text for text in faulty)), (kind, message, faulty)
         seen += 1
 
     def dropped(_: Teacher, batch: RolloutBatch) -> None:
@@ -263,9 +266,11 @@ def faults(trials: Trials) -> int:
     def unheard(inputs: LossInputs, options: LossConfig, *_: Any) -> Any:
         return policy_loss(inputs, options)
 
-    of_divergence = losses.divergence_loss
+    divergence_values = losses.divergence_loss
     twice = patch.object(
-        losses, "divergence_loss", lambda signal, apart, *of: of_divergence(signal, 2 * apart, *of)
+        losses,
+        "divergence_loss",
+        lambda signal, separate, *of: divergence_values(signal, 2 * separate, *of),
     )
     sees(
         "sampled",
@@ -284,17 +289,18 @@ def other_samples(row: MicroBatch) -> Tensor:
 
 
 def long_prompts(trials: Trials) -> None:
-    """Of the rollouts those with short prompts are looked at, else the shortest, else none, each time with as many
+    """Of the rollouts those with short prompts are looked at, else the shortest, else none, each
+    time with as many
     passes on all ranks; a fault is seen in those that are."""
     compare, split, passes = TeacherCheck._compare, list(SPLITS)[1], list[int]()
 
-    def counted(self: TeacherCheck, one: TeacherModel, *of: Any) -> Tensor:
-        def note(_: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-            passes.append((given[0] if given else named["input_ids"]).shape[1])
+    def counted(self: TeacherCheck, single: TeacherModel, *of: Any) -> Tensor:
+        def note(_: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+            passes.append((inputs[0] if inputs else named["input_ids"]).shape[1])
 
-        handle = one.model.model.get_decoder().register_forward_pre_hook(note, with_kwargs=True)
+        handle = single.model.model.get_decoder().register_forward_pre_hook(note, with_kwargs=True)
         try:
-            return compare(self, one, *of)
+            return compare(self, single, *of)
         finally:
             handle.remove()
 
@@ -314,18 +320,18 @@ def long_prompts(trials: Trials) -> None:
             assert max(passes) <= (11 if too_long else 2), (kind, long, passes)
             assert len(longer) <= num_models, (kind, long, passes)
             assert not long or any_rank(not longer and max(passes) > 2), (kind, long, passes)
-            wrong = trials.update(kind, split, spoil=shifted)[1]
-            seen = any_rank(any("a teacher's logprob of a token" in text for text in wrong))
-            assert seen == (too_long > 0), (kind, long, too_long, wrong)
+            faulty = trials.update(kind, split, spoil=shifted)[1]
+            seen = any_rank(any("a teacher's logprob of a token" in text for text in faulty))
+            assert seen == (too_long > 0), (kind, long, too_long, faulty)
 
 
 def main() -> None:
     trials = Trials(sys.argv[1], sys.argv[2])
-    found = clean_updates(trials)
+    result = clean_updates(trials)
     long_prompts(trials)
     print(f"rank {trials.session.rank}: {faults(trials)} faults seen", flush=True)
     if trials.session.is_rank0:
-        torch.save(found, sys.argv[3])
+        torch.save(result, sys.argv[3])
     end_session()
 
 

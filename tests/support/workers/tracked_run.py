@@ -1,5 +1,5 @@
-"""A run without a model, for the tests of trackers and of the report's process: it writes lines of metrics, and is
-killed.
+"""A run without a model, for the tests of trackers and of the report's process: it writes lines of
+metrics, and is killed.
 
 python -m tests.support.workers.tracked_run RUN TRACKER FIRST_STEP LAST_STEP LAUNCH PAUSE_S
 """
@@ -17,20 +17,20 @@ from grpo_spmd.observe.metrics_file import LineFile, cut_metrics
 
 
 def main() -> None:
-    run_dir, tracker, (first, last, launch) = (
+    run_dir, tracker, (initial, final, launch) = (
         Path(sys.argv[1]),
         sys.argv[2],
         map(int, sys.argv[3:6]),
     )
     run_dir.mkdir(exist_ok=True)
-    cut_metrics(run_dir / "metrics.jsonl", first - 1)
+    cut_metrics(run_dir / "metrics.jsonl", initial - 1)
     options = LoggingConfig(trackers=(tracker,), wandb="offline" if tracker == "wandb" else False)
     followers, file = (
         open_followers(run_dir, options, {"seed": 1}),
         LineFile(run_dir / "metrics.jsonl"),
     )
     assert followers is not None
-    for step in range(first, last + 1):
+    for step in range(initial, final + 1):
         if step % 5 == 1:
             file.write(json.dumps({"step": step - 1, "eval/set/mean": launch + (step - 1) / 1000}))
             followers.line_written(step - 1, True)

@@ -1,8 +1,9 @@
-"""Worker: updates of a fixed set of rollouts, from scoring's result to new parameters, for several settings and splits
-of the work.
+"""Worker: updates of a fixed set of rollouts, from scoring's result to new parameters, for several
+settings and splits of the work.
 
     python -m tests.support.workers.update CONFIG REFERENCE_MODEL OUT.pt
-Rank 0 saves {(setting, split): {loss, gradients, parameters, ...}}; the rollouts are those of `fixed_groups`.
+Rank 0 saves {(setting, split): {loss, gradients, parameters, ...}}; the rollouts are those of
+`fixed_groups`.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ from tests.support.learn import merged_on_all, sampled_step_of, updater_of
 NUM_GROUPS, GROUP_SIZE, LONGEST = 6, 4, 28
 UNSCORED = (3, 1)  # (slot, sample) of a completion whose reward is unknown
 
-# What of a config differs from the test's file. The engine's logprobs are made up, so that ratios to them lie on both
+# What of a config differs from the test's file. The engine's logprobs are made up, so that ratios
+# to them lie on both
 # sides of every bound.
 _ENGINE_RATIO = {"old_logprobs": "engine", "rollout_correction": "none"}
 SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
@@ -75,7 +77,8 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def fixed_groups() -> list[RolloutGroup]:
-    """Ragged lengths from 1 to LONGEST, and in slot 2 a group in which every completion was cut off."""
+    """Ragged lengths from 1 to LONGEST, and in slot 2 a group in which every completion was cut
+    off."""
     rng = random.Random(7)
     groups = []
     for slot in range(NUM_GROUPS):
@@ -119,13 +122,15 @@ def with_setting(config: Config, setting: str) -> Config:
     return config
 
 
-# Tokens of a micro-batch; how groups are dealt to the ranks that sampled them; whether rollouts share a row.
+# Tokens of a micro-batch; how groups are dealt to the ranks that sampled them; whether rollouts
+# share a row.
 SPLITS = {
     "one row, dealt in turn": (100_000, "in turn", True),
     "a few rows, dealt as tensor parallel 2 deals": (90, "tensor parallel", True),
     "a row for each rollout, dealt at random": (90, "at random", False),
 }
-# What of the model's config differs in one more update each; compiling takes a while, so that it is done at one world
+# What of the model's config differs in one more update each; compiling takes a while, so that it is
+# done at one world
 # size only.
 VARIANTS: dict[str, dict[str, Any]] = {
     "activations recomputed, small logit chunks": {
@@ -139,11 +144,11 @@ COMPILED_AT = 2
 REPLICATED = "two replicas of the policy"  # HSDP: 2 x 1 of 2 ranks, 2 x 2 of 4
 
 
-def deal(groups: list[RolloutGroup], how: str, session: Session) -> list[RolloutGroup]:
+def deal(groups: list[RolloutGroup], method: str, session: Session) -> list[RolloutGroup]:
     """The groups of this rank, in the order in which it holds them."""
-    if how == "in turn":
+    if method == "in turn":
         return groups[session.rank :: session.world_size]
-    if how == "at random":
+    if method == "at random":
         order = random.Random(3).sample(groups, len(groups))
         owners = [random.Random(slot).randrange(session.world_size) for slot in range(len(groups))]
         return [group for group in order if owners[group.slot] == session.rank]
@@ -170,16 +175,16 @@ def main() -> None:
     config, reference_model, out = load_config(sys.argv[1]), sys.argv[2], sys.argv[3]
     session = start_session()
     policy = build_policy(config.model, config.rollout.temperature, session)
-    of_reference = dataclasses.replace(config.model, path=reference_model)
+    reference_values = dataclasses.replace(config.model, path=reference_model)
     reference = build_reference(
-        policy, of_reference, config.rollout.temperature, config.loss.kl_coef, session
+        policy, reference_values, config.rollout.temperature, config.loss.kl_coef, session
     )
     assert isinstance(reference, Policy)
 
     results = {}
     for setting in SETTINGS:
-        for split, (tokens, how, packed) in SPLITS.items():
-            if session.world_size == 3 and packed and how == "tensor parallel":  # 3 ranks cannot
+        for split, (tokens, method, packed) in SPLITS.items():
+            if session.world_size == 3 and packed and method == "tensor parallel":  # 3 ranks cannot
                 continue
             changed = with_setting(config, setting)
             changed = dataclasses.replace(
@@ -187,7 +192,7 @@ def main() -> None:
                 training=dataclasses.replace(changed.training, max_tokens_per_micro_batch=tokens),
             )
             results[setting, split] = one_update(
-                changed, policy, reference, deal(fixed_groups(), how, session), packed, session
+                changed, policy, reference, deal(fixed_groups(), method, session), packed, session
             )
     for variant, changes in VARIANTS.items():
         if variant == "compiled" and session.world_size != COMPILED_AT:
@@ -240,12 +245,17 @@ def one_update(
     sampled.add(groups, score(groups))
     grpo_spmd.learn.sampled_step.plan_batch = plan_batch if packed else plan_unpacked
     batch, decision = assemble_batch(sampled, session)
-    kept = KeptScores()
+    retained = KeptScores()
     attach_logprobs(
-        policy, reference, batch, config.loss, config.training.num_optimizer_steps, keep_scores=kept
+        policy,
+        reference,
+        batch,
+        config.loss,
+        config.training.num_optimizer_steps,
+        keep_scores=retained,
     )
     decision = penalise_rewards_by_kl(batch, decision, config.loss, config.advantage)
-    sums = merged_on_all(updater.update(batch, keep_scores=kept))
+    sums = merged_on_all(updater.update(batch, keep_scores=retained))
     policy_term, kl, entropy, tokens, updates = (
         sums[name].value for name in ("policy", "kl", "entropy", "loss_tokens", "optim/updates")
     )
@@ -269,12 +279,14 @@ def one_update(
             if not name.startswith("batching/")
         },
         "advantages": on_rank0(
-            lambda parts: [value for _, value in sorted(pair for part in parts for pair in part)],
+            lambda pieces: [
+                value for _, value in sorted(pair for piece in pieces for pair in piece)
+            ],
             list(decision.advantages.items()),
         ),
         "scores": on_rank0(
-            lambda parts: [line for part in parts for line in part],
-            [*map(bytes.decode, kept.lines())],
+            lambda pieces: [line for piece in pieces for line in piece],
+            [*map(bytes.decode, retained.lines())],
         ),
         "rows": len(batch.mini_batches[0]),
         "gradients": gradients,
@@ -285,11 +297,11 @@ def one_update(
 
 
 def _full_gradients(policy: Policy) -> dict[str, torch.Tensor]:
-    found = {}
+    result = {}
     for name, parameter in hf_named_parameters(policy):
         assert parameter.grad is not None, name
-        found[name] = parameter.grad.full_tensor().clone()  # type: ignore[attr-defined]
-    return found
+        result[name] = parameter.grad.full_tensor().clone()  # type: ignore[attr-defined]
+    return result
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Worker: the running check of the update on clean updates of every kind, and on planted faults, in one process.
+"""Worker: the running check of the update on clean updates of every kind, and on planted faults, in
+one process.
 
 python -m tests.support.workers.update_check CONFIG
 """
@@ -84,7 +85,8 @@ class Trials:
         )
 
     def groups(self) -> list[RolloutGroup]:
-        """This rank's. Of made-up tokens after prompts of the data set; who stopped ends with the stop token."""
+        """This rank's. Of made-up tokens after prompts of the data set; who stopped ends with the
+        stop token."""
         groups = []
         for group in fixed_groups()[self.session.rank :: self.session.world_size]:
             prompt = dataclasses.replace(self.prompts[group.slot], position=group.slot)
@@ -112,15 +114,15 @@ class Trials:
                 has_failed = episode is not None and not episode.segments
                 scored.rewards.append(None if has_failed else fixed_reward(group.slot, sample))
                 text: Any = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
-                said = text if episode is None else episode.messages
-                given = {
+                message = text if episode is None else episode.messages
+                inputs = {
                     "prompts": group.prompt.text,
-                    "completions": said,
+                    "completions": message,
                     "completion_ids": completion.token_ids,
                 }
                 if has_failed:
-                    given = {}
-                scored.reward_inputs.append({**group.prompt.columns, **given})
+                    inputs = {}
+                scored.reward_inputs.append({**group.prompt.columns, **inputs})
         scored.by_name = {"fixed": list(scored.rewards)}
         return scored
 
@@ -138,7 +140,8 @@ class Trials:
         trained: Config | None = None,
         is_checked: bool = True,
     ) -> dict[str, Tensor]:
-        """The parameters after two steps on the same rollouts; `trained`: a config that differs from what is asked."""
+        """The parameters after two steps on the same rollouts; `trained`: a config that differs
+        from what is asked."""
         policy = self.policy if policy is None else policy
         if not policy.lora.rank:
             load_weights(hf_named_parameters(policy), Path(config.model.path))
@@ -188,48 +191,49 @@ class Trials:
                 self.run(config or self.config, **changes)
         except Rank0Error as error:
             assert expected in str(error), (expected, str(error))  # noqa: PT017
-            assert "the update is not what a plain recomputation of it gives: rank" in str(error)  # noqa: PT017
+            assert ("the update is not what a plain recomputation of it gives: rank") in str(error)  # noqa: PT017
         else:
             raise AssertionError(f"was not seen: {expected}")
 
 
 def as_episode(prompt_ids: list[int], completion: Completion, kind: int) -> Completion:
-    """The completion in two turns, between which something is given to it: one behind the other; the second in a
+    """The completion in two turns, between which something is given to it: one behind the other;
+    the second in a
     segment of its own; or in one turn alone. One of a group failed."""
     token_ids = completion.token_ids
     if kind == 3:
         return Completion(
             [], [], "stop", Episode("env_error", (), (), [], {}, [0.5], "environment: it raised")
         )
-    first, given = [*token_ids[: len(token_ids) // 2], STOP_ID], [7, 8, 9]
-    second = token_ids[len(first) :] if len(token_ids) > len(first) else []
+    initial, inputs = [*token_ids[: len(token_ids) // 2], STOP_ID], [7, 8, 9]
+    second = token_ids[len(initial) :] if len(token_ids) > len(initial) else []
     if kind % 3 == 2 or not second:
-        parts, said = [[(prompt_ids, False), (token_ids, True)]], [token_ids]
+        pieces, message = [[(prompt_ids, False), (token_ids, True)]], [token_ids]
     elif kind % 3 == 0:
-        parts, said = (
-            [[(prompt_ids, False), (first, True), (given, False), (second, True)]],
-            [first, second],
+        pieces, message = (
+            [[(prompt_ids, False), (initial, True), (inputs, False), (second, True)]],
+            [initial, second],
         )
     else:
-        again = [*prompt_ids, *first[:2], *given]
-        parts, said = (
-            [[(prompt_ids, False), (first, True)], [(again, False), (second, True)]],
-            [first, second],
+        again = [*prompt_ids, *initial[:2], *inputs]
+        pieces, message = (
+            [[(prompt_ids, False), (initial, True)], [(again, False), (second, True)]],
+            [initial, second],
         )
     segments = tuple(
         Segment(
             np.array([token for ids, _ in segment for token in ids], np.int32),
-            np.repeat([own for _, own in segment], [len(ids) for ids, _ in segment]),
+            np.repeat([local for _, local in segment], [len(ids) for ids, _ in segment]),
         )
-        for segment in parts
+        for segment in pieces
     )
-    *stopped, last = said
+    *stopped, final = message
     turns = (
         *(Turn(len(ids), "stop") for ids in stopped),
-        Turn(len(last), completion.finish_reason),
+        Turn(len(final), completion.finish_reason),
     )
     messages = [{"role": "assistant", "content": str(kind)} for _ in turns]
-    all_said = [token for ids in said for token in ids]
+    all_said = [token for ids in message for token in ids]
     logprobs = [-0.3 * t for t in range(len(all_said))]
     return Completion(
         all_said,
@@ -240,7 +244,8 @@ def as_episode(prompt_ids: list[int], completion: Completion, kind: int) -> Comp
 
 
 def clean_updates(trials: Trials) -> int:
-    """Every kind of loss and estimator, both dtypes, recomputation, replicas, adapters: none is refused,
+    """Every kind of loss and estimator, both dtypes, recomputation, replicas, adapters: none is
+    refused,
     and no bit of a parameter is another than without the check."""
     config, done = trials.config, 0
     for setting in SETTINGS:
@@ -255,23 +260,23 @@ def clean_updates(trials: Trials) -> int:
             _with(config, "loss", kl_estimator=estimator, policy="gspo", clip_ratio_low=3e-4)
         )
     half = _with(config, "model", dtype="bfloat16")
-    for of_half in (
+    for half_values in (
         half,
         _with(half, "loss", kl_coef=0.0, policy="gspo", clip_ratio_low=3e-4, clip_ratio_high=4e-4),
     ):
-        temperature, kl_coef = half.rollout.temperature, of_half.loss.kl_coef
+        temperature, kl_coef = half.rollout.temperature, half_values.loss.kl_coef
         reference = build_reference(trials.policy, half.model, temperature, kl_coef, trials.session)
-        trials.run(of_half, trials.build(half), reference=reference)
+        trials.run(half_values, trials.build(half), reference=reference)
     for changes in ({"activation_checkpointing": True}, {"lora": LoraConfig(rank=4)}):
         trials.run(_with(config, "model", **changes), trials.build(config, **changes))
     trials.run(config, trials.build(config, mesh=policy_mesh(trials.session.device, 2)))
     endless = _with(config, "loss", clip_ratio_high=1e9, dual_clip=None, rollout_correction_cap=1e9)
-    for number, of_few in enumerate((config, config, endless)):
-        few_rollouts(trials, of_few, number)
+    for number, few_values in enumerate((config, config, endless)):
+        few_rollouts(trials, few_values, number)
     trials.are_episodes = True
-    for of_episodes in (config, _with(config, "loss", policy="gspo", aggregation="sequence")):
+    for episodes_values in (config, _with(config, "loss", policy="gspo", aggregation="sequence")):
         checked, plain = (
-            trials.run(of_episodes, is_checked=is_checked) for is_checked in (True, False)
+            trials.run(episodes_values, is_checked=is_checked) for is_checked in (True, False)
         )
         assert all(torch.equal(value, plain[name]) for name, value in checked.items())
     for number in range(2):
@@ -287,9 +292,9 @@ def few_rollouts(trials: Trials, config: Config, number: int) -> None:
     ]
     updater, temperature = updater_of(trials.policy, config), config.rollout.temperature
     check = GradientCheck(trials.policy, updater, config.loss, temperature, 28, config.model.dtype)
-    found = check.run(groups, trials.session.device, accumulates=number % 2 == 0)
-    assert found.metrics, number
-    assert not found.errors, found.errors
+    result = check.run(groups, trials.session.device, accumulates=number % 2 == 0)
+    assert result.metrics, number
+    assert not result.errors, result.errors
 
 
 def _with(config: Config, section: str, **values: Any) -> Config:
@@ -428,17 +433,17 @@ def faults(trials: Trials) -> int:
     sees("and the engine ends them at [0, 5]", stop_ids=frozenset({STOP_ID, 5}))
 
     def runs_on(groups: list[RolloutGroup]) -> list[RolloutGroup]:
-        first, *rest = groups[0].completions
+        initial, *rest = groups[0].completions
         longer = Completion(
-            [STOP_ID, *first.token_ids], [0.0, *first.logprobs], first.finish_reason
+            [STOP_ID, *initial.token_ids], [0.0, *initial.logprobs], initial.finish_reason
         )
         return [dataclasses.replace(groups[0], completions=[longer, *rest]), *groups[1:]]
 
     sees("a completion goes on after a token that ends it", change_groups=runs_on)
 
     def alike(groups: list[RolloutGroup]) -> list[RolloutGroup]:
-        longest = max(groups[0].completions, key=lambda c: len(c.token_ids))
-        return [dataclasses.replace(groups[0], completions=[longest] * GROUP_SIZE), *groups[1:]]
+        max_length = max(groups[0].completions, key=lambda c: len(c.token_ids))
+        return [dataclasses.replace(groups[0], completions=[max_length] * GROUP_SIZE), *groups[1:]]
 
     sees("completions of a group are one: a chance of e-", change_groups=alike)
     return done
@@ -447,7 +452,7 @@ def faults(trials: Trials) -> int:
 def faults_of_episodes(trials: Trials) -> int:
     """As `faults`, where rollouts have turns."""
     trials.are_episodes, done = True, 0
-    decode, other = assemble.decode_rollouts, "with other tokens, logprobs or advantages"
+    decode, alternative = assemble.decode_rollouts, "with other tokens, logprobs or advantages"
 
     def sees(expected: str, **changes: Any) -> None:
         nonlocal done
@@ -470,7 +475,7 @@ def faults_of_episodes(trials: Trials) -> int:
 
     def late(rollout: Rollout) -> tuple[Segment, ...]:
         """A turn without its first token, with one that was given behind it."""
-        found = []
+        result = []
         for segment in rollout.segments:
             sampled, ends = (
                 segment.sampled.copy(),
@@ -478,21 +483,21 @@ def faults_of_episodes(trials: Trials) -> int:
             )
             for end in ends[:1]:
                 sampled[[int(sampled.argmax()), end + 1]] = [False, True]
-            found.append(Segment(segment.token_ids, sampled))
-        return tuple(found)
+            result.append(Segment(segment.token_ids, sampled))
+        return tuple(result)
 
     def other_answer(rollout: Rollout) -> tuple[Segment, ...]:
         """What was given between the turns is another's."""
-        found = []
+        result = []
         for segment in rollout.segments:
             ids = segment.token_ids.copy()
             ids[~segment.sampled & (np.cumsum(segment.sampled) > 0)] = 11
-            found.append(Segment(ids, segment.sampled))
-        return tuple(found)
+            result.append(Segment(ids, segment.sampled))
+        return tuple(result)
 
-    sees(other, within=arrives(late))
-    sees(other, within=arrives(other_answer))
-    sees(other, within=arrives(lambda rollout: rollout.segments[::-1]))
+    sees(alternative, within=arrives(late))
+    sees(alternative, within=arrives(other_answer))
+    sees(alternative, within=arrives(lambda rollout: rollout.segments[::-1]))
 
     def swapped(payload: bytes) -> list[Rollout]:
         rollouts = decode(payload)
@@ -502,7 +507,7 @@ def faults_of_episodes(trials: Trials) -> int:
             for r, s in zip(rollouts, [*rollouts[1:], *rollouts[:1]], strict=True)
         ]  # fmt: skip
 
-    sees(other, within=patch.object(assemble, "decode_rollouts", swapped))
+    sees(alternative, within=patch.object(assemble, "decode_rollouts", swapped))
     neighbours = patch.object(
         model_policy, "PackedLayout", lambda lengths, *rest: PackedLayout([sum(lengths)], *rest)
     )
@@ -514,7 +519,7 @@ def faults_of_episodes(trials: Trials) -> int:
         def of_groups(groups: list[RolloutGroup]) -> list[RolloutGroup]:
             return [
                 dataclasses.replace(g, completions=[
-                    dataclasses.replace(c, episode=change(c.episode)) if c.episode and len(c.episode.turns) == 2 else c
+                    dataclasses.replace(c, episode=change(c.episode)) if c.episode and len(c.episode.turns) == 2 else c  # noqa: E501
                     for c in g.completions
                 ]) for g in groups
             ]  # fmt: skip
@@ -522,13 +527,13 @@ def faults_of_episodes(trials: Trials) -> int:
         return of_groups
 
     def cut(episode: Episode) -> Episode:
-        first, second = episode.turns
-        return dataclasses.replace(episode, turns=(Turn(first.num_tokens, "length"), second))
+        initial, second = episode.turns
+        return dataclasses.replace(episode, turns=(Turn(initial.num_tokens, "length"), second))
 
     def longer(episode: Episode) -> Episode:
-        first, second = episode.turns
+        initial, second = episode.turns
         turns = (
-            Turn(first.num_tokens + 1, "stop"),
+            Turn(initial.num_tokens + 1, "stop"),
             Turn(second.num_tokens - 1, second.finish_reason),
         )
         return dataclasses.replace(episode, turns=turns)
@@ -541,7 +546,7 @@ def faults_of_episodes(trials: Trials) -> int:
 
     def as_text(scored: ScoredRollouts) -> None:
         scored.reward_inputs = [
-            given | {"completions": "4"} if given else given for given in scored.reward_inputs
+            inputs | {"completions": "4"} if inputs else inputs for inputs in scored.reward_inputs
         ]
 
     sees("the reward functions were given another 'completions'", change_scored=as_text)
