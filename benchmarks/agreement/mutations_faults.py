@@ -59,7 +59,7 @@ class Fault:
 _YIELD = "            yield name, full.view(-1)[: parameter.numel()].view(parameter.shape)\n"
 _TENSOR = "            tensor = full.view(-1)[: parameter.numel()].view(parameter.shape)\n"
 _VALUES = "        return cast(shard.name, shard.local_rows().detach()).reshape(-1)\n"
-_COPY = "copy(part, blocks, start, (block_rows, columns))\n"
+_COPY = "copy(piece, blocks, start, (block_rows, columns))\n"
 _LOAD = """            self._engine.load_weights(
                 full_tensors(pieces, dtype), step, direct, leading_pieces(pieces, copied)
             )
@@ -99,9 +99,9 @@ FAULTS = (
         "a slice off by a row: the value heads, copied into the engine",
         "engine/direct_load.py",
         f"                matrix.{_COPY}",
-        "                if part.name.endswith('v_proj.weight') and part.num_rows > 1:\n"
-        "                    part = __import__('dataclasses').replace(part, "
-        "hf_start=part.hf_start + 1, num_rows=part.num_rows - 1)\n"
+        "                if piece.name.endswith('v_proj.weight') and piece.num_rows > 1:\n"
+        "                    piece = __import__('dataclasses').replace(piece, "
+        "hf_start=piece.hf_start + 1, num_rows=piece.num_rows - 1)\n"
         f"                matrix.{_COPY}",
         (_UNTIED,),
         of_sync=True,
@@ -145,8 +145,8 @@ FAULTS = (
     Fault(
         "wrong temperature: the policy is built without it",
         "parts.py",
-        "config.model, temperature, session, seed=config.seed",
-        "config.model, 1.0, session, seed=config.seed",
+        "        temperature,\n        session,\n        seed=config.seed",
+        "        1.0,\n        session,\n        seed=config.seed",
         (),
         _COOL,
     ),

@@ -294,8 +294,8 @@ class TeacherDivergence:
     """The divergence from the teachers that each token has, as a function of the policy's hidden
     states and head."""
 
-    parts: Sequence[tuple[TokenIndices | None, WholeTeacher | TopTeacher]]
-    """Which tokens, and their teacher; None: all."""
+    parts: Sequence[tuple[Tensor | None, WholeTeacher | TopTeacher]]
+    """For each teacher the int64 indices of its tokens, of any number; None: all tokens."""
     beta: float
     scaling: Scaling  # of the policy
     num_tokens: int  # V

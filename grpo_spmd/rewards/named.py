@@ -162,10 +162,10 @@ def registered_function(spec: str, entry: str) -> Function:
     function = _registered.get(spec)
     if function is None:
         name = spec.rpartition(":")[2]
-        entry = f'rewards: [{{function: "file.py:{name.rpartition(".")[2]}"}}]'
+        example = f'rewards: [{{function: "file.py:{name.rpartition(".")[2]}"}}]'
         raise ConfigError(
             f"{entry}.function: {name} was a Python function given to grpo_spmd.run, which no "
-            f"command can call; go on with grpo_spmd.run, or put it into a file: {entry}"
+            f"command can call; go on with grpo_spmd.run, or put it into a file: {example}"
         )
     return function
 

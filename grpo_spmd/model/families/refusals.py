@@ -281,10 +281,11 @@ def _refuse_other_maths(model: Any, path: str) -> None:
         )
         hidden = states.last_hidden_state
     num_layers = len(decoder_layers(model))
-    if layout.num_calls != num_layers:
+    if layout.num_layers_called != num_layers:
         raise ConfigError(
             f"model.path: {path} ({model_class}) attends through transformers' attention interface "
-            f"{layout.num_calls} times in its {num_layers} layers, and packed rows need it once in "
+            f"{layout.num_layers_called} times in its {num_layers} layers, and packed rows need "
+            "it once in "
             "each"
         )
     for operator in trace.operators:
@@ -323,7 +324,7 @@ class _Trace(TorchDispatchMode):
 class _ProbeLayout(PackedLayout):
     """Counts the calls of the attention function that it was passed to."""
 
-    num_calls = 0
+    num_layers_called = 0
 
 
 def _probe_attention(
@@ -342,7 +343,7 @@ def _probe_attention(
             f"model.path: {name} is not told where the sequences of a packed row lie: its layers "
             "hand nothing on to it"
         )
-    layout.num_calls += 1
+    layout.num_layers_called += 1
     if attention_mask is not None:
         raise ConfigError(
             f"model.path: {name} brings an attention mask of its own, which packed rows do not "
