@@ -99,29 +99,39 @@ class FileLine(NamedTuple):
         return LinePosition(self.path, self.start, self.end)
 
 
-def read_lines(path: Path, start: int = 0, *, follow: bool = False) -> Iterator[FileLine]:
+def read_lines(
+    path: Path, start: int = 0, *, follow: bool = False, skip_longer_than: int | None = None
+) -> Iterator[FileLine]:
     """Yields the lines of a plain or .gz file from byte `start` on, one in memory at a time.
 
-    Raises ConfigError, one line, for a path that is missing, not a regular file (`follow`: links
-    are allowed), not a whole gzip file or larger than any that a run writes. The lines before the
-    damage are yielded first.
+    `follow` allows a symbolic link in the place of a file. Lines of at least `skip_longer_than`
+    bytes are skipped; without it, a line of 32 MiB is an error. Raises ConfigError, in one line,
+    for a path that is missing, not a regular file, not a whole gzip file or larger than any file
+    that a run writes. The lines before the damage are yielded first.
     """
+    max_line_bytes = skip_longer_than or MAX_LINE_BYTES
     try:
         with open_lines(path, follow=follow) as file:
             end = file.seek(start)
             for number in range(1, MAX_LINES + 2):
-                line = file.readline(MAX_LINE_BYTES)
+                line = file.readline(max_line_bytes)
                 if not line:
                     return
                 begin = end
                 end += len(line)
-                if len(line) == MAX_LINE_BYTES:
+                is_long = len(line) == max_line_bytes
+                if is_long and skip_longer_than is None:
                     size = f"{MAX_LINE_BYTES >> 20} MiB"
                     raise ConfigError(f"{path}:{number}: a line of more than {size}")
+                # The rest of a long line is read in chunks, so that it is never in memory whole.
+                while is_long and line and not line.endswith(b"\n") and end <= MAX_FILE_BYTES:
+                    line = file.readline(max_line_bytes)
+                    end += len(line)
                 if number > MAX_LINES or end > MAX_FILE_BYTES:
                     size = f"{MAX_LINES:,} lines or {MAX_FILE_BYTES >> 30} GiB"
                     raise ConfigError(f"{path} has more than {size}, as no run writes")
-                yield FileLine(path, number, begin, end, line.removesuffix(b"\n"))
+                if not is_long:
+                    yield FileLine(path, number, begin, end, line.removesuffix(b"\n"))
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ConfigError(f"{path}: not a whole gzip file: {error}") from None
     except OSError as error:

@@ -196,7 +196,8 @@ class RunFolder:
             return parse_rollout(line, name)
 
         files = self.rollout_files.get(step, {})
-        return _parse_files(list(files.values()), parse, errors, is_wanted)
+        # People link the dumps of other nodes into one folder, so links to dumps are followed.
+        return _parse_files(list(files.values()), parse, errors, is_wanted, follow=True)
 
     def scores(self, step: int, errors: ReadErrors | None = None) -> Iterator[TokenScores]:
         """Yields the token scores of the step's rollouts; nothing if the run recorded none."""
@@ -260,11 +261,13 @@ def _parse_files(
     parse: Callable[[bytes, str], T],
     errors: ReadErrors | None,
     is_wanted: Callable[[bytes], bool] | None = None,
+    *,
+    follow: bool = False,
 ) -> Iterator[tuple[FileLine, T]]:
     for path in paths:
         num_errors_before = errors.num if errors is not None else 0
         try:
-            for line in read_lines(path, follow=True):
+            for line in read_lines(path, follow=follow):
                 if is_wanted is not None and not is_wanted(line.text):
                     continue
                 try:

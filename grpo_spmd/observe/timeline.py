@@ -27,6 +27,7 @@ _log = logging.getLogger("grpo_spmd")
 _NAME = "timeline.jsonl"
 _MAX_RANKS = 64  # in a line, which then has at most 0.3 MB
 _MAX_SPANS = 64  # that a rank sends
+_MAX_LINE_BYTES = 1 << 22
 _STEP = re.compile(rb'{"step": ?(\d{1,15}),')
 _Number = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
@@ -152,14 +153,14 @@ def read_timeline(run_dir: Path, steps: Collection[int] | None = None) -> dict[i
     """Returns the timelines by step, in the order of the file; {} if there is no file.
 
     With `steps`, lines of other steps are not parsed. Steps that a run will make again are there
-    too. Broken lines are skipped: a kill may have cut one. Raises ConfigError for a file that
+    too. Broken and overlong lines are skipped: a kill may have cut one. Raises ConfigError for a file that
     cannot be read.
     """
     path = run_dir / _NAME
     timelines: dict[int, Timeline] = {}
     if not os.path.lexists(path):
         return timelines
-    for line in read_lines(path):
+    for line in read_lines(path, skip_longer_than=_MAX_LINE_BYTES):
         step = _STEP.match(line.text)
         if step is not None and (steps is None or int(step[1]) in steps):
             timeline = _parse(line.text)

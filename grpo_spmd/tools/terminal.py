@@ -309,6 +309,9 @@ class Terminal:
 
     def paint(self, line: Line) -> str:
         """Returns the characters and, on a terminal, the colour codes of a line."""
+        # rich 14's Text.render ignores the base style of a Text without spans. A Text that is
+        # appended to another one gets a span for its base style.
+        line = Text().append_text(line)
         # Escaped again: nothing may act even if a caller built the line from raw text.
         segments = line.render(_styles_console(), end="")
         painted = [

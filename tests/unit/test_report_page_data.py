@@ -27,11 +27,13 @@ import pytest
 
 from grpo_spmd.observe import run_folder
 from grpo_spmd.observe.rollout_record import RolloutRecord, to_line
+from grpo_spmd.observe.run_folder import RunFolder
 from grpo_spmd.tools.report import __main__ as command
 from grpo_spmd.tools.report import build, steps
 from grpo_spmd.tools.report.build import build_page
 from grpo_spmd.tools.report.page import json_bytes
 from grpo_spmd.tools.report.run import name_apart, read_run
+from grpo_spmd.tools.report.steps import scan_step
 from tests.support.dumps import dumped, logprobs_of
 from tests.support.processes import ROOT
 from tests.support.reported import GROUP, byte_tokenizer, dump, healthy, make_run, record, step_of
@@ -760,3 +762,16 @@ def test_files_that_are_not_held_in_memory_make_the_same_page(
         del chunks["main"]["made_unix_s"]
     assert in_blocks == at_once
     assert at_once["main"]["runs"][0]["rollouts"]["shown"] == 80
+
+
+def test_a_link_in_the_place_of_token_scores_is_not_read(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", healthy(1))
+    scores = folder / "token_scores/step_000001.jsonl"
+    scores.parent.mkdir(exist_ok=True)
+    elsewhere = tmp_path / "elsewhere.jsonl"
+    elsewhere.write_text("no scores\n")
+    scores.unlink(missing_ok=True)
+    scores.symlink_to(elsewhere)
+    _, errors = scan_step(RunFolder(folder), 1)
+    assert errors.num == 1
+    assert "is a link" in errors.first

@@ -153,6 +153,13 @@ def test_styles_reach_a_terminal_with_colours_only() -> None:
     line = Line.assemble("plain ", ("bad", "bad"), (" [bold]", ""))  # markup is text
     assert Terminal(has_colour=True).paint(line) == "plain \x1b[31mbad\x1b[0m [bold]"
     assert Terminal().paint(line) == "plain bad [bold]"
+    # a base style counts without spans, below spans, and not at all if it is empty
+    assert Terminal(has_colour=True).paint(Line("bad", "bad")) == "\x1b[31mbad\x1b[0m"
+    mixed = Line("ab", "bad")
+    mixed.append("c", "good")
+    assert Terminal(has_colour=True).paint(mixed) == "\x1b[31mab\x1b[0m\x1b[32mc\x1b[0m"
+    assert Terminal(has_colour=True).paint(Line("ab")) == "ab"
+    assert Terminal().paint(Line("bad", "bad")) == "bad"
     raw = Line("\x1b[2J\u202e")  # of a caller that forgot to escape
     assert Terminal(has_colour=True).paint(raw) == "\\x1b[2J\\u202e"
 

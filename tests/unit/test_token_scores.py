@@ -43,7 +43,7 @@ from grpo_spmd.learn.assemble import episode_rollout, pack_rollouts
 from grpo_spmd.learn.update import PolicyUpdater, attach_logprobs
 from grpo_spmd.model.policy import Policy, build_policy, hf_named_parameters, load_weights
 from grpo_spmd.observe.rollout_writer import RolloutDump, RolloutWriter, save_tokenizer
-from grpo_spmd.observe.run_folder import RunFolder
+from grpo_spmd.observe.run_folder import ReadErrors, RunFolder
 from grpo_spmd.observe.token_scores import KeptScores
 from grpo_spmd.records import MicroBatch, Rollout, RolloutBatch, Segment
 from tests.support.dumps import scored as read
@@ -402,6 +402,14 @@ def test_what_is_no_file_or_larger_than_any_is_refused_and_not_held(tmp_path: Pa
     for step in (1, 2, 3):
         with pytest.raises(ConfigError, match=r"not a regular file|cannot be read"):
             RunFolder(tmp_path).scores_by_id(step)
+    # a link is refused for being one, though it leads to good scores
+    (tmp_path / "elsewhere.jsonl").write_bytes(_replaced())
+    (tmp_path / "token_scores/step_000006.jsonl").symlink_to(tmp_path / "elsewhere.jsonl")
+    with pytest.raises(ConfigError, match=r"step_000006\.jsonl is a link .*not a regular file"):
+        RunFolder(tmp_path).scores_by_id(6)
+    errors = ReadErrors()
+    assert list(RunFolder(tmp_path).scores(6, errors)) == []
+    assert errors.num == 1
     (tmp_path / "token_scores/step_000004.jsonl.gz").write_bytes(gzip.compress(_replaced())[:-5])
     with pytest.raises(ConfigError, match="not a whole gzip file"):
         RunFolder(tmp_path).scores_by_id(4)

@@ -175,15 +175,18 @@ def test_what_is_no_rollout_is_passed_over_and_what_cannot_be_read_costs_the_tab
     (tmp_path / "rollouts/step_000003.jsonl.gz").write_bytes(gzip.compress(b"x" * 1000)[:-9])
     os.mkfifo(tmp_path / "rollouts/step_000004.jsonl")  # is_file() says no, as of a folder
     tracker = Kept()
+    # a link is refused, though it leads to a good dump
+    (tmp_path / "rollouts/step_000005.jsonl").symlink_to(path)
     feed = TrackerFeed(tmp_path, tracker, rollouts_every_steps=1)
     with (tmp_path / "metrics.jsonl").open("w") as file:
-        file.writelines(json.dumps({"step": step, "x": 1}) + "\n" for step in (1, 2, 3, 4))
+        file.writelines(json.dumps({"step": step, "x": 1}) + "\n" for step in (1, 2, 3, 4, 5))
     feed.finish(20)
     assert [(metrics["step"], len(rollouts)) for metrics, rollouts in tracker.lines] == [
         (1, 1),
         (2, 0),
         (3, 0),
         (4, 0),
+        (5, 0),
     ]
 
 

@@ -258,8 +258,9 @@ def shown_rollouts(run_dir: Path, step: int) -> list[ShownRollout]:
 
     Broken lines are skipped. Raises ConfigError for files that cannot be read.
     """
+    # Trackers send what they read to a server, so no link out of the run folder is followed.
     files = RunFolder(run_dir).rollout_files.get(step, {})
-    lines = (line.text for path in files.values() for line in read_lines(path, follow=True))
+    lines = (line.text for path in files.values() for line in read_lines(path))
     rollouts = []
     for line in spread_evenly(lines, MAX_ROLLOUTS):
         with suppress(ConfigError):

@@ -341,7 +341,7 @@ def _scan_scores(
     scores: dict[int | None, tuple[float | None, LinePosition]] = {}
     for path in folder.score_files.get(step, {}).values():
         try:
-            for line in read_lines(path, follow=True):
+            for line in read_lines(path):
                 try:
                     score = _SCORE_DECODER.decode(line.text)
                 except (ValueError, RecursionError) as error:
