@@ -1,10 +1,14 @@
-"""Causal attention within each sequence of a packed row, nothing padded: one function for HF
-models, three back ends.
+"""Attention over packed rows: one function for HF models, with three back ends.
 
-flash: flash-attn's kernel for variable lengths. varlen: torch's own. Both are for bfloat16 on a
-GPU. sdpa: SDPA sequence by sequence, for everything else; neighbours of equal length share a call.
-Capped attention logits (Gemma 2)
-are for flash, and for softmax written out in place of SDPA."""
+A packed row is several sequences end to end, without padding. Attention is causal within each
+sequence, and no sequence sees another one. T is the number of tokens in a row.
+
+The back ends:
+flash: flash-attn's kernel for variable lengths. It needs bfloat16 on a GPU.
+varlen: torch's own kernel for variable lengths. It needs the same, and cannot cap attention logits.
+sdpa: torch's scaled_dot_product_attention, called for each group of equally long sequences. It
+works everywhere. Capped attention logits (Gemma 2) use a softmax that is written out in its place.
+"""
 
 from __future__ import annotations
 
@@ -26,39 +30,38 @@ Backend = Literal["flash", "varlen", "sdpa"]
 
 
 class PackedLayout:
-    """Where the sequences of a packed row lie, and which back end attends over them."""
+    """Says where the sequences of a packed row lie, and which back end computes their attention."""
 
     def __init__(self, lengths: list[int], device: torch.device, backend: Backend) -> None:
+        """`lengths` has the tokens of each sequence, in the order of the row."""
         self.backend = backend
         if backend == "sdpa":
-            # (number, length) of neighbours of equal length: packing puts the longest first, so
-            # that these are all.
+            # Pairs (number of sequences, their length) for neighbours of equal length. Packing
+            # sorts by length, so that all sequences of one length are neighbours.
             self.runs = [(len(list(run)), length) for length, run in groupby(lengths)]
         else:
-            starts = torch.tensor([0, *lengths], device=device).cumsum(
-                0, dtype=torch.int32
-            )  # [S + 1]
-            self.bounds = (
-                starts,
-                starts,
-                max(lengths),
-                max(lengths),
-            )  # of queries and of keys, as the kernels ask
+            # The first token of each sequence, and the end of the row: int32 [S + 1].
+            starts = torch.tensor([0, *lengths], device=device).cumsum(0, dtype=torch.int32)
+            longest = max(lengths)
+            # The kernels take starts and longest length once for queries and once for keys.
+            self.bounds = (starts, starts, longest, longest)
 
 
 def choose_backend(
     choice: str, device: torch.device, dtype: torch.dtype, head_dim: int, *, capped: bool = False
 ) -> Backend:
-    """The back end for `model.attention`, maybe of a model that caps its logits there. Raises
-    ConfigError where flash
-    was asked for and cannot be had."""
-    kernels = (
+    """Returns the back end for `model.attention`, which is `choice`.
+
+    `capped` says that the model caps its attention logits. Raises ConfigError if `choice` is flash
+    and flash-attn cannot run here."""
+    has_kernels = (
         device.type == "cuda"
         and dtype == torch.bfloat16
         and torch.cuda.get_device_capability(device) >= (8, 0)
     )
-    kernels = kernels and head_dim % 8 == 0 and head_dim <= 256
-    if kernels and choice != "sdpa" and _found("flash_attn", "flash_attn_varlen_func"):
+    # Both kernels take heads of at most 256 numbers, in multiples of 8.
+    has_kernels = has_kernels and head_dim % 8 == 0 and head_dim <= 256
+    if has_kernels and choice != "sdpa" and _can_import("flash_attn", "flash_attn_varlen_func"):
         return "flash"
     if choice == "flash":
         raise ConfigError(
@@ -66,19 +69,23 @@ def choose_backend(
             "bfloat16, heads of a size that "
             "8 divides, 256 at most, and the flash-attn package; set auto or sdpa"
         )
-    kernels = kernels and choice == "auto" and not capped
-    return "varlen" if kernels and _found("torch.nn.attention.varlen", "varlen_attn") else "sdpa"
+    has_kernels = has_kernels and choice == "auto" and not capped
+    if has_kernels and _can_import("torch.nn.attention.varlen", "varlen_attn"):
+        return "varlen"
+    return "sdpa"
 
 
-def _found(module: str, name: str) -> bool:
+def _can_import(module: str, name: str) -> bool:
+    """Returns True if `module` can be imported and has `name`."""
     try:
         return hasattr(importlib.import_module(module), name)
-    except ImportError:  # also one that was built for another torch
+    # A flash-attn that was built for another torch raises ImportError too.
+    except ImportError:
         return False
 
 
-# Not traced by torch.compile: ragged lengths would compile anew, and the kernels are opaque to it
-# anyway.
+# torch.compile must not trace this: it would compile again for each set of lengths, and it cannot
+# look into the kernels anyway.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def packed_attention(
     _: Any,
@@ -88,85 +95,112 @@ def packed_attention(
     attention_mask: Any,
     *,
     packed_layout: PackedLayout,
-    **more: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention in the signature of HF's attention functions. `query` [1, heads, T, head_dim],
-    `key` and `value` the same with kv heads -> [1, T, heads, head_dim]. Raises ConfigError where
-    the model has attention sinks, or caps
-    logits that varlen cannot. Some models (AFMoE, Doge) pass tensors by these names."""
-    if more.get("s_aux") is not None:
+    """Computes attention within each sequence, in the signature that transformers calls.
+
+    `query` is [1, heads, T, head_dim]; `key` and `value` are [1, kv heads, T, head_dim]. Returns
+    the output [1, T, heads, head_dim], and None in place of the attention weights. The layout
+    replaces `attention_mask`. Some models (AFMoE, Doge) pass the tensors by these names. Raises
+    ConfigError if the model has attention sinks, or caps logits that varlen cannot cap."""
+    # gpt-oss passes its attention sinks under this name.
+    if options.get("s_aux") is not None:
         raise ConfigError(
             "model.path: this model has attention sinks, which packed rows do not support"
         )
-    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, head_dim]
+    # From [1, heads, T, head_dim] to [T, heads, head_dim].
+    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     attend = {"flash": _flash, "varlen": _varlen, "sdpa": _sdpa}[packed_layout.backend]
-    changes = _Changes(more.get("scaling"), more.get("sliding_window"), more.get("softcap"))
-    return attend(query, key, value, packed_layout, changes)[None], None
+    logit_options = _LogitOptions(
+        options.get("scaling"), options.get("sliding_window"), options.get("softcap")
+    )
+    return attend(query, key, value, packed_layout, logit_options)[None], None
 
 
-class _Changes(NamedTuple):
-    """What a model does to attention logits beside causality."""
+class _LogitOptions(NamedTuple):
+    """Says what a model does to its attention logits besides the causal mask."""
 
     scale: float | None
+    """Factor of the logits. None: 1 / sqrt(head_dim)."""
     window: int | None
+    """Tokens that a query sees, itself included. None: all earlier ones."""
     softcap: float | None
+    """Logits become softcap * tanh(logits / softcap). None: no cap."""
 
     @property
-    def sides(self) -> tuple[int, int]:
+    def window_size(self) -> tuple[int, int]:
+        """The window as the kernels take it: tokens to the left, -1 for all, and to the right."""
         return (-1 if self.window is None else self.window - 1, 0)
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, changes: _Changes) -> Tensor:
+def _flash(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, options: _LogitOptions) -> Tensor:
+    """Computes attention [T, heads, head_dim] by flash-attn."""
     from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
 
-    settings = {"softmax_scale": changes.scale, "causal": True, "window_size": changes.sides}
-    if changes.softcap is not None:  # not known to old versions
-        settings["softcap"] = changes.softcap
+    settings = {"softmax_scale": options.scale, "causal": True, "window_size": options.window_size}
+    # Old versions of flash-attn do not know this argument: pass it only if it is needed.
+    if options.softcap is not None:
+        settings["softcap"] = options.softcap
     out: Tensor = flash_attn_varlen_func(q, k, v, *layout.bounds, **settings)
     return out
 
 
-def _varlen(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, changes: _Changes) -> Tensor:
+def _varlen(
+    q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, options: _LogitOptions
+) -> Tensor:
+    """Computes attention [T, heads, head_dim] by torch's kernel for variable lengths."""
     from torch.nn.attention.varlen import varlen_attn
 
-    if changes.softcap is not None:
+    if options.softcap is not None:
         raise ConfigError(
             "model.attention: this model caps its attention logits; set sdpa, or install flash-attn"
         )
-    # torch 2.11 takes fewer kv heads as they are; from 2.12 on it wants to be told.
+    # torch 2.11 accepts fewer kv heads than heads as they are; from 2.12 on it needs enable_gqa.
     gqa: dict[str, Any] = (
         {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
     )
     out = varlen_attn(
-        q, k, v, *layout.bounds, scale=changes.scale, window_size=changes.sides, **gqa
+        q, k, v, *layout.bounds, scale=options.scale, window_size=options.window_size, **gqa
     )
     assert isinstance(out, Tensor)
     return out
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, changes: _Changes) -> Tensor:
-    scale, window, softcap = changes
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, options: _LogitOptions) -> Tensor:
+    """Computes attention [T, heads, head_dim] by SDPA, with one call for each run of equal
+    lengths."""
+    scale, window, softcap = options
     if softcap is not None:
         return capped_attention(q, k, v, layout.runs, scale or q.shape[-1] ** -0.5, window, softcap)
-    tokens, gqa = [number * length for number, length in layout.runs], q.shape[1] != k.shape[1]
-    pieces = []
+    run_tokens = [number * length for number, length in layout.runs]
+    has_fewer_kv_heads = q.shape[1] != k.shape[1]
+    outputs = []
     # Split once and join once: slicing in the loop would make the backward pass write a whole row
     # for each sequence.
-    for (number, length), *qkv in zip(
-        layout.runs, *(x.split(tokens) for x in (q, k, v)), strict=True
+    for (number, length), *run_tensors in zip(
+        layout.runs, *(tensor.split(run_tokens) for tensor in (q, k, v)), strict=True
     ):
         mask = None
         if window is not None and length > window:
-            position = torch.arange(length, device=q.device)
-            distance = position[:, None] - position
+            positions = torch.arange(length, device=q.device)
+            distance = positions[:, None] - positions
             mask = (distance >= 0) & (distance < window)
         # [number, heads, length, head_dim]
-        query, key, value = (x.unflatten(0, (number, length)).transpose(1, 2) for x in qkv)
-        out = scaled_dot_product_attention(
-            query, key, value, mask, is_causal=mask is None, scale=scale, enable_gqa=gqa
+        query, key, value = (
+            tensor.unflatten(0, (number, length)).transpose(1, 2) for tensor in run_tensors
         )
-        pieces.append(out.transpose(1, 2).flatten(0, 1))
-    return torch.cat(pieces)
+        out = scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            mask,
+            # SDPA takes either a mask or is_causal. The mask is causal by itself.
+            is_causal=mask is None,
+            scale=scale,
+            enable_gqa=has_fewer_kv_heads,
+        )
+        outputs.append(out.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs)
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)

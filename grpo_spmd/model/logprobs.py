@@ -1,4 +1,18 @@
-"""Logprobs and entropies of sampled tokens, without ever holding the [T, V] logits as a whole."""
+"""Computes logprobs, entropies and divergences of sampled tokens, chunk by chunk.
+
+The [T, V] logits of T tokens over V token ids never exist as a whole. A chunk is a number of tokens
+whose logits exist at a time, and the backward pass computes each chunk's logits again.
+
+A divergence says how far the policy's distribution of the next token is from a teacher's. It is the
+generalized Jensen-Shannon divergence of TRL's DistillationTrainer (On-Policy Distillation, Agarwal
+et al. 2024). With s for the policy's distribution (the student's) and t for the teacher's:
+beta 0 is KL(t || s), beta 1 is KL(s || t), and between them it is
+beta KL(t || m) + (1 - beta) KL(s || m) with the mixture m = beta t + (1 - beta) s.
+All of it is computed in log space.
+
+The outcomes of a teacher are the events that its distribution tells apart: each token by itself
+(WholeTeacher), or K likely tokens and "any other token" (TopTeacher).
+"""
 
 from __future__ import annotations
 
@@ -13,21 +27,26 @@ from torch import Tensor
 
 from grpo_spmd.model.families.logits import times_slope
 
+# C tokens, D hidden dimensions, V token ids, K likely tokens.
 Hidden = Float[Tensor, "C D"]
 Head = Float[Tensor, "V D"]
 TargetIds = Int[Tensor, " C"]
 Scores = tuple[Float[Tensor, " C"], Float[Tensor, " C"]]  # logprobs and entropies
 Cap = float | None
+"""The soft cap of the logits: logits become cap * tanh(logits / cap)."""
+Scaling = tuple[float, int, Cap]  # temperature, tokens of a chunk, cap of the logits
+TokenIndices = Int[Tensor, " n"]  # positions among the C tokens
+# The logprob of an event whose probability float32 cannot represent: log(0) would give NaN.
+MIN_LOGPROB = math.log(torch.finfo(torch.float32).tiny)
 
 
 class TokenLogprobs(torch.autograd.Function):
-    """Logprob of each target and entropy of its distribution, in float32, from `chunk` tokens of
-    logits at a time.
+    """Computes the logprob of each target and the entropy of its distribution, in float32.
 
-    The backward pass computes the logits again. Each pass holds one float32 [chunk, V] and, where
-    the compute dtype is another, one of that: arithmetic is in place, and where it takes two
-    buffers (the entropy, its gradient, a soft cap's slope) they have half as many rows each. What
-    is divided by the temperature are the logits, capped or not.
+    The logits, capped or not, are divided by the temperature. The backward pass computes them
+    again. Each pass holds one float32 [chunk, V] and, if the compute dtype is another, one of that.
+    Arithmetic is in place. Where it takes two buffers (the entropy, its gradient, a soft cap's
+    slope) each has half as many rows.
     """
 
     @staticmethod
@@ -40,90 +59,90 @@ class TokenLogprobs(torch.autograd.Function):
         chunk: int,
         softcap: Cap = None,
     ) -> Scores:
+        """Returns the logprobs of `target_ids` and the entropies, float32 [C] each."""
         log_normalizer = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
-        logprobs, entropy = torch.empty_like(log_normalizer), torch.empty_like(log_normalizer)
-        rows = max(1, chunk // 2)
-        buffers = _Buffers(min(rows, len(hidden)), hidden, head, two=True)
-        for piece in chunks(len(hidden), rows):
-            logits = buffers.logits(hidden[piece], head, temperature, softcap)
+        logprobs = torch.empty_like(log_normalizer)
+        entropy = torch.empty_like(log_normalizer)
+        # Half a chunk: the logits and their exponentials take a buffer each.
+        num_rows = max(1, chunk // 2)
+        buffers = _Buffers(min(num_rows, len(hidden)), hidden, head, two=True)
+        for rows in chunks(len(hidden), num_rows):
+            logits = buffers.logits(hidden[rows], head, temperature, softcap)
+            # Subtract the largest logit before exp(), which would overflow otherwise.
             largest = logits.amax(-1, keepdim=True)
-            exponents = torch.exp(logits.sub_(largest), out=buffers.other[: len(logits)])
-            normalizer = exponents.sum(-1, keepdim=True)
+            exponentials = torch.exp(logits.sub_(largest), out=buffers.other[: len(logits)])
+            normalizer = exponentials.sum(-1, keepdim=True)
             log_p = logits.sub_(normalizer.log())
-            log_normalizer[piece] = (largest + normalizer.log()).squeeze(-1)
-            logprobs[piece] = log_p.gather(-1, target_ids[piece, None]).squeeze(-1)
-            entropy[piece] = -(exponents.mul_(log_p).sum(-1, keepdim=True) / normalizer).squeeze(-1)
+            log_normalizer[rows] = (largest + normalizer.log()).squeeze(-1)
+            logprobs[rows] = log_p.gather(-1, target_ids[rows, None]).squeeze(-1)
+            weighted = exponentials.mul_(log_p).sum(-1, keepdim=True)
+            entropy[rows] = -(weighted / normalizer).squeeze(-1)
         ctx.save_for_backward(hidden, head, target_ids, log_normalizer, entropy)
-        ctx.temperature, ctx.chunk, ctx.softcap = temperature, chunk, softcap
-        ctx.set_materialize_grads(
-            False
-        )  # an entropy that the loss does not use has no gradient, not one of zeros
+        ctx.temperature = temperature
+        ctx.chunk = chunk
+        ctx.softcap = softcap
+        # An entropy that the loss does not use then has the gradient None and not zeros, which
+        # saves the backward pass a buffer.
+        ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Returns the gradients of the hidden states and the head, and None for the rest."""
         grad_logprobs, grad_entropy = grads
-        hidden, head, target_ids, norms, entropy = ctx.saved_tensors
+        hidden, head, target_ids, log_normalizer, entropy = ctx.saved_tensors
+        softcap = ctx.softcap
+        temperature = ctx.temperature
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(entropy)
         grad_hidden = torch.empty_like(hidden)
-        trains_head = ctx.needs_input_grad[
-            1
-        ]  # not where the head is frozen (LoRA): a third of the work here
-        grad_head = (
-            torch.zeros(head.shape, dtype=torch.float32, device=head.device)
-            if trains_head
-            else None
-        )
-        two, softcap, temperature = (
-            grad_entropy is not None or ctx.softcap is not None,
-            ctx.softcap,
-            ctx.temperature,
-        )
-        rows = max(1, ctx.chunk // 2) if two else ctx.chunk
-        buffers = _Buffers(min(rows, len(hidden)), hidden, head, two=two)
-        for piece in chunks(len(hidden), rows):
-            # d logprob / d logits = onehot - p; d entropy / d logits = -p * (log p + entropy); and
-            # 1 / temperature
-            outer, target, norm = (
-                grad_logprobs[piece, None] / temperature,
-                target_ids[piece, None],
-                norms[piece, None],
-            )
-            log_p = buffers.logits(hidden[piece], head, temperature, softcap).sub_(norm)
-            p = torch.exp(log_p, out=buffers.other[: len(log_p)] if two else log_p)
-            slope = (
-                1.0
-                if softcap is None
-                else times_slope(p, log_p, norm, temperature / softcap, target)
-            )
+        grad_head = _empty_head_gradient(head, needed=ctx.needs_input_grad[1])
+        needs_two = grad_entropy is not None or softcap is not None
+        num_rows = max(1, ctx.chunk // 2) if needs_two else ctx.chunk
+        buffers = _Buffers(min(num_rows, len(hidden)), hidden, head, two=needs_two)
+        for rows in chunks(len(hidden), num_rows):
+            # d logprob / d logits = onehot - p, and d entropy / d logits = -p * (log p + entropy).
+            # Both are times 1 / temperature.
+            logprob_factor = grad_logprobs[rows, None] / temperature
+            target = target_ids[rows, None]
+            normalizer = log_normalizer[rows, None]
+            log_p = buffers.logits(hidden[rows], head, temperature, softcap).sub_(normalizer)
+            p = torch.exp(log_p, out=buffers.other[: len(log_p)] if needs_two else log_p)
+            target_slope: Tensor | float = 1.0
+            if softcap is not None:
+                target_slope = times_slope(p, log_p, normalizer, temperature / softcap, target)
             if grad_entropy is None:
-                grad_logits = p.mul_(-outer)
+                grad_logits = p.mul_(-logprob_factor)
             else:
-                inner = grad_entropy[piece, None] / temperature
-                grad_logits = (
-                    log_p.add_(entropy[piece, None]).mul_(inner).add_(outer).mul_(p).neg_()
-                )
-            grad_logits.scatter_add_(-1, target, outer * slope)
+                entropy_factor = grad_entropy[rows, None] / temperature
+                # -p * ((log p + entropy) * entropy_factor + logprob_factor), in place.
+                grad_logits = log_p.add_(entropy[rows, None]).mul_(entropy_factor)
+                grad_logits = grad_logits.add_(logprob_factor).mul_(p).neg_()
+            grad_logits.scatter_add_(-1, target, logprob_factor * target_slope)
             grad_product = buffers.in_compute_dtype(grad_logits)
-            torch.mm(grad_product, head, out=grad_hidden[piece])
+            torch.mm(grad_product, head, out=grad_hidden[rows])
             if grad_head is not None:
-                add_product(grad_head, grad_product.T, hidden[piece])
-        return (
-            grad_hidden,
-            None if grad_head is None else grad_head.to(head.dtype),
-            None,
-            None,
-            None,
-            None,
-        )
+                add_product(grad_head, grad_product.T, hidden[rows])
+        head_result = None if grad_head is None else grad_head.to(head.dtype)
+        return grad_hidden, head_result, None, None, None, None
+
+
+def _empty_head_gradient(head: Tensor, needed: bool) -> Tensor | None:
+    """Returns float32 zeros [V, D] to sum the head's gradient in, None if none is needed.
+
+    A frozen head (LoRA) needs none, which saves a third of the backward pass."""
+    if not needed:
+        return None
+    return torch.zeros(head.shape, dtype=torch.float32, device=head.device)
 
 
 class _Buffers:
-    """The [rows, V] tensors that all chunks share: one or two in float32; one in the compute dtype,
-    if another."""
+    """Holds the [rows, V] tensors that all chunks share.
+
+    One or two are float32. If the compute dtype is another, one more has that dtype."""
 
     def __init__(self, rows: int, hidden: Tensor, head: Tensor, *, two: bool) -> None:
+        """`two`: there is a second float32 buffer, `other`."""
         self._float = hidden.new_empty(rows, len(head), dtype=torch.float32)
         is_float = hidden.dtype == torch.float32
         self._product = (
@@ -133,6 +152,7 @@ class _Buffers:
             self.other = torch.empty_like(self._float)
 
     def logits(self, hidden: Tensor, head: Tensor, temperature: float, softcap: Cap) -> Tensor:
+        """Returns the capped logits [rows, V] over the temperature, in the float32 buffer."""
         # Product and cap are rounded to the compute dtype as the engine's are; what follows is
         # float32 on both sides.
         logits = torch.mm(hidden, head.T, out=self._product[: len(hidden)])
@@ -143,99 +163,87 @@ class _Buffers:
         return logits.div_(temperature)
 
     def in_compute_dtype(self, grad_logits: Tensor) -> Tensor:
-        return (
-            grad_logits
-            if self._product is self._float
-            else self._product[: len(grad_logits)].copy_(grad_logits)
-        )
+        """Returns the gradient as the hidden states' dtype, in the buffer for that dtype."""
+        if self._product is self._float:
+            return grad_logits
+        return self._product[: len(grad_logits)].copy_(grad_logits)
 
 
-def add_product(total: Tensor, left_factor: Tensor, right_factor: Tensor) -> None:
-    """total += left @ right, with `total` in float32 whatever the others are."""
-    if left_factor.dtype == total.dtype:
-        total.addmm_(left_factor, right_factor)
-    elif total.is_cuda:  # accumulated in float32 by the product itself
-        torch.addmm(total, left_factor, right_factor, out_dtype=total.dtype, out=total)
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Adds `left` @ `right` to `total` in place. `total` is float32, whatever the factors are."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    # On CUDA the product itself accumulates in float32, without a rounded result in between.
+    elif total.is_cuda:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
-        total += left_factor @ right_factor
+        total += left @ right
 
 
 def chunks(length: int, chunk: int) -> Iterator[slice]:
+    """Yields slices of at most `chunk` elements that together cover `length` elements."""
     return (slice(start, min(start + chunk, length)) for start in range(0, length, chunk))
-
-
-# How far a policy's distribution of the next token is from a teacher's, at each sampled token,
-# without ever holding
-# the [T, V] logits as a whole.
-#
-# The generalized Jensen-Shannon divergence as TRL's DistillationTrainer has it (On-Policy
-# Distillation, Agarwal et al.
-# 2024), with s the policy's distribution and t the teacher's: beta 0 is KL(t || s), beta 1 is KL(s
-# || t), and between
-# them it is beta KL(t || m) + (1 - beta) KL(s || m) with m = beta t + (1 - beta) s, all in log
-# space.
-
-
-Scaling = tuple[float, int, Cap]  # temperature, tokens of a chunk, cap of the logits
-TokenIndices = Int[Tensor, " n"]  # of tokens [C]
-MIN_LOGPROB = math.log(
-    torch.finfo(torch.float32).tiny
-)  # log of the least probability that a bucket counts as having
 
 
 @dataclass(frozen=True)
 class WholeTeacher:
-    """A teacher's distributions by what they are computed from: its last hidden states [C, D_T] and
-    its lm_head, whose
-    first V rows are those of the policy's."""
+    """Gives a teacher's distributions over all V tokens, each of which is an outcome.
+
+    They are computed from the teacher's last hidden states and its lm_head when they are needed.
+    Row i of both models' lm_heads belongs to the same token."""
 
     hidden: Float[Tensor, "C D_T"]
     head: Float[Tensor, "V D_T"]
     temperature: float
     softcap: Cap
 
-    def outcomes(self, log_p: Tensor, piece: slice) -> Tensor:
-        """Logprobs of what is told apart, by those of all tokens [rows, V]: here each token by
-        itself."""
+    def outcomes(self, log_p: Tensor, rows: slice) -> Tensor:
+        """Returns the policy's logprobs of the outcomes, from `log_p` [rows, V] of all tokens."""
         return log_p
 
-    def logprobs_of(self, piece: slice) -> Tensor:
-        """The teacher's of these outcomes."""
-        return _log_softmax(self.hidden[piece], self.head, self.temperature, self.softcap)
+    def logprobs_of(self, rows: slice) -> Tensor:
+        """Returns the teacher's logprobs of the outcomes [rows, V], for these tokens."""
+        return _log_softmax(self.hidden[rows], self.head, self.temperature, self.softcap)
 
-    def spread(self, grad: Tensor, log_p: Tensor, piece: slice) -> Tensor:
-        """From the gradient with respect to the outcomes to that with respect to the tokens."""
+    def spread(self, grad: Tensor, log_p: Tensor, rows: slice) -> Tensor:
+        """Turns the gradient of the outcomes' logits into the gradient of all tokens' logits."""
         return grad
 
 
 @dataclass(frozen=True)
 class TopTeacher:
-    """The K tokens that a teacher finds likeliest, with their logprobs, and last the logprob of all
-    others together."""
+    """Holds a teacher's distributions over K likely tokens and one more outcome for all others."""
 
     ids: Int[Tensor, "C K"]
+    """The K tokens that the teacher finds likeliest."""
     logprobs: Float[Tensor, "C K+1"]
+    """Their logprobs, and last the logprob of all other tokens together."""
 
-    def outcomes(self, log_p: Tensor, piece: slice) -> Tensor:
-        """As WholeTeacher's; told apart are these K tokens and any other one, [rows, K + 1]."""
-        return _outcomes(log_p, self.ids[piece])
+    def outcomes(self, log_p: Tensor, rows: slice) -> Tensor:
+        """Returns the policy's logprobs of the outcomes [rows, K + 1], from `log_p` [rows, V]."""
+        return _top_and_rest(log_p, self.ids[rows])
 
-    def logprobs_of(self, piece: slice) -> Tensor:
-        return self.logprobs[piece]
+    def logprobs_of(self, rows: slice) -> Tensor:
+        """Returns the teacher's logprobs of the outcomes [rows, K + 1], for these tokens."""
+        return self.logprobs[rows]
 
-    def spread(self, grad: Tensor, log_p: Tensor, piece: slice) -> Tensor:
-        """As WholeTeacher's: the rest's gradient is dealt to its tokens by their probabilities."""
-        ids = self.ids[piece]
-        rest = _outcomes(log_p, ids)[:, -1:]
-        return ((log_p - rest).exp() * grad[:, -1:]).scatter(-1, ids, grad[:, :-1])
+    def spread(self, grad: Tensor, log_p: Tensor, rows: slice) -> Tensor:
+        """Turns the gradient of the outcomes' logits into the gradient of all tokens' logits.
+
+        The gradient of the last outcome is shared among its tokens by their probabilities."""
+        ids = self.ids[rows]
+        rest_logprob = _top_and_rest(log_p, ids)[:, -1:]
+        # No local name for the [rows, V] probabilities: it would keep them alive during scatter.
+        spread_grad = (log_p - rest_logprob).exp() * grad[:, -1:]
+        return spread_grad.scatter(-1, ids, grad[:, :-1])
 
 
 class Divergence(torch.autograd.Function):
-    """The divergence at each token, float32 [C], from `chunk` tokens of logits at a time.
+    """Computes the divergence from a teacher at each token, float32 [C], chunk by chunk.
 
-    The backward pass computes the logits of both again, and gives gradients to the policy's hidden
-    states and head. Each pass holds about 7 float32 [chunk / 4, V]. Equal distributions have a
-    gradient of exactly 0.
+    The backward pass computes the logits of both models again, and gives gradients to the policy's
+    hidden states and head. Each pass holds about 7 float32 [chunk / 4, V]. Equal distributions have
+    a gradient of exactly 0.
     """
 
     @staticmethod
@@ -249,65 +257,68 @@ class Divergence(torch.autograd.Function):
         chunk: int,
         softcap: Cap = None,
     ) -> Tensor:
-        matches = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
-        for piece in chunks(len(hidden), _rows(chunk)):
-            log_p = _log_softmax(hidden[piece], head, temperature, softcap)
-            matches[piece] = _terms(
-                teacher.outcomes(log_p, piece), teacher.logprobs_of(piece), beta
+        """Returns the divergence at each token, float32 [C]. The scaling is the policy's."""
+        divergence = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+        for rows in chunks(len(hidden), _num_rows(chunk)):
+            log_p = _log_softmax(hidden[rows], head, temperature, softcap)
+            # No local name for the terms: it would keep them alive in the next chunk.
+            divergence[rows] = _divergence_terms(
+                teacher.outcomes(log_p, rows), teacher.logprobs_of(rows), beta
             ).sum(-1)
         ctx.save_for_backward(hidden, head)
-        ctx.teacher, ctx.beta, ctx.scaling = teacher, beta, (temperature, chunk, softcap)
-        return matches
+        ctx.teacher = teacher
+        ctx.beta = beta
+        ctx.scaling = (temperature, chunk, softcap)
+        return divergence
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        """Returns the gradients of the hidden states and the head, and None for the rest."""
         hidden, head = ctx.saved_tensors
         temperature, chunk, softcap = ctx.scaling
+        teacher = ctx.teacher
         grad_hidden = torch.empty_like(hidden)
-        trains_head = ctx.needs_input_grad[1]  # not where the head is frozen (LoRA)
-        grad_head = (
-            torch.zeros(head.shape, dtype=torch.float32, device=head.device)
-            if trains_head
-            else None
-        )
-        for piece in chunks(len(hidden), _rows(chunk)):
-            scaled = _scaled_logits(hidden[piece], head, temperature, softcap)
+        grad_head = _empty_head_gradient(head, needed=ctx.needs_input_grad[1])
+        for rows in chunks(len(hidden), _num_rows(chunk)):
+            scaled = _scaled_logits(hidden[rows], head, temperature, softcap)
             log_p = scaled.log_softmax(-1)
-            grad = _gradient(
-                ctx.teacher.outcomes(log_p, piece), ctx.teacher.logprobs_of(piece), ctx.beta
+            grad = _divergence_gradient(
+                teacher.outcomes(log_p, rows), teacher.logprobs_of(rows), ctx.beta
             )
-            grad = ctx.teacher.spread(grad, log_p, piece).mul_(
-                grad_output[piece, None] / temperature
-            )
-            if softcap is not None:  # its slope is 1 - tanh^2
+            grad = teacher.spread(grad, log_p, rows).mul_(grad_output[rows, None] / temperature)
+            # The cap's slope is 1 - tanh^2, and scaled * temperature / softcap is the tanh.
+            if softcap is not None:
                 grad.mul_(1 - scaled.mul_(temperature / softcap).square_())
-            logits_values = grad.to(hidden.dtype)
-            torch.mm(logits_values, head, out=grad_hidden[piece])
+            grad_product = grad.to(hidden.dtype)
+            torch.mm(grad_product, head, out=grad_hidden[rows])
             if grad_head is not None:
-                add_product(grad_head, logits_values.T, hidden[piece])
-        head_values = None if grad_head is None else grad_head.to(head.dtype)
-        return grad_hidden, head_values, None, None, None, None, None
+                add_product(grad_head, grad_product.T, hidden[rows])
+        head_result = None if grad_head is None else grad_head.to(head.dtype)
+        return grad_hidden, head_result, None, None, None, None, None
 
 
 @dataclass(frozen=True)
 class TeacherDivergence:
-    """The divergence from the teachers that each token has, as a function of the policy's hidden
-    states and head."""
+    """Computes each token's divergence from its teachers, from the policy's hidden states and
+    head."""
 
     parts: Sequence[tuple[Tensor | None, WholeTeacher | TopTeacher]]
-    """For each teacher the int64 indices of its tokens, of any number; None: all tokens."""
+    """Pairs of token indices, int64 [n], and the teacher that scored them. None: all tokens."""
     beta: float
-    scaling: Scaling  # of the policy
-    num_tokens: int  # V
+    scaling: Scaling
+    """The policy's temperature, chunk and cap."""
+    num_tokens: int
+    """V, the number of token ids that policy and teachers share."""
 
     def __call__(self, hidden: Hidden, head: Head) -> Float[Tensor, " C"]:
+        """Returns the sum of the divergences from all teachers at each token, float32 [C]."""
         total = torch.zeros(len(hidden), device=hidden.device)
-        for positions, teacher in self.parts:
-            local_piece = hidden if positions is None else hidden[positions]
+        for indices, teacher in self.parts:
+            scored_hidden = hidden if indices is None else hidden[indices]
             distance: Tensor = Divergence.apply(
-                local_piece, head, teacher, self.beta, *self.scaling
+                scored_hidden, head, teacher, self.beta, *self.scaling
             )
-            total = distance if positions is None else total.index_add(0, positions, distance)
+            total = distance if indices is None else total.index_add(0, indices, distance)
         return total
 
 
@@ -315,66 +326,81 @@ class TeacherDivergence:
 def top_outcomes(
     hidden: Hidden, head: Head, k: int, temperature: float, chunk: int, softcap: Cap = None
 ) -> tuple[Int[Tensor, "C K"], Float[Tensor, "C K+1"]]:
-    """What a TopTeacher is made of."""
-    found_ids, matches = list[Tensor](), list[Tensor]()
-    for piece in chunks(len(hidden), _rows(chunk)):
-        log_p = _log_softmax(hidden[piece], head, temperature, softcap)
-        ids = log_p.topk(k, dim=-1).indices
-        found_ids.append(ids)
-        matches.append(_outcomes(log_p, ids))
-    return torch.cat(found_ids), torch.cat(matches)
+    """Returns the two fields of a TopTeacher, computed from a teacher's hidden states and head.
+
+    They are the ids of its `k` likeliest tokens, and their logprobs with that of all others."""
+    ids = list[Tensor]()
+    logprobs = list[Tensor]()
+    for rows in chunks(len(hidden), _num_rows(chunk)):
+        log_p = _log_softmax(hidden[rows], head, temperature, softcap)
+        top_ids = log_p.topk(k, dim=-1).indices
+        ids.append(top_ids)
+        logprobs.append(_top_and_rest(log_p, top_ids))
+    return torch.cat(ids), torch.cat(logprobs)
 
 
-def _outcomes(log_p: Tensor, ids: Tensor) -> Tensor:
-    """[rows, K + 1]: logprobs of `ids`, and of all other tokens together: their sum, not 1 less the
-    others', which
-    would cancel."""
-    rest = log_p.exp().scatter(-1, ids, 0.0).sum(-1, keepdim=True).log().clamp(min=MIN_LOGPROB)
-    return torch.cat([log_p.gather(-1, ids), rest], dim=-1)
+def _top_and_rest(log_p: Tensor, ids: Tensor) -> Tensor:
+    """Returns [rows, K + 1]: the logprobs of `ids` [rows, K], and of all other tokens together."""
+    # A sum over the other tokens: 1 less the sum of the K would cancel if they are nearly all.
+    others = log_p.exp().scatter(-1, ids, 0.0).sum(-1, keepdim=True)
+    rest_logprob = others.log().clamp(min=MIN_LOGPROB)
+    return torch.cat([log_p.gather(-1, ids), rest_logprob], dim=-1)
 
 
-def _terms(s: Tensor, t: Tensor, beta: float) -> Tensor:
-    """What each outcome adds to the divergence."""
+def _divergence_terms(s: Tensor, t: Tensor, beta: float) -> Tensor:
+    """Returns what each outcome adds to the divergence.
+
+    `s` and `t` are the logprobs of the outcomes by policy and teacher, [rows, outcomes]."""
     if beta == 0.0:
         return t.exp() * (t - s)
     if beta == 1.0:
         return s.exp() * (s - t)
-    policy_values, teacher_values = _above_mixture(s, t, beta)
-    return beta * t.exp() * teacher_values + (1 - beta) * s.exp() * policy_values
+    policy_ratio, teacher_ratio = _mixture_ratios(s, t, beta)
+    return beta * t.exp() * teacher_ratio + (1 - beta) * s.exp() * policy_ratio
 
 
-def _gradient(s: Tensor, t: Tensor, beta: float) -> Tensor:
-    """With respect to the logits of the outcomes, exactly 0 where `s` and `t` are the same."""
+def _divergence_gradient(s: Tensor, t: Tensor, beta: float) -> Tensor:
+    """Returns the divergence's gradient by the policy's logits of the outcomes, [rows, outcomes].
+
+    `s` and `t` are logprobs as in `_divergence_terms`. It is exactly 0 if they are equal."""
     if beta == 0.0:
         return s.exp() - t.exp()
-    p, ratio, scale = s.exp(), s - t, 1.0
+    p = s.exp()
+    ratio = s - t
+    scale = 1.0
     if beta != 1.0:
-        ratio, scale = _above_mixture(s, t, beta)[0], 1 - beta
+        ratio = _mixture_ratios(s, t, beta)[0]
+        scale = 1 - beta
     return scale * p * (ratio - (p * ratio).sum(-1, keepdim=True))
 
 
-def _above_mixture(s: Tensor, t: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """s - m and t - m, where m = log(beta e^t + (1 - beta) e^s): exactly 0 where they are the same,
-    and no exponential
-    is of more than 0."""
+def _mixture_ratios(s: Tensor, t: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """Returns s - m and t - m for the log mixture m = log(beta e^t + (1 - beta) e^s).
+
+    Both are exactly 0 if s and t are equal."""
     distance = t - s
+    # Take the larger of s and t out of the logarithm: no argument of an exponential is positive,
+    # so that nothing overflows.
     fraction = torch.where(distance > 0, 1 - beta, beta)
-    over = torch.log1p(fraction * torch.expm1(-distance.abs()))  # m less the larger of s and t
-    return -over - distance.clamp(min=0), -over + distance.clamp(max=0)
+    excess = torch.log1p(fraction * torch.expm1(-distance.abs()))  # m less the larger of s and t
+    return -excess - distance.clamp(min=0), -excess + distance.clamp(max=0)
 
 
 def _log_softmax(hidden: Tensor, head: Tensor, temperature: float, softcap: Cap) -> Tensor:
+    """Returns the logprobs of all tokens, float32 [rows, V]."""
     return _scaled_logits(hidden, head, temperature, softcap).log_softmax(-1)
 
 
 def _scaled_logits(hidden: Tensor, head: Tensor, temperature: float, softcap: Cap) -> Tensor:
-    # Product and cap are rounded to the compute dtype, as where logprobs are computed; what follows
-    # is float32.
+    """Returns the capped logits over the temperature, float32 [rows, V]."""
+    # Product and cap are rounded to the compute dtype as in _Buffers.logits; what follows is
+    # float32.
     logits = torch.mm(hidden, head.T)
     if softcap is not None:
         logits.div_(softcap).tanh_().mul_(softcap)
     return logits.float().div_(temperature)
 
 
-def _rows(chunk: int) -> int:
+def _num_rows(chunk: int) -> int:
+    """Returns the tokens of a divergence's chunk: a quarter, since it holds more tensors."""
     return max(1, chunk // 4)

@@ -1,5 +1,8 @@
-"""What the files of a reward model say before torch reads them: its head, its labels, how long a
-text may be."""
+"""Reads and checks the files of a reward model before torch is imported.
+
+A reward model is a decoder with a head for sequence classification. A label is a row of that head,
+which gives one score. These files say which labels there are, how long a text may be, and which
+shapes the tensors have."""
 
 from __future__ import annotations
 
@@ -16,26 +19,33 @@ from grpo_spmd.files import UntrustedError, open_regular, read_header, read_inde
 from grpo_spmd.model.config_json import refuse_by_config
 
 _HEAD = "score.weight"
-_MOST_BYTES = 1 << 20
+_MAX_TEMPLATE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class RewardModelFiles:
-    """Of one entry of `rewards`."""
+    """The facts about the model of one entry of `rewards`, checked."""
 
-    name: str  # the reward's
-    where: str  # its key, for what is refused later
+    name: str
+    """The reward's name in the metrics."""
+    where: str
+    """The entry's key in the config, which errors name."""
     folder: Path
-    label: int  # row of the head
-    max_tokens: int  # of one text
-    drops_start: bool  # of a longer one, which has no score otherwise
-    template: str | None  # in place of the tokenizer's
+    label: int
+    """Row of the head that gives the score."""
+    max_tokens: int
+    """Upper bound of one text's tokens."""
+    drops_start: bool
+    """True: a longer text loses its start. False: it gets no score."""
+    template: str | None
+    """Chat template. None stands for the tokenizer's."""
     shapes: dict[str, tuple[int, ...]]
+    """Shapes of the tensors by name."""
 
 
 @contextmanager
 def errors_about(key: str) -> Iterator[None]:
-    """What is refused inside of a model is said of the key `where`, and not of model.path."""
+    """Makes each ConfigError inside name the config key `key` in place of model.path."""
     try:
         yield
     except ConfigError as error:
@@ -46,54 +56,65 @@ def errors_about(key: str) -> Iterator[None]:
 def read_reward_model(
     index: int, reward: RewardConfig, folder: Path, budget: int
 ) -> RewardModelFiles:
-    """`folder`: that of `reward.model`; `budget`: training.max_tokens_per_micro_batch. Raises
-    ConfigError for what is
-    no decoder with a head for sequence classification, and where it is not clear which label or how
-    long a text."""
+    """Returns the facts about the reward model in `folder`, for entry `index` of `rewards`.
+
+    `budget` is training.max_tokens_per_micro_batch, which no text may exceed. Raises ConfigError
+    if the folder has no decoder with a head for sequence classification, or no tokenizer, and if
+    the label or the longest text is not clear."""
     key = f"rewards.{index}"
     with errors_about(f"{key}.model"):
         try:
             config = read_model_config(folder)
-            refuse_by_config(
-                {name: value for name, value in config.items() if name != "architectures"},
-                str(folder),
-            )
-            shapes = _shapes(folder)
+            # refuse_by_config refuses classifiers, which reward models are: hide their class.
+            decoder_config = {
+                name: value for name, value in config.items() if name != "architectures"
+            }
+            refuse_by_config(decoder_config, str(folder))
+            shapes = _read_shapes(folder)
         except OSError as error:
             raise ConfigError(f"cannot read {error.filename}: {error.strerror}") from None
-        _check_kind(config, folder)
+        _refuse_unsuitable_config(config, folder)
         _check_head(config, shapes, folder)
-        if not any(
-            any(folder.glob(pattern))
-            for pattern in ("tokenizer.*", "vocab*", "*.model", "*.tiktoken")
-        ):
+        if not _has_tokenizer(folder):
             raise ConfigError(f"{folder} holds no tokenizer; copy that of its base model there")
-    positions = config.get("max_position_embeddings")
-    maximum = min(positions, budget) if isinstance(positions, int) else budget
-    if reward.max_tokens is not None and reward.max_tokens > maximum:
-        by_model = maximum != budget
-        of = (
-            f"its model has positions ({maximum})"
-            if by_model
-            else f"training.max_tokens_per_micro_batch ({maximum})"
-        )
-        raise ConfigError(f"{key}.max_tokens ({reward.max_tokens}) is more than {of}; lower it")
-    template = (
-        _read_template(reward.template, f"{key}.template") if reward.template is not None else None
-    )
+    max_tokens = _max_tokens(config, reward, budget, key)
+    template = None
+    if reward.template is not None:
+        template = _read_template(reward.template, f"{key}.template")
     return RewardModelFiles(
-        reward.metric_name,
-        key,
-        folder,
-        _label(config, reward.label, f"{key}.label"),
-        reward.max_tokens or maximum,
-        reward.on_long == "drop_start",
-        template,
-        shapes,
+        name=reward.metric_name,
+        where=key,
+        folder=folder,
+        label=_find_label(config, reward.label, f"{key}.label"),
+        max_tokens=max_tokens,
+        drops_start=reward.on_long == "drop_start",
+        template=template,
+        shapes=shapes,
     )
 
 
-def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+def _has_tokenizer(folder: Path) -> bool:
+    """Returns True if a file in `folder` looks like a tokenizer's."""
+    patterns = ("tokenizer.*", "vocab*", "*.model", "*.tiktoken")
+    return any(any(folder.glob(pattern)) for pattern in patterns)
+
+
+def _max_tokens(config: Mapping[str, Any], reward: RewardConfig, budget: int, key: str) -> int:
+    """Returns the upper bound of a text's tokens: `reward.max_tokens`, or the largest possible.
+
+    Raises ConfigError if `reward.max_tokens` is more than the model's positions or the budget."""
+    positions = config.get("max_position_embeddings")
+    limit = min(positions, budget) if isinstance(positions, int) else budget
+    if reward.max_tokens is not None and reward.max_tokens > limit:
+        reason = f"training.max_tokens_per_micro_batch ({limit})"
+        if limit != budget:
+            reason = f"its model has positions ({limit})"
+        raise ConfigError(f"{key}.max_tokens ({reward.max_tokens}) is more than {reason}; lower it")
+    return reward.max_tokens or limit
+
+
+def _read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of all tensors in the folder, from the headers of its safetensors."""
     files = sorted(set((read_index(folder) or {}).values())) or sorted(folder.glob("*.safetensors"))
     if not files:
         raise UntrustedError(f"{folder} holds no .safetensors file, and no other weights are read")
@@ -101,7 +122,8 @@ def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     return {name: tuple(entry["shape"]) for header in headers for name, entry in header.items()}
 
 
-def _check_kind(config: Mapping[str, Any], folder: Path) -> None:
+def _refuse_unsuitable_config(config: Mapping[str, Any], folder: Path) -> None:
+    """Raises ConfigError if the model brings code, or if its scores depend on the packed row."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = str(rope.get("rope_type", rope.get("type", ""))) if isinstance(rope, Mapping) else ""
     if kind == "longrope" or "dynamic" in kind:
@@ -116,59 +138,74 @@ def _check_kind(config: Mapping[str, Any], folder: Path) -> None:
 def _check_head(
     config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], folder: Path
 ) -> None:
-    kinds = ", ".join(map(str, config.get("architectures") or ["no architectures"]))
+    """Raises ConfigError unless the checkpoint has a linear head with one row for each label."""
     if _HEAD not in shapes:
-        heads = [
+        model_classes = ", ".join(map(str, config.get("architectures") or ["no architectures"]))
+        # Name the head that the checkpoint has in its place, which says what kind of model it is.
+        other_heads = [
             name
             for name in shapes
             if re.match("(classifier|v_head|value_head|lm_head|reward_head)", name)
         ]
-        matches = f"; it has {heads[0]}" if heads else ""
-        need = (
+        hint = f"; it has {other_heads[0]}" if other_heads else ""
+        rule = (
             f"a reward model is a causal decoder with a linear head {_HEAD} "
             "(AutoModelForSequenceClassification)"
         )
         raise ConfigError(
-            f"{folder} ({kinds} in its config.json) has no tensor {_HEAD}{matches}; {need}"
+            f"{folder} ({model_classes} in its config.json) has no tensor {_HEAD}{hint}; {rule}"
         )
-    rows, labels = shapes[_HEAD][0], len(_labels(config))
-    if rows != labels:
+    num_rows = shapes[_HEAD][0]
+    num_labels = len(_label_names(config))
+    if num_rows != num_labels:
         raise ConfigError(
-            f"{folder}: {_HEAD} has {rows} rows, and config.json names {labels} labels"
+            f"{folder}: {_HEAD} has {num_rows} rows, and config.json names {num_labels} labels"
         )
 
 
-def _labels(config: Mapping[str, Any]) -> list[str]:
-    """Their names by number, as transformers counts them: two where config.json says nothing."""
+def _label_names(config: Mapping[str, Any]) -> list[str]:
+    """Returns the names of the labels by number.
+
+    Without a word in config.json there are two labels, as in transformers."""
     names = config.get("id2label")
     if not isinstance(names, Mapping):
         return [f"LABEL_{number}" for number in range(config.get("num_labels") or 2)]
     return [str(names.get(str(number), f"LABEL_{number}")) for number in range(len(names))]
 
 
-def _label(config: Mapping[str, Any], requested: str | None, key: str) -> int:
-    names = _labels(config)
-    known_values = ", ".join(f"{number} ({name})" for number, name in enumerate(names[:8]))
+def _find_label(config: Mapping[str, Any], requested: str | None, key: str) -> int:
+    """Returns the number of the label `requested`, which is a name or a number as text.
+
+    None stands for the only label. Raises ConfigError, which names `key`, if the model has several
+    labels then, or if it has no such label."""
+    names = _label_names(config)
+    labels_text = ", ".join(f"{number} ({name})" for number, name in enumerate(names[:8]))
     if requested is None:
         if len(names) > 1:
             raise ConfigError(
-                f"{key}: the model has {len(names)} labels; say whose score counts: {known_values}"
+                f"{key}: the model has {len(names)} labels; say whose score counts: {labels_text}"
             )
         return 0
+    # A name comes before a number: a label may be called "1".
     if requested in names:
         return names.index(requested)
     if re.fullmatch("[0-9]{1,5}", requested) and int(requested) < len(names):
         return int(requested)
-    raise ConfigError(f"{key}: the model has no label {requested!r}; it has {known_values}")
+    raise ConfigError(f"{key}: the model has no label {requested!r}; it has {labels_text}")
 
 
 def _read_template(path: str, key: str) -> str:
+    """Returns the chat template in the file `path`.
+
+    Raises ConfigError, which names `key`, if it cannot be read or is larger than 1 MiB."""
     try:
         with open_regular(Path(path), follow=True) as file:
-            content = file.read(_MOST_BYTES + 1)
-        if len(content) > _MOST_BYTES:
+            # One byte more than is allowed shows that the file is too large, without reading it.
+            content = file.read(_MAX_TEMPLATE_BYTES + 1)
+        if len(content) > _MAX_TEMPLATE_BYTES:
             raise ConfigError(
-                f"{key}: {path} is larger than {_MOST_BYTES >> 20} MiB, which no template is"
+                f"{key}: {path} is larger than {_MAX_TEMPLATE_BYTES >> 20} MiB, "
+                "which no template is"
             )
         return content.decode("utf-8")
     except OSError as error:
