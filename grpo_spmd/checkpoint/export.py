@@ -1,7 +1,10 @@
 """Exports a checkpoint as a folder that transformers, peft and vLLM load.
 
 One process without a GPU does it, however many ranks saved the checkpoint. It needs memory for one
-output file: about 2 GiB, or the largest tensor; all adapters.
+output file: about 2 GiB, or the largest tensor, or all adapters. A checkpoint with adapters (LoRA)
+is exported as adapters, or with `export_merged` as the base model with the adapters added to its
+weights. Tensors are read a few rows at a time. In the checkpoint a tensor is cut into blocks of
+rows, one block for the shard file of each rank.
 """
 
 from __future__ import annotations
@@ -36,6 +39,16 @@ if TYPE_CHECKING:
 FILE_BYTES = 2 << 30
 READ_BYTES = 16 << 20
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+_ADAPTER = {
+    "r": whole_number(1, 2**20),
+    "lora_alpha": Rule(
+        "a number above 0", lambda value: type(value) in (int, float) and 0 < value < 1e9
+    ),
+    **dict.fromkeys(
+        ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern"),
+        Rule("off", lambda value: not value),
+    ),
+}
 
 
 class Readable(Protocol):
@@ -256,23 +269,6 @@ def complete_or_absent(out: Path, *, into_existing: bool) -> Iterator[Path]:
     except BaseException:  # half an export would only keep a full disk full
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-
-
-# The base model with a checkpoint's adapters in its weights, as a plain model in Hugging Face's
-# format. Tensor by tensor and rows at a time: one process, and memory for one output file, as every
-# export.
-
-
-_ADAPTER = {
-    "r": whole_number(1, 2**20),
-    "lora_alpha": Rule(
-        "a number above 0", lambda value: type(value) in (int, float) and 0 < value < 1e9
-    ),
-    **dict.fromkeys(
-        ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern"),
-        Rule("off", lambda value: not value),
-    ),
-}
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,9 @@
-"""Makes report.html while the run goes on, in a process of its own.
+"""Starts and ends the followers of metrics.jsonl on rank 0: trackers and the report.
 
-The process can take nothing from the run that the run would miss, and ends with it. ReportProcess
-starts
+A follower reads metrics.jsonl while the run writes it. The run waits for followers only at its end,
+and none of them can make it fail. A tracker runs in a thread (trackers/feed.py). report.html is
+made in a process of its own, which has limits of memory, size and time, and ends with the run.
+ReportProcess starts that process as
     python -m grpo_spmd.observe.followers PARENT_PID NICE MODULE ARGUMENT ...
 """
 
@@ -55,6 +57,11 @@ _RANK_PREFIXES = (
 )
 _RANK_NAMES = ("RANK", "WORLD_SIZE", "PYTHONBREAKPOINT", "PYTHONSTARTUP")
 _THREAD_COUNTS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+# Seconds for all followers together: at the end of a run, and of one that was preempted.
+FINISH_S = 60.0
+STOPPED_S = 5.0
+
+_open: weakref.WeakSet[Followers] = weakref.WeakSet()
 
 
 class ReportProcess:
@@ -175,18 +182,6 @@ def _limit_own_process(parent_pid: int, nice: int) -> None:
         hard = resource.getrlimit(kind)[1]
         bound = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
         resource.setrlimit(kind, (bound, bound))
-
-
-# Followers of metrics.jsonl on rank 0: trackers, and the process that makes report.html.
-#
-# The run waits for none of them until its end.
-
-
-# Seconds for all followers together: at the end of a run, and of one that was preempted.
-FINISH_S = 60.0
-STOPPED_S = 5.0
-
-_open: weakref.WeakSet[Followers] = weakref.WeakSet()
 
 
 class Followers:

@@ -1,4 +1,10 @@
-"""Metrics that are computed from a step's raw numbers, and those that count over the whole run."""
+"""Makes the metrics of each step on rank 0 and writes them to metrics.jsonl.
+
+The ranks' sums ("reductions") are merged, judged and turned into metrics. A line of metrics goes to
+metrics.jsonl, to the console and to the followers (trackers and report). The first half of the file
+are pure functions and counters: loss metrics, throughput, MFU, progress and wall-clock time. The
+second half is MetricsLog, which brings the ranks together.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +41,10 @@ from grpo_spmd.observe.timeline import TimelineFile, pack_spans, unpack_spans
 from grpo_spmd.proofs.logprob_check import LogprobCheck
 from grpo_spmd.records import Decision, SyncStats
 
+_log = logging.getLogger("grpo_spmd")
 Metrics = dict[str, float | None]
 _PERCENTS = (1, 50, 99)
+_NUM_LAST_REWARDS = 10  # steps whose mean reward the last line of a run names
 
 
 def loss_metrics(sums: Reductions, loss: LossConfig) -> Metrics:
@@ -145,14 +153,6 @@ class WallClock:
             "time/wall_s": self._before_s + time.monotonic() - self._began,
             "time/unix_s": time.time(),
         }
-
-
-# One line of metrics per step: merged over the ranks, judged, and written to metrics.jsonl,
-# console and trackers.
-
-
-_log = logging.getLogger("grpo_spmd")
-_NUM_LAST_REWARDS = 10  # steps whose mean reward the last line of a run names
 
 
 @dataclass(frozen=True)

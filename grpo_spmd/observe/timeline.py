@@ -153,8 +153,8 @@ def read_timeline(run_dir: Path, steps: Collection[int] | None = None) -> dict[i
     """Returns the timelines by step, in the order of the file; {} if there is no file.
 
     With `steps`, lines of other steps are not parsed. Steps that a run will make again are there
-    too. Broken and overlong lines are skipped: a kill may have cut one. Raises ConfigError for a file that
-    cannot be read.
+    too. Broken lines and lines of 4 MiB or more are skipped: a kill may have cut one. Raises
+    ConfigError for a file that cannot be read.
     """
     path = run_dir / _NAME
     timelines: dict[int, Timeline] = {}

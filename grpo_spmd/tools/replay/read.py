@@ -1,5 +1,8 @@
-"""Reads what a run left of one step, checks it, and tells which rewards cannot be had again.
-Imports no torch."""
+"""Reads what a run recorded of one step, for a replay: config, rollouts, metrics and data rows.
+
+It also tells which rewards cannot be computed again (servers, reward models, environments), and
+describes episodes turn by turn for the report. Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,8 @@ from grpo_spmd.observe.run_folder import RunFolder, dump_path
 from grpo_spmd.records import Completion
 from grpo_spmd.rewards.protocol import load_rewards
 from grpo_spmd.rewards.remote.servers import check_calls
+
+_MAX_CHARS = 100  # of a message in a line
 
 
 @dataclass(frozen=True)
@@ -243,13 +248,6 @@ def has_model(path: str) -> bool:
     folder = Path(path)
     is_hub_id = not folder.is_absolute() and len(folder.parts) == 2 and not folder.parent.exists()
     return folder.is_dir() or is_hub_id
-
-
-# Episodes of a recorded step: made from the dump, scored as their environments did, shown turn by
-# turn.
-
-
-_MAX_CHARS = 100  # of a message in a line
 
 
 def make_completion(record: RolloutRecord) -> Completion:

@@ -1,4 +1,11 @@
-"""The replay as text: notes, metrics side by side, and rollouts that differ or look suspicious."""
+"""Replays rewards, advantages and loss of a recorded step, and reports the differences.
+
+The replay runs on the CPU, in one process, without vLLM. The trainer's own code runs over the
+dumped rollouts, so breakpoint() works in a reward (which runs in the reward pool, with its
+deadlines, as in training), in the advantages and in the loss. Overrides ask what another config would do. The report
+has notes, the recorded and the replayed metrics side by side, and the rollouts that differ most or
+look suspicious.
+"""
 
 from __future__ import annotations
 
@@ -37,167 +44,6 @@ if TYPE_CHECKING:
 _ROUNDING = 1e-6  # relative; differences up to this come from sums of float32 in another order
 _MIN_NAME_WIDTH = 34
 Ranked = tuple[float, ReplayedRollout]  # the larger the number, the more suspicious
-
-
-def report(recorded: RecordedStep, replay: Replay, top: int) -> list[str]:
-    """Returns the lines of the report, with at most `top` rollouts in each list."""
-    rollouts = replay.rollouts
-    group_size = recorded.config.rollout.group_size
-    return [
-        f"step {recorded.step} of {recorded.run_dir}: {len(rollouts)} rollouts in groups of "
-        f"{group_size}",
-        *(f"  {note}" for note in replay.notes),
-        *_metric_lines(replay),
-        "",
-        *_difference_lines(rollouts, top),
-        *_suspicious_lines(rollouts, top),
-        *describe_episodes(rollouts, top),
-    ]
-
-
-def _metric_lines(replay: Replay) -> Iterator[str]:
-    if replay.metrics:
-        # Most metrics are shares that are 0.
-        rows = [
-            [name, _number(old), _number(new), _difference(old, new)]
-            for name, (old, new) in sorted(replay.metrics.items())
-            if old or new
-        ]
-        name_width = max([_MIN_NAME_WIDTH, *(len(row[0]) for row in rows)])
-        titles = ("recorded", "replayed", "difference")
-        columns = [Column(width=name_width), *(Column(title, ">", 14) for title in titles)]
-        yield ""
-        yield from (line.plain for line in Terminal().table(columns, rows, gap=0))
-
-
-def _suspicious_lines(rollouts: Sequence[ReplayedRollout], top: int) -> Iterator[str]:
-    weights = [
-        (abs(rollout.replayed.advantage or 0.0) * len(rollout.recorded.rollout_logprobs), rollout)
-        for rollout in rollouts
-        if rollout.in_loss
-    ]
-    yield from _ranked_lines("most weight in the loss, |advantage| x tokens", weights, top)
-    finite = [rollout for rollout in rollouts if _has_finite_logprobs(rollout)]
-    source = "policy" if any(rollout.logprobs is not None for rollout in rollouts) else "engine"
-    unlikely = [
-        (-min(rollout.logprobs or rollout.recorded.rollout_logprobs, default=0.0), rollout)
-        for rollout in finite
-    ]
-    yield from _ranked_lines(f"least likely token, -logprob of the {source}", unlikely, top)
-    mismatches = []
-    for rollout in finite:
-        if rollout.logprobs:
-            pairs = zip(rollout.logprobs, rollout.recorded.rollout_logprobs, strict=True)
-            mismatches.append((max(abs(policy - engine) for policy, engine in pairs), rollout))
-    title = "furthest from the engine, largest |policy - engine| of a token"
-    yield from _ranked_lines(title, mismatches, top)
-    broken = [(1.0, rollout) for rollout in rollouts if not _has_finite_logprobs(rollout)]
-    title = f"{len(broken)} rollouts with a logprob that is not finite"
-    yield from _ranked_lines(title, broken, top)
-
-
-def _difference_lines(rollouts: Sequence[ReplayedRollout], top: int) -> Iterator[str]:
-    """Yields how many rollouts differ in what, and those that differ most."""
-    names = dict.fromkeys(
-        name
-        for rollout in rollouts
-        for name in (*rollout.recorded.rewards, *rollout.replayed.rewards)
-    )
-    # A single reward is the reward itself, and is not listed twice.
-    components = list(names) if len(names) > 1 else []
-    kinds = ["reward", "statuses", "advantage", *(f"reward {name}" for name in components)]
-    counts = dict.fromkeys(kinds, 0)
-    ranked: list[tuple[list[float], str]] = []
-    for rollout in rollouts:
-        old = rollout.recorded
-        new = rollout.replayed
-        changes: list[str] = []
-        if _differ(old.reward, new.reward):
-            counts["reward"] += 1
-            changes.append(f"reward {_number(old.reward)} -> {_number(new.reward)}")
-        for name in names:
-            old_reward = old.rewards.get(name)
-            new_reward = new.rewards.get(name)
-            if name in components and _differ(old_reward, new_reward):
-                counts[f"reward {name}"] += 1
-                changes.append(f"{name} {_number(old_reward)} -> {_number(new_reward)}")
-            old_status = old.statuses.get(name, "-")
-            new_status = new.statuses.get(name, "-")
-            if old_status != new_status:
-                counts["statuses"] += 1
-                changes.append(f"{name} {old_status} -> {new_status}")
-        if _differ(old.advantage, new.advantage):
-            counts["advantage"] += 1
-            changes.append(f"advantage {_number(old.advantage)} -> {_number(new.advantage)}")
-        if changes:
-            distances = [
-                abs((old.advantage or 0.0) - (new.advantage or 0.0)),
-                abs((old.reward or 0.0) - (new.reward or 0.0)),
-            ]
-            ranked.append((distances, _rollout_line(rollout, f" {'; '.join(changes)}")))
-    totals = ", ".join(f"{kind} {num}" for kind, num in counts.items())
-    yield f"of {len(rollouts)} rollouts differ: {totals}"
-    if ranked:
-        yield "largest differences (position/sample):"
-        ranked.sort(key=lambda entry: entry[0], reverse=True)
-        yield from (line for _, line in ranked[:top])
-
-
-def _ranked_lines(title: str, ranked: Sequence[Ranked], top: int) -> Iterator[str]:
-    entries = sorted(
-        (entry for entry in ranked if entry[0] > 0), key=lambda entry: entry[0], reverse=True
-    )
-    if entries:
-        yield ""
-        yield f"{title}:"
-    for value, rollout in entries[:top]:
-        record = rollout.recorded
-        facts = (
-            f"{_number(value):>10}",
-            f"reward {_number(rollout.replayed.reward)}",
-            f"advantage {_number(rollout.replayed.advantage)}",
-            f"{len(record.rollout_logprobs)} tokens",
-            record.finish_reason,
-        )
-        yield _rollout_line(rollout, "  ".join(facts))
-
-
-def _rollout_line(rollout: ReplayedRollout, facts: str) -> str:
-    """Returns one line about a rollout, with its completion and the answer of its data row."""
-    completion = rollout.recorded.completion
-    if len(completion) > 40:
-        completion = f"{completion[:18]} ... {completion[-18:]}"
-    # Dumps of earlier versions have no columns; then those of the data set are there, if it is.
-    gold = gold_answer(rollout.recorded.columns or rollout.replayed.columns)
-    return f"  {rollout.name:>9} {facts}  {completion!r}  {gold}".rstrip()
-
-
-def _has_finite_logprobs(rollout: ReplayedRollout) -> bool:
-    logprobs = (*rollout.recorded.rollout_logprobs, *(rollout.logprobs or ()))
-    return all(map(math.isfinite, logprobs))
-
-
-def _differ(old: float | None, new: float | None) -> bool:
-    if old is None or new is None:
-        return old is not new
-    return not abs(old - new) <= _ROUNDING * max(1.0, abs(old))
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.6g}"
-
-
-def _difference(old: float | None, new: float | None) -> str:
-    if old is None or new is None:
-        return "-"
-    return "0" if old == new else f"{new - old:+.1e}"
-
-
-# Replays reward -> advantage -> loss of a recorded step, on the CPU, in one process, without vLLM.
-#
-# The trainer's own code runs over the dumped rollouts. So breakpoint() works in a reward (called in
-# the reward pool, with its deadlines, as in training), in the advantages and in the loss. Overrides
-# ask what another config would do.
 
 
 def replay(recorded: RecordedStep, checkpoint: Path | None = None) -> Replay:
@@ -393,3 +239,157 @@ def _pair_rollouts(
             )
         )
     return rollouts
+
+
+def report(recorded: RecordedStep, replay: Replay, top: int) -> list[str]:
+    """Returns the lines of the report, with at most `top` rollouts in each list."""
+    rollouts = replay.rollouts
+    group_size = recorded.config.rollout.group_size
+    return [
+        f"step {recorded.step} of {recorded.run_dir}: {len(rollouts)} rollouts in groups of "
+        f"{group_size}",
+        *(f"  {note}" for note in replay.notes),
+        *_metric_lines(replay),
+        "",
+        *_difference_lines(rollouts, top),
+        *_suspicious_lines(rollouts, top),
+        *describe_episodes(rollouts, top),
+    ]
+
+
+def _metric_lines(replay: Replay) -> Iterator[str]:
+    if replay.metrics:
+        # Most metrics are shares that are 0.
+        rows = [
+            [name, _number(old), _number(new), _difference(old, new)]
+            for name, (old, new) in sorted(replay.metrics.items())
+            if old or new
+        ]
+        name_width = max([_MIN_NAME_WIDTH, *(len(row[0]) for row in rows)])
+        titles = ("recorded", "replayed", "difference")
+        columns = [Column(width=name_width), *(Column(title, ">", 14) for title in titles)]
+        yield ""
+        yield from (line.plain for line in Terminal().table(columns, rows, gap=0))
+
+
+def _suspicious_lines(rollouts: Sequence[ReplayedRollout], top: int) -> Iterator[str]:
+    weights = [
+        (abs(rollout.replayed.advantage or 0.0) * len(rollout.recorded.rollout_logprobs), rollout)
+        for rollout in rollouts
+        if rollout.in_loss
+    ]
+    yield from _ranked_lines("most weight in the loss, |advantage| x tokens", weights, top)
+    finite = [rollout for rollout in rollouts if _has_finite_logprobs(rollout)]
+    source = "policy" if any(rollout.logprobs is not None for rollout in rollouts) else "engine"
+    unlikely = [
+        (-min(rollout.logprobs or rollout.recorded.rollout_logprobs, default=0.0), rollout)
+        for rollout in finite
+    ]
+    yield from _ranked_lines(f"least likely token, -logprob of the {source}", unlikely, top)
+    mismatches = []
+    for rollout in finite:
+        if rollout.logprobs:
+            pairs = zip(rollout.logprobs, rollout.recorded.rollout_logprobs, strict=True)
+            mismatches.append((max(abs(policy - engine) for policy, engine in pairs), rollout))
+    title = "furthest from the engine, largest |policy - engine| of a token"
+    yield from _ranked_lines(title, mismatches, top)
+    broken = [(1.0, rollout) for rollout in rollouts if not _has_finite_logprobs(rollout)]
+    title = f"{len(broken)} rollouts with a logprob that is not finite"
+    yield from _ranked_lines(title, broken, top)
+
+
+def _difference_lines(rollouts: Sequence[ReplayedRollout], top: int) -> Iterator[str]:
+    """Yields how many rollouts differ in what, and those that differ most."""
+    names = dict.fromkeys(
+        name
+        for rollout in rollouts
+        for name in (*rollout.recorded.rewards, *rollout.replayed.rewards)
+    )
+    # A single reward is the reward itself, and is not listed twice.
+    components = list(names) if len(names) > 1 else []
+    kinds = ["reward", "statuses", "advantage", *(f"reward {name}" for name in components)]
+    counts = dict.fromkeys(kinds, 0)
+    ranked: list[tuple[list[float], str]] = []
+    for rollout in rollouts:
+        old = rollout.recorded
+        new = rollout.replayed
+        changes: list[str] = []
+        if _differ(old.reward, new.reward):
+            counts["reward"] += 1
+            changes.append(f"reward {_number(old.reward)} -> {_number(new.reward)}")
+        for name in names:
+            old_reward = old.rewards.get(name)
+            new_reward = new.rewards.get(name)
+            if name in components and _differ(old_reward, new_reward):
+                counts[f"reward {name}"] += 1
+                changes.append(f"{name} {_number(old_reward)} -> {_number(new_reward)}")
+            old_status = old.statuses.get(name, "-")
+            new_status = new.statuses.get(name, "-")
+            if old_status != new_status:
+                counts["statuses"] += 1
+                changes.append(f"{name} {old_status} -> {new_status}")
+        if _differ(old.advantage, new.advantage):
+            counts["advantage"] += 1
+            changes.append(f"advantage {_number(old.advantage)} -> {_number(new.advantage)}")
+        if changes:
+            distances = [
+                abs((old.advantage or 0.0) - (new.advantage or 0.0)),
+                abs((old.reward or 0.0) - (new.reward or 0.0)),
+            ]
+            ranked.append((distances, _rollout_line(rollout, f" {'; '.join(changes)}")))
+    totals = ", ".join(f"{kind} {num}" for kind, num in counts.items())
+    yield f"of {len(rollouts)} rollouts differ: {totals}"
+    if ranked:
+        yield "largest differences (position/sample):"
+        ranked.sort(key=lambda entry: entry[0], reverse=True)
+        yield from (line for _, line in ranked[:top])
+
+
+def _ranked_lines(title: str, ranked: Sequence[Ranked], top: int) -> Iterator[str]:
+    entries = sorted(
+        (entry for entry in ranked if entry[0] > 0), key=lambda entry: entry[0], reverse=True
+    )
+    if entries:
+        yield ""
+        yield f"{title}:"
+    for value, rollout in entries[:top]:
+        record = rollout.recorded
+        facts = (
+            f"{_number(value):>10}",
+            f"reward {_number(rollout.replayed.reward)}",
+            f"advantage {_number(rollout.replayed.advantage)}",
+            f"{len(record.rollout_logprobs)} tokens",
+            record.finish_reason,
+        )
+        yield _rollout_line(rollout, "  ".join(facts))
+
+
+def _rollout_line(rollout: ReplayedRollout, facts: str) -> str:
+    """Returns one line about a rollout, with its completion and the answer of its data row."""
+    completion = rollout.recorded.completion
+    if len(completion) > 40:
+        completion = f"{completion[:18]} ... {completion[-18:]}"
+    # Dumps of earlier versions have no columns; then those of the data set are there, if it is.
+    gold = gold_answer(rollout.recorded.columns or rollout.replayed.columns)
+    return f"  {rollout.name:>9} {facts}  {completion!r}  {gold}".rstrip()
+
+
+def _has_finite_logprobs(rollout: ReplayedRollout) -> bool:
+    logprobs = (*rollout.recorded.rollout_logprobs, *(rollout.logprobs or ()))
+    return all(map(math.isfinite, logprobs))
+
+
+def _differ(old: float | None, new: float | None) -> bool:
+    if old is None or new is None:
+        return old is not new
+    return not abs(old - new) <= _ROUNDING * max(1.0, abs(old))
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.6g}"
+
+
+def _difference(old: float | None, new: float | None) -> str:
+    if old is None or new is None:
+        return "-"
+    return "0" if old == new else f"{new - old:+.1e}"

@@ -1,6 +1,9 @@
-"""A rollout as the page shows it: its text, its tokens with their figures, the turns of an episode.
+"""Makes the report page's part about one step: figures of all rollouts, and some rollouts whole.
 
-Texts of policies and data sets are cut here to bounded sizes.
+Dumps are large, so a first pass (the scan) reads a few fields of every line and remembers where the
+line is. Only the lines of rollouts that the page shows are read again and parsed as a whole. A
+broken line or file is counted, and the rest is shown. Texts of policies and data sets are cut to
+bounded sizes. "Pieces" are the texts of single tokens.
 """
 
 from __future__ import annotations
@@ -39,6 +42,28 @@ _MAX_MESSAGE_CHARS = 40_000  # of all messages of an episode
 # Characters of a turn: of one that was not sampled, and of any turn that is cut.
 _MAX_GIVEN_CHARS = 4_000
 _MIN_TURN_CHARS = 200
+_TABLE_FIELDS = (
+    "row",
+    "position",
+    "sample",
+    "rollout_id",
+    "reward",
+    "advantage",
+    "statuses",
+    "finish_reason",
+    "status",
+    "rollout_logprobs",
+)
+_MAX_STATUS_CHARS = 40
+_REWARD_FAILURES = ("error", "timeout")
+_FAILURES = (*_REWARD_FAILURES, "env_error", "env_timeout")
+_NUM_EARLY_FAILURES = 4  # failed rollouts that come before the tokens of other rollouts
+_MAX_SHOWN = 2_000  # rollouts of a step
+# The size of a rollout beside others, relative to its size alone at the quickest level.
+_COMPRESSION = 0.9
+# Characters of a completion that is shown as a whole.
+_MIN_COMPLETION_CHARS = 2_000
+_MAX_COMPLETION_CHARS = 60_000
 
 
 @dataclass
@@ -245,37 +270,6 @@ def shorten(text: str, max_chars: int) -> tuple[str, int]:
 
 def _cut_marker(num_cut: int) -> str:
     return f"\n[... {num_cut:,} characters ...]\n"
-
-
-# The part of the page about one step: figures of all its rollouts, and some rollouts as a whole.
-#
-# Dumps are large, so a first pass reads a few fields of every line and remembers where the line is;
-# only the lines that the page shows are read again and parsed as a whole. A broken line or file is
-# counted, and the rest is shown.
-
-
-_TABLE_FIELDS = (
-    "row",
-    "position",
-    "sample",
-    "rollout_id",
-    "reward",
-    "advantage",
-    "statuses",
-    "finish_reason",
-    "status",
-    "rollout_logprobs",
-)
-_MAX_STATUS_CHARS = 40
-_REWARD_FAILURES = ("error", "timeout")
-_FAILURES = (*_REWARD_FAILURES, "env_error", "env_timeout")
-_NUM_EARLY_FAILURES = 4  # failed rollouts that come before the tokens of other rollouts
-_MAX_SHOWN = 2_000  # rollouts of a step
-# The size of a rollout beside others, relative to its size alone at the quickest level.
-_COMPRESSION = 0.9
-# Characters of a completion that is shown as a whole.
-_MIN_COMPLETION_CHARS = 2_000
-_MAX_COMPLETION_CHARS = 60_000
 
 
 class ScannedRollout(NamedTuple):

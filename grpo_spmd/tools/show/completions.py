@@ -1,4 +1,9 @@
-"""What the pages share about recorded completions: filters of lines, texts of messages, errors."""
+"""Shows recorded completions in the terminal, whole or as excerpts.
+
+The file has three parts: helpers that all pages share (filters of raw lines, texts of messages,
+errors of reading); TokenDifferences, which describes and colours tokens by the difference between
+the logprobs of engine and policy; and the pages of the best and the worst completions of a step.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +32,16 @@ from grpo_spmd.tools.terminal import Line, Styles, Terminal, width_of
 
 _MAX_LISTED_STEPS = 8  # at each end of a list
 LineFilter = Callable[[bytes], bool]
+_MAX_COLOURED_CHARS = 1 << 24
+_STYLES = ((100.0, "far"), (10.0, "over"), (1.0, "near"))  # (from so many bounds on, style)
+_INDENT = 2
+_MAX_TEXT_COLUMNS = 120
+# Lines of a text that is not shown in full.
+_HEAD_LINES = 14
+_TAIL_LINES = 10
+_MAX_MESSAGES = 40
+_MAX_COLUMNS = 12  # of a data row
+_FINISH_REASONS = {"stop": "ended by itself", "length": "cut off"}
 
 
 def error_lines(errors: ReadErrors, terminal: Terminal) -> Iterator[Line]:
@@ -141,13 +156,6 @@ def find_dumped_step(run: RecordedRun, step: int | None) -> int:
     return step
 
 
-# Differences between engine and policy on the tokens of completions, in words and as colours.
-
-
-_MAX_COLOURED_CHARS = 1 << 24
-_STYLES = ((100.0, "far"), (10.0, "over"), (1.0, "near"))  # (from so many bounds on, style)
-
-
 class TokenDifferences:
     """The recorded token scores of some rollouts of one step."""
 
@@ -238,19 +246,6 @@ class TokenDifferences:
 def _style(num_bounds: float) -> str:
     # NaN is beyond all bounds.
     return next((style for bound, style in _STYLES if not num_bounds < bound), "")
-
-
-# Completions in full: the best and the worst of a step, those of a prompt, an episode's turns.
-
-
-_INDENT = 2
-_MAX_TEXT_COLUMNS = 120
-# Lines of a text that is not shown in full.
-_HEAD_LINES = 14
-_TAIL_LINES = 10
-_MAX_MESSAGES = 40
-_MAX_COLUMNS = 12  # of a data row
-_FINISH_REASONS = {"stop": "ended by itself", "length": "cut off"}
 
 
 @dataclass(frozen=True)

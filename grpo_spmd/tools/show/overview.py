@@ -1,4 +1,8 @@
-"""Charts of one row, and numbers of at most seven characters. Pure."""
+"""Shows a run on one screen: its state, findings, curves, and where the time goes.
+
+The first part are pure functions that all pages share: charts that are one row high, and numbers of
+at most seven characters.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +23,14 @@ Value = float | int | None
 MAX_FINITE = 1e300  # larger numbers are not drawn: sums and differences of them would be infinite
 _BARS = "▁▂▃▄▅▆▇█"
 _ASCII_BARS = "_.:-=+*#"
+_MAX_FINDINGS = 8
+_MAX_COMPONENTS = 8
+_MAX_SETS = 4
+_REPORT_LINES = 12
+_GOOD_STATES = ("done", "going")
+_BAD_STATES = ("failed", "killed")
+_MARKS = {"bad": "!! ", "warning": "!  ", "ok": "ok "}
+_FIGURE_WIDTH = 8  # columns of a number and the space before it
 
 
 def curve(
@@ -115,19 +127,6 @@ def number(value: object) -> str:
 def _short_exponent(text: str) -> str:
     mantissa, exponent = text.split("e")
     return f"{mantissa}e{int(exponent)}"
-
-
-# A run on one screen: its state, findings, curves, and where the time goes.
-
-
-_MAX_FINDINGS = 8
-_MAX_COMPONENTS = 8
-_MAX_SETS = 4
-_REPORT_LINES = 12
-_GOOD_STATES = ("done", "going")
-_BAD_STATES = ("failed", "killed")
-_MARKS = {"bad": "!! ", "warning": "!  ", "ok": "ok "}
-_FIGURE_WIDTH = 8  # columns of a number and the space before it
 
 
 class CurveRow(NamedTuple):

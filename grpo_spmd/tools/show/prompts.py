@@ -1,4 +1,8 @@
-"""One prompt over the steps: how its reward went, and its completions at one step."""
+"""Shows one prompt over the steps, or the completions that contain a text.
+
+A prompt is a row of the data set. Its page has its mean reward at each step and its completions at
+one step. A search shows the newest steps first, and counts the matches at each step.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +39,10 @@ _MAX_ROWS = 200  # that are searched for
 _MAX_LISTED_ROWS = 12
 _MAX_STEPS = 12
 _MAX_PROMPT_CHARS = 400  # in a list
+_MAX_SHOWN = 20
+_MAX_SHOWN_PER_STEP = 5
+_CONTEXT_CHARS = 100  # on each side of a match
+_MAX_MARKED = 1000
 
 
 @dataclass
@@ -179,15 +187,6 @@ def _group_lines(prompt: PromptHistory, view: View) -> Iterator[Line]:
         row = [str(step), str(len(group.rewards)), number(group.mean), number(group.spread)]
         rows.append([*row, f"{group.cut_frac:.0%}", f"  {heights}"])
     yield from terminal.table(columns, rows, gap=0)
-
-
-# Completions that contain a text, the newest step first, and their number at each step.
-
-
-_MAX_SHOWN = 20
-_MAX_SHOWN_PER_STEP = 5
-_CONTEXT_CHARS = 100  # on each side of a match
-_MAX_MARKED = 1000
 
 
 def search_lines(run: RecordedRun, text: str, step: int | None, view: View) -> Iterator[Line]:

@@ -1,4 +1,8 @@
-"""Draws a page again and again while a run goes on."""
+"""Shows one step in the terminal, and redraws any page while a run goes on.
+
+The page of a step has its metrics in blocks, memory by phase, and a table of its groups; a group is
+the completions of one prompt. `follow` draws a page again whenever metrics.jsonl grows.
+"""
 
 from __future__ import annotations
 
@@ -40,6 +44,21 @@ _STATE_S = 10.0  # between two looks at the run's state: it may have been killed
 _PAUSE_FACTOR = 10
 _RUNNING_STATES = ("going", "silent")
 Draw = Callable[[RecordedRun, Terminal], list[Line]]
+_FIRST_BLOCKS = (
+    "reward",
+    "dynamic_sampling",
+    "completion",
+    "episode",
+    "environment",
+    "loss",
+    "optim",
+    "weight_sync",
+    "rollout",
+)
+_MEMORY_KINDS = ("peak", "allocated", "reserved", "driver_used", "other")
+_MAX_GROUPS = 24
+_NUM_BINS = 8
+_MAX_PROMPT_CHARS = 400
 
 
 def follow(run_dir: Path, draw: Draw) -> None:
@@ -105,26 +124,6 @@ def _file_size(path: Path) -> int:
     with suppress(OSError):
         return path.stat().st_size
     return 0
-
-
-# One step: its metrics in blocks, and its groups.
-
-
-_FIRST_BLOCKS = (
-    "reward",
-    "dynamic_sampling",
-    "completion",
-    "episode",
-    "environment",
-    "loss",
-    "optim",
-    "weight_sync",
-    "rollout",
-)
-_MEMORY_KINDS = ("peak", "allocated", "reserved", "driver_used", "other")
-_MAX_GROUPS = 24
-_NUM_BINS = 8
-_MAX_PROMPT_CHARS = 400
 
 
 @dataclass
