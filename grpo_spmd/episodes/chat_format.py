@@ -1,7 +1,14 @@
-"""Encodes text in which some stretches are data.
+"""This module turns conversations into tokens with the tokenizer's chat template.
 
-Special-token text in data becomes the tokens of its letters; all else is encoded as the tokenizer
-always does.
+Words used here: a *turn* is one message that the policy (the assistant) has sampled. *Data* are
+texts that tools, users and policies wrote; the template's own text is *trusted*. A *span* is a
+(begin, end) pair of character indices. A *slot* is a word that stands for a string of data while
+the template renders a conversation.
+
+`ChatFormat` makes prompts and the contexts of next turns. Sampled tokens stay as they were
+sampled; only new messages are rendered and encoded, after them. `PlainText` encodes a text in
+which some spans are data: special-token text in data becomes the tokens of its letters, and all
+else is encoded as the tokenizer always does.
 """
 
 from __future__ import annotations
@@ -20,8 +27,30 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.episodes.reply_parser import Parsed, ReplyParser
 
 Span = tuple[int, int]
+Message = dict[str, Any]
+Tools = Sequence[dict[str, Any]]
+Kind = Literal["tool", "user"]
+
 # Runs of newlines are added tokens in Gemma's vocabulary, and data may contain them.
 _BLANK = re.compile("[\\s\u2581]*")
+# These words fill trial conversations. No template, no tool and nobody's text contains them.
+_SAID_WORD = "said7c1f0b"
+_ANSWER_WORD = "given7c1f0b"
+_THINKING_WORD = "thought7c1f0b"
+_TRIAL_PROMPT: list[Message] = [{"role": "user", "content": "asked7c1f0b"}]
+_SLOT = re.compile(r"(slot\d+x7c1f0b)")
+# Thinking may differ where a template rewrites nothing else; `history: append` keeps all of it.
+_THINKING = re.compile(r"<think>.*?(?:</think>|$)\s*", re.DOTALL)
+# Canonical composition (NFC) makes one letter out of at most four code points.
+_MAX_COMPOSED = 4
+# Names of tools come from the policy, so there may be many of them.
+_MAX_CACHED = 4096
+_KEY = "environment: the chat template of model.path"
+_NO_TEMPLATE = "give the model's folder one (chat_template.jinja), or take an instruct model"
+_FIELDS = {
+    "role", "type", "content", "text", "name", "tool_call_id", "tool_calls", "id", "function",
+    "arguments", "reasoning_content", "thinking",
+}  # fmt: skip
 
 
 class TemplateError(ValueError):
@@ -29,14 +58,16 @@ class TemplateError(ValueError):
 
 
 class PlainText:
-    """Encodes text with data in it, by one tokenizer.
+    """Encodes text that has data in it, with one tokenizer.
 
-    transformers encodes what a template rendered, so a `<|im_end|>` in a tool's result would be the
-    special token. Its `split_special_tokens` spares only tokens with special=True (not Qwen's
-    `<tool_call>`), and would split the template's too. Here the text is encoded as always. Where a
-    special or added token came out of data, the stretch between the template's own tokens around it
-    is encoded once more, by a copy of the tokenizer without any of them. A token that still comes
-    out (a vocabulary may hold `<s>` as a word) is cut in two; what cannot be cut is refused.
+    transformers encodes the rendered text as a whole, so a `<|im_end|>` in a tool's result would
+    become the special token. The tokenizer's `split_special_tokens` splits only tokens with
+    special=True (not Qwen's `<tool_call>`), and would split the template's own tokens too.
+
+    Here the text is first encoded as always. Where a special or added token came out of data, the
+    stretch between the template's own tokens around it is encoded again, by a copy of the tokenizer
+    without special and added tokens. A token that still comes out (a vocabulary may hold `<s>` as a
+    word) is cut in two; a token that cannot be cut is refused.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -53,7 +84,7 @@ class PlainText:
         self._pattern = re.compile("|".join(map(re.escape, texts)) or "(?!)")
 
     def is_special(self, text: str) -> bool:
-        """Returns whether a text contains that of a special or added token."""
+        """Returns whether a text contains the text of a special or added token."""
         return self._pattern.search(text) is not None
 
     def special_ids(self, ids: Sequence[int]) -> list[int]:
@@ -61,7 +92,7 @@ class PlainText:
         return [token_id for token_id in ids if token_id in self._texts]
 
     def encode(self, text: str, data: Collection[Span] = ()) -> list[int]:
-        """Returns the tokens of a text; `data` are stretches of characters.
+        """Returns the tokens of a text; `data` are the spans of the text that are data.
 
         Raises TemplateError where data would become a special token.
         """
@@ -84,6 +115,7 @@ class PlainText:
         return result
 
     def _encode_with_offsets(self, text: str) -> Any:
+        """Returns the tokenizer's encoding with the span of each token."""
         try:
             return self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         # The Rust library panics where a regular expression backtracks without end.
@@ -93,7 +125,8 @@ class PlainText:
             raise TemplateError(f"the tokenizer fails on it: {error}") from None
 
     def _is_data(self, text: str, token_id: int, offset: Span, data: Collection[Span]) -> bool:
-        """Returns whether a token's own text is in data; blanks that it swallows do not count."""
+        """Returns whether a token's text lies in data; blanks around it that belong to the token do
+        not count."""
         begin, end = offset
         content = self._texts[token_id]
         content_begin = text.find(content, begin, end)
@@ -103,7 +136,7 @@ class PlainText:
         return any(begin < data_end and data_begin < end for data_begin, data_end in data)
 
     def _encode_without_special(self, text: str) -> list[int]:
-        """Returns the tokens of a text that stands behind a special token. Raises TemplateError."""
+        """Returns the tokens of a text that follows a special token. Raises TemplateError."""
         copy, mark, mark_id = self._copy
         result: list[int] = []
         waiting = [text]
@@ -133,10 +166,11 @@ class PlainText:
 
     @cached_property
     def _copy(self) -> tuple[Any, str, int]:
-        """The tokenizer without its added tokens, and a mark: a token that no data contains.
+        """Returns the tokenizer without its added tokens, a mark that no data contains, and the
+        mark's id.
 
-        Behind the mark, text is encoded as behind any special token. Made when first needed: a
-        large vocabulary takes a second.
+        After the mark, text is encoded as after any special token. The copy is made when it is
+        first needed, because a large vocabulary takes a second.
         """
         # Imported late: data that is plain needs no copy.
         from tokenizers import AddedToken, Tokenizer
@@ -155,78 +189,52 @@ class PlainText:
 
 
 def without_surrogates(text: str) -> str:
-    """Returns a text that tokenizers take: halves of surrogate pairs are replaced, pairs joined."""
+    """Returns the text with lone surrogates replaced and surrogate pairs joined, as tokenizers need
+    it."""
     if text.isascii():
         return text
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
-# Conversations as tokens, by the tokenizer's chat template.
-#
-# Sampled tokens stay as they were sampled; only new messages are rendered and encoded, behind them.
-
-
-Message = dict[str, Any]
-Tools = Sequence[dict[str, Any]]
-Kind = Literal["tool", "user"]
-
-# Words for trial conversations that no template, no tool and nobody's text contains.
-_SAID_WORD = "said7c1f0b"
-_ANSWER_WORD = "given7c1f0b"
-_THINKING_WORD = "thought7c1f0b"
-_TRIAL_PROMPT: list[Message] = [{"role": "user", "content": "asked7c1f0b"}]
-_SLOT = re.compile(r"(slot\d+x7c1f0b)")
-# Thinking may differ where a template rewrites nothing else; `history: append` keeps all of it.
-_THINKING = re.compile(r"<think>.*?(?:</think>|$)\s*", re.DOTALL)
-# A canonical composition (NFC) makes one letter out of at most so many.
-_MAX_COMPOSED = 4
-# Names of tools come from the policy, so there may be many of them.
-_MAX_CACHED = 4096
-_KEY = "environment: the chat template of model.path"
-_NO_TEMPLATE = "give the model's folder one (chat_template.jinja), or take an instruct model"
-_FIELDS = {
-    "role", "type", "content", "text", "name", "tool_call_id", "tool_calls", "id", "function",
-    "arguments", "reasoning_content", "thinking",
-}  # fmt: skip
-
-
 @dataclass(frozen=True)
 class _TurnEnd:
-    """How the template ends a turn of the assistant that new messages follow."""
+    """How the template ends a turn of the assistant if new messages follow."""
 
     text: str
-    """All text behind what the turn says, up to and with the token that ends the turn."""
+    """All text after the turn's own words, including the token that ends the turn."""
     token: str
     token_id: int
 
 
 @dataclass(frozen=True)
 class _HistoryRule:
-    """What the template does with earlier turns when messages of one kind follow."""
+    """How the template treats earlier turns if messages of one kind follow."""
 
     end: _TurnEnd
     replaced_end: str | None
-    """The token that ends a turn which nothing follows, if it is another one."""
+    """The token that ends the last turn of a conversation, if it is a different token."""
     rewrites: bool
-    """The template rewrites more of what came before than thinking."""
+    """True if the template changes earlier text other than thinking."""
     strips_thinking: bool
 
     @property
     def may_append(self) -> bool:
+        """Returns whether new messages can be appended to the sampled tokens."""
         return self.replaced_end is None and not self.rewrites
 
     @property
     def keeps(self) -> bool:
+        """Returns whether the template leaves all earlier text as it was."""
         return self.may_append and not self.strips_thinking
 
 
 class ChatFormat:
-    """Makes prompts and the contexts of next turns in tokens, and reads what a turn says.
+    """Makes prompts and the contexts of next turns in tokens, and parses the policy's turns.
 
-    The next context is the last one with what was sampled, and behind it the new messages as the
-    template writes them after a made-up turn of the assistant. Whether the template makes the same
-    of the whole conversation is tried at the start. Texts of tools, users and policies are data:
-    see PlainText. A prompt is encoded as in data/tokens.py.
+    The next context is the last context, the tokens sampled after it, and the new messages as the
+    template writes them after a made-up turn of the assistant. Trials at the start find out whether
+    the template renders the whole conversation in the same way. Texts of tools, users and policies
+    are data: see PlainText. A prompt is encoded as in data/tokens.py.
     """
 
     def __init__(
@@ -238,10 +246,11 @@ class ChatFormat:
         has_user_turns: bool,
         has_tool_results: bool,
     ) -> None:
-        """`tools`: JSON schemas. The flags say what is sure to follow the policy's turns.
+        """`tools` are JSON schemas. The two flags say which messages are sure to follow the
+        policy's turns.
 
-        Raises ConfigError for what the template cannot do, or does so that no context can be
-        appended to.
+        Raises ConfigError if the template cannot render these messages, or if it rewrites the
+        history although the config wants to append to it.
         """
         name = "environment: the tokenizer of model.path"
         if getattr(tokenizer, "chat_template", None) is None:
@@ -253,8 +262,8 @@ class ChatFormat:
         self._history = history
         self._plain = PlainText(tokenizer)
         self.max_token_chars = _MAX_COMPOSED * max(map(len, tokenizer.get_vocab()))
-        """A text with more characters than this times the room in tokens cannot fit, and is not
-        tokenized to find that out."""
+        """A text with more than this many characters for each free token of the context cannot fit.
+        It is refused before it is tokenized."""
         try:
             prompt = self._render(_TRIAL_PROMPT, tools)
         except TemplateError as error:
@@ -278,7 +287,7 @@ class ChatFormat:
 
     @property
     def note(self) -> str:
-        """What the template does with earlier turns, and what follows from it; for the log."""
+        """Returns for the log how the template treats earlier turns, and what follows from it."""
         words = {"tool": "results of tools", "user": "messages of users"}
         unchanged = [words[kind] for kind, rule in self._rules.items() if rule.keeps]
         stripped = [
@@ -303,14 +312,14 @@ class ChatFormat:
         return f"the chat template {', '.join(notes)}"
 
     def prompt_ids(self, messages: Sequence[Message], tools: Tools) -> list[int]:
-        """Returns a first prompt, with the generation prompt. Raises TemplateError."""
+        """Returns the tokens of a first prompt, with the generation prompt. Raises TemplateError."""
         # reset() may have added halves of surrogate pairs.
         return self._plain.encode(without_surrogates(self._render(messages, tools)))
 
     def whole_ids(self, messages: Sequence[Message], tools: Tools) -> list[int]:
-        """Returns an agent's conversation, all of whose texts are data, with the generation prompt.
+        """Returns the tokens of an agent's conversation, with the generation prompt.
 
-        Raises TemplateError.
+        All texts of the conversation are data. Raises TemplateError.
         """
         text, data = self._render_with_data(complete(messages), tools, 0, self._plain.is_special)
         return self._plain.encode(text, data)
@@ -318,9 +327,9 @@ class ChatFormat:
     def suffix_ids(
         self, messages: Sequence[Message], tools: Tools, policy_turn: Message
     ) -> list[int]:
-        """Returns the tokens of new messages behind a turn's end, with the generation prompt.
+        """Returns the tokens of new messages after the end of a turn, with the generation prompt.
 
-        `policy_turn` is the turn whose calls they answer. Raises TemplateError.
+        `policy_turn` is the turn whose calls the new messages answer. Raises TemplateError.
         """
         kind = _kind_of(messages)
         rule = self._rule(kind, tools)
@@ -346,11 +355,12 @@ class ChatFormat:
         new_messages: Sequence[Message],
         tools: Tools,
     ) -> tuple[list[int], bool]:
-        """Returns the context of the next turn, and whether it begins with `context_ids`.
+        """Returns (ids, is_appended): the context of the next turn, and whether it begins with
+        `context_ids`.
 
-        `context_ids` are the last context and what was sampled; `messages_so_far` all its messages,
-        of which the last is the policy's turn. If the turn ended with another stop token than the
-        template's, the template's is appended. Raises TemplateError.
+        `context_ids` are the last context and the tokens sampled after it. `messages_so_far` are
+        all its messages; the last of them is the policy's turn. If the turn ended with another stop
+        token than the template's, the template's is appended. Raises TemplateError.
         """
         rule = None
         if not self._renders_whole:
@@ -386,10 +396,11 @@ class ChatFormat:
         return self._plain.encode(text, data), False
 
     def parse(self, token_ids: Sequence[int], context_ids: Sequence[int], tools: Tools) -> Parsed:
-        """Returns what a turn says. Calls that do not parse are counted; nothing raises."""
+        """Returns the message of a turn. Calls that do not parse are counted; nothing raises."""
         return self._parser.parse([*token_ids], [*context_ids], tools)
 
     def _render(self, messages: Sequence[Message], tools: Tools, generate: bool = True) -> str:
+        """Returns the rendered text. Raises TemplateError where the template refuses the messages."""
         try:
             text = self._tokenizer.apply_chat_template(
                 [*messages],
@@ -410,11 +421,13 @@ class ChatFormat:
         num_trusted: int,
         is_data: Callable[[str], bool],
     ) -> tuple[str, list[Span]]:
-        """Returns the text of a conversation, and where the strings stand in it that are data.
+        """Returns (text, spans): the rendered conversation, and the spans of the strings that are
+        data.
 
-        The first `num_trusted` messages are not searched. The conversation is rendered with a word
-        in place of each such string, and again with one of them as it is: what then stands between
-        the same rest is that string, in whichever form the template writes it (trimmed, as JSON).
+        `is_data` says which strings are data. The first `num_trusted` messages are not searched.
+        The conversation is rendered with a slot in place of each such string, and again with one of
+        the strings as it is. The text that differs between these two is this string in the form in
+        which the template writes it (trimmed, as JSON).
         """
         trusted = list(messages[:num_trusted])
         rest = _map_texts(list(messages[num_trusted:]), without_surrogates)
@@ -452,6 +465,7 @@ class ChatFormat:
                 forms[slot] = _slot_form(slot, frame, render_slots(number))
         # Slots are the pieces with odd indices.
         pieces = [forms.get(piece, piece) for piece in _SLOT.split(frame)]
+        # The forms in their slots must give the real rendering, or else the spans would be wrong.
         if "".join(pieces) != text:
             rule = "rewrites a message that has the text of special tokens in it"
             raise TemplateError(f"the chat template {rule}")
@@ -466,12 +480,13 @@ class ChatFormat:
         end: _TurnEnd,
         is_data: Callable[[str], bool],
     ) -> list[int]:
+        """Returns the tokens of `new_messages` after the trial turn."""
         messages = [*trial, *new_messages]
         text, data = self._render_with_data(messages, tools, len(trial), is_data)
         return self._ids_after(text, data, end)
 
     def _ids_after(self, text: str, data: Sequence[Span], end: _TurnEnd) -> list[int]:
-        """Returns the tokens of a text behind the end of its trial turn."""
+        """Returns the tokens of a text after the end of its trial turn."""
         _, mark, rest = text.partition(_SAID_WORD)
         if not mark or not rest.startswith(end.text):
             rule = "ends the assistant's turn otherwise before these messages"
@@ -492,6 +507,7 @@ class ChatFormat:
             [str(message.get(name)) for name in ("role", "name", "tool_call_id")]
             for message in new_messages
         ]
+        # The special tokens depend only on these fields and on which contents are blank.
         key = json.dumps([trial[-1], fields, is_blank, [*tools]])
         if key not in self._expected_ids:
             harmless = [
@@ -508,12 +524,13 @@ class ChatFormat:
         return self._expected_ids[key]
 
     def _harmless(self, string: str) -> str:
+        """Returns a string with no special token in it."""
         return "x" if self._plain.is_special(string) else without_surrogates(string)
 
     # Trials at the start: what does the template do with earlier turns?
 
     def _trial_turn(self, kind: Kind, name: str, thinking: bool = False) -> Message:
-        """Returns a made-up turn of the assistant; the last word that it says is _SAID_WORD."""
+        """Returns a made-up turn of the assistant; its last word is _SAID_WORD."""
         message: Message = {"role": "assistant", "content": "" if kind == "tool" else _SAID_WORD}
         if thinking:
             message |= {"reasoning_content": _THINKING_WORD, "thinking": _THINKING_WORD}
@@ -538,8 +555,8 @@ class ChatFormat:
     def _try_kind(self, kind: Kind, tools: Tools, *, is_sure: bool) -> None:
         """Finds the rule for messages of a kind.
 
-        Raises ConfigError if they are sure to come, and the template refuses them or rewrites what
-        the config wants to keep.
+        Raises ConfigError if such messages are sure to come, and the template refuses them or
+        rewrites text that the config wants to keep.
         """
         subject = (
             "results of tools" if kind == "tool" else "a user's messages behind the first turn"
@@ -561,7 +578,7 @@ class ChatFormat:
         self._rules[kind] = rule
 
     def _rule(self, kind: Kind, tools: Tools) -> _HistoryRule | None:
-        """Returns the rule with these tools; None where the template refuses such messages.
+        """Returns the rule with these tools, or None where the template refuses such messages.
 
         An agent brings its own tools, and a template may move them to the last message.
         """
@@ -574,7 +591,11 @@ class ChatFormat:
         return self._rules_by_tools[key]
 
     def _try_history(self, kind: Kind, tools: Tools) -> _HistoryRule:
-        """Renders conversations of 0, 1 and 2 turns: each text should begin with the one before."""
+        """Returns the rule for messages of a kind, from conversations of 0, 1 and 2 turns.
+
+        Each rendered text should begin with the text of the shorter conversation. Raises
+        TemplateError where the template leaves a message out.
+        """
         pair = self._trial_pair(kind)
         texts = [self._render([*_TRIAL_PROMPT, *pair * num], tools) for num in range(3)]
         for num, text in enumerate(texts):
@@ -597,9 +618,10 @@ class ChatFormat:
         return _HistoryRule(end, replaced_end, rewrites, strips_thinking)
 
     def _find_end(self, alone: str, rest: str) -> tuple[_TurnEnd, str | None]:
-        """Returns the end of a turn, and the token that it replaces, if any.
+        """Returns the end of a turn, and the token that it replaces, or None.
 
-        `alone` and `rest` are what follows the turn's words, without and with messages behind it.
+        `alone` is the text after the turn's words if nothing follows the turn; `rest` is the text
+        if messages follow.
         """
         alone_spans = self._special_spans(alone)
         # Phi-3 writes one more token where the conversation ends.
@@ -616,7 +638,8 @@ class ChatFormat:
         return _TurnEnd(rest[:end], rest[begin:end], token_id), replaced_end
 
     def _special_spans(self, text: str) -> list[tuple[int, int, int]]:
-        """Returns begin, end and id of the tokens with special=True, else of all added ones."""
+        """Returns (begin, end, id) of the tokens with special=True, or of all added tokens if there
+        are none."""
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         tokens = self._tokenizer.added_tokens_decoder
         spans = []
@@ -631,7 +654,7 @@ class ChatFormat:
         return [span for span in spans if tokens[span[2]].special] or spans
 
     def _strips(self, pair: list[Message], tools: Tools) -> bool:
-        """Returns whether thinking that a turn alone has is gone once messages follow."""
+        """Returns whether thinking in the last turn disappears as soon as messages follow."""
         try:
             alone = self._render([*_TRIAL_PROMPT, pair[0]], tools, generate=False)
             if _THINKING_WORD not in alone and _THINKING_WORD not in pair[0]["content"]:
@@ -641,9 +664,11 @@ class ChatFormat:
             return False
 
     def _rewrites_mixed(self, tools: Tools) -> bool:
-        """Returns whether the template rewrites turns where both kinds follow each other.
+        """Returns whether the template rewrites turns where tool results and user messages
+        alternate.
 
-        Raises ConfigError where it refuses them, or the config wants to keep them.
+        Raises ConfigError where the template refuses them, or where the config wants to keep the
+        turns.
         """
         messages = [
             *_TRIAL_PROMPT,
@@ -665,9 +690,10 @@ class ChatFormat:
     # What the parser of turns needs.
 
     def _anchors(self, prompt: str, tools: Tools) -> list[str]:
-        """Returns the texts that a turn begins behind.
+        """Returns the texts after which a turn begins.
 
-        That is the generation prompt, or the end of the last message where the template has none.
+        There is one text, the generation prompt, or the ends of the last messages where the
+        template has no generation prompt.
         """
         bare = self._render(_TRIAL_PROMPT, tools, generate=False)
         if prompt.startswith(bare) and prompt != bare:
@@ -683,14 +709,17 @@ class ChatFormat:
         return [*anchors] or [prompt]
 
     def _turn_ends(self) -> list[str]:
-        """Returns the texts of the tokens that may end a turn, longest first."""
+        """Returns the texts of the tokens that may end a turn, the longest first."""
         ends = {self._tokenizer.eos_token or ""}
         for rule in self._rules.values():
             ends |= {rule.end.token, rule.replaced_end or ""}
         return sorted(ends - {""}, key=len, reverse=True)
 
     def _check_calls(self, prompt: str, tools: Tools) -> None:
-        """Lets the template write a call, as a policy is taught it, and reads it back."""
+        """Checks that the parser reads back a call as the template writes it.
+
+        Raises ConfigError if it does not, or if the format of calls is unknown.
+        """
         if self._parser.has_calls:
             turn = self._trial_turn("tool", self._trial_tool)
             text = self._render([*_TRIAL_PROMPT, turn], tools, generate=False)
@@ -712,9 +741,10 @@ class ChatFormat:
 
 
 def complete(messages: Sequence[Message]) -> list[Message]:
-    """Returns the messages with ids for calls that have none, and the same ids in their results.
+    """Returns the messages with ids for calls that have none, and with the same ids in the calls'
+    results.
 
-    Contents of tool results that are neither text nor blocks become text.
+    Contents of tool results that are neither text nor lists of blocks become text.
     """
     completed: list[Message] = []
     ids: list[str] = []
@@ -753,13 +783,16 @@ def _call_id(number: int) -> str:
 
 
 def _answered_tool(answer: Message, policy_turn: Message, default: str) -> str:
-    """Returns the tool that a message answers; gpt-oss writes the name in the turn alone."""
+    """Returns the name of the tool that a message answers; gpt-oss has the name only in the turn."""
     calls = policy_turn.get("tool_calls") or [{}]
     return str(answer.get("name") or calls[0].get("function", {}).get("name") or default)
 
 
 def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """Returns a message with each string in it changed, in order, except roles and field names."""
+    """Returns a message in which `change` has replaced each string, except roles and field names.
+
+    The strings are visited in order.
+    """
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
@@ -775,7 +808,7 @@ def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def _slot_form(slot: str, frame: str, text: str) -> str:
-    """Returns what stands in `text` where `frame` has the slot. Raises TemplateError."""
+    """Returns the text that stands in `text` where `frame` has the slot. Raises TemplateError."""
     pieces = frame.split(slot)
     length = (len(text) - sum(map(len, pieces))) // (len(pieces) - 1)
     begin = len(pieces[0])
@@ -787,10 +820,11 @@ def _slot_form(slot: str, frame: str, text: str) -> str:
 
 
 def _shift(data: Sequence[Span], offset: int) -> list[Span]:
+    """Returns the spans in a text that begins `offset` characters later."""
     return [(begin - offset, end - offset) for begin, end in data]
 
 
 def _rewrites(texts: Sequence[str]) -> bool:
-    """Returns whether a conversation's text, without thinking, is no prefix of the next one's."""
+    """Returns whether some text, without thinking, is no prefix of the following one."""
     plain = [_THINKING.sub("", text) for text in texts]
     return any(not longer.startswith(shorter) for shorter, longer in pairwise(plain))

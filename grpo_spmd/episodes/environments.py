@@ -1,4 +1,10 @@
-"""The rewards that environments gave, as one of the run's scorers (rewards/scorers.py)."""
+"""This module opens all that the episodes of a run need, and reads the rewards that environments
+gave.
+
+An episode is one conversation of the policy with an environment. `Environments` owns the processes
+in which environments run, the chat format and the limits of episodes. `EnvironmentScorer` is one of
+the run's scorers (rewards/scorers.py): it takes the environments' rewards out of finished episodes.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +30,14 @@ from grpo_spmd.episodes.pool import EnvironmentPool
 from grpo_spmd.records import Completion, RolloutGroup, ScoredRollouts
 from grpo_spmd.rewards.protocol import Reward
 
+_log = logging.getLogger("grpo_spmd")
+
 
 class EnvironmentScorer:
-    """Reads the rewards of environments out of the episodes. It communicates with nobody."""
+    """Reads the rewards of environments out of the episodes, without any communication."""
 
     def __init__(self, names: Collection[str]) -> None:
-        """`names` of the rewards that the environments give."""
+        """`names` are the names of the rewards that the environments give."""
         self._names = names
 
     def score(self, groups: Sequence[RolloutGroup], scored: ScoredRollouts) -> ScoredRollouts:
@@ -46,28 +54,27 @@ class EnvironmentScorer:
 
 
 def _reward(completion: Completion, name: str) -> float | str | None:
-    """Returns None for an episode without a turn: its environment failed."""
+    """Returns the reward `name` of a completion's episode; a string is the message of an error.
+
+    Returns None if the environment gave no such reward, or if the episode has no turn because its
+    environment failed.
+    """
     episode = completion.episode
     return episode.rewards.get(name) if episode is not None and episode.turns else None
 
 
 def _status(value: float | str | None) -> str:
+    """Returns the status of a reward: "error", "not_applicable" or "ok"."""
     if isinstance(value, str):
         return "error"
     return "not_applicable" if value is None else "ok"
 
 
-# What the episodes of a run need: the environments' processes, the chat format, the limits.
-
-
-_log = logging.getLogger("grpo_spmd")
-
-
 class Environments(AbstractContextManager["Environments"]):
-    """The environments of one rank.
+    """Holds the environments of one rank, with their processes and the chat format.
 
-    Nothing is started on the ranks of an engine that are not its first: they sample what it tells
-    them.
+    Only the first rank of an engine starts processes. The other ranks of the engine sample what the
+    first rank tells them.
     """
 
     def __init__(
@@ -80,19 +87,19 @@ class Environments(AbstractContextManager["Environments"]):
         log_file: Path | None,
         check: Callable[[], None],
     ) -> None:
-        """`loaded` are the reward functions of `rewards`. `log_file` gets what environments print;
-        None: nothing is started. `check` is as in ProcessPool.
+        """`loaded` are the reward functions of `rewards`. What environments print goes to
+        `log_file`; if it is None, nothing is started. `check` is as in ProcessPool.
 
-        Raises ConfigError for a file that cannot be imported and an unsuitable chat template.
+        Raises ConfigError for a file that cannot be imported and for an unsuitable chat template.
         """
         self._config = config
         self._limits = limits
         self.other_rewards: list[RewardConfig] = []
         """The rewards that a reward pool computes."""
         self.looking_rewards: list[RewardConfig] = []
-        """The rewards that look at environments, and run in their processes."""
+        """The rewards that look at environments; they run in the environments' processes."""
         self.weights: dict[str, float] = {}
-        """Weights of all rewards by name, in the order in which they are summed."""
+        """The weights of all rewards by name, in the order in which they are summed."""
         names = set[str]()
         for reward, function in zip(rewards, loaded, strict=True):
             self.weights[function.name] = function.weight
@@ -108,6 +115,7 @@ class Environments(AbstractContextManager["Environments"]):
         if log_file is None:
             return
         self._pool = EnvironmentPool(config, self.looking_rewards, log_file, check=check)
+        # The pool has processes already, so a failure below must end them.
         try:
             self._chat = self._open_chat(tokenizer, names)
         except BaseException:
@@ -115,7 +123,7 @@ class Environments(AbstractContextManager["Environments"]):
             raise
         facts = self._pool.facts
         self.scorer = EnvironmentScorer(facts.reward_names)
-        # Rewards of the config keep their places; the environments' own follow.
+        # Order of the sum: rewards of the config keep their places; the environments' own follow.
         self.weights |= zip(facts.reward_names, facts.weights, strict=True)
         doctor.describe_waiting_with(self._pool.where)
         if facts.kind == "agent":
@@ -124,6 +132,8 @@ class Environments(AbstractContextManager["Environments"]):
             self._pool.set_engine_clock(self._endpoint.engine_s)
 
     def _open_chat(self, tokenizer: Any, other_names: set[str]) -> ChatFormat:
+        """Returns the chat format of the run. Raises ConfigError where two rewards have the same
+        name."""
         assert self._pool is not None
         facts = self._pool.facts
         duplicates = sorted(other_names.intersection(facts.reward_names))
@@ -144,15 +154,17 @@ class Environments(AbstractContextManager["Environments"]):
         self.close()
 
     def close(self) -> None:
+        """Ends the environments' processes and the endpoint."""
         if self._pool is not None:
             self._pool.close()
         if self._endpoint is not None:
             self._endpoint.stop()
 
     def statuses(self, groups: Sequence[RolloutGroup]) -> dict[str, Counter[str]]:
-        """Returns counts of how environments ended, in the words of rewards.
+        """Returns how many environments ended with each status of rewards ("ok", "error",
+        "timeout").
 
-        An evaluation ends where too many failed.
+        An evaluation stops where too many environments failed.
         """
         words = {"env_error": "error", "env_timeout": "timeout"}
         counts = Counter[str]()
@@ -175,9 +187,11 @@ class Environments(AbstractContextManager["Environments"]):
     ) -> dict[int, list[list[Completion]]]:
         """Collective. Samples an episode for each conversation.
 
-        Returns by job a list of one completion for each, as RolloutEngine.generate_shared does. The
-        first rank of an engine has all of its jobs, the others have none.
+        Returns a dict from job to a list that holds one list with one completion for each
+        conversation, as RolloutEngine.generate_shared does. The first rank of an engine has all
+        jobs of the engine, the other ranks have none.
         """
+        # On ranks without a pool the episodes only follow what the first rank of the engine sends.
         episodes = self._episodes(task, temperature, finished)
         try:
             jobs = engine.generate_shared(
@@ -201,6 +215,8 @@ class Environments(AbstractContextManager["Environments"]):
         temperature: float | None,
         finished: OnCompletion | None,
     ) -> FollowerEpisodes:
+        """Returns the kind of episodes that this rank samples; only the first rank of an engine
+        runs them."""
         if self._pool is None:
             return FollowerEpisodes()
         if self._endpoint is not None:

@@ -1,12 +1,14 @@
-"""Finished completions on disk until their step is saved, so that a resumed run does not sample
-them again.
+"""This module keeps finished completions on disk until their step is saved.
+
+A resumed run does not sample these completions again.
 
     <run_dir>/rollout_buffer/step_000012/<sha256 of the file>.safetensors
 
-A completion is used again only for the same prompt, sample and sampling settings, and for weights
-that are bit-identical (`weights_id`): those of the step that was resumed from, and of later steps
-where training is deterministic, as on a CPU. A process that dies leaves a file complete or absent.
-A file that a crash of the machine tore does not match the hash in its name, and is ignored.
+A completion is used again only for the same prompt, sample and sampling settings, and for
+bit-identical weights (`weights_id`). These are the weights of the step from which the run resumed.
+They are those of later steps too where training is deterministic, as on a CPU. A process that dies
+leaves a file complete or absent. A file that a crash of the machine tore does not match the hash in
+its name, and is ignored.
 """
 
 from __future__ import annotations
@@ -40,19 +42,23 @@ from grpo_spmd.records import FAILED_STATUSES, Completion, Episode, Prompt
 _log = logging.getLogger("grpo_spmd")
 _FOLDER = "rollout_buffer"
 _FINISH_REASONS = ("stop", "length")
-_WRITE_EVERY_S = 60.0  # what a kill without warning may lose
-# What decides how an episode goes. Deadlines and the number of processes do not.
+# Seconds between two writes: a kill without warning loses at most this much work.
+_WRITE_EVERY_S = 60.0
+# The settings that decide the content of an episode. Deadlines and process counts do not.
 _EPISODE_SETTINGS = (
     "tools", "factory", "gym", "agent", "max_turns", "max_tokens", "history", "discount",
 )  # fmt: skip
 Array = npt.NDArray[Any]
-Key = tuple[int, int, str]  # position in the prompt stream, sample, digest of the prompt's tokens
-Slot = tuple[int, int]  # of a step: slot of the prompt, sample
-Sampled = tuple[Prompt, int, Completion]  # with the sample's number in the middle
+# Position in the prompt stream, sample number, digest of the prompt's tokens.
+Key = tuple[int, int, str]
+# Slot of the prompt in the step, sample number.
+Slot = tuple[int, int]
+# Prompt, sample number, completion.
+Sampled = tuple[Prompt, int, Completion]
 
 
 class StoredCompletion(NamedTuple):
-    """Where a finished completion lies on disk."""
+    """The place of a finished completion on disk."""
 
     file: str
     start: int  # its first token in the file
@@ -62,9 +68,9 @@ class StoredCompletion(NamedTuple):
 
 
 class RolloutBuffer:
-    """Completions that this rank keeps, and those that all ranks kept before the run was stopped.
+    """Holds the completions of this rank, and those that all ranks kept before the run was stopped.
 
-    Trouble with the disk gives a warning and nothing else.
+    An error of the disk gives a warning and nothing else.
     """
 
     _array_names: tuple[str, ...] = ("rows", "prompts", "token_ids", "logprobs")
@@ -73,7 +79,7 @@ class RolloutBuffer:
     def __init__(
         self, run_dir: str, seed: int, model: ModelConfig, rollout: RolloutConfig, session: Session
     ) -> None:
-        """Collective."""
+        """Collective. Looks up on rank 0 which steps have files on disk."""
         self._folder = Path(run_dir, _FOLDER)
         self._session = session
         settings = config_to_dict(rollout)
@@ -85,9 +91,9 @@ class RolloutBuffer:
         )
         self._step = -1
         self._weights_id = ""
-        # Of this step, equal on all ranks.
+        # The stored completions of this step, equal on all ranks.
         self._stored: dict[Key, StoredCompletion] = {}
-        # Slices of their arrays, by name.
+        # By file name and array name: lazily read slices.
         self._open_files: dict[str, dict[str, Any]] = {}
         self._pending: list[Sampled] = []
         self._last_write = time.monotonic()
@@ -96,10 +102,11 @@ class RolloutBuffer:
     def find(
         self, step: int, weights_id: str, prompts: Sequence[Prompt], num_samples: int
     ) -> dict[Slot, StoredCompletion]:
-        """Returns the completions of these weights that need not be sampled.
+        """Returns by (slot, sample) the stored completions of these weights, which need not be
+        sampled.
 
-        Collective on the first call of a step. Equal on all ranks, since it decides who samples
-        what.
+        Collective on the first call of a step. The result is equal on all ranks, because it decides
+        which rank samples what.
         """
         if step != self._step:
             self._begin_step(step, weights_id)
@@ -115,7 +122,10 @@ class RolloutBuffer:
         return stored
 
     def _begin_step(self, step: int, weights_id: str) -> None:
-        """Collective if completions of the step are on disk."""
+        """Forgets the previous step and reads the stored completions of `step`.
+
+        Collective if completions of the step are on disk.
+        """
         self._step = step
         self._weights_id = weights_id
         self._pending = []
@@ -123,8 +133,8 @@ class RolloutBuffer:
         self._open_files = {}
         if step not in self._steps_on_disk:
             return
-        # Each rank reads some of the files. A file that it does not see yet on a shared disk is
-        # merely not used.
+        # Each rank reads some of the files. A file that a shared disk does not show yet is merely
+        # not used.
         by_rank: list[list[Any]] = on_rank0(list, self._read_local_files())
         for entries in by_rank:
             self._stored |= {tuple(key): StoredCompletion(*entry) for key, entry in entries}
@@ -135,7 +145,7 @@ class RolloutBuffer:
         )
 
     def read(self, stored: StoredCompletion) -> Completion:
-        """Returns a completion that `find` gave."""
+        """Returns a completion that `find` has listed."""
         slices = self._open_slices(stored.file)
         end = stored.start + stored.num_tokens
         return Completion(
@@ -145,22 +155,23 @@ class RolloutBuffer:
         )
 
     def _open_slices(self, name: str) -> dict[str, Any]:
-        """Returns the arrays of a file, of which only what is asked for is read."""
+        """Returns the arrays of a file by name; only the requested slices are read."""
         if name not in self._open_files:
             file = safe_open(self._step_folder / name, "np")
             self._open_files[name] = {key: file.get_slice(key) for key in self._array_names}
         return self._open_files[name]
 
     def keep(self, prompt: Prompt, sample: int, completion: Completion) -> None:
-        """Keep a completion of the step of the last `find`; written within a minute, if generation
-        goes on.
+        """Keeps a completion of the current step (that of the last `find`).
+
+        It is written within a minute, as long as generation goes on.
         """
         self._pending.append((prompt, sample, completion))
         if time.monotonic() - self._last_write > _WRITE_EVERY_S:
             self.write()
 
     def write(self) -> None:
-        """Write what was kept since the last time, if anything."""
+        """Writes the completions kept since the last write, if there are any."""
         pending = self._pending
         self._pending = []
         self._last_write = time.monotonic()
@@ -171,9 +182,10 @@ class RolloutBuffer:
         temporary = self._step_folder / f"{name}.tmp"
         try:
             self._step_folder.mkdir(parents=True, exist_ok=True)
-            # Checkpoints need the rest of the disk more.
+            # Checkpoints need the free space more than this buffer does.
             if shutil.disk_usage(self._step_folder).free < 10 * len(payload):
                 raise OSError("the disk is nearly full")
+            # The file gets its final name only when it is complete.
             temporary.write_bytes(payload)
             temporary.replace(self._step_folder / name)
         except OSError as error:
@@ -184,17 +196,17 @@ class RolloutBuffer:
             )
 
     def _pack(self, sampled: Sequence[Sampled]) -> dict[str, Array]:
-        """Returns the arrays of a file: the tokens of one completion after the other.
+        """Returns the arrays of a file; the tokens of all completions are concatenated.
 
-        `rows` has a row a completion (position, sample, number of tokens, finish reason), `prompts`
-        its prompt's digest.
+        `rows` has one row for each completion: position, sample, number of tokens, index of the
+        finish reason. `prompts` has the digest of its prompt.
         """
         token_ids = array("i")
         logprobs = array("d")
         rows: list[list[int]] = []
         digests: dict[int, bytes] = {}  # by position
         for prompt, sample, completion in sampled:
-            # A quarter of the time that numpy takes for a list.
+            # array.fromlist takes a quarter of the time that numpy takes for a list.
             token_ids.fromlist(completion.token_ids)
             logprobs.fromlist(completion.logprobs)
             reason = _FINISH_REASONS.index(completion.finish_reason)
@@ -214,7 +226,7 @@ class RolloutBuffer:
         return self._folder / _step_name(self._step)
 
     def _metadata(self) -> dict[str, str]:
-        """Returns what a file must say of its completions so that they are used."""
+        """Returns the metadata that a file must have so that its completions are used."""
         return {
             "format": self._format,
             "step": str(self._step),
@@ -223,7 +235,7 @@ class RolloutBuffer:
         }
 
     def _read_local_files(self) -> list[tuple[Key, StoredCompletion]]:
-        """Returns the completions of this rank's share of the files."""
+        """Returns the completions of the files that this rank reads."""
         entries: list[tuple[Key, StoredCompletion]] = []
         for path in sorted(self._step_folder.glob("*.safetensors")):
             if zlib.crc32(path.name.encode()) % self._session.world_size == self._session.rank:
@@ -231,7 +243,7 @@ class RolloutBuffer:
         return entries
 
     def _read_file(self, path: Path) -> list[tuple[Key, StoredCompletion]]:
-        """Returns the completions of a file; none if it is damaged, forged or of another policy."""
+        """Returns the completions of a file; none if it is damaged, forged or from another policy."""
         try:
             with open_regular(path) as opened:
                 if hashlib.file_digest(opened, "sha256").hexdigest() != path.stem:
@@ -261,9 +273,9 @@ class RolloutBuffer:
         return entries
 
     def _check(self, arrays: Mapping[str, Array]) -> None:
-        """Raises UntrustedError for arrays that `_pack` does not write:
+        """Raises UntrustedError for arrays that `_pack` does not write.
 
-        anybody can make a file with a fitting name.
+        Anybody can make a file with a fitting name.
         """
         rows = arrays["rows"]
         num_rows = len(rows)
@@ -274,6 +286,7 @@ class RolloutBuffer:
             "token_ids": f"int32({num_tokens},)",
             "logprobs": f"float64({num_tokens},)",
         }
+        # The upper bounds of a row's four columns.
         maxima = [1 << 62, 1 << 31, num_tokens, len(_FINISH_REASONS) - 1]
         if (
             any(_shape(arrays[name]) != shape for name, shape in shapes.items())
@@ -286,7 +299,7 @@ class RolloutBuffer:
 
 
 def steps_on_disk(run_dir: str | Path) -> list[int]:
-    """Returns the steps of which completions are kept."""
+    """Returns the steps that have completions on disk."""
     return sorted(
         int(path.name[5:])
         for path in Path(run_dir, _FOLDER).glob("step_*")
@@ -295,9 +308,9 @@ def steps_on_disk(run_dir: str | Path) -> list[int]:
 
 
 def delete_until(run_dir: str | Path, step: int) -> None:
-    """On one rank:
+    """Deletes the completions of steps up to `step`, once its checkpoint is complete.
 
-    delete what is kept of steps up to `step`, once its checkpoint is complete. Errors only warn.
+    One rank calls it. Errors only give warnings.
     """
 
     def warn(_: object, path: str, error: Any) -> None:
@@ -309,7 +322,7 @@ def delete_until(run_dir: str | Path, step: int) -> None:
 
 
 def prompt_digest(prompt: Prompt) -> str:
-    """Returns 16 bytes in hex, a digest of the prompt's tokens."""
+    """Returns a digest of the prompt's tokens: 16 bytes in hex."""
     content = np.asarray(prompt.token_ids, np.int32).tobytes()
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
@@ -343,10 +356,8 @@ class EpisodeBuffer(RolloutBuffer):
         environment: EnvironmentConfig,
         rewards: Sequence[RewardConfig],
     ) -> None:
-        """Collective.
-
-        `rewards`: those that look at environments, whose values are part of an episode.
-        """
+        """Collective. `rewards` are those that look at environments: their values are part of an
+        episode."""
         super().__init__(run_dir, seed, model, rollout, session)
         self._sampling_id = _json_digest([self._sampling_id, environment_id(environment, rewards)])
 
@@ -354,6 +365,7 @@ class EpisodeBuffer(RolloutBuffer):
         """Returns a completion with its episode."""
         completion = super().read(stored)
         slices = self._open_slices(stored.file)
+        # The ends of all episodes in the file are computed once and kept with its slices.
         if "ends" not in slices:
             slices["ends"] = np.cumsum(slices["episode_bytes"][:]).tolist()
         start = slices["ends"][stored.row - 1] if stored.row else 0
@@ -367,6 +379,8 @@ class EpisodeBuffer(RolloutBuffer):
             super().keep(prompt, sample, completion)
 
     def _pack(self, sampled: Sequence[Sampled]) -> dict[str, Array]:
+        """Returns the arrays of RolloutBuffer, and the episodes as concatenated JSON with their
+        sizes."""
         encoded = [encode_episode(completion) or b"" for _, _, completion in sampled]
         return super()._pack(sampled) | {
             "episodes": np.frombuffer(b"".join(encoded), np.uint8),
@@ -374,7 +388,7 @@ class EpisodeBuffer(RolloutBuffer):
         }
 
     def _check(self, arrays: Mapping[str, Array]) -> None:
-        """Raises UntrustedError also where an episode is not one of its tokens."""
+        """Raises UntrustedError also where an episode does not fit its tokens."""
         super()._check(arrays)
         episodes = arrays["episodes"]
         sizes = arrays["episode_bytes"]
@@ -387,6 +401,7 @@ class EpisodeBuffer(RolloutBuffer):
             or sizes.sum() != episodes.size
         ):
             raise UntrustedError("its episodes do not fit its rows")
+        # All sizes were checked above, so that np.split cannot mix the episodes.
         encoded_episodes = np.split(episodes, np.cumsum(sizes)[:-1])
         tokens = np.split(arrays["token_ids"], np.cumsum(num_tokens)[:-1])
         for encoded, token_ids in zip(encoded_episodes, tokens, strict=True):
@@ -396,10 +411,10 @@ class EpisodeBuffer(RolloutBuffer):
 def environment_id(
     environment: EnvironmentConfig, rewards: Sequence[RewardConfig] = ()
 ) -> list[Any]:
-    """Returns what the config says of episodes and of `rewards`, which look at environments.
+    """Returns the settings that decide episodes and the `rewards` that look at environments.
 
-    It holds the SHA-256 of each file that they name. What these files import or read is not looked
-    at.
+    The third element has the SHA-256 of each file that these settings name. What these files import
+    or read is not included.
     """
     settings = config_to_dict(environment)
     episode_settings = {name: settings[name] for name in _EPISODE_SETTINGS}
@@ -409,7 +424,7 @@ def environment_id(
 
 
 def _files(settings: Any) -> Iterator[str]:
-    """Yields the files of all texts in `settings` that are "file.py:name"."""
+    """Yields the files of all strings in `settings` that are "file.py:name"."""
     if isinstance(settings, str):
         path, _, name = settings.rpartition(":")
         if name and path.endswith(".py"):
@@ -429,8 +444,8 @@ def _file_digest(path: str) -> str:
 def encode_episode(completion: Completion) -> bytes | None:
     """Returns JSON that `decode_episode` reads back as the same episode.
 
-    None for an episode that is not kept: its environment failed, or its messages are not JSON (NaN,
-    nested without end), so that it would come back as another.
+    Returns None for an episode that is not kept: its environment failed, or its messages are not
+    JSON (NaN, endless nesting), so that it would come back changed.
     """
     assert completion.episode is not None
     if completion.episode.status in FAILED_STATUSES:
@@ -447,7 +462,7 @@ def encode_episode(completion: Completion) -> bytes | None:
 
 
 def decode_episode(encoded: bytes, token_ids: Sequence[int]) -> Episode:
-    """Returns the episode. Raises UntrustedError for what is no episode of these tokens."""
+    """Returns the episode. Raises UntrustedError for JSON that is no episode of these tokens."""
     try:
         fields = json.loads(encoded)
         if not isinstance(fields, dict):

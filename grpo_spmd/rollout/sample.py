@@ -1,8 +1,10 @@
-"""Samples G completions for each prompt of a step.
+"""This module samples G completions (`rollout.group_size`) for each prompt of a step.
 
 It decides the random seeds, which rank scores which group, and what need not be sampled again after
-a restart. Slow rewards are called while other groups are still sampled (EarlyScoring), the longest
-groups are begun first (ExpectedLengths), and tail batching ends a step early (TailBatching).
+a restart. A *slot* is the index of a prompt in the step. A *job* is a slot that still has
+completions to generate, and a *round* is one call of `Sampler.sample`. Slow rewards are called
+while other groups are still sampled (EarlyScoring), the groups with the longest expected
+completions begin first (ExpectedLengths), and tail batching ends a step early (TailBatching).
 """
 
 from __future__ import annotations
@@ -33,34 +35,34 @@ if TYPE_CHECKING:  # episodes are off by default, and then not even imported
 
 @dataclass(frozen=True)
 class Sampler:
-    """Samples groups with the engine."""
+    """Samples groups of completions with the engine."""
 
     engine: RolloutEngine
     group_size: int
     seed: int
     buffer: RolloutBuffer | None = None
-    """Keeps finished completions on disk and has those of an interrupted run."""
+    """Keeps finished completions on disk, and has the completions of an interrupted run."""
     lengths: ExpectedLengths | None = None
-    """With it the groups expected to take longest are begun first."""
+    """If set, the groups that are expected to take longest begin first."""
     tail: TailBatching | None = None
-    """With it a round ends as soon as the step is full."""
+    """If set, a round ends as soon as the step is full."""
     environments: Environments | None = None
-    """With it a completion is an episode; the first rank of an engine has its episodes."""
+    """If set, a completion is an episode; the first rank of an engine has the engine's episodes."""
     early: EarlyScoring | None = None
-    """With it slow rewards are called for a group as soon as it is complete, but not for episodes.
+    """If set, slow rewards are called for a group as soon as it is complete (never for episodes).
     """
 
     def sample(
         self, prompts: Sequence[Prompt], step: int, weights_id: str
     ) -> tuple[list[RolloutGroup], float]:
-        """Collective. Returns the groups that this rank scores, in the order of slots, and the
-        seconds of generation.
+        """Collective. Returns (groups, seconds): the groups that this rank scores, in the order of
+        slots, and the seconds of generation.
 
-        Prompts, equal on all ranks, go to engines by `rollout.schedule`, the groups of one engine
-        to its ranks in turn: each group is on exactly one rank, and a rank may have none. `step`
-        decides the random numbers, `weights_id` names the weights that the engine holds
-        (SyncStats). A generation that is aborted keeps what was finished; its groups are not
-        complete, and `Preemption.guard` ends the step.
+        The prompts are equal on all ranks. They go to engines by `rollout.schedule`, and the groups
+        of one engine to its ranks in turn: each group is on exactly one rank, and a rank may have
+        none. `step` decides the random numbers; `weights_id` names the weights that the engine
+        holds (SyncStats). A generation that is aborted keeps the finished completions; its groups
+        are not complete, and `Preemption.guard` ends the step.
         """
         stored: dict[Slot, StoredCompletion] = {}
         if self.buffer is not None:
@@ -77,6 +79,7 @@ class Sampler:
         start = time.perf_counter()
         try:
             conversations = self._generate(sampling, step, expected)
+        # An aborted generation must not lose the completions that were finished.
         finally:
             if self.buffer is not None:
                 self.buffer.write()
@@ -93,9 +96,9 @@ class Sampler:
     def _generate(
         self, sampling: _Round, step: int, expected: Sequence[float] | None
     ) -> dict[int, list[list[Completion]]]:
-        """Collective.
+        """Collective. Returns a dict from job to the conversations of this engine.
 
-        Returns by job the conversations of this engine; a completion is a conversation of one turn.
+        A conversation is a list of turns; a completion is a conversation of one turn.
         """
         if self.environments is not None:
             return self.environments.generate(
@@ -116,10 +119,10 @@ class Sampler:
 
 
 class _Round:
-    """One call of `Sampler.sample`: the missing samples, and the groups as they get complete.
+    """One call of `Sampler.sample`: the missing samples, and the groups as they become complete.
 
-    A job is a slot with samples to generate. The ranks of an engine take turns with its groups as
-    these get complete, which they do in the same order on all of them.
+    A job is a slot with samples to generate. The ranks of an engine take its groups in turn as the
+    groups become complete. The order of completion is the same on all ranks of the engine.
     """
 
     def __init__(
@@ -142,8 +145,8 @@ class _Round:
         }
         self.jobs = [slot for slot, samples in self.missing.items() if samples]
         self.sizes = [len(self.missing[slot]) for slot in self.jobs]
-        # Ranks of an engine share its groups, but episodes are its first rank's, which has their
-        # environments.
+        # Ranks of an engine share its groups. Episodes all belong to the engine's first rank, which
+        # has their environments.
         self._num_sharing = engine.tp_size if sampler.environments is None else 1
         self._tp_rank = engine.tp_rank
         self.rank = engine.engine_rank * self._num_sharing + engine.tp_rank
@@ -152,15 +155,13 @@ class _Round:
         early = sampler.early if sampler.environments is None else None
         self.early = early if early is not None and early.is_on else None
         self._completions: list[dict[int, Completion]] = [{} for _ in self.jobs]
-        # Of complete jobs: which rank of the engine.
+        # By complete job: the rank of the engine (tp_rank) that scores its group.
         self._scoring_ranks: dict[int, int] = {}
-        # Of jobs whose scoring has begun.
+        # By job: groups whose scoring has begun.
         self._begun: dict[int, RolloutGroup] = {}
 
     def stored_lengths(self) -> dict[int, list[int]]:
-        """Returns by slot the tokens of the completions that are there already, for slots that miss
-        others.
-        """
+        """Returns by slot the token counts of the stored completions, for slots that miss others."""
         return {
             slot: [
                 self._stored[slot, sample].num_tokens
@@ -171,7 +172,8 @@ class _Round:
         }
 
     def task(self, conversation: ConversationId) -> EpisodeTask:
-        """Returns the prompt of a conversation, and what gives the seed of each of its turns."""
+        """Returns (prompt, seed function): the prompt of a conversation, and the seed of its n-th
+        turn."""
         slot = self.jobs[conversation[0]]
         prompt = self._prompts[slot]
         sample = self.missing[slot][conversation[1]]
@@ -179,16 +181,16 @@ class _Round:
         return prompt, partial(rollout_seed, self._seed, self._step - 1, prompt.position, sample)
 
     def request(self, job: int, number: int, turns: Sequence[Completion]) -> Request | None:
-        """Returns what to sample next in a conversation of one turn."""
+        """Returns the next request in a conversation of one turn, or None after that turn."""
         if turns:
             return None
         prompt, seed = self.task((job, number))
         return Request(prompt.token_ids, seed())
 
     def finish(self, job: int, number: int, completion: Completion) -> None:
-        """Take a completion as soon as it is there. Called on all ranks of the engine."""
+        """Takes a finished completion. Called on all ranks of the engine, in the same order."""
         slot = self.jobs[job]
-        # All ranks of an engine have the same.
+        # All ranks of an engine have the same completions, so only one writes them.
         if self._buffer is not None and self._tp_rank == 0:
             self._buffer.keep(self._prompts[slot], self.missing[slot][number], completion)
         # With tail batching a complete group may still be dropped.
@@ -206,10 +208,11 @@ class _Round:
     def groups(
         self, conversations: Mapping[int, Sequence[Sequence[Completion]]], slots: set[int]
     ) -> list[RolloutGroup]:
-        """Returns the groups of this rank, in the order of slots; `slots` are those that the step
-        is made of.
-        """
+        """Returns the groups of this rank, in the order of slots; `slots` are the slots of the
+        step."""
         groups: dict[int, RolloutGroup] = {}
+        # Groups without a missing sample were not generated: the ranks of all engines take them in
+        # turn.
         complete = [slot for slot, samples in self.missing.items() if not samples and slot in slots]
         if self._tp_rank < self._num_sharing:
             for slot in complete[self.rank :: self.num_ranks]:
@@ -227,7 +230,7 @@ class _Round:
         return self._scoring_ranks.get(job, 0) == self._tp_rank
 
     def _build_group(self, slot: int, sampled: Sequence[Completion]) -> RolloutGroup:
-        """Returns a group of the stored completions and those sampled now."""
+        """Returns a group of the stored completions and those sampled now, in the order of samples."""
         remaining = iter(sampled)
         completions = [
             self._buffer.read(self._stored[slot, sample])
@@ -241,8 +244,8 @@ class _Round:
 class EarlyScoring:
     """Calls slow rewards for a group as soon as it is complete, while others are still sampled.
 
-    Their processes work next to the engine, which is held up for a group's decoding and for
-    microseconds between two steps. What comes of a group does not depend on when it is scored.
+    The reward processes work next to the engine, which waits for a group's decoding and for
+    microseconds between two steps. The scores of a group do not depend on when it is scored.
     Evaluations and episodes are scored after the engine has finished.
     """
 
@@ -252,41 +255,41 @@ class EarlyScoring:
 
     @property
     def is_on(self) -> bool:
-        """True if some reward is slow now."""
+        """Returns True if some reward is slow now."""
         return self._rewards.has_slow_rewards
 
     def start(self, group: RolloutGroup) -> None:
-        """Begin to score `group`."""
+        """Begins to score `group`."""
         self._rewards.start_early(group, self._tokenizer)
 
     def poll(self) -> None:
-        """Take answers and make further calls, between two steps of the engine."""
+        """Takes answers and makes further calls, between two steps of the engine."""
         self._rewards.poll()
 
 
 class ExpectedLengths:
-    """Estimates how long completions become, so that the longest are begun first.
+    """Estimates the lengths of completions, so that the longest begin first.
 
-    No token depends on it. The estimate is what a prompt's completions took when it was last
-    sampled in this launch, an epoch ago. Rank 0 keeps 4 bytes a row of the data. A resumed run
-    begins with none, which costs time and changes nothing else.
+    No token depends on it. The estimate for a prompt is the mean length of its completions when it
+    was last sampled in this launch, an epoch ago. Rank 0 keeps 4 bytes for each row of the data. A
+    resumed run begins without estimates, which costs time and changes nothing else.
     """
 
     def __init__(self) -> None:
-        # Tokens by row; NaN: not sampled yet.
+        # Mean tokens by row; NaN means that the row was not sampled yet.
         self._means = array("f")
-        # Of the groups recorded in the previous round.
+        # The mean tokens of the groups recorded in the previous round.
         self._recent_mean = 0.0
-        # What rank 0 is told next: this rank's groups as (row, mean, maximum of tokens), and
-        # dropped rows.
+        # What rank 0 gets with the next estimate: this rank's groups as (row, mean, maximum of
+        # tokens), and dropped rows.
         self._sampled: list[tuple[int, float, int]] = []
         self._dropped: list[int] = []
 
     def record(self, groups: Sequence[RolloutGroup], dropped: Sequence[Prompt] = ()) -> None:
-        """Note the groups that this rank sampled; rank 0 learns them with the next `estimate`.
+        """Notes the groups that this rank sampled; rank 0 gets them with the next `estimate`.
 
-        `dropped`: prompts whose groups ran next to those of all ranks and were not done, so that
-        they may be no shorter than the longest.
+        `dropped` are prompts whose groups ran at the same time as those of all ranks and were not
+        finished, so that they may be at least as long as the longest.
         """
         for group in groups:
             lengths = [len(completion.token_ids) for completion in group.completions]
@@ -297,13 +300,13 @@ class ExpectedLengths:
     def estimate(
         self, prompts: Sequence[Prompt], stored: Mapping[int, Sequence[int]]
     ) -> list[float]:
-        """Collective. Returns the tokens that a completion of each prompt may have, equal on all
+        """Collective. Returns for each prompt the expected tokens of a completion, equal on all
         ranks.
 
-        It is as many as last time, else the mean of the prompts before it. `stored`, equal on all
-        ranks: by index in `prompts`, the tokens of completions that are there already. What is
-        missing ran next to them and was not done, so that it may be no shorter than the longest of
-        them.
+        The estimate is the mean of the last time, or the mean of the previous round's prompts.
+        `stored`, equal on all ranks, has by index in `prompts` the token counts of stored
+        completions. The missing completions of such a prompt ran at the same time and were not
+        finished, so that they may be at least as long as the longest stored one.
         """
         report = (self._sampled, self._dropped)
         self._sampled = []
@@ -318,9 +321,13 @@ class ExpectedLengths:
         reports: Sequence[tuple[Sequence[tuple[int, float, int]], Sequence[int]]],
         prompts: Sequence[Prompt],
     ) -> list[float]:
-        """On rank 0."""
+        """Records the ranks' reports and returns the mean for each prompt; runs on rank 0.
+
+        A report is (groups, dropped rows); a group is (row, mean, maximum of tokens).
+        """
         sampled = [group for groups, _ in reports for group in groups]
         updates = [(row, mean) for row, mean, _ in sampled]
+        # A dropped row counts as long as the longest group of its round.
         if sampled:
             self._recent_mean = sum(mean for _, mean in updates) / len(updates)
             max_length = max(maximum for *_, maximum in sampled)
@@ -336,9 +343,9 @@ class ExpectedLengths:
 class TailRace:
     """One short round of tail batching, as this rank's engine sees it.
 
-    Engines count complete groups in the run's key-value store. The number to which a group brings
-    the count is its rank in the order of completion, so that all know the order and nobody waits to
-    learn it.
+    Engines count complete groups in the run's key-value store. The value to which a group brings
+    the count is the group's place in the order of completion. So all engines know the order and
+    nobody waits to learn it.
     """
 
     def __init__(
@@ -349,11 +356,11 @@ class TailRace:
         stored_lengths: Sequence[tuple[int, int]],
         is_first: bool,
     ) -> None:
-        """`counter`: its key in the store. `missing`: the samples to generate by slot; slots
-        without any come first.
+        """`counter` is the key of the count in the store. `missing` has the samples to generate by
+        slot; slots without any come first in the order of completion.
 
-        `stored_lengths`: (slot, tokens) of completions that need not be sampled. `is_first`: this
-        rank speaks for its engine.
+        `stored_lengths` are (slot, tokens) of completions that need not be sampled. With `is_first`
+        this rank reports for its engine.
         """
         self._counter = counter
         self._complete = [slot for slot, samples in missing.items() if not samples][:num_wanted]
@@ -362,15 +369,15 @@ class TailRace:
         self._is_first = is_first
         self._slots = [slot for slot, samples in missing.items() if samples]  # by job
         self._num_unfinished = [len(missing[slot]) for slot in self._slots]
-        # This engine's complete groups: (count, slot).
+        # This engine's complete groups as (count, slot).
         self._order: list[tuple[int, int]] = []
-        # Of its completions: (slot, tokens).
+        # This engine's completions as (slot, tokens).
         self._lengths: list[tuple[int, int]] = []
-        # Tokens of what was begun and not finished.
+        # The tokens of requests that were begun and not finished.
         self._dropped: list[int] = []
 
     def finish(self, job: int, num_tokens: int) -> bool:
-        """Take a completion of `job`.
+        """Takes a completion of `job`.
 
         Returns True if its group is now complete and certainly in the step.
         """
@@ -389,18 +396,19 @@ class TailRace:
         return self._num_to_come <= 0 or count_up(self._counter, 0) >= self._num_to_come
 
     def drop(self, num_tokens: Sequence[int]) -> None:
-        """Take the tokens of each request that the engine drops."""
+        """Takes the token count of each request that the engine drops."""
         if self._is_first:
             self._dropped += [tokens for tokens in num_tokens if tokens]
 
     def report(self) -> dict[str, Any]:
-        """Returns what rank 0 needs of this rank."""
+        """Returns this rank's report for rank 0: `order`, `lengths` and `dropped`."""
         return {"order": self._order, "lengths": self._lengths, "dropped": self._dropped}
 
     def decide(self, reports: Sequence[Mapping[str, Any]]) -> tuple[list[int], dict[str, float]]:
-        """On rank 0: returns the slots that the step is made of, and the round's metrics."""
-        # All ranks have stopped asking.
+        """Returns (slots, metrics): the slots of the step, and the round's metrics. Runs on rank 0."""
+        # Every rank has stopped reading the counter before it reports.
         delete_counter(self._counter)
+        # Sorting by count gives the order of completion over all engines.
         order = sorted(tuple(entry) for report in reports for entry in report["order"])
         slots = {*self._complete, *(slot for _, slot in order[: self._num_to_come])}
         finished = [
@@ -408,7 +416,7 @@ class TailRace:
             *(tuple(entry) for report in reports for entry in report["lengths"]),
         ]
         dropped = [tokens for report in reports for tokens in report["dropped"]]
-        # Nothing at all was launched where the run was stopped at once.
+        # Nothing at all was launched if the run was stopped at once; [0] avoids an empty mean.
         launched = [*(tokens for _, tokens in finished), *dropped] or [0]
         num_trained = sum(tokens for slot, tokens in finished if slot in slots)
         return sorted(slots), {
@@ -419,15 +427,15 @@ class TailRace:
 
 
 class TailBatching:
-    """Fills a step with the groups that are complete first; the prompts of the others wait for a
-    step of their own.
+    """Fills a step with the groups that are complete first; the other prompts wait for a later
+    step.
 
-    It stays on-policy: what was dropped is sampled again, by the policy of the step that trains on
-    it.
+    Training stays on-policy: a dropped prompt is sampled again, by the policy of the step that
+    trains on it.
     """
 
     def __init__(self, stream: TailStream, num_prompts: int) -> None:
-        """`num_prompts`: what a step is made of."""
+        """`num_prompts` is the number of prompts of a step."""
         self._stream = stream
         self._num_prompts = num_prompts
         self._num_races = 0
@@ -438,9 +446,9 @@ class TailBatching:
         stored_lengths: Sequence[tuple[int, int]],
         is_first: bool,
     ) -> TailRace | None:
-        """Returns the race of a round, None if it has no more prompts than the step needs.
+        """Returns the race of a round, or None if it has no more prompts than the step needs.
 
-        See TailRace.
+        The arguments are those of TailRace.
         """
         if len(missing) <= self._num_prompts:
             return None
@@ -455,10 +463,7 @@ class TailBatching:
         )
 
     def settle(self, race: TailRace, prompts: Sequence[Prompt]) -> set[int]:
-        """Collective.
-
-        Returns the slots that the step is made of; the prompts of the others wait.
-        """
+        """Collective. Returns the slots of the step; the prompts of the other slots wait."""
         chosen, metrics = on_rank0(race.decide, race.report())
         slots = set(chosen)
         waiting = [prompt for slot, prompt in enumerate(prompts) if slot not in slots]
@@ -469,7 +474,7 @@ class TailBatching:
 def open_tail(
     fresh: PromptStream, num_rows: int, rollout: RolloutConfig, waiting: Sequence[int]
 ) -> tuple[TailStream, TailBatching]:
-    """Returns the stream and the batching of a run that resumes with `waiting` prompts.
+    """Returns the stream and the batching of a run that resumes with `waiting` prompts (positions).
 
     Raises ConfigError.
     """

@@ -1,4 +1,9 @@
-"""Python as a tool: the policy's code runs in the sandbox; names stay for the next call."""
+"""This module has the tools and environments that the config may name without a file.
+
+They are `python` (a tool that runs the policy's code in the sandbox and keeps its variables for the
+next call), `countdown` (a game: reach a number with some others) and `search:CORPUS` (search.py).
+The docstrings of tool methods are sent to the policy as the tools' descriptions.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +17,30 @@ from grpo_spmd.episodes.shipped.search import Search
 from grpo_spmd.rewards import verifiers
 from grpo_spmd.rewards.sandbox.sandbox import Limits, SandboxError, Session, check_isolation
 
+Factory = Callable[[], Any]
+
 _CALL_S = 8.0
 _EPISODE_CPU_S = 120.0
 _MEMORY_MIB = 1024
 _MAX_CHARS = 8000
 _MAX_CODE_CHARS = 100_000
+_MAX_EXPRESSION_CHARS = 256
+_EXPRESSION = "whole numbers, + - * / and brackets"
 
 
 class SandboxDown(BaseException):
     """The sandbox itself failed.
 
-    No Exception: that would be shown to the policy as if its code had failed.
+    This is a BaseException because an Exception would be shown to the policy as if its code had
+    failed.
     """
 
 
 class PythonTool:
-    """One interpreter for each episode, started at the first call."""
+    """Runs Python code for the policy, with one interpreter for each episode.
+
+    The interpreter is started at the first call.
+    """
 
     def __init__(self, isolation: str = "required") -> None:
         """Raises SandboxError if this machine cannot isolate code."""
@@ -37,7 +50,7 @@ class PythonTool:
         self._session: Session | None = None
 
     def reset(self, **columns: Any) -> None:
-        """Begins another episode: the names of the last one are gone."""
+        """Begins a new episode: the variables of the last one are gone."""
         self._end()
 
     def python(self, code: str) -> str:
@@ -61,6 +74,8 @@ class PythonTool:
             self._session = self._session or Session(self._limits)
         except (SandboxError, OSError) as error:
             raise SandboxDown(str(error)) from error
+        # A new session starts with no variables, so a None below must tell the policy that they are
+        # gone.
         output = self._session.run(code, _CALL_S, _MAX_CHARS)
         if output is None:
             self._end()
@@ -69,6 +84,7 @@ class PythonTool:
         return output or "[nothing was printed]"
 
     def _end(self) -> None:
+        """Ends the interpreter of the episode, if one was started."""
         if self._session is not None:
             self._session.__exit__()
             self._session = None
@@ -76,22 +92,18 @@ class PythonTool:
 
 @functools.cache
 def check_sandbox() -> None:
-    """Checks once for a process and its forks. Raises SandboxError if code cannot be isolated."""
+    """Checks the sandbox once for a process and its forks.
+
+    Raises SandboxError if code cannot be isolated.
+    """
     check_isolation()
 
 
-# The game of countdown as an environment: reach a number with some others.
-
-
-_MAX_CHARS_countdown = 256
-_EXPRESSION = "whole numbers, + - * / and brackets"
-
-
 class Countdown:
-    """One game an episode."""
+    """An environment in which each episode is one game of countdown."""
 
     def reset(self, nums: Sequence[int], target: int, **columns: Any) -> str:
-        """Returns the task, from the row's columns `nums` and `target`."""
+        """Begins a game and returns the task, from the row's columns `nums` and `target`."""
         self._nums = [int(number) for number in nums]
         self._target = int(target)
         if not self._nums:
@@ -114,9 +126,9 @@ class Countdown:
             The value, a whole number or a fraction.
         """
         if not isinstance(expression, str) or not re.fullmatch(
-            rf"[0-9+\-*/() ]{{1,{_MAX_CHARS_countdown}}}", expression
+            rf"[0-9+\-*/() ]{{1,{_MAX_EXPRESSION_CHARS}}}", expression
         ):
-            limit = f"{_MAX_CHARS_countdown} characters at most"
+            limit = f"{_MAX_EXPRESSION_CHARS} characters at most"
             raise ValueError(f"an expression has {_EXPRESSION}, {limit}")
         try:
             return str(verifiers.evaluate(expression))
@@ -142,20 +154,15 @@ class Countdown:
         return "right" if self._reward == 1.0 else "wrong"
 
     def get_reward(self) -> float:
-        """Returns 1.0 if the submitted answer is right, else 0.0."""
+        """Returns 1.0 if the submitted answer is right, and 0.0 otherwise."""
         return self._reward or 0.0
 
 
-# The tools and environments that the config may name without a file.
-
-
-Factory = Callable[[], Any]
-
-
 def shipped_factory(name: str) -> Factory | None:
-    """Returns what makes a shipped environment in TRL's form; None for a name that is not shipped.
+    """Returns a function that makes a shipped environment in TRL's form.
 
-    Raises ConfigError if the environment lacks what it needs.
+    Returns None for a name that is not shipped. Raises ConfigError if the environment lacks
+    something that it needs.
     """
     kind, _, path = name.partition(":")
     if kind == "search" and not path.endswith(".py"):

@@ -1,13 +1,15 @@
-"""Processes that run users' code: a nursery without torch that loads it once, and the workers that
-it forks.
+"""This module runs users' code in processes: a nursery that loads the code once, and its workers.
 
     python -m MODULE SOCKET_FD PARENT_PID      (by processes.py; MODULE calls run_nursery)
 
-It is started by exec, so that no thread, lock or GPU of the rank comes along. The nursery adopts
-whatever its workers leave behind (child subreaper), reaps it, and kills it all when the rank goes
-away, however it goes. A worker serves one call at a time over its own socket: JSON out, JSON back.
-It lives in its own process group, so that one kill ends it together with the helpers that the
-user's code started.
+A *nursery* is a process without torch that imports the users' code once and forks *workers*, which
+call the code. The nursery is started by exec, so that no thread, lock or GPU of the rank is
+inherited. It adopts all processes that its workers leave (child subreaper), reaps them, and kills
+them all when the rank ends, however the rank ends.
+
+A worker serves one call at a time over its own socket. Each message is a *frame*: four bytes of
+length and JSON. A worker lives in its own process group, so that one kill ends it together with the
+helper processes that the user's code started.
 """
 
 from __future__ import annotations
@@ -32,15 +34,16 @@ from typing import Any, TextIO
 
 from grpo_spmd.config.errors import ConfigError
 
-Answer = Callable[[dict[str, Any]], dict[str, Any]]  # a call's message to its reply
-# From what the pool sends at the start: facts for it, and what makes, in a worker, the function
-# that answers.
+# Turns the message of a call into its reply.
+Answer = Callable[[dict[str, Any]], dict[str, Any]]
+# Takes the setup message of the pool. Returns facts for the pool, and a function that makes the
+# Answer of a worker, in that worker.
 Load = Callable[[dict[str, Any]], tuple[Any, Callable[["Worker"], Answer]]]
 
 MAX_FRAME_BYTES, MAX_ERROR_CHARS = 1 << 30, 4000
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _SIGNALS = {number.value: number.name for number in signal.Signals}
-# What a data row may hold beyond JSON (parquet columns): to JSON and back.
+# Types of parquet columns that JSON does not know: functions to JSON and back.
 _BEYOND_JSON: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     bytes: (lambda value: base64.b64encode(value).decode(), base64.b64decode),
     decimal.Decimal: (str, decimal.Decimal),
@@ -57,9 +60,10 @@ _TAG = "__grpo_spmd_type__"
 
 
 def encode_frame(message: dict[str, Any], to: str = "a reward worker") -> bytes:
-    """A message as JSON behind its length.
+    """Returns a frame: a message as JSON after its length in four bytes.
 
-    Raises TypeError for what neither JSON nor `_BEYOND_JSON` knows.
+    Raises TypeError for a value whose type is neither JSON's nor in `_BEYOND_JSON`. `to` is the
+    receiver's name in that error.
     """
 
     def encode(value: Any) -> Any:
@@ -75,9 +79,9 @@ def encode_frame(message: dict[str, Any], to: str = "a reward worker") -> bytes:
 
 
 def decode_frame(buffer: bytearray, most_bytes: int = MAX_FRAME_BYTES) -> dict[str, Any] | None:
-    """Take one message from the front of `buffer`; None while it is not whole.
+    """Takes one message from the front of `buffer` and returns it, or None while it is incomplete.
 
-    ValueError for what is no message.
+    Raises ValueError for bytes that are not a message.
     """
     if len(buffer) < 4:
         return None
@@ -99,17 +103,18 @@ def decode_frame(buffer: bytearray, most_bytes: int = MAX_FRAME_BYTES) -> dict[s
 
 
 class _Debugger(pdb.Pdb):
-    """pdb that continues where piped commands end."""
+    """A pdb that continues the program where piped commands end."""
 
     def do_EOF(self, arg: str) -> bool | None:
-        """Ctrl-D on a terminal leaves the debugger; where piped commands end, which one worker has
-        read, go on.
+        """Leaves the debugger on a terminal; continues the program where piped commands end.
+
+        One worker has read all piped commands, so the end says nothing about the user's wish.
         """
         return super().do_EOF(arg) if sys.stdin.isatty() else self.do_continue(arg)
 
 
 class Worker:
-    """One forked process: it serves calls until its socket ends."""
+    """One forked process, which serves calls until its socket ends."""
 
     def __init__(self, sock: socket.socket, terminal: tuple[int, int]) -> None:
         self._sock, self._terminal = sock, terminal
@@ -120,13 +125,13 @@ class Worker:
         sys.breakpointhook = self._breakpoint
 
     def serve(self, answer: Answer) -> None:
+        """Answers one message after the other until the pool closes the socket."""
         while (message := self._receive()) is not None:
             reply = answer(message)
-            if (
-                os.getpid() != self._pid
-            ):  # a child that the user's code forked is back too: only its parent answers
+            # A child that the user's code forked returns here too: only its parent answers.
+            if os.getpid() != self._pid:
                 os._exit(0)
-            # The user's code may have closed or replaced them.
+            # The user's code may have closed or replaced these streams.
             with suppress(Exception):
                 sys.stdout.flush()
                 sys.stderr.flush()
@@ -134,15 +139,17 @@ class Worker:
             self.say(reply)
 
     def say(self, message: dict[str, Any]) -> None:
-        """Send a message to the pool.
+        """Sends a message to the pool.
 
-        A child that the user's code forked, and that has come back from it, ends here instead.
+        A child that the user's code forked, and that returns from the user's code, ends here
+        instead.
         """
         if os.getpid() != self._pid:
             os._exit(0)
         self._sock.sendall(encode_frame(message))
 
     def _receive(self) -> dict[str, Any] | None:
+        """Returns the next message, or None when the pool has closed the socket."""
         while (message := decode_frame(self._buffer)) is None:
             chunk = self._sock.recv(1 << 20)
             if not chunk:
@@ -151,9 +158,9 @@ class Worker:
         return message
 
     def _breakpoint(self, *_: Any, **__: Any) -> None:
-        """breakpoint() in user code:
+        """Serves breakpoint() in user code.
 
-        the pool stops this call's clock and lends the terminal, on which pdb runs.
+        The pool stops this call's clock and lends the terminal, on which pdb runs.
         """
         if os.environ.get("PYTHONBREAKPOINT") == "0" or os.getpid() != self._pid:
             return
@@ -165,14 +172,14 @@ class Worker:
             self._log_fds = os.dup(0), os.dup(1)
             for fd, terminal in enumerate(self._terminal):
                 os.dup2(terminal, fd)
-            if (
-                self._stdin is None
-            ):  # the same one ever after: it may hold piped commands for a later breakpoint
+            # The same stream serves later breakpoints: it may hold piped commands for them.
+            if self._stdin is None:
                 self._stdin = open(0, closefd=False)  # noqa: SIM115
             sys.stdin = self._stdin
         _Debugger().set_trace(sys._getframe(1))
 
     def _leave_terminal(self) -> None:
+        """Gives the terminal back after a debugged call."""
         for fd, log_fd in enumerate(self._log_fds or ()):
             os.dup2(log_fd, fd)
             os.close(log_fd)
@@ -180,7 +187,7 @@ class Worker:
 
 
 def run_nursery(load: Load) -> None:
-    """Runs the nursery; sys.argv has its socket and the rank's pid. Does not return."""
+    """Runs the nursery and does not return; sys.argv has its socket and the rank's pid."""
     _Nursery(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]), load).run()
 
 
@@ -189,7 +196,7 @@ class _Nursery:
 
     def __init__(self, rank: socket.socket, parent_pid: int, load: Load) -> None:
         self._rank, self._load = rank, load
-        # By pid: the number that the pool has for the worker.
+        # The number by which the pool knows a worker, by the worker's pid.
         self._workers: dict[int, int] = {}
         self._wakeup, wakeup_write = os.pipe()
         os.set_blocking(wakeup_write, False)
@@ -198,19 +205,20 @@ class _Nursery:
         signal.signal(signal.SIGTERM, self._end)
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        # It died before we could ask to be told.
+        # The rank may have died before the prctl call above asked for a signal.
         if os.getppid() != parent_pid:
             os._exit(0)
-        # The terminal, for the debugger. All else that is printed here goes to the pool's file, our
-        # stderr.
+        # The terminal is kept for the debugger. All other output goes to the pool's log file, which
+        # is stderr here.
         self._terminal = os.dup(0), os.dup(1)
         os.dup2(2, 1)
         with open(os.devnull) as devnull:
             os.dup2(devnull.fileno(), 0)
 
     def run(self) -> None:
+        """Serves the rank until it ends. Does not return."""
         try:
-            # The rank died with messages of ours unread.
+            # This error says that the rank died before it read all messages.
             with suppress(ConnectionError):
                 self._serve()
         except BaseException:
@@ -219,6 +227,7 @@ class _Nursery:
         self._end()
 
     def _serve(self) -> None:
+        """Loads the user's code, then forks and kills workers as the pool asks."""
         setup = json.loads(self._rank.recv(1 << 20))
         sys.path[:] = setup["sys_path"]
         try:
@@ -256,16 +265,20 @@ class _Nursery:
     def _spawn(
         self, make: Callable[[Worker], Answer], number: int, sock_fd: int, log_fd: int
     ) -> None:
+        """Forks a worker that serves the socket `sock_fd` and writes its output to `log_fd`."""
         sys.stdout.flush()
         pid = os.fork()
         if pid == 0:
             status = 1
             try:
                 nursery_pid = os.getppid()
+                # The worker leads a new group, so that one kill reaches its helpers too.
                 os.setpgid(0, 0)
                 signal.set_wakeup_fd(-1)
                 for number_ in (signal.SIGCHLD, signal.SIGTERM):
                     signal.signal(number_, signal.SIG_DFL)
+                # The signal is requested first and the parent checked after, so that no death goes
+                # unnoticed.
                 _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
                 if os.getppid() != nursery_pid:
                     os._exit(0)
@@ -285,19 +298,19 @@ class _Nursery:
                 traceback.print_exc()
             finally:
                 os._exit(status)
-        # The child does the same: nobody knows which one comes first.
+        # Parent and child both make the group: nobody knows which one runs first.
         with suppress(OSError):
             os.setpgid(pid, pid)
         os.close(sock_fd)
         os.close(log_fd)
-        self._workers[pid] = (
-            number  # this thread also reaps, so that it cannot have died unnoticed before this line
-        )
+        # This thread also reaps, so the worker cannot have died unnoticed before this line.
+        self._workers[pid] = number
 
     def _reap(self) -> None:
-        """Collect the dead.
+        """Reaps dead children and tells the pool which workers died.
 
-        With a worker go its group, before its pid is free again, and helpers beside it.
+        The group of a dead worker is killed before the worker's pid is free again. Adopted helpers
+        are killed too.
         """
         while (ended := _first_dead_child()) is not None:
             if ended.si_pid in self._workers:
@@ -315,9 +328,9 @@ class _Nursery:
                 os.waitpid(ended.si_pid, 0)
 
     def _kill_adopted(self, patience_s: float = 2) -> None:
-        """Kill what was reparented to us until there is none:
+        """Kills adopted processes until there are none.
 
-        each kill may hand us the killed one's children.
+        Each kill may hand the killed process's children to the nursery.
         """
         deadline = time.monotonic() + patience_s
         while adopted := [pid for pid in _children() if pid not in self._workers]:
@@ -326,22 +339,22 @@ class _Nursery:
                     os.kill(pid, signal.SIGKILL)
                 with suppress(ChildProcessError):
                     os.waitpid(pid, os.WNOHANG)
-            if (
-                time.monotonic() > deadline
-            ):  # in an uninterruptible wait, say for a dead file server
+            # Some process is in an uninterruptible wait, perhaps for a dead file server.
+            if time.monotonic() > deadline:
                 return
             time.sleep(0.002)
 
     def _tell(self, message: dict[str, Any]) -> None:
+        """Sends a message to the pool; ends the nursery if the rank is gone."""
         try:
             self._rank.send(json.dumps(message).encode())
         except OSError:
             self._end()
 
     def _end(self, *_: Any, code: int = 0) -> None:
-        """Leave nothing behind.
+        """Kills all workers and their helpers, and exits.
 
-        Patient, since nobody comes after us: a machine may stall for seconds.
+        The patience is long, since nobody kills them afterwards: a machine may stall for seconds.
         """
         for pid in self._workers:
             _kill_group(pid)
@@ -351,13 +364,14 @@ class _Nursery:
 
 
 def _first_dead_child() -> Any:
+    """Returns the first dead child without reaping it, or None."""
     with suppress(ChildProcessError):
         return os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     return None
 
 
 def _children() -> list[int]:
-    # A kernel without CONFIG_PROC_CHILDREN.
+    # A kernel without CONFIG_PROC_CHILDREN has no such file.
     with suppress(OSError):
         return [
             int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
@@ -366,6 +380,7 @@ def _children() -> list[int]:
 
 
 def _kill_group(pid: int) -> None:
+    """Kills a process group, and its leader if the group does not exist yet."""
     # The process may not have made its group yet.
     for kill in (os.killpg, os.kill):
         with suppress(ProcessLookupError, PermissionError):

@@ -1,8 +1,10 @@
-"""Scores completions in worker processes: a deadline for each call, a hard kill, exact counts.
+"""This module scores completions in worker processes, with a deadline for each call and exact
+counts.
 
-The processes are those of processes.py; each call goes to any that is free. protocol.py says what
-becomes of failures. With W workers and h completions that hang, scoring takes about
-(h + number of groups they are in) / W + 1 deadlines.
+A *call* is one call of a reward function, for one completion or for a whole group. The processes
+are those of processes.py; each call goes to any free worker, and a call past its deadline is killed
+with its process. protocol.py says what becomes of failures. With W workers and h completions that
+hang, scoring takes about (h + number of groups that they are in) / W + 1 deadlines.
 """
 
 from __future__ import annotations
@@ -28,12 +30,14 @@ from grpo_spmd.rewards.scorers import sum_rewards
 from grpo_spmd.rewards.trl import FailedCallError, TrainerState
 
 _log = logging.getLogger("grpo_spmd")
-_SLOW_S = 0.003  # of a worker's time, for a completion
-_MAX_SHOWN = 3  # reasons in a warning
+# Seconds of a worker's time for one completion. Slower rewards are called early.
+_SLOW_S = 0.003
+# How many reasons a warning shows.
+_MAX_SHOWN = 3
 
 
 class _Reply(msgspec.Struct):
-    """What worker.call_reward returns. User code runs in the process that sends it."""
+    """The reply that worker.call_reward returns. User code runs in the process that sends it."""
 
     values: list[float | str | None] | None = None
     metrics: dict[str, tuple[float, int]] = {}
@@ -43,31 +47,32 @@ class _Reply(msgspec.Struct):
     failed: str | None = None
     broken: str | None = None
     quit: bool = False
-    again: bool | None = None  # with the two below: it failed with a FailedCallError
+    # This field and the two below are set after a FailedCallError.
+    again: bool | None = None
     wait_s: float | None = None
     status: int | None = None
 
 
 @dataclass(eq=False)
 class _Sample:
-    """One completion to score. Lists and dicts are by the index of a reward."""
+    """One completion to score. Lists and dicts are indexed by the number of a reward."""
 
     text: str
     inputs: dict[str, Any]
-    """What the functions are called with."""
+    """The keyword arguments of the reward functions."""
     values: list[float | None]
     statuses: list[str]
     errors: dict[int, str] = field(default_factory=dict)
     group_errors: dict[int, str] = field(default_factory=dict)
-    """Why a call for a whole group failed, at the group's first completion."""
+    """The errors of calls for a whole group, kept at the group's first completion."""
     notes: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """As in ScoredRollouts."""
+    """Notes as in ScoredRollouts."""
 
 
 class RewardPool(ProcessPool):
     """Scores rollouts in `pool.num_workers` processes, which `close()` ends.
 
-    Only the thread that made it may use it.
+    Only the thread that made the pool may use it.
     """
 
     _what = "reward"
@@ -82,12 +87,12 @@ class RewardPool(ProcessPool):
         check: Callable[[], None] = lambda: None,
         ranks: tuple[int, int] = (0, 1),
     ) -> None:
-        """Start the nursery; it imports the rewards, which `load_rewards` has checked.
+        """Starts the nursery, which imports the rewards; `load_rewards` has checked them.
 
-        `log_file` gets what reward functions print; it and its folder are made when something is
-        first scored. `columns` are all that the data sets have: a row that lacks one passes None
-        for it. `check` is called twice a second during scoring; what it raises ends the scoring.
-        `ranks`: this rank and the number of ranks, which share limits of calls.
+        What reward functions print goes to `log_file`; the file and its folder are made at the
+        first scoring. `columns` are all columns of the data sets: a row that lacks one passes None
+        for it. `check` is called twice a second during scoring; an exception from it ends the
+        scoring. `ranks` is (this rank, number of ranks); the ranks share limits of calls.
         """
         allow_workers(pool.num_workers, "reward_pool.num_workers")
         setup = {"timeout_s": pool.timeout_s}
@@ -96,7 +101,7 @@ class RewardPool(ProcessPool):
         )
         self._pool = pool
         self._columns = tuple(columns)
-        # Known once the nursery has imported them.
+        # The facts are known when the nursery has imported the rewards.
         self._rewards: list[RewardFacts] = []
         self._is_ready = False
         self._state = TrainerState()
@@ -106,7 +111,7 @@ class RewardPool(ProcessPool):
         self._limits = CallLimits(rewards, pool.timeout_s, *ranks)
 
     def begin_step(self, state: TrainerState) -> None:
-        """Set what reward functions are told about the run from now on."""
+        """Sets the state of the run that reward functions get from now on."""
         self._state = state
 
     @property
@@ -115,10 +120,10 @@ class RewardPool(ProcessPool):
         return bool(self._slow.early)
 
     def start_early(self, group: RolloutGroup, tokenizer: Any) -> None:
-        """Call the slow rewards for a group while others are still sampled. Waits for nobody.
+        """Calls the slow rewards for a group while other groups are still sampled. Never waits.
 
-        This very object must be among the next groups that `score` gets. What goes wrong before is
-        raised there. If the rewards are not imported yet, all is left to `score`.
+        This very object must be among the next groups that `score` gets. Errors until then are kept
+        and raised by `score`. If the rewards are not imported yet, all calls are left to `score`.
         """
         if self._early_error is not None:
             return
@@ -130,9 +135,10 @@ class RewardPool(ProcessPool):
             self._early_error = error
 
     def poll(self) -> None:
-        """Read the workers' answers and start the next calls, between two steps of the engine.
+        """Reads the workers' answers and starts the next calls, between two steps of the engine.
 
-        In this order: a worker that has just become free would otherwise be idle for a whole step.
+        The answers come first: a worker that has just become free would otherwise be idle for a
+        whole step.
         """
         if self._scoring is None or self._early_error is not None or not self._is_busy():
             return
@@ -149,12 +155,14 @@ class RewardPool(ProcessPool):
         *,
         num_step_completions: int | None = None,
     ) -> ScoredRollouts:
-        """Score every completion of `groups`, this rank's share of the step, perhaps none.
+        """Scores every completion of `groups`, which are this rank's groups of the step (perhaps
+        none).
 
         Calls that `start_early` began are not made again. Raises RewardError if the rewards cannot
-        be imported in the nursery, the nursery was killed, or the user left the debugger; and,
-        since a function may hang in every call, as soon as the timeouts on this rank alone are
-        `max_error_frac` of `num_step_completions`, the completions over all ranks.
+        be imported in the nursery, if the nursery was killed, or if the user left the debugger. A
+        function may hang in every call. Therefore RewardError is raised too as soon as the timeouts
+        on this rank alone are `max_error_frac` of `num_step_completions`, the completions over all
+        ranks.
         """
         try:
             if self._early_error is not None:
@@ -167,7 +175,7 @@ class RewardPool(ProcessPool):
             self._run(num_step_completions)
         finally:
             for worker in list(self._workers.values()):
-                # Only after an exception.
+                # Calls are still running only after an exception.
                 if worker.call is not None:
                     self._discard(worker)
             self._scoring = None
@@ -179,8 +187,8 @@ class RewardPool(ProcessPool):
         return scoring.scores()
 
     def _begin(self) -> _Scoring:
-        """Returns the scoring under way, started if need be; waits for the rewards' import."""
-        # There may be no rewards but an environment's.
+        """Returns the current scoring, or starts one after the nursery has imported the rewards."""
+        # The list may stay empty, as an environment may give all rewards: a flag says if it is known.
         if not self._is_ready:
             self._is_ready = True
             self._rewards = [RewardFacts(**facts) for facts in self._wait_until_ready()]
@@ -202,11 +210,12 @@ class RewardPool(ProcessPool):
         return samples
 
     def _is_busy(self) -> bool:
+        """Returns True while calls are queued or running."""
         calls = [worker.call for worker in self._workers.values() if worker.call is not None]
         return bool(self._current.calls or calls)
 
     def _run(self, num_step_completions: int | None) -> None:
-        """Make all calls that are queued."""
+        """Makes all queued calls and waits for their ends."""
         while True:
             if num_step_completions is not None and self._current.has_new_timeout:
                 self._stop_if_hopeless(num_step_completions)
@@ -217,7 +226,7 @@ class RewardPool(ProcessPool):
             self._listen(self._limits.wait_s())
 
     def _dispatch(self) -> None:
-        """Start the calls that may start now, in free workers and in new ones."""
+        """Starts the calls that may start now, in free workers and in new ones."""
         scoring = self._current
         limits = self._limits
         for call in limits.take_given_up(scoring.calls):
@@ -244,6 +253,7 @@ class RewardPool(ProcessPool):
                 self._discard(worker)
 
     def _answered(self, worker: WorkerProcess, message: dict[str, Any]) -> None:
+        """Records the reply of a call. Raises RewardError for errors that end the run."""
         call: Call = worker.call
         name = self._rewards[call.reward].name
         try:
@@ -254,6 +264,7 @@ class RewardPool(ProcessPool):
         except ValueError as error:  # msgspec's own errors too
             self._fail(worker, "error", f"answered with what is no reply: {error!s:.300}")
             return
+        # The time counts for failed calls too: a slow failure also keeps a worker busy.
         self._slow.add_call(call.reward, reply.seconds or 0.0, len(call.samples))
         if reply.quit:
             raise RewardError(f"the debugger was left in reward {name!r}")
@@ -278,6 +289,7 @@ class RewardPool(ProcessPool):
     def _failed(
         self, worker: WorkerProcess, call: Call | None, kind: HowItFailed, reason: str
     ) -> None:
+        """Records that a call ended without a reply; a worker without a call needs nothing."""
         if call is None:
             return
         self._end_call(call, "failed")
@@ -286,12 +298,12 @@ class RewardPool(ProcessPool):
             self._slow.add_call(call.reward, self._pool.timeout_s, len(call.samples))
 
     def _end_call(self, call: Call, outcome: Outcome, seconds: float | None = None) -> None:
-        """Note that a call has ended. `seconds`: what it took by its worker's clock."""
+        """Notes that a call has ended after `seconds` by its worker's clock."""
         self._limits.end(call, outcome)
         self._current.measure(call, self._limits.measure(_started(call, seconds)))
 
     def _end_failed_call(self, call: Call, error: FailedCallError, seconds: float | None) -> None:
-        """Retry a call whose server failed, or note the failure."""
+        """Retries a call whose server failed, or notes the failure."""
         self._limits.end(call, "failed" if error.wait_s is None else "put_off")
         call = _started(call, seconds)
         if error.status is not None:
@@ -304,6 +316,7 @@ class RewardPool(ProcessPool):
         self._current.measure(call, self._limits.measure(call))
 
     def _too_long(self, worker: WorkerProcess) -> str:
+        """Returns the reason of a timeout, with the config key that sets the limit."""
         call = worker.call
         if call is not None and self._limits.has_own_timeout(call):
             return f"took longer than its timeout_s={self._limits.timeout_s(call):g}"
@@ -330,9 +343,10 @@ class RewardPool(ProcessPool):
 
 
 def _started(call: Call, seconds: float | None) -> Call:
-    """Returns `call` with the start that its worker's clock gives.
+    """Returns `call` with the start time that its worker's clock gives.
 
-    Nobody listens while the engine makes a step, and that time is not the call's.
+    The pool does not listen while the engine makes a step, and this time does not belong to the
+    call.
     """
     if seconds is None:
         return call
@@ -340,16 +354,16 @@ def _started(call: Call, seconds: float | None) -> Call:
 
 
 class _Scoring:
-    """The completions that are scored together, and what came of them."""
+    """The completions that are scored together, and their results."""
 
     def __init__(self, rewards: Sequence[RewardFacts], columns: Collection[str]) -> None:
         self._rewards = rewards
-        # The groups are kept, so that no other object gets the id() of one.
+        # The groups are kept alive, so that no other object gets the id() of one.
         self._groups: dict[int, tuple[RolloutGroup, list[_Sample]]] = {}
         self._absent = dict.fromkeys(
             [*columns, *(name for reward in rewards for name in reward.needs)]
         )
-        # What could not be logged.
+        # Reasons why something could not be logged, by reward (a dict keeps their order).
         self._left_out: list[dict[str, None]] = [{} for _ in rewards]
         self.samples: list[_Sample] = []
         self.calls: deque[Call] = deque()  # still to be made
@@ -378,27 +392,28 @@ class _Scoring:
         return samples
 
     def samples_of(self, group: RolloutGroup) -> list[_Sample] | None:
-        """Returns the samples of this very object, None if it was not added.
+        """Returns the samples of this very object, or None if it was not added.
 
-        Slots do not tell groups apart: they start at 0 in each round of a step.
+        Slots cannot identify groups: they start at 0 in each round of a step.
         """
         entry = self._groups.get(id(group))
         return None if entry is None else entry[1]
 
     def queue(self, samples: Sequence[_Sample], rewards: Iterable[int]) -> None:
-        """Queue the calls of these rewards for the samples of a group."""
+        """Queues the calls of these rewards for the samples of a group."""
         for index in sorted(rewards):
             is_alone = self._rewards[index].one_at_a_time
             batches = [[sample] for sample in samples] if is_alone else [[*samples]]
             self.calls.extend(Call(index, batch) for batch in batches)
 
     def keywords(self, call: Call) -> dict[str, list[Any]]:
-        """Returns every column that the data set, the functions or the row have."""
+        """Returns the keyword arguments of a call: all columns of the data set, the functions and
+        the row."""
         rows = [sample.inputs for sample in call.samples]
         return {name: [row[name] for row in rows] for name in rows[0]}
 
     def record(self, call: Call, reply: _Reply) -> None:
-        """Keep the rewards of a call and what its function logged."""
+        """Keeps the rewards of a call and the values that its function logged."""
         assert reply.values is not None
         for sample, value in zip(call.samples, reply.values, strict=True):
             if isinstance(value, str):
@@ -416,10 +431,10 @@ class _Scoring:
                 self._add_note(sample, "extra", call, extra)
 
     def measure(self, call: Call, metrics: Mapping[str, list[float]]) -> None:
-        """Keep the metrics of a call next to what its function logged.
+        """Keeps the metrics of a call next to the values that its function logged.
 
-        The requests for a group count at its first completion, with that one's own. The seconds are
-        those of the last request.
+        The requests for a group count at its first completion, together with the first completion's
+        own requests. The seconds are those of the last request.
         """
         if not metrics:
             return
@@ -437,9 +452,9 @@ class _Scoring:
     def fail(
         self, call: Call, status: HowItFailed, reason: str, *, by_function: bool = True
     ) -> None:
-        """Note a failure, or queue one call a completion to learn which one is to blame.
+        """Notes a failure, or queues one call for each completion to learn which one is to blame.
 
-        A server that could not be reached (`by_function` False) may be back by then, and its
+        With `by_function` False a server could not be reached. It may be back by then, and its
         absence says nothing about the reward.
         """
         reason = f"reward {self._rewards[call.reward].name!r} {reason}"
@@ -450,6 +465,7 @@ class _Scoring:
                 self._add_note(sample, "retried", call, status)
             self.calls.extend(Call(call.reward, [sample]) for sample in call.samples)
             return
+        # NaN marks a failed reward; None would mean that the reward does not apply.
         sample.values[call.reward] = math.nan
         sample.statuses[call.reward] = status
         sample.errors[call.reward] = reason
@@ -490,7 +506,7 @@ class _Scoring:
             first_error=self.first_error(),
             texts=[sample.text for sample in self.samples],
             reward_inputs=[sample.inputs for sample in self.samples],
-            # Sorted, so that nobody can tell which worker was first.
+            # Sorted, so that the result does not depend on which worker was first.
             notes={
                 number: {
                     kind: dict(sorted(by_reward.items()))
@@ -502,7 +518,7 @@ class _Scoring:
         )
 
     def warn(self) -> None:
-        """Log what failed and what could not be logged, a line a reward."""
+        """Logs what failed and what could not be logged, one line for each reward."""
         for index, reward in enumerate(self._rewards):
             left_out = list(self._left_out[index])
             if left_out:
@@ -532,29 +548,31 @@ class _Scoring:
 
 
 class SlowRewards:
-    """Which rewards are called while the engine still samples: those where that saves time.
+    """Decides which rewards are called while the engine still samples: those where it saves time.
 
-    What mostly waits for others (servers, functions under limits of calls) is always called early.
-    Any other function only if it kept a worker busy for long when it was last called: the engine
-    needs the CPU too, and what is cheap is quickly done after it. So in a run's first step such
-    functions are called after the engine, unless an evaluation has shown what they take. What a
-    reward gives does not depend on when it is called.
+    A reward that mostly waits for others (servers, functions under limits of calls) is always
+    called early. Any other function is called early only if it kept a worker busy for long when it
+    was last called: the engine needs the CPU too, and a cheap function is quickly done after it. So
+    in a run's first step such functions are called after the engine, unless an evaluation has
+    measured them. The value of a reward does not depend on when it is called.
     """
 
     def __init__(self, always: Sequence[bool]) -> None:
-        """`always`: by the index of a reward, True if it is slow without having been called."""
+        """`always` has True, by the number of a reward, if the reward is slow before any call of
+        it."""
         self._always = frozenset(reward for reward, is_slow in enumerate(always) if is_slow)
-        # Since the last scoring: seconds of calls, and their completions.
+        # Of the calls since the last scoring: (seconds, completions).
         self._calls = [(0.0, 0)] * len(always)
         self.early = self._always
 
     def add_call(self, reward: int, seconds: float, num_completions: int) -> None:
-        """Note what a call took."""
+        """Adds the seconds of a call for `num_completions` completions."""
         total_s, total = self._calls[reward]
         self._calls[reward] = (total_s + seconds, total + num_completions)
 
     def end_scoring(self) -> None:
-        """From now on the rewards that were slow in this scoring are called early.
+        """Chooses the rewards that are called early from now on: those that were slow in this
+        scoring.
 
         A reward that was not called stays as it was.
         """

@@ -1,20 +1,25 @@
-"""Model-written Python against given tests: starts the limited process (jail.py) and judges.
+"""This module runs model-written Python in a limited process (jail.py) and judges it by given
+tests.
 
-What the verdict rests on, by the kind of test:
-* {"input": text, "output": text}: a process for each. The expected output never enters it: what the
-code printed is
-  compared here.
-* `assert EXPRESSION == LITERAL` (either way round; for True or False, the expression must call a
-function of the code):
-  only the expression goes in, its value comes out as plain data and is compared here. An object
-  that claims to equal everything, a patched builtin, a printed success or an early exit gain
-  nothing.
-* Any other statement (`assert abs(f(2) - 1.4) < 1e-3`, `check(f)`) is judged inside, by the
-interpreter that the code
-  has run in. It arrives after the code has run, with a secret of its own that comes back if nothing
-  was raised, and with Python's own builtins. Code that returns objects with forged comparisons,
-  patches a library that the test uses, or digs the secret out of the interpreter's frames can still
-  cheat: where that matters, write the first two kinds.
+A `Jail` is one such process over one piece of code. A `Session` is a jail whose interpreter
+(cells.py) is kept for several pieces of code. The functions `passes_program_test` and
+`passes_statements` give verdicts. The basis of a verdict depends on the kind of test:
+
+- {"input": text, "output": text}: each test has a process of its own. The expected output never
+  enters the process: what the code printed is compared here.
+- `assert EXPRESSION == LITERAL` (either way round; for True or False, the expression must call a
+  function of the code): only the expression enters the process, its value comes out as plain data
+  and is compared here. An object that claims to equal everything, a patched builtin, a printed
+  success or an early exit gain nothing.
+- Any other statement (`assert abs(f(2) - 1.4) < 1e-3`, `check(f)`) is judged inside, by the
+  interpreter in which the code has run. The statement arrives after the code has run, together
+  with a secret that comes back if nothing was raised, and with Python's own builtins. Code that
+  returns objects with forged comparisons, patches a library that the test uses, or digs the secret
+  out of the interpreter's frames can still cheat: where that matters, write the first two kinds.
+
+A kept interpreter is no way out of the jail: the limits of the jail hold for all pieces of code
+together. Between two pieces the interpreter may hold on to memory, threads and CPU time, up to
+these limits. It may forge its own answers, which only the author of the code ever sees.
 """
 
 from __future__ import annotations
@@ -43,36 +48,43 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-_START_S = 20.0  # for the interpreter and the walls, before the code's own time begins
+# Seconds for the interpreter and the walls to start, before the code's own time begins.
+_START_S = 20.0
 _MAX_ANSWER_BYTES = 4 << 20
 _SCRATCH = "grpo_code_"
 _AS = resource.RLIMIT_AS
 _JAIL = Path(__file__).with_name("jail.py")
+_CELLS = Path(__file__).with_name("cells.py")
 
 
 class SandboxError(RuntimeError):
-    """The sandbox, not the code in it, failed: no verdict."""
+    """The sandbox itself failed, and not the code in it, so there is no verdict."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    time_s: float  # of one process, wall time and CPU time; start-up is not counted
+    """The limits of one limited process."""
+
+    time_s: float
+    """Seconds of wall time and of CPU time; the start of the process is not counted."""
     memory_mib: int
-    isolation: str  # "required" or "none"
-    tell_time: Callable[[float], Any] = lambda seconds: (
-        None
-    )  # gets what each process used of its time
+    isolation: str
+    """"required" or "none"."""
+    tell_time: Callable[[float], Any] = lambda seconds: None
+    """Is called with the seconds that each process used of its time."""
 
 
 @dataclass(frozen=True)
 class _Statement:
+    """One statement of a test, ready to be sent to the jail."""
+
     source: str
     expected: Any = None
     is_compared_here: bool = False
 
 
 def check_isolation() -> list[str]:
-    """Returns the walls that this machine gives, by name.
+    """Returns the names of the walls (isolation mechanisms) that this machine offers.
 
     Raises SandboxError with the reason where they are not enough.
     """
@@ -85,7 +97,7 @@ def check_isolation() -> list[str]:
 def passes_program_test(code: str, stdin: str, expected: str, limits: Limits) -> bool:
     """Returns True if the program ends with code 0 and prints `expected`.
 
-    It is given `stdin`. White space at line ends does not count.
+    The program reads `stdin`. White space at line ends does not count.
     """
     with Jail(code, "program", limits, stdin) as jail:
         output = jail.output()
@@ -98,14 +110,16 @@ def passes_program_test(code: str, stdin: str, expected: str, limits: Limits) ->
 
 
 def passes_statements(code: str, tests: Sequence[str], limits: Limits) -> list[bool]:
-    """Returns for each test whether all its statements hold after `code`.
+    """Returns for each test whether all its statements hold after `code` has run.
 
-    One process runs all, in order, within `limits`.
+    One process runs all tests, in order, within `limits`.
     """
     parsed = [_parse(test) for test in tests]
     flat = [(statement, secrets.token_hex(16)) for statements in parsed for statement in statements]
     verdicts = [False] * len(flat)
     with Jail(code, "statements", limits, stdin="") as jail:
+        # The secrets and expressions are sent only after the code has run, so that the code cannot
+        # read them at import.
         if jail.read() == {"loaded": True}:
             jail.write(
                 [
@@ -124,18 +138,18 @@ def passes_statements(code: str, tests: Sequence[str], limits: Limits) -> list[b
                     )
                 else:
                     verdicts[number] = answer.get("secret") == secret
-    results = iter(
-        verdicts
-    )  # each test takes its list: `all` alone would leave some for the next one
+    # Each test takes the whole list of its verdicts: `all` alone would stop at the first False and
+    # leave the remaining verdicts to the next test.
+    results = iter(verdicts)
     return [all(list(islice(results, len(statements)))) for statements in parsed]
 
 
 def each_within(cpu_s: float, function: Callable[[int], float], count: int) -> list[float]:
     """Returns `function(i)` for each i < `count`, computed in a child process.
 
-    It is 0.0 where the function raises, or takes more than `cpu_s` of CPU time (a busy machine must
-    not decide) or 1 GiB of memory. The kernel ends the child in whatever C code it is; another
-    child goes on.
+    The value is 0.0 where the function raises, or takes more than `cpu_s` seconds of CPU time (wall
+    time would let a busy machine decide) or 1 GiB of memory. The kernel ends the child even in the
+    middle of C code; another child then continues with the next i.
     """
     values: list[float] = []
     while len(values) < count:
@@ -163,6 +177,7 @@ def each_within(cpu_s: float, function: Callable[[int], float], count: int) -> l
 
 
 def _parse(test: str) -> list[_Statement]:
+    """Returns the statements of a test. Raises SandboxError for a test that is not Python or empty."""
     try:
         body = ast.parse(test).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -173,6 +188,7 @@ def _parse(test: str) -> list[_Statement]:
 
 
 def _statement(node: ast.stmt) -> _Statement:
+    """Returns how a statement is judged: here by its value, or inside the jail."""
     test = node.test if isinstance(node, ast.Assert) else None
     sides: list[ast.expr] = []
     if isinstance(test, ast.Compare) and [type(op) for op in test.ops] == [ast.Eq]:
@@ -203,7 +219,8 @@ def _equals(encoded: Any, expected: Any) -> bool:
 
 
 def _decode(encoded: Any) -> Any:
-    """Returns what jail.encode_value wrote: plain types only, whoever wrote it."""
+    """Returns the value that jail.encode_value wrote. Only plain types come out, whoever wrote the
+    text."""
     tag, content = encoded
     match tag:
         case "c" if content is None or isinstance(content, bool):
@@ -228,12 +245,14 @@ def _lines(text: str) -> list[str]:
 
 
 class Jail(AbstractContextManager["Jail"]):
-    """One limited process over one piece of code, killed at the end of the block at the latest."""
+    """One limited process that runs one piece of code; it is killed at the end of the block at the
+    latest."""
 
     def __init__(self, code: str, mode: str, limits: Limits, stdin: str) -> None:
+        # A killed trainer cannot remove its scratch folders, so the next process does.
         _remove_left_behind()
         self._scratch = tempfile.mkdtemp(prefix=_SCRATCH)
-        # Says that somebody is there to remove it.
+        # The lock says that a living process will remove the folder.
         self._lock = os.open(self._scratch, os.O_RDONLY)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         self._buffer, self._received = b"", 0
@@ -242,10 +261,12 @@ class Jail(AbstractContextManager["Jail"]):
         self._stdin.write(stdin.encode(errors="surrogatepass"))
         self._stdin.seek(0)
         self._connection, pair = socket.socketpair()
+        # File descriptors 0 to 2 may be closed in this process; the child's end must not be one of
+        # them, because Popen replaces them.
         with (
             pair,
             socket.socket(fileno=fcntl.fcntl(pair, fcntl.F_DUPFD_CLOEXEC, 3)) as theirs,
-        ):  # 0 to 2 may be closed
+        ):
             fd, out = theirs.fileno(), self._stdout if mode == "program" else subprocess.DEVNULL
             command = [sys.executable, "-I", "-S", "-X", "utf8", str(_JAIL), str(fd)]
             options: dict[str, Any] = {
@@ -259,6 +280,8 @@ class Jail(AbstractContextManager["Jail"]):
             )
         try:
             self._tell_time, self._began = limits.tell_time, time.monotonic()
+            # The first deadline covers the start alone. The code's own clock begins below, when the
+            # walls stand.
             self._deadline = self._began + _START_S
             bounds = {"memory_bytes": limits.memory_mib << 20, "cpu_s": int(limits.time_s) + 1}
             folders = {"readable": _readable(), "scratch": self._scratch, "site": _site()}
@@ -296,19 +319,21 @@ class Jail(AbstractContextManager["Jail"]):
         os.close(self._lock)
 
     def write(self, message: Any) -> None:
-        # It has ended: the next read says so.
+        # An OSError means that the process has ended; the next read reports it as None.
         with suppress(OSError):
             self._connection.settimeout(max(self._deadline - time.monotonic(), 0.001))
             self._connection.sendall(json.dumps(message).encode() + b"\n")
 
     def read(self) -> Any:
-        """Returns the next message; None if none came in time, it is too long, or is not JSON."""
+        """Returns the next message, or None if none came in time, or if it is too long or not JSON."""
         while b"\n" not in self._buffer:
             try:
                 self._connection.settimeout(max(self._deadline - time.monotonic(), 0.001))
                 chunk = self._connection.recv(1 << 16)
             except OSError:
                 return None
+            # The bound is on all bytes received, so that code cannot fill the trainer's memory line
+            # by line.
             self._received += len(chunk)
             if not chunk or self._received > _MAX_ANSWER_BYTES:
                 return None
@@ -320,9 +345,9 @@ class Jail(AbstractContextManager["Jail"]):
             return None
 
     def output(self) -> bytes | None:
-        """Waits for the end and returns what was printed.
+        """Waits for the end of the process and returns what it printed.
 
-        None if it did not end with code 0 in time.
+        Returns None if the process did not end with code 0 in time.
         """
         try:
             code = self._process.wait(max(self._deadline - time.monotonic(), 0.001))
@@ -335,8 +360,8 @@ class Jail(AbstractContextManager["Jail"]):
 def _remove(scratch: str | Path) -> None:
     """Removes a scratch folder.
 
-    Without namespaces code may leave folders too deep for Python, closed, or many: no verdict waits
-    for them.
+    Without namespaces the code may leave folders that are too deep for Python, unreadable, or very
+    many. Then a shell removes them, and no verdict waits longer than a second for that.
     """
     with suppress(RecursionError):
         shutil.rmtree(scratch, ignore_errors=True)
@@ -348,14 +373,14 @@ def _remove(scratch: str | Path) -> None:
 
 @functools.cache
 def _remove_left_behind() -> None:
-    """Removes scratch folders whose processes were killed before they could do it.
+    """Removes scratch folders of processes that were killed before they could remove them.
 
-    Nobody holds the locks of these.
+    No living process holds the locks of these folders.
     """
     for folder in Path(tempfile.gettempdir()).glob(f"{_SCRATCH}*"):
-        # Another user's, or just removed.
+        # The folder may be another user's, or just removed.
         with suppress(OSError):
-            # Perhaps not locked yet.
+            # A folder this young may not be locked yet by its owner.
             if folder.lstat().st_mtime > time.time() - 5.0:
                 continue
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -371,42 +396,37 @@ def _site() -> list[str]:
 
 
 def _readable() -> list[str]:
-    """Returns what code must read in order to run at all.
+    """Returns the paths that code must read in order to run at all.
 
-    That is Python's library, installed packages and the system's libraries.
+    These are Python's library, installed packages and the system's libraries.
     """
     library = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib")]
     system = ["/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache"]
     return [path for path in dict.fromkeys([*library, *_site(), *system]) if os.path.exists(path)]
 
 
-# One interpreter in the jail that is kept for several pieces of model-written code.
-#
-# That it is kept is no way out of the jail: its walls are those of one piece of code, and stand for
-# all. It may hold on to memory, threads and CPU time between two pieces, up to the limits of the
-# jail, and may forge its own answers, which are only ever shown to who wrote the code.
-
-
-_CELLS = Path(__file__).with_name("cells.py")
-
-
 class Session(Jail):
-    """`limits.time_s` is the CPU time of all pieces together. Raises SandboxError where code cannot
-    be shut in."""
+    """One interpreter in the jail that is kept for several pieces of model-written code.
+
+    `limits.time_s` is the CPU time of all pieces together. Raises SandboxError where code cannot be
+    isolated.
+    """
 
     def __init__(self, limits: Limits) -> None:
         super().__init__(_CELLS.read_text(encoding="utf-8"), "cells", limits, stdin="")
         self._number = 0
 
     def run(self, code: str, time_s: float, max_chars: int) -> str | None:
-        """Returns what `code` printed and its error, at most about `max_chars` characters.
+        """Runs `code` and returns what it printed and its error, at most about `max_chars`
+        characters.
 
-        A note says how much more was cut. None if the code ended the interpreter or took over
-        `time_s` seconds: there is none to go on with.
+        A note says how many characters were cut. Returns None if the code ended the interpreter or
+        took more than `time_s` seconds: then there is no interpreter to go on with.
         """
         self._deadline, self._received = time.monotonic() + time_s, 0
         self._number += 1
         self.write({"code": code, "number": self._number, "limit": max_chars})
+        # The number tells this call's answer from an answer that earlier code forged in advance.
         answer = self.read()
         if not isinstance(answer, dict) or answer.get("number") != self._number:
             return None
