@@ -1,4 +1,15 @@
-"""Compares a step's prompts, reward inputs and stop tokens with the files that they come from."""
+"""Checks the decision about a step, its batch, its prompts and its stop tokens.
+
+`BatchCheck` computes rewards, advantages, masks and denominators once more, in plain Python, from
+the rollouts that each rank sampled itself. A rollout may be trained on by another rank than the one
+that sampled it; both hash its tokens, logprobs, advantages and mask, and rank 0 compares the
+hashes. `check_data` reads rows of the data set again and compares them with the prompts and with
+the arguments of the reward functions. `check_stop_ids` compares the engine's stop tokens with the
+model's files. The last two run at the first step of a process only.
+
+Every check returns a CheckResult: the errors on this rank, as sentences, and the largest
+differences. Nobody raises here; update_check.py collects the results of all ranks.
+"""
 
 from __future__ import annotations
 
@@ -38,177 +49,40 @@ from grpo_spmd.records import (
 )
 
 _log = logging.getLogger("grpo_spmd")
-_NUM_PROMPTS = 4  # of a rank
-_Row = dict[str, Any]
-
-
-def check_data(
-    groups: Sequence[RolloutGroup], scored: ScoredRollouts, tokenizer: Any, data: DataConfig
-) -> CheckResult:
-    """Checks some of this rank's prompts, and what the reward functions got for them."""
-    result = CheckResult()
-    checked = groups[:_NUM_PROMPTS]
-    try:
-        rows = _read_rows(data.train, {group.prompt.row for group in checked})
-    except (OSError, ValueError) as error:  # moved away since the start: no fault of the run
-        _log.warning(
-            "update check: prompts are not compared with data.train, which cannot be read again: "
-            "%s",
-            error,
-        )
-        return result
-    for number, group in enumerate(checked):
-        prompt = group.prompt
-        row = rows.get(prompt.row)
-        key = f"{data.train}, row {prompt.row}"
-        if row is None:
-            result.errors.append(f"the prompt of {key} has no such row")
-            continue
-        if data.prompt_template is None and prompt.text != _prompt_of(row, data):
-            result.errors.append(f"the prompt of {key} is not what stands there")
-        # A template may write today's date, which was another one when the run began.
-        is_chat = not isinstance(prompt.text, str)
-        is_dated = is_chat and "strftime_now" in str(tokenizer.chat_template)
-        if not is_dated and list(prompt.token_ids) != _token_ids(prompt.text, tokenizer):
-            result.errors.append(f"the token ids of the prompt of {key} are not those of its text")
-        expected = {
-            name: value
-            for name, value in row.items()
-            if data.prompt_template or name != data.prompt_key
-        }
-        expected["prompts"] = prompt.text
-        start = number * len(group.completions)
-        for completion, inputs in zip(
-            group.completions, scored.reward_inputs[start:], strict=False
-        ):
-            episode = completion.episode
-            if episode is not None and not episode.turns:
-                continue  # no function got it
-            text = tokenizer.decode(completion.token_ids, skip_special_tokens=True)
-            expected["completions"] = text
-            if episode is not None:
-                expected["completions"] = episode.messages
-            elif is_chat:
-                expected["completions"] = [{"role": "assistant", "content": text}]
-            expected["completion_ids"] = completion.token_ids
-            error_lines = [
-                name for name, value in expected.items() if repr(inputs.get(name)) != repr(value)
-            ]
-            if error_lines:
-                result.errors.append(
-                    f"the reward functions were given another {error_lines[0]!r} for a "
-                    "completion of "
-                    f"{key} than the row and the completion have"
-                )
-    return result
-
-
-def check_stop_ids(path: Path, tokenizer: Any, stop_ids: Collection[int]) -> CheckResult:
-    """Compares the engine's stop tokens with those that the model's folder names."""
-    expected: set[int] = {tokenizer.eos_token_id} - {None}
-    for file in filter(Path.is_file, (path / "generation_config.json", path / "config.json")):
-        ids = json.loads(file.read_text("utf-8-sig")).get("eos_token_id")
-        if ids is not None:
-            expected |= {ids} if isinstance(ids, int) else set(ids)
-            break
-    if expected == set(stop_ids):
-        return CheckResult()
-    return CheckResult(
-        [
-            f"completions are to end at {sorted(expected)} (eos_token_id in {path}), and the "
-            "engine "
-            f"ends them at {sorted(stop_ids)}"
-        ]
-    )
-
-
-def _read_rows(source: str, numbers: Collection[int]) -> dict[int, _Row]:
-    """Returns these rows of a data set, by number."""
-    final = max(numbers, default=-1)
-    if source.startswith("hub:"):
-        import datasets
-
-        _, repo, subset, split = source.split(":", 3)
-        table = datasets.load_dataset(repo, subset or None, split=split)
-        return {number: dict(table[number]) for number in numbers}
-    rows: dict[int, _Row] = {}
-    start = 0
-    if source.endswith(".parquet"):
-        import pyarrow.parquet
-
-        if Path(source).is_dir():
-            table = pyarrow.parquet.read_table(source, memory_map=True)
-            return {number: table.slice(number, 1).to_pylist()[0] for number in numbers}
-        # Each rank reads it: never hold all of the file in memory.
-        file = pyarrow.parquet.ParquetFile(source, pre_buffer=False, buffer_size=1 << 20)
-        for batch in file.iter_batches(4096, use_threads=False):
-            if start > final:
-                break
-            for number in numbers:
-                if start <= number < start + len(batch):
-                    rows[number] = batch.slice(number - start, 1).to_pylist()[0]
-            start += len(batch)
-        return rows
-    with Path(source).open("rb") as lines:
-        for line in lines:
-            if start > final:
-                break
-            if line.strip():
-                if start in numbers:
-                    rows[start] = json.loads(line.decode("utf-8-sig"))
-                start += 1
-    return rows
-
-
-def _prompt_of(row: _Row, data: DataConfig) -> Any:
-    prompt = row.get(data.prompt_key)
-    if isinstance(prompt, str) and (data.as_chat or data.system_prompt):
-        prompt = [{"role": "user", "content": prompt}]
-    if isinstance(prompt, list) and data.system_prompt and prompt[0]["role"] != "system":
-        prompt = [{"role": "system", "content": data.system_prompt}, *prompt]
-    return prompt
-
-
-def _token_ids(prompt: Any, tokenizer: Any) -> list[int]:
-    if isinstance(prompt, str):
-        return list(tokenizer.encode(prompt))
-    return list(
-        tokenizer.apply_chat_template(
-            prompt, tokenize=True, add_generation_prompt=True, return_dict=False
-        )
-    )
-
-
-# Checks a step's decision and batch with what each rank finds from its own rollouts.
-#
-# Rewards, advantages, masks, plan and denominators are computed once more, in plain Python. Hashes
-# show that a rank trains on the very rollouts that another one sampled.
-
-
-# Log probability below which equal samples of a group are no chance.
+# Reading rows again takes time on every rank: a few prompts show a systematic fault.
+_NUM_PROMPTS = 4
+# If some completions of a group are equal, and the log probability of that is below this bound,
+# then it is no chance: the engine used a seed twice.
 _MIN_LOG_CHANCE = -40.0
-# A group whose rewards deviate by less has no spread.
+# A group has no spread if the standard deviation of its rewards is below this.
 _MIN_DEVIATION = 1e-6
+# CRC32 is never negative, so that negative numbers are free for two special cases.
 NO_TOKENS = -2
-"""The hash of a rollout without a sampled token, which is in no micro-batch."""
-_MISALIGNED = -1  # the hash of a rollout with a token that is scored at another position
+"""The hash of a rollout without a sampled token. Such a rollout is in no micro-batch."""
+_MISALIGNED = -1
+"""The hash of a rollout with a token that is scored at another position than its own."""
+# One row of a data set: values by column name.
+_Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class _TrainedGroup:
-    """One of this rank's groups that is trained on. Lists are in the order of its rollouts."""
+    """A trained group is a group that this rank sampled and that some rank trains on.
+
+    Lists are in the order of the group's completions."""
 
     group: RolloutGroup
+    """The prompt and its completions."""
     ids: range
-    """Rollout ids."""
+    """The rollout ids of the completions."""
     rewards: list[float]
-    """Less the overlong penalty. NaN: unknown."""
+    """The rewards minus the overlong penalty. NaN: unknown."""
     penalised: list[float]
-    """Less the KL penalty too."""
+    """`rewards` minus the KL penalty of `loss.kl_in: reward`."""
 
 
 class BatchCheck:
-    """Checks the decision about a step, and the micro-batches that were made of it."""
+    """Checks rank 0's decision about a step, and the micro-batches that the ranks made from it."""
 
     def __init__(
         self,
@@ -219,8 +93,11 @@ class BatchCheck:
         stop_ids: Collection[int],
         is_agent: bool,
     ) -> None:
-        """`weights` of the rewards, in their order. `stop_ids`: tokens that end a completion or a
-        turn. `is_agent`: an agent may go on after a turn that was cut off."""
+        """Takes the settings of the run.
+
+        `weights` are the weights of the rewards, in the order of the config. `stop_ids` are the
+        tokens that end a completion or a turn. `is_agent` is True if the episodes come from
+        `environment.agent`: an agent may go on after a turn that was cut off."""
         self._rollout = rollout
         self._advantage = advantage
         self._loss = loss
@@ -231,8 +108,10 @@ class BatchCheck:
         self._has_critic = advantage.estimator == "gae"
 
     def run(self, sampled: SampledStep, batch: RolloutBatch, decision: Decision) -> CheckResult:
-        """Collective. Returns what is wrong with this rank's rollouts and rows."""
+        """Collective. Returns what is wrong with the rollouts that this rank sampled and with the
+        micro-batches ("rows") that it trains on."""
         result = CheckResult()
+        # Every rank makes the same collectives in the same order, also without a trained group.
         self._check_completions(result, sampled)
         surplus_or_dropped = self._check_selection(result, sampled, decision)
         groups = self._trained_groups(sampled, batch, decision)
@@ -248,7 +127,8 @@ class BatchCheck:
         trained = [
             pair for row in batch.micro_batches for pair in _hash_rollouts(row, self._has_critic)
         ]
-        # Groups of later positions than these are surplus.
+        # Dynamic sampling takes the first groups of the prompt stream. Groups at later positions
+        # are surplus, but only if the step is full.
         is_dynamic = self._rollout.dynamic_sampling
         num_wanted = self._rollout.num_prompts_per_step if is_dynamic else math.inf
         find = partial(find_misplaced, decision=decision.rank0_decision, num_wanted=num_wanted)
@@ -258,14 +138,16 @@ class BatchCheck:
         return result
 
     def rewards_of(self, sampled: SampledStep, decision: Decision) -> dict[int, float]:
-        """Returns the rewards of this rank's trained rollouts by id, less the overlong penalty.
+        """Returns rewards by rollout id, for the rollouts that this rank sampled and that are
+        trained on.
 
-        NaN: unknown."""
+        A reward is the weighted sum minus the overlong penalty. NaN: unknown."""
         rewards: dict[int, float] = {}
         sums = iter(self._weighted_sums(sampled))
         for group in sampled.groups:
             group_sums = [next(sums) for _ in group.completions]
             ids = self._ids(group, decision)
+            # Not strict: a group that is not trained on has no ids.
             for i, completion, reward in zip(ids, group.completions, group_sums, strict=False):
                 penalty = self._overlong_penalty(len(completion.token_ids))
                 rewards[i] = math.nan if reward is None else reward - penalty
@@ -297,10 +179,13 @@ class BatchCheck:
         ]
 
     def _weighted_sums(self, sampled: SampledStep) -> list[float | None]:
-        """Returns weighted sums over the functions that apply. None: one failed, or none
-        applies."""
+        """Returns the weighted sum of the rewards of each completion, over the functions that apply
+        to it.
+
+        None: a function failed, or none applies."""
         columns = list(sampled.scored.by_name.values())
-        if not columns:  # a teacher teaches alone
+        # Without a reward the run has a teacher, and learns from its signal alone.
+        if not columns:
             return [0.0 for group in sampled.groups for _ in group.completions]
         weights = self._weights if any(self._weights) else [1.0] * len(columns)
         sums: list[float | None] = []
@@ -311,6 +196,9 @@ class BatchCheck:
         return sums
 
     def _overlong_penalty(self, num_tokens: int) -> float:
+        """Returns what a completion of `num_tokens` tokens loses for its length.
+
+        It grows linearly within the last `overlong_buffer_tokens` before the limit."""
         buffer = self._advantage.overlong_buffer_tokens
         excess = num_tokens - (self._rollout.max_completion_tokens - buffer)
         if not buffer or excess <= 0:
@@ -320,9 +208,11 @@ class BatchCheck:
     def _check_selection(
         self, result: CheckResult, sampled: SampledStep, decision: Decision
     ) -> list[int]:
-        """Returns the positions of groups with a spread that are not trained on.
+        """Returns the prompt-stream positions of groups that are not trained on without a reason.
 
-        Dynamic sampling must drop groups without a spread."""
+        The only reason to drop a group is that dynamic sampling found no spread in its rewards.
+        The returned groups are right only if they are surplus, which rank 0 knows. Adds an error
+        for a group without spread that dynamic sampling kept."""
         sums = iter(self._weighted_sums(sampled))
         is_dynamic = self._rollout.dynamic_sampling
         not_trained = []
@@ -343,9 +233,11 @@ class BatchCheck:
     def _advantage_line(
         self, rewards: Sequence[float], step_mean: float, step_deviation: float
     ) -> tuple[float, float]:
-        """Returns (center, scale): an advantage is (reward - center) / scale.
+        """Returns (center, scale) of a group: each advantage is (reward - center) / scale.
 
-        The scale is infinite if there is nothing to learn."""
+        `rewards` are those of the group; NaN is unknown. `step_mean` and `step_deviation` are over
+        the rewards of the whole step. The scale is infinite if there is nothing to learn: then
+        every advantage is 0."""
         known_values = [reward for reward in rewards if not math.isnan(reward)]
         center, deviation = moments(known_values)
         is_usable = deviation >= _MIN_DEVIATION
@@ -358,7 +250,8 @@ class BatchCheck:
         elif estimator == "max_rl":
             scale = center
             is_usable = is_usable and center >= _MIN_DEVIATION
-        elif estimator == "rloo" and is_usable:  # minus the mean of the others
+        elif estimator == "rloo" and is_usable:
+            # r - mean of the n - 1 others = (r - mean of all) / ((n - 1) / n).
             scale = (len(known_values) - 1) / len(known_values)
         elif estimator == "grpo":
             scale = {
@@ -376,7 +269,10 @@ class BatchCheck:
         discount: float | None,
         decision: Decision,
     ) -> list[tuple[int, int, float]]:
-        """Checks advantages and masks. Returns (id, hash, reward) of each rollout."""
+        """Checks the advantages and masks of a group. Returns (rollout id, hash, reward) of each
+        rollout.
+
+        `line` is (center, scale) of `_advantage_line`. `discount` is `environment.discount`."""
         center, scale = line
         completions = group.group.completions
         token_advantages = self._token_advantages(result, group, scale, discount, decision)
@@ -392,9 +288,11 @@ class BatchCheck:
                 )
             is_cut = self._loss.mask_truncated and completion.finish_reason == "length"
             in_loss = decision.in_loss[i]
+            # A rollout counts in the loss if its reward is known and it is not masked for its cut.
             if in_loss != (not math.isnan(group.rewards[n]) and not is_cut):
                 result.errors.append(f"rollout {i} is {'' if in_loss else 'not '}in the loss")
             contexts = completion_contexts(group.group.prompt.token_ids, completion)
+            # The hash that the trained row must give: see _hash_rollouts for the other side.
             tokens = [(context.token_ids, np.flatnonzero(context.sampled)) for context in contexts]
             mask = [in_loss] * len(completion.token_ids)
             rollout_hash = _hash_rollout(tokens, completion.logprobs, token_advantages[n], mask)
@@ -409,7 +307,10 @@ class BatchCheck:
         discount: float | None,
         decision: Decision,
     ) -> list[npt.NDArray[Any]]:
-        """Returns each rollout's advantages by token, and checks those of an episode's turns."""
+        """Returns one array for each rollout: the advantages of its sampled tokens.
+
+        With `environment.discount` the turns of an episode have advantages of their own, which are
+        checked here. With a critic the arrays are 0: the critic's own check compares them."""
         completions = group.group.completions
         lengths = [len(completion.token_ids) for completion in completions]
         if self._has_critic:
@@ -438,11 +339,12 @@ class BatchCheck:
         return token_advantages
 
     def _check_completions(self, result: CheckResult, sampled: SampledStep) -> None:
-        """Checks that a group's completions differ, and end where they should."""
+        """Checks that the completions of a group differ, and that each ends where it should."""
         for group in sampled.groups:
             copies = Counter(tuple(completion.token_ids) for completion in group.completions)
             logprobs = {tuple(c.token_ids): c.logprobs for c in group.completions}
             for ids, count in copies.items():
+                # The chance that `count - 1` further samples repeat this one, in any places.
                 num_ways = math.comb(len(group.completions) - 1, count - 1)
                 log_chance = math.log(num_ways) + (count - 1) * math.fsum(logprobs[ids])
                 if log_chance < _MIN_LOG_CHANCE:
@@ -454,7 +356,8 @@ class BatchCheck:
                 self._check_turns(result, completion)
 
     def _check_turns(self, result: CheckResult, completion: Completion) -> None:
-        """A turn ends at its first stop token or at the length limit, and so does a completion."""
+        """Checks that each turn of a completion ends at its first stop token or at the length
+        limit. A completion without an episode is one turn."""
         episode = completion.episode
         turns = completion_turns(completion)
         if episode is not None:
@@ -464,12 +367,12 @@ class BatchCheck:
         if not self._is_agent and any(reason == "length" for _, reason in turns[:-1]):
             result.errors.append("an episode goes on after a turn that was cut off")
         limit = self._rollout.max_completion_tokens
-        label = "completion" if episode is None else "turn"
+        unit = "completion" if episode is None else "turn"
         for ids, reason in turns:
             *earlier, final = ids or [-1]
             if self._stop_ids.intersection(earlier):
                 result.errors.append(
-                    f"a {label} goes on after a token that ends it (generation_config's "
+                    f"a {unit} goes on after a token that ends it (generation_config's "
                     "eos_token_id)"
                 )
                 continue
@@ -480,12 +383,13 @@ class BatchCheck:
                 is_right = len(ids) == limit if episode is None else 0 < len(ids) <= limit
             if not is_right:
                 result.errors.append(
-                    f"a {label} of {len(ids)} tokens that ends with {final} has finish_reason "
+                    f"a {unit} of {len(ids)} tokens that ends with {final} has finish_reason "
                     f"{reason!r}"
                 )
 
     def _check_denominators(self, result: CheckResult, batch: RolloutBatch) -> None:
-        """Collective. Counts the tokens and sequences of each mini-batch over all ranks."""
+        """Collective. Counts the tokens and sequences of each mini-batch over all ranks, and
+        compares the counts with the denominators that the batch states."""
         counts = on_rank0(
             lambda by_rank: [
                 [sum(column) for column in zip(*pairs, strict=True)]
@@ -503,7 +407,7 @@ class BatchCheck:
 
 
 def count_loss(mini_batch: Sequence[MicroBatch]) -> tuple[int, int]:
-    """Returns the tokens and the sequences of this rank that count in the loss."""
+    """Returns (number of tokens, number of rollouts) of this rank that count in the loss."""
     return (
         sum(int(row.loss_mask.sum()) for row in mini_batch),
         sum(len(row.sequence_index[row.loss_mask].unique()) for row in mini_batch),
@@ -513,8 +417,10 @@ def count_loss(mini_batch: Sequence[MicroBatch]) -> tuple[int, int]:
 def _kl_penalties(
     batch: RolloutBatch, sampled_ids: Sequence[int], loss: LossConfig
 ) -> dict[int, float]:
-    """Collective with `loss.kl_in: reward`. Returns what is taken off the sampled rollouts'
-    rewards."""
+    """Returns the KL penalty of each sampled rollout by id. Collective with `loss.kl_in: reward`.
+
+    The penalty is what the trainer subtracts from the reward. It is computed on the rank that
+    trains on the rollout, and sent to the rank that sampled it. Empty with `loss.kl_in: loss`."""
     if loss.kl_in != "reward" or not loss.kl_coef:
         return {}
     penalties: dict[int, float] = {}
@@ -531,6 +437,8 @@ def _kl_penalties(
                 "k3": torch.expm1(ref - p) - (ref - p),
             }[loss.kl_estimator]
             penalties[i] = loss.kl_coef * float(terms.double().sum())
+    # Rank 0 gets each rank's trained ids with their penalties and its sampled ids, and sends back
+    # the penalties of the latter.
     payload = pack(
         [len(penalties), len(sampled_ids)],
         (
@@ -550,12 +458,15 @@ def _turn_credit(
     scale: float,
     discount: float,
 ) -> list[float]:
-    """Returns, for each token of an episode, its advantage minus its rollout's advantage.
+    """Returns, for each sampled token of rollout `number` of a group, the token's advantage minus
+    the rollout's advantage.
 
-    It is by how much the return from its turn on, minus the whole return, is above the mean of that
-    over the group's scored rollouts, divided by `scale`."""
+    For a turn, let x be (return from this turn on) - (return of the whole episode). Every token of
+    the turn has (x - mean of x over the group's scored rollouts) / `scale`. `scored` are the
+    indices of the rollouts whose reward is known."""
 
     def excess(turns: Sequence[Turn], start: int) -> float:
+        """Returns the return from turn `start` on minus the whole return."""
         rewards = [(n, turn.reward or 0.0) for n, turn in enumerate(turns)]
         return sum(r * discount ** (n - start) for n, r in rewards[start:]) - sum(
             r * discount**n for n, r in rewards
@@ -574,7 +485,9 @@ def _turn_credit(
 
 
 def _hash_rollouts(row: MicroBatch, has_critic: bool = False) -> list[tuple[int, int]]:
-    """Returns (rollout id, hash) of the rollouts in a micro-batch."""
+    """Returns (rollout id, hash) of each rollout in a micro-batch.
+
+    The hash is _MISALIGNED if a target is not the token after the position that predicts it."""
     token_advantages = torch.zeros_like(row.advantages) if has_critic else row.advantages
     ids, index, predict, targets, positions, logprobs, advantages, mask = (
         column.cpu().numpy()
@@ -589,9 +502,11 @@ def _hash_rollouts(row: MicroBatch, has_critic: bool = False) -> list[tuple[int,
             row.loss_mask,
         )
     )
-    starts = np.flatnonzero(positions == 0)  # of the row's sequences
+    # Positions count from 0 in each sequence of the row.
+    starts = np.flatnonzero(positions == 0)
     following = np.append(ids[1:], -1)
     sequences = np.searchsorted(starts, predict, "right") - 1
+    # Stable: the tokens of a rollout keep their order.
     order = np.argsort(index, kind="stable")
     bounds = np.searchsorted(index[order], np.arange(len(row.rollout_ids) + 1))
     hashes = []
@@ -619,20 +534,22 @@ def _hash_rollout(
     advantages: ArrayLike,
     mask: ArrayLike,
 ) -> int:
-    """Returns a hash of a rollout.
+    """Returns the hash of a rollout, or NO_TOKENS if no token of it was sampled.
 
-    `contexts` has token ids and the positions of the sampled ones; tokens after the last sampled
-    one do not count."""
-    pieces = [
+    `contexts` has, for each sequence that the policy read, its token ids and the positions of the
+    sampled tokens among them. Tokens after the last sampled one do not count. `logprobs`,
+    `advantages` and `mask` have one value for each sampled token."""
+    chunks = [
         np.concatenate([ids[: sampled[-1] + 1], [-1], sampled]).astype(np.int64).tobytes()
         for ids, sampled in contexts
         if len(sampled)
     ]
-    pieces += [np.asarray(x, np.float32).tobytes() for x in (logprobs, advantages, mask)]
-    return zlib.crc32(b"".join(pieces)) if any(pieces) else NO_TOKENS
+    chunks += [np.asarray(x, np.float32).tobytes() for x in (logprobs, advantages, mask)]
+    return zlib.crc32(b"".join(chunks)) if any(chunks) else NO_TOKENS
 
 
-# What a rank reports to rank 0. Functions below run on rank 0, in plain Python.
+# The columns of the report that each rank sends to rank 0: sampled rollouts, trained rollouts, and
+# positions of groups that are not trained on.
 _REPORT_DTYPES: tuple[npt.DTypeLike, ...] = (
     np.dtype([("id", np.int32), ("hash", np.int64), ("reward", np.float64)]),
     np.dtype([("id", np.int32), ("hash", np.int64)]),
@@ -645,9 +562,11 @@ def pack_report(
     trained: Sequence[tuple[int, int]],
     not_trained: Sequence[int],
 ) -> bytes:
-    """Packs a rank's report: sampled (id, hash, reward), trained (id, hash), positions.
+    """Returns a rank's report as bytes.
 
-    The positions are those of groups with a spread that are not trained on."""
+    `sampled` has (id, hash, reward) of each rollout that the rank sampled, `trained` (id, hash) of
+    each rollout that it trains on. `not_trained` has the prompt-stream positions of groups with a
+    spread that are not trained on."""
     arrays = [
         np.array(values, dtype)
         for values, dtype in zip((sampled, trained, not_trained), _REPORT_DTYPES, strict=True)
@@ -658,7 +577,10 @@ def pack_report(
 def find_misplaced(
     reports: list[bytes], decision: StepDecision | None, num_wanted: float
 ) -> list[str]:
-    """Compares the decision with the reports of all ranks. Returns what is wrong."""
+    """Compares the decision with the reports of all ranks. Runs on rank 0.
+
+    Returns one sentence for each error. `num_wanted` is the number of groups of a full step;
+    infinity without dynamic sampling."""
     assert decision is not None
     columns: list[list[Any]] = [[], [], []]
     for reader in map(PackedReader, reports):
@@ -682,7 +604,7 @@ def find_misplaced(
         errors.append("the plan does not have each rollout once")
     hashes: dict[int, int] = dict(trained)
     counts = Counter(i for i, _ in trained)
-    for label, ids in (
+    for fault, ids in (
         ("twice", [i for i, count in counts.items() if count > 1]),
         (
             "with other tokens, logprobs or advantages",
@@ -691,15 +613,16 @@ def find_misplaced(
         ("not", [i for i, expected, _ in sampled if i not in hashes and expected != NO_TOKENS]),
     ):
         if ids:
-            errors.append(f"rollouts {sorted(ids)[:5]} are trained on {label}")
+            errors.append(f"rollouts {sorted(ids)[:5]} are trained on {fault}")
     return errors
 
 
 def kl_penalties_by_rank(payloads: Sequence[bytes]) -> list[bytes]:
-    """Returns, for each rank, the penalties of the rollouts that it sampled (float64).
+    """Returns, for each rank, the penalties of the rollouts that it sampled (float64 bytes). Runs
+    on rank 0.
 
-    Each payload has a rank's trained ids (int32), their penalties (float64) and its sampled ids
-    (int32)."""
+    A rollout without a completion token is in no micro-batch and has the penalty 0. Each payload
+    has a rank's trained ids (int32), their penalties (float64) and its sampled ids (int32)."""
     penalties: dict[int, float] = {}
     sampled_by_rank: list[list[int]] = []
     for reader in map(PackedReader, payloads):
@@ -714,17 +637,170 @@ def kl_penalties_by_rank(payloads: Sequence[bytes]) -> list[bytes]:
 
 
 def _moments_of_all(payloads: Sequence[bytes]) -> tuple[float, float]:
-    """Returns the moments of all ranks' float64 values."""
+    """Returns (mean, deviation) of the float64 values of all ranks. Runs on rank 0."""
     return moments(np.frombuffer(b"".join(payloads)).tolist())
 
 
 def moments(values: Sequence[float]) -> tuple[float, float]:
-    """Returns mean and unbiased deviation, 0 if there are too few values."""
+    """Returns (mean, unbiased standard deviation); 0 where there are too few values."""
     mean = math.fsum(values) / max(len(values), 1)
     variance = math.fsum((v - mean) ** 2 for v in values) / max(len(values) - 1, 1)
     return mean, math.sqrt(variance)
 
 
 def _is_close(a: float, b: float) -> bool:
+    """Returns True if the numbers differ by float32 rounding at most, or are both NaN."""
     both_unknown = math.isnan(a) and math.isnan(b)
     return a == b or both_unknown or math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-6)
+
+
+# The data: prompts, arguments of the reward functions, and stop tokens.
+
+
+def check_data(
+    groups: Sequence[RolloutGroup], scored: ScoredRollouts, tokenizer: Any, data: DataConfig
+) -> CheckResult:
+    """Checks some of this rank's prompts, and the arguments that the reward functions got for
+    them."""
+    result = CheckResult()
+    checked = groups[:_NUM_PROMPTS]
+    try:
+        rows = _read_rows(data.train, {group.prompt.row for group in checked})
+    except (OSError, ValueError) as error:
+        # The file was moved or changed since the start, which is no fault of the run.
+        _log.warning(
+            "update check: prompts are not compared with data.train, which cannot be read again: "
+            "%s",
+            error,
+        )
+        return result
+    for number, group in enumerate(checked):
+        prompt = group.prompt
+        row = rows.get(prompt.row)
+        key = f"{data.train}, row {prompt.row}"
+        if row is None:
+            result.errors.append(f"the prompt of {key} has no such row")
+            continue
+        if data.prompt_template is None and prompt.text != _prompt_of(row, data):
+            result.errors.append(f"the prompt of {key} is not what stands there")
+        # A template may write today's date, which was another one when the run began.
+        is_chat = not isinstance(prompt.text, str)
+        is_dated = is_chat and "strftime_now" in str(tokenizer.chat_template)
+        if not is_dated and list(prompt.token_ids) != _token_ids(prompt.text, tokenizer):
+            result.errors.append(f"the token ids of the prompt of {key} are not those of its text")
+        expected = {
+            name: value
+            for name, value in row.items()
+            if data.prompt_template or name != data.prompt_key
+        }
+        expected["prompts"] = prompt.text
+        # reward_inputs has one entry for each completion, in the order of the groups. It is shorter
+        # if no function kept its arguments.
+        start = number * len(group.completions)
+        for completion, inputs in zip(
+            group.completions, scored.reward_inputs[start:], strict=False
+        ):
+            episode = completion.episode
+            # No function is called for an episode that failed before its first turn.
+            if episode is not None and not episode.turns:
+                continue
+            text = tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+            expected["completions"] = text
+            if episode is not None:
+                expected["completions"] = episode.messages
+            elif is_chat:
+                expected["completions"] = [{"role": "assistant", "content": text}]
+            expected["completion_ids"] = completion.token_ids
+            # Compared as text, since values of a row may be arrays or NaN.
+            wrong_names = [
+                name for name, value in expected.items() if repr(inputs.get(name)) != repr(value)
+            ]
+            if wrong_names:
+                result.errors.append(
+                    f"the reward functions were given another {wrong_names[0]!r} for a "
+                    "completion of "
+                    f"{key} than the row and the completion have"
+                )
+    return result
+
+
+def check_stop_ids(path: Path, tokenizer: Any, stop_ids: Collection[int]) -> CheckResult:
+    """Compares the engine's stop tokens with those that the files in the model's folder name."""
+    expected: set[int] = {tokenizer.eos_token_id} - {None}
+    # As in vLLM and transformers, generation_config.json comes before config.json.
+    for file in filter(Path.is_file, (path / "generation_config.json", path / "config.json")):
+        ids = json.loads(file.read_text("utf-8-sig")).get("eos_token_id")
+        if ids is not None:
+            expected |= {ids} if isinstance(ids, int) else set(ids)
+            break
+    if expected == set(stop_ids):
+        return CheckResult()
+    return CheckResult(
+        [
+            f"completions are to end at {sorted(expected)} (eos_token_id in {path}), and the "
+            "engine "
+            f"ends them at {sorted(stop_ids)}"
+        ]
+    )
+
+
+def _read_rows(source: str, numbers: Collection[int]) -> dict[int, _Row]:
+    """Returns the rows with these numbers, counted from 0. `source` is as in `data.train`.
+
+    Raises OSError or ValueError if the data cannot be read."""
+    final = max(numbers, default=-1)
+    if source.startswith("hub:"):
+        import datasets
+
+        _, repo, subset, split = source.split(":", 3)
+        table = datasets.load_dataset(repo, subset or None, split=split)
+        return {number: dict(table[number]) for number in numbers}
+    rows: dict[int, _Row] = {}
+    start = 0
+    if source.endswith(".parquet"):
+        import pyarrow.parquet
+
+        if Path(source).is_dir():
+            table = pyarrow.parquet.read_table(source, memory_map=True)
+            return {number: table.slice(number, 1).to_pylist()[0] for number in numbers}
+        # Every rank reads the file: none may hold all of it in memory.
+        file = pyarrow.parquet.ParquetFile(source, pre_buffer=False, buffer_size=1 << 20)
+        for batch in file.iter_batches(4096, use_threads=False):
+            if start > final:
+                break
+            for number in numbers:
+                if start <= number < start + len(batch):
+                    rows[number] = batch.slice(number - start, 1).to_pylist()[0]
+            start += len(batch)
+        return rows
+    with Path(source).open("rb") as lines:
+        for line in lines:
+            if start > final:
+                break
+            # Empty lines of a JSONL file are no rows.
+            if line.strip():
+                if start in numbers:
+                    rows[start] = json.loads(line.decode("utf-8-sig"))
+                start += 1
+    return rows
+
+
+def _prompt_of(row: _Row, data: DataConfig) -> Any:
+    """Returns the prompt that the row should have given: a string or chat messages."""
+    prompt = row.get(data.prompt_key)
+    if isinstance(prompt, str) and (data.as_chat or data.system_prompt):
+        prompt = [{"role": "user", "content": prompt}]
+    if isinstance(prompt, list) and data.system_prompt and prompt[0]["role"] != "system":
+        prompt = [{"role": "system", "content": data.system_prompt}, *prompt]
+    return prompt
+
+
+def _token_ids(prompt: Any, tokenizer: Any) -> list[int]:
+    """Returns the tokens of a prompt, by calls of the tokenizer alone."""
+    if isinstance(prompt, str):
+        return list(tokenizer.encode(prompt))
+    return list(
+        tokenizer.apply_chat_template(
+            prompt, tokenize=True, add_generation_prompt=True, return_dict=False
+        )
+    )

@@ -1,9 +1,13 @@
 """Compares loss and gradient of a few synthetic micro-batches with a plain recomputation.
 
-Plain is HF's own forward pass with its eager attention, one row a sequence, full logits,
-log_softmax in float32, and plain_loss.py. Old, reference and engine logprobs are set at known
-distances from the policy's, so that ratios fall on both sides of every bound: with the true ones
-nothing is clipped in a first update.
+A synthetic row is a micro-batch made of short pieces of this rank's own rollouts. Its old,
+reference and engine logprobs are set at known distances from the policy's, so that ratios fall on
+both sides of every bound: with the true logprobs nothing is clipped in a first update.
+
+The plain side is transformers' own forward pass with eager attention, one row per sequence, full
+logits, log_softmax in float32, and the loss of plain_loss.py. The trainer's side is the very code
+of the update (PolicyUpdater.accumulate). The plain gradient is subtracted from the trainer's: what
+is left in `.grad` is the difference. No gradient is left behind.
 """
 
 from __future__ import annotations
@@ -42,20 +46,20 @@ _MAX_LOG_RATIO = 5.0
 
 
 class _Bounds(NamedTuple):
-    """The largest differences that rounding explains."""
+    """The largest differences that rounding explains, for one number format."""
 
     score: float
-    """Mean |logprob| and |entropy|, in nats."""
+    """The mean difference of a logprob or an entropy, in nats."""
     term: float
-    """A term of the loss, relative to the size of what it sums."""
+    """The difference of a term of the loss, relative to the sum of its summands' sizes."""
     gradient: float
-    """A tensor's gradient, relative to its norm."""
+    """The difference of a tensor's gradient, relative to the gradient's norm."""
     reduction: float
-    """A gradient's sum over ranks, relative to its norm."""
+    """The difference of a gradient's sum over ranks, relative to the gradient's norm."""
 
 
-# Measured on models of 2 and 24 layers: 6e-7, 2e-8, 1.4e-6, 2e-7 in float32; 0.013, 2e-8, 0.026,
-# 0.002 in bfloat16.
+# Measured on models of 2 and 24 layers, in the order of the fields: 6e-7, 2e-8, 1.4e-6, 2e-7 in
+# float32; 0.013, 2e-8, 0.026, 0.002 in bfloat16.
 _BOUNDS = {
     "float32": _Bounds(1e-4, 1e-4, 1e-3, 1e-4),
     "bfloat16": _Bounds(0.05, 1e-4, 0.2, 0.05),
@@ -64,32 +68,36 @@ _BOUNDS = {
 
 @dataclass
 class CheckResult:
-    """What one check found on this rank."""
+    """The errors and differences that one check found on this rank."""
 
     errors: list[str] = field(default_factory=list)
     """One sentence for each difference that is too large."""
     metrics: dict[str, float] = field(default_factory=dict)
     """The largest difference of each kind."""
 
-    def check_difference(self, label: str, key: str, difference: float, bound: float) -> None:
-        """Records a difference, and an error if it is above `bound` or NaN."""
+    def check_difference(self, subject: str, key: str, difference: float, bound: float) -> None:
+        """Records a difference under the metric `key`, and an error if the difference is above
+        `bound` or NaN. `subject` is the subject of the error's sentence."""
         self.metrics[key] = max(self.metrics.get(key, 0.0), difference)
+        # Written so that NaN, which compares as False, is an error.
         if not difference <= bound:
-            self.errors.append(f"{label} is off by {difference:.3g} (bound {bound:.3g})")
+            self.errors.append(f"{subject} is off by {difference:.3g} (bound {bound:.3g})")
 
 
 class SyntheticTeacher(Protocol):
-    """A teacher of the synthetic rows, whose term in the loss is also written out plainly."""
+    """A teacher for the synthetic rows. Its term in the loss is also written out plainly."""
 
     coef: float
+    """The weight of the term in the loss."""
 
     @property
     def is_sampled(self) -> bool:
-        """True if it gives logprobs of the sampled tokens, False if it gives distributions."""
+        """True if the teacher gives logprobs of the sampled tokens, False if it gives
+        distributions."""
         ...
 
     def teach(self, row: MicroBatch) -> None:
-        """Attach its signal to a row."""
+        """Attach the teacher's signal to a row."""
         ...
 
     def divergence(self, log_p: Tensor) -> Tensor:
@@ -99,17 +107,19 @@ class SyntheticTeacher(Protocol):
 
 
 class SyntheticValues(Protocol):
-    """Value targets of the synthetic rows, for a critic whose head learns in the policy's
+    """Makes value targets for the synthetic rows, if a critic's head learns in the policy's
     update."""
 
     bound: float
+    """The largest relative difference of a value that rounding explains."""
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """The head's parameters."""
+        """Yield (name, parameter) of the critic's head."""
         ...
 
     def random_head(self) -> AbstractContextManager[None]:
-        """Within it the head, which may be zero, adds a fixed random product."""
+        """Return a context manager. Within it the head adds a fixed random product: a head of zeros
+        would show no fault."""
         ...
 
     def set_targets(self, row: MicroBatch, values: Tensor) -> None:
@@ -119,10 +129,11 @@ class SyntheticValues(Protocol):
     def plain_loss(
         self, rollouts: Sequence[Rollout], counts: Tensor, num_tokens: int
     ) -> tuple[Tensor, float, float]:
-        """Collective. Returns the value loss [] with its graph, the sum of its terms' sizes, and
-        how far the trainer's
-        values are off, relative to their size. `counts` [n] marks the tokens of the rollouts that
-        count."""
+        """Collective. Returns (value loss [] with its graph, sum of its terms' sizes, mean
+        difference of the trainer's values relative to their size).
+
+        `counts` [n] is True for the tokens of the rollouts that count in the loss. `num_tokens`
+        is their number over all ranks."""
         ...
 
     def check_head_gradient(self, result: CheckResult, bound: float) -> None:
@@ -131,10 +142,11 @@ class SyntheticValues(Protocol):
 
 
 class _TrainerPass:
-    """Records what the trainer computes on the synthetic rows, and sets the logprobs that it gets.
+    """Records the trainer's scores of the synthetic rows, and sets their other logprobs from them.
 
-    `hook` is a forward hook of the policy. The logprobs are set from those of this very pass: a
-    pass without gradients is rounded differently in a compiled model."""
+    `hook` is a forward hook of the policy: it sets the row's old, engine and reference logprobs
+    from the policy's logprobs of this very pass. A pass of its own, without gradients, is rounded
+    differently in a compiled model."""
 
     def __init__(
         self,
@@ -150,6 +162,8 @@ class _TrainerPass:
         self._divergences: list[Tensor] = []
 
     def hook(self, _: nn.Module, inputs: tuple[MicroBatch], output: tuple[Tensor, ...]) -> None:
+        """Runs after each forward pass. `output` is logprobs and entropy [C], then what the terms
+        return: the divergence from a teacher, and last the critic's values."""
         number = len(self._scores)
         row = self._rows[number]
         batch = inputs[0]
@@ -176,7 +190,7 @@ class _TrainerPass:
             batch.ref_logprobs = batch.rollout_logprobs
 
     def scores(self) -> list[Tensor]:
-        """Returns the logprobs and entropies [tokens] of all rows, float64."""
+        """Returns [logprobs, entropies], each [tokens] over all rows, float64."""
         counted = [
             [column if row else column[:0] for column in scores]
             for scores, row in zip(self._scores, self._rows, strict=True)
@@ -184,7 +198,8 @@ class _TrainerPass:
         return [torch.cat(columns).double() for columns in zip(*counted, strict=True)]
 
     def synthetic(self, name: str) -> Tensor:
-        """Returns the old, engine or ref logprobs of all rows, rounded as the trainer got them."""
+        """Returns the logprobs `name` ("old", "engine" or "ref") of all rows, rounded to float32 as
+        the trainer got them."""
         return torch.cat([columns[name] for columns in self._synthetic]).float().double()
 
     def divergence(self) -> Tensor:
@@ -206,10 +221,10 @@ class GradientCheck:
         make_teacher: Callable[[], SyntheticTeacher] | None = None,
         values: SyntheticValues | None = None,
     ) -> None:
-        """`temperature` is the engine's. `max_completion_tokens`: denominator of `loss.aggregation:
-        constant`. `make_teacher` makes a teacher for the synthetic rows, if the run has one.
-        `values` are
-        given if the critic is a head on the policy's layers."""
+        """`temperature` is the engine's sampling temperature. `max_completion_tokens` is the
+        denominator of `loss.aggregation: constant`. `dtype` is the compute dtype. `make_teacher`
+        makes a teacher for the synthetic rows, if the run has one. `values` is given if the critic
+        is a head on the policy's layers."""
         self._policy = policy
         self._updater = updater
         self._loss = loss
@@ -225,17 +240,19 @@ class GradientCheck:
     def run(
         self, groups: Sequence[RolloutGroup], device: torch.device, *, accumulates: bool
     ) -> CheckResult:
-        """Collective. Compares on this rank's own rollouts, and leaves no gradient behind.
+        """Collective. Compares loss and gradient on this rank's own rollouts, and leaves no
+        gradient behind.
 
-        A rank without rollouts takes part with tokens that count nothing. What is wrong on all
-        ranks alike is found on rank 0. `accumulates`: over two micro-batches instead of one, which
-        costs a pass more."""
+        A rank without rollouts takes part with tokens that do not count. Sums over ranks are
+        compared on rank 0, and every rank gets the same error. With `accumulates` the gradient is
+        accumulated over two micro-batches instead of one, which costs one more pass."""
         with self._values.random_head() if self._values is not None else nullcontext():
             return self._run(groups, device, accumulates)
 
     def _run(
         self, groups: Sequence[RolloutGroup], device: torch.device, accumulates: bool
     ) -> CheckResult:
+        """Does the work of `run`, within the random head."""
         result = CheckResult()
         policy = self._policy
         rollouts = _short_rollouts(groups)
@@ -248,11 +265,14 @@ class GradientCheck:
         if teacher is not None:
             for batch in batches:
                 teacher.teach(batch)
+        # 1. The trainer's pass leaves its gradient in the parameters.
         handle = policy.register_forward_hook(trainer.hook)
         totals, _ = self._updater.accumulate(batches, num_tokens, num_sequences, is_synced=True)
         handle.remove()
         trainer_logprobs, trainer_entropy = trainer.scores()
         trainer_squares = self._gradient_squares()
+        # 2. The plain pass subtracts its gradient from that. Activation checkpointing may run
+        # layers again in the backward pass, which therefore is within eager attention too.
         sketch = _Sketch(policy)
         with eager_attention(policy.model), sketch.watching():
             sketch_of_trainer = sketch.of_gradient()
@@ -294,6 +314,7 @@ class GradientCheck:
                     difference / max(size, 1e-12),
                     bound=self._bounds.term if name != "entropy" else math.inf,
                 )
+        # 3. The comparisons, which are collective: every rank makes all of them.
         self._compare_gradients(result, trainer_squares, self._gradient_squares())
         plain_reduced = [
             trainer_values - difference
@@ -310,6 +331,7 @@ class GradientCheck:
         return CheckResult() if any_rank(is_nonfinite) else result
 
     def _check_no_gradient(self, result: CheckResult) -> None:
+        """Adds an error if a parameter holds a gradient before the check."""
         parameters: list[tuple[str, Tensor]] = list(self._policy.named_parameters())
         if self._values is not None:
             parameters += self._values.named_parameters()
@@ -320,7 +342,7 @@ class GradientCheck:
     def _value_terms(
         self, result: CheckResult, loss: LossTerm, rollouts: Sequence[Rollout], num_tokens: int
     ) -> dict[str, LossTerm]:
-        """Collective. Returns the loss with the value loss in it, and the value loss."""
+        """Collective. Returns the terms "loss" (`loss` plus the value loss) and "value"."""
         assert self._values is not None
         masks = [np.zeros(0, np.bool_), *(rollout.loss_mask for rollout in rollouts)]
         counts = torch.from_numpy(np.concatenate(masks))
@@ -341,7 +363,8 @@ class GradientCheck:
         plain: _PlainScores,
         trainer: _TrainerPass,
     ) -> dict[str, Tensor]:
-        """Returns what a teacher takes off the advantages, or the divergence from it."""
+        """Returns the column that a teacher adds to PlainSequence: the penalty that it subtracts
+        from each advantage, or the divergence from its distribution at each token."""
         if teacher.is_sampled:
             return {"teacher_penalty": teacher.coef * (columns["old"] - columns["ref"])}
         divergence = teacher.divergence(torch.cat(plain.all_logprobs))
@@ -352,7 +375,8 @@ class GradientCheck:
     def plain_logprobs(
         self, policy: Policy, groups: Sequence[RolloutGroup], device: torch.device
     ) -> Tensor:
-        """Collective. Returns another policy's plain logprobs of the tokens that `run` uses."""
+        """Collective. Returns plain logprobs [tokens] by another policy, of the same tokens as in
+        `run`."""
         with eager_attention(policy.model), torch.no_grad():
             scores = _plain_scores(policy, _short_rollouts(groups), self._temperature, device)
         cast(FSDPModule, policy).reshard()
@@ -361,7 +385,8 @@ class GradientCheck:
     def trainer_logprobs(
         self, score: Any, groups: Sequence[RolloutGroup], device: torch.device
     ) -> Tensor:
-        """Collective. Returns the same tokens' logprobs by `score`, the trainer's function."""
+        """Collective. Returns the logprobs [tokens] of the same tokens by `score`, the function
+        that the trainer calls."""
         rollouts = _short_rollouts(groups)
         with torch.no_grad():
             logprobs, _ = score(pack_rollouts(rollouts, device))
@@ -369,23 +394,28 @@ class GradientCheck:
         return cast(Tensor, logprobs).double() if rollouts else torch.zeros(0, dtype=torch.float64)
 
     def _widen_bounds(self, mean_max_logit: float) -> None:
-        """Large logits, divided by the temperature, are rounded by more than small ones."""
+        """Widens the bounds for large logits, which are rounded by more than small ones.
+
+        `mean_max_logit` is the mean of the largest |logit| / temperature of a token."""
         score, _, gradient, _ = self._bounds
         self.score_bound = max(score, mean_max_logit * self._rounding)
         self._gradient_bound = max(gradient, min(0.5, gradient * self.score_bound / score))
 
-    def _compare_scores(self, result: CheckResult, label: str, differences: Tensor) -> None:
+    def _compare_scores(self, result: CheckResult, subject: str, differences: Tensor) -> None:
+        """Checks the mean of |differences| [tokens], in nats."""
         result.check_difference(
-            f"{label}, in nats on average,",
+            f"{subject}, in nats on average,",
             "logprobs",
             float(differences.detach().abs().mean()),
             self.score_bound,
         )
 
     def _gradient_squares(self) -> dict[str, float]:
-        """Returns the sum of squares of this rank's gradient, by trained parameter.
+        """Returns the sum of squares of this rank's part of the gradient, by the name of the
+        trained parameter.
 
-        It is 0 for a replica's copy and a parameter without gradient."""
+        It is 0 for a replica's copy, which would count twice, and for a parameter without
+        gradient."""
         trained = {name: p for name, p in self._policy.named_parameters() if p.requires_grad}
         norms = {
             name: torch.linalg.vector_norm(cast(DTensor, parameter.grad)._local_tensor)
@@ -398,7 +428,8 @@ class GradientCheck:
     def _compare_gradients(
         self, result: CheckResult, squares: dict[str, float], difference_squares: dict[str, float]
     ) -> None:
-        """Collective. Compares each tensor with its own norm plus 1 % of the whole gradient's."""
+        """Collective. Compares the difference of each tensor's gradient with the tensor's own norm
+        plus 1 % of the whole gradient's norm. The arguments are sums of squares by parameter."""
 
         def relative_differences(by_rank: list[list[list[float]]]) -> list[float]:
             norms, differences = (
@@ -414,7 +445,7 @@ class GradientCheck:
         relative = on_rank0(
             relative_differences, [list(squares.values()), list(difference_squares.values())]
         )
-        # A NaN is the worst.
+        # A NaN counts as the largest difference.
         worst, name = max(
             zip(relative, squares, strict=True),
             key=lambda pair: pair[0] if math.isfinite(pair[0]) else math.inf,
@@ -424,9 +455,12 @@ class GradientCheck:
         )
 
     def _compare_reduction(
-        self, result: CheckResult, reduced: list[float], local: list[float]
+        self, result: CheckResult, reduced: list[float], unreduced: list[float]
     ) -> None:
-        """Collective. Compares FSDP's sum over ranks with a sum of ours."""
+        """Collective. Compares FSDP's sum of a gradient over ranks with a sum made here.
+
+        Both arguments are sketches: products of the gradient with random vectors. `reduced` is from
+        the gradient after FSDP's reduction, `unreduced` from this rank's own tokens."""
 
         def relative_difference(by_rank: list[list[list[float]]]) -> float:
             by_fsdp, plain = (
@@ -440,22 +474,23 @@ class GradientCheck:
         result.check_difference(
             "the sum over ranks of a gradient, of its norm,",
             "reduction",
-            on_rank0(relative_difference, [reduced, local]),
+            on_rank0(relative_difference, [reduced, unreduced]),
             self._bounds.reduction,
         )
 
 
 class _Sketch:
-    """Products of one linear layer's gradient with random vectors from both sides.
+    """Holds products of one linear layer's gradient with random vectors: u^T (dL/dW) v.
 
-    They are taken from the gradient that FSDP has summed, and from what goes through the layer on
-    this rank, with which FSDP has nothing to do."""
+    They are computed in two ways: from the gradient that FSDP has summed over ranks, and from the
+    layer's inputs and output gradients on this rank, which FSDP never sees."""
 
     def __init__(self, policy: Policy) -> None:
         modules = decoder_layers(policy.model).modules()
         self._layer = next(
             (m for m in modules if isinstance(m, nn.Linear) and m.weight.requires_grad), None
         )
+        # Products from this rank's own tokens, added up by `watching`.
         self.of_tokens = [0.0] * _NUM_SKETCHES
         if self._layer is not None:
             generator = torch.Generator().manual_seed(0)
@@ -468,26 +503,27 @@ class _Sketch:
             )
 
     def of_gradient(self) -> list[float]:
-        """Returns the products of this rank's rows of the gradient."""
+        """Returns the products of this rank's rows of the summed gradient; 0 for a replica."""
         weight = cast(DTensor, self._layer.weight) if self._layer is not None else None
         if weight is None or weight.grad is None or not is_first_replica(weight):
             return [0.0] * _NUM_SKETCHES
         rows = weight.grad._local_tensor.double()  # type: ignore[attr-defined]
         start = first_row(weight)
-        left_factor = self._left[:, start : start + len(rows)]
-        products: Tensor = (left_factor * (rows @ self._right.T).T).sum(1)
+        row_vectors = self._left[:, start : start + len(rows)]
+        products: Tensor = (row_vectors * (rows @ self._right.T).T).sum(1)
         return products.tolist()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Within it forward and backward passes add to `of_tokens`."""
+        """Returns a context manager. Within it forward and backward passes add to `of_tokens`."""
 
         def forward(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            right_factor = inputs[0].detach().flatten(0, -2).double() @ self._right.T
+            # dL/dW is the sum over tokens of (gradient of the output) x (input).
+            input_products = inputs[0].detach().flatten(0, -2).double() @ self._right.T
 
             def backward(grad: Tensor) -> None:
-                left_factor = grad.flatten(0, -2).double() @ self._left.T
-                products = (left_factor * right_factor).sum(0).tolist()
+                grad_products = grad.flatten(0, -2).double() @ self._left.T
+                products = (grad_products * input_products).sum(0).tolist()
                 # Subtracted, since the pass is that of the negative loss.
                 self.of_tokens = [
                     total - new for total, new in zip(self.of_tokens, products, strict=True)
@@ -505,24 +541,27 @@ class _Sketch:
 
 
 def _with_value(plain: Tensor, value: Tensor) -> Tensor:
-    """Returns the trainer's value with the plain gradient.
+    """Returns a tensor with the trainer's `value` and the graph of `plain`.
 
-    The synthetic logprobs are set from the trainer's values: with the plain ones, rounding would
-    clip here what it does not clip there."""
+    The synthetic logprobs are set from the trainer's values. With the values of the plain pass,
+    rounding would clip a token on one side only."""
     return plain + (value - plain).detach()
 
 
 def _synthetic_logprobs(
     rollouts: Sequence[Rollout], num_earlier: int, base: Tensor, loss: LossConfig
 ) -> dict[str, Tensor]:
-    """Returns old, engine and reference logprobs [tokens] at known distances from `base`.
+    """Returns "old", "engine" and "ref" logprobs [tokens] at known distances from `base`, the
+    policy's logprobs.
 
-    `num_earlier` rollouts are in the rows before."""
+    `num_earlier` is the number of rollouts in the rows before this one."""
+    # Log ratios inside, at and beyond each bound of clipping.
     low = math.log(max(1 - loss.clip_ratio_low, 0.3))
     high = min(math.log(1 + loss.clip_ratio_high), _MAX_LOG_RATIO)
     dual = min(math.log(loss.dual_clip or 4.0), _MAX_LOG_RATIO)
     ratios = [0.0, high / 2, high + 0.3, low / 2, low - 0.3, max(high, dual) + 0.3]
     cap = min(math.log(loss.rollout_correction_cap), _MAX_LOG_RATIO)
+    # Log ratios of policy and engine on both sides of the cap of the rollout correction.
     factors = [0.0, 0.5 * cap, cap + 0.3, -0.5 * cap, -cap - 0.3]
     old: list[float] = []
     engine: list[float] = []
@@ -531,7 +570,7 @@ def _synthetic_logprobs(
         length = len(rollout.completion_ids)
         # Rollouts are good and bad by turns. The k-th of either starts at another ratio.
         indices = [(2 * (number // 2) + t) % len(ratios) for t in range(length)]
-        # gspo has one ratio a sequence. At the bound there is no room for a step inside.
+        # gspo has one ratio per sequence: each is beyond a bound.
         if loss.policy == "gspo":
             indices = [[2, 4, 5][number // 2]] * length
         old += [ratios[index] for index in indices]
@@ -543,6 +582,7 @@ def _synthetic_logprobs(
     old_step, engine_step, ref_step = (
         torch.tensor(steps, dtype=torch.float64, device=base.device) for steps in (old, engine, ref)
     )
+    # Then the engine's logprobs are the old ones, and there is no mismatch to correct.
     if loss.old_logprobs == "engine":
         engine_step = torch.zeros_like(engine_step)
     return {
@@ -553,7 +593,8 @@ def _synthetic_logprobs(
 
 
 def _denominators(rollouts: Sequence[Rollout]) -> tuple[int, int]:
-    """Collective. Returns the tokens and the sequences that count, over all ranks."""
+    """Collective. Returns (tokens, rollouts) that count in the loss over all ranks, each at least
+    1."""
     num_tokens = sum(int(np.sum(rollout.loss_mask)) for rollout in rollouts)
     num_sequences = sum(int(np.any(rollout.loss_mask)) for rollout in rollouts)
     tokens, sequences = on_rank0(
@@ -564,7 +605,7 @@ def _denominators(rollouts: Sequence[Rollout]) -> tuple[int, int]:
 
 
 class _PlainScores(NamedTuple):
-    """Results of a plain forward pass."""
+    """The scores of a plain forward pass, with their graph."""
 
     logprobs: Tensor
     """[tokens], float64."""
@@ -575,16 +616,16 @@ class _PlainScores(NamedTuple):
     mean_max_logit: float
     """Mean over tokens of the largest |logit|."""
     all_logprobs: list[Tensor]
-    """Logprobs [n, V] of all tokens of the vocabulary, one tensor a context."""
+    """For each context the logprobs [n, V] of the whole vocabulary at its n sampled tokens."""
 
 
 def _plain_scores(
     policy: Policy, rollouts: Sequence[Rollout], temperature: float, device: torch.device
 ) -> _PlainScores:
-    """Collective. Scores rollouts with HF's own forward pass, one row a context.
+    """Collective. Scores rollouts with transformers' own forward pass, one row per context.
 
-    A rollout of several contexts has several rows. They are padded on the right, which a causal
-    model does not see."""
+    A rollout of several contexts has several rows. Rows are padded on the right, which a causal
+    model does not see. Without rollouts the pass is made over two tokens, for the collectives."""
     contexts = [
         context
         for rollout in rollouts
@@ -600,6 +641,7 @@ def _plain_scores(
     all_logprobs = []
     for number, context in enumerate(contexts):
         positions = torch.from_numpy(np.flatnonzero(context.sampled)).to(device)
+        # The logits at one position predict the next token.
         log_p = logits[number, positions - 1].log_softmax(-1)
         if len(positions):
             all_logprobs.append(log_p)
@@ -612,9 +654,10 @@ def _plain_scores(
 
 @contextmanager
 def eager_attention(model: Any) -> Iterator[None]:
-    """Within it the model uses HF's own eager attention and mask, and nothing is compiled.
+    """Returns a context manager. Within it the model uses transformers' eager attention and mask,
+    and nothing is compiled.
 
-    A backward pass, which may run layers again, must be within it too."""
+    A backward pass must be within it too: activation checkpointing runs layers again."""
     configs = {
         id(module.config): module.config for module in model.modules() if hasattr(module, "config")
     }.values()
@@ -630,9 +673,10 @@ def eager_attention(model: Any) -> Iterator[None]:
 
 
 def _short_rollouts(groups: Sequence[RolloutGroup]) -> list[Rollout]:
-    """Returns up to 6 of this rank's rollouts, shortened, with positive and negative advantages.
+    """Returns up to 6 of this rank's rollouts, shortened, with positive and negative advantages by
+    turns.
 
-    Every third has one masked token."""
+    Every third rollout has one masked token, so that masks show in the loss."""
     pairs = [
         (group.prompt.token_ids, completion)
         for group in groups[:_NUM_SEQUENCES]
@@ -665,14 +709,15 @@ def _short_rollouts(groups: Sequence[RolloutGroup]) -> list[Rollout]:
 def _plain_sequences(
     rollouts: Sequence[Rollout], columns: dict[str, Tensor]
 ) -> list[PlainSequence]:
-    """Splits the columns [tokens], named as PlainSequence's fields, by rollout."""
+    """Returns one PlainSequence per rollout from columns [tokens] over all rollouts. The names of
+    the columns are the fields of PlainSequence."""
     lengths = [len(rollout.completion_ids) for rollout in rollouts]
     split = {name: column.split(lengths) for name, column in columns.items()}
     return [
         PlainSequence(
             cast(float, rollout.advantages),
             torch.from_numpy(np.asarray(rollout.loss_mask)),
-            **{name: pieces[number] for name, pieces in split.items()},
+            **{name: tensors[number] for name, tensors in split.items()},
         )
         for number, rollout in enumerate(rollouts)
     ]

@@ -1,6 +1,14 @@
-"""Compares some optimizer steps of two small tensors with AdamW written out.
+"""The running check of the update: the trainer's numbers are compared with a plain recomputation.
 
-It covers clipping, moments, weight decay and the learning rate."""
+`UpdateCheck` runs at the first step of a process and every `proofs.every_steps` steps. Before the
+update it runs the other checks of this folder, the checks of the signals (teachers and critic) and
+those of the reference model. As an UpdateObserver it then follows a few optimizer steps, its
+"window", with `AdamwCheck`: AdamW is written out plainly for two small tensors, with clipping,
+moments, weight decay and learning rate.
+
+The check changes no bit of the run. Any difference above its bound ends the run on all ranks, with
+one message that says what differs on which rank.
+"""
 
 from __future__ import annotations
 
@@ -43,32 +51,365 @@ from grpo_spmd.proofs.gradient_check import (
 )
 from grpo_spmd.records import Decision, MicroBatch, RolloutBatch
 
-_EPS = 1e-8  # AdamW's
-# Relative differences of a moment and of a step; 1e-7 and 1e-4 were measured.
+_log = logging.getLogger("grpo_spmd")
+# The sizes of the windows. Moments go wrong from one optimizer step to the next, so that one step
+# alone shows too little.
+_FIRST_WINDOW = 3
+_LATER_WINDOW = 2
+# How much of the reference is compared with the model's files: tensors, and rows of each.
+_NUM_TENSORS = 8
+_NUM_ROWS = 4
+# The number of errors in the message; the others are only counted.
+_MAX_NAMED = 4
+
+# Collective. Checks what one signal wrote into the batch of a step. The last argument has the
+# rewards of the rollouts that this rank sampled, by rollout id.
+SignalCheck = Callable[[SampledStep, RolloutBatch, Decision, dict[int, float]], CheckResult]
+
+
+@dataclass(frozen=True)
+class SignalProofs:
+    """The contribution of teachers and critic to the update check."""
+
+    checks: Sequence[SignalCheck] = ()
+    """Checks of what a signal wrote into the micro-batches."""
+    make_teacher: Callable[[], SyntheticTeacher] | None = None
+    """Makes a teacher for the synthetic rows of the gradient check. None: the run has none."""
+    values: SyntheticValues | None = None
+    """Makes value targets for these rows. None: no critic learns in the policy's update."""
+
+
+@dataclass(frozen=True)
+class UpdateCheckSettings:
+    """The settings of the run that the recomputation follows."""
+
+    every_steps: int
+    """`proofs.every_steps`. 0: only at the first step."""
+    model_path: str
+    dtype: str
+    """`model.dtype`, the compute dtype."""
+    stop_ids: frozenset[int]
+    """Tokens at which the engine stops."""
+    data: DataConfig
+    rollout: RolloutConfig
+    advantage: AdvantageConfig
+    loss: LossConfig
+    optimizer: OptimizerConfig
+    training: TrainingConfig
+    reward_weights: Sequence[float]
+    """The weights of all rewards, in their order."""
+    is_agent: bool = False
+    """True if the episodes are those of `environment.agent`."""
+
+
+class UpdateCheckError(RuntimeError):
+    """The trainer computes something else than a plain recomputation."""
+
+    # The report of a failure prints the whole message.
+    says_all = True
+
+
+class UpdateCheck:
+    """Checks a step before its update; as an UpdateObserver it checks the update's optimizer
+    steps."""
+
+    def __init__(
+        self,
+        settings: UpdateCheckSettings,
+        *,
+        session: Session,
+        policy: Policy,
+        reference: Reference | None,
+        updater: PolicyUpdater,
+        tokenizer: Any,
+        signals: SignalProofs = SignalProofs(),
+    ) -> None:
+        self._settings = settings
+        self._session = session
+        self._policy = policy
+        self._reference = reference
+        self._tokenizer = tokenizer
+        self._signal_checks = signals.checks
+        # The folder is looked up now: later it may be gone, and a hub id may stand for other files.
+        self._folder = checkpoint_folder(settings.model_path)
+        # Rows of the reference's tensors by name, as the model's files have them.
+        self._stored_rows: dict[str, Tensor] = {}
+        self._batch_check = BatchCheck(
+            settings.rollout,
+            settings.advantage,
+            settings.loss,
+            weights=settings.reward_weights,
+            stop_ids=settings.stop_ids,
+            is_agent=settings.is_agent,
+        )
+        self._gradients = GradientCheck(
+            policy,
+            updater,
+            settings.loss,
+            temperature=settings.rollout.temperature,
+            max_completion_tokens=settings.rollout.max_completion_tokens,
+            dtype=settings.dtype,
+            make_teacher=signals.make_teacher,
+            values=signals.values,
+        )
+        self._adamw = AdamwCheck(
+            policy, updater, settings.optimizer, settings.training.num_run_optimizer_steps
+        )
+        self._num_runs = 0
+        self._step = 0
+        # Optimizer steps that are still to be followed.
+        self._window = 0
+        self._window_result = CheckResult()
+        self._seconds = 0.0
+
+    def run_if_due(
+        self, step: int, sampled: SampledStep, batch: RolloutBatch, decision: Decision
+    ) -> None:
+        """Collective. Checks the step if the check is due. It is called before each update.
+
+        Raises Rank0Error on every rank if something is wrong; its message says what."""
+        start = time.perf_counter()
+        self._seconds = 0.0
+        self._step = step
+        is_first = not self._num_runs
+        every = self._settings.every_steps
+        if not is_first and not (every and step % every == 0):
+            # The step after the first one is checked too, in part: what goes wrong from one step to
+            # the next cannot be seen in the first.
+            if self._window and self._num_runs == 1:
+                self._raise_if_wrong([self._batch_check.run(sampled, batch, decision)])
+                self._seconds = time.perf_counter() - start
+            return
+        self._num_runs += 1
+        results = [self._batch_check.run(sampled, batch, decision)]
+        if is_first:
+            results += [
+                check_data(sampled.groups, sampled.scored, self._tokenizer, self._settings.data),
+                check_stop_ids(self._folder, self._tokenizer, self._settings.stop_ids),
+            ]
+        device = self._session.device
+        # All ranks make these checks in the same order: each has collectives. The gradient check
+        # comes first, since it sets the bounds that the other two use.
+        results += [
+            self._gradients.run(sampled.groups, device, accumulates=is_first),
+            self._check_reference(sampled),
+            self._check_attached(batch),
+        ]
+        rewards = self._batch_check.rewards_of(sampled, decision)
+        results += [check(sampled, batch, decision, rewards) for check in self._signal_checks]
+        self._window = _FIRST_WINDOW if is_first else _LATER_WINDOW
+        self._window_result = CheckResult()
+        self._adamw.open(self._window_result)
+        # The only place where a rank may stop: errors of one rank end the step on all ranks.
+        metrics = self._raise_if_wrong([*results, self._window_result])
+        self._seconds = time.perf_counter() - start
+        if is_first:
+            _log.info(
+                "update check: %.2f s, logprobs %.0e, loss %.0e, gradient %.0e, %d advantages; "
+                "AdamW over %d updates",
+                self._seconds,
+                metrics.get("logprobs", 0.0),
+                metrics.get("loss", 0.0),
+                metrics.get("gradient", 0.0),
+                metrics["advantages"],
+                self._window,
+            )
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the seconds that the check took in this step, as a metric."""
+        return {"proofs/update_check_s": self._seconds}
+
+    def before_backward(
+        self, mini_batch: list[MicroBatch], num_loss_tokens: int, num_loss_sequences: int
+    ) -> None:
+        """Collective. Checks the denominators of a mini-batch. See UpdateObserver."""
+        if self._window:
+            with self._timed():
+                self._adamw.begin(
+                    mini_batch, num_loss_tokens, num_loss_sequences, self._window_result
+                )
+
+    def after_backward(self) -> None:
+        """Collective. Reads the gradients of a mini-batch before they are clipped."""
+        if self._window:
+            with self._timed():
+                self._adamw.read_gradients()
+
+    def after_step(self, is_made: bool) -> None:
+        """Collective. Compares weights and moments with those of the plain AdamW.
+
+        `is_made` is False if the optimizer step was skipped: then nothing may have changed. Raises
+        Rank0Error on every rank if something is wrong."""
+        if self._window:
+            with self._timed():
+                self._adamw.end(is_made, self._window_result)
+                self._raise_if_wrong([self._window_result])
+                self._window -= 1
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Adds the seconds of the block to the metric."""
+        start = time.perf_counter()
+        yield
+        self._seconds += time.perf_counter() - start
+
+    def _check_reference(self, sampled: SampledStep) -> CheckResult:
+        """Collective. Checks the reference's logprobs, and its weights against the files."""
+        result = CheckResult()
+        policy = self._policy
+        reference = self._reference
+        if (reference is None) == (self._settings.loss.kl_coef > 0):
+            result.errors.append(
+                "there is a reference where no KL term asks for it, or none where one does"
+            )
+        if reference is None:
+            return result
+        groups = sampled.groups
+        device = self._session.device
+        if policy.lora.rank:
+            with adapters_at_zero(policy.model):
+                plain = self._gradients.plain_logprobs(policy, groups, device)
+        elif isinstance(reference, Policy) and reference is not policy:
+            plain = self._gradients.plain_logprobs(reference, groups, device)
+        else:
+            return CheckResult(["the reference is not a model of its own"])
+        trainer = self._gradients.trainer_logprobs(reference, groups, device)
+        # A model that is not finite is no error here: the update reports it, and skips the step.
+        if len(plain) and plain.isfinite().all():
+            result.check_difference(
+                "the reference's logprob of a token, in nats on average,",
+                "logprobs",
+                float((trainer - plain).abs().mean()),
+                self._gradients.score_bound,
+            )
+        self._check_files(result, policy if policy.lora.rank else reference)
+        return result
+
+    @torch.no_grad()
+    def _check_files(self, result: CheckResult, model: Any) -> None:
+        """Compares some rows of some tensors of the frozen weights with the model's files.
+
+        The files are read at the first check only; later checks compare with the rows that were
+        read then."""
+        named = list(hf_named_parameters(model))
+        # Tensors spread evenly over the model, of each the first rows that this rank holds.
+        files = tensor_files(self._folder) if self._num_runs == 1 else {}
+        for name, parameter in named[:: max(1, len(named) // _NUM_TENSORS)]:
+            rows = parameter.to_local()[:_NUM_ROWS].cpu()
+            start = first_row(parameter)
+            if name in files and len(rows):
+                with safe_open(files[name], framework="pt") as file:
+                    stored = file.get_slice(name)[start : start + len(rows)]
+                self._stored_rows[name] = stored.to(rows.dtype)
+            if name in self._stored_rows and not torch.equal(self._stored_rows[name], rows):
+                result.errors.append(f"the reference's {name} is not that of {self._folder}")
+
+    @torch.no_grad()
+    def _check_attached(self, batch: RolloutBatch) -> CheckResult:
+        """Collective. Checks the old and reference logprobs that the first micro-batch holds for
+        the loss, by scoring it again."""
+        result = CheckResult()
+        row = batch.micro_batches[0]
+        old_by_engine = self._settings.loss.old_logprobs == "engine"
+        needs_old = old_by_engine or len(batch.mini_batches) > 1
+        lacks_old = needs_old and row.old_logprobs is None
+        if lacks_old or (row.ref_logprobs is None) != (self._reference is None):
+            result.errors.append(
+                "the loss is not given the old or reference logprobs that it needs"
+            )
+        for name, attached, score in (
+            ("old", row.old_logprobs, None if old_by_engine else self._policy),
+            ("reference", row.ref_logprobs, self._reference),
+        ):
+            if attached is not None and score is not None:
+                # The same function on the same row: only the order of a reduction may differ, so
+                # the bound is a tenth.
+                result.check_difference(
+                    f"the {name} logprob that the loss is given, in nats on average,",
+                    "attached",
+                    float((score(row)[0] - attached).abs().nan_to_num().mean()),
+                    self._gradients.score_bound / 10,
+                )
+        # No backward pass follows that would give the gathered parameters back.
+        cast(FSDPModule, self._policy).reshard()
+        return result
+
+    def _raise_if_wrong(self, results: list[CheckResult]) -> dict[str, float]:
+        """Collective. Raises Rank0Error on every rank, or returns the metrics over all ranks."""
+        errors = [text for result in results for text in result.errors]
+        metrics: dict[str, float] = {}
+        for result in results:
+            for key, value in result.metrics.items():
+                metrics[key] = max(value, metrics.get(key, 0.0))
+        return on_rank0(
+            lambda by_rank: _combine(by_rank, self._step),
+            [errors[:_MAX_NAMED], len(errors), metrics],
+        )
+
+
+def _combine(by_rank: list[tuple[list[str], int, dict[str, float]]], step: int) -> dict[str, float]:
+    """Returns the largest metrics over ranks; "advantages", a count, is summed. Runs on rank 0.
+
+    `by_rank` has the errors that a rank names, the number of all its errors, and its metrics.
+    Raises UpdateCheckError if any rank has an error."""
+    # Ranks often find the same error: each text is said once, with its ranks.
+    ranks_by_text: dict[str, list[int]] = {}
+    for rank, (errors, _, _) in enumerate(by_rank):
+        for text in dict.fromkeys(errors):
+            ranks_by_text.setdefault(text, []).append(rank)
+    if ranks_by_text:
+        sentences = [
+            f"rank {', '.join(map(str, ranks))}: {text}"
+            for text, ranks in list(ranks_by_text.items())[:_MAX_NAMED]
+        ]
+        num_more = sum(count for _, count, _ in by_rank) - len(sentences)
+        if num_more > 0:
+            sentences.append(f"and {num_more} more")
+        raise UpdateCheckError(
+            f"step {step}: the update is not what a plain recomputation of it gives: "
+            f"{'; '.join(sentences)}"
+        )
+    all_metrics = [metrics for _, _, metrics in by_rank]
+    keys = {key for metrics in all_metrics for key in metrics}
+    largest = {key: max(metrics.get(key, 0.0) for metrics in all_metrics) for key in keys}
+    largest["advantages"] = sum(metrics.get("advantages", 0.0) for metrics in all_metrics)
+    return largest
+
+
+# AdamW written out.
+
+# The epsilon in AdamW's denominator.
+_EPS = 1e-8
+# Relative differences of a moment and of a step. 1e-7 and 1e-4 were measured.
 _MOMENTS_BOUND = 1e-4
 _STEP_BOUND = 1e-2
-_ROUNDING = 2e-7  # of a float32 weight, relative
+# The rounding of a float32 weight, relative to the weight.
+_ROUNDING = 2e-7
 
 
 @dataclass
 class _Shadow:
-    """This rank's rows of one tensor as AdamW should have them, float64 on the host."""
+    """A shadow holds this rank's rows of one tensor as AdamW should have them, float64 on the
+    host."""
 
     name: str
     parameter: DTensor
     weights: Tensor
     mean: Tensor
+    """The first moment, `exp_avg` in torch."""
     square: Tensor
+    """The second moment, `exp_avg_sq` in torch."""
     gradient: Tensor
+    """The gradient before clipping."""
 
 
 class AdamwCheck:
-    """Follows a number of optimizer steps, with the weights and moments that they should leave."""
+    """Follows optimizer steps, and computes the weights and moments that each should leave."""
 
     def __init__(
         self, policy: Policy, updater: PolicyUpdater, config: OptimizerConfig, num_steps: int
     ) -> None:
-        """`num_steps`: optimizer steps of the run."""
+        """`num_steps` is the number of optimizer steps of the whole run, for the schedule."""
         self._policy = policy
         self._updater = updater
         self._config = config
@@ -90,8 +431,8 @@ class AdamwCheck:
         self._clip_factor = 1.0
 
     def open(self, result: CheckResult) -> None:
-        """Starts before an optimizer step. The moments are the optimizer's, or 0 for a fresh
-        one."""
+        """Starts to follow, before an optimizer step. The moments are copied from the optimizer;
+        those of a fresh optimizer are 0."""
         self._shadows = []
         self._num_updates = self._updater.state()["num_updates"]
         self._check_groups(result)
@@ -107,6 +448,7 @@ class AdamwCheck:
             )
             self._shadows.append(shadow)
             state = self._updater.optimizer.state.get(parameter, {})
+            # torch creates the moments at the first step.
             if not self._num_updates:
                 continue
             if "exp_avg" not in state:
@@ -140,7 +482,9 @@ class AdamwCheck:
             )
 
     def read_gradients(self) -> None:
-        """Collective. Computes the gradient's norm over all shards, without FSDP's help."""
+        """Collective. Reads the gradients of the followed tensors, and computes the clip factor
+        from the norm of the whole gradient over all shards, without FSDP's help."""
+        # A replica's copy of a shard counts once.
         norms = [
             torch.linalg.vector_norm(cast(DTensor, parameter.grad)._local_tensor)
             for parameter in self._policy.parameters()
@@ -153,7 +497,8 @@ class AdamwCheck:
             shadow.gradient = torch.zeros_like(shadow.weights) if grad is None else _to_host(grad)
 
     def end(self, is_made: bool, result: CheckResult) -> None:
-        """Compares what the step left with what it should have left."""
+        """Compares the weights and moments that the step left with those that it should have
+        left."""
         self._num_updates += is_made
         for shadow in self._shadows:
             previous = shadow.weights
@@ -162,9 +507,11 @@ class AdamwCheck:
             self._compare(shadow, previous, result)
 
     def _step(self, shadow: _Shadow) -> None:
+        """Makes AdamW's step on a shadow (Loshchilov and Hutter 2019)."""
         beta1, beta2 = self._config.betas
         step = self._num_updates
         rate = _learning_rate(self._config, step, self._num_steps)
+        # Norms and biases, which have one dimension, do not decay.
         decay = self._config.weight_decay if shadow.parameter.ndim > 1 else 0.0
         gradient = shadow.gradient * self._clip_factor
         shadow.mean = beta1 * shadow.mean + (1 - beta1) * gradient
@@ -175,9 +522,12 @@ class AdamwCheck:
         )
 
     def _compare(self, shadow: _Shadow, previous: Tensor, result: CheckResult) -> None:
+        """Compares weights and moments with a shadow. `previous` are the weights before the
+        step."""
         state = self._updater.optimizer.state.get(shadow.parameter, {})
         weights = _to_host(shadow.parameter)
         step_size = float((shadow.weights - previous).norm())
+        # A step may be smaller than the rounding of the weights, which is no error.
         difference = (weights - shadow.weights).norm()
         beyond_rounding = max(0.0, float(difference - _ROUNDING * previous.norm()))
         result.check_difference(
@@ -188,19 +538,23 @@ class AdamwCheck:
         )
         for key, expected in (("exp_avg", shadow.mean), ("exp_avg_sq", shadow.square)):
             moment = _to_host(state[key]) if key in state else torch.zeros_like(expected)
-            size = float(expected.norm())
-            off = float((moment - expected).norm())
+            norm = float(expected.norm())
+            error = float((moment - expected).norm())
             result.check_difference(
                 f"AdamW's {key} of {shadow.name}, of its norm,",
                 "AdamW",
-                off / size if size else float(off > 0),
+                error / norm if norm else float(error > 0),
                 _MOMENTS_BOUND,
             )
-        # Rounding of several steps shall not add up.
+        # The next step starts from the trainer's weights: rounding of several steps must not add
+        # up.
         shadow.weights = weights
 
     def _check_groups(self, result: CheckResult) -> None:
-        """Checks the settings themselves: a decay of 1e-8 of a weight is below its rounding."""
+        """Checks the optimizer's settings and its list of tensors.
+
+        The comparison of weights does not replace it: a decay of 1e-8 of a weight is below the
+        weight's rounding."""
         ids: list[int] = []
         for group in self._updater.optimizer.param_groups:
             ids += map(id, group["params"])
@@ -221,6 +575,7 @@ class AdamwCheck:
 def _learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
     """Returns the learning rate of an optimizer step, counted from 1."""
     warmup = config.warmup_steps
+    # It rises to `lr` by equal steps, then falls to `min_lr` over the rest of the run.
     if step <= warmup:
         return config.lr * step / warmup
     angle = math.pi / 2 * (step - 1 - warmup) / max(1, num_steps - warmup)
@@ -233,312 +588,6 @@ def _learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
 
 
 def _to_host(tensor: Tensor) -> Tensor:
-    """Returns a copy of this rank's rows, float64."""
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return local.detach().to("cpu", torch.float64, copy=True)
-
-
-# The running check of the update: what the trainer computes, next to a plain recomputation.
-#
-# It runs at a process's first step and every `proofs.every_steps`. It changes no bit of the run.
-
-
-_log = logging.getLogger("grpo_spmd")
-# Optimizer steps that a plain AdamW follows: moments go wrong from one step to the next.
-_FIRST_WINDOW = 3
-_LATER_WINDOW = 2
-# How much of the reference is compared with the model's files.
-_NUM_TENSORS = 8
-_NUM_ROWS = 4
-_MAX_NAMED = 4  # errors in the message
-
-
-# Collective. Checks one signal's part of a step. The last argument has the rewards of the rollouts
-# that this rank
-# sampled, by rollout id.
-SignalCheck = Callable[[SampledStep, RolloutBatch, Decision, dict[int, float]], CheckResult]
-
-
-@dataclass(frozen=True)
-class SignalProofs:
-    """What teachers and critic contribute to the update check."""
-
-    checks: Sequence[SignalCheck] = ()
-    """Checks of what a signal wrote into the micro-batches."""
-    make_teacher: Callable[[], SyntheticTeacher] | None = None
-    """Makes a teacher for the synthetic rows of the gradient check, if the run has a teacher."""
-    values: SyntheticValues | None = None
-    """Value targets for these rows, if the critic learns in the policy's update."""
-
-
-@dataclass(frozen=True)
-class UpdateCheckSettings:
-    """The settings of the run that the recomputation follows."""
-
-    every_steps: int
-    """`proofs.every_steps`. 0: only at the first step."""
-    model_path: str
-    dtype: str
-    """`model.dtype`, the compute dtype."""
-    stop_ids: frozenset[int]
-    """Tokens at which the engine stops."""
-    data: DataConfig
-    rollout: RolloutConfig
-    advantage: AdvantageConfig
-    loss: LossConfig
-    optimizer: OptimizerConfig
-    training: TrainingConfig
-    reward_weights: Sequence[float]
-    """The weights of all rewards, in their order."""
-    is_agent: bool = False
-    """True if the episodes are those of `environment.agent`."""
-
-
-class UpdateCheckError(RuntimeError):
-    """The trainer computes something else than a plain recomputation."""
-
-    says_all = True  # in the report of a failure
-
-
-class UpdateCheck:
-    """Checks a step before its update, and the optimizer steps of the update (UpdateObserver)."""
-
-    def __init__(
-        self,
-        settings: UpdateCheckSettings,
-        *,
-        session: Session,
-        policy: Policy,
-        reference: Reference | None,
-        updater: PolicyUpdater,
-        tokenizer: Any,
-        signals: SignalProofs = SignalProofs(),
-    ) -> None:
-        self._settings = settings
-        self._session = session
-        self._policy = policy
-        self._reference = reference
-        self._tokenizer = tokenizer
-        self._signal_checks = signals.checks
-        # Looked up now: later the folder may be gone, and a hub id may stand for other files.
-        self._folder = checkpoint_folder(settings.model_path)
-        self._stored_rows: dict[str, Tensor] = {}  # of the reference, as the files have them
-        self._batch_check = BatchCheck(
-            settings.rollout,
-            settings.advantage,
-            settings.loss,
-            weights=settings.reward_weights,
-            stop_ids=settings.stop_ids,
-            is_agent=settings.is_agent,
-        )
-        self._gradients = GradientCheck(
-            policy,
-            updater,
-            settings.loss,
-            temperature=settings.rollout.temperature,
-            max_completion_tokens=settings.rollout.max_completion_tokens,
-            dtype=settings.dtype,
-            make_teacher=signals.make_teacher,
-            values=signals.values,
-        )
-        self._adamw = AdamwCheck(
-            policy, updater, settings.optimizer, settings.training.num_run_optimizer_steps
-        )
-        self._num_runs = 0
-        self._step = 0
-        self._window = 0  # optimizer steps that are still to be followed
-        self._window_result = CheckResult()
-        self._seconds = 0.0
-
-    def run_if_due(
-        self, step: int, sampled: SampledStep, batch: RolloutBatch, decision: Decision
-    ) -> None:
-        """Collective. Runs before the update of `step`.
-
-        Raises Rank0Error on every rank, which says what is wrong."""
-        start = time.perf_counter()
-        self._seconds = 0.0
-        self._step = step
-        is_first = not self._num_runs
-        every = self._settings.every_steps
-        if not is_first and not (every and step % every == 0):
-            # The second step too: what goes wrong from one step to the next is not in the first.
-            if self._window and self._num_runs == 1:
-                self._raise_if_wrong([self._batch_check.run(sampled, batch, decision)])
-                self._seconds = time.perf_counter() - start
-            return
-        self._num_runs += 1
-        results = [self._batch_check.run(sampled, batch, decision)]
-        if is_first:
-            results += [
-                check_data(sampled.groups, sampled.scored, self._tokenizer, self._settings.data),
-                check_stop_ids(self._folder, self._tokenizer, self._settings.stop_ids),
-            ]
-        device = self._session.device
-        results += [
-            self._gradients.run(sampled.groups, device, accumulates=is_first),
-            self._check_reference(sampled),
-            self._check_attached(batch),
-        ]
-        rewards = self._batch_check.rewards_of(sampled, decision)
-        results += [check(sampled, batch, decision, rewards) for check in self._signal_checks]
-        self._window = _FIRST_WINDOW if is_first else _LATER_WINDOW
-        self._window_result = CheckResult()
-        self._adamw.open(self._window_result)
-        metrics = self._raise_if_wrong([*results, self._window_result])
-        self._seconds = time.perf_counter() - start
-        if is_first:
-            _log.info(
-                "update check: %.2f s, logprobs %.0e, loss %.0e, gradient %.0e, %d advantages; "
-                "AdamW over %d updates",
-                self._seconds,
-                metrics.get("logprobs", 0.0),
-                metrics.get("loss", 0.0),
-                metrics.get("gradient", 0.0),
-                metrics["advantages"],
-                self._window,
-            )
-
-    def metrics(self) -> dict[str, float]:
-        """Returns the seconds that it took in this step."""
-        return {"proofs/update_check_s": self._seconds}
-
-    def before_backward(
-        self, mini_batch: list[MicroBatch], num_loss_tokens: int, num_loss_sequences: int
-    ) -> None:
-        """Collective. As all methods of an UpdateObserver."""
-        if self._window:
-            with self._timed():
-                self._adamw.begin(
-                    mini_batch, num_loss_tokens, num_loss_sequences, self._window_result
-                )
-
-    def after_backward(self) -> None:
-        """Collective."""
-        if self._window:
-            with self._timed():
-                self._adamw.read_gradients()
-
-    def after_step(self, is_made: bool) -> None:
-        """Collective. `is_made` is False if the optimizer step was skipped."""
-        if self._window:
-            with self._timed():
-                self._adamw.end(is_made, self._window_result)
-                self._raise_if_wrong([self._window_result])
-                self._window -= 1
-
-    @contextmanager
-    def _timed(self) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self._seconds += time.perf_counter() - start
-
-    def _check_reference(self, sampled: SampledStep) -> CheckResult:
-        """Collective. Checks the reference's logprobs, and its weights against the files."""
-        result = CheckResult()
-        policy = self._policy
-        reference = self._reference
-        if (reference is None) == (self._settings.loss.kl_coef > 0):
-            result.errors.append(
-                "there is a reference where no KL term asks for it, or none where one does"
-            )
-        if reference is None:
-            return result
-        groups = sampled.groups
-        device = self._session.device
-        if policy.lora.rank:
-            with adapters_at_zero(policy.model):
-                plain = self._gradients.plain_logprobs(policy, groups, device)
-        elif isinstance(reference, Policy) and reference is not policy:
-            plain = self._gradients.plain_logprobs(reference, groups, device)
-        else:
-            return CheckResult(["the reference is not a model of its own"])
-        trainer = self._gradients.trainer_logprobs(reference, groups, device)
-        # A model that is not finite is for the update to report.
-        if len(plain) and plain.isfinite().all():
-            result.check_difference(
-                "the reference's logprob of a token, in nats on average,",
-                "logprobs",
-                float((trainer - plain).abs().mean()),
-                self._gradients.score_bound,
-            )
-        self._check_files(result, policy if policy.lora.rank else reference)
-        return result
-
-    @torch.no_grad()
-    def _check_files(self, result: CheckResult, model: Any) -> None:
-        """Compares rows of some tensors with the files, or later with those of the first time."""
-        named = list(hf_named_parameters(model))
-        files = tensor_files(self._folder) if self._num_runs == 1 else {}
-        for name, parameter in named[:: max(1, len(named) // _NUM_TENSORS)]:
-            rows = parameter.to_local()[:_NUM_ROWS].cpu()
-            start = first_row(parameter)
-            if name in files and len(rows):
-                with safe_open(files[name], framework="pt") as file:
-                    stored = file.get_slice(name)[start : start + len(rows)]
-                self._stored_rows[name] = stored.to(rows.dtype)
-            if name in self._stored_rows and not torch.equal(self._stored_rows[name], rows):
-                result.errors.append(f"the reference's {name} is not that of {self._folder}")
-
-    @torch.no_grad()
-    def _check_attached(self, batch: RolloutBatch) -> CheckResult:
-        """Collective. Checks the old and reference logprobs that the loss gets."""
-        result = CheckResult()
-        row = batch.micro_batches[0]
-        old_by_engine = self._settings.loss.old_logprobs == "engine"
-        needs_old = old_by_engine or len(batch.mini_batches) > 1
-        lacks_old = needs_old and row.old_logprobs is None
-        if lacks_old or (row.ref_logprobs is None) != (self._reference is None):
-            result.errors.append(
-                "the loss is not given the old or reference logprobs that it needs"
-            )
-        for name, attached, score in (
-            ("old", row.old_logprobs, None if old_by_engine else self._policy),
-            ("reference", row.ref_logprobs, self._reference),
-        ):
-            if attached is not None and score is not None:
-                result.check_difference(
-                    f"the {name} logprob that the loss is given, in nats on average,",
-                    "attached",
-                    float((score(row)[0] - attached).abs().nan_to_num().mean()),
-                    self._gradients.score_bound / 10,
-                )
-        cast(FSDPModule, self._policy).reshard()
-        return result
-
-    def _raise_if_wrong(self, results: list[CheckResult]) -> dict[str, float]:
-        """Collective. Raises Rank0Error on every rank, or returns the metrics over all ranks."""
-        errors = [text for result in results for text in result.errors]
-        metrics: dict[str, float] = {}
-        for result in results:
-            for key, value in result.metrics.items():
-                metrics[key] = max(value, metrics.get(key, 0.0))
-        return on_rank0(
-            lambda by_rank: _combine(by_rank, self._step),
-            [errors[:_MAX_NAMED], len(errors), metrics],
-        )
-
-
-def _combine(by_rank: list[tuple[list[str], int, dict[str, float]]], step: int) -> dict[str, float]:
-    """Runs on rank 0. Raises UpdateCheckError, or returns the largest metrics over ranks."""
-    ranks_by_text: dict[str, list[int]] = {}
-    for rank, (errors, _, _) in enumerate(by_rank):
-        for text in dict.fromkeys(errors):
-            ranks_by_text.setdefault(text, []).append(rank)
-    if ranks_by_text:
-        sentences = [
-            f"rank {', '.join(map(str, ranks))}: {text}"
-            for text, ranks in list(ranks_by_text.items())[:_MAX_NAMED]
-        ]
-        num_more = sum(count for _, count, _ in by_rank) - len(sentences)
-        if num_more > 0:
-            sentences.append(f"and {num_more} more")
-        raise UpdateCheckError(
-            f"step {step}: the update is not what a plain recomputation of it gives: "
-            f"{'; '.join(sentences)}"
-        )
-    all_metrics = [metrics for _, _, metrics in by_rank]
-    keys = {key for metrics in all_metrics for key in metrics}
-    largest = {key: max(metrics.get(key, 0.0) for metrics in all_metrics) for key in keys}
-    largest["advantages"] = sum(metrics.get("advantages", 0.0) for metrics in all_metrics)
-    return largest
+    """Returns a copy of this rank's rows of a tensor, float64 on the host."""
+    rows = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return rows.detach().to("cpu", torch.float64, copy=True)
