@@ -52,13 +52,16 @@ def _parameter(name: str, reason: str) -> Row:
 OPTIONS = (
     Row("vllm.LLM", "start.py makes it by keywords alone", "(model=0)"),
     _option("dtype", "the policy's compute dtype, which the sync casts to"),
-    _option("max_model_len", "room for the longest prompt and completion; longrope takes its "
-                             "factors by it"),
+    _option(
+        "max_model_len",
+        "room for the longest prompt and completion; longrope takes its factors by it",
+    ),
     _option("load_format", "dummy: the first sync brings the weights, and none are read from disk"),
     _option("skip_tokenizer_init", "prompts come as token ids, completions leave as such"),
     _option("disable_log_stats", "no statistics, which cost host time at each step"),
-    _option("distributed_executor_backend", "external_launcher: one worker, in this process, a "
-                                            "rank"),
+    _option(
+        "distributed_executor_backend", "external_launcher: one worker, in this process, a rank"
+    ),
     _option("seed", "a fixed one: every request brings its own"),
     _option("tensor_parallel_size", "ranks that share an engine"),
     _option("enable_prefix_caching", "a group's prompt is computed once"),
@@ -69,28 +72,45 @@ OPTIONS = (
     _option("enforce_eager", "on a CPU: no compilation of the model"),
     _option("block_size", "on a CPU: 32, so that prompts under 128 tokens are cached too"),
     _option("kv_cache_memory_bytes", "on a CPU vLLM would ask for nearly all memory on each rank"),
-    _option("disable_custom_all_reduce", "what a user sets who wants expandable segments with "
-                                         "tensor parallelism"),
+    _option(
+        "disable_custom_all_reduce",
+        "what a user sets who wants expandable segments with tensor parallelism",
+    ),
     _option("enable_lora", "model.lora.sync: adapter"),
     _option("max_loras", "one adapter", absent="start.py leaves it out"),
     _option("max_lora_rank", "room for the adapter's rank"),
-    _option("lora_target_modules", "only layers that get an "
-                                   "adapter", absent="start.py leaves it out: all "
-                                                                             "layers"),
-    Row("vllm.config.model.LogprobsMod"
-        "e", "the value that start.py passes", says=("'processed_logprobs'",)),
-    Row("vllm.model_executor.model_loader._LOAD_FORMAT_TO_MODEL_LOADE"
-        "R", "the same", says=("'dummy':",)),
-    Row("vllm.config.lora.MaxLoRARanks", "start.py's list", says=("8, 16, 32, 64, 128, 256, 320, "
-                                                                  "512]",)),
-    Row("vllm.engine.arg_utils.EngineArgs", "checks/machine.py looks a misspelt rollout.engine "
-                                            "key up in this file"),
+    _option(
+        "lora_target_modules",
+        "only layers that get an adapter",
+        absent="start.py leaves it out: all layers",
+    ),
+    Row(
+        "vllm.config.model.LogprobsMode",
+        "the value that start.py passes",
+        says=("'processed_logprobs'",),
+    ),
+    Row(
+        "vllm.model_executor.model_loader._LOAD_FORMAT_TO_MODEL_LOADER",
+        "the same",
+        says=("'dummy':",),
+    ),
+    Row(
+        "vllm.config.lora.MaxLoRARanks",
+        "start.py's list",
+        says=("8, 16, 32, 64, 128, 256, 320, 512]",),
+    ),
+    Row(
+        "vllm.engine.arg_utils.EngineArgs",
+        "checks/machine.py looks a misspelt rollout.engine key up in this file",
+    ),
     Row("vllm.entrypoints.llm.LLM", "and in this one"),
     Row(
         "vllm.v1.executor.abstract.Executor.get_class",
         "the backend is known by this name",
-        says=("distributed_executor_backend == "
-              "'external_launcher'", "executor_class = ExecutorWithExternalLauncher"),
+        says=(
+            "distributed_executor_backend == 'external_launcher'",
+            "executor_class = ExecutorWithExternalLauncher",
+        ),
     ),
     Row(
         f"{_EXECUTOR}._init_executor",
@@ -104,8 +124,11 @@ OPTIONS = (
         "()",
         says=("return (distributed_init_method, rank, local_rank)",),
     ),
-    Row(f"{_STATE}.destroy_model_parallel", "failures.py ends what a failed run has left of the "
-                                            "groups", "()"),
+    Row(
+        f"{_STATE}.destroy_model_parallel",
+        "failures.py ends what a failed run has left of the groups",
+        "()",
+    ),
     Row(
         f"{_STATE}.destroy_distributed_environment",
         "failures.py: the next engine would take the old world for its own",
@@ -115,11 +138,13 @@ OPTIONS = (
     *(
         Row("vllm.envs.environment_variables", "start.py sets it", says=(f"'{name}':",))
         for name in (
-            "VLLM_ENABLE_V1_MULTIPROCESSIN"
-            "G", "VLLM_LOGGING_LEVEL", "VLLM_NO_USAGE_STATS", "VLLM_CACHE_ROOT",
+            "VLLM_ENABLE_V1_MULTIPROCESSING",
+            "VLLM_LOGGING_LEVEL",
+            "VLLM_NO_USAGE_STATS",
+            "VLLM_CACHE_ROOT",
         )
     ),
-)  # fmt: skip
+)
 
 STATES = (
     Row("vllm.LLM.llm_engine", "requests are given to it, not to LLM.generate"),
@@ -307,8 +332,7 @@ RELOAD = (
         says=("layer.cpu_linear",),
     ),
     Row(
-        "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method.UnquantizedFusedMoEMet"
-        "hod.moe_kernel",
+        "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method.UnquantizedFusedMoEMethod.moe_kernel",
         "on a CPU its kernel is taken away, so that a reload packs anew",
     ),
 )

@@ -36,10 +36,7 @@ _LOSS, _ADVANTAGES, _BATCHING = (
     f"tests/unit/test_{name}.py" for name in ("loss", "advantages", "batching")
 )
 _ROLLOUT = "tests/unit/test_rollout.py"
-_CHECK = (
-    "tests/ranks/test_proofs.py::test_the_check_of_the_update_sees_planted_faults_and_change"
-    "s_no_bit"
-)
+_CHECK = "tests/ranks/test_proofs.py::test_the_check_of_the_update_sees_planted_faults_and_changes_no_bit"  # noqa: E501
 
 
 @dataclass(frozen=True)
@@ -172,8 +169,7 @@ FAULTS = (
         "        engine.reset_prefix_cache()\n",
         "",
         (
-            "tests/ranks/test_evaluate.py::test_greedy_evaluation_is_the_argmax_of_plain_transfor"
-            "mers[two engines]",
+            "tests/ranks/test_evaluate.py::test_greedy_evaluation_is_the_argmax_of_plain_transformers[two engines]",  # noqa: E501
         ),
         (*_LONG_PROMPTS, "data.eval={{long: {made}/long.jsonl}}", "eval.every_steps=1"),
     ),
@@ -283,8 +279,7 @@ FAULTS = (
         "            seed=request.seed,\n",
         "",
         (
-            "tests/ranks/test_evaluate.py::test_two_ranks_and_tensor_parallelism_evaluate_exactly"
-            "_as_one_rank[two "
+            "tests/ranks/test_evaluate.py::test_two_ranks_and_tensor_parallelism_evaluate_exactly_as_one_rank[two "  # noqa: E501
             "engines]",
         ),
     ),

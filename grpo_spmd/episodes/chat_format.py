@@ -312,7 +312,7 @@ class ChatFormat:
         return f"the chat template {', '.join(notes)}"
 
     def prompt_ids(self, messages: Sequence[Message], tools: Tools) -> list[int]:
-        """Returns the tokens of a first prompt, with the generation prompt. Raises TemplateError."""
+        """Returns the tokens of a first prompt, with the generation prompt. Raises TemplateError."""  # noqa: E501
         # reset() may have added halves of surrogate pairs.
         return self._plain.encode(without_surrogates(self._render(messages, tools)))
 
@@ -400,7 +400,7 @@ class ChatFormat:
         return self._parser.parse([*token_ids], [*context_ids], tools)
 
     def _render(self, messages: Sequence[Message], tools: Tools, generate: bool = True) -> str:
-        """Returns the rendered text. Raises TemplateError where the template refuses the messages."""
+        """Returns the rendered text. Raises TemplateError where the template refuses the messages."""  # noqa: E501
         try:
             text = self._tokenizer.apply_chat_template(
                 [*messages],
@@ -783,7 +783,7 @@ def _call_id(number: int) -> str:
 
 
 def _answered_tool(answer: Message, policy_turn: Message, default: str) -> str:
-    """Returns the name of the tool that a message answers; gpt-oss has the name only in the turn."""
+    """Returns the name of the tool that a message answers; gpt-oss has the name only in the turn."""  # noqa: E501
     calls = policy_turn.get("tool_calls") or [{}]
     return str(answer.get("name") or calls[0].get("function", {}).get("name") or default)
 

@@ -243,7 +243,7 @@ class RolloutBuffer:
         return entries
 
     def _read_file(self, path: Path) -> list[tuple[Key, StoredCompletion]]:
-        """Returns the completions of a file; none if it is damaged, forged or from another policy."""
+        """Returns the completions of a file; none if it is damaged, forged or from another policy."""  # noqa: E501
         try:
             with open_regular(path) as opened:
                 if hashlib.file_digest(opened, "sha256").hexdigest() != path.stem:

@@ -161,7 +161,7 @@ class _Round:
         self._begun: dict[int, RolloutGroup] = {}
 
     def stored_lengths(self) -> dict[int, list[int]]:
-        """Returns by slot the token counts of the stored completions, for slots that miss others."""
+        """Returns by slot the token counts of the stored completions, for slots that miss others."""  # noqa: E501
         return {
             slot: [
                 self._stored[slot, sample].num_tokens
@@ -230,7 +230,7 @@ class _Round:
         return self._scoring_ranks.get(job, 0) == self._tp_rank
 
     def _build_group(self, slot: int, sampled: Sequence[Completion]) -> RolloutGroup:
-        """Returns a group of the stored completions and those sampled now, in the order of samples."""
+        """Returns a group of the stored completions and those sampled now, in the order of samples."""  # noqa: E501
         remaining = iter(sampled)
         completions = [
             self._buffer.read(self._stored[slot, sample])
@@ -405,7 +405,7 @@ class TailRace:
         return {"order": self._order, "lengths": self._lengths, "dropped": self._dropped}
 
     def decide(self, reports: Sequence[Mapping[str, Any]]) -> tuple[list[int], dict[str, float]]:
-        """Returns (slots, metrics): the slots of the step, and the round's metrics. Runs on rank 0."""
+        """Returns (slots, metrics): the slots of the step, and the round's metrics. Runs on rank 0."""  # noqa: E501
         # Every rank has stopped reading the counter before it reports.
         delete_counter(self._counter)
         # Sorting by count gives the order of completion over all engines.

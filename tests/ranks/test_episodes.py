@@ -43,8 +43,7 @@ def start(folder: Path, model: Path, num_ranks: int, tensor_parallel: int = 1) -
             "tensor_parallel_size": tensor_parallel,
         },
         environment={
-            "factory": "tests/support/played.py:Shel"
-                       "f", "max_turns": 4, "max_tokens": 96, "num_workers": 2,
+            "factory": "tests/support/played.py:Shelf", "max_turns": 4, "max_tokens": 96, "num_workers": 2,  # noqa: E501
             "call_timeout_s": 120,
         },
         rewards=[],
@@ -313,7 +312,7 @@ def test_failures_are_counted_to_the_last_and_too_many_end_the_run(
 ) -> None:
     """In the first step an environment of each four raises, hangs, dies, all by their rows; in the
     second all raise."""
-    rows = [{"prompt": [{"role": "user", "content": "a"}], "how": method} for method in HOW]
+    rows = [{"prompt": [{"role": "user", "content": "a"}], "method": method} for method in HOW]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = {
         "gym": "tests/support/played.py:Rough",
@@ -322,12 +321,15 @@ def test_failures_are_counted_to_the_last_and_too_many_end_the_run(
         "call_timeout_s": 5,
     }
     config = write_config(
-        tmp_path, model,
-        data={"max_prompt_tokens": 8, "shuffle": False}, environment=settings, rewards=[],
+        tmp_path,
+        model,
+        data={"max_prompt_tokens": 8, "shuffle": False},
+        environment=settings,
+        rewards=[],
         rollout={"num_prompts_per_step": NUM_PROMPTS, "group_size": GROUP_SIZE},
-        training={"num_steps": 3, "max_tokens_per_micro_batc"
-                                  "h": 512}, reward_pool={"max_error_frac": 0.8},
-    )  # fmt: skip
+        training={"num_steps": 3, "max_tokens_per_micro_batch": 512},
+        reward_pool={"max_error_frac": 0.8},
+    )
     code, output = RanksJob(1, "grpo_spmd.train", "--config", str(config)).wait(300)
     assert code == 1, output
     (line,) = metrics(tmp_path)

@@ -31,10 +31,13 @@ def run(folder: Path) -> Path:
         "tail_batching": 1.5,
     }
     config = write_config(
-        folder, folder / "model", rollout=rollout, checkpoint={"every_steps": 1},
-        training={"num_steps": 1, "max_tokens_per_micro_batc"
-                                  "h": 64}, rewards=[{"function": f"{reward}:r"}],
-    )  # fmt: skip
+        folder,
+        folder / "model",
+        rollout=rollout,
+        checkpoint={"every_steps": 1},
+        training={"num_steps": 1, "max_tokens_per_micro_batch": 64},
+        rewards=[{"function": f"{reward}:r"}],
+    )
     train(2, config)
     train(2, config, "training.num_steps=5", "checkpoint.resume=auto")
     return folder / "run"

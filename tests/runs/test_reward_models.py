@@ -150,8 +150,7 @@ def test_episodes_are_scored_by_what_was_said_in_all_their_turns(tmp_path: Path)
         data={"train": str(tmp_path / "train.jsonl"), "max_prompt_tokens": 8},
         rollout={"num_prompts_per_step": 4, "group_size": 2, "max_completion_tokens": 16},
         environment={
-            "gym": "tests/support/played.py:Qui"
-                   "z", "max_turns": 3, "max_tokens": 96, "num_workers": 2,
+            "gym": "tests/support/played.py:Quiz", "max_turns": 3, "max_tokens": 96, "num_workers": 2,  # noqa: E501
         },
         rewards=[
             {"model": str(tmp_path / "judge"), "name": "judge", "weight": 0.5, "template": f"{tmp_path}/shown.jinj"  # noqa: E501

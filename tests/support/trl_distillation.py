@@ -24,10 +24,17 @@ TEMPERATURE = 0.8
 BETAS = (0.0, 0.3, 0.5, 1.0)
 ROWS = [([5, 9, 2], [7, 1, 30, 4]), ([11, 3], [8, 19, 22, 6, 1, 17]), ([2, 40, 41, 13], [3])]
 _SIZES: dict[str, Any] = {
-    "vocab_size": 61, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,  # noqa: E501
-    "max_position_embedding"
-    "s": 64, "bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0, "dtype": "float32",
-}  # fmt: skip
+    "vocab_size": 61,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 64,
+    "bos_token_id": None,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+    "dtype": "float32",
+}
 _CAPS = {
     "attn_logit_softcapping": None,
     "final_logit_softcapping": 3.0,

@@ -116,8 +116,7 @@ def test_rewards_may_be_functions_pairs_and_entries_in_one_list(tmp_path: Path) 
         (
             "reward_4",
             1.0,
-            f"{local}.test_rewards_may_be_functions_pairs_and_entries_in_one_list.<locals>.<lambd"
-            "a>",
+            f"{local}.test_rewards_may_be_functions_pairs_and_entries_in_one_list.<locals>.<lambda>",
         ),
         ("again", 3.0, f"{local}.length#5"),
     ]

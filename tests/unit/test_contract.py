@@ -151,25 +151,78 @@ def test_an_option_that_this_vllm_lacks_is_found(source: Source) -> None:
 @pytest.mark.parametrize(
     ("file", "old", "new", "row", "method"),
     [
-        ("entrypoints/llm.py", "def sleep(self, level:", "def doze(self, level:", "LLM.sleep(level=2)", "no such name"),  # noqa: E501
-        ("entrypoints/llm.py", "def wake_up(self, "
-                               "tags:", "def wake_up(self, of:", "LLM.wake_up(", "it takes no tags"),  # noqa: E501
-        ("engine/arg_utils.py", "    load_format:", "    format:", "load_format=0)", "it takes no "
-                                                                                     "load_format"),
-        ("sampling_params.py", "    flat_logprobs:", "    flat:", "(flat_logprobs=0)", "it takes no "  # noqa: E501
-                                                                                       "flat_logprobs"),
-        ("sampling_params.py", "    FINAL_ONLY =", "    LAST =", "RequestOutputKind.FINAL_ONL"
-                                                                 "Y", "no such name"),
-        ("v1/worker/gpu_worker.py", "model.named_buffers()", "0", "Worker.sleep(", "not say "
-                                                                                   "model.named_buffers()"),
-        ("v1/engine/core.py", "self.scheduler", "self.planner", "EngineCore.scheduler", "no such name"),  # noqa: E501
-        ("v1/engine/llm_engine.p"
-         "y", "        prompt:", "        *, prompt:", ".add_request(", "takes 1 by place"),
-        ("lora/lora_weights.py", "float | None = None", "float", "LoRALayerWeights(", "it needs scaling too"),  # noqa: E501
-        ("config/model.py", '"processed_logprobs"'
-                            '\n]', '"logprobs"\n]', "LogprobsMode says", "not say 'processed_log"),
+        (
+            "entrypoints/llm.py",
+            "def sleep(self, level:",
+            "def doze(self, level:",
+            "LLM.sleep(level=2)",
+            "no such name",
+        ),
+        (
+            "entrypoints/llm.py",
+            "def wake_up(self, tags:",
+            "def wake_up(self, of:",
+            "LLM.wake_up(",
+            "it takes no tags",
+        ),
+        (
+            "engine/arg_utils.py",
+            "    load_format:",
+            "    format:",
+            "load_format=0)",
+            "it takes no load_format",
+        ),
+        (
+            "sampling_params.py",
+            "    flat_logprobs:",
+            "    flat:",
+            "(flat_logprobs=0)",
+            "it takes no flat_logprobs",
+        ),
+        (
+            "sampling_params.py",
+            "    FINAL_ONLY =",
+            "    LAST =",
+            "RequestOutputKind.FINAL_ONLY",
+            "no such name",
+        ),
+        (
+            "v1/worker/gpu_worker.py",
+            "model.named_buffers()",
+            "0",
+            "Worker.sleep(",
+            "not say model.named_buffers()",
+        ),
+        (
+            "v1/engine/core.py",
+            "self.scheduler",
+            "self.planner",
+            "EngineCore.scheduler",
+            "no such name",
+        ),
+        (
+            "v1/engine/llm_engine.py",
+            "        prompt:",
+            "        *, prompt:",
+            ".add_request(",
+            "takes 1 by place",
+        ),
+        (
+            "lora/lora_weights.py",
+            "float | None = None",
+            "float",
+            "LoRALayerWeights(",
+            "it needs scaling too",
+        ),
+        (
+            "config/model.py",
+            '"processed_logprobs"\n]',
+            '"logprobs"\n]',
+            "LogprobsMode says",
+            "not say 'processed_log",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_planted_breach_is_found(
     file: str, old: str, new: str, row: str, method: str, tmp_path: Path
 ) -> None:

@@ -554,19 +554,13 @@ def test_that_lora_is_off_may_be_said(folder: Path, monkeypatch: pytest.MonkeyPa
 def test_braces_that_are_no_column_stay(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_rows(*[{"q": "ab", "answer": "x"}] * 4)
     template = "data.prompt_template='{q} { b } {\"q\": 1} \\\\boxed{answer}'"
-    assert check_exit_code(monkeypatch, template, "data.max_prompt_tokens=6"
-                                                  "0", "training.max_tokens_per_m"
-                                                                               "i"
-                                                                               "c"
-                                                                               "r"
-                                                                               "o"
-                                                                               "_"
-                                                                               "b"
-                                                                               "a"
-                                                                               "t"
-                                                                               "c"
-                                                                               "h"
-                                                                               "="
-                                                                               "9"
-                                                                               "6",
-                  "rollout.max_completion_tokens=4") == 0  # fmt: skip
+    assert (
+        check_exit_code(
+            monkeypatch,
+            template,
+            "data.max_prompt_tokens=60",
+            "training.max_tokens_per_micro_batch=96",
+            "rollout.max_completion_tokens=4",
+        )
+        == 0
+    )

@@ -452,24 +452,40 @@ def test_the_command_needs_config_json_alone_and_its_overrides_are_taken(
     [
         (["--gpu", "H1000", "--ranks", "8"], "--gpu: no card 'H1000'"),
         (["--gpu", "H100", "--ranks", "0"], "--ranks is a number from 1 to 65,536; got 0"),
-        (["--gpu", "H100", "--ranks", "100000000000"], "--ranks is a number from 1 to 65,536; "
-                                                       "got 100,000,000,000"),
-        (["--gpu", "H100", "--ranks", "2", "rollout.tensor_parallel_size="
-                                           "3"], "must divide the number of "
-                                                                              "ranks "
-                                                                              "(2)"),
-        (["--gpu", "H100", "--ranks", "2", "model.path=no/such-model"], "there is no config.json "
-                                                                        "of no/such-model"),
-        (["--gpu", "H100", "--ranks", "2", "model.path=/no/such/folder"], "there is no "
-                                                                          "config.json of "
-                                                                          "/no/such/folder"),
-        (["--gpu", "H100", "--ranks", "2", "data.max_prompt_tokens=5000", "training.max_tokens_pe"
-                                                                          "r_micro_batch=9000"],
-         "the model has 256 positions"),
-        (["--gpu", "H100", "--ranks", "2", "--json", "/no/such/folder/x.json"], "--json: cannot write"),  # noqa: E501
+        (
+            ["--gpu", "H100", "--ranks", "100000000000"],
+            "--ranks is a number from 1 to 65,536; got 100,000,000,000",
+        ),
+        (
+            ["--gpu", "H100", "--ranks", "2", "rollout.tensor_parallel_size=3"],
+            "must divide the number of ranks (2)",
+        ),
+        (
+            ["--gpu", "H100", "--ranks", "2", "model.path=no/such-model"],
+            "there is no config.json of no/such-model",
+        ),
+        (
+            ["--gpu", "H100", "--ranks", "2", "model.path=/no/such/folder"],
+            "there is no config.json of /no/such/folder",
+        ),
+        (
+            [
+                "--gpu",
+                "H100",
+                "--ranks",
+                "2",
+                "data.max_prompt_tokens=5000",
+                "training.max_tokens_per_micro_batch=9000",
+            ],
+            "the model has 256 positions",
+        ),
+        (
+            ["--gpu", "H100", "--ranks", "2", "--json", "/no/such/folder/x.json"],
+            "--json: cannot write",
+        ),
         (["--gpu", "H100", "--ranks", "2", "--json", "/proc/plan.json"], "--json: cannot write"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_planned_is_one_line_and_exit_code_2(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

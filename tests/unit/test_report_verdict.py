@@ -55,10 +55,8 @@ def _all(*plants: Callable[[dict[str, Any]], None]) -> Callable[[dict[str, Any]]
 _LOST = _set("reward/mean", 0.2)  # it had come to 0.54
 # title, level, metric, what is planted from step FIRST on, how many steps later it may be seen
 TROUBLES: list[tuple[str, str, str, Callable[[dict[str, Any]], None], int]] = [
-    ("groups are alike", "bad", "reward/zero_std_groups_fra"
-                                "c", _set("reward/zero_std_groups_frac", 0.97), 0),
-    ("groups are alike", "warning", "reward/zero_std_groups_fra"
-                                    "c", _set("reward/zero_std_groups_frac", 0.85), 0),
+    ("groups are alike", "bad", "reward/zero_std_groups_frac", _set("reward/zero_std_groups_frac", 0.97), 0),  # noqa: E501
+    ("groups are alike", "warning", "reward/zero_std_groups_frac", _set("reward/zero_std_groups_frac", 0.85), 0),  # noqa: E501
     ("completions have no "
      "reward", "bad", "reward/unscored_frac", _set("reward/unscored_frac", 0.4), 0),
     ("completions have no "
@@ -67,15 +65,12 @@ TROUBLES: list[tuple[str, str, str, Callable[[dict[str, Any]], None], int]] = [
     ("the reward falls", "bad", "reward/mean", _set("reward/mean", lambda i: 0.54 - 0.01 * i), 30),
     ("reward math fails", "warning", "reward/math/error_frac", _set("reward/math/error_frac", 0.02), 0),  # noqa: E501
     ("reward math fails", "bad", "reward/math/error_frac", _set("reward/math/error_frac", 0.2), 0),
-    ("reward math times out", "warning", "reward/math/timeout_fra"
-                                         "c", _set("reward/math/timeout_frac", 0.02), 0),
+    ("reward math times out", "warning", "reward/math/timeout_frac", _set("reward/math/timeout_frac", 0.02), 0),  # noqa: E501
     ("the environment fails", "warning", "episode/env_error_frac", _set("episode/env_error_frac", 0.05), 0),  # noqa: E501
     ("the environment times "
      "out", "bad", "episode/env_timeout_frac", _set("episode/env_timeout_frac", 0.2), 0),
-    ("completions are cut off", "warning", "completion/truncated_fra"
-                                           "c", _set("completion/truncated_frac", 0.35), 0),
-    ("completions are cut off", "bad", "completion/truncated_fra"
-                                       "c", _set("completion/truncated_frac", 0.95), 0),
+    ("completions are cut off", "warning", "completion/truncated_frac", _set("completion/truncated_frac", 0.35), 0),  # noqa: E501
+    ("completions are cut off", "bad", "completion/truncated_frac", _set("completion/truncated_frac", 0.95), 0),  # noqa: E501
     ("lengths explode", "warning", "completion/tokens_mean",
      _all(_set("completion/tokens_mean", 2600.0), _set("reward/mean", 0.3)), 0),
     ("lengths collapse", "warning", "completion/tokens_mean", _all(_set("completion/tokens_mean", 20.0), _LOST), 0),  # noqa: E501

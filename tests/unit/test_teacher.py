@@ -350,13 +350,19 @@ def test_top_k_is_of_the_tokens_that_both_have(tmp_path: Path, folders: list[Pat
         ({}, [], ""),
         ({}, ["loss.kl_coef=0.1", "loss.kl_in=reward"], "loss.kl_in: reward with a teacher alone"),
         ({}, ["rollout.dynamic_sampling=true"], "rollout.dynamic_sampling with a teacher alone"),
-        ({}, ["teacher.path={}"], "rewards: the environment gives none, and all weights are 0; "
-                                  "name one"),
+        (
+            {},
+            ["teacher.path={}"],
+            "rewards: the environment gives none, and all weights are 0; name one",
+        ),
         ({}, ["teacher.path={}", "rewards=[]"], "rewards: the environment gives none; name one"),
-        ({"reward": 1.0}, ["loss.kl_coef=0.1", "loss.kl_in=reward", "rollout.dynamic_sampling=tru"
-                                                                    "e"], ""),
+        (
+            {"reward": 1.0},
+            ["loss.kl_coef=0.1", "loss.kl_in=reward", "rollout.dynamic_sampling=true"],
+            "",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_an_environment_gives_is_held_against_what_needs_rewards(
     provided: dict[str, float],
     overrides: list[str],

@@ -266,9 +266,17 @@ def _to_folder(path: Path) -> None:
 
 
 @pytest.mark.parametrize("position", [os.mkfifo, _to_zero, _to_passwd, _to_folder])
-@pytest.mark.parametrize("name", ["trainer.json", "manifest.json", "model/config.json", "model/extra.txt",  # noqa: E501
-                                  "state/shard_00001.safetensor"
-                                  "s", "state/shard_00002.safetensors"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "trainer.json",
+        "manifest.json",
+        "model/config.json",
+        "model/extra.txt",
+        "state/shard_00001.safetensors",
+        "state/shard_00002.safetensors",
+    ],
+)
 def test_what_is_no_file_of_a_checkpoint_is_not_read(
     position: Callable[[Path], None], name: str, tmp_path: Path, session: Session
 ) -> None:

@@ -188,7 +188,7 @@ class RewardPool(ProcessPool):
 
     def _begin(self) -> _Scoring:
         """Returns the current scoring, or starts one after the nursery has imported the rewards."""
-        # The list may stay empty, as an environment may give all rewards: a flag says if it is known.
+        # The list may stay empty, as an environment may give all rewards: a flag says if it is known.  # noqa: E501
         if not self._is_ready:
             self._is_ready = True
             self._rewards = [RewardFacts(**facts) for facts in self._wait_until_ready()]

@@ -177,7 +177,7 @@ def each_within(cpu_s: float, function: Callable[[int], float], count: int) -> l
 
 
 def _parse(test: str) -> list[_Statement]:
-    """Returns the statements of a test. Raises SandboxError for a test that is not Python or empty."""
+    """Returns the statements of a test. Raises SandboxError for a test that is not Python or empty."""  # noqa: E501
     try:
         body = ast.parse(test).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -325,7 +325,7 @@ class Jail(AbstractContextManager["Jail"]):
             self._connection.sendall(json.dumps(message).encode() + b"\n")
 
     def read(self) -> Any:
-        """Returns the next message, or None if none came in time, or if it is too long or not JSON."""
+        """Returns the next message, or None if none came in time, or if it is too long or not JSON."""  # noqa: E501
         while b"\n" not in self._buffer:
             try:
                 self._connection.settimeout(max(self._deadline - time.monotonic(), 0.001))

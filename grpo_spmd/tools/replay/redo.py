@@ -5,7 +5,7 @@ dumped rollouts, so breakpoint() works in a reward (which runs in the reward poo
 deadlines, as in training), in the advantages and in the loss. Overrides ask what another config would do. The report
 has notes, the recorded and the replayed metrics side by side, and the rollouts that differ most or
 look suspicious.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
