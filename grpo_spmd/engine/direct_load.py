@@ -2,9 +2,12 @@
 
 vLLM's reload takes a layer apart, has its loader cut and copy each tensor, and puts it together
 again. If a layer's weights are HF's rows as they are, or are packed from them by one call, a copy
-into their places gives the same result. The map of the places is the one that the proof uses, so a
-wrong map would be wrong here and in the proof alike. WeightSync therefore copies directly only
-after a proof has passed on weights that vLLM's loader brought.
+of the rows gives the same result.
+
+A direct layer is a layer that is filled by such copies. To pack a weight means to store it a second
+time in the order that the CPU's matrix product reads. weight_map.py says which rows go where. The
+proof uses the same map, so a wrong map would be wrong here and in the proof alike. WeightSync
+therefore copies directly only after a proof has passed on weights that vLLM's loader brought.
 """
 
 from __future__ import annotations
@@ -27,9 +30,9 @@ _log = logging.getLogger("grpo_spmd")
 
 
 class DirectLoad:
-    """The direct copies into one engine.
+    """Copies HF tensors straight into the direct layers of one engine.
 
-    `names` are the HF tensors that it copies, `covered` the engine parameters that this fills."""
+    `names` has the HF tensors that it copies, `covered` the engine parameters that they fill."""
 
     def __init__(
         self,
@@ -38,18 +41,19 @@ class DirectLoad:
         names: Mapping[str, str],
         dtype: torch.dtype,
     ):
-        """`tensors` are all tensors of the engine; a proof has shown that they hold what they say.
-        `names` maps each name of a gathered tensor to the one it is gathered under (a tied lm_head
-        is the embedding)."""
+        """`tensors` are all tensors of the engine, by a map that a proof has shown to be right.
+        `names` maps each HF name to the name under which the tensor is gathered: a tied lm_head is
+        gathered as the embedding. `dtype` is that of the gathered values."""
         direct = _tensors_of_direct_layers(model, tensors, names, dtype)
         self._matrices = [_Matrix(tensor, dtype) for tensor in direct]
         self._model = model
         self._dtype = dtype
         self._targets: dict[str, list[tuple[_Matrix, TensorPart]]] = {}
         for matrix in self._matrices:
-            for piece in matrix.tensor.parts if matrix.is_copied else ():
-                self._targets.setdefault(names[piece.name], []).append((matrix, piece))
+            for part in matrix.tensor.parts if matrix.is_copied else ():
+                self._targets.setdefault(names[part.name], []).append((matrix, part))
         self.names = frozenset(self._targets)
+        # Modules are compared by identity: two layers of one class are different layers.
         layers = {id(tensor.layer) for tensor in direct}
         self.covered = {
             hf_name(name)
@@ -65,15 +69,18 @@ class DirectLoad:
 
     @torch.no_grad()
     def __call__(self, pieces: Iterable[Piece]) -> None:
-        """Replaces the weights of all direct layers. Raises EngineStateError if a piece lacks."""
+        """Replaces the weights of all direct layers by `pieces`, which come in any order.
+
+        Raises EngineStateError if an element of a direct layer was in no piece."""
         for matrix in self._matrices:
             matrix.begin()
         for (name, parameter, _), start, blocks in pieces:
             block_rows = rows_per_rank(parameter, len(blocks))
             columns = parameter.shape[1:].numel()
-            for matrix, piece in self._targets[name]:
-                matrix.copy(piece, blocks, start, (block_rows, columns))
-            del blocks  # freed before the next piece is made
+            for matrix, part in self._targets[name]:
+                matrix.copy(part, blocks, start, (block_rows, columns))
+            # The memory must be free before the next piece is made.
+            del blocks
         for matrix in self._matrices:
             matrix.end()
         # vLLM makes a packed copy of an embedding on the CPU. If no head uses it, it would become
@@ -94,17 +101,19 @@ class DirectLoad:
 
 
 class _Matrix:
-    """One of the engine's tensors, as the rows that are written."""
+    """Writes the rows of one engine tensor, and counts the elements that are still missing."""
 
     def __init__(self, tensor: EngineTensor, dtype: torch.dtype) -> None:
         self.tensor = tensor
         self._layer = cast(Any, tensor.layer)
         self._dtype = dtype
-        # A packed lm_head has its plain weight beside it, which is copied by itself, or as the
-        # embedding that it is tied to.
+        # A packed lm_head also has a plain weight, which is copied as a tensor of its own or as the
+        # embedding that it is tied to. The packed one is then made from it.
         self.is_copied = tensor.values is not None or not _is_vocabulary(tensor.layer)
-        self._rows: Tensor | None = None  # where to write, once a piece has come
-        self._num_missing = 0  # elements
+        # The rows to write. None until the first piece of a load has come.
+        self._rows: Tensor | None = None
+        # Elements that no piece has brought yet.
+        self._num_missing = 0
 
     def begin(self) -> None:
         """Starts a load. -1 missing elements: no piece has come yet."""
@@ -121,52 +130,61 @@ class _Matrix:
             _pack(self._layer)
         self._rows = None
 
-    def copy(self, piece: TensorPart, blocks: Tensor, initial: int, block: tuple[int, int]) -> None:
+    def copy(
+        self, part: TensorPart, blocks: Tensor, block_start: int, block_shape: tuple[int, int]
+    ) -> None:
         """Copies the elements of `part` that are in `blocks`.
 
-        `blocks` [ranks, elements] has a stretch of each rank's block of an HF tensor, from element
-        `first` of the block on. `block` is the shape [rows, columns] of a block."""
-        block_rows, columns = block
+        A block is one rank's rows of an HF tensor, with the shape `block_shape` [rows, columns].
+        `blocks` [ranks, elements] has a stretch of each rank's block, which begins at the block's
+        element `block_start`."""
+        block_rows, columns = block_shape
         num_slices = self.tensor.num_column_slices
         if self._rows is None:
             width = columns // num_slices
             self._rows = self._destination(width)
             self._num_missing = self.tensor.num_rows * width
-        if self._rows.dtype != self._dtype:  # a bias in float32: of rounded values too
+        # A float32 bias of a bfloat16 engine gets values that were rounded to bfloat16.
+        if self._rows.dtype != self._dtype:
             blocks = blocks.to(self._dtype)
-        rows = self._rows[piece.start : piece.start + piece.num_rows]
-        start = piece.hf_start
-        # Whole rows: any stretch of elements is a stretch of theirs. Treat them as one column.
+        rows = self._rows[part.start : part.start + part.num_rows]
+        first_hf_row = part.hf_start
+        # If the engine holds whole rows, any stretch of elements is a stretch of its elements.
+        # Treat the matrix as one column then: one copy does for a stretch that cuts rows.
         if num_slices == 1:
             rows = rows.view(-1, 1)
-            start *= columns
+            first_hf_row *= columns
             block_rows *= columns
             columns = 1
         width = rows.shape[1]
-        left_edge = self.tensor.column_slice * width  # of the slice that this engine holds
-        for begin, end in _stretches(initial, initial + blocks.shape[1], columns):
-            row, left_factor = divmod(begin, columns)
-            right_factor = min(columns, left_factor + end - begin)
-            low = max(left_factor, left_edge)
-            high = min(right_factor, left_edge + width)
+        # The engine holds the HF columns from slice_start to slice_start + width.
+        slice_start = self.tensor.column_slice * width
+        for begin, end in _stretches(block_start, block_start + blocks.shape[1], columns):
+            row, first_column = divmod(begin, columns)
+            end_column = min(columns, first_column + end - begin)
+            low = max(first_column, slice_start)
+            high = min(end_column, slice_start + width)
             if low < high:
-                values = blocks[:, begin - initial : end - initial].unflatten(
-                    1, (-1, right_factor - left_factor)
+                values = blocks[:, begin - block_start : end - block_start].unflatten(
+                    1, (-1, end_column - first_column)
                 )
                 self._num_missing -= _copy_blocks(
-                    rows[:, low - left_edge : high - left_edge],
-                    values[..., low - left_factor : high - left_factor],
-                    offset=row - start,
+                    rows[:, low - slice_start : high - slice_start],
+                    values[..., low - first_column : high - first_column],
+                    offset=row - first_hf_row,
                     block_rows=block_rows,
                 )
         if not self._num_missing and self.tensor.values is None:
             self._pack_rows()
 
     def _destination(self, columns: int) -> Tensor:
-        """Returns the engine's own rows, or a buffer that is packed once it is full."""
+        """Returns the rows [rows, columns] to write.
+
+        They are the engine's own, or a buffer that is packed once it is full."""
         values = self.tensor.values
         weight = self._layer.weight if values is None else values
         num_rows = self.tensor.num_rows
+        # Packing has emptied the plain weight.
         if values is None and not weight.numel():
             return torch.empty(num_rows, columns, dtype=self._dtype, device=weight.device)
         rows = cast(Tensor, weight).data.view(len(weight), columns)
@@ -175,6 +193,7 @@ class _Matrix:
         return rows
 
     def _pack_rows(self) -> None:
+        """Packs the full buffer, and frees it."""
         layer = self._layer
         parameter = layer.weight
         if not parameter.numel():
@@ -187,6 +206,7 @@ class _Matrix:
 
 
 def _pack(layer: Any) -> None:
+    """Has vLLM pack the layer's plain weight."""
     # The old packed copy is freed first, so that the new one takes its memory, which is mapped.
     layer.cpu_linear = None
     layer.quant_method.process_weights_after_loading(layer)
@@ -195,9 +215,10 @@ def _pack(layer: Any) -> None:
 def _copy_blocks(rows: Tensor, values: Tensor, offset: int, block_rows: int) -> int:
     """Copies `values` [ranks, rows, columns] into `rows`, and returns the number of elements.
 
-    Row i of rank r goes to row r * block_rows + i + offset, if `rows` has it. Ranks whose rows all
-    lie inside are copied at once."""
+    Row i of rank r goes to row r * block_rows + i + offset. Values whose row is not in `rows` are
+    left out. Ranks with all rows inside `rows` are copied at once."""
     num_ranks, num_rows, columns = values.shape
+    # The ranks with all rows inside `rows`, and the ranks with at least one row inside.
     inside = range(
         max(0, -(offset // block_rows)),
         min(num_ranks - 1, (len(rows) - offset - num_rows) // block_rows) + 1,
@@ -208,8 +229,9 @@ def _copy_blocks(rows: Tensor, values: Tensor, offset: int, block_rows: int) -> 
     )
     num_copied = 0
     if inside:
-        top = rows[inside.start * block_rows + offset :]
-        target = top.as_strided(
+        # The blocks lie at equal distances in `rows`, so one strided view has them all.
+        first_block = rows[inside.start * block_rows + offset :]
+        target = first_block.as_strided(
             (len(inside), num_rows, columns), (block_rows * rows.stride(0), rows.stride(0), 1)
         )
         target.copy_(values[inside.start : inside.stop])
@@ -217,16 +239,19 @@ def _copy_blocks(rows: Tensor, values: Tensor, offset: int, block_rows: int) -> 
     # The first and the last rank may have rows outside.
     for rank in touched:
         if rank not in inside:
-            initial = rank * block_rows + offset
-            start = max(initial, 0)
-            end = min(initial + num_rows, len(rows))
-            rows[start:end].copy_(values[rank, start - initial : end - initial])
+            first_row = rank * block_rows + offset
+            start = max(first_row, 0)
+            end = min(first_row + num_rows, len(rows))
+            rows[start:end].copy_(values[rank, start - first_row : end - first_row])
             num_copied += (end - start) * columns
     return num_copied
 
 
 def _stretches(begin: int, end: int, columns: int) -> Iterator[tuple[int, int]]:
-    """Yields elements begin to end as the rest of a row, whole rows, and the start of a row."""
+    """Splits the elements from `begin` to `end` of a matrix with so many columns.
+
+    Yields (begin, end) of the remainder of a row, of whole rows, and of the start of a row. Empty
+    ones are left out."""
     start = min(end, -(-begin // columns) * columns)
     bounds = (begin, start, max(start, end // columns * columns), end)
     return ((low, high) for low, high in pairwise(bounds) if low < high)
@@ -258,31 +283,34 @@ def _tensors_of_direct_layers(
         if any(id(parameter) not in filled for parameter in layer.parameters(recurse=False))
     }
     loader_layers |= {id(tensor.layer) for tensor in tensors if not _is_copyable(tensor, dtype)}
-    # A layer that shares an HF tensor with a layer of the loader is the loader's too, and so on.
+    # A layer that shares an HF tensor with a layer of the loader becomes the loader's too. That can
+    # make a third layer the loader's: repeat until nothing changes.
     while True:
         shared = {
-            names[piece.name]
+            names[part.name]
             for tensor in tensors
             if id(tensor.layer) in loader_layers
-            for piece in tensor.parts
+            for part in tensor.parts
         }
-        more = {
+        sharing_layers = {
             id(tensor.layer)
             for tensor in tensors
-            if any(names[piece.name] in shared for piece in tensor.parts)
+            if any(names[part.name] in shared for part in tensor.parts)
         } - loader_layers
-        if not more:
+        if not sharing_layers:
             return [tensor for tensor in tensors if id(tensor.layer) not in loader_layers]
-        loader_layers |= more
+        loader_layers |= sharing_layers
 
 
 def _is_copyable(tensor: EngineTensor, dtype: torch.dtype) -> bool:
+    """Returns True if copies alone can fill the tensor with values of `dtype`."""
     layer = tensor.layer
     values = tensor.values
     if tensor.is_quantised or layer is None:
         return False
     if values is None:
         return hasattr(layer, "cpu_linear")
+    # Values must arrive to the bit: no integer codes, no narrower float.
     is_exact = (
         values.is_floating_point() and values.itemsize >= dtype.itemsize and values.is_contiguous()
     )

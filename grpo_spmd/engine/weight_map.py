@@ -1,7 +1,9 @@
-"""Where the rows of HF's tensors lie in vLLM's parameters, by the class of the layer.
+"""Says which rows of HF's tensors lie where in vLLM's parameters, by the class of the layer.
 
-The tables `_readers` and `_row_layouts` hold for a class and its subclasses, unless a nearer class
-is in them. A parameter of any other layer is taken to be the whole HF tensor of its name.
+vLLM fuses several HF tensors into one parameter (q, k and v), and splits them over the ranks of an
+engine. A part is a run of rows of one HF tensor in such a parameter. The tables `_readers` and
+`_row_layouts` hold for a class and its subclasses, unless they have an entry for a nearer class. A
+parameter of any other layer is taken to be the whole HF tensor of its name.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class TensorPart:
-    """Consecutive rows of one HF tensor within an engine parameter."""
+    """Describes consecutive rows of one HF tensor in an engine parameter."""
 
     name: str
     """Name in the HF checkpoint."""
@@ -32,14 +34,15 @@ class TensorPart:
 
 @dataclass(frozen=True)
 class EngineTensor:
-    """What one parameter of this rank's engine holds of the HF checkpoint, and how to read it."""
+    """Describes which HF rows one parameter of this rank's engine holds, and how to read them."""
 
     engine_name: str
     parts: tuple[TensorPart, ...]
+    """The HF rows in the parameter, top to bottom."""
     values: Tensor | None
-    """[rows, columns] if the layout is plain."""
+    """The parameter [rows, columns] if its layout is plain, else None."""
     product: Callable[[Tensor], Tensor] | None = None
-    """[columns] -> [rows] if the weights are packed or quantised."""
+    """The product with a vector, [columns] -> [rows], if the weights are packed or quantised."""
     is_quantised: bool = False
     column_slice: int = 0
     """Index of the slice of the HF tensor's columns, of `num_column_slices` equal ones."""
@@ -49,11 +52,12 @@ class EngineTensor:
 
     @property
     def num_rows(self) -> int:
-        return sum(piece.num_rows for piece in self.parts)
+        """Number of HF rows in the parameter, without padding."""
+        return sum(part.num_rows for part in self.parts)
 
 
 class _Rows(NamedTuple):
-    """Rows of one HF tensor in a linear layer of this rank."""
+    """Describes the rows of one HF tensor in a linear layer of this rank."""
 
     num_rows: int
     num_hf_rows: int
@@ -75,17 +79,18 @@ def engine_tensors(model: nn.Module, hf_names: Collection[str]) -> list[EngineTe
     # A tied lm_head may share its parameter with the embedding.
     seen: set[int] = set()
     for path, layer in model.named_modules():
-        read = _of_nearest_class(readers, layer)
+        read = _for_nearest_class(readers, layer)
         # vLLM wraps a layer that can take an adapter.
         for tensor in read(path.removesuffix(".base_layer"), layer, model):
             if tensor.values is None or id(tensor.values) not in seen:
-                rename_parts = _rename_parts(tensor.engine_name, tensor.parts, renamed)
-                tensors.append(replace(tensor, parts=rename_parts, layer=layer))
+                renamed_parts = _rename_parts(tensor.engine_name, tensor.parts, renamed)
+                tensors.append(replace(tensor, parts=renamed_parts, layer=layer))
             seen.add(id(tensor.values))
     return tensors
 
 
 def _hf_names_by_engine_name(model: Any, hf_names: Collection[str]) -> dict[str, str]:
+    """Returns the HF name for each name that vLLM's model has for it."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     # vLLM has get_rename_mapper from 0.30 on, get_unstacked_mapper in 0.28; before, no mapper
     # stacks tensors.
@@ -99,22 +104,23 @@ def _hf_names_by_engine_name(model: Any, hf_names: Collection[str]) -> dict[str,
 
 
 def _rename_parts(
-    engine_name: str, pieces: tuple[TensorPart, ...], hf_names: Mapping[str, str]
+    engine_name: str, parts: tuple[TensorPart, ...], hf_names: Mapping[str, str]
 ) -> tuple[TensorPart, ...]:
     """Returns the parts under HF's names. HF may have one fused tensor for them (gate_up_proj)."""
     fused = hf_names.get(engine_name)
-    if fused is None or any(piece.name in hf_names for piece in pieces):
-        return tuple(replace(piece, name=hf_names.get(piece.name, piece.name)) for piece in pieces)
-    total = sum(piece.num_hf_rows for piece in pieces)
+    if fused is None or any(part.name in hf_names for part in parts):
+        return tuple(replace(part, name=hf_names.get(part.name, part.name)) for part in parts)
+    total = sum(part.num_hf_rows for part in parts)
     renamed = []
     top = 0
-    for piece in pieces:
-        renamed.append(replace(piece, name=fused, num_hf_rows=total, hf_start=top + piece.hf_start))
-        top += piece.num_hf_rows
+    for part in parts:
+        renamed.append(replace(part, name=fused, num_hf_rows=total, hf_start=top + part.hf_start))
+        top += part.num_hf_rows
     return tuple(renamed)
 
 
 def _readers() -> dict[type, _Reader]:
+    """Returns, by layer class, the function that describes a layer's parameters."""
     from vllm.model_executor.layers.linear import LinearBase
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
@@ -141,11 +147,13 @@ def _row_layouts() -> dict[type, Callable[[Any], list[_Rows]]]:
     }
 
 
-def _of_nearest_class(table: dict[type, T], layer: object) -> T:
+def _for_nearest_class(table: dict[type, T], layer: object) -> T:
+    """Returns the table's entry for the first class in the layer's method resolution order."""
     return next(table[base] for base in type(layer).__mro__ if base in table)
 
 
 def _qkv_rows(layer: Any) -> list[_Rows]:
+    """Returns this rank's rows of q, k and v in a fused attention projection."""
     # With fewer KV heads than ranks, neighbours share one.
     kv_rank = layer.tp_rank // layer.num_kv_head_replicas
     size = layer.head_size
@@ -158,6 +166,7 @@ def _qkv_rows(layer: Any) -> list[_Rows]:
 
 
 def _plain_tensors(path: str, layer: nn.Module, model: Any) -> list[EngineTensor]:
+    """Returns each parameter as the whole HF tensor of its name."""
     return [
         EngineTensor(name, (TensorPart(name, len(values), 0, 0, len(values)),), values)
         for name, values in layer.named_parameters(path, recurse=False)
@@ -165,14 +174,16 @@ def _plain_tensors(path: str, layer: nn.Module, model: Any) -> list[EngineTensor
 
 
 def _linear_tensors(path: str, layer: Any, model: Any) -> list[EngineTensor]:
-    """Returns weight and bias: this rank's slice, of one or several of HF's layers."""
+    """Returns the weight and the bias of a linear layer: this rank's slices of HF's layers."""
     from vllm.model_executor.layers.linear import RowParallelLinear
 
     leaf = path.rpartition(".")[2]
     fused: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     names = [path.removesuffix(leaf) + name for name in fused.get(leaf, [leaf])]
-    rows = _of_nearest_class(_row_layouts(), layer)(layer)
+    rows = _for_nearest_class(_row_layouts(), layer)(layer)
+    # vLLM's row-parallel layers split the input dimension, which is the weight's columns.
     is_split_by_column = isinstance(layer, RowParallelLinear)
+    # On a CPU vLLM packs weights for its own matrix product, and calls that product cpu_linear.
     is_plain = not (hasattr(layer, "cpu_linear") or _is_quantised(layer))
     weight = EngineTensor(
         f"{path}.weight",
@@ -185,16 +196,17 @@ def _linear_tensors(path: str, layer: Any, model: Any) -> list[EngineTensor]:
     )
     if layer.bias is None:
         return [weight]
+    # A bias is never split by column. Row-parallel layers hold the whole of it on each rank.
     bias_parts = fused_rows([f"{name}.bias" for name in names], rows)
     return [weight, EngineTensor(f"{path}.bias", bias_parts, layer.bias)]
 
 
 def _vocabulary_tensors(path: str, layer: Any, model: Any) -> list[EngineTensor]:
-    """Returns an embedding or an lm_head.
+    """Returns the one or two tensors of an embedding or an lm_head.
 
-    It is split by vocabulary over the ranks and padded at each rank's end. On the CPU each has a
-    packed copy beside the plain one, which the two may share: the embedding reads the plain copy,
-    the lm_head the packed one."""
+    The vocabulary is split over the ranks, and padded at each rank's end. On the CPU each layer has
+    a plain weight and a packed copy of it: an embedding reads the plain one, an lm_head the packed
+    one. A tied lm_head may share both with the embedding."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     # A model without lm_head uses the embedding itself as head (Gemma 2, Command R).
@@ -204,18 +216,20 @@ def _vocabulary_tensors(path: str, layer: Any, model: Any) -> list[EngineTensor]
     rows = layer.shard_indices
     start = rows.org_vocab_start_index
     num_rows = rows.org_vocab_end_index - start
-    pieces = (TensorPart(name, layer.org_vocab_size, start, 0, num_rows),)
+    parts = (TensorPart(name, layer.org_vocab_size, start, 0, num_rows),)
     is_quantised = _is_quantised(layer)
     tensors = []
     if (is_head and hasattr(layer, "cpu_linear")) or is_quantised:
-        tensors.append(EngineTensor(name, pieces, None, _product(layer), is_quantised))
+        tensors.append(EngineTensor(name, parts, None, _product(layer), is_quantised))
     if not is_quantised:
-        tensors.append(EngineTensor(name, pieces, layer.weight))
+        tensors.append(EngineTensor(name, parts, layer.weight))
     return tensors
 
 
 def adapter_tensors(model: Any, rank: int) -> list[EngineTensor]:
-    """Returns A and B of each HF layer in vLLM's linear layers, split as its weight is."""
+    """Returns the adapters A and B in vLLM's linear layers, by HF layer, split as the weights are.
+
+    `rank` is the rank of the adapters, which may be less than the room that vLLM keeps."""
     from vllm.model_executor.layers.linear import LinearBase
 
     tensors = []
@@ -224,15 +238,15 @@ def adapter_tensors(model: Any, rank: int) -> list[EngineTensor]:
         if not isinstance(wrapper.base_layer, LinearBase):
             continue
         base = _linear_tensors(path, wrapper.base_layer, model)[0]
-        slices = [base.parts] if wrapper.n_slices == 1 else [(piece,) for piece in base.parts]
-        for pieces, lora_a, lora_b in zip(
+        slices = [base.parts] if wrapper.n_slices == 1 else [(part,) for part in base.parts]
+        for parts, lora_a, lora_b in zip(
             slices, wrapper.lora_a_stacked, wrapper.lora_b_stacked, strict=True
         ):
-            layer = pieces[0].name.removesuffix(".weight")
+            layer = parts[0].name.removesuffix(".weight")
             name_a = f"{layer}.lora_A.weight"
             name_b = f"{layer}.lora_B.weight"
             parts_b = tuple(
-                replace(piece, name=name_b, start=piece.start - pieces[0].start) for piece in pieces
+                replace(part, name=name_b, start=part.start - parts[0].start) for part in parts
             )
             # vLLM stacks A as [adapter, 1, largest rank, columns], and B as
             # [adapter, 1, rows, largest rank].
@@ -252,27 +266,31 @@ def adapter_tensors(model: Any, rank: int) -> list[EngineTensor]:
 def fused_rows(
     names: Sequence[str], layout: Sequence[tuple[int, int, int]]
 ) -> tuple[TensorPart, ...]:
-    """Returns the rows of HF's tensors `names` in a fused parameter, one below the other.
+    """Returns the parts of a fused parameter, which lie one below the other.
 
-    `layout` has an entry (rows held, HF rows, block) for each part. There is one name for each
-    part, or a single name if the checkpoint is fused too (Phi-3)."""
+    `layout` has an entry (rows on this rank, rows of the whole HF tensor, index of this rank's
+    block) for each part. `names` has one HF name for each part, or a single name if the checkpoint
+    is fused too (Phi-3)."""
     is_fused_on_disk = len(names) < len(layout)
     total = sum(num_hf_rows for _, num_hf_rows, _ in layout)
-    pieces = []
+    parts = []
     start = 0
-    top = 0  # rows of the parts above this one, in a tensor that is fused on disk
+    # HF rows of the parts above this one: where the part begins in a tensor that is fused on disk.
+    top = 0
     for number, (num_rows, num_hf_rows, block) in enumerate(layout):
         hf_start = block * num_rows
         if is_fused_on_disk:
-            pieces.append(TensorPart(names[0], total, top + hf_start, start, num_rows))
+            parts.append(TensorPart(names[0], total, top + hf_start, start, num_rows))
         else:
-            pieces.append(TensorPart(names[number], num_hf_rows, hf_start, start, num_rows))
+            parts.append(TensorPart(names[number], num_hf_rows, hf_start, start, num_rows))
         start += num_rows
         top += num_hf_rows
-    return tuple(pieces)
+    return tuple(parts)
 
 
 def _is_quantised(layer: Any) -> bool:
+    """Returns True if vLLM stores the layer's weight as codes."""
+    # All of vLLM's methods for plain weights have this prefix (0.26 to 0.33).
     return not type(layer.quant_method).__name__.startswith("Unquantized")
 
 
