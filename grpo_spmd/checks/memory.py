@@ -1,7 +1,14 @@
-"""Exact memory arithmetic: what a rank holds, computed from the config and the tensor shapes alone.
+"""Computes the memory of a rank from the config and the tensor shapes, and advises on the config.
 
-`--explain` prints it. The planner (tools/plan) adds peaks of forward and backward passes, which it
-measures on fake tensors. Imports no torch.
+The arithmetic is exact, and `--explain` prints it. The planner (tools/plan) adds the peaks of
+forward and backward passes, which it measures on fake tensors. The second half of the file looks
+for config keys that have no effect, and gives advice about configs that are valid. A config may be
+valid and still not do what its author meant. If the run would certainly be meaningless, the config
+is refused. Everything else is a line of `--explain`, printed only if it is true, with its numbers.
+
+Words: a *shard* is the part of every tensor that FSDP2 gives to one rank. A *replica* is a group of
+ranks that together hold one whole copy of the policy. *numel* counts elements, *itemsize* is the
+bytes of one element. Imports no torch.
 """
 
 from __future__ import annotations
@@ -19,14 +26,21 @@ from grpo_spmd.model.config_json import Dimensions, ModelFacts, Shapes
 from grpo_spmd.rewards.remote.servers import fields_in, read_rubric
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
-TRAINED_ITEMSIZE = 12  # bytes of a trained parameter: float32 and AdamW's two moments
+# Bytes of a trained parameter: its float32 value and AdamW's two float32 moments.
+TRAINED_ITEMSIZE = 12
 _NO_SIZES = "config.json does not name the sizes of a decoder as Llama's does"
 # Added to a judge's prompt: fixed instructions, marks around the completion, the chat template.
 _JUDGE_EXTRA_TOKENS = 512
+# The first parts of all metrics' names.
+_METRICS = (
+    "batching", "completion", "critic", "dynamic_sampling", "environment", "episode", "eval",
+    "loss", "memory", "optim", "process", "progress", "reward", "rollout", "rollout_correction",
+    "teacher", "throughput", "time", "weight_sync",
+)  # fmt: skip
 
 
 class Row(NamedTuple):
-    """One line of `--explain`."""
+    """A Row is one line of `--explain`: a name, a value, and where the value comes from."""
 
     name: str
     value: str
@@ -37,19 +51,25 @@ class Row(NamedTuple):
 
 
 def replica_ranks(config: Config, num_ranks: int) -> int:
-    """Ranks that one copy of the policy is sharded over."""
+    """Returns over how many ranks one copy of the policy is sharded."""
     return num_ranks // config.model.num_replicas
 
 
 def shard_numel(shapes: Shapes, num_ranks: int) -> int:
-    """Elements of a full shard: FSDP2 gives each rank ceil(rows / ranks) rows of each tensor."""
+    """Returns how many elements a full shard has.
+
+    FSDP2 gives each rank ceil(rows / ranks) rows of each tensor. The last rank may get fewer.
+    """
     return sum(
         -(-shape[0] // num_ranks) * math.prod(shape[1:]) for shape in shapes.values() if shape
     )
 
 
 def adapter_shapes(shapes: Shapes, lora: LoraConfig) -> Shapes:
-    """LoRA's A (rank, columns) and B (rows, rank) for each matrix that `target_modules` names."""
+    """Returns the shapes of LoRA's matrices, for each matrix that `target_modules` names.
+
+    A weight [rows, columns] gets A [rank, columns] and B [rows, rank].
+    """
     adapters: Shapes = {}
     for name, shape in shapes.items():
         # target_modules names the last part, as peft does: q_proj, not its path.
@@ -63,19 +83,24 @@ def adapter_shapes(shapes: Shapes, lora: LoraConfig) -> Shapes:
 
 
 def ratio_is_one(config: Config) -> bool:
-    """Whether the policy ratio is always 1: one optimizer step, on the policy's own logprobs."""
+    """Returns True if the policy ratio is always 1.
+
+    It is 1 if a step has one optimizer step, and the old logprobs are the policy's own.
+    """
     return config.training.num_optimizer_steps == 1 and config.loss.old_logprobs == "policy"
 
 
 class ExtraPasses(NamedTuple):
-    """Forward passes over all rollouts before the update."""
+    """Counts the forward passes of the policy's layers over all rollouts before the update."""
 
     old_logprobs: int
     reference: int
-    policy_values: int  # of a critic on the policy's layers
+    # Values of a critic that is a head on the policy's layers.
+    policy_values: int
 
 
 def extra_passes(config: Config) -> ExtraPasses:
+    """Returns which forward passes a step makes before its update."""
     loss = config.loss
     # With one optimizer step the old logprobs are those of the update itself.
     needs_old = loss.kl_in == "reward" or config.training.num_optimizer_steps > 1
@@ -87,13 +112,19 @@ def extra_passes(config: Config) -> ExtraPasses:
 
 
 def rollouts_of_a_rank(config: Config, num_ranks: int) -> int:
-    """Rollouts of one rank in one optimizer step, if all rollouts are equally long."""
+    """Returns how many rollouts one rank trains on in one optimizer step.
+
+    All rollouts are taken as equally long.
+    """
     rollouts = config.rollout.num_prompts_per_step * config.rollout.group_size
     return -(-(rollouts // config.training.num_mini_batches) // num_ranks)
 
 
 def micro_batches_per_step(config: Config, num_ranks: int) -> tuple[int, int]:
-    """Fewest and most micro-batches of a rank in a step. Most: every rollout at full length."""
+    """Returns the fewest and the most micro-batches that a rank can have in a step.
+
+    It has the most if every rollout has its full length.
+    """
     steps = config.training.num_optimizer_steps
     # A rollout is never split over micro-batches.
     rollouts_each = config.training.max_tokens_per_micro_batch // config.max_rollout_tokens
@@ -101,7 +132,7 @@ def micro_batches_per_step(config: Config, num_ranks: int) -> tuple[int, int]:
 
 
 def micro_batch_tokens(config: Config, num_ranks: int) -> int:
-    """Upper bound of the tokens in one micro-batch."""
+    """Returns the most tokens that one micro-batch can have."""
     # With few rollouts the budget is never reached.
     rank_tokens = rollouts_of_a_rank(config, num_ranks) * config.max_rollout_tokens
     return min(config.training.max_tokens_per_micro_batch, rank_tokens)
@@ -112,23 +143,29 @@ def micro_batch_tokens(config: Config, num_ranks: int) -> int:
 
 @dataclass(frozen=True)
 class State:
-    """What one rank holds of the policy between updates."""
+    """Counts what one rank holds of the policy between updates."""
 
-    shard: int  # parameters in a full shard
-    trained: int  # parameters that train, of the shard or of its adapters
-    base: int  # bytes of the frozen base under adapters
-    reference: int  # bytes
+    # Parameters in a full shard.
+    shard: int
+    # Parameters that train: those of the shard, or of its LoRA adapters.
+    trained: int
+    # Bytes of the frozen base model under LoRA adapters.
+    base: int
+    # Bytes of the reference model.
+    reference: int
 
     @property
     def num_bytes(self) -> int:
+        """The bytes of parameters, moments, base and reference together."""
         return TRAINED_ITEMSIZE * self.trained + self.base + self.reference
 
     @property
     def gradients(self) -> int:
+        """The bytes of all gradients, which are float32."""
         return 4 * self.trained
 
     def offloaded(self, offload: bool | Literal["optimizer"]) -> int:
-        """Bytes in host memory while the engine is awake."""
+        """Returns how many bytes are in host memory while the engine is awake."""
         return {False: 0, "optimizer": 8 * self.trained, True: self.num_bytes}[offload]
 
 
@@ -146,7 +183,10 @@ def state_of(config: Config, model: ModelFacts, num_ranks: int) -> State:
 
 
 def sync_size(shapes: Shapes, num_ranks: int, itemsize: int, bucket_bytes: int) -> tuple[int, int]:
-    """Bytes and collectives of one weight sync in a replica, as SyncStats counts them."""
+    """Returns the bytes and the number of collectives of one weight sync in a replica.
+
+    Both are counted as SyncStats counts them. `num_ranks` are the ranks of the replica.
+    """
     numel = shard_numel(shapes, num_ranks)
     if num_ranks == 1:
         return numel * itemsize, 0
@@ -158,7 +198,7 @@ def sync_size(shapes: Shapes, num_ranks: int, itemsize: int, bucket_bytes: int) 
 def sync_buffers(
     config: Config, model: ModelFacts, num_ranks: int, bucket_bytes: int
 ) -> dict[str, int]:
-    """Bytes that a weight sync takes beside policy and engine, by what they are for."""
+    """Returns the bytes that a weight sync needs in addition to policy and engine, by purpose."""
     itemsize, ranks = ITEMSIZE[config.model.dtype], replica_ranks(config, num_ranks)
     shapes, lora = model.shapes, config.model.lora
     buffers: dict[str, int] = {}
@@ -196,7 +236,10 @@ def sync_buffers(
 
 
 def logits_bytes_per_element(itemsize: int) -> int:
-    """Bytes of a logit at the peak of TokenLogprobs: float32, and the product in bfloat16."""
+    """Returns the bytes of one logit at the peak of TokenLogprobs.
+
+    The peak holds a float32 logit, and in bfloat16 the product that it was computed from.
+    """
     return 4 if itemsize == 4 else 4 + itemsize
 
 
@@ -220,8 +263,12 @@ def training_rows(config: Config, model: ModelFacts, num_ranks: int) -> Iterator
 
 
 def _state_rows(config: Config, state: State, num_ranks: int) -> Iterator[Row]:
-    dtype, trained, offload = config.model.dtype, state.trained, config.model.offload
-    itemsize, terms = ITEMSIZE[dtype], ["parameters + moments"]
+    """Yields what a rank holds between updates, and what of it waits in host memory."""
+    dtype = config.model.dtype
+    trained = state.trained
+    offload = config.model.offload
+    itemsize = ITEMSIZE[dtype]
+    terms = ["parameters + moments"]
     ranks = replica_ranks(config, num_ranks)
     origin = f"{state.shard:,} parameters of a shard (ceil(rows / {ranks}) of each tensor)"
     if state.base:
@@ -258,6 +305,7 @@ def _state_rows(config: Config, state: State, num_ranks: int) -> Iterator[Row]:
 
 
 def _logits_rows(config: Config, model: ModelFacts, num_ranks: int) -> Iterator[Row]:
+    """Yields the memory of the logits, which is the largest of the activations."""
     sizes = model.dimensions
     if sizes is None:
         yield Row("logits of a chunk", "unknown", _NO_SIZES)
@@ -276,29 +324,33 @@ def _logits_rows(config: Config, model: ModelFacts, num_ranks: int) -> Iterator[
 
 
 def engine_weights(config: Config, model: ModelFacts) -> int:
-    """Bytes of an engine's weights on one rank. Norms and biases are whole on each rank."""
+    """Returns the bytes of an engine's weights on one rank."""
     itemsize, tp = ITEMSIZE[config.model.dtype], config.rollout.tensor_parallel_size
-    # vLLM splits matrices over the ranks of an engine.
+    # vLLM splits matrices over the ranks of an engine. Norms and biases are whole on each rank.
     return itemsize * sum(
         math.prod(shape) // (tp if len(shape) > 1 else 1) for shape in model.shapes.values()
     )
 
 
 def kv_itemsize(config: Config) -> int:
+    """Returns the bytes of one number in the KV cache."""
     # A run refuses fp8 (engine_keys.py), but the planner may be asked about it.
     is_fp8 = str(config.rollout.engine.get("kv_cache_dtype", "")).startswith("fp8")
     return 1 if is_fp8 else ITEMSIZE[config.model.dtype]
 
 
 def kv_bytes_per_token(sizes: Dimensions, itemsize: int, tensor_parallel_size: int) -> int:
-    """Bytes of one token's keys and values on one rank. With more ranks than KV heads, each
-    rank holds one head."""
+    """Returns the bytes of one token's keys and values on one rank."""
+    # With more ranks than KV heads, each rank holds one head.
     kv_heads = max(1, sizes.kv_heads // tensor_parallel_size)
     return 2 * sizes.layers * kv_heads * sizes.head_dim * itemsize
 
 
 def sequences_of_engine(config: Config, num_ranks: int) -> int:
-    """Completions that one engine samples in a step, before any refill."""
+    """Returns how many completions one engine samples in a step.
+
+    Groups that dynamic sampling starts later, in the place of dropped ones, are not counted.
+    """
     # An engine samples whole groups.
     engines = num_ranks // config.rollout.tensor_parallel_size
     return -(-config.rollout.num_launched_prompts // engines) * config.rollout.group_size
@@ -340,13 +392,13 @@ def engine_rows(config: Config, model: ModelFacts, num_ranks: int) -> Iterator[R
 
 
 def judge_prompt_tokens(config: Config) -> dict[int, int]:
-    """Longest prompt, in tokens, of each judge that is the run's own engine, by its place in
-    `rewards`.
+    """Returns the longest prompt, in tokens, of each judge that is the run's own engine.
 
-    It is the judge's max_tokens, or a bound that needs no tokenizer: the rubric's bytes, and the
-    limits of the prompts and completions put into it. An eighth more is for encoding them again,
-    as JSON in a chat. A data column counts as a prompt. Raises ConfigError for a rubric that
-    cannot be read.
+    The keys are indices into `config.rewards`. The limit is the judge's max_tokens, if it is set.
+    Else it is a bound that needs no tokenizer: the rubric's bytes, and the limits of the prompts
+    and completions that are put into the rubric. An eighth is added, because these texts are
+    encoded again, as JSON in a chat. A data column counts as a prompt. Raises ConfigError for a
+    rubric that cannot be read.
     """
     prompt_limit = config.data.max_prompt_tokens
     completion_limit = config.max_rollout_tokens - prompt_limit
@@ -365,7 +417,7 @@ def judge_prompt_tokens(config: Config) -> dict[int, int]:
 
 
 def judge_tokens(config: Config) -> dict[int, int]:
-    """Longest prompt and reply, in tokens, of each judge that is the run's own engine."""
+    """Returns the most tokens of prompt and reply together, of each judge that is the engine."""
     return {
         index: tokens + config.rewards[index].judge_tokens
         for index, tokens in judge_prompt_tokens(config).items()
@@ -373,36 +425,29 @@ def judge_tokens(config: Config) -> dict[int, int]:
 
 
 def engine_tokens(config: Config) -> int:
-    """vLLM's max_model_len: the longest rollout, or a judge's prompt and reply. Raises
-    ConfigError for a rubric that cannot be read."""
+    """Returns vLLM's max_model_len: the longest rollout, or a judge's prompt and reply.
+
+    Raises ConfigError for a rubric that cannot be read.
+    """
     return max(config.max_rollout_tokens, *judge_tokens(config).values(), 0)
 
 
 def size_text(num_bytes: int) -> str:
+    """Returns a size in bytes as text with a binary unit, such as "1.50 GiB"."""
     for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if num_bytes >= scale:
             return f"{num_bytes / scale:,.2f} {unit}"
     return f"{num_bytes} B"
 
 
-# Config keys that have no effect, and advice about valid configs.
-#
-# A config may be valid and still not do what its author meant. What certainly makes the run
-# meaningless is refused; the rest is a line of `--explain`, with the numbers, only where it is
-# true.
-
-
-# First parts of the metrics' names.
-_METRICS = (
-    "batching", "completion", "critic", "dynamic_sampling", "environment", "episode", "eval",
-    "loss", "memory", "optim", "process", "progress", "reward", "rollout", "rollout_correction",
-    "teacher", "throughput", "time", "weight_sync",
-)  # fmt: skip
+# Config keys that have no effect, and advice about valid configs
 
 
 def check_idle_keys(config: Config, sources: Mapping[str, str] | None = None) -> None:
-    """Refuse keys that would silently make another run than was meant. `sources`: where each
-    value was set. Raises ConfigError."""
+    """Raises ConfigError for keys that would silently make another run than the user meant.
+
+    `sources` tells where each key was set, as load_config_with_sources returns it.
+    """
     sources = sources or {}
     lora = config.model.lora
     # Rank 0 may be set on purpose, to switch adapters off for one launch.
@@ -446,15 +491,19 @@ def check_idle_keys(config: Config, sources: Mapping[str, str] | None = None) ->
 
 
 def _first_key_set(sources: Mapping[str, str], prefix: str) -> str | None:
-    """The first key below `prefix` that the user has set."""
+    """Returns the first key below `prefix` that the user has set, or None."""
     keys = (name for name in sources if name.startswith(prefix) and sources[name] != "default")
     return next(keys, None)
 
 
 def idle_keys(config: Config, sources: Mapping[str, str]) -> Iterator[str]:
     """Yields a line for each key that was set and has no effect because of another key."""
-    advantage, loss, critic, teacher = config.advantage, config.loss, config.critic, config.teacher
+    advantage = config.advantage
+    loss = config.loss
+    critic = config.critic
+    teacher = config.teacher
     no_evaluation = not config.eval.every_steps
+    # Each rule is a key, whether the key is idle in this config, and the reason.
     rules: list[tuple[str, bool, str]] = [
         (name, critic.path is None, "critic.path is null")
         for name in sources
@@ -506,6 +555,7 @@ def advice(config: Config, num_ranks: int) -> Iterator[str]:
 
 
 def _advise_on_loss(config: Config) -> Iterator[str]:
+    """Yields advice about the micro-batches and the bounds of the policy ratio."""
     loss, max_tokens = config.loss, config.max_rollout_tokens
     budget = config.training.max_tokens_per_micro_batch
     low, high = loss.clip_ratio_low, loss.clip_ratio_high
@@ -530,6 +580,7 @@ def _advise_on_loss(config: Config) -> Iterator[str]:
 def _advise_on_estimator(
     loss: LossConfig, advantage: AdvantageConfig, group_size: int
 ) -> Iterator[str]:
+    """Yields advice about combinations of estimator and loss that their papers do not have."""
     # Dividing by the standard deviation of a group enlarges small differences.
     over_group = advantage.estimator == "grpo" and advantage.normalize_std == "group"
     if loss.policy == "gspo" and loss.aggregation == "token":
@@ -570,6 +621,7 @@ def _advise_on_estimator(
 
 
 def _advise_on_ranks(config: Config, num_ranks: int) -> Iterator[str]:
+    """Yields advice about engines and ranks that would be idle in every step."""
     rollout = config.rollout
     prompts, engines = rollout.num_prompts_per_step, num_ranks // rollout.tensor_parallel_size
     # Engines wait for the one with most groups.
@@ -596,6 +648,7 @@ def _advise_on_ranks(config: Config, num_ranks: int) -> Iterator[str]:
 
 
 def _advise_on_steps(config: Config) -> Iterator[str]:
+    """Yields advice about the length of the run: its warmup and its checkpoints."""
     training, optimizer = config.training, config.optimizer
     steps = training.num_optimizer_steps * training.num_steps
     if optimizer.warmup_steps >= steps:

@@ -1,6 +1,13 @@
-"""Early check of teachers behind a server: it answers, has the model, and shares the vocabulary.
+"""Checks teachers and critics before the run, and counts the memory of every side model.
 
-What a server says comes from the network: it is compared, never trusted. Imports no torch.
+A *side model* is a model with weights of its own besides the policy: a teacher, a critic or a
+reward model. `side_models` lists them; `--explain` and the planner both use the list. A new kind of
+signal adds its entry there, and its check and its rows here. checks/reward_models.py checks reward
+models and judges; this file only counts their memory and tokens.
+
+A teacher may also be behind a server. The check asks whether the server answers, has the model, and
+has the policy's vocabulary. The reply comes from the network: it is compared, never trusted.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -43,20 +50,27 @@ from grpo_spmd.rewards.remote.client import PromptLogprobs, ServedModel, headers
 from grpo_spmd.rewards.trl import FailedCallError
 
 T = TypeVar("T")
+Kind = Literal["teacher", "critic", "reward model"]
 _REQUEST_LIMIT_S = 30.0
 _FIRST_PAUSE_S = 0.5
-_NUM_PROBED = 256  # tokens of the policy's vocabulary
+# How many tokens of the policy's vocabulary a server is asked about.
+_NUM_PROBED = 256
+
+
+# Teachers behind a server
 
 
 def tokens_of(file: Path) -> dict[int, str]:
-    """Tokens of a tokenizer.json by their ids."""
+    """Returns the tokens of a tokenizer.json by their ids."""
     vocabulary = load_tokenizer_file(file).get_vocab(with_added_tokens=True)
     return {token_id: token for token, token_id in vocabulary.items()}
 
 
 def check_servers(config: Config, *, num_ranks: int, to_run: bool) -> None:
-    """Check the teachers' servers. They are asked only `to_run`, and by rank 0 alone. Raises
-    ConfigError."""
+    """Raises ConfigError if the teachers' servers cannot be used.
+
+    Servers are asked only if the config is checked `to_run`, and only by rank 0.
+    """
     limit = config.teacher.max_concurrent
     if limit < num_ranks:
         raise ConfigError(
@@ -70,8 +84,10 @@ def check_servers(config: Config, *, num_ranks: int, to_run: bool) -> None:
 
 
 def check_server(config: Config, name: str) -> str:
-    """Check the server of the teacher `name` and return its name for the model. Raises
-    ConfigError if it does not answer, or cannot teach this policy."""
+    """Returns the name that the server of the teacher `name` has for its model.
+
+    Raises ConfigError if the server does not answer, or cannot teach this policy.
+    """
     key = f"teacher.url.{name}" if name else "teacher.url"
     served = _choose_model(config, open_server(config, name, config.teacher.model), key)
     # vLLM samples one token more, which nobody needs.
@@ -87,12 +103,13 @@ def check_server(config: Config, name: str) -> str:
 
 
 def open_server(config: Config, name: str, model: str | None) -> PromptLogprobs:
+    """Returns a client for the server of the teacher `name`, without connecting yet."""
     headers = headers_of(config.teacher.headers_env, "teacher.headers_env")
     return PromptLogprobs(config.teacher.urls[name], headers, model)
 
 
 def _choose_model(config: Config, server: PromptLogprobs, key: str) -> ServedModel:
-    """The server's model that `teacher.model` names, or its only one."""
+    """Returns the server's model that `teacher.model` names, or the server's only model."""
     model = config.teacher.model
     try:
         models = _call_with_retries(config, server.list_models)
@@ -119,14 +136,16 @@ def _choose_model(config: Config, server: PromptLogprobs, key: str) -> ServedMod
 def _compare_vocabulary(
     config: Config, server: PromptLogprobs, key: str, served: ServedModel
 ) -> None:
-    """Compare what the server writes for some token ids with the policy's tokenizer. Tokens that
-    either cannot write alone, such as a part of a character, are not compared."""
+    """Raises ConfigError if the server writes some token ids differently than the policy does.
+
+    A token that one of the two cannot write alone (a part of a character) is not compared.
+    """
     folder = local_folder(config.model.path)
     file = None if folder is None else folder / "tokenizer.json"
     has_file = file is not None and file.is_file()
     known_ids = sorted(tokens_of(file)) if file is not None and has_file else [0]
     num_probed = min(_NUM_PROBED, (served.max_tokens or _NUM_PROBED) - 2)
-    # Evenly over the vocabulary: models of one family differ in added tokens at its end.
+    # The ids are spread evenly: models of one family differ in tokens added at the end.
     spread = (i * (len(known_ids) - 1) // num_probed for i in range(num_probed + 1))
     ids = sorted({known_ids[index] for index in spread})
     server_texts = _ask_texts(config, server, ids, key=key, served=served)
@@ -155,7 +174,10 @@ def _compare_vocabulary(
 def _ask_texts(
     config: Config, server: PromptLogprobs, ids: list[int], *, key: str, served: ServedModel
 ) -> list[str]:
-    """The server's texts of `ids`, asked with as many logprobs as the run will ask for."""
+    """Returns the text that the server has for each of `ids`.
+
+    The request asks for as many logprobs as the run will, so that a server's limit shows now.
+    """
     # A server says nothing of a prompt's first token.
     prompt = [ids[0], *ids]
 
@@ -182,6 +204,7 @@ def _ask_texts(
 
 
 def _explain_refusal(error: FailedCallError, config: Config, served: ServedModel) -> str:
+    """Returns what a failed request means for the user."""
     if error.status == 400:
         return (
             f"{served.name} does not take tokens of {config.model.path} (teachers have the "
@@ -191,11 +214,15 @@ def _explain_refusal(error: FailedCallError, config: Config, served: ServedModel
 
 
 def _is_complete(text: str) -> bool:
+    """Returns False for a token that is only a part of a character."""
     return bool(text) and "\ufffd" not in text
 
 
 def _call_with_retries(config: Config, ask: Callable[[float], T]) -> T:
-    """What `ask` returns, retried as the run retries. Raises FailedCallError."""
+    """Returns what `ask` returns, with the run's retries. Raises FailedCallError.
+
+    `ask` gets the time limit of its request, in seconds.
+    """
     # A check may not take as long as a call of the run.
     limit_s = min(config.teacher.timeout_s, _REQUEST_LIMIT_S)
     for number in range(config.teacher.retries + 1):
@@ -209,40 +236,36 @@ def _call_with_retries(config: Config, ask: Callable[[float], T]) -> T:
     raise AssertionError("the last attempt raises")
 
 
-# Models beside the policy: early checks of teachers and critics, and the memory of every one.
-#
-# `side_models` lists the models that have weights of their own; `--explain` and the planner both
-# use it. A new signal adds its entry there, its check and its rows here. Imports no torch.
-
-
-Kind = Literal["teacher", "critic", "reward model"]
+# Side models
 
 
 @dataclass(frozen=True)
 class SideModel:
-    """A model beside the policy that has weights of its own."""
+    """A SideModel is a teacher, critic or reward model that has weights of its own."""
 
     name: str
     kind: Kind
     path: str
-    key: str  # of its path in the config
+    # The config key that holds `path`.
+    key: str
     revision: str | None = None
 
     def itemsize(self, config: Config) -> int:
-        """Bytes of a parameter between updates. A critic trains, the others are frozen."""
+        """Returns the bytes of one parameter between updates."""
+        # A critic trains, so it has optimizer state. The others are frozen.
         return TRAINED_ITEMSIZE if self.kind == "critic" else ITEMSIZE[config.model.dtype]
 
     def shard(self, shapes: Shapes, config: Config, num_ranks: int) -> int:
-        """Parameters on one rank."""
+        """Returns how many parameters one rank holds."""
         return shard_numel(shapes, replica_ranks(config, num_ranks))
 
     def num_bytes(self, shapes: Shapes, config: Config, num_ranks: int) -> int:
-        """Bytes on one rank between updates."""
+        """Returns how many bytes one rank holds between updates."""
         return self.itemsize(config) * self.shard(shapes, config, num_ranks)
 
 
 def side_models(config: Config) -> list[SideModel]:
-    """Lists teachers, the critic and reward models, without those that share weights."""
+    """Lists teachers, the critic and reward models, except models that share other weights."""
     models: list[SideModel] = []
     for name, path in config.teacher.paths.items():
         # A shared teacher costs no memory of its own.
@@ -264,7 +287,7 @@ def side_models(config: Config) -> list[SideModel]:
 
 
 def is_shared_teacher(config: Config, path: str) -> bool:
-    """Whether a teacher is the reference, or the policy with its adapters off."""
+    """Returns True if a teacher is the reference model, or the policy with its adapters off."""
     return path == config.model.path and bool(config.model.lora.rank or config.loss.kl_coef)
 
 
@@ -281,13 +304,16 @@ def signal_rows(config: Config, num_ranks: int) -> Iterator[Row]:
 
 
 def check_teachers(config: Config, *, num_ranks: int, to_run: bool) -> None:
-    """Check teachers' folders as the policy's, their vocabularies and data rows. Hub ids outside
-    the cache, and servers, are asked only `to_run`. Raises ConfigError."""
+    """Raises ConfigError if the teachers cannot be used.
+
+    Their folders are checked like the policy's, then their vocabularies and the data rows. The hub
+    (for models outside the cache) and servers are asked only if the config is checked `to_run`.
+    """
     if config.teacher.url:
         check_servers(config, num_ranks=num_ranks, to_run=to_run)
     for name, path in config.teacher.paths.items():
         key = f"teacher.path.{name}" if name else "teacher.path"
-        # vLLM does not run it: it is checked as if on one rank, without adapters.
+        # vLLM does not run a teacher: its folder is checked as if on one rank, without adapters.
         model = dataclasses.replace(config.model, path=path, lora=LoraConfig())
         rollout = dataclasses.replace(config.rollout, tensor_parallel_size=1, engine={})
         teacher_config = dataclasses.replace(config, model=model, rollout=rollout)
@@ -306,6 +332,7 @@ def check_teachers(config: Config, *, num_ranks: int, to_run: bool) -> None:
 
 
 def _check_top_k(config: Config, folder: Path, path: str) -> None:
+    """Raises ConfigError if `teacher.top_k` is more than the tokens that both models have."""
     # A teacher scores only tokens that the policy has too.
     folders = [folder, local_folder(config.model.path)]
     sizes = [num_embeddings(folder) for folder in folders if folder is not None]
@@ -317,45 +344,53 @@ def _check_top_k(config: Config, folder: Path, path: str) -> None:
         )
 
 
-def check_vocabulary(policy: str, second: str, key: str, kind: str = "teacher") -> None:
-    """Refuse a model `other` whose token ids mean other tokens than the policy's. What the
-    tokenizer files do not tell is not compared. Raises ConfigError."""
-    policy_folder, other_folder = local_folder(policy), local_folder(second)
-    if policy == second or policy_folder is None or other_folder is None:
+def check_vocabulary(policy: str, model: str, key: str, kind: str = "teacher") -> None:
+    """Raises ConfigError if the token ids of `model` mean other tokens than the policy's.
+
+    `policy` and `model` are folders or hub ids, `key` is the config key of `model`. Models whose
+    tokenizer files are not here are not compared.
+    """
+    policy_folder = local_folder(policy)
+    model_folder = local_folder(model)
+    if policy == model or policy_folder is None or model_folder is None:
         return
-    policy_size, other_size = num_embeddings(policy_folder), num_embeddings(other_folder)
+    policy_size = num_embeddings(policy_folder)
+    model_size = num_embeddings(model_folder)
     # More tokens are allowed: embeddings are often padded to a round number.
-    if policy_size is not None and other_size is not None and other_size < policy_size:
+    if policy_size is not None and model_size is not None and model_size < policy_size:
         raise ConfigError(
-            f"{key}: {second} knows {other_size} tokens, and {policy} {policy_size}; take a "
+            f"{key}: {model} knows {model_size} tokens, and {policy} {policy_size}; take a "
             f"{kind} of the policy's family"
         )
-    files = [folder / "tokenizer.json" for folder in (policy_folder, other_folder)]
+    files = [folder / "tokenizer.json" for folder in (policy_folder, model_folder)]
     if not all(file.is_file() for file in files):
         return
-    policy_tokens, other_tokens = (tokens_of(file) for file in files)
-    # Tokens that only one of them has are never compared by the loss.
-    for token_id in sorted(policy_tokens.keys() & other_tokens.keys()):
-        token, other_token = policy_tokens[token_id], other_tokens[token_id]
-        if token != other_token:
+    policy_tokens, model_tokens = (tokens_of(file) for file in files)
+    # The loss never compares tokens that only one of the models has.
+    for token_id in sorted(policy_tokens.keys() & model_tokens.keys()):
+        policy_token = policy_tokens[token_id]
+        model_token = model_tokens[token_id]
+        if policy_token != model_token:
             raise ConfigError(
-                f"{key}: {second} has another vocabulary than {policy}: token {token_id} is "
-                f"{other_token!r} there, and {token!r} in the policy's; take one of its family"
+                f"{key}: {model} has another vocabulary than {policy}: token {token_id} is "
+                f"{model_token!r} there, and {policy_token!r} in the policy's; take one of its "
+                "family"
             )
 
 
 def teacher_data(config: Config) -> DataConfig | None:
-    """The training set with the teacher's own prompts; None if it sees the policy's prompts. No
-    row may be dropped, so that rows stay aligned."""
+    """Returns the training set with the teacher's own prompts; None if it sees the policy's."""
     prompt_key = config.teacher.prompt_key
     if not config.teacher.is_on or prompt_key is None:
         return None
+    # A dropped row would shift all later rows against the policy's: a long prompt is an error.
     return dataclasses.replace(
         config.data, prompt_key=prompt_key, prompt_template=None, on_long_prompt="error"
     )
 
 
 def _check_teacher_prompts(config: Config) -> None:
+    """Raises ConfigError if the teacher's own prompts cannot be read, or are the policy's."""
     data = teacher_data(config)
     if data is None:
         return
@@ -373,7 +408,7 @@ def _check_teacher_prompts(config: Config) -> None:
 
 
 def _check_teacher_column(config: Config) -> None:
-    """With several teachers, the column `teacher` of each row must name one."""
+    """Raises ConfigError if one of several teachers is not named in a row's column `teacher`."""
     names = config.teacher.names
     if "" in names:
         return
@@ -388,14 +423,15 @@ def _check_teacher_column(config: Config) -> None:
 
 
 def _shared_teacher_rows(config: Config) -> Iterator[Row]:
+    """Yields the teachers that need no memory here: those on servers, and shared ones."""
     for name, url in config.teacher.urls.items():
         num_rollouts = config.rollout.num_prompts_per_step * config.rollout.group_size
-        rest = " less those of others" if name else ""
+        exception = " less those of others" if name else ""
         limit = config.teacher.max_concurrent
         yield Row(
             f"teacher {name}".strip(),
             "0 B",
-            f"{url} is asked of {num_rollouts:,} rollouts a step{rest}, {limit} at once",
+            f"{url} is asked of {num_rollouts:,} rollouts a step{exception}, {limit} at once",
         )
     for name, path in config.teacher.paths.items():
         if is_shared_teacher(config, path):
@@ -405,6 +441,7 @@ def _shared_teacher_rows(config: Config) -> Iterator[Row]:
 
 
 def _teacher_rows(model: SideModel, config: Config, num_ranks: int) -> Iterator[Row]:
+    """Yields the memory of one teacher with weights of its own."""
     facts = read_model(model.path)
     if facts is None:
         yield Row(model.name, "unknown", f"{model.path} is not here")
@@ -423,8 +460,10 @@ def _teacher_rows(model: SideModel, config: Config, num_ranks: int) -> Iterator[
 
 
 def check_critic_model(config: Config, *, to_run: bool = True) -> None:
-    """Check that the critic's model exists, can train and has the policy's vocabulary. It needs
-    no tokenizer. Raises ConfigError."""
+    """Raises ConfigError if the critic's model cannot be used.
+
+    The model must exist, be trainable and have the policy's vocabulary. It needs no tokenizer.
+    """
     if config.critic.is_on_policy:
         return
     path = str(config.critic.path)
@@ -448,7 +487,8 @@ def check_critic_model(config: Config, *, to_run: bool = True) -> None:
 
 
 def _check_head(model: Mapping[str, Any], folder: Path, path: str) -> None:
-    """A classifier's head becomes the critic's, if it has one label."""
+    """Raises ConfigError for a classifier of several labels. The head of one label becomes the
+    critic's value head."""
     shapes = shapes_from_headers(folder, tied=False)
     for head in VALUE_HEADS:
         name = f"{head}.weight"
@@ -481,7 +521,7 @@ def critic_rows(config: Config, num_ranks: int) -> Iterator[Row]:
     if facts is None:
         yield Row("critic and its optimizer", "unknown", f"{path} is not here")
         return
-    # Its value head has one row, which is not counted.
+    # The critic's value head is one row, too small to count.
     shapes = {name: shape for name, shape in facts.shapes.items() if "lm_head" not in name}
     shard = model.shard(shapes, config, num_ranks)
     size = size_text(model.num_bytes(shapes, config, num_ranks))
@@ -496,6 +536,7 @@ def critic_rows(config: Config, num_ranks: int) -> Iterator[Row]:
 
 
 def _value_head_rows(config: Config) -> Iterator[Row]:
+    """Yields the memory of a critic that is only a head on the policy's layers."""
     facts = read_model(config.model.path)
     if facts is not None and facts.dimensions is not None:
         numel = facts.dimensions.hidden + 1

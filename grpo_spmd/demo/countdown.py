@@ -1,10 +1,16 @@
-"""Data of the countdown demo: a tiny Qwen3, its tokenizer, countdown prompts.
+"""Makes the data of two demos: countdown, and distillation from a better countdown model.
+
+The data are a tiny Qwen3, its tokenizer and prompts.
 
 The task is TinyZero's countdown with two numbers: "3,8=24:" asks for an equation that uses 3 and 8
 once each and reaches 24, such as "3*8". A warm start of seconds trains on correct equations, then
 on those of a careless teacher who often writes random digits. After it the model is right in three
 of ten tries; GRPO improves it with the reward alone. `--numbers 3-4` is TinyZero's own task, with
-targets below 100. Its warm start has correct equations only, and ends at one in five to ten.
+targets below 100. Its warm start has correct equations only. After it one in five to ten is right.
+
+The distillation demo has the same careless model as its student, and a teacher that was trained
+longer, on correct equations only. The student gets no reward: it learns the teacher's distribution
+on its own completions.
 """
 
 from __future__ import annotations
@@ -29,7 +35,11 @@ _CARELESS_CORRECT_FRAC = 0.55
 _LONG_STEPS = 500
 _LONG_LR = 3e-3
 _LONG_ROWS = 4096
-Task = tuple[int, int, int]  # both numbers and the target
+# The teacher of the distillation demo trains longer than the student.
+_TEACHER_STEPS = 600
+_TEACHER_LR = 5e-3
+# A task is two numbers and the target.
+Task = tuple[int, int, int]
 
 
 def solvable_tasks() -> list[Task]:
@@ -40,6 +50,7 @@ def solvable_tasks() -> list[Task]:
 
 
 def prompt_text(*nums_and_target: int) -> str:
+    """Returns the prompt for some numbers and a target: "3,8=24:"."""
     *nums, target = nums_and_target
     return f"{','.join(map(str, nums))}={target}:"
 
@@ -57,7 +68,7 @@ def long_task(rng: random.Random) -> tuple[list[int], int, str]:
 
 
 def make_rows(numbers: str, seed: int) -> list[dict[str, Any]]:
-    """Returns the data set: one row a task, columns prompt, nums, target."""
+    """Returns the data set: one row for each task, with the columns prompt, nums and target."""
     if numbers == "2":
         return [
             {"prompt": prompt_text(*task), "nums": task[:2], "target": task[2]}
@@ -105,7 +116,7 @@ def token_ids(text: str) -> list[int]:
 
 
 def make_example(prompt: str, equation: str) -> Example:
-    """Returns prompt and equation, of which the equation and the end token are trained."""
+    """Returns the sequence of prompt, equation and end token. The prompt is not trained on."""
     # The end token has id 0.
     ids = [*token_ids(prompt + equation), 0]
     return Example(ids, [position >= len(prompt) for position in range(len(ids))])
@@ -148,15 +159,7 @@ def make_demo(out: Path, seed: int, numbers: str = "2") -> None:
     make_folder(out, {"seed": seed, "numbers": numbers}, fill)
 
 
-# Data of the distillation demo: the countdown demo's careless model and a better teacher.
-#
-# The teacher was trained longer, on correct equations only. The student gets no reward: it learns
-# the
-# teacher's distribution on its own completions.
-
-
-_STEPS = 600
-_LR = 5e-3
+# The distillation demo
 
 
 def make_teacher(folder: Path, seed: int) -> None:
@@ -171,7 +174,9 @@ def make_teacher(folder: Path, seed: int) -> None:
             for task in rng.choices(tasks, k=_BATCH_SIZE)
         ]
 
-    rates = [_LR * warm_up(step) * (1 - step / _STEPS) for step in range(_STEPS)]
+    rates = [
+        _TEACHER_LR * warm_up(step) * (1 - step / _TEACHER_STEPS) for step in range(_TEACHER_STEPS)
+    ]
     make_model(folder, seed + 1000, model_config(), batch_of=batch_of, learning_rates=rates)
 
 

@@ -1,4 +1,11 @@
-"""GPUs as nvidia-smi describes them, without torch; and what --check, planner and sandbox say."""
+"""Checks this machine without torch: GPUs, the config, packages, memory, threads and limits.
+
+Each `check_...` function yields Results (results.py), which are lines of the checkup. GPUs are
+checked as nvidia-smi describes them. `--check` and the planner run users' code and torch, so each
+runs in a process of its own. Installed packages are compared with the ranges that this project and
+vLLM require, by their metadata alone: nothing is imported. Memory, cores and limits of the machine
+are compared with what its ranks need.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +49,8 @@ from grpo_spmd.tools.checkup.results import (
     warning,
 )
 
-Gpu = dict[str, str]  # nvidia-smi's fields by name
+# The fields of one GPU in nvidia-smi, by name.
+Gpu = dict[str, str]
 CHECK_S = 120.0
 PLAN_S = 120.0
 _SMI_S = 8.0
@@ -57,10 +65,33 @@ _USED_MIB = 1024
 _LINK_ROW = re.compile(r"\s*GPU\d+\s+(X|NV|PIX|PXB|PHB|NODE|SYS)")
 _LINK = re.compile(r"NV\d+|PIX|PXB|PHB|NODE|SYS|X")
 _CORRECT = "correct it in the config, or by section.key=value"
+_PACKAGE = Path(__file__).resolve().parents[2]
+# Packages with a line of their own. vLLM has one too.
+_OWN_LINES = ("torch", "transformers")
+_REMEDY = "launch/setup.sh installs the tested set"
+_GIB = 1 << 30
+_MIB = 1 << 20
+# Shared memory of a rank: NCCL's segments for ranks of a node without direct access to each other's
+# GPU, about 10 MB a channel, and vLLM's.
+_SHM_NEEDED = 64 * _MIB
+_SHM_WANTED = 256 * _MIB
+# Memory of a rank with torch and vLLM loaded and a tiny model: 0.8 GiB on a CPU, as measured.
+# CUDA's libraries take more.
+_RANK_NEEDED = 1.0 * _GIB
+_RANK_WANTED = 1.5 * _GIB
+_GPU_RANK_WANTED = 4.0 * _GIB
+# Stands for "no limit" in comparisons.
+_UNLIMITED = 1 << 60
+
+
+# GPUs
 
 
 def query_gpus(target: Target) -> list[Gpu] | None:
-    """One dict for each GPU; None without nvidia-smi. Raises OSError with its error message."""
+    """Returns one dict for each GPU, or None if there is no nvidia-smi.
+
+    Raises OSError with nvidia-smi's error message.
+    """
     gpus: list[Gpu] = []
     for fields in (_FIELDS, _NEWER_FIELDS):
         query = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
@@ -68,6 +99,7 @@ def query_gpus(target: Target) -> list[Gpu] | None:
         if answer is None:
             return None
         if answer.returncode:
+            # The first query worked: the driver is only too old for the newer fields.
             if gpus:
                 return gpus
             lines = (answer.stdout.strip() or answer.stderr.strip()).splitlines() or ["no reason"]
@@ -82,6 +114,7 @@ def query_gpus(target: Target) -> list[Gpu] | None:
 
 
 def check_gpus(target: Target) -> Iterator[Result]:
+    """Checks that the driver answers, is new enough, and that the GPUs are healthy and free."""
     if not target.num_gpus:
         reason = "hidden by CUDA_VISIBLE_DEVICES" if gpus_are_hidden() else "none"
         yield ok("GPUs", f"{reason}: ranks train on the CPU", {"GPUs": reason})
@@ -122,7 +155,7 @@ def check_gpus(target: Target) -> Iterator[Result]:
 
 
 def torch_cuda() -> str:
-    """CUDA version that torch was built for; "" for the CPU, or without torch."""
+    """Returns the CUDA version that torch was built for; "" for the CPU, or without torch."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return ""
@@ -132,6 +165,7 @@ def torch_cuda() -> str:
 
 
 def _check_driver(driver: str, cuda: str) -> Result:
+    """Checks that the driver is new enough for torch's CUDA version."""
     oldest, major = _DRIVERS.get(cuda.partition(".")[0]), driver.partition(".")[0]
     if oldest is None or not major.isdecimal():
         return ok("driver", driver)
@@ -147,6 +181,7 @@ def _check_driver(driver: str, cuda: str) -> Result:
 
 
 def _check_states(target: Target, gpus: Sequence[Gpu]) -> Iterator[Result]:
+    """Checks each GPU's capability, memory errors, MIG mode and compute mode."""
     capabilities = [gpu.get("compute_cap", "") for gpu in gpus]
     # bfloat16 needs 8.0.
     old = [text for text in capabilities if re.fullmatch(r"[1-7]\.\d", text)]
@@ -165,7 +200,8 @@ def _check_states(target: Target, gpus: Sequence[Gpu]) -> Iterator[Result]:
             f"uncorrected memory errors on GPU {failing}",
             "nvidia-smi -q -d ECC; drain the node, reset the GPU, replace it",
         )
-    divided = join_items(g["index"] for g in gpus if g.get("mig.mode.current") == "Enabled")
+    # NCCL cannot connect two instances of one GPU, so MIG is bad only with several ranks.
+    divided = join_items(gpu["index"] for gpu in gpus if gpu.get("mig.mode.current") == "Enabled")
     if divided:
         make = bad if target.local_ranks > 1 else warning
         yield make(
@@ -179,7 +215,7 @@ def _check_states(target: Target, gpus: Sequence[Gpu]) -> Iterator[Result]:
 
 
 def _check_used_memory(target: Target, gpus: Sequence[Gpu]) -> Result:
-    """Memory that other processes hold. The engine takes a fraction of all memory, used or not."""
+    """Checks how much GPU memory other processes hold."""
     used_mib = {gpu["index"]: _number(gpu["memory.used"]) for gpu in gpus}
     used = [f"GPU {i}: {mib / 1024:.1f} GiB" for i, mib in used_mib.items() if mib > _USED_MIB]
     if not used:
@@ -211,7 +247,7 @@ def _check_used_memory(target: Target, gpus: Sequence[Gpu]) -> Result:
 
 
 def check_topology(target: Target) -> Iterator[Result]:
-    """How the GPUs of this machine are linked."""
+    """Checks how the GPUs of this machine are linked."""
     if target.num_gpus < 2:
         return
     answer = target.run(["nvidia-smi", "topo", "-m"], _SMI_S)
@@ -239,7 +275,11 @@ def check_topology(target: Target) -> Iterator[Result]:
 
 
 def parse_topology(text: str) -> dict[tuple[int, int], str]:
-    """Kind of link by pair of GPUs, from `nvidia-smi topo -m`. Network cards are skipped."""
+    """Returns the kind of link of each pair of GPUs, from the text of `nvidia-smi topo -m`.
+
+    Network cards are skipped. A pair (a, b) has a < b.
+    """
+    # nvidia-smi underlines the table's title row by escape codes.
     plain = re.sub(r"\x1b\[[\d;]*m", "", text)
     rows = [line.split() for line in plain.splitlines() if _LINK_ROW.match(line)]
     links: dict[tuple[int, int], str] = {}
@@ -252,7 +292,10 @@ def parse_topology(text: str) -> dict[tuple[int, int], str]:
 
 
 def card_of(name: str, mib: float) -> Card | None:
-    """The planner's card for a driver's name of it and its memory."""
+    """Returns the planner's card with this name and memory, or None.
+
+    `name` is the driver's name. `mib` may differ by 15 %, because drivers reserve some memory.
+    """
     for card in CARDS.values():
         is_named = card.name.partition("-")[0] in name.replace(" ", "")
         if is_named and abs(card.gib - mib / 1024) < 0.15 * card.gib:
@@ -261,15 +304,15 @@ def card_of(name: str, mib: float) -> Card | None:
 
 
 def _number(text: str) -> float:
-    """0 for "[N/A]" and other text that is no number."""
+    """Returns the number in `text`; 0 for "[N/A]" and other text that is no number."""
     return float(text) if re.fullmatch(r"\d+(\.\d+)?", text.strip()) else 0.0
 
 
-# The config. --check and the planner run users' code and torch: each gets a process.
+# The config
 
 
 def check_config(target: Target) -> Iterator[Result]:
-    """What --check says about model, data, rewards and run folder."""
+    """Runs --check and yields its warnings and its error, or one line if all is well."""
     if target.config is None:
         return
     command = [sys.executable, "-m", "grpo_spmd.train", "--check", *target.arguments]
@@ -277,7 +320,7 @@ def check_config(target: Target) -> Iterator[Result]:
     assert answer is not None, sys.executable
     lines = answer.stderr.strip().splitlines()
     errors = []
-    # Warnings pass; the last line is the error, if the code is not 0.
+    # Each line of stderr is "KIND: FINDING; REMEDY". A warning leaves the exit code 0.
     for line in lines:
         kind, _, text = line.partition(": ")
         finding, _, remedy = text.partition("; ")
@@ -296,7 +339,7 @@ def check_config(target: Target) -> Iterator[Result]:
 
 
 def check_plan(target: Target) -> Iterator[Result]:
-    """Whether the planner says that the run fits these GPUs, if it knows them."""
+    """Checks whether the run fits these GPUs, if the planner knows them."""
     gpus = query_gpus(target) if target.config is not None and target.num_gpus else None
     if not gpus:
         return
@@ -337,7 +380,10 @@ def check_plan(target: Target) -> Iterator[Result]:
 
 
 def check_sandbox(target: Target) -> Iterator[Result]:
-    """Whether model-written code can be isolated here: the reward `code`, the tool `python`."""
+    """Checks whether code that a model wrote can be isolated on this machine.
+
+    The reward `code` and the tool `python` run such code. Without them a fault is only a warning.
+    """
     config = target.config
     is_needed = config is not None and (
         any(reward.is_shipped and reward.name == "code" for reward in config.rewards)
@@ -353,23 +399,20 @@ def check_sandbox(target: Target) -> Iterator[Result]:
             "Linux 5.13 or later with Landlock, or a container that allows user namespaces",
         )
         return
-    rest = "" if "namespaces" in walls else " (no scratch folder, no threads)"
-    yield ok("sandbox", f"model-written code can be shut in: {', '.join(walls)}{rest}")
+    # Without namespaces the sandbox has fewer features.
+    limits = "" if "namespaces" in walls else " (no scratch folder, no threads)"
+    yield ok("sandbox", f"model-written code can be shut in: {', '.join(walls)}{limits}")
 
 
-# Installed packages, compared with the ranges that this project and vLLM require.
-#
-# Reads metadata only: nothing is imported.
-
-
-_PACKAGE = Path(__file__).resolve().parents[2]
-_OWN_LINES = ("torch", "transformers")  # vLLM has its own line too
-_REMEDY = "launch/setup.sh installs the tested set"
+# Installed packages
 
 
 def read_requirements(package: Path = _PACKAGE) -> tuple[str, list[str]]:
-    """The range of Python and the requirements (PEP 508, extras as markers), from the checkout's
-    pyproject.toml, else from the installed package's metadata."""
+    """Returns the range of Python versions, and the requirements as PEP 508 texts.
+
+    A requirement of an extra has it as a marker. They come from the checkout's pyproject.toml, else
+    from the installed package's metadata.
+    """
     file = package.with_name("pyproject.toml")
     if file.is_file():
         project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
@@ -382,6 +425,7 @@ def read_requirements(package: Path = _PACKAGE) -> tuple[str, list[str]]:
 
 
 def check_python(_: Target) -> Iterator[Result]:
+    """Checks the version of Python, and posts a digest of our code for comparison across ranks."""
     required, version = read_requirements()[0], platform.python_version()
     finding = f"{version} ({sys.prefix})"
     facts = {"Python": version, "grpo_spmd": f"{__version__} {_source_digest()}"}
@@ -397,7 +441,7 @@ def check_python(_: Target) -> Iterator[Result]:
 
 
 def _source_digest() -> str:
-    """Digest of this package's code: ranks with different checkouts run different programs."""
+    """Returns a digest of this package's code. Ranks with other digests run another program."""
     digest = hashlib.sha256()
     for path in sorted(_PACKAGE.rglob("*.py")):
         digest.update(path.relative_to(_PACKAGE).as_posix().encode() + b"\0" + path.read_bytes())
@@ -405,6 +449,7 @@ def _source_digest() -> str:
 
 
 def check_packages(target: Target) -> Iterator[Result]:
+    """Checks that required packages are installed in the required versions."""
     engines = [name for name in VLLM if version_of(name)]
     engine = engines[0] if engines else None
     problems: dict[str, str] = {}
@@ -439,16 +484,20 @@ def check_packages(target: Target) -> Iterator[Result]:
             f"{engines[0]} and {engines[1]} are both installed, over each other's files",
             f"pip uninstall {' '.join(engines)}, then launch/setup.sh",
         )
-    rest = sorted(names.difference(_OWN_LINES, VLLM))
-    facts = {name: version_of(name) or "missing" for name in rest}
+    remaining_names = sorted(names.difference(_OWN_LINES, VLLM))
+    facts = {name: version_of(name) or "missing" for name in remaining_names}
     if problems:
         yield bad("packages", "; ".join(problems.values()), _REMEDY, facts)
     else:
-        yield ok("packages", f"{len(rest)} others within their ranges", facts)
+        yield ok("packages", f"{len(remaining_names)} others within their ranges", facts)
 
 
 def _check_package(name: str, problem: str | None, engine: str | None) -> Result:
-    """torch and transformers must also be those that vLLM was built with."""
+    """Returns the line of torch, transformers or vLLM.
+
+    `problem` is what is wrong by our own requirements, if anything. torch and transformers must
+    also be in the range that `engine`, the installed package of vLLM, requires.
+    """
     version = version_of(name)
     engine_version = version_of(engine) if engine else None
     facts = {name: version or "missing"}
@@ -473,8 +522,13 @@ def _check_package(name: str, problem: str | None, engine: str | None) -> Result
 
 
 def check_build(target: Target) -> Iterator[Result]:
-    """Compare torch's files with its metadata: one install over another leaves both."""
-    name, spec, version = "torch's build", find_spec("torch"), version_of("torch")
+    """Checks that torch's files fit its metadata, and that torch is built for this machine.
+
+    An install over another one can leave the files of one and the metadata of the other.
+    """
+    name = "torch's build"
+    spec = find_spec("torch")
+    version = version_of("torch")
     if spec is None or spec.origin is None:
         yield bad(name, "there is no torch that could be imported", _REMEDY)
         return
@@ -483,7 +537,9 @@ def check_build(target: Target) -> Iterator[Result]:
     cuda = torch_cuda()
     build = f"for CUDA {cuda}" if cuda else "for the CPU"
     if match and version and match[1] != version.partition("+")[0]:
-        paths = (getattr(d, "_path", None) for d in importlib.metadata.distributions(name="torch"))
+        # importlib.metadata has no public way to the folder of a distribution.
+        distributions = importlib.metadata.distributions(name="torch")
+        paths = (getattr(distribution, "_path", None) for distribution in distributions)
         folder = next((path.parent for path in paths if isinstance(path, Path)), "?")
         yield bad(
             name,
@@ -508,37 +564,33 @@ def check_build(target: Target) -> Iterator[Result]:
 
 
 def check_tested_set(_: Target) -> Iterator[Result]:
-    """Compare with the checkout's lock. Other versions within the ranges are no warning."""
+    """Counts the packages whose version is that of the checkout's lock file.
+
+    Other versions within the ranges are no warning.
+    """
     lock = _PACKAGE.parent / "launch" / f"constraints-{'gpu' if version_of('vllm') else 'cpu'}.txt"
     if not lock.is_file():
         return
     pinned = re.findall(r"^([\w.-]+)==(\S+)", lock.read_text(encoding="utf-8"), re.MULTILINE)
     versions = [(name, wanted, version_of(name)) for name, wanted in pinned]
     num_same = sum(version == wanted for _, wanted, version in versions)
-    second = [f"{name} {v} for {wanted}" for name, wanted, v in versions if v not in (None, wanted)]
-    rest = f"; others: {join_items(second, 4)}" if second else ""
-    yield ok("tested set", f"{num_same} of {len(pinned)} packages are as tested{rest}")
+    # A package that is not installed (version None) belongs to an extra.
+    differing = [
+        f"{name} {version} for {wanted}"
+        for name, wanted, version in versions
+        if version not in (None, wanted)
+    ]
+    difference = f"; others: {join_items(differing, 4)}" if differing else ""
+    yield ok("tested set", f"{num_same} of {len(pinned)} packages are as tested{difference}")
 
 
-# Memory, cores and limits of this machine, compared with what its ranks need.
-
-
-_GIB = 1 << 30
-_MIB = 1 << 20
-# Per rank: NCCL's segments for ranks of a node without direct access to each other's GPU, about
-# 10 MB a channel, and vLLM's.
-_SHM_NEEDED = 64 * _MIB
-_SHM_WANTED = 256 * _MIB
-# A rank with torch and vLLM loaded and a tiny model: 0.8 GiB on a CPU, as measured. CUDA's
-# libraries take more.
-_RANK_NEEDED = 1.0 * _GIB
-_RANK_WANTED = 1.5 * _GIB
-_GPU_RANK_WANTED = 4.0 * _GIB
-_UNLIMITED = 1 << 60
+# Memory, cores and limits
 
 
 def check_shared_memory(target: Target) -> Iterator[Result]:
-    folder, name = target.root / "dev/shm", "/dev/shm"
+    """Checks the room in /dev/shm, through which NCCL and vLLM share memory."""
+    folder = target.root / "dev/shm"
+    name = "/dev/shm"
     enlarge = (
         "docker run --shm-size 64g; Kubernetes: an emptyDir of medium Memory; "
         "mount -o remount,size=64g /dev/shm"
@@ -568,17 +620,25 @@ def check_shared_memory(target: Target) -> Iterator[Result]:
 
 
 def check_memory(target: Target) -> Iterator[Result]:
+    """Checks whether this machine, or its container, has the host memory that its ranks need."""
     host = _read_meminfo(target)
-    total, available, note = host["MemTotal"], host["MemAvailable"], ""
+    total = host["MemTotal"]
+    available = host["MemAvailable"]
+    note = ""
     # A container or a job may have less than the host.
     limit, used = _memory_limit(target)
     if limit < total:
-        total, available, note = limit, min(available, limit - used), " (the cgroup's limit)"
+        total = limit
+        available = min(available, limit - used)
+        note = " (the cgroup's limit)"
     finding = f"{size_text(available)} free of {size_text(total)}{note}, for {target.ranks_text}"
     sizes = _rank_memory(target)
     if sizes:
         rank_bytes = sum(sizes.values())
-        terms = [f"{name} {size_text(n)}" for name, n in sizes.items() if n > 0.01 * rank_bytes]
+        # Terms below 1 % would only lengthen the line.
+        terms = [
+            f"{name} {size_text(size)}" for name, size in sizes.items() if size > 0.01 * rank_bytes
+        ]
         finding += f", which need about {size_text(target.local_ranks * rank_bytes)}"
         finding += f" (each: {' + '.join(terms)})"
     needed = sum(sizes.values()) if sizes else _RANK_NEEDED
@@ -600,6 +660,7 @@ def check_memory(target: Target) -> Iterator[Result]:
 
 
 def check_swap(target: Target) -> Iterator[Result]:
+    """Checks that the machine is not swapping."""
     host = _read_meminfo(target)
     total = host.get("SwapTotal", 0)
     used = total - host.get("SwapFree", 0)
@@ -612,13 +673,14 @@ def check_swap(target: Target) -> Iterator[Result]:
 
 
 def _rank_memory(target: Target) -> dict[str, float]:
-    """Bytes of host memory that a rank needs by the config; {} if the model is not here."""
+    """Returns the host memory that a rank needs, by purpose; {} if the model is not here."""
     config = target.config
     model = read_model(config.model.path) if config else None
     if config is None or model is None:
         return {}
     state, weights = state_of(config, model, target.num_ranks), engine_weights(config, model)
     sizes = {"a process": _RANK_NEEDED, "the checkpoint's copy": TRAINED_ITEMSIZE * state.trained}
+    # On a CPU trainer and engine are in host memory all the time.
     if not target.num_gpus:
         sizes["state and gradients"] = state.num_bytes + state.gradients
         sizes["the engine's weights"] = weights
@@ -630,7 +692,7 @@ def _rank_memory(target: Target) -> dict[str, float]:
 
 
 def _read_meminfo(target: Target) -> dict[str, int]:
-    """Bytes by name."""
+    """Returns the bytes of each entry of /proc/meminfo, by name."""
     lines = re.findall(r"^(\w+): +(\d+) kB", target.read("/proc/meminfo"), re.MULTILINE)
     return {name: int(kib) << 10 for name, kib in lines}
 
@@ -638,8 +700,10 @@ def _read_meminfo(target: Target) -> dict[str, int]:
 def _cgroup_files(
     target: Target, controller: str, name_v2: str, name_v1: str
 ) -> Iterator[tuple[str, str]]:
-    """Yields (folder, text) of a control file, of cgroup version 2 or 1, for this process's
-    cgroup and all above it: any of them may set a limit."""
+    """Yields (folder, text) of a control file, for this process's cgroup and all above it.
+
+    Any of them may set a limit. The file is `name_v2` in cgroup version 2, `name_v1` in version 1.
+    """
     for line in target.read("/proc/self/cgroup").splitlines():
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
         if not controllers:
@@ -658,8 +722,10 @@ def _cgroup_files(
 
 
 def _memory_limit(target: Target) -> tuple[int, int]:
-    """The smallest memory limit of the cgroups, and how much of it is used. Cached pages of files
-    do not count as used: the kernel can drop them."""
+    """Returns (limit, used bytes) of the cgroup with the smallest memory limit.
+
+    Cached pages of files do not count as used: the kernel can drop them.
+    """
     limits = [
         (int(text), folder)
         for folder, text in _cgroup_files(target, "memory", "memory.max", "memory.limit_in_bytes")
@@ -675,7 +741,7 @@ def _memory_limit(target: Target) -> tuple[int, int]:
 
 
 def cpu_quota(target: Target) -> float | None:
-    """Cores that the cgroups allow; None without a limit."""
+    """Returns how many cores the cgroups allow; None without a limit."""
     quotas: list[float] = []
     for folder, text in _cgroup_files(target, "cpu", "cpu.max", "cpu.cfs_quota_us"):
         quota, _, period = text.partition(" ")
@@ -686,6 +752,7 @@ def cpu_quota(target: Target) -> float | None:
 
 
 def check_threads(target: Target) -> Iterator[Result]:
+    """Checks that ranks and their threads do not outnumber the cores."""
     quota, ranks = cpu_quota(target), target.local_ranks
     cores = target.cores if quota is None else min(target.cores, quota)
     finding = f"{target.cores} cores"
@@ -728,7 +795,7 @@ def check_threads(target: Target) -> Iterator[Result]:
 
 
 def check_limits(target: Target) -> Iterator[Result]:
-    """The limits of this process, as ulimit shows them."""
+    """Checks the limits of this process, as ulimit shows them."""
     results = [*_exceeded_limits(target)]
     yield from results
     if not results:
@@ -745,12 +812,15 @@ def check_limits(target: Target) -> Iterator[Result]:
 
 
 def _soft_limit(name: str) -> int:
+    """Returns the soft limit of this process; _UNLIMITED if there is none."""
     soft = resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))[0]
     return _UNLIMITED if soft == resource.RLIM_INFINITY else soft
 
 
 def _exceeded_limits(target: Target) -> Iterator[Result]:
-    files, processes = _soft_limit("NOFILE"), _soft_limit("NPROC")
+    """Yields a line for each limit that a run would exceed."""
+    files = _soft_limit("NOFILE")
+    processes = _soft_limit("NPROC")
     if files < 4096:
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         raised = 65536 if hard == resource.RLIM_INFINITY else min(65536, hard)

@@ -1,4 +1,11 @@
-"""Merges the results of all ranks: one line for all, or lines that name the ranks that differ."""
+"""Brings the results of all ranks to rank 0, merges them, and compares the nodes.
+
+Ranks post values in torch's store, and rank 0 gathers them (`Exchange`). Every wait has a deadline.
+Findings are the Results that one rank has. They are merged: one line if all ranks found the same,
+else one line for each kind of finding, with the names of its ranks. A Report is what one rank has
+measured of its device and of all-reduces (reduce.py). Nodes are compared too: their clocks, and
+whether all of them see the same run folder. The *leader* of a node is its first rank.
+"""
 
 from __future__ import annotations
 
@@ -35,48 +42,63 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 
-Report = Mapping[str, Any]  # of one rank, as reduce.measure fills it
+# The report of one rank, as reduce.measure fills it.
+Report = Mapping[str, Any]
 WAITING = "waiting for the devices of the others"
 FORMING = "forming the group"
-_SLOW_GB_S = 1.0  # between nodes of GPUs
+# Bandwidth between nodes of GPUs below which the network is probably the wrong one.
+_SLOW_GB_S = 1.0
 _MAX_FACTS = 4
 _NO_CONNECTION = "a firewall, or the wrong interface: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME"
-_EXPECTED_FRACTION = 0.5  # of the bandwidth in the card's data sheet
+# The fraction of the bandwidth in a card's data sheet that is expected.
+_EXPECTED_FRACTION = 0.5
+_POLL_S = 0.02
+_CLOCK_ROUNDS = 5
+_SKEW_S = 0.5
+_CLOCK_S = 10.0
+# A node waits this long for its turn: rank 0 asks one node's clock after the other.
+_TURN_S = 120.0
+# Lines that each node appends to the shared file.
+_NUM_LINES = 20
 
 
 @dataclass(frozen=True)
 class RankFindings:
-    """What one rank has found."""
+    """Holds what one rank has found."""
 
     host: str
-    results: list[tuple[str, Result]]  # with their groups
+    # Each result with the name of its group of checks.
+    results: list[tuple[str, Result]]
 
 
-Findings = Mapping[int, RankFindings]  # by rank
+# The findings by rank.
+Findings = Mapping[int, RankFindings]
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """ "rank 3", "ranks 0-7, 12"."""
+    """Returns the ranks as text: "rank 3", or "ranks 0-7, 12"."""
     ordered, ranges = sorted(ranks), list[list[int]]()
     for rank in ordered:
         if ranges and ranges[-1][-1] == rank - 1:
             ranges[-1].append(rank)
         else:
             ranges.append([rank])
-    texts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in ranges]
+    texts = [str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in ranges]
     return f"rank{'s' * (len(ordered) != 1)} {join_items(texts)}"
 
 
 def name_ranks(ranks: Sequence[int], findings: Findings) -> str:
-    """Ranks with their hosts, if there are several hosts."""
+    """Returns the ranks as text, with their hosts if there are several hosts."""
     hosts = sorted({findings[rank].host for rank in ranks if rank in findings})
     has_several = len({rank.host for rank in findings.values()}) > 1
     return format_ranks(ranks) + (f" on {join_items(hosts, 3)}" if has_several and hosts else "")
 
 
 def merge_findings(findings: Findings) -> Iterator[tuple[str, Result]]:
-    """Yields one line for what all ranks found alike; else one for each kind, with its ranks. In
-    the order of the checks, by group."""
+    """Yields (group, line): one line if all ranks found the same, else one for each finding.
+
+    The lines are in the order of the checks, group by group.
+    """
     merged: dict[str, dict[str, dict[int, list[Result]]]] = {}
     for rank, rank_findings in findings.items():
         for group, result in rank_findings.results:
@@ -91,7 +113,7 @@ def merge_findings(findings: Findings) -> Iterator[tuple[str, Result]]:
 
 
 def _merge_results(results: Mapping[int, Sequence[Result]], findings: Findings) -> Iterator[Result]:
-    """`results`: one check's lines, by the ranks that made it."""
+    """Yields the merged lines of one check. `results` has its lines by rank."""
     kinds: dict[tuple[str, str], dict[int, Result]] = defaultdict(dict)
     for rank in sorted(results):
         for line in results[rank]:
@@ -111,6 +133,10 @@ def _merge_results(results: Mapping[int, Sequence[Result]], findings: Findings) 
 def _compare_facts(
     group: str, results: Mapping[int, Sequence[Result]], findings: Findings
 ) -> Iterator[Result]:
+    """Yields a warning for each fact that differs between ranks.
+
+    A fact is a value that must be the same on all ranks, such as a version.
+    """
     facts = {
         rank: {name: value for line in lines for name, value in line.facts.items()}
         for rank, lines in results.items()
@@ -127,7 +153,10 @@ def _compare_facts(
         if len(values) > 1:
             # The majority is taken as right.
             common = max(values, key=lambda value: len(values[value]))
-            texts = {v: f"{v[:80]} on {name_ranks(ranks, findings)}" for v, ranks in values.items()}
+            texts = {
+                value: f"{value[:80]} on {name_ranks(ranks, findings)}"
+                for value, ranks in values.items()
+            }
             odd = join_items((text for value, text in texts.items() if value != common), 3)
             lines.append(make(name, f"ranks differ in {fact}: {odd}, {texts[common]}", remedy))
     yield from lines[:_MAX_FACTS]
@@ -144,7 +173,10 @@ def check_reports(
     findings: Findings,
     seconds: float,
 ) -> Iterator[Result]:
-    """Yields the lines of devices and all-reduces. `nodes`: the ranks of each node."""
+    """Yields the lines about devices and all-reduces.
+
+    `nodes` has the ranks of each node. `seconds` is the deadline that the ranks had.
+    """
     name = "all-reduce"
     failures = [*_failure_lines(reports, findings)]
     yield from failures
@@ -163,7 +195,7 @@ def check_reports(
     elif stuck and not failures:
         # Ranks that wait for the others' devices are not the cause, if another rank is stuck.
         causes = {rank: at for rank, at in stuck.items() if at != WAITING} or stuck
-        # Where the first of them is stuck.
+        # The line tells where the first of them is stuck.
         ranks, at = name_ranks([*causes], findings), next(iter(causes.values()))
         yield bad(name, f"{ranks} did not come through within {seconds:g} s: {at}", _NO_CONNECTION)
     wrong_ranks = [rank for rank, report in reports.items() if "wrong" in report]
@@ -181,10 +213,19 @@ def check_reports(
 
 
 def _failure_lines(reports: Mapping[int, Report], findings: Findings) -> Iterator[Result]:
-    """A rank without a device fails first. Ranks that wait for it fail later, with a worse reason:
-    they get no line then."""
-    without_device = {rank: r["error"] for rank, r in reports.items() if "error" in r}
-    failed = {rank: f"{r['at']}: {r['failed']}" for rank, r in reports.items() if "failed" in r}
+    """Yields a line for each kind of failure, with its ranks.
+
+    A rank without a device fails first. Ranks that wait for it fail later, with a worse reason, so
+    they get no line.
+    """
+    without_device = {
+        rank: report["error"] for rank, report in reports.items() if "error" in report
+    }
+    failed = {
+        rank: f"{report['at']}: {report['failed']}"
+        for rank, report in reports.items()
+        if "failed" in report
+    }
     kinds: dict[str, dict[int, str]] = defaultdict(dict)
     for rank, text in (without_device or failed).items():
         # C++ sources, ports and addresses differ between ranks with the same problem.
@@ -203,6 +244,7 @@ def _failure_lines(reports: Mapping[int, Report], findings: Findings) -> Iterato
 
 
 def _device_line(reports: Mapping[int, Report], findings: Findings) -> Result:
+    """Returns the line about the kinds of devices, which should be the same on all ranks."""
     kinds: dict[str, list[int]] = defaultdict(list)
     for rank, report in reports.items():
         kinds["cpu" if report["device"] == "cpu" else report["name"]].append(rank)
@@ -220,9 +262,14 @@ def _device_line(reports: Mapping[int, Report], findings: Findings) -> Result:
 
 
 def _pinned_lines(reports: Mapping[int, Report], findings: Findings) -> Iterator[Result]:
+    """Yields the line about copies from pinned host memory to the GPU."""
     name = "pinned memory"
-    errors = {rank: r["pinned_error"] for rank, r in reports.items() if "pinned_error" in r}
-    rates = {rank: r["pinned_gb_s"] for rank, r in reports.items() if "pinned_gb_s" in r}
+    errors = {
+        rank: report["pinned_error"] for rank, report in reports.items() if "pinned_error" in report
+    }
+    rates = {
+        rank: report["pinned_gb_s"] for rank, report in reports.items() if "pinned_gb_s" in report
+    }
     if errors:
         yield bad(
             name,
@@ -243,13 +290,18 @@ def _pinned_lines(reports: Mapping[int, Report], findings: Findings) -> Iterator
 
 
 def _card(report: Report) -> Card | None:
+    """Returns the card of a rank's GPU, or None if it is unknown or the rank is on a CPU."""
     return card_of(report["name"], report["gib"] * 1024) if report["device"] == "cuda" else None
 
 
 def _speed_lines(
     key: str, reports: Mapping[int, Report], nodes: Sequence[Sequence[int]]
 ) -> Iterator[Result]:
-    """`key`: "node" for all-reduces within each node, "all" for those of all ranks."""
+    """Yields the line about the speed of all-reduces.
+
+    `key` is "node" for all-reduces within each node, or "all" for all-reduces of all ranks.
+    """
+    # Each row has (bytes, seconds) of the sizes that one rank has measured.
     rows = [report[key] for report in reports.values() if report.get(key)]
     if not rows:
         return
@@ -287,34 +339,27 @@ def _speed_lines(
         yield ok("all-reduce", finding)
 
 
-# How launched ranks talk over torch's store, with a deadline for each wait; clocks and the shared
-# run folder of several nodes.
-
-
-_POLL_S = 0.02
-_CLOCK_ROUNDS = 5
-_SKEW_S = 0.5
-_CLOCK_S = 10.0
-_TURN_S = 120.0  # until rank 0 comes to a node's clock
-_NUM_LINES = 20
+# The exchange of values over torch's store
 
 
 class Exchange:
-    """Values that ranks post under a key, for rank 0 to gather; rank 0's are for all to hear.
+    """Exchanges values between ranks: each rank posts under a key, and rank 0 gathers.
 
-    Polls, because a wait inside the store would not notice signals.
+    All ranks can hear what rank 0 has posted. Reads poll the store, because a wait inside the store
+    would not notice signals.
     """
 
     def __init__(self, store: dist.Store, rank: int, num_ranks: int) -> None:
         self.store, self.rank, self.num_ranks = store, rank, num_ranks
 
     def post(self, key: str, value: Any) -> None:
+        """Stores this rank's value, which must be plain JSON."""
         self.store.set(f"{key}/{self.rank}", json.dumps(value))
 
     def gather(
         self, key: str, seconds: float, ranks: Sequence[int] | None = None
     ) -> dict[int, Any]:
-        """Values of the ranks that have posted within `seconds`."""
+        """Returns the values of the ranks (default: all) that have posted within `seconds`."""
         deadline = time.monotonic() + seconds
         values: dict[int, Any] = {}
         for rank in range(self.num_ranks) if ranks is None else ranks:
@@ -327,7 +372,7 @@ class Exchange:
         return values
 
     def hear(self, key: str, seconds: float) -> Any:
-        """What rank 0 has posted. Raises TimeoutError."""
+        """Returns what rank 0 has posted. Raises TimeoutError after `seconds`."""
         values = self.gather(key, seconds, [0])
         if not values:
             raise TimeoutError(f"rank 0 said nothing of {key!r} within {seconds:g} s")
@@ -338,8 +383,9 @@ class Exchange:
 
 
 def answer_clock(store: dist.Store, rank: int, clock: Callable[[], float] = time.time) -> None:
-    """Tell rank 0 this node's time. Raises RuntimeError if rank 0 does not ask."""
+    """Tells rank 0 this node's time. Raises RuntimeError if rank 0 does not ask."""
     for number in range(_CLOCK_ROUNDS):
+        # Only the first question may be late: rank 0 asks the other nodes before.
         limit = timedelta(seconds=_CLOCK_S if number else _TURN_S)
         store.wait([f"clock/{rank}/{number}/ask"], limit)
         store.set(f"clock/{rank}/{number}/answer", repr(clock()))
@@ -348,7 +394,10 @@ def answer_clock(store: dist.Store, rank: int, clock: Callable[[], float] = time
 def measure_clocks(
     store: dist.Store, ranks: Sequence[int], clock: Callable[[], float] = time.time
 ) -> dict[int, tuple[float, float]]:
-    """Skew against rank 0's clock and its uncertainty, in seconds, for each rank that answers."""
+    """Returns (skew, uncertainty) in seconds for each rank that answers.
+
+    The skew is the rank's clock minus rank 0's.
+    """
     skews: dict[int, tuple[float, float]] = {}
     for rank in ranks:
         rounds: list[tuple[float, float]] = []
@@ -359,7 +408,7 @@ def measure_clocks(
                 store.set(f"{key}/ask", "")
                 store.wait([f"{key}/answer"], timedelta(seconds=_CLOCK_S))
                 end = clock()
-                # The answer was given at some time between start and end.
+                # The clock was read at some time between start and end.
                 answer = float(store.get(f"{key}/answer"))
                 rounds.append((answer - (start + end) / 2, (end - start) / 2))
             skews[rank] = min(rounds, key=lambda measured: measured[1])
@@ -367,7 +416,10 @@ def measure_clocks(
 
 
 def check_clocks(store: dist.Store, leaders: Sequence[int], findings: Findings) -> Iterator[Result]:
-    """By rank 0: compares the clocks of all nodes. `leaders`: the first ranks of other nodes."""
+    """Compares the clocks of all nodes. Rank 0 calls it.
+
+    `leaders` are the first ranks of the other nodes, which call `answer_clock`.
+    """
     if not leaders:
         return
     skews = measure_clocks(store, leaders)
@@ -399,11 +451,15 @@ def check_clocks(store: dist.Store, leaders: Sequence[int], findings: Findings) 
 
 
 def _line_of(rank: int) -> str:
+    """Returns the line that a rank appends. It is long enough to show if lines get mixed."""
     return f"rank {rank}{'.' * 100}"
 
 
 def try_folder(folder: str, rank: int) -> str:
-    """Try rank 0's scratch folder from this node: "unseen", or the answer of lock_and_append."""
+    """Tries rank 0's scratch folder from this node.
+
+    Returns "unseen" if the folder is not visible here, else the result of lock_and_append.
+    """
     if not (Path(folder) / "lock").exists():
         return "unseen"
     try:
@@ -419,13 +475,16 @@ def check_shared_folder(
     findings: Findings,
     seconds: float,
 ) -> Iterator[Result]:
-    """By rank 0: whether the other nodes see the same run_dir, its locks and appended lines."""
+    """Checks whether the other nodes see the same run_dir, its locks and its appended lines.
+
+    Rank 0 calls it. `leaders` are the first ranks of the other nodes, which call `try_folder`.
+    """
     name, folder = "shared run_dir", nearest_folder(target.run_dir)
     try:
         with scratch_in(folder) as scratch, open(scratch / "lock", "w") as lock:
             (scratch / "appended").touch()
             with suppress(OSError):
-                # Held until the others have tried it.
+                # Rank 0 holds the lock until the others have tried to take it.
                 fcntl.flock(lock, fcntl.LOCK_EX)
             exchange.post("folder", str(scratch))
             answers = exchange.gather("folder", seconds, leaders)
@@ -466,6 +525,7 @@ def check_shared_folder(
 
 
 def missing_ranks_result(missing: Sequence[int], seconds: float, launch: Launch) -> Result:
+    """Returns the line that names the ranks that did not join within `seconds`."""
     nodes = sorted({rank // max(1, launch.local_ranks) for rank in missing})
     finding = format_ranks(missing)
     if launch.num_ranks > launch.local_ranks:

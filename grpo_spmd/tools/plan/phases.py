@@ -1,7 +1,13 @@
-"""What models beside the policy add to a plan.
+"""Plans a config: adds up what is live on one rank in each phase of a step, and suggests changes.
 
-Teachers and a critic wait in host memory while the engine is awake. Reward models are on the
-device only while they score, and the engine sleeps meanwhile.
+`make_plan` returns a Plan: the bytes in each phase, the bytes in host memory, and the time of a
+step. `suggestions` searches for config overrides with which a plan that does not fit would fit.
+
+Words: a *phase* is a part of a step (rollout, update, ...; PHASES in config/schema.py). A *usage*
+maps a purpose, such as "gradients", to bytes. A *peak* is the usage at the moment with the most
+bytes. A *side model* is a teacher, critic or reward model (checks/signals.py). Teachers and a
+critic wait in host memory while the engine is awake. Reward models are on the device only while
+they score, and the engine sleeps meanwhile.
 """
 
 from __future__ import annotations
@@ -58,19 +64,30 @@ from grpo_spmd.tools.plan.step_time import (
     with_fragmentation,
 )
 
-Lengths = Sequence[tuple[int, int]]  # prompt and completion tokens of rollouts
+# The prompt and completion tokens of some rollouts.
+Lengths = Sequence[tuple[int, int]]
+# Tokens in one block of vLLM's KV cache on a GPU.
+_BLOCK = 16
+# The smallest chunk of logits that is suggested.
+_MIN_CHUNK = 256
+
+
+# Side models
 
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """A side model's bytes on a rank, and the peaks of its passes over the largest micro-batch."""
+    """Holds a side model's bytes on a rank, and its peaks over the largest micro-batch."""
 
     side: SideModel
-    facts: ModelFacts  # with the head that it has in the run
+    # The model's shapes, with the head that the run gives it.
+    facts: ModelFacts
     num_bytes: int
+    # Bytes of the gradients; 0 for a frozen model.
     gradients: int
     peaks: Peaks
-    answers: Usage  # what a teacher says, kept from the phase "logprobs" to the update
+    # A teacher's results, which stay on the device from the phase "logprobs" to the update.
+    answers: Usage
 
     @property
     def name(self) -> str:
@@ -78,16 +95,21 @@ class PlannedModel:
 
     @property
     def waits(self) -> bool:
-        """Whether it is on the device from a rollout's end to the next weight sync; a reward model
-        is there only while it scores."""
+        """True if the model is on the device from a rollout's end to the next weight sync.
+
+        A reward model is on the device only while it scores.
+        """
         return self.side.kind != "reward model"
 
 
 def plan_side_models(
     config: Config, num_ranks: int, lengths: tuple[tuple[int, int], ...]
 ) -> list[PlannedModel]:
-    """`lengths`: of the rollouts in the largest micro-batch. Raises ConfigError, also if a model's
-    config.json is not here."""
+    """Returns all side models with their bytes and peaks.
+
+    `lengths` are those of the rollouts in the largest micro-batch. Raises ConfigError, also if the
+    config.json of a model is not here.
+    """
     return [_plan_model(side, config, num_ranks, lengths) for side in side_models(config)]
 
 
@@ -128,7 +150,7 @@ def _plan_model(
 
 
 def with_head(kind: Kind, shapes: Shapes, config: dict[str, Any]) -> Shapes:
-    """A causal LM's shapes with the head of this kind of model in place of its lm_head."""
+    """Returns a causal LM's shapes with the head of this kind of model in place of the lm_head."""
     if kind == "teacher":
         return shapes
     num_labels = 1 if kind == "critic" else len(config.get("id2label") or (0, 1))
@@ -137,15 +159,16 @@ def with_head(kind: Kind, shapes: Shapes, config: dict[str, Any]) -> Shapes:
 
 
 def _without_logits(usage: Usage) -> Usage:
+    """Returns the usage of a model without an lm_head. The dry run always measures an lm_head."""
     return Counter({name: size for name, size in usage.items() if name != "logits"})
 
 
 def teacher_answers(config: Config, side: SideModel, facts: ModelFacts, num_ranks: int) -> Usage:
-    """Bytes of what a teacher says about all rollouts of a rank."""
+    """Returns the bytes of a teacher's results for all rollouts of a rank."""
     sizes, name = facts.dimensions, side.name
     if side.kind != "teacher" or sizes is None:
         return Counter()
-    # Kept until the update, for all rollouts at once.
+    # The results of all rollouts are kept until the update.
     rollouts = rollouts_of_step(config, num_ranks)
     tokens = rollouts * config.rollout.max_completion_tokens
     if config.teacher.loss == "sampled":
@@ -159,8 +182,10 @@ def teacher_answers(config: Config, side: SideModel, facts: ModelFacts, num_rank
 
 
 def merge_peaks(peaks: Peaks, models: Sequence[PlannedModel]) -> Peaks:
-    """The policy's peaks merged with those of models that run in the same phases, one after the
-    other: the largest counts, beside the teachers' answers."""
+    """Returns the policy's peaks merged with those of the side models in the same phases.
+
+    The models run one after the other, so the largest peak counts. The teachers' results are added.
+    """
     waiting = [model for model in models if model.waits]
     answers = sum((model.answers for model in waiting), Counter[str]())
     scoring, update = [peaks.scoring], [peaks.update]
@@ -176,8 +201,11 @@ def merge_peaks(peaks: Peaks, models: Sequence[PlannedModel]) -> Peaks:
 
 
 def with_value_head(peaks: Peaks, config: Config, hidden: int, lengths: Lengths) -> Peaks:
-    """Adds the head of a critic on the policy's layers: its state and gradient, and its float32
-    inputs for the completions of the largest micro-batch."""
+    """Returns the peaks with the value head of a critic on the policy's layers added.
+
+    The head has its state, its gradient, and its float32 inputs for the completions of the largest
+    micro-batch. `hidden` is the size of one input.
+    """
     if not config.critic.is_on_policy:
         return peaks
     num_tokens = sum(completion for _, completion in lengths)
@@ -187,7 +215,7 @@ def with_value_head(peaks: Peaks, config: Config, hidden: int, lengths: Lengths)
 
 
 def with_side_models(phases: dict[str, Usage], models: Sequence[PlannedModel]) -> dict[str, Usage]:
-    """`phases` with what the models hold in each."""
+    """Returns `phases` with the bytes that the side models hold in each phase."""
     waiting = Counter({model.name: model.num_bytes for model in models if model.waits})
     with_waiting = ("logprobs", "update", "checkpoint")
     phases = {
@@ -210,7 +238,7 @@ def with_side_models(phases: dict[str, Usage], models: Sequence[PlannedModel]) -
 
 
 def host_bytes(models: Sequence[PlannedModel]) -> Usage:
-    """Host memory of a rank: models that wait there, and a checkpoint's copy of the critic."""
+    """Returns the host memory of waiting side models, and of a checkpoint's copy of the critic."""
     copies = sum(model.num_bytes for model in models if model.side.kind == "critic")
     waiting = Counter({f"{model.name}, waiting": model.num_bytes for model in models})
     return waiting + Counter({"checkpoint's copy": copies})
@@ -219,8 +247,11 @@ def host_bytes(models: Sequence[PlannedModel]) -> Usage:
 def add_time(
     time: StepTime, config: Config, models: Sequence[PlannedModel], card: Card, num_ranks: int
 ) -> StepTime:
-    """Adds a forward pass of each model over the rollouts (several teachers share them), the
-    critic's update, and the copies to and from host memory."""
+    """Returns the time of a step with that of the side models added.
+
+    Each model makes a forward pass over the rollouts, the critic also an update. All are copied to
+    and from host memory.
+    """
     seconds = dict(time.phases)
     speed = Speed(card, num_ranks // config.model.num_replicas)
     training = config.training
@@ -231,11 +262,13 @@ def add_time(
         if kind == "reward model":
             seconds["reward"] = seconds.get("reward", 0.0) + forward + 2 * copy
             continue
+        # Each rollout is scored by one teacher: several teachers divide the rollouts.
         num_sharing = max(1, len(config.teacher.paths)) if kind == "teacher" else 1
         seconds["logprobs"] += forward / num_sharing
         seconds["weight_sync"] += copy
         seconds["update"] += copy
         if kind == "critic":
+            # A backward pass costs two forward passes.
             passes = 3 + RECOMPUTED[config.model.activation_checkpointing]
             adamw = ADAMW_BYTES * model.gradients / 4 / speed.memory
             seconds["update"] += training.num_epochs * passes * forward
@@ -243,51 +276,58 @@ def add_time(
     return StepTime(seconds)
 
 
-# A plan: what is live on one rank in each phase of a step, compared with the card's memory.
-
-
-_BLOCK = 16  # tokens of a block of vLLM's KV cache on a GPU
+# The plan of a config
 
 
 @dataclass(frozen=True)
 class KvCache:
-    """The KV cache of one engine."""
+    """Describes the KV cache of one engine."""
 
-    num_bytes: int  # on one rank
+    # The cache's bytes on one rank.
+    num_bytes: int
+    # Tokens that fit into the cache.
     tokens: int
-    longest_bytes: int  # for the engine's longest text: a rollout, or a judge's prompt and reply
-    needed_tokens: int  # for all sequences of a step at full length, a prompt once a group
-    full_length: int  # sequences of full length that run at one time
-    sequences: int  # of a step
+    # Bytes for the engine's longest text: a rollout, or a judge's prompt and reply.
+    longest_bytes: int
+    # Tokens of all sequences of a step at full length. A group holds its prompt once.
+    needed_tokens: int
+    # Sequences of full length that run at one time.
+    full_length: int
+    # Sequences of one step.
+    sequences: int
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The prediction for one config on one kind of card."""
+    """A Plan is the prediction for one config on one kind of card."""
 
     config: Config
     card: Card
     num_ranks: int
     num_parameters: int
-    phases: dict[str, Usage]  # bytes on the device
-    host: Usage  # bytes in host memory of this rank
+    # Bytes on the device at each phase's peak.
+    phases: dict[str, Usage]
+    # Bytes in the host memory of one rank.
+    host: Usage
     kv_cache: KvCache
     time: StepTime
 
     def peak_gib(self, phase: str) -> float:
+        """Returns the GiB on the device at the phase's peak."""
         return self.phases[phase].total() / GIB
 
     def margin_of(self, phase: str) -> float:
-        """Free GiB at the phase's peak."""
+        """Returns the GiB that are free at the phase's peak; negative if the phase does not fit."""
         return self.card.gib - self.peak_gib(phase)
 
     @property
     def tightest(self) -> str:
+        """The phase with the least free memory."""
         return min(self.phases, key=self.margin_of)
 
     @property
     def margin_gib(self) -> float:
-        """Free GiB in the tightest phase; less than 0 too if the KV cache holds no rollout."""
+        """The free GiB in the tightest phase; also negative if the KV cache holds no rollout."""
         spare = (self.kv_cache.num_bytes - self.kv_cache.longest_bytes) / GIB
         return min(self.margin_of(self.tightest), spare if spare < 0 else math.inf)
 
@@ -297,7 +337,10 @@ class Plan:
 
 
 def make_plan(config: Config, model: ModelFacts, folder: Path, card: Card, num_ranks: int) -> Plan:
-    """`folder` holds the model's config.json. Raises ConfigError if it cannot be built from it."""
+    """Returns the plan of a config on `num_ranks` cards.
+
+    `folder` holds the model's config.json. Raises ConfigError if the model cannot be built from it.
+    """
     sizes = model.dimensions
     if sizes is None:
         raise ConfigError(
@@ -329,7 +372,7 @@ def make_plan(config: Config, model: ModelFacts, folder: Path, card: Card, num_r
 
 
 def trainer_peaks(config: Config, folder: Path, num_ranks: int, *, on_gpu: bool) -> Peaks:
-    """Peaks of the policy's passes over the largest micro-batch."""
+    """Returns the peaks of the policy's passes over the largest micro-batch."""
     _, num_micro_batches = micro_batches_per_step(config, num_ranks)
     work = Pass(
         folder=folder,
@@ -346,19 +389,24 @@ def trainer_peaks(config: Config, folder: Path, num_ranks: int, *, on_gpu: bool)
 
 
 def longest_row(config: Config, num_ranks: int) -> tuple[tuple[int, int], ...]:
-    """Prompt and completion tokens of the rollouts in the largest micro-batch: as many of full
-    length as it holds, and a shorter one in the rest."""
-    num_full, rest = divmod(micro_batch_tokens(config, num_ranks), config.max_rollout_tokens)
+    """Returns (prompt tokens, completion tokens) of each rollout in the largest micro-batch.
+
+    The micro-batch holds as many rollouts of full length as it can, and a shorter one in the
+    remaining tokens.
+    """
+    num_tokens = micro_batch_tokens(config, num_ranks)
+    num_full, remaining_tokens = divmod(num_tokens, config.max_rollout_tokens)
     lengths = [(config.data.max_prompt_tokens, config.rollout.max_completion_tokens)] * num_full
-    if rest > 1:
-        # At least one prompt and one completion token.
-        lengths.append((1, rest - 1))
+    if remaining_tokens > 1:
+        # A rollout has at least one prompt token and one completion token.
+        lengths.append((1, remaining_tokens - 1))
     return tuple(lengths)
 
 
 def kv_cache(
     config: Config, model: ModelFacts, sizes: Dimensions, card: Card, num_ranks: int
 ) -> KvCache:
+    """Returns the KV cache that vLLM makes of the memory that its other parts leave."""
     rollout = config.rollout
     num_bytes = rollout.engine.get("kv_cache_memory_bytes")
     if not isinstance(num_bytes, int):
@@ -395,7 +443,10 @@ def plan_phases(
     peaks: Peaks,
     cache: KvCache,
 ) -> dict[str, Usage]:
-    """Bytes by what they are for in each phase, at its peak, in a step after the first update."""
+    """Returns the usage at the peak of each phase, in a step after the first update.
+
+    `peaks` are those of the policy and of side models that run in the same phases.
+    """
     state, offload = state_of(config, model, num_ranks), config.model.offload
     fixed = Counter(
         {
@@ -408,7 +459,8 @@ def plan_phases(
     moments = Counter({"moments": 8 * state.trained})
     reference = Counter({"reference": state.reference})
     trainer = policy + moments + reference
-    # What stays on the device while the engine is awake, and while the sync reads the policy.
+    # The trainer's tensors that stay on the device while the engine is awake (`awake`), and while
+    # the weight sync reads the policy (`in_sync`).
     awake = {False: trainer, "optimizer": policy + reference, True: Counter[str]()}[offload]
     in_sync = {False: trainer, "optimizer": policy + reference, True: policy}[offload]
     engine = Counter({"engine's weights": engine_weights(config, model)})
@@ -431,30 +483,33 @@ def plan_phases(
 
 
 def _update_peak(peak: Usage, state: State) -> Usage:
-    """AdamW runs while all gradients exist. Fused, as on a GPU, it allocates nothing itself."""
+    """Returns the larger of the passes' peak and the gradients that AdamW needs at one time."""
+    # Fused AdamW, as on a GPU, allocates nothing itself.
     return peak if peak.total() > state.gradients else Counter({"gradients": state.gradients})
 
 
-# Config overrides that would make a run fit, the cheapest in time first.
+# Config overrides that would make a run fit, the cheapest in time first
 
 
-# Plans the config with overrides; None if the config would be refused.
+# A planner plans the config with overrides. It returns None if the config would be refused.
 Planner = Callable[[Sequence[str]], Plan | None]
-_MIN_CHUNK = 256
 
 
 @dataclass(frozen=True)
 class Suggestion:
-    """Overrides, as grpo_spmd.train takes them, and the plan with them."""
+    """Holds overrides, as grpo_spmd.train takes them, and the plan with them."""
 
     overrides: tuple[str, ...]
     plan: Plan
 
 
 def suggestions(plan: Plan, replan: Planner) -> list[Suggestion]:
-    """Nothing for a plan that fits. Else the single overrides that make it fit, the cheapest
-    first. If there are none: overrides added one by one, each time the one that leaves most room,
-    as one suggestion, which may still not fit."""
+    """Returns overrides that make the plan fit; an empty list if it fits already.
+
+    If single overrides are enough, each of them is a suggestion, the cheapest in time first. Else
+    overrides are added one by one, each time the one that leaves most room. They are returned as
+    one suggestion, which may still not fit.
+    """
     if plan.fits:
         return []
     short = {phase for phase in plan.phases if plan.margin_of(phase) < 0}
@@ -480,9 +535,10 @@ def suggestions(plan: Plan, replan: Planner) -> list[Suggestion]:
 def _try_changes(
     plan: Plan, overrides: tuple[str, ...], replan: Planner, short: set[str]
 ) -> list[Suggestion]:
-    """Plans with one more change. `short`: phases that lack room."""
+    """Returns the plans with one more override. `short` are the phases that lack room."""
     candidates = []
     for change in _changes(plan, short):
+        # A new value of a key replaces an earlier override of the same key.
         key = change.partition("=")[0] + "="
         changed = (*(text for text in overrides if not text.startswith(key)), change)
         new_plan = replan(changed)
@@ -492,7 +548,7 @@ def _try_changes(
 
 
 def _changes(plan: Plan, short: set[str]) -> Iterator[str]:
-    """Yields single overrides that could help one of the phases."""
+    """Yields single overrides that could help one of the phases that lack room."""
     with_engine = short & {"weight_sync", "eval", "rollout", "reward"}
     if short & {"update", "logprobs"}:
         yield from _trainer_changes(plan, short)
@@ -502,13 +558,15 @@ def _changes(plan: Plan, short: set[str]) -> Iterator[str]:
 
 
 def _trainer_changes(plan: Plan, short: set[str]) -> Iterator[str]:
+    """Yields overrides that shrink the trainer's passes."""
     model, max_tokens = plan.config.model, plan.config.max_rollout_tokens
     # A compiled layer already keeps about as little as selective checkpointing.
     if not model.activation_checkpointing and not model.compile:
         yield "model.activation_checkpointing=selective"
     if model.activation_checkpointing is not True:
         yield "model.activation_checkpointing=true"
-    # Its dry run takes longest: only tried if logits alone are more than what is lacking.
+    # A plan with other chunks needs the longest dry run. It is tried only if the logits alone are
+    # more than the lacking bytes.
     could_help = any(plan.phases[name]["logits"] > -GIB * plan.margin_of(name) for name in short)
     if could_help and model.logprob_chunk_tokens > _MIN_CHUNK:
         yield f"model.logprob_chunk_tokens={max(_MIN_CHUNK, model.logprob_chunk_tokens // 4)}"
@@ -522,6 +580,7 @@ def _trainer_changes(plan: Plan, short: set[str]) -> Iterator[str]:
 
 
 def _offload_changes(plan: Plan, short: set[str]) -> Iterator[str]:
+    """Yields overrides that leave less of the trainer on the device beside the engine."""
     offload = plan.config.model.offload
     if offload is False:
         yield "model.offload=optimizer"
@@ -532,7 +591,10 @@ def _offload_changes(plan: Plan, short: set[str]) -> Iterator[str]:
 
 
 def _engine_changes(plan: Plan, with_engine: set[str]) -> Iterator[str]:
-    """`with_engine`: phases that lack room and in which the engine is awake."""
+    """Yields overrides of the engine's memory.
+
+    `with_engine` are the phases that lack room and in which the engine is awake.
+    """
     rollout, holds_no_rollout = plan.config.rollout, not plan.kv_cache.full_length
     fraction = rollout.gpu_memory_utilization
     key = "rollout.gpu_memory_utilization"

@@ -1,6 +1,9 @@
-"""Estimates of GPU memory that no tensor of the trainer shows, each with its source.
+"""Estimates the time of a step, and GPU memory that no tensor of the trainer shows.
 
-None of them has been compared with a run of this project on a GPU.
+The memory is that of the CUDA context, NCCL, CUDA graphs and the engine's own buffers. The time
+follows from arithmetic and bytes, divided by the speeds that a card is assumed to reach: fractions
+of its data sheet that others have measured. Each estimate names its source. None of them has been
+compared with a run of this project on a GPU.
 """
 
 from __future__ import annotations
@@ -44,25 +47,49 @@ FRAGMENTATION = 0.05
 # logits and logprobs, sorted values with their int64 indices, probabilities
 # (v1/sample/ops/topk_topp_sampler.py, 0.32; its profiling run samples with top-p and top-k).
 _SAMPLER_BYTES = 2 + 4 + 4 + 4 + 8 + 4
+# Fraction of a card's peak that matrix products reach. torchtitan's Llama 3 8B under FSDP2 had 33
+# to 39 % of an H100's dense peak, 57 % of an A100's (benchmarks/llama3_h100_202412_torchtitan.md,
+# docs/performance.md there).
+MATMUL_FRACTION = 0.4
+# Fraction of the data sheet's bandwidth that a large copy reaches: decoding reads weights and KV
+# cache at that rate.
+MEMORY_FRACTION = 0.8
+# Fraction of NVLink that all-gathers and reduce-scatters of large messages reach (nccl-tests' bus
+# bandwidth).
+LINK_FRACTION = 0.7
+# 400 Gb/s for each GPU, as in torchtitan's runs.
+BETWEEN_NODES_GB_S = 50.0
+RANKS_PER_NODE = 8
+# Time that the host adds to one step of vLLM with CUDA graphs: a guess.
+ENGINE_STEP_S = 0.003
+# Bytes that AdamW reads and writes for each parameter.
+ADAMW_BYTES = 28
+# Part of a forward pass that the backward pass repeats, by model.activation_checkpointing.
+RECOMPUTED = {False: 0.0, "selective": 0.1, True: 1.0}
+
+
+# Memory
 
 
 def nccl_bytes(config: Config, num_ranks: int) -> int:
-    """Buffers of the trainer's and the engine's communicators."""
+    """Returns the bytes of the trainer's and the engine's communicators."""
     # With replicas there are two more groups: within a replica and between replicas.
     num_groups = (num_ranks > 1) + 2 * (config.model.num_replicas > 1)
     return NCCL * num_groups + TENSOR_PARALLEL * (config.rollout.tensor_parallel_size > 1)
 
 
 def graph_bytes(config: Config, sizes: Dimensions) -> int:
-    """CUDA graphs and workspaces of the engine. They stay while it sleeps."""
+    """Returns the bytes of the engine's CUDA graphs and workspaces. They stay while it sleeps."""
     captures = not config.rollout.engine.get("enforce_eager")
     return GRAPHS_PER_LAYER * sizes.layers * captures + WORKSPACES
 
 
 def engine_activations(config: Config, sizes: Dimensions, card: Card) -> int:
-    """What vLLM reserves for its forward pass: the larger of an MLP over all tokens of a batch and
-    of the sampler over all sequences, with its defaults for the card
-    (EngineArgs.get_batch_defaults, 0.32)."""
+    """Returns the bytes that vLLM reserves for its forward pass.
+
+    They are the larger of an MLP over all tokens of a batch, and of the sampler over all sequences.
+    The sizes of both are vLLM's defaults for the card (EngineArgs.get_batch_defaults, 0.32).
+    """
     engine, itemsize = config.rollout.engine, ITEMSIZE[config.model.dtype]
     is_large = card.gib >= 70 and "A100" not in card.name
     tokens = engine.get("max_num_batched_tokens") or (16384 if is_large else 8192)
@@ -73,40 +100,26 @@ def engine_activations(config: Config, sizes: Dimensions, card: Card) -> int:
 
 
 def layer_in_reload(sizes: Dimensions, itemsize: int) -> int:
-    """What vLLM holds of the layer that it is loading (model_executor/model_loader/reload, 0.32):
-    its tensors until all have come, and the layer built from them. The largest is the lm_head, or
-    gate and up together."""
+    """Returns the most bytes that vLLM holds for one layer while it loads new weights.
+
+    vLLM keeps the tensors of a layer until all of them have come, and then builds the layer from
+    them (model_executor/model_loader/reload, 0.32). The largest layer is the lm_head, or gate and
+    up together.
+    """
     return 2 * itemsize * sizes.hidden * max(sizes.vocabulary, 2 * sizes.intermediate)
 
 
 def with_fragmentation(usage: Counter[str]) -> Counter[str]:
+    """Returns the usage with the holes of the allocator added."""
     return usage + Counter({"fragmentation": int(FRAGMENTATION * usage.total())})
 
 
-# A model of the time of a step: arithmetic and bytes over the fractions of a card's ceilings that
-# others have measured. It has not been compared with a GPU.
-
-
-# torchtitan's Llama 3 8B under FSDP2 had 33 to 39 % of an H100's dense peak, 57 % of an A100's
-# (benchmarks/llama3_h100_202412_torchtitan.md, docs/performance.md there).
-MATMUL_FRACTION = 0.4
-# Reading weights and KV cache while decoding: what a large copy reaches of the data sheet's
-# bandwidth.
-MEMORY_FRACTION = 0.8
-# All-gathers and reduce-scatters of large messages on NVLink (nccl-tests' bus bandwidth).
-LINK_FRACTION = 0.7
-BETWEEN_NODES_GB_S = 50.0  # 400 Gb/s a GPU, as in torchtitan's runs
-RANKS_PER_NODE = 8
-# What the host adds to one step of vLLM with CUDA graphs: a guess.
-ENGINE_STEP_S = 0.003
-ADAMW_BYTES = 28  # read and written for each parameter
-# Part of a forward pass that the backward pass repeats, by model.activation_checkpointing.
-RECOMPUTED = {False: 0.0, "selective": 0.1, True: 1.0}
+# Time
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds by phase. Rewards, evaluation and checkpoints are not known."""
+    """Holds the seconds of each phase. Rewards, evaluation and checkpoints are not estimated."""
 
     phases: dict[str, float]
 
@@ -117,17 +130,21 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Work:
-    """Rollouts that pass through the model, on one rank that holds all of it."""
+    """Describes rollouts that pass through the model, on one rank that holds the whole model."""
 
     sizes: Dimensions
-    num_parameters: int  # N; a tied one counts once
-    head_parameters: int  # of the lm_head: V * D
-    lengths: Sequence[tuple[int, int]]  # prompt and completion tokens of each rollout
-    itemsize: int  # bytes of a weight in the compute dtype
+    # All parameters that are multiplied. A head that is tied to the embedding counts once.
+    num_parameters: int
+    # Parameters of the lm_head: vocabulary size x hidden size.
+    head_parameters: int
+    # Prompt and completion tokens of each rollout.
+    lengths: Sequence[tuple[int, int]]
+    # Bytes of a weight in the compute dtype.
+    itemsize: int
 
     @property
     def layer_parameters(self) -> int:
-        """Weights that every token is multiplied with."""
+        """The number of weights that every token is multiplied with."""
         return self.num_parameters - self.head_parameters
 
     @property
@@ -140,7 +157,10 @@ class Work:
 
 
 def forward_flops(work: Work) -> float:
-    """All tokens through the layers, completions through the lm_head, and causal attention."""
+    """Returns the floating-point operations of one forward pass.
+
+    All tokens pass through the layers, only completions through the lm_head. Attention is causal.
+    """
     sizes = work.sizes
     squares = sum((prompt + completion) ** 2 for prompt, completion in work.lengths)
     attention = 2 * sizes.layers * sizes.heads * sizes.head_dim * squares
@@ -149,8 +169,11 @@ def forward_flops(work: Work) -> float:
 
 
 def decode_bytes(work: Work) -> float:
-    """Reads all weights once for each token of the longest completion, and for each sampled token
-    the keys and values before it."""
+    """Returns the bytes that decoding reads.
+
+    It reads all weights once for each token of the longest completion, and for each sampled token
+    the keys and values of the tokens before it.
+    """
     steps = max(completion for _, completion in work.lengths)
     token_bytes = kv_bytes_per_token(work.sizes, work.itemsize, 1)
     cached_tokens = sum(
@@ -161,15 +184,17 @@ def decode_bytes(work: Work) -> float:
 
 
 def decode_flops(work: Work) -> float:
+    """Returns the floating-point operations of decoding, without those of attention."""
     return 2 * work.num_parameters * work.completion_tokens
 
 
 @dataclass(frozen=True)
 class Speed:
-    """What the card is assumed to reach, per second."""
+    """Tells what a card is assumed to reach per second: operations, memory bytes, link bytes."""
 
     card: Card
-    ranks: int  # of a replica, or of an engine
+    # The ranks of a replica, or of an engine.
+    ranks: int
 
     @property
     def flops(self) -> float:
@@ -187,19 +212,19 @@ class Speed:
         return LINK_FRACTION * gb_s * 1e9
 
     def gather_s(self, model: ModelFacts, itemsize: int) -> float:
-        """One all-gather, or reduce-scatter, of all parameters."""
+        """Returns the seconds of one all-gather, or reduce-scatter, of all parameters."""
         return model.num_parameters * itemsize * (self.ranks - 1) / self.ranks / self.link
 
 
 def rollouts_of_step(config: Config, num_ranks: int) -> int:
-    """Rollouts of one rank in a step."""
+    """Returns how many rollouts one rank has in a step."""
     return -(-config.rollout.num_prompts_per_step * config.rollout.group_size // num_ranks)
 
 
 def work_of(
     config: Config, model: ModelFacts, sizes: Dimensions, num_ranks: int, *, has_lm_head: bool
 ) -> Work:
-    """All rollouts of one rank at full length."""
+    """Returns the work of all rollouts of one rank, each at full length."""
     embedding = sizes.vocabulary * sizes.hidden
     head = embedding if has_lm_head else 0
     is_tied = "lm_head.weight" not in model.shapes
@@ -217,7 +242,10 @@ def work_of(
 def forward_s(
     config: Config, model: ModelFacts, speed: Speed, num_ranks: int, *, has_lm_head: bool
 ) -> float:
-    """A forward pass over all rollouts of a rank, or its gathers if they take longer."""
+    """Returns the seconds of a forward pass over all rollouts of a rank.
+
+    If FSDP's gathers of the parameters take longer than the arithmetic, their time counts.
+    """
     sizes = model.dimensions
     if sizes is None:
         return 0.0
@@ -235,8 +263,10 @@ def step_time(
     num_ranks: int,
     num_running: int,
 ) -> StepTime:
-    """The time with every rollout at full length: an upper bound. `num_running`: sequences that an
-    engine runs at one time (KvCache.full_length)."""
+    """Returns the time of a step in which every rollout has its full length: an upper bound.
+
+    `num_running` is how many sequences an engine runs at one time (KvCache.full_length).
+    """
     work = work_of(config, model, sizes, num_ranks, has_lm_head=True)
     speed = Speed(card, replica_ranks(config, num_ranks))
     # An engine's ranks are on one node.
@@ -256,15 +286,19 @@ def step_time(
 
 
 def _sync_s(model: ModelFacts, itemsize: int, speed: Speed) -> float:
-    # The shard is read; the bytes are gathered and copied into the engine's layers.
+    """Returns the seconds of one weight sync."""
+    # The float32 shard is read. The gathered bytes are written and copied into the engine.
     read = 4 * model.num_parameters / speed.ranks
     written = 2 * itemsize * model.num_parameters
     return speed.gather_s(model, itemsize) + (read + written) / speed.memory
 
 
 def _rollout_s(config: Config, work: Work, speed: Speed, num_running: int) -> float:
-    """Decoding in as many rounds as the engine needs, the last one in part; prompts once a
-    group."""
+    """Returns the seconds of a rollout on one engine.
+
+    The engine decodes in as many rounds as its KV cache demands; the last round counts in part.
+    Each group computes its prompt once.
+    """
     tp = config.rollout.tensor_parallel_size
     prompt, completion = work.lengths[0]
     sequences = len(work.lengths) * tp
@@ -282,7 +316,10 @@ def _rollout_s(config: Config, work: Work, speed: Speed, num_running: int) -> fl
 
 
 def _update_s(config: Config, model: ModelFacts, work: Work, speed: Speed, num_ranks: int) -> float:
-    """Forward and backward passes, or their gathers and reductions if those take longer."""
+    """Returns the seconds of the forward and backward passes of an update.
+
+    If gathers and gradient reductions take longer than the arithmetic, their time counts.
+    """
     training, has_lora = config.training, bool(config.model.lora.rank)
     # A backward pass costs two forward passes, or one if the weights are frozen.
     passes = (2 if has_lora else 3) + RECOMPUTED[config.model.activation_checkpointing]
