@@ -1,7 +1,8 @@
 """The training loop: the phases of a step in their order, and nothing else.
 
-The name of a phase is also the name of its timer, the prefix of its metrics and the name of its
-time limit.
+A phase is a named section of a step, such as "rollout" or "update". The name of a phase is also the
+name of its timer, the prefix of its metrics and the name of its time limit. parts.py builds the
+parts that the loop calls.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from grpo_spmd.parts import Run, open_run
 
 
 def train(config: Config, inputs: Inputs) -> bool:
-    """Collective. Trains one whole run. Returns True if it ended, or was preempted with everything
-    saved."""
+    """Collective. Trains one whole run.
+
+    Returns True if the run ended, or was preempted after its state was saved. Errors are raised."""
     run = open_run(config, inputs)
-    # The run has ended before.
+    # None: an earlier launch finished this run.
     if run is None:
         return True
     try:
@@ -42,11 +44,11 @@ def _train_step(run: Run, step: int) -> None:
     with phase("weight_sync"):
         sync_stats = run.weight_sync.sync(step)
     with phase("eval"):
-        # The policy has finished `step - 1` steps.
+        # The engine now has the weights after `step - 1` steps.
         log.write_evaluation(step - 1, run.evaluator.evaluate_if_due(step - 1))
     sampled = SampledStep(run.step_rules)
     generation_s: list[float] = []
-    # Once, unless dynamic sampling has to refill the step.
+    # The loop has one round, unless dynamic sampling has to refill the step.
     while sampled.num_missing:
         with phase("rollout"):
             prompts = run.stream.take(sampled.num_missing)
@@ -86,12 +88,12 @@ def _train_step(run: Run, step: int) -> None:
         sampled.num_completions, decision.num_sampled_tokens, run.stream.epoch
     )
     log.record_largest(counts | run.stream.metrics())
-    # Before a checkpoint of the step is made.
+    # Before the checkpoint: a step that fails its checks must not be saved.
     log.check_step(step, decision, sync_stats, sums, generation_s)
     with phase("checkpoint"):
         run.checkpoints.stage_if_due(step, run.stream.position, run.log_state())
     log.end_step(step, decision)
-    # In the background, now that the step's line is on disk.
+    # The checkpoint is written in the background, now that the step's line of metrics is on disk.
     run.checkpoints.write_staged()
 
 

@@ -1,4 +1,10 @@
-"""Opens the parts of a run in order, hands them to the loop, and closes them."""
+"""Opens the parts of a run in order, hands them to the loop, and closes them.
+
+A part is a long-lived object of the run on one rank, such as the engine, the policy or the log.
+`open_run` builds all parts and returns them as a `Run`; loop.py calls them step by step. The order
+of opening matters: cheap checks come first, the engine comes before the policy, and the run folder
+is written last, so that a run that is refused leaves nothing behind.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +64,7 @@ from grpo_spmd.rollout.evaluate import Evaluator
 from grpo_spmd.rollout.sample import EarlyScoring, ExpectedLengths, Sampler
 from grpo_spmd.signals.opening import Signals, open_reward_models, open_rewards, open_signals
 
-# Off by default, and then not even imported.
+# These features are off by default, and a feature that is off is not even imported.
 if TYPE_CHECKING:
     from grpo_spmd.data.prompts import TailStream
     from grpo_spmd.episodes.environments import Environments
@@ -69,7 +75,7 @@ _log = logging.getLogger("grpo_spmd")
 
 @dataclass
 class Run:
-    """The parts of a run on this rank."""
+    """The parts of a run on this rank. All ranks have the same parts."""
 
     config: Config
     session: Session
@@ -97,19 +103,22 @@ class Run:
     progress: Progress
     launch: Launch
     num_finished_steps: int
-    """Finished steps when the run was opened."""
+    """The number of steps that were finished when the run was opened."""
     step_start: StepStart = field(default_factory=lambda: StepStart(0, 0, {}))
     """The state with which the current step began."""
 
     def steps(self) -> Iterator[int]:
-        """Collective. Yields the steps that are still to do, each begun when it is drawn. Raises
-        Preempted."""
+        """Collective. Yields the numbers of the steps that are still to do, counted from 1.
+
+        A step begins when its number is drawn. Raises Preempted if the run has to stop."""
         for step in range(self.num_finished_steps + 1, self.config.training.num_steps + 1):
             self.begin_step(step)
             yield step
 
     def begin_step(self, step: int) -> None:
-        """Collective. Notes where the step begins. Raises Preempted if the run has to stop."""
+        """Collective. Records the state at the beginning of the step. Raises Preempted if the run
+        has to stop."""
+        # First: a preemption saves this state, from which the step can be done again.
         self.step_start = StepStart(step - 1, self.stream.position, self.stream.state())
         self.rewards.begin_step(
             TrainerState(step - 1, self.config.training.num_steps, self.stream.epoch)
@@ -117,8 +126,8 @@ class Run:
         self.preemption.begin_step(self.checkpoints.time_to_save_s)
 
     def hand_device_to_trainer(self) -> dict[str, float]:
-        """Puts the engine to sleep and brings back what waited in host memory. Returns memory
-        metrics."""
+        """Puts the engine to sleep, which frees its device memory, and moves the models that waited
+        in host memory to the device. Returns memory metrics."""
         return self.engine.sleep(self.offload.held_bytes) | self.offload.to_device()
 
     def log_state(self) -> dict[str, Any]:
@@ -141,7 +150,8 @@ class Run:
 
     def close(self) -> None:
         """Collective. Closes the parts in the reverse order, on all ranks together."""
-        self.launch.end("done")  # does nothing after a preemption
+        # After a preemption the launch has ended already, and this does nothing.
+        self.launch.end("done")
         self.log.close()
         self.rewards.close()
         if self.environments is not None:
@@ -159,8 +169,9 @@ class StepStart:
 
     num_finished_steps: int
     position: int
-    """In the prompt stream."""
+    """The position in the prompt stream."""
     stream_state: dict[str, Any]
+    """`PromptStream.state()` at this position."""
 
 
 @dataclass(frozen=True)
@@ -172,23 +183,24 @@ class RunPrompts:
     held_out: dict[str, Sequence[Prompt]]
     """The evaluation sets by name."""
     num_dropped: int
-    """Prompts that are longer than data.max_prompt_tokens."""
+    """The number of prompts that were dropped: they are longer than data.max_prompt_tokens."""
 
 
 def open_run(config: Config, inputs: Inputs) -> Run | None:
     """Collective. Opens all parts of a run, from its checkpoint if it has one. Returns None if the
     run is over already.
 
-    Raises ConfigError for faults that can be seen only now, and then leaves nothing in the run
-    folder.
+    Raises ConfigError for faults that only this machine, data or model can show. Then nothing is
+    left in the run folder.
     """
+    # The process group does not exist yet: each rank encodes the prompts for itself.
     prompts = encode_prompts(config, inputs)
     session = start_session(
         config.model.num_replicas, config.rollout.tensor_parallel_size, config.watchdog
     )
     preemption = Preemption(config.training.max_time_s)
     log_banner(config, session)
-    # What tells this run from another one in the same folder.
+    # The facts tell this run from another one in the same folder; find_start compares them.
     facts = run_facts(flatten_config(config), prompts.train, session, prompts.held_out)
     start = find_start(
         Path(config.run_dir),
@@ -207,10 +219,11 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
     rewards, scorers = open_rewards(
         config, inputs, prompts.tokenizer, session, preemption, environments
     )
-    # Before the engine, which takes minutes to start.
+    # A model that cannot be trained is refused before the engine starts, which takes minutes.
     refuse_untrainable(config.model.path, config.max_rollout_tokens)
     stop_ids = stop_token_ids(config.model.path, prompts.tokenizer)
-    # The engine first: it measures the GPU's free memory, then sleeps and leaves it to the policy.
+    # The engine comes before the policy: it measures the GPU's free memory, then sleeps and leaves
+    # the memory to the policy.
     engine = RolloutEngine(
         config.model,
         config.rollout,
@@ -230,7 +243,7 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
     reference = build_reference(policy, config.model, temperature, config.loss.kl_coef, session)
     score = open_reward_models(config, scorers, engine, prompts.tokenizer, session, preemption)
     reward_weights = [*score.weights.values()]
-    # A stream of its own: it only looks up prompts and never advances.
+    # A second stream, for the teachers only: it looks up prompts and never advances.
     prompt_at = PromptStream(prompts.train, config.seed, config.data.shuffle).at
     signals = open_signals(config, policy, session, reference, prompt_at, prompts.tokenizer)
     updater = PolicyUpdater(
@@ -288,14 +301,14 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
         facts,
         signals.critic,
     )
-    # From here on policy, optimizer and critic are those of the start.
+    # From here on policy, optimizer and critic have the state of the start.
     checkpoints.load(start)
     stream, tail = open_stream(config, prompts.train, start)
-    # Only now, when all that could be refused has been tried: a refusal leaves nothing behind.
+    # The folder is written only now: everything that can be refused has been tried.
     launch = open_run_dir(
         config, session, prompts.num_dropped, start, inputs.start_time, prompts.tokenizer
     )
-    # Engine and policy have made their process groups by now.
+    # The time limits are set only now: engine and policy have made their process groups.
     set_collective_timeouts(config.watchdog)
     logprob_check = LogprobCheck(config.model.dtype, config.proofs.max_mismatch)
     logprob_check.restore(start.trainer)
@@ -365,7 +378,7 @@ def encode_prompts(config: Config, inputs: Inputs) -> RunPrompts:
 
 
 def log_banner(config: Config, session: Session) -> None:
-    """Starts to log to the terminal. Rank 0 says what is about to be trained."""
+    """Starts to log to the terminal. Rank 0 writes a few lines about the run."""
     log_to_terminal(session.rank)
     if session.is_rank0:
         for line in banner(
@@ -397,7 +410,8 @@ def make_check_settings(
 def make_step_rules(
     config: Config, num_ranks: int, cost_ratio: float, reward_weights: Sequence[float]
 ) -> StepRules:
-    """Returns the rules of a step. `cost_ratio` is that of balance.attention_cost_ratio."""
+    """Returns the rules of a step. `cost_ratio` is the result of balance.attention_cost_ratio,
+    `reward_weights` are the weights of all rewards."""
     # Rewards of weight 0 are only logged, next to a teacher that teaches alone.
     has_rewards = any(reward_weights)
     return StepRules(
@@ -420,8 +434,9 @@ def open_environments(
     session: Session,
     check: Callable[[], None],
 ) -> Environments | None:
-    """Returns the environments, or None if the policy talks to none. `check` is called while they
-    run. Raises ConfigError."""
+    """Returns the environments, or None if the policy talks to none.
+
+    `check` is called again and again while they run, and may raise. Raises ConfigError."""
     if not config.environment.is_on:
         return None
     from grpo_spmd.episodes.environments import Environments
@@ -451,7 +466,8 @@ def open_environments(
 def open_buffer(
     config: Config, session: Session, environments: Environments | None
 ) -> RolloutBuffer:
-    """Collective. Returns what keeps finished completions, or whole episodes, on disk."""
+    """Collective. Returns the buffer that keeps finished completions, or whole episodes, on
+    disk."""
     if environments is None:
         return RolloutBuffer(
             config.run_dir, config.seed, config.model, config.rollout, session=session
@@ -470,9 +486,12 @@ def open_buffer(
 def open_stream(
     config: Config, prompts: Sequence[Prompt], start: Start
 ) -> tuple[PromptStream | TailStream, TailBatching | None]:
-    """Returns the prompt stream, and the tail batching if it is on. Prompts that the start's steps
-    left waiting come first, even if tail batching is off by now."""
+    """Returns (prompt stream, tail batching or None if it is off).
+
+    Prompts that the steps before the start left waiting come first, even if tail batching is off by
+    now."""
     fresh = PromptStream(prompts, config.seed, config.data.shuffle, start.position)
+    # 1 launches exactly the prompts of a step: tail batching is off.
     if config.rollout.tail_batching == 1 and not start.waiting:
         return fresh, None
     from grpo_spmd.rollout.sample import open_tail
@@ -490,12 +509,12 @@ def open_log(
     pool_bytes: Callable[[], int] = lambda: 0,
     first_step: int = 1,
 ) -> tuple[PhaseTimer, MetricsLog]:
-    """Returns the clock of the steps from `first_step` on, and the log of their metrics.
+    """Returns (timer of the phases from `first_step` on, log of the steps' metrics).
 
     `start_time` is that of the launch on the monotonic clock, `pool_bytes` returns the size of the
     engine's memory pool.
     """
-    # What a line about low memory suggests.
+    # The settings that a log line about low memory suggests.
     memory_remedies = remedies(
         config.model,
         config.rollout,
@@ -506,6 +525,7 @@ def open_log(
     ledger = MemoryLedger(session.device, pool_bytes, memory_remedies)
     timer = PhaseTimer(session.device, ledger, first_step)
     run_dir = Path(config.run_dir)
+    # Followers send metrics to trackers; one process per run does it.
     followers = None
     if session.is_rank0:
         followers = open_followers(run_dir, config.logging, config_to_dict(config))
@@ -532,14 +552,17 @@ def open_run_dir(
     """Collective. Makes the run folder with the resolved `config.yaml`, the tokenizer and a log
     file of each rank, and adds the launch to launches.jsonl.
 
-    If a run resumes in it, its metrics are cut back to the steps before the start, as if it had
-    never come further. `start_time` is that of the launch on the monotonic clock. Raises
+    If a run resumes, its metrics are cut back to the steps before the start, as if it had never
+    come further. `start_time` is the time of the launch on the monotonic clock. Raises
     ConfigError if another run has taken the folder since it was checked.
     """
     run_dir = Path(config.run_dir)
     logs = run_dir / "logs"
 
     def claim(devices: list[Any]) -> int | None:
+        """Writes the files of the run folder, on rank 0. Returns the number of the launch, or None
+        if launches.jsonl cannot be written."""
+        # The folder is taken first: nothing of another run may be changed.
         begin_in(run_dir, start)
         cut_metrics(run_dir / "metrics.jsonl", start.step)
         text = yaml.safe_dump(config_to_dict(config), sort_keys=False)
@@ -548,7 +571,7 @@ def open_run_dir(
         return begin_launch(run_dir, start.step + 1, start_time, devices, session.is_restart)
 
     launch = Launch(run_dir, on_rank0(claim, host_and_device(session.device)), session.is_rank0)
-    # Each node has its own, if the folder is not shared.
+    # Every rank makes the folder: each node has its own, if the run folder is not shared.
     logs.mkdir(parents=True, exist_ok=True)
     doctor.write_reports_to(logs, launch.fail)
     log_to_file(logs / f"rank_{session.rank}.log")

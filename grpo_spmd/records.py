@@ -1,5 +1,10 @@
 """The records that the phases of a step hand to each other.
 
+A rollout is one completion of one prompt; a group is the rollouts of one prompt. A rollout of
+several turns with an environment is an episode. A slot is the index of a group among those that a
+step trains on; the rollout id is slot * G + sample. Sampling and training are dealt to ranks
+independently: a rollout may be trained on by another rank than the one that sampled it.
+
 Dimensions: P prompts in a step, G = `group_size`, B = P*G rollouts. In one micro-batch: S
 sequences, T tokens (prompts and completions together), C completion tokens. V is the size of the
 vocabulary, D the width of hidden states.
@@ -20,9 +25,10 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
-# How an episode ended: by itself; after `environment.max_turns`; a result had no room in
-# `environment.max_tokens`; the context had no room in the engine; the last turn was cut off; the
-# environment raised, or hung, at both tries; the policy made invalid tool calls only.
+# The statuses say how an episode ended. In their order: by itself; after `environment.max_turns`; a
+# result had no room in `environment.max_tokens`; the context had no room in the engine; the last
+# turn was cut off; the environment raised, or hung, at both tries; the policy made invalid tool
+# calls only.
 EPISODE_STATUSES = (
     "ok",
     "max_turns",
@@ -33,7 +39,7 @@ EPISODE_STATUSES = (
     "env_timeout",
     "invalid_calls",
 )
-# Episodes that ended so are left out of their group and of the loss.
+# Episodes with these statuses are left out of their group and of the loss.
 FAILED_STATUSES = ("env_error", "env_timeout")
 
 
@@ -42,10 +48,10 @@ class Prompt:
     """One prompt of the shuffled prompt stream."""
 
     position: int
-    """Index in the stream, counted from 0 over the whole run. In a data set of 64 rows, position 69
-    is some row of the second epoch."""
+    """Index in the prompt stream, counted from 0 over the whole run. In a data set of 64 rows,
+    position 69 is some row of the second epoch."""
     row: int
-    """Row of the data set."""
+    """Index of the row in the data set."""
     token_ids: list[int]
     """The prompt as the engine gets it."""
     text: str | list[dict[str, Any]]
@@ -106,7 +112,8 @@ class Episode:
     messages: list[dict[str, Any]]
     """The chat messages after the prompt. Reward functions get them as the completion."""
     rewards: dict[str, float | str | None]
-    """The environment's rewards by name. None: does not apply. A string: unusable, and why."""
+    """The environment's rewards by name. None: the reward does not apply. A string: the reward is
+    unusable, and the string says why."""
     calls_s: list[float]
     """Seconds of each call to the environment."""
     error: str | None = None
@@ -115,8 +122,7 @@ class Episode:
 
 @dataclass(frozen=True)
 class RolloutGroup:
-    """A prompt and its G completions. Their seeds are a function of (seed, step, prompt,
-    sample)."""
+    """A prompt and its G completions. See `rollout_seed` for the seeds of the completions."""
 
     slot: int
     """Index of the prompt within the step, 0 .. P-1."""
@@ -162,8 +168,8 @@ class Rollout:
 
 @dataclass(frozen=True)
 class TeacherSignal:
-    """What the teachers say about the completion tokens of one micro-batch: either logprobs or a
-    divergence."""
+    """The teachers' scores of the completion tokens of one micro-batch: either logprobs or a
+    divergence, never both."""
 
     coef: float
     """Weight of the teacher's term, from `teacher.coef`."""
@@ -180,18 +186,20 @@ class TeacherSignal:
 
 @dataclass
 class MicroBatch:
-    """The sequences of one forward and backward pass on one rank, packed into one row without
-    padding.
+    """The sequences of one forward and backward pass on one rank, one after the other in one row
+    without padding ("row" for short in other modules).
 
     All [C] fields are aligned with each other.
     """
 
+    # The row: what the policy reads.
     input_ids: Tensor
     """int64 [T]"""
     position_ids: Tensor
     """int64 [T]. Starts at 0 in each sequence."""
     sequence_lengths: list[int]
     """S lengths whose sum is T."""
+    # The sampled tokens, and what the sampling and scoring ranks said about them.
     predict_index: Tensor
     """int64 [C]. The hidden state at this position of the row predicts `target_ids[c]`."""
     target_ids: Tensor
@@ -206,6 +214,7 @@ class MicroBatch:
     """int64 [C]. Index in `rollout_ids` of the token's rollout."""
     rollout_ids: list[int]
     """The rollouts of the row that have at least one completion token."""
+    # Written after assembly, before the update: by attach_logprobs, teachers and critic.
     old_logprobs: Tensor | None = None
     """float32 [C]. The policy's logprobs before the update. None: the loss does not need them."""
     ref_logprobs: Tensor | None = None
@@ -231,7 +240,7 @@ class RolloutBatch:
     """For each mini-batch the tokens that count in the loss, over all ranks: the denominator of its
     token mean."""
     num_loss_sequences: list[int]
-    """For each mini-batch the rollouts with at least one such token, over all ranks."""
+    """For each mini-batch the rollouts with at least one token that counts, over all ranks."""
 
     @property
     def micro_batches(self) -> list[MicroBatch]:
@@ -263,12 +272,14 @@ class ScoredRollouts:
 
     def extend(self, later: ScoredRollouts) -> None:
         """Append the completions of another round."""
+        # First the notes: their keys need the number of completions before this round.
         self.notes |= {len(self.rewards) + number: note for number, note in later.notes.items()}
         self.rewards += later.rewards
         self.texts += later.texts
         self.reward_inputs += later.reward_inputs
         self.first_error = self.first_error or later.first_error
         for name, statuses in later.statuses.items():
+            # A function may have been called in one of the rounds only.
             self.statuses.setdefault(name, []).extend(statuses)
         for name, values in later.by_name.items():
             self.by_name.setdefault(name, []).extend(values)
@@ -295,22 +306,24 @@ def rollout_seed(
     It depends only on the turn's coordinates in the run, never on ranks or batches. An evaluation
     passes a text as `step`, the same at all steps, and the row as `position`.
     """
+    # Turn 0 is left out, so that a completion has the seed of an episode's first turn.
     coordinates = f"{seed}/{step}/{position}/{sample}" + (f"/{turn}" if turn else "")
     digest = hashlib.blake2b(coordinates.encode(), digest_size=8).digest()
+    # 63 bits: vLLM takes the seed as a signed 64-bit integer.
     return int.from_bytes(digest, "big") >> 1
 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Which rank trains on which rollouts, and in which forward passes.
+    """The plan says which rank trains on which rollouts, and in which forward passes.
 
-    `plan[mini_batch][rank][micro_batch]` is a list of rollout ids. It takes 4 bytes per rollout and
-    4 per row.
+    `plan[mini_batch][rank][micro_batch]` is a list of rollout ids. A row is such a list. The plan
+    takes 4 bytes per rollout and 4 per row.
     """
 
     ids: npt.NDArray[np.int32]
-    """[B] Rollout ids row after row. In each mini-batch the rows of rank 0 come first, then those
-    of rank 1."""
+    """[B] Rollout ids, row after row. In each mini-batch the rows of rank 0 come first, then the
+    rows of rank 1."""
     lengths: list[npt.NDArray[np.int32]]
     """For each mini-batch [ranks, rows per rank]: the number of rollouts in each row."""
 
@@ -321,6 +334,7 @@ class BatchPlan:
         return (self[mini_batch] for mini_batch in range(len(self)))
 
     def __getitem__(self, mini_batch: int) -> list[list[list[int]]]:
+        # The ids of all ranks' rows follow each other: one iterator deals them out.
         block_ids, lengths = list(self.blocks())[mini_batch]
         ids = iter(block_ids.tolist())
         return [
@@ -328,7 +342,7 @@ class BatchPlan:
         ]
 
     def blocks(self) -> Iterator[tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]]:
-        """Yields the ids and the lengths of each mini-batch."""
+        """Yields (rollout ids, lengths [ranks, rows per rank]) of each mini-batch."""
         begin = 0
         for lengths in self.lengths:
             end = begin + int(lengths.sum())
@@ -340,9 +354,11 @@ class BatchPlan:
 class StepDecision:
     """Everything that rank 0 decides about a step. [B] fields are in the order of rollout ids."""
 
+    # One entry per group that is trained on.
     positions: npt.NDArray[np.int64]
-    """Positions in the prompt stream of the groups to train on. The index here is the group's
-    slot."""
+    """[P] Positions in the prompt stream of the groups to train on. The index in this array is the
+    group's slot."""
+    # One entry per rollout of these groups.
     rewards: npt.NDArray[np.float64]
     """[B] Weighted sums minus the overlong penalty. NaN: unknown."""
     advantages: npt.NDArray[np.float32]
@@ -350,7 +366,8 @@ class StepDecision:
     in_loss: npt.NDArray[np.bool_]
     """[B] False: no token of the rollout counts in the loss."""
     plan: BatchPlan
-    """Which rank trains on which rollouts."""
+    """The plan of the ranks' forward passes."""
+    # The two together map a rank's groups, dropped ones included, to slots.
     num_groups: npt.NDArray[np.int64]
     """[ranks] The number of groups that each rank sampled."""
     slots: npt.NDArray[np.int32]
@@ -359,7 +376,7 @@ class StepDecision:
     num_loss_tokens: list[int]
     """For each mini-batch the tokens that count in the loss."""
     num_loss_sequences: list[int]
-    """For each mini-batch the rollouts with at least one such token."""
+    """For each mini-batch the rollouts with at least one token that counts."""
     num_tokens: int
     """Tokens to train on, prompts and completions together."""
     num_sampled_tokens: int
@@ -370,21 +387,22 @@ class StepDecision:
 
 @dataclass(frozen=True)
 class Decision:
-    """The part of a StepDecision that one rank needs. Dicts by rollout id cover the rollouts that
-    this rank sampled."""
+    """The part of a StepDecision that one rank needs. Dicts by rollout id have the rollouts that
+    this rank sampled and some rank trains on."""
 
     slots: dict[int, int]
-    """Position in the prompt stream -> slot, for this rank's groups that are trained on."""
+    """Slots by position in the prompt stream, for this rank's groups that are trained on."""
     advantages: dict[int, float]
-    """By rollout id."""
+    """Advantages by rollout id."""
     in_loss: dict[int, bool]
-    """By rollout id."""
+    """By rollout id: False if no token of the rollout counts in the loss."""
     trained_by: dict[int, int]
-    """By rollout id: the rank that trains on it."""
+    """By rollout id: the rank that trains on the rollout."""
     rows: list[list[list[int]]]
     """`rows[mini_batch][micro_batch]`: ids of the rollouts that this rank trains on."""
     num_rollouts: int
-    """Rollouts to train on, over all ranks. The next four counts are over all ranks too."""
+    """The number of rollouts to train on, over all ranks."""
+    # The next four counts are over all ranks too.
     num_loss_tokens: list[int]
     """As in StepDecision."""
     num_loss_sequences: list[int]
@@ -404,7 +422,7 @@ class Decision:
 
 @dataclass
 class SyncStats:
-    """What one weight sync moved."""
+    """The statistics of one weight sync."""
 
     bytes: int = 0
     """Bytes handed to one engine, padding of the shards included. A base model that stays in the

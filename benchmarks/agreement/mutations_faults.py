@@ -176,8 +176,8 @@ FAULTS = (
     Fault(
         "off by one: a token is scored by the place after the right one",
         "learn/assemble.py",
-        "predict_index=on_device(completion_places - 1)",
-        "predict_index=on_device(completion_places)",
+        "predict_index=on_device(completion_positions - 1)",
+        "predict_index=on_device(completion_positions)",
         (_BATCHING,),
     ),
     Fault(
@@ -185,7 +185,7 @@ FAULTS = (
         "learn/assemble.py",
         "loss_mask=per_token([rollout.loss_mask for rollout in rollouts], np.bool_)",
         "loss_mask=per_token([rollout.loss_mask for rollout in rollouts], np.bool_) * "
-        "on_device(np.diff(completion_places, prepend=-1) == 1)",
+        "on_device(np.diff(completion_positions, prepend=-1) == 1)",
         (_BATCHING,),
     ),
     Fault(

@@ -1,7 +1,8 @@
-"""Turns a rank's scored groups into the batch that it trains on.
+"""Turns the scored groups of a rank into the batch that the rank trains on.
 
-Rank 0 decides from a few numbers per rollout; then every rollout moves to the rank that trains on
-it.
+Rank 0 decides about the step from a few numbers per rollout (sampled_step.py). Then every rollout
+is sent from the rank that sampled it to the rank that trains on it, in one exchange of bytes
+between all ranks. There the rollouts of a row are joined into a micro-batch without padding.
 """
 
 from __future__ import annotations
@@ -44,13 +45,14 @@ TokenIds = list[int] | npt.NDArray[np.int32]
 
 
 def assemble_batch(sampled: SampledStep, session: Session) -> tuple[RolloutBatch, Decision]:
-    """Collective. Returns this rank's batch, and rank 0's decision. Raises Rank0Error if no
-    completion of the step has a usable reward."""
+    """Collective. Returns (this rank's batch, this rank's part of rank 0's decision).
+
+    Raises Rank0Error if no completion of the step has a usable reward."""
     decision = sampled.decide()
     outgoing: list[list[Rollout]] = [[] for _ in range(session.world_size)]
     for rollout in _sampled_rollouts(sampled, decision):
         outgoing[decision.trained_by[rollout.rollout_id]].append(rollout)
-    # All ranks send to all ranks at once; rank 0 is not in the way.
+    # All ranks send to all ranks at once: through rank 0 the tokens of a step would take long.
     incoming = exchange_bytes([encode_rollouts(rollouts) for rollouts in outgoing])
     rollouts_by_id = {
         rollout.rollout_id: rollout for payload in incoming for rollout in decode_rollouts(payload)
@@ -87,6 +89,7 @@ def _sampled_rollouts(sampled: SampledStep, decision: Decision) -> Iterator[Roll
 def _make_rollout(
     rollout_id: int, advantages: Credit, in_loss: bool, *, prompt: Prompt, completion: Completion
 ) -> Rollout:
+    """Returns a completion as a rollout, whether it is an episode or not."""
     episode = completion.episode
     # A failed environment leaves an episode without segments; its completion is empty.
     if episode is None or not episode.segments:
@@ -143,11 +146,12 @@ def penalise_rewards_by_kl(
         return decision
     kl_by_id = _sum_kl(batch, loss.kl_estimator)
     trained = [i for rows in decision.rows for row in rows for i in row]
-    # Rollouts without a completion token are in no micro-batch.
+    # Rollouts without a completion token are in no micro-batch: their KL is 0.
     local_kl = np.array([kl_by_id.get(i, 0.0) for i in trained], np.float64)
 
     def revise(step: StepDecision, messages: list[bytes]) -> tuple[StepDecision, list[bytes]]:
         ids, num_trained = trained_ids(step)
+        # The messages are in rank order, and so are these ids.
         kl = np.zeros_like(step.rewards)
         kl[ids] = np.frombuffer(b"".join(messages), np.float64)
         penalties = loss.kl_coef * kl
@@ -242,10 +246,13 @@ def decode_rollouts(payload: bytes) -> list[Rollout]:
     logprob_dtype, header = reader.header
 
     def read_arrays(dtype: npt.DTypeLike, lengths: list[int]) -> Iterator[npt.NDArray[Any]]:
+        """Reads one column of the payload, and returns an iterator over its arrays."""
         values = reader.array(dtype, sum(lengths))
         ends = accumulate(lengths)
         return iter([values[end - n : end] for n, end in zip(lengths, ends, strict=True)])
 
+    # The columns come in the order in which encode_rollouts wrote them. An entry of the header is
+    # (rollout id, advantage, mask, sizes, number of completion tokens, is it an episode).
     ids = read_arrays(np.int32, [n for *_, sizes, _, _ in header for n in sizes])
     logprobs = read_arrays(logprob_dtype, [n for *_, n, _ in header])
     advantages = read_arrays(np.float64, [n for _, value, *_, n, _ in header if value is None])
@@ -276,14 +283,14 @@ def decode_rollouts(payload: bytes) -> list[Rollout]:
 
 
 def _id_lists(rollout: Rollout) -> list[TokenIds]:
-    """Returns the token ids of each segment, or of prompt and completion."""
+    """Returns the token ids of each segment of an episode; else those of prompt and completion."""
     if rollout.segments:
         return [segment.token_ids for segment in rollout.segments]
     return [rollout.prompt_ids, rollout.completion_ids]
 
 
 def _common_flag(mask: bool | npt.NDArray[np.bool_]) -> bool | None:
-    """Returns the value that a mask has for all tokens, or None if it has both."""
+    """Returns the value that a mask has for all tokens, or None if the mask has both values."""
     if isinstance(mask, bool):
         return mask
     if mask.all():
@@ -316,12 +323,12 @@ def pack_rollouts(rollouts: Sequence[Rollout], device: torch.device) -> MicroBat
     is_sampled = np.concatenate([mask for rollout in rollouts for mask in _sampled_masks(rollout)])
     # Positions start at 0 in each sequence of the row.
     position_ids = np.arange(len(input_ids)) - np.repeat(lengths.cumsum() - lengths, lengths)
-    completion_places = np.flatnonzero(is_sampled)
-    assert len(completion_places) == num_completion.sum(), (
-        len(completion_places),
+    completion_positions = np.flatnonzero(is_sampled)
+    assert len(completion_positions) == num_completion.sum(), (
+        len(completion_positions),
         num_completion.sum(),
     )
-    assert position_ids[completion_places].all(), (
+    assert position_ids[completion_positions].all(), (
         "the first token of a sequence has nothing to predict it"
     )
 
@@ -337,10 +344,10 @@ def pack_rollouts(rollouts: Sequence[Rollout], device: torch.device) -> MicroBat
         input_ids=on_device(input_ids),
         position_ids=on_device(position_ids),
         sequence_lengths=lengths.tolist(),
-        # The hidden state at place t predicts token t + 1: the last prompt token predicts the first
-        # of the completion.
-        predict_index=on_device(completion_places - 1),
-        target_ids=on_device(input_ids[completion_places]),
+        # The hidden state at position t predicts token t + 1: the last prompt token predicts the
+        # first of the completion.
+        predict_index=on_device(completion_positions - 1),
+        target_ids=on_device(input_ids[completion_positions]),
         rollout_logprobs=on_device(
             _concat((rollout.rollout_logprobs for rollout in rollouts), np.float32)
         ),
@@ -359,7 +366,7 @@ def _sequence_lengths(rollout: Rollout) -> list[int]:
 
 
 def _sampled_masks(rollout: Rollout) -> list[npt.NDArray[np.bool_]]:
-    """Returns which of the tokens of `_id_lists` the policy sampled."""
+    """Returns masks of the sampled tokens, aligned with the lists of `_id_lists`."""
     if rollout.segments:
         return [segment.sampled for segment in rollout.segments]
     return [
@@ -371,4 +378,5 @@ def _sampled_masks(rollout: Rollout) -> list[npt.NDArray[np.bool_]]:
 def _concat(
     columns: Iterable[list[int] | list[float] | npt.NDArray[Any]], dtype: type[np.generic]
 ) -> npt.NDArray[Any]:
+    """Returns the columns one after the other, with this dtype."""
     return np.concatenate([np.asarray(values, dtype) for values in columns])

@@ -1,6 +1,9 @@
-"""Divides the rollouts of a step into mini-batches, ranks and rows of micro-batches of equal cost.
+"""Divides the rollouts of a step into mini-batches, ranks and rows of equal cost.
 
-Pure: token counts and costs in, a BatchPlan out.
+A row is the rollouts of one micro-batch. All functions are pure: they take token counts and costs,
+and return a BatchPlan. A mini-batch is planned in three steps: `_deal` deals its rollouts to rows,
+`_level` exchanges rollouts between rows that run side by side, and `fill_rows` gives each row to a
+rank.
 """
 
 from __future__ import annotations
@@ -25,13 +28,16 @@ Numbers = Sequence[float] | npt.NDArray[Any]
 Ids = npt.NDArray[np.int32]
 # Rows that run side by side are level enough if their costs differ by this share.
 _MAX_SPREAD = 1e-3
-_MAX_PARTNERS = 16  # rows with which the costliest one tries to exchange
-_NO_ITEM = 0  # stands for no rollout in an exchange
+# The number of cheap rows with which the costliest row tries to exchange.
+_MAX_PARTNERS = 16
+# Stands for "no rollout" in an exchange: items count from 1.
+_NO_ITEM = 0
 
 
 def attention_cost_ratio(num_parameters: int, model_config: Any) -> float:
     """Returns b / a for the cost a*L + b*L^2 of a rollout of L tokens, from the FLOPs of a dense
-    decoder. 0, so that the cost is the tokens, if transformers' `model_config` has no sizes.
+    decoder. `model_config` is that of transformers; if it has no sizes, returns 0: then the cost is
+    the number of tokens.
 
     a = 6 * parameters (the matrices); b = 12 * layers * heads * head_dim / 2 (attention; half,
     since it is causal). Layers with a sliding window count in neither. At 1,000 tokens of
@@ -86,8 +92,8 @@ def plan_batch(
 
 
 def split_groups(num_groups: int, num_mini_batches: int) -> list[int]:
-    """Returns the groups of each mini-batch, as even as possible: dynamic sampling may leave a step
-    with fewer groups than it asked for."""
+    """Returns the number of groups of each mini-batch, as even as possible: dynamic sampling may
+    leave a step with fewer groups than it asked for."""
     size, num_larger = divmod(num_groups, num_mini_batches)
     return [size + (i < num_larger) for i in range(num_mini_batches)]
 
@@ -140,7 +146,8 @@ def fill_rows(
     Python object only while its row is levelled: else items would take hundreds of bytes per
     rollout, and the garbage collector would visit all of them.
     """
-    cheapest_first = np.lexsort((tokens, costs)).astype(np.int32)  # stable
+    # Stable, so that the plan does not depend on the platform's sort.
+    cheapest_first = np.lexsort((tokens, costs)).astype(np.int32)
     item_of = np.empty(len(costs), np.int32)
     item_of[cheapest_first] = np.arange(1, len(costs) + 1)
     costliest_first = np.argsort(-costs, kind="stable").astype(np.int32)
@@ -175,6 +182,8 @@ def fill_rows(
 
 @dataclass(frozen=True)
 class _DealtRows:
+    """The rows of all ranks after dealing, before they are levelled."""
+
     row_of: Ids
     """The row of each rollout."""
     costs: list[float]
@@ -230,11 +239,14 @@ def _deal(
 
 @dataclass(frozen=True)
 class _ItemTable:
+    """The costs and tokens of the items."""
+
     cost_of: Sequence[float]
-    """By item; 0 for _NO_ITEM."""
+    """Costs by item; 0 for _NO_ITEM."""
     tokens_of: Sequence[int]
-    """By item; 0 for _NO_ITEM."""
+    """Numbers of tokens by item; 0 for _NO_ITEM."""
     max_tokens: int
+    """The largest number of tokens of a row."""
 
 
 class _Row:
@@ -246,10 +258,10 @@ class _Row:
         self.cost = cost
         self.tokens = tokens
         self.dealt = dealt
-        # None: as they were dealt.
+        # None: the row still has the items that it was dealt.
         self.items: list[int] | None = None
-        # What it may give, with _NO_ITEM, the cheapest first, and the costs of these followed by
-        # infinity. Empty: nobody has asked yet.
+        # The items that the row may give away, and _NO_ITEM, the cheapest first; then their costs,
+        # with infinity at the end. Empty until the first exchange asks for them.
         self.offers: list[int] = []
         self.offer_costs: list[float] = []
 
@@ -260,7 +272,7 @@ class _Row:
         return self.items
 
     def sorted_offers(self, cost_of: Sequence[float]) -> tuple[list[int], list[float]]:
-        """Returns `offers` and `offer_costs`."""
+        """Returns (offers, their costs followed by infinity), the cheapest first."""
         if not self.offers:
             self.offers = sorted([_NO_ITEM, *self.item_list()])
             self.offer_costs = [*map(cost_of.__getitem__, self.offers), math.inf]
@@ -279,8 +291,8 @@ class _Row:
 
 
 def _level(rows: Sequence[_Row], table: _ItemTable) -> None:
-    """Exchanges a rollout of the costliest row for a cheaper one, or for none, of a cheap row,
-    while that helps."""
+    """Makes rows cost the same: exchanges a rollout of the costliest row for a cheaper one of a
+    cheap row, or for none, as long as an exchange brings two rows closer."""
     order = sorted((row.cost, number) for number, row in enumerate(rows))
     while len(order) > 1 and order[-1][0] - order[0][0] > _MAX_SPREAD * order[-1][0]:
         high = rows[order[-1][1]]
@@ -302,9 +314,11 @@ def _level(rows: Sequence[_Row], table: _ItemTable) -> None:
 
 @dataclass(frozen=True)
 class _Exchange:
+    """One item of a costly row and one item of a cheap row, which change places."""
+
     from_high: int
     from_low: int
-    """May be _NO_ITEM."""
+    """The item of the cheap row. It may be _NO_ITEM."""
 
 
 def _best_exchange(high: _Row, low: _Row, table: _ItemTable) -> _Exchange | None:
@@ -318,6 +332,7 @@ def _best_exchange(high: _Row, low: _Row, table: _ItemTable) -> _Exchange | None
     half_gap = (high.cost - low.cost) / 2
     min_error = 0.45 * (high.cost - low.cost)
     best: _Exchange | None = None
+    # The ideal partner of an item is cheaper by half the gap: then both rows cost the same.
     for item in high.item_list():
         cost = cost_of[item]
         index = bisect_left(offer_costs, cost - half_gap)

@@ -1,4 +1,9 @@
-"""The contexts of a rollout: the token sequences that the policy read when it sampled. No torch."""
+"""The contexts of a rollout: the token sequences that the policy read when it sampled.
+
+A completion has one context, prompt and completion. An episode has one per segment: turns that
+share a prefix are one segment. A stretch is a run of tokens of a segment that were all sampled by
+the policy, or all given by the prompt or the environment. No torch here.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +21,8 @@ _Ids = list[int] | npt.NDArray[np.int32]
 def contexts_of(
     prompt_ids: _Ids, completion_ids: _Ids, segments: Sequence[Segment] = ()
 ) -> Sequence[Segment]:
-    """Returns an episode's segments; without any, the prompt and its completion as one segment."""
+    """Returns the contexts of a rollout: the segments of an episode, or without any segment the
+    prompt and its completion as one segment."""
     if segments:
         return segments
     token_ids = np.concatenate([np.asarray(ids, np.int32) for ids in (prompt_ids, completion_ids)])
@@ -24,13 +30,14 @@ def contexts_of(
 
 
 def completion_contexts(prompt_ids: _Ids, completion: Completion) -> Sequence[Segment]:
-    """Returns the contexts of a completion."""
+    """Returns the contexts of a completion, whether it is an episode or not."""
     segments = completion.episode.segments if completion.episode is not None else ()
     return contexts_of(prompt_ids, completion.token_ids, segments)
 
 
 def completion_turns(completion: Completion) -> list[tuple[list[int], str]]:
-    """Returns the tokens of each turn of a completion, with its finish_reason."""
+    """Returns (sampled token ids, finish_reason) of each turn of a completion. A completion without
+    an episode is one turn."""
     if completion.episode is None:
         return [(completion.token_ids, completion.finish_reason)]
     turns = completion.episode.turns
@@ -42,7 +49,8 @@ def completion_turns(completion: Completion) -> list[tuple[list[int], str]]:
 
 
 def find_episode_error(token_ids: Sequence[int], episode: Episode) -> str | None:
-    """Returns why `episode` cannot be that of a completion with these tokens, or None if it can."""
+    """Returns the reason why a completion with these sampled tokens cannot have this episode, or
+    None if it can."""
     if episode.status not in EPISODE_STATUSES:
         return f"its status is {episode.status!r:.80}"
     if episode.status in FAILED_STATUSES and (episode.segments or episode.turns or token_ids):
@@ -74,10 +82,11 @@ def find_episode_error(token_ids: Sequence[int], episode: Episode) -> str | None
 def shorten_segments(
     segments: Sequence[Segment], max_given: int, max_sampled: int
 ) -> tuple[Segment, ...]:
-    """Returns segments with fewer tokens, for a check of a few of them.
+    """Returns the segments with fewer tokens, for a check that looks at few tokens.
 
-    Of each given stretch the first and the last tokens stay, at most `max_given`; of each sampled
-    stretch the first ones, at most half of the `max_sampled` that all stretches may have.
+    A given stretch keeps its first token and its last ones, at most `max_given` together. A sampled
+    stretch keeps its first tokens, at most `max_sampled // 2`. All sampled stretches together keep
+    at most `max_sampled`.
     """
     short: list[Segment] = []
     num_left = max_sampled

@@ -24,7 +24,8 @@ T = TypeVar("T", float, Tensor)
 # One value for each of the C completion tokens of a micro-batch, which holds whole rollouts.
 PerToken = Float[Tensor, " C"]
 Mask = Bool[Tensor, " C"]
-Index = Int[Tensor, " C"]  # the rollout that a token belongs to
+# The index of the rollout that a token belongs to, within its micro-batch.
+Index = Int[Tensor, " C"]
 # Log ratios d are binned by asinh(d / _HIST_SCALE): even steps of 5 % above the scale, steps of
 # 5e-5 nats below it.
 _HIST_SCALE, _HIST_LIMIT, _HIST_BINS = 1e-3, 10.0, 401
@@ -36,21 +37,25 @@ class LossInputs:
     """The tokens of one micro-batch, as the policy loss needs them."""
 
     logprobs: PerToken
-    """By the policy that trains, with their graph."""
+    """The logprobs of the policy that trains, with their graph."""
     entropy: PerToken
+    """The entropies of the policy's distributions, with their graph."""
     old_logprobs: PerToken
+    """The policy's logprobs before the update, without a graph."""
     ref_logprobs: PerToken | None
+    """The reference's logprobs. None: the loss has no KL term."""
     advantages: PerToken
     loss_mask: Mask
+    """True where a token counts in the loss."""
     sequence_index: Index
     weights: PerToken
-    """From `aggregation_weights`."""
+    """The weights of the tokens in the loss, from `aggregation_weights`."""
     correction: PerToken | None = None
     """Factors of the policy terms, from `rollout_correction`. None: 1."""
 
 
 def policy_loss(inputs: LossInputs, options: LossConfig) -> tuple[Float[Tensor, ""], Reductions]:
-    """Returns what a micro-batch adds to the loss of its mini-batch, and its metrics.
+    """Returns (the amount [] that a micro-batch adds to the loss of its mini-batch, its metrics).
 
     The metrics, detached, are the sums "loss", "policy", "kl" and "entropy", weighted as in the
     loss, "loss_tokens", and means over tokens under their metric keys.
@@ -112,7 +117,7 @@ def policy_loss(inputs: LossInputs, options: LossConfig) -> tuple[Float[Tensor, 
 def _policy_terms(
     logprobs: PerToken, log_ratio: PerToken, advantages: PerToken, options: LossConfig
 ) -> tuple[PerToken, Mask]:
-    """Returns the policy's term of each token, and a mask of the clipped ones."""
+    """Returns (the policy's term of each token, a mask of the clipped tokens)."""
     # Beyond e^20 a ratio is an accident, and if exp overflows its gradient would be inf * 0 = NaN.
     ratio = torch.exp(log_ratio.clamp(-20.0, 20.0))
     clipped_ratio = ratio.clamp(1.0 - options.clip_ratio_low, 1.0 + options.clip_ratio_high)
@@ -259,6 +264,7 @@ def _sequence_sum(values: PerToken, sequence_index: Index) -> PerToken:
 
 
 def _sequence_mean(values: PerToken, loss_mask: Mask, sequence_index: Index) -> PerToken:
+    """Returns the mean over the counted tokens of each sequence, in a tensor of C values."""
     total = _sequence_sum(torch.where(loss_mask, values, 0.0).double(), sequence_index)
     count = _sequence_sum(loss_mask.double(), sequence_index)
     return (total / count.clamp(min=1)).to(values.dtype)
@@ -270,8 +276,9 @@ def taught_loss(
     signal: TeacherSignal,
     divergence: PerToken | None = None,
 ) -> tuple[Tensor, Reductions]:
-    """As `policy_loss`, with the teacher's signal in the loss. `divergence` is given if the signal
-    is one."""
+    """Returns the loss and metrics of `policy_loss`, with the teacher's signal added to the loss.
+
+    `divergence` [C] is given if the signal is a divergence, and is None if it is logprobs."""
     mask = inputs.loss_mask
     advantages, teacher_metrics = taught_advantages(
         signal, inputs.advantages, inputs.old_logprobs, mask
@@ -287,7 +294,7 @@ def taught_loss(
 def taught_advantages(
     signal: TeacherSignal, advantages: PerToken, old_logprobs: PerToken, mask: Mask
 ) -> tuple[PerToken, Reductions]:
-    """Returns the advantages with the teacher's logprobs in them, and the teacher's metrics.
+    """Returns (the advantages changed by the teacher's logprobs, the teacher's metrics).
 
     A_t - coef * (log pi_old - log pi_teacher) at each sampled token gives, on average over samples,
     the gradient of coef * KL(policy || teacher) of that token (Thinking Machines, "On-Policy
@@ -303,8 +310,8 @@ def taught_advantages(
 def divergence_loss(
     signal: TeacherSignal, divergence: PerToken, weights: PerToken, mask: Mask
 ) -> tuple[Tensor, Reductions]:
-    """Returns what coef * divergence adds to the loss, weighted as the policy's term, and the
-    teacher's metrics."""
+    """Returns (the amount [] that coef * divergence adds to the loss, the teacher's metrics). The
+    divergence is weighted as the policy's term is."""
     mask = _answered(signal, mask)
     divergence = torch.where(mask, divergence, 0.0)
     term = signal.coef * (torch.where(mask, weights, 0.0).double() * divergence.double()).sum()
@@ -313,11 +320,12 @@ def divergence_loss(
 
 
 def _answered(signal: TeacherSignal, mask: Mask) -> Mask:
-    """Returns the mask without the tokens about which the teacher's server said nothing."""
+    """Returns the mask without the tokens that got no answer from the teacher's server."""
     return mask if signal.answered_mask is None else mask & signal.answered_mask
 
 
 def _teacher_metrics(signal: TeacherSignal, kl: PerToken, mask: Mask) -> Reductions:
+    """Returns the mean KL to the teachers over the tokens of `mask`, and that to each teacher."""
     metrics: Reductions = {"teacher/kl": Mean(kl.double().sum(), mask.sum())}
     for name, teacher_mask in signal.masks_by_teacher.items():
         total = torch.where(teacher_mask, kl, 0.0).double().sum()

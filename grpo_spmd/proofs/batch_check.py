@@ -694,8 +694,8 @@ def check_data(
             if data.prompt_template or name != data.prompt_key
         }
         expected["prompts"] = prompt.text
-        # reward_inputs has one entry for each completion, in the order of the groups. It is shorter
-        # if no function kept its arguments.
+        # reward_inputs has one entry for each completion, in the order of the groups. Not strict:
+        # the slice goes on with the completions of later groups.
         start = number * len(group.completions)
         for completion, inputs in zip(
             group.completions, scored.reward_inputs[start:], strict=False

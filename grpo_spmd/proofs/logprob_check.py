@@ -1,4 +1,8 @@
-"""Engine and policy must give the sampled tokens the same logprobs."""
+"""Checks at every step that engine and policy give the sampled tokens the same logprobs.
+
+A difference is policy minus engine, in nats, at one sampled token. The check bounds the mean and
+the largest |difference|, and the tilt: the slope of the differences over (logprob + entropy).
+"""
 
 from __future__ import annotations
 
@@ -10,28 +14,31 @@ from typing import Any, NamedTuple
 class MismatchError(RuntimeError):
     """Engine and policy give the sampled tokens logprobs that rounding does not explain."""
 
-    says_all = True  # in the report of a failure
+    # The report of a failure prints the whole message.
+    says_all = True
 
 
 class _Bounds(NamedTuple):
-    """Bounds of |policy - engine|, in nats."""
+    """The bounds of |policy - engine|, in nats, for one number format."""
 
     first_mean: float
-    """Of the first step's mean."""
+    """The bound of the first step's mean."""
     min_mean: float
-    """Smallest bound of later means."""
+    """The smallest bound that a later mean may have."""
     max_mean: float
-    """Largest bound of later means."""
+    """The largest bound that a later mean may have."""
     largest: float
-    """Of the largest difference in a step."""
+    """The bound of the largest difference in a step."""
     tilt: float
+    """The bound of |tilt|, in nats per nat."""
 
 
 _BOUNDS = {
     "float32": _Bounds(1e-4, 1e-4, 1e-4, 0.05, 1e-4),
     "bfloat16": _Bounds(0.05, 0.03, 0.1, 15.0, 0.015),
 }
-_SIGMAS = 6.0  # a tilt must be so many standard errors away from 0
+# A tilt counts only if it is this many standard errors away from 0.
+_SIGMAS = 6.0
 
 _CAUSES_FROM_THE_START = (
     "the policy does not compute this model as the engine does; the temperatures differ; the "
@@ -51,12 +58,14 @@ _CAUSES_LATER = (
 def bounds_of(
     dtype: str, max_mismatch: float | None, first_mean: float | None
 ) -> tuple[float, float]:
-    """Returns the bounds of a step's mean and largest |policy - engine|.
+    """Returns (bound of the mean, bound of the largest) |policy - engine| of a step, in nats.
 
-    `first_mean` is the mean of the run's first step, None at that step."""
+    `max_mismatch` is `proofs.max_mismatch`: if set, the mean alone is bounded. `first_mean` is the
+    mean of the run's first step, None at that step."""
     if max_mismatch is not None:
         return max_mismatch, math.inf
     bounds = _BOUNDS[dtype]
+    # The first step may be wrong itself: it has a bound that does not depend on the run.
     if first_mean is None:
         return bounds.first_mean, bounds.largest
     return min(max(4 * first_mean, bounds.min_mean), bounds.max_mean), bounds.largest
@@ -90,15 +99,16 @@ class LogprobCheck:
         self._dtype = dtype
         self._max_mismatch = max_mismatch
         self.first_step: tuple[float, float] | None = None
-        """Mean and largest difference of the first step."""
+        """(mean, largest) |difference| of the run's first step. None before that step."""
+        # Sums a d, a^2 and (a d)^2 over the last steps, with falling weights; see mismatch_sums.
         self._tilt_sums = [0.0, 0.0, 0.0]
 
     def state(self) -> dict[str, Any]:
-        """Returns what a checkpoint must hold. It is known on rank 0 only."""
+        """Returns the state for a checkpoint. Only rank 0 has it."""
         return {"mismatch_scale": self.first_step}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continues from `state`. Does nothing if it is empty."""
+        """Continues from a `state()`. Does nothing if the state is empty."""
         if state.get("mismatch_scale") is not None:
             self.first_step = tuple(state["mismatch_scale"])
 
@@ -109,14 +119,16 @@ class LogprobCheck:
         largest: float | None,
         tilt_sums: Sequence[float] | None = None,
     ) -> None:
-        """Checks |policy - engine| over all ranks' tokens. None: the step has no tokens.
+        """Checks one step. Raises MismatchError if a bound is exceeded.
 
-        `tilt_sums` are those of `losses.TILT_SUMS`. Raises MismatchError."""
+        `mean` and `largest` are |policy - engine| over the tokens of all ranks, in nats; None if
+        the step has no tokens. `tilt_sums` are the sums of `losses.TILT_SUMS` in this order."""
         if mean is None or largest is None:
             return
         first_mean = self.first_step[0] if self.first_step is not None else None
         mean_bound, largest_bound = bounds_of(self._dtype, self._max_mismatch, first_mean)
         causes = _CAUSES_FROM_THE_START if self.first_step is None else _CAUSES_LATER
+        # Written so that NaN, which compares as False, is a fault.
         if not (mean <= mean_bound and largest <= largest_bound):
             raise MismatchError(
                 f"step {step}: engine and policy differ by {mean:.3g} nats a token on the tokens "
@@ -126,6 +138,7 @@ class LogprobCheck:
         tilt, error = self._tilt(tilt_sums)
         tilt_bound = _BOUNDS[self._dtype].tilt
         if self._max_mismatch is None and abs(tilt) > max(tilt_bound, _SIGMAS * error):
+            # logprobs at another temperature differ by about tilt * (logprob + entropy).
             temperature_ratio = 1 / (1 + tilt) if tilt > -1 else math.inf
             raise MismatchError(
                 f"step {step}: engine and policy differ by {mean:.3g} nats a token on the tokens "
@@ -137,7 +150,8 @@ class LogprobCheck:
         self.first_step = self.first_step or (mean, largest)
 
     def _tilt(self, sums: Sequence[float] | None) -> tuple[float, float]:
-        """Returns the slope over the last steps, with falling weights, and its standard error."""
+        """Returns (tilt over the last steps with falling weights, its standard error)."""
+        # Each step weighs 0.8 times as much as the next one.
         if sums is not None and all(map(math.isfinite, sums)):
             self._tilt_sums = [
                 0.8 * total + new for total, new in zip(self._tilt_sums, sums, strict=True)

@@ -1,6 +1,7 @@
-"""The loss written out from its papers, one sequence at a time and in float64.
+"""Computes the loss plainly, as its papers write it: one sequence at a time and in float64.
 
-losses.py must give the same. Nothing of it is imported here, and nothing is fast."""
+learn/losses.py must give the same numbers. Nothing is imported from there, so that both cannot
+have the same fault, and nothing is made fast. The sources are named in losses.py."""
 
 from __future__ import annotations
 
@@ -16,32 +17,36 @@ from grpo_spmd.config.schema import LossConfig
 
 
 class LossTerm(NamedTuple):
-    """A weighted sum."""
+    """A term is a weighted sum over the tokens that count."""
 
     value: Tensor
-    """[], with its graph."""
+    """[] The sum, with its graph."""
     size: float
-    """The sum of |summands|: a difference is judged relative to it."""
+    """The sum of the summands' absolute values. Differences are relative to it."""
 
 
 @dataclass(frozen=True)
 class PlainSequence:
-    """One completion of n tokens: tensors [n], float64."""
+    """One completion of n tokens. Its tensors are float64 [n], but for `counts`."""
 
     advantage: float
+    """One advantage for all tokens."""
     counts: Tensor
-    """bool: the token counts in the loss."""
+    """bool [n]: True if the token counts in the loss."""
     logprobs: Tensor
-    """With its graph."""
+    """The policy's logprobs, with their graph."""
     entropy: Tensor
-    """With its graph."""
+    """The entropy of the policy's distribution at each token, with its graph."""
     old: Tensor
+    """The policy's logprobs before the update."""
     engine: Tensor
+    """The engine's logprobs."""
     ref: Tensor | None = None
+    """The reference's logprobs. None: the loss has no KL term."""
     teacher_penalty: Tensor | None = None
-    """What a teacher takes off the advantage of each token."""
+    """The amount that a teacher subtracts from the advantage of each token. None: 0."""
     divergence: Tensor | None = None
-    """Divergence from a teacher, with its graph."""
+    """The divergence from a teacher at each token, with its graph. None: the loss has none."""
 
 
 def plain_terms(
@@ -52,15 +57,18 @@ def plain_terms(
     max_completion_tokens: int,
     teacher_coef: float = 0.0,
 ) -> dict[str, LossTerm]:
-    """Returns the terms "loss", "policy", "kl", "entropy" and "teacher".
+    """Returns the terms "loss", "policy", "kl", "entropy" and "teacher"; "loss" is the total.
 
-    The denominators are those of the whole mini-batch."""
+    `num_tokens` and `num_sequences` count over the mini-batch on all ranks; they are the
+    denominators of `loss.aggregation`. `max_completion_tokens` is that of "constant".
+    `teacher_coef` is the weight of the divergence."""
     values = {
         name: torch.zeros((), dtype=torch.float64)
         for name in ("policy", "kl", "entropy", "teacher")
     }
     sizes = dict.fromkeys(values, 0.0)
     for sequence in sequences:
+        # Masked tokens are left out instead of multiplied by 0: their logprobs may be NaN.
         counted = sequence.counts.nonzero()[:, 0].to(sequence.logprobs.device)
         if not len(counted):
             continue
@@ -107,35 +115,39 @@ def plain_terms(
 
 
 def _objective(p: Tensor, old: Tensor, advantages: Sequence[float], loss: LossConfig) -> Tensor:
-    """Returns what is maximised at each token of one sequence."""
+    """Returns the objective [n], which is maximised, at each token of one sequence. `p` are the
+    policy's logprobs."""
     low = 1 - loss.clip_ratio_low
     high = 1 + loss.clip_ratio_high
     ratio = (p - old).exp()
-    if loss.policy == "cispo":  # the clipped ratio is a constant factor of the logprob
+    # cispo: the clipped ratio is a constant factor of the logprob.
+    if loss.policy == "cispo":
         factors = [
             advantage * min(max(value, low), high)
             for advantage, value in zip(advantages, ratio.tolist(), strict=True)
         ]
         return torch.tensor(factors, dtype=p.dtype, device=p.device) * p
-    if loss.policy == "gspo":  # one ratio a sequence; each token has its part of the gradient
+    # gspo: the sequence has one ratio, and each token has its part of the gradient.
+    if loss.policy == "gspo":
         ratio = (p - p.detach() + (p - old).mean().detach()).exp()
-    pieces = []
+    objectives = []
     for advantage, token_ratio in zip(advantages, ratio, strict=True):
         value = float(token_ratio.detach())
-        piece = advantage * token_ratio
-        # A clipped piece is a constant: 0 * ratio keeps it in the graph.
+        objective = advantage * token_ratio
+        # A clipped objective is a constant: 0 * ratio keeps it in the graph.
         if (advantage > 0 and value > high) or (advantage < 0 and value < low):
-            piece = advantage * (high if value > high else low) + 0 * token_ratio
+            objective = advantage * (high if value > high else low) + 0 * token_ratio
+        # Dual clip bounds the objective where the ratio of a bad token grows (Ye et al. 2020).
         if loss.dual_clip is not None and advantage < 0 and value > loss.dual_clip:
-            piece = advantage * loss.dual_clip + 0 * token_ratio
-        pieces.append(piece)
-    return torch.stack(pieces)
+            objective = advantage * loss.dual_clip + 0 * token_ratio
+        objectives.append(objective)
+    return torch.stack(objectives)
 
 
 def _correction(log_ratio: Tensor, loss: LossConfig) -> Tensor:
-    """Returns the weight of each token for the mismatch of policy and engine.
+    """Returns the weight [n] of each token that corrects the mismatch of policy and engine.
 
-    `log_ratio` is the policy's logprobs minus the engine's."""
+    `log_ratio` [n] is the policy's old logprobs minus the engine's."""
     cap = loss.rollout_correction_cap
     ratios = [math.exp(x) for x in log_ratio.tolist()]
     weights = {
@@ -148,6 +160,7 @@ def _correction(log_ratio: Tensor, loss: LossConfig) -> Tensor:
 
 
 def _kl(p: Tensor, ref: Tensor, estimator: str) -> Tensor:
+    """Returns the estimate [n] of KL(policy || reference) at each token, from logprobs [n]."""
     if estimator == "k1":
         return p - ref
     if estimator == "k2":

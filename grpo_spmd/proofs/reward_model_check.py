@@ -1,8 +1,9 @@
-"""The running check of reward models: transformers alone renders and scores a few completions
-again.
+"""The running check of reward models: a few completions are rendered and scored again by
+transformers alone.
 
-It runs at a process's first scoring and every `proofs.every_steps`, one text per pass, with the
-model's own attention and head.
+To render is to apply the reward model's chat template to prompt and completion. The check runs at
+the first scoring of a process and every `proofs.every_steps` steps, with one text per forward pass,
+and with the model's own attention and head.
 """
 
 from __future__ import annotations
@@ -22,35 +23,39 @@ from grpo_spmd.proofs.gradient_check import eager_attention
 from grpo_spmd.records import Completion, Prompt
 
 _log = logging.getLogger("grpo_spmd")
-_NUM_TEXTS = 4  # of a rank
+# The number of texts that each rank scores again: one forward pass each.
+_NUM_TEXTS = 4
 # Bounds of one text's difference, and of the mean of several, relative to 1 + the score's size.
 # Measured over 30 random models of 5 families, 2 to 24 layers, 32 texts each: float32 up to 1e-5;
 # bfloat16 up to 0.04, with sharp attention 0.18, and means of 4 texts up to 0.09, which is as far
 # as transformers in bfloat16 is from itself in float32. Scores of other texts are off by 0.3 to 1,
 # those at the token before by 0.1 to 0.7.
 _BOUNDS = {"float32": (1e-4, 1e-4), "bfloat16": (0.3, 0.1)}
-_MAX_NAMED = 4  # differences in an error
+# The number of differences that an error names.
+_MAX_NAMED = 4
 
 
 class RewardModelCheckError(RuntimeError):
     """A reward model gave other scores than transformers gives with the same weights."""
 
-    says_all = True  # in the report of a failure
+    # The report of a failure prints the whole message.
+    says_all = True
 
 
 @dataclass(frozen=True)
 class ScoredCompletion:
-    """A completion with the score of a reward model."""
+    """A completion with the score that a reward model gave it."""
 
     prompt: Prompt
     completion: Completion
     value: float | None
+    """The score. None: there is none."""
     status: str
-    """"ok", "not_applicable" or "error"."""
+    """The status of the reward: "ok", "not_applicable" or "error"."""
 
 
 class RewardModelCheck:
-    """The check of one reward model. It shares no code with the scoring of rows."""
+    """Checks one reward model. It shares no code with the scoring of micro-batches."""
 
     def __init__(
         self, files: RewardModelFiles, model: RewardModel, policy_tokenizer: Any, dtype: str
@@ -66,13 +71,15 @@ class RewardModelCheck:
         self._has_run = False
 
     def run(self, name: str, scored: list[ScoredCompletion]) -> None:
-        """Collective. Checks some of this rank's completions, spread over all. Raises Rank0Error on
-        every rank."""
+        """Collective. Checks a few of this rank's completions, spread evenly over `scored`.
+
+        `name` is the reward's name in errors. Raises Rank0Error on every rank if a score is
+        wrong."""
         candidates = [c for c in scored if c.status in ("ok", "not_applicable") and _has_text(c)]
         chosen = candidates[:: max(1, len(candidates) // _NUM_TEXTS)][:_NUM_TEXTS]
         errors: list[str] = []
         differences: list[float] = []
-        # A pass is collective: every rank makes as many.
+        # A pass is collective: every rank makes the same number.
         for number in range(_NUM_TEXTS):
             self._check(chosen[number] if number < len(chosen) else None, errors, differences)
         largest: float | None = on_rank0(
@@ -85,7 +92,10 @@ class RewardModelCheck:
     def _check(
         self, scored: ScoredCompletion | None, errors: list[str], differences: list[float]
     ) -> None:
-        """Collective. Compares one score. Without a completion it only makes the pass."""
+        """Collective. Compares one score, and appends to `errors` and `differences` (relative to 1
+        + the score's size).
+
+        Without a completion it only makes the pass, together with the other ranks."""
         ids = self._encode(scored) if scored is not None else []
         is_long = len(ids) > self._files.max_tokens
         ids = ids[-self._files.max_tokens :] if is_long else ids
@@ -104,6 +114,7 @@ class RewardModelCheck:
         if scored.value is None:
             errors.append(f"a text of {len(ids)} tokens has no score")
             return
+        # A model that overflows gives no number to compare with.
         if not math.isfinite(plain):
             return
         difference = abs(scored.value - plain) / (1 + abs(plain))
@@ -115,7 +126,7 @@ class RewardModelCheck:
             )
 
     def _encode(self, scored: ScoredCompletion) -> list[int]:
-        """Returns the text's tokens as transformers renders and encodes it."""
+        """Returns the tokens of prompt and completion as transformers renders and encodes them."""
         prompt = scored.prompt.text
         episode = scored.completion.episode
         completion_ids = scored.completion.token_ids
@@ -123,7 +134,7 @@ class RewardModelCheck:
         if isinstance(prompt, str) and episode is None:
             vocabulary = self._tokenizer.get_vocab()
             policy_vocabulary = self._policy_tokenizer.get_vocab()
-            # With the policy's vocabulary the tokens are taken as they are.
+            # With the policy's vocabulary the policy's own tokens are scored, without decoding.
             if all(vocabulary.get(token) == i for token, i in policy_vocabulary.items()):
                 return [*scored.prompt.token_ids, *completion_ids]
             return list(self._tokenizer.encode(prompt + text))
@@ -137,7 +148,8 @@ class RewardModelCheck:
 
     @torch.no_grad()
     def _plain_score(self, ids: list[int]) -> float:
-        """Collective."""
+        """Collective. Returns the score of one text by a plain forward pass with eager
+        attention."""
         device = next(self._model.parameters()).device
         with eager_attention(self._model.model):
             return float(self._model.plain_score(torch.tensor(ids, device=device)))
@@ -151,11 +163,14 @@ def _has_text(scored: ScoredCompletion) -> bool:
 def _raise_if_different(
     name: str, ranks: list[tuple[list[str], list[float]]], mean_bound: float
 ) -> float | None:
-    """Runs on rank 0. Returns the largest difference, or None without any text."""
+    """Returns the largest difference over all ranks, or None if there is no text. Runs on rank 0.
+
+    `ranks` has (errors, differences) of each rank. Raises RewardModelCheckError if any rank has an
+    error, or if the mean difference is above `mean_bound`."""
     errors = [f"rank {rank}: {error}" for rank, (errors, _) in enumerate(ranks) for error in errors]
     differences = [difference for _, differences in ranks for difference in differences]
     mean = sum(differences) / max(len(differences), 1)
-    # One alone may be off by more.
+    # A single text may differ by more than the mean of several may.
     if not errors and len(differences) >= _NUM_TEXTS and not mean <= mean_bound:
         errors = [
             f"by {mean:.3g} of 1 + a score's size on average over {len(differences)} texts; "
