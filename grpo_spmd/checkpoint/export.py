@@ -234,7 +234,8 @@ def save_model(
 def _save(tensors: dict[str, Tensor], path: Path) -> None:
     from safetensors.torch import save_file
 
-    save_file(tensors, path, metadata={"format": "pt"})  # without it transformers refuses the file
+    # transformers refuses a file without this metadata
+    save_file(tensors, path, metadata={"format": "pt"})
 
 
 @contextmanager
@@ -310,7 +311,8 @@ def export_merged(
     Raises ConfigError where the checkpoint has no adapters, or the base is not to be found or is
     another model."""
     trainer = read_trainer(checkpoint, ("world_size", "config", "dtype", "model_path"))
-    regular_files(checkpoint)  # raises where a link leads out of it
+    # raises if a link leads out of the folder
+    regular_files(checkpoint)
     adapter_config = checkpoint / "model" / "adapter_config.json"
     if not adapter_config.is_file():
         raise ConfigError(

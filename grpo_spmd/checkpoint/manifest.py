@@ -26,7 +26,8 @@ from grpo_spmd.files import MANIFEST_FILE, UntrustedError, check_fields, regular
 # Of trainer.json, what a run needs to go on.
 TO_GO_ON = ("step", "position", "num_updates", "skipped_in_a_row", "config", "world_size",
             "model_fingerprint", "data_fingerprint")  # fmt: skip
-FORMAT = 1  # of a checkpoint; a higher one is refused, since it was written by a later grpo_spmd
+# The format of checkpoints. A higher one was written by a later grpo_spmd and is refused.
+FORMAT = 1
 
 
 class CheckpointError(RuntimeError):
@@ -58,7 +59,8 @@ def read_manifest(checkpoint: Path) -> dict[str, dict[str, Any]]:
         raise CheckpointError(f"{checkpoint}: {name} is missing")
     for name in sorted(present - files.keys()):
         raise CheckpointError(f"{checkpoint}: {name} is not in manifest.json")
-    for name in files:  # torch's reader takes every file of that folder for a shard
+    # torch's reader takes every file in state/ for a shard
+    for name in files:
         if name.startswith("state/") and not re.fullmatch(r"state/shard_\d{5,}\.safetensors", name):
             raise CheckpointError(f"{checkpoint}: {name} is not the name of a shard")
     return files

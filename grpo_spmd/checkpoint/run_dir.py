@@ -273,7 +273,8 @@ def _launch_id() -> str:
 
 def _link_or_copy(source: str, target: str) -> None:
     try:
-        os.link(source, target)  # a checkpoint's files are never changed
+        # a checkpoint's files are never changed
+        os.link(source, target)
     except OSError:  # another file system, or one without links
         shutil.copyfile(source, target)
 

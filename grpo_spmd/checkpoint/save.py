@@ -49,7 +49,8 @@ from grpo_spmd.observe.metrics_file import is_evaluation, read_metrics
 from grpo_spmd.rollout.buffer import delete_until
 
 _log = logging.getLogger("grpo_spmd")
-_SAVED_WITHIN_S = 3600.0  # a file server that hangs for longer is a failed save
+# A save that hangs for longer (a file server may) counts as failed.
+_SAVED_WITHIN_S = 3600.0
 
 
 @dataclass(frozen=True)
@@ -99,13 +100,17 @@ class Checkpoints:
         self._buffers: dict[str, Tensor] = {}
         self._staged: _StagedSave | None = None
         self._writer: threading.Thread | None = None
-        self._failure: str | None = None  # of the last save; on rank 0 that of any rank
+        # why the last save failed on this rank; on rank 0: on any rank
+        self._failure: str | None = None
         self._store = clone_store()
         self._num_saves = 0
-        self._saved_step = -1  # the last that was staged, or the step of the run's start
-        self._max_save_s = 0.0  # from the copy to the folder's name
+        # the step whose state was staged last, or the step that the run started from
+        self._saved_step = -1
+        # the longest time from the begin of the copy to the rename of the folder
+        self._max_save_s = 0.0
         self._metric_by_step: dict[int, float] = {}
-        self._num_metrics_bytes = 0  # of metrics.jsonl that were read
+        # bytes of metrics.jsonl that `_best_step` has read so far
+        self._num_metrics_bytes = 0
 
     def load(self, start: Start) -> None:
         """Collective. Restores policy, optimizer and schedule from the start's checkpoint, if it
@@ -308,7 +313,8 @@ class Checkpoints:
         write_manifest(temporary, digests)
         metrics = self._run_dir / "metrics.jsonl"
         if metrics.exists():
-            sync_path(metrics)  # its last line must not be lost once this checkpoint is kept
+            # a run that goes on from this checkpoint does not write these lines again
+            sync_path(metrics)
         put_in_place(temporary, staged.folder)
         self._max_save_s = max(self._max_save_s, time.perf_counter() - staged.start)
         delete_until(self._run_dir, staged.step)

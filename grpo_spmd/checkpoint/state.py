@@ -25,7 +25,8 @@ from grpo_spmd.model.policy import Policy
 from grpo_spmd.records import Prompt
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # safetensors' names
+# The names that safetensors gives to dtypes.
+_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 class TrainedSignal(Protocol):

@@ -1,4 +1,7 @@
-"""The table of GPUs by name: memory, arithmetic and bandwidth. Imports no torch."""
+"""Lists GPUs ("cards") by name, with their memory, arithmetic and bandwidth.
+
+The figures serve MFU and the planning of runs. Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +16,18 @@ _CUSTOM = "80GiB,989TFLOPS,3350GB/s"
 
 @dataclass(frozen=True)
 class Card:
-    """One GPU. All figures are ceilings: what is computed from them is an estimate."""
+    """Describes one GPU. All figures are ceilings, so numbers computed from them are estimates."""
 
     name: str
     gib: float
-    """What the driver tells a process before any context; a little less than the nominal figure."""
+    """The memory that a process may see without a context, a little below the nominal figure."""
     tflops: float
     """Dense bfloat16 products with float32 sums, 1e12/s."""
     memory_gb_s: float
     link_gb_s: float
-    """To the other GPUs of a node, in one direction."""
+    """The bandwidth to the other GPUs of a node, in one direction."""
     host_gb_s: float = 25.0
-    """To and from pinned host memory; PCIe 4 x16 reaches about 25 of its 32."""
+    """The bandwidth to and from pinned host memory; PCIe 4 x16 reaches about 25 of its 32."""
 
 
 # TFLOP/s, GB/s and links: NVIDIA's data sheets of each card (A100: DS-10031 of 2021; H100 and H200:
@@ -43,7 +46,8 @@ CARDS = {
         Card("RTX4090-24GB", 23.6, 165, 1008, 25),
     )
 }
-# Sold under other names with the same arithmetic, by a part of what the driver calls them.
+# Cards with the same arithmetic that are sold under other names. Keys are parts of the driver's
+# names.
 _ALIKE = {
     "H800": "H100-80GB",
     "GH200": "H200-141GB",
@@ -53,19 +57,23 @@ _ALIKE = {
 
 
 def peak_tflops(device_name: str) -> float | None:
-    """Of the device that the driver calls so ("NVIDIA H100 80GB HBM3"); None where it is not in the
-    table."""
-    pieces = {card.name.partition("-")[0]: card.tflops for card in CARDS.values()}
-    pieces |= {piece: CARDS[name].tflops for piece, name in _ALIKE.items()}
-    return next(
-        (pieces[piece] for piece in sorted(pieces, key=len, reverse=True) if piece in device_name),
-        None,
-    )
+    """Returns the peak TFLOP/s of a device; None if the table does not have the device.
+
+    `device_name` is the driver's name for it, such as "NVIDIA H100 80GB HBM3".
+    """
+    tflops = {card.name.partition("-")[0]: card.tflops for card in CARDS.values()}
+    tflops |= {model: CARDS[name].tflops for model, name in _ALIKE.items()}
+    # the longest name first: "GH200" contains "H200"
+    models = sorted(tflops, key=len, reverse=True)
+    return next((tflops[model] for model in models if model in device_name), None)
 
 
 def find_card(text: str) -> Card:
-    """A card by name ("H100-80GB", "h200", "A100"), or by figures as in _CUSTOM, in which a fourth,
-    "450GB/s", is the link to other GPUs. Raises ConfigError."""
+    """Returns a card by its name or by its figures.
+
+    Names are "H100-80GB", "h200" and the like. Figures are written as in _CUSTOM; a fourth figure,
+    "450GB/s", is the link to other GPUs. Raises ConfigError for anything else.
+    """
     plain = re.sub(r"[\s_]", "", text).lower()
     if "," in plain or plain.endswith("gib"):
         return _custom(text, plain.split(","))
@@ -84,17 +92,18 @@ def find_card(text: str) -> Card:
     )
 
 
-def _custom(text: str, pieces: list[str]) -> Card:
+def _custom(text: str, figures: list[str]) -> Card:
+    """Returns the card of these figures (GiB, TFLOP/s, GB/s of memory, GB/s of the link)."""
     units = ("gib", "tflops", "gb/s", "gb/s")
-    if not 3 <= len(pieces) <= 4 or not all(
-        piece.endswith(unit) for piece, unit in zip(pieces, units, strict=False)
+    if not 3 <= len(figures) <= 4 or not all(
+        figure.endswith(unit) for figure, unit in zip(figures, units, strict=False)
     ):
         raise ConfigError(
             f"--gpu: {text!r} is not GiB, TFLOP/s and GB/s of a card, as in {_CUSTOM}"
         )
     try:
         values = [
-            float(piece.removesuffix(unit)) for piece, unit in zip(pieces, units, strict=False)
+            float(figure.removesuffix(unit)) for figure, unit in zip(figures, units, strict=False)
         ]
     except ValueError:
         raise ConfigError(

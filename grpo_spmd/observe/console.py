@@ -1,4 +1,4 @@
-"""Prints what is about to start, a line per step, and warnings of what a curve shows too late.
+"""Prints the run's start, a line for each step, and warnings about steps that teach nothing.
 
 Lines of steps are columns of fixed width that fit the terminal, or 80 columns if there is none.
 """
@@ -22,8 +22,10 @@ from grpo_spmd.distributed.exit import Terminal
 
 _log = logging.getLogger("grpo_spmd")
 _HEADER_EVERY_LINES = 20
-_NUM_RECENT_STEPS = 20  # whose mean time the remaining steps are expected to take
-_MIN_ENTROPY = 0.01  # nats per token: about one token in a thousand is not the likeliest
+# The remaining steps are expected to take the mean time of so many last steps.
+_NUM_RECENT_STEPS = 20
+# In nats per token. At this entropy about one token in a thousand is not the likeliest one.
+_MIN_ENTROPY = 0.01
 Metrics = Mapping[str, float | None]
 
 
@@ -37,6 +39,8 @@ def _duration(seconds: float) -> str:
 
 
 class _Column(NamedTuple):
+    """Describes one column of the lines of steps: its title, its width and its metric."""
+
     title: str
     width: int
     metric: str
@@ -55,7 +59,8 @@ _COLUMNS = (
     _Column("mismatch", 9, "weight_sync/mismatch_kl", "{:.0e}".format),
     _Column("time", 6, "time/step_s", _duration),
 )
-_ENTROPY = _Column("entropy", 8, "loss/entropy", "{:.3f}".format)  # in wide terminals
+# This column is shown in wide terminals only.
+_ENTROPY = _Column("entropy", 8, "loss/entropy", "{:.3f}".format)
 _LEFT_WIDTH = 6
 
 
@@ -66,11 +71,12 @@ def banner(
     rewards: Sequence[RewardConfig],
     num_steps: int,
 ) -> Iterator[str]:
-    """Yields lines that say what is about to be trained, before anything takes long."""
+    """Yields lines that describe the training, for the time before the models are loaded."""
     lora = f", LoRA of rank {model.lora.rank}" if model.lora.rank else ""
     yield f"model: {model.path}, {model.dtype}{lora}"
     yield f"data: {data.train}"
-    if rewards:  # an environment may give the only reward
+    # an environment may give the only reward
+    if rewards:
         names = ", ".join(
             reward.metric_name
             if reward.weight == 1
@@ -88,8 +94,10 @@ def banner(
 
 
 def log_to_terminal(rank: int) -> None:
-    """Shows rank 0's log lines and other ranks' warnings, and keeps all lines for the file that
-    comes later."""
+    """Shows rank 0's log lines and other ranks' warnings in the terminal.
+
+    All lines are kept in memory too, until `log_to_file` opens the file.
+    """
     terminal = Terminal(sys.stdout)
     terminal.setLevel(logging.WARNING if rank else logging.INFO)
     terminal.setFormatter(logging.Formatter(f"rank {rank}: %(message)s" if rank else "%(message)s"))
@@ -99,7 +107,7 @@ def log_to_terminal(rank: int) -> None:
 
 
 def log_to_file(path: Path) -> None:
-    """Writes all lines to `path` too, those that waited for it first."""
+    """Writes all log lines to `path` too, beginning with the lines that were kept in memory."""
     file = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     for handler in list(_log.handlers):
@@ -111,15 +119,16 @@ def log_to_file(path: Path) -> None:
 
 
 class Console:
-    """Lines for the steps of a run with `num_steps` steps."""
+    """Makes the lines and the warnings for the steps of a run with `num_steps` steps."""
 
     def __init__(self, num_steps: int) -> None:
         self._num_steps = num_steps
         self._num_lines = 0
         self._columns: tuple[_Column, ...] = _COLUMNS
         self._step_width = len(f"step {num_steps}/{num_steps}")
+        # columns of the terminal that are free behind the fixed columns
         self._room = 0
-        # when the last steps ended, on the monotonic clock
+        # the times when the last steps ended, on the monotonic clock
         self._ends: deque[float] = deque(maxlen=_NUM_RECENT_STEPS + 1)
         self._warned: set[str] = set()
 
@@ -145,7 +154,7 @@ class Console:
         yield "".join(cells) + self._details(metrics)
 
     def warnings(self, metrics: Metrics) -> Iterator[str]:
-        """Yields what is wrong with the step, each kind once in the life of the process."""
+        """Yields the alarms of a step as texts, each kind only once in the life of the process."""
         for name, text in alarms(metrics):
             if name not in self._warned:
                 self._warned.add(name)
@@ -169,8 +178,10 @@ class Console:
         return _duration((self._num_steps - step) * sum(steps_s) / len(steps_s))
 
     def _details(self, metrics: Metrics) -> str:
-        """Returns what the terminal has room for: each reward, then the slowest phases."""
+        """Returns further cells that fit into the terminal: each reward, then the slowest
+        phases."""
         rewards = {
+            # "reward/NAME/mean" without its ends
             name[7:-5]: value
             for name, value in metrics.items()
             if re.fullmatch("reward/.+/mean", name)
@@ -191,7 +202,7 @@ class Console:
 
 
 def alarms(metrics: Metrics) -> Iterator[tuple[str, str]]:
-    """Yields (name, text) of what is wrong with a step."""
+    """Yields (kind, text) for each trouble that a step's metrics show."""
     step = int(metrics["step"] or 0)
     dump = f"rollouts/step_{step:06d}.jsonl"
     has_critic = metrics.get("critic/loss") is not None
@@ -203,7 +214,9 @@ def alarms(metrics: Metrics) -> Iterator[tuple[str, str]]:
             f"{critic_skipped:.0f} updates of the critic were given up: "
             "loss or gradient was not finite",
         )
+    # the policy makes no update while the critic warms up, and that is no trouble
     is_warming_up = has_critic or critic_skipped > 0
+    # with a teacher or a critic a group of equal rewards still gives a gradient
     has_signal = metrics.keys() & {"teacher/kl", "critic/loss"}
     if not metrics["optim/updates"] and not metrics["optim/skipped_updates"] and not is_warming_up:
         yield (

@@ -34,11 +34,13 @@ from grpo_spmd.observe.trackers.wandb_run import WandbRun
 
 _log = logging.getLogger("grpo_spmd")
 _PR_SET_PDEATHSIG = 1
-# Nobody waits for a report while the run goes on; the run waits for the last one.
+# Seconds that a report may take, and its niceness. Nobody waits for a report while the run goes on,
+# but the run waits for the last one.
 _MAX_S, _LAST_MAX_S = 600.0, 45.0
 _NICE, _LAST_NICE = 19, 5
 _POLL_S = 0.1
-_KILLED_S = 5.0  # that a killed report gets to be gone
+# Seconds that a killed report gets to end.
+_KILLED_S = 5.0
 # Bytes of address space, and of a file that it writes.
 MAX_MEMORY = 4 << 30
 MAX_FILE = 1 << 28
@@ -61,15 +63,16 @@ _THREAD_COUNTS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 FINISH_S = 60.0
 STOPPED_S = 5.0
 
+# Followers of runs that have not ended, for `finish_all`.
 _open: weakref.WeakSet[Followers] = weakref.WeakSet()
 
 
 class ReportProcess:
-    """Rank 0's side: a thread that starts a report every `every_steps` steps, and one at the end.
+    """Runs a thread on rank 0 that starts a report every `every_steps` steps and at the end.
 
-    There are never two reports at once: steps that come while one is made start none. The kernel
-    kills the process when the thread ends, and so when the run is killed. A failure costs a
-    warning.
+    There are never two reports at once: steps that end while a report is made start no other. The
+    kernel kills the report's process when the thread ends, so also when the run is killed. A
+    failure costs a warning.
     """
 
     def __init__(self, run_dir: Path, every_steps: int, module: str = "grpo_spmd.report") -> None:
@@ -84,20 +87,22 @@ class ReportProcess:
         self._thread.start()
 
     def step_written(self, step: int) -> None:
-        """Takes microseconds."""
+        """Asks for a report if `step` is due. Takes microseconds."""
         if step % self._every_steps == 0:
             self._news.set()
 
     def end(self, makes_last: bool) -> None:
-        """Ends the report that is being made, which is older than the last step, and may ask for a
-        last one."""
+        """Ends the report that is being made, since it lacks the last steps.
+
+        With `makes_last` one more report is made.
+        """
         self._makes_last = makes_last
         self._ended.set()
         self._news.set()
 
     def finish(self, timeout_s: float) -> None:
-        """After `end`: waits up to `timeout_s` for the last report, or for the end of the one that
-        is being made."""
+        """Waits up to `timeout_s` for the last report, or for the killed one to end. Call `end`
+        first."""
         self._thread.join(max(timeout_s, 0) + _KILLED_S)
 
     def _run(self) -> None:
@@ -113,6 +118,7 @@ class ReportProcess:
             _log.warning("no report is made any more: %s: %s", type(error).__name__, error)
 
     def _make(self, is_last: bool) -> None:
+        """Makes one report and waits for it; kills it if it takes too long or the run ends."""
         max_s = _LAST_MAX_S if is_last else _MAX_S
         log = self._run_dir / "logs" / "report.log"
         process = self._start(log, _LAST_NICE if is_last else _NICE)
@@ -125,7 +131,8 @@ class ReportProcess:
         if process.returncode is None:
             failure = f"it took more than {max_s:.0f} s"
             process.kill()
-            with suppress(subprocess.TimeoutExpired):  # it waits for a dead file server
+            # a process that waits for a dead file server does not end when killed
+            with suppress(subprocess.TimeoutExpired):
                 process.wait(_KILLED_S)
             if not is_last and self._ended.is_set():
                 return
@@ -135,9 +142,11 @@ class ReportProcess:
         self._has_failed = process.returncode != 0
 
     def _start(self, log: Path, nice: int) -> subprocess.Popen[bytes]:
+        """Starts the process of one report, whose output goes to `log`."""
         log.parent.mkdir(exist_ok=True)
         program = [sys.executable, "-P", "-m", __name__]
         arguments = [str(os.getpid()), str(nice), self._module, str(self._run_dir)]
+        # a link or a fifo in the place of the log is not followed, nor waited for
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK
         with open(os.open(log, flags, 0o666), "wb") as file:
             return subprocess.Popen(
@@ -152,6 +161,7 @@ class ReportProcess:
 
 
 def _report_environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """Returns the environment of a report's process: that of the run without rank and GPU."""
     env = {
         name: value
         for name, value in variables.items()
@@ -165,14 +175,17 @@ def _report_environment(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def _limit_own_process(parent_pid: int, nice: int) -> None:
-    """Makes this process end with the parent's thread and take only what nobody else wants."""
-    with suppress(AttributeError):  # only Linux has prctl
+    """Ties this process to the parent's thread, and lowers its priority and its limits."""
+    # only Linux has prctl
+    with suppress(AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent_pid:  # the parent ended before the call above
+    # the parent ended before the call above
+    if os.getppid() != parent_pid:
         os._exit(0)
     os.nice(nice)
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")  # if memory is short, this process goes first and not the run
+        # if memory is short, this process goes first and not the run
+        file.write("1000")
     limits = {
         resource.RLIMIT_AS: MAX_MEMORY,
         resource.RLIMIT_FSIZE: MAX_FILE,
@@ -185,6 +198,8 @@ def _limit_own_process(parent_pid: int, nice: int) -> None:
 
 
 class Followers:
+    """Holds the trackers' feeds and the report's thread of one run."""
+
     def __init__(self, feeds: Sequence[TrackerFeed], report: ReportProcess | None) -> None:
         self._feeds = feeds
         self._report = report
@@ -198,8 +213,7 @@ class Followers:
             self._report.step_written(step)
 
     def finish(self, has_ended: bool) -> None:
-        """Ends the followers, which finish side by side within 60 s, or 5 s if the run was
-        preempted."""
+        """Ends all followers at the same time, within 60 s, or 5 s if the run was preempted."""
         _open.discard(self)
         deadline = time.monotonic() + (FINISH_S if has_ended else STOPPED_S)
         # all of them are told first, so that they finish at the same time
@@ -214,7 +228,7 @@ class Followers:
 
 
 def finish_all() -> None:
-    """Ends the followers of a run that failed in a process which goes on."""
+    """Ends the followers of every run in this process that failed; the process itself goes on."""
     for followers in list(_open):
         followers.finish(has_ended=False)
 
@@ -222,8 +236,10 @@ def finish_all() -> None:
 def open_followers(
     run_dir: Path, options: LoggingConfig, config: dict[str, Any]
 ) -> Followers | None:
-    """Returns the followers that the options ask for, or None; `config` is what trackers show as
-    the run's."""
+    """Returns the followers that the options ask for, or None if they ask for none.
+
+    Trackers show `config` as the config of the run.
+    """
     trackers: dict[str, Tracker] = {
         "wandb": WandbRun(run_dir, options, config),
         "tensorboard": TensorboardRun(run_dir, config),

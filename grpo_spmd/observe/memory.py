@@ -1,7 +1,8 @@
-"""The phases of a step on this rank: how long each takes, and where the memory is.
+"""Measures time and memory of each phase of a step on this rank.
 
-Torch's tensors do not show the engine's pool, NCCL's buffers or other processes, so every figure of
-memory is reported beside what the driver says.
+The "ledger" keeps the figures of memory by phase. The "pool" is the memory of the engine (vLLM):
+its weights and KV cache. Torch's tensors do not show the engine's pool, NCCL's buffers or other
+processes, so every figure of memory is reported beside what the driver says.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes at one moment, of this rank's process unless said otherwise.
+    """Holds figures of memory in bytes at one moment, for this rank's process if not said else.
 
     On a GPU torch counts the engine's sleep pool (weights, KV cache) even while the engine sleeps:
     vLLM's allocator unmaps it without telling torch. The pool is left out of the first three
@@ -33,23 +34,27 @@ class MemoryUse:
     """
 
     peak: int
-    """GPU: most bytes in live tensors since `reset_peak`. CPU: most resident memory since then
-    (VmHWM)."""
+    """GPU: the most bytes in live tensors since `reset_peak`. CPU: the most resident memory since
+    then (VmHWM)."""
     allocated: int
-    """GPU: in live tensors. CPU: RssAnon, everything allocated and touched, by torch or not."""
+    """GPU: bytes in live tensors. CPU: RssAnon, everything allocated and touched, by torch or
+    not."""
     reserved: int
-    """GPU: what torch took from the driver, its cache included. CPU: VmRSS, pages of mapped files
-    too."""
+    """GPU: the bytes that torch took from the driver, with its cache. CPU: VmRSS, with pages of
+    mapped files."""
     driver_used: int
-    """GPU: in use on the device by all processes. CPU: the host's MemTotal - MemAvailable."""
+    """GPU: the bytes that all processes use on the device. CPU: the host's MemTotal -
+    MemAvailable."""
     other: int
     """driver_used - reserved (CPU: - allocated): the engine's mapped pool, CUDA context, NCCL,
     other processes."""
 
 
 def measure(device: torch.device, pool_bytes: int = 0) -> MemoryUse:
-    """Returns the memory in use now; `pool_bytes` is RolloutEngine.pool_bytes. Takes 0.1 ms on a
-    CPU."""
+    """Returns the memory in use now. Takes 0.1 ms on a CPU.
+
+    `pool_bytes` is RolloutEngine.pool_bytes.
+    """
     if device.type == "cuda":
         stats = torch.cuda.memory_stats()
         free, total = torch.cuda.mem_get_info()
@@ -90,37 +95,43 @@ def reset_peak(device: torch.device) -> None:
 
 
 def total_bytes(device: torch.device) -> int:
+    """Returns the size of the device's memory; for a CPU that of the host."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info()[1])
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _read_proc_bytes(path: str) -> dict[str, int]:
+    """Returns the sizes in a file of /proc by name, in bytes."""
     pairs = (line.split(":", 1) for line in Path(path).read_text().splitlines())
     return {name: int(value.split()[0]) << 10 for name, value in pairs if value.endswith(" kB")}
 
 
 class MemoryLedger:
-    """The memory of each phase of a step, for the metrics and for the message of an out-of-memory
-    error."""
+    """Keeps the memory of each phase, for metrics and for messages of out-of-memory errors."""
 
     def __init__(
         self, device: torch.device, pool_bytes: Callable[[], int], remedies: dict[str, list[str]]
     ) -> None:
-        """`pool_bytes` is the engine's, see MemoryUse. `remedies` may help, by phase, the likeliest
-        first."""
+        """`pool_bytes` returns the size of the engine's pool, see MemoryUse.
+
+        `remedies` has texts for each phase, the likeliest remedy first.
+        """
         self._device = device
         self._pool_bytes = pool_bytes
         self._remedies = remedies
         self._step: dict[str, MemoryUse] = {}
-        self._earlier: dict[str, MemoryUse] = {}  # for phases that this step has not reached
+        # the figures of earlier steps, for phases that this step has not reached
+        self._earlier: dict[str, MemoryUse] = {}
         self.last_peak_gib = 0.0
-        """Of the phase that ended last."""
+        """The peak of the phase that ended last, in GiB."""
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measures when the block ends and keeps a step's largest figures. An out-of-memory error
-        gets a note."""
+        """Measures the memory at the end of the block and keeps the largest figures of the step.
+
+        An out-of-memory error in the block gets `explain` as a note.
+        """
         reset_peak(self._device)
         try:
             yield
@@ -130,12 +141,13 @@ class MemoryLedger:
             raise
         use = measure(self._device, self._pool_bytes())
         self.last_peak_gib = use.peak / _GIB
+        # a step can enter a phase several times (dynamic sampling): each figure is the largest
         earlier = self._step.get(name, use)
         self._step[name] = MemoryUse(*map(max, astuple(earlier), astuple(use)))
 
     def metrics(self) -> dict[str, float]:
-        """Returns `memory/<phase>/{peak,allocated,reserved,driver_used,other}_gib` of this step so
-        far."""
+        """Returns the metrics memory/PHASE/{peak,allocated,reserved,driver_used,other}_gib of the
+        step so far."""
         return {
             f"memory/{phase}/{field}_gib": num_bytes / _GIB
             for phase, use in self._step.items()
@@ -147,8 +159,10 @@ class MemoryLedger:
         self._step = {}
 
     def explain(self, name: str) -> str:
-        """Returns the ledger as a table, this moment in its last row, and the keys that may help in
-        phase `name`."""
+        """Returns the ledger as a table, with the remedies for phase `name`.
+
+        The last row has the figures of this moment.
+        """
         use_now = measure(self._device, self._pool_bytes())
         rows = self._earlier | self._step | {f"{name}, when it failed": use_now}
         lines = [f"{'GiB':24}" + "".join(f"{field:>12}" for field in vars(use_now))]
@@ -168,7 +182,7 @@ class MemoryLedger:
 
 
 class PhaseTimer:
-    """`with phase("rollout"):` adds to `time/rollout_s` and to the ledger."""
+    """Times phases: `with timer("rollout"):` adds to time/rollout_s and to the ledger."""
 
     def __init__(self, device: torch.device, memory: MemoryLedger, first_step: int) -> None:
         self._device = device
@@ -185,7 +199,10 @@ class PhaseTimer:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Meanwhile the doctor knows that this rank is in the phase, and how long it may take."""
+        """Times the block as the phase `name`.
+
+        The doctor, which ends a run that hangs, learns that this rank is in the phase.
+        """
         assert name in PHASES, name
         doctor.enter_phase(name, self._step)
         with self._memory.phase(name):
@@ -209,7 +226,7 @@ class PhaseTimer:
         doctor.enter_phase(f"after {name}", self._step)
 
     def metrics(self) -> dict[str, float]:
-        """Returns `time/...` and `memory/...` of this rank, of this step so far."""
+        """Returns the time/ and memory/ metrics of this rank for the step so far."""
         return {
             "time/step_s": time.perf_counter() - self._step_start,
             **{f"time/{name}_s": self._seconds.get(name, 0.0) for name in PHASES},
@@ -225,7 +242,7 @@ class PhaseTimer:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says so: torch's of a GPU or CPU, vLLM's when it wakes, NCCL's, Python's."""
+    """Returns whether an error of torch, vLLM, NCCL or Python means that memory ran out."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     # vLLM: "CUDA Error: out of memory"; NCCL: "Cuda failure 2 'out of memory'"
@@ -240,8 +257,10 @@ def remedies(
     max_rollout_tokens: int,
     num_workers: int,
 ) -> dict[str, list[str]]:
-    """Returns config keys that lower the peak of each phase, the likeliest first, without those in
-    use already."""
+    """Returns, for each phase, config keys that lower its peak of memory, the likeliest first.
+
+    Keys that are set already are left out.
+    """
     fewer_tokens = (
         f"lower training.max_tokens_per_micro_batch ({training.max_tokens_per_micro_batch})"
     )

@@ -23,13 +23,14 @@ from grpo_spmd.files import open_regular, sync_path, write_durably
 _log = logging.getLogger("grpo_spmd")
 # A line with a million tokens takes about 20 MiB; a month of steps is 100,000 lines.
 MAX_LINE_BYTES = 1 << 25
-MAX_FILE_BYTES = 1 << 32  # unpacked: a few megabytes of gzip can hold very much more
+# This bounds unpacked bytes: a few megabytes of gzip can hold very much more.
+MAX_FILE_BYTES = 1 << 32
 MAX_LINES = 1 << 20
 _BLOCK_BYTES = 1 << 16
 
 
 class LineFile:
-    """Appends whole lines.
+    """Appends whole lines to a file.
 
     Lines that a full disk refuses wait in memory for the next line: a run should not end for want
     of a kilobyte while the space may come back. If it does not come back, the next checkpoint fails
@@ -52,15 +53,18 @@ class LineFile:
         self._file.close()
 
     def _flush(self) -> None:
+        """Writes all waiting lines, or none of them if the disk refuses."""
         end = self._file.seek(0, os.SEEK_END)
         rest = b"".join(self._waiting)
         num_waiting = len(self._waiting)
         try:
-            while rest:  # a disk that is nearly full takes a part
+            # a disk that is nearly full writes only a part of the bytes
+            while rest:
                 rest = rest[self._file.write(rest) :]
         except OSError as error:
             with suppress(OSError):
-                self._file.truncate(end)  # half a line would spoil the next one
+                # half a line would spoil the next one
+                self._file.truncate(end)
             _log.warning("%s: %s; %d lines wait in memory", self._path, error.strerror, num_waiting)
             return
         if num_waiting > 1:
@@ -69,8 +73,7 @@ class LineFile:
 
 
 class LinePosition(NamedTuple):
-    """Where a line is: the bytes [start, end) of the file when it is unpacked, its line break
-    included."""
+    """Locates a line: its bytes are [start, end) of the unpacked file, with the line break."""
 
     path: Path
     start: int
@@ -78,15 +81,15 @@ class LinePosition(NamedTuple):
 
 
 class FileLine(NamedTuple):
-    """A line of a file, without its line break."""
+    """Holds a line of a file, without its line break, and where the line was."""
 
     path: Path
     number: int
-    """From 1 on."""
+    """The number of the line, from 1 on."""
     start: int
-    """Byte of the unpacked file."""
+    """The line's first byte in the unpacked file."""
     end: int
-    """Byte behind its line break: where a follower reads on."""
+    """The byte behind the line break, where a follower reads on."""
     text: bytes
 
     @property
@@ -148,10 +151,12 @@ def open_lines(path: Path, *, follow: bool = False) -> IO[bytes]:
 
 
 class MetricsLine(NamedTuple):
+    """Holds one parsed line of metrics.jsonl and its text."""
+
     metrics: dict[str, Any]
     text: bytes
     end: int
-    """Byte of the file behind the line: where a follower reads on."""
+    """The byte of the file behind the line, where a follower reads on."""
 
 
 def read_metrics(path: Path, start: int = 0) -> Iterator[MetricsLine]:
@@ -169,6 +174,7 @@ def read_metrics(path: Path, start: int = 0) -> Iterator[MetricsLine]:
 
 
 def _open_metrics(path: Path) -> io.BufferedReader:
+    """Opens a metrics.jsonl for reading; a missing file is an empty one."""
     return open_regular(path) if os.path.lexists(path) else open(os.devnull, "rb")
 
 
@@ -181,11 +187,14 @@ def _parse_metrics(text: bytes) -> dict[str, Any] | None:
 
 
 def read_metrics_backwards(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the metrics of a metrics.jsonl, the last line first, without reading the lines before
-    it."""
+    """Yields the metrics of a metrics.jsonl from the last line to the first.
+
+    Reads only as much of the file as the caller takes.
+    """
     with _open_metrics(path) as file:
         position = file.seek(0, os.SEEK_END)
         rest = b""
+        # `rest` is the beginning of the block that was read last: the end of an unfinished line
         while position:
             size = min(_BLOCK_BYTES, position)
             position = file.seek(position - size)
@@ -199,14 +208,16 @@ def read_metrics_backwards(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def is_evaluation(metrics: Mapping[str, Any]) -> bool:
-    """Whether a line evaluates the policy after its step; such a line follows the step's own
-    line."""
+    """Returns whether a line is that of an evaluation, which measures the policy after its step.
+
+    Such a line follows the step's own line.
+    """
+    # the first name is "step"; an evaluation's other names begin with "eval/"
     return next(islice(metrics, 1, None), "").startswith("eval/")
 
 
 def ends_with_evaluation(path: Path, step: int) -> bool:
-    """Whether the last line of a metrics.jsonl evaluates the policy after `step`, or after a later
-    one."""
+    """Returns whether the last line of a metrics.jsonl is an evaluation after `step` or later."""
     newest = next(read_metrics_backwards(path), {"step": -1})
     return is_evaluation(newest) and newest["step"] >= step
 

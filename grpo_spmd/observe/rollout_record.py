@@ -30,7 +30,8 @@ EPISODE_FIELDS = ("status", "turns", "messages", "environment")
 # Characters of one column's value, and of all columns of a row.
 MAX_VALUE_CHARS = 4_000
 MAX_ROW_CHARS = 16_000
-_MAX_DEPTH = 64  # policies and tools can write JSON that is nested without end
+# Policies and tools can write JSON that is nested very deeply.
+_MAX_DEPTH = 64
 # The usual names of the column with the right answer, the most common name first.
 _GOLD_COLUMNS = (
     "answer",

@@ -1,9 +1,12 @@
 """Reads a run folder: metrics, rollouts, token scores, timeline, launches.
 
-Imports no torch. A folder that a command is pointed at may be somebody else's: links, fifos, huge
-lines and broken JSON each cost one line of a message and never a traceback. A dump of step 12 is
-rollouts/step_000012.jsonl of the first node and step_000012.node_1.jsonl of the second, or the same
-with .gz; token_scores/ has the same names.
+The folder that a command opens may be somebody else's: links, fifos, huge lines and broken JSON
+each cost one line of a message and never a traceback. Imports no torch.
+
+A dump is a file in rollouts/ with the rollouts of one step that one node (machine) sampled. For
+step 12 the first node writes rollouts/step_000012.jsonl and the second one
+step_000012.node_1.jsonl, or the same with .gz. token_scores/ has the same names. The "stem" is the
+name without node and ending: "step_000012", or for an evaluation "eval_SET_step_000012".
 """
 
 from __future__ import annotations
@@ -38,16 +41,21 @@ from grpo_spmd.observe.timeline import Timeline, read_timeline
 from grpo_spmd.observe.token_scores import TokenScores, parse_scores
 
 PLAIN, PACKED = ".jsonl", ".jsonl.gz"
-_FILE_NAME = re.compile(r"(.+?)(?:\.node_([1-9]\d{0,8}))?\.jsonl(?:\.gz)?")  # stem and node
-_MAX_ERRORS = 1000  # broken lines, after which a file is given up
-_MAX_LISTED = 8  # names in a message
-_HELD_BYTES = 1 << 25  # of an unpacked file that stays in memory
-_MAX_OPEN = 64  # files that a LineStore keeps open
+# A dump's name is STEM.node_N.jsonl; the groups are stem and node.
+_FILE_NAME = re.compile(r"(.+?)(?:\.node_([1-9]\d{0,8}))?\.jsonl(?:\.gz)?")
+# After so many broken lines a file is given up.
+_MAX_ERRORS = 1000
+# A message lists at most so many names.
+_MAX_LISTED = 8
+# An unpacked file of at most so many bytes stays in memory.
+_HELD_BYTES = 1 << 25
+# A LineStore keeps so many files open.
+_MAX_OPEN = 64
 T = TypeVar("T")
 
 
 def step_stem(step: int) -> str:
-    """Returns "step_000012"."""
+    """Returns the stem of a step's dumps, such as "step_000012"."""
     return f"step_{step:06d}"
 
 
@@ -58,13 +66,15 @@ def step_of_stem(stem: str) -> int | None:
 
 
 def node_stem(stem: str, node: int) -> str:
-    """Returns the name of a node's file without its ending."""
+    """Returns the name of a node's file without .jsonl, such as "step_000012.node_1"."""
     return f"{stem}.node_{node}" if node else stem
 
 
 def list_dumps(folder: Path) -> Iterator[tuple[str, int, Path]]:
-    """Yields (stem, node, path) for each dump in `folder`; both forms of one that is there plain
-    and packed."""
+    """Yields (stem, node, path) for each dump in `folder`.
+
+    A dump that is there plain and packed (.gz) is yielded twice.
+    """
     with suppress(OSError):
         for name in os.listdir(folder):
             match = _FILE_NAME.fullmatch(name)
@@ -87,8 +97,10 @@ def dump_path(run_dir: Path, step: int) -> Path:
 
 
 def _newer(path: Path, other_path: Path) -> Path:
-    """Returns the file that changed last. A kill can leave a dump both plain and packed, and the
-    newer one counts."""
+    """Returns the file that changed last.
+
+    A kill can leave a dump both plain and packed, and then the newer file counts.
+    """
     return max(path, other_path, key=_change_time)
 
 
@@ -114,7 +126,9 @@ class ReadErrors:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """A run folder. The lists of its files are read once: make a new RunFolder to see new files.
+    """Reads the files of a run folder.
+
+    The lists of files are read once: make a new RunFolder to see new files.
 
     Readers take `errors`: with it, what cannot be read is counted there and skipped; without it,
     the first such line or file raises ConfigError.
@@ -124,17 +138,17 @@ class RunFolder:
 
     @cached_property
     def rollout_files(self) -> dict[int, dict[int, Path]]:
-        """Dumps by step and node, both in order."""
+        """The paths of dumps by step and node, both in order."""
         return self._dumped_files("rollouts")
 
     @cached_property
     def score_files(self) -> dict[int, dict[int, Path]]:
-        """Files of token scores by step and node, both in order."""
+        """The paths of token score files by step and node, both in order."""
         return self._dumped_files("token_scores")
 
     @property
     def dumped_steps(self) -> list[int]:
-        """The steps with rollouts, or a part of them, in order."""
+        """The steps that have at least one dump, in order."""
         return list(self.rollout_files)
 
     def _dumped_files(self, folder: str) -> dict[int, dict[int, Path]]:
@@ -155,7 +169,7 @@ class RunFolder:
         return read_launches(self.path)
 
     def timeline(self, steps: Collection[int] | None = None) -> dict[int, Timeline]:
-        """Returns the phases of each rank by step; of `steps` alone if given."""
+        """Returns the timelines (each rank's phases) by step; only those of `steps` if given."""
         return read_timeline(self.path, steps)
 
     def rollouts(
@@ -167,9 +181,9 @@ class RunFolder:
     ) -> Iterator[RolloutRecord]:
         """Yields the step's rollouts in the order of the files.
 
-        `fields`: with some fields of RolloutRecord, objects with these alone are made, unchecked
-        against each other and much faster; see `parse_rollout_fields`. `is_wanted` tells from the
-        raw line whether to parse it.
+        With `fields`, some names of RolloutRecord's fields, each object has these alone; that is
+        much faster, and fields are not checked against each other (`parse_rollout_fields`).
+        `is_wanted` tells from a raw line whether to parse it.
         """
         num_read = 0
         sizes = set[int]()
@@ -188,7 +202,7 @@ class RunFolder:
         errors: ReadErrors | None = None,
         is_wanted: Callable[[bytes], bool] | None = None,
     ) -> Iterator[tuple[FileLine, RolloutRecord]]:
-        """Yields what `rollouts` yields, each with its line."""
+        """Yields pairs of a line and its rollout, as `rollouts` does."""
 
         def parse(line: bytes, name: str) -> RolloutRecord:
             if fields:
@@ -207,7 +221,7 @@ class RunFolder:
     def scan_scores(
         self, step: int, errors: ReadErrors | None = None
     ) -> Iterator[tuple[FileLine, TokenScores]]:
-        """Yields what `scores` yields, each with its line."""
+        """Yields pairs of a line and its token scores, as `scores` does."""
         files = self.score_files.get(step, {})
         return _parse_files(list(files.values()), parse_scores, errors)
 
@@ -264,6 +278,10 @@ def _parse_files(
     *,
     follow: bool = False,
 ) -> Iterator[tuple[FileLine, T]]:
+    """Yields each line of the files with its parsed value; see RunFolder for `errors`.
+
+    `follow` allows symbolic links in the place of files.
+    """
     for path in paths:
         num_errors_before = errors.num if errors is not None else 0
         try:
@@ -294,8 +312,8 @@ def _parse_files(
 def _check_complete(records: Sequence[RolloutRecord], files: Mapping[int, Path], step: int) -> None:
     """Raises ConfigError if rollouts are missing.
 
-    The step's number of rollouts and their ids tell. Ids have no gap. Dumps of earlier versions
-    have only the ids; those of a refused step have neither.
+    Lines have the step's number of rollouts and their ids, which have no gap. Dumps of earlier
+    versions have the ids alone; those of a step that rank 0 refused have neither.
     """
     first_path, *other_paths = files.values()
     name = f"{first_path} and {len(other_paths)} more" if other_paths else f"{first_path}"
@@ -307,7 +325,8 @@ def _check_complete(records: Sequence[RolloutRecord], files: Mapping[int, Path],
         )
     ids = {record.rollout_id for record in records if record.rollout_id is not None}
     num_ids = max(ids, default=-1) + 1
-    if sizes and len(ids) == len(records):  # dynamic sampling dropped none of these
+    # every rollout has an id, so dynamic sampling dropped none
+    if sizes and len(ids) == len(records):
         num_ids = max(num_ids, sizes[0])
     num_missing = max(num_ids - len(ids), sizes[0] - len(records) if sizes else 0)
     if num_missing <= 0:
@@ -360,13 +379,15 @@ class LineStore:
         file = open_lines(path, follow=True)
         if path.suffix != ".gz":
             return file
+        # a packed file cannot be read from its middle, so a small one is kept unpacked
         content = bytearray()
-        with suppress(EOFError, zlib.error, OSError):  # keep the lines before the damage
+        # keep the lines before the damage
+        with suppress(EOFError, zlib.error, OSError):
             while len(content) <= _HELD_BYTES:
-                piece = file.read1(1 << 17)  # type: ignore[attr-defined]
-                if not piece:
+                block = file.read1(1 << 17)  # type: ignore[attr-defined]
+                if not block:
                     break
-                content += piece
+                content += block
         if len(content) > _HELD_BYTES:
             file.seek(0)
             return file

@@ -1,7 +1,9 @@
-"""timeline.jsonl: when each rank was in which phase of a step. Imports no torch.
+"""Writes and reads timeline.jsonl, which tells when each rank was in which phase of a step.
 
-A line is {"step", "unix_s", "world_size", "ranks", "spans"}; spans[i] are those of ranks[i]. A run
-that goes on appends to the file: of a step that was made twice the last line counts.
+A span is one stay of a rank in a phase (config.schema.PHASES lists the phases). A line of the file
+is one step: {"step", "unix_s", "world_size", "ranks", "spans"}; spans[i] belong to ranks[i].
+A run that goes on appends to the file. If a step is in the file twice, the last line counts.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -25,9 +27,12 @@ from grpo_spmd.observe.metrics_file import LineFile, read_lines
 
 _log = logging.getLogger("grpo_spmd")
 _NAME = "timeline.jsonl"
-_MAX_RANKS = 64  # in a line, which then has at most 0.3 MB
-_MAX_SPANS = 64  # that a rank sends
+# Ranks in a line, and spans that a rank sends for a step: a line has at most 0.3 MB.
+_MAX_RANKS = 64
+_MAX_SPANS = 64
+# A longer line is not ours, and is not read into memory.
 _MAX_LINE_BYTES = 1 << 22
+# The step of a raw line, so that lines of other steps need not be parsed.
 _STEP = re.compile(rb'{"step": ?(\d{1,15}),')
 _Number = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
@@ -37,36 +42,38 @@ None."""
 
 
 class Span(NamedTuple):
-    """A phase that a rank was in, in seconds since the step began on that rank, rounded to ms."""
+    """Holds one stay of a rank in a phase, in seconds since the step began on the rank."""
 
     phase: Annotated[str, msgspec.Meta(max_length=100)]
     start_s: _Number
     end_s: _Number
     peak_gib: _Number | None
-    """Of memory, as memory/PHASE/peak_gib of the metrics."""
+    """The peak of memory, as memory/PHASE/peak_gib in the metrics."""
     busy_s: _Number | None
-    """Of a rollout: how long this rank's engine generated; None if it did not."""
+    """How long this rank's engine generated in a rollout phase; None if it did not."""
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """The timeline of one step. In JSON a span is a list."""
+    """Holds the timeline of one step. In JSON a span is a list."""
 
     step: _Count
     unix_s: _Number
     """When the step began on rank 0."""
     world_size: _Count
     ranks: list[_Count]
-    """The ranks that are shown."""
+    """The ranks whose spans are in the line."""
     spans: list[list[Span]]
-    """Of each of these ranks, in time order."""
+    """The spans of each rank in `ranks`, in time order."""
 
 
 def pack_spans(spans: Sequence[Span], generation_s: Sequence[float]) -> bytes:
-    """Returns a rank's spans, 20 bytes each, with `generation_s` in those of its first rollouts.
+    """Returns a rank's spans as bytes for rank 0, 20 bytes per span.
 
-    A rollout phase without a generation follows only when the engine falls asleep. Of more than 64
-    spans, in a step that was refilled, the first and the last are sent.
+    `generation_s` has the seconds of the step's generations; they become `busy_s` of the first
+    rollout spans. A rollout span without a generation comes after these, when the engine falls
+    asleep. If there are more than 64 spans (dynamic sampling refilled the step often), the first 32
+    and the last 32 are sent.
     """
     busy = iter(generation_s)
     rows = []
@@ -82,12 +89,12 @@ def pack_spans(spans: Sequence[Span], generation_s: Sequence[float]) -> bytes:
 
 
 def unpack_spans(reader: PackedReader) -> _SpanNumbers:
-    """Returns what `pack_spans` packed; `reader` goes on after it."""
+    """Returns the [spans, 5] numbers that `pack_spans` packed, and moves `reader` behind them."""
     return reader.array(np.int32, 5 * reader.header).reshape(-1, 5)
 
 
 class TimelineFile:
-    """The file on rank 0. It is for people: a disk that fails raises nothing."""
+    """Writes timeline.jsonl on rank 0. The file is for people: a disk that fails raises nothing."""
 
     def __init__(self, run_dir: Path) -> None:
         path = run_dir / _NAME
@@ -95,14 +102,14 @@ class TimelineFile:
         try:
             last_byte = b""
             if os.path.lexists(path):
-                with open_regular(
-                    path
-                ) as file:  # opening a fifo for writing would wait for a reader
+                # opening a fifo for writing would wait for a reader
+                with open_regular(path) as file:
                     file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
                     last_byte = file.read()
             self._file = LineFile(path)
             if last_byte not in (b"", b"\n"):
-                self._file.write("")  # a kill has cut the last line short
+                # a kill has cut the last line short: the next line must not continue it
+                self._file.write("")
         except (OSError, UntrustedError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             _log.warning("%s is not written: %s", path, reason)
@@ -130,7 +137,7 @@ class TimelineFile:
 
 
 def shown_ranks(busy_s: Sequence[float]) -> list[int]:
-    """Returns all of up to 64 ranks, else 64 at about even distances.
+    """Returns the ranks that a line shows: all of up to 64 ranks, else 64 at even distances.
 
     The first, the last, and the ranks that generated for the shortest and the longest time are
     always there.
@@ -142,6 +149,7 @@ def shown_ranks(busy_s: Sequence[float]) -> list[int]:
 
 
 def _to_spans(numbers: _SpanNumbers) -> list[Span]:
+    # back from index, ms, ms, MiB, ms
     rows = (numbers / (1, 1000, 1000, 1024, 1000)).round(3).tolist()
     return [
         Span(PHASES[int(phase)], start, end, None if peak < 0 else peak, None if busy < 0 else busy)
@@ -170,6 +178,7 @@ def read_timeline(run_dir: Path, steps: Collection[int] | None = None) -> dict[i
 
 
 def _parse(line: bytes) -> Timeline | None:
+    """Returns the timeline of a line; None if the line is broken or contradicts itself."""
     try:
         timeline = msgspec.json.decode(line, type=Timeline)
     except (ValueError, RecursionError):

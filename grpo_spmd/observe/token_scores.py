@@ -1,6 +1,8 @@
-"""Per-token differences of engine and policy, and entropies, in token_scores/step_N.jsonl.
+"""Writes and reads token_scores/step_N.jsonl: per-token figures of a step's rollouts.
 
-Both are measured before the step's first update. A line per rollout, beside the rollout's dump:
+A token has two scores: the difference of its logprobs (policy minus engine), and the entropy of the
+policy's distribution. Both are measured before the step's first update. Each rollout has one line,
+in a file that is named like the rollout's dump in rollouts/:
 {"rollout_id", "difference_mean", "difference_max", "difference", "entropy"}, with "advantages" if
 these differ from token to token, and "loss_mask" if a token does not count. Values of tokens are
 base64 of little-endian float16 (of the mask a byte, 0 or 1), one per sampled token, in the order of
@@ -33,14 +35,16 @@ _Size = Annotated[float, msgspec.Meta(ge=0, le=1e39)]
 
 @dataclass(frozen=True, eq=False)
 class TokenScores:
-    """The scores of one rollout. Arrays have a value per sampled token: float32 that was rounded to
-    float16."""
+    """Holds the scores of one rollout.
+
+    Arrays have a value per sampled token, as float32 that was rounded to float16.
+    """
 
     rollout_id: int
     difference: _Floats
     """The policy's logprob minus the engine's."""
     entropy: _Floats
-    """Of the policy's distribution that the token was drawn from, in nats."""
+    """The entropy of the policy's distribution at the token, in nats."""
     difference_mean: float | None
     """Mean of the absolute differences, not rounded; None if one is not finite."""
     difference_max: float | None
@@ -52,19 +56,22 @@ class TokenScores:
 
 
 class KeptScores:
-    """A step's scores on this rank. They stay on the device until the step's updates are over."""
+    """Collects a step's scores on this rank and keeps them on the device until `lines`."""
 
     def __init__(self) -> None:
+        # By the id() of the micro-batch; the tuple keeps the micro-batch alive, so ids stay unique.
         self._kept: dict[int, tuple[MicroBatch, Tensor, Tensor]] = {}
 
     def __call__(self, micro_batch: MicroBatch, logprobs: Tensor, entropy: Tensor) -> None:
         """Keeps the policy's first scores of a micro-batch. Does not wait for the device."""
+        # setdefault: later epochs score the same micro-batch again, after an update
         self._kept.setdefault(id(micro_batch), (micro_batch, logprobs.detach(), entropy.detach()))
 
     def lines(self) -> list[bytes]:
         """Returns the lines of this rank's rollouts in the order of their ids. Waits for the device
         once."""
-        import torch  # reading commands do not have it
+        # imported here, since commands that only read a run folder do without torch
+        import torch
 
         entries = [entry for entry in self._kept.values() if entry[0].rollout_ids]
         if not entries:
@@ -119,7 +126,8 @@ def _encode_lines(
     maxima = np.maximum.reduceat(sizes, begins)
     differ = np.maximum.reduceat(advantages, begins) != np.minimum.reduceat(advantages, begins)
     masked = np.minimum.reduceat(loss_mask, begins) == 0
-    with np.errstate(over="ignore"):  # values beyond 65504 become infinite
+    # values beyond 65504 become infinite
+    with np.errstate(over="ignore"):
         packed = {
             "difference": difference.astype("<f2"),
             "entropy": entropy.astype("<f2"),
@@ -155,11 +163,15 @@ _DECODER = msgspec.json.Decoder(_ScoresLine)
 
 
 def parse_scores(line: bytes, line_name: str) -> TokenScores:
-    """Returns the scores of one line. Raises ConfigError, which begins with `where`."""
+    """Returns the scores of one line.
+
+    Raises ConfigError, whose message begins with `line_name` ("FILE:NUMBER").
+    """
     try:
         values = _DECODER.decode(line)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{line_name}: {error}; this is no file of token scores") from None
+    # a difference is a float16, so it has two bytes
     num_tokens = len(values.difference) // 2
 
     def unpack(name: str, packed: bytes, dtype: str = "<f2") -> npt.NDArray[np.generic]:

@@ -30,11 +30,13 @@ from grpo_spmd.observe.rollout_record import RolloutRecord, gold_answer, parse_r
 from grpo_spmd.observe.run_folder import RunFolder
 
 _log = logging.getLogger("grpo_spmd")
-ANSWER_S = 60.0  # a call that takes longer is said to hang
+# A tracker's call that takes longer is reported as hanging.
+ANSWER_S = 60.0
 MAX_ROLLOUTS = 64
 MAX_MESSAGES = 32
 MAX_REWARDS = 16
-MAX_TEXT_CHARS = 4_000  # of a prompt, a completion or a message
+# The bound for a prompt, for a completion and for a message.
+MAX_TEXT_CHARS = 4_000
 # Characters that a browser obeys instead of showing them: control characters, writing directions,
 # half surrogates.
 _OBEYED = re.compile(
@@ -121,7 +123,8 @@ class TrackerFeed:
         self._unsettled = deque[tuple[float, int]]()
         self._num_taken = 0
         self._num_written = 0
-        self._called_at: float | None = None  # when the tracker's present call began
+        # when the tracker's present call began
+        self._called_at: float | None = None
         self._has_warned = False
         self._news = threading.Event()
         self._ended = threading.Event()
@@ -132,7 +135,8 @@ class TrackerFeed:
         """Tells the feed of a new line. Takes microseconds."""
         self._num_written += 1
         self._news.set()
-        called_at = self._called_at  # read once: the thread changes it
+        # read only once, since the thread changes the attribute
+        called_at = self._called_at
         is_hanging = called_at is not None and time.monotonic() - called_at > ANSWER_S
         if is_hanging and not self._has_warned:
             self._has_warned = True

@@ -39,7 +39,8 @@ class TrackioRun(Tracker):
 
         self._run = trackio.init(
             project=self._project,
-            name=f"{self._run_dir.name}-{run_id[:6]}",  # folders of two runs may have one name
+            # folders of two runs may have one name
+            name=f"{self._run_dir.name}-{run_id[:6]}",
             config=self._config,
             resume="allow",
             embed=False,

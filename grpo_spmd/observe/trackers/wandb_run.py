@@ -42,7 +42,8 @@ class WandbRun(Tracker):
             dir=str(self._run_dir),
             id=run_id,
             resume="allow",
-            mode=mode if isinstance(mode, str) else None,  # None: WANDB_MODE, else online
+            # None: WANDB_MODE, else online
+            mode=mode if isinstance(mode, str) else None,
             config=self._config,
             settings=settings,
         )

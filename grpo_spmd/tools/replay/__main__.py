@@ -50,7 +50,8 @@ def main() -> None:
         recorded = read_step(args.run_dir, args.step, args.overrides, asks_servers=args.ask_servers)
     except ConfigError as error:
         refuse(error)
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as in train.py
+    # torch's C++ warnings would stand between the lines of the report
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     code = 0
     try:
         show("\n".join(report(recorded, replay(recorded, args.checkpoint), args.top)))

@@ -26,7 +26,8 @@ from grpo_spmd.records import Completion
 from grpo_spmd.rewards.protocol import load_rewards
 from grpo_spmd.rewards.remote.servers import check_calls
 
-_MAX_CHARS = 100  # of a message in a line
+# Characters of a message in a line of the report.
+_MAX_CHARS = 100
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,8 @@ def read_step(
     metrics: dict[str, float | None] = {}
     for line in read_metrics(run_dir / "metrics.jsonl"):
         if line.metrics["step"] == step and not is_evaluation(line.metrics):
-            metrics = line.metrics  # of a step that was made twice the last line counts
+            # if the step is in the file twice, the last line counts
+            metrics = line.metrics
     if not metrics:
         notes.append(
             f"metrics.jsonl has no line of step {step}: the run ended within it, "
@@ -111,7 +113,8 @@ def read_step(
         )
     if not asks_servers:
         config = dataclasses.replace(config, rewards=_without_rubrics(config.rewards))
-    load_rewards(config.rewards)  # refuses here what the pool would refuse with a traceback
+    # raises ConfigError here, where the pool would end with a traceback
+    load_rewards(config.rewards)
     if asks_servers:
         check_calls(config.rewards, 1)
     columns: list[dict[str, Any]] | None = None
@@ -307,9 +310,11 @@ def _describe_episode(rollout: ReplayedRollout) -> list[str]:
     """Returns what was said, called and answered, and which tokens count."""
     record = rollout.recorded
     logprobs = rollout.logprobs or record.rollout_logprobs
-    turns: list[str] = []  # one text per sampled turn
+    # one heading for each sampled turn
+    turns: list[str] = []
     num_sampled = 0
-    num_given = 0  # tokens since the last sampled turn
+    # the given tokens (of prompts and tools) since the last sampled turn
+    num_given = 0
     for turn in record.turns:
         if not turn["sampled"]:
             num_given += len(turn["token_ids"])

@@ -2,10 +2,10 @@
 
 The replay runs on the CPU, in one process, without vLLM. The trainer's own code runs over the
 dumped rollouts, so breakpoint() works in a reward (which runs in the reward pool, with its
-deadlines, as in training), in the advantages and in the loss. Overrides ask what another config would do. The report
-has notes, the recorded and the replayed metrics side by side, and the rollouts that differ most or
-look suspicious.
-"""  # noqa: E501
+deadlines, as in training), in the advantages and in the loss. Overrides show what another config
+would do. The report has notes, the recorded and the replayed metrics side by side, and the rollouts
+that differ most or look suspicious.
+"""
 
 from __future__ import annotations
 
@@ -41,9 +41,11 @@ if TYPE_CHECKING:
     from grpo_spmd.learn.sampled_step import SampledStep, StepRules
 
 
-_ROUNDING = 1e-6  # relative; differences up to this come from sums of float32 in another order
+# Relative differences up to this one come from float32 sums in another order.
+_ROUNDING = 1e-6
 _MIN_NAME_WIDTH = 34
-Ranked = tuple[float, ReplayedRollout]  # the larger the number, the more suspicious
+# A rollout with a number: the larger the number, the more suspicious the rollout.
+Ranked = tuple[float, ReplayedRollout]
 
 
 def replay(recorded: RecordedStep, checkpoint: Path | None = None) -> Replay:

@@ -171,8 +171,10 @@ class _EngineAsPolicy(Policy):
     """Takes the policy's place: its logprobs are those of the engine."""
 
     def __init__(self) -> None:
-        nn.Module.__init__(self)  # without a model
-        self.zero = nn.Parameter(torch.zeros(1))  # a backward pass needs a parameter
+        # Policy.__init__ is skipped, since there is no model
+        nn.Module.__init__(self)
+        # a backward pass needs a parameter
+        self.zero = nn.Parameter(torch.zeros(1))
 
     def forward(self, batch: MicroBatch, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         return batch.rollout_logprobs + self.zero, torch.zeros_like(batch.rollout_logprobs)
