@@ -1,5 +1,9 @@
-"""The rollout engine: vLLM (0.26 to 0.33) in this process, its states, and generation over
-engines."""
+"""Runs vLLM (0.26 to 0.33) in this process as the rollout engine, and generates over all engines.
+
+To sleep is to free the memory of weights and KV cache for the policy's update. A rest is a short
+sleep between two generations with the same weights, which stay in host memory. `policy_version` is
+the step whose weights the engine holds.
+"""
 
 from __future__ import annotations
 
@@ -51,11 +55,12 @@ _AGREE_EVERY_STEPS = 8
 
 
 class RolloutEngine:
-    """One vLLM engine on this rank, or on a group of `tensor_parallel_size` consecutive ranks.
+    """Runs one vLLM engine on this rank, or on a group of `tensor_parallel_size` consecutive ranks.
 
     States: asleep -> `wake_weights` -> `load_weights` -> `wake_kv_cache` -> `generate` -> `sleep`.
     It raises EngineStateError rather than answer from the weights of another step. On a CPU vLLM
-    takes the same calls in the same order, so that a mistake shows there too, but frees nothing.
+    frees nothing, but the same calls must come in the same order, so that a mistake shows there
+    too.
     """
 
     def __init__(
@@ -92,7 +97,8 @@ class RolloutEngine:
         # Memory in use before the rest. None if the engine does not rest.
         self._use_before_rest: MemoryUse | None = None
         self._sleep_check = SleepCheck(session.device, tp_size=self.tp_size)
-        self._num_shared_calls = 0  # equal on all ranks: it names the queue of a call
+        # Equal on all ranks, since it names the queue of a call of `generate_shared`.
+        self._num_shared_calls = 0
         _log.info(
             "starting vLLM: %d engines of %d ranks, on %s",
             self.num_engines,
@@ -106,7 +112,8 @@ class RolloutEngine:
             warnings.catch_warnings(),
             as_config_error(model.path, "cannot be built by vLLM"),
         ):
-            warnings.simplefilter("ignore", FutureWarning)  # about vLLM's own use of torch
+            # These warnings are about vLLM's own use of torch.
+            warnings.simplefilter("ignore", FutureWarning)
             self._llm = start_vllm(model, rollout, max_rollout_tokens, session)
         self._engine = self._llm.llm_engine
         note_engine(self._engine)
@@ -129,9 +136,9 @@ class RolloutEngine:
         return not (self.takes_adapters and self._holds_weights)
 
     def wake_weights(self) -> None:
-        """Gets the memory of the weights back. Its content means nothing before `load_weights`."""
+        """Allocates the memory of the weights again. They are garbage until `load_weights`."""
         self._end_rest()
-        # What the update freed stays in torch's cache, where vLLM's pool would find no room.
+        # The memory that the update freed stays in torch's cache, where vLLM's pool cannot use it.
         torch.cuda.empty_cache()
         self._llm.wake_up(tags=["weights"])
         self._weights_awake = True
@@ -189,7 +196,7 @@ class RolloutEngine:
             )
 
     def wake_kv_cache(self) -> None:
-        """Gets the memory of the KV cache back. Call it after the sync, whose buckets are free."""
+        """Allocates the memory of the KV cache again. Call it after the sync has freed its buckets."""
         torch.cuda.empty_cache()
         self._llm.wake_up(tags=["kv_cache"])
         self._kv_cache_awake = True
@@ -197,7 +204,8 @@ class RolloutEngine:
     def sleep(self, held_bytes: int | None = None) -> dict[str, float]:
         """Frees weights and KV cache for the policy's update. Without a GPU vLLM frees nothing.
 
-        Returns the metrics of SleepCheck if `held_bytes`, the memory of the trainer, is given."""
+        `held_bytes` is the memory of the trainer. Returns the metrics of SleepCheck if it is given,
+        else {}."""
         # A rest is a sleep of level 1. Level 2 drops only what is still on the device.
         is_asleep = self._use_before_rest is not None and self._sleep_level == 1
         if not is_asleep:
@@ -226,8 +234,10 @@ class RolloutEngine:
             self._llm.sleep(level=1)
 
     def _end_rest(self) -> None:
+        """Wakes the engine if it rests."""
         if self._use_before_rest is not None:
-            torch.cuda.empty_cache()  # memory of the model that computed meanwhile
+            # The model that computed during the rest left its memory in torch's cache.
+            torch.cuda.empty_cache()
             self._llm.wake_up(tags=["weights", "kv_cache"])
             self._use_before_rest = None
 
@@ -253,7 +263,8 @@ class RolloutEngine:
     def shutdown(self) -> None:
         """Collective. Stops vLLM, which from 0.24 on ends the default process group too."""
         barrier()
-        doctor.stop()  # from here on ranks end one by one: a rank that is gone is not lost
+        # From here on ranks end one by one. The doctor would report the first ones as lost.
+        doctor.stop()
         self._engine.engine_core.shutdown()
         forget_engine(self._engine)
 
@@ -317,7 +328,8 @@ class RolloutEngine:
         completions = self._generate(
             batches, max_in_flight, policy_version, hooks, must_abort=self._must_abort
         )
-        # If it ended early: every engine must claim until nothing is left, or the queue stays.
+        # If the generation ended early, every engine must still claim until the queue is empty:
+        # the last claim removes the queue from the store.
         for _ in batches:
             pass
         by_job: dict[int, list[list[Completion]]] = {}
@@ -326,20 +338,25 @@ class RolloutEngine:
         return {job: turns for job, turns in by_job.items() if len(turns) == job_sizes[job]}
 
     def _claim(self, queue: str, num_jobs: int) -> int | None:
-        """Collective over the engine's ranks. Returns the job that the first of them claims."""
+        """Collective over the engine's ranks. Returns the job that its first rank claims, or None.
+
+        None means that no job is left."""
         group = self._session.engine_group
         claim_one = partial(claim, queue, num_jobs, self.num_engines)
         return claim_one() if group is None else on_first_in_group(claim_one, group)
 
     def _must_abort(self, num_steps: int) -> bool:
-        """Collective over the engine's ranks, which stop in lockstep: True if one should abort."""
+        """Collective over the engine's ranks. Returns True, on all of them, if one should abort."""
         group = self._session.engine_group
         if group is None:
             return self._should_abort()
+        # All ranks take the same steps, so that they agree at the same ones.
         return num_steps % _AGREE_EVERY_STEPS == 0 and any_rank(self._should_abort(), group)
 
     def _is_stopped(self, early_stop: EarlyStop, num_steps: int) -> bool:
-        """Collective over the engine's ranks, whose first one asks now and then."""
+        """Collective over the engine's ranks. Returns True if the generation is to end early.
+
+        Only the first rank asks `early_stop`, once in several steps."""
         if num_steps % _AGREE_EVERY_STEPS:
             return False
         group = self._session.engine_group
@@ -347,11 +364,11 @@ class RolloutEngine:
         return is_over if group is None else any_rank(is_over, group)
 
     def _abort(self, request_ids: Sequence[str]) -> None:
-        """Drops these requests, which must be all that are unfinished."""
+        """Makes vLLM drop these requests, which must be all of its unfinished ones."""
         self._engine.abort_request(request_ids)
         core = self._engine.engine_core.engine_core
-        # vLLM's model runner learns of it at the next step. Asynchronous scheduling (GPU) may have
-        # a batch under way.
+        # vLLM's model runner forgets the requests at the next step. With asynchronous scheduling
+        # (GPU) a batch may still run.
         while core.scheduler.has_requests() or getattr(core, "batch_queue", None):
             self._engine.step()
 
@@ -363,18 +380,19 @@ class RolloutEngine:
         hooks: GenerationHooks,
         must_abort: Callable[[int], bool] = lambda num_steps: False,
     ) -> dict[ConversationId, list[Completion]] | None:
-        """Returns the completions of the finished conversations, None if `must_abort` said so.
+        """Samples the conversations in `batches`. Returns the completions of the finished ones.
 
-        It takes the next batch while fewer than `max_in_flight` conversations are open."""
+        Returns None if `must_abort` returned True. It draws the next batch while fewer than
+        `max_in_flight` conversations are open,"""
         self._refuse_unless_ready(policy_version)
         self._end_rest()
         conversations = Conversations(hooks, self._session.engine_group, self.engine_rank)
         scheduler = self._engine.engine_core.engine_core.scheduler
-        all_taken = False
+        no_more_batches = False
         num_steps = 0
         just_finished: list[ConversationId] = []
-        # On a CPU vLLM compiles a helper of its logprobs on first use, which takes seconds. Its
-        # result is the same without.
+        # On a CPU vLLM compiles a helper of its logprobs on first use, which takes seconds. The
+        # helper returns the same without compilation.
         stance = torch.compiler.set_stance("force_eager") if self._on_cpu else nullcontext()
         # The bar shows the first rank's requests. None is tqdm's "only on a terminal".
         bar: tqdm[Any] = tqdm(
@@ -386,23 +404,24 @@ class RolloutEngine:
         )
         with isolated(), stance, bar as progress:
             while True:
-                # While requests wait for room (the KV cache may hold fewer than max_num_seqs), it
-                # leaves the batches to other engines.
+                # The KV cache may have room for fewer than max_num_seqs requests. While requests
+                # wait for room, leave the next batches to other engines.
                 _, num_waiting = scheduler.get_request_counts()
                 self._add_requests(conversations.advance(just_finished))
                 while (
-                    not all_taken
+                    not no_more_batches
                     and not num_waiting
                     and conversations.num_open < max(max_in_flight, 1)
                 ):
                     batch = next(batches, None)
-                    all_taken = batch is None
+                    no_more_batches = batch is None
                     self._add_requests(conversations.advance(batch or ()))
                 self._add_requests(conversations.take_late_requests())
                 progress.total = progress.n + conversations.num_open
-                if all_taken and not conversations.num_open:
+                if no_more_batches and not conversations.num_open:
                     return conversations.finished()
-                # While nothing runs, each turn of the loop is a long wait, and asks whether to end.
+                # While nothing runs, each turn of the loop waits long for late requests. Step 0
+                # makes the ranks agree in each such turn.
                 step_to_agree = num_steps if conversations.running else 0
                 if must_abort(step_to_agree):
                     self._abort(list(conversations.running))
@@ -433,6 +452,7 @@ class RolloutEngine:
                 progress.update(len(just_finished))
 
     def _refuse_unless_ready(self, policy_version: int) -> None:
+        """Raises EngineStateError unless the engine is awake with the weights of this version."""
         if not (self._weights_awake and self._kv_cache_awake):
             raise EngineStateError(
                 "generate: the engine is asleep; wake_weights, load_weights and wake_kv_cache "
@@ -444,6 +464,8 @@ class RolloutEngine:
                 f"needs {policy_version}"
             )
 
+    # vLLM gives each request its own generator from its seed, so that the order of the requests does
+    # not change what is sampled.
     def _add_requests(self, requests: Iterable[tuple[str, Request]]) -> None:
         for request_id, request in requests:
             self._add_request(request_id, request)
@@ -463,7 +485,8 @@ class RolloutEngine:
             temperature=self._rollout.temperature if temperature is None else temperature,
             seed=request.seed,
             stop_token_ids=self._stop_token_ids,
-            logprobs=0 if request.is_rollout else None,  # 0: of the sampled token alone
+            # 0 asks for the logprob of the sampled token alone, None for no logprobs.
+            logprobs=0 if request.is_rollout else None,
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
@@ -477,6 +500,7 @@ class RolloutEngine:
 
 
 def _completion(output: Any) -> Completion:
+    """Returns the completion in vLLM's RequestOutput, with logprobs [] if none were asked for."""
     sampled = output.outputs[0]
     token_ids = list(sampled.token_ids)
     if sampled.logprobs is None:

@@ -1,6 +1,6 @@
-"""vLLM's failures: its errors in the words of our config, and the engines that a failed run leaves.
+"""Explains vLLM's errors in the words of our config, and ends the engines of a failed run.
 
-Imports no torch and no vllm: `--check` predicts the CPU engine's cache with it."""
+It imports no torch and no vllm, since `--check` predicts the CPU engine's cache with it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MEMORY_ERROR = re.compile(
     r"KV\s+cache (is needed|memory)|No available memory for the cache blocks"
     r"|Available memory on node|Free memory on|kv[_-]cache[_-]memory[_-]bytes"
 )
-# "... max seq len (4096), (2.5 GiB KV cache is needed ... memory (1.2 GiB)"
+# It matches for instance "... max seq len (4096), (2.5 GiB KV cache is needed ... memory (1.2 GiB)"
 _ROLLOUT_TOO_LONG = re.compile(
     r"max seq len\s+\((\d+)\),?\s+\(?([\d.]+) GiB.*?memory\s+\(([\d.]+) GiB\)", re.DOTALL
 )
@@ -23,19 +23,21 @@ _running_engines: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def cpu_cache_bytes() -> int:
-    """Returns the upper bound of one rank's KV cache on a CPU: 1/8 of the host over its ranks."""
+    """Returns the upper bound of one rank's KV cache on a CPU, in bytes.
+
+    All ranks of a host together may use 1/8 of its memory."""
     return host_bytes() // 8 // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def host_bytes() -> int:
-    """Returns the memory of this host."""
+    """Returns the bytes of memory that this host has."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def no_room_for_cache(error: str, device: str) -> str | None:
-    """Returns one line for vLLM's message about memory, None if it is about something else.
+    """Returns a line for an error of vLLM about memory, None if the error is about something else.
 
-    vLLM names its own flags, and some that the trainer sets. Here they are keys of the config."""
+    vLLM's messages name vLLM's own flags. The line names keys of the config in their place."""
     if not _MEMORY_ERROR.search(error):
         return None
     if sizes := _ROLLOUT_TOO_LONG.search(error):
@@ -46,7 +48,8 @@ def no_room_for_cache(error: str, device: str) -> str | None:
         )
     else:
         problem = f"no room for vLLM's KV cache ({error.split('. ')[0].strip()})"
-    if "less than" in error:  # less memory is free than was asked for
+    # Less memory is free than the config asks for.
+    if "less than" in error:
         remedies = {
             "cuda": "lower rollout.gpu_memory_utilization, or end what else is on the GPU",
             "cpu": "lower rollout.engine.kv_cache_memory_bytes, take fewer ranks, or end what else "
@@ -63,9 +66,9 @@ def no_room_for_cache(error: str, device: str) -> str | None:
 
 
 def refused_keys(keys: Iterable[str], error: BaseException) -> str:
-    """Returns one line for any error of vLLM's start while `rollout.engine` has these keys.
+    """Returns a line for an error of vLLM's start while `rollout.engine` has these keys.
 
-    They are the likeliest reason."""
+    The keys are the likeliest reason, since the trainer's own options are known to work."""
     # pydantic writes "1 validation error for X", then a line with the field, then a line
     # "Value error, TEXT [type=..., input_value=...]".
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -91,12 +94,13 @@ def forget_engine(engine: Any) -> None:
 
 
 def end_engines() -> None:
-    """Frees what the engines of a failed run hold, so that this process can start another run.
+    """Ends the engines of a failed run and frees their memory. This process can then run again.
 
     It ends vLLM's process groups too: the next engine would take them for its own."""
     for engine in list(_running_engines):
         engine.engine_core.shutdown()
     _running_engines.clear()
+    # Never import vllm here: if no engine was started, there is nothing to destroy.
     if "vllm.distributed.parallel_state" in sys.modules:
         from vllm.distributed import parallel_state
 

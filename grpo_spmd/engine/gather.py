@@ -1,5 +1,9 @@
-"""The policy's shards on their way to an engine: cast, gathered in buckets of bounded size,
-hashed."""
+"""Gathers the policy's shards for an engine: casts them, sends them in buckets, and hashes them.
+
+A shard is one rank's rows of a tensor. A replica is a group of ranks that together hold the whole
+policy once. A bucket is a buffer of bounded size for one all-gather. A piece is a stretch of one
+tensor as it comes out of a bucket. A digest is a hash of all weights.
+"""
 
 from __future__ import annotations
 
@@ -26,23 +30,23 @@ from grpo_spmd.model.sharding import (
 )
 from grpo_spmd.records import SyncStats
 
-# (HF name, this rank's rows) -> the values that the engine gets. The bucket rounds them to its
+# From (HF name, this rank's rows) to the values that the engine gets. The bucket rounds them to its
 # dtype.
 Cast = Callable[[str, Tensor], Tensor]
 
 
 class Piece(NamedTuple):
-    """A stretch of one tensor, from all ranks."""
+    """Holds the same stretch of every rank's block of rows of one tensor."""
 
     shard: Shard
     start: int
-    """Where the piece begins in each rank's block of rows, in elements."""
+    """The element of each rank's block of rows at which the piece begins."""
     blocks: Tensor
     """[ranks, elements], in the engine's dtype, or as stored if one rank holds all rows."""
 
 
 def no_cast(_: str, values: Tensor) -> Tensor:
-    """The Cast that changes nothing."""
+    """Returns the values as they are, as a Cast."""
     return values
 
 
@@ -56,19 +60,22 @@ def gather_pieces(
 ) -> Generator[Piece, None, None]:
     """Collective. Yields the tensors of `shards`, one after the other, in pieces.
 
-    Every rank must draw all of them, in step. A piece is valid until the next one is drawn, and
-    must be released before.
+    Every rank must draw all pieces, in step with the other ranks. A piece is valid until the next
+    one is drawn, and must be released before. `stats` counts bytes and collectives.
 
     The shards of all parameters, cast to `dtype`, form one long row. It is gathered over the ranks
-    of a replica in buckets of at most `bucket_bytes`, which may end inside a tensor or a row; the
-    next bucket is on its way while one is in use. Extra memory: two buckets. If one rank holds the
-    whole policy there are no buckets: a piece is the tensor itself, rounded where it is copied to,
-    or, with a digest, a stretch of it in a small buffer. `digest` gets this rank's part, once for
-    all replicas.
+    of a replica in buckets of at most `bucket_bytes`, which may end inside a tensor or a row. While
+    one bucket is in use, the next one is on its way. The extra memory is two buckets.
+
+    If one rank holds the whole policy, there are no buckets. A piece is then the tensor itself,
+    which is rounded as it is copied. With a digest it is a stretch of the tensor in a small buffer.
+    `digest` gets this rank's rows, from one replica only.
     """
     if not shards:
         return
     parameter = shards[0].parameter
+    # All replicas hold the same weights. The totals of all ranks are added up, so that only one
+    # replica may count.
     if not is_first_replica(parameter):
         digest = None
     num_ranks = num_shards(parameter)
@@ -77,6 +84,7 @@ def gather_pieces(
         return
     widths = [_width(shard.parameter, num_ranks) for shard in shards]
     total = sum(widths)
+    # Elements that each rank puts into one bucket. All ranks compute the same number.
     room = min(max(1, bucket_bytes // (num_ranks * dtype.itemsize)), total)
     buckets = [
         torch.empty(num_ranks, room, dtype=dtype, device=parameter.device)
@@ -85,7 +93,8 @@ def gather_pieces(
     group = shard_group(parameter)
     row = _ShardRow(shards, widths, dist.get_rank(group), cast, digest)
     with closing(_gather_buckets(row, buckets, total, group, stats)) as gathered:
-        bucket = buckets[0][:, :0]  # the unread rest of the current bucket
+        # The columns of the current bucket that were not yielded yet: none at the start.
+        bucket = buckets[0][:, :0]
         for shard, width in zip(shards, widths, strict=True):
             start = 0
             while start < width:
@@ -104,9 +113,10 @@ def _whole_pieces(
     cast: Cast,
     digest: WeightDigest | None,
 ) -> Iterator[Piece]:
-    """Yields the pieces of one rank that holds all rows.
+    """Yields the pieces if one rank holds all rows.
 
-    With a digest they are stretches, rounded and hashed while they are in the CPU's cache."""
+    With a digest a piece is a stretch, which is rounded and hashed while it is in the CPU's cache.
+    """
     rounded = torch.empty(0)
     for shard in shards:
         values = _local_values(shard, cast)
@@ -122,11 +132,12 @@ def _whole_pieces(
                 digest.add(shard.name, start, blocks)
             start += len(blocks)
             yield Piece(shard, start - len(blocks), blocks[None])
-        values = blocks = torch.empty(0)  # freed before the next one is made
+        # The memory of this tensor must be free before the next one is made.
+        values = blocks = torch.empty(0)
 
 
 def leading_pieces(pieces: Iterator[Piece], shards: Iterable[Shard]) -> Iterator[Piece]:
-    """Yields the pieces of `shards`, which come first in `pieces`, and leaves the rest undrawn."""
+    """Yields the pieces of `shards`, which come first in `pieces`. It draws no other pieces."""
     for shard in shards:
         is_complete = not shard.parameter.numel()
         while not is_complete:
@@ -145,17 +156,19 @@ def gather_full_tensors(
     cast: Cast = no_cast,
     digest: WeightDigest | None = None,
 ) -> Generator[tuple[str, Tensor], None, None]:
-    """Collective. `full_tensors` of `gather_pieces`, of the whole policy or of some shards."""
+    """Collective. Yields (HF name, full tensor) for the whole policy or for some shards.
+
+    The arguments are those of `gather_pieces`, the results those of `full_tensors`."""
     shards = list(hf_named_shards(source)) if isinstance(source, Policy) else source
     with closing(gather_pieces(shards, dtype, bucket_bytes, stats, cast, digest)) as pieces:
         yield from full_tensors(pieces, dtype)
 
 
 def full_tensors(pieces: Iterable[Piece], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yields (name in the HF checkpoint, full tensor in `dtype`).
+    """Puts pieces together. Yields (name in the HF checkpoint, full tensor in `dtype`).
 
-    vLLM keeps the tensors until a layer is complete, so they are never views of the reused buckets
-    nor of the parameters."""
+    vLLM keeps the tensors until a layer is complete. They are therefore new tensors, never views of
+    the buckets, which are used again, or of the parameters."""
     # No torch.no_grad as a decorator: it would keep a tensor alive while the next one is made.
     full = torch.empty(0)
     for (name, parameter, _), start, blocks in pieces:
@@ -165,33 +178,36 @@ def full_tensors(pieces: Iterable[Piece], dtype: torch.dtype) -> Iterator[tuple[
         end = start + blocks.shape[1]
         full[:, start:end] = blocks
         del blocks
+        # The last ranks' blocks end in padding, which the view leaves out.
         if end == full.shape[1]:
             yield name, full.view(-1)[: parameter.numel()].view(parameter.shape)
-            full = torch.empty(0)  # freed before the next one is made
+            # The memory of this tensor must be free before the next one is made.
+            full = torch.empty(0)
 
 
 def _local_values(shard: Shard, cast: Cast) -> Tensor:
-    """Returns this rank's values, flat."""
+    """Returns this rank's values of a shard, cast, as one dimension."""
     with torch.no_grad():
         return cast(shard.name, shard.local_rows().detach()).reshape(-1)
 
 
 def _width(parameter: DTensor, num_ranks: int) -> int:
-    """Returns the elements of a full shard."""
+    """Returns the number of elements in a full shard, which the first rank holds."""
     return rows_per_rank(parameter, num_ranks) * parameter.shape[1:].numel()
 
 
 def _gather_buckets(
     row: _ShardRow, buckets: list[Tensor], total: int, group: dist.ProcessGroup, stats: SyncStats
 ) -> Generator[Tensor, None, None]:
-    """Collective. Yields the rows of all ranks, `total` elements each, as [ranks, columns].
+    """Collective. Yields the long rows of all ranks in buckets [ranks, columns].
 
-    Each is valid until the next one is drawn."""
+    Each rank's row has `total` elements. A bucket is valid until the next one is drawn."""
     num_ranks, room = buckets[0].shape
     num_buckets = -(-total // room)
     works: list[dist.Work] = []
 
-    def start(number: int) -> Tensor:
+    def start_bucket(number: int) -> Tensor:
+        """Fills this rank's row of a bucket, and starts its all-gather."""
         columns = min(room, total - number * room)
         flat = buckets[number % len(buckets)].view(-1)
         bucket = flat[: num_ranks * columns].view(num_ranks, columns)
@@ -202,23 +218,24 @@ def _gather_buckets(
         return bucket
 
     try:
-        following = start(0)
+        next_bucket = start_bucket(0)
         for number in range(num_buckets):
             wait_for(works)
-            bucket = following
+            bucket = next_bucket
             # Started before the copies out of this bucket, so that they overlap.
             if number + 1 < num_buckets:
-                following = start(number + 1)
+                next_bucket = start_bucket(number + 1)
             yield bucket
     finally:
-        # If the receiver failed: leave no message behind that the next gather would take for its
-        # own. A peer that is gone raises here; the receiver's own error matters more.
+        # If the receiver failed, an all-gather is still on its way. Wait for it: the next gather
+        # would take its messages for its own. If another rank is gone, this raises; the receiver's
+        # error matters more.
         with suppress(RuntimeError):
             wait_for(works)
 
 
 class _ShardRow:
-    """This rank's shards end to end, each padded to full size. Each is cast when its turn comes."""
+    """Reads this rank's shards end to end, each padded to full size, and casts one at a time."""
 
     def __init__(
         self,
@@ -232,10 +249,13 @@ class _ShardRow:
         self._rank = rank
         self._cast = cast
         self._digest = digest
-        self._unread = torch.empty(0)  # values of the current shard
-        self._num_unread = 0  # the same with its padding
+        # The values of the current shard that were not written yet.
+        self._unread = torch.empty(0)
+        # The number of these values and of the shard's padding.
+        self._num_unread = 0
         self._name = ""
-        self._position = 0  # of the next value in the whole tensor
+        # Index of the next value among the elements of the whole tensor.
+        self._position = 0
 
     def fill(self, out: Tensor) -> None:
         """Writes the next `len(out)` elements, rounded to its dtype. Padding is not written."""
@@ -243,17 +263,20 @@ class _ShardRow:
         stretch = len(out) if self._digest is None else self._digest.stretch(out.itemsize)
         while len(out):
             if not self._num_unread:
-                self._unread = torch.empty(0)  # freed before the next one is made
+                # The memory of this shard must be free before the next one is made.
+                self._unread = torch.empty(0)
                 shard, self._num_unread = next(self._shards)
                 self._name = shard.name
                 self._position = self._rank * self._num_unread
                 self._unread = _local_values(shard, self._cast)
+            # A digest gets no more than the remainder of one stretch at a time.
             limit = len(out) if self._digest is None else stretch - self._position % stretch
             num_values = min(len(self._unread), len(out), limit)
             # No local name for the shard: it would keep it alive.
             out[:num_values].copy_(self._unread[:num_values])
             if self._digest is not None and num_values:
                 self._digest.add(self._name, self._position, out[:num_values])
+            # Without values left, what remains of the shard is padding.
             count = num_values or min(len(out), self._num_unread)
             out = out[count:]
             self._unread = self._unread[count:]
@@ -261,29 +284,31 @@ class _ShardRow:
             self._position += count
 
 
+# A digest lays a stretch of a tensor out as words of 8 bytes in rows of so many columns.
 _WORD_COLUMNS = 128
 _NUM_TOTALS = 16
-# Rows of words (8 bytes) in one stretch: a MiB fits in a CPU's cache.
+# Rows of words in one stretch. On a CPU a stretch has a MiB, which fits in the cache.
 _WORD_ROWS = {"cpu": 1 << 10, "cuda": 1 << 14}
 
 
 class WeightDigest:
-    """A hash of all weights, to the bit, taken while they are in the cache on their way.
+    """Hashes all bits of all weights while they are in the cache on their way to the engine.
 
-    It sums all bits modulo 2^64, in words of 8 bytes. Each stretch of a tensor is laid out in rows
-    and columns; their sums are multiplied by a factor and shifted by places that depend on tensor
-    and stretch. The totals are 16 products of these sums with random numbers.
+    It reads a tensor as words of 8 bytes. Each stretch of a tensor is laid out in rows and columns
+    of words, which are summed modulo 2^64. The sums are multiplied by a factor and shifted by a
+    number of rows and columns. Both depend on the tensor's name and the stretch. The totals are 16
+    products of these sums with random numbers. Sums cost much less than products of all words.
 
-    Parts may be added in any pieces, in any order and by any number of ranks, whose totals are then
-    added. Sums cost a fraction of what products of all words would. Any single bit changes the
-    hash. Weights that differ by chance have different hashes but for one chance in 2^60 or so; if
-    they differ only in the highest bits of two words, one in 2^14. It is no signature: changes that
-    cancel out in each row and column of a stretch leave the hash as it is.
+    Elements may be added in any pieces, in any order and by any number of ranks, whose totals are
+    then added. Any single bit changes the hash. Weights that differ by chance have the same hash
+    with a chance of about 1 in 2^60, or 1 in 2^14 if they differ only in the highest bits of two
+    words. It is no signature: changes that cancel out in each row and column of a stretch leave the
+    hash as it is.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._num_rows = _WORD_ROWS.get(device.type, _WORD_ROWS["cuda"])
-        # Twice as long as there are rows and columns, so that they can be shifted.
+        # Each has twice as many sums as there are rows or columns, which leaves room for the shift.
         self._sums = torch.zeros(
             2 * (self._num_rows + _WORD_COLUMNS), dtype=torch.int64, device=device
         )
@@ -292,7 +317,9 @@ class WeightDigest:
         )
 
     def stretch(self, itemsize: int) -> int:
-        """Returns the elements of a stretch. Pieces that end where a stretch ends are fastest."""
+        """Returns the number of elements of this size in a stretch.
+
+        Pieces that end where a stretch ends are fastest."""
         return self._num_rows * _WORD_COLUMNS * 8 // itemsize
 
     def add(self, name: str, start: int, values: Tensor) -> None:
@@ -302,16 +329,18 @@ class WeightDigest:
         while len(values):
             number, offset = divmod(start, stretch)
             row, column = divmod(offset, row_length)
-            piece = values[: stretch - offset]
-            start += len(piece)
-            values = values[len(piece) :]
+            elements = values[: stretch - offset]
+            start += len(elements)
+            values = values[len(elements) :]
             # Words need whole rows at an address that 8 divides: copy, with zeros around.
-            if column or len(piece) % row_length or piece.storage_offset() * piece.itemsize % 8:
-                num_rows = -(-(column + len(piece)) // row_length)
-                padded = piece.new_zeros(num_rows * row_length)
-                padded[column : column + len(piece)] = piece
-                piece = padded
-            words = piece.view(torch.int64).view(-1, _WORD_COLUMNS)
+            is_aligned = elements.storage_offset() * elements.itemsize % 8 == 0
+            if column or len(elements) % row_length or not is_aligned:
+                num_rows = -(-(column + len(elements)) // row_length)
+                padded = elements.new_zeros(num_rows * row_length)
+                padded[column : column + len(elements)] = elements
+                elements = padded
+            words = elements.view(torch.int64).view(-1, _WORD_COLUMNS)
+            # The factor is odd: an even one would lose the highest bit modulo 2^64.
             key = hashlib.blake2b(f"{name}/{number}".encode(), digest_size=16).digest()
             factor = int.from_bytes(key[:8], "little", signed=True) | 1
             shift = int.from_bytes(key[8:], "little")
@@ -323,20 +352,22 @@ class WeightDigest:
             column_sums.add_(words.sum(0), alpha=factor)
 
     def add_shard(self, name: str, parameter: DTensor, local_rows: Tensor) -> None:
-        """Adds this rank's rows of a parameter, once for all replicas."""
+        """Adds this rank's rows of a parameter. Only the first replica counts."""
         if is_first_replica(parameter):
             start = first_row(parameter) * parameter.shape[1:].numel()
             self.add(name, start, local_rows.detach().reshape(-1))
 
     def totals(self) -> list[int]:
-        """Returns the totals of what this rank added. `weights_id` hashes those of all ranks."""
+        """Returns the 16 totals of the elements that this rank added.
+
+        `weights_id` hashes the totals of all ranks."""
         factors = _factors(len(self._sums), self._sums.device)
         products: Tensor = (factors * self._sums[:, None]).sum(0)
         return products.tolist()
 
 
 def weights_id(rank_totals: list[list[int]]) -> str:
-    """Returns the hash of the weights whose parts gave these totals."""
+    """Returns the hash of the weights, 16 hexadecimal digits, from the totals of all ranks."""
     sums = (sum(totals) % 2**64 for totals in zip(*rank_totals, strict=True))
     return hashlib.blake2b(
         b"".join(total.to_bytes(8, "little") for total in sums), digest_size=8
@@ -345,10 +376,10 @@ def weights_id(rank_totals: list[list[int]]) -> str:
 
 @functools.lru_cache(maxsize=2)
 def _factors(num_sums: int, device: torch.device) -> Tensor:
-    """Returns random factors [sums, totals].
+    """Returns random factors [sums, totals], equal on all ranks.
 
-    In the first total factors of rows are odd and those of columns even, so that any single bit of
-    a word, which changes its row and its column alike, changes this total."""
+    A single bit of a word changes the sum of its row and the sum of its column. In the first total
+    rows have odd factors and columns even ones, so that the two changes cannot cancel out."""
     generator = torch.Generator().manual_seed(0)
     factors = torch.randint(-(2**62), 2**62, (num_sums, _NUM_TOTALS), generator=generator)
     factors[:, 0] *= 2

@@ -1,4 +1,7 @@
-"""vLLM's own ways to take new weights: the reload of all of them, and adapters alone."""
+"""Brings new weights into vLLM by its own means: all weights by its reload, or adapters alone.
+
+A reload sends every weight through vLLM's loader. An adapter is a pair of LoRA tensors, A and B,
+for one layer."""
 
 from __future__ import annotations
 
@@ -15,13 +18,14 @@ from grpo_spmd.model.lora import hf_name
 
 
 class WeightReload:
-    """vLLM's reload of all weights, with what it leaves undone on the CPU or does not report."""
+    """Reloads all weights by vLLM, mends the packed weights on a CPU, and reports missing ones."""
 
     def __init__(self, llm: Any, model: Any, on_cpu: bool) -> None:
         self._llm = llm
         self._model = model
         self._on_cpu = on_cpu
-        self._loaded: set[str] | None = None  # names of the last reload
+        # Names of the parameters that the last reload covered. None if the model does not say.
+        self._loaded: set[str] | None = None
         load_weights = model.load_weights
 
         def recording(weights: Iterable[tuple[str, Tensor]]) -> Any:
@@ -107,27 +111,31 @@ _ADAPTER_ID = 1
 
 
 class EngineAdapters:
-    """The one adapter of an engine that keeps its base. It is handed over in memory."""
+    """Replaces the one LoRA adapter of an engine whose base weights stay. No file is written."""
 
     def __init__(self, model: Any, rank: int) -> None:
         from vllm.lora.request import LoRARequest
 
         self._model = model
         self._rank = rank
-        self._layers: set[str] = set()  # HF names of the layers that were given an adapter
-        # If the adapter were not there before the first request, vLLM would look for this folder,
-        # and fail.
+        # HF names of the layers that were given an adapter.
+        self._layers: set[str] = set()
+        # The folder does not exist. vLLM would only look for it if a request came before the
+        # adapter was loaded, and would fail.
         self.request = LoRARequest("policy", _ADAPTER_ID, "/handed-over-in-memory")
 
     def load(self, adapters: Mapping[str, Tensor]) -> None:
-        """Does the work of `RolloutEngine.load_adapters`, without a look at the engine's state."""
+        """Replaces all adapters, as `RolloutEngine.load_adapters` does.
+
+        The caller checks the engine's state. Raises EngineStateError if the engine has no layer for an adapter."""
         from vllm.lora.lora_model import LoRAModel
         from vllm.lora.lora_weights import LoRALayerWeights
 
         self.drop()
         suffix = ".lora_A.weight"
         layers = {name.removesuffix(suffix) for name in adapters if name.endswith(suffix)}
-        # Equal rank and alpha, since the factor is in B: vLLM would multiply the tensors in place.
+        # B includes the factor alpha / rank. vLLM would multiply by alpha / rank in place: give it
+        # equal numbers.
         weights = {
             layer: LoRALayerWeights(
                 layer,
@@ -140,7 +148,7 @@ class EngineAdapters:
         }
         self._model.lora_manager.add_adapter(LoRAModel(_ADAPTER_ID, self._rank, weights))
         self._model.lora_manager.activate_adapter(_ADAPTER_ID)
-        # vLLM ignores an adapter whose name it does not know: look at what its layers were given.
+        # vLLM silently ignores an adapter with an unknown name: look at what its layers now hold.
         self._layers = layers
         missing = sorted(adapters.keys() - {tensor.engine_name for tensor in self.tensors()})
         if missing:
@@ -150,12 +158,14 @@ class EngineAdapters:
             )
 
     def drop(self) -> None:
-        """Frees the copy of the adapters that vLLM keeps beside the one in its layers."""
+        """Frees the copy of the adapters that vLLM keeps in addition to the one in its layers."""
         self._layers = set()
         self._model.lora_manager.remove_adapter(_ADAPTER_ID)
 
     def tensors(self) -> list[EngineTensor]:
-        """Returns this rank's adapters by the policy's names, for layers that were given one."""
+        """Returns this rank's adapter tensors, by the policy's names.
+
+        It leaves out layers that were given no adapter."""
         tensors = adapter_tensors(self._model, self._rank) if self._layers else []
         return [
             tensor

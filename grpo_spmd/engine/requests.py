@@ -1,4 +1,9 @@
-"""What callers ask of the engine, and which engine samples what. Imports no torch and no vllm."""
+"""Defines what callers ask of the engines, and deals the work out to them. Imports no vllm.
+
+A conversation is a request, or several in turn, each with the completions before it in its prompt.
+A job is a group of conversations that one engine samples. A late request is the next request of a
+conversation that is not known yet when the completion before it is finished, as when a tool runs.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +20,12 @@ from grpo_spmd.records import Completion, Prompt
 
 
 class EngineStateError(RuntimeError):
-    """The engine would have answered from stale or missing weights."""
+    """Says that the engine would have answered from stale or missing weights."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """One completion to sample."""
+    """Asks for one completion."""
 
     prompt_ids: list[int]
     seed: int | None
@@ -28,53 +33,60 @@ class Request:
     temperature: float | None = None
     """0 for greedy decoding. None stands for `rollout.temperature`."""
     max_tokens: int | None = None
-    """At least 1. A rollout gets at most `rollout.max_completion_tokens`, which None stands for."""
+    """Upper bound, at least 1. None stands for `rollout.max_completion_tokens`, which also bounds
+    every rollout."""
     is_rollout: bool = True
-    """False if nobody trains on it: then only `max_tokens` bounds it, and it has no logprobs."""
+    """False if nobody trains on the completion.
+
+    Then only `max_tokens` bounds it, and it has no logprobs."""
 
 
 @dataclass(frozen=True)
 class Later:
-    """Returned in place of a request while the next request of a conversation is not known."""
+    """Stands for a request while the next request of a conversation is not known."""
 
 
 LATER = Later()
 ConversationId = tuple[int, int]  # job, number within the job
 NextRequest = Callable[[int, int, Sequence[Completion]], Request | Later | None]
-EpisodeTask = tuple[Prompt, Callable[..., int]]  # prompt of a conversation, and its turns' seeds
+# The prompt of a conversation, and the function that returns the seed of each of its turns.
+EpisodeTask = tuple[Prompt, Callable[..., int]]
 OnCompletion = Callable[[int, int, Completion], None]
 
 
 class LateRequests(Protocol):
-    """Source of requests that come later. Only the first rank of each engine calls it."""
+    """Brings late requests. Only the first rank of each engine calls it."""
 
     def ready(self, timeout_s: float, /) -> list[tuple[ConversationId, Request | None]]:
-        """Returns the requests that are known now, each once. None means the conversation is over.
+        """Returns (conversation, request) for the requests that are known now, each once.
 
-        If there are none, it waits at most `timeout_s` for the first."""
+        The request is None if the conversation is over. If none is known, it waits at most
+        `timeout_s` for the first."""
 
 
 class EarlyStop(Protocol):
     """Ends a generation before all of its jobs are finished."""
 
     def is_over(self) -> bool:
-        """Returns True once enough jobs are finished over all engines, and ever after. Never
-        waits."""
+        """Returns True once enough jobs are finished over all engines. It stays True.
+
+        It never waits for other engines."""
 
     def drop(self, num_tokens: Sequence[int], /) -> None:
-        """Gets the number of tokens of each conversation that this engine drops."""
+        """Takes note of the number of tokens of each conversation that this engine drops."""
 
 
 @dataclass(frozen=True)
 class GenerationHooks:
-    """What a generation calls while it runs."""
+    """Holds the functions that a generation calls while it runs."""
 
     next_request: NextRequest
     """`next_request(job, number within the job, completions of this conversation so far)` returns
     the next request, None if the conversation is over, or LATER. Equal on all ranks of an engine.
     After LATER the other conversations go on, and `late_requests` brings the request."""
     on_completion: OnCompletion | None = None
-    """Gets (job, number, completion) at once, on all ranks of the engine."""
+    """Called with (job, number within the job, completion) as soon as a completion is finished, on
+    all ranks of the engine."""
     late_requests: LateRequests | None = None
     """Given on all ranks of an engine or on none."""
     early_stop: EarlyStop | None = None
@@ -84,7 +96,7 @@ class GenerationHooks:
 
 
 class JobSchedule(NamedTuple):
-    """How jobs are spread over engines. All ranks compute the same from the same arguments."""
+    """Says which engine gets which jobs. All ranks compute the same from the same arguments."""
 
     dealt: list[list[int]]
     """The jobs that each engine gets at the start."""
@@ -95,11 +107,12 @@ class JobSchedule(NamedTuple):
 def share_out(
     num_jobs: int, job_size: int, num_engines: int, max_num_seqs: int | None
 ) -> tuple[int, int]:
-    """Returns the most requests that an engine has in flight, and the jobs that it gets at first.
+    """Returns two upper bounds for an engine: requests in flight, and jobs at the start.
 
-    An engine with fewer requests in flight claims a queued job. Up to `job_size` - 1 of its
-    requests then wait in vLLM, so that it never runs out of work. If `max_num_seqs` is None,
-    no job is queued."""
+    `job_size` is the number of conversations of the largest job, `max_num_seqs` the number of
+    requests that vLLM runs at once. An engine with fewer requests in flight claims a queued job. Up
+    to `job_size` - 1 of its requests then wait in vLLM, so that it never runs out of work. If
+    `max_num_seqs` is None, all jobs are dealt at the start."""
     fair_share = -(-num_jobs // num_engines)
     if max_num_seqs is None:
         return fair_share * job_size, fair_share
@@ -113,7 +126,7 @@ def deal(
     num_dealt: int,
     num_engines: int,
 ) -> JobSchedule:
-    """Returns which engine starts with which jobs, at most `num_dealt` an engine.
+    """Returns which engine starts with which jobs. No engine gets more than `num_dealt` of them.
 
     Without `expected_tokens` (tokens of one completion, by job) jobs go to engines in turn. With
     it the longest jobs start first, so that no engine starts a long job last. Each goes to the
@@ -136,22 +149,21 @@ def deal(
     return JobSchedule(dealt, longest_first[num_first:])
 
 
-# The conversations of one generation: which run in vLLM, which wait, and what each has so far.
-
-
-# An engine with nothing to run waits so long for a late request, then asks whether to stop.
+# Seconds that an engine with nothing to run waits for a late request. After that it looks whether
+# it should stop.
 LATE_REQUESTS_WAIT_S = 0.5
 
 
 class Conversations:
-    """The conversations of one engine. Each of its ranks holds a copy and takes the same steps.
+    """Keeps the conversations of one engine in a generation: which run, which wait, which are over.
 
-    Late requests arrive on the engine's first rank, which sends them to the others."""
+    Each rank of the engine holds a copy and takes the same steps. Late requests arrive on the
+    engine's first rank, which sends them to the others."""
 
     def __init__(
         self, hooks: GenerationHooks, group: dist.ProcessGroup | None, engine_rank: int
     ) -> None:
-        """`group` holds the engine's ranks, and is None if the engine has one."""
+        """`group` has the ranks of the engine. It is None if the engine has a single rank."""
         self._hooks = hooks
         self._group = group
         self._engine_rank = engine_rank
@@ -177,6 +189,7 @@ class Conversations:
             for id_ in ids
         ]
         late = self._hooks.late_requests
+        # With late requests the end of a conversation (None) must also be equal on all ranks.
         compared = [answer for _, answer in answers if answer is not None or late is not None]
         # Each rank samples by itself: different requests would give garbage, or hang.
         if compared and self._group is not None:
@@ -203,14 +216,15 @@ class Conversations:
             arrived = late.ready(timeout_s)
         else:
             # Requests travel as plain lists, since the collective sends JSON.
-            packed: list[Any] = on_first_in_group(
+            plain_requests: list[Any] = on_first_in_group(
                 lambda: [
                     (id_, request and astuple(request)) for id_, request in late.ready(timeout_s)
                 ],
                 self._group,
             )
             arrived = [
-                (tuple(id_), None if fields is None else Request(*fields)) for id_, fields in packed
+                (tuple(id_), None if fields is None else Request(*fields))
+                for id_, fields in plain_requests
             ]
         for id_, _ in arrived:
             if id_ not in self._waiting:
@@ -239,6 +253,7 @@ class Conversations:
             id_: sum(len(turn.token_ids) for turn in turns)
             for id_, turns in self.completions.items()
         }
+        # vLLM's counts cover the current turn only. The totals have the turns before it.
         running = zip(self.running.values(), num_running, strict=True)
         return [
             *(totals[id_] + tokens for id_, tokens in running),
@@ -248,6 +263,7 @@ class Conversations:
     def _start(
         self, requests: Iterable[tuple[ConversationId, Request]]
     ) -> list[tuple[str, Request]]:
+        """Returns (request id, request), with a new id for each request, which runs from now on."""
         started = []
         for id_, request in requests:
             request_id = next(self._request_ids)

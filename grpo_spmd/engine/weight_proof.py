@@ -1,8 +1,11 @@
-"""The proof that every engine holds the policy's weights.
+"""Proves that every engine holds the policy's weights.
 
-Every rank computes fingerprints of its FSDP shards, 8 bytes a row. One gather brings them to all
-ranks, and each engine rank compares those of the rows that it holds. No rank needs a full copy of a
-tensor.
+A fingerprint is 8 bytes that stand for one row of a tensor. Every rank computes the fingerprints of
+its FSDP shards. One gather brings them to all ranks, and each engine rank compares them with the
+fingerprints of the rows that it holds. No rank needs a full copy of a tensor.
+
+A fingerprint is either a hash of the row's bytes or, if the engine stores the row packed or
+quantised, the row's product with a random vector, the probe.
 """
 
 from __future__ import annotations
@@ -25,66 +28,67 @@ from grpo_spmd.model.policy import Policy, hf_named_shards
 from grpo_spmd.model.sharding import gather_rows
 
 _log = logging.getLogger("grpo_spmd")
-_MAX_NAMED = 4  # tensors that an error describes
+# Tensors that an error describes.
+_MAX_NAMED = 4
 
 
 class WeightProofError(RuntimeError):
-    """An engine does not hold the policy's weights."""
+    """Says that an engine does not hold the policy's weights."""
 
-    says_all = True  # in the report of a failure
+    # The report of a failure then prints the message alone, without a traceback.
+    says_all = True
 
 
 @dataclass(frozen=True)
 class _View:
-    """One way to fingerprint the rows of an HF tensor."""
+    """Describes one way to fingerprint the rows of an HF tensor."""
 
     name: str
     by_probe: bool
     """True: products with a random vector. False: a hash of the bytes."""
     num_slices: int
-    """Equal slices of the columns, each with a fingerprint of its own."""
+    """Number of equal slices of the columns, each with a fingerprint of its own."""
 
 
 @torch.no_grad()
 def prove_weights(
     policy: Policy, engine: RolloutEngine, step: int, is_first: bool = False
 ) -> float:
-    """Collective. Compares what every engine holds with the policy's shards. Returns the seconds.
+    """Collective. Compares every engine's weights with the policy's. Returns the seconds it took.
 
-    Weights are compared in the engine's dtype. By bytes if the engine's layout is plain: a 64-bit
-    hash of each row, in which one flipped bit shows. By probe if it packs or quantises: its own
-    layer is applied to a random vector, another one at each step, and compared within the rounding
-    of such a product (`matches`). `is_first`: log what was compared how. Raises Rank0Error on every
-    rank, which names the tensors that differ, on which ranks, and how."""
+    Weights are compared in the engine's dtype. If the engine's layout is plain, a 64-bit hash of
+    each row is compared, which one flipped bit changes. If the engine packs or quantises, its own
+    layer is applied to a random vector, another one at each step, and the products are compared
+    within their rounding (`matches`). `is_first`: log how the tensors were compared. Raises
+    Rank0Error on every rank, which names the tensors that differ, on which ranks, and how."""
     start = time.perf_counter()
     shards = _expected_shards(policy, engine)
     parameters = {name: shard.parameter for name, shard in shards.items()}
     tensors = engine.tensors(shards)
-    known_values = [tensor for tensor in tensors if fits(tensor, parameters)]
+    known_tensors = [tensor for tensor in tensors if fits(tensor, parameters)]
     views = list(
-        dict.fromkeys(
-            _view(tensor, piece.name) for tensor in known_values for piece in tensor.parts
-        )
+        dict.fromkeys(_view(tensor, part.name) for tensor in known_tensors for part in tensor.parts)
     )
     expected = _gather_fingerprints(shards, views, engine.dtype, step)
     differences: dict[str, str] = {}
-    for tensor in known_values:
+    for tensor in known_tensors:
         columns = _num_columns(parameters[tensor.parts[0].name])
         differences |= _differences(tensor, expected, columns, engine.dtype, step)
     if engine.takes_adapters:
-        in_engine = {piece.name for tensor in tensors for piece in tensor.parts}
+        in_engine = {part.name for tensor in tensors for part in tensor.parts}
         for name, _ in named_adapters(policy.model):
             if name not in in_engine:
                 differences[name] = "the engine was not given it"
-    # No other check sees that replicas have drifted apart.
+    # No other check sees that replicas have drifted apart. Products depend on the order of sums,
+    # so only hashes count.
     digest = sum(int(rows.sum()) for view, rows in expected.items() if not view.by_probe)
     on_rank0(lambda digests: _raise_if_replicas_differ(digests, step), digest)
     num_names = len({view.name for view in views})
     on_rank0(lambda by_rank: _raise_if_different(by_rank, num_names, step), differences)
     seconds = time.perf_counter() - start
     if is_first and engine.engine_rank == engine.tp_rank == 0:
-        names_known = {tensor.engine_name for tensor in known_values}
-        unknown = {tensor.engine_name for tensor in tensors} - names_known
+        known_names = {tensor.engine_name for tensor in known_tensors}
+        unknown = {tensor.engine_name for tensor in tensors} - known_names
         _log_proof(seconds, views, shards, unknown)
     return seconds
 
@@ -92,6 +96,7 @@ def prove_weights(
 def _log_proof(
     seconds: float, views: Sequence[_View], shards: Mapping[str, Shard], unknown: set[str]
 ) -> None:
+    """Logs how many tensors were compared how, and warns of those that could not be compared."""
     names = {view.name for view in views}
     probed = {view.name for view in views if view.by_probe}
     _log.info(
@@ -130,11 +135,11 @@ def _expected_shards(policy: Policy, engine: RolloutEngine) -> dict[str, Shard]:
 def fits(tensor: EngineTensor, parameters: Mapping[str, Tensor]) -> bool:
     """Returns True if the shapes of an engine's parameter and of the named HF tensors agree."""
     if not all(
-        piece.name in parameters and len(parameters[piece.name]) == piece.num_hf_rows
-        for piece in tensor.parts
+        part.name in parameters and len(parameters[part.name]) == part.num_hf_rows
+        for part in tensor.parts
     ):
         return False
-    columns = {_num_columns(parameters[piece.name]) for piece in tensor.parts}
+    columns = {_num_columns(parameters[part.name]) for part in tensor.parts}
     if tensor.values is not None:
         columns.add(_num_columns(tensor.values) * tensor.num_column_slices)
     return len(columns) == 1
@@ -149,6 +154,7 @@ def _as_matrix(tensor: Tensor) -> Tensor:
 
 
 def _view(tensor: EngineTensor, name: str) -> _View:
+    """Returns the view in which HF tensor `name` is compared with this engine tensor."""
     return _View(name, tensor.values is None, tensor.num_column_slices)
 
 
@@ -167,11 +173,11 @@ def row_fingerprints(
 ) -> Tensor:
     """Returns fingerprints [rows, num_slices], int64, of a matrix [rows, columns] cast to `dtype`.
 
-    With int64 coefficients [columns]: the sum of bits * coefficient modulo 2^64. With a probe: the
-    product and the row's norm, two float32 in one int64."""
+    With int64 `coefficients` [columns] a fingerprint is the sum of bits * coefficient modulo 2^64.
+    With a probe it is the product and the row's norm, two float32 in one int64."""
     fingerprints = torch.empty(len(matrix), num_slices, dtype=torch.int64, device=matrix.device)
     coefficients = coefficients.to(matrix.device)
-    # Elements at a time: few enough to stay in a CPU's cache.
+    # So many elements at a time are few enough to stay in a CPU's cache.
     chunk_elements = 1 << 22 if matrix.is_cuda else 1 << 16
     chunk = max(1, chunk_elements // max(1, matrix.shape[1]))
     for rows, result in zip(matrix.split(chunk), fingerprints.split(chunk), strict=True):
@@ -211,7 +217,10 @@ def _differences(
     dtype: torch.dtype,
     step: int,
 ) -> dict[str, str]:
-    """Returns how HF tensors differ from what one of the engine's parameters holds, by name."""
+    """Returns a description for each HF tensor that differs in one engine parameter, by name.
+
+    `expected` has the policy's fingerprints in each view, `columns` is the HF tensors' number of
+    columns."""
     all_coefficients = _coefficients(columns, tensor.values is None, dtype, step)
     coefficients = all_coefficients.chunk(tensor.num_column_slices)[tensor.column_slice]
     if tensor.product is not None:
@@ -220,31 +229,32 @@ def _differences(
         assert tensor.values is not None
         in_engine = row_fingerprints(_as_matrix(tensor.values), coefficients, 1, dtype)[:, 0]
     differences = {}
-    for piece in tensor.parts:
-        view = _view(tensor, piece.name)
-        rows = in_engine[piece.start : piece.start + piece.num_rows]
+    for part in tensor.parts:
+        view = _view(tensor, part.name)
+        rows = in_engine[part.start : part.start + part.num_rows]
         in_policy = {
-            second: fingerprints[
-                piece.hf_start : piece.hf_start + piece.num_rows, tensor.column_slice
+            candidate: fingerprints[
+                part.hf_start : part.hf_start + part.num_rows, tensor.column_slice
             ]
-            for second, fingerprints in expected.items()
-            # Views of the same kind, of tensors with as many rows.
-            if replace(second, name=view.name) == view and len(fingerprints) == piece.num_hf_rows
+            for candidate, fingerprints in expected.items()
+            # Only tensors with the same kind of fingerprint and as many rows can be compared.
+            if replace(candidate, name=view.name) == view and len(fingerprints) == part.num_hf_rows
         }
         same = matches(rows, in_policy[view], coefficients, dtype, tensor.is_quantised)
         if same.all():
             continue
         text = f"{int((~same).sum())} of its {len(same)} rows here differ"
-        # Say whose rows they are instead: another tensor's, or its own in another order.
+        # Explain the difference: the rows of another tensor, or the right rows in another order.
         lookalike = next(
             (
-                second.name
-                for second, fingerprints in in_policy.items()
-                if second != view
+                candidate.name
+                for candidate, fingerprints in in_policy.items()
+                if candidate != view
                 and matches(rows, fingerprints, coefficients, dtype, tensor.is_quantised).all()
             ),
             None,
         )
+        # Fingerprints of products are two numbers: sort by the product, as the engine's rows are.
         keys = in_policy[view]
         if rows.dtype != torch.int64:
             keys = _products_and_norms(keys)[0]
@@ -253,7 +263,7 @@ def _differences(
             text += f", there are those of {lookalike}"
         elif matches(rows.sort()[0], ordered, coefficients, dtype).all():
             text += ", they are there in another order"
-        differences[piece.name] = text
+        differences[part.name] = text
     return differences
 
 
@@ -279,18 +289,19 @@ def matches(
     rounding = (dtype.itemsize < 4) * 2.0**-7 * product.abs()
     if is_quantised:
         rounding = 0.4 / math.sqrt(len(coefficients)) * scale
-    # False if one is NaN.
+    # A comparison with NaN is False: a NaN in the engine or the policy is a difference.
     same: Tensor = (in_engine.float() - product).abs() <= rounding + 1e-6 * scale
     return same
 
 
 def _products_and_norms(fingerprints: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the products and the norms, float32 [rows] each, that are in the fingerprints."""
     pairs = fingerprints.contiguous().view(torch.float32).view(-1, 2)
     return pairs[:, 0], pairs[:, 1]
 
 
 def _raise_if_replicas_differ(digests: list[int], step: int) -> None:
-    """Runs on rank 0, with every rank's digest of the policy's weights."""
+    """Raises WeightProofError, on rank 0, if the ranks' digests of the weights differ."""
     differing = [str(rank) for rank, digest in enumerate(digests) if digest != digests[0]]
     if differing:
         raise WeightProofError(
@@ -301,7 +312,7 @@ def _raise_if_replicas_differ(digests: list[int], step: int) -> None:
 
 
 def _raise_if_different(by_rank: list[dict[str, str]], num_tensors: int, step: int) -> None:
-    """Runs on rank 0, with every rank's differences."""
+    """Raises WeightProofError, on rank 0, if a rank found a difference."""
     ranks_by_text: dict[str, dict[str, list[int]]] = {}
     for rank, differences in enumerate(by_rank):
         for name, text in differences.items():

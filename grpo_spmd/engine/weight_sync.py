@@ -1,4 +1,8 @@
-"""Policy -> engine: what a sync sends and how, and when it is proved that it arrived."""
+"""Syncs the engine with the policy: sends the weights, and at times proves that they arrived.
+
+There are two ways into the engine. vLLM's loader takes full tensors. A direct copy writes rows into
+the engine's tensors (direct_load.py), and is used once a proof has shown that its map is right.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +42,10 @@ class WeightSync:
         cast: Cast = no_cast,
         is_named: bool = False,
     ) -> None:
-        """`prove_every_steps` 0: only the first syncs are proved. `is_named`: the stats have a hash
-        of the weights, which a rollout buffer needs. Raises ConfigError as
-        `refuse_unsynced_tensors` does."""
+        """Raises ConfigError as `refuse_unsynced_tensors` does.
+
+        With `prove_every_steps` 0 only the first syncs are proved. With `is_named` the stats have a
+        hash of the weights, which a rollout buffer needs. `cast` changes values on their way."""
         refuse_unsynced_tensors(policy.model, engine.tensors, fits)
         self._policy = policy
         self._engine = engine
@@ -53,17 +58,19 @@ class WeightSync:
         self._has_proved = False
         self._direct: DirectLoad | None = None
         self._direct_is_proved = True
-        # Of the steps at which a proof is due, every other one goes through vLLM's loader.
+        # The steps at which a proof is due alternate between vLLM's loader and direct copies, so
+        # that both stay proved.
         self._loader_is_due = True
-        # The digest of a base that stays in the engine. Adapters' totals are added to it.
+        # The totals of the digest of a base that stays in the engine. The adapters' totals are
+        # added to them at each sync.
         self._base_totals: list[int] = []
 
     def sync(self, step: int) -> SyncStats:
         """Collective. Wakes the engine with exactly the policy's weights, as version `step`.
 
-        Its caches are empty afterwards. An engine that takes adapters alone gets the base once: it
-        sleeps at level 1, which keeps it. `offload` moves out what the sync does not read before
-        it, and the policy after it.
+        The engine's caches are empty afterwards. An engine that takes adapters alone gets the base
+        once, since it sleeps at level 1, which keeps the weights. `offload` moves the optimizer and
+        the other models out before the sync, and the policy after it. Returns what was sent.
 
         The proof runs at the first sync of a process and if `step` is a multiple of
         `prove_every_steps`, before the KV cache takes the room that it needs. The weights of the
@@ -88,7 +95,8 @@ class WeightSync:
         )
         direct = None if is_due and self._loader_is_due else self._direct
         if engine.needs_weights:
-            # A base that stays is not counted: then a step counts the same in a new process.
+            # A base that stays is not counted in the stats: a new process sends it once more, and
+            # would otherwise report other numbers than a process that runs on.
             self._send(step, SyncStats() if engine.takes_adapters else stats, digest, direct)
             if digest is not None and engine.takes_adapters:
                 self._base_totals = digest.totals()
@@ -112,15 +120,18 @@ class WeightSync:
         return stats
 
     def _new_digest(self) -> WeightDigest | None:
+        """Returns an empty digest, None if the stats have no hash of the weights."""
         return WeightDigest(self._device) if self._is_named else None
 
     def _send(
         self, step: int, stats: SyncStats, digest: WeightDigest | None, direct: DirectLoad | None
     ) -> None:
-        """Collective. Sends the whole policy, the tensors of `direct` directly.
+        """Collective. Sends the whole policy: the tensors of `direct` by copies, all others by
+        vLLM's loader.
 
-        Both ways share one gathered row, so that a sync always takes as many collectives."""
+        Both ways read one gathered row, so that every sync has the same number of collectives."""
         direct_names = direct.names if direct is not None else frozenset()
+        # The directly copied tensors come first in the row, since they are drawn first.
         shards = sorted(
             hf_named_shards(self._policy), key=lambda shard: shard.name not in direct_names
         )
@@ -146,8 +157,9 @@ class WeightSync:
         engine.load_adapters(adapters, step)
 
     def _proved_direct_load(self) -> DirectLoad | None:
-        """Collective. Returns None if nothing can be copied, or ranks would copy different
-        tensors."""
+        """Collective. Returns the direct copies that the map allows.
+
+        Returns None if no tensor can be copied, or if ranks would copy different tensors."""
         name_of = {id(parameter): name for name, parameter in hf_named_parameters(self._policy)}
         parameters = {
             hf_name(name): parameter
@@ -159,5 +171,6 @@ class WeightSync:
         direct = self._engine.direct_load(names) if all_fit else None
         copied = "\n".join(sorted(direct.names)) if direct is not None else ""
         hash_of_names = hashlib.sha256(copied.encode()).hexdigest()
+        # The order of the gathered row depends on the names, so it must be equal on all ranks.
         is_same = on_rank0(lambda hashes: len(set(hashes)) == 1, hash_of_names)
         return direct if copied and is_same else None
