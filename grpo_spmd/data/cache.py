@@ -1,10 +1,11 @@
-"""The node's cache of what is made from a data set: made once for all its ranks and later starts.
+"""This module is a node's cache of results that are computed from a data set.
 
-An entry is one file of a blob, integer arrays and JSON, under a fingerprint of all inputs; nothing
-in it is executed. A file is used if it is this user's, has this format, and is unchanged since it
-was found whole to the bit. Otherwise it is made again. Folders are the node's own: a file that is
-mapped from another host disappears, and the rank with it, when somebody removes it there. Where no
-folder takes an entry, each rank keeps its own in memory.
+A result is computed once for all ranks of the node and for later starts. An *entry* is one file
+with a blob of bytes, integer arrays and JSON. Its name is a *fingerprint*, a digest of all inputs.
+Nothing in an entry is executed. A file is used if it is this user's, has this format, and is
+unchanged since it was found intact to the last bit. Otherwise it is made again. Folders must be on
+a disk of the node: a file that is mapped from another host disappears, and the rank crashes, when
+somebody removes it there. Where no folder takes an entry, each rank keeps its own in memory.
 """
 
 from __future__ import annotations
@@ -31,22 +32,22 @@ import psutil  # type: ignore[import-untyped]
 from grpo_spmd.config.errors import ConfigError, say
 from grpo_spmd.files import UntrustedError, open_regular, parse_object
 
-# Counts up with every change of what is made or checked: entries of other formats are not read.
+# This number changes with every change of the format: entries of other formats are not read.
 FORMAT = 3
 # Bytes of a data set below which each rank makes its own entry in memory, in less than a second.
 SMALL = 4 << 20
 _BUFFER_BYTES = 1 << 20
-# An entry ends with the length of its JSON and the SHA-256 of all before.
+# An entry ends with the length of its JSON and the SHA-256 of all earlier bytes.
 _LENGTH_BYTES = 8
 _DIGEST_BYTES = 32
 _TAIL_BYTES = _LENGTH_BYTES + _DIGEST_BYTES
-# Entries that were not used for so long are removed when another one is made.
+# Seconds without use after which an entry is removed, when another entry is made.
 _KEPT_S = 30 * 86_400.0
-# Temporary files that nobody has written to for so long are removed.
+# Seconds without a write after which a temporary file is removed.
 _ABANDONED_S = 3600.0
-# A file that changed so recently may change again without a change of its times.
+# Seconds in which a file that has just changed may change again without a change of its times.
 _RECENT_S = 2.0
-# A rank that waits says so after the first time, and makes its own entry after the second.
+# Seconds after which a waiting rank logs a note; after the second bound it makes its own entry.
 _NOTE_WAIT_S = 60.0
 _MAX_WAIT_S = 900.0
 # File systems of this host, as the kernel calls them.
@@ -57,9 +58,9 @@ _LOCAL_FILE_SYSTEMS = {
 
 
 class Entry:
-    """A cache entry, mapped from its file or in memory.
+    """One cache entry, mapped from its file or in memory.
 
-    Its arrays are int64. They are read like lists and cost no memory.
+    Its arrays are int64. They are read like lists and take no extra memory.
     """
 
     def __init__(self, content: memoryview, name: str) -> None:
@@ -86,7 +87,7 @@ class Entry:
 
 
 class EntryWriter:
-    """Writes an entry piece by piece. Only `arrays` and `facts` are kept in memory."""
+    """Writes an entry part by part. Only `arrays` and `facts` are kept in memory."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -104,7 +105,7 @@ class EntryWriter:
             self._flush()
 
     def finish(self, name: str) -> str:
-        """Writes arrays and facts behind the blob. Returns the SHA-256 that ends the entry."""
+        """Writes arrays and facts after the blob. Returns the SHA-256 that ends the entry."""
         header = {
             "format": FORMAT,
             "name": name,
@@ -129,7 +130,8 @@ class EntryWriter:
     def _write(self, content: bytes | bytearray) -> None:
         remaining = memoryview(content)
         with _folder_errors():
-            while remaining:  # an unbuffered file may take less than it is given
+            # An unbuffered file may take less than it is given.
+            while remaining:
                 remaining = remaining[self._file.write(remaining) :]
 
 
@@ -160,9 +162,9 @@ def versions_of(*packages: str) -> list[str]:
 def load_or_make(kind: str, inputs: Any, num_bytes: int, make: Make, source: str = "") -> Entry:
     """Returns the entry that `make` makes from `inputs`, for a data set of `num_bytes` bytes.
 
-    One process of the node makes it while the others wait. An `inputs` of None has no fingerprint:
-    the entry stays in memory. An error of `make` is raised by all processes that wait for the same
-    `source`, which the error names.
+    One process of the node makes it while the other processes wait. If `inputs` is None, there is
+    no fingerprint and the entry stays in memory. An error of `make` is raised by all processes that
+    wait for the same `source`, which the error names.
     """
     if inputs is None or num_bytes < SMALL:
         return _make_in_memory(kind, make)
@@ -190,9 +192,9 @@ def _find(name: str) -> Entry | None:
 
 
 def _make(name: str, num_bytes: int, make: Make, error_name: str) -> Entry:
-    """Makes an entry in the first folder that takes it, else in memory.
+    """Makes an entry in the first folder that takes it, or in memory if no folder does.
 
-    An error of `make` is kept for the processes that wait.
+    An error of `make` is stored for the processes that wait.
     """
     failures: list[str] = []
     for folder in cache_folders(failures):
@@ -243,7 +245,8 @@ def _folder_errors() -> Iterator[None]:
 
 
 def _make_in_folder(folder: Path, name: str, make: Make) -> Entry:
-    """Raises _FolderError, and what `make` raises."""
+    """Returns the entry, made as a file of this folder. Raises _FolderError, and any error of
+    `make`."""
     with _folder_errors():
         _sweep(folder)
         # Only this user can open it: mkstemp's mode is 0600.
@@ -254,7 +257,8 @@ def _make_in_folder(folder: Path, name: str, make: Make) -> Entry:
             make(writer)
             digest = writer.finish(name)
             with _folder_errors():
-                # A power cut could else leave a file of the right size and time without content.
+                # Without fsync a power cut could leave a file of the right size and time, but
+                # empty.
                 os.fsync(descriptor)
         with _folder_errors():
             os.replace(temporary, folder / name)
@@ -271,7 +275,7 @@ def _make_in_folder(folder: Path, name: str, make: Make) -> Entry:
 
 
 def _open(folder: Path, name: str) -> Entry | None:
-    """Returns an entry; None if there is none, or none that can be used."""
+    """Returns an entry, or None if there is none that can be used."""
     try:
         with open_regular(folder / name) as file:
             state = os.fstat(file.fileno())
@@ -285,7 +289,8 @@ def _open(folder: Path, name: str) -> Entry | None:
                 _store_digest(folder, name, state, digest)
             entry = Entry(content, name)
             with contextlib.suppress(OSError):
-                os.utime(folder / f"{name}.stat")  # the time of its last use
+                # The time of its last use.
+                os.utime(folder / f"{name}.stat")
             return entry
     except (OSError, UntrustedError, AttributeError, KeyError, TypeError, ValueError):
         return None
@@ -297,8 +302,8 @@ def _open(folder: Path, name: str) -> Entry | None:
 def digest_of(path: Path) -> str:
     """Returns the SHA-256 of a file's content. Raises OSError, UntrustedError.
 
-    The digest of a large file is stored with its `stamp`: else each rank and each start would read
-    all of it.
+    The digest of a large file is stored with its `stamp`, so that not every rank and every start
+    must read the whole file.
     """
     with open_regular(path, follow=True) as file:
         state = os.fstat(file.fileno())
@@ -322,7 +327,8 @@ def digest_of(path: Path) -> str:
 
 
 def stamp(state: os.stat_result) -> list[int]:
-    """Returns what changes with a file's content; the last number can be set by nobody."""
+    """Returns numbers that change with a file's content; nobody can set the last one (the
+    ctime)."""
     return [state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns]
 
 
@@ -367,7 +373,8 @@ def _write_file(folder: Path, name: str, content: bytes) -> None:
 def cache_folders(failures: list[str] | None = None) -> list[Path]:
     """Returns this user's writable folders on this host, equal on all ranks of a node.
 
-    The cache's folder comes first, then a temporary one. `failures` gets why a folder is unusable.
+    The cache's folder is the first, then a temporary one. The reasons why a folder cannot be used
+    are added to `failures`.
     """
     folders: list[Path] = []
     for folder in _candidate_folders():
@@ -395,14 +402,16 @@ def _candidate_folders() -> Iterator[Path]:
         yield Path(cache, "grpo_spmd")
     elif os.path.isabs(home):
         yield Path(home, ".cache", "grpo_spmd")
-    with contextlib.suppress(OSError):  # there may be no temporary folder
+    # There may be no temporary folder.
+    with contextlib.suppress(OSError):
         yield Path(tempfile.gettempdir(), f"grpo_spmd-{os.geteuid()}")
 
 
 def is_own_folder(folder: Path) -> bool:
-    """Returns whether this user alone can write to a folder. Raises OSError if there is none.
+    """Returns whether only this user can write to a folder. Raises OSError if the folder does not
+    exist.
 
-    In /tmp anyone may have put a link there, or a folder of their own.
+    In /tmp anyone may have put a link or a folder of their own at this path.
     """
     state = folder.lstat()
     return stat.S_ISDIR(state.st_mode) and _is_private(state)
@@ -418,26 +427,27 @@ def is_of_this_host(folder: Path) -> bool:
 
 
 def _file_system_of(folder: Path) -> str:
-    """Returns the type of the file system that a path is on; "unknown" if the kernel hides it."""
+    """Returns the type of a path's file system, or "unknown" if the kernel hides it."""
     path = Path(os.path.realpath(folder))
     try:
         mounts = psutil.disk_partitions(all=True)
     except OSError:
         mounts = []
-    # Of several mounts on one folder the last one counts.
+    # If several file systems are mounted on one folder, the last one is visible.
     mounts = [mount for mount in reversed(mounts) if path.is_relative_to(mount.mountpoint)]
     mount = max(mounts, key=lambda mount: len(mount.mountpoint), default=None)
     return "unknown" if mount is None else str(mount.fstype)
 
 
-# What happens between processes of the node.
+# Coordination between processes of the node.
 
 
 @contextlib.contextmanager
 def _entry_lock(name: str) -> Iterator[bool]:
-    """Holds the lock of an entry on this node. Yields whether another process had it.
+    """Holds the lock of an entry on this node. Yields whether another process held it before.
 
-    The kernel releases it, also if its holder is killed. Whoever waits for long says for whom.
+    The kernel releases the lock, also if its holder is killed. A process that waits long logs the
+    holder's pid.
     """
     lock = _open_lock(name)
     if lock is None:
@@ -445,7 +455,8 @@ def _entry_lock(name: str) -> Iterator[bool]:
         return
     try:
         had_to_wait = _wait_for_lock(lock, name)
-        with contextlib.suppress(OSError):  # a full disk
+        # A full disk.
+        with contextlib.suppress(OSError):
             os.pwrite(lock, f"{os.getpid():<20}".encode(), 0)
         yield had_to_wait
     finally:
@@ -456,14 +467,15 @@ def _wait_for_lock(lock: int, name: str) -> bool:
     had_to_wait = False
     start = time.monotonic()
     next_note = start + _NOTE_WAIT_S
-    # After the longest wait its holder was stopped, or its disk is gone.
+    # After the longest wait the holder was probably stopped, or its disk is gone.
     while time.monotonic() - start <= _MAX_WAIT_S:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
         except BlockingIOError:
             had_to_wait = True
-        except OSError:  # a file system without locks: each may make one, and the last stays
+        except OSError:
+            # A file system without locks: each may make one, and the last stays.
             break
         time_now = time.monotonic()
         if time_now > next_note and os.environ.get("LOCAL_RANK", "0") in "01":
@@ -484,7 +496,7 @@ def _open_lock(name: str) -> int | None:
 
 
 def _raise_error_of_maker(error_name: str, start: int) -> None:
-    """Raises the error that another process of this node has found since `start`."""
+    """Raises the error that another process of this node has stored since `start`."""
     for folder in cache_folders():
         with (
             contextlib.suppress(OSError, UntrustedError),
@@ -495,9 +507,9 @@ def _raise_error_of_maker(error_name: str, start: int) -> None:
 
 
 def _sweep(folder: Path) -> None:
-    """Removes entries that were not used for a month, and temporary files of killed processes.
+    """Removes entries without use for a month, and temporary files of killed processes.
 
-    A process that has an old entry mapped keeps it.
+    A process that has mapped an old entry can still read it.
     """
     time_now = time.time()
     last_used: dict[str, float] = {}

@@ -1,4 +1,5 @@
-"""Checks whether the Hugging Face hub has a name: one short request without libraries' retries."""
+"""This module checks whether the Hugging Face hub has a name, with one short request without
+retries."""
 
 from __future__ import annotations
 
@@ -19,21 +20,22 @@ class HubAnswer(NamedTuple):
     """The hub's answer to one request."""
 
     status: int | None
-    """None: there was no answer."""
+    """The HTTP status; None if there was no answer."""
     reason: str
-    """The hub's own error code, or why there was no answer."""
+    """The hub's own error code, or the reason why there was no answer."""
 
 
 def is_offline() -> bool:
-    """Returns whether the environment forbids to ask the hub, as huggingface_hub reads it."""
+    """Returns whether the environment forbids requests to the hub, as huggingface_hub reads it."""
     values = (os.environ.get(name, "") for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
     return any(value.upper() in ("1", "ON", "YES", "TRUE") for value in values)
 
 
 def check_reachable(kind: Literal["models", "datasets"], name: str, key: str) -> None:
-    """Refuses a name that is not on the hub, or not for this user, or a hub that does not answer.
+    """Refuses a name that is not on the hub or that this user may not read, and a hub without an
+    answer.
 
-    Raises ConfigError. Only the first rank of each node asks: a thousand ranks are not to.
+    Raises ConfigError. Only the first rank of each node asks, so that a thousand ranks do not.
     """
     local = "folder" if kind == "models" else "file"
     command = "run `python -m grpo_spmd.prefetch --config ...` on a node with network"
@@ -63,7 +65,7 @@ def check_reachable(kind: Literal["models", "datasets"], name: str, key: str) ->
         if kind == "models":
             rule = "has no config.json on the hub; a model in transformers' format has one"
             raise ConfigError(f"{key}: {name} {rule}")
-    # The hub does not tell whether a private name exists.
+    # The hub gives the same answer for a private name and for a name that does not exist.
     elif answer.status in (401, 404):
         access = "the token in use does not see it" if _token() else "set HF_TOKEN if it is private"
         rule = f"there is no {page}, or it is private"
@@ -72,7 +74,7 @@ def check_reachable(kind: Literal["models", "datasets"], name: str, key: str) ->
 
 def ask(url: str) -> HubAnswer:
     """Returns the hub's answer to a HEAD request, after at most WAIT_S seconds."""
-    # Raises ConfigError for a malformed token, and so before the thread.
+    # A malformed token raises ConfigError, which must happen here and not in the thread.
     token = _token()
 
     def request() -> HubAnswer:
@@ -81,7 +83,7 @@ def ask(url: str) -> HubAnswer:
         try:
             with urllib.request.build_opener(_NoRedirect()).open(head, timeout=WAIT_S) as response:
                 return HubAnswer(response.status, "")
-        # Redirects too, which say that there is something.
+        # Redirects come here too; they say that the name exists.
         except urllib.error.HTTPError as error:
             return HubAnswer(error.code, error.headers.get("X-Error-Code", ""))
         # ValueError: HF_ENDPOINT is no URL.
@@ -89,7 +91,7 @@ def ask(url: str) -> HubAnswer:
             return HubAnswer(None, str(getattr(error, "reason", error)))
 
     try:
-        # In a thread, as the resolution of names has no timeout.
+        # The request runs in a thread, because the resolution of names has no timeout.
         return within(WAIT_S, request)
     except TimeoutError:
         return HubAnswer(None, f"within {WAIT_S:g} s")

@@ -1,4 +1,9 @@
-"""The order of prompts: a shuffled cursor, equal on all ranks, and one for tail batching."""
+"""This module decides the order of prompts, with a shuffled stream and with a stream for tail
+batching.
+
+A *position* counts the prompts of the stream from 0 over all epochs. Streams are equal on all
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +18,9 @@ from grpo_spmd.records import Prompt
 
 
 class PromptStream:
-    """Endless shuffled prompts, each exactly once an epoch.
+    """An endless stream of shuffled prompts, each exactly once in an epoch.
 
-    A function of (seed, position), whatever the world size is.
+    The order depends on (seed, position) alone, not on the world size.
     """
 
     def __init__(
@@ -73,19 +78,20 @@ class PromptStream:
 class TailStream:
     """A PromptStream for tail batching (RollPacker, NSDI '26).
 
-    Short rounds launch more prompts than a step needs. The slow ones are left behind and wait for a
-    long round. Each position is dealt until it is trained on, and then never again. No prompt waits
-    beyond its epoch's end: while one does, prompts of the next epoch only fill the step that ends
-    the epoch, as without tail batching.
+    A *short round* launches more prompts than a step needs. The slow prompts are left and wait for
+    a *long round*. Each position is dealt until it is trained on, and never after that. No prompt
+    waits beyond the end of its epoch: while one waits, prompts of the next epoch only fill the step
+    that ends the epoch, as without tail batching.
     """
 
     def __init__(
         self, stream: PromptStream, num_rows: int, num_launched: int, waiting: Sequence[int] = ()
     ) -> None:
-        """`stream` has all `num_rows` prompts and stands at the first that was not dealt.
+        """`stream` has all `num_rows` prompts and stands at the first prompt that was not dealt.
 
-        `num_launched`: prompts of a short round; if a step needs as many, there is none. `waiting`:
-        positions that the run has left behind. Raises ConfigError if it cannot have left them.
+        `num_launched` is the number of prompts of a short round; if a step needs as many, there are
+        no short rounds. `waiting` are the positions that the run has left. Raises ConfigError for
+        positions that it cannot have left.
         """
         self._stream = stream
         self._num_rows = num_rows
@@ -98,6 +104,7 @@ class TailStream:
 
     @property
     def position(self) -> int:
+        """Returns the position of the next prompt that was never dealt."""
         return self._stream.position
 
     @property
@@ -118,16 +125,16 @@ class TailStream:
         fits = num_prompts < self._num_launched <= num_left_in_epoch
         if fits and not is_long and not has_old:
             return self._stream.take(self._num_launched)
-        # A long round, or one that ends the epoch: waiting prompts first, as they are the oldest.
+        # In a long round, or one that ends the epoch, waiting prompts come first: they are oldest.
         slow = self._waiting[:num_prompts]
         self._waiting = self._waiting[num_prompts:]
         slow_prompts = [self._stream.at(position) for position in slow]
         return slow_prompts + self._stream.take(num_prompts - len(slow))
 
     def leave(self, prompts: Sequence[Prompt], metrics: Mapping[str, float]) -> None:
-        """Leaves prompts of a short round behind that were not done when the step was full.
+        """Leaves the prompts of a short round that were not finished when the step was full.
 
-        `prompts` are equal on all ranks; `metrics` are those of the round.
+        `prompts` are equal on all ranks; `metrics` are the round's.
         """
         self._waiting += sorted(prompt.position for prompt in prompts)
         self._round_metrics |= metrics
@@ -142,7 +149,7 @@ class TailStream:
 
 
 def check_enough_to_launch(num_rows: int, rollout: RolloutConfig) -> None:
-    """Refuses a training set with fewer prompts than a short round launches. Raises ConfigError."""
+    """Raises ConfigError for a training set with fewer prompts than a short round launches."""
     num_launched = rollout.num_launched_prompts
     if num_launched > num_rows:
         rule = f"rollout.tail_batching ({rollout.tail_batching:g}) launches {num_launched} prompts"

@@ -1,7 +1,8 @@
-"""Rows of jsonl files, parquet files and the Hugging Face hub, each with a usable prompt.
+"""This module reads rows from jsonl files, parquet files and the Hugging Face hub.
 
-Rows of a large data set are read once on a node and stay in a file of its cache: each is decoded
-when it is needed. Every row is checked as it is read. Needs neither torch nor a tokenizer.
+Each row must have a usable prompt. Rows of a large data set are read once on a node and stay in a
+file of its cache (cache.py): each is decoded when it is needed. Every row is checked when it is
+read. The module needs neither torch nor a tokenizer.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from grpo_spmd.data.hub import check_reachable, is_offline, need_datasets
 from grpo_spmd.files import reject_duplicates
 
 Messages = list[dict[str, Any]]
-# Rows of a parquet file that are held at a time.
+# The number of rows of a parquet file that are in memory at a time.
 _NUM_PARQUET_ROWS = 1024
-# Cached rows that are decoded together.
+# The number of cached rows that are decoded together.
 _NUM_DECODED_ROWS = 256
 # A column in other notations than {name}: jinja's, str.format's fields and escapes.
 _FOREIGN_COLUMN = re.compile(
@@ -39,17 +40,17 @@ _FOREIGN_COLUMN = re.compile(
 
 @dataclass(frozen=True)
 class PromptRow:
-    """One usable row."""
+    """One usable row of a data set."""
 
     prompt: str | Messages
     columns: dict[str, Any]
     """The other columns."""
     where: str
-    """file:line or file:row, for messages."""
+    """The place of the row as file:line or file:row, for messages."""
 
 
 class SourceRow(NamedTuple):
-    """One row as its source has it."""
+    """One row in the form of its source."""
 
     number: int
     record: dict[str, Any]
@@ -59,14 +60,14 @@ class SourceRow(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """A data set that was found, and is not read yet."""
+    """A data set that was found, but not read yet."""
 
     prefix: str
-    """With a row's number behind it, `PromptRow.where`."""
+    """The beginning of `PromptRow.where`; the row's number follows."""
     read: Callable[[], Iterator[SourceRow]]
-    """Raises ConfigError."""
+    """A function that yields the rows. It raises ConfigError."""
     inputs: Any
-    """Identifies the content, for a fingerprint; None: nothing does."""
+    """Values that identify the content, for a fingerprint; None if nothing identifies it."""
     num_bytes: int
 
 
@@ -77,9 +78,9 @@ class Overview:
     columns: dict[str, None] = field(default_factory=dict)
     """Names of the columns, in the order of their first row."""
     sizes: Sequence[int] = field(default_factory=lambda: array("q"))
-    """Characters of each prompt."""
+    """The number of characters of each prompt."""
     first_chat: int | None = None
-    """Index of the first row whose prompt is messages."""
+    """The index of the first row whose prompt is a list of messages."""
 
     def add(self, row: PromptRow) -> None:
         assert isinstance(self.sizes, array)
@@ -95,7 +96,7 @@ class Overview:
 
 
 class CachedRows(Sequence[PromptRow]):
-    """Rows in an entry of the node's cache."""
+    """The rows in an entry of the node's cache."""
 
     def __init__(
         self,
@@ -104,7 +105,7 @@ class CachedRows(Sequence[PromptRow]):
         inputs: Any,
         make_row: Callable[[dict[str, Any], str], PromptRow],
     ) -> None:
-        """`inputs` identify the rows, for a fingerprint; None: nothing does."""
+        """`inputs` identify the rows, for a fingerprint; None if nothing identifies them."""
         self.inputs = inputs
         self.prefix = source.prefix
         self.num_bytes = source.num_bytes
@@ -116,7 +117,7 @@ class CachedRows(Sequence[PromptRow]):
             dict.fromkeys(entry.facts["columns"]), entry.array("sizes"), entry.facts["first_chat"]
         )
         self.first_refused: int | None = entry.facts["first_odd"]
-        """Index of the first row that `check_row` refuses."""
+        """The index of the first row that `check_row` refuses."""
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -138,7 +139,7 @@ class CachedRows(Sequence[PromptRow]):
             yield from self[start : start + _NUM_DECODED_ROWS]
 
     def _decode(self, start: int, stop: int) -> list[PromptRow]:
-        """Returns consecutive rows, decoded as one JSON list: that takes half the time."""
+        """Returns consecutive rows, decoded as one JSON list, which takes half the time."""
         if start >= stop:
             return []
         ends = [self._ends[start - 1] if start else 0, *self._ends[start:stop]]
@@ -151,9 +152,9 @@ class CachedRows(Sequence[PromptRow]):
 
 
 def key_and_source(config: DataConfig, eval_set: str | None) -> tuple[str, str]:
-    """Returns the config key of a data set, for messages, and its file or hub name.
+    """Returns (key, source): a data set's config key, for messages, and its file or hub name.
 
-    `eval_set` None is the training set.
+    With `eval_set` None it is the training set.
     """
     if eval_set is None:
         return "data.train", config.train
@@ -175,13 +176,13 @@ def read_rows(config: DataConfig, eval_set: str | None = None) -> Sequence[Promp
         rule = f"{key} must end in .jsonl or .parquet, or be hub:REPO:SUBSET:SPLIT; got {name!r}"
         raise ConfigError(f"{rule}{_conversion_hint(name)}")
     make_row = functools.partial(_make_row, config=config)
-    # All that a row depends on besides the data.
+    # A row depends on the data and on these settings, and on nothing else.
     keys = [config.prompt_key, config.prompt_template, config.as_chat, config.system_prompt]
     inputs = None if source.inputs is None else [source.inputs, keys]
     make = functools.partial(_write_rows, source=source, make_row=make_row)
     entry = load_or_make("rows", inputs, source.num_bytes, make, source.prefix)
     if not entry.facts["is_json"]:
-        # Dates, bytes, images: each rank keeps the rows in memory.
+        # JSON cannot hold dates, bytes and images, so each rank keeps these rows in memory.
         return [make_row(row.record, f"{source.prefix}{row.number}") for row in source.read()]
     return CachedRows(entry, source, inputs, make_row)
 
@@ -191,7 +192,7 @@ def _write_rows(
 ) -> None:
     """Reads, checks and writes all rows. Raises ConfigError for a row without a usable prompt.
 
-    The first row that `check_row` refuses is noted, and refused only when rows are checked.
+    The first row that `check_row` refuses is noted; it is an error only when the rows are checked.
     """
     ends = array("q")
     numbers = array("q")
@@ -226,7 +227,7 @@ def _write_rows(
 
 
 def _is_json(value: Any) -> bool:
-    """Returns whether JSON brings a value back as it was, by type too."""
+    """Returns whether a value comes back from JSON unchanged, also in type."""
     kind = type(value)
     if kind is dict:
         return all(type(name) is str for name in value) and all(map(_is_json, value.values()))
@@ -248,9 +249,10 @@ def overview_of(rows: Sequence[PromptRow]) -> Overview:
 def cached_result(
     kind: str, rows: Sequence[PromptRow], inputs: Any, compute: Callable[[], Any]
 ) -> Any:
-    """Returns what `compute` returns of the rows, computed once on a node until an input changes.
+    """Returns the result of `compute` on the rows, computed once on a node until an input changes.
 
-    The result survives JSON and depends on the rows and on `inputs` alone. Errors are raised.
+    The result must survive JSON and may depend on the rows and on `inputs` alone. Errors are
+    raised.
     """
     if not isinstance(rows, CachedRows) or rows.inputs is None:
         return compute()
@@ -266,7 +268,7 @@ def cached_result(
 
 
 def _make_row(record: dict[str, Any], location: str, config: DataConfig) -> PromptRow:
-    """Raises ConfigError for a prompt that cannot be used."""
+    """Returns the row of a record. Raises ConfigError for a prompt that cannot be used."""
     prompt = _prompt_of(record, location, config)
     if isinstance(prompt, str) and (config.as_chat or config.system_prompt):
         prompt = [{"role": "user", "content": prompt}] if prompt else []
@@ -294,7 +296,7 @@ def _prompt_of(record: dict[str, Any], location: str, config: DataConfig) -> Any
     if config.prompt_template is None:
         return column(config.prompt_key, "data.prompt_key")
 
-    # Not str.format: many prompts contain braces, and \boxed{answer} of LaTeX is no column.
+    # str.format is not used: many prompts contain braces, and LaTeX's \boxed{answer} is no column.
     def fill(match: re.Match[str]) -> str:
         if match[1] is not None:
             return match[0]
@@ -331,7 +333,8 @@ def _is_unicode(prompt: str | Messages) -> bool:
     else:
         texts = [value for message in prompt for value in message.values()]
     if all(isinstance(text, str) and text.isascii() for text in texts):
-        return True  # the fast way for nearly all prompts
+        # The fast way for nearly all prompts.
+        return True
     text = prompt
     if not isinstance(text, str):
         text = json.dumps(prompt, ensure_ascii=False, default=str)
@@ -403,7 +406,8 @@ def _read_line(line: bytes, number: int, location: str) -> dict[str, Any]:
 
 
 def _conversion_hint(source: str) -> str:
-    """Returns how to make a data set that can be read out of `source`; "" if that is unknown."""
+    """Returns instructions to convert `source` to a readable format, or "" if the format is
+    unknown."""
     readers = {".json": "json.load(sys.stdin)", ".csv": "csv.DictReader(sys.stdin)"}
     reader = readers.get(Path(source).suffix)
     if reader:
@@ -413,7 +417,10 @@ def _conversion_hint(source: str) -> str:
 
 
 def _read_parquet(path: Path, key: str) -> Iterator[SourceRow]:
-    """Reads a file page by page: a row group may be all of it. A folder is held whole."""
+    """Yields the rows of a file page by page, since a row group may be the whole file.
+
+    A folder is in memory as a whole.
+    """
     # Imported late: data in jsonl needs no pyarrow.
     import pyarrow
     import pyarrow.parquet
@@ -438,7 +445,8 @@ def _read_parquet(path: Path, key: str) -> Iterator[SourceRow]:
 
 
 def _find_hub(source: str, key: str) -> Source:
-    fields = source.split(":", 3)  # a split may hold a colon: train[:100]
+    # A split may hold a colon: train[:100].
+    fields = source.split(":", 3)
     if len(fields) != 4 or not fields[1] or not fields[3]:
         rule = "a hub data set is hub:REPO:SUBSET:SPLIT (SUBSET may be empty)"
         raise ConfigError(f"{key}: {rule}; got {source!r}")
@@ -473,7 +481,8 @@ def _find_hub(source: str, key: str) -> Source:
 
 
 def _is_cached(repo: str) -> bool:
-    """Returns whether datasets has some of it; only datasets can tell whether that is enough."""
+    """Returns whether datasets has cached some part of it; only datasets knows if that is
+    enough."""
     home = Path(os.environ.get("HF_HOME") or Path("~/.cache/huggingface").expanduser())
     folder = Path(os.environ.get("HF_DATASETS_CACHE") or home / "datasets")
     return (folder / repo.replace("/", "___")).is_dir() or Path(repo).exists()
@@ -483,7 +492,7 @@ def _is_cached(repo: str) -> bool:
 
 
 def check_source(key: str, source: str) -> None:
-    """Refuses an address: only files and the hub are read. Raises ConfigError."""
+    """Raises ConfigError for a URL: only files and the hub are read."""
     if not re.match(r"\w+://", source):
         return
     hub = re.match(r"(?:hf://|https://huggingface\.co/)datasets/([\w.-]+/[\w.-]+)", source)
@@ -501,10 +510,8 @@ def check_enough_rows(
     num_dropped: int = 0,
     eval_set: str | None = None,
 ) -> None:
-    """Refuses a training set that cannot fill a step, and an eval set without a prompt.
-
-    Raises ConfigError.
-    """
+    """Raises ConfigError for a training set that cannot fill a step, and an eval set without a
+    prompt."""
     key, source = key_and_source(config, eval_set)
     note = ""
     if num_dropped:
@@ -519,7 +526,7 @@ def check_enough_rows(
 
 
 def check_prompts(rows: Sequence[PromptRow], config: DataConfig) -> None:
-    """Refuses prompts that nobody can have meant. Raises ConfigError, which names file:line.
+    """Raises ConfigError, which names file:line, for prompts that are surely a mistake.
 
     They would show the model the answer, JSON as text, or a column that was not filled in.
     """
@@ -529,14 +536,15 @@ def check_prompts(rows: Sequence[PromptRow], config: DataConfig) -> None:
             if name in rows[0].columns:
                 rule = f"{match[0]} is not how a column is written: write {{{name}}}"
                 raise ConfigError(f"data.prompt_template: {rule}")
-    if isinstance(rows, CachedRows):  # all were checked when they were read
+    # All were checked when they were read.
+    if isinstance(rows, CachedRows):
         rows = [] if rows.first_refused is None else [rows[rows.first_refused]]
     for row in rows:
         check_row(row)
 
 
 def check_row(row: PromptRow) -> None:
-    """Refuses a prompt that nobody can have meant, in about a microsecond. Raises ConfigError."""
+    """Raises ConfigError for a prompt that is surely a mistake; takes about a microsecond."""
     if isinstance(row.prompt, str):
         _check_text(row.prompt, row.where)
     else:
@@ -575,7 +583,7 @@ def _check_messages(messages: Sequence[dict[str, Any]], location: str) -> None:
     if not any(text.strip() for text in texts):
         raise ConfigError(f"{location}: the messages of the prompt are nothing but white space")
     if isinstance(last_message.get("content"), str):
-        # An empty last message is fine behind others.
+        # An empty last message is allowed after other messages.
         _check_text(last_message["content"] or "-", location)
 
 

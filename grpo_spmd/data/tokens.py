@@ -1,6 +1,6 @@
-"""Prompts as token ids.
+"""This module turns prompts into token ids.
 
-They are tokenized in batches, checked in the same pass and kept in the node's cache.
+Prompts are tokenized in batches, checked in the same pass and kept in the node's cache.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _INT32_BYTES = 4
 class Prompts(Sequence[Prompt]):
     """The rows that are not too long, with their tokens.
 
-    The `position` of a prompt is its row number until the stream deals it out.
+    The `position` of a prompt is its row number until the stream deals the prompt out.
     """
 
     def __init__(self, rows: Sequence[PromptRow], entry: Entry) -> None:
@@ -40,7 +40,7 @@ class Prompts(Sequence[Prompt]):
         self._ends = entry.array("ends")
         self._numbers = entry.array("numbers")
         self.digests: tuple[str, str] = (entry.facts["tokens"], entry.facts["rows"])
-        """The `digests_of` them."""
+        """The result of `digests_of` for these prompts."""
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -67,7 +67,7 @@ class Prompts(Sequence[Prompt]):
 
 
 class _Digests:
-    """SHA-256 of prompts' tokens in their order, and of their rows' columns."""
+    """Computes the SHA-256 of prompts' tokens in their order, and of their rows' columns."""
 
     def __init__(self, *, with_tokens: bool) -> None:
         """With `with_tokens` a row's digest covers its tokens too."""
@@ -76,11 +76,11 @@ class _Digests:
         self._row_digest = hashlib.sha256()
         self._tokens: list[bytes] = []
         self._rows: list[str] = []
-        # json.dumps would make an encoder each time.
+        # One encoder serves all rows; json.dumps would make one for each.
         self._encode = json.JSONEncoder(sort_keys=True, default=str).encode
 
     def add(self, number: int, columns: dict[str, Any], token_ids: bytes) -> None:
-        """`token_ids`: as int32."""
+        """Adds one row; `token_ids` are the bytes of int32 numbers."""
         num_tokens = len(token_ids) // _INT32_BYTES
         self._tokens += [num_tokens.to_bytes(_INT32_BYTES, sys.byteorder), token_ids]
         row = [number, columns, array("i", token_ids).tolist() if self._with_tokens else None]
@@ -100,9 +100,10 @@ class _Digests:
 
 
 def digests_of(prompts: Sequence[Prompt], *, with_tokens: bool) -> tuple[str, str]:
-    """Returns what checkpoints know the data by: SHA-256 of the tokens, and of the rows' columns.
+    """Returns (SHA-256 of the tokens, SHA-256 of the rows' columns), which identify data in
+    checkpoints.
 
-    With `with_tokens` (a set of `data.eval`) the second covers the tokens too.
+    With `with_tokens` (for a set of `data.eval`) the second digest covers the tokens too.
     """
     if isinstance(prompts, Prompts):
         return prompts.digests
@@ -119,11 +120,12 @@ def build_prompts(
     per_step: int,
     eval_set: str | None = None,
 ) -> Prompts:
-    """Tokenizes every row, once on a node until data, tokenizer or limits change.
+    """Returns the prompts of all rows, tokenized once on a node until data, tokenizer or limits
+    change.
 
     Strings are encoded as they are, messages through the chat template with a generation prompt.
     Raises ConfigError for a prompt that is too long, messages without a chat template, and too few
-    prompts for a step (in a set of `data.eval`: none).
+    prompts for a step (none for a set of `data.eval`).
     """
     is_eval = eval_set is not None
 
@@ -145,7 +147,7 @@ def build_prompts(
             end += num_tokens
             ends.append(end)
             numbers.append(number)
-        # Checkpoints ask for the digests, and need not read all prompts for them.
+        # Checkpoints need the digests, which are stored so that they need not read all prompts.
         writer.arrays.update(ends=ends, numbers=numbers)
         writer.facts["tokens"], writer.facts["rows"] = digests.hexdigests()
 
@@ -166,13 +168,16 @@ def build_prompts(
 
 
 def _tokenizer_inputs(tokenizer: Any) -> list[Any] | None:
-    """Returns what decides a tokenizer's tokens; None for one in Python, which may do anything."""
+    """Returns the inputs that decide a tokenizer's tokens.
+
+    Returns None for a tokenizer written in Python, which may do anything.
+    """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None
     template = getattr(tokenizer, "chat_template", None)
-    # Without truncation and padding, which stand before the added tokens: the first use sets them,
-    # and they decide nothing here.
+    # Truncation and padding stand before the added tokens in the text. They are left out: the first
+    # use of the tokenizer sets them, and they do not change the tokens here.
     content = backend.to_str().partition('"added_tokens"')[2]
     tokenizer_class = type(tokenizer)
     return [
@@ -190,9 +195,9 @@ def _tokenizer_inputs(tokenizer: Any) -> list[Any] | None:
 def _tokenize(
     rows: Sequence[PromptRow], tokenizer: Any, config: DataConfig
 ) -> Iterator[tuple[int, PromptRow, bytes]]:
-    """Yields each row's number, the row and its tokens as int32.
+    """Yields (row number, row, its tokens as bytes of int32).
 
-    Raises ConfigError for the first row, in their order, that cannot be tokenized.
+    Raises ConfigError for the first row that cannot be tokenized.
     """
     for start in range(0, len(rows), _BATCH):
         batch = rows[start : start + _BATCH]
@@ -210,7 +215,8 @@ def _tokenize(
 
 
 def _tokenize_batch(batch: Sequence[PromptRow], tokenizer: Any) -> list[bytes]:
-    """Returns the rows' tokens as int32. Raises whatever a template or the tokenizer raises."""
+    """Returns the rows' tokens as bytes of int32. Raises any error of a template or the
+    tokenizer."""
     tokens: dict[int, bytes] = {}
     texts = {i: row.prompt for i, row in enumerate(batch) if isinstance(row.prompt, str)}
     if texts:
@@ -228,10 +234,10 @@ def _tokenize_batch(batch: Sequence[PromptRow], tokenizer: Any) -> list[bytes]:
 
 
 def _encode(texts: list[str], tokenizer: Any, *, add_special_tokens: bool) -> list[bytes]:
-    """Encodes each text as `tokenizer(text)` does. Returns int32.
+    """Returns each text's tokens as `tokenizer(text)` gives them, as bytes of int32.
 
-    If a tokenizer encodes in transformers' own way, the library below is called directly, which
-    makes no masks and offsets.
+    If a tokenizer encodes in transformers' own way, the Rust library is called directly, which
+    skips masks and offsets.
     """
     names = ("__call__", "_encode_plus", "tokenize", "encode")
     methods = [getattr(type(tokenizer), name, None) for name in names]
@@ -257,9 +263,9 @@ def _to_bytes(ids: Sequence[int]) -> bytes:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Turns the library's threads off, unless the user has decided.
+    """Turns off the Rust library's threads, unless the user has decided.
 
-    They would stay, and each later fork would warn of them.
+    The threads would stay alive, and each later fork would warn of them.
     """
     name = "TOKENIZERS_PARALLELISM"
     if name in os.environ:
@@ -291,9 +297,9 @@ def _tokenize_row(row: PromptRow, tokenizer: Any, config: DataConfig) -> list[in
 
 @contextmanager
 def panics_named(location: str) -> Iterator[None]:
-    """Turns a panic of the library's Rust code, which is no Exception, into a ConfigError.
+    """Turns a panic of the Rust library, which is no Exception, into a ConfigError.
 
-    It panics if a regular expression backtracks without end.
+    The library panics if a regular expression backtracks without end.
     """
     try:
         yield

@@ -1,9 +1,10 @@
-"""Agents, in a worker: a coroutine of the user's that asks this rank for turns as it would OpenAI.
+"""This module runs agents in a worker: a user's coroutine that asks this rank for turns over
+OpenAI's API.
 
     async def rollout(task, base_url, api_key, model) -> float | {"reward": float} | None
 
-`task` is the row: its `prompt` and its other columns. None means that the reward is not known. A
-plain function will do, too.
+`task` is the row: its `prompt` and its other columns. A result of None means that the reward is
+unknown. A plain function is accepted too.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ TOO_LONG = "context_length_exceeded"
 
 
 class AgentDriver:
-    """Runs one episode at a time. An agent's episode is one call."""
+    """Runs one episode at a time; an agent's episode is one call of the user's function."""
 
     def __init__(self, rollout: Callable[..., Any], key: str = "environment.agent") -> None:
         """Raises ConfigError if `rollout` does not take these arguments."""
@@ -72,7 +73,10 @@ class AgentDriver:
 
 
 async def _run_alone(awaitable: Any) -> Any:
-    """Returns its result. Cancels the tasks that it left, which would run in the next episode."""
+    """Returns the result of an awaitable, and cancels tasks that it left running.
+
+    Such tasks would otherwise run in the next episode.
+    """
     try:
         return await awaitable
     finally:
@@ -98,7 +102,8 @@ def _reward(result: Any) -> float | str | None:
 
 
 def _limit_code(error: BaseException | None) -> str | None:
-    """Returns the code of the endpoint's refusal that an error, or one of its causes, is."""
+    """Returns the code of the endpoint's refusal, if an error or one of its causes is such a
+    refusal."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

@@ -1,4 +1,4 @@
-"""Episodes of agents: the policy answers the requests of the agent's own code."""
+"""This module runs episodes of agents: the policy answers the requests of the agent's own code."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from grpo_spmd.records import Completion, Episode
 
 @dataclass
 class _Session:
-    """An agent's session, in one attempt of its episode."""
+    """One attempt of an episode: the agent's session and its turns."""
 
     conversations: ConversationTree
     waiting: deque[Call] = field(default_factory=deque)
     sampling: tuple[Call, TurnRequest] | None = None
-    """What the engine samples now."""
+    """The turn that the engine samples now."""
     outcome: Reply | Failure | None = None
-    """How the agent's code ended."""
+    """The result of the agent's code; None while it runs."""
 
 
 class AgentEpisodes(Episodes):
-    """Agents' episodes of one generation.
+    """The agents' episodes of one generation.
 
-    The engine samples one turn of a session at a time; its other requests wait.
+    The engine samples one turn of a session at a time; the session's other requests wait.
     """
 
     def __init__(
@@ -59,10 +59,11 @@ class AgentEpisodes(Episodes):
         self._sessions: dict[ConversationId, _Session] = {}
 
     def ready(self, timeout_s: float, /) -> list[tuple[ConversationId, Request | None]]:
-        """Returns the requests that are known by now; see LateRequests."""
-        self._take_calls()  # those that came since the last look
+        """Returns the requests that are known now; see LateRequests."""
+        # Those that came since the last look.
+        self._take_calls()
         requests = super().ready(timeout_s)
-        # The endpoint's file may have ended the wait.
+        # A readable endpoint ends the wait, so its calls are taken now.
         if not requests:
             self._take_calls()
             requests = self._requests
@@ -95,7 +96,8 @@ class AgentEpisodes(Episodes):
         """Asks the engine for the next turn that a client waits for."""
         while session.waiting:
             call = session.waiting.popleft()
-            if call.is_over:  # its client has disconnected
+            # Its client has disconnected.
+            if call.is_over:
                 continue
             chat_request = call.request
             try:
@@ -124,7 +126,8 @@ class AgentEpisodes(Episodes):
         if not call.is_over:
             answer = session.conversations.finish(turn.number, completion)
             self._endpoint.answer(call, answer.message, answer.finish_reason, answer.usage)
-        if session.outcome is not None:  # the agent had ended before its turn was there
+        # The agent had ended before its turn was there.
+        if session.outcome is not None:
             self._settle(episode, session, session.outcome)
         else:
             self._sample_next(episode.conversation, session)
@@ -139,7 +142,7 @@ class AgentEpisodes(Episodes):
             self._settle(episode, session, reply)
 
     def _settle(self, episode: RunningEpisode, session: _Session, outcome: Reply | Failure) -> None:
-        """Ends an attempt whose code has ended, and of which nothing is in the engine."""
+        """Ends an attempt whose code has ended and which has no turn in the engine."""
         episode.calls_s.append(outcome.seconds)
         if isinstance(outcome, Failure):
             self._fail(episode, outcome)

@@ -312,7 +312,8 @@ class ChatFormat:
         return f"the chat template {', '.join(notes)}"
 
     def prompt_ids(self, messages: Sequence[Message], tools: Tools) -> list[int]:
-        """Returns the tokens of a first prompt, with the generation prompt. Raises TemplateError."""  # noqa: E501
+        """Returns the tokens of a first prompt, with the generation prompt. Raises
+        TemplateError."""
         # reset() may have added halves of surrogate pairs.
         return self._plain.encode(without_surrogates(self._render(messages, tools)))
 
@@ -400,7 +401,8 @@ class ChatFormat:
         return self._parser.parse([*token_ids], [*context_ids], tools)
 
     def _render(self, messages: Sequence[Message], tools: Tools, generate: bool = True) -> str:
-        """Returns the rendered text. Raises TemplateError where the template refuses the messages."""  # noqa: E501
+        """Returns the rendered text. Raises TemplateError where the template refuses the
+        messages."""
         try:
             text = self._tokenizer.apply_chat_template(
                 [*messages],
@@ -408,7 +410,8 @@ class ChatFormat:
                 tokenize=False,
                 add_generation_prompt=generate,
             )
-        except Exception as error:  # a template may refuse with any error
+        except Exception as error:
+            # A template may refuse with any error.
             raise TemplateError(f"{type(error).__name__}: {error}") from None
         return str(text)
 
@@ -660,7 +663,8 @@ class ChatFormat:
             if _THINKING_WORD not in alone and _THINKING_WORD not in pair[0]["content"]:
                 return False
             return _THINKING_WORD not in self._render([*_TRIAL_PROMPT, *pair], tools)
-        except TemplateError:  # gpt-oss refuses markup in a turn's text
+        except TemplateError:
+            # Gpt-oss refuses markup in a turn's text.
             return False
 
     def _rewrites_mixed(self, tools: Tools) -> bool:
@@ -783,7 +787,8 @@ def _call_id(number: int) -> str:
 
 
 def _answered_tool(answer: Message, policy_turn: Message, default: str) -> str:
-    """Returns the name of the tool that a message answers; gpt-oss has the name only in the turn."""  # noqa: E501
+    """Returns the name of the tool that a message answers; gpt-oss has the name only in the
+    turn."""
     calls = policy_turn.get("tool_calls") or [{}]
     return str(answer.get("name") or calls[0].get("function", {}).get("name") or default)
 

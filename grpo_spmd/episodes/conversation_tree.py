@@ -1,13 +1,14 @@
-"""The conversations of one agent session as a tree of turns: their contexts and what is trained on.
+"""This module keeps the conversations of one agent session as a tree of turns.
 
-An agent sends whole conversations, in any order and several at a time. A request that continues an
-earlier turn becomes that turn's child: its context is that turn's tokens, as they were sampled, and
-the ids of the new messages behind them. Sampled tokens are never made from text again. A request
-that continues no turn is the root of a tree of its own. A segment is a path from a root to a leaf.
-A turn that several segments share is trained on in the first and is context in the others.
+The tree decides the context of each turn and which tokens are trained on. An agent sends whole
+conversations, in any order and several at a time. A request that continues an earlier turn becomes
+a child of that turn: its context is the earlier turn's tokens, as they were sampled, followed by
+the ids of the new messages. Sampled tokens are never made from text again. A request that continues
+no turn is the root of a new tree. A *segment* is a path from a root to a leaf. A turn that several
+segments share is trained on in the first segment and is context in the others.
 
-Nothing here depends on the order of requests that do not depend on each other: an agent that asks
-for three turns at once gets the same ones, and the same segments, at the same seed.
+The result does not depend on the order of independent requests: an agent that asks for three turns
+at once gets the same turns, and the same segments, at the same seed.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ Tools = list[dict[str, Any]]
 
 
 class Chat(Protocol):
-    """What is needed of a ChatFormat."""
+    """The methods of a ChatFormat that the tree needs."""
 
     max_token_chars: int
 
@@ -51,7 +52,7 @@ class Chat(Protocol):
 
 
 class ParsedTurn(Protocol):
-    """What is needed of a turn that was parsed."""
+    """The fields of a parsed turn that the tree needs."""
 
     @property
     def message(self) -> Message: ...
@@ -64,69 +65,69 @@ class TurnRequest:
     """A turn to sample."""
 
     number: int
-    """The turn's number, in the order of the requests."""
+    """The turn's number, in the order of requests."""
     key: str
-    """Identifies the turn for its seed, whatever the order of the requests was."""
+    """A key for the turn's seed that does not depend on the order of requests."""
     context_ids: list[int]
     max_tokens: int
 
 
 @dataclass(frozen=True)
 class TurnAnswer:
-    """What the agent gets for its request."""
+    """The answer to one request of the agent."""
 
     message: Message
     finish_reason: str
-    """"stop", "length" or "tool_calls"."""
+    """The reason why the turn ended: "stop", "length" or "tool_calls"."""
     usage: dict[str, int]
     num_invalid: int
-    """Calls that could not be read; they are not in the message."""
+    """The number of calls that could not be read; they are not in the message."""
 
 
 @dataclass(frozen=True)
 class SessionRecord:
-    """A session's turns for the records, segment after segment."""
+    """The turns of a session for the records, segment after segment."""
 
     token_ids: list[int]
-    """The sampled tokens."""
+    """The sampled tokens of all turns."""
     logprobs: list[float]
     segments: tuple[Segment, ...]
     turns: tuple[Turn, ...]
     messages: list[Message]
-    """Those of the longest conversation, without the messages of its first request."""
+    """The messages of the longest conversation, without those of its first request."""
 
 
 @dataclass(eq=False)
 class _Turn:
-    """A node of the tree: the new context behind the parent's tokens, and what was sampled."""
+    """A node of the tree: the new context after the parent's tokens, and the sampled tokens."""
 
     parent: _Turn | None
     new_ids: list[int]
     messages: list[Message]
-    """The request's, and the answer once there is one."""
+    """The messages of the request; the answer follows when there is one."""
     policy_messages: frozenset[int]
-    """Indices of the messages that the policy wrote."""
+    """The indices of the messages that the policy wrote."""
     tools: Tools
     num_first_messages: int
-    """Messages of the request that began the conversation."""
+    """The number of messages in the request that began the conversation."""
     num_prompt_tokens: int
-    """Tokens of the conversation that do not count against `max_tokens`."""
+    """The tokens of the conversation that do not count against `max_tokens`."""
     key: str = ""
     completion: Completion | None = None
     max_tokens: int = 0
-    """Room that is reserved while the turn is sampled."""
+    """The tokens that are reserved while the turn is sampled."""
     requested_tokens: int | None = None
-    """The agent's own limit."""
+    """The agent's own limit of tokens."""
     num_children: int = 0
     path: list[_Turn] = field(default_factory=list)
-    """The turns from the root to this one."""
+    """The turns from the root to this turn."""
 
     def __post_init__(self) -> None:
         self.path = [*(self.parent.path if self.parent else ()), self]
 
     @property
     def is_cut_off(self) -> bool:
-        """Whether a limit ended the turn, and not the agent's own wish."""
+        """Returns whether a limit ended the turn, and not the agent's own limit."""
         completion = self.completion
         if completion is None or completion.finish_reason != "length":
             return False
@@ -137,7 +138,7 @@ class _Turn:
         return self.completion.token_ids if self.completion else []
 
     def token_ids(self) -> list[int]:
-        """Returns all tokens from the prompt on, with those that were sampled."""
+        """Returns all tokens from the prompt on, including the sampled ones."""
         ids: list[int] = []
         for turn in self.path:
             ids += turn.new_ids
@@ -145,7 +146,7 @@ class _Turn:
         return ids
 
     def is_prefix_of(self, ids: list[int]) -> bool:
-        """Returns whether `ids` begin with this turn's tokens and have more behind them."""
+        """Returns whether `ids` begin with this turn's tokens and have more tokens after them."""
         length = 0
         for turn in self.path:
             for piece in (turn.new_ids, turn.sampled_ids):
@@ -167,10 +168,10 @@ class ConversationTree:
 
     @property
     def status(self) -> str:
-        """The episode's status, as far as it shows here.
+        """Returns the episode's status, as far as the tree knows it.
 
-        The limit that refused a turn; "truncated" where the longest conversation ends in a turn
-        that was cut off; else "ok".
+        It is the limit that refused a turn; or "truncated" where the longest conversation ends in a
+        turn that was cut off; otherwise "ok".
         """
         longest_leaf = _longest(self._leaves())
         cut_off = longest_leaf is not None and longest_leaf.is_cut_off
@@ -188,7 +189,7 @@ class ConversationTree:
         if len(self._turns) >= self._limits.max_turns:
             rule = f"the episode has had its environment.max_turns={self._limits.max_turns}"
             raise self._limit_error("episode_max_turns", rule)
-        # Text that cannot fit is not tokenized to find that out.
+        # A text that cannot fit is refused before it is tokenized.
         if num_chars(messages) > self._limits.max_model_len * self._chat.max_token_chars:
             raise self._too_long_error("far more")
         turn = self._new_turn(messages, tools)
@@ -203,7 +204,8 @@ class ConversationTree:
         self._num_equal_contexts[digest.digest()] += 1
         if turn.parent is not None:
             turn.parent.num_children += 1
-        self._refused_status = None  # the agent has found a way to continue
+        # The agent has found a way to continue, so the earlier refusal no longer counts.
+        self._refused_status = None
         self._turns.append(turn)
         return TurnRequest(len(self._turns) - 1, turn.key, context_ids, turn.max_tokens)
 
@@ -220,7 +222,7 @@ class ConversationTree:
         parsed_calls = message.pop("tool_calls", None) or []
         calls, num_invalid = [], 0
         if completion.finish_reason == "stop":
-            # No template or client could take the others.
+            # Templates and clients could not read the other calls.
             calls = [call for call in parsed_calls if is_plain(call)]
             num_invalid = parsed.num_invalid + len(parsed_calls) - len(calls)
         if calls:
@@ -240,7 +242,7 @@ class ConversationTree:
         return TurnAnswer(message, finish_reason, usage, num_invalid)
 
     def record(self) -> SessionRecord:
-        """Returns the finished turns. A turn whose client had left has no completion."""
+        """Returns the finished turns. A turn whose client had disconnected has no completion."""
         token_ids: list[int] = []
         logprobs: list[float] = []
         segments: list[Segment] = []
@@ -267,9 +269,9 @@ class ConversationTree:
         return SessionRecord(token_ids, logprobs, tuple(segments), tuple(turns), messages)
 
     def _leaves(self) -> list[_Turn]:
-        """Returns the finished turns that no finished one continues.
+        """Returns the finished turns that no finished turn continues.
 
-        Their order depends on their content alone, not on when they were requested.
+        Their order depends on their content alone, not on the times of requests.
         """
         finished = [turn for turn in self._turns if turn.completion is not None]
         parents = {turn.parent for turn in finished}
@@ -284,7 +286,8 @@ class ConversationTree:
         policy_messages = frozenset[int]()
         if parent is not None:
             policy_messages = parent.policy_messages
-            # Our own copies, with the thinking that the agent left out.
+            # The stored messages replace the received ones: they have the thinking that agents
+            # drop.
             messages = [*parent.messages, *messages[len(parent.messages) :]]
         try:
             ids, continues = self._context_ids(parent, messages, tools)
@@ -317,12 +320,13 @@ class ConversationTree:
     def _context_ids(
         self, parent: _Turn | None, messages: list[Message], tools: Tools
     ) -> tuple[list[int], bool]:
-        """Returns the tokens of a conversation, and whether they continue those of `parent`."""
+        """Returns (tokens, continues): a conversation's tokens, and whether they continue those
+        of `parent`."""
         if parent is None or parent.completion is None:
             return self._chat.whole_ids(messages, tools), False
         new_messages = messages[len(parent.messages) :]
         roles = {message["role"] for message in new_messages}
-        # Behind a turn that was cut off the template has more to write than new messages.
+        # After a turn that was cut off, the template has to write more than new messages.
         if parent.completion.finish_reason != "stop" or not roles <= {"tool", "user"}:
             return self._chat.whole_ids(messages, tools), False
         parent_ids = parent.token_ids()
@@ -333,7 +337,7 @@ class ConversationTree:
         return ids, continues
 
     def _room(self, turn: _Turn, length: int) -> int:
-        """Returns the room for a turn behind a context of `length` tokens. Raises ApiError."""
+        """Returns the room for a turn after a context of `length` tokens. Raises ApiError."""
         room = self._limits.max_model_len - length
         if room < 1:
             raise self._too_long_error(str(length))
@@ -341,7 +345,7 @@ class ConversationTree:
         if conversation_room < 1:
             rule = f"the conversation has had its environment.max_tokens={self._limits.max_tokens}"
             raise self._limit_error("episode_max_tokens", rule)
-        # This turn makes its parent's segment longer; all other segments stay beside it.
+        # This turn extends its parent's segment; all other segments keep their tokens.
         num_other_tokens = sum(
             len(leaf.token_ids()) + (0 if leaf.completion else leaf.max_tokens)
             for leaf in self._turns
@@ -354,7 +358,8 @@ class ConversationTree:
         return min(room, conversation_room, session_room)
 
     def _earlier_turn(self, messages: list[Message], tools: Tools) -> _Turn | None:
-        """Returns the last turn that a conversation contains; of several, one without a child."""
+        """Returns the last turn that a conversation contains; among several, one without a
+        child."""
         candidates = [
             turn
             for turn in self._turns
@@ -402,7 +407,7 @@ def _longest(leaves: Sequence[_Turn]) -> _Turn | None:
 def _is_same(stored: Message, received: Message, *, is_policys: bool) -> bool:
     """Returns whether a received message is the stored one.
 
-    Of the policy's messages, clients keep no thinking, and some no ids of calls.
+    Clients drop the thinking in the policy's messages, and some drop ids of calls.
     """
     names = {*stored, *received} - {"tool_calls"}
     if is_policys:
@@ -430,8 +435,11 @@ def _is_same_call(stored: dict[str, Any], received: dict[str, Any]) -> bool:
 
 
 def _canonical(arguments: Any) -> str:
-    """Returns one text for all forms of the same arguments: NaN is not equal to itself, and
-    arguments that are no dict stay a text on the wire."""
+    """Returns one text for all forms of the same arguments.
+
+    NaN is not equal to itself, so values cannot be compared; arguments that are no dict stay text
+    in requests.
+    """
     if isinstance(arguments, str):
         with suppress(ValueError, RecursionError):
             arguments = json.loads(arguments)

@@ -1,9 +1,10 @@
-"""The OpenAI-compatible HTTP server that agents ask for turns: loopback, a thread of the rank.
+"""This module is the OpenAI-compatible HTTP server that agents ask for turns.
 
-It knows neither engine nor tokenizer: a request waits here until the rank has taken and answered
-it. Every process on the node can connect, so each session has a token, and everything that a
-stranger could make large or slow has a bound. While the engine is busy, a waiting client is sent
-`100 Continue` again and again, so that its own timeout does not run out.
+It listens on loopback, in a thread of the rank. It knows neither engine nor tokenizer: a request
+waits here until the rank has taken and answered it. Every process on the node can connect, so each
+session has a token, and everything that a stranger could make large or slow has a bound. While the
+engine is busy, a waiting client gets `100 Continue` repeatedly, so that its own timeout does not
+run out.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from grpo_spmd.episodes.openai_api import (
 )
 
 _log = logging.getLogger(__name__)
-# Bodies of all requests that are not answered yet, together.
+# The bound for the bodies of all unanswered requests together.
 _MAX_HELD_BYTES = 512 << 20
 _MAX_HEADER_BYTES = 32 << 10
 _BACKLOG = 1024
@@ -62,11 +63,12 @@ class Call:
     request: ChatRequest
     session: _Session = field(repr=False)
     reply: asyncio.Future[web.Response | ApiError] = field(repr=False)
-    """Belongs to the server's thread."""
+    """The future of the answer; only the server's thread may touch it."""
 
     @property
     def is_over(self) -> bool:
-        """Nobody waits for the answer: the client has disconnected, or the session has ended."""
+        """Returns whether the client has disconnected or the session has ended, so that nobody
+        waits."""
         # The server's thread may not have refused the calls of an ended session yet.
         return self.session.has_ended or self.reply.done()
 
@@ -77,7 +79,7 @@ class _Session:
     token: bytes
     has_ended: bool = False
     waiting: dict[Call, None] = field(default_factory=dict)
-    # Seconds in which some request waited: finished stretches, and since when the current one runs.
+    # The seconds in which some request waited: (sum of finished waits, start of the current wait).
     # One tuple, so that the rank's thread never reads half of a change.
     waited: tuple[float, float | None] = (0.0, None)
 
@@ -91,19 +93,20 @@ class _Session:
 
 
 class _Connection(web.RequestHandler):
-    """One client's connection: aiohttp's, with a deadline for the first request head."""
+    """The connection of one client: aiohttp's, with a deadline for the first request head."""
 
     def __init__(self, endpoint: Endpoint, server: web.Server, **options: Any) -> None:
         loop = asyncio.get_running_loop()
         super().__init__(server, loop=loop, **options)
-        self.is_known = False  # has named a session and its token
+        # True when the client has named a session and its token.
+        self.is_known = False
         self._endpoint = endpoint
         self._has_sent = False
         self._deadline = loop.call_later(endpoint.request_s, self._give_up)
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        # A drained write has then left this process, so that slow readers are noticed.
+        # A drained write has then left this process, so that slow readers are detected.
         transport.set_write_buffer_limits(high=0)
         if not self._endpoint.admit(self):
             self._refuse(_BUSY)
@@ -148,7 +151,7 @@ class _Connection(web.RequestHandler):
             self.force_close()
 
     def _refuse(self, error: ApiError) -> None:
-        """Answers without a request, and closes the connection."""
+        """Answers with an error before there is a request, and closes the connection."""
         if self.transport is not None:
             body = error_body(error)
             head = (
@@ -160,7 +163,7 @@ class _Connection(web.RequestHandler):
 
 
 class Endpoint(AbstractContextManager["Endpoint"]):
-    """The server and its sessions. Public methods are for the rank's thread, except as noted."""
+    """The server and its sessions. The rank's thread calls the public methods, except as noted."""
 
     def __init__(
         self,
@@ -175,9 +178,9 @@ class Endpoint(AbstractContextManager["Endpoint"]):
     ) -> None:
         """Starts the server.
 
-        `model`: its name for agents. `max_waiting`: requests of one session at a time. `request_s`:
-        for a request to arrive, and for an answer to be read. `idle_s`: between two requests.
-        `beat_s`: between two interim answers.
+        `model` is the model's name for agents. `max_waiting` is the most requests of one session at
+        a time. `request_s` bounds the arrival of a request and the reading of an answer, `idle_s`
+        the time between two requests. `beat_s` is the time between two interim answers.
         """
         self.request_s = request_s
         self._model = model
@@ -189,7 +192,8 @@ class Endpoint(AbstractContextManager["Endpoint"]):
         self._sessions: dict[str, _Session] = {}
         self._names: dict[ConversationId, str] = {}
         self._calls: deque[Call] = deque()
-        self._connections: dict[_Connection, None] = {}  # oldest first
+        # In the order of arrival, the oldest first.
+        self._connections: dict[_Connection, None] = {}
         self._held_bytes = 0
         self._warned: set[str] = set()
         self._wakeup_read, self._wakeup_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -218,7 +222,7 @@ class Endpoint(AbstractContextManager["Endpoint"]):
         return {"base_url": f"{self._url}/{name}/v1", "api_key": token, "model": self._model}
 
     def close(self, conversation: ConversationId) -> None:
-        """Ends the session, if it is open: its waiting and later requests get a 404."""
+        """Ends the session, if it is open: its waiting and later requests get status 404."""
         name = self._names.pop(conversation, None)
         if name is not None:
             session = self._sessions.pop(name)
@@ -226,8 +230,8 @@ class Endpoint(AbstractContextManager["Endpoint"]):
             self._call_in_thread(_refuse_waiting, session)
 
     def take(self) -> list[Call]:
-        """Returns the requests that came since the last call, in the order of their arrival."""
-        # Without the thread no request would ever come, and the rank would wait for ever.
+        """Returns the requests that came since the last call, in the order of arrival."""
+        # If the thread has died, no request would ever come, and the rank would wait for ever.
         if not self._thread.is_alive():
             raise RuntimeError("the thread of the agents' endpoint has ended")
         with suppress(BlockingIOError):
@@ -263,7 +267,10 @@ class Endpoint(AbstractContextManager["Endpoint"]):
         self._call_in_thread(_set_reply, call, error)
 
     def engine_s(self, conversation: ConversationId) -> float:
-        """Returns the seconds in which requests of an open session waited: not the agent's time."""
+        """Returns the seconds in which requests of an open session waited for the engine.
+
+        This time is not the agent's.
+        """
         name = self._names.get(conversation)
         if name is None:
             return 0.0
@@ -283,7 +290,7 @@ class Endpoint(AbstractContextManager["Endpoint"]):
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function, *args)
 
-    # Below: the server's own thread.
+    # The methods below run in the server's own thread.
 
     def _run(self) -> None:
         try:
@@ -311,7 +318,8 @@ class Endpoint(AbstractContextManager["Endpoint"]):
         )
         await self._is_stopping.wait()
         listener.close()
-        await asyncio.sleep(0)  # connections that were accepted have begun
+        # Connections that were accepted have begun.
+        await asyncio.sleep(0)
         for connection in server.connections:
             if connection.transport is not None:
                 connection.transport.abort()
@@ -321,9 +329,10 @@ class Endpoint(AbstractContextManager["Endpoint"]):
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def admit(self, connection: _Connection) -> bool:
-        """Server's thread: takes a new connection in, or returns False where there are too many."""
+        """Accepts a new connection, or returns False where there are too many; runs in the
+        server's thread."""
         if len(self._connections) >= self._max_connections:
-            # Whoever has shown a token keeps the connection; the oldest stranger loses it.
+            # Clients that have shown a token keep their connections; the oldest stranger loses it.
             strangers = (old for old in self._connections if not old.is_known)
             stranger = next(strangers, None)
             if stranger is None:
@@ -334,7 +343,7 @@ class Endpoint(AbstractContextManager["Endpoint"]):
         return True
 
     def forget(self, connection: _Connection) -> None:
-        """Server's thread: removes a connection that has ended."""
+        """Removes a connection that has ended; runs in the server's thread."""
         self._connections.pop(connection, None)
 
     async def _handle(self, request: web.BaseRequest) -> web.Response:
@@ -388,7 +397,8 @@ class Endpoint(AbstractContextManager["Endpoint"]):
 
     @contextmanager
     def _held(self, num_bytes: int) -> Iterator[None]:
-        """Counts a body until its request is answered. Raises ApiError for more than fit."""
+        """Counts the bytes of a body until its request is answered. Raises ApiError if they are
+        too many."""
         if self._held_bytes + num_bytes > _MAX_HELD_BYTES:
             raise _BUSY
         self._held_bytes += num_bytes
@@ -426,7 +436,8 @@ class Endpoint(AbstractContextManager["Endpoint"]):
         session.waiting[call] = None
         session.update_waited()
         self._calls.append(call)
-        with suppress(BlockingIOError):  # the pipe is full, so it is readable
+        # The pipe is full, so it is readable.
+        with suppress(BlockingIOError):
             os.write(self._wakeup_write, b"\0")
         try:
             while not call.reply.done():
@@ -478,7 +489,7 @@ def _too_slow(request_s: float) -> ApiError:
 
 
 def _tell_to_wait(request: web.BaseRequest) -> None:
-    """Sends an interim answer, which restarts the client's read timeout. HTTP/1.0 has none."""
+    """Sends an interim answer, which restarts the client's read timeout; HTTP/1.0 has none."""
     if request.version >= HttpVersion11 and request.transport is not None:
         request.transport.write(_CONTINUE)
 

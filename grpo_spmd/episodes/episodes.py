@@ -1,8 +1,9 @@
-"""The episodes of one generation: between the engine and the processes of the environments.
+"""This module runs the episodes of one generation, between the engine and the environments'
+processes.
 
-The engine samples turns. A turn that ends goes to its environment's process; the engine continues
-with the others, and the answer re-enters when it is there. On an engine of several ranks the first
-one does all of this and has the records.
+The engine samples turns. A finished turn goes to its environment's process. Meanwhile the engine
+continues with other turns, and the next turn enters when the environment has answered. On an engine
+of several ranks the first rank does all of this and has the records.
 """
 
 from __future__ import annotations
@@ -30,24 +31,25 @@ _MAX_ATTEMPTS = 2
 
 @dataclass
 class RunningEpisode:
-    """One rollout's episode, in its first or its second attempt."""
+    """The episode of one rollout, in its first or its second attempt."""
 
     conversation: ConversationId
     prompt: Prompt
     seed: Callable[..., int]
-    """Returns the seed of a turn by its number; the environment's is that of turn -1."""
+    """A function from a turn's number to its seed; the environment's seed is that of turn -1."""
     attempt: int = 1
     open: OpenEpisode | None = None
-    """Its state, once the environment has begun."""
+    """The state of the episode, after the environment has begun."""
     calls_s: list[float] = field(default_factory=list)
 
     @property
     def row(self) -> dict[str, Any]:
+        """Returns the data set's row for the environment."""
         return {**self.prompt.columns, "prompt": self.prompt.text}
 
 
 class FollowerEpisodes:
-    """Episodes on the ranks of an engine that are not its first: they sample what it tells them."""
+    """Episodes on the other ranks of an engine, which sample what the first rank tells them."""
 
     def __init__(self) -> None:
         self.completions: dict[ConversationId, Completion] = {}
@@ -63,9 +65,9 @@ class FollowerEpisodes:
 
 
 class Episodes(FollowerEpisodes):
-    """Episodes of one generation, with environments that answer turns (tools, gym).
+    """The episodes of one generation, with environments that answer turns (tools, gym).
 
-    The engine calls `next_request` and `ready`. `completions` has each episode that has ended.
+    The engine calls `next_request` and `ready`. `completions` has each finished episode.
     """
 
     def __init__(
@@ -79,7 +81,8 @@ class Episodes(FollowerEpisodes):
         discount: float | None,
         finished: OnCompletion | None = None,
     ) -> None:
-        """`task` returns what to sample; `finished` is called with each completion at once."""
+        """`task` returns a conversation's prompt and seeds; `finished` is called with each
+        completion."""
         super().__init__()
         self._pool = pool
         self._chat = chat
@@ -89,11 +92,12 @@ class Episodes(FollowerEpisodes):
         self._discount = discount
         self._finished = finished
         self._running: dict[ConversationId, RunningEpisode] = {}
-        # What the engine has not been told yet.
+        # The requests that the engine has not received yet.
         self._requests: list[tuple[ConversationId, Request | None]] = []
 
     def next_request(self, job: int, number: int, turns: Sequence[Completion]) -> Later:
-        """Takes a turn that has ended. Returns LATER, as all ranks of an engine must agree."""
+        """Takes a finished turn. Returns LATER, as all ranks of an engine must agree on the next
+        request."""
         conversation = (job, number)
         if turns:
             self._end_turn(self._running[conversation], turns[-1])
@@ -104,8 +108,8 @@ class Episodes(FollowerEpisodes):
         return LATER
 
     def ready(self, timeout_s: float, /) -> list[tuple[ConversationId, Request | None]]:
-        """Returns the requests that are known by now; see LateRequests."""
-        # Without waiting where the engine has work already.
+        """Returns the requests that are known now; see LateRequests."""
+        # The pool does not wait where the engine has work already.
         for conversation, reply in self._pool.poll(0.0 if self._requests else timeout_s):
             # A reply may belong to a generation that was stopped.
             episode = self._running.get(conversation)
@@ -116,7 +120,7 @@ class Episodes(FollowerEpisodes):
         return requests
 
     def close(self) -> None:
-        """Ends the episodes that still run: the generation was stopped."""
+        """Ends the episodes that still run, because the generation was stopped."""
         for conversation in self._running:
             self._pool.drop(conversation)
         self._running.clear()
@@ -173,7 +177,8 @@ class Episodes(FollowerEpisodes):
             }
             columns = {name: [value] for name, value in arguments.items()}
             self._pool.end(episode.conversation, columns)
-        else:  # there was no room for a single turn, so there is nothing to reward
+        else:
+            # There was no room for a single turn, so there is nothing to reward.
             self._pool.release(episode.conversation)
             self._end(episode, {})
 
@@ -194,7 +199,7 @@ class Episodes(FollowerEpisodes):
         assert state is not None
         facts = self._pool.facts
         values = {name: rewards.get(name) for name in facts.reward_names}
-        # A gym environment has one reward of its own, the first: that of its steps.
+        # A gym environment has one reward of its own, which is the first: the sum of its steps.
         if facts.kind == "gym" and state.turns:
             values[facts.reward_names[0]] = episode_return(state, self._discount)
         completion = Completion(
@@ -206,7 +211,7 @@ class Episodes(FollowerEpisodes):
         self._finish(episode, completion)
 
     def _fail(self, episode: RunningEpisode, failure: Failure) -> None:
-        """Runs a failed episode again, or records the failure. Its process is gone."""
+        """Runs a failed episode again, or records the failure. The episode's process is gone."""
         if episode.attempt < _MAX_ATTEMPTS:
             episode.attempt += 1
             episode.open = None
@@ -234,10 +239,11 @@ class Episodes(FollowerEpisodes):
 
 
 def opening(prompt: str | list[Message], addition: Any) -> list[Message]:
-    """Returns an episode's first messages: the prompt's, and what the environment adds.
+    """Returns an episode's first messages: those of the prompt, and those that the environment
+    adds.
 
-    Text, or blocks of text, goes to the end of the last user message, as in TRL; messages follow
-    the prompt's. Raises ValueError.
+    Text or blocks of text are appended to the last user message, as in TRL; messages follow the
+    prompt's. Raises ValueError.
     """
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
     if not addition:
@@ -267,7 +273,7 @@ def _blocks(content: Any) -> list[Any]:
 def episode_return(episode: OpenEpisode, discount: float | None) -> float | None:
     """Returns the sum of the turns' rewards, discounted from the first turn on.
 
-    A `discount` of None is 1. None: no turn had a reward.
+    A `discount` of None means 1. The result is None if no turn had a reward.
     """
     rewards = [(i, turn.reward) for i, turn in enumerate(episode.turns) if turn.reward is not None]
     factor = 1.0 if discount is None else discount

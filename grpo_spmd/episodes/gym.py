@@ -1,10 +1,10 @@
-"""Environments with Gym's methods over messages, in a worker.
+"""This module runs environments with Gym's methods over messages, in a worker.
 
-`reset(**row)` returns what the policy is told; `step(action)` what follows from the policy's text.
-An observation is text (a user message), a message, a list of messages, or None. A step returns
-(observation, reward, terminated, truncated, info) as in Gymnasium, (observation, reward, done,
-info) as in ms-swift, a dict with observations, reward and done as in SkyRL Gym, or an object with
-these attributes as in OpenEnv. All methods may be async.
+`reset(**row)` returns the first observation; `step(action)` returns the next one for the policy's
+text. An observation is text (a user message), a message, a list of messages, or None. A step
+returns (observation, reward, terminated, truncated, info) as in Gymnasium, (observation, reward,
+done, info) as in ms-swift, a dict with observations, reward and done as in SkyRL Gym, or an object
+with these attributes as in OpenEnv. All methods may be async.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ REWARD = "environment"
 class GymDriver:
     """Runs one episode at a time.
 
-    An environment that begins by `init` (SkyRL) is made for each episode; others are made once.
+    An environment that begins with `init` (SkyRL) is made for each episode; others are made once.
     """
 
     def __init__(self, make: Callable[[], Any], key: str = "environment.gym") -> None:
@@ -40,7 +40,7 @@ class GymDriver:
         self._messages: list[dict[str, Any]] = []
 
     def begin(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Returns {"messages": what follows the prompt}."""
+        """Begins an episode. Returns {"messages": the messages after the prompt}."""
         prompt = row.get("prompt")
         if isinstance(prompt, str):
             self._messages = [{"role": "user", "content": prompt}]
@@ -54,12 +54,13 @@ class GymDriver:
         if not hasattr(self.environment, "reset"):
             return {"messages": self._init()}
         parameters = [*inspect.signature(self.environment.reset).parameters]
-        if parameters == ["config"]:  # ms-swift: the system prompt comes before the observation
+        # Ms-swift: the system prompt comes before the observation.
+        if parameters == ["config"]:
             observation, _, system = resolve(self.environment.reset(row))
             system_messages = [{"role": "system", "content": system}] if system else []
             return {"messages": [*system_messages, *to_messages(observation)]}
         result = resolve(self.environment.reset(**row))
-        # An observation alone, with an info, or in an object.
+        # The result is an observation alone, a tuple with an info, or an object.
         if isinstance(result, tuple):
             result = result[0]
         elif hasattr(result, "observation"):
@@ -83,7 +84,7 @@ class GymDriver:
         return {**values, "num_calls": 0, "num_invalid": 0}
 
     def end(self) -> dict[str, float | None]:
-        """Returns nothing: the rewards are those of the turns."""
+        """Returns nothing, because the rewards are those of the turns."""
         return {}
 
 
@@ -141,15 +142,17 @@ def to_messages(observation: Any) -> list[dict[str, Any]]:
 
 
 def _action(step: Callable[..., Any], text: str, messages: list[dict[str, Any]]) -> Any:
-    """Returns the argument of `step`, by its annotation.
+    """Returns the argument of `step`, chosen by its annotation.
 
-    The policy's text; or all messages so far; or an object of a class whose first field is a text.
+    It is the policy's text; or all messages so far; or an object of a class whose first field is a
+    text.
     """
     function = getattr(step, "__func__", step)
     parameters = list(inspect.signature(step).parameters)
     try:
         hint = typing.get_type_hints(function).get(parameters[0], str) if parameters else str
-    except Exception:  # annotations may name what exists for type checkers alone
+    except Exception:
+        # Annotations may name what exists for type checkers alone.
         hint = str
     if typing.get_origin(hint) is list or getattr(hint, "__name__", "") == "Messages":
         return messages

@@ -1,4 +1,4 @@
-"""The state of one running episode, token by token. No I/O.
+"""This module keeps the state of one running episode, token by token, without any I/O.
 
 Token ids are appended as the engine sampled them or as the chat format encoded them.
 """
@@ -14,33 +14,34 @@ import numpy as np
 from grpo_spmd.episodes.chat_format import ChatFormat
 from grpo_spmd.records import Completion, Episode, Segment, Turn
 
-# After so many turns in a row with nothing but invalid calls, the policy has lost its way.
+# After this many turns in a row with nothing but invalid calls, the episode ends.
 MAX_INVALID_TURNS = 3
 Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class EpisodeLimits:
-    """Upper bounds of one episode."""
+    """The upper bounds of one episode."""
 
     max_turns: int
     max_tokens: int
-    """Most tokens after the prompt in a turn's context, sampled and environment tokens together."""
+    """The most tokens after the prompt in a turn's context, sampled and environment tokens
+    together."""
     max_turn_tokens: int
-    """Most tokens that one turn samples."""
+    """The most tokens that one turn samples."""
     max_model_len: int
-    """Most tokens of a context with what is sampled behind it."""
+    """The most tokens of a context and the tokens sampled after it."""
     max_all_tokens: int
-    """Most tokens of all segments together: a micro-batch must hold them."""
+    """The most tokens of all segments together, because a micro-batch must hold them."""
 
 
 class _Room(NamedTuple):
-    """Tokens that fit behind a context."""
+    """The number of tokens that fit after a context."""
 
     episode: int
-    """By `max_tokens`."""
+    """The room that `max_tokens` leaves."""
     context: int
-    """By all other limits."""
+    """The room that all other limits leave."""
 
     @property
     def is_empty(self) -> bool:
@@ -48,7 +49,7 @@ class _Room(NamedTuple):
 
 
 class OpenEpisode:
-    """State of one running episode. Text is never tokenized again once it is in the context."""
+    """The state of one running episode. Text is never tokenized again once it is in the context."""
 
     def __init__(
         self,
@@ -85,11 +86,11 @@ class OpenEpisode:
     ) -> None:
         """Appends a sampled turn.
 
-        `message` is what the turn says; `num_invalid` counts calls in it that do not parse. With
-        `ends_without_call` a turn that calls no tool is the last.
+        `message` is the parsed turn; `num_invalid` counts calls in it that do not parse. With
+        `ends_without_call` a turn that calls no tool is the last one.
         """
         tokens = completion.token_ids
-        # The exact sampled ids, whatever text they give.
+        # These are the exact sampled ids, whatever text they give.
         self.context_ids += tokens
         self._sampled += [True] * len(tokens)
         self._num_all_tokens += len(tokens)
@@ -99,18 +100,19 @@ class OpenEpisode:
         self.messages.append(message)
         has_calls = bool(message.get("tool_calls"))
         if completion.finish_reason == "length":
-            # What was read of the turn may be incomplete: none of its calls is made.
+            # The parsed message may be incomplete, so none of its calls is made.
             self.status = "truncated"
         elif num_invalid and not has_calls:
-            self.status = "invalid_calls"  # there is no call that an answer could belong to
+            # There is no call that an answer could belong to.
+            self.status = "invalid_calls"
         elif ends_without_call and not has_calls:
             self.status = "ok"
 
     def add_answer(self, values: dict[str, Any], chat: ChatFormat) -> None:
-        """Appends what the environment answered to the last turn (Reply.values).
+        """Appends the environment's answer to the last turn (Reply.values).
 
-        Raises ValueError where the template refuses the answer, or the answer is empty and the
-        episode is not over.
+        Raises ValueError where the template refuses the answer, or where the answer is empty and
+        the episode is not over.
         """
         self.turns[-1] = replace(self.turns[-1], reward=values["reward"])
         only_invalid = 0 < values["num_calls"] <= values["num_invalid"]
@@ -121,7 +123,7 @@ class OpenEpisode:
             self.status = "invalid_calls"
         elif len(self.turns) >= self._limits.max_turns:
             self.status = "max_turns"
-        # "too_long": the messages were larger than any room, and the worker did not send them.
+        # With "too_long" the messages were larger than any room, so the worker did not send them.
         elif values.get("too_long") or not self._may_fit(values["messages"], chat):
             self._end_without_room(self._room())
         else:
@@ -145,13 +147,14 @@ class OpenEpisode:
     def _may_fit(self, messages: Sequence[Message], chat: ChatFormat) -> bool:
         """Returns False for texts that no tokenizer makes short enough.
 
-        100 MB are not tokenized to find that out.
+        So a text of 100 MB is refused before it is tokenized.
         """
         num_chars = sum(len(str(message.get("content") or "")) for message in messages)
         return num_chars <= max(self.max_turn_tokens(), 0) * chat.max_token_chars
 
     def _add_messages(self, messages: Sequence[Message], chat: ChatFormat) -> None:
-        """Makes the context of the next turn. Without room for that turn, nothing is added."""
+        """Makes the context of the next turn. Nothing is added if there is no room for that
+        turn."""
         if not messages:
             raise ValueError("step() gave no observation, and is not done")
         history = [*self._prompt, *self.messages]
@@ -166,7 +169,7 @@ class OpenEpisode:
             self._end_without_room(room)
             return
         if not continues:
-            # The template rewrote earlier turns: what was sampled stays in a segment of its own.
+            # The template rewrote earlier turns: the sampled tokens stay in a segment of their own.
             self._finished_segments.append(self._segment())
         self._sampled = [*self._sampled[:num_kept], *[False] * (len(ids) - num_kept)]
         self.context_ids = list(ids)
@@ -174,7 +177,8 @@ class OpenEpisode:
         self.messages += messages
 
     def _room(self, length: int | None = None, num_all_tokens: int | None = None) -> _Room:
-        """Returns the room behind a context of `length` tokens; None: behind the present one."""
+        """Returns the room after a context of `length` tokens, or after the present context for
+        None."""
         if length is None or num_all_tokens is None:
             length = len(self.context_ids)
             num_all_tokens = self._num_all_tokens
@@ -185,7 +189,7 @@ class OpenEpisode:
         )
 
     def _end_without_room(self, room: _Room) -> None:
-        """Ends the episode by the limit that leaves least room."""
+        """Ends the episode with the status of the limit that leaves the least room."""
         self.status = "max_tokens" if room.episode <= room.context else "context_overflow"
 
     def _segment(self) -> Segment:

@@ -1,4 +1,4 @@
-"""Chat completions of the OpenAI protocol: reads request bodies and writes answer bodies.
+"""This module reads request bodies and writes answer bodies of OpenAI's chat completions.
 
 An agent writes the requests, so a body is hostile until `read_request` has checked it. Options that
 would change how tokens are sampled cannot be honoured: the logprobs would not be the policy's. They
@@ -36,7 +36,7 @@ _IGNORED = (
     "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "parallel_tool_calls", "reasoning_effort", "verbosity",
 )  # fmt: skip
-# Values of other options that ask for nothing.
+# Values of other options that have no effect.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
@@ -57,7 +57,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 class ApiError(ValueError):
-    """A request that is answered with an error: HTTP status, code for programs, line for people."""
+    """A request is answered with an error: HTTP status, code for programs, one line for people."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(message)
@@ -67,14 +67,14 @@ class ApiError(ValueError):
 
 @dataclass(frozen=True)
 class Options:
-    """What a request says besides its conversation."""
+    """The options of a request, apart from its conversation."""
 
     max_tokens: int | None = None
-    """Most tokens of the answer. None: as many as there is room for."""
+    """The most tokens of the answer; None means as many as there is room for."""
     is_stream: bool = False
     streams_usage: bool = False
     ignored: tuple[str, ...] = ()
-    """Names of given options that change nothing."""
+    """The names of given options that change nothing."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,8 @@ class ChatRequest:
     """One request for a chat completion, in the form that chat templates take."""
 
     messages: list[Message]
-    """Text parts are joined, null is "", arguments of calls are dicts; unknown keys are gone."""
+    """The messages. Text parts are joined, null is "", arguments of calls are dicts, and unknown
+    keys are dropped."""
     tools: list[dict[str, Any]]
     options: Options
 
@@ -208,7 +209,7 @@ def _template_call(call: _ToolCall) -> dict[str, Any]:
 
 
 def _arguments(arguments: Any) -> Any:
-    """Returns the arguments as a dict; a text that holds no JSON object stays the text."""
+    """Returns the arguments as a dict; a text that is no JSON object stays text."""
     if not isinstance(arguments, str):
         if not is_plain(arguments):
             raise _invalid(f"`arguments` {_NOT_PLAIN}")
@@ -236,7 +237,8 @@ def is_plain(value: Any) -> bool:
         if isinstance(value, str):
             try:
                 value.encode()
-            except UnicodeEncodeError:  # half a surrogate pair, which no tokenizer takes
+            except UnicodeEncodeError:
+                # Half a surrogate pair, which no tokenizer takes.
                 return False
         elif isinstance(value, dict):
             waiting += [(item, depth + 1) for pair in value.items() for item in pair]
@@ -246,7 +248,7 @@ def is_plain(value: Any) -> bool:
 
 
 def num_chars(messages: Sequence[Message]) -> int:
-    """Returns the number of characters that the context has, whatever the template adds."""
+    """Returns the least number of characters of the context, whatever the template adds."""
     return sum(len(message["content"]) for message in messages)
 
 

@@ -1,8 +1,8 @@
-"""The processes of a rank's environments.
+"""This module has the processes of a rank's environments.
 
-One episode at a time runs in each process, and an episode keeps its process. Each call has a
-deadline, and so have all calls of an episode together; what is too slow is killed hard, with
-whatever it left running.
+Each process runs one episode at a time, and an episode stays in its process. Each call has a
+deadline, and so have all calls of an episode together; a slow process is killed, with everything
+that it left running.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _STATUSES: dict[HowItFailed, FailureStatus] = {"error": "env_error", "timeout": 
 
 @dataclass(frozen=True)
 class EnvironmentFacts:
-    """What the user's code is, as its nursery reports it."""
+    """The facts about the user's code that its nursery reports."""
 
     kind: Literal["tools", "gym", "agent"]
     reward_names: list[str]
@@ -44,7 +44,7 @@ class EnvironmentFacts:
 
 @dataclass(frozen=True)
 class Reply:
-    """The result of a call."""
+    """The result of a successful call."""
 
     method: Method
     values: dict[str, Any]
@@ -62,13 +62,13 @@ class Failure:
 
 @dataclass
 class _LiveEpisode:
-    """An episode with a worker."""
+    """An episode that has a worker."""
 
     worker: WorkerProcess
     used_s: float = 0.0
-    """Time of its finished calls."""
+    """The seconds of its finished calls."""
     worker_error: str = ""
-    """How its worker ended between two calls."""
+    """The reason why its worker ended between two calls, or ""."""
 
 
 @dataclass
@@ -77,17 +77,20 @@ class _Call:
     method: Method
     serial: int
     location: str
-    """What runs now, for people."""
+    """The running method, for reports."""
     start: float = field(default_factory=time.monotonic)
     is_debugged: bool = False
-    """A person is at a breakpoint: the call has no deadline."""
+    """True while a person is at a breakpoint: then the call has no deadline."""
 
 
 class EnvironmentPool(ProcessPool):
-    """The environments' processes of one rank. For the thread that made it alone."""
+    """The environments' processes of one rank.
+
+    Only the thread that made the pool may use it.
+    """
 
     _what = "environment"
-    # More than messages of `max_chars` can have.
+    # A frame with messages of `max_chars` characters always fits.
     _max_frame_bytes = 256 << 20
 
     def __init__(
@@ -101,8 +104,8 @@ class EnvironmentPool(ProcessPool):
     ) -> None:
         """Starts the nursery, which imports the user's code while the caller continues.
 
-        `rewards`: those whose functions take `environments`. `max_chars`: a longer result is not
-        sent here. Files are as in ProcessPool.
+        `rewards` are those whose functions take `environments`. A result with more than `max_chars`
+        characters is not sent to this process. The log file is as in ProcessPool.
         """
         allow_workers(environment.num_workers, "environment.num_workers")
         super().__init__(
@@ -111,8 +114,8 @@ class EnvironmentPool(ProcessPool):
             rewards,
             log_file,
             check=check,
-            # Else the order of a set of texts would differ from process to process, and an
-            # environment's choice with it.
+            # Without a fixed hash seed, the order of a set of strings would differ between
+            # processes, and with it an environment's choices.
             variables={"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")},
         )
         self._config = environment
@@ -126,7 +129,7 @@ class EnvironmentPool(ProcessPool):
 
     @property
     def facts(self) -> EnvironmentFacts:
-        """Waits for the nursery, once. Raises ConfigError."""
+        """Returns the facts; waits for the nursery at the first call. Raises ConfigError."""
         if self._facts is None:
             self._facts = EnvironmentFacts(**self._wait_until_ready())
         return self._facts
@@ -136,9 +139,10 @@ class EnvironmentPool(ProcessPool):
         self._selector.register(fileno, 1)
 
     def set_engine_clock(self, engine_s: Callable[[ConversationId], float]) -> None:
-        """`engine_s` returns how long an agent's episode has waited for the engine so far.
+        """Sets the clock of agents' waits: `engine_s` returns an episode's seconds of waiting so
+        far.
 
-        That time does not count against its deadline.
+        This time does not count against the episode's deadline.
         """
         self._engine_s = engine_s
 
@@ -149,16 +153,18 @@ class EnvironmentPool(ProcessPool):
         seed: int,
         access: dict[str, str] | None = None,
     ) -> None:
-        """Begins an episode as soon as a worker is free; `random` and numpy's are seeded in it.
+        """Begins an episode as soon as a worker is free; `random` and numpy are seeded with `seed`
+        in it.
 
-        `access`: an agent's address and key for its turns.
+        `access` is an agent's address and key for its turns.
         """
         assert conversation not in self._live, f"the episode of {conversation} is under way"
         self._waiting.append((conversation, {"row": row, "seed": seed, "access": access or {}}))
         self._dispatch()
 
     def act(self, conversation: ConversationId, message: dict[str, Any]) -> None:
-        """Passes the policy's turn on. Like every call, it leads to a Reply or a Failure."""
+        """Sends the policy's turn to the environment. Like every call, it leads to a Reply or a
+        Failure."""
         calls = [call["function"]["name"] for call in message.get("tool_calls") or ()]
         location = f"tool {calls[0]!r:.100}" if calls else "step()"
         self._send_call(conversation, "act", {"message": json.dumps(message)}, location)
@@ -173,7 +179,7 @@ class EnvironmentPool(ProcessPool):
         self._send_call(conversation, "end", message, "its rewards")
 
     def release(self, conversation: ConversationId) -> None:
-        """Ends an episode; its worker is free for the next."""
+        """Ends an episode; its worker is free for the next one."""
         episode = self._live.pop(conversation)
         # A worker that has ended is gone from the pool already.
         if not episode.worker_error:
@@ -183,17 +189,17 @@ class EnvironmentPool(ProcessPool):
     def drop(self, conversation: ConversationId) -> None:
         """Ends an episode in any state; its worker is killed."""
         self._waiting = deque(entry for entry in self._waiting if entry[0] != conversation)
-        # Its reply may have come in the meantime.
+        # A reply of the episode may have come already.
         self._replies = [entry for entry in self._replies if entry[0] != conversation]
         episode = self._live.pop(conversation, None)
         if episode is not None and not episode.worker_error:
             self._discard(episode.worker)
 
     def poll(self, timeout_s: float) -> list[tuple[ConversationId, Reply | Failure]]:
-        """Returns the results of calls; where there are none, waits for at most `timeout_s`.
+        """Returns the results of calls; without any, waits for at most `timeout_s` seconds.
 
-        Raises RewardError if the nursery was killed, the user left the debugger, or code failed
-        that no episode is to blame for.
+        Raises RewardError if the nursery was killed, the user left the debugger, or the code failed
+        in a way that is no single episode's fault.
         """
         self._dispatch()
         if self.facts.kind == "agent":
@@ -205,7 +211,8 @@ class EnvironmentPool(ProcessPool):
         return replies
 
     def where(self) -> str:
-        """Returns what has run longest, for reports of why this rank waits. Any thread may ask."""
+        """Returns the longest running call, for reports of why this rank waits. Any thread may
+        call it."""
         calls = [
             worker.call for worker in list(self._workers.values()) if isinstance(worker.call, _Call)
         ]
@@ -217,7 +224,7 @@ class EnvironmentPool(ProcessPool):
         return f"{call.location} of episode {episode} has run for {seconds:.0f} s"
 
     def _extend_deadlines(self) -> None:
-        """Adds the time for which agents have waited for the engine."""
+        """Adds the time that agents have waited for the engine to their deadlines."""
         for conversation, episode in self._live.items():
             worker = episode.worker
             call = worker.call
@@ -263,11 +270,13 @@ class EnvironmentPool(ProcessPool):
         fields = {"method": method, "conversation": conversation, "serial": call.serial, **message}
         frame = encode_frame(fields, "an environment")
         seconds = max(self._config.timeout_s - episode.used_s, 0.0)
-        if not message.get("access"):  # an agent's one call is its whole episode
+        # An agent's one call is its whole episode.
+        if not message.get("access"):
             seconds = min(self._config.call_timeout_s, seconds)
         try:
             self._give(episode.worker, call, frame, seconds)
-        except OSError:  # the worker has died, or does not read
+        except OSError:
+            # The worker has died, or does not read.
             if method == "begin" and not is_new_worker:
                 return False
             error = "does not take a call: its process has ended, or is stopped"
@@ -325,7 +334,7 @@ class EnvironmentPool(ProcessPool):
             failure = Failure(_STATUSES[method], f"{call.location} {reason}", self._seconds(call))
             self._replies.append((call.conversation, failure))
             return
-        # The worker was between two calls: the next call of its episode reports the failure.
+        # The worker ended between two calls: the next call of its episode reports the failure.
         for episode in self._live.values():
             if episode.worker is worker:
                 episode.worker_error = f"its process ended between two calls: {reason}"

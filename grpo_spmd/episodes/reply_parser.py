@@ -1,4 +1,8 @@
-"""Reads what a turn of the policy says, by transformers' response templates."""
+"""This module parses a turn of the policy with transformers' response templates.
+
+A response template describes how a chat template writes thinking, calls and text. A *call* is a
+tool call in a turn.
+"""
 
 from __future__ import annotations
 
@@ -20,29 +24,30 @@ _UNREADABLE = (
     OverflowError,
     RecursionError,
 )
-# The beginning of a turn is searched in so many tokens before it, and then in all of them.
+# The beginning of a turn is searched in this many tokens before it, and then in all of them.
 _NUM_TAIL_TOKENS = 256
 
 
 @dataclass(frozen=True)
 class Parsed:
-    """What a turn says."""
+    """The parsed message of a turn."""
 
     message: dict[str, Any]
     """role, content, reasoning_content (thinking: gpt-oss) and tool_calls, if there are any:
     {type, function: {name, arguments}, id?} with a dict of arguments."""
     num_invalid: int
-    """Calls that do not parse. They are in the text alone."""
+    """The number of calls that do not parse; they stay in the text."""
 
 
 class ReplyParser:
-    """Parses by the tokenizer's `response_template`, or by a known format of its chat template."""
+    """Parses with the tokenizer's `response_template`, or with a known format of its chat
+    template."""
 
     def __init__(
         self, tokenizer: Any, anchors: list[str], ends: list[str], *, reads_calls: bool = True
     ) -> None:
-        """`anchors`: texts before a turn. `ends`: texts of tokens that end one. Without
-        `reads_calls` the text of a call is text like any other."""
+        """`anchors` are texts that come before a turn. `ends` are texts of tokens that end one.
+        Without `reads_calls` the text of a call is ordinary text."""
         self._tokenizer = tokenizer
         self._ends = ends
         template = getattr(tokenizer, "response_template", None)
@@ -62,7 +67,7 @@ class ReplyParser:
     def parse(
         self, token_ids: list[int], context_ids: list[int], tools: Sequence[dict[str, Any]]
     ) -> Parsed:
-        """Returns what a turn says. Never raises for what the policy wrote."""
+        """Returns the message of a turn. Never raises for any text of the policy."""
         text = self._decode(token_ids)
         prefix = self._prefix(context_ids)
         message: dict[str, Any] | None
@@ -81,9 +86,10 @@ class ReplyParser:
     def _read_calls_alone(
         self, text: str, prefix: str, tools: Sequence[dict[str, Any]]
     ) -> tuple[dict[str, Any] | None, list[dict[str, Any]], int]:
-        """Reads each call by itself: one that cannot be read makes the whole turn unreadable.
+        """Returns (message, calls, number of unreadable calls), with each call read separately.
 
-        Returns the message (None if no call can be read), the calls, and the number of others.
+        One unreadable call would otherwise make the whole turn unreadable. The message is None if
+        no call can be read.
         """
         begins = [match.start() for match in self._call_begin.finditer(text)]
         message: dict[str, Any] = {}
@@ -123,9 +129,9 @@ class ReplyParser:
         return str(text)
 
     def _prefix(self, context_ids: list[int]) -> str:
-        """Returns the text before a turn, as far as the parser looks at it.
+        """Returns the text before a turn, as far as the parser needs it.
 
-        A long context is not decoded where its end is enough.
+        A long context is not decoded as a whole if its end is enough.
         """
         tail = self._decode(context_ids[-_NUM_TAIL_TOKENS:])
         anchors = self._template.get("start_anchor") or []
@@ -148,7 +154,7 @@ def _response_template(chat_template: str, anchors: list[str], ends: list[str]) 
 
 
 def _split_calls(message: dict[str, Any]) -> tuple[list[dict[str, Any]], int]:
-    """Returns the calls in the form that templates and tools take, and the number of the others."""
+    """Returns (calls in the form of templates and tools, number of invalid calls)."""
     raw_calls = message.get("tool_calls") or []
     if not isinstance(raw_calls, list):
         raw_calls = [raw_calls]

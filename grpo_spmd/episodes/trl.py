@@ -1,9 +1,10 @@
-"""Tools and environments in TRL's form (1.16), in a worker: people's code runs as it is.
+"""This module runs tools and environments in TRL's form (1.16), in a worker: existing code runs
+unchanged.
 
 A tool is a function with types and a docstring. An environment is a class with `reset(**row)`,
-public methods, which are its tools, and perhaps `get_reward()`. All of them may be async. What a
-tool raises is its result, for the policy to read; what `reset` or `get_reward` raises is a failure
-of the environment.
+public methods, which are its tools, and perhaps `get_reward()`. All of them may be async. An error
+of a tool is its result, for the policy to read; an error of `reset` or `get_reward` is a failure of
+the environment.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from grpo_spmd.rewards.trl import callable_name
 
 Tool = Callable[..., Any]
 _NO_TOOLS = ("reset", "get_reward")
-# The row's column that names one of several factories.
+# The column of a row that names one of several factories.
 COLUMN = "environment"
 
 
@@ -39,8 +40,9 @@ class TrlDriver:
         by_column: bool,
         report_tool: Callable[[str], None] = lambda name: None,
     ) -> None:
-        """`helpers` make environments that only have tools, for every episode. `factories` has one
-        entry, or with `by_column` the row names one. `report_tool` gets each called tool's name."""
+        """`helpers` make environments that only have tools, for every episode. `factories` has
+        one entry, or several of which each row names one (`by_column`). `report_tool` gets the
+        name of each called tool."""
         self._tools = tools
         self._helper_factories = helpers
         self._factories = factories
@@ -50,7 +52,7 @@ class TrlDriver:
         self._environments: dict[str, Any] = {}
         self._episode_tools: dict[str, Tool] = {}
         self.environment: Any = None
-        """The environment of the episode that runs."""
+        """The environment of the running episode."""
 
     def begin(self, row: dict[str, Any]) -> dict[str, Any]:
         """Returns {"messages": what reset returned, "tools": the schemas of this episode}."""
@@ -86,7 +88,7 @@ class TrlDriver:
     def act(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Calls the tools that a message asks for.
 
-        As in TRL, the results of async tools, which run together, follow those of the others.
+        As in TRL, the results of async tools, which run together, come after those of the others.
         """
         results: list[dict[str, Any]] = []
         pending: list[tuple[str, Awaitable[Any]]] = []
@@ -101,7 +103,8 @@ class TrlDriver:
                 if tool is None:
                     raise ValueError(f"Tool {name} not found.")
                 result = tool(**arguments)
-            except bdb.BdbQuit:  # the user left the debugger
+            except bdb.BdbQuit:
+                # The user left the debugger.
                 raise
             except Exception as error:
                 # A TypeError may come from inside the tool, or from arguments that do not fit it.
@@ -128,7 +131,7 @@ class TrlDriver:
         }
 
     def end(self) -> dict[str, float | None]:
-        """Returns what get_reward returns, under the name of its class."""
+        """Returns the result of get_reward under the name of its class."""
         get_reward = getattr(self.environment, "get_reward", None)
         if get_reward is None:
             return {}
@@ -142,7 +145,7 @@ def tool_names(environment_class: type) -> list[str]:
 
 
 def check_class(make: Callable[[], Any], key: str) -> type:
-    """Returns the class of what `make` makes, which is called only if it is no class itself.
+    """Returns the class of the objects that `make` makes; `make` is called only if it is no class.
 
     Raises ConfigError for a class that is no environment.
     """
@@ -209,7 +212,8 @@ def resolve(value: Any) -> Any:
 
 
 def _outcomes(awaitables: Sequence[Awaitable[Any]]) -> list[tuple[Any, BaseException | None]]:
-    """Returns the result or the error of each awaitable. They run together."""
+    """Returns (result, error) for each awaitable; one of them is None. The awaitables run
+    together."""
 
     async def outcome(awaitable: Awaitable[Any]) -> tuple[Any, BaseException | None]:
         try:

@@ -1,4 +1,5 @@
-"""The program of the environments' processes: imports the user's code once, then runs episodes.
+"""This module is the program of the environments' processes: it imports the user's code and runs
+episodes.
 
 python -m grpo_spmd.episodes.worker SOCKET_FD PARENT_PID      (started by pool.py; see nursery.py)
 """
@@ -34,17 +35,17 @@ Driver = TrlDriver | GymDriver | AgentDriver
 
 @dataclass
 class _Environment:
-    """What the config's environment is."""
+    """The environment that the config describes."""
 
     kind: str
     reward_names: list[str]
     make_driver: Callable[[Worker], Driver]
     tools: list[dict[str, Any]]
-    """JSON schemas."""
+    """The tools' JSON schemas."""
 
 
 def load(setup: dict[str, Any]) -> tuple[dict[str, Any], Callable[[Worker], Answer]]:
-    """Runs in the nursery. Returns EnvironmentFacts, and what answers the pool's calls in a worker.
+    """Runs in the nursery. Returns EnvironmentFacts, and a function that makes a worker's answers.
 
     Raises ConfigError.
     """
@@ -93,7 +94,8 @@ def _load_environment(config: EnvironmentConfig, modules: Modules) -> _Environme
         return _Environment("agent", [AGENT_REWARD], lambda worker: agent, [])
     if config.gym:
         make_gym = load_named(config.gym, "environment.gym", "Class", modules)
-        GymDriver(make_gym)  # raises ConfigError for a class that is no environment
+        # Raises ConfigError for a class that is no environment.
+        GymDriver(make_gym)
         return _Environment("gym", [REWARD], lambda worker: GymDriver(make_gym), [])
     return _load_tools(config, modules)
 
@@ -144,8 +146,8 @@ def answer(
 ) -> dict[str, Any]:
     """Returns the reply to a call, with the conversation and the serial number of the call.
 
-    One of {"values": ...}, {"failed": error with its traceback}, {"broken": an error of every
-    episode}, {"quit": True} where the user left the debugger.
+    The reply is one of {"values": ...}, {"failed": error with its traceback}, {"broken": an error
+    of every episode}, {"quit": True} where the user left the debugger.
     """
     call = {"conversation": message["conversation"], "serial": message["serial"]}
     try:

@@ -1,7 +1,8 @@
-"""The user's code that a config names: "file.py:name", or a Python function given to grpo_spmd.run.
+"""This module loads the user's code that a config names: "file.py:name", or a Python function given
+to grpo_spmd.run.
 
-It also checks, before anything is sampled, how a reward can be called and what its gold columns
-hold.
+It also checks, before anything is sampled, how a reward can be called, and whether the *gold*
+columns (the data set's right answers) can be read.
 """
 
 from __future__ import annotations
@@ -27,11 +28,15 @@ from grpo_spmd.data.rows import PromptRow
 from grpo_spmd.rewards.trl import unwrap_partial
 from grpo_spmd.rewards.verifiers import parse_tests
 
-PYTHON_MARK = "<python>:"  # in place of a file in RewardConfig.function
-Modules = dict[str, types.ModuleType]  # by the file
+# In place of a file in RewardConfig.function.
+PYTHON_MARK = "<python>:"
+# By the file.
+Modules = dict[str, types.ModuleType]
 Function = Callable[..., Any]
-_registered: dict[str, Function] = {}  # functions given to grpo_spmd.run, by their specs
-_NUMBER = re.compile(r"(?<![A-Za-z0-9.])-?\$?\d")  # how one begins, for verifiers.last_number
+# Functions given to grpo_spmd.run, by their specs.
+_registered: dict[str, Function] = {}
+# How one begins, for verifiers.last_number.
+_NUMBER = re.compile(r"(?<![A-Za-z0-9.])-?\$?\d")
 _FORM = (
     "write fn(prompts, completions, completion_ids, **columns), "
     "which returns a list of numbers or None"
@@ -39,9 +44,10 @@ _FORM = (
 
 
 def load_named(spec: str, key: str, kind: str, modules: Modules | None = None) -> Function:
-    """Returns what "file.py:name" names. The file is run once for `modules`, where it is put.
+    """Returns the object that "file.py:name" names.
 
-    Raises ConfigError, which begins with `key`.
+    The file is run once for each `modules`, which keeps it. Raises ConfigError, which begins with
+    `key`.
     """
     file, colon, name = spec.rpartition(":")
     if not colon or not file.endswith(".py"):
@@ -79,14 +85,15 @@ def _run_file(path: Path, key: str) -> types.ModuleType:
 
 
 class _UncachedLoader(machinery.SourceFileLoader):
-    """Leaves no __pycache__ beside the user's file, and never runs an older version from there."""
+    """Leaves no __pycache__ next to the user's file, and never runs an older version from there."""
 
     def get_code(self, fullname: str) -> types.CodeType:
         return self.source_to_code(self.get_data(self.path), self.path)
 
 
 def _line_in(error: BaseException, path: str) -> str:
-    """Returns ":<line>" of the file in which an error happened, "" if it is not known."""
+    """Returns ":<line>" for the line of the file in which an error happened, or "" if it is
+    unknown."""
     if isinstance(error, SyntaxError) and error.filename == path and error.lineno:
         return f":{error.lineno}"
     lines = [
@@ -98,7 +105,7 @@ def _line_in(error: BaseException, path: str) -> str:
 
 
 def _import_hint(error: BaseException, folder: Path) -> str:
-    """Returns the remedy where a reward's file imports another one that lies beside it."""
+    """Returns the remedy where a reward's file imports another file from its own folder."""
     if not isinstance(error, ModuleNotFoundError) or not error.name:
         return ""
     name = error.name.partition(".")[0]
@@ -123,32 +130,32 @@ def as_its_own_program(file: str) -> Iterator[None]:
 
 
 # Functions given to grpo_spmd.run. The nursery is started by exec and shares no memory with the
-# rank, so a function travels as cloudpickle writes it: that of a script, a notebook or a closure by
-# value, that of a module that can be imported by its name. The bytes are our own, in memory that
-# only our own child inherits; nothing of a file or of another process is ever read in this way.
+# rank, so cloudpickle sends a function: by value if a script, a notebook or a closure defines it,
+# by name if its module can be imported. The bytes are our own, in memory that only our own child
+# inherits; nothing from a file or from another process is ever unpickled.
 
 
 def function_name(function: Function) -> str | None:
-    """Returns the reward's name: its function's, or its class's; None for a lambda."""
+    """Returns the reward's name: the name of its function or class, or None for a lambda."""
     name = callable_or_class(function).__name__
     return None if name == "<lambda>" else str(name)
 
 
 def function_spec(function: Function) -> str:
-    """Returns what config.yaml says in place of "file.py:function"."""
+    """Returns the text that config.yaml has in place of "file.py:function"."""
     named = callable_or_class(function)
     return f"{PYTHON_MARK}{named.__module__}.{named.__qualname__}"
 
 
 def callable_or_class(function: Function) -> Any:
-    """Returns the function without partials; of an object with __call__, its class."""
+    """Returns the function without its partials, or the class of an object with __call__."""
     function = unwrap_partial(function)
     return function if hasattr(function, "__qualname__") else type(function)
 
 
 @contextlib.contextmanager
 def registered(functions: dict[str, Function]) -> Iterator[None]:
-    """Within it configs of this process may name `functions` by their specs."""
+    """Lets configs of this process name `functions` by their specs within the block."""
     _registered.update(functions)
     try:
         yield
@@ -158,7 +165,7 @@ def registered(functions: dict[str, Function]) -> Iterator[None]:
 
 
 def registered_function(spec: str, entry: str) -> Function:
-    """Returns the function of a spec. Raises ConfigError if this process was not given it."""
+    """Returns the function with this spec. Raises ConfigError if this process does not have it."""
     function = _registered.get(spec)
     if function is None:
         name = spec.rpartition(":")[2]
@@ -171,10 +178,11 @@ def registered_function(spec: str, entry: str) -> Function:
 
 
 def pack_functions(rewards: Sequence[RewardConfig]) -> int | None:
-    """Returns a descriptor of memory with the functions of `rewards`, None if there are none.
+    """Returns a file descriptor of memory with the functions of `rewards`, or None if there are
+    none.
 
-    A child that inherits it reads it with `unpack_functions`. Raises ConfigError for a function
-    that cannot be pickled.
+    A child that inherits the descriptor reads it with `unpack_functions`. Raises ConfigError for a
+    function that cannot be pickled.
     """
     specs = {
         f"rewards.{index}": reward.function
@@ -208,7 +216,10 @@ def pack_functions(rewards: Sequence[RewardConfig]) -> int | None:
 
 
 def unpack_functions(descriptor: int) -> None:
-    """In the nursery: registers what `pack_functions` wrote. Raises what an import raises."""
+    """Registers the functions that `pack_functions` wrote; runs in the nursery.
+
+    Raises any error of their imports.
+    """
     import cloudpickle
 
     with open(descriptor, "rb") as file:
@@ -267,9 +278,9 @@ def check_callable(entry: str, label: str, function: Function) -> None:
         raise ConfigError(f"{entry}.function: {label} is a generator (it has a yield); {_FORM}")
 
 
-# What the gold columns hold. A row without a usable gold value gives None for every completion, and
-# one whose value a verifier cannot read stops the run at the step that draws it, long after engine
-# and policy were built. Only what costs microseconds a row is checked here.
+# Checks of the gold columns. A row without a usable gold value gives None for every completion. A
+# value that a verifier cannot read stops the run at the step that draws it, long after engine and
+# policy were built. Only checks that cost microseconds a row are made here.
 
 
 def check_gold(
@@ -278,8 +289,8 @@ def check_gold(
     """Yields a warning for each shipped reward that has nothing to compare with in some rows.
 
     Raises ConfigError, which names file:line, for a value that a verifier cannot read, and where a
-    reward has nothing to compare with in any row. Null says on purpose that a reward does not
-    apply, where there are others: a held-out set may be for another one.
+    reward has nothing to compare with in any row. A null says on purpose that a reward does not
+    apply, if there are other rewards: a held-out set may belong to another reward.
     """
     is_only_one = len(configs) == 1
     for index, config in enumerate(configs):
@@ -288,7 +299,7 @@ def check_gold(
         is_usable, kind, column = _GOLD[config.name]
         if config.name == "code":
             column = str(config.args.get("tests_column", column))
-        # Rows without a gold value; null is odd only where there is no other reward.
+        # Counts rows without a gold value; null is strange only where there is no other reward.
         num_without = 0
         odd_rows: list[PromptRow] = []
         for row in rows:
@@ -366,7 +377,7 @@ def _has_tests(columns: Mapping[str, Any], column: str) -> bool:
         raise ValueError(f"{column!r}: {error}") from None
 
 
-# By shipped reward: whether a row's gold value is usable, what that is, and its column.
+# By shipped reward: (check of a row's gold value, description of a usable value, its column).
 _GOLD: dict[str, tuple[Callable[[Mapping[str, Any], str], bool], str, str]] = {
     "code": (_has_tests, "test", "tests"),
     "countdown": (_has_countdown, "task", "target"),

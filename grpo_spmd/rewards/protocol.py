@@ -56,13 +56,18 @@ from grpo_spmd.rewards.verifiers import SHIPPED, matches_format, run_tests
 
 @dataclass(frozen=True, kw_only=True)
 class RewardFacts:
-    """What the pool knows about a reward, whose function lives in other processes."""
+    """The facts that the pool knows about a reward, whose function lives in other processes."""
 
-    name: str  # in metrics
-    weight: float  # in the sum
-    needs: Sequence[str] = ()  # columns without which it cannot be called
-    takes: Sequence[str] = ()  # of TRL's extra arguments (trl.py)
-    one_at_a_time: bool = False  # each completion is a call of its own, with the whole deadline
+    # In metrics.
+    name: str
+    # In the sum.
+    weight: float
+    # Columns without which it cannot be called.
+    needs: Sequence[str] = ()
+    # Of TRL's extra arguments (trl.py).
+    takes: Sequence[str] = ()
+    # Each completion is a call of its own, with the whole deadline.
+    one_at_a_time: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,16 +75,17 @@ class Reward(RewardFacts):
     """A reward with its function."""
 
     function: Callable[..., Any]
-    looks_at_environments: bool = False  # it is called in the environments' processes
+    # It is called in the environments' processes.
+    looks_at_environments: bool = False
 
 
 def load_rewards(
     configs: Sequence[RewardConfig], timeout_s: float = math.inf, modules: Modules | None = None
 ) -> list[Reward]:
-    """Returns the functions that the config names, without reward models and the engine's judges.
+    """Returns the functions that the config names, except reward models and the engine's judges.
 
-    `timeout_s`: after which the caller ends a call; `modules` as in load_named. Raises ConfigError
-    for a function that is not there, wrong arguments, or a name twice.
+    `timeout_s` is the time after which the caller ends a call; `modules` is as in load_named.
+    Raises ConfigError for a function that does not exist, wrong arguments, or a repeated name.
     """
     rewards: list[Reward] = []
     names: set[str] = set()
@@ -129,11 +135,11 @@ def check_error_rate(
     first_errors: Sequence[str | None],
     max_error_frac: float,
 ) -> dict[str, float]:
-    """Returns `reward/<name>/error_frac`, `.../timeout_frac`, `.../not_applicable_frac`.
+    """Returns `reward/<name>/error_frac`, `.../timeout_frac` and `.../not_applicable_frac`.
 
-    They are shares of the completions. Takes `num_statuses` and `first_error` of every rank's
-    `ScoredRollouts`; a rank that scored nothing has no statuses. Raises RewardError where "error"
-    and "timeout" together reach `max_error_frac` for some function.
+    These are fractions of the completions. The arguments are `num_statuses` and `first_error` of
+    every rank's `ScoredRollouts`; a rank that scored nothing has no statuses. Raises RewardError
+    where "error" and "timeout" together reach `max_error_frac` for some function.
     """
     metrics: dict[str, float] = {}
     for name in dict.fromkeys(name for by_name in statuses for name in by_name):
@@ -171,7 +177,8 @@ def _load_function(spec: str, entry: str, modules: Modules | None) -> Callable[.
 def _with_args(
     name: str, function: Callable[..., Any], config: RewardConfig, entry: str, timeout_s: float
 ) -> Reward:
-    """Returns the reward of a Python function. Raises ConfigError if it cannot be called so."""
+    """Returns the reward of a Python function. Raises ConfigError if it cannot be called this
+    way."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):

@@ -1,8 +1,9 @@
-"""All rewards of a run behind one call: the reward functions, then an ordered list of scorers,
-merged once.
+"""This module puts all rewards of a run behind one call: reward functions, then an ordered list of
+scorers.
 
 Reward functions run in the worker processes of pool/. Environments, judges and reward models are
-scorers: each gives further rewards for the completions that the functions have scored.
+*scorers*: each gives further rewards for the completions that the functions have scored. The
+results are merged once.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import Any, Protocol
 
 from grpo_spmd.records import Completion, RolloutGroup, ScoredRollouts
 
-Score = Callable[..., ScoredRollouts]  # RewardPool.score without its tokenizer
+# RewardPool.score without its tokenizer.
+Score = Callable[..., ScoredRollouts]
 
 
 class Scorer(Protocol):
@@ -23,8 +25,9 @@ class Scorer(Protocol):
     def score(self, groups: Sequence[RolloutGroup], scored: ScoredRollouts) -> ScoredRollouts:
         """Returns `by_name`, `statuses`, `first_error` and `notes` of this scorer's rewards alone.
 
-        Each list has one entry a completion of `groups`. `scored` is what the functions gave. It
-        may be collective: every rank calls every scorer in the same order, also with no groups.
+        Each list has one entry for each completion of `groups`. `scored` has the functions' scores.
+        The call may be collective: every rank calls every scorer in the same order, also without
+        groups.
         """
 
 
@@ -37,7 +40,7 @@ class Scorers:
         weights: Mapping[str, float],
         scorers: Sequence[Scorer] = (),
     ) -> None:
-        """`weights` of all rewards by name, in the order in which metrics and sums have them."""
+        """`weights` has all rewards by name, in the order of metrics and sums."""
         self.score_functions = score_functions
         self.weights = weights
         self.scorers = scorers
@@ -127,15 +130,14 @@ def has_turns(completion: Completion) -> bool:
 def _score_played(
     score: Score, groups: Sequence[RolloutGroup], options: Mapping[str, Any]
 ) -> ScoredRollouts:
-    """Score all completions but episodes without a turn, which have nothing that a function could
-    read.
+    """Scores all completions except episodes without a turn, which have no text to read.
 
-    The others of such a group are scored as a smaller group.
+    The other completions of such a group are scored as a smaller group.
     """
     completions = [completion for group in groups for completion in group.completions]
     played = [i for i, completion in enumerate(completions) if has_turns(completion)]
     if len(played) == len(completions):
-        # The very objects: RewardPool knows a group that it has begun to score by its identity.
+        # These very objects are passed on: RewardPool identifies an early group by its identity.
         return score(groups, **options)
     smaller = [
         dataclasses.replace(group, completions=[*filter(has_turns, group.completions)])
@@ -144,7 +146,7 @@ def _score_played(
     scored = score([group for group in smaller if group.completions], **options)
 
     def spread(values: Sequence[Any], default: Any) -> list[Any]:
-        """Returns one entry a completion: `values` for those that were scored, else `default`."""
+        """Returns one entry for each completion: from `values` if it was scored, else `default`."""
         full = [default] * len(completions)
         for i, value in zip(played, values, strict=True):
             full[i] = value

@@ -1,14 +1,15 @@
-"""What TRL's trainer gives a reward function beside the data's columns, and what comes of it.
+"""This module has the extra arguments that TRL's trainer gives a reward function, and their
+results.
 
-A function that names them or takes **kwargs gets: `trainer_state`; `log_metric(name, value)`, whose
-mean over a step's calls is the metric `reward/<reward>/<name>`, in evaluation
-`eval/<set>/reward/<reward>/<name>`; and `log_extra(column, values)`, one value a completion in one
-call or several, which are `extra` in the rollout dump. `environments` is None.
+A function that names them or takes **kwargs gets these arguments: `trainer_state`;
+`log_metric(name, value)`, whose mean over a step's calls is the metric `reward/<reward>/<name>`, in
+evaluation `eval/<set>/reward/<reward>/<name>`; and `log_extra(column, values)`, one value for each
+completion in one call or several, which are `extra` in the rollout dump. `environments` is None.
 
-What cannot be logged (a value that is no finite number, a strange name, a name too many) is left
-out with a warning: a metric costs no reward, and a name that comes out of a completion stops no
-run. An extra column of the wrong length is a broken contract like a reward of the wrong length, and
-stops it.
+Values that cannot be logged (a value that is no finite number, a strange name, too many names) are
+left out with a warning: a metric costs no reward, and a name made from a completion stops no run.
+An extra column of the wrong length breaks the contract like a reward of the wrong length, and stops
+the run.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ from grpo_spmd.config.errors import ConfigError
 
 CALL_COLUMNS = ("prompts", "completions", "completion_ids")
 _EXTRA_ARGUMENTS = ("trainer_state", "log_metric", "log_extra")
-Counts = Mapping[str, Mapping[str, int]]  # by reward
-# By reward and metric: the sums of the calls, and how many values they are of.
+# By reward.
+Counts = Mapping[str, Mapping[str, int]]
+# By reward and metric: (sums of the calls, number of values that were summed).
 Logged = dict[str, dict[str, tuple[list[float], int]]]
 _RESERVED_METRICS = (
     "mean", "std", "error_frac", "timeout_frac", "not_applicable_frac", "retried_frac",
@@ -37,18 +39,19 @@ _RESERVED_METRICS = (
 _NAME = re.compile(r"\w[\w.:%@+=/ -]{0,79}")
 _MAX_NAMES = 50
 _MAX_CHARS = 10_000
-_MAX_VALUE = 1e250  # sums of what is larger may overflow
+# Sums of what is larger may overflow.
+_MAX_VALUE = 1e250
 
 
 class RewardError(RuntimeError):
-    """Rewards fail in a way that leaving completions out would hide."""
+    """Rewards fail in a way that would stay hidden if completions were just left out."""
 
 
 class FailedCallError(Exception):
-    """A call failed for a reason outside of it, said in one line.
+    """A call failed for a reason outside itself; the message is one line.
 
-    `may_retry`: it may be made again, after `wait_s` seconds where its server asks for that.
-    `status`: of HTTP.
+    With `may_retry` the call may be made again, after `wait_s` seconds if its server asks for that.
+    `status` is the HTTP status.
     """
 
     def __init__(
@@ -88,7 +91,8 @@ class CallLog:
     num_completions: int
     metrics: dict[str, list[float]] = field(default_factory=dict)
     columns: dict[str, list[Any]] = field(default_factory=dict)
-    left_out: dict[str, None] = field(default_factory=dict)  # reasons, in order
+    # Reasons, in order.
+    left_out: dict[str, None] = field(default_factory=dict)
 
     def metric(self, name: str, value: Any) -> None:
         """TRL's `log_metric`."""
@@ -112,7 +116,8 @@ class CallLog:
             self.left_out[f"the column name {column!r:.100}"] = None
 
     def reply(self) -> dict[str, Any]:
-        """Returns what the pool is told, without what is empty. Raises BrokenContractError."""
+        """Returns the fields of the reply for the pool, without empty ones. Raises
+        BrokenContractError."""
         for column, values in self.columns.items():
             if len(values) != self.num_completions:
                 raise BrokenContractError(
@@ -134,7 +139,8 @@ class CallLog:
 
 
 def as_number(value: Any) -> float | str:
-    """Returns `value` as a float, perhaps not finite; else a text that says what it is."""
+    """Returns `value` as a float, which may be infinite or NaN, or a string that describes
+    another value."""
     if isinstance(value, str | bytes):
         return f"{repr(value)[:100]}, which is no number"
     try:
@@ -145,9 +151,9 @@ def as_number(value: Any) -> float | str:
 
 
 def limit_names(by_name: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the first names by the alphabet.
+    """Returns the first names in alphabetical order.
 
-    It is the same whether the parts are cut first or the whole.
+    The result is the same whether each part is cut first or the whole.
     """
     return {name: by_name[name] for name in sorted(by_name)[:_MAX_NAMES]}
 
@@ -157,7 +163,7 @@ def _is_name(name: Any) -> bool:
 
 
 def _as_json(value: Any) -> Any:
-    """Returns `value` if JSON has it and it is not long, else the beginning of its text."""
+    """Returns `value` if it is short JSON, else the beginning of its text."""
     if isinstance(value, str):
         return value[:_MAX_CHARS]
     if isinstance(value, float) and not math.isfinite(value):
@@ -166,7 +172,8 @@ def _as_json(value: Any) -> Any:
         # Numbers of numpy and torch have item().
         text = json.dumps(value, allow_nan=False, default=lambda number: number.item())
         return json.loads(text) if len(text) <= _MAX_CHARS else text[:_MAX_CHARS]
-    except Exception:  # NaN, a circle, a depth, no .item(): whatever a user's object raises
+    except Exception:
+        # NaN, a circle, a depth, no .item(): whatever a user's object raises.
         try:
             return str(value)[:_MAX_CHARS]
         except Exception as error:
@@ -176,12 +183,12 @@ def _as_json(value: Any) -> Any:
 def retried_fracs(
     statuses: Counts, retried: Counts, num_groups: int, first_errors: Sequence[str | None]
 ) -> dict[str, float]:
-    """Returns `reward/<name>/retried_frac`: the share of groups whose call failed as a whole.
+    """Returns `reward/<name>/retried_frac`: the fraction of groups whose call failed as a whole.
 
-    A function is then called for each completion alone. `retried` counts groups by how the call
-    failed, `statuses` completions. Raises RewardError if it raised for every group, of several, and
-    then for no completion: nothing that a completion says is the cause, and rewards that look at
-    their group would be others.
+    The function is then called for each completion alone. `retried` counts groups by the kind of
+    failure, `statuses` counts completions. Raises RewardError if the function raised for every
+    group (of several groups), and afterwards for no completion: then no completion is the cause,
+    and rewards that look at their whole group would have different values.
     """
     metrics: dict[str, float] = {}
     for name, counts in statuses.items():
@@ -199,9 +206,10 @@ def retried_fracs(
 
 
 def trl_arguments(parameters: Mapping[str, inspect.Parameter]) -> tuple[str, ...]:
-    """Returns which of TRL's extra arguments a function takes.
+    """Returns the names of TRL's extra arguments that a function takes.
 
-    `environments` only where a function cannot be called without: the reward pool has none.
+    `environments` is included only if a function cannot be called without it: the reward pool has
+    none.
     """
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     names = [name for name in _EXTRA_ARGUMENTS if takes_any or name in parameters]
@@ -223,9 +231,9 @@ def trl_values(names: Collection[str], state: TrainerState, log: CallLog) -> dic
 
 
 def check_args(entry: str, label: str, args: Iterable[str], options: Collection[str]) -> None:
-    """Raises ConfigError for what is no option of the function, also where it has **kwargs.
+    """Raises ConfigError for an unknown option of the function, even if the function has **kwargs.
 
-    A misspelt one would do nothing.
+    A misspelt option would have no effect.
     """
     for name in args:
         if name in (*CALL_COLUMNS, *_EXTRA_ARGUMENTS, "environments"):
@@ -244,16 +252,17 @@ def unwrap_partial(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def callable_name(function: Callable[..., Any]) -> str:
-    """Returns a function's name; for a partial that of its function, for an object its class's."""
+    """Returns a function's name: for a partial its function's name, for an object its class's
+    name."""
     function = unwrap_partial(function)
     return str(getattr(function, "__name__", type(function).__name__))
 
 
-# What reward functions logged by `log_metric`, brought together over calls and ranks.
+# Values that reward functions logged by `log_metric`, merged over calls and ranks.
 
 
 def logged_in(notes: Iterable[Mapping[str, Any]]) -> Logged:
-    """Returns what notes of ScoredRollouts say of `log_metric`."""
+    """Returns the values that `log_metric` has put into notes of ScoredRollouts."""
     logged: Logged = {}
     for note in notes:
         for reward, metrics in note.get("logged", {}).items():
@@ -263,7 +272,7 @@ def logged_in(notes: Iterable[Mapping[str, Any]]) -> Logged:
 
 
 def merge_logged(into: Logged, added: Logged) -> None:
-    """Add `added` to `into`."""
+    """Adds `added` to `into`."""
     for reward, metrics in added.items():
         merged = into.setdefault(reward, {})
         for name, (sums, number) in metrics.items():
@@ -273,7 +282,7 @@ def merge_logged(into: Logged, added: Logged) -> None:
 
 
 def mean_metrics(logged: Logged) -> dict[str, float | None]:
-    """Returns the mean of what was logged under each name, and `call_metrics`.
+    """Returns the mean of the values logged under each name, and `call_metrics`.
 
     The order of the calls does not matter.
     """
@@ -292,10 +301,10 @@ def mean_metrics(logged: Logged) -> dict[str, float | None]:
 
 
 def call_metrics(metrics: Mapping[str, tuple[list[float], int]]) -> dict[str, float | None]:
-    """Returns metrics of what pool/call_limits.py measured.
+    """Returns metrics of the measurements of pool/call_limits.py.
 
     They are percentiles of the calls' seconds (linear interpolation), the number of retries, and
-    the share of requests that were answered with each HTTP error.
+    the fraction of requests that were answered with each HTTP error.
     """
     seconds = sorted(metrics[".s"][0])
     requests, num_calls = metrics[".requests"]

@@ -1,5 +1,8 @@
-"""The shipped rewards. Each scores a list of completions: 1.0 right, 0.0 wrong, None "nothing to
-compare with"."""
+"""This module has the shipped rewards.
+
+Each scores a list of completions: 1.0 for right, 0.0 for wrong, None if there is nothing to compare
+with.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +28,11 @@ from grpo_spmd.rewards.sandbox.sandbox import (
     passes_statements,
 )
 
-DEFAULT_TIME_S = 8.0  # of `code`; preflight compares it with the pool's deadline
+# Of `code`; preflight compares it with the pool's deadline.
+DEFAULT_TIME_S = 8.0
 _MAX_EQUATION_CHARS = 256
-_TEXT_S = 1.0  # CPU time after which a completion's text, which keeps a library busy, is wrong
+# CPU time after which a completion's text, which keeps a library busy, is wrong.
+_TEXT_S = 1.0
 Completion = str | list[dict[str, Any]]
 Completions = Sequence[Completion]
 Column = Sequence[Any]
@@ -35,12 +40,12 @@ Scores = list[float | None]
 
 
 def completion_text(completion: Completion) -> str:
-    """Returns the text of a completion: itself, or the content of its last message."""
+    """Returns the text of a completion: the string itself, or the content of its last message."""
     return completion if isinstance(completion, str) else str(completion[-1]["content"])
 
 
 def exact(completions: Completions, answer: Column, **_: Any) -> Scores:
-    """1.0 where the completion, stripped of white space, is the column `answer`."""
+    """Returns 1.0 where the completion, stripped of white space, is the column `answer`."""
     return [
         None if gold is None else float(completion_text(completion).strip() == str(gold).strip())
         for completion, gold in zip(completions, answer, strict=True)
@@ -48,9 +53,9 @@ def exact(completions: Completions, answer: Column, **_: Any) -> Scores:
 
 
 def matches_format(completions: Completions, *, pattern: str, **_: Any) -> Scores:
-    """1.0 where the regular expression `pattern` matches the whole completion.
+    """Returns 1.0 where the regular expression `pattern` matches the whole completion.
 
-    "." also matches a newline. It has a second of CPU time: the right text keeps many a pattern
+    "." also matches a newline. A match has one second of CPU time: some texts keep some patterns
     busy for years.
     """
     compiled = re.compile(pattern, re.DOTALL)
@@ -62,7 +67,8 @@ def matches_format(completions: Completions, *, pattern: str, **_: Any) -> Score
 
 
 def gsm8k(completions: Completions, answer: Column, **_: Any) -> Scores:
-    """1.0 where the completion's last number equals that of the column `answer` ("... #### 42")."""
+    """Returns 1.0 where the completion's last number is that of the column `answer` ("... ####
+    42")."""
     golds = [last_number(str(gold)) for gold in answer]
     return [
         None if gold is None else float(last_number(completion_text(completion)) == gold)
@@ -71,7 +77,7 @@ def gsm8k(completions: Completions, answer: Column, **_: Any) -> Scores:
 
 
 def last_number(text: str) -> Fraction | None:
-    """Returns the last number in `text` ("1,234.50", "-3") exactly, None where there is none."""
+    """Returns the exact last number in `text` ("1,234.50", "-3"), or None if there is none."""
     numbers = re.findall(r"(?<![A-Za-z0-9.])-?\$?\d[\d,]*(?:\.\d+)?", text)
     try:
         return Fraction(re.sub(r"[,$]", "", numbers[-1])) if numbers else None
@@ -88,9 +94,11 @@ def countdown(
     answer_tag: str | None = "answer",
     **_: Any,
 ) -> Scores:
-    """1.0 where an equation uses each of `nums` once and reaches `target`: TinyZero's task.
+    """Returns 1.0 where an equation uses each of `nums` once and reaches `target` (TinyZero's
+    task).
 
-    It stands in the last <answer>...</answer>, with `answer_tag: null` in the whole completion.
+    The equation stands in the last <answer>...</answer>; with `answer_tag: null` it is the whole
+    completion.
     """
     scores: Scores = []
     for completion, numbers, goal in zip(completions, nums, target, strict=True):
@@ -106,9 +114,9 @@ def countdown(
 
 
 def tagged(text: str, tag: str | None) -> str | None:
-    """Returns what stands in the last `<tag>...</tag>`, stripped, or None.
+    """Returns the stripped text in the last `<tag>...</tag>`, or None.
 
-    If `tag` is None it is all of the text.
+    If `tag` is None, the result is the whole text.
     """
     if tag is None:
         return text.strip()
@@ -135,14 +143,18 @@ def _reaches(equation: str, numbers: Sequence[int], target: Fraction) -> bool:
 
 
 def evaluate(equation: str) -> Fraction:
-    """The exact value of whole numbers, + - * / and brackets. Raises ValueError or SyntaxError for
-    anything else."""
+    """Returns the exact value of an expression of whole numbers, + - * / and brackets.
+
+    Raises ValueError or SyntaxError for anything else.
+    """
     return _value(ast.parse(equation.strip(), mode="eval").body)
 
 
 def _value(node: ast.expr) -> Fraction:
-    """Exact value of a tree of integers and + - * / with signs; no name, call or power is ever
-    evaluated."""
+    """Returns the exact value of a tree of integers and + - * / with signs.
+
+    No name, call or power is ever evaluated.
+    """
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return Fraction(node.value)
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
@@ -161,11 +173,12 @@ _OPERATIONS: dict[type, Callable[..., Fraction]] = {
 
 
 def equal_by_math_verify(completions: Completions, answer: Column, **_: Any) -> Scores:
-    """1.0 where math-verify finds the final answer equal to the column `answer` (LaTeX or plain).
+    """Returns 1.0 where math-verify finds the final answer equal to the column `answer` (LaTeX or
+    plain).
 
-    A gold answer that it cannot read gives None. What a completion says gives 1.0 or 0.0, and costs
-    at most a second of CPU time. The deadline of the gold answer uses SIGALRM, which only the main
-    thread may use.
+    A gold answer that it cannot read gives None. A completion gives 1.0 or 0.0, and costs at most
+    one second of CPU time. The deadline of the gold answer uses SIGALRM, which only the main thread
+    may use.
     """
     parse = load_math_verify()
     texts = [completion_text(completion) for completion in completions]
@@ -194,15 +207,17 @@ def _equals(parsed_gold: Any, text: str) -> float:
     try:
         parsed = parse(text, parsing_timeout=0, raise_on_error=True)
         return float(verify(parsed_gold, parsed, timeout_seconds=0, raise_on_error=True))
-    except (
-        Exception
-    ):  # sympy choked on one of several readings of a strange completion: is any other one equal?
+    # Sympy choked on one of several readings of a strange completion: is any other one equal?
+    except Exception:
         return float(verify(parsed_gold, parse(text, parsing_timeout=0), timeout_seconds=0))
 
 
 def _keeps_sympy_busy(answer: str) -> bool:
-    """Brackets in brackets in brackets, 9^{9^{9}}, powers and factorials of numbers beyond
-    reason."""
+    """Returns True for answers that cost sympy too much time.
+
+    These have deeply nested brackets, powers like 9^{9^{9}}, or powers and factorials of huge
+    numbers.
+    """
     depths = itertools.accumulate((c in "{([") - (c in "})]") for c in answer)
     huge = r"\d\W{0,3}\^\W{0,3}\d+\W{0,3}\^\W{0,3}(\d\d|[4-9])|\^\W{0,3}\d{7}|\d{5}\W{0,3}!"
     return max(depths, default=0) > 40 or re.search(huge, answer) is not None
@@ -210,15 +225,14 @@ def _keeps_sympy_busy(answer: str) -> bool:
 
 @functools.cache
 def load_math_verify() -> Callable[..., Any]:
-    """Returns math-verify's `parse`, after a first use of all of it.
+    """Returns math-verify's `parse`, after a first use of the whole library.
 
-    That use takes half a second, which would count as a completion's.
+    The first use takes half a second, which would otherwise count as a completion's time.
     """
     from math_verify import parse
 
-    logging.getLogger("math_verify").setLevel(
-        logging.ERROR
-    )  # it warns where its own deadlines are off
+    # It warns where its own deadlines are off.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
     _equals(parse("\\boxed{(x+1)^2}", parsing_timeout=0), "\\boxed{x^2+2x+\\frac{2}{2}}")
     return parse  # type: ignore[no-any-return]
 
@@ -234,18 +248,21 @@ def run_tests(
     _wall_s: float = math.inf,
     **columns: Any,
 ) -> Scores:
-    """1.0 where the completion's Python passes every test of its row.
+    """Returns 1.0 where the completion's Python passes every test of its row.
 
-    With `partial_credit` it is the share of tests that it passes.
+    With `partial_credit` the score is the fraction of tests that it passes.
 
     A row's tests are statements ("assert f(2) == 4") or {"input": ..., "output": ...} pairs, one or
-    a list of them, perhaps as JSON (sandbox.py says how far to trust each kind); without any, None.
-    The code runs in a limited process, one for each pair and one for all statements: it can start
-    threads but no process, and write only to a small folder. Where it cannot be shut in, this
-    raises and does not run it, unless `isolation` is "none": then only time and memory are limited.
-    `time_s` is for all of a completion's tests, start-up not counted; what they do not reach has
-    failed: an endless loop is wrong, not unknown. So has what they do not reach within `_wall_s`,
-    start-up counted: a second under reward_pool.timeout_s, of which each pair takes 0.1 to 0.3 s.
+    a list of them, perhaps as JSON (sandbox.py says how far to trust each kind); without tests the
+    score is None. The code runs in a limited process, one for each pair and one for all statements:
+    it can start threads but no process, and write only to a small folder. Where the code cannot be
+    isolated, this function raises and does not run it, unless `isolation` is "none": then only time
+    and memory are limited.
+
+    `time_s` is the time for all tests of a completion, start-up not counted. Tests that are not
+    reached have failed: an endless loop is wrong, not unknown. Tests that are not reached within
+    `_wall_s`, start-up counted, have failed too. This is a second less than reward_pool.timeout_s;
+    each pair takes 0.1 to 0.3 s of it.
     """
     # Seconds of this completion's processes.
     used: list[float] = []
@@ -279,8 +296,8 @@ def run_tests(
 def python_code(text: str) -> str:
     """Returns the last fenced block of Python in `text`.
 
-    Otherwise its last fenced block without a language, otherwise all of it. It reads a line at a
-    time, so that no text takes long.
+    Without one, the result is the last fenced block without a language, or else the whole text. The
+    text is read line by line, so that no text takes long.
     """
     # The last one of each language.
     blocks: dict[str, str] = {}
@@ -303,7 +320,8 @@ def python_code(text: str) -> str:
 
 
 def parse_tests(entry: Any) -> list[str | dict[str, Any]]:
-    """Returns the tests of a row, which may be JSON. Raises ValueError for what is no test."""
+    """Returns the tests of a row, which may be JSON. Raises ValueError for an entry that is no
+    test."""
     if isinstance(entry, str):
         try:
             entry = json.loads(entry)
@@ -332,10 +350,10 @@ SHIPPED: dict[str, Callable[..., Any]] = {
 
 
 def final_answer(text: str) -> str:
-    r"""Returns what a completion answers, for a vote; as text, so that 1/2 and 0.5 are two.
+    r"""Returns the final answer of a completion for a vote, as text: 1/2 and 0.5 are two answers.
 
-    It is the last whole \boxed{...}, otherwise what follows the last "####", otherwise the last
-    <answer>...</answer>, otherwise all of it.
+    It is the last whole \boxed{...}, or else the text after the last "####", or else the last
+    <answer>...</answer>, or else the whole text.
     """
     boxed = last_boxed(text)
     if boxed is not None:
@@ -348,9 +366,9 @@ def final_answer(text: str) -> str:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Returns the inside of the \boxed{...} that closes last.
+    r"""Returns the content of the \boxed{...} that closes last.
 
-    It takes one pass: a completion may repeat an unclosed one a thousand times.
+    One pass is enough: a completion may repeat an unclosed one a thousand times.
     """
     # Where the inside of each open bracket begins; None: an ordinary bracket.
     open_brackets: list[int | None] = []

@@ -61,9 +61,11 @@ class StoredCompletion(NamedTuple):
     """The place of a finished completion on disk."""
 
     file: str
-    start: int  # its first token in the file
+    # Its first token in the file.
+    start: int
     num_tokens: int
-    finish_reason: int  # index in _FINISH_REASONS
+    # Index in _FINISH_REASONS.
+    finish_reason: int
     row: int
 
 
@@ -204,7 +206,8 @@ class RolloutBuffer:
         token_ids = array("i")
         logprobs = array("d")
         rows: list[list[int]] = []
-        digests: dict[int, bytes] = {}  # by position
+        # By position.
+        digests: dict[int, bytes] = {}
         for prompt, sample, completion in sampled:
             # array.fromlist takes a quarter of the time that numpy takes for a list.
             token_ids.fromlist(completion.token_ids)
@@ -243,7 +246,8 @@ class RolloutBuffer:
         return entries
 
     def _read_file(self, path: Path) -> list[tuple[Key, StoredCompletion]]:
-        """Returns the completions of a file; none if it is damaged, forged or from another policy."""  # noqa: E501
+        """Returns the completions of a file; none if it is damaged, forged or from another
+        policy."""
         try:
             with open_regular(path) as opened:
                 if hashlib.file_digest(opened, "sha256").hexdigest() != path.stem:
@@ -437,7 +441,8 @@ def _files(settings: Any) -> Iterator[str]:
 def _file_digest(path: str) -> str:
     try:
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()
-    except OSError as error:  # whoever runs the file refuses it
+    except OSError as error:
+        # Whoever runs the file refuses it.
         return f"{error.strerror}"
 
 

@@ -1,8 +1,7 @@
-"""Rewards by the run's own engine: the policy as judge.
+"""This module gives rewards by the run's own engine: the policy acts as judge.
 
-The judge reads a rubric with a completion in it, as rewards/remote/servers.py writes it, and
-replies greedily with the weights that have just sampled. The score is on the last line of the
-reply.
+The judge reads a rubric with a completion in it, as rewards/remote/servers.py writes it. It replies
+greedily with the weights that have just sampled. The score is on the last line of the reply.
 """
 
 from __future__ import annotations
@@ -26,21 +25,22 @@ from grpo_spmd.rewards.remote.servers import Judge, assistant_text
 from grpo_spmd.rewards.scorers import has_turns, merge_results
 from grpo_spmd.rewards.trl import CALL_COLUMNS
 
-_PLACEHOLDER = "asked7c1f0b"  # no chat template has this word in it
-_MAX_SHOWN_CHARS = 200  # of a reply that is no score
-Key = tuple[int, int]  # of a completion over all ranks: its group's slot, its number there
+# No chat template has this word in it.
+_PLACEHOLDER = "asked7c1f0b"
+# Of a reply that is no score.
+_MAX_SHOWN_CHARS = 200
+# Identifies a completion over all ranks: (slot of its group, its number in the group).
+Key = tuple[int, int]
 
 
 class EngineJudge:
-    """Writes what one judge is asked, in tokens of the policy, and reads the score in its reply."""
+    """Writes one judge's prompts in tokens of the policy, and reads the score in its replies."""
 
     def __init__(
         self, entry: str, config: RewardConfig, tokenizer: Any, max_prompt_tokens: int
     ) -> None:
-        """Raises ConfigError:
-
-        a tokenizer that cannot ask, or a rubric that leaves no room for a completion.
-        """
+        """Raises ConfigError for an unsuitable tokenizer, or a rubric that leaves no room for a
+        completion."""
         if not getattr(tokenizer, "is_fast", False):
             raise ConfigError(
                 f"{entry}: the tokenizer of model.path is not a fast one, which alone says where "
@@ -57,7 +57,8 @@ class EngineJudge:
             text = str(
                 tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
             )
-        except Exception as error:  # a template may refuse with any error
+        except Exception as error:
+            # A template may refuse with any error.
             raise ConfigError(
                 f"{entry}: the chat template of model.path refuses a user's message: "
                 f"{type(error).__name__}: {error}"
@@ -76,10 +77,10 @@ class EngineJudge:
             )
 
     def prompt_ids(self, inputs: Mapping[str, Any]) -> list[int] | None:
-        """Returns the judge's prompt, None if it is too long.
+        """Returns the judge's prompt, or None if it is too long.
 
-        `inputs`: what a reward function gets of one completion. Raises TemplateError for a text
-        that cannot be written without special tokens.
+        `inputs` are a reward function's arguments for one completion. Raises TemplateError for a
+        text that cannot be written without special tokens.
         """
         ids = self._encode(inputs)
         return ids if len(ids) <= self._max_prompt_tokens else None
@@ -89,27 +90,28 @@ class EngineJudge:
         completion = assistant_text(inputs["completions"])
         body = self._judge.body([inputs["prompts"]], [completion], columns)
         content = without_surrogates(body["messages"][0]["content"])
-        # All of it is data: a completion that says how a turn ends must not end the judge's, and
-        # reply to itself.
+        # The whole rubric is data: a completion that imitates the end of a turn must not end the
+        # judge's turn, and reply to itself.
         start = len(self._prefix)
         text = f"{self._prefix}{content}{self._suffix}"
         return self._plain.encode(text, [(start, start + len(content))])
 
     def text_of(self, reply: Completion) -> str:
-        """Returns a reply as text."""
+        """Returns the text of a reply."""
         return str(self._tokenizer.decode(reply.token_ids, skip_special_tokens=True))
 
     def score_of(self, reply: str, finish_reason: str) -> float:
-        """Returns the score in a reply, in [0, 1]. Raises UnexpectedError for what is no score."""
+        """Returns the score in a reply, in [0, 1]. Raises UnexpectedError for a reply without a
+        score."""
         choice = {"message": {"content": reply}, "finish_reason": finish_reason}
         [score] = self._judge.scores({"choices": [choice]}, 1)
         return score
 
 
 class EngineJudges:
-    """Scorer:
+    """Scores with all judges of the run that are its own engine; it is a Scorer.
 
-    all judges of the run that are its own engine. It scores while the engine is awake.
+    It scores while the engine is awake.
     """
 
     def __init__(
@@ -119,9 +121,8 @@ class EngineJudges:
         num_ranks: int,
         check: Callable[[], None],
     ) -> None:
-        """`check` is called by all ranks after each generation, and raises on all if it was aborted
-        on one.
-        """
+        """`check` is called by all ranks after each generation; it raises on all if one was
+        aborted."""
         self._judges = list(judges)
         self._engine = engine
         self._num_ranks = num_ranks
@@ -129,9 +130,8 @@ class EngineJudges:
 
     def score(self, groups: Sequence[RolloutGroup], scored: ScoredRollouts) -> ScoredRollouts:
         """Collective. Returns the judges' scores, as a Scorer does."""
-        # What is found in the cache is computed in other pieces, which rounds differently: a reply
-        # must not depend on what was sampled here before, nor the next prompts of a step on what
-        # was judged.
+        # A cached prefix is computed in chunks of other sizes, which rounds differently: a reply
+        # must not depend on earlier samples, nor the next prompts of a step on what was judged.
         self._engine.reset_prefix_cache()
         results = [self._score_with(judge, groups, scored) for judge in self._judges]
         self._engine.reset_prefix_cache()
@@ -189,11 +189,11 @@ class EngineJudges:
     ) -> dict[Key, Completion]:
         """Collective. Returns the greedy reply to each of this rank's prompts.
 
-        The prompts of all ranks are shared out over the engines as those of a rollout are. Those of
-        a group go to one engine, since they begin alike.
+        The prompts of all ranks are distributed over the engines like those of a rollout. The
+        prompts of one group go to one engine, since they have the same beginning.
         """
         payload = msgspec.msgpack.encode(sorted(prompts.items()))
-        # With the rank that asks.
+        # By key: (rank that needs the reply, token ids of the prompt).
         all_prompts: dict[Key, tuple[int, list[int]]] = {}
         for rank, content in enumerate(exchange_bytes([payload] * self._num_ranks)):
             for (slot, number), ids in msgspec.msgpack.decode(content):
@@ -206,13 +206,13 @@ class EngineJudges:
             _, ids = all_prompts[jobs[job][number]]
             return Request(ids, None, 0.0, max_tokens, is_rollout=False)
 
-        # An engine without a version refuses it.
+        # An engine without a version refuses the generation, so the version is 0.
         version = self._engine.policy_version or 0
         sizes = [len(keys) for keys in jobs]
         conversations = self._engine.generate_shared(sizes, GenerationHooks(request), version)
         self._check()
         replies: list[list[Any]] = [[] for _ in range(self._num_ranks)]
-        # The other ranks of an engine have the same.
+        # The other ranks of an engine have the same replies.
         if self._engine.tp_rank == 0:
             for job, turns in conversations.items():
                 for key, [reply] in zip(jobs[job], turns, strict=True):

@@ -1,10 +1,10 @@
-"""Evaluation on held-out sets during training, shared out over all ranks.
+"""This module evaluates the policy on held-out sets during training, distributed over all ranks.
 
-Each evaluation of a run draws the same random numbers, those of (seed, set, row, sample), so that
-two of them differ by what the policy has learned and less by chance. A completion counts as correct
-if the first entry of `rewards` gives it more than 0.5: put the verifier first, and rewards that
-shape the training (format, length) after it. A completion whose reward is unknown (None, NaN,
-timeout) counts as incorrect.
+Each evaluation of a run draws the same random numbers, which depend on (seed, set, row, sample). So
+two evaluations differ more by learning and less by chance. A completion is *correct* if the first
+entry of `rewards` gives it more than 0.5: put the verifier first, and rewards that shape the
+training (format, length) after it. A completion whose reward is unknown (None, NaN, timeout) counts
+as incorrect. An *outcome* is the record of one completion's measured values.
 """
 
 from __future__ import annotations
@@ -34,19 +34,23 @@ if TYPE_CHECKING:
 
 
 _log = logging.getLogger("grpo_spmd")
-HeldOut = Mapping[str, Sequence[Prompt]]  # the prompts of each set, equal on all ranks
+# The prompts of each set, equal on all ranks.
+HeldOut = Mapping[str, Sequence[Prompt]]
 Metrics = dict[str, float | None]
 
 
 class Outcome(NamedTuple):
     """The measured values of one completion in an evaluation. It crosses ranks as JSON."""
 
-    reward: float | None  # the weighted sum; None: unknown
+    # The weighted sum of the rewards; None if it is unknown.
+    reward: float | None
     correct: bool
-    unscored: bool  # its reward, or that of the verifier, is unknown
+    # True if its reward, or the verifier's, is unknown.
+    unscored: bool
     truncated: bool
     num_tokens: int
-    answer: str  # a digest of the final answer: equal where the answers are
+    # A digest of the final answer; equal answers have equal digests.
+    answer: str
 
 
 class Evaluator:
@@ -63,11 +67,11 @@ class Evaluator:
         writer: RolloutWriter | None,
         environments: Environments | None = None,
     ) -> None:
-        """`score` scores on this rank; here a group is one completion, and its slot the number over
-        all sets.
+        """`score` scores on this rank. Here a group is one completion, and its slot is its number
+        over all sets.
 
-        `max_error_frac`: of `reward_pool`. `writer` makes eval_<set>_step_<step>.jsonl; None: no
-        dump.
+        `max_error_frac` is that of `reward_pool`. `writer` makes eval_<set>_step_<step>.jsonl; with
+        None there is no dump.
         """
         self._held_out = held_out
         self._engine = engine
@@ -77,7 +81,7 @@ class Evaluator:
         self._max_error_frac = max_error_frac
         self._writer = writer
         self._environments = environments
-        # By slot: the set, the prompt's index in it, the sample's number.
+        # By slot: (set, the prompt's index in the set, the sample's number).
         self._samples = [
             (name, index, sample)
             for name in held_out
@@ -86,10 +90,9 @@ class Evaluator:
         ]
 
     def evaluate_if_due(self, step: int) -> Metrics:
-        """Collective.
+        """Collective. Returns the metrics of `evaluate`, or nothing if no evaluation is due.
 
-        Returns `evaluate` before the training and after each `eval.every_steps`-th step, else
-        nothing.
+        It is due before the training and after each `eval.every_steps`-th step.
         """
         every = self._config.every_steps
         return {} if every == 0 or step % every else self.evaluate(step)
@@ -98,12 +101,12 @@ class Evaluator:
         """Collective. Returns `eval/<set>/...` for every set, equal on all ranks and for any number
         of ranks.
 
-        It takes `eval.num_samples` completions of every prompt, sampled by the policy after `step`
-        steps. Completions, not prompts, are shared out, so that one prompt with 64 samples keeps
-        all engines busy. What training samples next does not depend on this. Raises Rank0Error on
+        The policy after `step` steps samples `eval.num_samples` completions for every prompt.
+        Completions, not prompts, are distributed, so that one prompt with 64 samples keeps all
+        engines busy. Later samples of the training do not depend on this. Raises Rank0Error on
         every rank where a reward fails for `reward_pool.max_error_frac` of the completions.
         """
-        # The engine's weights are there for the next step.
+        # The engine already has the weights for the next step, so its version is step + 1.
         groups = self._sample(step + 1)
         scored = self._score(groups, num_step_completions=len(self._samples))
         outcomes = outcomes_by_slot(groups, scored)
@@ -153,13 +156,13 @@ class Evaluator:
                 policy_version,
                 temperature=self._config.temperature,
             )
-        # A training prompt that finds its prefix in the cache is computed in other pieces, which
+        # A training prompt with a cached prefix would be computed in chunks of other sizes, which
         # rounds differently.
         engine.reset_prefix_cache()
         groups = [
             RolloutGroup(slot, self._prompt(slot), turns) for slot, [turns] in conversations.items()
         ]
-        # Ranks of an engine share its completions, but the first one alone has its episodes.
+        # Ranks of an engine all have its completions, but only the first one has its episodes.
         return groups[engine.tp_rank :: engine.tp_size] if self._environments is None else groups
 
     def _request(self, slot: int, _: int, turns: Sequence[Completion]) -> Request | None:
@@ -176,15 +179,15 @@ class Evaluator:
 
     def _prompt(self, slot: int) -> Prompt:
         name, index, _ = self._samples[slot]
-        # Perhaps out of a file.
+        # The prompts may lie in a file, so only one is read.
         return self._held_out[name][index]
 
     def _summarise_sets(self, reports: Sequence[Mapping[str, Any]]) -> dict[str, Metrics]:
-        """On rank 0:
+        """Returns the metrics of each set from the scores of all ranks; runs on rank 0.
 
-        returns the metrics of each set from what all ranks scored, each completion exactly once.
+        Each completion is in exactly one report.
         """
-        # A verifier that fails throughout must not pass for a policy that is never correct.
+        # A verifier that always fails must not look like a policy that is never correct.
         check_error_rate(
             [report["statuses"] for report in reports],
             [report["first_error"] for report in reports],
@@ -193,7 +196,7 @@ class Evaluator:
         outcomes: dict[int, Outcome] = {}
         notes: dict[str, list[Mapping[str, Any]]] = {name: [] for name in self._held_out}
         for report in reports:
-            # Keys are text: they come out of JSON.
+            # Keys are strings, because the reports crossed ranks as JSON.
             for slot, outcome in report["outcomes"].items():
                 assert int(slot) not in outcomes, slot
                 outcomes[int(slot)] = Outcome(*outcome)
@@ -214,7 +217,7 @@ class Evaluator:
         outcomes: Mapping[int, Outcome],
         scored: ScoredRollouts,
     ) -> Iterator[bytes]:
-        """Yields the dump of this rank's completions of a set, by row and sample."""
+        """Yields the dump's lines for this rank's completions of a set, by row and sample."""
         for i in sorted(range(len(groups)), key=lambda i: groups[i].slot):
             group = groups[i]
             name, _, sample = self._samples[group.slot]
@@ -238,8 +241,8 @@ class Evaluator:
 
 
 def outcomes_by_slot(groups: Sequence[RolloutGroup], scored: ScoredRollouts) -> dict[int, Outcome]:
-    """Returns the outcome of each group, which is one completion."""
-    # Of the first entry of `rewards`.
+    """Returns the outcome of each group by slot; a group is one completion."""
+    # The verdicts are the values of the first entry of `rewards`.
     verdicts = next(iter(scored.by_name.values()), [])
     outcomes = {}
     for group, text, reward, verdict in zip(
@@ -249,7 +252,8 @@ def outcomes_by_slot(groups: Sequence[RolloutGroup], scored: ScoredRollouts) -> 
         is_known = verdict is not None and not math.isnan(verdict)
         outcomes[group.slot] = Outcome(
             reward=reward,
-            correct=verdict is not None and verdict > 0.5,  # not so for NaN
+            # Not so for NaN.
+            correct=verdict is not None and verdict > 0.5,
             unscored=reward is None or not is_known,
             truncated=completion.finish_reason == "length",
             num_tokens=len(completion.token_ids),
@@ -261,8 +265,8 @@ def outcomes_by_slot(groups: Sequence[RolloutGroup], scored: ScoredRollouts) -> 
 def summarise(prompts: Sequence[Sequence[Outcome]]) -> Metrics:
     """Returns the metrics of one set from the outcomes of each prompt's n completions.
 
-    The k of `pass_at_<k>` is 1, 2, 4, ... below n, and n. `mean` leaves out rewards that are
-    unknown; it is None where none is known.
+    The k of `pass_at_<k>` is 1, 2, 4, ... below n, and n. `mean` leaves out unknown rewards; it is
+    None if all are unknown.
     """
     num_samples = len(prompts[0])
     outcomes = [outcome for prompt in prompts for outcome in prompt]
@@ -287,17 +291,17 @@ def summarise(prompts: Sequence[Sequence[Outcome]]) -> Metrics:
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Returns the probability that k of the samples, drawn without replacement, contain a correct
-    one.
+    """Returns the probability that k samples, drawn without replacement, contain a correct one.
 
-    The unbiased estimator of Chen et al. 2021, arXiv:2107.03374.
+    This is the unbiased estimator of Chen et al. 2021, arXiv:2107.03374.
     """
     return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
 
 
 def majority(answers: Sequence[str], correct: Sequence[bool]) -> float:
-    """Returns the share of correct completions among those with the most common answer, or answers
-    on a tie.
+    """Returns the fraction of correct completions among those with the most common answer.
+
+    On a tie the completions of all most common answers count.
     """
     votes = Counter(answers)
     most_votes = max(votes.values())

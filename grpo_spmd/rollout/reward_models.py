@@ -1,7 +1,9 @@
-"""Rewards by reward models: sequence classifiers that forward the completions of all ranks.
+"""This module gives rewards by reward models: sequence classifiers that score completions of all
+ranks.
 
-Which rank forwards which completion is decided alike whichever rank sampled it, so that a score
-does not depend on which engine was fast, and no rank waits for another's.
+Which rank forwards which completion does not depend on the rank that sampled it. So a score does
+not depend on which engine was fast, and no rank waits for another one. Several texts are *packed*
+into one row, which is one forward pass.
 """
 
 from __future__ import annotations
@@ -25,15 +27,17 @@ from grpo_spmd.proofs.reward_model_check import RewardModelCheck, ScoredCompleti
 from grpo_spmd.records import Completion, Prompt, RolloutGroup, ScoredRollouts
 from grpo_spmd.rewards.scorers import has_turns, merge_results
 
-_MAX_SAMPLES = 1 << 20  # of a group
-Texts = Sequence[Sequence[int]]  # token ids of each
+# The most completions of a group, for keys that are unique over all ranks.
+_MAX_SAMPLES = 1 << 20
+# The token ids of each text.
+Texts = Sequence[Sequence[int]]
 
 
 class ModelReward:
     """One reward model of the run. Its parameters wait in host memory except while it scores."""
 
     def __init__(self, name: str, model: RewardModel, texts: RewardTexts, max_tokens: int) -> None:
-        """`max_tokens`: of a packed row."""
+        """`max_tokens` is the most tokens of a packed row."""
         self.name = name
         self._model = model
         self._texts = texts
@@ -46,7 +50,7 @@ class ModelReward:
     ) -> ScoredRollouts:
         """Collective. Returns the scores of this model; `texts` are the decoded completions.
 
-        Raises Rank0Error on every rank where `check` finds other scores than a plain recomputation.
+        Raises Rank0Error on every rank where `check` computes other scores in a plain way.
         """
         completions = [(group, n) for group in groups for n in range(len(group.completions))]
         values: list[float | None] = [None] * len(completions)
@@ -65,7 +69,7 @@ class ModelReward:
         for number, ((group, n), text) in enumerate(zip(completions, texts, strict=True)):
             completion = group.completions[n]
             if not has_turns(completion):
-                # Its environment failed: there is nothing to read.
+                # The environment of this episode failed, so there is no text to read.
                 continue
             try:
                 ids = self._texts.ids_of(group.prompt, completion, text)
@@ -105,7 +109,10 @@ class ModelReward:
 
 
 class RewardModels:
-    """Scorer: all reward models of the run. They score after the engine has finished."""
+    """Scores with all reward models of the run; it is a Scorer.
+
+    They score after the engine has finished.
+    """
 
     def __init__(
         self,
@@ -114,10 +121,10 @@ class RewardModels:
         checks: Mapping[str, RewardModelCheck],
         check_every_steps: int,
     ) -> None:
-        """`checks`: by the model's name.
+        """`checks` are by the model's name.
 
-        They run at each scoring, of an evaluation too, of the process's first step and of steps
-        that `check_every_steps` divides (0: of the first step alone).
+        They run at each scoring (also of an evaluation) in the process's first step and in steps
+        that `check_every_steps` divides; with 0 they run in the first step alone.
         """
         self._models = list(models)
         self._engine = engine
@@ -132,7 +139,7 @@ class RewardModels:
             self._first_version = version
         every = self._check_every_steps
         is_due = version == self._first_version or (every > 0 and version % every == 0)
-        # The device is the models' now.
+        # From here on the device's memory belongs to the models.
         self._engine.rest()
         return merge_results(
             [
@@ -143,16 +150,14 @@ class RewardModels:
 
 
 class _Share(msgspec.Struct):
-    """The texts that one rank sends and forwards, as rank 0 has decided."""
+    """One rank's part of the work, as rank 0 has decided: which texts it sends and forwards."""
 
     send: list[list[int]]
-    """For each rank, the numbers of this rank's texts that it gets, in the order in which they are
-    sent.
-    """
+    """By receiving rank: the numbers of this rank's texts to send, in the order of sending."""
     rows: list[list[tuple[int, int]]]
-    """Texts that this rank forwards together:
+    """The texts that this rank forwards together, row by row.
 
-    (rank that sends it, number in what that rank sends).
+    A text is (rank that sends it, number among the texts that this rank sends).
     """
 
 
@@ -162,11 +167,11 @@ def score_over_ranks(
     max_tokens: int,
     score: Callable[[list[list[int]]], list[float]],
 ) -> list[float]:
-    """Collective. Returns the score of each of this rank's `texts`, perhaps none, named by `keys`
-    over all ranks.
+    """Collective. Returns the score of each of this rank's `texts` (perhaps none).
 
-    `score` takes the texts of a row, at most `max_tokens` together, equal lengths side by side,
-    perhaps none; it is called equally often on all ranks.
+    `keys` identify the texts over all ranks. `score` takes the texts of a row, at most `max_tokens`
+    tokens together, with texts of equal length next to each other; a row may be empty. `score` is
+    called equally often on all ranks.
     """
     report = msgspec.msgpack.encode((list(keys), [len(text) for text in texts]))
     assignment = msgspec.msgpack.decode(
@@ -180,7 +185,7 @@ def score_over_ranks(
     for row in assignment.rows:
         by_length = sorted(row, key=lambda entry: -len(received[entry[0]][entry[1]]))
         row_scores = score([received[source][number] for source, number in by_length])
-        # Of an empty row there is one score, which counts nothing.
+        # An empty row has one score too, which is ignored.
         for (source, number), value in zip(by_length, row_scores, strict=False):
             scores[source][number] = value
     returned = exchange_bytes([msgspec.msgpack.encode(values) for values in scores])
@@ -192,11 +197,13 @@ def score_over_ranks(
 
 
 def _share_out(reports: list[bytes], max_tokens: int) -> list[bytes]:
-    """On rank 0: returns the `_Share` of each rank. `reports`: each rank's keys and lengths."""
+    """Returns the `_Share` of each rank; runs on rank 0. `reports` are each rank's keys and
+    lengths."""
     decoded = [msgspec.msgpack.decode(report) for report in reports]
     num_ranks = len(reports)
     shares = [_Share([[] for _ in reports], []) for _ in reports]
-    # (key, length, rank that has it, number there), in the order of keys, whoever has them
+    # An entry is (key, length, rank that has the text, its number on that rank). Sorted by key, the
+    # order does not depend on which rank has which text.
     entries = sorted(
         (key, length, source, number)
         for source, (keys, lengths) in enumerate(decoded)
@@ -219,21 +226,21 @@ def _share_out(reports: list[bytes], max_tokens: int) -> list[bytes]:
 
 
 class TextError(ValueError):
-    """A rollout that cannot be shown to the model, and why."""
+    """A rollout cannot be written for the model; the message says why."""
 
 
 class RewardTexts:
-    """Writes what a reward model reads of a rollout: token ids, by its own tokenizer and chat
+    """Writes a rollout as token ids for a reward model, with the model's own tokenizer and chat
     template.
 
-    Chat messages, and episodes, go through the model's chat template, the completion as the
+    Chat messages and episodes go through the model's chat template, with the completion as the
     assistant's message, without a generation prompt. Plain text is the prompt followed by the
-    completion: the token ids as the policy read and sampled them if the model has the policy's
-    whole vocabulary, else the text encoded again.
+    completion: the policy's own token ids if the model has the policy's whole vocabulary, else the
+    text encoded again.
     """
 
     def __init__(self, files: RewardModelFiles, policy_tokenizer: Any) -> None:
-        """Raises ConfigError where there is no tokenizer."""
+        """Raises ConfigError if there is no tokenizer."""
         with errors_about(f"{files.where}.model"):
             self.tokenizer = load_tokenizer(str(files.folder))
         self._files = files
@@ -242,10 +249,9 @@ class RewardTexts:
         )
 
     def ids_of(self, prompt: Prompt, completion: Completion, text: str) -> list[int] | None:
-        """Returns the token ids, None if they are too long for a score. `text`: the decoded
-        completion.
+        """Returns the token ids, or None if they are too many for a score.
 
-        Raises TextError.
+        `text` is the decoded completion. Raises TextError.
         """
         ids = self._encode(prompt, completion, text)
         if not ids:
@@ -276,9 +282,8 @@ class RewardTexts:
                     return_dict=False,
                 )
             )
-        except (
-            Exception
-        ) as error:  # a template may refuse with any error, such as an unknown order of roles
+        # A template may refuse with any error, such as an unknown order of roles.
+        except Exception as error:
             raise TextError(
                 f"cannot be shown in its chat template: {type(error).__name__}: {error}"
             ) from None

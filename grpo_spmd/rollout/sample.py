@@ -29,7 +29,8 @@ from grpo_spmd.records import Completion, Prompt, RolloutGroup, rollout_seed
 from grpo_spmd.rewards.pool.pool import RewardPool
 from grpo_spmd.rollout.buffer import RolloutBuffer, Slot, StoredCompletion
 
-if TYPE_CHECKING:  # episodes are off by default, and then not even imported
+# Episodes are off by default, and then not even imported.
+if TYPE_CHECKING:
     from grpo_spmd.episodes.environments import Environments
 
 
@@ -161,7 +162,8 @@ class _Round:
         self._begun: dict[int, RolloutGroup] = {}
 
     def stored_lengths(self) -> dict[int, list[int]]:
-        """Returns by slot the token counts of the stored completions, for slots that miss others."""  # noqa: E501
+        """Returns by slot the token counts of the stored completions, for slots that miss
+        others."""
         return {
             slot: [
                 self._stored[slot, sample].num_tokens
@@ -230,7 +232,8 @@ class _Round:
         return self._scoring_ranks.get(job, 0) == self._tp_rank
 
     def _build_group(self, slot: int, sampled: Sequence[Completion]) -> RolloutGroup:
-        """Returns a group of the stored completions and those sampled now, in the order of samples."""  # noqa: E501
+        """Returns a group of the stored completions and those sampled now, in the order of
+        samples."""
         remaining = iter(sampled)
         completions = [
             self._buffer.read(self._stored[slot, sample])
@@ -367,7 +370,8 @@ class TailRace:
         self._num_to_come = num_wanted - len(self._complete)
         self._stored_lengths = stored_lengths
         self._is_first = is_first
-        self._slots = [slot for slot, samples in missing.items() if samples]  # by job
+        # By job.
+        self._slots = [slot for slot, samples in missing.items() if samples]
         self._num_unfinished = [len(missing[slot]) for slot in self._slots]
         # This engine's complete groups as (count, slot).
         self._order: list[tuple[int, int]] = []
@@ -405,7 +409,8 @@ class TailRace:
         return {"order": self._order, "lengths": self._lengths, "dropped": self._dropped}
 
     def decide(self, reports: Sequence[Mapping[str, Any]]) -> tuple[list[int], dict[str, float]]:
-        """Returns (slots, metrics): the slots of the step, and the round's metrics. Runs on rank 0."""  # noqa: E501
+        """Returns (slots, metrics): the slots of the step, and the round's metrics. Runs on
+        rank 0."""
         # Every rank has stopped reading the counter before it reports.
         delete_counter(self._counter)
         # Sorting by count gives the order of completion over all engines.

@@ -1,4 +1,4 @@
-"""Search in a local corpus as a tool, ranked by BM25.
+"""This module is a search tool for a local corpus, ranked by BM25.
 
 sqlite's full-text index is made once for each corpus and host.
 """
@@ -22,7 +22,7 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.data.cache import cache_folders, digest_of, entry_name
 from grpo_spmd.files import open_regular
 
-# Counts up with every change of what an index holds.
+# This number changes with every change of an index's content.
 _FORMAT = 1
 _MAX_RESULTS = 20
 _MAX_WORDS = 32
@@ -33,7 +33,7 @@ _SEARCH_S = 10.0
 
 
 class Search:
-    """A corpus of JSON lines {"title", "text"}; other keys are ignored."""
+    """Searches a corpus of JSON lines {"title", "text"}; other keys are ignored."""
 
     def __init__(self, corpus: str | Path) -> None:
         """Raises ConfigError for a corpus that cannot be read."""
@@ -82,8 +82,8 @@ class Search:
 def match_expression(query: str) -> str:
     """Returns an FTS5 expression for passages with any of the query's words.
 
-    Each word is quoted and contains no quote: a policy writes words, never syntax (NEAR, column
-    filters, prefixes).
+    Each word is quoted and contains no quote, so that a policy writes words and never syntax (NEAR,
+    column filters, prefixes).
     """
     words = dict.fromkeys(word[:_MAX_WORD_CHARS] for word in re.findall(r"\w+", query))
     return " OR ".join(f'"{word}"' for word in list(words)[:_MAX_WORDS])
@@ -129,12 +129,13 @@ def _lock(path: Path) -> Iterator[None]:
 
 
 def _is_complete(index: Path) -> bool:
-    """Returns whether there is an index: it gets its name when it is complete.
+    """Returns whether there is an index, which gets its name only when it is complete.
 
-    The folder is this user's alone.
+    Only this user can write to the folder.
     """
     with contextlib.suppress(OSError):
-        os.utime(index)  # the cache removes what nobody has used for a month
+        # The cache removes what nobody has used for a month.
+        os.utime(index)
         return True
     return False
 

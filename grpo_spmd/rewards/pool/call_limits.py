@@ -1,15 +1,17 @@
-"""Limits of reward calls on one rank: how many at once, how soon the next, whether to retry.
+"""This module limits the reward calls of one rank: how many run at once, how soon the next one
+starts, and whether a failed call is retried.
 
-`max_concurrent` and `max_per_minute` count over all ranks: each rank has an equal share, the first
-ones one more where that does not divide. Calls start at even intervals, so that no minute has more
-of them than it may. A retry is a call like any other; until it starts it holds no worker and counts
-for no limit.
+`max_concurrent` and `max_per_minute` count over all ranks: each rank has an equal share; the first
+ranks have one more where the limit does not divide. Calls start at even intervals, so that no
+minute has too many of them. A retry is a call like any other; until it starts, it occupies no
+worker and counts for no limit.
 
-After 20 failures in a row a reward's calls pause for 30 s, and one call probes the server. If that
-fails too, they pause again while the engine still samples, since nobody waits for them; once it has
-finished, the remaining calls of this scoring are not made, but counted as failed. So a server that
-is gone costs half a minute, not hours, and the share of failures (reward_pool.max_error_frac)
-decides whether the run continues. The next scoring begins without a pause.
+After 20 failures in a row a reward's calls pause for 30 s, and then one call (the *probe*) tries
+the server. If the probe fails while the engine still samples, the calls pause again, since nobody
+waits for them. If it fails after the engine has finished, the remaining calls of this scoring are
+not made, but counted as failed. So a lost server costs half a minute, not hours, and the share of
+failures (reward_pool.max_error_frac) decides whether the run continues. The next scoring begins
+without a pause.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ _PAUSE_S = 30.0
 _FIRST_RETRY_S = 0.5
 _MAX_RETRY_S = 30.0
 _MAX_WAIT_S = 0.5
-# "put_off": its server is there, and asks for a later call.
+# How a call ended. "put_off" means that its server is up and asks for a later call.
 Outcome = Literal["ok", "failed", "put_off"]
 
 
@@ -39,13 +41,17 @@ Outcome = Literal["ok", "failed", "put_off"]
 class Call:
     """One call of a reward. Times are on the monotonic clock."""
 
-    reward: int  # index
-    samples: list[Any]  # what it is about; whoever makes the call knows their type
+    reward: int
+    """The index of the reward."""
+    samples: list[Any]
+    """The samples to score; only the caller knows their type."""
     num_made: int = 0
     start: float = 0.0
-    spent_s: float = 0.0  # by earlier attempts, pauses included
+    spent_s: float = 0.0
+    """Seconds that earlier attempts took, pauses included."""
     not_before: float = -math.inf
-    statuses: tuple[int, ...] = ()  # of HTTP answers that were no success
+    statuses: tuple[int, ...] = ()
+    """The HTTP statuses of failed attempts."""
 
 
 @dataclass
@@ -53,9 +59,11 @@ class _Scoring:
     """Counts and pauses of one reward's calls in this scoring."""
 
     num_running: int = 0
-    num_failed: int = 0  # in a row
+    # Failures in a row.
+    num_failed: int = 0
     paused_until: float = -math.inf
-    is_probing: bool = False  # during a pause and after it: one call decides
+    # True during a pause and after it, until the probe has succeeded.
+    is_probing: bool = False
     probe: Call | None = None
     has_given_up: bool = False
 
@@ -68,12 +76,15 @@ class _Limit:
     has_own_timeout: bool
     config: RewardConfig
     max_concurrent: float
-    interval_s: float  # between the starts of two calls
-    next_start: float = -math.inf  # holds from one scoring to the next
+    # Seconds between the starts of two calls.
+    interval_s: float
+    # This time holds from one scoring to the next, so that no minute has too many calls.
+    next_start: float = -math.inf
     scoring: _Scoring = field(default_factory=_Scoring)
 
     @property
     def ready_at(self) -> float:
+        """Returns the earliest time at which a call may start."""
         return max(self.next_start, self.scoring.paused_until)
 
     def can_start(self, now_s: float) -> bool:
@@ -85,13 +96,14 @@ class _Limit:
 class CallLimits:
     """Decides when the calls of all rewards start on this rank.
 
-    Rewards without limits have none.
+    Calls of a reward without limits start at once.
     """
 
     def __init__(
         self, rewards: Sequence[RewardConfig], timeout_s: float, rank: int, num_ranks: int
     ) -> None:
-        """`rewards` in the order of `Call.reward`; `timeout_s` is for those without their own."""
+        """`rewards` are in the order of `Call.reward`; `timeout_s` is for rewards without their
+        own."""
         self._limits = [
             _Limit(
                 timeout_s if reward.timeout_s is None else reward.timeout_s,
@@ -102,35 +114,38 @@ class CallLimits:
             )
             for reward in rewards
         ]
-        self._retry_times: list[float] = []  # a heap
+        # A heap.
+        self._retry_times: list[float] = []
         self._random = random.Random()
         self._is_waited_for = True
 
     def begin_scoring(self) -> None:
-        """Forget the failures and pauses of the scoring before."""
+        """Forgets the failures and pauses of the previous scoring."""
         self._is_waited_for = False
         for limit in self._limits:
             limit.scoring = _Scoring()
         self._retry_times.clear()
 
     def wait_for_all(self) -> None:
-        """From now on the caller does nothing but wait for the calls of this scoring."""
+        """Records that the caller now does nothing but wait for the calls of this scoring."""
         self._is_waited_for = True
 
     def timeout_s(self, call: Call) -> float:
-        """Returns the deadline of a call, retries and pauses included."""
+        """Returns the seconds that a call may take, retries and pauses included."""
         return self._limits[call.reward].timeout_s
 
     def has_own_timeout(self, call: Call) -> bool:
-        """Returns True if the reward's own timeout_s is meant, not reward_pool.timeout_s."""
+        """Returns True if the reward has its own timeout_s and does not use
+        reward_pool.timeout_s."""
         return self._limits[call.reward].has_own_timeout
 
     def remaining_s(self, call: Call) -> float:
-        """Returns how long a call that starts now may take."""
+        """Returns the seconds that a call may take if it starts now."""
         return self.timeout_s(call) - call.spent_s
 
     def take_next(self, calls: deque[Call]) -> Call | None:
-        """Removes the first of `calls` that may start now, and starts it; None where none may."""
+        """Removes the first of `calls` that may start now, starts it and returns it, or returns
+        None."""
         now_s = time.monotonic()
         can_start = [limit.can_start(now_s) for limit in self._limits]
         if not any(can_start):
@@ -148,7 +163,8 @@ class CallLimits:
         return None
 
     def wait_s(self) -> float:
-        """Returns how long only an answer can change anything, half a second at most."""
+        """Returns the seconds until a call may start without a new answer, half a second at
+        most."""
         now_s = time.monotonic()
         while self._retry_times and self._retry_times[0] <= now_s:
             heapq.heappop(self._retry_times)
@@ -156,12 +172,13 @@ class CallLimits:
         return min([_MAX_WAIT_S, *(at - now_s for at in times if at > now_s)])
 
     def put_back(self, call: Call) -> Call:
-        """Returns a started call as it was before: its worker had died before it began."""
+        """Returns a started call as it was before the start: its worker had died before the call
+        began."""
         self._limits[call.reward].scoring.num_running -= 1
         return replace(call, num_made=call.num_made - 1)
 
     def end(self, call: Call, outcome: Outcome) -> None:
-        """Note that a started call has ended."""
+        """Notes how a started call has ended."""
         limit = self._limits[call.reward]
         scoring = limit.scoring
         scoring.num_running -= 1
@@ -177,6 +194,7 @@ class CallLimits:
                 and not scoring.is_probing
                 and limit.config.url is not None
             )
+            # Nobody samples any more, so further pauses would only make the run wait.
             if is_probe and self._is_waited_for:
                 scoring.has_given_up = True
             elif is_probe or is_down:
@@ -184,7 +202,7 @@ class CallLimits:
                 scoring.paused_until = time.monotonic() + _PAUSE_S
 
     def retry(self, call: Call, error: FailedCallError) -> Call | str:
-        """Returns the call to make later in the place of one that failed, or why there is none."""
+        """Returns the call that retries a failed one, or the reason why there is no retry."""
         limit = self._limits[call.reward]
         reason = str(error)
         if not error.may_retry:
@@ -209,7 +227,7 @@ class CallLimits:
         return replace(call, spent_s=spent_s, not_before=now_s + pause_s)
 
     def take_given_up(self, calls: deque[Call]) -> list[Call]:
-        """Removes from `calls` those that are not made any more, and returns them."""
+        """Removes from `calls` the calls that are not made any more, and returns them."""
         hopeless = [limit.scoring.has_given_up for limit in self._limits]
         if not any(hopeless):
             return []
@@ -221,16 +239,16 @@ class CallLimits:
 
     @property
     def why_given_up(self) -> str:
-        """The error of a call that was not made."""
+        """Returns the error of a call that was not made."""
         return (
             f"was not asked: {_MAX_FAILURES_IN_A_ROW} calls had failed in a row, "
             f"and one more {_PAUSE_S:g} s later"
         )
 
     def measure(self, call: Call) -> dict[str, list[float]]:
-        """Returns the metrics of a call that ended, as notes of ScoredRollouts have them.
+        """Returns the metrics of a call that ended, in the form of notes of ScoredRollouts.
 
-        They are seconds of the last request, the number of requests, and the HTTP errors.
+        They are the seconds of the last request, the number of requests, and the HTTP errors.
         """
         if not self._limits[call.reward].config.is_measured:
             return {}
@@ -242,8 +260,8 @@ class CallLimits:
 
 
 def share_of(limit: int | None, rank: int, num_ranks: int) -> float:
-    """Returns this rank's share of a limit over all ranks; infinite where there is none.
+    """Returns this rank's share of a limit over all ranks; infinity if there is no limit.
 
-    It is never 0: `check_calls` refuses such a limit.
+    The share is never 0: `check_calls` refuses such a limit.
     """
     return math.inf if limit is None else limit // num_ranks + (rank < limit % num_ranks)

@@ -292,7 +292,8 @@ class _Nursery:
                 worker = Worker(socket.socket(fileno=sock_fd), self._terminal)
                 worker.serve(make(worker))
                 status = 0
-            except OSError:  # the pool is gone, or the user's code closed our socket
+            except OSError:
+                # The pool is gone, or the user's code closed our socket.
                 pass
             except BaseException:
                 traceback.print_exc()
@@ -388,5 +389,6 @@ def _kill_group(pid: int) -> None:
 
 
 def _prctl(option: int, value: int) -> None:
-    with suppress(AttributeError):  # only Linux has it
+    # Only Linux has it.
+    with suppress(AttributeError):
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

@@ -188,7 +188,8 @@ class RewardPool(ProcessPool):
 
     def _begin(self) -> _Scoring:
         """Returns the current scoring, or starts one after the nursery has imported the rewards."""
-        # The list may stay empty, as an environment may give all rewards: a flag says if it is known.  # noqa: E501
+        # The list may stay empty, as an environment may give all rewards: a flag says if it is
+        # known.
         if not self._is_ready:
             self._is_ready = True
             self._rewards = [RewardFacts(**facts) for facts in self._wait_until_ready()]
@@ -248,7 +249,8 @@ class RewardPool(ProcessPool):
             frame = encode_frame(message)
             try:
                 self._give(worker, started, frame, limits.remaining_s(started))
-            except OSError:  # it died, or was stopped, between two calls: not this call's fault
+            except OSError:
+                # It died, or was stopped, between two calls: not this call's fault.
                 scoring.calls.appendleft(limits.put_back(started))
                 self._discard(worker)
 
@@ -261,7 +263,8 @@ class RewardPool(ProcessPool):
             lists = [reply.values or [], *reply.extra.values()]
             if reply.values is not None and any(len(c) != len(call.samples) for c in lists):
                 raise ValueError("not one value a completion")
-        except ValueError as error:  # msgspec's own errors too
+        except ValueError as error:
+            # Msgspec's own errors too.
             self._fail(worker, "error", f"answered with what is no reply: {error!s:.300}")
             return
         # The time counts for failed calls too: a slow failure also keeps a worker busy.
@@ -366,7 +369,8 @@ class _Scoring:
         # Reasons why something could not be logged, by reward (a dict keeps their order).
         self._left_out: list[dict[str, None]] = [{} for _ in rewards]
         self.samples: list[_Sample] = []
-        self.calls: deque[Call] = deque()  # still to be made
+        # Still to be made.
+        self.calls: deque[Call] = deque()
         self.has_new_timeout = False
 
     def add(self, group: RolloutGroup, tokenizer: Any) -> list[_Sample]:

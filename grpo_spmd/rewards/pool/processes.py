@@ -1,10 +1,9 @@
-"""The rank's side of processes that run users' code: one call at a time in each, a deadline for it,
-and a hard kill.
+"""This module is the rank's side of processes that run users' code: each runs one call at a time.
 
-The rank starts one small nursery by exec (nursery.py), which loads the user's code once and forks
-workers. This side sends calls to them, watches the clock, lends the terminal to a debugger and
-bounds the file of what is printed. What a call is, and what becomes of its answer or failure, is
-the matter of whoever derives from it.
+The rank starts one small process by exec, the nursery (nursery.py), which loads the user's code
+once and forks workers. This side sends calls to the workers, kills a worker whose call passes its
+deadline, lends the terminal to a debugger, and bounds the file with the workers' output. Subclasses
+of `ProcessPool` decide what a call is, and what happens with its answer or failure.
 """
 
 from __future__ import annotations
@@ -38,31 +37,39 @@ from grpo_spmd.rewards.pool.nursery import (
     encode_frame,
 )
 
-_START_S = 600.0  # a user's file may load a model when it is imported
+# Seconds for the start: a user's file may load a model when it is imported.
+_START_S = 600.0
 _MAX_LOG_BYTES = 16 << 20
-_GONE_GRACE_S = 1.0  # between the end of a worker's socket and the word how the worker died
-_PATIENCE_S = 0.02  # for the rest of a message of which a part is there
-_OTHER_FILES = 100  # that a rank may have open beside those of its workers
+# Seconds between the end of a worker's socket and the nursery's message how the worker died.
+_GONE_GRACE_S = 1.0
+# Seconds to wait for the end of a message whose beginning is there.
+_PATIENCE_S = 0.02
+# Files that a rank may have open, apart from those of its workers.
+_OTHER_FILES = 100
 HowItFailed = Literal["error", "timeout"]
 
 
 @dataclass(eq=False)
 class WorkerProcess:
-    """A worker as the pool knows it."""
+    """The pool's view of one worker."""
 
     number: int
     sock: socket.socket
     buffer: bytearray = field(default_factory=bytearray)
-    call: Any = None  # what it is at
+    # The running call; None if the worker is idle.
+    call: Any = None
     deadline: float = math.inf
     has_hung_up: bool = False
     wants_terminal: bool = False
-    pid: int = 0  # known once it asks for the terminal
+    # The worker's pid, which is known when the worker asks for the terminal.
+    pid: int = 0
 
 
 def allow_workers(num_workers: int, key: str) -> None:
-    """Raise the limit of open files, of which a worker takes one here; ConfigError where it cannot
-    be raised so far.
+    """Raises the limit of open files for this number of workers; each takes one file in this
+    process.
+
+    Raises ConfigError where the hard limit is too low.
     """
     needed = num_workers + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -76,9 +83,13 @@ def allow_workers(num_workers: int, key: str) -> None:
 
 
 class ProcessPool(AbstractContextManager["ProcessPool"]):
-    """Workers of one nursery, which `close()` ends. For the thread that made it alone."""
+    """The workers of one nursery, which `close()` ends.
 
-    _what: str  # its workers are for, in errors
+    Only the thread that made the pool may use it.
+    """
+
+    # The purpose of the workers, for errors.
+    _what: str
     _max_frame_bytes = MAX_FRAME_BYTES
 
     def __init__(
@@ -91,10 +102,12 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
         check: Callable[[], None] = lambda: None,
         variables: Mapping[str, str] | None = None,
     ) -> None:
-        """Start the nursery, `python -m module`; it loads `rewards` and what `setup`, JSON, says
-        while the caller goes on. `log_file` gets what workers print; it and its folder are made
-        with the first worker. `check` is called twice a second by those who wait; what it raises
-        ends that. `variables` go into the nursery's environment.
+        """Starts the nursery, `python -m module`. It loads `rewards` while the caller goes on;
+        `setup` is further JSON for it.
+
+        The output of workers goes to `log_file`; the file and its folder are made with the first
+        worker. `check` is called twice a second while the pool waits; an exception from it ends the
+        wait. `variables` are added to the nursery's environment.
         """
         hold_standard_streams()
         functions = pack_functions(rewards)
@@ -110,8 +123,8 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
         with theirs:
             fds = [theirs.fileno(), *([] if functions is None else [functions])]
             command = [sys.executable, "-m", module, str(fds[0]), str(os.getpid())]
-            # In a process group of its own: Ctrl-C is for the rank, and the nursery ends when the
-            # rank has gone.
+            # The nursery has its own process group: Ctrl-C is for the rank alone, and the nursery
+            # ends when the rank is gone.
             self._process = subprocess.Popen(
                 command,
                 pass_fds=fds,
@@ -133,11 +146,11 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
         self.close()
 
     def close(self) -> None:
-        """End all processes of the pool and whatever they left running."""
+        """Ends all processes of the pool and whatever they left running."""
         for worker in list(self._workers.values()):
             self._forget(worker)
         self._selector.close()
-        # The nursery takes this for the end.
+        # The nursery ends when its socket is closed.
         self._nursery.close()
         try:
             self._process.wait(10)
@@ -149,16 +162,17 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
             os.close(self._log)
             self._log = None
 
-    # What a pool makes of its workers' words and ends
+    # Methods that a subclass defines.
 
     def _answered(self, worker: WorkerProcess, reply: dict[str, Any]) -> None:
-        """A worker's message about its call. Whoever takes it for the answer calls `_release`."""
+        """Handles a worker's message about its call. After the final answer it must call
+        `_release`."""
         raise NotImplementedError
 
     def _failed(self, worker: WorkerProcess, call: Any, kind: HowItFailed, reason: str) -> None:
-        """A worker failed, and is gone unless it was kept.
+        """Handles the failure of a worker, which is gone unless it was kept.
 
-        `call` is what it was at, None if it was idle.
+        `call` is the call that was running, or None if the worker was idle.
         """
         raise NotImplementedError
 
@@ -170,23 +184,23 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
         """Returns the error to raise when the nursery ended, or cannot load the user's code."""
         raise NotImplementedError
 
-    # How it gets there
+    # The workers and their messages.
 
     def _listen(self, max_s: float) -> None:
-        """Handle all messages that are there or come within `max_s`, then check the deadlines."""
+        """Handles all messages that come within `max_s` seconds, then checks the deadlines."""
         next_deadline = min(
             (worker.deadline for worker in self._workers.values()), default=math.inf
         )
         for key, _ in self._selector.select(min(max(next_deadline - time.monotonic(), 0.0), max_s)):
             if isinstance(key.data, WorkerProcess) and key.data.number in self._workers:
                 self._hear(key.data)
-        # All of it, for it may be long until the next look.
+        # All messages are read, because the next look may be much later.
         while any(key.fileobj is self._nursery for key, _ in self._selector.select(0.0)):
             message = self._hear_nursery()
             worker = self._workers.get(message.get("died", -1))
             if worker is not None:
                 if not worker.has_hung_up:
-                    # What it said before it died.
+                    # The worker may have answered before it died.
                     self._hear(worker)
                 if worker.number in self._workers:
                     self._fail(worker, "error", message["how"])
@@ -199,11 +213,12 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
         self._bound_log()
 
     def _take_on(self, worker: WorkerProcess, call: Any, seconds: float) -> None:
+        """Notes the call that a worker runs, and its deadline in `seconds` from now."""
         worker.call = call
         worker.deadline = time.monotonic() + seconds
 
     def _hear(self, worker: WorkerProcess) -> None:
-        """Read a worker's messages; waits a moment for the rest of one that is there in part."""
+        """Reads a worker's messages; waits a moment for the end of an incomplete one."""
         end = time.monotonic() + _PATIENCE_S
         while worker.number in self._workers:
             chunk = b""
@@ -222,20 +237,20 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
                 reply = None
             if reply is not None:
                 self._take(worker, reply)
-            elif (
-                not chunk
-            ):  # most likely it is dead, and the nursery will say in a moment how it died
+            # The worker is most likely dead, and the nursery will soon say how it died.
+            elif not chunk:
                 self._selector.unregister(worker.sock)
                 worker.has_hung_up = True
                 worker.deadline = min(worker.deadline, time.monotonic() + _GONE_GRACE_S)
                 return
 
     def _take(self, worker: WorkerProcess, reply: dict[str, Any]) -> None:
+        """Handles one message: a request for the terminal, or an answer to the running call."""
         pid = reply.get("breakpoint")
         if isinstance(pid, int):
             worker.pid = pid
             worker.wants_terminal = True
-            # Its clock stops while a person is at the prompt.
+            # The clock of the call stops while a person is at the prompt.
             worker.deadline = math.inf
             self._lend_terminal()
         elif worker.call is None:
@@ -246,6 +261,7 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
     def _fail(
         self, worker: WorkerProcess, kind: HowItFailed, reason: str, *, keep: bool = False
     ) -> None:
+        """Reports the failure of a worker's call; kills the worker unless `keep` is True."""
         call = worker.call
         if keep:
             self._release(worker)
@@ -254,7 +270,7 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
         self._failed(worker, call, kind, reason)
 
     def _give(self, worker: WorkerProcess, call: Any, frame: bytes, seconds: float) -> None:
-        """Send a call to a worker and start its clock.
+        """Sends a call to a worker and starts the call's clock.
 
         Raises OSError if the worker died, or was stopped, between two calls.
         """
@@ -263,6 +279,7 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
         worker.sock.sendall(frame)
 
     def _open_log(self) -> None:
+        """Opens the file for the workers' output, if it is not open yet."""
         if self._log is None:
             self._log_file.parent.mkdir(parents=True, exist_ok=True)
             self._log = os.open(
@@ -270,6 +287,7 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
             )
 
     def _spawn(self) -> WorkerProcess:
+        """Returns a new worker, which the nursery forks."""
         self._open_log()
         assert self._log is not None
         ours, theirs = socket.socketpair()
@@ -285,15 +303,16 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
         return worker
 
     def _discard(self, worker: WorkerProcess) -> None:
-        """Have the nursery kill a worker and its process group.
+        """Makes the nursery kill a worker and its process group.
 
-        Its place is free at once, even if the worker waits for a disk and cannot die.
+        A new worker may start at once, even if the old one waits for a disk and cannot die.
         """
         with suppress(OSError):
             self._nursery.send(json.dumps({"kill": worker.number}).encode())
         self._forget(worker)
 
     def _forget(self, worker: WorkerProcess) -> None:
+        """Forgets a worker and closes its socket."""
         self._release(worker)
         del self._workers[worker.number]
         if not worker.has_hung_up:
@@ -301,6 +320,7 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
         worker.sock.close()
 
     def _release(self, worker: WorkerProcess) -> None:
+        """Marks a worker as idle, and takes the terminal back from it."""
         worker.call = None
         worker.deadline = math.inf
         worker.wants_terminal = False
@@ -311,23 +331,24 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
             self._lend_terminal()
 
     def _lend_terminal(self) -> None:
-        """Lend the terminal to one worker at a time.
+        """Lends the terminal to one worker at a time.
 
-        The others wait at their breakpoints with their clocks stopped.
+        The other workers wait at their breakpoints with their clocks stopped.
         """
         waiting = [worker for worker in self._workers.values() if worker.wants_terminal]
         if self._debugged is None and waiting:
             self._debugged, waiting[0].wants_terminal = waiting[0], False
             doctor.count_debugger(is_open=True)
             _give_terminal_to(waiting[0].pid)
-            # It is dead, and the nursery says so.
+            # An error means that the worker is dead; the nursery reports that.
             with suppress(OSError):
                 waiting[0].sock.sendall(encode_frame({"go": True}))
 
     def _wait_until_ready(self) -> Any:
-        """Waits for the nursery; returns what it says of the user's code once it is loaded.
+        """Waits for the nursery and returns the facts that it reports after loading the user's
+        code.
 
-        Raises what `_ended` makes of the reason.
+        Raises the error that `_ended` makes from the reason.
         """
         deadline = time.monotonic() + _START_S
         while True:
@@ -344,6 +365,7 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
                 raise self._ended(f"importing the {self._what}s took longer than {_START_S:.0f} s")
 
     def _hear_nursery(self) -> dict[str, Any]:
+        """Returns the nursery's next message. Raises an error if the nursery has ended."""
         try:
             payload = self._nursery.recv(1 << 16)
         except OSError:
@@ -360,6 +382,7 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
         return self._ended(reason.strip())
 
     def _bound_log(self) -> None:
+        """Empties the log file when it is too large; workers append, so they go on at its start."""
         if self._log is not None and os.fstat(self._log).st_size > _MAX_LOG_BYTES:
             os.ftruncate(self._log, 0)
             note = f"(cut here: this file is emptied when it is over {_MAX_LOG_BYTES >> 20} MiB)\n"
@@ -367,12 +390,12 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
 
 
 def _give_terminal_to(process_group: int) -> None:
-    """Make it the foreground group of our terminal, if we have one, so that it may read and gets
-    Ctrl-C.
+    """Makes a process group the foreground group of the terminal, if there is one.
+
+    The group may then read from the terminal and gets Ctrl-C.
     """
-    old_handler = signal.signal(
-        signal.SIGTTOU, signal.SIG_IGN
-    )  # its default action stops who is in the background
+    # The default action of SIGTTOU stops a process in the background.
+    old_handler = signal.signal(signal.SIGTTOU, signal.SIG_IGN)
     try:
         with suppress(OSError):
             os.tcsetpgrp(0, process_group)

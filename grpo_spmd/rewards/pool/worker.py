@@ -1,4 +1,5 @@
-"""What the reward pool's processes run: the rewards, imported once, and one call after the other.
+"""This module is the program of the reward pool's processes: it imports the rewards once and serves
+calls.
 
 python -m grpo_spmd.rewards.pool.worker SOCKET_FD PARENT_PID      (by pool.py; see nursery.py)
 """
@@ -35,7 +36,8 @@ _MAX_REASON_CHARS = 500
 
 
 def load(setup: dict[str, Any]) -> tuple[list[dict[str, Any]], Callable[[Worker], Answer]]:
-    """In the nursery: returns RewardFacts for the pool, and what answers its calls in a worker."""
+    """Runs in the nursery. Returns RewardFacts for the pool, and a function that makes a
+    worker's answers."""
     functions = setup.get("functions")
     if functions is not None:
         unpack_functions(functions)
@@ -80,7 +82,8 @@ def call_reward(
             return {"failed": rule}
         try:
             values = list(values)
-        except TypeError:  # a tensor without dimensions
+        except TypeError:
+            # A tensor without dimensions.
             return {"failed": f"{rule} without a length"}
         if len(values) != num_completions:
             return {"broken": f"returned {len(values)} values for {num_completions} completions"}
@@ -111,7 +114,7 @@ async def _finish(values: Awaitable[Any]) -> Any:
 
 
 def _as_reward(value: Any) -> float | str | None:
-    """Returns a finite number, None, or a text that says why `value` is unusable."""
+    """Returns a finite number, None, or a string that says why `value` is unusable."""
     if value is None:
         return None
     number = as_number(value)

@@ -1,8 +1,10 @@
-"""A client that sends one JSON request and reads the JSON answer, and vLLM's prompt logprobs.
+"""This module has a client that sends one JSON request and reads the JSON answer, and a client for
+vLLM's prompt logprobs.
 
-Each request has a connection of its own: what is left over of an earlier answer, or comes late,
-cannot be taken for another's. It has a time limit where it is given one. Otherwise the pool kills a
-worker whose server hangs or drips. Errors are one line and show no secret.
+Each request has a connection of its own: the rest of an earlier answer, or a late answer, cannot be
+mistaken for another request's. A request with a time limit ends within it. Without one, the pool
+kills a worker whose server hangs or sends its bytes too slowly. Errors are one line and show no
+secret.
 """
 
 from __future__ import annotations
@@ -30,14 +32,19 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.rewards.trl import FailedCallError
 
 MAX_ANSWER_BYTES = 1 << 20
-_RETRIED_STATUSES = (408, 429)  # and 5xx
-_MAX_SHOWN_CHARS = 200  # of an error's answer
+# And 5xx.
+_RETRIED_STATUSES = (408, 429)
+# Of an error's answer.
+_MAX_SHOWN_CHARS = 200
 _MAX_ERROR_BYTES = 8192
 # Prompt logprobs.
-_BYTES_A_TOKEN = 256  # of what an answer says of one token at one position
-_MINUS_INFINITY = -9999.0  # as vLLM writes it
+# Of what an answer says of one token at one position.
+_BYTES_A_TOKEN = 256
+# As vLLM writes it.
+_MINUS_INFINITY = -9999.0
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,8}")
-_ROUNDING = 1e-4  # by which a probability may be over 1
+# By which a probability may be over 1.
+_ROUNDING = 1e-4
 
 
 def headers_of(headers_env: Mapping[str, str], entry: str) -> dict[str, str]:
@@ -65,8 +72,8 @@ def headers_of(headers_env: Mapping[str, str], entry: str) -> dict[str, str]:
 class UnexpectedError(ValueError):
     """An answer that gives no reward.
 
-    `content` is of the answer, whole: it may hold a secret, which only the client that sent it can
-    find there, and not in a part of it.
+    `content` is the whole answer. It may hold a secret, so only the client shows it, after removing
+    the secrets that it sent; in a part of the answer a secret could be cut and missed.
     """
 
     def __init__(self, message: str, content: object = "") -> None:
@@ -75,7 +82,7 @@ class UnexpectedError(ValueError):
 
 
 class JsonClient:
-    """Asks one address."""
+    """Sends JSON requests to one address."""
 
     def __init__(self, url: str, headers: Mapping[str, str]) -> None:
         """`headers` may hold secrets: no error shows their values."""
@@ -107,7 +114,8 @@ class JsonClient:
         limit_s: float | None = None,
         max_bytes: int = MAX_ANSWER_BYTES,
     ) -> Any:
-        """Returns the answer to `body`, or to GET if it is None; within twice `limit_s`.
+        """Returns the answer to `body`, or to a GET request if it is None, within twice `limit_s`
+        seconds.
 
         Raises FailedCallError.
         """
@@ -171,7 +179,7 @@ class JsonClient:
         return FailedCallError(message, may_retry=may_retry, wait_s=wait_s, status=status)
 
     def malformed(self, error: UnexpectedError) -> FailedCallError:
-        """Returns the failure of a call whose answer has another form."""
+        """Returns the failure of a call whose answer has an unexpected form."""
         message = f"answered {error}"
         if not isinstance(error.content, str):
             message += f": {self._redact(json.dumps(error.content, ensure_ascii=False))}"
@@ -187,9 +195,9 @@ class JsonClient:
 
 @contextmanager
 def _closed_after(connection: http.client.HTTPConnection, limit_s: float | None) -> Iterator[None]:
-    """Connects, and shuts the connection after so many seconds.
+    """Connects, and shuts the connection down after `limit_s` seconds.
 
-    A timeout of a socket starts again with each byte, so that a server could drip for ever.
+    A socket's own timeout starts again with each byte, so that a server could send slowly for ever.
     """
     if limit_s is None:
         yield
@@ -213,7 +221,8 @@ def _shut(sock: socket.socket) -> None:
 
 
 def retry_after_s(value: str | None) -> float | None:
-    """Returns the seconds of a Retry-After: a number or a date (RFC 9110, 10.2.3), else None."""
+    """Returns the seconds of a Retry-After header: a number or a date (RFC 9110, 10.2.3); None
+    otherwise."""
     if value is None:
         return None
     value = value.strip()
@@ -229,7 +238,8 @@ def retry_after_s(value: str | None) -> float | None:
 
 
 def find_number(answer: Any, names: Sequence[str]) -> float:
-    """Returns `answer` itself, or its first field of `names`; a list of one number is that number.
+    """Returns `answer` itself, or its first field among `names`; a list of one number is that
+    number.
 
     Raises UnexpectedError.
     """
@@ -244,8 +254,10 @@ def find_number(answer: Any, names: Sequence[str]) -> float:
 
 
 def as_finite(value: Any) -> float:
-    """Returns a number of JSON as a float; true is 1. Raises UnexpectedError if it is not
-    finite."""
+    """Returns a JSON number as a float; true is 1.
+
+    Raises UnexpectedError if it is not finite.
+    """
     if not isinstance(value, int | float) or abs(value) > 1e300 or not math.isfinite(value):
         raise UnexpectedError("what is no finite number", value)
     return float(value)
@@ -256,26 +268,29 @@ def _tls() -> ssl.SSLContext:
     return ssl.create_default_context()
 
 
-# Prompt logprobs: what a vLLM server says of tokens that it did not sample. It is asked by token
-# ids, so that nothing is tokenized twice. Position by position it is proved that the answer is
-# about this sequence: vLLM returns the ids that it was given, and its tokens of each position
-# always include the prompt's own.
+# Prompt logprobs: the logprobs that a vLLM server returns for tokens that it did not sample. The
+# request has token ids, so that nothing is tokenized twice. Each position of the answer is checked
+# to belong to this sequence: vLLM returns the ids that it was given, and its tokens at each
+# position always include the prompt's own token.
 
 
 @dataclass(frozen=True)
 class PositionLogprobs:
-    """What a server says of one position of a sequence."""
+    """The server's logprobs at one position of a sequence."""
 
-    logprob: float  # of the token that is there
-    likeliest: list[tuple[int, float]]  # as many as were asked for, the likeliest first
+    # Of the token that is there.
+    logprob: float
+    # As many as were asked for, the likeliest first.
+    likeliest: list[tuple[int, float]]
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model that a server has."""
+    """One model that a server offers."""
 
     name: str
-    max_tokens: int | None  # of prompt and completion; None: it does not say
+    # Of prompt and completion; None: it does not say.
+    max_tokens: int | None
 
 
 class PromptLogprobs:
@@ -299,11 +314,12 @@ class PromptLogprobs:
         return [ServedModel(name, m if isinstance(m, int) else None) for name, m in models]
 
     def ask(self, token_ids: Sequence[int], top_k: int, limit_s: float) -> list[PositionLogprobs]:
-        """Returns the logprobs of each token but the first. Raises FailedCallError."""
+        """Returns the logprobs of each token except the first. Raises FailedCallError."""
         return [position for position, _ in self._ask(token_ids, top_k, limit_s)]
 
     def texts(self, token_ids: Sequence[int], top_k: int, limit_s: float) -> list[str]:
-        """Returns each token but the first as its server writes it; "" where it does not.
+        """Returns each token except the first as the server writes it, or "" where it does not
+        write it.
 
         Raises FailedCallError.
         """
@@ -335,10 +351,10 @@ class PromptLogprobs:
 def _read_positions(
     answer: Any, token_ids: Sequence[int], top_k: int
 ) -> list[tuple[PositionLogprobs, Mapping[str, Any]]]:
-    """Returns each position but the first, with what the server says of its own token.
+    """Returns each position except the first, with the server's entry for the prompt's own token.
 
-    Raises UnexpectedError for what is no answer to these tokens. It shows none of it: it may be of
-    any size.
+    Raises UnexpectedError for an answer that does not belong to these tokens. The error shows no
+    part of the answer, which may be of any size.
     """
     try:
         choice = answer["choices"][0]
@@ -360,7 +376,7 @@ def _read_positions(
 def _read_position(
     tokens: Any, prompt_token: str, top_k: int
 ) -> tuple[PositionLogprobs, Mapping[str, Any]]:
-    """`tokens`: by token id, what the server says of it at this position."""
+    """Returns the logprobs of one position. `tokens` has the server's entries by token id."""
     if not isinstance(tokens, dict) or not all(
         _TOKEN_ID.fullmatch(name) and isinstance(token, dict) for name, token in tokens.items()
     ):
@@ -392,6 +408,7 @@ def _read_position(
 
 def _read_logprob(value: Any) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not _MINUS_INFINITY < value <= _ROUNDING:  # NaN is neither
+    # NaN is neither.
+    if not is_number or not _MINUS_INFINITY < value <= _ROUNDING:
         raise UnexpectedError("what is no logprob", value if is_number else "")
     return min(float(value), 0.0)

@@ -1,4 +1,5 @@
-"""Calls servers from threads of this process, each with a deadline, under CallLimits."""
+"""This module calls servers from threads of this process, each call with a deadline, under
+CallLimits."""
 
 from __future__ import annotations
 
@@ -12,20 +13,22 @@ from typing import Any
 from grpo_spmd.rewards.pool.call_limits import Call, CallLimits, Outcome
 from grpo_spmd.rewards.trl import FailedCallError
 
-_GRACE_S = 1.0  # in which a client may say itself that its time was over
+# In which a client may say itself that its time was over.
+_GRACE_S = 1.0
 Job = tuple[int, Callable[[float], Any]]
 
 
 class ServerCalls:
-    """Makes a list of calls, a while at a time.
+    """Makes a list of calls, some seconds at a time.
 
     An answer that comes after its deadline is dropped, and nobody waits for its thread.
     """
 
     def __init__(self, limits: CallLimits, jobs: Sequence[Job]) -> None:
-        """A job is the index of its limit, and what asks within so many seconds.
+        """A job is (index of its limit, function that takes the seconds of its deadline and returns
+        the answer).
 
-        The latter may raise FailedCallError.
+        The function may raise FailedCallError.
         """
         limits.begin_scoring()
         limits.wait_for_all()
@@ -35,13 +38,16 @@ class ServerCalls:
         # By job, with the deadline on the monotonic clock.
         self._running: dict[int, tuple[Call, float]] = {}
         self._replies: queue.SimpleQueue[tuple[Call, Any]] = queue.SimpleQueue()
-        self.answers: dict[int, Any] = {}  # by job
-        self.errors: dict[int, str] = {}  # by job
-        self.seconds: list[float] = []  # of each request
+        # By job.
+        self.answers: dict[int, Any] = {}
+        # By job.
+        self.errors: dict[int, str] = {}
+        # Of each request.
+        self.seconds: list[float] = []
         self.num_retries = 0
 
     def run_for(self, seconds: float) -> bool:
-        """Make calls for so long at the most. Returns True if some are left."""
+        """Makes calls for at most `seconds` seconds. Returns True if some are left."""
         end = time.monotonic() + seconds
         while self._waiting or self._running:
             self._start_calls()
@@ -59,6 +65,7 @@ class ServerCalls:
         return False
 
     def _start_calls(self) -> None:
+        """Starts all calls that may start now."""
         for call in self._limits.take_given_up(self._waiting):
             self.errors[call.samples[0]] = self._limits.why_given_up
         call_or_none = self._limits.take_next(self._waiting)
@@ -67,6 +74,7 @@ class ServerCalls:
             call_or_none = self._limits.take_next(self._waiting)
 
     def _start(self, call: Call) -> None:
+        """Starts a thread for one call."""
         [job] = call.samples
         limit_s = self._limits.remaining_s(call)
         self._running[job] = (call, time.monotonic() + limit_s + _GRACE_S)
@@ -74,13 +82,15 @@ class ServerCalls:
         def ask() -> None:
             try:
                 reply = self._jobs[job][1](limit_s)
-            except BaseException as error:  # for the thread that waits for it
+            except BaseException as error:
+                # For the thread that waits for it.
                 reply = error
             self._replies.put((call, reply))
 
         threading.Thread(target=ask, daemon=True).start()
 
     def _drop_overdue(self) -> None:
+        """Fails the calls whose deadline has passed."""
         now_s = time.monotonic()
         for call, deadline in [*self._running.values()]:
             if deadline <= now_s:
@@ -89,6 +99,7 @@ class ServerCalls:
                 self.errors[call.samples[0]] = f"did not answer within timeout_s={timeout_s:g}"
 
     def _take(self, call: Call, reply: Any) -> None:
+        """Records the answer or error of a call."""
         [job] = call.samples
         if job not in self._running or self._running[job][0] is not call:
             # Its deadline has passed.

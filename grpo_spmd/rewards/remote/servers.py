@@ -1,12 +1,13 @@
-"""Rewards whose function asks a server: a reward server of slime's or OpenRLHF's form, or a judge.
+"""This module has rewards that ask a server: a reward server in slime's or OpenRLHF's form, or a
+judge.
 
-The label sent is the column `label`, or `answer` if there is none; null where there is neither.
+The label in a request is the column `label`, or `answer` if there is none, or null without either.
 
 A judge is a model behind an OpenAI-compatible address that reads a rubric and ends its reply with a
-score. The completion goes in as data. Braces in it stay as they are; the marks around it hold a
-digest of it, which it cannot hold itself, so that it cannot end them; and the judge is told to obey
-nothing between them. A weak judge can still be talked over: read some of the highly rewarded
-completions.
+score. The completion is data in the rubric. Braces in it stay as they are. The marks around it hold
+its digest, which the completion cannot contain, so that it cannot end the marks. The judge is told
+to obey nothing between the marks. A weak judge can still be persuaded: read some of the highly
+rewarded completions.
 """
 
 from __future__ import annotations
@@ -34,9 +35,11 @@ from grpo_spmd.rewards.remote.client import (
     headers_of,
 )
 
-LABELS = ("label", "answer")  # columns, the first that a row has
+# Columns, the first that a row has.
+LABELS = ("label", "answer")
 Columns = Mapping[str, list[Any]]
-_FIELD = re.compile(r"\{(\w+)\}")  # of a rubric
+# Of a rubric.
+_FIELD = re.compile(r"\{(\w+)\}")
 _NUMBER = r"[-+]?(?:\d+(?:\.\d+)?|\.\d+)"
 _SCORE = re.compile(
     rf"(?:.*\bscore\b[\s:=*_`\"']*)?({_NUMBER})(?:\s*/\s*({_NUMBER}))?", re.IGNORECASE
@@ -45,12 +48,12 @@ _MAX_RUBRIC_BYTES = 1 << 20
 
 
 class Form(Protocol):
-    """How a kind of server is asked."""
+    """One kind of server: how it is asked, and how its answer is read."""
 
     fields: tuple[str, ...]
-    """Of a body, beside `args`."""
+    """The names in a body that belong to the form and must not stand in `args`."""
     needs: tuple[str, ...]
-    """Columns without which it cannot be asked."""
+    """The columns without which the server cannot be asked."""
     one_at_a_time: bool
     """True if a request is about one completion."""
 
@@ -58,17 +61,18 @@ class Form(Protocol):
         """Returns the JSON to send."""
 
     def scores(self, answer: Any, number: int) -> list[float]:
-        """Returns the scores of `number` completions. UnexpectedError says what came instead."""
+        """Returns the scores of `number` completions. Raises UnexpectedError for any other
+        answer."""
 
 
 class ServerFunction:
-    """The function of a reward with a server.
+    """The reward function of a reward with a server.
 
-    The client is made at its first call, in a worker: nobody else needs the secrets.
+    Its client is made at its first call, in a worker: no other process needs the secrets.
     """
 
     def __init__(self, config: RewardConfig, entry: str) -> None:
-        """Raises ConfigError: a bad rubric, or `args` that are the form's own."""
+        """Raises ConfigError for a bad rubric, and for `args` that belong to the form itself."""
         self._config = config
         self._where = entry
         self._client: JsonClient | None = None
@@ -100,9 +104,9 @@ class ServerFunction:
 
 
 def assistant_text(completion: Any) -> Any:
-    """Returns what the assistant said in a chat of one message; anything else stays as it is.
+    """Returns the text of a chat of one assistant message; anything else stays as it is.
 
-    So does a message with calls of tools.
+    A message with tool calls stays as it is too.
     """
     if isinstance(completion, list) and len(completion) == 1 and isinstance(completion[0], dict):
         message = completion[0]
@@ -120,7 +124,8 @@ def _labels(columns: Columns, number: int) -> list[Any]:
 
 
 class _Slime:
-    """slime's `--rm-url`: one completion a request; the answer is the reward, or holds it."""
+    """slime's `--rm-url`: a request has one completion; the answer is the reward, or an object
+    with it."""
 
     fields: tuple[str, ...] = ("prompt", "response", "label", "metadata")
     needs: tuple[str, ...] = ()
@@ -139,7 +144,8 @@ class _Slime:
 
 
 class _OpenRlhf:
-    """OpenRLHF's `--remote_rm_url`: all completions of a call in one request; as many `rewards`."""
+    """OpenRLHF's `--remote_rm_url`: a request has all completions of a call, and as many
+    `rewards`."""
 
     fields: tuple[str, ...] = ("query", "prompts", "labels")
     needs: tuple[str, ...] = ()
@@ -181,13 +187,13 @@ class _Choice(msgspec.Struct):
 
 
 class _ChatAnswer(msgspec.Struct):
-    """What is read of a chat completion."""
+    """The fields of a chat completion that are read."""
 
     choices: list[_Choice]
 
 
 class Judge:
-    """The form of a judge."""
+    """The form of a judge's requests and answers."""
 
     fields: tuple[str, ...] = ("model", "messages", "stream", "n")
     one_at_a_time = True
@@ -282,15 +288,15 @@ def read_rubric(file: str, entry: str) -> str:
 
 
 def fields_in(rubric: str) -> list[str]:
-    """Returns the names in braces, as often as they stand there."""
+    """Returns the names in braces, as often as they stand in the rubric."""
     return _FIELD.findall(rubric)
 
 
 def _as_text(value: Any) -> str:
     """Returns a column or a chat as text.
 
-    Messages are a line of JSON each, calls of tools and all: in it no text can end its message and
-    begin another's. One message that has nothing but a text is that text.
+    Each message is a line of JSON, with its tool calls: no text can end its message and begin
+    another one. A single message that has only a text becomes that text.
     """
     if isinstance(value, str):
         return value
@@ -303,12 +309,12 @@ def _as_text(value: Any) -> str:
     return "\n".join(json.dumps(message, ensure_ascii=False, default=str) for message in value)
 
 
-# What can be checked before anything is asked.
+# Checks that run before any server is asked.
 
 
 def check_calls(configs: Sequence[RewardConfig], num_ranks: int) -> None:
-    """Raises ConfigError: a limit that leaves a rank without a call, a header without a
-    variable."""
+    """Raises ConfigError for a limit that leaves a rank without a call, and for a header without
+    its environment variable."""
     for index, config in enumerate(configs):
         entry = f"rewards.{index}"
         limits = {
@@ -331,7 +337,8 @@ def check_calls(configs: Sequence[RewardConfig], num_ranks: int) -> None:
 def check_sent(configs: Sequence[RewardConfig], rows: Sequence[PromptRow]) -> None:
     """Raises ConfigError, which names file:line, for a column that cannot be sent as JSON."""
     for index, config in enumerate(configs):
-        if config.url is None or config.judge is not None:  # a rubric is text
+        # A rubric is text.
+        if config.url is None or config.judge is not None:
             continue
         for row in rows:
             # slime's servers get all columns as metadata, OpenRLHF's the label alone.
@@ -367,8 +374,8 @@ def check_pace(
 ) -> None:
     """Raises ConfigError if max_per_minute alone makes scoring outlast its phase's time limit.
 
-    `step_shape`: a step's groups, and the size of each. `num_evaluated`: completions of an
-    evaluation.
+    `step_shape` is (groups of a step, size of a group). `num_evaluated` is the number of
+    completions of an evaluation.
     """
     num_groups, group_size = step_shape
     for index, config in enumerate(configs):

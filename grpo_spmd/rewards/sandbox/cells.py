@@ -1,6 +1,7 @@
-"""Runs pieces of code one after the other in one interpreter, inside of the jail: as a notebook has
-them, a name that one piece gives is there for the next. Sent into the jail as text by session.py.
-Standard library alone.
+"""This module runs pieces of code one after the other in one interpreter inside the jail.
+
+As in a notebook, a name that one piece defines exists for the next one. sandbox.py sends this file
+into the jail as text, so it uses the standard library alone.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from typing import Any
 
 
 class Head(io.TextIOBase):
-    """Keeps the first `limit` characters of what is written, and counts the rest: printing for ever
-    costs no memory."""
+    """Keeps the first `limit` characters that are written and counts the others, so that endless
+    printing costs no memory."""
 
     def __init__(self, limit: int) -> None:
         self._parts, self._room, self.num_cut = list[str](), limit, 0
@@ -38,8 +39,8 @@ class Head(io.TextIOBase):
 
 
 def run_cells(read: Callable[[], Any], write: Callable[[Any], None]) -> None:
-    """Each message {"code", "number", "limit"} is answered with what the code printed, its last
-    expression's value, as in a notebook, and its error."""
+    """Answers each message {"code", "number", "limit"} with the output of the code, the value of
+    its last expression (as in a notebook), and its error."""
     module = types.ModuleType("__main__")
     # Where classes of the code say they are from.
     sys.modules["__main__"] = module
@@ -63,15 +64,17 @@ def run_cells(read: Callable[[], Any], write: Callable[[Any], None]) -> None:
 
 
 def _run(code: str, name: str, scope: dict[str, Any]) -> str:
-    """The error as Python would print it; "" of none."""
+    """Runs one piece of code. Returns its error as Python would print it, or "" without an
+    error."""
     try:
         body = ast.parse(code, name).body
+        # Lines for the traceback.
         linecache.cache[name] = (
             len(code),
             None,
             code.splitlines(keepends=True),
             name,
-        )  # lines for the traceback
+        )
         last_expression = body.pop() if body and isinstance(body[-1], ast.Expr) else None
         # FunctionType runs a code object in a given scope, as exec does, and gives back an
         # expression's value.
@@ -82,12 +85,15 @@ def _run(code: str, name: str, scope: dict[str, Any]) -> str:
             )()
             if value is not None:
                 print(repr(value))
-    except BaseException as error:  # also SystemExit: the interpreter stays for the next call
+    except BaseException as error:
+        # Also SystemExit: the interpreter stays for the next call.
         try:
             frames = error.__traceback__
-            while frames is not None and frames.tb_frame.f_code.co_filename != name:  # ours
+            # Ours.
+            while frames is not None and frames.tb_frame.f_code.co_filename != name:
                 frames = frames.tb_next
             return "".join(traceback.format_exception(type(error), error, frames, limit=20))
-        except BaseException:  # one that cannot even be printed
+        except BaseException:
+            # One that cannot even be printed.
             return f"{type(error).__name__}\n"
     return ""

@@ -43,7 +43,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 # Refused system calls: name, number on x86_64, on aarch64 (-1: it has none).
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-_LAST_KNOWN_SYSCALL = 461  # what later kernels add is refused unseen
+# What later kernels add is refused unseen.
+_LAST_KNOWN_SYSCALL = 461
 _REFUSED = """
     fork 57 -1, vfork 58 -1, execve 59 221, execveat 322 281, socket 41 198, connect 42 203, accept
     43 202, accept4 288 242, bind 49 200, listen 50 201, tkill 200 130, rt_sigqueueinfo 129 138,
@@ -79,7 +80,7 @@ _LANDLOCK_WRITE = 1 << 1 | 1 << 4 | 1 << 5 | 1 << 7 | 1 << 8 | 1 << 12 | 1 << 14
 
 
 class Refused(Exception):
-    """This machine cannot isolate code."""
+    """Says that this machine cannot isolate code."""
 
 
 def put_up_walls(
@@ -88,7 +89,8 @@ def put_up_walls(
     """Shut this process in for good; returns the walls by name. Refused where the files or the
     network stay open. `readable`: absolute paths, with all below; `scratch`: an empty folder for
     the new root, then the working folder."""
-    _prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    # PR_SET_PDEATHSIG.
+    _prctl(1, signal.SIGKILL)
     abi = max(_syscall(_LANDLOCK_CREATE, None, 0, 1), 0)
     has_own_root = _enter_namespaces(readable, scratch)
     if not has_own_root and abi < 3:
@@ -117,8 +119,10 @@ def put_up_walls(
 
 
 def set_limits(memory_bytes: int, cpu_s: int) -> None:
-    """Bounds that need no kernel feature. A write beyond the file size is an error in the code, and
-    does not end it."""
+    """Sets bounds that need no kernel feature.
+
+    A write beyond the file size is an error in the code, and does not end the process.
+    """
     limits = {
         "AS": memory_bytes,
         "CPU": cpu_s,
@@ -170,7 +174,8 @@ def _enter_namespaces(readable: Sequence[str], scratch: str) -> bool:
         if _syscall(number, b".", b".") or _libc.umount2(b".", 2):
             raise OSError(_error())
         os.chdir("/tmp")
-    except (OSError, KeyError):  # as in a container whose AppArmor profile forbids mounting
+    except (OSError, KeyError):
+        # As in a container whose AppArmor profile forbids mounting.
         return False
     return True
 
@@ -186,9 +191,8 @@ def _become(uid: int) -> bool:
 
 
 def _landlock(abi: int, readable: Sequence[str], scratch: str | None) -> None:
-    handled = (
-        1 << (13, 14, 15, 15, 16)[min(abi, 5) - 1]
-    ) - 1  # of files; then TCP, abstract sockets and signals
+    # Of files; then TCP, abstract sockets and signals.
+    handled = (1 << (13, 14, 15, 15, 16)[min(abi, 5) - 1]) - 1
     attributes = struct.pack("QQQ", handled, 3 if abi >= 4 else 0, 3 if abi >= 6 else 0)
     size = 8 if abi < 4 else 16 if abi < 6 else 24
     ruleset = _syscall(_LANDLOCK_CREATE, attributes, size, 0)
@@ -214,10 +218,12 @@ def _seccomp(*, allow_threads: bool) -> None:
     if platform.machine() not in _ARCHITECTURES or sys.byteorder != "little":
         raise Refused(f"no system call filter is written for {platform.machine()}")
     column, architecture = _ARCHITECTURES[platform.machine()]
+    # EPERM, ENOSYS.
     allow, refuse, unknown = (
         (0x06, 0, 0, answer) for answer in (0x7FFF0000, 0x00050001, 0x00050026)
-    )  # EPERM, ENOSYS
-    arg0, arg1 = 16, 24  # the low halves
+    )
+    # The low halves.
+    arg0, arg1 = 16, 24
 
     def load(offset: int) -> tuple[int, int, int, int]:
         return 0x20, 0, 0, offset
@@ -313,8 +319,10 @@ def _run_module(name: str, text: str) -> dict[str, Any]:
 
 
 def encode_value(value: Any) -> Any:
-    """A value of plain types as JSON, [type, content]. TypeError for others: an object would
-    compare as it likes."""
+    """Returns a value of plain types as JSON, [type, content].
+
+    Raises TypeError for other values: an object could compare as it likes.
+    """
     if value is None or isinstance(value, bool) or type(value).__name__ in ("bool", "bool_"):
         return ["c", None if value is None else bool(value)]
     if isinstance(value, str):
@@ -334,8 +342,10 @@ def encode_value(value: Any) -> Any:
 
 
 def _run_statements(code: str, read: Callable[[], Any], write: Callable[[Any], None]) -> None:
-    """Run the code, then the statements, which arrive only then. Each sends its value, or its
-    secret where it held."""
+    """Runs the code, then the statements, which arrive only after it.
+
+    Each statement sends its value, or its secret if it held.
+    """
     pristine = dict(vars(builtins))
     names = _run_module("solution", code)
     write({"loaded": True})
@@ -393,9 +403,8 @@ def _main(fd: int) -> None:
     os.environ.update({f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")})
     sys.path += job["site"]
     sys.argv = ["solution.py"]
-    vars(builtins).update(
-        exit=sys.exit, quit=sys.exit
-    )  # what site.py, left out for speed, would have put there
+    # What site.py, left out for speed, would have put there.
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)
     sys.dont_write_bytecode = True
     if job["mode"] == "statements":
         _run_statements(job["code"], read, write)

@@ -161,7 +161,8 @@ def each_within(cpu_s: float, function: Callable[[int], float], count: int) -> l
                     resource.getrlimit(_AS)[1],
                 )
                 max_bytes = pages * resource.getpagesize() + (1 << 30)
-                resource.setrlimit(_AS, (min(max_bytes, hard % 2**64), hard))  # infinity is -1
+                # Infinity is -1.
+                resource.setrlimit(_AS, (min(max_bytes, hard % 2**64), hard))
                 signal.signal(signal.SIGPROF, signal.SIG_DFL)
                 for number in range(len(values), count):
                     signal.setitimer(signal.ITIMER_PROF, cpu_s)
@@ -177,7 +178,8 @@ def each_within(cpu_s: float, function: Callable[[int], float], count: int) -> l
 
 
 def _parse(test: str) -> list[_Statement]:
-    """Returns the statements of a test. Raises SandboxError for a test that is not Python or empty."""  # noqa: E501
+    """Returns the statements of a test. Raises SandboxError for a test that is not Python or
+    empty."""
     try:
         body = ast.parse(test).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -209,9 +211,8 @@ def _statement(node: ast.stmt) -> _Statement:
 
 def _equals(encoded: Any, expected: Any) -> bool:
     try:
-        is_long = len(json.dumps(encoded)) > 1000 + 40 * len(
-            repr(expected)
-        )  # perhaps of keys that all collide
+        # Perhaps of keys that all collide.
+        is_long = len(json.dumps(encoded)) > 1000 + 40 * len(repr(expected))
         return not is_long and bool(_decode(encoded) == expected)
     except (ValueError, TypeError, KeyError, IndexError, RecursionError, OverflowError):
         # Nothing that encode_value would write.
@@ -310,7 +311,8 @@ class Jail(AbstractContextManager["Jail"]):
         self._tell_time(time.monotonic() - self._began)
         try:
             os.killpg(self._process.pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):  # it has ended, or died with its leader
+        except (ProcessLookupError, PermissionError):
+            # It has ended, or died with its leader.
             self._process.kill()
         self._process.wait()
         for file in (self._connection, self._stdin, self._stdout):
@@ -325,7 +327,8 @@ class Jail(AbstractContextManager["Jail"]):
             self._connection.sendall(json.dumps(message).encode() + b"\n")
 
     def read(self) -> Any:
-        """Returns the next message, or None if none came in time, or if it is too long or not JSON."""  # noqa: E501
+        """Returns the next message, or None if none came in time, or if it is too long or not
+        JSON."""
         while b"\n" not in self._buffer:
             try:
                 self._connection.settimeout(max(self._deadline - time.monotonic(), 0.001))
