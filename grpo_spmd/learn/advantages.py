@@ -1,5 +1,5 @@
-"""Rewards to advantages, as pure functions: of groups of completions, of the turns of an episode,
-and of single tokens with a critic."""
+"""Computes advantages from rewards, as pure functions: for groups of completions, for the turns of
+an episode, and for single tokens with a critic (GAE)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from torch import Tensor
 
 from grpo_spmd.records import Completion, Episode
 
-Grid = Float[Tensor, "P G"]  # one row per group
-Array = npt.NDArray[np.float64]  # [C]
+# One row per group, one column per completion.
+Grid = Float[Tensor, "P G"]
+# Values of C tokens.
+Array = npt.NDArray[np.float64]
 # One number for all tokens of a completion, or one for each.
 Credit = float | npt.NDArray[np.float64]
 # Rewards of a group that differ by less have nothing to teach: dividing by their deviation would
@@ -27,8 +29,9 @@ _MIN_VARIANCE = 1e-8
 def compute_advantages(
     rewards: Grid, estimator: str, normalize_std: str
 ) -> tuple[Grid, Bool[Tensor, " P"]]:
-    """Returns the advantage of each completion, and which groups have no spread: rewards all alike,
-    or fewer than two known.
+    """Returns (advantage of each completion, mask of the groups whose rewards have no spread).
+
+    A group has no spread if its rewards are all alike, or if fewer than two are known.
 
     A NaN reward means "unknown": it enters no mean or deviation, and its advantage is 0. The
     advantages of a group without spread are 0 too, except with "reinforce_pp", whose baseline is
@@ -86,9 +89,10 @@ def batch_std(rewards: Grid) -> Float[Tensor, ""]:
 def overlong_penalties(
     num_tokens: Grid, max_tokens: int, buffer_tokens: int, penalty: float
 ) -> Grid:
-    """Returns what is subtracted from the rewards of long completions: nothing up to `max_tokens -
-    buffer_tokens`, then linearly more, and `penalty` at `max_tokens` (DAPO's soft overlong
-    punishment, Yu et al. 2025)."""
+    """Returns the penalties that are subtracted from the rewards of long completions.
+
+    A penalty is 0 up to `max_tokens - buffer_tokens` tokens, then grows linearly to `penalty` at
+    `max_tokens` (DAPO's soft overlong punishment, Yu et al. 2025)."""
     if not buffer_tokens:
         return torch.zeros_like(num_tokens)
     return penalty * ((num_tokens - (max_tokens - buffer_tokens)) / buffer_tokens).clamp(0.0, 1.0)
@@ -104,8 +108,10 @@ def credited_tokens(
     discount: float | None,
     estimator: str,
 ) -> Sequence[Credit]:
-    """Returns the advantages of the tokens of a group's completions; with gae, where `advantages`
-    are still rewards, the rewards of the tokens."""
+    """Returns the advantages of the tokens of each completion of a group.
+
+    One number stands for all tokens of a completion. With gae `advantages` are still rewards, and
+    the result is the rewards of the tokens."""
     if estimator == "gae":
         pairs = zip(advantages, completions, strict=True)
         return [token_rewards(reward, c, by_turn=discount is not None) for reward, c in pairs]
@@ -121,7 +127,8 @@ def turn_advantages(
     episodes: Sequence[Episode | None],
     discount: float,
 ) -> list[Credit]:
-    """Returns the advantages of each token of a group's episodes, from those of the whole returns.
+    """Returns the advantages of each token of a group's episodes, from the advantages of whole
+    episodes.
 
     An estimator maps rewards to advantages by a line, A = (reward - baseline) / scale. A turn's
     advantage is on the same line: its return to go takes the place of the whole return, and the
@@ -231,8 +238,11 @@ def length_lambda(lengths: npt.NDArray[np.int64], alpha: float) -> Array:
 
 
 def whitening(count: float, total: float, squares: float) -> tuple[float, float]:
-    """Returns mean and factor of (A - mean) * factor, which give advantages of this count, sum and
-    sum of squares mean 0 and unbiased variance 1. The factor is at most 1e4."""
+    """Returns (mean, factor) so that the values (A - mean) * factor have mean 0 and unbiased
+    variance 1.
+
+    `count`, `total` and `squares` are the number of the advantages A, their sum and their sum of
+    squares. The factor is at most 1e4."""
     if count < 2:
         return (total / count if count else 0.0), 1.0
     mean = total / count
@@ -243,8 +253,9 @@ def whitening(count: float, total: float, squares: float) -> tuple[float, float]
 def explained_variance(
     count: float, returns: tuple[float, float], errors: tuple[float, float]
 ) -> float | None:
-    """Returns 1 - Var(return - value) / Var(return), from sums and sums of squares; None if the
-    returns are all alike."""
+    """Returns 1 - Var(return - value) / Var(return), or None if the returns are all alike.
+
+    `returns` and `errors` (return - value) are each (sum, sum of squares) over `count` tokens."""
 
     def variance(total: float, squares: float) -> float:
         return max(0.0, squares / count - (total / count) ** 2)
@@ -264,11 +275,11 @@ def value_loss(
     loss_mask: Bool[Tensor, " C"],
     clip: float | None,
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
-    """Returns the sum of half the squared errors of the tokens that count, and how many of them are
-    clipped.
+    """Returns (sum of half the squared errors of the tokens that count, number of clipped tokens).
 
-    An error is the larger one of V's and of that of V clipped to within `clip` of its old value, as
-    in PPO's first code. A token is clipped if the latter is larger.
+    The squared error of a token is the larger one of two: that of its value V, and that of V
+    clipped to within `clip` of its old value, as in PPO's first code. A token is clipped if the
+    second one is larger.
     """
     zero = torch.zeros((), dtype=values.dtype, device=values.device)
     v, old, target = (torch.where(loss_mask, x, zero) for x in (values, old_values, returns))

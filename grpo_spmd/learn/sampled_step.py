@@ -1,5 +1,9 @@
-"""The groups sampled in one step, and what rank 0 decides about them from a few numbers per
-rollout."""
+"""Collects the groups that are sampled in one step; rank 0 decides about them.
+
+After each round every rank sends rank 0 a few numbers per rollout (step_messages.py). With dynamic
+sampling rank 0 says how many prompts are still missing. At the end it makes the StepDecision: the
+groups to train on, their rewards and advantages, and the plan of the ranks.
+"""
 
 from __future__ import annotations
 
@@ -73,26 +77,30 @@ class SampledStep:
 
     def __init__(self, rules: StepRules) -> None:
         self.rules = rules
-        # Prompts to draw next. 0: the step is complete.
+        # The number of prompts to draw next. 0: the step is complete.
         self.num_missing = rules.rollout.num_prompts_per_step
         # This rank's groups of all rounds, and their scores in the same order.
         self.groups: list[RolloutGroup] = []
         self.scored = ScoredRollouts()
         self._group_size = rules.rollout.group_size
-        self._num_groups = 0  # over all ranks and rounds
+        # The number of groups over all ranks and rounds.
+        self._num_groups = 0
         self._rank0_step = _Rank0Step(rules)
 
     @property
     def num_completions(self) -> int:
-        """Completions of this step over all ranks, with those of the round that is running."""
+        """The number of completions of this step over all ranks, those of the running round
+        included."""
         return (self._num_groups + self.num_missing) * self._group_size
 
     def add(
         self, groups: Sequence[RolloutGroup], scored: ScoredRollouts, num_groups: int | None = None
     ) -> None:
-        """Collective. Adds this rank's groups of one round with their scores; rank 0 decides how
-        many prompts are still missing. `num_groups` counts the round's groups over all ranks, if
-        they are not `num_missing`."""
+        """Collective. Adds this rank's groups of one round with their scores, and sets
+        `num_missing` as rank 0 decides.
+
+        `num_groups` is the number of the round's groups over all ranks, if it is not
+        `num_missing`."""
         num_expected = self.num_missing if num_groups is None else num_groups
         message = encode_groups(groups, scored, self._group_size)
         self.groups += groups
@@ -110,10 +118,10 @@ class SampledStep:
 
 @dataclass(frozen=True)
 class GroupTable:
-    """g groups of G completions: one row per group in every array."""
+    """A table of g groups of G completions: every array has one row per group."""
 
     rows: GroupRows
-    """What the sampling rank said about the group."""
+    """The numbers that the sampling ranks sent."""
     ranks: npt.NDArray[np.int64]
     """The rank that sampled the group."""
     local_index: npt.NDArray[np.int64]
@@ -136,15 +144,16 @@ class _Rank0Step:
         self._rules = rules
         self._rounds: list[GroupTable] = []
         self._kept_positions = np.empty(0, np.int64)
-        self._num_groups = np.zeros(rules.num_ranks, np.int64)  # sampled by each rank
+        # The number of groups that each rank sampled, over all rounds.
+        self._num_groups = np.zeros(rules.num_ranks, np.int64)
         self._reward_names: list[str] = []
         self._counts = StepCounts()
         self._error_rates: dict[str, float] = {}
         self.decision: StepDecision | None = None
 
     def add_round(self, messages: list[bytes], num_expected: int) -> int:
-        """Returns how many prompts are still missing. Raises RewardError if too many rewards
-        failed."""
+        """Reads one round. Returns the number of prompts to draw next. Raises RewardError if too
+        many rewards failed."""
         rollout = self._rules.rollout
         table = self._read_round(messages, num_expected)
         self._rounds.append(table)
@@ -185,8 +194,8 @@ class _Rank0Step:
         return table
 
     def _check_errors(self, table: GroupTable, num_groups: int) -> None:
-        """Raises RewardError if too many environments or rewards failed. `num_groups` are those of
-        all rounds."""
+        """Raises RewardError if too many environments or rewards failed. `num_groups` counts the
+        groups of all rounds."""
         counts = self._counts
         max_error_frac = self._rules.max_error_frac
         check_environment_errors(table.rows, counts.first_errors, max_error_frac)
@@ -283,7 +292,8 @@ class _Rank0Step:
 
 
 def _slots(groups: GroupTable, used: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-    """Returns StepDecision.slots. `used` are the indices of the groups that are trained on."""
+    """Returns StepDecision.slots. `used` has the indices of the groups that are trained on, in the
+    order of their slots."""
     slots = np.full(len(groups), -1, np.int32)
     slots[used] = np.arange(len(used))
     in_rank_order: npt.NDArray[np.int32] = slots[np.lexsort((groups.local_index, groups.ranks))]
@@ -309,8 +319,7 @@ def make_group_table(
     rollout: RolloutConfig,
     advantage: AdvantageConfig,
 ) -> GroupTable:
-    """Returns the groups with their penalties, and with which of them have rewards that are all
-    alike."""
+    """Returns a table of the groups, with their overlong penalties and the mask `is_alike`."""
     overlong = overlong_penalties(
         _float_grid(rows["completion_tokens"]),
         rollout.max_completion_tokens,

@@ -1,5 +1,9 @@
-"""The two messages of a step between a rank and rank 0, as bytes: the numbers of the groups that
-the rank sampled, and the part of rank 0's decision that the rank needs."""
+"""Encodes the two messages of a step between a rank and rank 0 as bytes.
+
+The first one has the numbers of the groups that the rank sampled (`encode_groups`). The second one
+has the part of rank 0's decision that the rank needs (`encode_decisions`). `revise_decision` lets
+rank 0 change the decision later in the step.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +29,13 @@ from grpo_spmd.rewards.trl import Logged, logged_in, merge_logged
 
 # One structured row for each group, of the dtype that `group_dtype` returns.
 GroupRows = npt.NDArray[np.void]
-_MAX_RANKS = 1 << 16  # a rank's number takes two bytes
+# A rank's number takes two bytes in a message.
+_MAX_RANKS = 1 << 16
 
 
 def group_dtype(num_rewards: int, group_size: int, are_episodes: bool = False) -> np.dtype[np.void]:
-    """Returns the dtype of one group. It takes 13 bytes per rollout, 8 more per reward function, 9
-    more for an episode, and 12 per group."""
+    """Returns the dtype of one group: 12 bytes per group and 13 per rollout, 8 more per rollout and
+    reward function, and 9 more per rollout that is an episode."""
     columns: list[tuple[str, type]] = [
         ("completion_tokens", np.int32),
         ("truncated", np.bool_),
@@ -65,33 +70,33 @@ def count_rollout_tokens(rows: GroupRows) -> npt.NDArray[np.int64]:
 
 @dataclass
 class StepCounts:
-    """Sums over the completions of a step, whichever rank scored them."""
+    """Sums over the completions of a step, of one rank or of all ranks."""
 
     status_counts: dict[str, Counter[str]] = field(default_factory=dict)
-    """For each reward function how often it gave each status."""
+    """For each reward function the number of completions with each status."""
     retried: dict[str, Counter[str]] = field(default_factory=dict)
-    """For each reward function the groups that it was called for again, by reason."""
+    """For each reward function the number of groups that it was called for again, by reason."""
     logged: Logged = field(default_factory=dict)
-    """What reward functions logged."""
+    """The metrics that reward functions logged."""
     first_errors: list[str] = field(default_factory=list)
     """The first failure on each rank that had one."""
     calls_s: list[npt.NDArray[np.float32]] = field(default_factory=list)
     """Seconds of each call to an environment."""
 
-    def add(self, second: StepCounts) -> None:
+    def add(self, addend: StepCounts) -> None:
         """Adds the sums of another rank or round."""
         for totals, added in (
-            (self.status_counts, second.status_counts),
-            (self.retried, second.retried),
+            (self.status_counts, addend.status_counts),
+            (self.retried, addend.retried),
         ):
             for name, counts in added.items():
                 total = totals.setdefault(name, Counter())
                 # Counter.update takes ten times as long, and there may be thousands of ranks.
                 for status, number in counts.items():
                     total[status] += number
-        merge_logged(self.logged, second.logged)
-        self.first_errors += second.first_errors
-        self.calls_s += second.calls_s
+        merge_logged(self.logged, addend.logged)
+        self.first_errors += addend.first_errors
+        self.calls_s += addend.calls_s
 
 
 def encode_groups(groups: Sequence[RolloutGroup], scored: ScoredRollouts, group_size: int) -> bytes:
@@ -293,8 +298,8 @@ def split_sampled(step: StepDecision, values: Array) -> list[bytes]:
 
 
 def trained_ids(step: StepDecision) -> tuple[npt.NDArray[np.int32], Array]:
-    """Returns the rollout ids in the order in which ranks train on them, rank after rank, and the
-    number of each rank's."""
+    """Returns (rollout ids in the order in which ranks train on them, rank after rank; the number
+    of each rank's ids)."""
     trainers = _trainers(step)
     ids = step.plan.ids[np.argsort(trainers, kind="stable")]
     return ids, np.bincount(trainers, minlength=len(step.num_groups))
@@ -321,8 +326,8 @@ def revise_decision(
 ) -> tuple[bytes, StepDecision | None]:
     """Collective. Lets rank 0 revise its decision from one message of each rank.
 
-    `revise` runs on rank 0 and returns the new decision with one reply for each rank. Returns this
-    rank's reply, and the new decision on rank 0.
+    `revise` runs on rank 0 and returns (new decision, one reply for each rank). The function
+    returns (this rank's reply, the new decision on rank 0 and None on other ranks).
     """
     revised: list[StepDecision] = []
 

@@ -1,4 +1,8 @@
-"""One update of the policy on the rollouts of a step, and the logprobs that it needs beforehand."""
+"""Updates the policy on the rollouts of a step, and computes the logprobs that the update needs.
+
+A mini-batch is the rollouts of one optimizer step; a rank goes over it in micro-batches, whose
+gradients add up. "Synced" means that the policy has the very weights that the engine sampled with.
+"""
 
 from __future__ import annotations
 
@@ -38,20 +42,20 @@ NonfiniteTokens = tuple[MicroBatch, Tensor]
 
 
 class UpdateObserver(Protocol):
-    """Observer of one policy update. Every method is collective: all ranks must call it."""
+    """Observes one policy update. Every method is collective: all ranks must call it."""
 
     def before_backward(
         self, mini_batch: list[MicroBatch], num_loss_tokens: int, num_loss_sequences: int
     ) -> None:
-        """Before the first backward pass of a mini-batch. The counts are over all ranks."""
+        """Called before the first backward pass of a mini-batch. The counts are over all ranks."""
         ...
 
     def after_backward(self) -> None:
-        """The gradients of the whole mini-batch are there, not clipped yet."""
+        """Called when the gradients of the whole mini-batch are complete, before clipping."""
         ...
 
     def after_step(self, is_made: bool) -> None:
-        """After the optimizer step. `is_made` is False if it was skipped."""
+        """Called after the optimizer step. `is_made` is False if the step was skipped."""
         ...
 
 
@@ -211,9 +215,10 @@ class PolicyUpdater:
         stop_check: StopCheck | None = None,
         keep_scores: KeepScores | None = None,
     ) -> Reductions:
-        """Collective. Returns what `update` measures over one epoch, without changing the policy:
-        it is frozen while a critic warms up. "measured" is the number of mini-batches that
-        count."""
+        """Collective. Returns the metrics of `update` over one epoch, without changing the policy.
+
+        The policy is frozen while a critic warms up. The metric "measured" is the number of
+        mini-batches with a token that counts."""
         totals = no_update(self._loss)
         num_measured = 0
         try:
@@ -248,8 +253,8 @@ class PolicyUpdater:
         stop_check: StopCheck | None = None,
         keep_scores: KeepScores | None = None,
     ) -> tuple[Reductions, list[NonfiniteTokens]]:
-        """Collective. Adds the gradient of a mini-batch. Returns its metrics, and the tokens with a
-        score that is not finite."""
+        """Collective. Adds the gradient of a mini-batch to the parameters' gradients. Returns (its
+        metrics, the tokens with a score that is not finite)."""
         totals: Reductions = {}
         suspects: list[NonfiniteTokens] = []
         for micro_batch in mini_batch:
@@ -274,7 +279,8 @@ class PolicyUpdater:
         stop_check: StopCheck | None,
         keep_scores: KeepScores | None,
     ) -> tuple[Reductions, bool]:
-        """Makes one optimizer step. Returns its metrics, and whether it was made."""
+        """Collective. Makes one optimizer step on a mini-batch. Returns (its metrics, True if the
+        step was made and False if it was skipped)."""
         if observer is not None:
             observer.before_backward(mini_batch, num_loss_tokens, num_loss_sequences)
         metrics, suspects = self.accumulate(
@@ -391,7 +397,7 @@ class PolicyUpdater:
 
 
 def _rollouts_of(suspects: list[NonfiniteTokens]) -> list[int]:
-    """Returns the ids of the rollouts of these tokens. Waits for the device."""
+    """Returns the ids of the rollouts that these tokens belong to. Waits for the device."""
     return [
         micro_batch.rollout_ids[index]
         for micro_batch, nonfinite in suspects

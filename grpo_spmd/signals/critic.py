@@ -1,8 +1,9 @@
-"""The critic: a model of the values of a step's tokens, from which their advantages follow (GAE),
-and its own update.
+"""The critic: a model that gives each token of a step a value, and learns in an update of its own.
 
-PPO as in Schulman et al. 2017, with a lambda of its own for the value targets (VC-PPO, Yuan et al.
-2025). The second half of the file is the running check.
+The advantages of the tokens follow from values and rewards (generalized advantage estimation, GAE).
+PPO is as in Schulman et al. 2017, with a separate lambda for the value targets (VC-PPO, Yuan et al.
+2025). The second half of the file is the running check, which computes values, returns and
+advantages again. A "row" is a micro-batch.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ from grpo_spmd.proofs.update_check import SignalProofs, UpdateCheckSettings
 from grpo_spmd.records import Completion, Decision, MicroBatch, RolloutBatch, StepDecision
 
 Numbers = npt.NDArray[np.float64]
-_NUM_SUMS = 8  # of `_Estimate.sums`
+# The length of `_Estimate.sums`.
+_NUM_SUMS = 8
 
 
 @dataclass(frozen=True)
@@ -69,8 +71,8 @@ class _Estimate:
 
 
 class Critic:
-    """The critic as a Signal: it gives each token its advantage before the policy's update, and
-    learns from the same rollouts after it."""
+    """The critic is a Signal: it gives each token an advantage before the policy's update, and
+    learns from the same rollouts after the update."""
 
     def __init__(
         self,
@@ -81,7 +83,8 @@ class Critic:
         optimizer: OptimizerConfig,
         training: TrainingConfig,
     ) -> None:
-        """`normalize_std`: "batch" whitens the advantages of a step, "none" leaves them."""
+        """Builds the critic's optimizer. `normalize_std` "batch" whitens the advantages of a step
+        (mean 0, variance 1); "none" leaves them as they are."""
         self.model = model
         self._config = config
         self._loss = loss
@@ -96,7 +99,8 @@ class Critic:
             dataclasses.replace(optimizer, lr=config.lr, min_lr=min_lr),
             training.num_run_optimizer_steps,
         )
-        self._metrics: Reductions = {}  # of the mini-batch that is running
+        # The metrics of the mini-batch that is running.
+        self._metrics: Reductions = {}
         self._num_updates = 0
         self._skipped_in_a_row = 0
 
@@ -112,7 +116,7 @@ class Critic:
 
     @property
     def warmup_steps(self) -> int:
-        """First steps of the run in which only the critic learns."""
+        """The number of first steps of the run in which only the critic learns."""
         return self._config.warmup_steps
 
     def proofs(self, settings: UpdateCheckSettings) -> SignalProofs:
@@ -137,8 +141,8 @@ class Critic:
     def attach(self, batch: RolloutBatch, decision: Decision, stop_check: StopCheck) -> Decision:
         """Collective. Writes values, returns and advantages into the micro-batches.
 
-        Until now their advantages are rewards, each at the token that it was given for. The
-        returned decision has the mean advantage of each rollout's tokens.
+        Before the call `advantages` of the micro-batches are rewards, each at the token that it was
+        given for. The returned decision has the mean advantage of each rollout's tokens.
         """
         rows = batch.micro_batches
         try:
@@ -192,9 +196,10 @@ class Critic:
     def _whiten(
         self, rows: list[MicroBatch], estimates: list[_Estimate], decision: Decision
     ) -> tuple[float, float, Decision]:
-        """Collective. Returns the mean to subtract from the advantages and the factor to multiply
-        them by, over the tokens of all ranks, and the decision with the rollouts' mean
-        advantages."""
+        """Collective. Returns (mean, factor, decision).
+
+        (A - mean) * factor whitens the advantages A over the tokens of all ranks. The decision has
+        the rollouts' mean advantages, whitened too."""
         pairs = zip(rows, estimates, strict=True)
         means = {i: mean for row, e in pairs for i, mean in _rollout_means(row, e.advantages)}
         trained = [i for rows_of_rank in decision.rows for row in rows_of_rank for i in row]
@@ -203,13 +208,16 @@ class Critic:
         local_sums = sum((estimate.sums for estimate in estimates), np.zeros(_NUM_SUMS))
 
         def revise(step: StepDecision, messages: list[bytes]) -> tuple[StepDecision, list[bytes]]:
+            # A message is 8 sums, then the means of the rollouts that the rank trains on.
             rank_values = [np.frombuffer(message, np.float64) for message in messages]
-            totals = sum((piece[:_NUM_SUMS] for piece in rank_values), np.zeros(_NUM_SUMS)).tolist()
+            totals = sum(
+                (values[:_NUM_SUMS] for values in rank_values), np.zeros(_NUM_SUMS)
+            ).tolist()
             count, a, a_squares, v, r, r_squares, error, error_squares = totals
             mean, factor = whitening(count, a, a_squares) if self._whitens else (0.0, 1.0)
             rollout_means = np.full(len(step.rewards), math.nan)
             rollout_means[trained_ids(step)[0]] = np.concatenate(
-                [piece[_NUM_SUMS:] for piece in rank_values]
+                [values[_NUM_SUMS:] for values in rank_values]
             )
             advantages = np.nan_to_num((rollout_means - mean) * factor).astype(np.float32)
             variance = max(0.0, a_squares / count - (a / count) ** 2) if count else None
@@ -222,7 +230,7 @@ class Critic:
             }
             # Every rank needs the same mean and factor, and the means of what it sampled.
             header = np.array([mean, factor]).tobytes()
-            replies = [header + piece for piece in split_sampled(step, advantages)]
+            replies = [header + rank_bytes for rank_bytes in split_sampled(step, advantages)]
             revised = dataclasses.replace(
                 step, advantages=advantages, metrics=step.metrics | metrics
             )
@@ -368,22 +376,22 @@ def open_own_critic(config: Config, policy: Policy, session: Session) -> Critic:
 # The running check: values by a plain forward pass, and returns and advantages from them and from
 # the rewards that the sampling ranks know. It uses nothing of learn/advantages.py.
 
-# Of the first row of a rank, whose values are computed again: the sequences, the tokens after the
-# first sampled one, and the longest prompt, since plain attention takes memory by the square of it.
+# The values of some tokens of a rank's first row are computed again: at most so many sequences, so
+# many tokens from the first sampled one on, and no prompt that is longer, since plain attention
+# takes memory by the square of the length.
 _NUM_SEQUENCES, _NUM_TOKENS, _MAX_PROMPT_TOKENS = 4, 32, 2048
-_VALUE_BOUNDS = {
-    "float32": 1e-4,
-    "bfloat16": 0.05,
-}  # mean |difference| relative to the mean |value|
-_RELATIVE, _ABSOLUTE = 1e-3, 1e-4  # of float32 sums over a completion
+# Bounds of the mean |difference| of values, relative to the mean |value|.
+_VALUE_BOUNDS = {"float32": 1e-4, "bfloat16": 0.05}
+# Bounds of the rounding of a float32 sum over a completion.
+_RELATIVE, _ABSOLUTE = 1e-3, 1e-4
 
 
 @dataclass(frozen=True)
 class _PlainRow:
-    """The tokens [C] of one row."""
+    """The recomputed and the attached advantages of one row's tokens [C]."""
 
     advantages: Numbers
-    """As recomputed, not whitened."""
+    """The recomputed advantages, not whitened."""
     mask: npt.NDArray[np.bool_]
     """True where a token counts."""
     attached: Numbers
@@ -395,14 +403,16 @@ class _RolloutRewards(msgspec.Struct, frozen=True):
 
     num_tokens: int
     rewards: dict[int, float]
-    """By the index of a sampled token; tokens without a reward are left out."""
+    """Rewards by the index of a sampled token; tokens without a reward are left out."""
 
 
-_Rewards = dict[int, _RolloutRewards]  # by rollout id
+# Rewards by rollout id.
+_Rewards = dict[int, _RolloutRewards]
 
 
 class CriticCheck:
-    """Recomputes values, returns and advantages."""
+    """Recomputes values, returns and advantages of a step, and compares them with the
+    micro-batches."""
 
     def __init__(
         self, model: ValueModel | PolicyValues, config: CriticConfig, settings: UpdateCheckSettings
@@ -420,8 +430,8 @@ class CriticCheck:
         decision: Decision,
         rewards: Mapping[int, float],
     ) -> CheckResult:
-        """Collective. `rewards` of the rollouts that this rank sampled and some rank trains on;
-        NaN: unknown."""
+        """Collective. Runs the check. `rewards` has, by rollout id, the rollouts that this rank
+        sampled and some rank trains on; NaN: unknown."""
         # All parts of the check are collective: every rank makes all of them.
         result = CheckResult()
         self._check_values(result, batch.micro_batches[0])
@@ -443,9 +453,10 @@ class CriticCheck:
         return result
 
     def _check_values(self, result: CheckResult, row: MicroBatch) -> None:
-        """Collective. Compares the values that the row holds with the model's, and the model's with
-        those of a plain pass over some sequences. For the latter the head, which may be zero, gets
-        a random term."""
+        """Collective. Compares the values that the row holds with values by the model, and values
+        by the model with values by a plain forward pass over some sequences.
+
+        In the second comparison the head adds a random term: a head of zeros would hide a fault."""
         starts = torch.nonzero(row.position_ids == 0)[:, 0].tolist()[:_NUM_SEQUENCES]
         positions = row.predict_index.tolist()
         lengths: list[int] = []
@@ -483,12 +494,12 @@ class CriticCheck:
             plain += [float(by_plain_pass[number, positions[c] - start]) for c in tokens]
             trainer += [float(by_trainer[c]) for c in tokens]
         if trainer:
-            off = math.fsum(abs(a - b) for a, b in zip(trainer, plain, strict=True))
+            difference = math.fsum(abs(a - b) for a, b in zip(trainer, plain, strict=True))
             size = math.fsum(map(abs, plain)) + 1e-6
             result.check_difference(
                 "a value beside that of a plain forward pass, of its size,",
                 "values",
-                off / size,
+                difference / size,
                 self._bound,
             )
 
@@ -586,8 +597,10 @@ def read_rewards(messages: Sequence[bytes]) -> _Rewards:
 
 
 def lambda_returns(rewards: Numbers, values: Numbers, gamma: float, lam: Numbers) -> Numbers:
-    """Returns G_t = r_t + gamma ((1 - lam) V_{t+1} + lam G_{t+1}) of each line [n, L], with nothing
-    after the last column. `lam` [n]."""
+    """Returns G_t = r_t + gamma ((1 - lam) V_{t+1} + lam G_{t+1}) for `rewards` r and `values` V
+    [n, L].
+
+    Values and returns after the last column are 0. `lam` [n] has one number per line."""
     returns = np.zeros_like(rewards)
     next_value = np.zeros(len(rewards))
     next_return = np.zeros(len(rewards))
@@ -607,8 +620,10 @@ def _find_differences(attached: Numbers, expected: Numbers) -> npt.NDArray[np.in
 
 
 def _place_rewards(completion: Completion, reward: float, by_turn: bool) -> _RolloutRewards:
-    """Puts the reward at the last token; with `by_turn` the turns' rewards where the turns end, and
-    the rest at the last token."""
+    """Returns the rewards of a rollout by token: the whole reward at the last token.
+
+    With `by_turn` each turn's reward is at the turn's last token, and the remainder of the whole
+    reward at the last token of all."""
     num_tokens = len(completion.token_ids)
     rewards: dict[int, float] = {}
     if by_turn and completion.episode is not None:
@@ -618,8 +633,8 @@ def _place_rewards(completion: Completion, reward: float, by_turn: bool) -> _Rol
             if turn.num_tokens and turn.reward:
                 rewards[position] = turn.reward
     if num_tokens:
-        rest = rewards.get(num_tokens - 1, 0.0) + reward - math.fsum(rewards.values())
-        rewards[num_tokens - 1] = rest
+        remainder = rewards.get(num_tokens - 1, 0.0) + reward - math.fsum(rewards.values())
+        rewards[num_tokens - 1] = remainder
     return _RolloutRewards(num_tokens, rewards)
 
 
@@ -631,7 +646,8 @@ def _sum_over_ranks(numbers: Sequence[float]) -> list[float]:
 
 @contextmanager
 def random_head(head: nn.Linear) -> Iterator[None]:
-    """Within it the head, which may be zero, adds a product with a fixed random vector."""
+    """Returns a context manager. Within it the head adds a product with a fixed random vector: a
+    new head is zero, and would show no fault."""
 
     def add(_: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
         return output + random_product(inputs[0])[..., None]

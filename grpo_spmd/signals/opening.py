@@ -1,5 +1,9 @@
-"""Opens the rewards of a run: functions, servers, environments, reward models and judges. Reward
-models and judges that the config does not name are not even imported."""
+"""Opens the rewards and the signals of a run.
+
+Rewards come from functions, servers, environments, reward models and judges. A signal is a training
+signal for single tokens besides the rewards: the teachers and the critic. Reward models, judges and
+signals that the config does not ask for are not even imported.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +43,7 @@ def open_rewards(
     preemption: Preemption,
     environments: Environments | None,
 ) -> tuple[RewardPool, Scorers]:
-    """Returns the pool of reward functions, and what scores with all rewards but judges and reward
-    models.
+    """Returns (pool of reward functions, scorers of all rewards except judges and reward models).
 
     Raises ConfigError if rewards are needed, and neither config nor environment gives one.
     """
@@ -69,8 +72,8 @@ def open_reward_models(
     session: Session,
     preemption: Preemption,
 ) -> Scorers:
-    """Collective. Returns `scorers` with the engine's judges and the reward models behind them,
-    which are built here. Raises ConfigError."""
+    """Collective. Builds the engine's judges and the reward models, and returns `scorers` with them
+    added at the end. Raises ConfigError."""
     more: list[Scorer] = []
     for index, reward in enumerate(config.rewards):
         if reward.metric_name in scorers.weights and (reward.model or reward.is_engine_judge):
@@ -112,14 +115,13 @@ def open_reward_models(
         more.append(RewardModels(models, engine, checks, config.proofs.every_steps))
     if not more:
         return scorers
-    # As the config lists them, then the environments' own.
+    # The weights in the order of the config, then those of the environments' own rewards.
     weights = {reward.metric_name: reward.weight for reward in config.rewards}
     weights |= {name: w for name, w in scorers.weights.items() if name not in weights}
     return Scorers(scorers.score_functions, weights, [*scorers.scorers, *more])
 
 
-# Opens the teachers and the critic that the config asks for. A signal that is off is not even
-# imported.
+# The signals: the teachers and the critic.
 
 
 class Signal(Protocol):
@@ -157,7 +159,7 @@ class Signals:
     def _active(self) -> list[Signal]:
         """The signals that are on. The critic comes first: it replaces advantages that a teacher
         then adjusts."""
-        # The order in which they attach and update.
+        # The order in which signals attach and update.
         return [signal for signal in (self.critic, self.teacher) if signal is not None]
 
     @property
@@ -167,29 +169,29 @@ class Signals:
 
     @property
     def offloadable_models(self) -> list[OffloadableModel]:
-        """As Signal.offloadable_models, of all signals."""
+        """The models of all signals; see Signal.offloadable_models."""
         return [model for signal in self._active for model in signal.offloadable_models]
 
     def freezes_policy(self, step: int) -> bool:
-        """True in the first steps of a run in which only the critic learns
-        (critic.warmup_steps)."""
+        """Returns True in the first `critic.warmup_steps` steps of a run, in which only the critic
+        learns."""
         return self.critic is not None and step <= self.critic.warmup_steps
 
     def attach(self, batch: RolloutBatch, decision: Decision, stop_check: StopCheck) -> Decision:
-        """Collective. As Signal.attach, of all signals."""
+        """Collective. Calls `attach` of all signals; see Signal.attach."""
         for signal in self._active:
             decision = signal.attach(batch, decision, stop_check)
         return decision
 
     def update(self, batch: RolloutBatch) -> Reductions:
-        """Collective. As Signal.update, of all signals."""
+        """Collective. Calls `update` of all signals. Returns their metrics together."""
         metrics: Reductions = {}
         for signal in self._active:
             metrics |= signal.update(batch)
         return metrics
 
     def proofs(self, settings: UpdateCheckSettings) -> SignalProofs:
-        """As Signal.proofs, of all signals together."""
+        """Returns the proofs of all signals as one."""
         proofs = [signal.proofs(settings) for signal in self._active]
         return SignalProofs(
             checks=[check for proof in proofs for check in proof.checks],

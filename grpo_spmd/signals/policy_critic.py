@@ -34,10 +34,10 @@ from grpo_spmd.signals.critic import Critic, CriticCheck, random_head, random_pr
 
 
 class PolicyCritic(Critic):
-    """The critic, and the ValueHead of a PolicyUpdater.
+    """A critic that is also the ValueHead of a PolicyUpdater.
 
-    In a step whose policy update it was not part of (the warm-up), the head learns alone, from
-    states without a gradient.
+    During the warm-up the policy is not updated: then the head learns alone, from hidden states
+    without a gradient.
     """
 
     model: PolicyValues
@@ -64,14 +64,16 @@ class PolicyCritic(Critic):
         return SignalProofs([check], values=ValueTargets(self, self._config, settings.dtype))
 
     def attach(self, batch: RolloutBatch, decision: Decision, stop_check: StopCheck) -> Decision:
-        """Collective. As Critic.attach."""
+        """Collective. Writes values, returns and advantages into the micro-batches; see
+        Critic.attach."""
         # A new step: the policy's update has not been made yet.
         self._update_metrics = None
         self._num_skipped = 0
         return super().attach(batch, decision, stop_check)
 
     def term(self, hidden: Tensor, head: Tensor) -> Tensor:
-        """Collective. Returns values [C]."""
+        """Collective. Returns values [C] of the policy's hidden states [C, D]; see
+        ValueHead.term."""
         return self.model.term(hidden, head)
 
     def end_mini_batch(self, is_made: bool) -> None:
@@ -105,21 +107,21 @@ def open_policy_critic(config: Config, policy: Policy, session: Session) -> Poli
     )
 
 
-_VALUE_BOUNDS = {
-    "float32": 1e-4,
-    "bfloat16": 0.05,
-}  # mean |difference| relative to the mean |value|
-# Distances of old values and returns from the values, in multiples of the clip: on both sides of
-# it, each where the clipped error is the larger one, and where it is not.
+# Bounds of the mean |difference| of values, relative to the mean |value|.
+_VALUE_BOUNDS = {"float32": 1e-4, "bfloat16": 0.05}
+# Distances of old values and returns from the values, in multiples of the clip. They are on both
+# sides of the clip, and on each side the clipped error is sometimes the larger one, sometimes not.
 _OLD_DISTANCES = (0.0, 0.5, -0.5, 1.5, -1.5, 2.0, -2.0)
 _RETURN_DISTANCES = (0.7, -0.7, 0.9)
+# The number of random vectors whose products with a gradient are compared.
 _NUM_SKETCHES = 8
-_MAX_CLIP = 5.0  # with a larger clip nothing is clipped on synthetic rows
+# With a larger clip nothing is clipped on synthetic rows.
+_MAX_CLIP = 5.0
 
 
 class ValueTargets:
-    """Value targets for the synthetic rows of the gradient check, with their loss written out
-    plainly."""
+    """Makes value targets for the synthetic rows of the gradient check, and computes their loss
+    plainly (the SyntheticValues of GradientCheck)."""
 
     def __init__(self, critic: PolicyCritic, config: CriticConfig, dtype: str) -> None:
         self.bound = _VALUE_BOUNDS[dtype]
@@ -134,12 +136,13 @@ class ValueTargets:
         self._columns: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the head's parameters."""
+        """Returns an iterator over (name, parameter) of the head."""
         return self._critic.model.named_parameters()
 
     @contextmanager
     def random_head(self) -> Iterator[None]:
-        """Within it the head, which may be zero, adds a fixed random product."""
+        """Returns a context manager. Within it the head adds a fixed random product, and the
+        decoder's outputs of plain passes are kept."""
         model = self._critic.model
         with random_head(model.head), plain_states(model.policy) as self._states:
             yield
@@ -162,11 +165,12 @@ class ValueTargets:
     def plain_loss(
         self, rollouts: Sequence[Rollout], counts: Tensor, num_tokens: int
     ) -> tuple[Tensor, float, float]:
-        """Collective. Returns the value loss [] with its graph, the sum of its terms' sizes, and
-        how far the trainer's values are off, relative to their size.
+        """Collective. Returns (value loss [] with its graph, sum of its terms' sizes, mean
+        difference of the trainer's values relative to their size).
 
-        It reads the last plain pass within `random_head`, over the contexts of `rollouts`. `counts`
-        [n] marks the tokens that count. The targets of `set_targets` are used up.
+        The states are those of the last plain pass within `random_head`, which was over the
+        contexts of `rollouts`. `counts` [n] is True for the tokens that count. The targets of
+        `set_targets` are used once.
         """
         states = self._states[-1]  # [S, L, D]
         hidden: list[Tensor] = []
@@ -190,7 +194,7 @@ class ValueTargets:
         values, old, target = (torch.cat(column) for column in zip(*self._columns, strict=True))
         self._columns = []
         size = plain.detach().abs().mean() + 1e-6
-        off = float((values - plain.detach()).abs().mean() / size)
+        difference = float((values - plain.detach()).abs().mean() / size)
         # The trainer's values with the plain gradient: else rounding would clip here what it does
         # not clip there.
         v = plain + (values - plain).detach()
@@ -200,7 +204,7 @@ class ValueTargets:
             term = self._coef * 0.5 * self._squared_error(v[k], old[k], target[k]) / num_tokens
             total = total + term
             total_size += abs(float(term.detach()))
-        return total, total_size, off
+        return total, total_size, difference
 
     def _squared_error(self, value: Tensor, old: Tensor, target: Tensor) -> Tensor:
         """Returns the squared error of a value; the larger one of PPO's clipped pair."""
@@ -241,8 +245,9 @@ class ValueTargets:
 
 
 def _relative_difference(rank_values: list[list[list[float]]]) -> float:
-    """Runs on rank 0. Returns |sum of the first lists - sum of the second| over the size of the
-    latter."""
+    """Returns the norm of (reduced - plain) over the norm of plain. Runs on rank 0.
+
+    `rank_values` has the lists [reduced, plain] of each rank; both are summed over ranks first."""
     # Sums over ranks of each product with a random vector.
     reduced, plain = (
         [sum(column) for column in zip(*lists, strict=True)]

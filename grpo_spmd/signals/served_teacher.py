@@ -1,8 +1,9 @@
-"""Teachers behind vLLM servers: before each update their servers are asked for the logprobs of the
+"""Teachers behind vLLM servers: before each update the servers are asked for the logprobs of the
 policy's tokens.
 
-Each context that the policy trains on is one request. A rollout without an answer gets no teacher
-signal. The last part of the file is the running check.
+A question is one context (a sequence that the policy trains on) and is one request to a server; an
+answer is the server's logprobs for the context's sampled tokens. A rollout without an answer gets
+no teacher signal. The last part of the file is the running check.
 """
 
 from __future__ import annotations
@@ -46,14 +47,15 @@ from grpo_spmd.signals.teacher import (
 )
 
 _log = logging.getLogger("grpo_spmd")
-_STOP_CHECK_S = 0.5  # seconds between two questions whether the run has to stop
+# Seconds between two checks whether the run has to stop, while requests are running.
+_STOP_CHECK_S = 0.5
 # 1 minus a sum of float32 probabilities cannot tell smaller ones from 0.
 _MIN_REST = float(np.finfo(np.float32).eps)
 
 
 class Answer(NamedTuple):
-    """What a server says about n tokens. The answers of a whole step are held in this compact
-    form."""
+    """A server's logprobs for n tokens, in a compact form: the answers of a whole step are held at
+    once."""
 
     ids: npt.NDArray[np.int32]
     """[n, K] The K most probable tokens. [n, 0] if only the sampled tokens were asked for."""
@@ -64,19 +66,19 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class Question:
-    """One context of a rollout, as its teacher sees it."""
+    """One context of a rollout, with the teacher's prompt."""
 
     rollout_id: int
     token_ids: npt.NDArray[np.int64]
     """The context up to its last sampled token."""
     sampled_at: npt.NDArray[np.int64]
-    """[n] Positions in it of the tokens that the policy sampled."""
+    """[n] Positions in the context of the tokens that the policy sampled."""
     tokens: npt.NDArray[np.int64]
     """[n] Indices of the same tokens among the completion tokens of the row."""
 
 
 class ServedTeacher(Teacher):
-    """The servers of a run, as one Signal."""
+    """All teacher servers of a run together are one Signal."""
 
     def __init__(
         self,
@@ -89,8 +91,8 @@ class ServedTeacher(Teacher):
         ranks: tuple[int, int] = (0, 1),
         max_error_frac: float = 1.0,
     ) -> None:
-        """`ranks`: this rank and their number; they share the limit of requests. The run stops if
-        `max_error_frac` of a step's rollouts have no answer."""
+        """`ranks` is (this rank, number of ranks): ranks share the limit of requests. The run stops
+        if `max_error_frac` of a step's rollouts have no answer."""
         super().__init__(config, {}, policy, prompt_at, request_for)
         self.servers = dict(servers)
         self._max_error_frac = max_error_frac
@@ -102,7 +104,7 @@ class ServedTeacher(Teacher):
             retries=config.retries,
         )
         self._limits = CallLimits([limit] * len(self.servers), config.timeout_s, *ranks)
-        # Rollouts of this rank's rows in the last step.
+        # Ids of the rollouts without an answer, in this rank's rows of the last step.
         self.unanswered: set[int] = set()
 
     @property
@@ -111,8 +113,8 @@ class ServedTeacher(Teacher):
         return self.config.top_k if self.config.loss == "topk" else 0
 
     def attach(self, batch: RolloutBatch, decision: Decision, stop_check: StopCheck) -> Decision:
-        """Collective. As Teacher.attach. Raises RewardError on all ranks if too many rollouts have
-        no answer."""
+        """Collective. Asks the servers and writes a TeacherSignal into every micro-batch. Raises
+        RewardError on all ranks if too many rollouts have no answer."""
         requests = self.requests(decision)
         questions = [
             {name: self._questions(row, requests, name) for name in self.servers}
@@ -158,8 +160,8 @@ class ServedTeacher(Teacher):
         return [*_contexts(teacher_row, tokens.cpu().numpy())]
 
     def _ask(self, server: PromptLogprobs, question: Question, limit_s: float) -> Answer:
-        """Runs in a thread. Returns what the server says about the sampled tokens. Raises
-        FailedCallError."""
+        """Returns the server's answer about the sampled tokens. Runs in a thread. Raises
+        FailedCallError if there is none within `limit_s` seconds, or it cannot be used."""
         answers = server.ask(question.token_ids.tolist(), self.top_k, limit_s)
         # The server says nothing about the first token.
         sampled = [answers[position - 1] for position in question.sampled_at.tolist()]
@@ -192,8 +194,8 @@ class ServedTeacher(Teacher):
     def _attach_answers(
         self, row: MicroBatch, answers: Mapping[str, Sequence[tuple[Question, Answer | None]]]
     ) -> None:
-        """Writes the servers' answers into a row. An episode of which one context has no answer has
-        none."""
+        """Writes the servers' answers into a row. If one context of an episode has no answer, the
+        whole episode counts as unanswered."""
         answered_mask = torch.zeros_like(row.loss_mask)
         scores: list[tuple[TokenIndices | None, TeacherScores]] = []
         masks: dict[str, Tensor] = {}
@@ -243,6 +245,7 @@ def _contexts(row: MicroBatch, tokens: npt.NDArray[np.int64] | None) -> Iterator
 
 
 def _mask_of(row: MicroBatch, tokens: Sequence[npt.NDArray[np.int64]]) -> Tensor:
+    """Returns a mask [C] of the row's completion tokens with these indices."""
     mask = np.zeros(len(row.loss_mask), np.bool_)
     mask[np.concatenate([np.zeros(0, np.int64), *tokens])] = True
     return torch.from_numpy(mask).to(row.loss_mask.device)
@@ -261,6 +264,8 @@ def compact_answer(tokens: Sequence[PositionLogprobs], top_k: int, vocabulary_si
 
 
 def _as_tensors(answers: Sequence[Answer], device: torch.device) -> Tensor | TopTeacher:
+    """Returns the answers, one after the other, on the device: logprobs [n] of the sampled tokens,
+    or distributions."""
     ids, logprobs = (
         torch.from_numpy(np.concatenate(column)).to(device) for column in zip(*answers, strict=True)
     )
@@ -268,9 +273,9 @@ def _as_tensors(answers: Sequence[Answer], device: torch.device) -> Tensor | Top
 
 
 def rest_logprob(logprobs: Sequence[float], vocabulary_size: int) -> float:
-    """Returns the logprob of all tokens together whose logprobs are not among the `known` ones."""
+    """Returns the logprob of all other tokens together, if `logprobs` are those of some tokens."""
+    # Then there is no other token.
     if len(logprobs) >= vocabulary_size:
-        # There is no other token.
         return MIN_LOGPROB
     return math.log(max(1 - math.fsum(map(math.exp, logprobs)), _MIN_REST))
 
@@ -278,7 +283,8 @@ def rest_logprob(logprobs: Sequence[float], vocabulary_size: int) -> float:
 def _count_answers(
     rank_counts: list[dict[str, Any]], max_error_frac: float
 ) -> dict[str, float | None]:
-    """Runs on rank 0. Returns the metrics over all ranks. Raises RewardError."""
+    """Returns the metrics over all ranks. Runs on rank 0. Raises RewardError if the share of
+    rollouts without an answer reaches `max_error_frac`."""
     num_asked = sum(counts["asked"] for counts in rank_counts)
     num_unanswered = sum(counts["unanswered"] for counts in rank_counts)
     if num_unanswered:
@@ -379,9 +385,8 @@ class ServerCheck(TeacherCheck):
         for number, position in enumerate(predict_index.tolist()):
             token = answers[position]
             logprobs = {**dict(token.likeliest), ids[position + 1]: token.logprob}
-            # Nothing is known about single other tokens, and only all of them together are
-            # compared.
-            # Any distribution of the rest over the other tokens will do.
+            # The other tokens are compared only all together. So their probability may be spread
+            # over them in any way.
             num_others = max(vocabulary_size - len(logprobs), 1)
             rest = rest_logprob([*logprobs.values()], vocabulary_size)
             logits[number] = rest - torch.tensor(float(num_others)).log()

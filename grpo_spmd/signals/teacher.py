@@ -1,8 +1,10 @@
 """Teachers: frozen models that score the policy's own rollouts token by token before each update
 (on-policy distillation, Agarwal et al. 2024).
 
-A teacher sees the same rows as the policy, or the same completions after a prompt of its own. The
-last part of the file is its running check.
+A teacher scores the same micro-batches ("rows") as the policy, or the same completions after a
+prompt of its own. Its scores are logprobs of the sampled tokens (`teacher.loss: sampled`) or
+distributions over the vocabulary ("full") or over the K most probable tokens and all others
+together ("topk"). The last part of the file is the running check.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ from grpo_spmd.records import (
     TeacherSignal,
 )
 
-# What a teacher says about n tokens: their logprobs [n], or distributions.
+# The scores that a teacher gives n tokens: their logprobs [n], or distributions.
 TeacherScores = Tensor | WholeTeacher | TopTeacher
 
 
@@ -68,8 +70,8 @@ class TeacherModel:
     """True if nobody else in the run holds the model."""
 
     def score(self, row: MicroBatch, term: Term | None = None) -> Any:
-        """Collective. Returns the logprobs [C] of the row's targets, or what `term` makes of hidden
-        states and head."""
+        """Collective. Returns the logprobs [C] of the row's targets; with `term` the result of
+        `term(hidden states [C, D], head [V, D])`."""
         with adapters_off(self.model.model) if self.is_base else nullcontext():
             if term is None:
                 return self.model(row)[0]
@@ -78,20 +80,21 @@ class TeacherModel:
 
 @dataclass(frozen=True)
 class TeacherRequest:
-    """Which teacher scores the rollouts of a prompt, and what it sees in place of the prompt."""
+    """A request names the teacher that scores the rollouts of a prompt, and the prompt that the
+    teacher sees."""
 
     teacher: str
-    """The teacher's name; empty if the run has one."""
+    """The teacher's name; empty if the run has only one teacher."""
     prompt_ids: list[int] | None = None
     """None: the policy's own prompt."""
 
 
-# By rollout id. None: one teacher sees what the policy sees.
+# Requests by rollout id. None: one teacher scores all rollouts after the policy's own prompts.
 Requests = Mapping[int, TeacherRequest] | None
 
 
 class Teacher:
-    """The teachers of a run, as one Signal."""
+    """All teachers of a run together are one Signal."""
 
     def __init__(
         self,
@@ -150,7 +153,7 @@ class Teacher:
         return decision
 
     def update(self, batch: RolloutBatch) -> Reductions:
-        """A teacher does not train."""
+        """Does nothing, because a teacher does not train. Returns no metrics."""
         return {}
 
     def proofs(self, settings: UpdateCheckSettings) -> SignalProofs:
@@ -231,12 +234,14 @@ class Teacher:
 
 
 class TeacherRow(NamedTuple):
-    """The rollouts of a row that one teacher scores, as it sees them."""
+    """The rollouts of a policy's row that one teacher scores, after the teacher's prompts."""
 
     row: MicroBatch
-    """Without any rollout: a row of two tokens that do not count."""
+    """The row for the teacher's forward pass. If it scores no rollout, the row has two tokens that
+    do not count."""
     tokens: TokenIndices
-    """[n] Indices of its completion tokens among those of the policy's row."""
+    """[n] The teacher's row has n completion tokens; these are their indices among the completion
+    tokens of the policy's row."""
 
 
 def select_teacher_row(
@@ -285,7 +290,7 @@ def _with_prompt(segment: Segment, prompt_ids: list[int] | None) -> Segment:
 
 
 def _scaling(policy: Policy) -> tuple[float, int, float | None]:
-    """Returns the temperature, the tokens of a chunk, and the cap of a policy's logits."""
+    """Returns (sampling temperature, tokens per chunk of logits, cap of the logits or None)."""
     return policy.temperature, policy.logprob_chunk_tokens, policy.softcap
 
 
@@ -359,8 +364,10 @@ def make_request_for(config: Config, tokenizer: Any) -> Callable[[Prompt], Teach
 # The running check: what the update gets for single tokens is compared with a plain forward pass of
 # the teacher over one rollout alone. Prompt and teacher are those that the sampling rank names.
 
-_NUM_ROLLOUTS = 3  # of each teacher on a rank, at most
-_NUM_TOKENS = 12  # of one rollout, at most
+# The largest number of rollouts that are compared for each teacher on a rank.
+_NUM_ROLLOUTS = 3
+# The largest number of tokens that are compared in one rollout.
+_NUM_TOKENS = 12
 # Attention of a plain pass takes memory by the square of its tokens. If all rollouts of a teacher
 # are longer than _LONG, only the shortest is compared; one longer than _TOO_LONG never is.
 _LONG, _TOO_LONG = 2048, 8192
@@ -378,15 +385,15 @@ class _Context:
     predict_index: Tensor
     """[n] Positions in it that predict the tokens to compare."""
     tokens: Tensor | None
-    """[n] Indices of these tokens in the row. None: there is no rollout, and the pass is made for
-    the others."""
+    """[n] Indices of these tokens in the row. None: there is no rollout, and the pass is made only
+    because it is collective."""
 
 
 class TeacherCheck:
-    """Compares the teachers' signal with plain forward passes."""
+    """Compares the teachers' signal in the micro-batches with plain forward passes."""
 
     def __init__(self, teacher: Teacher, temperature: float, dtype: str) -> None:
-        """`temperature` is what the engine samples at."""
+        """`temperature` is the engine's sampling temperature, `dtype` the compute dtype."""
         self._teacher = teacher
         self._temperature = temperature
         self._bound = _BOUNDS[dtype]
@@ -429,7 +436,7 @@ class TeacherCheck:
         return (signal.logprobs is not None) == (self._teacher.config.loss == "sampled")
 
     def _sources(self) -> Mapping[str, Any]:
-        """Returns what the check asks again, by the teachers' names."""
+        """Returns the models or servers that the check asks again, by the teachers' names."""
         return self._teacher.models
 
     def _has_signal(self, rollout_id: int) -> bool:
@@ -581,18 +588,20 @@ def _differences(signal: TeacherSignal, logits: Tensor, tokens: Tensor, targets:
 
 
 def _digest(request: TeacherRequest) -> int:
+    """Returns a checksum of a request, so that ranks need not exchange whole prompts."""
     return zlib.crc32(repr((request.teacher, request.prompt_ids)).encode())
 
 
-_HIDDEN_SIZE = 8  # of a RandomTeacher
+# The width of the hidden states of a RandomTeacher.
+_HIDDEN_SIZE = 8
 
 
 class RandomTeacher:
-    """A teacher for the synthetic rows of the gradient check, with its term in the loss written out
-    plainly.
+    """A teacher for the synthetic rows of the gradient check (the SyntheticTeacher of
+    GradientCheck).
 
-    It says about each sampled token what it is told to, or has a random distribution, drawn from a
-    fixed seed.
+    Its scores are logprobs that the check fills in, or random distributions drawn from a fixed
+    seed. Its term in the loss is also written out plainly.
     """
 
     def __init__(
@@ -605,7 +614,7 @@ class RandomTeacher:
         self._generator = torch.Generator().manual_seed(0)
         self._policy_scaling = _scaling(policy)
         self._head = self._draw(policy.model.get_output_embeddings().weight.shape[0])
-        # Of the rows that hold a rollout: logprobs [n, V], and the ids of the top tokens.
+        # For each row that holds a rollout: logprobs [n, V], and the ids of the top tokens.
         self._log_p: list[Tensor] = []
         self._top_ids: list[Tensor] = []
 
@@ -615,7 +624,7 @@ class RandomTeacher:
         return self._config.loss == "sampled"
 
     def teach(self, row: MicroBatch) -> None:
-        """Attaches its signal to a row."""
+        """Attaches the teacher's signal to a row."""
         if self.is_sampled:
             row.teacher_signal = TeacherSignal(self.coef, torch.zeros_like(row.rollout_logprobs))
             return
