@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+# The bytes of an output file, and of the rows that are read at a time.
 FILE_BYTES = 2 << 30
 READ_BYTES = 16 << 20
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
@@ -52,17 +53,17 @@ _ADAPTER = {
 
 
 class Readable(Protocol):
-    """A tensor that can be read from files."""
+    """Describes a tensor that can be read from files."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
     def read(self, dtype: str) -> Tensor:
-        """Returns all of it as "float32" or "bfloat16", rounded to nearest even."""
+        """Returns the whole tensor as "float32" or "bfloat16", rounded to nearest even."""
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """Consecutive rows of a tensor, in one shard file."""
+    """Locates consecutive rows of a tensor in one shard file."""
 
     file: Path
     first_row: int
@@ -71,14 +72,18 @@ class _Piece:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A float32 tensor of a checkpoint. Its pieces are in the order of rows, without a gap."""
+    """Locates a float32 tensor of a checkpoint.
+
+    `pieces` are the tensor's blocks of rows, in the order of rows and without a gap.
+    """
 
     name: str
-    """As in the files, e.g. "policy.model.norm.weight"."""
+    """The name in the files, such as "policy.model.norm.weight"."""
     shape: tuple[int, ...]
     pieces: tuple[_Piece, ...]
 
     def read(self, dtype: str) -> Tensor:
+        """Returns the whole tensor as `dtype`, rounded to nearest even."""
         result = empty_tensor(self.shape, dtype)
         for piece in self.pieces:
             num_bytes = 4 * math.prod(piece.shape)
@@ -93,6 +98,7 @@ class StoredTensor:
 
 
 def empty_tensor(shape: tuple[int, ...], dtype: str) -> Tensor:
+    """Returns a tensor on the CPU without values; `dtype` is "float32" or "bfloat16"."""
     import torch
 
     return torch.empty(shape, dtype={"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype])
@@ -128,6 +134,10 @@ def stored_tensors(
 
 
 def _read_pieces(path: Path, prefix: str) -> Iterator[tuple[str, _Piece]]:
+    """Yields (tensor's name, its rows) for each tensor in a shard whose name begins with `prefix`.
+
+    Raises CheckpointError if a tensor is not whole rows of float32.
+    """
     with safe_open(path, framework="np") as file:
         offsets = json.loads(file.metadata()["DCP_SHARDING_INFO"])
         for name in file.keys():  # noqa: SIM118 - it is no mapping
@@ -155,8 +165,8 @@ def _join_pieces(
                 problem = f"{num_rows} to {piece.first_row - 1} are missing, those before"
             raise CheckpointError(f"{checkpoint}: rows of {name} {problem} {piece.file.name}")
         num_rows += piece.shape[0]
-    # FSDP deals ceil(rows / ranks) rows to each rank, the rest to the last ones: so the first piece
-    # tells how many rows there must be.
+    # FSDP gives ceil(rows / ranks) rows to each rank, and fewer or none to the last ranks. So the
+    # size of the first block tells whether blocks are missing at the end.
     if not pieces or -(-num_rows // num_ranks) != pieces[0].shape[0]:
         raise CheckpointError(
             f"{checkpoint}: the last rows of {name} are missing: "
@@ -170,16 +180,16 @@ def export_checkpoint(
 ) -> None:
     """Writes the weights of `checkpoint` to `out` in HF's format, or its adapters in peft's.
 
-    Config and tokenizer go with them. Needs no manifest; may run in any thread. `out` is complete
-    or absent; if it is `checkpoint` itself, which is still being made, all files are put into it or
-    none. `dtype` is "float32", "bfloat16" or None, which is what the run's engine computed in;
-    adapters are always float32. No tensor is split, however small `max_file_bytes` is. Raises
+    Config and tokenizer are written too. The checkpoint needs no manifest yet, and any thread may
+    call this. Afterwards `out` is complete, or absent after an error. `out` may be `checkpoint`
+    itself while it is being made: then all files are put into it, or none. `dtype` is "float32",
+    "bfloat16", or None for the dtype in which the run's engine computed; adapters are always
+    float32. No tensor is split, however small `max_file_bytes` is. Raises
     ConfigError (`out` is taken, `dtype` does not go with adapters, or a file is a link),
     CheckpointError (damaged), and OSError or SafetensorError if nothing can be written.
     """
     trainer = read_trainer(checkpoint, ("world_size", "config", "dtype"))
-    # raises for links, devices and fifos: a copied link would be another's file, the others have no
-    # end
+    # raises for links, which may lead to private files, and for fifos and devices without an end
     regular_files(checkpoint)
     tensors = stored_tensors(checkpoint, trainer)
     is_lora = (checkpoint / "model" / "adapter_config.json").is_file()
@@ -240,7 +250,11 @@ def _save(tensors: dict[str, Tensor], path: Path) -> None:
 
 @contextmanager
 def complete_or_absent(out: Path, *, into_existing: bool) -> Iterator[Path]:
-    """Yields a new folder whose files are durably in `out` after the block, or gone if it fails."""
+    """Yields a new folder for the caller's files, which becomes `out` when the block ends.
+
+    With `into_existing` its files are moved into `out`, which is there already. If the block fails,
+    the folder is removed. Raises ConfigError if `out` is taken or another export is under way.
+    """
     temporary = out / "export.tmp" if into_existing else out.with_name(out.name + ".tmp")
     if not into_existing and out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(
@@ -274,7 +288,10 @@ def complete_or_absent(out: Path, *, into_existing: bool) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class _Merged:
-    """W + scale B A for a tensor W of the base; W itself if `adapter`, (A, B), is None."""
+    """Describes W + scale * B A for a tensor W of the base model.
+
+    `adapter` is (A, B); if it is None, the tensor is W itself.
+    """
 
     file: Path
     name: str
@@ -289,13 +306,13 @@ class _Merged:
         row_elements = max(1, merged.numel() // max(1, len(merged)))
         rows_at_a_time = max(1, READ_BYTES // (4 * row_elements))
         for row in range(0, len(merged), rows_at_a_time):
-            piece = slice(row, row + rows_at_a_time)
+            row_range = slice(row, row + rows_at_a_time)
             # Opened each time: the pages of a mapping count as resident memory until it is closed.
             with safe_open(self.file, framework="pt") as file:
-                rows = file.get_slice(self.name)[piece].float()
+                rows = file.get_slice(self.name)[row_range].float()
                 if a is not None and b is not None:
-                    rows = rows.addmm(b[piece], a, alpha=self.scale)
-                merged[piece] = rows
+                    rows = rows.addmm(b[row_range], a, alpha=self.scale)
+                merged[row_range] = rows
         return merged
 
 
@@ -306,10 +323,12 @@ def export_merged(
     base: Path | None = None,
     max_file_bytes: int = FILE_BYTES,
 ) -> None:
-    """Write the base model plus the adapters of `checkpoint` to `out`, as export_checkpoint writes
-    a model, and with its errors. `base`: where the base model is now; None: where the run had it.
-    Raises ConfigError where the checkpoint has no adapters, or the base is not to be found or is
-    another model."""
+    """Writes the base model plus the adapters of `checkpoint` to `out` in HF's format.
+
+    `base` is the folder of the base model; None means the folder or the hub id that the run used.
+    `dtype` and errors are those of `export_checkpoint`. Raises ConfigError also if the checkpoint
+    has no adapters, or the base model cannot be found or is another model.
+    """
     trainer = read_trainer(checkpoint, ("world_size", "config", "dtype", "model_path"))
     # raises if a link leads out of the folder
     regular_files(checkpoint)
@@ -331,10 +350,10 @@ def export_merged(
 
 
 def copy_companions(model: Path, folder: Path) -> None:
-    """Copies the files beside the weights of a model: config, tokenizer, templates."""
+    """Copies the files of a model that are not weights: config, tokenizer, templates."""
     for path in model.iterdir():
-        # The model's folder may be another run's checkpoint, whose own two files would hide this
-        # one's.
+        # The model's folder may be another run's checkpoint, whose manifest.json and trainer.json
+        # must not be taken for this one's.
         is_state = path.name.endswith(".index.json") or path.name in (
             "manifest.json",
             "trainer.json",
@@ -345,6 +364,7 @@ def copy_companions(model: Path, folder: Path) -> None:
 
 
 def _base_folder(path: str) -> Path:
+    """Returns the folder of the base model, from the hub if need be. Raises ConfigError."""
     from huggingface_hub.errors import HfHubHTTPError
 
     from grpo_spmd.model.hf_files import checkpoint_folder
@@ -359,6 +379,7 @@ def _base_folder(path: str) -> Path:
 
 
 def _check_is_base(folder: Path, fingerprint: str | None, checkpoint: Path) -> None:
+    """Raises ConfigError if the adapters were trained on another model than that in `folder`."""
     from grpo_spmd.checkpoint.state import model_fingerprint
 
     if fingerprint and model_fingerprint(folder) != fingerprint:
@@ -372,8 +393,11 @@ def _check_is_base(folder: Path, fingerprint: str | None, checkpoint: Path) -> N
 def _merged_tensors(
     folder: Path, adapters: dict[str, StoredTensor], scale: float, checkpoint: Path
 ) -> dict[str, Readable]:
-    """By the names of the policy's parameters, a tied lm_head once. Raises CheckpointError where an
-    adapter belongs to none of them."""
+    """Returns the tensors of the merged model by the names of the policy's parameters.
+
+    A tied lm_head is there once. Raises ConfigError if the base model lacks a tensor, and
+    CheckpointError if an adapter belongs to no parameter or has another shape.
+    """
     import torch
 
     from grpo_spmd.model.families.build import build_hf_model
@@ -391,6 +415,7 @@ def _merged_tensors(
         shape = tuple(parameter.shape)
         if name not in files:
             raise ConfigError(f"--merge: {folder} has no tensor {name}")
+        # W is [out, in], A is [rank, in], B is [out, rank]
         pair = (a, b) if a is not None and b is not None else None
         if pair is not None and (pair[1].shape[0], pair[0].shape[1], pair[0].shape[0]) != (
             *shape,

@@ -1,14 +1,14 @@
-"""The format of a checkpoint's folder, and the check that one is whole.
+"""Defines the format of a checkpoint's folder, and verifies that a folder is whole.
 
-A file that was cut short, has a flipped bit, is missing or was added is found. Files and JSON
-alone: no torch, no pickle.
+manifest.json has the size and the SHA-256 of every other file, so a file that was cut short, has a
+flipped bit, is missing or was added is detected. Only files and JSON are read: no torch, no pickle.
 
     <run_dir>/checkpoints/step_000050/
-        state/shard_00001.safetensors   the policy and the optimizer's moments, a file a rank
-        (state.py) model/                          config, tokenizer and the like of model.path, or
-        adapter_config.json; no weights trainer.json                    where the run was: step,
-        place in the data, counts manifest.json                   size and SHA-256 of every other
-        file
+        state/shard_00001.safetensors   one rank's part of policy and optimizer moments (state.py)
+        model/                          config and tokenizer files of model.path, or
+                                        adapter_config.json; no weights
+        trainer.json                    where the run was: step, position in the data, counts
+        manifest.json                   size and SHA-256 of every other file
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 from grpo_spmd import files
 from grpo_spmd.files import MANIFEST_FILE, UntrustedError, check_fields, regular_files
 
-# Of trainer.json, what a run needs to go on.
+# The fields of trainer.json that a run needs to go on.
 TO_GO_ON = ("step", "position", "num_updates", "skipped_in_a_row", "config", "world_size",
             "model_fingerprint", "data_fingerprint")  # fmt: skip
 # The format of checkpoints. A higher one was written by a later grpo_spmd and is refused.
@@ -31,12 +31,15 @@ FORMAT = 1
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be used; one line that says which and why."""
+    """Says in one line which checkpoint cannot be used, and why."""
 
 
 class NewerFormatError(CheckpointError):
-    """It was written by a later version. Not damaged: going back past it would give up what it
-    holds."""
+    """Says that a later version wrote the checkpoint.
+
+    Such a checkpoint is not damaged. An older one must not be used in its place, since the steps in
+    between would be lost.
+    """
 
 
 def read_manifest(checkpoint: Path) -> dict[str, dict[str, Any]]:
@@ -67,9 +70,9 @@ def read_manifest(checkpoint: Path) -> dict[str, dict[str, Any]]:
 
 
 def read_trainer(checkpoint: Path, needed: Sequence[str] = ("step",)) -> dict[str, Any]:
-    """Returns trainer.json with all fields checked; the `needed` ones must be there.
+    """Returns trainer.json with all fields checked; it must have the fields in `needed`.
 
-    Raises CheckpointError.
+    Raises CheckpointError if it has not, or is damaged or of another step than the folder.
     """
     trainer = _read_json(checkpoint, "trainer.json")
     key = f"{checkpoint}: trainer.json is damaged"
@@ -79,6 +82,7 @@ def read_trainer(checkpoint: Path, needed: Sequence[str] = ("step",)) -> dict[st
         check_fields(trainer.get("config", {}), replicas, f"{key}: config")
     except UntrustedError as error:
         raise CheckpointError(str(error)) from None
+    # a folder that somebody renamed would give the run another step
     named = re.fullmatch(r"step_(\d{6,18})", checkpoint.name)
     if named and int(named[1]) != trainer["step"]:
         raise CheckpointError(
@@ -88,6 +92,10 @@ def read_trainer(checkpoint: Path, needed: Sequence[str] = ("step",)) -> dict[st
 
 
 def _read_json(checkpoint: Path, name: str) -> dict[str, Any]:
+    """Returns the JSON object in a checkpoint's file whose format this version can read.
+
+    Raises CheckpointError for anything else.
+    """
     try:
         value = files.read_json(checkpoint / name)
     except FileNotFoundError:
@@ -107,14 +115,15 @@ def _read_json(checkpoint: Path, name: str) -> dict[str, Any]:
 
 
 def verify_files(checkpoint: Path, rank: int = 0, num_ranks: int = 1) -> None:
-    """Compares the folder with its manifest. Raises CheckpointError.
+    """Compares the folder with its manifest. Raises CheckpointError if they differ.
 
-    The names of all files are compared, and size and SHA-256 of every `num_ranks`-th, from `rank`
-    on.
+    Every rank compares the names of all files. Sizes and SHA-256 are compared for the files number
+    `rank`, `rank + num_ranks`, and so on, so that the ranks share the reading.
     """
     files = read_manifest(checkpoint)
     for name in sorted(files)[rank::num_ranks]:
         try:
+            # the size first: a file that was cut short need not be read
             size = (checkpoint / name).lstat().st_size
             if size != files[name]["bytes"]:
                 raise CheckpointError(
@@ -138,7 +147,10 @@ def verify_checkpoint(checkpoint: Path) -> None:
 
 
 def write_manifest(folder: Path, written: dict[str, dict[str, Any]]) -> None:
-    """Writes manifest.json; `written` has entries of files whose digest is known from writing."""
+    """Writes manifest.json for all files in `folder`.
+
+    `written` has the entries of files whose digest is known already, which are not read again.
+    """
     files = dict(written)
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))

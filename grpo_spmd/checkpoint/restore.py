@@ -1,5 +1,8 @@
-"""Finds the newest good checkpoint of a run folder and restores policy, optimizer and critic from
-it."""
+"""Finds the newest good checkpoint of a run folder, and restores the training state from it.
+
+A checkpoint is good if every file is as its manifest says. The training state is policy, optimizer
+and critic.
+"""
 
 from __future__ import annotations
 
@@ -51,10 +54,11 @@ def find_start(
 ) -> Start:
     """Collective. Returns the run's start: the newest good checkpoint, or what `resume` names.
 
-    The same on all ranks. Damaged checkpoints are skipped with a warning. `facts` are those of the
-    run that starts; with `has_closing_eval` an evaluation with a metrics line of its own follows
-    its `num_steps`. Raises ConfigError if the folder is in use; the named checkpoint, or all, are
-    damaged; one is of a later version; or it is of another model, data set or seed.
+    The result is the same on all ranks. Damaged checkpoints are skipped with a warning. `facts`
+    describe the run that starts. With `has_closing_eval` an evaluation with a metrics line of its
+    own follows the last of its `num_steps`. Raises ConfigError if the folder is in use; the named
+    checkpoint, or all, are damaged; one is of a later version; or it is of another model, data set
+    or seed.
     """
     # Rank 0 decides: another rank may see the folder a moment later.
     candidates = Candidates(
@@ -89,10 +93,13 @@ def find_start(
 
 
 def _check_facts(folder: Path, trainer: dict[str, Any], facts: RunFacts) -> None:
-    """Raises ConfigError if the checkpoint is of another run, and logs what has changed since. On
-    rank 0."""
+    """Raises ConfigError if another run wrote the checkpoint, and logs what has changed since.
+
+    Only rank 0 calls this.
+    """
     changes = check_same_run(folder, trainer, facts.config)
     recorded = trainer.get("contents")
+    # a checkpoint without the digest of a thing cannot tell whether the thing was edited
     changes += [
         f"{name} edited"
         for name, digest in facts.contents.items()
@@ -121,8 +128,11 @@ def _check_facts(folder: Path, trainer: dict[str, Any], facts: RunFacts) -> None
 
 
 def _find_newest_good(candidates: Candidates, session: Session) -> Path | None:
-    """Collective. Each rank reads a part of the files and compares their checksums. Raises
-    ConfigError."""
+    """Collective. Returns the first good candidate; None if there are no candidates.
+
+    Each rank reads a part of the files and compares their checksums. Raises ConfigError if there
+    are candidates and all are damaged.
+    """
     damages: list[str] = []
     for folder in map(Path, candidates.folders):
         damage = _find_damage(folder, session)
@@ -140,10 +150,13 @@ def _find_newest_good(candidates: Candidates, session: Session) -> Path | None:
 
 
 def _find_damage(folder: Path, session: Session) -> str | None:
-    """Collective. Returns what some rank found wrong. Raises ConfigError if a later version wrote
-    it."""
+    """Collective. Returns in words what is wrong with a checkpoint; None if nothing is.
+
+    Raises ConfigError if a later version wrote the checkpoint.
+    """
     damage = ""
     is_newer = False
+    # errors are kept, not raised: every rank must reach the collective below
     try:
         verify_files(folder, session.rank, session.world_size)
         trainer = read_trainer(folder, TO_GO_ON)
@@ -175,8 +188,8 @@ def load_state(
 ) -> None:
     """Collective. Fills the shards of policy, optimizer and critic from a verified checkpoint.
 
-    The checkpoint may be of any world size and mesh. Raises ConfigError if its tensors are not of
-    these models.
+    The checkpoint may be of any world size and mesh. Raises ConfigError if its tensors do not have
+    the names and shapes of these models' tensors.
     """
     reader = dcp.HuggingFaceStorageReader(str(folder / "state"))
     metadata = reader.read_metadata().state_dict_metadata
@@ -184,6 +197,7 @@ def load_state(
     parameters = trained_parameters(policy)
     _make_moments(parameters, updater.optimizer, trainer["num_updates"], "", stored)
     updater.restore(trainer)
+    # tensors of a critic that the run no longer has are not read
     prefixes: tuple[str, ...] = ("policy.",)
     if critic is not None:
         counts = trainer.get("critic")
@@ -218,7 +232,10 @@ def _make_moments(
     prefix: str,
     stored: Container[str],
 ) -> None:
-    """Makes empty moments in the optimizer for those that the checkpoint has, to be filled."""
+    """Makes optimizer moments of zeros for each parameter whose moments the checkpoint has.
+
+    `dcp.load` fills only tensors that exist. `prefix` is "" for the policy, "critic_" for a critic.
+    """
     for name, parameter in parameters.items():
         if f"{prefix}exp_avg.{name}" in stored:
             # the fused kernel needs the count on the device

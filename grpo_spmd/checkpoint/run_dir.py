@@ -1,5 +1,8 @@
-"""The run folder: its checkpoints, which run is in it, and which process holds it. Imports no
-torch."""
+"""Manages a run folder: its checkpoints, and which run and which process it belongs to.
+
+A process "holds" a folder while it has the lock on logs/launch. A checkpoint is "set aside" when
+its folder is renamed to NAME.aside, so that no later start uses it. Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,9 @@ from grpo_spmd.files import UntrustedError, open_regular, sync_path, sync_to_dis
 _log = logging.getLogger("grpo_spmd")
 _LAUNCH = Path("logs", "launch")
 _locked: dict[Path, int] = {}
-"""The descriptor of each lock file that this process holds."""
-# Changing these makes another run: the order of its prompts, its random numbers, the trained
-# shapes.
+"""The open descriptor of each lock file that this process has locked."""
+# A run with other values of these keys is another run: they set the order of its prompts, its
+# random numbers or the shapes of its trained tensors.
 _FIXED_KEYS = (
     "seed",
     "data.shuffle",
@@ -34,18 +37,18 @@ _FIXED_KEYS = (
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run starts: from nothing, or from a checkpoint that every rank has verified."""
+    """Tells where a run starts: at step 0, or at a checkpoint that the ranks have verified."""
 
     step: int = 0
-    """The last finished step."""
+    """The last finished step; 0 if there is none."""
     folder: Path | None = None
-    """The checkpoint."""
+    """The checkpoint to start from."""
     trainer: dict[str, Any] = field(default_factory=dict)
     """The checkpoint's trainer.json."""
     goes_on: bool = False
-    """Whether the run continues the run that its folder holds, if it holds one."""
+    """True if the run continues the run in its folder, if there is one."""
     is_over: bool = False
-    """Whether that run had finished."""
+    """True if the run in the folder had finished all its steps."""
 
     @property
     def position(self) -> int:
@@ -60,13 +63,13 @@ class Start:
 
 @dataclass(frozen=True)
 class Candidates:
-    """The checkpoints that a run may start from, the best first."""
+    """Lists the checkpoints that a run may start from, the best first."""
 
     folders: list[str]
     goes_on: bool
-    """As in Start."""
+    """True if the run continues the run in its folder, as in Start."""
     is_named: bool = False
-    """Whether checkpoint.resume names the only one."""
+    """True if there is one candidate, the checkpoint that checkpoint.resume names."""
 
 
 def checkpoint_path(run_dir: str | Path, step: int) -> Path:
@@ -80,9 +83,9 @@ def temporary_path(checkpoint: Path) -> Path:
 
 
 def put_in_place(temporary: Path, folder: Path) -> None:
-    """Gives a complete folder its name, durably.
+    """Renames a complete checkpoint to `folder`, and syncs it to the disk.
 
-    A folder that has the name already, of steps that were run twice, is set aside.
+    If a run made these steps before, its checkpoint of that name is set aside.
     """
     sync_to_disk(temporary)
     if folder.exists():
@@ -92,22 +95,27 @@ def put_in_place(temporary: Path, folder: Path) -> None:
 
 
 def set_aside(checkpoint: Path) -> None:
-    """Renames a checkpoint, so that no later start uses it; replaces one that was set aside
-    before."""
+    """Renames a checkpoint to NAME.aside, so that no later start uses it.
+
+    An earlier NAME.aside is removed.
+    """
     aside = checkpoint.with_name(checkpoint.name + ".aside")
     shutil.rmtree(aside, ignore_errors=True)
     checkpoint.rename(aside)
 
 
 def remove_old(run_dir: str | Path, keep: int, best_step: int | None) -> None:
-    """Removes all checkpoints but the newest `keep` and that of `best_step`. A failure is only a
-    warning."""
+    """Removes all checkpoints but the newest `keep` and that of `best_step`.
+
+    A failure costs a warning.
+    """
     for checkpoint in list_checkpoints(run_dir)[:-keep]:
         if step_of(checkpoint) != best_step:
             remove(checkpoint)
 
 
 def remove(folder: Path) -> None:
+    """Removes a folder with all files. A failure costs a warning."""
     try:
         shutil.rmtree(folder)
     except OSError as error:
@@ -115,6 +123,7 @@ def remove(folder: Path) -> None:
 
 
 def is_inside(checkpoint: str | Path, run_dir: str | Path) -> bool:
+    """Returns whether a checkpoint is in the checkpoints/ folder of `run_dir`."""
     return Path(checkpoint).resolve().parent.parent == Path(run_dir).resolve()
 
 
@@ -124,6 +133,7 @@ def check_same_run(checkpoint: Path, trainer: dict[str, Any], config: dict[str, 
     `trainer` is the checkpoint's. Raises ConfigError for a key that must not change within a run.
     """
     recorded = trainer["config"]
+    # by repr: 1 and 1.0 and True are equal, but not the same value of a key
     changed = [
         key
         for key in sorted(recorded.keys() | config.keys())
@@ -153,8 +163,10 @@ def check_same_run(checkpoint: Path, trainer: dict[str, Any], config: dict[str, 
 
 
 def is_same_launch(run_dir: str | Path) -> bool:
-    """Whether this launch by torchrun has begun the run already: if it restarts the ranks, the run
-    goes on."""
+    """Returns whether the run in the folder was begun by this launch of torchrun.
+
+    If so, torchrun has restarted the ranks, and the run goes on.
+    """
     try:
         with open_regular(Path(run_dir) / _LAUNCH) as file:
             launch_id = _launch_id()
@@ -165,10 +177,10 @@ def is_same_launch(run_dir: str | Path) -> bool:
 
 
 def find_candidates(run_dir: Path, resume: str, is_restart: bool) -> Candidates:
-    """Returns the checkpoints that may be the run's start, on rank 0.
+    """Returns the checkpoints that the run may start from. Only rank 0 calls this.
 
-    Holds the folder if a run goes on in it. Raises ConfigError if the folder is another run's, or
-    another process holds it.
+    Locks the folder if a run goes on in it. Raises ConfigError if the folder has another run in it,
+    or another process holds it.
     """
     if not is_restart and is_same_launch(run_dir):
         # An earlier launch had the same id: its note must not count for the restarts of this one.
@@ -177,6 +189,7 @@ def find_candidates(run_dir: Path, resume: str, is_restart: bool) -> Candidates:
     # On a restart by torchrun the run has begun, from wherever `resume` said.
     has_begun = is_restart and is_same_launch(run_dir)
     is_named = resume not in ("auto", "never")
+    # the run's own checkpoints are newer than the named one that it began with
     if has_begun and list_checkpoints(run_dir):
         is_named = False
     goes_on = has_begun or resume == "auto" or (is_named and is_inside(resume, run_dir))
@@ -192,9 +205,10 @@ def find_candidates(run_dir: Path, resume: str, is_restart: bool) -> Candidates:
 
 
 def begin_in(run_dir: Path, start: Start) -> None:
-    """Makes the folder this launch's, on rank 0, with `start` as its newest checkpoint.
+    """Prepares the folder for this launch, with `start` as its newest checkpoint.
 
-    Called when nothing else can be refused. Raises ConfigError if another run is in the folder.
+    Only rank 0 calls this, after all checks that could refuse the run. Raises ConfigError if
+    another run is in the folder.
     """
     _lock(run_dir)
     if not start.goes_on:
@@ -226,7 +240,7 @@ def let_go(run_dir: Path) -> None:
 
 
 def _lock(run_dir: Path) -> None:
-    """Holds the folder until `let_go`, or as long as this process lives.
+    """Locks the folder until `let_go`, or as long as this process lives.
 
     Two jobs in one folder would overwrite each other's checkpoints. Raises ConfigError if another
     process holds it.
@@ -247,7 +261,8 @@ def _lock(run_dir: Path) -> None:
             f"run_dir: another process is running in {run_dir}; "
             "end that one first, or choose another folder"
         ) from None
-    except OSError:  # a file system without locks
+    # some file systems have no locks: then nothing protects the folder, and the run goes on
+    except OSError:
         pass
     _locked[path] = descriptor
 
@@ -258,8 +273,10 @@ def _write_launch_id(run_dir: Path, launch_id: str) -> None:
 
 
 def _launch_id() -> str:
-    """Returns an id that all attempts of one launch share, on all its nodes; "" without
-    torchrun."""
+    """Returns an id that is the same for all attempts and nodes of one launch; "" without torchrun.
+
+    An attempt is one start of the ranks: torchrun restarts ranks that failed.
+    """
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "")
     # torchrun's default is "none", for every launch without --standalone or --rdzv-id
     if run_id != "none":
@@ -272,14 +289,17 @@ def _launch_id() -> str:
 
 
 def _link_or_copy(source: str, target: str) -> None:
+    """Makes `target` a hard link to a checkpoint's file, or a copy where links do not work."""
     try:
         # a checkpoint's files are never changed
         os.link(source, target)
-    except OSError:  # another file system, or one without links
+    # the folder is on another file system, or on one without links
+    except OSError:
         shutil.copyfile(source, target)
 
 
 def step_of(checkpoint: Path) -> int:
+    """Returns the step in the name of a checkpoint's folder."""
     return int(checkpoint.name.removeprefix("step_"))
 
 
@@ -296,8 +316,10 @@ def list_checkpoints(run_dir: str | Path) -> list[Path]:
 
 
 def refuse_in_use(run_dir: Path) -> None:
-    """Raises ConfigError if a run has been in the folder; not for one that failed within its first
-    step."""
+    """Raises ConfigError if there is a run in the folder.
+
+    A run that failed within its first step does not count.
+    """
     metrics = run_dir / "metrics.jsonl"
     has_metrics = metrics.exists() and metrics.stat().st_size
     has_failed = (run_dir / "logs" / "rank_0.log").exists() and not has_metrics
@@ -313,8 +335,10 @@ def refuse_in_use(run_dir: Path) -> None:
 
 
 def set_attempt_aside(run_dir: Path) -> None:
-    """Moves what an attempt left that failed within its first step to failed_N; its logs are
-    continued."""
+    """Moves the files of an attempt that failed within its first step to the folder failed_N.
+
+    Its logs stay where they are, and the new attempt appends to them.
+    """
     names = (
         "config.yaml",
         "rollouts",

@@ -1,11 +1,11 @@
-"""Saves checkpoints: everything that a run needs to go on exactly.
+"""Saves checkpoints, from which a run goes on exactly as if it had never stopped.
 
-The state is copied into host memory while training waits, and written in the background.
+The state is "staged" (copied into host memory) while training waits, and written in the background.
 manifest.py has the folder's format. The shards are in the safetensors format of torch's distributed
 checkpoints, so that `torch.distributed.checkpoint` reads them into any world size and mesh. Each
-rank writes its own, not `dcp.save`: its thread needs collectives of its own and a second copy of
-all bytes, and its default format is a pickle. There are no random states: every draw is a function
-of (seed, step, position, sample).
+rank writes its own shard. `dcp.save` is not used: its thread needs collectives of its own and a
+second copy of all bytes, and its default format is a pickle. No random states are saved, since
+every random draw is a function of (seed, step, position, sample).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _SAVED_WITHIN_S = 3600.0
 
 @dataclass(frozen=True)
 class _StagedSave:
-    """A state that was copied to host memory and is to be written."""
+    """Describes a state that was copied to host memory and is to be written."""
 
     step: int
     folder: Path
@@ -63,7 +63,7 @@ class _StagedSave:
     """The tensors that this rank writes, by name, and their first row in the whole tensor."""
     trainer: dict[str, Any]
     start: float
-    """When the copy began."""
+    """The time when the copy began, as time.perf_counter() gives it."""
 
 
 class Checkpoints:
@@ -86,8 +86,10 @@ class Checkpoints:
         facts: RunFacts,
         critic: TrainedSignal | None = None,
     ) -> None:
-        """The state is saved and exported after `num_steps`, those of the whole run; `facts` are
-        saved with it."""
+        """Saves the state at the latest after `num_steps`, the number of steps of the whole run.
+
+        `facts` are saved with the state.
+        """
         self._run_dir = run_dir
         self._config = config
         self._num_steps = num_steps
@@ -113,8 +115,7 @@ class Checkpoints:
         self._num_metrics_bytes = 0
 
     def load(self, start: Start) -> None:
-        """Collective. Restores policy, optimizer and schedule from the start's checkpoint, if it
-        has one."""
+        """Collective. Restores policy, optimizer and schedule if `start` has a checkpoint."""
         self._saved_step = start.step
         remove_marker(self._run_dir)
         if start.folder is not None:
@@ -124,9 +125,9 @@ class Checkpoints:
 
     @property
     def time_to_save_s(self) -> float:
-        """How long saving the state now may take, by the slowest save so far; 0 if there was none.
+        """The seconds that a save may take now, as the slowest save so far; 0 if there was none.
 
-        Twice as long while a save is running, which comes first.
+        It is twice as long while a save is running, since that one must end first.
         """
         is_writing = self._writer is not None and self._writer.is_alive()
         return self._max_save_s * (2 if is_writing else 1)
@@ -177,6 +178,7 @@ class Checkpoints:
         self._staged = _StagedSave(step, folder, first_rows, trainer, start)
 
     def _copy_to_host(self, name: str, local: Tensor) -> None:
+        """Copies this rank's rows of a tensor to its buffer. A GPU copies while this returns."""
         if name not in self._buffers:
             buffer = host_buffer(local.nbytes, local.device)
             self._buffers[name] = buffer.view(local.dtype).view(local.shape)
@@ -232,12 +234,15 @@ class Checkpoints:
             self._writer = None
 
     def _prepare(self, folder: Path, num_bytes: int) -> tuple[str | None, float]:
-        """Makes an empty folder to write into, on rank 0. Returns why it failed, and the slowest
-        save so far."""
+        """Makes an empty folder for a checkpoint, on rank 0.
+
+        Returns why that failed (None if it did not), and the seconds of the slowest save so far.
+        """
         temporary = temporary_path(folder)
         try:
             shutil.rmtree(temporary, ignore_errors=True)
             (temporary / "state").mkdir(parents=True)
+            # better to fail now than in the middle of a shard
             free = shutil.disk_usage(temporary).free
             if free < num_bytes:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -249,8 +254,10 @@ class Checkpoints:
         return None, self._max_save_s
 
     def _write(self, staged: _StagedSave) -> None:
-        """Writes this rank's shard, in its thread. Errors go to rank 0 through the store; nothing
-        is raised."""
+        """Writes this rank's shard, in the writer thread; rank 0's thread then completes the save.
+
+        Nothing is raised: errors go to rank 0 through the store.
+        """
         key = f"checkpoint/{self._num_saves}"
         rank = self._session.rank
         result: dict[str, Any] = {"file": None}
@@ -262,6 +269,7 @@ class Checkpoints:
                 result = {"file": name, **write_shard(path, tensors, staged.first_rows)}
         except Exception as error:  # a full disk most of all
             result = {"error": f"rank {rank}: {type(error).__name__}: {error}"}
+        # the store works in threads, where collectives would mix with those of the training
         self._store.set(f"{key}/{rank}", json.dumps(result))
         if self._session.is_rank0:
             try:
@@ -288,8 +296,11 @@ class Checkpoints:
         return results
 
     def _complete(self, staged: _StagedSave, results: list[dict[str, Any]]) -> None:
-        """Writes everything but shards, then the manifest, then gives the folder its name. On rank
-        0."""
+        """Completes a checkpoint whose shards are written, in rank 0's writer thread.
+
+        Writes the other files, then the manifest, then renames the folder, and removes checkpoints
+        that are not kept. Raises OSError if a rank's shard is missing.
+        """
         errors = [result["error"] for result in results if "error" in result]
         if errors:
             raise OSError("; ".join(errors))
@@ -321,6 +332,7 @@ class Checkpoints:
         remove_old(self._run_dir, self._config.keep, self._best_step())
 
     def _write_companions(self, folder: Path) -> None:
+        """Writes the files that belong to the weights: config and tokenizer, or peft's config."""
         folder.mkdir()
         if self._policy.lora.rank:
             write_peft_config(self._policy.model, self._facts.model_path, folder)
@@ -338,8 +350,8 @@ class Checkpoints:
             self._num_metrics_bytes = line.end
             value = line.metrics.get(name)
             if isinstance(value, int | float):
-                # a step's own metrics are of the policy before its update, an evaluation's of that
-                # after
+                # a step's own metrics measure the policy before its update, an evaluation's metrics
+                # the policy after it
                 num_before = 0 if is_evaluation(line.metrics) else 1
                 self._metric_by_step[line.metrics["step"] - num_before] = value
         if self._num_metrics_bytes > start and not self._metric_by_step:
@@ -353,6 +365,7 @@ class Checkpoints:
 
 
 def _log_failure(folder: Path, error: Exception) -> str:
+    """Logs that a save failed, and returns the reason in words."""
     kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
     text = f"{folder}: {kind}{error}"
     _log.error("checkpoint not saved, those before it stay as they are: %s", text)

@@ -1,5 +1,9 @@
-"""What a checkpoint stores: facts about the run, the trained tensors, and one rank's file of
-them."""
+"""Collects what a checkpoint stores, and writes one rank's shard of the tensors.
+
+A checkpoint stores facts about the run (RunFacts, in trainer.json) and the trained tensors with
+their "moments", Adam's running means exp_avg and exp_avg_sq. A shard is the file with the rows that
+one rank holds.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +34,7 @@ _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 class TrainedSignal(Protocol):
-    """A model that trains next to the policy (the critic), as a checkpoint stores it."""
+    """Describes a model that trains next to the policy (the critic) to checkpoints."""
 
     @property
     def optimizer(self) -> torch.optim.Optimizer: ...
@@ -41,19 +45,20 @@ class TrainedSignal(Protocol):
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What trainer.json says about the run as a whole."""
+    """Holds the facts about the whole run that trainer.json records."""
 
     model_fingerprint: str
-    """Of the files in the model's folder. Both fingerprints are "" on ranks other than 0."""
+    """The fingerprint of the model's files. Both fingerprints are "" on ranks other than 0."""
     data_fingerprint: str
-    """Of the prompts' tokens, in their order."""
+    """The fingerprint of the prompts' tokens, in their order."""
     config: dict[str, Any]
-    """Flat, as resolved, without secrets."""
+    """The whole config as {"section.key": value}, without secrets."""
     model_path: str
     dtype: str
     world_size: int
     contents: dict[str, str] = field(default_factory=dict)
-    """SHA-256 of what may change within a run, but not silently: by the words of a message."""
+    """SHA-256 of files and data that may change within a run. The log reports changes, so the keys
+    are words for a message."""
 
 
 def run_facts(
@@ -62,8 +67,10 @@ def run_facts(
     session: Session,
     held_out: Mapping[str, Sequence[Prompt]],
 ) -> RunFacts:
-    """Returns the facts of this run; `config` is the whole one, flat, `held_out` the evaluation
-    sets."""
+    """Returns the facts of this run.
+
+    `config` is the whole config, flat; `held_out` has the prompts of each evaluation set.
+    """
     facts = RunFacts(
         model_fingerprint="",
         data_fingerprint="",
@@ -94,8 +101,10 @@ def run_facts(
 
 
 def _watched_files(config: dict[str, Any], model_folder: Path) -> dict[str, Path]:
-    """Returns the tokenizer's files, reward functions, rubrics and templates, by the words of a
-    message."""
+    """Returns the paths of tokenizer files, reward functions, rubrics and templates.
+
+    The keys are words for a message.
+    """
     tokenizer_names = re.compile(
         r"tokenizer|vocab|merges|special_tokens|added_tokens|chat_template|generation_config"
     )
@@ -104,7 +113,7 @@ def _watched_files(config: dict[str, Any], model_folder: Path) -> dict[str, Path
         for path in model_folder.iterdir()
         if tokenizer_names.match(path.name)
     }
-    # FILE:FUNCTION, or a rubric's FILE; then templates
+    # functions are FILE:FUNCTION, rubrics and templates are FILE
     for pattern in (r"rewards\.\d+\.(function|judge)", r"rewards\.\d+\.template"):
         for key, value in config.items():
             if value is not None and re.fullmatch(pattern, key):
@@ -115,7 +124,10 @@ def _watched_files(config: dict[str, Any], model_folder: Path) -> dict[str, Path
 
 
 def _model_digests(config: dict[str, Any]) -> dict[str, str]:
-    """Returns the fingerprints of teachers, critic and reward models, by the words of a message."""
+    """Returns the fingerprints of teachers, critic and reward models.
+
+    The keys are words for a message.
+    """
     digests = {}
     for key, value in config.items():
         path = str(value)
@@ -132,7 +144,7 @@ def _model_digests(config: dict[str, Any]) -> dict[str, str]:
 def model_fingerprint(folder: Path) -> str:
     """Returns a SHA-256 over names, sizes and both ends of a model's files.
 
-    It tells models apart without reading them.
+    It tells models apart without reading all of their bytes.
     """
     digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):
@@ -150,8 +162,7 @@ def model_fingerprint(folder: Path) -> str:
 def state_tensors(
     policy: Policy, updater: PolicyUpdater, critic: TrainedSignal | None = None
 ) -> dict[str, DTensor]:
-    """Returns the trained tensors, and their moments once there are any, by their names in a
-    checkpoint."""
+    """Returns the trained tensors, and their moments if there are any, by name in a checkpoint."""
     tensors = _with_moments(trained_parameters(policy), updater.optimizer, "policy.", "")
     if critic is not None:
         parameters = critic.trained_parameters()
@@ -165,6 +176,7 @@ def _with_moments(
     prefix: str,
     moment_prefix: str,
 ) -> dict[str, DTensor]:
+    """Returns PREFIX + NAME: parameter, and MOMENT_PREFIX + MOMENT.NAME: moment, for each name."""
     tensors: dict[str, DTensor] = {}
     for name, parameter in parameters.items():
         tensors[prefix + name] = parameter
@@ -193,9 +205,10 @@ def write_shard(
 ) -> dict[str, Any]:
     """Writes this rank's rows of each tensor as safetensors, synced. Returns {"bytes", "sha256"}.
 
-    `first_rows` are the rows' positions in the whole tensors. The bytes come straight from the
-    tensors: safetensors' own writer would first copy them all.
+    `first_rows` has the index of each tensor's first row in the whole tensor. The bytes are written
+    straight from the tensors; safetensors' own writer would first copy all of them.
     """
+    # torch.distributed.checkpoint reads the offsets from this field of the header (torch 2.13)
     offsets = {
         name: {"saved_offsets": [first_rows[name], *[0] * (tensor.ndim - 1)]}
         for name, tensor in tensors.items()
@@ -213,14 +226,15 @@ def write_shard(
             "data_offsets": [start, end],
         }
     text = json.dumps(header).encode()
+    # the format wants tensors to begin at a multiple of 8 bytes, so the header ends with spaces
     text += b" " * (-len(text) % 8)
     # views of the tensors' memory, without a copy
     views: list[Any] = [tensor.view(-1).view(torch.uint8).numpy() for tensor in tensors.values()]
     digest = hashlib.sha256()
     with path.open("wb") as file:
-        for piece in (len(text).to_bytes(8, "little"), text, *views):
-            file.write(piece)
-            digest.update(piece)
+        for chunk in (len(text).to_bytes(8, "little"), text, *views):
+            file.write(chunk)
+            digest.update(chunk)
         file.flush()
         os.fsync(file.fileno())
     return {"bytes": 8 + len(text) + end, "sha256": digest.hexdigest()}

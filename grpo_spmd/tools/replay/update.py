@@ -124,8 +124,8 @@ def _find_policy(recorded: RecordedStep, checkpoint: Path | None) -> tuple[Path 
     model_path = Path(recorded.config.model.path)
     is_model_here = has_model(recorded.config.model.path)
     notes = recorded.notes
-    local_piece = checkpoint_path(recorded.run_dir, step - 1)
-    source = checkpoint or (local_piece if local_piece.is_dir() else None)
+    previous_checkpoint = checkpoint_path(recorded.run_dir, step - 1)
+    source = checkpoint or (previous_checkpoint if previous_checkpoint.is_dir() else None)
     if source is not None:
         _check_source(source, recorded.config, is_model_here)
         saved_step = int(read_trainer(source)["step"])
@@ -140,7 +140,7 @@ def _find_policy(recorded: RecordedStep, checkpoint: Path | None) -> tuple[Path 
         notes.append(f"policy: {model_path}, with which the run started")
         return None, True
     names = ", ".join(path.name for path in list_checkpoints(recorded.run_dir)) or "none"
-    reason = f"no {local_piece} (there are: {names}; --checkpoint takes another)"
+    reason = f"no {previous_checkpoint} (there are: {names}; --checkpoint takes another)"
     if step == 1:
         reason = f"there is no folder {model_path} (model.path)"
     notes.append(
