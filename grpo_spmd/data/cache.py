@@ -113,9 +113,11 @@ class EntryWriter:
             "arrays": {key: 8 * len(values) for key, values in self.arrays.items()},
             "facts": self.facts,
         }
+        # Arrays follow the blob in the order of the header, which gives their sizes in bytes.
         for values in self.arrays.values():
             self.add(memoryview(values).cast("B"))
         text = json.dumps(header).encode()
+        # The header comes last with its length, so that an entry can be written in one pass.
         self.add(text)
         self.add(len(text).to_bytes(_LENGTH_BYTES, "little"))
         self._flush()
@@ -130,7 +132,7 @@ class EntryWriter:
     def _write(self, content: bytes | bytearray) -> None:
         remaining = memoryview(content)
         with _folder_errors():
-            # An unbuffered file may take less than it is given.
+            # An unbuffered file may write fewer bytes than it was given.
             while remaining:
                 remaining = remaining[self._file.write(remaining) :]
 
@@ -207,6 +209,7 @@ def _make(name: str, num_bytes: int, make: Make, error_name: str) -> Entry:
         except _FolderError as error:
             failures.append(f"{folder}: {error}")
             continue
+        # An error of the data is stored, so that the waiting ranks raise it without reading again.
         except ConfigError as error:
             with contextlib.suppress(OSError):
                 _write_file(folder, error_name, str(error).encode())
@@ -216,6 +219,7 @@ def _make(name: str, num_bytes: int, make: Make, error_name: str) -> Entry:
             reasons = "; ".join(failures)
             say(f"warning: data: tokenized prompts are kept in {folder} ({reasons})")
         return entry
+    # One rank of the node warns for all.
     if os.environ.get("LOCAL_RANK", "0") == "0":
         reasons = "; ".join([*failures, "set XDG_CACHE_HOME to a folder of this node"])
         effect = "tokenized prompts are not kept, and each rank makes its own in memory"
@@ -260,6 +264,7 @@ def _make_in_folder(folder: Path, name: str, make: Make) -> Entry:
                 # Without fsync a power cut could leave a file of the right size and time, but
                 # empty.
                 os.fsync(descriptor)
+        # The rename is atomic: other processes see the whole entry or none.
         with _folder_errors():
             os.replace(temporary, folder / name)
     except BaseException:
@@ -283,13 +288,15 @@ def _open(folder: Path, name: str) -> Entry | None:
                 return None
             content = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
             digest = content[-_DIGEST_BYTES:].hex()
+            # The digest of a large file is computed only if no stored one belongs to its present
+            # state.
             if _stored_digest(folder, name, state) != digest:
                 if _sha256(file, state.st_size - _DIGEST_BYTES) != digest:
                     return None
                 _store_digest(folder, name, state, digest)
             entry = Entry(content, name)
             with contextlib.suppress(OSError):
-                # The time of its last use.
+                # The file's time is the time of its last use.
                 os.utime(folder / f"{name}.stat")
             return entry
     except (OSError, UntrustedError, AttributeError, KeyError, TypeError, ValueError):
@@ -455,7 +462,7 @@ def _entry_lock(name: str) -> Iterator[bool]:
         return
     try:
         had_to_wait = _wait_for_lock(lock, name)
-        # A full disk.
+        # The disk may be full; the pid is only for a log line.
         with contextlib.suppress(OSError):
             os.pwrite(lock, f"{os.getpid():<20}".encode(), 0)
         yield had_to_wait
@@ -475,7 +482,7 @@ def _wait_for_lock(lock: int, name: str) -> bool:
         except BlockingIOError:
             had_to_wait = True
         except OSError:
-            # A file system without locks: each may make one, and the last stays.
+            # The file system has no locks: each process may make an entry, and the last stays.
             break
         time_now = time.monotonic()
         if time_now > next_note and os.environ.get("LOCAL_RANK", "0") in "01":

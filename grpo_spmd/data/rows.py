@@ -333,7 +333,7 @@ def _is_unicode(prompt: str | Messages) -> bool:
     else:
         texts = [value for message in prompt for value in message.values()]
     if all(isinstance(text, str) and text.isascii() for text in texts):
-        # The fast way for nearly all prompts.
+        # This is the fast way for nearly all prompts.
         return True
     text = prompt
     if not isinstance(text, str):
@@ -536,7 +536,7 @@ def check_prompts(rows: Sequence[PromptRow], config: DataConfig) -> None:
             if name in rows[0].columns:
                 rule = f"{match[0]} is not how a column is written: write {{{name}}}"
                 raise ConfigError(f"data.prompt_template: {rule}")
-    # All were checked when they were read.
+    # Cached rows were all checked when they were read.
     if isinstance(rows, CachedRows):
         rows = [] if rows.first_refused is None else [rows[rows.first_refused]]
     for row in rows:

@@ -60,7 +60,7 @@ class AgentEpisodes(Episodes):
 
     def ready(self, timeout_s: float, /) -> list[tuple[ConversationId, Request | None]]:
         """Returns the requests that are known now; see LateRequests."""
-        # Those that came since the last look.
+        # Calls that came since the last look may start a turn now.
         self._take_calls()
         requests = super().ready(timeout_s)
         # A readable endpoint ends the wait, so its calls are taken now.
@@ -96,7 +96,7 @@ class AgentEpisodes(Episodes):
         """Asks the engine for the next turn that a client waits for."""
         while session.waiting:
             call = session.waiting.popleft()
-            # Its client has disconnected.
+            # The client has disconnected, so nobody would read the turn.
             if call.is_over:
                 continue
             chat_request = call.request

@@ -141,25 +141,25 @@ class PlainText:
         result: list[int] = []
         waiting = [text]
         while waiting:
-            piece = waiting.pop()
-            encoding = copy.encode(mark + piece, add_special_tokens=False)
+            stretch = waiting.pop()
+            encoding = copy.encode(mark + stretch, add_special_tokens=False)
             if encoding.ids[:1] != [mark_id] or mark_id in encoding.ids[1:]:
-                rule = f"does not keep {piece[:40]!r} apart from what is before it"
+                rule = f"does not keep {stretch[:40]!r} apart from what is before it"
                 raise TemplateError(f"the tokenizer {rule}")
             cuts: list[int] = []
             for token_id, (begin, end) in zip(encoding.ids[1:], encoding.offsets[1:], strict=True):
                 if token_id not in self._texts:
                     continue
                 if end - begin < 2:
-                    letters = piece[begin - len(mark) : end - len(mark)]
+                    letters = stretch[begin - len(mark) : end - len(mark)]
                     rule = f"{letters!r} becomes {self._texts[token_id]!r}"
                     raise TemplateError(
                         f"the tokenizer cannot write it without special tokens: {rule}"
                     )
                 cuts.append(begin - len(mark) + 1)
             if cuts:
-                bounds = [0, *cuts, len(piece)]
-                waiting += reversed([piece[begin:end] for begin, end in pairwise(bounds)])
+                bounds = [0, *cuts, len(stretch)]
+                waiting += reversed([stretch[begin:end] for begin, end in pairwise(bounds)])
             else:
                 result += encoding.ids[1:]
         return result
@@ -490,12 +490,12 @@ class ChatFormat:
 
     def _ids_after(self, text: str, data: Sequence[Span], end: _TurnEnd) -> list[int]:
         """Returns the tokens of a text after the end of its trial turn."""
-        _, mark, rest = text.partition(_SAID_WORD)
-        if not mark or not rest.startswith(end.text):
+        _, mark, text_after_turn = text.partition(_SAID_WORD)
+        if not mark or not text_after_turn.startswith(end.text):
             rule = "ends the assistant's turn otherwise before these messages"
             raise TemplateError(f"the chat template {rule}")
         # Encoded from the end token on: blanks behind a special token may belong to it.
-        begin = len(text) - len(rest) + len(end.text) - len(end.token)
+        begin = len(text) - len(text_after_turn) + len(end.text) - len(end.token)
         ids = self._plain.encode(text[begin:], _shift(data, begin))
         if ids[:1] != [end.token_id]:
             raise TemplateError(f"the tokenizer does not find {end.token!r} before these messages")
@@ -608,10 +608,10 @@ class ChatFormat:
                     "it leaves out the call or what answers it" if is_tool else "it leaves it out"
                 )
         alone = self._render([*_TRIAL_PROMPT, pair[0]], tools, generate=False)
-        rest = texts[1].partition(_SAID_WORD)[2]
-        end, replaced_end = self._find_end(alone.partition(_SAID_WORD)[2], rest)
+        text_after_turn = texts[1].partition(_SAID_WORD)[2]
+        end, replaced_end = self._find_end(alone.partition(_SAID_WORD)[2], text_after_turn)
         rewrites = _rewrites(texts)
-        if not rewrites and not texts[2].endswith(rest):
+        if not rewrites and not texts[2].endswith(text_after_turn):
             raise TemplateError("it writes the same messages in two ways")
         thinking_pairs = [self._trial_pair(kind, thinking=True)]
         if kind == "user":
@@ -620,25 +620,25 @@ class ChatFormat:
         strips_thinking = any(self._strips(pair, tools) for pair in thinking_pairs)
         return _HistoryRule(end, replaced_end, rewrites, strips_thinking)
 
-    def _find_end(self, alone: str, rest: str) -> tuple[_TurnEnd, str | None]:
+    def _find_end(self, alone: str, followed: str) -> tuple[_TurnEnd, str | None]:
         """Returns the end of a turn, and the token that it replaces, or None.
 
-        `alone` is the text after the turn's words if nothing follows the turn; `rest` is the text
-        if messages follow.
+        `alone` is the text after the turn's words if nothing follows the turn; `followed` is the
+        text if messages follow.
         """
         alone_spans = self._special_spans(alone)
         # Phi-3 writes one more token where the conversation ends.
-        kept_spans = [span for span in alone_spans if rest.startswith(alone[: span[1]])]
+        kept_spans = [span for span in alone_spans if followed.startswith(alone[: span[1]])]
         replaced_end = None
         if alone_spans and not kept_spans:
             begin, end, _ = alone_spans[-1]
             replaced_end = alone[begin:end]
         # In GLM's template the first token of the next message ends a turn.
-        spans = kept_spans[-1:] or self._special_spans(rest)[:1]
+        spans = kept_spans[-1:] or self._special_spans(followed)[:1]
         if not spans:
             raise TemplateError("no special token ends the assistant's turn before them")
         begin, end, token_id = spans[0]
-        return _TurnEnd(rest[:end], rest[begin:end], token_id), replaced_end
+        return _TurnEnd(followed[:end], followed[begin:end], token_id), replaced_end
 
     def _special_spans(self, text: str) -> list[tuple[int, int, int]]:
         """Returns (begin, end, id) of the tokens with special=True, or of all added tokens if there
@@ -664,7 +664,7 @@ class ChatFormat:
                 return False
             return _THINKING_WORD not in self._render([*_TRIAL_PROMPT, *pair], tools)
         except TemplateError:
-            # Gpt-oss refuses markup in a turn's text.
+            # gpt-oss refuses markup in a turn's text.
             return False
 
     def _rewrites_mixed(self, tools: Tools) -> bool:
@@ -802,13 +802,13 @@ def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
         return change(value)
     if isinstance(value, Mapping):
         return {
-            (name if name in _FIELDS else change(name)): item
+            (name if name in _FIELDS else change(name)): field
             if name in ("role", "type")
-            else _map_texts(item, change)
-            for name, item in value.items()
+            else _map_texts(field, change)
+            for name, field in value.items()
         }
     if isinstance(value, list | tuple):
-        return [_map_texts(item, change) for item in value]
+        return [_map_texts(field, change) for field in value]
     return value
 
 

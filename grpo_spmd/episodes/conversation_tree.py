@@ -195,6 +195,8 @@ class ConversationTree:
         turn = self._new_turn(messages, tools)
         context_ids = turn.token_ids()
         room = self._room(turn, len(context_ids))
+        # The reservation counts at once, so that turns sampled at the same time cannot overrun a
+        # limit.
         turn.max_tokens = min(room, max_tokens or room)
         turn.requested_tokens = max_tokens
         # The seed's key depends on the context alone, and not on the order of the requests. Equal
@@ -221,6 +223,7 @@ class ConversationTree:
         message = dict(parsed.message)
         parsed_calls = message.pop("tool_calls", None) or []
         calls, num_invalid = [], 0
+        # The calls of a turn that was cut off may be incomplete, so only a finished turn has calls.
         if completion.finish_reason == "stop":
             # Templates and clients could not read the other calls.
             calls = [call for call in parsed_calls if is_plain(call)]
@@ -253,6 +256,8 @@ class ConversationTree:
             sampled: list[bool] = []
             for turn in leaf.path:
                 completion = turn.completion
+                # A child is made only from a sampled parent, so every turn on a leaf's path is
+                # complete.
                 assert completion is not None, "a turn has a child before it was sampled"
                 # A shared turn is trained on once, in the first segment that has it.
                 is_new = turn not in trained
@@ -276,6 +281,7 @@ class ConversationTree:
         finished = [turn for turn in self._turns if turn.completion is not None]
         parents = {turn.parent for turn in finished}
         leaves = [turn for turn in finished if turn not in parents]
+        # The conversation that began with the fewest messages is the first segment.
         return sorted(
             leaves, key=lambda leaf: (leaf.num_first_messages, len(leaf.messages), leaf.token_ids())
         )
@@ -290,6 +296,7 @@ class ConversationTree:
             # drop.
             messages = [*parent.messages, *messages[len(parent.messages) :]]
         try:
+            # The tokens decide which turn is the parent in the tree; the messages only suggest one.
             ids, continues = self._context_ids(parent, messages, tools)
         except TemplateError as error:
             rule = f"the chat template refuses the messages: {error}"
@@ -329,6 +336,7 @@ class ConversationTree:
         # After a turn that was cut off, the template has to write more than new messages.
         if parent.completion.finish_reason != "stop" or not roles <= {"tool", "user"}:
             return self._chat.whole_ids(messages, tools), False
+        # The sampled ids of the parent are kept; only the new messages are encoded.
         parent_ids = parent.token_ids()
         ids, continues = self._chat.next_ids(parent_ids, parent.messages, new_messages, tools)
         assert not continues or ids[: len(parent_ids)] == parent_ids, (

@@ -318,11 +318,12 @@ class Endpoint(AbstractContextManager["Endpoint"]):
         )
         await self._is_stopping.wait()
         listener.close()
-        # Connections that were accepted have begun.
+        # One turn of the loop lets connections that were accepted begin.
         await asyncio.sleep(0)
         for connection in server.connections:
             if connection.transport is not None:
                 connection.transport.abort()
+        # Handlers that still run would keep the loop from closing.
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()
@@ -354,6 +355,7 @@ class Endpoint(AbstractContextManager["Endpoint"]):
         closes = True
         num_bytes = request.content_length or 0
         try:
+            # The session and token are checked before any byte of the body is read.
             session = self._session_of(request)
             connection.is_known = True
             with self._held(num_bytes):
@@ -388,6 +390,7 @@ class Endpoint(AbstractContextManager["Endpoint"]):
             raise ApiError(401, "invalid_api_key", "the api key is not this session's")
         if request.method != _METHODS[resource]:
             raise ApiError(405, "method_not_allowed", f"{resource} takes {_METHODS[resource]}")
+        # Without Content-Length the size of a body could not be counted before it is read.
         if "Transfer-Encoding" in request.headers:
             rule = "a body must come with its Content-Length, and not in chunks"
             raise ApiError(411, "length_required", rule)
@@ -399,6 +402,8 @@ class Endpoint(AbstractContextManager["Endpoint"]):
     def _held(self, num_bytes: int) -> Iterator[None]:
         """Counts the bytes of a body until its request is answered. Raises ApiError if they are
         too many."""
+        # The bytes are reserved before they arrive: many slow bodies together stay within the
+        # bound.
         if self._held_bytes + num_bytes > _MAX_HELD_BYTES:
             raise _BUSY
         self._held_bytes += num_bytes
@@ -409,6 +414,7 @@ class Endpoint(AbstractContextManager["Endpoint"]):
 
     async def _read_body(self, request: web.BaseRequest, num_bytes: int) -> bytes:
         """Returns the body. Raises ApiError if it is too slow."""
+        # A client that asks for "100-continue" sends its body only after an interim answer.
         if num_bytes and request.headers.get("Expect", "").lower() == "100-continue":
             _tell_to_wait(request)
         try:

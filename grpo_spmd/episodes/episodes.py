@@ -126,9 +126,11 @@ class Episodes(FollowerEpisodes):
         self._running.clear()
 
     def _begin(self, episode: RunningEpisode) -> None:
+        """Starts the environment of an episode, with the seed of turn -1."""
         self._pool.begin(episode.conversation, episode.row, episode.seed(-1))
 
     def _take_reply(self, episode: RunningEpisode, reply: Reply | Failure) -> None:
+        """Handles the environment's answer or failure."""
         episode.calls_s.append(reply.seconds)
         if isinstance(reply, Failure):
             self._fail(episode, reply)
@@ -147,6 +149,7 @@ class Episodes(FollowerEpisodes):
                 self._continue(episode)
 
     def _add_reply(self, episode: RunningEpisode, reply: Reply) -> None:
+        """Adds the environment's messages to the state of the episode."""
         if reply.method == "begin":
             messages = opening(episode.prompt.text, reply.values["messages"])
             tools = reply.values["tools"]
@@ -160,6 +163,7 @@ class Episodes(FollowerEpisodes):
         """Asks the engine for the next turn, or the environment for the rewards of all turns."""
         state = episode.open
         assert state is not None
+        # A status means that the episode is over: it needs rewards, and no further turn.
         if state.status is None:
             request = Request(
                 prompt_ids=list(state.context_ids),
@@ -183,6 +187,7 @@ class Episodes(FollowerEpisodes):
             self._end(episode, {})
 
     def _end_turn(self, episode: RunningEpisode, completion: Completion) -> None:
+        """Adds a sampled turn and sends it to the environment, or ends the episode."""
         state = episode.open
         assert state is not None
         parsed = self._chat.parse(completion.token_ids, state.context_ids, state.tools)
@@ -195,6 +200,7 @@ class Episodes(FollowerEpisodes):
             self._continue(episode)
 
     def _end(self, episode: RunningEpisode, rewards: Mapping[str, float | str | None]) -> None:
+        """Builds the completion of an episode that has its rewards."""
         state = episode.open
         assert state is not None
         facts = self._pool.facts
@@ -212,6 +218,7 @@ class Episodes(FollowerEpisodes):
 
     def _fail(self, episode: RunningEpisode, failure: Failure) -> None:
         """Runs a failed episode again, or records the failure. The episode's process is gone."""
+        # The second attempt has the same seeds, so a failure by chance does not change the samples.
         if episode.attempt < _MAX_ATTEMPTS:
             episode.attempt += 1
             episode.open = None
@@ -231,8 +238,11 @@ class Episodes(FollowerEpisodes):
         self._finish(episode, Completion([], [], "stop", record))
 
     def _finish(self, episode: RunningEpisode, completion: Completion) -> None:
+        """Stores the completion of an episode and tells the engine that the conversation is
+        over."""
         del self._running[episode.conversation]
         self.completions[episode.conversation] = completion
+        # None tells the engine that the conversation has no further request.
         self._requests.append((episode.conversation, None))
         if self._finished is not None:
             self._finished(*episode.conversation, completion)

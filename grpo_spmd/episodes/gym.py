@@ -54,7 +54,7 @@ class GymDriver:
         if not hasattr(self.environment, "reset"):
             return {"messages": self._init()}
         parameters = [*inspect.signature(self.environment.reset).parameters]
-        # Ms-swift: the system prompt comes before the observation.
+        # ms-swift: the system prompt comes before the observation.
         if parameters == ["config"]:
             observation, _, system = resolve(self.environment.reset(row))
             system_messages = [{"role": "system", "content": system}] if system else []
@@ -152,7 +152,7 @@ def _action(step: Callable[..., Any], text: str, messages: list[dict[str, Any]])
     try:
         hint = typing.get_type_hints(function).get(parameters[0], str) if parameters else str
     except Exception:
-        # Annotations may name what exists for type checkers alone.
+        # Annotations may use names that exist only for type checkers.
         hint = str
     if typing.get_origin(hint) is list or getattr(hint, "__name__", "") == "Messages":
         return messages

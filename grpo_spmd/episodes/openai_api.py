@@ -150,6 +150,7 @@ def read_request(body: bytes, model: str) -> ChatRequest:
         request = msgspec.convert(fields, _Body)
     except ApiError:
         raise
+    # msgspec reports malformed JSON and wrong types as ValueError, deep nesting as RecursionError.
     except (ValueError, RecursionError) as error:
         raise _invalid(f"the body is not a chat completion request: {error!s:.200}") from None
     # The tools themselves go to the template as they came, with all of their keys.
@@ -157,6 +158,7 @@ def read_request(body: bytes, model: str) -> ChatRequest:
     for number, tool in enumerate(tools):
         if not is_plain(tool):
             raise _invalid(f"tools[{number}] {_NOT_PLAIN}")
+    # Both names of the limit are in use; the smaller one holds.
     limits = [limit for limit in (request.max_tokens, request.max_completion_tokens) if limit]
     options = Options(
         max_tokens=min(limits, default=None),
@@ -172,6 +174,7 @@ def read_request(body: bytes, model: str) -> ChatRequest:
 
 
 def _check_model(fields: Mapping[str, Any], model: str) -> None:
+    """Raises ApiError for another model than the endpoint's."""
     requested = fields.get("model", model)
     if requested != model:
         message = f"there is one model here, {model!r}; got {requested!r:.100}"
@@ -179,7 +182,9 @@ def _check_model(fields: Mapping[str, Any], model: str) -> None:
 
 
 def _check_options(fields: Mapping[str, Any]) -> None:
+    """Raises ApiError for options that cannot be honoured."""
     for name, value in fields.items():
+        # An unknown option is refused by name, unless its value has no effect.
         is_known = name in _READ or name in _WITHOUT_EFFECT or name in _IGNORED
         if not is_known and value not in _NEUTRAL.get(name, ()):
             message = f"`{name:.100}`={value!r:.100} is not done here; leave it out"
@@ -187,9 +192,10 @@ def _check_options(fields: Mapping[str, Any]) -> None:
 
 
 def _template_message(message: _Message) -> Message:
+    """Returns a message in the form that chat templates take."""
     content = message.content or ""
     if isinstance(content, list):
-        content = "".join(piece.text for piece in content)
+        content = "".join(text_part.text for text_part in content)
     fields: Message = {"role": message.role, "content": content}
     if message.role == "assistant" and message.reasoning_content:
         fields["reasoning_content"] = message.reasoning_content
@@ -213,10 +219,13 @@ def _arguments(arguments: Any) -> Any:
     if not isinstance(arguments, str):
         if not is_plain(arguments):
             raise _invalid(f"`arguments` {_NOT_PLAIN}")
+        # Templates need a dict: any other JSON value becomes an empty one.
         return arguments if isinstance(arguments, dict) else {}
     try:
         decoded = json.loads(arguments or "{}")
     except (ValueError, RecursionError):
+        # A call that the policy wrote badly stays as text, so that its message can come back
+        # unchanged.
         return arguments
     return decoded if isinstance(decoded, dict) and is_plain(decoded) else arguments
 
@@ -227,6 +236,7 @@ def _invalid(message: str) -> ApiError:
 
 def is_plain(value: Any) -> bool:
     """Returns whether a JSON value is small and shallow enough for recursion, with valid texts."""
+    # A stack replaces recursion, which deep nesting would break.
     waiting = [(value, 0)]
     num_values = 0
     while waiting:
@@ -241,9 +251,9 @@ def is_plain(value: Any) -> bool:
                 # Half a surrogate pair, which no tokenizer takes.
                 return False
         elif isinstance(value, dict):
-            waiting += [(item, depth + 1) for pair in value.items() for item in pair]
+            waiting += [(child, depth + 1) for pair in value.items() for child in pair]
         elif isinstance(value, list):
-            waiting += [(item, depth + 1) for item in value]
+            waiting += [(child, depth + 1) for child in value]
     return True
 
 

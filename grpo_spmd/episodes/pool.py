@@ -218,6 +218,7 @@ class EnvironmentPool(ProcessPool):
         ]
         if not calls:
             return ""
+        # The rank's other threads may ask, so the list of workers was copied above.
         call = min(calls, key=lambda call: call.start)
         episode = "/".join(map(str, call.conversation))
         seconds = time.monotonic() - call.start
@@ -231,6 +232,7 @@ class EnvironmentPool(ProcessPool):
             if not isinstance(call, _Call) or call.is_debugged or worker.has_hung_up:
                 continue
             elapsed_s = time.monotonic() - call.start
+            # Agents' calls include their waits for the engine, which must not count against them.
             remaining_s = self._config.timeout_s + self._engine_s(conversation) - elapsed_s
             self._take_on(worker, call, remaining_s)
 
@@ -242,6 +244,7 @@ class EnvironmentPool(ProcessPool):
             worker = self._spawn() if is_new else self._idle.pop()
             self._live[conversation] = _LiveEpisode(worker)
             location = "rollout()" if message["access"] else "reset()"
+            # A worker may have died while it was idle: the episode then waits for another worker.
             if not self._send_call(conversation, "begin", message, location, is_new_worker=is_new):
                 self._discard(self._live.pop(conversation).worker)
                 self._waiting.appendleft((conversation, message))
@@ -261,10 +264,12 @@ class EnvironmentPool(ProcessPool):
         caller may retry with another one.
         """
         episode = self._live[conversation]
+        # The process died between two calls, so this call is answered with its error.
         if episode.worker_error:
             del self._live[conversation]
             self._replies.append((conversation, Failure("env_error", episode.worker_error, 0.0)))
             return True
+        # Serial numbers tell the answer to this call from late or forged answers.
         self._num_calls += 1
         call = _Call(conversation, method, self._num_calls, location)
         fields = {"method": method, "conversation": conversation, "serial": call.serial, **message}
@@ -276,7 +281,7 @@ class EnvironmentPool(ProcessPool):
         try:
             self._give(episode.worker, call, frame, seconds)
         except OSError:
-            # The worker has died, or does not read.
+            # The worker has died, or does not read its socket.
             if method == "begin" and not is_new_worker:
                 return False
             error = "does not take a call: its process has ended, or is stopped"
@@ -284,6 +289,7 @@ class EnvironmentPool(ProcessPool):
         return True
 
     def _take(self, worker: WorkerProcess, reply: dict[str, Any]) -> None:
+        """Handles one message; notes that a call is at a breakpoint."""
         if "breakpoint" in reply and isinstance(worker.call, _Call):
             worker.call.is_debugged = True
         super()._take(worker, reply)
@@ -314,7 +320,9 @@ class EnvironmentPool(ProcessPool):
             self._fail(worker, "error", str(reply.get("failed"))[:8000])
 
     def _add_values(self, worker: WorkerProcess, call: _Call, values: Any) -> None:
+        """Checks and keeps the values of a successful call."""
         seconds = self._seconds(call)
+        # An agent's only call also ends the episode, so its values are those of "end".
         method: Method = "end" if self.facts.kind == "agent" else call.method
         try:
             checked_values = check_values(method, values)
@@ -322,6 +330,7 @@ class EnvironmentPool(ProcessPool):
             self._fail(worker, "error", f"answered with what is no reply: {error!s:.300}")
             return
         self._release(worker)
+        # Time at a breakpoint does not count against the episode's deadline.
         if not call.is_debugged:
             self._live[call.conversation].used_s += seconds
         self._replies.append((call.conversation, Reply(call.method, checked_values, seconds)))

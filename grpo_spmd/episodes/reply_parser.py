@@ -76,6 +76,7 @@ class ReplyParser:
             calls, num_invalid = _split_calls(message)
         except _UNREADABLE:
             message, calls, num_invalid = self._read_calls_alone(text, prefix, tools)
+        # Without a readable call, the whole text stays the content, so that nothing gets lost.
         if message is None or (num_invalid and not calls):
             content = str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
             message = {"content": content}
@@ -95,10 +96,12 @@ class ReplyParser:
         message: dict[str, Any] = {}
         calls: list[dict[str, Any]] = []
         num_invalid = 0
+        # The text before the first call may have thinking and content; it is read on its own.
         try:
             message = self._read(text[: begins[0]] if begins else text, prefix, tools)
         except _UNREADABLE:
             num_invalid += not begins  # the text may hide one call
+        # Each call reaches to the beginning of the next one.
         for begin, end in zip(begins, [*begins[1:], len(text)], strict=True):
             try:
                 new_calls, num_new_invalid = _split_calls(self._read(text[begin:end], "", tools))
@@ -117,6 +120,7 @@ class ReplyParser:
         content = message.get("content")
         if not isinstance(content, str):
             content = "" if content is None else json.dumps(content)
+        # The parser may leave a turn's end token in the content.
         for end in self._ends:
             content = content.removesuffix(end)
         message["content"] = content

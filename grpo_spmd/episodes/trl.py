@@ -56,6 +56,7 @@ class TrlDriver:
 
     def begin(self, row: dict[str, Any]) -> dict[str, Any]:
         """Returns {"messages": what reset returned, "tools": the schemas of this episode}."""
+        # Helpers are made in the worker, once for all of its episodes.
         if self._helpers is None:
             self._helpers = [make() for make in self._helper_factories]
         # Shipped tools keep state for one episode alone.
@@ -68,6 +69,7 @@ class TrlDriver:
             self.environment = self._environment_of(row)
             messages = resolve(self.environment.reset(**row))
             owners.append(self.environment)
+        # A tool of the environment replaces a tool of the config with the same name.
         self._episode_tools = dict(self._tools)
         for owner in owners:
             self._episode_tools |= {name: getattr(owner, name) for name in tool_names(type(owner))}
@@ -98,6 +100,7 @@ class TrlDriver:
             name = call["function"]["name"]
             arguments = call["function"]["arguments"]
             tool = self._episode_tools.get(name)
+            # The report comes first, so that a tool that hangs is named in the error.
             self._report_tool(name)
             try:
                 if tool is None:
@@ -109,6 +112,8 @@ class TrlDriver:
             except Exception as error:
                 # A TypeError may come from inside the tool, or from arguments that do not fit it.
                 is_misfit = isinstance(error, TypeError) and not _fits(tool, arguments)
+                # An unknown tool and misfitting arguments are the policy's mistake; other errors
+                # are the tool's.
                 num_invalid += tool is None or is_misfit
                 result = {"error": str(error)}
             if inspect.isawaitable(result):
@@ -117,6 +122,7 @@ class TrlDriver:
                 results.append(_tool_message(name, result))
         outcomes = _outcomes([awaitable for _, awaitable in pending]) if pending else []
         for (name, _), (result, raised) in zip(pending, outcomes, strict=True):
+            # Errors of a tool go to the policy; SystemExit and the debugger's end go to the worker.
             if isinstance(raised, Exception) and not isinstance(raised, bdb.BdbQuit):
                 result = {"error": str(raised)}
             elif raised is not None:

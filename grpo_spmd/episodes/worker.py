@@ -152,6 +152,7 @@ def answer(
     call = {"conversation": message["conversation"], "serial": message["serial"]}
     try:
         values = _values(driver, rewards, message)
+        # A huge result is replaced by its size, so that the frame stays within its bound.
         num_chars = len(str(values.get("messages")))
         if num_chars > max_chars:
             if message["method"] != "act":
@@ -167,6 +168,7 @@ def answer(
         return {"quit": True, **call}
     # SystemExit and KeyboardInterrupt too: the environment fails, not the worker.
     except BaseException as error:
+        # The first frame of the traceback is this function, which says nothing to the user.
         if error.__traceback__ is not None:
             error.__traceback__ = error.__traceback__.tb_next
         summary = traceback.format_exception_only(error)[-1].strip()[:500]
@@ -175,6 +177,7 @@ def answer(
 
 
 def _values(driver: Driver, rewards: list[Reward], message: dict[str, Any]) -> dict[str, Any]:
+    """Runs one method of the driver and returns the values of the reply."""
     if message["method"] == "begin":
         # The same seeds in a second attempt, and whichever process runs the episode.
         random.seed(message["seed"])
@@ -186,6 +189,7 @@ def _values(driver: Driver, rewards: list[Reward], message: dict[str, Any]) -> d
     assert not isinstance(driver, AgentDriver), "an agent's episode is one call"
     if message["method"] == "act":
         return driver.act(json.loads(message["message"]))
+    # The environment's own rewards come first, then the rewards that look at environments.
     values = {name: _as_reward(value) for name, value in driver.end().items()}
     columns = {
         **message["columns"],

@@ -28,14 +28,14 @@ from grpo_spmd.data.rows import PromptRow
 from grpo_spmd.rewards.trl import unwrap_partial
 from grpo_spmd.rewards.verifiers import parse_tests
 
-# In place of a file in RewardConfig.function.
+# Stands in place of a file in RewardConfig.function.
 PYTHON_MARK = "<python>:"
-# By the file.
+# Modules that were loaded, by their files.
 Modules = dict[str, types.ModuleType]
 Function = Callable[..., Any]
 # Functions given to grpo_spmd.run, by their specs.
 _registered: dict[str, Function] = {}
-# How one begins, for verifiers.last_number.
+# Matches the beginning of a number as verifiers.last_number reads it.
 _NUMBER = re.compile(r"(?<![A-Za-z0-9.])-?\$?\d")
 _FORM = (
     "write fn(prompts, completions, completion_ids, **columns), "

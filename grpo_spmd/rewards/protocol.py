@@ -58,15 +58,15 @@ from grpo_spmd.rewards.verifiers import SHIPPED, matches_format, run_tests
 class RewardFacts:
     """The facts that the pool knows about a reward, whose function lives in other processes."""
 
-    # In metrics.
+    # The name in metrics.
     name: str
-    # In the sum.
+    # The weight in the sum of rewards.
     weight: float
-    # Columns without which it cannot be called.
+    # The columns without which the function cannot be called.
     needs: Sequence[str] = ()
-    # Of TRL's extra arguments (trl.py).
+    # The names of TRL's extra arguments that it takes (trl.py).
     takes: Sequence[str] = ()
-    # Each completion is a call of its own, with the whole deadline.
+    # If True, each completion is a call of its own, with the whole deadline.
     one_at_a_time: bool = False
 
 
@@ -75,7 +75,7 @@ class Reward(RewardFacts):
     """A reward with its function."""
 
     function: Callable[..., Any]
-    # It is called in the environments' processes.
+    # If True, it is called in the environments' processes.
     looks_at_environments: bool = False
 
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from grpo_spmd.records import Completion, RolloutGroup, ScoredRollouts
 
-# RewardPool.score without its tokenizer.
+# The signature of RewardPool.score without its tokenizer.
 Score = Callable[..., ScoredRollouts]
 
 

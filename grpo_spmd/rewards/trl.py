@@ -28,7 +28,7 @@ from grpo_spmd.config.errors import ConfigError
 
 CALL_COLUMNS = ("prompts", "completions", "completion_ids")
 _EXTRA_ARGUMENTS = ("trainer_state", "log_metric", "log_extra")
-# By reward.
+# Counts by reward, then by status or kind of failure.
 Counts = Mapping[str, Mapping[str, int]]
 # By reward and metric: (sums of the calls, number of values that were summed).
 Logged = dict[str, dict[str, tuple[list[float], int]]]
@@ -39,7 +39,7 @@ _RESERVED_METRICS = (
 _NAME = re.compile(r"\w[\w.:%@+=/ -]{0,79}")
 _MAX_NAMES = 50
 _MAX_CHARS = 10_000
-# Sums of what is larger may overflow.
+# Sums of larger values may overflow.
 _MAX_VALUE = 1e250
 
 
@@ -91,7 +91,7 @@ class CallLog:
     num_completions: int
     metrics: dict[str, list[float]] = field(default_factory=dict)
     columns: dict[str, list[Any]] = field(default_factory=dict)
-    # Reasons, in order.
+    # Reasons why something was not logged; a dict keeps their order.
     left_out: dict[str, None] = field(default_factory=dict)
 
     def metric(self, name: str, value: Any) -> None:
@@ -173,7 +173,7 @@ def _as_json(value: Any) -> Any:
         text = json.dumps(value, allow_nan=False, default=lambda number: number.item())
         return json.loads(text) if len(text) <= _MAX_CHARS else text[:_MAX_CHARS]
     except Exception:
-        # NaN, a circle, a depth, no .item(): whatever a user's object raises.
+        # The cause may be NaN, a cycle, deep nesting or any error of a user's object.
         try:
             return str(value)[:_MAX_CHARS]
         except Exception as error:

@@ -28,10 +28,10 @@ from grpo_spmd.rewards.sandbox.sandbox import (
     passes_statements,
 )
 
-# Of `code`; preflight compares it with the pool's deadline.
+# The default seconds of the reward `code`; preflight compares it with the pool's deadline.
 DEFAULT_TIME_S = 8.0
 _MAX_EQUATION_CHARS = 256
-# CPU time after which a completion's text, which keeps a library busy, is wrong.
+# Seconds of CPU time: a completion whose text keeps a library busy for longer is wrong.
 _TEXT_S = 1.0
 Completion = str | list[dict[str, Any]]
 Completions = Sequence[Completion]
@@ -207,7 +207,7 @@ def _equals(parsed_gold: Any, text: str) -> float:
     try:
         parsed = parse(text, parsing_timeout=0, raise_on_error=True)
         return float(verify(parsed_gold, parsed, timeout_seconds=0, raise_on_error=True))
-    # Sympy choked on one of several readings of a strange completion: is any other one equal?
+    # sympy failed on one of several readings of the completion; another one may be equal.
     except Exception:
         return float(verify(parsed_gold, parse(text, parsing_timeout=0), timeout_seconds=0))
 
@@ -231,7 +231,7 @@ def load_math_verify() -> Callable[..., Any]:
     """
     from math_verify import parse
 
-    # It warns where its own deadlines are off.
+    # math_verify would warn that its own deadlines are off.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     _equals(parse("\\boxed{(x+1)^2}", parsing_timeout=0), "\\boxed{x^2+2x+\\frac{2}{2}}")
     return parse  # type: ignore[no-any-return]

@@ -61,10 +61,10 @@ class StoredCompletion(NamedTuple):
     """The place of a finished completion on disk."""
 
     file: str
-    # Its first token in the file.
+    # The index of its first token in the file.
     start: int
     num_tokens: int
-    # Index in _FINISH_REASONS.
+    # An index in _FINISH_REASONS.
     finish_reason: int
     row: int
 
@@ -206,7 +206,7 @@ class RolloutBuffer:
         token_ids = array("i")
         logprobs = array("d")
         rows: list[list[int]] = []
-        # By position.
+        # The digest of each prompt, by position.
         digests: dict[int, bytes] = {}
         for prompt, sample, completion in sampled:
             # array.fromlist takes a quarter of the time that numpy takes for a list.
@@ -442,7 +442,7 @@ def _file_digest(path: str) -> str:
     try:
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()
     except OSError as error:
-        # Whoever runs the file refuses it.
+        # The code that runs the file will refuse it.
         return f"{error.strerror}"
 
 

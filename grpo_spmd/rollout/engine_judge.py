@@ -25,9 +25,9 @@ from grpo_spmd.rewards.remote.servers import Judge, assistant_text
 from grpo_spmd.rewards.scorers import has_turns, merge_results
 from grpo_spmd.rewards.trl import CALL_COLUMNS
 
-# No chat template has this word in it.
+# A word for the rubric's place; no chat template contains it.
 _PLACEHOLDER = "asked7c1f0b"
-# Of a reply that is no score.
+# How many characters of a reply without a score an error shows.
 _MAX_SHOWN_CHARS = 200
 # Identifies a completion over all ranks: (slot of its group, its number in the group).
 Key = tuple[int, int]

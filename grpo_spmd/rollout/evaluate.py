@@ -252,7 +252,7 @@ def outcomes_by_slot(groups: Sequence[RolloutGroup], scored: ScoredRollouts) -> 
         is_known = verdict is not None and not math.isnan(verdict)
         outcomes[group.slot] = Outcome(
             reward=reward,
-            # Not so for NaN.
+            # The comparison is False for NaN.
             correct=verdict is not None and verdict > 0.5,
             unscored=reward is None or not is_known,
             truncated=completion.finish_reason == "length",

@@ -29,7 +29,7 @@ from grpo_spmd.records import Completion, Prompt, RolloutGroup, rollout_seed
 from grpo_spmd.rewards.pool.pool import RewardPool
 from grpo_spmd.rollout.buffer import RolloutBuffer, Slot, StoredCompletion
 
-# Episodes are off by default, and then not even imported.
+# Episodes are off by default; then their modules are not even imported.
 if TYPE_CHECKING:
     from grpo_spmd.episodes.environments import Environments
 
@@ -370,7 +370,7 @@ class TailRace:
         self._num_to_come = num_wanted - len(self._complete)
         self._stored_lengths = stored_lengths
         self._is_first = is_first
-        # By job.
+        # The slot of each job.
         self._slots = [slot for slot, samples in missing.items() if samples]
         self._num_unfinished = [len(missing[slot]) for slot in self._slots]
         # This engine's complete groups as (count, slot).

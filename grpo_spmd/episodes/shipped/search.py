@@ -101,6 +101,7 @@ def index_of(corpus: Path) -> Path:
         raise ConfigError(f"search: cannot read the corpus {corpus}: {error.strerror}") from None
     name = f"{entry_name('search', inputs)}.sqlite"
     folders = cache_folders()
+    # An index in any folder is used, even where there would be no room for a new one.
     for folder in folders:
         if _is_complete(folder / name):
             return folder / name
@@ -109,6 +110,7 @@ def index_of(corpus: Path) -> Path:
     for folder in folders:
         if shutil.disk_usage(folder).free > needed_bytes + (1 << 20):
             with _lock(folder / f"{name}.lock"):
+                # Another process may have made the index while this one waited for the lock.
                 if not _is_complete(folder / name):
                     _make_index(corpus, folder / name)
             return folder / name
@@ -141,12 +143,14 @@ def _is_complete(index: Path) -> bool:
 
 
 def _make_index(corpus: Path, index: Path) -> None:
+    """Makes the index as a temporary file and renames it when it is complete."""
     descriptor, temporary = tempfile.mkstemp(
         prefix=f"{index.name}.", suffix=".tmp", dir=index.parent
     )
     os.close(descriptor)
     try:
         with contextlib.closing(sqlite3.connect(temporary)) as connection:
+            # A crash only loses the temporary file, so sqlite needs neither journal nor fsync.
             connection.executescript("pragma journal_mode=off; pragma synchronous=off;")
             connection.execute(
                 "create virtual table passages using fts5(title, text, tokenize='unicode61')"

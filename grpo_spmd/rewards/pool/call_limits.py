@@ -114,7 +114,7 @@ class CallLimits:
             )
             for reward in rewards
         ]
-        # A heap.
+        # The start times of waiting retries, as a heap.
         self._retry_times: list[float] = []
         self._random = random.Random()
         self._is_waited_for = True

@@ -293,7 +293,7 @@ class _Nursery:
                 worker.serve(make(worker))
                 status = 0
             except OSError:
-                # The pool is gone, or the user's code closed our socket.
+                # The pool is gone, or the user's code closed the worker's socket.
                 pass
             except BaseException:
                 traceback.print_exc()

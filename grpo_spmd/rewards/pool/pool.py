@@ -250,7 +250,7 @@ class RewardPool(ProcessPool):
             try:
                 self._give(worker, started, frame, limits.remaining_s(started))
             except OSError:
-                # It died, or was stopped, between two calls: not this call's fault.
+                # The worker died, or was stopped, between two calls: not this call's fault.
                 scoring.calls.appendleft(limits.put_back(started))
                 self._discard(worker)
 
@@ -264,7 +264,7 @@ class RewardPool(ProcessPool):
             if reply.values is not None and any(len(c) != len(call.samples) for c in lists):
                 raise ValueError("not one value a completion")
         except ValueError as error:
-            # Msgspec's own errors too.
+            # Errors of msgspec are ValueErrors too.
             self._fail(worker, "error", f"answered with what is no reply: {error!s:.300}")
             return
         # The time counts for failed calls too: a slow failure also keeps a worker busy.
@@ -369,7 +369,7 @@ class _Scoring:
         # Reasons why something could not be logged, by reward (a dict keeps their order).
         self._left_out: list[dict[str, None]] = [{} for _ in rewards]
         self.samples: list[_Sample] = []
-        # Still to be made.
+        # The calls that are still to be made.
         self.calls: deque[Call] = deque()
         self.has_new_timeout = False
 

@@ -83,7 +83,7 @@ def call_reward(
         try:
             values = list(values)
         except TypeError:
-            # A tensor without dimensions.
+            # A tensor without dimensions has no length.
             return {"failed": f"{rule} without a length"}
         if len(values) != num_completions:
             return {"broken": f"returned {len(values)} values for {num_completions} completions"}

@@ -32,18 +32,18 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.rewards.trl import FailedCallError
 
 MAX_ANSWER_BYTES = 1 << 20
-# And 5xx.
+# HTTP statuses after which a call is repeated; all 5xx are repeated too.
 _RETRIED_STATUSES = (408, 429)
-# Of an error's answer.
+# How many characters of a refusing answer an error shows.
 _MAX_SHOWN_CHARS = 200
 _MAX_ERROR_BYTES = 8192
 # Prompt logprobs.
-# Of what an answer says of one token at one position.
+# The bound of an answer's size for one token at one position.
 _BYTES_A_TOKEN = 256
-# As vLLM writes it.
+# vLLM writes minus infinity as this number.
 _MINUS_INFINITY = -9999.0
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,8}")
-# By which a probability may be over 1.
+# Rounding may bring a probability this far above 1.
 _ROUNDING = 1e-4
 
 
@@ -278,9 +278,9 @@ def _tls() -> ssl.SSLContext:
 class PositionLogprobs:
     """The server's logprobs at one position of a sequence."""
 
-    # Of the token that is there.
+    # The logprob of the token that stands at this position.
     logprob: float
-    # As many as were asked for, the likeliest first.
+    # As many (token id, logprob) pairs as requested, the likeliest first.
     likeliest: list[tuple[int, float]]
 
 
@@ -289,7 +289,7 @@ class ServedModel:
     """One model that a server offers."""
 
     name: str
-    # Of prompt and completion; None: it does not say.
+    # The most tokens of prompt and completion together; None if the server does not say.
     max_tokens: int | None
 
 
@@ -408,7 +408,7 @@ def _read_position(
 
 def _read_logprob(value: Any) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    # NaN is neither.
+    # NaN fails both comparisons, so it is refused too.
     if not is_number or not _MINUS_INFINITY < value <= _ROUNDING:
         raise UnexpectedError("what is no logprob", value if is_number else "")
     return min(float(value), 0.0)

@@ -13,7 +13,7 @@ from typing import Any
 from grpo_spmd.rewards.pool.call_limits import Call, CallLimits, Outcome
 from grpo_spmd.rewards.trl import FailedCallError
 
-# In which a client may say itself that its time was over.
+# Extra seconds in which a client may report its timeout itself.
 _GRACE_S = 1.0
 Job = tuple[int, Callable[[float], Any]]
 
@@ -38,11 +38,10 @@ class ServerCalls:
         # By job, with the deadline on the monotonic clock.
         self._running: dict[int, tuple[Call, float]] = {}
         self._replies: queue.SimpleQueue[tuple[Call, Any]] = queue.SimpleQueue()
-        # By job.
+        # The answers and errors of finished jobs, by job.
         self.answers: dict[int, Any] = {}
-        # By job.
         self.errors: dict[int, str] = {}
-        # Of each request.
+        # The seconds of each request.
         self.seconds: list[float] = []
         self.num_retries = 0
 
@@ -83,7 +82,7 @@ class ServerCalls:
             try:
                 reply = self._jobs[job][1](limit_s)
             except BaseException as error:
-                # For the thread that waits for it.
+                # Every error is passed to the thread that waits for the reply.
                 reply = error
             self._replies.put((call, reply))
 

@@ -35,10 +35,10 @@ from grpo_spmd.rewards.remote.client import (
     headers_of,
 )
 
-# Columns, the first that a row has.
+# The columns that may hold the label; the first that a row has counts.
 LABELS = ("label", "answer")
 Columns = Mapping[str, list[Any]]
-# Of a rubric.
+# Matches a column's name in braces in a rubric.
 _FIELD = re.compile(r"\{(\w+)\}")
 _NUMBER = r"[-+]?(?:\d+(?:\.\d+)?|\.\d+)"
 _SCORE = re.compile(
@@ -337,7 +337,7 @@ def check_calls(configs: Sequence[RewardConfig], num_ranks: int) -> None:
 def check_sent(configs: Sequence[RewardConfig], rows: Sequence[PromptRow]) -> None:
     """Raises ConfigError, which names file:line, for a column that cannot be sent as JSON."""
     for index, config in enumerate(configs):
-        # A rubric is text.
+        # Values for a rubric become text, so only the bodies of other forms need JSON.
         if config.url is None or config.judge is not None:
             continue
         for row in rows:

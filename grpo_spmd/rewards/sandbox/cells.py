@@ -68,7 +68,7 @@ def _run(code: str, name: str, scope: dict[str, Any]) -> str:
     error."""
     try:
         body = ast.parse(code, name).body
-        # Lines for the traceback.
+        # The traceback shows the lines of the code from here.
         linecache.cache[name] = (
             len(code),
             None,
@@ -86,14 +86,14 @@ def _run(code: str, name: str, scope: dict[str, Any]) -> str:
             if value is not None:
                 print(repr(value))
     except BaseException as error:
-        # Also SystemExit: the interpreter stays for the next call.
+        # SystemExit comes here too: the interpreter stays for the next call.
         try:
             frames = error.__traceback__
-            # Ours.
+            # The outer frames are those of this file, and say nothing about the code.
             while frames is not None and frames.tb_frame.f_code.co_filename != name:
                 frames = frames.tb_next
             return "".join(traceback.format_exception(type(error), error, frames, limit=20))
         except BaseException:
-            # One that cannot even be printed.
+            # The error cannot even be printed.
             return f"{type(error).__name__}\n"
     return ""

@@ -43,7 +43,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 # Refused system calls: name, number on x86_64, on aarch64 (-1: it has none).
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-# What later kernels add is refused unseen.
+# System calls that later kernels add are refused.
 _LAST_KNOWN_SYSCALL = 461
 _REFUSED = """
     fork 57 -1, vfork 58 -1, execve 59 221, execveat 322 281, socket 41 198, connect 42 203, accept
@@ -89,7 +89,7 @@ def put_up_walls(
     """Shut this process in for good; returns the walls by name. Refused where the files or the
     network stay open. `readable`: absolute paths, with all below; `scratch`: an empty folder for
     the new root, then the working folder."""
-    # PR_SET_PDEATHSIG.
+    # PR_SET_PDEATHSIG: the process dies with its parent.
     _prctl(1, signal.SIGKILL)
     abi = max(_syscall(_LANDLOCK_CREATE, None, 0, 1), 0)
     has_own_root = _enter_namespaces(readable, scratch)
@@ -175,7 +175,7 @@ def _enter_namespaces(readable: Sequence[str], scratch: str) -> bool:
             raise OSError(_error())
         os.chdir("/tmp")
     except (OSError, KeyError):
-        # As in a container whose AppArmor profile forbids mounting.
+        # For example, a container's AppArmor profile may forbid mounting.
         return False
     return True
 
@@ -191,7 +191,7 @@ def _become(uid: int) -> bool:
 
 
 def _landlock(abi: int, readable: Sequence[str], scratch: str | None) -> None:
-    # Of files; then TCP, abstract sockets and signals.
+    # The number of file rights grows with the ABI; later ABIs add TCP, sockets and signals.
     handled = (1 << (13, 14, 15, 15, 16)[min(abi, 5) - 1]) - 1
     attributes = struct.pack("QQQ", handled, 3 if abi >= 4 else 0, 3 if abi >= 6 else 0)
     size = 8 if abi < 4 else 16 if abi < 6 else 24
@@ -218,11 +218,11 @@ def _seccomp(*, allow_threads: bool) -> None:
     if platform.machine() not in _ARCHITECTURES or sys.byteorder != "little":
         raise Refused(f"no system call filter is written for {platform.machine()}")
     column, architecture = _ARCHITECTURES[platform.machine()]
-    # EPERM, ENOSYS.
+    # A refused call fails with EPERM, an unknown one with ENOSYS.
     allow, refuse, unknown = (
         (0x06, 0, 0, answer) for answer in (0x7FFF0000, 0x00050001, 0x00050026)
     )
-    # The low halves.
+    # Offsets of the low halves of the first two arguments in seccomp_data.
     arg0, arg1 = 16, 24
 
     def load(offset: int) -> tuple[int, int, int, int]:
@@ -403,7 +403,7 @@ def _main(fd: int) -> None:
     os.environ.update({f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")})
     sys.path += job["site"]
     sys.argv = ["solution.py"]
-    # What site.py, left out for speed, would have put there.
+    # site.py is not imported, for speed; it would have defined these two names.
     vars(builtins).update(exit=sys.exit, quit=sys.exit)
     sys.dont_write_bytecode = True
     if job["mode"] == "statements":

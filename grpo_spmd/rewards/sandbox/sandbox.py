@@ -161,7 +161,7 @@ def each_within(cpu_s: float, function: Callable[[int], float], count: int) -> l
                     resource.getrlimit(_AS)[1],
                 )
                 max_bytes = pages * resource.getpagesize() + (1 << 30)
-                # Infinity is -1.
+                # An infinite hard limit is -1; modulo 2**64 it becomes the largest number.
                 resource.setrlimit(_AS, (min(max_bytes, hard % 2**64), hard))
                 signal.signal(signal.SIGPROF, signal.SIG_DFL)
                 for number in range(len(values), count):
@@ -211,7 +211,7 @@ def _statement(node: ast.stmt) -> _Statement:
 
 def _equals(encoded: Any, expected: Any) -> bool:
     try:
-        # Perhaps of keys that all collide.
+        # A long answer is refused: its keys may all have the same hash, which takes long.
         is_long = len(json.dumps(encoded)) > 1000 + 40 * len(repr(expected))
         return not is_long and bool(_decode(encoded) == expected)
     except (ValueError, TypeError, KeyError, IndexError, RecursionError, OverflowError):
@@ -312,7 +312,7 @@ class Jail(AbstractContextManager["Jail"]):
         try:
             os.killpg(self._process.pid, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):
-            # It has ended, or died with its leader.
+            # The group has ended, or its leader is gone.
             self._process.kill()
         self._process.wait()
         for file in (self._connection, self._stdin, self._stdout):
