@@ -28,13 +28,13 @@ Entry = RewardFunction | tuple[RewardFunction, float] | Mapping[str, Any]
 
 @dataclass(frozen=True)
 class RunResult:
-    """The outcome of a run."""
+    """Holds the result of a run that has ended."""
 
     run_dir: Path
+    # Finished steps, including the steps of earlier starts of the run.
     num_steps: int
-    """Finished steps, with those of earlier starts."""
+    # The run was stopped early by Ctrl-C, a signal or the end of its time. Everything is saved.
     is_preempted: bool
-    """Stopped early by Ctrl-C, a signal or the end of its time, with everything saved."""
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
@@ -50,14 +50,15 @@ def run(
 ) -> RunResult:
     """Trains, and returns when the run has ended. Call it in the main thread.
 
-    It is one process, unless torchrun has started this one: then each rank calls it alike.
+    The run is in this one process. If torchrun has started the process, each rank must call `run`
+    with the same arguments.
 
-    `config` is a YAML file, or the same as a mapping; keys may be dotted ("optimizer.lr").
-    `overrides` replace its values in the same way: optimizer={"lr": 1e-6}, or
-    **{"optimizer.lr": 1e-6}. `rewards` replace those of the config. They are functions
-    fn(prompts, completions, completion_ids, **columns), pairs (function, weight), or entries as in
-    YAML, whose "function" may be a function too. They are scored in separate processes, with the
-    usual time limits.
+    `config` is a YAML file, or a mapping with the same content; keys may be dotted
+    ("optimizer.lr"). `overrides` replace values of the config: optimizer={"lr": 1e-6}, or
+    **{"optimizer.lr": 1e-6}. `rewards` replace the config's rewards. An entry is a function
+    fn(prompts, completions, completion_ids, **columns), a pair (function, weight), or a mapping as
+    in YAML, whose "function" may be a function too. Rewards are computed in separate processes,
+    with the usual time limits.
 
     After one Ctrl-C the run saves and returns; a second one raises KeyboardInterrupt. Raises
     ConfigError for what cannot be used, and RuntimeError with the run's report for anything else.
@@ -80,6 +81,7 @@ def run(
 
 
 def _train(config: Config) -> RunResult:
+    """Checks the config, trains, and returns the result."""
     inputs = check_inputs(config, num_ranks=int(os.environ.get("WORLD_SIZE", "1")))
     # Functions that cannot be sent to workers are refused now, not after the engine has started.
     descriptor = pack_functions(config.rewards)

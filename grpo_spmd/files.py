@@ -1,8 +1,8 @@
 """Reads files that others made, and writes files that survive a kill, a full disk and a power cut.
 
-Others make a model's folder, a checkpoint, what an earlier run left. Only regular files are opened,
-never in a way that could wait, and they are read up to a size. JSON is checked field by field, by
-type and range.
+Such files are those of a model's folder, of a checkpoint and of an earlier run. Only regular files
+are opened, never in a way that could wait, and they are read up to a size. JSON is checked field by
+field, by type and range: a `Rule` tells what a field must be.
 """
 
 from __future__ import annotations
@@ -25,21 +25,22 @@ from typing import Any
 from grpo_spmd.config.errors import ConfigError, refuse
 
 _MAX_JSON_BYTES = 64 << 20
-_MAX_HEADER_BYTES = 100_000_000  # of a safetensors file
+# The largest header of a safetensors file that is read.
+_MAX_HEADER_BYTES = 100_000_000
 _MAX_DIMENSIONS = 64
 
 
 def hold_standard_streams() -> None:
     """Opens /dev/null in the place of a closed stdin, stdout or stderr.
 
-    The file opened next would get the number of a closed stream. Then whoever prints would write
-    to it, or whoever starts a process would replace it.
+    Otherwise the next file that is opened would get the number of the closed stream. Code that
+    prints would then write into that file.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
         except OSError:
-            # Gets the lowest free number, which is this one.
+            # open() returns the lowest free number, which is this stream's.
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
             # A notebook's own streams need no descriptor.
             if getattr(sys, name) in (None, getattr(sys, f"__{name}__")):
@@ -47,9 +48,9 @@ def hold_standard_streams() -> None:
                 setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115
         stream = getattr(sys, name)
         if number and isinstance(stream, io.TextIOWrapper):
-            # An ASCII terminal lacks letters.
+            # An ASCII terminal lacks letters: print escapes instead of raising.
             stream.reconfigure(errors="backslashreplace")
-    # Once, however often this is called.
+    # Registered only once, however often this function is called.
     atexit.unregister(_flush_stdout)
     atexit.register(_flush_stdout)
 
@@ -80,7 +81,7 @@ def show(text: str) -> None:
 def write_durably(path: Path, content: bytes) -> None:
     """Replaces a file; after a kill, a full disk or a power cut it is the old or the new one."""
     temporary = path.with_name(path.name + ".tmp")
-    # It may be a link, or a fifo that waits for a reader.
+    # Something else may have this name: a link, or a fifo that would wait for a reader.
     temporary.unlink(missing_ok=True)
     temporary.write_bytes(content)
     sync_path(temporary)
@@ -97,6 +98,7 @@ def sync_to_disk(folder: Path) -> None:
 
 
 def sync_path(path: Path) -> None:
+    """Waits until the file or folder is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -130,6 +132,7 @@ def open_regular(path: Path, *, follow: bool = False) -> io.BufferedReader:
 
 
 def _kind(mode: int) -> str:
+    """Returns in words what a path with this st_mode is."""
     kinds = {
         stat.S_IFLNK: "a link",
         stat.S_IFIFO: "a fifo",
@@ -192,14 +195,16 @@ def reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Rule:
-    """What a JSON value must be, in words and as a test."""
+    """A Rule tells what a JSON value must be, in words and as a test."""
 
     says: str
     holds: Callable[[Any], bool]
 
 
 def whole_number(low: int, high: int = 2**53) -> Rule:
-    # By type: a bool is an int too.
+    """Returns the rule for a whole number in these bounds."""
+
+    # The type is compared, because a bool is an instance of int.
     def holds(value: Any) -> bool:
         return type(value) is int and low <= value <= high
 
@@ -207,10 +212,13 @@ def whole_number(low: int, high: int = 2**53) -> Rule:
 
 
 def matching_text(pattern: str, says: str) -> Rule:
+    """Returns the rule for a text that matches `pattern` as a whole; `says` names it in words."""
     return Rule(says, lambda value: isinstance(value, str) and bool(re.fullmatch(pattern, value)))
 
 
 def list_of(rule: Rule, low: int, high: int) -> Rule:
+    """Returns the rule for a list of `low` to `high` values that keep `rule`."""
+
     def holds(value: Any) -> bool:
         return isinstance(value, list) and low <= len(value) <= high and all(map(rule.holds, value))
 
@@ -218,6 +226,8 @@ def list_of(rule: Rule, low: int, high: int) -> Rule:
 
 
 def mapping_of(rule: Rule) -> Rule:
+    """Returns the rule for a mapping whose values keep `rule`."""
+
     def holds(value: Any) -> bool:
         return isinstance(value, dict) and all(map(rule.holds, value.values()))
 
@@ -225,11 +235,13 @@ def mapping_of(rule: Rule) -> Rule:
 
 
 def any_of(*rules: Rule) -> Rule:
+    """Returns the rule for a value that keeps at least one of `rules`."""
     says = " or ".join(rule.says for rule in rules)
     return Rule(says, lambda value: any(rule.holds(value) for rule in rules))
 
 
 def or_null(rule: Rule) -> Rule:
+    """Returns the rule for a value that keeps `rule` or is null."""
     return Rule(f"null or {rule.says}", lambda value: value is None or rule.holds(value))
 
 
@@ -277,7 +289,7 @@ TRAINER = {
 # A file in a checkpoint's manifest.
 MANIFEST_FILE = {"bytes": whole_number(0), "sha256": _DIGEST}
 _EOS = or_null(any_of(whole_number(0, 2**31), list_of(whole_number(0, 2**31), 0, 1000)))
-# A list has one entry a layer.
+# Some sizes may be a list with one entry for each layer.
 _LAYER_SIZES = list_of(or_null(whole_number(0, 2**31)), 0, 10_000)
 _SIZE = or_null(any_of(whole_number(1, 2**31), _LAYER_SIZES))
 # What config.json of a model says about sizes, before the libraries read it.
@@ -339,6 +351,7 @@ def read_index(folder: Path) -> dict[str, Path] | None:
     return {name: folder / file for name, file in index["weight_map"].items()}
 
 
+# The bytes of one element, by safetensors' names of the types.
 _ITEM_BYTES = {
     "F64": 8,
     "F32": 4,
@@ -360,6 +373,7 @@ def read_header(path: Path) -> dict[str, dict[str, Any]]:
     """
     with open_regular(path, follow=True) as file:
         size = os.fstat(file.fileno()).st_size
+        # The file begins with the header's length; tensors follow the header.
         length = int.from_bytes(file.read(8), "little")
         content = file.read(min(length, size, _MAX_HEADER_BYTES))
     data_start = 8 + length

@@ -79,6 +79,7 @@ def prepare_torch() -> None:
 
 
 def _parser() -> OverridesParser:
+    """Returns the parser of the command's options and overrides."""
     parser = OverridesParser(
         allow_abbrev=False,
         prog="python -m grpo_spmd.train",

@@ -30,11 +30,11 @@ _NUM_TOKENIZED = 100  # rows that are tokenized even if they are short
 def check_prompts_early(
     rows: Sequence[PromptRow], config: DataConfig, folder: Path, num_embeddings: int | None = None
 ) -> None:
-    """Refuse chats without a chat template, and prompts that are too long or hold a token without
-    an embedding (`num_embeddings`: rows of the model's embedding).
+    """Raises ConfigError, which names file:line, for a prompt that the run cannot use.
 
-    Of many rows it reads the longest by characters, and every n-th of the others. Raises
-    ConfigError, which names file:line.
+    Such a prompt is a chat without a chat template, is too long, or holds a token without an
+    embedding. `num_embeddings` is the number of rows of the model's embedding. If there are many
+    rows, only the longest by characters and every n-th of the others are checked.
     """
     render = None
     first_chat = overview_of(rows).first_chat
@@ -101,7 +101,8 @@ def _check_sample(
 
 
 def prompt_check_inputs(folder: Path, config: DataConfig) -> list[Any]:
-    """What the result of `check_prompts_early` depends on, beside the rows and embeddings."""
+    """Returns everything that the result of `check_prompts_early` depends on, except the rows and
+    the number of embeddings."""
     patterns = ("tokenizer.json", "tokenizer_config.json", "*chat_template*")
     paths = [path for pattern in patterns for path in folder.glob(pattern) if path.is_file()]
     digests = {path.name: digest_of(path) for path in paths}
@@ -110,7 +111,7 @@ def prompt_check_inputs(folder: Path, config: DataConfig) -> list[Any]:
 
 
 def load_tokenizer_file(file: Path) -> Any:
-    """tokenizer.json, read by the tokenizers library. Raises ConfigError if it cannot be read."""
+    """Returns the tokenizer of a tokenizer.json. Raises ConfigError if it cannot be read."""
     return _load_cached(file, file.resolve(), file.stat().st_mtime_ns)
 
 
@@ -129,8 +130,10 @@ def _load_cached(file: Path, *_: Any) -> Any:
 
 
 def sample(rows: Sequence[PromptRow]) -> list[PromptRow]:
-    """Rows to tokenize, in the order of the file: all, if they are few; else the longest by
-    characters, within half of the budget, and every n-th row, within the other half."""
+    """Returns the rows to tokenize, in the order of the file.
+
+    These are all rows if they are few. Else they are the longest rows by characters, within half of
+    the budget, and every n-th row, within the other half."""
     sizes, half = overview_of(rows).sizes, _CHARACTER_BUDGET // 2
     total = sum(sizes)
     if total <= _CHARACTER_BUDGET:
@@ -148,11 +151,11 @@ def sample(rows: Sequence[PromptRow]) -> list[PromptRow]:
 
 
 class TemplateRefusal(Exception):
-    """Raised by a template that calls raise_exception."""
+    """A chat template has refused its messages: it has called raise_exception."""
 
 
 def tokenizer_settings(folder: Path) -> dict[str, Any] | None:
-    """tokenizer_config.json; {} if there is none, None if it cannot be read."""
+    """Returns tokenizer_config.json; {} if there is none, None if it cannot be read."""
     try:
         return read_json(folder / "tokenizer_config.json", follow=True)
     except FileNotFoundError:
@@ -162,7 +165,7 @@ def tokenizer_settings(folder: Path) -> dict[str, Any] | None:
 
 
 def template_of(folder: Path, settings: dict[str, Any]) -> str | None:
-    """The tokenizer's default chat template. Of several named ones: the one named default."""
+    """Returns the tokenizer's chat template, or None. Of several, it is the one named "default"."""
     template: Any = settings.get("chat_template")
     file = folder / "chat_template.jinja"
     if file.is_file():
@@ -177,8 +180,9 @@ def template_of(folder: Path, settings: dict[str, Any]) -> str | None:
 
 
 def renderer(template: str, settings: dict[str, Any], *, opens_turn: bool = True) -> Render | None:
-    """The template as transformers compiles it; None if only transformers can compile it.
-    `opens_turn`: add the generation prompt. Raises ConfigError, which names model.path."""
+    """Returns the template as transformers compiles it; None if only transformers can compile it.
+
+    `opens_turn` adds the generation prompt. Raises ConfigError, which names model.path."""
     try:
         import jinja2.ext
         import jinja2.sandbox
@@ -221,7 +225,7 @@ def renderer(template: str, settings: dict[str, Any], *, opens_turn: bool = True
 
 
 def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
-    """Special tokens by their names in a template, such as bos_token."""
+    """Returns the special tokens by their names in a template, such as bos_token."""
     tokens: dict[str, str] = {}
     for name, value in settings.items():
         text = value.get("content") if isinstance(value, dict) else value
@@ -231,7 +235,7 @@ def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
 
 
 def _render(row: PromptRow, render: Render | None) -> str | None:
-    """The prompt's text; None if the template fails, so that transformers reports the error."""
+    """Returns the prompt's text; None if the template fails: transformers reports the error."""
     assert render is not None
     assert not isinstance(row.prompt, str)
     try:

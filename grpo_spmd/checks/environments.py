@@ -22,8 +22,11 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def check_environment_early(environment: EnvironmentConfig) -> None:
-    """Refuse a missing file, a name that the file does not define, a class without its methods,
-    and a tool without types. Raises ConfigError only for what is certain."""
+    """Raises ConfigError for a file of tools, environments or agents that certainly cannot work.
+
+    The file may be missing, may lack a name, or may have a class without the needed methods or a
+    tool without types.
+    """
     for number, spec in enumerate(environment.tools):
         _check_spec(f"environment.tools.{number}", spec, "function")
     factory = environment.factory
@@ -46,7 +49,10 @@ def _check_spec(
     *,
     may_ship: bool = True,
 ) -> None:
-    """`methods`: a class needs one method of each group."""
+    """Raises ConfigError if `spec`, the value of `key`, names nothing that is usable as `kind`.
+
+    A class needs one method of each group in `methods`.
+    """
     file, colon, name = spec.rpartition(":")
     if may_ship and not file.endswith(".py") and spec.partition(":")[0] in _SHIPPED:
         return

@@ -40,8 +40,9 @@ def explain(
     *,
     with_defaults: bool = False,
 ) -> list[str]:
-    """The lines that `--explain` prints. `model` None: its sizes are unknown, which a line says.
-    `num_rows`: of data.train."""
+    """Returns the lines that `--explain` prints.
+
+    If `model` is None, its sizes are unknown, and a line tells so. `num_rows` counts data.train."""
     lines = _section("a step", _step_rows(config, num_ranks))
     lines += _section("the run", _run_rows(config, num_rows))
     if model is None:
@@ -61,7 +62,7 @@ def explain(
 
 
 def _section(title: str, rows: Iterable[Row]) -> list[str]:
-    """A title with its rows; nothing if there are none."""
+    """Returns the lines of a title and its rows; no line if there are no rows."""
     lines = [f"  {row.name:36} {row.value:>16}  {row.explanation}".rstrip() for row in rows]
     return ["", title, *lines] if lines else []
 

@@ -48,7 +48,7 @@ from grpo_spmd.rewards.verifiers import DEFAULT_TIME_S
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run has read before torch is imported."""
+    """Holds everything that a run has read before torch is imported."""
 
     rows: Sequence[PromptRow]
     eval_rows: dict[str, Sequence[PromptRow]]  # by the set's name; empty if eval.every_steps is 0
@@ -61,7 +61,7 @@ class Inputs:
 
     @property
     def columns(self) -> set[str]:
-        """Columns of all sets. A row without one of them passes None for it."""
+        """Returns the columns of all sets. A row without one of them passes None for it."""
         return {name for rows in self.row_sets for name in overview_of(rows).columns}
 
     @property
@@ -71,7 +71,7 @@ class Inputs:
 
 @dataclass
 class CheckState:
-    """The question, and what earlier checks have read for later ones."""
+    """Holds the config to check, and what earlier checks have read for later ones."""
 
     config: Config
     num_ranks: int
@@ -84,7 +84,7 @@ class CheckState:
 
 @dataclass(frozen=True)
 class Check:
-    """One early check. `look` raises ConfigError, or stores what it has read."""
+    """A Check is one early check. Its `look` raises ConfigError, or stores what it has read."""
 
     name: str
     look: Callable[[CheckState], None]
@@ -95,11 +95,11 @@ class Check:
 def check_inputs(
     config: Config, *, num_ranks: int, to_run: bool = True, sources: Mapping[str, str] | None = None
 ) -> Inputs:
-    """Read data and rewards, and check everything that needs no torch.
+    """Reads data and rewards, and checks everything that needs no torch.
 
-    `to_run` False: the user only asks about a config, perhaps that of a running job; run folder,
-    packages, disk and servers are left out. `sources`: where each value was set. Raises
-    ConfigError, which names the key or file:line.
+    If `to_run` is False, the user only asks about a config, perhaps that of a running job. Then run
+    folder, packages, disk and servers are not checked. `sources` tells where each value was set.
+    Raises ConfigError, which names the key or file:line.
     """
     state = CheckState(config, num_ranks, to_run, sources)
     for check in CHECKS:
@@ -158,7 +158,7 @@ def _read_data(state: CheckState) -> None:
 def read_and_check_rows(
     config: Config, rewards: Sequence[Reward], folder: Path | None, eval_set: str | None = None
 ) -> Sequence[PromptRow]:
-    """The rows of data.train, or of an evaluation set. Raises ConfigError."""
+    """Returns the checked rows of data.train, or of an evaluation set. Raises ConfigError."""
     key, source = key_and_source(config.data, eval_set)
     check_source(key, source)
     rows = read_rows(config.data, eval_set)
@@ -223,7 +223,10 @@ def _check_judges(state: CheckState) -> None:
 
 
 def _check_gold_answers(state: CheckState) -> None:
-    """Refuse data without answers that the rewards can read; warn if only some rows lack them."""
+    """Raises ConfigError for data without answers that the rewards can read.
+
+    If only some rows lack them, warnings are stored.
+    """
     for rows in state.inputs.row_sets:
         is_held_out = rows is not state.inputs.rows
         state.warnings += find_gold_warnings(state.config, rows, is_held_out=is_held_out)
@@ -232,7 +235,7 @@ def _check_gold_answers(state: CheckState) -> None:
 def find_gold_warnings(
     config: Config, rows: Sequence[PromptRow], *, is_held_out: bool
 ) -> list[str]:
-    """Warnings of `check_gold`, cached on the node. Raises ConfigError."""
+    """Returns the warnings of `check_gold`, cached on the node. Raises ConfigError."""
     rewards = [[reward.name, reward.function, repr(reward.args)] for reward in config.rewards]
     # A warning names the file as the config does.
     depends_on = [rows[0].where if rows else "", is_held_out, rewards]

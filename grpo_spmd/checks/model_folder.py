@@ -48,8 +48,11 @@ _RECURRENT = r".*mamba.*|rwkv|xlstm|recurrent_gemma"
 
 
 def check_model(config: Config, *, to_run: bool = True) -> Path | None:
-    """Check the folder of `model.path` and return it. Returns None for a hub id that is not in
-    the cache yet: `to_run`, the hub is asked whether it exists. Raises ConfigError."""
+    """Returns the folder of `model.path` after checking it. Raises ConfigError.
+
+    Returns None for a hub id that is not in the cache yet. If the config is checked `to_run`, the
+    hub is asked whether the model exists.
+    """
     path = config.model.path
     folder = find_model_folder(path, "model.path", to_run=to_run)
     if folder is None:
@@ -88,7 +91,10 @@ def check_model(config: Config, *, to_run: bool = True) -> Path | None:
 
 
 def _read_model_files(folder: Path, path: str) -> tuple[dict[str, Any], Shapes]:
-    """config.json and the shapes of all tensors. Raises UntrustedError, OSError, ConfigError."""
+    """Returns config.json and the shapes of all tensors.
+
+    Raises UntrustedError, OSError or ConfigError.
+    """
     # The reader of a fifo would wait for ever, and a device has no end.
     for file in folder.iterdir():
         if file.exists() and not file.is_file() and not file.is_dir():
@@ -105,7 +111,7 @@ def _read_model_files(folder: Path, path: str) -> tuple[dict[str, Any], Shapes]:
 
 
 def num_embeddings(folder: Path) -> int | None:
-    """Number of tokens with an embedding in a model that has been checked."""
+    """Returns how many tokens have an embedding in a model that has been checked, or None."""
     return _embedding_rows(_read_shapes(folder), read_model_config(folder))
 
 
@@ -133,7 +139,7 @@ def _check_type(model_type: str, path: str) -> None:
 
 
 def _read_package_file(package: str, path: str) -> str:
-    """Text of a file of an installed package; "" if there is none."""
+    """Returns the text of a file of an installed package; "" if there is none."""
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
         return ""
@@ -142,7 +148,10 @@ def _read_package_file(package: str, path: str) -> str:
 
 
 def _check_cpu_engine(config: Config, model: Mapping[str, Any]) -> None:
-    """Refuse what vLLM for the CPU cannot do: some head sizes, and a cache that is too large."""
+    """Raises ConfigError for what vLLM for the CPU cannot do.
+
+    It lacks some head sizes, and cannot have a KV cache that is larger than the memory.
+    """
     if importlib.util.find_spec("vllm") is None or version_of("vllm") is not None:
         return
     text = _read_package_file("vllm", "v1/attention/backends/cpu_attn.py")
@@ -171,8 +180,10 @@ def _check_cpu_engine(config: Config, model: Mapping[str, Any]) -> None:
 
 
 def _read_shapes(folder: Path) -> Shapes:
-    """Shapes in the headers of all files, compared with the index. Raises UntrustedError,
-    OSError."""
+    """Returns the shapes in the headers of all files, after comparing them with the index.
+
+    Raises UntrustedError or OSError.
+    """
     index = read_index(folder)
     files = sorted({*folder.glob("*.safetensors"), *(index or {}).values()})
     if not files:
@@ -181,9 +192,7 @@ def _read_shapes(folder: Path) -> Shapes:
     # A mixture of two downloads would load without an error.
     for name, file in (index or {}).items():
         if name not in headers[file]:
-            holder = next(
-                (second.name for second, header in headers.items() if name in header), None
-            )
+            holder = next((path.name for path, header in headers.items() if name in header), None)
             hint = f"it is in {holder}" if holder else "no file has it"
             raise UntrustedError(
                 f"{folder}: the index has {name} in {file.name}, whose header lacks it "
@@ -207,7 +216,7 @@ def _read_shapes(folder: Path) -> Shapes:
 
 
 def _how_to_convert(folder: Path) -> str:
-    """The remedy for a folder without safetensors files."""
+    """Returns the remedy for a folder without safetensors files."""
     patterns = ("*.bin", "*.pth", "*.gguf")
     files = [file.name for pattern in patterns for file in folder.glob(pattern)]
     if not files:
@@ -226,8 +235,10 @@ def _how_to_convert(folder: Path) -> str:
 
 
 def _names_every_size(model: Mapping[str, Any]) -> bool:
-    """Whether config.json names every size. It may omit its family's defaults, and not in all
-    families do those follow from other sizes."""
+    """Returns True if config.json names every size.
+
+    It may omit the defaults of its family. Not every default can be computed from other sizes.
+    """
     sizes = {"mistral": ["num_key_value_heads"], "qwen2": ["num_key_value_heads"]}
     sizes["qwen3"] = ["num_key_value_heads", "head_dim"]
     names = sizes.get(str(model["model_type"]), [])
@@ -235,8 +246,10 @@ def _names_every_size(model: Mapping[str, Any]) -> bool:
 
 
 def _check_shapes(folder: Path, shapes: Shapes, expected_shapes: Shapes) -> None:
-    """Compare tensors and config.json by name. The policy would refuse the same, but only after
-    the engine has started."""
+    """Raises ConfigError if the tensors differ from what config.json demands.
+
+    The policy would refuse the same, but only after the engine has started.
+    """
     for name, shape in expected_shapes.items():
         if name not in shapes:
             raise ConfigError(
@@ -274,8 +287,10 @@ def _embedding_rows(shapes: Shapes, model: Mapping[str, Any]) -> int | None:
 
 
 def _check_tokenizer(folder: Path, embeddings: int | None) -> None:
-    """Every token of the vocabulary needs an embedding. Added tokens need one only when a prompt
-    holds them: Llama 2's padding token, added to 32,000, is in none."""
+    """Raises ConfigError if a token of the vocabulary has no embedding.
+
+    Added tokens need one only if a prompt holds them: Llama 2's padding token, added to 32,000
+    others, is in no prompt."""
     file = folder / "tokenizer.json"
     if embeddings is None or not file.is_file():
         return
@@ -288,7 +303,7 @@ def _check_tokenizer(folder: Path, embeddings: int | None) -> None:
 
 
 def check_model_sizes(config: Config, model: Mapping[str, Any]) -> None:
-    """Compare the sizes in config.json, `model`, with the config. Raises ConfigError."""
+    """Raises ConfigError if the sizes in config.json, `model`, do not fit the config."""
     max_tokens, positions = config.max_rollout_tokens, model.get("max_position_embeddings")
     # Beyond its positions a model computes, and computes nonsense.
     if isinstance(positions, int) and max_tokens > positions:
@@ -316,7 +331,7 @@ def check_model_sizes(config: Config, model: Mapping[str, Any]) -> None:
 
 
 def _rollout_cache_bytes(config: Config, model: Mapping[str, Any]) -> int:
-    """KV cache on a rank for the engine's longest text; 0 if the sizes are unknown."""
+    """Returns the bytes of KV cache on a rank for the engine's longest text; 0 if unknown."""
     sizes = dimensions(model)
     # A sliding window bounds the cache.
     if sizes is None or isinstance(model.get("sliding_window"), int):
@@ -326,7 +341,7 @@ def _rollout_cache_bytes(config: Config, model: Mapping[str, Any]) -> int:
 
 
 def version_of(distribution: str) -> str | None:
-    """The installed version; None if it is not installed."""
+    """Returns the installed version of a distribution; None if it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -339,8 +354,10 @@ def version_of(distribution: str) -> str | None:
 def find_model_folder(
     path: str, key: str, *, to_run: bool, revision: str | None = None
 ) -> Path | None:
-    """The folder of a model, by its path or hub id. Returns None for a hub id that is not in the
-    cache yet: `to_run`, the hub is asked whether it exists. Raises ConfigError, naming `key`."""
+    """Returns the folder of a model, by its path or hub id. Raises ConfigError, which names `key`.
+
+    Returns None for a hub id that is not in the cache yet. If the config is checked `to_run`, the
+    hub is asked whether the model exists."""
     folder = Path(path)
     if not folder.is_dir():
         # A path whose first folder exists is meant as a path, not as a hub id.
@@ -363,7 +380,7 @@ def find_model_folder(
 
 
 def _explain_no_folder(path: str) -> str:
-    """Why `path` is neither a folder nor a hub id, and what to give instead."""
+    """Returns why `path` is neither a folder nor a hub id, and what to give instead."""
     folder = Path(path)
     hub_address = re.match(_HUB_ADDRESS, path)
     if hub_address:
@@ -383,7 +400,7 @@ def _explain_no_folder(path: str) -> str:
 
 
 def _explain_no_config(folder: Path, key: str) -> str:
-    """What a folder without config.json is, if that can be seen, and the remedy."""
+    """Returns what a folder without config.json is, if that can be seen, and the remedy."""
     export = "python -m grpo_spmd.export"
     cached = re.fullmatch(r"models--([\w.-]+?)--([\w.-]+)", folder.name)
     if cached:
@@ -408,7 +425,7 @@ def _explain_no_config(folder: Path, key: str) -> str:
 
 
 def _has_weights(folder: Path) -> bool:
-    """Whether the cache has the whole model, not only what the planner or an evaluation needed."""
+    """Returns True if the cache has the whole model, not only the files that the planner needs."""
     try:
         files = [*(read_index(folder) or {}).values()] or list(folder.glob("*.safetensors"))
     except (UntrustedError, OSError):

@@ -29,8 +29,11 @@ _COMPLETIONS = ("one answer", "another")  # a template must render them differen
 def check_reward_models(
     config: Config, row_sets: Mapping[str, Sequence[PromptRow]], *, to_run: bool = True
 ) -> None:
-    """Check each reward model's folder and chat template. `row_sets`: rows by the key of their
-    source. Hub ids outside the cache are asked only `to_run`. Raises ConfigError."""
+    """Raises ConfigError if the folder or chat template of a reward model cannot be used.
+
+    `row_sets` has the rows by the key of their source. The hub is asked about models outside the
+    cache only if the config is checked `to_run`.
+    """
     for index, reward in enumerate(config.rewards):
         if reward.model is None:
             continue
@@ -61,8 +64,10 @@ def check_reward_models(
 
 
 def _check_template(files: RewardModelFiles, problem: str, rows: Sequence[PromptRow]) -> None:
-    """Refuse a model without a chat template, and one that no prompt can be rendered with. `what`:
-    the chats that it renders."""
+    """Raises ConfigError for a model without a chat template, or if it renders no prompt at all.
+
+    `problem` begins the error: it names the chats that need the template.
+    """
     key = f"{files.where}.template"
     settings = tokenizer_settings(files.folder)
     if settings is None:
@@ -82,7 +87,7 @@ def _check_template(files: RewardModelFiles, problem: str, rows: Sequence[Prompt
 
 
 def _try_template(render: Render, rows: Sequence[PromptRow], key: str) -> None:
-    """Render the first prompts, until one can be rendered. A template may refuse some prompts."""
+    """Renders the first prompts until one succeeds. A template may refuse some prompts."""
     error_text = ""
     for row in rows[:_NUM_TRIED]:
         prompt = row.prompt
@@ -110,8 +115,9 @@ def _try_template(render: Render, rows: Sequence[PromptRow], key: str) -> None:
 def check_engine_judges(
     config: Config, folder: Path | None, row_sets: Sequence[Sequence[PromptRow]]
 ) -> None:
-    """Check judges that are the run's own engine: columns, chat template, room for their prompts.
-    `folder`: the policy's, if it is here. Raises ConfigError, which names the key."""
+    """Checks judges that are the run's own engine: columns, chat template, room for their prompts.
+
+    `folder` is the policy's, or None if it is not here. Raises ConfigError, which names the key."""
     for index, num_tokens in judge_tokens(config).items():
         key_prefix, reward = f"rewards.{index}", config.rewards[index]
         judge = Judge(reward, f"{key_prefix}.judge")
@@ -167,8 +173,11 @@ def _check_judge_size(
 
 
 def _check_rubric_size(judge: Judge, reward: RewardConfig, folder: Path, key_prefix: str) -> None:
-    """Count the rubric with the tokenizers library, without the template's words. The run counts
-    again with both."""
+    """Raises ConfigError if the rubric alone has too many tokens.
+
+    It is counted with the tokenizers library, without the chat template's tokens. The run counts
+    again with both.
+    """
     file = folder / "tokenizer.json"
     if reward.max_tokens is None or not file.is_file():
         return

@@ -28,7 +28,7 @@ _AMBIGUOUS_NAMES = [
 
 
 class Alias(NamedTuple):
-    """One row of the table: names in another trainer and the keys that stand for them here."""
+    """An Alias is one row of the table: names in another trainer, and our keys for them."""
 
     trainer: str
     names: list[str]

@@ -88,17 +88,17 @@ def _repeated_keys(words: Sequence[str], overrides: Sequence[str]) -> Iterator[s
 def _misspelt_words(words: Sequence[str], takes_value: dict[str, bool]) -> Iterator[str]:
     """Yields an error for each word that is no option, no value of an option and no override."""
     # Words are taken from the front; an option takes its value with it.
-    rest = list(words)
-    while rest:
-        word = rest.pop(0)
+    remaining_words = list(words)
+    while remaining_words:
+        word = remaining_words.pop(0)
         name, equals, text = word.partition("=")
         option = re.fullmatch(r"--?([A-Za-z][\w.-]*)", name)
         is_key = not text and re.fullmatch(r"[A-Za-z_][\w.]*", name)
         if word in takes_value or name in takes_value:
-            if takes_value.get(name) and not equals and rest:
-                rest.pop(0)
+            if takes_value.get(name) and not equals and remaining_words:
+                remaining_words.pop(0)
         elif option:
-            value = text if equals else _pop_value(rest)
+            value = text if equals else _pop_value(remaining_words)
             # A similar option counts more than a fixed remedy.
             similar = difflib.get_close_matches(name, takes_value, n=1, cutoff=0.8)
             remedy = _OPTION_REMEDIES.get(option[1].replace("-", "_"))
@@ -106,22 +106,24 @@ def _misspelt_words(words: Sequence[str], takes_value: dict[str, bool]) -> Itera
                 remedy = f"did you mean {similar[0]}?"
             rule = f"{name}: no such option; {remedy}"
             yield rule if remedy else _advise(option[1], value, "an override has no dashes")
-        elif is_key and (rest[:1] == ["="] or _is_value(rest)):
+        elif is_key and (remaining_words[:1] == ["="] or _is_value(remaining_words)):
             # "key = value", "key =value", "key= value" or "key value"
-            value = rest.pop(0)[1:] if rest[0].startswith("=") else ""
-            yield _advise(name, value or _pop_value(rest), "no spaces around the equals sign")
+            value = remaining_words.pop(0)[1:] if remaining_words[0].startswith("=") else ""
+            value = value or _pop_value(remaining_words)
+            yield _advise(name, value, "no spaces around the equals sign")
 
 
-def _is_value(rest: Sequence[str]) -> bool:
-    """Returns True if the next word can only be the value of the word before it."""
-    if not rest:
+def _is_value(words: Sequence[str]) -> bool:
+    """Returns True if the first of `words` can only be the value of the word before it."""
+    if not words:
         return False
-    is_word = re.match(r"-{1,2}[A-Za-z]|[A-Za-z_][\w.]*=", rest[0])
-    return rest[0].startswith("=") or not is_word
+    is_option_or_override = re.match(r"-{1,2}[A-Za-z]|[A-Za-z_][\w.]*=", words[0])
+    return words[0].startswith("=") or not is_option_or_override
 
 
-def _pop_value(rest: list[str]) -> str | None:
-    return rest.pop(0) if _is_value(rest) else None
+def _pop_value(words: list[str]) -> str | None:
+    """Removes the first of `words` if it is a value, and returns it; else returns None."""
+    return words.pop(0) if _is_value(words) else None
 
 
 def _advise(name: str, value: str | None, rule: str) -> str:

@@ -19,7 +19,7 @@ from grpo_spmd.config.schema import Config, RewardConfig
 
 
 class KeyText(NamedTuple):
-    """One key in words."""
+    """Describes one config key in words."""
 
     name: str
     default: str  # as in YAML; "" if the key is required
@@ -141,7 +141,9 @@ _PLAIN_MAPPINGS = ("headers_env", "path", "url")
 
 
 def _plain(value: Any, name: str = "", is_free_form: bool = False) -> Any:
-    """`is_free_form`: `name` is a key of a free-form mapping, and may be the name of a secret.
+    """Returns `value` as plain YAML types, with secrets replaced.
+
+    `is_free_form` is True if `name` is a key that the user chose, which may be that of a secret.
 
     Declared keys (max_prompt_tokens, prompt_key) only sound like secrets.
     """
@@ -154,7 +156,7 @@ def _plain(value: Any, name: str = "", is_free_form: bool = False) -> Any:
             inner: _plain(item, f"{name}.{inner}", is_free_form) for inner, item in value.items()
         }
     if isinstance(value, tuple | list):
-        return [_plain(item, name, is_free_form) for item in value]
+        return [_plain(element, name, is_free_form) for element in value]
     has_secret_name = is_free_form and SECRET_NAME.search(name)
     if isinstance(value, str) and (has_secret_name or SECRET.search(value)):
         return "<redacted>"

@@ -1,4 +1,7 @@
-"""Errors in what a user typed (one line, exit code 2), and the last words of a process."""
+"""Reports errors in what a user typed: one line on stderr and exit code 2.
+
+The *last words* of a process are the line that it prints before it ends.
+"""
 
 from __future__ import annotations
 
@@ -56,9 +59,10 @@ def say(text: str) -> None:
             print(line, file=sys.stderr, flush=True)
             return
         # Not through sys.stderr: another thread may be stuck in a write to it and hold its lock.
-        rest = f"{line}\n".encode(errors="backslashreplace")
-        while rest:
-            rest = rest[os.write(2, rest) :]
+        unwritten = f"{line}\n".encode(errors="backslashreplace")
+        while unwritten:
+            # os.write may write only a part.
+            unwritten = unwritten[os.write(2, unwritten) :]
 
     with suppress(OSError, ValueError):  # nobody can be told any more
         within(_SAY_S, write)

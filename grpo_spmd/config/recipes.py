@@ -23,7 +23,7 @@ Algorithm = Literal[
 
 @dataclass(frozen=True)
 class Recipe:
-    """The definition of one algorithm."""
+    """A Recipe is the definition of one algorithm."""
 
     name: str  # as people write it, with its paper
     values: dict[str, Any]  # by dotted key
@@ -165,7 +165,7 @@ RECIPES: dict[Algorithm, Recipe] = {
 
 
 def recipes_as_markdown() -> str:
-    """A row for each recipe: its name, what it sets, and what is left to the user."""
+    """Returns a table: the recipes, the keys that they set, and the keys left to the user."""
     lines = ["| `algorithm` | is | sets | yours to set |", "|---|---|---|---|"]
     for name, recipe in RECIPES.items():
         sections: dict[str, list[str]] = {}

@@ -163,10 +163,10 @@ def _check_sizes(config: Config) -> None:
     if micro_batch_tokens < rollout_tokens:
         episode_tokens = rollout_tokens - prompt_tokens
         is_completion = episode_tokens == rollout.max_completion_tokens
-        second = completion if is_completion else f"environment.max_tokens ({episode_tokens})"
+        summand = completion if is_completion else f"environment.max_tokens ({episode_tokens})"
         raise ConfigError(
             f"training.max_tokens_per_micro_batch ({micro_batch_tokens}) must hold the longest "
-            f"rollout: data.max_prompt_tokens ({prompt_tokens}) + {second} = {rollout_tokens}; "
+            f"rollout: data.max_prompt_tokens ({prompt_tokens}) + {summand} = {rollout_tokens}; "
             "raise the first or lower one of the others"
         )
     # Mini-batches are equal parts of a step, counted in prompts.

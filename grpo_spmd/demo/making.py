@@ -1,4 +1,7 @@
-"""What the demos share: a tiny Qwen3, its warm start, and a folder that is complete or absent."""
+"""Makes a tiny Qwen3 with a warm start for every demo, in a folder that is complete or absent.
+
+A *warm start* is a short supervised training, so that the model is sometimes right when RL begins.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ _WARM_UP_STEPS = 50
 
 
 class Example(NamedTuple):
-    """One sequence of the warm start."""
+    """An Example is one sequence of the warm start."""
 
     token_ids: list[int]
     is_trained: list[bool]  # for each token, whether it counts in the loss

@@ -99,7 +99,10 @@ def call_text(item: str) -> str:
 
 
 def teacher_turns(rng: random.Random, is_careful: bool) -> list[tuple[str, bool]]:
-    """Returns one episode of the teacher: pieces of text, each with whether it is trained."""
+    """Returns one episode of the teacher as a list of (text, is trained).
+
+    The texts alternate between the teacher's turns, which are trained, and those of user and tool.
+    """
     wanted = rng.sample(ITEMS, 2)
     counts = [rng.randint(0, 9) for _ in wanted]
     kind = 0.0 if is_careful else rng.random()
@@ -122,7 +125,7 @@ def make_examples(tokenizer: Any, seed: int) -> Callable[[int], list[Example]]:
     """Returns a function that gives the teacher's episodes for each step of the warm start."""
     rng = random.Random(seed)
 
-    # The same few texts come again and again.
+    # Few different texts occur, and each occurs often.
     @functools.cache
     def encode(text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False))

@@ -65,7 +65,7 @@ _STATES = {
 
 @dataclass(frozen=True)
 class Position:
-    """Where a rank is in the run."""
+    """A Position tells where a rank is in the run."""
 
     phase: str
     step: int
@@ -78,7 +78,7 @@ class Position:
 
 @dataclass(frozen=True)
 class Fault:
-    """How one rank failed."""
+    """A Fault tells how one rank failed."""
 
     # "stopped": by Ctrl-C or SIGTERM; "follows": because another rank failed.
     kind: Literal["raise", "config", "stopped", "follows"]
@@ -88,7 +88,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Alarm:
-    """What the first rank that noticed something has noticed."""
+    """An Alarm tells what a rank has noticed. Only the first alarm of a run counts."""
 
     why: Literal["raise", "config", "stopped", "follows", "timeout", "dead", "silent"]
     by: int  # the rank that raised the alarm
@@ -98,7 +98,7 @@ class Alarm:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a rank says about itself after an alarm, or another rank of its host about it."""
+    """An Answer describes one rank after an alarm. The rank itself or one on its host gives it."""
 
     position: Position
     answers: bool = True  # False: its Python does not run
@@ -114,7 +114,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Report:
-    """The report on a failed run, which all ranks share."""
+    """A Report on a failed run, which all ranks share, names the rank to blame and the reason."""
 
     headline: str
     text: str
@@ -362,8 +362,8 @@ class Doctor:
                 if alarm is not None and not self._is_stopped:
                     text = json.dumps(asdict(alarm))
                     # Only the first alarm counts, on all ranks.
-                    initial = self._watch_store.compare_set("alarm", "", text)
-                    self._end(Alarm(**json.loads(initial)))
+                    winning_alarm = self._watch_store.compare_set("alarm", "", text)
+                    self._end(Alarm(**json.loads(winning_alarm)))
                 if self._fault is None:
                     self._wake.wait(_POLL_S)
         except Exception as error:
@@ -433,10 +433,11 @@ class Doctor:
 
     def _find_peers(self) -> dict[int, RankProcess]:
         """Returns the other ranks of this host whose processes can be seen from here."""
-        initial = self._rank - int(os.environ.get("LOCAL_RANK", "0"))
-        stop = initial + int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        # torchrun gives consecutive ranks to a host.
+        start = self._rank - int(os.environ.get("LOCAL_RANK", "0"))
+        stop = start + int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         peers = {}
-        for rank in range(max(initial, 0), min(stop, self._world_size)):
+        for rank in range(max(start, 0), min(stop, self._world_size)):
             if rank != self._rank:
                 process = RankProcess(**self._read(f"process/{rank}"))
                 if process.machine == self._process.machine:

@@ -195,8 +195,11 @@ class Preemption:
     def _reason_to_give_up(self) -> str | None:
         return self._aborting or self._reason_to_stop(_GENERATED, "the rest of the step")
 
-    def _reason_to_stop(self, moment: int, piece: str) -> str | None:
-        """Returns why the step cannot go on from `moment` to its end; `part` names that part."""
+    def _reason_to_stop(self, moment: int, remaining_work: str) -> str | None:
+        """Returns why the step cannot go on from `moment` to its end, or None if it can.
+
+        `remaining_work` names the work from `moment` to the end, for the message.
+        """
         if self._signal is not None:
             return self._signal
         assert self._deadline is not None, "begin_step comes first"
@@ -204,7 +207,7 @@ class Preemption:
         left_s = self._deadline - time.monotonic()
         if left_s >= _SPREAD * needed_s + self._save_s:
             return None
-        needs = f"{piece} takes {needed_s:.0f} s and a save {self._save_s:.0f} s"
+        needs = f"{remaining_work} takes {needed_s:.0f} s and a save {self._save_s:.0f} s"
         return f"deadline: {left_s:.0f} s left, {needs}"
 
     def _agree(self, reason: str | None) -> None:

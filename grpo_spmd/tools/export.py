@@ -44,7 +44,7 @@ def main() -> None:
         if args.out.resolve() == args.checkpoint.resolve():
             rule = "is the checkpoint itself, which is never changed; choose another OUT"
             raise ConfigError(f"{args.out} {rule}")
-        # Checksums of all files, before anything is written.
+        # All files are compared with their checksums before anything is written.
         verify_checkpoint(args.checkpoint)
         if args.merge:
             export_merged(args.checkpoint, args.out, args.dtype, args.base)
@@ -52,10 +52,11 @@ def main() -> None:
             export_checkpoint(args.checkpoint, args.out, args.dtype)
     except (ConfigError, CheckpointError) as error:
         refuse(ConfigError(str(error)))
-    except (OSError, SafetensorError) as error:  # a full disk, no permission
+    # A full disk, or no permission to write.
+    except (OSError, SafetensorError) as error:
         print(f"error: {args.out}: nothing was exported: {error}", file=sys.stderr)
         raise SystemExit(1) from None
-    # Only for the last line.
+    # The export is complete; the step is only for the last line.
     step = read_trainer(args.checkpoint)["step"]
     mib = sum(path.stat().st_size for path in args.out.glob("*.safetensors")) / (1 << 20)
     merged = ", adapters merged" if args.merge else ""

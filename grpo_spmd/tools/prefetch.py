@@ -2,8 +2,8 @@
 
 python -m grpo_spmd.prefetch --config x.yaml [section.key=value ...]
 
-For clusters whose compute nodes have no network: run it once where there is one, before the job,
-which sets HF_HUB_OFFLINE=1.
+It is for clusters whose compute nodes have no network. Run it once on a machine with a network,
+before the job. The job sets HF_HUB_OFFLINE=1.
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ def main() -> None:
 
 
 def _fetch(config: Config) -> None:
+    """Fetches all models, then all data sets, that are not local."""
+    # None stands for the training set.
     names = (None, *config.data.eval_sets)
     sets = [name for name in names if key_and_source(config.data, name)[1].startswith("hub:")]
     models = [(path, None) for path in (config.model.path, *config.teacher.paths.values())]
@@ -92,6 +94,7 @@ def _quit(number: int, frame: object) -> None:
 
 
 def _fetch_model(repo: str, revision: str | None, cache: Path) -> None:
+    """Fetches the files of a model that a run needs, and prints their size."""
     # It imports huggingface_hub, which reads the variables that main() sets.
     from grpo_spmd.model.hf_files import fetch, files_at_hub
 
@@ -112,6 +115,7 @@ def _fetch_model(repo: str, revision: str | None, cache: Path) -> None:
 
 
 def _check_disk(cache: Path, needed: int, repo: str) -> None:
+    """Raises ConfigError if the cache's disk has less than `needed` bytes free."""
     folder = next(path for path in (cache, *cache.absolute().parents) if path.exists())
     free = shutil.disk_usage(folder).free
     if free < needed:
@@ -144,7 +148,7 @@ def _fetch_rows(config: DataConfig, name: str | None) -> None:
 
 @contextmanager
 def _progress(describe: Callable[[], str]) -> Iterator[None]:
-    """Prints from time to time how far the block is."""
+    """Prints every few seconds how far the block is, as `describe` tells it."""
     done = threading.Event()
 
     def run() -> None:

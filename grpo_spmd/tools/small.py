@@ -36,16 +36,20 @@ from grpo_spmd.records import Completion, MicroBatch, Rollout, rollout_seed
 from grpo_spmd.rewards.verifiers import countdown
 
 MODEL = ModelConfig(path=".demo/model", dtype="float32")
-TASKS = Path(".demo/train.jsonl")  # {"prompt": "3,8=24:", "nums": [3, 8], "target": 24}
-MAX_TOKENS = 16  # of a prompt and its completion
+# A line is {"prompt": "3,8=24:", "nums": [3, 8], "target": 24}.
+TASKS = Path(".demo/train.jsonl")
+# The most tokens of a prompt and its completion together.
+MAX_TOKENS = 16
 ROLLOUT = RolloutConfig(num_prompts_per_step=32, group_size=8, max_completion_tokens=8)
 LOSS = LossConfig(rollout_correction="none")
 OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.0)
 
 
 def train(num_steps: int) -> None:
-    """Collective. Prints one line a step: mean reward, loss, and the largest |policy - engine| of a
-    token's logprob."""
+    """Collective. Trains, and prints one line for each step.
+
+    The line has the mean reward, the loss, and the largest |policy - engine| of a token's logprob.
+    """
     session = start_session()
     tokenizer = load_tokenizer(MODEL.path)
     tasks = [json.loads(line) for line in TASKS.read_text(encoding="utf-8").splitlines()]
@@ -56,8 +60,9 @@ def train(num_steps: int) -> None:
     optimizer, _ = build_optimizer(policy, OPTIMIZER)
     weight_sync = WeightSync(policy, engine, ROLLOUT.sync_bucket_bytes(session.device.type))
     for step in range(1, num_steps + 1):
-        weight_sync.sync(step)  # shards -> full tensors -> vLLM
-        # All ranks draw the same tasks, and each takes its own of them.
+        # The policy's shards become full tensors, which go into vLLM's layers.
+        weight_sync.sync(step)
+        # All ranks draw the same tasks, and each takes every n-th of them.
         drawn = random.Random(step).sample(range(len(tasks)), ROLLOUT.num_prompts_per_step)
         task_ids = drawn[session.rank :: session.world_size]
         local_tasks = [tasks[task_id] for task_id in task_ids]
@@ -75,9 +80,9 @@ def train(num_steps: int) -> None:
 def sample(
     engine: RolloutEngine, task_ids: list[int], prompts: list[list[int]], step: int
 ) -> list[Completion]:
-    """Returns G completions for each prompt.
+    """Returns G completions for each prompt, where G is the group size.
 
-    Each one's seed is a function of its task, whichever rank samples it.
+    The seed of a completion depends on its task, and not on the rank that samples it.
     """
     requests = [
         Request(prompt, rollout_seed(0, step, task_id, number))
@@ -88,7 +93,10 @@ def sample(
 
 
 def score(tasks: list[dict[str, Any]], completions: list[Completion], tokenizer: Any) -> Tensor:
-    """Returns rewards [P, G]: 1 for an equation that uses both numbers and reaches the target."""
+    """Returns rewards [P, G] for P tasks with G completions each.
+
+    The reward is 1 for an equation that uses both numbers and reaches the target, else 0.
+    """
     texts = [tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in completions]
     rows = [task for task in tasks for _ in range(ROLLOUT.group_size)]
     nums = [row["nums"] for row in rows]
@@ -100,7 +108,7 @@ def score(tasks: list[dict[str, Any]], completions: list[Completion], tokenizer:
 def assemble(
     prompts: list[list[int]], completions: list[Completion], rewards: Tensor, device: torch.device
 ) -> MicroBatch:
-    """Returns this rank's rollouts as one row, each with its advantage.
+    """Returns this rank's rollouts, one after the other in one row, each with its advantage.
 
     The advantage is the reward minus its group's mean, over the group's standard deviation.
     """
@@ -126,7 +134,7 @@ def update(
 ) -> tuple[float, float]:
     """Collective. Makes one optimizer step.
 
-    Returns this rank's term of the loss, and its largest |policy - engine|.
+    Returns this rank's term of the loss, and the largest |policy - engine| of its tokens' logprobs.
     """
     mask = batch.loss_mask
     # FSDP sums gradients. With a mean over its own tokens, a rank of few tokens would count as much

@@ -148,7 +148,7 @@ def _check_alone(args: argparse.Namespace, target: Target) -> int:
 
 
 class _RankCheckup:
-    """The checkup of one launched rank. Every rank looks; rank 0 prints for all."""
+    """Runs the checkup of one launched rank. Every rank checks, and rank 0 prints for all."""
 
     def __init__(self, args: argparse.Namespace, target: Target, launch: Launch) -> None:
         self._args, self._target, self._launch = args, target, launch
@@ -182,7 +182,10 @@ class _RankCheckup:
         self._has_looked = True
 
     def _finish_alone(self, error: Exception) -> int:
-        """Without the store every rank says so itself; rank 0 prints what it has found."""
+        """Ends the checkup if the store cannot be reached, and returns the exit code.
+
+        Every rank prints the error itself. Rank 0 also prints what it has found.
+        """
         text = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300]}"
         address = self._launch.address
         if self._page is None:
@@ -208,7 +211,7 @@ class _RankCheckup:
         return self._page.close(time.monotonic() - self._start)
 
     def _open_exchange(self) -> Exchange:
-        """Raises RuntimeError, ImportError."""
+        """Returns the exchange over torch's store. Raises RuntimeError or ImportError."""
         # torch would print a page of C++ frames if a host cannot be reached.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
         from torch.distributed import PrefixStore
@@ -238,7 +241,10 @@ class _RankCheckup:
         return measure_within(self._args.deadline, store, launch.rank, nodes, launch.local_rank)
 
     def _follow(self, exchange: Exchange) -> int:
-        """Every other rank: post what it found, then do what rank 0's plan asks for."""
+        """Posts what this rank found, then does what rank 0's plan asks for. Returns the exit code.
+
+        Every rank except rank 0 calls it.
+        """
         self._introduce(exchange)
         patience_s = self._args.deadline + _ALL_CHECKS_S
         plan = exchange.hear("plan", patience_s)
@@ -254,7 +260,10 @@ class _RankCheckup:
         return code
 
     def _lead(self, exchange: Exchange, page: Page) -> int:
-        """Rank 0: gather and print the findings, then lead the measurements of several ranks."""
+        """Gathers and prints the findings, then leads the measurements. Returns the exit code.
+
+        Only rank 0 calls it.
+        """
         args = self._args
         self._introduce(exchange)
         posted = exchange.gather("found", args.deadline)

@@ -1,4 +1,4 @@
-"""The file systems that a run writes to, tried out in a scratch folder that is removed again."""
+"""Tries the file systems that a run writes to, in a scratch folder that is removed afterwards."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class FileSystem:
 
 
 def file_system_of(target: Target, path: Path) -> FileSystem | None:
-    """The file system that holds `path`, by /proc/self/mountinfo."""
+    """Returns the file system that holds `path`, by /proc/self/mountinfo."""
     file_system, depth = None, -1
     for line in target.read("/proc/self/mountinfo").splitlines():
         mount_fields, _, source_fields = line.partition(" - ")
@@ -54,7 +54,7 @@ def file_system_of(target: Target, path: Path) -> FileSystem | None:
 
 
 def nearest_folder(path: Path) -> Path:
-    """The path itself, or the nearest one above it that exists."""
+    """Returns the path itself, or the nearest folder above it that exists."""
     path = Path(os.path.abspath(path))
     return next(p for p in (path, *path.parents) if p.exists() or p.is_symlink())
 
@@ -70,7 +70,7 @@ def scratch_in(folder: Path) -> Iterator[Path]:
 
 
 def remove_scratch() -> None:
-    """Remove the scratch folders, also those of checks that hang."""
+    """Removes the scratch folders, also those of checks that hang."""
     while _scratch_folders:
         folder = _scratch_folders.pop()
         # A check that hangs may still write into it.
@@ -142,7 +142,7 @@ def _check_room(target: Target, folder: Path) -> Iterator[Result]:
 
 
 def check_abilities(folder: Path) -> Iterator[Result]:
-    """Try rename, fsync, and with several processes flock and O_APPEND."""
+    """Tries rename and fsync, and with several processes flock and O_APPEND."""
     problems: list[str] = []
     old, new = folder / "old", folder / "new"
     old.write_bytes(b"0")
@@ -189,7 +189,7 @@ def check_abilities(folder: Path) -> Iterator[Result]:
 
 
 def _try_processes(folder: Path) -> tuple[set[str], int]:
-    """What two processes say about a lock held here, and how many whole lines they appended."""
+    """Returns what two processes see of a lock held here, and how many lines they appended."""
     (folder / "appended").touch()
     lines = ["a" * _LINE_LENGTH, "b" * _LINE_LENGTH]
     with open(folder / "lock", "w") as lock:
@@ -210,7 +210,7 @@ def _try_processes(folder: Path) -> tuple[set[str], int]:
 
 
 def _check_speed(folder: Path) -> Iterator[Result]:
-    """Speed of one writer to the disk, not to the page cache."""
+    """Measures the speed of one writer to the disk, not to the page cache."""
     # Never fill the disk.
     limit = min(_SPEED_BYTES, shutil.disk_usage(folder).free // 10)
     # Random bytes, because a file system may compress.
@@ -235,7 +235,7 @@ def _check_speed(folder: Path) -> Iterator[Result]:
 
 
 def check_temporary(target: Target) -> Iterator[Result]:
-    """The folder of compiled code, workers' folders and sandboxes."""
+    """Checks the temporary folder, which holds compiled code, workers' folders and sandboxes."""
     path = target.environ.get("TMPDIR", "/tmp")
     remedy = "export TMPDIR=FOLDER on a local disk"
     try:

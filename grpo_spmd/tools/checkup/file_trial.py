@@ -1,4 +1,4 @@
-"""A trial of a file system: take a lock without waiting, then append lines to a shared file.
+"""Tries a file system: takes a lock without waiting, then appends lines to a shared file.
 
 Several processes, or nodes, run it in one folder at a time. It is also a script that needs only
 the standard library: python file_trial.py FOLDER LINE NUM_LINES.
@@ -10,8 +10,11 @@ import sys
 
 
 def lock_and_append(folder: str, line: str, num_lines: int) -> str:
-    """Returns "held" if another process locks the file `lock`, "free" if none does, or the error
-    of a file system without locks. Raises OSError if it cannot append."""
+    """Appends lines, and returns whether the file `lock` is locked by another process.
+
+    The result is "held", "free", or the error of a file system without locks. Raises OSError if it
+    cannot append.
+    """
     with open(os.path.join(folder, "lock")) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

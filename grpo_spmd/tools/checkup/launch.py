@@ -1,4 +1,4 @@
-"""The ranks of a checkup: those that torchrun or srun launched, or children on this machine."""
+"""Finds the ranks of a checkup, which torchrun or srun launched, or starts children as ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ANSWER = "checkup report: "  # before a child's report in its output
 
 @dataclass(frozen=True)
 class Launch:
-    """This rank among those of one launch."""
+    """Tells the number of this rank, and of the ranks launched with it."""
 
     rank: int
     num_ranks: int
@@ -40,7 +40,7 @@ class Launch:
 
 
 def find_launch(environ: Mapping[str, str]) -> Launch | None:
-    """The launch by torchrun or srun; None if this process is alone. Raises ConfigError."""
+    """Returns the launch by torchrun or srun; None if this process is alone. Raises ConfigError."""
     if "RANK" not in environ:
         return _find_slurm_step(environ)
     num_ranks = number_of_ranks()
@@ -95,14 +95,15 @@ def _find_slurm_step(environ: Mapping[str, str]) -> Launch | None:
 
 
 def first_host(nodes: str) -> str:
-    """The first host of Slurm's list: "node[03-05,9],login1" gives node03."""
+    """Returns the first host of Slurm's list: "node[03-05,9],login1" gives node03."""
     match = re.match(r"([^,\[]*)(?:\[(\d+)[^\]]*\])?([^,]*)", nodes)
     return "".join(text or "" for text in match.groups()) if match and nodes else "127.0.0.1"
 
 
 class LocalRanks:
-    """Child processes that measure all-reduces: one for each GPU, or two on the CPU. They start
-    at once, while the other checks run."""
+    """Starts child processes that measure all-reduces: one for each GPU, or two on the CPU.
+
+    They start at once, while the other checks run."""
 
     def __init__(self, target: Target, deadline_s: float) -> None:
         self.num_ranks = target.num_gpus or 2
@@ -136,7 +137,7 @@ class LocalRanks:
             self._children.append((child, output))
 
     def reports(self) -> dict[int, dict[str, Any]]:
-        """Reports of the children that wrote one before the deadline. Ends all children."""
+        """Returns the reports that children wrote before the deadline. Ends all children."""
         reports: dict[int, dict[str, Any]] = {}
         for rank, (child, output) in enumerate(self._children):
             with suppress(subprocess.TimeoutExpired):

@@ -1,4 +1,4 @@
-"""Host name, ports, the hub, the launcher, environment variables, and a Slurm job's time left."""
+"""Checks host name, ports, the hub, the launcher, variables, and the time left to a Slurm job."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _check_interfaces(target: Target, variable: str, interfaces: list[str]) -> I
 
 
 def check_port(target: Target) -> Iterator[Result]:
-    """The port where ranks would meet. Launched ranks already use it."""
+    """Checks the port where ranks would meet. Launched ranks already use it."""
     if target.is_launched or target.environ.get("TORCHELASTIC_RUN_ID"):
         return
     variable = target.environ.get("MASTER_PORT") or target.environ.get("PET_MASTER_PORT")
@@ -115,7 +115,7 @@ def check_port(target: Target) -> Iterator[Result]:
 
 
 def _find_listener(port: int) -> str:
-    """ " by process PID (COMMAND)", or "" if the process belongs to somebody else."""
+    """Returns " by process PID (COMMAND)", or "" if the process belongs to somebody else."""
     with suppress(psutil.Error):
         for connection in psutil.net_connections("tcp"):
             is_listener = connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
@@ -146,7 +146,7 @@ def check_hub(target: Target) -> Iterator[Result]:
 
 
 def _is_local(target: Target) -> bool:
-    """Whether the config names no model and no data of the hub."""
+    """Returns True if the config names no model and no data of the hub."""
     config = target.config
     if config is None or not Path(config.model.path).is_dir():
         return False
@@ -189,7 +189,7 @@ def check_torchrun(target: Target) -> Iterator[Result]:
 
 
 def check_environment(target: Target) -> Iterator[Result]:
-    """Environment variables that slow ranks down. The others must be the same on all ranks."""
+    """Checks variables that slow ranks down. The others must be the same on all ranks."""
     variables = {
         name: value for name, value in sorted(target.environ.items()) if _REPORTED.fullmatch(name)
     }

@@ -38,8 +38,9 @@ _NEVER = timedelta(hours=1)
 def measure(
     report: Report, store: dist.Store, rank: int, nodes: Sequence[Sequence[int]], local_rank: int
 ) -> None:
-    """Collective. Fills `report` step by step, so that it shows how far a rank came that hangs.
-    `nodes`: the ranks of each node."""
+    """Collective. Fills `report` step by step, so that it shows how far a hanging rank came.
+
+    `nodes` has the ranks of each node."""
     ranks = sorted(rank for node in nodes for rank in node)
     report["at"] = "its device"
     device = None
@@ -108,7 +109,7 @@ def _measure_sums(
 
 
 def _measure_pinned(report: Report, device: torch.device) -> None:
-    """GB/s from pinned host memory to the device, or the error."""
+    """Measures the GB/s from pinned host memory to the device, or notes the error."""
     try:
         host = host_buffer(_PINNED_BYTES, device)
     except RuntimeError as error:
@@ -128,8 +129,9 @@ def _measure_pinned(report: Report, device: torch.device) -> None:
 def measure_within(
     seconds: float, store: dist.Store, rank: int, nodes: Sequence[Sequence[int]], local_rank: int
 ) -> Report:
-    """Collective. `measure` with a deadline, because NCCL's and gloo's own limits are later, or
-    end the process."""
+    """Collective. Calls `measure` with a deadline.
+
+    NCCL's and gloo's own limits are later, or end the process."""
     report: Report = {"rank": rank, "at": "starting"}
     # A connection serves one call at a time: the caller keeps its own if the thread hangs.
     clone = store.clone()  # type: ignore[attr-defined]
@@ -144,8 +146,10 @@ def measure_within(
 
 
 def open_store(environ: Mapping[str, str], deadline_s: float, *, serves: bool) -> dist.Store:
-    """The store at MASTER_ADDR and MASTER_PORT, without waiting for other ranks. Raises
-    RuntimeError."""
+    """Returns the store at MASTER_ADDR and MASTER_PORT, without waiting for other ranks.
+
+    Raises RuntimeError.
+    """
     store = dist.TCPStore(
         environ.get("MASTER_ADDR", "127.0.0.1"),
         int(environ["MASTER_PORT"]),
@@ -159,7 +163,7 @@ def open_store(environ: Mapping[str, str], deadline_s: float, *, serves: bool) -
 
 
 def main() -> None:
-    """One child of `LocalRanks`."""
+    """Runs one child of `LocalRanks`."""
     deadline_s = float(sys.argv[1])
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = open_store(os.environ, deadline_s, serves=rank == 0)

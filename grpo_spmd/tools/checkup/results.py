@@ -1,4 +1,7 @@
-"""Results of checks, the machine they look at, how they are run and how they are printed."""
+"""Runs checks and prints their results.
+
+A *Result* is one line of the checkup. A *Target* is the machine that checks look at. A *fact* is a
+value that must be the same on all ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ _RANK_VARIABLES = {
 
 @dataclass(frozen=True)
 class Result:
-    """One line of the checkup. A line that is not ok has a remedy."""
+    """A Result is one line of the checkup. A line that is not ok has a remedy."""
 
     name: str
     level: Level
@@ -55,7 +58,7 @@ def bad(name: str, finding: str, remedy: str, facts: dict[str, str] | None = Non
 
 @dataclass(frozen=True)
 class Target:
-    """The machine that is checked, and the run it is checked for."""
+    """Describes the machine that is checked, and the run for which it is checked."""
 
     # Files of /proc, /sys and /dev are read below it, so that tests can plant them.
     root: Path = Path("/")
@@ -74,7 +77,7 @@ class Target:
         return plural(self.local_ranks, "rank")
 
     def read(self, path: str) -> str:
-        """Text of a file below the root; "" if it is missing or cannot be read."""
+        """Returns the text of a file below the root; "" if it cannot be read."""
         try:
             with open(self.root / path.lstrip("/"), encoding="utf-8", errors="replace") as file:
                 return file.read(_MAX_FILE_BYTES)
@@ -84,8 +87,10 @@ class Target:
     def run(
         self, command: Sequence[str], timeout_s: float
     ) -> subprocess.CompletedProcess[str] | None:
-        """Run a program that is no rank. Returns None if there is no such program. Raises
-        subprocess.TimeoutExpired."""
+        """Runs a program that is no rank. Returns None if there is no such program.
+
+        Raises subprocess.TimeoutExpired.
+        """
         env = {name: value for name, value in self.environ.items() if name not in _RANK_VARIABLES}
         if self.num_ranks > 1:
             env["WORLD_SIZE"] = str(self.num_ranks)
@@ -191,7 +196,7 @@ class Page:
         )
 
     def close(self, seconds: float) -> int:
-        """Show the verdict; returns the exit code: 2 if a line is bad, else 0."""
+        """Shows the verdict, and returns the exit code: 2 if a line is bad, else 0."""
         num_bad, warnings, num_ok = (self.counts[level] for level in ("bad", "warning", "ok"))
         counts = [f"{num_bad} bad"] if num_bad else []
         counts += [plural(warnings, "warning")] if warnings else []
@@ -209,7 +214,7 @@ class Page:
 
 
 def size_text(num_bytes: float) -> str:
-    """A size in the unit that leaves few digits."""
+    """Returns a size as text, in the unit that leaves few digits."""
     for unit, scale in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if num_bytes >= scale:
             return f"{num_bytes / scale:.{0 if num_bytes >= 10 * scale else 1}f} {unit}"
@@ -217,10 +222,10 @@ def size_text(num_bytes: float) -> str:
 
 
 def join_items(items: Iterable[object], limit: int = 6) -> str:
-    """Items with commas, and how many more there are than `limit`."""
+    """Returns the items with commas, and how many more there are than `limit`."""
     texts = [str(item) for item in items]
-    rest = f" and {len(texts) - limit} more" if len(texts) > limit else ""
-    return ", ".join(texts[:limit]) + rest
+    remark = f" and {len(texts) - limit} more" if len(texts) > limit else ""
+    return ", ".join(texts[:limit]) + remark
 
 
 def plural(count: int, noun: str) -> str:

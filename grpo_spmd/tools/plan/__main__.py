@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def _print_plan(args: argparse.Namespace, folder: Path, card: Card) -> bool:
-    """Returns whether the config fits, with --suggest also after the printed overrides."""
+    """Returns True if the config fits, with --suggest also if it fits after printed overrides."""
     from grpo_spmd.tools.plan.dry_run import parameter_shapes
     from grpo_spmd.tools.plan.phases import Plan, make_plan, suggestions
     from grpo_spmd.tools.plan.report import as_json, as_text
@@ -93,7 +93,10 @@ def _print_plan(args: argparse.Namespace, folder: Path, card: Card) -> bool:
 
 
 def _check_config(config: Config, num_ranks: int) -> Path:
-    """The model's folder. Raises ConfigError for what cannot run on so many ranks, or train."""
+    """Returns the model's folder.
+
+    Raises ConfigError for a config that cannot run on so many ranks, or a model that cannot train.
+    """
     check_world_size(config, num_ranks, None)
     path = config.model.path
     folder = local_folder(path)

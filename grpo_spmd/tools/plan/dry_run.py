@@ -4,7 +4,8 @@ The passes run with three and with four layers. Each further layer adds the same
 runs are extrapolated to the model's depth. The first and the last layers, the lm_head and the
 gradients outside the layers are measured themselves; the layers between them lie on a line.
 
-Not here: the state between updates (checks/memory.py), and what no tensor shows (device.py).
+The state between updates is counted in checks/memory.py, and memory without tensors in
+step_time.py. A *moment* is a part of a pass, such as "forward of layer 2", with its own peak.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _GATHERED = "gathered parameters"
 
 @dataclass(frozen=True)
 class Peaks:
-    """Most bytes beyond the state of a rank, by what they are for."""
+    """Holds the most bytes that a rank needs in addition to its state, by purpose."""
 
     scoring: Usage  # without gradients
     update: Usage
@@ -57,7 +58,7 @@ class Peaks:
 
 @dataclass(frozen=True)
 class Pass:
-    """One micro-batch of one rank, and everything that its memory depends on."""
+    """Describes one micro-batch of one rank, and everything that its memory depends on."""
 
     folder: Path  # with config.json
     model: ModelConfig
@@ -69,7 +70,7 @@ class Pass:
     on_gpu: bool
 
     def run(self, num_layers: int) -> tuple[dict[str, Usage], int]:
-        """Peaks beyond the state by moment, with `num_layers` layers; and the model's depth."""
+        """Returns the peaks by moment with `num_layers` layers, and the model's depth."""
         hf_config = load_config(str(self.folder))
         depth = hf_config.num_hidden_layers
         policy = self._build_policy(shallow(hf_config, num_layers))
@@ -140,7 +141,10 @@ class Pass:
 
 @lru_cache(maxsize=64)
 def peaks_of(work: Pass) -> Peaks:
-    """Peaks of the whole model. Raises ConfigError if transformers cannot build or run it."""
+    """Returns the peaks of the whole model.
+
+    Raises ConfigError if transformers cannot build or run the model.
+    """
     with as_config_error(str(work.folder), "cannot be run on fake tensors"):
         moments = at_full_depth(work.run)
     peaks = {"scoring": Usage(), "update": Usage()}
@@ -151,7 +155,10 @@ def peaks_of(work: Pass) -> Peaks:
 
 
 def at_full_depth(run: Callable[[int], tuple[dict[str, Usage], int]]) -> dict[str, Usage]:
-    """Peaks by moment for a whole model. `run` returns those with some layers, and the depth."""
+    """Returns the peaks of the whole model by moment.
+
+    `run(num_layers)` returns the peaks with so many layers, and the model's depth.
+    """
     few, more = _NUM_LAYERS
     peaks, depth = run(few)
     if depth <= few:
@@ -166,8 +173,10 @@ def at_full_depth(run: Callable[[int], tuple[dict[str, Usage], int]]) -> dict[st
 
 
 def parameter_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes of the model that transformers builds from config.json; a tied lm_head counts once.
-    Raises ConfigError."""
+    """Returns the shapes of the model that transformers builds from config.json.
+
+    A tied lm_head counts once. Raises ConfigError.
+    """
     with torch.device("meta"):
         model = build_hf_model(load_config(str(folder)), str(folder))
     model.tie_weights()
@@ -175,7 +184,7 @@ def parameter_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def shallow(hf_config: Any, num_layers: int) -> Any:
-    """A copy of transformers' config with fewer layers."""
+    """Returns a copy of transformers' config with fewer layers."""
     config, depth = copy.deepcopy(hf_config), hf_config.num_hidden_layers
     # Some lists have an entry for each layer: its kind, or whether it has rotary embeddings.
     for name, value in vars(hf_config).items():
@@ -186,8 +195,10 @@ def shallow(hf_config: Any, num_layers: int) -> Any:
 
 
 def mark(live: LiveBytes, layers: list[nn.Module]) -> None:
-    """Make `live` begin a new moment at each layer, forward and backward. The hooks on tensors
-    keep nothing alive."""
+    """Makes `live` begin a new moment at each layer, forward and backward.
+
+    The hooks on tensors keep nothing alive.
+    """
 
     def before(number: int, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if not torch.is_grad_enabled():
@@ -219,7 +230,7 @@ def mark(live: LiveBytes, layers: list[nn.Module]) -> None:
 
 
 def _layer_names(num_layers: int) -> list[str]:
-    """The first layer and the last two have their own moments; the others share one."""
+    """Returns each layer's name. The first and the last two have their own; others share one."""
     if num_layers < 3:
         return ["first", *["last"] * (num_layers - 1)]
     return ["first", *["between"] * (num_layers - 3), "last but one", "last"]
@@ -227,7 +238,7 @@ def _layer_names(num_layers: int) -> list[str]:
 
 @contextmanager
 def fake_ranks(num_ranks: int, num_replicas: int) -> Iterator[DeviceMesh]:
-    """The mesh of `num_ranks` ranks of which only this one exists. Collectives do nothing."""
+    """Yields a mesh of `num_ranks` ranks. Only this rank exists, and collectives do nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
     try:
         yield policy_mesh(torch.device("cpu"), num_replicas)
@@ -236,7 +247,7 @@ def fake_ranks(num_ranks: int, num_replicas: int) -> Iterator[DeviceMesh]:
 
 
 class _Account:
-    """The bytes that are counted for one storage, and what they are for."""
+    """Holds the bytes that are counted for one storage, and what they are for."""
 
     def __init__(self, kind: str) -> None:
         self.num_bytes, self.kind = 0, kind
@@ -279,7 +290,7 @@ class LiveBytes(TorchDispatchMode):
         super().__exit__(*error)
 
     def begin(self, moment: str, *, is_backward: bool = False) -> None:
-        """Begin a moment: live bytes now count towards its peak."""
+        """Begins a moment: live bytes now count towards its peak."""
         self._moment, self._peak, self._is_backward = moment, -1, is_backward
         self._update_peak()
 
@@ -305,7 +316,7 @@ class LiveBytes(TorchDispatchMode):
         return output
 
     def _is_cpu_product(self, func: Any, tensor: torch.Tensor) -> bool:
-        """Whether it is the product for the lm_head's float32 gradient. A GPU adds it in place
+        """Returns True for the product for the lm_head's float32 gradient. A GPU adds it in place
         (logprobs.add_product)."""
         if not self._on_gpu or func is not torch.ops.aten.mm.default:
             return False
@@ -313,13 +324,15 @@ class LiveBytes(TorchDispatchMode):
         return is_head and tensor.dtype != torch.float32
 
     def _is_gradient_sum(self, func: Any, tensor: torch.Tensor) -> bool:
-        """Whether it is the sum of a tied parameter's gradients. Autograd adds real ones in place,
-        but makes a new tensor of fake ones."""
+        """Returns True for the sum of a tied parameter's gradients.
+
+        Autograd adds real gradients in place, but makes a new tensor of fake ones.
+        """
         is_sum = self._is_backward and func is torch.ops.aten.add.Tensor
         return is_sum and tuple(tensor.shape) in self._shapes
 
     def _move_account(self, args: Any, storage: torch.UntypedStorage) -> None:
-        """Count the bytes of one of the arguments for `storage` from now on."""
+        """Counts the bytes of one of the arguments for `storage` from now on."""
         for argument in args[:2]:
             old = argument.untyped_storage()
             account = self._accounts.get(old)
@@ -368,7 +381,9 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _attention_workspace(args: Any) -> int:
-    """Bytes that flash attention's backward kernel allocates (flash_api.cpp, `mha_varlen_bwd`):
+    """Returns the bytes that flash attention's backward kernel allocates.
+
+    In flash_api.cpp, `mha_varlen_bwd`, they are
     the query's gradient in float32, and with fewer KV heads than heads the gradients of key and
     value for each head."""
     _, query, key = args[:3]

@@ -1,4 +1,4 @@
-"""A plan as text for people, and as JSON."""
+"""Prints a plan as text for people, and as JSON for programs."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def as_json(plan: Plan, proposals: Sequence[Suggestion]) -> dict[str, Any]:
 
 
 def _gib_by_name(usage: Usage) -> dict[str, float]:
-    """The largest first."""
+    """Returns the GiB of each purpose, the largest first."""
     return {name: size / GIB for name, size in usage.most_common() if size > 0}
 
 
