@@ -117,9 +117,9 @@ class Launch:
         if self._is_rank0:
             self._complete(outcome, reason)
 
-    def fail(self, why: str) -> None:
+    def fail(self, message: str) -> None:
         """Writes the outcome "failed" from the rank that failed. Waits at most 5 s for the disk."""
-        reason = redact(why.partition("\n")[0][:_MAX_REASON_CHARS])
+        reason = redact(message.partition("\n")[0][:_MAX_REASON_CHARS])
         _run_within(_PATIENCE_S, lambda: self._complete("failed", reason))
 
     def _complete(self, outcome: str, reason: str | None) -> None:

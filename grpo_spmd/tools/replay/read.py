@@ -32,13 +32,13 @@ _MAX_CHARS = 100
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """What a run left of one step, with the config that it is replayed under."""
+    """Holds what a run recorded of one step, with the config of the replay."""
 
     run_dir: Path
     step: int
     config: Config
     rollouts: list[list[RolloutRecord]]
-    """By group, in the order of the prompt stream."""
+    """The rollouts of each group, in the order of the prompt stream."""
     metrics: dict[str, float | None]
     """The step's line; {} if the run ended within the step."""
     columns: list[dict[str, Any]] | None
@@ -55,11 +55,13 @@ class RecordedStep:
 
 @dataclass(frozen=True)
 class ReplayedRollout:
+    """Pairs a rollout as the run recorded it with the same rollout after the replay."""
+
     recorded: RolloutRecord
     replayed: RolloutRecord
     in_loss: bool
     logprobs: list[float] | None
-    """The policy's, if it was there and trained on the rollout."""
+    """The policy's logprobs; None without a policy, or if the rollout is not in the loss."""
 
     @property
     def name(self) -> str:
@@ -68,9 +70,11 @@ class ReplayedRollout:
 
 @dataclass(frozen=True)
 class Replay:
+    """Holds the results of a replay."""
+
     notes: list[str]
     metrics: dict[str, tuple[float | None, float | None]]
-    """(recorded, replayed)."""
+    """The pair (recorded value, replayed value) of each metric."""
     rollouts: list[ReplayedRollout]
 
 
@@ -169,6 +173,7 @@ def _without_rubrics(rewards: Iterable[RewardConfig]) -> tuple[RewardConfig, ...
 
 
 def _read_groups(run_dir: Path, step: int, group_size: int) -> list[list[RolloutRecord]]:
+    """Returns the step's rollouts by group. Raises ConfigError if a group is not complete."""
     folder = RunFolder(run_dir)
     path = dump_path(run_dir, step)
     try:
@@ -204,6 +209,7 @@ def _group_columns(
                 f"and the dump names row {number}"
             )
         row = rows[number]
+        # through JSON, as the dump's prompt went: tuples become lists
         if json.loads(json.dumps(row.prompt)) != group[0].prompt:
             raise ConfigError(
                 f"data.train: the prompt at {row.where} is no longer the one "
@@ -247,7 +253,7 @@ def unasked_rewards(recorded: RecordedStep) -> dict[str, list[str]]:
 
 
 def has_model(path: str) -> bool:
-    """Whether a model may be had: its folder is here, or it is a hub id, organisation/name."""
+    """Returns whether `path` is a folder on this machine or a hub id (organisation/name)."""
     folder = Path(path)
     is_hub_id = not folder.is_absolute() and len(folder.parts) == 2 and not folder.parent.exists()
     return folder.is_dir() or is_hub_id

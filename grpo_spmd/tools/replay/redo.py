@@ -49,7 +49,9 @@ Ranked = tuple[float, ReplayedRollout]
 
 
 def replay(recorded: RecordedStep, checkpoint: Path | None = None) -> Replay:
-    """Scores, decides and trains again, with the policy of `checkpoint` or the step's own.
+    """Repeats rewards, advantages and update of a step and returns the results.
+
+    The policy is that of `checkpoint`, or of the run's checkpoint before the step.
 
     Raises ConfigError or CheckpointError for what is missing or damaged, RewardError if the user
     left the debugger.
@@ -109,6 +111,7 @@ def _replay(
 
 
 def _step_rules(recorded: RecordedStep) -> StepRules:
+    """Returns the rules for the step under the replay's config."""
     from grpo_spmd.learn.sampled_step import StepRules
 
     config = recorded.config
@@ -143,7 +146,7 @@ def _score(recorded: RecordedStep, sampled: SampledStep, pool: RewardPool) -> No
     is_scored_again = recorded.columns is not None and not from_environments and not unasked
     texts = _RecordedTexts(recorded.rollouts)
     waiting = _make_groups(recorded)
-    # once, unless dynamic sampling refilled the step
+    # the loop runs once, unless dynamic sampling refilled the step
     while sampled.num_missing and waiting:
         num_missing = sampled.num_missing
         groups = waiting[:num_missing]

@@ -31,12 +31,14 @@ from grpo_spmd.tools.replay.read import RecordedStep, has_model
 
 @dataclass(frozen=True)
 class ReplayedUpdate:
+    """Holds the results of the repeated update."""
+
     metrics: dict[str, float | None]
-    """Of the update, as far as the policy could be had."""
+    """The metrics of the update; fewer if there was no policy."""
     decision: Decision
-    """With the KL penalty in it, if there is one."""
+    """The step's decision, with the KL penalty in its rewards if the config has one."""
     logprobs: dict[int, list[float]] = field(default_factory=dict)
-    """The policy's, by rollout id."""
+    """The policy's logprobs by rollout id."""
 
 
 def train(
@@ -118,8 +120,10 @@ def _make_updater(policy: Policy, config: Config, head: ValueHead | None = None)
 
 
 def _find_policy(recorded: RecordedStep, checkpoint: Path | None) -> tuple[Path | None, bool]:
-    """Returns the checkpoint with the policy, None for model.path, and whether either can be
-    had."""
+    """Returns (checkpoint, has_policy): where the policy is, and whether there is one.
+
+    The checkpoint is None if the policy is the model at model.path.
+    """
     step = recorded.step
     model_path = Path(recorded.config.model.path)
     is_model_here = has_model(recorded.config.model.path)
@@ -168,7 +172,7 @@ def _check_source(source: Path, config: Config, is_model_here: bool) -> None:
 
 
 class _EngineAsPolicy(Policy):
-    """Takes the policy's place: its logprobs are those of the engine."""
+    """Stands in for a policy that is not there: its logprobs are the engine's."""
 
     def __init__(self) -> None:
         # Policy.__init__ is skipped, since there is no model
@@ -181,6 +185,7 @@ class _EngineAsPolicy(Policy):
 
 
 def _loss_on_engine_logprobs(batch: RolloutBatch, config: Config) -> float | None:
+    """Returns the policy loss if the policy's logprobs were the engine's; None without tokens."""
     updater = _make_updater(_EngineAsPolicy(), config)
     denominators = zip(batch.num_loss_tokens, batch.num_loss_sequences, strict=True)
     total = 0.0
