@@ -142,6 +142,7 @@ Make = Callable[[EntryWriter], None]
 
 def entry_name(kind: str, inputs: Any) -> str:
     """Returns the name of an entry that is made from `inputs`, which must survive JSON."""
+    # The fingerprint includes FORMAT, so that a new format gets new names.
     fingerprint = _hex_digest(json.dumps([FORMAT, inputs], sort_keys=True).encode(), 40)
     return f"{kind}-{fingerprint}"
 
@@ -274,6 +275,7 @@ def _make_in_folder(folder: Path, name: str, make: Make) -> Entry:
     with _folder_errors():
         _store_digest(folder, name, os.stat(folder / name), digest)
     entry = _open(folder, name)
+    # A disk that reads back other bytes than were written cannot keep an entry.
     if entry is None:
         raise _FolderError("what was written there does not read back")
     return entry

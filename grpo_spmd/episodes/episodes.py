@@ -194,6 +194,7 @@ class Episodes(FollowerEpisodes):
         # Only tools answer calls; a gym environment answers any text.
         ends_without_call = self._pool.facts.kind == "tools"
         state.add_turn(completion, parsed.message, parsed.num_invalid, ends_without_call)
+        # add_turn sets a status where this turn was the last one.
         if state.status is None:
             self._pool.act(episode.conversation, parsed.message)
         else:

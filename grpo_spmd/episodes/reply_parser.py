@@ -68,6 +68,7 @@ class ReplyParser:
         self, token_ids: list[int], context_ids: list[int], tools: Sequence[dict[str, Any]]
     ) -> Parsed:
         """Returns the message of a turn. Never raises for any text of the policy."""
+        # Special tokens stay in the text, because response templates search for them.
         text = self._decode(token_ids)
         prefix = self._prefix(context_ids)
         message: dict[str, Any] | None
@@ -100,7 +101,8 @@ class ReplyParser:
         try:
             message = self._read(text[: begins[0]] if begins else text, prefix, tools)
         except _UNREADABLE:
-            num_invalid += not begins  # the text may hide one call
+            # A text without a visible call may hide one call.
+            num_invalid += not begins
         # Each call reaches to the beginning of the next one.
         for begin, end in zip(begins, [*begins[1:], len(text)], strict=True):
             try:
@@ -183,7 +185,8 @@ def _read_call(raw_call: Any) -> dict[str, Any] | None:
         arguments = {}
     if not isinstance(arguments, dict) or not all(isinstance(key, str) for key in arguments):
         return None
-    if not is_plain([name, arguments]):  # too deep for templates, which walk through it
+    # Templates walk through arguments by recursion, so they must not be too deep.
+    if not is_plain([name, arguments]):
         return None
     ids = {"id": raw_call["id"]} if isinstance(raw_call.get("id"), str) else {}
     return {"type": "function", **ids, "function": {"name": name, "arguments": arguments}}

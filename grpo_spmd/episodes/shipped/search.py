@@ -122,6 +122,7 @@ def index_of(corpus: Path) -> Path:
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[None]:
     """Holds a lock; the kernel releases it, also if the process is killed."""
+    # O_NOFOLLOW: a link in this place must not make us open somebody's file.
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,20 +1,22 @@
-"""The process in which model-written code runs: it isolates itself, then runs the code.
+"""This module is the process in which model-written code runs: it isolates itself, then runs the
+code.
 
     python -I -S -X utf8 jail.py SOCKET_FD      (by sandbox.py, with an empty environment, in a
     session of its own)
 
-The walls, none of which the code can take down:
-* seccomp: no new process, no socket, no signal to another process, no tracing, mounting, keys, bpf,
-io_uring, no change
-  of modes or owners. One process has no children to hunt down: to kill it is to kill all of it.
-* Landlock: it can open nothing but the Python installation and the system's libraries, to read, and
-its scratch folder. * Where the kernel lets us, namespaces: an empty root with these folders alone,
-read-only, a scratch folder in memory of
-  bounded size, an empty network. Without them: no place to write, no thread, and stat tells of
-  files outside.
-* rlimits: memory, CPU time, size of a file, open files, threads.
-* No privileges: as root, another user; no capability; none to be gained.
-If the files or the network cannot be closed off, it says why and runs nothing.
+A *wall* is one mechanism of isolation. The code cannot take down any of these walls:
+
+- seccomp: no new process, no socket, no signal to another process, no tracing, mounting, keys, bpf,
+  io_uring, no change of modes or owners. The process has no children, so to kill it is enough.
+- Landlock: the process can only read the Python installation and the system's libraries, and open
+  files in its scratch folder.
+- Namespaces, where the kernel allows them: an empty root with only these folders, read-only, a
+  scratch folder in memory of bounded size, an empty network. Without them the code has no place to
+  write and no thread, and stat tells about files outside.
+- rlimits: memory, CPU time, size of a file, open files, threads.
+- No privileges: as root it becomes another user; it has no capability and can gain none.
+
+If the files or the network cannot be closed off, the process says why and runs nothing.
 """
 
 from __future__ import annotations
@@ -86,9 +88,12 @@ class Refused(Exception):
 def put_up_walls(
     readable: Sequence[str], scratch: str, *, memory_bytes: int, cpu_s: int
 ) -> list[str]:
-    """Shut this process in for good; returns the walls by name. Refused where the files or the
-    network stay open. `readable`: absolute paths, with all below; `scratch`: an empty folder for
-    the new root, then the working folder."""
+    """Isolates this process for good and returns the names of the walls.
+
+    Raises Refused where the files or the network stay open. `readable` are absolute paths, readable
+    with all below them; `scratch` is an empty folder, first for the new root, then as the working
+    folder.
+    """
     # PR_SET_PDEATHSIG: the process dies with its parent.
     _prctl(1, signal.SIGKILL)
     abi = max(_syscall(_LANDLOCK_CREATE, None, 0, 1), 0)
@@ -300,7 +305,7 @@ def _error() -> str:
 
 
 class _Source(machinery.SourcelessFileLoader):
-    """The model's code as a module, from memory."""
+    """The model's code as a module that is loaded from memory."""
 
     def __init__(self, name: str, text: str) -> None:
         super().__init__(name, f"<{name}>")
