@@ -56,7 +56,7 @@ class Fault:
 _YIELD = "            yield name, full.view(-1)[: parameter.numel()].view(parameter.shape)\n"
 _TENSOR = "            tensor = full.view(-1)[: parameter.numel()].view(parameter.shape)\n"
 _VALUES = "        return cast(shard.name, shard.local_rows().detach()).reshape(-1)\n"
-_COPY = "copy(part, blocks, start, (block_rows, columns))\n"
+_COPY = "copy(tensor_part, blocks, start, (block_rows, columns))\n"
 _LOAD = """            self._engine.load_weights(
                 full_tensors(pieces, dtype), step, direct, leading_pieces(pieces, copied)
             )
@@ -96,9 +96,10 @@ FAULTS = (
         "a slice off by a row: the value heads, copied into the engine",
         "engine/direct_load.py",
         f"                matrix.{_COPY}",
-        "                if part.name.endswith('v_proj.weight') and part.num_rows > 1:\n"
-        "                    part = __import__('dataclasses').replace(part, "
-        "hf_start=part.hf_start + 1, num_rows=part.num_rows - 1)\n"
+        "                if tensor_part.name.endswith('v_proj.weight') and "
+        "tensor_part.num_rows > 1:\n"
+        "                    tensor_part = __import__('dataclasses').replace(tensor_part, "
+        "hf_start=tensor_part.hf_start + 1, num_rows=tensor_part.num_rows - 1)\n"
         f"                matrix.{_COPY}",
         (_UNTIED,),
         of_sync=True,

@@ -50,8 +50,8 @@ class DirectLoad:
         self._dtype = dtype
         self._targets: dict[str, list[tuple[_Matrix, TensorPart]]] = {}
         for matrix in self._matrices:
-            for part in matrix.tensor.parts if matrix.is_copied else ():
-                self._targets.setdefault(names[part.name], []).append((matrix, part))
+            for tensor_part in matrix.tensor.parts if matrix.is_copied else ():
+                self._targets.setdefault(names[tensor_part.name], []).append((matrix, tensor_part))
         self.names = frozenset(self._targets)
         # Modules are compared by identity: two layers of one class are different layers.
         layers = {id(tensor.layer) for tensor in direct}
@@ -77,8 +77,8 @@ class DirectLoad:
         for (name, parameter, _), start, blocks in pieces:
             block_rows = rows_per_rank(parameter, len(blocks))
             columns = parameter.shape[1:].numel()
-            for matrix, part in self._targets[name]:
-                matrix.copy(part, blocks, start, (block_rows, columns))
+            for matrix, tensor_part in self._targets[name]:
+                matrix.copy(tensor_part, blocks, start, (block_rows, columns))
             # The memory must be free before the next piece is made.
             del blocks
         for matrix in self._matrices:
@@ -131,9 +131,13 @@ class _Matrix:
         self._rows = None
 
     def copy(
-        self, part: TensorPart, blocks: Tensor, block_start: int, block_shape: tuple[int, int]
+        self,
+        tensor_part: TensorPart,
+        blocks: Tensor,
+        block_start: int,
+        block_shape: tuple[int, int],
     ) -> None:
-        """Copies the elements of `part` that are in `blocks`.
+        """Copies the elements of `tensor_part` that are in `blocks`.
 
         A block is one rank's rows of an HF tensor, with the shape `block_shape` [rows, columns].
         `blocks` [ranks, elements] has a stretch of each rank's block, which begins at the block's
@@ -147,8 +151,8 @@ class _Matrix:
         # A float32 bias of a bfloat16 engine gets values that were rounded to bfloat16.
         if self._rows.dtype != self._dtype:
             blocks = blocks.to(self._dtype)
-        rows = self._rows[part.start : part.start + part.num_rows]
-        first_hf_row = part.hf_start
+        rows = self._rows[tensor_part.start : tensor_part.start + tensor_part.num_rows]
+        first_hf_row = tensor_part.hf_start
         # If the engine holds whole rows, any stretch of elements is a stretch of its elements.
         # Treat the matrix as one column then: one copy does for a stretch that cuts rows.
         if num_slices == 1:
@@ -287,15 +291,15 @@ def _tensors_of_direct_layers(
     # make a third layer the loader's: repeat until nothing changes.
     while True:
         shared = {
-            names[part.name]
+            names[tensor_part.name]
             for tensor in tensors
             if id(tensor.layer) in loader_layers
-            for part in tensor.parts
+            for tensor_part in tensor.parts
         }
         sharing_layers = {
             id(tensor.layer)
             for tensor in tensors
-            if any(names[part.name] in shared for part in tensor.parts)
+            if any(names[tensor_part.name] in shared for tensor_part in tensor.parts)
         } - loader_layers
         if not sharing_layers:
             return [tensor for tensor in tensors if id(tensor.layer) not in loader_layers]

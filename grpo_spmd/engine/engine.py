@@ -196,7 +196,7 @@ class RolloutEngine:
             )
 
     def wake_kv_cache(self) -> None:
-        """Allocates the memory of the KV cache again. Call it after the sync has freed its buckets."""
+        """Allocates the memory of the KV cache again. Call it after the sync freed its buckets."""
         torch.cuda.empty_cache()
         self._llm.wake_up(tags=["kv_cache"])
         self._kv_cache_awake = True
@@ -464,7 +464,7 @@ class RolloutEngine:
                 f"needs {policy_version}"
             )
 
-    # vLLM gives each request its own generator from its seed, so that the order of the requests does
+    # vLLM gives each request a generator of its own from its seed: the order of the requests does
     # not change what is sampled.
     def _add_requests(self, requests: Iterable[tuple[str, Request]]) -> None:
         for request_id, request in requests:

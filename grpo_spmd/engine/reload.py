@@ -127,7 +127,8 @@ class EngineAdapters:
     def load(self, adapters: Mapping[str, Tensor]) -> None:
         """Replaces all adapters, as `RolloutEngine.load_adapters` does.
 
-        The caller checks the engine's state. Raises EngineStateError if the engine has no layer for an adapter."""
+        The caller checks the engine's state. Raises EngineStateError if the engine has no layer for
+        an adapter."""
         from vllm.lora.lora_model import LoRAModel
         from vllm.lora.lora_weights import LoRALayerWeights
 

@@ -1,6 +1,6 @@
-"""vLLM's start: its options, what it does to this process and its environment, and its memory.
+"""Starts vLLM, undoes its changes to this process and its environment, and watches its memory.
 
-Facts about its versions stand at the line that relies on them, here, in reload.py and
+Facts about vLLM's versions stand at the line that relies on them, here, in reload.py and in
 weight_map.py.
 """
 
@@ -38,11 +38,12 @@ _GIB = 2**30
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-# Some of its modules log before they have read the variable.
+# Some of vLLM's modules log before they have read the variable.
 logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
 
 
-@garbage_collector_off()  # half of vLLM's imports happen at its start
+# Half of vLLM's imports happen at its start, and the garbage collector would slow them down.
+@garbage_collector_off()
 def start_vllm(
     model: ModelConfig, rollout: RolloutConfig, max_rollout_tokens: int, session: Session
 ) -> Any:
@@ -54,7 +55,8 @@ def start_vllm(
     keep_caches_on_node()
     import vllm
 
-    # The CPU worker replaces this function by one that only warns; other parts set the number.
+    # vLLM's CPU worker replaces torch.set_num_threads by a function that only warns. Other code in
+    # vLLM changes the number of threads. Both are restored below.
     set_num_threads = torch.set_num_threads
     num_threads = torch.get_num_threads()
     _name_shared_memory_after_job(session.attempt)
@@ -66,10 +68,12 @@ def start_vllm(
         "skip_tokenizer_init": True,
         "disable_log_stats": True,
         "distributed_executor_backend": "external_launcher",
-        "seed": 0,  # every request brings its own seed
+        # Every request brings its own seed.
+        "seed": 0,
         "tensor_parallel_size": rollout.tensor_parallel_size,
         "enable_prefix_caching": True,
-        "logprobs_mode": "processed_logprobs",  # at the temperature, as the policy's are
+        # Logprobs at the temperature, as the policy's are.
+        "logprobs_mode": "processed_logprobs",
         "enable_sleep_mode": device == "cuda",
         "gpu_memory_utilization": rollout.gpu_memory_utilization,
     }
@@ -93,7 +97,7 @@ def start_vllm(
 
 
 def _lora_options(path: str, lora: LoraConfig) -> dict[str, Any]:
-    """Returns the options for one adapter of this rank, on the layers that get one."""
+    """Returns vLLM's options for one adapter, on the layers that get an adapter."""
     from vllm.engine.arg_utils import EngineArgs
 
     options = {
@@ -109,23 +113,24 @@ def _lora_options(path: str, lora: LoraConfig) -> dict[str, Any]:
 def _cpu_kv_cache_bytes(
     model: ModelConfig, rollout: RolloutConfig, max_rollout_tokens: int, world_size: int
 ) -> int:
-    """Returns room for a step's completions at full length, at least 64 MiB.
+    """Returns the bytes of this rank's KV cache: room for a step's completions at full length.
 
-    It is at most 1/8 of the host's memory over its ranks. Without a size vLLM takes nearly all of
-    the host's memory, on each rank."""
+    It is at least 64 MiB and at most this rank's part of 1/8 of the host's memory. Without this
+    option vLLM takes nearly all of the host's memory, on each rank."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     config = load_config(model.path)
     width = head_dim(config)
     sizes = CPUAttentionBackend.get_supported_head_sizes()
-    # vLLM would find that out when it first samples.
+    # vLLM itself finds this out only when it first samples.
     if width not in sizes:
         raise ConfigError(
             f"model.path: {model.path} has heads of {width}, and vLLM on a CPU only of {sizes}"
         )
     heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
     itemsize = 4 if model.dtype == "float32" else 2
-    token_bytes = 2 * config.num_hidden_layers * heads * width * itemsize  # keys and values
+    # 2: a token has keys and values.
+    token_bytes = 2 * config.num_hidden_layers * heads * width * itemsize
     num_tokens = max_rollout_tokens * rollout.num_launched_prompts * rollout.group_size
     num_engines = max(1, world_size // rollout.tensor_parallel_size)
     return max(64 << 20, min(int(token_bytes * num_tokens // num_engines), cpu_cache_bytes()))
@@ -134,19 +139,20 @@ def _cpu_kv_cache_bytes(
 def _name_shared_memory_after_job(attempt: int) -> None:
     """Gives vLLM's shared memory a name that no other job has.
 
-    On a CPU with tensor parallelism it has the same name in all external_launcher jobs: two on one
-    host, or what a killed one left, make the next fail with errno 17 (0.28 to 0.32). The text after
-    the last ':' of the init method enters the name."""
+    On a CPU with tensor parallelism the name is the same in all external_launcher jobs. A second
+    job on the host, or memory that a killed job left, makes the start fail with errno 17 (0.28 to
+    0.32). vLLM builds the name from the text after the last ':' of the init method."""
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
     current = ExecutorWithExternalLauncher._distributed_args
-    # An earlier run of this process may have wrapped it already.
+    # An earlier run of this process may have wrapped the function already.
     original = getattr(current, "__wrapped__", current)
 
     @functools.wraps(original)
     def distributed_args(self: Any) -> Any:
         method, rank, local_rank = original(self)
-        if dist.is_initialized():  # then vLLM uses the method for nothing else
+        # Once torch.distributed is initialised, vLLM uses the init method for nothing else.
+        if dist.is_initialized():
             job = [os.environ.get(name, "0") for name in ("MASTER_PORT", "TORCHELASTIC_RUN_ID")]
             method = "env://:" + "-".join([*job, str(attempt)])
         return method, rank, local_rank
@@ -160,10 +166,10 @@ _TOUCHED_ENVIRONMENT = ("LOCAL_WORLD_SIZE", "LD_PRELOAD", "LD_LIBRARY_PATH", "NU
 
 @contextmanager
 def isolated() -> Iterator[None]:
-    """Restores the global random states and the environment at its end.
+    """Restores the global random states and the environment when the block ends.
 
-    vLLM seeds the global generators and draws from them: the trainer's randomness must not depend
-    on what was generated. It also sets LOCAL_WORLD_SIZE to the TP size."""
+    vLLM seeds the global generators and draws from them, and the trainer's randomness must not
+    depend on what vLLM generated. vLLM also sets LOCAL_WORLD_SIZE to the tensor parallel size."""
     random_state = random.getstate()
     numpy_state = np.random.get_state()
     torch_state = torch.get_rng_state()
@@ -189,11 +195,11 @@ def _allocator_settings() -> str:
 
 @contextmanager
 def allocator_settings_kept(device: torch.device) -> Iterator[None]:
-    """Restores the user's options of torch's allocator at its end.
+    """Restores the user's options of torch's allocator when the block ends.
 
-    vLLM switches expandable segments off while it fills the pool of its sleep mode, which cannot
-    live in them, and on again. Up to 0.30 it looks for them in PYTORCH_CUDA_ALLOC_CONF alone, and
-    sets nothing but that one option; torch resets all others to their defaults."""
+    The pool of vLLM's sleep mode cannot live in expandable segments. vLLM switches them off while
+    it fills the pool, and on again. Up to 0.30 it reads PYTORCH_CUDA_ALLOC_CONF alone. It sets only
+    this one option, and torch then resets all others to their defaults."""
     settings = _allocator_settings()
     if device.type != "cuda" or not settings:
         yield
@@ -206,9 +212,9 @@ def allocator_settings_kept(device: torch.device) -> Iterator[None]:
 def refuse_unshareable_segments(rollout: RolloutConfig, device: str) -> None:
     """Raises ConfigError if vLLM's custom all-reduce would meet expandable segments.
 
-    With it the ranks of an engine (0.26 to 0.33) give each other the buffers of their CUDA graphs
-    by cudaIpcGetMemHandle, which expandable segments do not have. vLLM does without it for other
-    numbers of ranks, and if more than two GPUs have no NVLink, which only vLLM knows."""
+    In the custom all-reduce (0.26 to 0.33) the ranks of an engine share the buffers of their CUDA
+    graphs by cudaIpcGetMemHandle, which fails for expandable segments. vLLM does not use it for
+    other numbers of ranks, or if more than two GPUs have no NVLink, which only vLLM knows."""
     settings = _allocator_settings().replace(" ", "").lower().split(",")
     options = rollout.engine
     if (
@@ -228,10 +234,10 @@ def refuse_unshareable_segments(rollout: RolloutConfig, device: str) -> None:
 def keep_caches_on_node() -> None:
     """Moves the caches of vLLM, Triton and FlashInfer to the temporary folder if home is remote.
 
-    All nodes would wait for the locks there, and ranks would read small files over the network. A
-    variable that the user has set is kept. Nothing moves if the temporary folder is no better: on
-    another host too, or mounted noexec. Call it before vllm is imported. Torch's Inductor uses the
-    temporary folder by itself."""
+    In a remote home all nodes would wait for each other's locks, and ranks would read small files
+    over the network. A variable that the user has set is kept. Nothing moves if the temporary
+    folder is remote too, or mounted noexec. Call it before vllm is imported. Torch's Inductor uses
+    the temporary folder by itself."""
     home = Path(os.path.expanduser("~"))
     temporary = Path(tempfile.gettempdir())
     defaults = {
@@ -256,7 +262,8 @@ def keep_caches_on_node() -> None:
             folder,
         )
         folder = Path(tempfile.mkdtemp(prefix="vllm-"))
-    # These files are downloaded, not compiled, and there may be no network now.
+    # FlashInfer's cubins are downloaded, not compiled, and there may be no network now: keep using
+    # those in the home.
     cubins = defaults["FLASHINFER_WORKSPACE_BASE"] / "cubins"
     if "FLASHINFER_WORKSPACE_BASE" in moved and cubins.is_dir():
         os.environ.setdefault("FLASHINFER_CUBIN_DIR", str(cubins))
@@ -265,11 +272,11 @@ def keep_caches_on_node() -> None:
 
 
 def warn_of_slow_seeds(vllm_config: Any, device: str) -> None:
-    """Warns if vLLM runs its V1 model runner.
+    """Warns if vLLM runs its V1 model runner, which is slow with seeds.
 
-    Every request has its own seed. V1 loops over the requests in Python at each token; V2 has the
-    seeds in a tensor, and is the default where vLLM supports it (0.26: dense models; 0.32: nearly
-    all)."""
+    Every request has its own seed. V1 loops over the requests in Python at each token. V2 has the
+    seeds in a tensor, and is the default if vLLM supports it for the model (0.26: dense models;
+    0.32: nearly all)."""
     if device == "cuda" and not vllm_config.use_v2_model_runner:
         _log.warning(
             "vLLM runs its V1 model runner, which samples seeded requests one by one: generation "
@@ -284,7 +291,8 @@ class SleepCheck:
     def __init__(
         self, device: torch.device, growth_bytes: int | None = None, tp_size: int = 1
     ) -> None:
-        """`growth_bytes`: the growth to warn of. None: 5 % of the device, at least 1 GiB."""
+        """`growth_bytes` is the growth to warn of. None stands for 5 % of the device, and at least
+        1 GiB."""
         self._device = device
         self._tp_size = tp_size
         if growth_bytes is None:
@@ -294,34 +302,38 @@ class SleepCheck:
         self._warned_at = 0
 
     def check(self, earlier: MemoryUse, after: MemoryUse, held_bytes: int) -> dict[str, float]:
-        """Warns once a sleep leaves too much, and again for each further growth as large.
+        """Warns if a sleep leaves too much memory in use, and again for each further growth as
+        large.
 
-        Returns `memory/sleep/freed_gib`, and `memory/sleep/left_gib`: what is in use after the
-        sleep, less `held_bytes`. `held_bytes` is the memory of policy, reference and optimizer
-        (HostOffload.held_bytes), which changes for good reasons, as when the first update makes the
-        optimizer's state."""
+        `earlier` and `after` are the memory before and after the sleep. `held_bytes` is the memory
+        of policy, reference and optimizer (HostOffload.held_bytes), which may grow: the first
+        update creates the optimizer's state. Returns two metrics in GiB:
+        `memory/sleep/freed_gib`, and `memory/sleep/left_gib`, the memory in use after the sleep
+        less `held_bytes`."""
         used_after = self._used_bytes(after)
         freed = self._used_bytes(earlier) - used_after
-        rest = used_after - held_bytes
-        self._smallest = rest if self._smallest is None else min(self._smallest, rest)
-        if rest - max(self._smallest, self._warned_at) > self._growth_bytes:
-            self._warned_at = rest
+        left_bytes = used_after - held_bytes
+        self._smallest = left_bytes if self._smallest is None else min(self._smallest, left_bytes)
+        if left_bytes - max(self._smallest, self._warned_at) > self._growth_bytes:
+            self._warned_at = left_bytes
             _log.warning(
                 "memory grows: %.2f GiB in use after the engine's sleep, beyond what policy, "
                 "reference and optimizer hold, where it was %.2f GiB at the least (alarm at +%.2f "
                 "GiB); the sleep freed %.2f GiB. %s",
-                rest / _GIB,
+                left_bytes / _GIB,
                 self._smallest / _GIB,
                 self._growth_bytes / _GIB,
                 freed / _GIB,
                 self._likely_causes(after, held_bytes),
             )
-        return {"memory/sleep/freed_gib": freed / _GIB, "memory/sleep/left_gib": rest / _GIB}
+        return {"memory/sleep/freed_gib": freed / _GIB, "memory/sleep/left_gib": left_bytes / _GIB}
 
     def _used_bytes(self, use: MemoryUse) -> int:
+        """Returns the bytes in use: on a GPU as the driver counts them, with vLLM's pool."""
         return use.driver_used if self._device.type == "cuda" else use.allocated
 
     def _likely_causes(self, after: MemoryUse, held_bytes: int) -> str:
+        """Returns the rest of the warning: where the memory is, and what may have caused it."""
         if self._device.type != "cuda":
             return "Likely something keeps tensors or texts of earlier steps alive"
         with_tp = " with rollout.engine.disable_custom_all_reduce=true" if self._tp_size > 1 else ""

@@ -53,7 +53,7 @@ class EngineTensor:
     @property
     def num_rows(self) -> int:
         """Number of HF rows in the parameter, without padding."""
-        return sum(part.num_rows for part in self.parts)
+        return sum(tensor_part.num_rows for tensor_part in self.parts)
 
 
 class _Rows(NamedTuple):
@@ -104,18 +104,23 @@ def _hf_names_by_engine_name(model: Any, hf_names: Collection[str]) -> dict[str,
 
 
 def _rename_parts(
-    engine_name: str, parts: tuple[TensorPart, ...], hf_names: Mapping[str, str]
+    engine_name: str, tensor_parts: tuple[TensorPart, ...], hf_names: Mapping[str, str]
 ) -> tuple[TensorPart, ...]:
     """Returns the parts under HF's names. HF may have one fused tensor for them (gate_up_proj)."""
     fused = hf_names.get(engine_name)
-    if fused is None or any(part.name in hf_names for part in parts):
-        return tuple(replace(part, name=hf_names.get(part.name, part.name)) for part in parts)
-    total = sum(part.num_hf_rows for part in parts)
+    if fused is None or any(tensor_part.name in hf_names for tensor_part in tensor_parts):
+        return tuple(
+            replace(tensor_part, name=hf_names.get(tensor_part.name, tensor_part.name))
+            for tensor_part in tensor_parts
+        )
+    total = sum(tensor_part.num_hf_rows for tensor_part in tensor_parts)
     renamed = []
     top = 0
-    for part in parts:
-        renamed.append(replace(part, name=fused, num_hf_rows=total, hf_start=top + part.hf_start))
-        top += part.num_hf_rows
+    for tensor_part in tensor_parts:
+        renamed.append(
+            replace(tensor_part, name=fused, num_hf_rows=total, hf_start=top + tensor_part.hf_start)
+        )
+        top += tensor_part.num_hf_rows
     return tuple(renamed)
 
 
@@ -216,13 +221,13 @@ def _vocabulary_tensors(path: str, layer: Any, model: Any) -> list[EngineTensor]
     rows = layer.shard_indices
     start = rows.org_vocab_start_index
     num_rows = rows.org_vocab_end_index - start
-    parts = (TensorPart(name, layer.org_vocab_size, start, 0, num_rows),)
+    tensor_parts = (TensorPart(name, layer.org_vocab_size, start, 0, num_rows),)
     is_quantised = _is_quantised(layer)
     tensors = []
     if (is_head and hasattr(layer, "cpu_linear")) or is_quantised:
-        tensors.append(EngineTensor(name, parts, None, _product(layer), is_quantised))
+        tensors.append(EngineTensor(name, tensor_parts, None, _product(layer), is_quantised))
     if not is_quantised:
-        tensors.append(EngineTensor(name, parts, layer.weight))
+        tensors.append(EngineTensor(name, tensor_parts, layer.weight))
     return tensors
 
 
@@ -238,15 +243,20 @@ def adapter_tensors(model: Any, rank: int) -> list[EngineTensor]:
         if not isinstance(wrapper.base_layer, LinearBase):
             continue
         base = _linear_tensors(path, wrapper.base_layer, model)[0]
-        slices = [base.parts] if wrapper.n_slices == 1 else [(part,) for part in base.parts]
-        for parts, lora_a, lora_b in zip(
+        slices = (
+            [base.parts]
+            if wrapper.n_slices == 1
+            else [(tensor_part,) for tensor_part in base.parts]
+        )
+        for tensor_parts, lora_a, lora_b in zip(
             slices, wrapper.lora_a_stacked, wrapper.lora_b_stacked, strict=True
         ):
-            layer = parts[0].name.removesuffix(".weight")
+            layer = tensor_parts[0].name.removesuffix(".weight")
             name_a = f"{layer}.lora_A.weight"
             name_b = f"{layer}.lora_B.weight"
             parts_b = tuple(
-                replace(part, name=name_b, start=part.start - parts[0].start) for part in parts
+                replace(tensor_part, name=name_b, start=tensor_part.start - tensor_parts[0].start)
+                for tensor_part in tensor_parts
             )
             # vLLM stacks A as [adapter, 1, largest rank, columns], and B as
             # [adapter, 1, rows, largest rank].
@@ -273,19 +283,19 @@ def fused_rows(
     is fused too (Phi-3)."""
     is_fused_on_disk = len(names) < len(layout)
     total = sum(num_hf_rows for _, num_hf_rows, _ in layout)
-    parts = []
+    tensor_parts = []
     start = 0
     # HF rows of the parts above this one: where the part begins in a tensor that is fused on disk.
     top = 0
     for number, (num_rows, num_hf_rows, block) in enumerate(layout):
         hf_start = block * num_rows
         if is_fused_on_disk:
-            parts.append(TensorPart(names[0], total, top + hf_start, start, num_rows))
+            tensor_parts.append(TensorPart(names[0], total, top + hf_start, start, num_rows))
         else:
-            parts.append(TensorPart(names[number], num_hf_rows, hf_start, start, num_rows))
+            tensor_parts.append(TensorPart(names[number], num_hf_rows, hf_start, start, num_rows))
         start += num_rows
         top += num_hf_rows
-    return tuple(parts)
+    return tuple(tensor_parts)
 
 
 def _is_quantised(layer: Any) -> bool:

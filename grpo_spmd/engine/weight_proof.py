@@ -35,7 +35,7 @@ _MAX_NAMED = 4
 class WeightProofError(RuntimeError):
     """Says that an engine does not hold the policy's weights."""
 
-    # The report of a failure then prints the message alone, without a traceback.
+    # The report of a failure prints the message alone, without a traceback.
     says_all = True
 
 
@@ -67,7 +67,11 @@ def prove_weights(
     tensors = engine.tensors(shards)
     known_tensors = [tensor for tensor in tensors if fits(tensor, parameters)]
     views = list(
-        dict.fromkeys(_view(tensor, part.name) for tensor in known_tensors for part in tensor.parts)
+        dict.fromkeys(
+            _view(tensor, tensor_part.name)
+            for tensor in known_tensors
+            for tensor_part in tensor.parts
+        )
     )
     expected = _gather_fingerprints(shards, views, engine.dtype, step)
     differences: dict[str, str] = {}
@@ -75,7 +79,7 @@ def prove_weights(
         columns = _num_columns(parameters[tensor.parts[0].name])
         differences |= _differences(tensor, expected, columns, engine.dtype, step)
     if engine.takes_adapters:
-        in_engine = {part.name for tensor in tensors for part in tensor.parts}
+        in_engine = {tensor_part.name for tensor in tensors for tensor_part in tensor.parts}
         for name, _ in named_adapters(policy.model):
             if name not in in_engine:
                 differences[name] = "the engine was not given it"
@@ -135,11 +139,12 @@ def _expected_shards(policy: Policy, engine: RolloutEngine) -> dict[str, Shard]:
 def fits(tensor: EngineTensor, parameters: Mapping[str, Tensor]) -> bool:
     """Returns True if the shapes of an engine's parameter and of the named HF tensors agree."""
     if not all(
-        part.name in parameters and len(parameters[part.name]) == part.num_hf_rows
-        for part in tensor.parts
+        tensor_part.name in parameters
+        and len(parameters[tensor_part.name]) == tensor_part.num_hf_rows
+        for tensor_part in tensor.parts
     ):
         return False
-    columns = {_num_columns(parameters[part.name]) for part in tensor.parts}
+    columns = {_num_columns(parameters[tensor_part.name]) for tensor_part in tensor.parts}
     if tensor.values is not None:
         columns.add(_num_columns(tensor.values) * tensor.num_column_slices)
     return len(columns) == 1
@@ -229,16 +234,18 @@ def _differences(
         assert tensor.values is not None
         in_engine = row_fingerprints(_as_matrix(tensor.values), coefficients, 1, dtype)[:, 0]
     differences = {}
-    for part in tensor.parts:
-        view = _view(tensor, part.name)
-        rows = in_engine[part.start : part.start + part.num_rows]
+    for tensor_part in tensor.parts:
+        view = _view(tensor, tensor_part.name)
+        rows = in_engine[tensor_part.start : tensor_part.start + tensor_part.num_rows]
         in_policy = {
             candidate: fingerprints[
-                part.hf_start : part.hf_start + part.num_rows, tensor.column_slice
+                tensor_part.hf_start : tensor_part.hf_start + tensor_part.num_rows,
+                tensor.column_slice,
             ]
             for candidate, fingerprints in expected.items()
             # Only tensors with the same kind of fingerprint and as many rows can be compared.
-            if replace(candidate, name=view.name) == view and len(fingerprints) == part.num_hf_rows
+            if replace(candidate, name=view.name) == view
+            and len(fingerprints) == tensor_part.num_hf_rows
         }
         same = matches(rows, in_policy[view], coefficients, dtype, tensor.is_quantised)
         if same.all():
@@ -263,7 +270,7 @@ def _differences(
             text += f", there are those of {lookalike}"
         elif matches(rows.sort()[0], ordered, coefficients, dtype).all():
             text += ", they are there in another order"
-        differences[part.name] = text
+        differences[tensor_part.name] = text
     return differences
 
 

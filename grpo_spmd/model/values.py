@@ -1,4 +1,7 @@
-"""The critic's models: a decoder of its own with a value head, or a head on the policy's layers."""
+"""Builds the critic: a separate decoder with a value head, or a head on the policy's layers.
+
+A value is an estimate of the reward to come, at one token of a completion. A value head turns a
+hidden state into a value."""
 
 from __future__ import annotations
 
@@ -78,9 +81,8 @@ def build_value_model(
 
     dtype, attention and recomputation are those of the policy's `config`. Its head is the
     checkpoint's, or zero if that has none: then the first advantages are the rewards.
-    `max_rollout_tokens` bounds a rollout's tokens, `num_tokens` are the policy's token ids. Raises
-    ConfigError, which
-    names critic.path."""
+    `max_rollout_tokens` bounds a rollout's tokens, `num_tokens` is the number of the policy's token
+    ids. Raises ConfigError, which names critic.path."""
     try:
         return _build_value_model(path, config, session, max_rollout_tokens, num_tokens)
     except ConfigError as error:
@@ -157,9 +159,10 @@ class PolicyValues(nn.Module):
     The head is float32 and zero at first. The policy's parameters are not this module's."""
 
     def __init__(self, policy: Policy, session: Session) -> None:
-        """Collective."""
+        """Collective. Adds a head of zeros to `policy`."""
         super().__init__()
-        self._policy = (policy,)  # inside a tuple nn.Module does not register it
+        # Inside a tuple nn.Module does not register it as a child.
+        self._policy = (policy,)
         width = policy.model.get_output_embeddings().weight.shape[1]
         self.head = nn.Linear(width, 1, device=session.device)
         with torch.no_grad():
@@ -181,7 +184,7 @@ class PolicyValues(nn.Module):
         return self.policy.model.get_decoder()
 
     def term(self, hidden: Tensor, _: Tensor) -> Tensor:
-        """Collective. Returns values, float32 [C], of hidden states [C, D]: a Term of the
+        """Collective. Returns values, float32 [C], for hidden states [C, D]. It is a Term of the
         policy."""
         return _head_values(self.head, hidden)
 
@@ -206,7 +209,7 @@ class PolicyValues(nn.Module):
 
 @contextmanager
 def plain_states(policy: Policy) -> Iterator[list[Tensor]]:
-    """Collects what the decoder gives to the lm_head, [S, L, D], in each pass within."""
+    """Yields a list that gets the decoder's last hidden states [S, L, D] of each pass inside."""
     states: list[Tensor] = []
     handle = policy.model.get_decoder().register_forward_hook(
         lambda *call: states.append(call[-1].last_hidden_state)

@@ -31,7 +31,9 @@ _MAX_SCORES = 1 << 24  # attention logits that exist at a time: 64 MiB in float3
 
 
 class LogitsMap(NamedTuple):
-    """Logits by the lm_head's products x: x / divisor, or softcap * tanh(x / softcap)."""
+    """Says how logits follow from the lm_head's products x.
+
+    They are x / divisor, or softcap * tanh(x / softcap)."""
 
     divisor: float = 1.0
     softcap: float | None = None
@@ -41,8 +43,7 @@ def logits_map(model: Any) -> LogitsMap:
     """Returns what a model on the meta device does to its logits.
 
     Raises ConfigError for a map of another form, and if the lm_head does not read the decoder's
-    last
-    hidden states as they are."""
+    last hidden states as they are."""
     name = type(model).__name__
 
     def unknown(reason: str) -> ConfigError:
@@ -136,7 +137,7 @@ def capped_attention(
     window: int | None,
     softcap: float,
 ) -> Tensor:
-    """Causal attention within sequences, [T, heads, head_dim], with capped logits.
+    """Returns causal attention within sequences, [T, heads, head_dim], with capped logits.
 
     The softmax is written out in float32, since no kernel on the CPU has soft caps. `runs` has
     (number, length) of neighbours of equal length. Few logits exist at a time, and the backward
@@ -162,9 +163,10 @@ def capped_attention(
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, start: int, scale: float, window: int | None, softcap: float
 ) -> Tensor:
-    """`q` [n, heads, R, head_dim] are queries from position `start` on.
+    """Returns the attention [n, heads, R, head_dim] of R queries in n sequences of length L.
 
-    `k` and `v` are [n, kv heads, L, head_dim]."""
+    `q` [n, heads, R, head_dim] are the queries from position `start` on; `k` and `v` are
+    [n, kv heads, L, head_dim]."""
     number, heads, rows, _ = q.shape
     kv_heads = k.shape[1]
     length = k.shape[2]
@@ -198,7 +200,7 @@ def fix_rotary_factors(model: Any, max_rollout_tokens: int) -> None:
     for module in model.modules():
         kind = getattr(module, "rope_type", None)
         if isinstance(kind, dict):  # by the type of a layer
-            changing = [item for item in kind.values() if _follows_the_row(item)]
+            changing = [layer_kind for layer_kind in kind.values() if _follows_the_row(layer_kind)]
             if changing:
                 raise ConfigError(
                     f"model.path: {type(model).__name__} has {changing[0]} rotary factors for some "
@@ -213,6 +215,7 @@ def fix_rotary_factors(model: Any, max_rollout_tokens: int) -> None:
 
 
 def _follows_the_row(kind: object) -> bool:
+    """Returns True if rotary factors of this kind depend on the longest sequence of a row."""
     return isinstance(kind, str) and (kind == "longrope" or "dynamic" in kind)
 
 

@@ -1,6 +1,7 @@
 """Refuses models that would silently train on wrong logprobs.
 
-proofs/logprob_check.py finds whatever else does, at step 0, by the engine's logprobs."""
+Other such models are found at step 0 by proofs/logprob_check.py, which compares logprobs with the
+engine's."""
 
 from __future__ import annotations
 
@@ -30,17 +31,18 @@ from grpo_spmd.model.lora import hf_name, is_adapter
 
 # Formats that hold values. Others are the codes of a quantised checkpoint.
 _FORMATS = ("F64", "F32", "F16", "BF16")
-# Buffers that older checkpoints hold. A mask is a square or a number, never a row, as a bias of
-# that
-# name is.
+# Buffers that older checkpoints hold. A mask is a square or a number. A tensor of the same name
+# with one dimension is a bias.
 _BUFFERS = re.compile(r"(^|\.)(rotary_emb|rotary_pos_emb|rotary)\.inv_freq$")
 _MASKS = re.compile(r"(^|\.)(attn|attention|self_attn|self_attention)\.(bias|masked_bias)$")
 # Operators that carry values from one token of a row to the next, and so into the next sequence.
 _ALONG_THE_ROW = re.compile(
     "convolution|conv1d|cumsum|cumprod|cummax|cummin|logcumsumexp|roll|flip|_fft|lstm|gru"
 )
-_PROBE = "grpo_spmd_probe"  # name of an attention function
-_PROBE_LENGTHS = [9, 15]  # tokens of two sequences in a row
+# The probe runs a model on the meta device with an attention function of this name, over a row of
+# two sequences with so many tokens.
+_PROBE = "grpo_spmd_probe"
+_PROBE_LENGTHS = [9, 15]
 
 
 def trainable_config(path: str, max_rollout_tokens: int, *, is_policy: bool = True) -> Any:
@@ -217,9 +219,9 @@ def refuse_unsynced_tensors(
         if is_adapter(tensor.parts[0].name):
             continue
         if fits(tensor, parameters):
-            synced |= {id(parameters[piece.name]) for piece in tensor.parts}
+            synced |= {id(parameters[row_part.name]) for row_part in tensor.parts}
         else:
-            unknown[tensor.engine_name] = sum(piece.num_hf_rows for piece in tensor.parts)
+            unknown[tensor.engine_name] = sum(row_part.num_hf_rows for row_part in tensor.parts)
     # By parameter: a tied one counts once.
     missing = {id(p): (name, len(p)) for name, p in parameters.items() if id(p) not in synced}
     refuse_unmatched_names(type(model).__name__, dict(missing.values()), unknown)
@@ -335,7 +337,9 @@ def _probe_attention(
     attention_mask: Any,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function of the probe, in the signature that transformers calls."""
+    """Counts a layer's call, refuses what packed rows do not support, and computes the attention.
+
+    The signature is the one that transformers calls."""
     name = type(module).__name__
     layout = options.get("packed_layout")
     if not isinstance(layout, _ProbeLayout):
