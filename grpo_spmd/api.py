@@ -120,6 +120,7 @@ def _release() -> None:
 
 
 def _read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the unchecked values of a YAML file or of a mapping."""
     if isinstance(config, Mapping):
         tree: dict[str, Any] = {}
         _merge(tree, config, "")
@@ -138,13 +139,15 @@ def _merge(tree: dict[str, Any], values: Mapping[str, Any], prefix: str) -> None
     for key, value in values.items():
         if not isinstance(key, str):
             raise ConfigError(f"{prefix}{key}: a key must be text")
-        name, dot, rest = key.partition(".")
+        name, dot, subkey = key.partition(".")
         # "optimizer.lr": 1 is the same as optimizer: {lr: 1}.
         if dot:
-            value = {rest: value}
-        old = tree.get(name)
-        if isinstance(value, Mapping) and (value or isinstance(old, dict)):
-            tree[name] = dict(old) if isinstance(old, dict) else {}
+            value = {subkey: value}
+        old_value = tree.get(name)
+        # An empty mapping is a section only if there is one already; else it is a plain value.
+        if isinstance(value, Mapping) and (value or isinstance(old_value, dict)):
+            # The section is copied: it may belong to the caller.
+            tree[name] = dict(old_value) if isinstance(old_value, dict) else {}
             _merge(tree[name], value, f"{prefix}{name}.")
         else:
             tree[name] = _plain(value)

@@ -109,6 +109,7 @@ def coerce(hint: Any, value: Any, prefix: str) -> Any:
 
 
 def _coerce_union(hint: Any, value: Any, prefix: str) -> Any:
+    """Returns `value` as the first type of a union that accepts it."""
     args = typing.get_args(hint)
     if value is None and type(None) in args:
         return None
@@ -130,6 +131,7 @@ def _is_no_literal(hint: Any) -> bool:
 
 
 def _coerce_mapping(hint: Any, value: Any, prefix: str) -> dict[str, Any]:
+    """Returns a mapping of names; `hint` is the type of its values."""
     if value is None:
         return {}
     if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
@@ -144,10 +146,12 @@ def _coerce_mapping(hint: Any, value: Any, prefix: str) -> dict[str, Any]:
 
 
 def _coerce_scalar(hint: Any, value: Any, prefix: str) -> Any:
+    """Returns `value` as a bool, int, float or text. Raises ConfigError if it is none of `hint`."""
     is_bool = isinstance(value, bool)
     if hint is bool and is_bool:
         return value
     if hint is int:
+        # At most 18 digits: every such number fits into 63 bits.
         if isinstance(value, str) and re.fullmatch(r"[+-]?[0-9]{1,18}", value):
             return int(value)
         if isinstance(value, int) and not is_bool and abs(value) < 1 << 63:
@@ -185,7 +189,7 @@ def _interpret(hint: Any, value: Any) -> Any:
         is_union = origin in (Union, types.UnionType)
         if is_union and type(None) in args and value.strip().lower() in ("none", "null"):
             return None
-        # "wandb,tensorboard" on the command line.
+        # The command line has lists as "wandb,tensorboard".
         if origin is tuple and args[0] is str:
             return [name for name in re.split(r"[,\s]+", value) if name]
         if origin is Literal and value not in args and _DTYPES.get(value) in args:
@@ -200,8 +204,11 @@ def _interpret(hint: Any, value: Any) -> Any:
 
 
 def _checked(value: Any, field: dataclasses.Field[Any], key: str) -> Any:
-    """Returns the value of a declared key, with `~` in paths replaced, after checking that all
-    numbers are in bounds, required text is not empty and no text holds control characters."""
+    """Returns the checked value of a declared key, with `~` in paths replaced.
+
+    All numbers must be in bounds, required text must not be empty, and no text may hold control
+    characters. Raises ConfigError.
+    """
     bounds = field.metadata.get("bounds", {})
     leaves = flat(list(value) if isinstance(value, tuple) else value, key)
     for name, leaf in leaves.items():

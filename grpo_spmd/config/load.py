@@ -100,7 +100,7 @@ def read_tree(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
         loader = StrictLoader(text)
         node = loader.get_single_node()
         tree = loader.construct_document(node) if node is not None else None
-        # After the construction, in which merged keys ("<<") became keys of their mapping.
+        # The construction comes before this. In it merged keys ("<<") became keys of their mapping.
         _note_lines(node, "", path, sources)
     except YAML_ERRORS as error:
         raise _yaml_error(error, text, path) from None

@@ -22,7 +22,8 @@ class Example(NamedTuple):
     """An Example is one sequence of the warm start."""
 
     token_ids: list[int]
-    is_trained: list[bool]  # for each token, whether it counts in the loss
+    # For each token, whether it counts in the loss.
+    is_trained: list[bool]
 
 
 def model_config(**sizes: Any) -> Any:
@@ -86,6 +87,7 @@ def make_model(
 
 
 def _pad(values: list[Any], padding: Any, length: int) -> list[Any]:
+    """Returns `values` with `padding` on the right side, up to `length`."""
     return values + [padding] * (length - len(values))
 
 

@@ -32,10 +32,12 @@ _WRONG_PER_TASK = 5
 _STEPS = 800
 _LR = 5e-3
 _CHARACTERS = "0123456789+-*"
-_MAX_LENGTH = 8  # characters of a completion
+# The most characters of a completion.
+_MAX_LENGTH = 8
 
 
 def is_correct(task: Task, text: str) -> bool:
+    """Returns True if `text` is a correct equation for the task."""
     a, b, target = task
     return countdown([text], [[a, b]], [target], answer_tag=None) == [1.0]
 
@@ -49,6 +51,8 @@ def wrong_answer(rng: random.Random, task: Task) -> str:
 
 
 def _draw_answer(rng: random.Random, task: Task) -> str:
+    """Returns a random answer, which is mostly wrong."""
+    # The bounds of `kind` are the fractions of the kinds, added up.
     kind = rng.random()
     correct = rng.choice(correct_equations(*task))
     if kind < 0.2:
@@ -86,6 +90,7 @@ def make_reward_model(folder: Path, base: Path, seed: int) -> None:
     config = model_config(num_labels=1, pad_token_id=None)
     model = transformers.Qwen3ForSequenceClassification(config)
     language_model = transformers.Qwen3ForCausalLM.from_pretrained(base, trust_remote_code=False)
+    # Only the layers are taken over: the score head is new.
     model.model.load_state_dict(language_model.model.state_dict())
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.05)
     rng = random.Random(seed)
@@ -114,6 +119,7 @@ def make_reward_model(folder: Path, base: Path, seed: int) -> None:
         texts = [encode(task, rng.choice(correct_equations(*task))) for task in batch]
         for _ in range(_WRONG_PER_TASK):
             texts += [encode(task, wrong_answer(rng, task)) for task in batch]
+        # Row 0 has the correct answers, and each further row one wrong answer for each task.
         scores = scores_of(texts).view(1 + _WRONG_PER_TASK, _TASKS_PER_STEP)
         margins = scores[0] - scores[1:]
         loss = -torch.nn.functional.logsigmoid(margins).mean()

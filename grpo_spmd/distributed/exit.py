@@ -23,10 +23,10 @@ from typing import NoReturn, TextIO
 from grpo_spmd.config.errors import printable, say, within
 from grpo_spmd.distributed import startup
 
-# What a worker printed may be all that it was started for. A reader that is there takes it at once.
+# A worker may have been started only for its output, so it waits this long for a reader.
 _FLUSH_S = 10.0
 _FAILED_FLUSH_S = 1.0
-# For vLLM's and NCCL's teardown.
+# The time that vLLM and NCCL get to end.
 _END_S = 60.0
 _MAX_WAITING_LINES = 1000
 _MIN_COLUMNS = 40
@@ -35,14 +35,14 @@ _owner: Callable[[str], None] | None = None
 
 
 class Rank0Error(RuntimeError):
-    """`on_rank0` failed on rank 0. Every rank raises this, so that none waits for its result."""
+    """`on_rank0` failed on rank 0. Every rank raises this error: no rank waits for a result."""
 
 
 class Terminal(QueueHandler):
-    """Log handler that prints on `stream` from its own thread.
+    """A log handler that prints on `stream` from its own thread.
 
-    A reader who stalls (Ctrl-S, a stuck tee) does not hold up the run. Lines that find 1,000
-    waiting are dropped.
+    A reader who stalls (Ctrl-S, a stuck tee) does not hold up the run. If 1,000 lines are waiting,
+    further lines are dropped.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -108,6 +108,7 @@ def embedded_in(owner: Callable[[str], None]) -> Iterator[None]:
 
 
 def is_embedded() -> bool:
+    """Returns True if the run is embedded in a process that is not its own."""
     return _owner is not None
 
 
