@@ -468,6 +468,7 @@ def open_buffer(
 ) -> RolloutBuffer:
     """Collective. Returns the buffer that keeps finished completions, or whole episodes, on
     disk."""
+    # A preempted step goes on from the finished completions instead of sampling them again.
     if environments is None:
         return RolloutBuffer(
             config.run_dir, config.seed, config.model, config.rollout, session=session

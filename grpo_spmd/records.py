@@ -404,13 +404,13 @@ class Decision:
     """The number of rollouts to train on, over all ranks."""
     # The next four counts are over all ranks too.
     num_loss_tokens: list[int]
-    """As in StepDecision."""
+    """The tokens of each mini-batch that count in the loss."""
     num_loss_sequences: list[int]
-    """As in StepDecision."""
+    """The rollouts of each mini-batch with at least one token that counts."""
     num_tokens: int
-    """As in StepDecision."""
+    """Tokens to train on, prompts and completions together."""
     num_sampled_tokens: int
-    """As in StepDecision."""
+    """Completion tokens that the engines sampled, those of dropped groups included."""
     rank0_decision: StepDecision | None = None
     """The whole decision, on rank 0 only."""
 

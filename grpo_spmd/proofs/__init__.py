@@ -1,4 +1,4 @@
-"""What a run is checked against while it runs: engine against policy, and an update against a plain
+"""Checks of a run while it runs: engine against policy, and an update against a plain
 recomputation.
 
 Not here: vllm, files of the run, what the trainer itself computes with.

@@ -106,7 +106,7 @@ class Critic:
 
     @property
     def offloadable_models(self) -> list[OffloadableModel]:
-        """As Signal.offloadable_models."""
+        """The signal's own models; see Signal.offloadable_models."""
         return [(self.model, self.optimizer)]
 
     @property
@@ -120,7 +120,7 @@ class Critic:
         return self._config.warmup_steps
 
     def proofs(self, settings: UpdateCheckSettings) -> SignalProofs:
-        """As Signal.proofs."""
+        """Returns the running check of this signal; see Signal.proofs."""
         return SignalProofs([CriticCheck(self.model, self._config, settings)])
 
     def trained_parameters(self) -> dict[str, DTensor]:

@@ -59,7 +59,7 @@ class PolicyCritic(Critic):
         return self
 
     def proofs(self, settings: UpdateCheckSettings) -> SignalProofs:
-        """As Signal.proofs."""
+        """Returns the running check of this signal; see Signal.proofs."""
         check = CriticCheck(self.model, self._config, settings)
         return SignalProofs([check], values=ValueTargets(self, self._config, settings.dtype))
 

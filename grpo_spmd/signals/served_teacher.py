@@ -149,7 +149,7 @@ class ServedTeacher(Teacher):
         return decision
 
     def proofs(self, settings: UpdateCheckSettings) -> SignalProofs:
-        """As Signal.proofs."""
+        """Returns the running check of this signal; see Signal.proofs."""
         return SignalProofs([ServerCheck(self)], self._random_teacher(settings))
 
     def _questions(self, row: MicroBatch, requests: Requests, name: str) -> list[Question]:
@@ -369,7 +369,7 @@ class ServerCheck(TeacherCheck):
         return rollout_id not in self._served.unanswered
 
     def _logits(self, source: Any, token_ids: Tensor, predict_index: Tensor) -> Tensor | None:
-        """As TeacherCheck._logits. Not collective."""
+        """Returns logits [n, V] from a server's answer, or None without one. Not collective."""
         # Without a rollout there is nothing to ask.
         if not predict_index.any():
             return None

@@ -115,7 +115,7 @@ class Teacher:
 
     @property
     def offloadable_models(self) -> Sequence[OffloadableModel]:
-        """As Signal.offloadable_models."""
+        """The signal's own models; see Signal.offloadable_models."""
         return [(teacher.model, None) for teacher in self.models.values() if teacher.is_own]
 
     @torch.no_grad()
@@ -157,7 +157,7 @@ class Teacher:
         return {}
 
     def proofs(self, settings: UpdateCheckSettings) -> SignalProofs:
-        """As Signal.proofs."""
+        """Returns the running check of this signal; see Signal.proofs."""
         check = TeacherCheck(self, settings.rollout.temperature, settings.dtype)
         return SignalProofs([check], self._random_teacher(settings))
 
