@@ -35,8 +35,8 @@ class HostOffload:
         optimizer: torch.optim.Optimizer,
         rest: Sequence[OffloadableModel] = (),
     ) -> None:
-        """`mode` is `model.offload`. A `reference` is moved only if it is a model of its own. It may
-        also be None, or the policy with its adapters off. `rest` has further models."""
+        """`mode` is `model.offload`. A `reference` is moved only if it is a model of its own. It
+        may also be None, or the policy with its adapters off. `rest` has further models."""
         self._mode = mode
         self._policy = policy
         self._optimizer = optimizer
