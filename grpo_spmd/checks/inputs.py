@@ -48,7 +48,8 @@ from grpo_spmd.rewards.verifiers import DEFAULT_TIME_S
 
 @dataclass(frozen=True)
 class Inputs:
-    """Holds everything that a run has read before torch is imported."""
+    """The rows of the data sets and the reward functions, read and checked before torch is
+    imported."""
 
     rows: Sequence[PromptRow]
     eval_rows: dict[str, Sequence[PromptRow]]  # by the set's name; empty if eval.every_steps is 0

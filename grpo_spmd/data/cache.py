@@ -87,7 +87,11 @@ class Entry:
 
 
 class EntryWriter:
-    """Writes an entry part by part. Only `arrays` and `facts` are kept in memory."""
+    """Writes one entry of the cache.
+
+    The blob goes to the file piece by piece. `arrays` (int64) and `facts` (JSON) stay in memory and
+    are written behind the blob at the end.
+    """
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file

@@ -413,9 +413,10 @@ def _longest(leaves: Sequence[_Turn]) -> _Turn | None:
 
 
 def _is_same(stored: Message, received: Message, *, is_policys: bool) -> bool:
-    """Returns whether a received message is the stored one.
+    """Returns whether a client sent back the stored message.
 
-    Clients drop the thinking in the policy's messages, and some drop ids of calls.
+    The ids of calls, and the thinking in the policy's messages, may be missing; if they are there,
+    they must be equal.
     """
     names = {*stored, *received} - {"tool_calls"}
     if is_policys:

@@ -70,7 +70,9 @@ class StoredCompletion(NamedTuple):
 
 
 class RolloutBuffer:
-    """Holds the completions of this rank, and those that all ranks kept before the run was stopped.
+    """Keeps the completions of this rank on disk during a step.
+
+    When a stopped run resumes, every rank finds what any of the ranks had kept.
 
     An error of the disk gives a warning and nothing else.
     """
@@ -360,8 +362,10 @@ class EpisodeBuffer(RolloutBuffer):
         environment: EnvironmentConfig,
         rewards: Sequence[RewardConfig],
     ) -> None:
-        """Collective. `rewards` are those that look at environments: their values are part of an
-        episode."""
+        """Collective. `rewards` look at environments, so their values are stored with an episode.
+
+        Episodes that were kept under other rewards or another environment are not used.
+        """
         super().__init__(run_dir, seed, model, rollout, session)
         self._sampling_id = _json_digest([self._sampling_id, environment_id(environment, rewards)])
 

@@ -451,9 +451,10 @@ class TailBatching:
         stored_lengths: Sequence[tuple[int, int]],
         is_first: bool,
     ) -> TailRace | None:
-        """Returns the race of a round, or None if it has no more prompts than the step needs.
+        """Returns a TailRace, in which the groups that are complete first make the step.
 
-        The arguments are those of TailRace.
+        Returns None if `missing` has no more prompts than the step needs. The arguments are
+        those of TailRace.
         """
         if len(missing) <= self._num_prompts:
             return None

@@ -116,6 +116,11 @@ def plan_side_models(
 def _plan_model(
     side: SideModel, config: Config, num_ranks: int, lengths: tuple[tuple[int, int], ...]
 ) -> PlannedModel:
+    """Returns the memory that a teacher, critic or reward model takes on one rank.
+
+    Counted are weights, gradients, the peaks of its passes over `lengths` (prompt and completion
+    tokens), and a teacher's answers, which stay until the update. Raises ConfigError.
+    """
     folder = local_folder(side.path, side.revision)
     if folder is None or not (folder / "config.json").is_file():
         raise ConfigError(
