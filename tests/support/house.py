@@ -305,10 +305,9 @@ def foreign_attributes(package: Path) -> Iterator[str]:
         for node in ast.walk(tree):
             for target in _targets(node):
                 if isinstance(target, ast.Attribute) and not _is_name(target.value, "self", "ctx"):
-                    homes = owners.get(target.attr, set()) - {name}
-                    is_module = _is_name(target.value, "sys")
-                    is_shared = target.attr in record_fields or name in owners.get(target.attr, ())
-                    if homes and not is_module and not is_shared:
+                    homes = owners.get(target.attr, set())
+                    is_exempt = target.attr in record_fields or _is_name(target.value, "sys")
+                    if homes and name not in homes and not is_exempt:
                         owner = sorted(homes)[0]
                         yield (
                             f"{name}:{target.lineno}: writes {ast.unparse(target)}, which "
