@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal, Union
 
 from grpo_spmd.config.aliases import translate_key, translate_last_part, translate_misspelt_key
-from grpo_spmd.config.describe import flat, join_key, type_name
+from grpo_spmd.config.describe import default_of, flat, help_texts, join_key, type_name
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import Config, RewardConfig
 
@@ -75,8 +75,8 @@ def build(cls: type, tree: Any, prefix: str) -> Any:
                 raise ConfigError(f"{error}{_value_remedy(key, tree[name])}") from None
         elif dataclasses.is_dataclass(hints[name]):
             values[name] = build(typing.cast(type, hints[name]), {}, key)
-        elif field.metadata["required"]:
-            raise ConfigError(f"{key} is required and missing: {field.metadata['doc']}")
+        elif default_of(field) is dataclasses.MISSING:
+            raise ConfigError(f"{key} is required and missing: {help_texts(cls)[name]}")
     return cls(**values)
 
 
@@ -219,7 +219,7 @@ def _checked(value: Any, field: dataclasses.Field[Any], key: str) -> Any:
             number = leaf if list(bounds) == [">="] else format(leaf, "g")
             raise ConfigError(f"{name} must be {rule}; got {number}")
     # A required text is a path, and no path has a NUL character.
-    is_required = field.metadata.get("required") and isinstance(value, str)
+    is_required = default_of(field) is dataclasses.MISSING and isinstance(value, str)
     if is_required and (not value.strip() or "\0" in value):
         raise ConfigError(f"{key} must not be empty, nor contain a NUL character; got {value!r}")
     if field.name not in _MULTILINE_KEYS:

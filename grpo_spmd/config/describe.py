@@ -5,8 +5,11 @@ python -m grpo_spmd.config.describe      prints the tables of keys in configs/RE
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
+import inspect
+import itertools
 import json
 import re
 import textwrap
@@ -88,8 +91,26 @@ def type_name(hint: Any) -> str:
     return names[origin or hint]
 
 
+@functools.cache
+def help_texts(cls: type) -> dict[str, str]:
+    """Returns the help text of each key of a section: the string below its field in the source."""
+    [tree] = ast.parse(inspect.getsource(cls)).body
+    texts = {}
+    for field, text in itertools.pairwise(typing.cast(ast.ClassDef, tree).body):
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+            texts[ast.unparse(field.target)] = " ".join(ast.literal_eval(text.value).split())
+    return texts
+
+
+def default_of(field: dataclasses.Field[Any]) -> Any:
+    """Returns the default of a key; dataclasses.MISSING if the user must set it."""
+    if field.default_factory is dataclasses.MISSING:
+        return field.default
+    return field.default_factory()
+
+
 def _key_texts(cls: type, prefix: str) -> Iterator[KeyText]:
-    hints = typing.get_type_hints(cls)
+    hints, meanings = typing.get_type_hints(cls), help_texts(cls)
     for field in dataclasses.fields(cls):
         hint = hints[field.name]
         name = join_key(prefix, field.name)
@@ -101,14 +122,14 @@ def _key_texts(cls: type, prefix: str) -> Iterator[KeyText]:
             # "text or null" with bounds reads "text >= 1 or null".
             kind, null, _ = type_name(hint).partition(" or null")
             bounds = " and".join(
-                f" {sign} {bound:g}" for sign, bound in field.metadata["bounds"].items()
+                f" {sign} {bound:g}" for sign, bound in field.metadata.get("bounds", {}).items()
             )
-            factory = field.default_factory
-            value = field.default if factory is dataclasses.MISSING else factory()
-            default = value if isinstance(value, str) else ""
-            if not field.metadata["required"] and not isinstance(value, str):
-                default = json.dumps(value)
-            yield KeyText(name, default, f"{kind}{bounds}{null}", field.metadata["doc"])
+            default = default_of(field)
+            if default is dataclasses.MISSING:
+                default = ""
+            elif not isinstance(default, str):
+                default = json.dumps(default)
+            yield KeyText(name, default, f"{kind}{bounds}{null}", meanings[field.name])
 
 
 def join_key(prefix: str, name: str) -> str:

@@ -10,12 +10,12 @@ import difflib
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from typing import Any
 from urllib.parse import urlsplit
 
 from grpo_spmd.config.coerce import REFUSED_KEYS
-from grpo_spmd.config.describe import SECRET, SECRET_NAME
+from grpo_spmd.config.describe import SECRET, SECRET_NAME, default_of
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import (
     ADAPTER_RANKS,
@@ -501,10 +501,7 @@ def _check_judge(prefix: str, reward: RewardConfig) -> None:
 
 def _keys_set(section: Any, names: Iterable[str]) -> list[str]:
     """Returns those of the keys `names` whose value is not the default."""
-    defaults = {
-        field.name: field.default if field.default_factory is MISSING else field.default_factory()
-        for field in fields(section)
-    }
+    defaults = {field.name: default_of(field) for field in fields(section)}
     return [name for name in names if getattr(section, name) != defaults[name]]
 
 

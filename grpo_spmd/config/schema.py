@@ -1,7 +1,8 @@
-"""The schema of the config: one frozen dataclass a section, and each key declared once by `key`.
+"""The schema of the config: one frozen dataclass a section, and each key declared once.
 
-A key has its type, default, bounds and help text here and nowhere else; rules.py has what keys
-demand of each other. configs/README.md has the same table, printed by
+A key has its type, default, bounds and help text here and nowhere else: the text below a field is
+its help, which `describe.help_texts` reads for `--help`. rules.py has what keys demand of each
+other. configs/README.md has the same table, printed by
 `python -m grpo_spmd.config.describe`.
 """
 
@@ -29,39 +30,34 @@ VALUE_HEADS = ("score", "value_head", "v_head", "v_head.summary")
 _SIGNS = {"above": ">", "at_least": ">=", "below": "<", "at_most": "<="}
 
 
-def key(default: Any, doc: str, *, is_path: bool = False, **bounds: float) -> Any:
-    """Returns the field of a config key: default, help text, and bounds of every number in it.
+def key(default: Any = dataclasses.MISSING, *, is_path: bool = False, **bounds: float) -> Any:
+    """Returns the field of a key that has more than a default: bounds of every number in it, or a
+    path as its value.
 
-    `bounds` are named as in _SIGNS. `is_path`: the value names a file or folder, or several.
+    Without a default the user must set the key. `bounds` are named as in _SIGNS. `is_path`: the
+    value names a file or folder, or several.
     """
     signs = {_SIGNS[name]: bound for name, bound in bounds.items()}
-    metadata = {"doc": doc, "required": False, "bounds": signs, "is_path": is_path}
+    metadata = {"bounds": signs, "is_path": is_path}
     # Each config gets its own dict; frozen sections are shared.
-    if isinstance(default, dict):
-        return dataclasses.field(default_factory=lambda: dict(default), metadata=metadata)
+    if default == {}:
+        return dataclasses.field(default_factory=dict, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def required(doc: str, *, is_path: bool = False) -> Any:
-    """Returns the field of a key without a default. If it is text, it must not be empty."""
-    metadata = {"doc": doc, "required": True, "bounds": {}, "is_path": is_path}
-    return dataclasses.field(metadata=metadata)
-
-
-# The sections are tables: a key's type and default on the first line, its help text below. The
-# formatter would put every argument on a line of its own.
-# fmt: off
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
     """Section `model.lora`: LoRA adapters, and how the engine gets them."""
 
-    rank: int = key(0, "rank of the LoRA adapters; 0: full fine-tuning", at_least=0)
-    alpha: float = key(32.0, "the adapters' product is scaled by alpha / rank", above=0)
-    target_modules: tuple[str, ...] | Literal["all-linear"] = key("all-linear",
-        "names of the layers that get an adapter; all-linear: every linear layer but lm_head")
-    sync: Literal["merged", "adapter"] = key("merged",
-        "what the weight sync sends to the engine. merged: the base weights with the adapters "
-        "added; adapter: after the start, the adapters alone")
+    rank: int = key(0, at_least=0)
+    """rank of the LoRA adapters; 0: full fine-tuning"""
+    alpha: float = key(32.0, above=0)
+    """the adapters' product is scaled by alpha / rank"""
+    target_modules: tuple[str, ...] | Literal["all-linear"] = "all-linear"
+    """names of the layers that get an adapter; all-linear: every linear layer but lm_head"""
+    sync: Literal["merged", "adapter"] = "merged"
+    """what the weight sync sends to the engine. merged: the base weights with the adapters added;
+    adapter: after the start, the adapters alone"""
 
     @property
     def base_stays_in_engine(self) -> bool:
@@ -73,49 +69,52 @@ class LoraConfig:
 class ModelConfig:
     """Section `model`: the policy, its precision and memory."""
 
-    path: str = required(
-        "model folder with config.json, safetensors files and a tokenizer, or a hub id",
-        is_path=True)
-    dtype: Literal["float32", "bfloat16"] = key("bfloat16",
-        "compute dtype of policy and engine; the master weights are float32")
-    attention: Literal["auto", "flash", "sdpa"] = key("auto",
-        "auto: on a GPU flash-attn if it is installed, else torch's own varlen attention; on a "
-        "CPU sdpa")
+    path: str = key(is_path=True)
+    """model folder with config.json, safetensors files and a tokenizer, or a hub id"""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """compute dtype of policy and engine; the master weights are float32"""
+    attention: Literal["auto", "flash", "sdpa"] = "auto"
+    """auto: on a GPU flash-attn if it is installed, else torch's own varlen attention; on a CPU
+    sdpa"""
     lora: LoraConfig = LoraConfig()
-    activation_checkpointing: bool | Literal["selective"] = key(False,
-        "recompute activations in the backward pass. true: of whole layers; selective: all "
-        "activations but the outputs of matrix products")
-    offload: bool | Literal["optimizer"] = key(False,
-        "keep in host memory while the engine is awake. optimizer: the optimizer state; true: the "
-        "policy's parameters too")
-    compile: bool = key(False, "run torch.compile on the layers")
-    num_replicas: int = key(1,
-        "copies of the policy (HSDP); each is sharded over ranks / num_replicas consecutive ranks",
-        at_least=1)
-    logprob_chunk_tokens: int = key(1024,
-        "most tokens whose logits [tokens, vocabulary] are in memory at one time", at_least=1)
+    activation_checkpointing: bool | Literal["selective"] = False
+    """recompute activations in the backward pass. true: of whole layers; selective: all activations
+    but the outputs of matrix products"""
+    offload: bool | Literal["optimizer"] = False
+    """keep in host memory while the engine is awake. optimizer: the optimizer state; true: the
+    policy's parameters too"""
+    compile: bool = False
+    """run torch.compile on the layers"""
+    num_replicas: int = key(1, at_least=1)
+    """copies of the policy (HSDP); each is sharded over ranks / num_replicas consecutive ranks"""
+    logprob_chunk_tokens: int = key(1024, at_least=1)
+    """most tokens whose logits [tokens, vocabulary] are in memory at one time"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Section `data`: prompts for training and evaluation."""
 
-    train: str = required(
-        "a .jsonl or .parquet file, or hub:REPO:SUBSET:SPLIT (SUBSET may be empty)", is_path=True)
-    eval: dict[str, Any] | str = key({},
-        "held-out sets {name: source as in data.train}, or one source", is_path=True)
-    prompt_key: str = key("prompt", "column with the prompt: a string or a list of chat messages")
-    prompt_template: str | None = key(None,
-        "builds the prompt from columns in braces, in place of prompt_key: 'Use {nums} to make "
-        "{target}'")
-    as_chat: bool = key(False,
-        "render a string prompt with the tokenizer's chat template, as one user message")
-    system_prompt: str | None = key(None, "system message for chat prompts that have none")
-    max_prompt_tokens: int = key(512, "most tokens of a prompt", at_least=1)
-    on_long_prompt: Literal["error", "drop"] = key("error",
-        "what happens to a longer prompt. error: the run does not start; drop: it is left out and "
-        "counted")
-    shuffle: bool = key(True, "use a new order in each epoch, which depends on seed and epoch only")
+    train: str = key(is_path=True)
+    """a .jsonl or .parquet file, or hub:REPO:SUBSET:SPLIT (SUBSET may be empty)"""
+    eval: dict[str, Any] | str = key({}, is_path=True)
+    """held-out sets {name: source as in data.train}, or one source"""
+    prompt_key: str = "prompt"
+    """column with the prompt: a string or a list of chat messages"""
+    prompt_template: str | None = None
+    """builds the prompt from columns in braces, in place of prompt_key: 'Use {nums} to make
+    {target}'"""
+    as_chat: bool = False
+    """render a string prompt with the tokenizer's chat template, as one user message"""
+    system_prompt: str | None = None
+    """system message for chat prompts that have none"""
+    max_prompt_tokens: int = key(512, at_least=1)
+    """most tokens of a prompt"""
+    on_long_prompt: Literal["error", "drop"] = "error"
+    """what happens to a longer prompt. error: the run does not start; drop: it is left out and
+    counted"""
+    shuffle: bool = True
+    """use a new order in each epoch, which depends on seed and epoch only"""
 
     @property
     def eval_sets(self) -> dict[str, str]:
@@ -131,33 +130,37 @@ class DataConfig:
 class RolloutConfig:
     """Section `rollout`: how completions are sampled, and the engine."""
 
-    num_prompts_per_step: int = key(64, "prompts in a step, over all ranks (P)", at_least=1)
-    group_size: int = key(8, "completions for each prompt (G)", at_least=2)
-    max_completion_tokens: int = key(1024, "most tokens of a completion", at_least=1)
+    num_prompts_per_step: int = key(64, at_least=1)
+    """prompts in a step, over all ranks (P)"""
+    group_size: int = key(8, at_least=2)
+    """completions for each prompt (G)"""
+    max_completion_tokens: int = key(1024, at_least=1)
+    """most tokens of a completion"""
     # vLLM silently samples at 0.01 where less is asked for.
-    temperature: float = key(1.0,
-        "sampling temperature; the policy's logprobs are computed at the same one", at_least=0.01)
-    tensor_parallel_size: int = key(1, "ranks that share one engine", at_least=1)
-    dynamic_sampling: bool = key(False,
-        "drop groups whose rewards are all equal, and sample further prompts in their place")
-    dynamic_sampling_max_rounds: int = key(10,
-        "rounds of generation in a step; after the last one the step trains on the groups it has",
-        at_least=1)
-    tail_batching: float = key(1.0,
-        "start this many times num_prompts_per_step, train on the groups that finish first, and "
-        "defer the others to a later step; 1: off", at_least=1)
-    gpu_memory_utilization: float = key(0.6,
-        "fraction of the GPU's memory that the engine may use (GPU only)", above=0, below=1)
-    schedule: Literal["shared_queue", "static"] = key("shared_queue",
-        "shared_queue: an engine that has room takes the next group, those expected to be longest "
-        "first; static: each engine gets a fixed share")
-    sleep_level: Literal[1, 2] | None = key(None,
-        "what a sleeping engine on a GPU does with its weights. 1: keep them in host memory; 2: "
-        "drop them; null: what the weight sync needs")
-    weight_sync_bucket_mib: int | None = key(None,
-        "MiB gathered at a time in the weight sync, over all ranks of a gather; null: 256 on "
-        "GPUs, 16 on a CPU", at_least=1)
-    engine: dict[str, Any] = key({}, "further arguments for vllm.LLM")
+    temperature: float = key(1.0, at_least=0.01)
+    """sampling temperature; the policy's logprobs are computed at the same one"""
+    tensor_parallel_size: int = key(1, at_least=1)
+    """ranks that share one engine"""
+    dynamic_sampling: bool = False
+    """drop groups whose rewards are all equal, and sample further prompts in their place"""
+    dynamic_sampling_max_rounds: int = key(10, at_least=1)
+    """rounds of generation in a step; after the last one the step trains on the groups it has"""
+    tail_batching: float = key(1.0, at_least=1)
+    """start this many times num_prompts_per_step, train on the groups that finish first, and defer
+    the others to a later step; 1: off"""
+    gpu_memory_utilization: float = key(0.6, above=0, below=1)
+    """fraction of the GPU's memory that the engine may use (GPU only)"""
+    schedule: Literal["shared_queue", "static"] = "shared_queue"
+    """shared_queue: an engine that has room takes the next group, those expected to be longest
+    first; static: each engine gets a fixed share"""
+    sleep_level: Literal[1, 2] | None = None
+    """what a sleeping engine on a GPU does with its weights. 1: keep them in host memory; 2: drop
+    them; null: what the weight sync needs"""
+    weight_sync_bucket_mib: int | None = key(None, at_least=1)
+    """MiB gathered at a time in the weight sync, over all ranks of a gather; null: 256 on GPUs, 16
+    on a CPU"""
+    engine: dict[str, Any] = key({})
+    """further arguments for vllm.LLM"""
 
     @property
     def num_launched_prompts(self) -> int:
@@ -177,61 +180,60 @@ class RolloutConfig:
 class RewardConfig:
     """One entry of `rewards`: a function, a server, a reward model or a judge."""
 
-    name: str | None = key(None,
-        "a shipped reward (math, gsm8k, countdown, code, format, exact), or a name for another "
-        "reward")
-    function: str | None = key(None,
-        '"file.py:function" with the signature fn(prompts, completions, completion_ids, '
-        "**columns)", is_path=True)
-    url: str | None = key(None,
-        "http(s) address of a reward server, which gets JSON by POST; engine: the policy is the "
-        "judge")
-    model: str | None = key(None,
-        "folder or hub id of a reward model: a decoder (qwen3, llama, ...) with a sequence "
-        "classification head", is_path=True)
-    weight: float = key(1.0, "factor of this reward in the sum")
-    args: dict[str, Any] = key({},
-        "further keyword arguments of the function, or further fields of the JSON sent to a url")
-    timeout_s: float | None = key(None,
-        "seconds for one completion, with all requests and the pauses between them; for a "
-        "function or a url; null: reward_pool.timeout_s", above=0)
-    max_concurrent: int | None = key(None,
-        "most calls of this function or url at one time, over all ranks; a function with a limit "
-        "is called with one completion at a time", at_least=1)
-    max_per_minute: int | None = key(None,
-        "most calls started in a minute, over all ranks, evenly spaced", at_least=1)
-    retries: int = key(3,
-        "repeated requests to a url for one completion after 408, 429, 5xx, a lost connection or "
-        "a malformed answer; the pauses grow, or are what the server asks for",
-        at_least=0, at_most=20)
-    headers_env: dict[str, str] = key({},
-        "headers sent to a url, each with the environment variable that holds its value: "
-        "{Authorization: MY_TOKEN}")
-    form: Literal["slime", "openrlhf"] = key("slime",
-        "JSON sent to a url. slime: {prompt, response, label, metadata} for one completion; "
-        "openrlhf: {query, prompts, labels} for a group")
-    judge: str | None = key(None,
-        "file with a rubric over {prompt}, {completion} and columns; url is then an "
-        "OpenAI-compatible .../v1/chat/completions whose reply ends with a score", is_path=True)
-    judge_model: str | None = key(None, "name of the judge's model at its server")
-    judge_scale: tuple[float, float] = key((0.0, 10.0),
-        "lowest and highest score of the rubric; they become rewards 0 and 1")
-    judge_tokens: int = key(256,
-        "most tokens in a reply of a judge with url: engine; a longer reply gives no score",
-        at_least=1)
-    label: str | None = key(None,
-        "label whose score is the reward, if `model` has several: its name or number")
-    max_tokens: int | None = key(None,
-        "most tokens of a text for `model`; null: its positions, and at most "
-        "training.max_tokens_per_micro_batch. For a judge with url: engine the most tokens of its "
-        "prompt; null: computed from its rubric and the limits of prompt and completion",
-        at_least=1)
-    on_long: Literal["not_applicable", "drop_start"] = key("not_applicable",
-        "what `model` does with a longer text. not_applicable: no score; drop_start: it reads the "
-        "last max_tokens only")
-    template: str | None = key(None,
-        "file with a chat template (jinja) for `model`, in place of its own", is_path=True)
-    revision: str | None = key(None, "branch, tag or commit of a `model` on the hub")
+    name: str | None = None
+    """a shipped reward (math, gsm8k, countdown, code, format, exact), or a name for another reward
+    """
+    function: str | None = key(None, is_path=True)
+    """"file.py:function" with the signature fn(prompts, completions, completion_ids, **columns)"""
+    url: str | None = None
+    """http(s) address of a reward server, which gets JSON by POST; engine: the policy is the judge
+    """
+    model: str | None = key(None, is_path=True)
+    """folder or hub id of a reward model: a decoder (qwen3, llama, ...) with a sequence
+    classification head"""
+    weight: float = 1.0
+    """factor of this reward in the sum"""
+    args: dict[str, Any] = key({})
+    """further keyword arguments of the function, or further fields of the JSON sent to a url"""
+    timeout_s: float | None = key(None, above=0)
+    """seconds for one completion, with all requests and the pauses between them; for a function or
+    a url; null: reward_pool.timeout_s"""
+    max_concurrent: int | None = key(None, at_least=1)
+    """most calls of this function or url at one time, over all ranks; a function with a limit is
+    called with one completion at a time"""
+    max_per_minute: int | None = key(None, at_least=1)
+    """most calls started in a minute, over all ranks, evenly spaced"""
+    retries: int = key(3, at_least=0, at_most=20)
+    """repeated requests to a url for one completion after 408, 429, 5xx, a lost connection or a
+    malformed answer; the pauses grow, or are what the server asks for"""
+    headers_env: dict[str, str] = key({})
+    """headers sent to a url, each with the environment variable that holds its value:
+    {Authorization: MY_TOKEN}"""
+    form: Literal["slime", "openrlhf"] = "slime"
+    """JSON sent to a url. slime: {prompt, response, label, metadata} for one completion; openrlhf:
+    {query, prompts, labels} for a group"""
+    judge: str | None = key(None, is_path=True)
+    """file with a rubric over {prompt}, {completion} and columns; url is then an OpenAI-compatible
+    .../v1/chat/completions whose reply ends with a score"""
+    judge_model: str | None = None
+    """name of the judge's model at its server"""
+    judge_scale: tuple[float, float] = (0.0, 10.0)
+    """lowest and highest score of the rubric; they become rewards 0 and 1"""
+    judge_tokens: int = key(256, at_least=1)
+    """most tokens in a reply of a judge with url: engine; a longer reply gives no score"""
+    label: str | None = None
+    """label whose score is the reward, if `model` has several: its name or number"""
+    max_tokens: int | None = key(None, at_least=1)
+    """most tokens of a text for `model`; null: its positions, and at most
+    training.max_tokens_per_micro_batch. For a judge with url: engine the most tokens of its prompt;
+    null: computed from its rubric and the limits of prompt and completion"""
+    on_long: Literal["not_applicable", "drop_start"] = "not_applicable"
+    """what `model` does with a longer text. not_applicable: no score; drop_start: it reads the last
+    max_tokens only"""
+    template: str | None = key(None, is_path=True)
+    """file with a chat template (jinja) for `model`, in place of its own"""
+    revision: str | None = None
+    """branch, tag or commit of a `model` on the hub"""
 
     @property
     def is_shipped(self) -> bool:
@@ -268,49 +270,46 @@ class RewardConfig:
 class RewardPoolConfig:
     """Section `reward_pool`: the processes that compute rewards."""
 
-    num_workers: int = key(4,
-        "processes on each rank that compute rewards", at_least=1, at_most=4096)
-    timeout_s: float = key(10.0,
-        "seconds for scoring one completion; after that its process is killed", above=0)
-    max_error_frac: float = key(0.3,
-        "fraction of a step's completions without a usable reward at which the run stops",
-        above=0, at_most=1)
+    num_workers: int = key(4, at_least=1, at_most=4096)
+    """processes on each rank that compute rewards"""
+    timeout_s: float = key(10.0, above=0)
+    """seconds for scoring one completion; after that its process is killed"""
+    max_error_frac: float = key(0.3, above=0, at_most=1)
+    """fraction of a step's completions without a usable reward at which the run stops"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentConfig:
     """Section `environment`: what the policy talks to between its turns."""
 
-    tools: tuple[str, ...] = key((),
-        'functions that the policy may call, as in TRL: "file.py:function", or a shipped one '
-        "(python)")
-    factory: dict[str, str] | str = key({},
-        'TRL\'s environment_factory: "file.py:Class" or a shipped one (countdown, search:CORPUS); '
-        "or {name: ...}, and the row's column `environment` chooses by name")
-    gym: str | None = key(None,
-        '"file.py:Class" with reset(**row) and step(action); observations and actions are '
-        "messages")
-    agent: str | None = key(None,
-        '"file.py:function": async def rollout(task, base_url, api_key, model), which talks to an '
-        "OpenAI-compatible server")
-    max_turns: int = key(8, "most turns of the policy in an episode", at_least=1)
-    max_tokens: int | None = key(None,
-        "most tokens of an episode after its prompt, sampled and environment tokens together; "
-        "null: rollout.max_completion_tokens, which also bounds each turn", at_least=1)
-    call_timeout_s: float = key(30.0,
-        "seconds for one call of an environment; after that it is killed", above=0)
-    timeout_s: float = key(600.0,
-        "seconds for all calls of one episode together, without the time in the engine", above=0)
-    history: Literal["append", "fork"] = key("append",
-        "what happens if the chat template rewrites earlier turns. append: the context keeps them "
-        "as they were; fork: a new segment begins, with the same rollout and reward")
-    num_workers: int = key(16,
-        "environment processes on each rank; each runs one episode at a time",
-        at_least=1, at_most=4096)
-    discount: float | None = key(None,
-        "null: the reward of an episode is the sum over its turns. A number: each turn is "
-        "credited with its own and later rewards, and one k turns later is multiplied by "
-        "discount^k", at_least=0, at_most=1)
+    tools: tuple[str, ...] = ()
+    """functions that the policy may call, as in TRL: "file.py:function", or a shipped one (python)
+    """
+    factory: dict[str, str] | str = key({})
+    """TRL's environment_factory: "file.py:Class" or a shipped one (countdown, search:CORPUS); or
+    {name: ...}, and the row's column `environment` chooses by name"""
+    gym: str | None = None
+    """"file.py:Class" with reset(**row) and step(action); observations and actions are messages"""
+    agent: str | None = None
+    """"file.py:function": async def rollout(task, base_url, api_key, model), which talks to an
+    OpenAI-compatible server"""
+    max_turns: int = key(8, at_least=1)
+    """most turns of the policy in an episode"""
+    max_tokens: int | None = key(None, at_least=1)
+    """most tokens of an episode after its prompt, sampled and environment tokens together; null:
+    rollout.max_completion_tokens, which also bounds each turn"""
+    call_timeout_s: float = key(30.0, above=0)
+    """seconds for one call of an environment; after that it is killed"""
+    timeout_s: float = key(600.0, above=0)
+    """seconds for all calls of one episode together, without the time in the engine"""
+    history: Literal["append", "fork"] = "append"
+    """what happens if the chat template rewrites earlier turns. append: the context keeps them as
+    they were; fork: a new segment begins, with the same rollout and reward"""
+    num_workers: int = key(16, at_least=1, at_most=4096)
+    """environment processes on each rank; each runs one episode at a time"""
+    discount: float | None = key(None, at_least=0, at_most=1)
+    """null: the reward of an episode is the sum over its turns. A number: each turn is credited
+    with its own and later rewards, and one k turns later is multiplied by discount^k"""
 
     @property
     def is_on(self) -> bool:
@@ -326,31 +325,35 @@ class EnvironmentConfig:
 class TeacherConfig:
     """Section `teacher`: on-policy distillation from a model here or behind a server."""
 
-    path: dict[str, str] | str = key({},
-        "teacher model for distillation on the policy's own rollouts: a folder or hub id, which "
-        "may be model.path itself; or {name: path}, and the row's column `teacher` chooses by "
-        "name", is_path=True)
-    url: dict[str, str] | str = key({},
-        "address of a vLLM server, http(s)://host:port/v1/completions, in place of path; it is "
-        "asked for the logprobs of prompt and completion as token ids; or {name: address}")
-    coef: float = key(1.0, "weight of the teacher's term", above=0)
-    loss: Literal["sampled", "topk", "full"] = key("sampled",
-        "sampled: coef * log(policy / teacher) of each sampled token is subtracted from its "
-        "advantage; full: the divergence of both distributions is a term of the loss; topk: the "
-        "same over the teacher's most likely tokens, with all others as one")
-    beta: float = key(1.0,
-        "divergence of full and topk. 0: KL(teacher || policy); 1: KL(policy || teacher); "
-        "between: the generalized Jensen-Shannon divergence", at_least=0, at_most=1)
-    top_k: int = key(32, "number of tokens for loss: topk", at_least=1)
-    prompt_key: str | None = key(None,
-        "column with another prompt for the teacher, e.g. one that includes the solution")
-    model: str | None = key(None, "name of the model at the server; null: the only one it has")
-    timeout_s: float = key(120.0,
-        "seconds for one context at a url, with all requests and the pauses between them", above=0)
-    max_concurrent: int = key(64, "most requests to a url at one time, over all ranks", at_least=1)
-    retries: int = key(3,
-        "repeated requests for one context, as rewards.N.retries", at_least=0, at_most=20)
-    headers_env: dict[str, str] = key({}, "headers sent to a url, as rewards.N.headers_env")
+    path: dict[str, str] | str = key({}, is_path=True)
+    """teacher model for distillation on the policy's own rollouts: a folder or hub id, which may be
+    model.path itself; or {name: path}, and the row's column `teacher` chooses by name"""
+    url: dict[str, str] | str = key({})
+    """address of a vLLM server, http(s)://host:port/v1/completions, in place of path; it is asked
+    for the logprobs of prompt and completion as token ids; or {name: address}"""
+    coef: float = key(1.0, above=0)
+    """weight of the teacher's term"""
+    loss: Literal["sampled", "topk", "full"] = "sampled"
+    """sampled: coef * log(policy / teacher) of each sampled token is subtracted from its advantage;
+    full: the divergence of both distributions is a term of the loss; topk: the same over the
+    teacher's most likely tokens, with all others as one"""
+    beta: float = key(1.0, at_least=0, at_most=1)
+    """divergence of full and topk. 0: KL(teacher || policy); 1: KL(policy || teacher); between: the
+    generalized Jensen-Shannon divergence"""
+    top_k: int = key(32, at_least=1)
+    """number of tokens for loss: topk"""
+    prompt_key: str | None = None
+    """column with another prompt for the teacher, e.g. one that includes the solution"""
+    model: str | None = None
+    """name of the model at the server; null: the only one it has"""
+    timeout_s: float = key(120.0, above=0)
+    """seconds for one context at a url, with all requests and the pauses between them"""
+    max_concurrent: int = key(64, at_least=1)
+    """most requests to a url at one time, over all ranks"""
+    retries: int = key(3, at_least=0, at_most=20)
+    """repeated requests for one context, as rewards.N.retries"""
+    headers_env: dict[str, str] = key({})
+    """headers sent to a url, as rewards.N.headers_env"""
 
     @property
     def is_on(self) -> bool:
@@ -381,46 +384,46 @@ def _by_name(value: dict[str, str] | str) -> dict[str, str]:
 class AdvantageConfig:
     """Section `advantage`: how rewards become advantages."""
 
-    estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "max_rl", "gae"] = key("grpo",
-        "grpo: reward minus the group's mean, scaled by normalize_std; dr_grpo: never scaled; "
-        "rloo: reward minus the mean of the others in the group; reinforce_pp: reward minus the "
-        "mean of the step, over its standard deviation; max_rl: reward minus the group's mean, "
-        "over that mean; gae: PPO's, for each token, from the critic's values")
-    normalize_std: Literal["group", "batch", "none"] = key("group",
-        "which standard deviation grpo divides by; for gae, batch whitens over the step's tokens")
-    overlong_buffer_tokens: int = key(0,
-        "a completion that ends within this many tokens of the maximum loses reward, linearly; 0: "
-        "off", at_least=0)
-    overlong_penalty: float = key(1.0,
-        "reward that a completion of the maximum length loses", at_least=0)
+    estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "max_rl", "gae"] = "grpo"
+    """grpo: reward minus the group's mean, scaled by normalize_std; dr_grpo: never scaled; rloo:
+    reward minus the mean of the others in the group; reinforce_pp: reward minus the mean of the
+    step, over its standard deviation; max_rl: reward minus the group's mean, over that mean; gae:
+    PPO's, for each token, from the critic's values"""
+    normalize_std: Literal["group", "batch", "none"] = "group"
+    """which standard deviation grpo divides by; for gae, batch whitens over the step's tokens"""
+    overlong_buffer_tokens: int = key(0, at_least=0)
+    """a completion that ends within this many tokens of the maximum loses reward, linearly; 0: off
+    """
+    overlong_penalty: float = key(1.0, at_least=0)
+    """reward that a completion of the maximum length loses"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CriticConfig:
     """Section `critic`: a model of each token's value (PPO)."""
 
-    path: str | None = key(None,
-        "folder or hub id of a causal LM, or of a classifier with one label; a value head is put "
-        "on its decoder. policy: the value head is on the policy itself. Needs "
-        "advantage.estimator: gae. null: no critic", is_path=True)
-    lr: float = key(1e-5,
-        "learning rate of the critic; schedule, betas, weight decay and clipping are those of "
-        "`optimizer`", above=0)
-    coef: float = key(0.1,
-        "weight of the value loss beside the policy loss, with path: policy (TRL's vf_coef)",
-        above=0)
-    gamma: float = key(1.0, "discount of a token", at_least=0, at_most=1)
-    lam: float = key(1.0,
-        "GAE's lambda for the returns that the values are trained on", at_least=0, at_most=1)
-    lam_policy: float | Literal["length"] = key(0.95,
-        "GAE's lambda for the policy's advantages; length: 1 - 1 / (length_alpha * tokens) of a "
-        "completion, as in VAPO", at_least=0, at_most=1)
-    length_alpha: float = key(0.05, "the factor in lam_policy: length", above=0)
-    warmup_steps: int = key(0,
-        "first steps of the run, in which only the critic is trained", at_least=0)
-    clip_value: float | None = key(0.2,
-        "most that an update may move a value; beyond it the loss has no gradient; null: no bound",
-        above=0)
+    path: str | None = key(None, is_path=True)
+    """folder or hub id of a causal LM, or of a classifier with one label; a value head is put on
+    its decoder. policy: the value head is on the policy itself. Needs advantage.estimator: gae.
+    null: no critic"""
+    lr: float = key(1e-5, above=0)
+    """learning rate of the critic; schedule, betas, weight decay and clipping are those of
+    `optimizer`"""
+    coef: float = key(0.1, above=0)
+    """weight of the value loss beside the policy loss, with path: policy (TRL's vf_coef)"""
+    gamma: float = key(1.0, at_least=0, at_most=1)
+    """discount of a token"""
+    lam: float = key(1.0, at_least=0, at_most=1)
+    """GAE's lambda for the returns that the values are trained on"""
+    lam_policy: float | Literal["length"] = key(0.95, at_least=0, at_most=1)
+    """GAE's lambda for the policy's advantages; length: 1 - 1 / (length_alpha * tokens) of a
+    completion, as in VAPO"""
+    length_alpha: float = key(0.05, above=0)
+    """the factor in lam_policy: length"""
+    warmup_steps: int = key(0, at_least=0)
+    """first steps of the run, in which only the critic is trained"""
+    clip_value: float | None = key(0.2, above=0)
+    """most that an update may move a value; beyond it the loss has no gradient; null: no bound"""
 
     @property
     def is_on_policy(self) -> bool:
@@ -432,70 +435,80 @@ class CriticConfig:
 class LossConfig:
     """Section `loss`: the policy loss, its corrections and the KL term."""
 
-    policy: Literal["clip", "gspo", "cispo"] = key("clip",
-        "clip: PPO's loss with a ratio for each token; gspo: with a ratio for each sequence; "
-        "cispo: a clipped, detached ratio is the weight of each token")
-    clip_ratio_low: float = key(0.2,
-        "the ratio is clipped below at 1 - clip_ratio_low; 1: never", above=0, at_most=1)
-    clip_ratio_high: float = key(0.28, "the ratio is clipped above at 1 + clip_ratio_high", above=0)
-    dual_clip: float | None = key(3.0,
-        "upper bound of the ratio where the advantage is negative (clip, gspo); null: no bound",
-        above=1)
-    aggregation: Literal["token", "sequence", "constant"] = key("token",
-        "token: mean over all tokens; sequence: mean over sequences of their token means; "
-        "constant: sum over tokens, divided by sequences * rollout.max_completion_tokens")
-    mask_truncated: bool = key(False,
-        "leave completions that were cut off out of the loss; their rewards still count in their "
-        "group")
-    old_logprobs: Literal["policy", "engine"] = key("policy",
-        "denominator of the ratio: the policy before the update, or the engine")
-    rollout_correction: Literal["none", "token_tis", "sequence_tis", "icepop"] = key("token_tis",
-        "weight that corrects for the difference between engine and policy, with r = policy / "
-        "engine. token_tis: min(r, cap) for each token; sequence_tis: for each sequence; icepop: "
-        "r for each token, 0 outside [1/cap, cap]")
-    rollout_correction_cap: float = key(2.0, "the cap in rollout_correction", above=1)
-    kl_coef: float = key(0.0,
-        "weight of the KL to the reference model; 0: there is no reference model", at_least=0)
-    kl_estimator: Literal["k1", "k2", "k3"] = key("k3",
-        "estimator of that KL for each token (Schulman's names)")
-    kl_in: Literal["loss", "reward"] = key("loss",
-        "loss: the KL is a term of the loss; reward: its sum over a completion's tokens is "
-        "subtracted from the completion's reward")
-    entropy_coef: float = key(0.0, "weight of an entropy bonus", at_least=0)
+    policy: Literal["clip", "gspo", "cispo"] = "clip"
+    """clip: PPO's loss with a ratio for each token; gspo: with a ratio for each sequence; cispo: a
+    clipped, detached ratio is the weight of each token"""
+    clip_ratio_low: float = key(0.2, above=0, at_most=1)
+    """the ratio is clipped below at 1 - clip_ratio_low; 1: never"""
+    clip_ratio_high: float = key(0.28, above=0)
+    """the ratio is clipped above at 1 + clip_ratio_high"""
+    dual_clip: float | None = key(3.0, above=1)
+    """upper bound of the ratio where the advantage is negative (clip, gspo); null: no bound"""
+    aggregation: Literal["token", "sequence", "constant"] = "token"
+    """token: mean over all tokens; sequence: mean over sequences of their token means; constant:
+    sum over tokens, divided by sequences * rollout.max_completion_tokens"""
+    mask_truncated: bool = False
+    """leave completions that were cut off out of the loss; their rewards still count in their group
+    """
+    old_logprobs: Literal["policy", "engine"] = "policy"
+    """denominator of the ratio: the policy before the update, or the engine"""
+    rollout_correction: Literal["none", "token_tis", "sequence_tis", "icepop"] = "token_tis"
+    """weight that corrects for the difference between engine and policy, with r = policy / engine.
+    token_tis: min(r, cap) for each token; sequence_tis: for each sequence; icepop: r for each
+    token, 0 outside [1/cap, cap]"""
+    rollout_correction_cap: float = key(2.0, above=1)
+    """the cap in rollout_correction"""
+    kl_coef: float = key(0.0, at_least=0)
+    """weight of the KL to the reference model; 0: there is no reference model"""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """estimator of that KL for each token (Schulman's names)"""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """loss: the KL is a term of the loss; reward: its sum over a completion's tokens is subtracted
+    from the completion's reward"""
+    entropy_coef: float = key(0.0, at_least=0)
+    """weight of an entropy bonus"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """Section `optimizer`: AdamW and its learning rate."""
 
-    lr: float = key(1e-6, "learning rate after the warm-up", at_least=0)
-    schedule: Literal["constant", "linear", "cosine"] = key("constant",
-        "learning rate after the warm-up: constant, or falling to min_lr at the end of the run "
-        "along a line or half a cosine")
-    min_lr: float = key(0.0, "last learning rate of schedule linear or cosine", at_least=0)
-    weight_decay: float = key(0.01, "decoupled weight decay, on matrices only", at_least=0)
-    betas: tuple[float, float] = key((0.9, 0.95), "AdamW's two betas", at_least=0, below=1)
-    max_grad_norm: float = key(1.0,
-        "global gradient norm above which gradients are scaled down", above=0)
-    warmup_steps: int = key(0, "optimizer steps over which lr rises linearly", at_least=0)
+    lr: float = key(1e-6, at_least=0)
+    """learning rate after the warm-up"""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """learning rate after the warm-up: constant, or falling to min_lr at the end of the run along a
+    line or half a cosine"""
+    min_lr: float = key(0.0, at_least=0)
+    """last learning rate of schedule linear or cosine"""
+    weight_decay: float = key(0.01, at_least=0)
+    """decoupled weight decay, on matrices only"""
+    betas: tuple[float, float] = key((0.9, 0.95), at_least=0, below=1)
+    """AdamW's two betas"""
+    max_grad_norm: float = key(1.0, above=0)
+    """global gradient norm above which gradients are scaled down"""
+    warmup_steps: int = key(0, at_least=0)
+    """optimizer steps over which lr rises linearly"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
     """Section `training`: the length of the run and the size of its updates."""
 
-    num_steps: int = key(100, "steps of the run; a step is one rollout and its updates", at_least=1)
-    num_mini_batches: int = key(1, "optimizer steps in each epoch over a rollout", at_least=1)
-    num_epochs: int = key(1, "passes over the rollouts of a step", at_least=1)
-    max_tokens_per_micro_batch: int = key(16384,
-        "most prompt and completion tokens in one forward-backward pass on one rank; the default "
-        "on a CPU is 2048, or 2 rollouts if that is more")
-    max_nonfinite_in_a_row: int = key(3,
-        "the run stops after this many updates in a row were skipped because loss or gradient was "
-        "not finite", at_least=1)
-    max_time_s: float | None = key(None,
-        "seconds after which the run saves and ends as preempted; null: when the Slurm job's time "
-        "ends", above=0)
+    num_steps: int = key(100, at_least=1)
+    """steps of the run; a step is one rollout and its updates"""
+    num_mini_batches: int = key(1, at_least=1)
+    """optimizer steps in each epoch over a rollout"""
+    num_epochs: int = key(1, at_least=1)
+    """passes over the rollouts of a step"""
+    max_tokens_per_micro_batch: int = 16384
+    """most prompt and completion tokens in one forward-backward pass on one rank; the default on a
+    CPU is 2048, or 2 rollouts if that is more"""
+    max_nonfinite_in_a_row: int = key(3, at_least=1)
+    """the run stops after this many updates in a row were skipped because loss or gradient was not
+    finite"""
+    max_time_s: float | None = key(None, above=0)
+    """seconds after which the run saves and ends as preempted; null: when the Slurm job's time ends
+    """
 
     @property
     def num_optimizer_steps(self) -> int:
@@ -511,79 +524,80 @@ class TrainingConfig:
 class ProofConfig:
     """Section `proofs`: checks of engine and update while the run goes on."""
 
-    every_steps: int = key(50,
-        "steps between two checks of the engine's weights and of the update; 0: only at the start",
-        at_least=0)
-    max_mismatch: float | None = key(None,
-        "mean |policy - engine| of a token's logprob, in nats, above which the run stops; null: "
-        "derived from the first step", above=0)
+    every_steps: int = key(50, at_least=0)
+    """steps between two checks of the engine's weights and of the update; 0: only at the start"""
+    max_mismatch: float | None = key(None, above=0)
+    """mean |policy - engine| of a token's logprob, in nats, above which the run stops; null:
+    derived from the first step"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """Section `checkpoint`: what is saved, when, and where a run starts."""
 
-    every_steps: int = key(100,
-        "steps between two checkpoints, from which a run can go on; 0: only at the end and when "
-        "preempted", at_least=0)
-    keep: int = key(2, "number of the newest checkpoints that stay on disk", at_least=1)
-    best_metric: str | None = key(None,
-        "metric, e.g. eval/gsm8k/mean; the checkpoint with its highest value stays on disk too")
-    export_every_steps: int = key(0,
-        "also write the model in Hugging Face format (adapters: PEFT) into the checkpoint of each "
-        "N-th step; 0: the last one only", at_least=0)
-    resume: str = key("never",
-        "auto: go on from the newest good checkpoint in run_dir, if there is one; never: refuse a "
-        "run_dir in use; or the folder of a checkpoint to start from", is_path=True)
-    rollout_buffer: bool = key(True,
-        "keep finished completions on disk until their step is saved, so that a resumed run does "
-        "not sample them again")
+    every_steps: int = key(100, at_least=0)
+    """steps between two checkpoints, from which a run can go on; 0: only at the end and when
+    preempted"""
+    keep: int = key(2, at_least=1)
+    """number of the newest checkpoints that stay on disk"""
+    best_metric: str | None = None
+    """metric, e.g. eval/gsm8k/mean; the checkpoint with its highest value stays on disk too"""
+    export_every_steps: int = key(0, at_least=0)
+    """also write the model in Hugging Face format (adapters: PEFT) into the checkpoint of each N-th
+    step; 0: the last one only"""
+    resume: str = key("never", is_path=True)
+    """auto: go on from the newest good checkpoint in run_dir, if there is one; never: refuse a
+    run_dir in use; or the folder of a checkpoint to start from"""
+    rollout_buffer: bool = True
+    """keep finished completions on disk until their step is saved, so that a resumed run does not
+    sample them again"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WatchdogConfig:
     """Section `watchdog`: time limits of the phases."""
 
-    timeout_s: float = key(1800.0,
-        "seconds in one phase after which the run stops with a report of where each rank is",
-        above=0)
-    phase_timeouts_s: dict[str, float] = key({},
-        "limits for single phases: {rollout: 3600}; the limit for start grows by 10 s for each "
-        "rank after the 8th", above=0)
+    timeout_s: float = key(1800.0, above=0)
+    """seconds in one phase after which the run stops with a report of where each rank is"""
+    phase_timeouts_s: dict[str, float] = key({}, above=0)
+    """limits for single phases: {rollout: 3600}; the limit for start grows by 10 s for each rank
+    after the 8th"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
     """Section `eval`: evaluation on held-out sets."""
 
-    every_steps: int = key(0,
-        "evaluate before training, after each N-th step and after the last; 0: never", at_least=0)
-    num_samples: int = key(4, "completions for each prompt", at_least=1)
-    temperature: float = key(1.0, "sampling temperature of the evaluation; 0: greedy", at_least=0)
+    every_steps: int = key(0, at_least=0)
+    """evaluate before training, after each N-th step and after the last; 0: never"""
+    num_samples: int = key(4, at_least=1)
+    """completions for each prompt"""
+    temperature: float = key(1.0, at_least=0)
+    """sampling temperature of the evaluation; 0: greedy"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
     """Section `logging`: trackers, rollout dumps and the report."""
 
-    trackers: tuple[str, ...] = key((),
-        "also send the metrics to these: wandb, tensorboard, trackio")
-    trackers_rollouts_every_steps: int = key(0,
-        "show up to 64 rollouts of each N-th step in the trackers, from the dumped ones; 0: never",
-        at_least=0)
-    wandb: bool | Literal["online", "offline"] = key(False,
-        "use wandb as a tracker; online and offline set its mode")
-    wandb_project: str = key("grpo_spmd", "name of the project in wandb and trackio")
-    report_every_steps: int = key(0,
-        "write run_dir/report.html after each N-th step and at the end, in a separate process; 0: "
-        "never", at_least=0)
-    rollouts_every_steps: int = key(1,
-        "write each N-th step's rollouts as jsonl; 0: never", at_least=0)
-    rollouts_compression: Literal["none", "gzip"] = key("none",
-        "gzip: write step_N.jsonl.gz, which is less than half the size")
-    rollouts_keep: int | None = key(None,
-        "number of the newest steps whose rollouts stay on disk; null: all (those of evaluations "
-        "always stay)", at_least=1)
+    trackers: tuple[str, ...] = ()
+    """also send the metrics to these: wandb, tensorboard, trackio"""
+    trackers_rollouts_every_steps: int = key(0, at_least=0)
+    """show up to 64 rollouts of each N-th step in the trackers, from the dumped ones; 0: never"""
+    wandb: bool | Literal["online", "offline"] = False
+    """use wandb as a tracker; online and offline set its mode"""
+    wandb_project: str = "grpo_spmd"
+    """name of the project in wandb and trackio"""
+    report_every_steps: int = key(0, at_least=0)
+    """write run_dir/report.html after each N-th step and at the end, in a separate process; 0:
+    never"""
+    rollouts_every_steps: int = key(1, at_least=0)
+    """write each N-th step's rollouts as jsonl; 0: never"""
+    rollouts_compression: Literal["none", "gzip"] = "none"
+    """gzip: write step_N.jsonl.gz, which is less than half the size"""
+    rollouts_keep: int | None = key(None, at_least=1)
+    """number of the newest steps whose rollouts stay on disk; null: all (those of evaluations
+    always stay)"""
 
     @property
     def tracker_names(self) -> list[str]:
@@ -597,18 +611,19 @@ class LoggingConfig:
 class Config:
     """The whole config. Its sections are in the order of the printed one."""
 
-    run_dir: str = required(
-        "folder of this run: config, metrics, rollouts, logs, checkpoints", is_path=True)
-    seed: int = key(0, "the run is a function of config and seed", at_least=0)
-    algorithm: Algorithm | None = key(None,
-        "sets the keys that define this algorithm where nothing else sets them (configs/README.md "
-        "has the values); null: the defaults")
+    run_dir: str = key(is_path=True)
+    """folder of this run: config, metrics, rollouts, logs, checkpoints"""
+    seed: int = key(0, at_least=0)
+    """the run is a function of config and seed"""
+    algorithm: Algorithm | None = None
+    """sets the keys that define this algorithm where nothing else sets them (configs/README.md has
+    the values); null: the defaults"""
     model: ModelConfig
     data: DataConfig
     rollout: RolloutConfig = RolloutConfig()
-    rewards: tuple[RewardConfig, ...] = required(
-        "one or more rewards; a completion's reward is their weighted sum; [] if a teacher alone "
-        "teaches")
+    rewards: tuple[RewardConfig, ...]
+    """one or more rewards; a completion's reward is their weighted sum; [] if a teacher alone
+    teaches"""
     reward_pool: RewardPoolConfig = RewardPoolConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
     teacher: TeacherConfig = TeacherConfig()
@@ -634,4 +649,3 @@ class Config:
         # An episode without a limit of its own has that of one completion.
         episode_tokens = self.environment.max_tokens if self.environment.is_on else None
         return self.data.max_prompt_tokens + (episode_tokens or self.rollout.max_completion_tokens)
-# fmt: on
