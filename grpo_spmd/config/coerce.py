@@ -15,10 +15,12 @@ import os
 import re
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import date
 from pathlib import Path
-from typing import Any, Literal, Union
+from typing import Any, Union
+
+import msgspec
 
 from grpo_spmd.config.aliases import translate_key, translate_last_part, translate_misspelt_key
 from grpo_spmd.config.describe import default_of, flat, help_texts, join_key, type_name
@@ -30,6 +32,7 @@ CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _MULTILINE_KEYS = ("prompt_template", "system_prompt", "args", "rewards", "engine")
 _COMPARISONS = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
 _NULLS = (None, "None", "null")
+_MAX_INT = 1 << 63
 # The limits of Linux.
 _MAX_PATH_BYTES = 4000
 _MAX_NAME_BYTES = 255
@@ -72,7 +75,7 @@ def build(cls: type, tree: Any, prefix: str) -> Any:
             try:
                 values[name] = _checked(coerce(hints[name], tree[name], key), field, key)
             except ConfigError as error:
-                raise ConfigError(f"{error}{_value_remedy(key, tree[name])}") from None
+                raise ConfigError(f"{error}{_value_remedy(key, tree[name], hints[name])}") from None
         elif dataclasses.is_dataclass(hints[name]):
             values[name] = build(typing.cast(type, hints[name]), {}, key)
         elif default_of(field) is dataclasses.MISSING:
@@ -80,94 +83,25 @@ def build(cls: type, tree: Any, prefix: str) -> Any:
     return cls(**values)
 
 
-def coerce(hint: Any, value: Any, prefix: str) -> Any:
+def coerce(hint: Any, value: Any, key: str) -> Any:
     """Returns `value` as the declared type. PyYAML reads "lr: 1e-6" as text; here it is a float."""
-    value = _interpret(hint, value)
-    origin: Any = typing.get_origin(hint)
-    args = typing.get_args(hint)
     if dataclasses.is_dataclass(hint):
-        return build(typing.cast(type, hint), value, prefix)
-    if origin is Literal:
-        # 1 == True in Python, so the type is compared too.
-        if any(value == option and type(value) is type(option) for option in args):
-            return value
-        raise ConfigError(f"{prefix} must be one of {', '.join(map(str, args))}; got {value!r}")
-    if origin in (Union, types.UnionType):
-        return _coerce_union(hint, value, prefix)
-    if origin is tuple:
-        if not isinstance(value, list | tuple):
-            raise ConfigError(f"{prefix} must be a list; got {value!r}")
-        hints = args[:1] * len(value) if args[1:] == (Ellipsis,) else args
-        if len(value) != len(hints):
-            raise ConfigError(
-                f"{prefix} must have {len(hints)} values; got {len(value)}: {value!r}"
-            )
-        return tuple(coerce(hints[i], item, f"{prefix}.{i}") for i, item in enumerate(value))
-    if origin is dict:
-        return _coerce_mapping(args[1], value, prefix)
-    return _coerce_scalar(hint, value, prefix)
-
-
-def _coerce_union(hint: Any, value: Any, prefix: str) -> Any:
-    """Returns `value` as the first type of a union that accepts it."""
-    args = typing.get_args(hint)
-    if value is None and type(None) in args:
-        return None
-    # Literals first: one of their words must not be taken for a list with one name.
-    options = [option for option in args if option is not type(None)]
-    options.sort(key=_is_no_literal)
-    for option in options:
-        try:
-            return coerce(option, value, prefix)
-        except ConfigError:
-            if len(options) == 1:
-                raise
-    raise ConfigError(f"{prefix} must be {type_name(hint)}; got {value!r}")
-
-
-def _is_no_literal(hint: Any) -> bool:
-    origin: Any = typing.get_origin(hint)
-    return origin is not Literal
-
-
-def _coerce_mapping(hint: Any, value: Any, prefix: str) -> dict[str, Any]:
-    """Returns a mapping of names; `hint` is the type of its values."""
-    if value is None:
-        return {}
-    if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
-        raise ConfigError(f"{prefix} must be a mapping with names as keys; got {value!r}")
-    if hint is not Any:
-        return {name: coerce(hint, item, join_key(prefix, name)) for name, item in value.items()}
-    for name, leaf in flat(value, prefix).items():
-        # YAML also has dates, sets and bytes, which JSON has not.
-        if leaf is not None and not isinstance(leaf, str | int | float | list | dict):
-            raise ConfigError(f"{name} must be text or a number; got {leaf!r}")
-    return value
-
-
-def _coerce_scalar(hint: Any, value: Any, prefix: str) -> Any:
-    """Returns `value` as a bool, int, float or text. Raises ConfigError if it is none of `hint`."""
-    is_bool = isinstance(value, bool)
-    if hint is bool and is_bool:
-        return value
-    if hint is int:
-        # At most 18 digits: every such number fits into 63 bits.
-        if isinstance(value, str) and re.fullmatch(r"[+-]?[0-9]{1,18}", value):
-            return int(value)
-        if isinstance(value, int) and not is_bool and abs(value) < 1 << 63:
-            return value
-    # A bool is a number for Python. nan and inf cannot be meant.
-    if hint is float and not is_bool:
-        try:
-            number = float(value)
-        except (TypeError, ValueError, OverflowError):
-            number = math.nan
-        if math.isfinite(number):
-            return number
-        raise ConfigError(f"{prefix} must be a finite number; got {value!r}")
-    if hint is str and isinstance(value, str | int | float | date) and not is_bool:
-        return str(value)
-    raise ConfigError(f"{prefix} must be {type_name(hint)}; got {value!r}")
+        return build(typing.cast(type, hint), value, key)
+    value = _interpret(hint, value)
+    [item_hint, *_] = typing.get_args(hint) or [None]
+    is_wrong = False
+    if dataclasses.is_dataclass(item_hint) and isinstance(value, list | tuple):
+        section = typing.cast(type, item_hint)
+        return tuple(build(section, item, f"{key}.{i}") for i, item in enumerate(value))
+    try:
+        result = msgspec.convert(value, hint, strict=False)
+        # 0, 1 and "true" are bools for msgspec.
+        is_wrong = isinstance(result, bool) and not isinstance(value, bool)
+    except msgspec.ValidationError:
+        is_wrong = True
+    if is_wrong:
+        raise ConfigError(f"{key} must be {type_name(hint)}; got {value!r}")
+    return result
 
 
 _DTYPES = {
@@ -181,52 +115,58 @@ _DTYPES = {
 def _interpret(hint: Any, value: Any) -> Any:
     """Returns what `value` can only mean for this type, else `value` itself.
 
-    "null" is None, 1e3 is a whole number, one name is a list of names, bf16 is bfloat16.
+    "none" is None, one name is a list of names, a number where text is expected is its digits, and
+    bf16 is bfloat16.
     """
-    origin: Any = typing.get_origin(hint)
-    args = typing.get_args(hint)
+    options, words = _options(hint), _words(hint)
     if isinstance(value, str):
-        is_union = origin in (Union, types.UnionType)
-        if is_union and type(None) in args and value.strip().lower() in ("none", "null"):
+        if type(None) in options and value.strip().lower() in ("none", "null"):
             return None
         # The command line has lists as "wandb,tensorboard".
-        if origin is tuple and args[0] is str:
+        if tuple[str, ...] in options and value not in words:
             return [name for name in re.split(r"[,\s]+", value) if name]
-        if origin is Literal and value not in args and _DTYPES.get(value) in args:
-            return _DTYPES[value]
-        is_number = re.fullmatch(r"[+-]?\d{1,18}(\.\d{0,18})?([eE][+]?\d{1,2})?", value)
-        if hint is int and is_number and re.search(r"[.eE]", value):
-            value = float(value)
-    # Above 2^53 a float no longer tells neighbouring whole numbers apart.
-    if hint is int and isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
-        return int(value)
-    return value
+        return _DTYPES[value] if _DTYPES.get(value) in words else value
+    if value is None and any(typing.get_origin(option) is dict for option in options):
+        return {}
+    is_number = isinstance(value, int | float | date) and not isinstance(value, bool)
+    return str(value) if str in options and is_number else value
+
+
+def _options(hint: Any) -> Sequence[Any]:
+    """Returns the types of a union, or the one type."""
+    is_union = typing.get_origin(hint) in (Union, types.UnionType)
+    return typing.get_args(hint) if is_union else (hint,)
+
+
+def _words(hint: Any) -> list[Any]:
+    """Returns the words that a type lists as its values, and the types of a list's elements."""
+    return [word for option in _options(hint) for word in typing.get_args(option)]
 
 
 def _checked(value: Any, field: dataclasses.Field[Any], key: str) -> Any:
     """Returns the checked value of a declared key, with `~` in paths replaced.
 
-    All numbers must be in bounds, required text must not be empty, and no text may hold control
-    characters. Raises ConfigError.
+    All numbers must be finite and in bounds, required text must not be empty, and no text may hold
+    control characters. Raises ConfigError.
     """
     bounds = field.metadata.get("bounds", {})
-    leaves = flat(list(value) if isinstance(value, tuple) else value, key)
-    for name, leaf in leaves.items():
-        is_number = isinstance(leaf, int | float)
-        if is_number and not all(_COMPARISONS[s](leaf, bound) for s, bound in bounds.items()):
-            rule = " and ".join(f"{sign} {bound:g}" for sign, bound in bounds.items())
-            # Whole numbers are shown in full, others without trailing zeros.
-            number = leaf if list(bounds) == [">="] else format(leaf, "g")
-            raise ConfigError(f"{name} must be {rule}; got {number}")
-    # A required text is a path, and no path has a NUL character.
-    is_required = default_of(field) is dataclasses.MISSING and isinstance(value, str)
-    if is_required and (not value.strip() or "\0" in value):
-        raise ConfigError(f"{key} must not be empty, nor contain a NUL character; got {value!r}")
-    if field.name not in _MULTILINE_KEYS:
-        for name, text in leaves.items():
-            if isinstance(text, str) and CONTROL.search(text):
-                rule = "must not contain a control character, as a line break is"
-                raise ConfigError(f"{name} {rule}; got {text!r}")
+    for name, leaf in flat(list(value) if isinstance(value, tuple) else value, key).items():
+        # YAML also has dates, sets and bytes, which JSON has not.
+        if isinstance(leaf, date | set | bytes):
+            raise ConfigError(f"{name} must be text or a number; got {leaf!r}")
+        if isinstance(leaf, int | float):
+            if not abs(leaf) < (_MAX_INT if isinstance(leaf, int) else math.inf):
+                rule = "must be a finite number, and below 2^63 if it is whole"
+                raise ConfigError(f"{name} {rule}; got {leaf}")
+            if not all(_COMPARISONS[sign](leaf, bound) for sign, bound in bounds.items()):
+                rule = " and ".join(f"{sign} {bound:g}" for sign, bound in bounds.items())
+                raise ConfigError(f"{name} must be {rule}; got {leaf}")
+        if isinstance(leaf, str) and field.name not in _MULTILINE_KEYS and CONTROL.search(leaf):
+            rule = "must not contain a control character, as a line break is"
+            raise ConfigError(f"{name} {rule}; got {leaf!r}")
+    is_required = default_of(field) is dataclasses.MISSING
+    if is_required and isinstance(value, str) and not value.strip():
+        raise ConfigError(f"{key} must not be empty; got {value!r}")
     return _expand_paths(value, key) if field.metadata.get("is_path") else value
 
 
@@ -374,7 +314,7 @@ def _read_remedies() -> list[list[str]]:
     return [line.split("\t") for line in lines if not line.startswith("#")]
 
 
-def _value_remedy(key: str, value: Any) -> str:
+def _value_remedy(key: str, value: Any, hint: Any) -> str:
     """Returns what is added to the line that refuses this value; "" where its rule is enough."""
     for known_key, pattern, remedy in _read_remedies():
         if known_key == key and re.fullmatch(pattern, str(value), re.DOTALL):
@@ -382,7 +322,9 @@ def _value_remedy(key: str, value: Any) -> str:
     for pattern, rewrite in _NUMBERS:
         if isinstance(value, str) and re.fullmatch(pattern, value):
             return f"; write {rewrite(value)}"
-    return ""
+    words = [word for word in _words(hint) if isinstance(word, str)]
+    similar = difflib.get_close_matches(str(value).lower(), words, n=1)
+    return f"; did you mean {similar[0]}?" if similar and value not in words else ""
 
 
 def _section_remedy(prefix: str, value: Any) -> str:

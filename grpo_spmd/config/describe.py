@@ -85,7 +85,7 @@ def type_name(hint: Any) -> str:
         float: "a number",
         str: "text",
         type(None): "null",
-        tuple: "a list",
+        tuple: "a list" if ... in typing.get_args(hint) else "a list of 2 numbers",
         dict: "a mapping",
     }
     return names[origin or hint]

@@ -6,7 +6,6 @@ Order of the values, later ones win: defaults, the recipe of `algorithm: NAME`, 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import os
 import re
@@ -282,29 +281,16 @@ def _yaml_remark(line: str, text: str) -> str:
     return ""
 
 
-def recipe_of(tree: Mapping[str, Any]) -> dict[str, Any]:
+def recipe_of(tree: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns {dotted key: value} of the algorithm that a tree names, {} if it names none.
 
-    Raises ConfigError.
+    A name that is not known is left to `build`. Raises ConfigError for a section of that name.
     """
     name = tree.get("algorithm")
     # In verl "algorithm" is a section.
     if isinstance(name, Mapping):
         raise ConfigError(unknown_key("algorithm", "", name))
-    if name is None or str(name).strip().lower() in ("none", "null"):
-        return {}
-    if isinstance(name, str) and name in RECIPES:
-        return RECIPES[name].values
-    names = {_plain_algorithm(algorithm): algorithm for algorithm in RECIPES}
-    similar = difflib.get_close_matches(_plain_algorithm(str(name)), names, n=1, cutoff=0.6)
-    remark = f"; did you mean {names[similar[0]]}?" if similar else ""
-    raise ConfigError(f"algorithm must be one of {', '.join(RECIPES)}; got {name!r}{remark}")
-
-
-def _plain_algorithm(name: str) -> str:
-    """Returns one spelling for REINFORCE++, reinforce_plus_plus and reinforce_pp."""
-    name = name.lower().replace("++", "pp").replace("plus_plus", "pp").replace("plusplus", "pp")
-    return re.sub(r"[^a-z0-9]", "", name)
+    return RECIPES[name].values if isinstance(name, str) and name in RECIPES else {}
 
 
 def _fill_in_recipe(tree: Mapping[str, Any], recipe: Mapping[str, Any]) -> dict[str, Any]:

@@ -32,7 +32,7 @@ class Recipe:
 
 
 # fmt: off
-RECIPES: dict[Algorithm, Recipe] = {
+RECIPES: dict[str, Recipe] = {
     "grpo": Recipe("GRPO (DeepSeekMath, 2402.03300)", {
         "advantage.estimator": "grpo",       # section 4.1.2, outcome supervision
         "advantage.normalize_std": "group",  # same: (r - mean) / std of the group

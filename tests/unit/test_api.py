@@ -139,10 +139,10 @@ def test_what_cannot_be_a_call_is_one_line(tmp_path: Path) -> None:
         refusal(path, [length, Threshold])
         == "rewards.1: Threshold is a class; give an object of it"
     )
-    assert "optimizer.lr must be a finite number" in refusal(path, [length], optimizer={"lr": "x"})
+    assert "optimizer.lr must be a number" in refusal(path, [length], optimizer={"lr": "x"})
     assert "optimizer.lr" in refusal(path, [length], learning_rate=1e-6)
     assert refusal(path, **{"seed.x": 1}) == "seed must be a whole number; got {'x': 1}"
-    assert "rewards.1.weight must be a finite number" in refusal(path, [length, (length, "much")])
+    assert "rewards.1.weight must be a number" in refusal(path, [length, (length, "much")])
 
 
 def test_a_function_without_its_process_says_what_to_do(tmp_path: Path) -> None:

@@ -191,12 +191,12 @@ def test_unknown_key_like_none_points_to_help(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("optimizer.lr=fast", "optimizer.lr must be a finite number; got 'fast'"),
-        ("optimizer.lr=.nan", "optimizer.lr must be a finite number; got nan"),
+        ("optimizer.lr=fast", "optimizer.lr must be a number; got 'fast'"),
+        ("optimizer.lr=.nan", "optimizer.lr must be a finite number"),
         ("optimizer.lr=true", "optimizer.lr must be a number; got True"),
-        ("optimizer.lr=1" + "0" * 400, "optimizer.lr must be a finite number; got 1000"),
-        ("optimizer.betas=[0.9]", "optimizer.betas must have 2 values; got 1: [0.9]"),
-        ("optimizer.betas=[0.9, x]", "optimizer.betas.1 must be a finite number; got 'x'"),
+        ("optimizer.lr=1" + "0" * 400, "optimizer.lr must be a number; got 1000"),
+        ("optimizer.betas=[0.9]", "optimizer.betas must be a list of 2 numbers; got [0.9]"),
+        ("optimizer.betas=[0.9, x]", "optimizer.betas must be a list of 2 numbers; got [0.9, 'x']"),
         ("training.num_steps=1.5", "training.num_steps must be a whole number; got 1.5"),
         ("training.num_steps=true", "training.num_steps must be a whole number; got True"),
         ("data.shuffle=1", "data.shuffle must be true or false; got 1"),
@@ -204,10 +204,9 @@ def test_unknown_key_like_none_points_to_help(tmp_path: Path) -> None:
         ("data.train=", "data.train must be text; got None"),
         (
             "advantage.estimator=remax",
-            "advantage.estimator must be one of grpo, dr_grpo, rloo, reinforce_pp, max_rl, gae; "
-            "got 'remax'",
+            "advantage.estimator must be grpo|dr_grpo|rloo|reinforce_pp|max_rl|gae; got 'remax'",
         ),
-        ("rollout.sleep_level=true", "rollout.sleep_level must be one of 1, 2; got True"),
+        ("rollout.sleep_level=true", "rollout.sleep_level must be 1|2 or null; got True"),
         (
             "logging.trackers=tensorbord",
             "logging.trackers: no tracker 'tensorbord'; did you mean tensorboard? There are",
@@ -226,7 +225,7 @@ def test_unknown_key_like_none_points_to_help(tmp_path: Path) -> None:
         ),
         ("rollout=5", "rollout: expected a section (a mapping), got 5"),
         ("rewards={name: exact}", "rewards must be a list; got {'name': 'exact'}"),
-        ("rollout.engine=[1]", "rollout.engine must be a mapping with names as keys; got [1]"),
+        ("rollout.engine=[1]", "rollout.engine must be a mapping; got [1]"),
         ("rewards.1.weight=2", "rewards.1: '1' is not an index into a list of 1"),
         ("rewards.²=2", "rewards.²: '²' is not an index into a list of 1"),
         ("seed.x=2", "seed.x: seed is a value, not a section"),
@@ -554,7 +553,7 @@ def test_what_can_mean_one_thing_alone_is_taken_for_it(
             "rollout.temperature=0",
             "are alike and teach nothing; eval.temperature: 0 evaluates greedily",
         ),
-        ("model.dtype=fp16", "one of float32, bfloat16; got 'fp16'; float16 overflows"),
+        ("model.dtype=fp16", "float32|bfloat16; got 'fp16'; float16 overflows"),
         ("model.attention=flash_attention_2", "got 'flash_attention_2'; flash is flash-attn"),
         (
             "rewards=gsm8k",
@@ -564,7 +563,7 @@ def test_what_can_mean_one_thing_alone_is_taken_for_it(
         ("data.train=[a.jsonl, b.jsonl]", "cat a.jsonl b.jsonl > both.jsonl makes one of two"),
         ("model.lora=16", "got 16; {rank: 16, alpha: 32}"),
         ("model.lora.rank=-1", "model.lora.rank must be >= 0; got -1"),
-        ("loss.clip_ratio_low=None", "loss.clip_ratio_low must be a finite number; got 'None'"),
+        ("loss.clip_ratio_low=None", "loss.clip_ratio_low must be a number; got 'None'"),
     ],
 )
 def test_what_cannot_be_taken_gets_its_remedy(override: str, message: str, tmp_path: Path) -> None:

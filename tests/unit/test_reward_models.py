@@ -77,7 +77,7 @@ def build_config(folder: Path, models: Path, *rewards: dict[str, Any], **section
         ({"model": "x", "timeout_s": 1}, "rewards.0.timeout_s is of a function or a url"),
         (
             {"model": "x", "on_long": "cut"},
-            "rewards.0.on_long must be one of not_applicable, drop_start; got 'cut'",
+            "rewards.0.on_long must be not_applicable|drop_start; got 'cut'",
         ),
         ({"model": "x", "max_tokens": 0}, "rewards.0.max_tokens must be >= 1; got 0"),
         ({"model": "."}, "rewards.0.name: '.' ends with no name, which its metrics bear; set name"),

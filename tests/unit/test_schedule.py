@@ -143,7 +143,7 @@ def test_a_resume_that_asks_for_another_schedule_says_what_it_comes_to(tmp_path:
         if key not in ("optimizer.schedule", "optimizer.min_lr")
     }
     assert changed_schedule(old, constant[1], 5) is None
-    with pytest.raises(ConfigError, match=r"optimizer.schedule must be one of"):
+    with pytest.raises(ConfigError, match=r"optimizer.schedule must be constant"):
         changed_schedule({**old, "optimizer.schedule": [1]}, constant[1], 5)
 
 

@@ -307,7 +307,7 @@ def test_refusals_name_key_value_and_remedy(tmp_path: Path, folders: list[Path])
         (["rewards=[]"], "rewards must name at least one reward"),
         ([on, "teacher.coef=0"], "teacher.coef must be > 0; got 0"),
         ([on, "teacher.beta=1.5"], "teacher.beta must be >= 0 and <= 1; got 1.5"),
-        ([on, "teacher.loss=jsd"], "teacher.loss must be one of sampled, topk, full; got 'jsd'"),
+        ([on, "teacher.loss=jsd"], "teacher.loss must be sampled|topk|full; got 'jsd'"),
         ([on, "rewards=[]", "rollout.dynamic_sampling=true"], "set dynamic_sampling: false"),
         (
             [on, "teacher.loss=topk", "teacher.top_k=98"],
