@@ -32,11 +32,7 @@ class PackedReader:
     def __init__(self, payload: bytes) -> None:
         self._payload = payload
         self._end = _LENGTH_BYTES + int.from_bytes(payload[:_LENGTH_BYTES], "little")
-        self.header_text = payload[_LENGTH_BYTES : self._end]
-
-    @property
-    def header(self) -> Any:
-        return json.loads(self.header_text)
+        self.header: Any = json.loads(payload[_LENGTH_BYTES : self._end])
 
     def array(self, dtype: npt.DTypeLike, count: int) -> Array:
         """Returns the next array. It is a read-only view of the payload."""

@@ -8,15 +8,15 @@ without losing a bit.
 from __future__ import annotations
 
 import operator
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any, Self
 
+import msgspec
 import numpy as np
 from torch import Tensor
-
-from grpo_spmd.distributed.packed import Array, PackedReader, pack
 
 Number = float | Tensor
 Fields = tuple[Any, ...]  # the fields of one reduction
@@ -118,122 +118,30 @@ def merge(batches: Iterable[Reductions]) -> Reductions:
 
 
 def to_bytes(reductions: Reductions) -> bytes:
-    """Returns reductions, whose numbers are on the host, as bytes for rank 0.
-
-    The header says of each field what it is: null, "int", "float", or how many numbers. Then come
-    all numbers as float64; an int is a count, so it is below 2^53. Last come histograms, most of
-    whose bins are empty: a bit for each bin, and the counts of the others.
-    """
-    # Everything that is equal on most ranks is in the header, so that it is parsed only once.
-    header = []
-    numbers: list[float] = []
-    histograms: list[Array] = []
-    for name, reduction in reductions.items():
-        fields = vars(reduction).values()
-        header.append([name, type(reduction).__name__, *map(_field_kind, fields)])
-        for value in fields:
-            if isinstance(reduction, Histogram):
-                bins = np.array(value, np.float64)
-                histograms += [np.packbits(bins != 0), bins[bins != 0]]
-            elif isinstance(value, list):
-                numbers += value
-            elif value is not None:
-                numbers.append(value)
-    return pack(header, [np.array(numbers, np.float64), *histograms])
-
-
-# What the header says of one field: null, "int", "float", or the length of a list.
-FieldKind = str | int | None
-
-
-def _field_kind(value: Any) -> FieldKind:
-    if value is None:
-        return None
-    if isinstance(value, list):
-        return len(value)
-    return "int" if isinstance(value, int) else "float"
+    """Returns reductions, whose numbers are on the host, as bytes for rank 0."""
+    rows = [
+        (name, type(reduction).__name__, *vars(reduction).values())
+        for name, reduction in reductions.items()
+    ]
+    # msgspec asks float() for numbers of numpy, which it does not know.
+    payload = msgspec.msgpack.encode(rows, enc_hook=float)
+    # Most bins of a histogram are empty, and with thousands of ranks rank 0 receives megabytes.
+    return zlib.compress(payload, level=1)
 
 
 def merge_bytes(payloads: Iterable[bytes]) -> Reductions:
     """Returns the merge of what the ranks sent by `to_bytes`; `payloads` are in rank order.
 
-    Ranks with the same header (mostly all of them) are read as one table. Field by field, thousands
-    of ranks took rank 0 four times as long.
+    Each name is merged once, over all its ranks: merging rank by rank takes rank 0 several times as
+    long. The order of ranks shows in the last digit of a sum.
     """
-    by_header: dict[bytes, dict[int, PackedReader]] = {}
-    for rank, payload in enumerate(payloads):
-        reader = PackedReader(payload)
-        by_header.setdefault(reader.header_text, {})[rank] = reader
-    # By name: the kind of reduction, and the fields of each rank that has it.
     kinds: dict[str, str] = {}
-    fields_by_rank: dict[str, dict[int, Fields]] = {}
-    for readers in by_header.values():
-        for name, kind, rows in _read_table(list(readers.values())):
-            kinds.setdefault(name, kind)
-            fields_by_rank.setdefault(name, {}).update(zip(readers, rows, strict=True))
-    # In the order of ranks, because the order of additions shows in the last digit.
-    return {
-        name: _KINDS[kinds[name]].merged([fields[rank] for rank in sorted(fields)])
-        for name, fields in fields_by_rank.items()
-    }
-
-
-def _read_table(readers: list[PackedReader]) -> list[tuple[str, str, list[Fields]]]:
-    """Returns name, kind and each rank's fields of the reductions of ranks with one header."""
-    header = readers[0].header
-    widths = [
-        _width(field_kind)
-        for _, kind, *field_kinds in header
-        for field_kind in field_kinds
-        if kind != "Histogram"
-    ]
-    payload = b"".join(reader.array(np.float64, sum(widths)).tobytes() for reader in readers)
-    numbers = np.frombuffer(payload, np.float64).reshape(len(readers), sum(widths))
-    reductions = []
-    start = 0
-    for name, kind, *field_kinds in header:
-        columns = []
-        for field_kind in field_kinds:
-            if kind == "Histogram":
-                columns.append(_read_histograms(readers, field_kind))
-            else:
-                end = start + _width(field_kind)
-                columns.append(_read_column(field_kind, numbers[:, start:end]))
-                start = end
-        reductions.append((name, kind, list(zip(*columns, strict=True))))
-    assert not any(reader.rest() for reader in readers), header
-    return reductions
-
-
-def _width(kind: FieldKind) -> int:
-    """Returns how many numbers a field has."""
-    return kind if isinstance(kind, int) else int(kind is not None)
-
-
-def _read_column(kind: FieldKind, numbers: Array) -> list[Any]:
-    """Returns one field of each rank; `numbers` [ranks, width]."""
-    if kind is None:
-        return [None] * len(numbers)
-    if isinstance(kind, int):
-        return list(numbers)
-    values: list[Any] = numbers[:, 0].tolist()
-    return list(map(int, values)) if kind == "int" else values
-
-
-def _read_histograms(readers: Sequence[PackedReader], num_bins: int) -> list[Any]:
-    """Returns one histogram of each rank."""
-    num_bytes = -(-num_bins // 8)
-    payload = b"".join(reader.array(np.uint8, num_bytes).tobytes() for reader in readers)
-    bits = np.frombuffer(payload, np.uint8).reshape(len(readers), num_bytes)
-    is_filled = np.unpackbits(bits, axis=1, count=num_bins)
-    num_filled = is_filled.sum(axis=1).tolist()
-    counts = [
-        reader.array(np.float64, count).tobytes()
-        for reader, count in zip(readers, num_filled, strict=True)
-    ]
-    bins = np.zeros(is_filled.shape)
-    bins[is_filled > 0] = np.frombuffer(b"".join(counts))
-    return list(bins)
+    rows: dict[str, list[Fields]] = {}
+    for payload in payloads:
+        for name, kind, *fields in msgspec.msgpack.decode(zlib.decompress(payload)):
+            kinds[name] = kind
+            rows.setdefault(name, []).append(tuple(fields))
+    return {name: _KINDS[kind].merged(rows[name]) for name, kind in kinds.items()}
 
 
 def metric_values(reductions: Reductions) -> dict[str, float | None]:
