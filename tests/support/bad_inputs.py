@@ -619,7 +619,11 @@ bad_value(
     "loss.rollout_correction (token_tis) needs loss.old_logprobs: policy",
     "loss.old_logprobs=engine",
 )
-bad_value("rollout.top_p: training samples from the whole distribution", "rollout.top_p=0.9")
+bad_value(
+    "rollout.top_p: unknown key, vLLM's name: nothing here (training samples from the whole "
+    "distribution",
+    "rollout.top_p=0.9",
+)
 bad_value(
     "rollout.engine.min_p: training samples from the whole distribution",
     "rollout.engine={min_p: 0.1}",

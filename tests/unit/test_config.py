@@ -390,7 +390,7 @@ def test_resolved_config_shows_no_secret(tmp_path: Path) -> None:
 
 
 def test_resolved_config_keeps_what_only_sounds_like_a_secret(tmp_path: Path) -> None:
-    engine = {"tokenizer_mode": "slow", "max_num_batched_tokens": 4096, "block_size": 16}
+    engine = {"tokenizer_threads": 2, "max_num_batched_tokens": 4096, "block_size": 16}
     tree = config_to_dict(
         _load(
             tmp_path,
