@@ -24,7 +24,7 @@ from grpo_spmd.checks.memory import (
     sync_size,
     training_rows,
 )
-from grpo_spmd.checks.signals import judge_rows, reward_model_rows, signal_rows
+from grpo_spmd.checks.signals import judge_rows, side_model_rows
 from grpo_spmd.config.describe import flatten_config
 from grpo_spmd.config.schema import Config
 from grpo_spmd.model.config_json import ModelFacts
@@ -51,10 +51,11 @@ def explain(
         lines += ["", f"{problem}: {reason} (hf download brings it)"]
     else:
         lines += _section("model and weight sync", sync_rows(config, model, num_ranks))
-        rows = [*training_rows(config, model, num_ranks), *signal_rows(config, num_ranks)]
+        rows = training_rows(config, model, num_ranks)
         lines += _section("memory of a rank: training", rows)
         lines += _section("memory of a rank: engine", engine_rows(config, model, num_ranks))
-    lines += _section("memory of a rank: reward models", reward_model_rows(config, num_ranks))
+    rows = side_model_rows(config, num_ranks)
+    lines += _section("memory of a rank: teachers, critic and reward models", rows)
     lines += _section("the engine as judge", judge_rows(config))
     remarks = [f"  - {line}" for line in (*advice(config, num_ranks), *idle_keys(config, sources))]
     lines += ["", "worth a look" if remarks else "worth a look: nothing found", *remarks]

@@ -13,7 +13,6 @@ Imports no torch.
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -45,7 +44,6 @@ from grpo_spmd.model.config_json import (
     refuse_by_config,
     shapes_from_headers,
 )
-from grpo_spmd.model.reward_model_files import read_reward_model
 from grpo_spmd.rewards.remote.client import PromptLogprobs, ServedModel, headers_of
 from grpo_spmd.rewards.trl import FailedCallError
 
@@ -291,13 +289,62 @@ def is_shared_teacher(config: Config, path: str) -> bool:
     return path == config.model.path and bool(config.model.lora.rank or config.loss.kl_coef)
 
 
-def signal_rows(config: Config, num_ranks: int) -> Iterator[Row]:
-    """Yields the memory of teachers and critic on one rank, for `--explain`."""
+def side_model_rows(config: Config, num_ranks: int) -> Iterator[Row]:
+    """Yields the memory of teachers, critic and reward models on one rank, for `--explain`."""
     yield from _shared_teacher_rows(config)
     for model in side_models(config):
-        if model.kind == "teacher":
-            yield from _teacher_rows(model, config, num_ranks)
-    yield from critic_rows(config, num_ranks)
+        facts = read_model(model.path, model.revision)
+        if facts is None:
+            yield Row(model.name, "unknown", f"{model.path} is not here")
+            continue
+        is_critic = model.kind == "critic"
+        # The critic's value head is one row, too small to count.
+        shapes = {
+            name: shape
+            for name, shape in facts.shapes.items()
+            if not is_critic or "lm_head" not in name
+        }
+        shard = model.shard(shapes, config, num_ranks)
+        size = size_text(model.num_bytes(shapes, config, num_ranks))
+        use = "while it does not score" if model.kind == "reward model" else "while sampling"
+        dtype = "float32, two moments" if is_critic else f"{config.model.dtype}, frozen"
+        yield Row(
+            model.name,
+            size,
+            f"{shard:,} parameters of a shard x {model.itemsize(config)} ({dtype}); in host memory "
+            f"{use}",
+        )
+        if is_critic:
+            yield Row("its copy for a checkpoint, in host memory", size, "while a thread writes it")
+            yield Row("its gradients", size_text(4 * shard), f"{shard:,} x 4, in its update")
+        elif model.kind == "reward model":
+            yield Row("extra passes of it", "1", "a forward of each completion, engine asleep")
+    facts = read_model(config.model.path) if config.critic.is_on_policy else None
+    if facts is not None and facts.dimensions is not None:
+        numel = facts.dimensions.hidden + 1
+        yield Row(
+            "value head and its optimizer",
+            size_text(numel * TRAINED_ITEMSIZE),
+            f"{numel:,} parameters x {TRAINED_ITEMSIZE} on the rank that has its row",
+        )
+
+
+def _shared_teacher_rows(config: Config) -> Iterator[Row]:
+    """Yields the teachers that need no memory here: those on servers, and shared ones."""
+    num_rollouts = config.rollout.num_prompts_per_step * config.rollout.group_size
+    for name, url in config.teacher.urls.items():
+        exception = " less those of others" if name else ""
+        limit = config.teacher.max_concurrent
+        yield Row(
+            f"teacher {name}".strip(),
+            "0 B",
+            f"{url} is asked of {num_rollouts:,} rollouts a step{exception}, {limit} at once",
+        )
+    for name, path in config.teacher.paths.items():
+        if is_shared_teacher(config, path):
+            has_adapters = bool(config.model.lora.rank)
+            owner = "the policy's own, its adapters off" if has_adapters else "the reference's"
+            yield Row(f"teacher {name}".strip(), "0 B", f"{path} is {owner}")
 
 
 # Teachers
@@ -422,40 +469,6 @@ def _check_teacher_column(config: Config) -> None:
             )
 
 
-def _shared_teacher_rows(config: Config) -> Iterator[Row]:
-    """Yields the teachers that need no memory here: those on servers, and shared ones."""
-    for name, url in config.teacher.urls.items():
-        num_rollouts = config.rollout.num_prompts_per_step * config.rollout.group_size
-        exception = " less those of others" if name else ""
-        limit = config.teacher.max_concurrent
-        yield Row(
-            f"teacher {name}".strip(),
-            "0 B",
-            f"{url} is asked of {num_rollouts:,} rollouts a step{exception}, {limit} at once",
-        )
-    for name, path in config.teacher.paths.items():
-        if is_shared_teacher(config, path):
-            has_adapters = bool(config.model.lora.rank)
-            owner = "the policy's own, its adapters off" if has_adapters else "the reference's"
-            yield Row(f"teacher {name}".strip(), "0 B", f"{path} is {owner}")
-
-
-def _teacher_rows(model: SideModel, config: Config, num_ranks: int) -> Iterator[Row]:
-    """Yields the memory of one teacher with weights of its own."""
-    facts = read_model(model.path)
-    if facts is None:
-        yield Row(model.name, "unknown", f"{model.path} is not here")
-        return
-    shard = model.shard(facts.shapes, config, num_ranks)
-    size = size_text(model.num_bytes(facts.shapes, config, num_ranks))
-    yield Row(
-        model.name,
-        size,
-        f"{shard:,} parameters of a shard x {model.itemsize(config)} ({config.model.dtype}); "
-        "in host memory while the engine is awake",
-    )
-
-
 # The critic
 
 
@@ -508,82 +521,7 @@ def _check_head(model: Mapping[str, Any], folder: Path, path: str) -> None:
         return
 
 
-def critic_rows(config: Config, num_ranks: int) -> Iterator[Row]:
-    """Yields the critic's memory on one rank, for `--explain`."""
-    path = config.critic.path
-    if path is None:
-        return
-    if config.critic.is_on_policy:
-        yield from _value_head_rows(config)
-        return
-    model = SideModel("critic", "critic", path, "critic.path")
-    facts = read_model(path)
-    if facts is None:
-        yield Row("critic and its optimizer", "unknown", f"{path} is not here")
-        return
-    # The critic's value head is one row, too small to count.
-    shapes = {name: shape for name, shape in facts.shapes.items() if "lm_head" not in name}
-    shard = model.shard(shapes, config, num_ranks)
-    size = size_text(model.num_bytes(shapes, config, num_ranks))
-    yield Row(
-        "critic and its optimizer",
-        size,
-        f"{shard:,} parameters of a shard x {TRAINED_ITEMSIZE} (float32 and two moments); in "
-        "host memory while the engine is awake",
-    )
-    yield Row("its copy for a checkpoint, in host memory", size, "while a thread writes it")
-    yield Row("its gradients", size_text(4 * shard), f"{shard:,} x 4, in its update")
-
-
-def _value_head_rows(config: Config) -> Iterator[Row]:
-    """Yields the memory of a critic that is only a head on the policy's layers."""
-    facts = read_model(config.model.path)
-    if facts is not None and facts.dimensions is not None:
-        numel = facts.dimensions.hidden + 1
-        size = size_text(numel * TRAINED_ITEMSIZE)
-        yield Row(
-            "value head and its optimizer",
-            size,
-            f"{numel:,} parameters x {TRAINED_ITEMSIZE} on the rank that has its row; the "
-            "layers are the policy's",
-        )
-
-
-# Reward models, and judges that are the run's own engine (checks/reward_models.py checks them)
-
-
-def reward_model_rows(config: Config, num_ranks: int) -> Iterator[Row]:
-    """Yields the memory of reward models on one rank, for `--explain`."""
-    models = {model.key: model for model in side_models(config)}
-    for index, reward in enumerate(config.rewards):
-        model = models.get(f"rewards.{index}.model")
-        if model is None:
-            continue
-        folder = local_folder(model.path, model.revision)
-        if folder is None:
-            yield Row(model.name, "unknown", f"{model.path} is not here")
-            continue
-        files = read_reward_model(index, reward, folder, config.training.max_tokens_per_micro_batch)
-        shard = model.shard(files.shapes, config, num_ranks)
-        numel = sum(math.prod(shape) for shape in files.shapes.values())
-        size = size_text(model.num_bytes(files.shapes, config, num_ranks))
-        yield Row(
-            model.name,
-            size,
-            f"{numel:,} parameters: {shard:,} of a shard x {model.itemsize(config)} "
-            f"({config.model.dtype}), frozen",
-        )
-        yield Row(
-            "of it in host memory",
-            size,
-            "while it does not score; the engine's weights are there while it does (on a GPU)",
-        )
-        yield Row(
-            "extra passes of it",
-            "1",
-            f"texts of {files.max_tokens:,} tokens at most; a forward of each completion, engine "
-            "asleep",
-        )
+# Judges that are the run's own engine (checks/reward_models.py checks them)
 
 
 def judge_rows(config: Config) -> Iterator[Row]:

@@ -100,9 +100,9 @@ class ModelFacts:
         return dimensions(self.config)
 
 
-def read_model(path: str) -> ModelFacts | None:
-    """Returns the sizes of `model.path`, None if no local folder has them."""
-    folder = local_folder(path)
+def read_model(path: str, revision: str | None = None) -> ModelFacts | None:
+    """Returns the sizes of the model at `path`, None if no local folder has them."""
+    folder = local_folder(path, revision)
     if folder is None:
         return None
     config = read_model_config(folder)

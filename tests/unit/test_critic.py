@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from grpo_spmd.checks.memory import extra_passes, idle_keys, size_text
-from grpo_spmd.checks.signals import check_critic_model, critic_rows, side_models
+from grpo_spmd.checks.signals import check_critic_model, side_model_rows, side_models
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config
 from grpo_spmd.distributed.session import Session
@@ -326,7 +326,7 @@ def test_explain_counts_it(tmp_path: Path) -> None:
     config = load_config(write_config(tmp_path, tmp_path / "model", **sections), [])
     shapes = [p.shape for n, p in _tensors(tmp_path / "model") if n != "lm_head.weight"]
     shard = sum(-(-shape[0] // 2) * math.prod(shape[1:]) for shape in shapes)
-    retained, copied, gradients = critic_rows(config, 2)
+    retained, copied, gradients = side_model_rows(config, 2)
     assert (retained[1], copied[1], gradients[1]) == (
         size_text(12 * shard),
         size_text(12 * shard),
@@ -340,7 +340,7 @@ def test_explain_counts_the_head_alone(tmp_path: Path) -> None:
     sections = {"advantage": GAE["advantage"], "critic": {"path": "policy"}}
     config = load_config(write_config(tmp_path, tmp_path / "model", **sections), [])
     check_critic_model(config)
-    assert [row[:2] for row in critic_rows(config, 2)] == [
+    assert [row[:2] for row in side_model_rows(config, 2)] == [
         ("value head and its optimizer", size_text(12 * 65))
     ]
     assert extra_passes(config) == (0, 0, 1)
