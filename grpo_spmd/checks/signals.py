@@ -36,7 +36,7 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import VALUE_HEADS, Config, DataConfig, LoraConfig
 from grpo_spmd.data.hub import check_reachable
 from grpo_spmd.data.rows import read_rows
-from grpo_spmd.files import UntrustedError, read_model_config
+from grpo_spmd.files import read_model_config
 from grpo_spmd.model.config_json import (
     Shapes,
     local_folder,
@@ -44,6 +44,7 @@ from grpo_spmd.model.config_json import (
     refuse_by_config,
     shapes_from_headers,
 )
+from grpo_spmd.model.reward_model_files import errors_about
 from grpo_spmd.rewards.remote.client import PromptLogprobs, ServedModel, headers_of
 from grpo_spmd.rewards.trl import FailedCallError
 
@@ -121,14 +122,12 @@ def _choose_model(config: Config, server: PromptLogprobs, key: str) -> ServedMod
         raise ConfigError(f"{key}: the server {error}; {remedy}") from None
     if model is None and len(models) == 1:
         return models[0]
-    names = [served.name for served in models]
-    if model not in names:
-        rule = "must be one that the server has"
-        if model is None:
-            rule = "is needed where a server has several"
-        available = ", ".join(names) or "none"
-        raise ConfigError(f"teacher.model {rule} ({key} has {available}); got {model}")
-    return models[names.index(model)]
+    for served in models:
+        if served.name == model:
+            return served
+    available = ", ".join(served.name for served in models) or "none"
+    rule = "must be one that the server has, and is needed where a server has several"
+    raise ConfigError(f"teacher.model {rule} ({key} has {available}); got {model}")
 
 
 def _compare_vocabulary(
@@ -140,15 +139,16 @@ def _compare_vocabulary(
     """
     folder = local_folder(config.model.path)
     file = None if folder is None else folder / "tokenizer.json"
-    has_file = file is not None and file.is_file()
-    known_ids = sorted(tokens_of(file)) if file is not None and has_file else [0]
+    if file is None or not file.is_file():
+        # Without the policy's tokenizer the server is only asked for a token.
+        _ask_texts(config, server, [0], key=key, served=served)
+        return
+    known_ids = sorted(tokens_of(file))
     num_probed = min(_NUM_PROBED, (served.max_tokens or _NUM_PROBED) - 2)
     # The ids are spread evenly: models of one family differ in tokens added at the end.
     spread = (i * (len(known_ids) - 1) // num_probed for i in range(num_probed + 1))
     ids = sorted({known_ids[index] for index in spread})
     server_texts = _ask_texts(config, server, ids, key=key, served=served)
-    if file is None or not has_file:
-        return
     tokenizer = load_tokenizer_file(file)
     num_compared = 0
     for token_id, server_text in zip(ids, server_texts, strict=True):
@@ -364,10 +364,8 @@ def check_teachers(config: Config, *, num_ranks: int, to_run: bool) -> None:
         model = dataclasses.replace(config.model, path=path, lora=LoraConfig())
         rollout = dataclasses.replace(config.rollout, tensor_parallel_size=1, engine={})
         teacher_config = dataclasses.replace(config, model=model, rollout=rollout)
-        try:
+        with errors_about(key):
             folder = check_model(teacher_config, to_run=False)
-        except ConfigError as error:
-            raise ConfigError(str(error).replace("model.path", key)) from None
         if folder is None:
             if to_run:
                 check_reachable("models", path, key)
@@ -483,42 +481,29 @@ def check_critic_model(config: Config, *, to_run: bool = True) -> None:
     folder = find_model_folder(path, "critic.path", to_run=to_run)
     if folder is None:
         return
-    try:
-        model = read_model_config(folder)
-        # The architecture's own head is not loaded, or becomes the critic's.
-        refuse_by_config(model | {"architectures": None}, path)
-        _check_head(model, folder, path)
-        check_vocabulary(config.model.path, path, "critic.path", "critic")
-    except ConfigError as error:
-        text = str(error).replace("model.path", "critic.path", 1)
-        prefix = "critic.path: " if isinstance(error, UntrustedError) else ""
-        raise ConfigError(f"{prefix}{text}") from None
-    except OSError as error:
-        raise ConfigError(
-            f"critic.path: cannot read {error.filename}: {error.strerror}; name a model's folder"
-        ) from None
+    with errors_about("critic.path"):
+        try:
+            model = read_model_config(folder)
+            # The architecture's own head is not loaded, or becomes the critic's.
+            refuse_by_config(model | {"architectures": None}, path)
+            _check_head(model, folder, path)
+            check_vocabulary(config.model.path, path, "critic.path", "critic")
+        except OSError as error:
+            raise ConfigError(f"cannot read {error.filename}: {error.strerror}") from None
 
 
 def _check_head(model: Mapping[str, Any], folder: Path, path: str) -> None:
     """Raises ConfigError for a classifier of several labels. The head of one label becomes the
     critic's value head."""
     shapes = shapes_from_headers(folder, tied=False)
-    for head in VALUE_HEADS:
-        name = f"{head}.weight"
-        if name not in shapes:
-            continue
-        num_labels = shapes[name][0]
-        if num_labels > 1:
-            labels = model.get("id2label")
-            text = "of no name"
-            if isinstance(labels, Mapping):
-                text = ", ".join(map(str, labels.values()))[:100]
-            raise ConfigError(
-                f"critic.path: {path} tells {num_labels} labels apart ({name}: {text}), and a "
-                "value is one number; take a classifier of one label, or the causal LM that "
-                "it was made of"
-            )
-        return
+    name = next((f"{head}.weight" for head in VALUE_HEADS if f"{head}.weight" in shapes), None)
+    if name is not None and shapes[name][0] > 1:
+        labels = model.get("id2label")
+        raise ConfigError(
+            f"critic.path: {path} tells {shapes[name][0]} labels apart ({name}: {labels!s:.100}), "
+            "and a value is one number; take a classifier of one label, or the causal LM that it "
+            "was made of"
+        )
 
 
 # Judges that are the run's own engine (checks/reward_models.py checks them)

@@ -261,7 +261,8 @@ def test_what_its_folder_tells_before_torch(tmp_path: Path) -> None:
     assert said("model") == ""
     assert said("classifier") == ""
     assert said("of_two").startswith(
-        f"critic.path: {tmp_path}/of_two tells 2 labels apart (score.weight: bad, good)"
+        f"critic.path: {tmp_path}/of_two tells 2 labels apart (score.weight: "
+        "{'0': 'bad', '1': 'good'})"
     )
     assert said("none").startswith("critic.path: there is no folder")
     assert said("empty").endswith(

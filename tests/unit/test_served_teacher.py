@@ -499,8 +499,8 @@ def test_what_a_server_is_refused_for(tmp_path: Path, folders: list[Path]) -> No
     )
     assert "greater than max allowed: 20" in message
     assert (
-        "teacher.model must be one that the server has (teacher.url has tiny); got big"
-        in refused(correct, "teacher.model=big")
+        "teacher.model must be one that the server has, and is needed where a server has several "
+        "(teacher.url has tiny); got big" in refused(correct, "teacher.model=big")
     )
     assert "is needed where a server has several (teacher.url has x, y)" in refused(
         lambda body: several
