@@ -42,6 +42,7 @@ from grpo_spmd.config.load import load_config
 from grpo_spmd.model.config_json import read_model
 from grpo_spmd.observe.cards import find_card
 from grpo_spmd.tools.plan.phases import make_plan
+from grpo_spmd.tools.plan.step_time import Case
 from tests.support.real_memory import predicted
 
 _MIB, _WITHIN = 2**20, 0.03
@@ -245,7 +246,7 @@ def _predictions(folder: Path) -> Iterator[Row]:
         config = load_config(path, [f"model.path={model}"])
         facts, start = read_model(str(model)), time.perf_counter()
         assert facts is not None
-        plan = make_plan(config, facts, model, find_card(case.card), case.ranks)
+        plan = make_plan(Case(config, facts, find_card(case.card), case.ranks), model)
         yield {
             "config": case.name,
             "on": f"{case.ranks} x {case.card}",

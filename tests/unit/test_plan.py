@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -28,6 +27,7 @@ from grpo_spmd.tools.plan.step_time import (
     NCCL,
     TENSOR_PARALLEL,
     WORKSPACES,
+    Case,
     StepTime,
     engine_activations,
     step_time,
@@ -202,7 +202,6 @@ SIZES = {
 MODEL = ModelFacts(
     SHAPES, {**SIZES, "head_dim": 16, "intermediate_size": 48, "vocab_size": 100}, "here"
 )
-DIMENSIONS: Any = MODEL.dimensions
 CARD = Card("made up", 2.0, 100, 1000, 100)
 # a layer: 2,048 + 1,024 + 1,024 + 2,048 + 1,536 = 7,680; twice, and 3,200: 18,560; of 4 ranks 4,640
 NUMEL, SHARD = 18_560, 4_640
@@ -229,8 +228,8 @@ def test_what_is_live_in_each_phase_by_hand(tmp_path: Path) -> None:
     overrides = ["rollout.tensor_parallel_size=2", "loss.kl_coef=0.1", "model.offload=optimizer"]
     config = by_hand(tmp_path, *overrides, "rollout.gpu_memory_utilization=0.5")
     peaks = Peaks(Counter({"logits": 1000}), Counter({"activations": 100_000, "gradients": 20_000}))
-    cache = kv_cache(config, MODEL, DIMENSIONS, CARD, 4)
-    phases = plan_phases(config, MODEL, DIMENSIONS, CARD, 4, peaks, cache)
+    cache = kv_cache(Case(config, MODEL, CARD, 4))
+    phases = plan_phases(Case(config, MODEL, CARD, 4), peaks, cache)
     assert list(phases) == [
         "weight_sync",
         "rollout",
@@ -252,7 +251,7 @@ def test_what_is_live_in_each_phase_by_hand(tmp_path: Path) -> None:
     )
     assert phases["logprobs"] - phases["checkpoint"] == Counter(logits=1000, fragmentation=50)
     # 8,192 tokens of a batch x 2 bytes x (3 x 48 / 2 + 3 x 32) beside 256 sequences x V 100 x 26
-    activations = engine_activations(config, DIMENSIONS, CARD)
+    activations = engine_activations(Case(config, MODEL, CARD, 4))
     assert activations == 8192 * 2 * (72 + 96)
     weights = NUMEL  # 2 bytes, halved
     assert cache.num_bytes == GIB - weights - activations - graphs
@@ -284,9 +283,9 @@ def test_what_is_live_in_each_phase_by_hand(tmp_path: Path) -> None:
 
 
 def test_offload_and_adapters_by_hand(tmp_path: Path) -> None:
-    cache = kv_cache(by_hand(tmp_path), MODEL, DIMENSIONS, CARD, 4)
+    cache = kv_cache(Case(by_hand(tmp_path), MODEL, CARD, 4))
     config = by_hand(tmp_path, "model.offload=true", "loss.kl_coef=0.1")
-    phases = plan_phases(config, MODEL, DIMENSIONS, CARD, 4, Peaks(Counter(), Counter()), cache)
+    phases = plan_phases(Case(config, MODEL, CARD, 4), Peaks(Counter(), Counter()), cache)
     trainer = {"policy", "moments", "reference"}
     assert not trainer & phases["rollout"].keys()
     assert trainer & phases["weight_sync"].keys() == {"policy"}  # the sync reads it
@@ -298,15 +297,8 @@ def test_offload_and_adapters_by_hand(tmp_path: Path) -> None:
         "model.lora.rank=2",
         "rollout.engine={enforce_eager: true, kv_cache_memory_bytes: 4096}",
     )
-    phases = plan_phases(
-        config,
-        MODEL,
-        DIMENSIONS,
-        CARD,
-        4,
-        Peaks(Counter(), Counter()),
-        kv_cache(config, MODEL, DIMENSIONS, CARD, 4),
-    )
+    case = Case(config, MODEL, CARD, 4)
+    phases = plan_phases(case, Peaks(Counter(), Counter()), kv_cache(case))
     # A and B of a layer over 4 ranks: A has 2 rows (1 a rank) of 32, 32, 32, 64, 32; B a quarter of
     # 64, 32, 32, 32, 48
     adapters = 2 * (192 + 2 * (16 + 8 + 8 + 8 + 12))
@@ -332,10 +324,7 @@ def made_up_plan(
     }
     cache = KvCache(GIB, 100, GIB // max(full_length, 1) + (not full_length), 100, full_length, 8)
     return Plan(
-        config,
-        replace(CARD, gib=80),
-        8,
-        NUMEL,
+        Case(config, MODEL, replace(CARD, gib=80), 8),
         phase_values,
         Counter(),
         cache,
@@ -532,10 +521,8 @@ def test_an_engine_is_as_fast_on_two_nodes_and_no_faster_than_its_places(tmp_pat
             f"rollout.num_prompts_per_step={prompts}",
             *overrides,
         ]
-        config, sizes = by_hand(tmp_path, *tp), MODEL.dimensions
-        assert sizes is not None
-        positions = kv_cache(config, MODEL, sizes, CARD, num_ranks).full_length
-        return step_time(config, MODEL, sizes, CARD, num_ranks, positions).phases["rollout"]
+        case = Case(by_hand(tmp_path, *tp), MODEL, CARD, num_ranks)
+        return step_time(case, kv_cache(case).full_length).phases["rollout"]
 
     assert rollout_s(16, 16) == pytest.approx(rollout_s(8, 8))
     assert (
@@ -543,12 +530,8 @@ def test_an_engine_is_as_fast_on_two_nodes_and_no_faster_than_its_places(tmp_pat
         < rollout_s(8, 8, "rollout.engine={max_num_seqs: 8}")
         < 2 * rollout_s(8, 8)
     )
-    assert (
-        kv_cache(
-            by_hand(tmp_path, "rollout.engine={max_num_seqs: 3}"), MODEL, DIMENSIONS, CARD, 4
-        ).full_length
-        == 3
-    )
+    config = by_hand(tmp_path, "rollout.engine={max_num_seqs: 3}")
+    assert kv_cache(Case(config, MODEL, CARD, 4)).full_length == 3
 
 
 def test_a_family_that_arithmetic_does_not_know_is_planned_from_config_json(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from grpo_spmd.tools.plan.phases import (
     with_head,
     with_side_models,
 )
-from grpo_spmd.tools.plan.step_time import Speed, StepTime
+from grpo_spmd.tools.plan.step_time import Case, Speed, StepTime
 from tests.support.models import make_model
 from tests.support.real_memory import lone_rank
 from tests.unit.test_plan import CARD, MODEL, by_hand, tiny_config
@@ -98,7 +98,7 @@ def test_passes_take_turns_and_what_a_teacher_says_is_kept() -> None:
 
 def a_teacher(config: Config, loss: str) -> Counter[str]:
     changed = load_with(config, f"teacher.loss={loss}", "teacher.top_k=8")
-    return teacher_answers(changed, side_model("teacher"), MODEL, 4)
+    return teacher_answers(Case(changed, MODEL, CARD, 4), side_model("teacher"))
 
 
 def load_with(config: Config, *overrides: str) -> Config:
@@ -114,7 +114,7 @@ def test_what_a_teacher_says_by_hand(tmp_path: Path) -> None:
         "teacher's hidden states": 64 * tokens,
         "teacher's lm_head": 6400,
     }
-    assert not teacher_answers(load_with(config), side_model("critic"), MODEL, 4)
+    assert not teacher_answers(Case(load_with(config), MODEL, CARD, 4), side_model("critic"))
 
 
 def test_heads_by_hand() -> None:
@@ -133,22 +133,23 @@ def test_seconds_by_hand(tmp_path: Path) -> None:
     each model moves to
     host memory and back at the card's speed."""
     config = load_with(by_hand(tmp_path), "model.activation_checkpointing=true")
+    case = Case(config, MODEL, CARD, 4)
     old = StepTime({"weight_sync": 0.0, "rollout": 0.0, "logprobs": 0.0, "update": 0.0})
     moved = 10**6 / (CARD.host_gb_s * 1e9)
     teacher, critic = made_up("teacher", 10**6), made_up("critic", 10**6, gradients=4 * 1000)
-    result = add_time(old, config, [teacher], CARD, 4).phases
+    result = add_time(old, case, [teacher]).phases
     forward = result["logprobs"]
     assert forward > 0
     assert result["weight_sync"] == pytest.approx(moved)
     assert result["update"] == pytest.approx(moved)
-    result = add_time(old, config, [critic], CARD, 4).phases
+    result = add_time(old, case, [critic]).phases
     without_head = result["logprobs"]
     assert 0 < without_head <= forward
     stepped = 28 * 1000 / Speed(CARD, 4).memory
     assert result["update"] == pytest.approx(
         moved + 4 * without_head + stepped
     )  # forward, backward twice, recomputed
-    result = add_time(old, config, [made_up("reward model", 10**6)], CARD, 4).phases
+    result = add_time(old, case, [made_up("reward model", 10**6)]).phases
     assert result["reward"] == pytest.approx(without_head + 2 * moved)
     assert result["logprobs"] == 0
 
@@ -173,7 +174,7 @@ def test_one_that_is_not_here_is_named(tmp_path: Path) -> None:
     config = load_config(tmp_path / "config.yaml", ["teacher.path=org/none"])
     expected = r"^teacher.path: there is no config.json of org/none here; hf download"
     with pytest.raises(ConfigError, match=expected):
-        plan_side_models(config, 1, ((8, 8),))
+        plan_side_models(Case(config, MODEL, CARD, 1))
 
 
 def test_real_ones_hold_what_is_planned(tmp_path: Path) -> None:
@@ -186,7 +187,7 @@ def test_real_ones_hold_what_is_planned(tmp_path: Path) -> None:
     config = load_config(
         tmp_path / "config.yaml", ["loss.kl_coef=0", "model.dtype=bfloat16", *overrides]
     )
-    teacher, critic = plan_side_models(config, 2, ((8, 248),))
+    teacher, critic = plan_side_models(Case(config, MODEL, CARD, 2))
     with lone_rank(2, 1) as session:
         local = build_policy(
             load_with_path(config, str(second)).model, 1.0, session, trainable=False

@@ -19,10 +19,8 @@ from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config
 from grpo_spmd.files import UntrustedError, hold_standard_streams, read_model_config, show
 from grpo_spmd.model.config_json import (
-    ModelFacts,
     local_folder,
     refuse_by_config,
-    shapes_from_config,
 )
 from grpo_spmd.observe.cards import Card, find_card
 
@@ -53,14 +51,13 @@ def main() -> None:
 
 def _print_plan(args: argparse.Namespace, folder: Path, card: Card) -> bool:
     """Returns True if the config fits, with --suggest also if it fits after printed overrides."""
-    from grpo_spmd.tools.plan.dry_run import parameter_shapes
-    from grpo_spmd.tools.plan.phases import Plan, make_plan, suggestions
+    from grpo_spmd.tools.plan.phases import Case, Plan, facts_from_config, make_plan, suggestions
     from grpo_spmd.tools.plan.report import as_json, as_text
 
     def plan_with(overrides: Sequence[str]) -> Plan:
         config = load_config(args.config, [*args.overrides, *overrides])
         _check_config(config, args.ranks)
-        return make_plan(config, facts, folder, card, args.ranks)
+        return make_plan(Case(config, facts, card, args.ranks), folder)
 
     def replan(overrides: Sequence[str]) -> Plan | None:
         # A combination that the rules refuse is no suggestion.
@@ -69,9 +66,7 @@ def _print_plan(args: argparse.Namespace, folder: Path, card: Card) -> bool:
         except ConfigError:
             return None
 
-    # config.json alone counts: weights beside it may be incomplete, or another model's.
-    model = read_model_config(folder)
-    facts = ModelFacts(shapes_from_config(model) or parameter_shapes(folder), model, "config.json")
+    facts = facts_from_config(folder)
     plan = plan_with([])
     proposals = suggestions(plan, replan)
     if args.json is not None:

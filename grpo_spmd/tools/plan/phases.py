@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from grpo_spmd.checks.memory import (
-    ITEMSIZE,
     TRAINED_ITEMSIZE,
     State,
     engine_tokens,
@@ -31,7 +30,6 @@ from grpo_spmd.checks.memory import (
     micro_batch_tokens,
     micro_batches_per_step,
     sequences_of_engine,
-    state_of,
     sync_buffers,
 )
 from grpo_spmd.checks.signals import Kind, SideModel, side_models
@@ -39,27 +37,24 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import PHASES, Config, LoraConfig
 from grpo_spmd.files import read_model_config
 from grpo_spmd.model.config_json import (
-    Dimensions,
     ModelFacts,
     Shapes,
     local_folder,
     shapes_from_config,
 )
-from grpo_spmd.observe.cards import Card
 from grpo_spmd.tools.plan.dry_run import Pass, Peaks, Usage, parameter_shapes, peaks_of
 from grpo_spmd.tools.plan.step_time import (
     ADAMW_BYTES,
     CONTEXT,
     GIB,
     RECOMPUTED,
-    Speed,
+    Case,
     StepTime,
     engine_activations,
     forward_s,
     graph_bytes,
     layer_in_reload,
     nccl_bytes,
-    rollouts_of_step,
     step_time,
     with_fragmentation,
 )
@@ -102,24 +97,19 @@ class PlannedModel:
         return self.side.kind != "reward model"
 
 
-def plan_side_models(
-    config: Config, num_ranks: int, lengths: tuple[tuple[int, int], ...]
-) -> list[PlannedModel]:
-    """Returns all side models with their bytes and peaks.
+def plan_side_models(case: Case) -> list[PlannedModel]:
+    """Returns all side models with their bytes and peaks over the largest micro-batch.
 
-    `lengths` are those of the rollouts in the largest micro-batch. Raises ConfigError, also if the
-    config.json of a model is not here.
+    Raises ConfigError, also if the config.json of a model is not here.
     """
-    return [_plan_model(side, config, num_ranks, lengths) for side in side_models(config)]
+    return [_plan_model(side, case) for side in side_models(case.config)]
 
 
-def _plan_model(
-    side: SideModel, config: Config, num_ranks: int, lengths: tuple[tuple[int, int], ...]
-) -> PlannedModel:
+def _plan_model(side: SideModel, case: Case) -> PlannedModel:
     """Returns the memory that a teacher, critic or reward model takes on one rank.
 
-    Counted are weights, gradients, the peaks of its passes over `lengths` (prompt and completion
-    tokens), and a teacher's answers, which stay until the update. Raises ConfigError.
+    Counted are weights, gradients, the peaks of its passes over the largest micro-batch, and a
+    teacher's answers, which stay until the update. Raises ConfigError.
     """
     folder = local_folder(side.path, side.revision)
     if folder is None or not (folder / "config.json").is_file():
@@ -127,16 +117,16 @@ def _plan_model(
             f"{side.key}: there is no config.json of {side.path} here; hf download {side.path} "
             "config.json"
         )
-    model_config = read_model_config(folder)
-    shapes = shapes_from_config(model_config) or parameter_shapes(folder)
-    facts = ModelFacts(with_head(side.kind, shapes, model_config), model_config, "config.json")
+    config = case.config
+    facts = facts_from_config(folder)
+    facts = replace(facts, shapes=with_head(side.kind, facts.shapes, facts.config))
     trains = side.kind == "critic"
     work = Pass(
         folder=folder,
         model=replace(config.model, offload=False, lora=LoraConfig()),
         loss=config.loss,
-        num_ranks=num_ranks,
-        lengths=lengths,
+        num_ranks=case.num_ranks,
+        lengths=longest_row(config, case.num_ranks),
         accumulates=trains,
         scores=True,
         on_gpu=True,
@@ -147,11 +137,21 @@ def _plan_model(
     return PlannedModel(
         side=side,
         facts=facts,
-        num_bytes=side.num_bytes(facts.shapes, config, num_ranks),
-        gradients=4 * side.shard(facts.shapes, config, num_ranks) if trains else 0,
+        num_bytes=side.num_bytes(facts.shapes, config, case.num_ranks),
+        gradients=4 * side.shard(facts.shapes, config, case.num_ranks) if trains else 0,
         peaks=peaks,
-        answers=teacher_answers(config, side, facts, num_ranks),
+        answers=teacher_answers(replace(case, model=facts), side),
     )
+
+
+def facts_from_config(folder: Path) -> ModelFacts:
+    """Returns a model's sizes by its config.json alone.
+
+    Weights beside it may be incomplete, or another model's. Raises ConfigError or OSError.
+    """
+    config = read_model_config(folder)
+    shapes = shapes_from_config(config) or parameter_shapes(folder)
+    return ModelFacts(shapes, config, "config.json")
 
 
 def with_head(kind: Kind, shapes: Shapes, config: dict[str, Any]) -> Shapes:
@@ -168,22 +168,24 @@ def _without_logits(usage: Usage) -> Usage:
     return Counter({name: size for name, size in usage.items() if name != "logits"})
 
 
-def teacher_answers(config: Config, side: SideModel, facts: ModelFacts, num_ranks: int) -> Usage:
-    """Returns the bytes of a teacher's results for all rollouts of a rank."""
-    sizes, name = facts.dimensions, side.name
-    if side.kind != "teacher" or sizes is None:
+def teacher_answers(case: Case, side: SideModel) -> Usage:
+    """Returns the bytes of a teacher's results for all rollouts of a rank.
+
+    `case` has the teacher as its model.
+    """
+    if side.kind != "teacher" or case.model.dimensions is None:
         return Counter()
+    teacher, sizes = case.config.teacher, case.sizes
     # The results of all rollouts are kept until the update.
-    rollouts = rollouts_of_step(config, num_ranks)
-    tokens = rollouts * config.rollout.max_completion_tokens
-    if config.teacher.loss == "sampled":
-        return Counter({f"{name}'s logprobs": 4 * tokens})
-    if config.teacher.loss == "topk":
+    tokens = case.num_rollouts * case.config.rollout.max_completion_tokens
+    row = sizes.hidden * case.itemsize
+    results = {
+        "sampled": {"logprobs": 4 * tokens},
         # A logprob and an int64 token id each.
-        return Counter({f"{name}'s likeliest tokens": 12 * config.teacher.top_k * tokens})
-    row = sizes.hidden * ITEMSIZE[config.model.dtype]
-    hidden_states, head = f"{name}'s hidden states", f"{name}'s lm_head"
-    return Counter({hidden_states: tokens * row, head: sizes.vocabulary * row})
+        "topk": {"likeliest tokens": 12 * teacher.top_k * tokens},
+        "full": {"hidden states": tokens * row, "lm_head": sizes.vocabulary * row},
+    }
+    return Counter({f"{side.name}'s {name}": n for name, n in results[teacher.loss].items()})
 
 
 def merge_peaks(peaks: Peaks, models: Sequence[PlannedModel]) -> Peaks:
@@ -249,33 +251,33 @@ def host_bytes(models: Sequence[PlannedModel]) -> Usage:
     return waiting + Counter({"checkpoint's copy": copies})
 
 
-def add_time(
-    time: StepTime, config: Config, models: Sequence[PlannedModel], card: Card, num_ranks: int
-) -> StepTime:
+def add_time(time: StepTime, case: Case, models: Sequence[PlannedModel]) -> StepTime:
     """Returns the time of a step with that of the side models added.
 
     Each model makes a forward pass over the rollouts, the critic also an update. All are copied to
     and from host memory.
     """
     seconds = dict(time.phases)
-    speed = Speed(card, num_ranks // config.model.num_replicas)
-    training = config.training
+    training = case.config.training
     for model in models:
         kind = model.side.kind
-        forward = forward_s(config, model.facts, speed, num_ranks, has_lm_head=kind == "teacher")
-        copy = model.num_bytes / (card.host_gb_s * 1e9)
+        forward = 0.0
+        # Of an odd family nothing is known.
+        if model.facts.dimensions is not None:
+            forward = forward_s(replace(case, model=model.facts), has_lm_head=kind == "teacher")
+        copy = model.num_bytes / (case.card.host_gb_s * 1e9)
         if kind == "reward model":
             seconds["reward"] = seconds.get("reward", 0.0) + forward + 2 * copy
             continue
         # Each rollout is scored by one teacher: several teachers divide the rollouts.
-        num_sharing = max(1, len(config.teacher.paths)) if kind == "teacher" else 1
+        num_sharing = max(1, len(case.config.teacher.paths)) if kind == "teacher" else 1
         seconds["logprobs"] += forward / num_sharing
         seconds["weight_sync"] += copy
         seconds["update"] += copy
         if kind == "critic":
             # A backward pass costs two forward passes.
-            passes = 3 + RECOMPUTED[config.model.activation_checkpointing]
-            adamw = ADAMW_BYTES * model.gradients / 4 / speed.memory
+            passes = 3 + RECOMPUTED[case.config.model.activation_checkpointing]
+            adamw = ADAMW_BYTES * model.gradients / 4 / case.speed.memory
             seconds["update"] += training.num_epochs * passes * forward
             seconds["update"] += training.num_optimizer_steps * adamw
     return StepTime(seconds)
@@ -306,10 +308,7 @@ class KvCache:
 class Plan:
     """A Plan is the prediction for one config on one kind of card."""
 
-    config: Config
-    card: Card
-    num_ranks: int
-    num_parameters: int
+    case: Case
     # Bytes on the device at each phase's peak.
     phases: dict[str, Usage]
     # Bytes in the host memory of one rank.
@@ -323,7 +322,7 @@ class Plan:
 
     def margin_of(self, phase: str) -> float:
         """Returns the GiB that are free at the phase's peak; negative if the phase does not fit."""
-        return self.card.gib - self.peak_gib(phase)
+        return self.case.card.gib - self.peak_gib(phase)
 
     @property
     def tightest(self) -> str:
@@ -341,38 +340,27 @@ class Plan:
         return self.margin_gib >= 0
 
 
-def make_plan(config: Config, model: ModelFacts, folder: Path, card: Card, num_ranks: int) -> Plan:
-    """Returns the plan of a config on `num_ranks` cards.
+def make_plan(case: Case, folder: Path) -> Plan:
+    """Returns the plan of a case; `folder` holds the model's config.json.
 
-    `folder` holds the model's config.json. Raises ConfigError if the model cannot be built from it.
+    Raises ConfigError if the model cannot be built from it.
     """
-    sizes = model.dimensions
-    if sizes is None:
-        raise ConfigError(
-            f"model.path: {folder / 'config.json'} does not name the sizes of a decoder as "
-            "Llama's does"
-        )
-    lengths = longest_row(config, num_ranks)
-    models = plan_side_models(config, num_ranks, lengths)
-    peaks = trainer_peaks(config, folder, num_ranks, on_gpu=True)
-    peaks = merge_peaks(with_value_head(peaks, config, sizes.hidden, lengths), models)
-    cache = kv_cache(config, model, sizes, card, num_ranks)
-    state = state_of(config, model, num_ranks)
+    config, state = case.config, case.state
+    models = plan_side_models(case)
+    peaks = trainer_peaks(config, folder, case.num_ranks, on_gpu=True)
+    lengths = longest_row(config, case.num_ranks)
+    peaks = merge_peaks(with_value_head(peaks, config, case.sizes.hidden, lengths), models)
+    cache = kv_cache(case)
     host = Counter({"checkpoint's copy": TRAINED_ITEMSIZE * state.trained})
     host["offloaded"] = state.offloaded(config.model.offload)
     if config.rollout.sleep_level_with(config.model.lora) == 1:
-        host["engine's weights, asleep"] = engine_weights(config, model)
-    time = step_time(config, model, sizes, card, num_ranks, cache.full_length)
-    policy_phases = plan_phases(config, model, sizes, card, num_ranks, peaks, cache)
+        host["engine's weights, asleep"] = engine_weights(config, case.model)
     return Plan(
-        config=config,
-        card=card,
-        num_ranks=num_ranks,
-        num_parameters=model.num_parameters,
-        phases=with_side_models(policy_phases, models),
+        case,
+        phases=with_side_models(plan_phases(case, peaks, cache), models),
         host=host + host_bytes(models),
         kv_cache=cache,
-        time=add_time(time, config, models, card, num_ranks),
+        time=add_time(step_time(case, cache.full_length), case, models),
     )
 
 
@@ -408,19 +396,17 @@ def longest_row(config: Config, num_ranks: int) -> tuple[tuple[int, int], ...]:
     return tuple(lengths)
 
 
-def kv_cache(
-    config: Config, model: ModelFacts, sizes: Dimensions, card: Card, num_ranks: int
-) -> KvCache:
+def kv_cache(case: Case) -> KvCache:
     """Returns the KV cache that vLLM makes of the memory that its other parts leave."""
-    rollout = config.rollout
+    config, rollout = case.config, case.config.rollout
     num_bytes = rollout.engine.get("kv_cache_memory_bytes")
     if not isinstance(num_bytes, int):
-        used = engine_activations(config, sizes, card) + graph_bytes(config, sizes)
-        budget = int(rollout.gpu_memory_utilization * card.gib * GIB)
-        num_bytes = budget - engine_weights(config, model) - used
-    token = kv_bytes_per_token(sizes, kv_itemsize(config), rollout.tensor_parallel_size)
+        budget = int(rollout.gpu_memory_utilization * case.card.gib * GIB)
+        num_bytes = budget - engine_weights(config, case.model)
+        num_bytes -= engine_activations(case) + graph_bytes(case)
+    token = kv_bytes_per_token(case.sizes, kv_itemsize(config), rollout.tensor_parallel_size)
     tokens = max(0, num_bytes // (token * _BLOCK) * _BLOCK)
-    sequences = sequences_of_engine(config, num_ranks)
+    sequences = sequences_of_engine(config, case.num_ranks)
     prompts = sequences // rollout.group_size
     # A group shares its prompt's blocks.
     needed = prompts * config.data.max_prompt_tokens + sequences * rollout.max_completion_tokens
@@ -439,25 +425,17 @@ def _round_to_blocks(tokens: int) -> int:
     return -(-tokens // _BLOCK) * _BLOCK
 
 
-def plan_phases(
-    config: Config,
-    model: ModelFacts,
-    sizes: Dimensions,
-    card: Card,
-    num_ranks: int,
-    peaks: Peaks,
-    cache: KvCache,
-) -> dict[str, Usage]:
+def plan_phases(case: Case, peaks: Peaks, cache: KvCache) -> dict[str, Usage]:
     """Returns the usage at the peak of each phase, in a step after the first update.
 
     `peaks` are those of the policy and of side models that run in the same phases.
     """
-    state, offload = state_of(config, model, num_ranks), config.model.offload
+    config, state, offload = case.config, case.state, case.config.model.offload
     fixed = Counter(
         {
             "CUDA context": CONTEXT,
-            "NCCL": nccl_bytes(config, num_ranks),
-            "CUDA graphs, workspaces": graph_bytes(config, sizes),
+            "NCCL": nccl_bytes(case),
+            "CUDA graphs, workspaces": graph_bytes(case),
         }
     )
     policy = Counter({"policy": 4 * state.trained, "base": state.base})
@@ -468,12 +446,12 @@ def plan_phases(
     # the weight sync reads the policy (`in_sync`).
     awake = {False: trainer, "optimizer": policy + reference, True: Counter[str]()}[offload]
     in_sync = {False: trainer, "optimizer": policy + reference, True: policy}[offload]
-    engine = Counter({"engine's weights": engine_weights(config, model)})
+    engine = Counter({"engine's weights": engine_weights(config, case.model)})
     bucket_bytes = config.rollout.sync_bucket_bytes("cuda")
-    buffers = Counter(sync_buffers(config, model, num_ranks, bucket_bytes))
-    buffers["layer in load"] = layer_in_reload(sizes, ITEMSIZE[config.model.dtype])
+    buffers = Counter(sync_buffers(config, case.model, case.num_ranks, bucket_bytes))
+    buffers["layer in load"] = layer_in_reload(case)
     sampling = awake + engine + Counter({"KV cache": max(0, cache.num_bytes)})
-    sampling["engine's activations"] = engine_activations(config, sizes, card)
+    sampling["engine's activations"] = engine_activations(case)
     phases = {
         "weight_sync": in_sync + engine + with_fragmentation(buffers),
         "rollout": sampling,
@@ -564,7 +542,7 @@ def _changes(plan: Plan, short: set[str]) -> Iterator[str]:
 
 def _trainer_changes(plan: Plan, short: set[str]) -> Iterator[str]:
     """Yields overrides that shrink the trainer's passes."""
-    model, max_tokens = plan.config.model, plan.config.max_rollout_tokens
+    model, max_tokens = plan.case.config.model, plan.case.config.max_rollout_tokens
     # A compiled layer already keeps about as little as selective checkpointing.
     if not model.activation_checkpointing and not model.compile:
         yield "model.activation_checkpointing=selective"
@@ -575,7 +553,7 @@ def _trainer_changes(plan: Plan, short: set[str]) -> Iterator[str]:
     could_help = any(plan.phases[name]["logits"] > -GIB * plan.margin_of(name) for name in short)
     if could_help and model.logprob_chunk_tokens > _MIN_CHUNK:
         yield f"model.logprob_chunk_tokens={max(_MIN_CHUNK, model.logprob_chunk_tokens // 4)}"
-    budget = plan.config.training.max_tokens_per_micro_batch
+    budget = plan.case.config.training.max_tokens_per_micro_batch
     budgets = {max(max_tokens, budget // 2), max(max_tokens, budget // 4), max_tokens}
     for tokens in sorted(budgets, reverse=True):
         if tokens < budget:
@@ -586,12 +564,12 @@ def _trainer_changes(plan: Plan, short: set[str]) -> Iterator[str]:
 
 def _offload_changes(plan: Plan, short: set[str]) -> Iterator[str]:
     """Yields overrides that leave less of the trainer on the device beside the engine."""
-    offload = plan.config.model.offload
+    offload = plan.case.config.model.offload
     if offload is False:
         yield "model.offload=optimizer"
     if offload is not True:
         yield "model.offload=true"
-    if "weight_sync" in short and plan.config.rollout.sync_bucket_bytes("cuda") > 16 << 20:
+    if "weight_sync" in short and plan.case.config.rollout.sync_bucket_bytes("cuda") > 16 << 20:
         yield "rollout.weight_sync_bucket_mib=16"
 
 
@@ -600,11 +578,11 @@ def _engine_changes(plan: Plan, with_engine: set[str]) -> Iterator[str]:
 
     `with_engine` are the phases that lack room and in which the engine is awake.
     """
-    rollout, holds_no_rollout = plan.config.rollout, not plan.kv_cache.full_length
+    rollout, holds_no_rollout = plan.case.config.rollout, not plan.kv_cache.full_length
     fraction = rollout.gpu_memory_utilization
     key = "rollout.gpu_memory_utilization"
     if with_engine - {"weight_sync"}:
-        for smaller in (fraction + plan.margin_gib / plan.card.gib, fraction / 2):
+        for smaller in (fraction + plan.margin_gib / plan.case.card.gib, fraction / 2):
             rounded = int(smaller * 100) / 100
             if rounded > 0:
                 yield f"{key}={rounded:g}"
@@ -614,5 +592,5 @@ def _engine_changes(plan: Plan, with_engine: set[str]) -> Iterator[str]:
                 yield f"{key}={larger:g}"
     if with_engine or holds_no_rollout:
         for size in (2, 4, 8):
-            if size > rollout.tensor_parallel_size and plan.num_ranks % size == 0:
+            if size > rollout.tensor_parallel_size and plan.case.num_ranks % size == 0:
                 yield f"rollout.tensor_parallel_size={size}"

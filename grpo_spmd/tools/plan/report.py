@@ -15,11 +15,11 @@ def as_text(plan: Plan, proposals: Sequence[Suggestion]) -> str:
 
 
 def _memory_lines(plan: Plan) -> Iterator[str]:
-    card, cache = plan.card, plan.kv_cache
+    case, card, cache = plan.case, plan.case.card, plan.kv_cache
     verdict = "fits" if plan.fits else "does not fit"
     yield (
-        f"{plan.config.model.path} ({plan.num_parameters / 1e9:.2f} B parameters) on "
-        f"{plan.num_ranks} x {card.name} ({card.gib:g} GiB each): {verdict}"
+        f"{case.config.model.path} ({case.model.num_parameters / 1e9:.2f} B parameters) on "
+        f"{case.num_ranks} x {card.name} ({card.gib:g} GiB each): {verdict}"
     )
     yield (
         f"margin {plan.margin_gib:.1f} GiB, least in phase {plan.tightest}; "
@@ -68,7 +68,7 @@ def _suggestion_lines(plan: Plan, proposals: Sequence[Suggestion]) -> Iterator[s
 
 
 def as_json(plan: Plan, proposals: Sequence[Suggestion]) -> dict[str, Any]:
-    cache, card = plan.kv_cache, plan.card
+    cache, card = plan.kv_cache, plan.case.card
     return {
         "fits": plan.fits,
         "margin_gib": plan.margin_gib,
@@ -80,8 +80,8 @@ def as_json(plan: Plan, proposals: Sequence[Suggestion]) -> dict[str, Any]:
             "tflops": card.tflops,
             "memory_gb_s": card.memory_gb_s,
         },
-        "num_ranks": plan.num_ranks,
-        "num_parameters": plan.num_parameters,
+        "num_ranks": plan.case.num_ranks,
+        "num_parameters": plan.case.model.num_parameters,
         "phases": {
             phase: {
                 "peak_gib": plan.peak_gib(phase),

@@ -14,12 +14,14 @@ from dataclasses import dataclass, replace
 
 from grpo_spmd.checks.memory import (
     ITEMSIZE,
+    State,
     extra_passes,
     kv_bytes_per_token,
     micro_batches_per_step,
     replica_ranks,
     state_of,
 )
+from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import Config
 from grpo_spmd.model.config_json import Dimensions, ModelFacts
 from grpo_spmd.observe.cards import Card
@@ -68,45 +70,93 @@ ADAMW_BYTES = 28
 RECOMPUTED = {False: 0.0, "selective": 0.1, True: 1.0}
 
 
+@dataclass(frozen=True)
+class Case:
+    """A Case is what a plan is asked for: a config and its model, on so many cards of one kind."""
+
+    config: Config
+    model: ModelFacts
+    card: Card
+    num_ranks: int
+
+    @property
+    def sizes(self) -> Dimensions:
+        """The model's sizes. Raises ConfigError if its config.json does not name them."""
+        sizes = self.model.dimensions
+        if sizes is None:
+            raise ConfigError(
+                f"model.path: the config.json of {self.config.model.path} does not name the sizes "
+                "of a decoder as Llama's does"
+            )
+        return sizes
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number in the compute dtype."""
+        return ITEMSIZE[self.config.model.dtype]
+
+    @property
+    def state(self) -> State:
+        """The policy's state on one rank."""
+        return state_of(self.config, self.model, self.num_ranks)
+
+    @property
+    def num_rollouts(self) -> int:
+        """Rollouts of one rank in a step."""
+        rollout = self.config.rollout
+        return -(-rollout.num_prompts_per_step * rollout.group_size // self.num_ranks)
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches of one rank in a step, if every rollout has its full length."""
+        return micro_batches_per_step(self.config, self.num_ranks)[1]
+
+    @property
+    def speed(self) -> Speed:
+        """What the ranks of a replica reach."""
+        return Speed(self.card, replica_ranks(self.config, self.num_ranks))
+
+
 # Memory
 
 
-def nccl_bytes(config: Config, num_ranks: int) -> int:
+def nccl_bytes(case: Case) -> int:
     """Returns the bytes of the trainer's and the engine's communicators."""
     # With replicas there are two more groups: within a replica and between replicas.
-    num_groups = (num_ranks > 1) + 2 * (config.model.num_replicas > 1)
-    return NCCL * num_groups + TENSOR_PARALLEL * (config.rollout.tensor_parallel_size > 1)
+    num_groups = (case.num_ranks > 1) + 2 * (case.config.model.num_replicas > 1)
+    return NCCL * num_groups + TENSOR_PARALLEL * (case.config.rollout.tensor_parallel_size > 1)
 
 
-def graph_bytes(config: Config, sizes: Dimensions) -> int:
+def graph_bytes(case: Case) -> int:
     """Returns the bytes of the engine's CUDA graphs and workspaces. They stay while it sleeps."""
-    captures = not config.rollout.engine.get("enforce_eager")
-    return GRAPHS_PER_LAYER * sizes.layers * captures + WORKSPACES
+    captures = not case.config.rollout.engine.get("enforce_eager")
+    return GRAPHS_PER_LAYER * case.sizes.layers * captures + WORKSPACES
 
 
-def engine_activations(config: Config, sizes: Dimensions, card: Card) -> int:
+def engine_activations(case: Case) -> int:
     """Returns the bytes that vLLM reserves for its forward pass.
 
     They are the larger of an MLP over all tokens of a batch, and of the sampler over all sequences.
     The sizes of both are vLLM's defaults for the card (EngineArgs.get_batch_defaults, 0.32).
     """
-    engine, itemsize = config.rollout.engine, ITEMSIZE[config.model.dtype]
-    is_large = card.gib >= 70 and "A100" not in card.name
+    engine, sizes = case.config.rollout.engine, case.sizes
+    is_large = case.card.gib >= 70 and "A100" not in case.card.name
     tokens = engine.get("max_num_batched_tokens") or (16384 if is_large else 8192)
     sequences = engine.get("max_num_seqs") or (1024 if is_large else 256)
-    intermediate = 3 * sizes.intermediate // config.rollout.tensor_parallel_size
-    mlp = tokens * itemsize * (intermediate + 3 * sizes.hidden)
+    intermediate = 3 * sizes.intermediate // case.config.rollout.tensor_parallel_size
+    mlp = tokens * case.itemsize * (intermediate + 3 * sizes.hidden)
     return max(mlp, sequences * sizes.vocabulary * _SAMPLER_BYTES)
 
 
-def layer_in_reload(sizes: Dimensions, itemsize: int) -> int:
+def layer_in_reload(case: Case) -> int:
     """Returns the most bytes that vLLM holds for one layer while it loads new weights.
 
     vLLM keeps the tensors of a layer until all of them have come, and then builds the layer from
     them (model_executor/model_loader/reload, 0.32). The largest layer is the lm_head, or gate and
     up together.
     """
-    return 2 * itemsize * sizes.hidden * max(sizes.vocabulary, 2 * sizes.intermediate)
+    sizes = case.sizes
+    return 2 * case.itemsize * sizes.hidden * max(sizes.vocabulary, 2 * sizes.intermediate)
 
 
 def with_fragmentation(usage: Counter[str]) -> Counter[str]:
@@ -216,90 +266,69 @@ class Speed:
         return model.num_parameters * itemsize * (self.ranks - 1) / self.ranks / self.link
 
 
-def rollouts_of_step(config: Config, num_ranks: int) -> int:
-    """Returns how many rollouts one rank has in a step."""
-    return -(-config.rollout.num_prompts_per_step * config.rollout.group_size // num_ranks)
-
-
-def work_of(
-    config: Config, model: ModelFacts, sizes: Dimensions, num_ranks: int, *, has_lm_head: bool
-) -> Work:
+def work_of(case: Case, *, has_lm_head: bool) -> Work:
     """Returns the work of all rollouts of one rank, each at full length."""
+    config, sizes = case.config, case.sizes
     embedding = sizes.vocabulary * sizes.hidden
     head = embedding if has_lm_head else 0
-    is_tied = "lm_head.weight" not in model.shapes
+    is_tied = "lm_head.weight" not in case.model.shapes
     length = (config.data.max_prompt_tokens, config.rollout.max_completion_tokens)
     return Work(
         sizes=sizes,
         # An embedding is looked up, not multiplied: of a tied one only the head counts.
-        num_parameters=model.num_parameters - embedding + (head if is_tied else 0),
+        num_parameters=case.model.num_parameters - embedding + (head if is_tied else 0),
         head_parameters=head,
-        lengths=[length] * rollouts_of_step(config, num_ranks),
-        itemsize=ITEMSIZE[config.model.dtype],
+        lengths=[length] * case.num_rollouts,
+        itemsize=case.itemsize,
     )
 
 
-def forward_s(
-    config: Config, model: ModelFacts, speed: Speed, num_ranks: int, *, has_lm_head: bool
-) -> float:
+def forward_s(case: Case, *, has_lm_head: bool) -> float:
     """Returns the seconds of a forward pass over all rollouts of a rank.
 
     If FSDP's gathers of the parameters take longer than the arithmetic, their time counts.
     """
-    sizes = model.dimensions
-    if sizes is None:
-        return 0.0
-    work = work_of(config, model, sizes, num_ranks, has_lm_head=has_lm_head)
-    _, num_micro_batches = micro_batches_per_step(config, num_ranks)
-    gathers = num_micro_batches // config.training.num_epochs
-    return max(forward_flops(work) / speed.flops, gathers * speed.gather_s(model, work.itemsize))
+    flops = forward_flops(work_of(case, has_lm_head=has_lm_head))
+    gathers = case.num_micro_batches // case.config.training.num_epochs
+    gather_s = case.speed.gather_s(case.model, case.itemsize)
+    return max(flops / case.speed.flops, gathers * gather_s)
 
 
-def step_time(
-    config: Config,
-    model: ModelFacts,
-    sizes: Dimensions,
-    card: Card,
-    num_ranks: int,
-    num_running: int,
-) -> StepTime:
+def step_time(case: Case, num_running: int) -> StepTime:
     """Returns the time of a step in which every rollout has its full length: an upper bound.
 
     `num_running` is how many sequences an engine runs at one time (KvCache.full_length).
     """
-    work = work_of(config, model, sizes, num_ranks, has_lm_head=True)
-    speed = Speed(card, replica_ranks(config, num_ranks))
-    # An engine's ranks are on one node.
-    engine_speed = Speed(card, config.rollout.tensor_parallel_size)
-    forward = forward_s(config, model, speed, num_ranks, has_lm_head=True)
-    state = state_of(config, model, num_ranks)
-    offload = state.offloaded(config.model.offload) / (card.host_gb_s * 1e9)
+    config, state, speed = case.config, case.state, case.speed
+    offload = state.offloaded(config.model.offload) / (case.card.host_gb_s * 1e9)
     adamw = ADAMW_BYTES * state.trained / speed.memory * config.training.num_optimizer_steps
     return StepTime(
         {
-            "weight_sync": _sync_s(model, work.itemsize, speed) + offload,
-            "rollout": _rollout_s(config, work, engine_speed, num_running),
-            "logprobs": sum(extra_passes(config)) * forward,
-            "update": _update_s(config, model, work, speed, num_ranks) + adamw + offload,
+            "weight_sync": _sync_s(case) + offload,
+            "rollout": _rollout_s(case, num_running),
+            "logprobs": sum(extra_passes(config)) * forward_s(case, has_lm_head=True),
+            "update": _update_s(case) + adamw + offload,
         }
     )
 
 
-def _sync_s(model: ModelFacts, itemsize: int, speed: Speed) -> float:
+def _sync_s(case: Case) -> float:
     """Returns the seconds of one weight sync."""
+    speed, numel = case.speed, case.model.num_parameters
     # The float32 shard is read. The gathered bytes are written and copied into the engine.
-    read = 4 * model.num_parameters / speed.ranks
-    written = 2 * itemsize * model.num_parameters
-    return speed.gather_s(model, itemsize) + (read + written) / speed.memory
+    copied = 4 * numel / speed.ranks + 2 * case.itemsize * numel
+    return speed.gather_s(case.model, case.itemsize) + copied / speed.memory
 
 
-def _rollout_s(config: Config, work: Work, speed: Speed, num_running: int) -> float:
+def _rollout_s(case: Case, num_running: int) -> float:
     """Returns the seconds of a rollout on one engine.
 
     The engine decodes in as many rounds as its KV cache demands; the last round counts in part.
     Each group computes its prompt once.
     """
-    tp = config.rollout.tensor_parallel_size
+    tp = case.config.rollout.tensor_parallel_size
+    # An engine's ranks are on one node.
+    work, speed = work_of(case, has_lm_head=True), Speed(case.card, tp)
     prompt, completion = work.lengths[0]
     sequences = len(work.lengths) * tp
     # Sequences without room in the KV cache wait for a later round.
@@ -310,22 +339,22 @@ def _rollout_s(config: Config, work: Work, speed: Speed, num_running: int) -> fl
     hidden_bytes = num_running * work.sizes.hidden * work.itemsize
     reduced = 4 * work.sizes.layers * hidden_bytes * completion if tp > 1 else 0
     round_s = decode + reduced / speed.link + completion * ENGINE_STEP_S
-    groups = -(-sequences // config.rollout.group_size)
+    groups = -(-sequences // case.config.rollout.group_size)
     prefill = 2 * work.layer_parameters * groups * prompt / speed.flops / tp
     return sequences / num_running * round_s + prefill
 
 
-def _update_s(config: Config, model: ModelFacts, work: Work, speed: Speed, num_ranks: int) -> float:
+def _update_s(case: Case) -> float:
     """Returns the seconds of the forward and backward passes of an update.
 
     If gathers and gradient reductions take longer than the arithmetic, their time counts.
     """
-    training, has_lora = config.training, bool(config.model.lora.rank)
+    model, speed, has_lora = case.config.model, case.speed, bool(case.config.model.lora.rank)
     # A backward pass costs two forward passes, or one if the weights are frozen.
-    passes = (2 if has_lora else 3) + RECOMPUTED[config.model.activation_checkpointing]
-    products = training.num_epochs * passes * forward_flops(work) / speed.flops
-    _, num_micro_batches = micro_batches_per_step(config, num_ranks)
+    passes = (2 if has_lora else 3) + RECOMPUTED[model.activation_checkpointing]
+    flops = passes * forward_flops(work_of(case, has_lm_head=True))
     # Weights are gathered forward and backward; float32 gradients are reduced.
-    moved = 2 * speed.gather_s(model, work.itemsize)
-    moved += 0 if has_lora else speed.gather_s(model, 4)
-    return max(products, num_micro_batches * moved)
+    moved = 2 * speed.gather_s(case.model, case.itemsize)
+    moved += 0 if has_lora else speed.gather_s(case.model, 4)
+    products = case.config.training.num_epochs * flops / speed.flops
+    return max(products, case.num_micro_batches * moved)
