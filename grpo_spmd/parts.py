@@ -59,7 +59,7 @@ from grpo_spmd.records import MicroBatch, Prompt, ScoredRollouts
 from grpo_spmd.rewards.pool.pool import RewardPool
 from grpo_spmd.rewards.protocol import Reward
 from grpo_spmd.rewards.trl import TrainerState
-from grpo_spmd.rollout.buffer import EpisodeBuffer, RolloutBuffer
+from grpo_spmd.rollout.buffer import RolloutBuffer
 from grpo_spmd.rollout.evaluate import Evaluator
 from grpo_spmd.rollout.sample import EarlyScoring, ExpectedLengths, Sampler
 from grpo_spmd.signals.opening import Signals, open_reward_models, open_rewards, open_signals
@@ -469,18 +469,14 @@ def open_buffer(
     """Collective. Returns the buffer that keeps finished completions, or whole episodes, on
     disk."""
     # A preempted step goes on from the finished completions instead of sampling them again.
-    if environments is None:
-        return RolloutBuffer(
-            config.run_dir, config.seed, config.model, config.rollout, session=session
-        )
-    return EpisodeBuffer(
+    return RolloutBuffer(
         config.run_dir,
         config.seed,
         config.model,
         config.rollout,
         session=session,
-        environment=config.environment,
-        rewards=environments.looking_rewards,
+        environment=None if environments is None else config.environment,
+        rewards=() if environments is None else environments.looking_rewards,
     )
 
 

@@ -9,10 +9,10 @@ import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from grpo_spmd.checkpoint.export import export_checkpoint
@@ -91,9 +91,8 @@ def killed(model: Path) -> tuple[Path, int, str]:
     assert code != 0, old
     assert (folder / "killed").exists(), old
     num_kept = 0
-    for path in (folder / "run/rollout_buffer/step_000002").glob("*.safetensors"):
-        with safe_open(path, "np") as file:
-            num_kept += len(file.get_tensor("rows"))
+    for path in (folder / "run/rollout_buffer/step_000002").glob("*.msgpack"):
+        num_kept += len(msgspec.msgpack.decode(path.read_bytes())["records"])
     (folder / "resets").unlink()
     code, output = start(folder, model, 2).wait(300)
     assert code == 0, output

@@ -10,11 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
+import msgspec
 import pytest
-from safetensors import safe_open
-from safetensors.numpy import save
 
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config
@@ -136,7 +133,7 @@ def test_damaged_files_are_found_and_left_out(
         assert read_back(config, session) == {}, name
         assert "is not used: its contents are damaged" in caplog.text, name
     written.write_bytes(good)
-    written.with_name("notes.safetensors").write_text("not ours")
+    written.with_name("notes.msgpack").write_text("not ours")
     written.with_suffix(".tmp").write_bytes(good[:50])
     assert len(read_back(config, session)) == 4
 
@@ -177,32 +174,43 @@ def test_steps_are_forgotten_once_they_are_saved(written: Path, config: Config) 
 @pytest.mark.parametrize(
     ("name", "odd"),
     [
-        ("rows", np.zeros((4, 4), np.int64)),
-        ("rows", np.full((4, 4), -1, np.int64)),
-        ("rows", np.zeros(4, np.int64)),
-        ("rows", np.full((4, 4), 1 << 62, np.int64)),
-        ("prompts", np.zeros((3, 16), np.uint8)),
-        ("token_ids", np.full(10, -7, np.int32)),
-        ("logprobs", np.zeros(2)),
+        ("position", "7"),
+        ("sample", 0.5),
+        ("prompt_digest", None),
+        ("token_ids", [5, 6, 0]),
+        ("token_ids", b"12345"),
+        ("token_ids", (-7).to_bytes(4, "little", signed=True) * 3),
+        ("logprobs", bytes(16)),
+        ("finish_reason", "abort"),
+        ("episode", b"{}"),
+        ("new", 1),
     ],
 )
 def test_a_forged_file_is_left_out(
-    name: str, odd: npt.NDArray[Any], written: Path, config: Config, session: Session
+    name: str, odd: Any, written: Path, config: Config, session: Session
 ) -> None:
     """Its name goes with its contents, as anybody can make it."""
-    with safe_open(written, "np") as file:
-        metadata, arrays = file.metadata(), {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    payload = save(arrays | {name: odd}, metadata)
-    written.with_name(f"{hashlib.sha256(payload).hexdigest()}.safetensors").write_bytes(payload)
+    contents = msgspec.msgpack.decode(written.read_bytes())
+    contents["records"][1][name] = odd
+    payload = msgspec.msgpack.encode(contents)
+    written.with_name(f"{hashlib.sha256(payload).hexdigest()}.msgpack").write_bytes(payload)
     written.unlink()
     assert read_back(config, session) == {}
+
+
+@pytest.mark.parametrize("content", [b"", b"\x91" * 100_000, b"\x82\xa8identity" + b"\x81" * 9])
+def test_a_file_of_another_form_is_left_out(
+    content: bytes, written: Path, config: Config, session: Session
+) -> None:
+    written.with_name(f"{hashlib.sha256(content).hexdigest()}.msgpack").write_bytes(content)
+    assert len(read_back(config, session)) == 4
 
 
 @pytest.mark.parametrize("target", [None, "/dev/zero", "/etc/passwd"])
 def test_what_is_no_file_is_left_out(
     target: str | None, written: Path, config: Config, session: Session
 ) -> None:
-    second = written.with_name(f"{'0' * 64}.safetensors")
+    second = written.with_name(f"{'0' * 64}.msgpack")
     if target is None:
         os.mkfifo(second)
     else:
