@@ -2,10 +2,11 @@
 
 A result is computed once for all ranks of the node and for later starts. An *entry* is one file
 with a blob of bytes, integer arrays and JSON. Its name is a *fingerprint*, a digest of all inputs.
-Nothing in an entry is executed. A file is used if it is this user's, has this format, and is
-unchanged since it was found intact to the last bit. Otherwise it is made again. Folders must be on
-a disk of the node: a file that is mapped from another host disappears, and the rank crashes, when
-somebody removes it there. Where no folder takes an entry, each rank keeps its own in memory.
+Nothing in an entry is executed. Beside each file lies a *note*, which has the file's `stamp` as it
+was when the entry was complete. An entry whose file has another stamp, or no note, was changed by
+somebody, and is made again. Folders must be on a disk of the node: a file that is mapped from
+another host disappears, and the rank crashes, when somebody removes it there. Where no folder takes
+an entry, each rank keeps its own in memory.
 """
 
 from __future__ import annotations
@@ -30,17 +31,14 @@ from typing import Any, BinaryIO
 import psutil  # type: ignore[import-untyped]
 
 from grpo_spmd.config.errors import ConfigError, say
-from grpo_spmd.files import UntrustedError, open_regular, parse_object
+from grpo_spmd.files import UntrustedError, open_regular
 
 # This number changes with every change of the format: entries of other formats are not read.
-FORMAT = 3
+FORMAT = 4
 # Bytes of a data set below which each rank makes its own entry in memory, in less than a second.
 SMALL = 4 << 20
-_BUFFER_BYTES = 1 << 20
-# An entry ends with the length of its JSON and the SHA-256 of all earlier bytes.
+# An entry ends with the length of its JSON, in so many bytes.
 _LENGTH_BYTES = 8
-_DIGEST_BYTES = 32
-_TAIL_BYTES = _LENGTH_BYTES + _DIGEST_BYTES
 # Seconds without use after which an entry is removed, when another entry is made.
 _KEPT_S = 30 * 86_400.0
 # Seconds without a write after which a temporary file is removed.
@@ -58,32 +56,19 @@ _LOCAL_FILE_SYSTEMS = {
 
 
 class Entry:
-    """One cache entry, mapped from its file or in memory.
+    """One cache entry, mapped from its file or in memory."""
 
-    Its arrays are int64. They are read like lists and take no extra memory.
-    """
-
-    def __init__(self, content: memoryview, name: str) -> None:
-        """Raises ValueError, KeyError or TypeError if the content is damaged."""
-        length = int.from_bytes(content[-_TAIL_BYTES:-_DIGEST_BYTES], "little")
-        end = len(content) - _TAIL_BYTES - length
-        if end < 0:
-            raise ValueError("too short")
-        header = parse_object(bytes(content[end:-_TAIL_BYTES]), Path(name))
-        if header["format"] != FORMAT or header["name"] != name:
-            raise ValueError("another entry")
+    def __init__(self, content: memoryview) -> None:
+        length = int.from_bytes(content[-_LENGTH_BYTES:], "little")
+        header = json.loads(bytes(content[-_LENGTH_BYTES - length : -_LENGTH_BYTES]))
         self.facts: dict[str, Any] = header["facts"]
         start = header["blob"]
         self.blob = content[:start]
-        self._arrays: dict[str, memoryview] = {}
-        for array_name, size in header["arrays"].items():
-            self._arrays[array_name] = content[start : start + size].cast("q")
+        self.arrays: dict[str, memoryview] = {}
+        """Arrays of int64. They are read like lists and take no extra memory."""
+        for name, size in header["arrays"].items():
+            self.arrays[name] = content[start : start + size].cast("q")
             start += size
-        if start != end:
-            raise ValueError("arrays of another size")
-
-    def array(self, name: str) -> memoryview:
-        return self._arrays[name]
 
 
 class EntryWriter:
@@ -95,50 +80,27 @@ class EntryWriter:
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
-        self._digest = hashlib.sha256()
-        self._size = 0
-        self._buffer = bytearray()
         self.arrays: dict[str, array[int]] = {}
         self.facts: dict[str, Any] = {}
 
-    def add(self, piece: bytes | memoryview) -> None:
+    def add(self, piece: bytes) -> None:
         """Appends to the blob."""
-        self._size += len(piece)
-        self._buffer += piece
-        if len(self._buffer) >= _BUFFER_BYTES:
-            self._flush()
+        self._file.write(piece)
 
-    def finish(self, name: str) -> str:
-        """Writes arrays and facts after the blob. Returns the SHA-256 that ends the entry."""
+    def finish(self) -> None:
+        """Writes arrays and facts after the blob."""
         header = {
-            "format": FORMAT,
-            "name": name,
-            "blob": self._size,
+            "blob": self._file.tell(),
             "arrays": {key: 8 * len(values) for key, values in self.arrays.items()},
             "facts": self.facts,
         }
         # Arrays follow the blob in the order of the header, which gives their sizes in bytes.
         for values in self.arrays.values():
-            self.add(memoryview(values).cast("B"))
+            self._file.write(values)
         text = json.dumps(header).encode()
         # The header comes last with its length, so that an entry can be written in one pass.
-        self.add(text)
-        self.add(len(text).to_bytes(_LENGTH_BYTES, "little"))
-        self._flush()
-        self._write(self._digest.digest())
-        return self._digest.hexdigest()
-
-    def _flush(self) -> None:
-        self._digest.update(self._buffer)
-        self._write(self._buffer)
-        self._buffer = bytearray()
-
-    def _write(self, content: bytes | bytearray) -> None:
-        remaining = memoryview(content)
-        with _folder_errors():
-            # An unbuffered file may write fewer bytes than it was given.
-            while remaining:
-                remaining = remaining[self._file.write(remaining) :]
+        self._file.write(text + len(text).to_bytes(_LENGTH_BYTES, "little"))
+        self._file.flush()
 
 
 Make = Callable[[EntryWriter], None]
@@ -174,45 +136,65 @@ def load_or_make(kind: str, inputs: Any, num_bytes: int, make: Make, source: str
     wait for the same `source`, which the error names.
     """
     if inputs is None or num_bytes < SMALL:
-        return _make_in_memory(kind, make)
+        return _make_in_memory(make)
     name = entry_name(kind, inputs)
     start = time.time_ns()
-    error_name = f"{name}.{_hex_digest(os.fsencode(source), 16)}.error"
-    entry = _find(name)
+    failures: list[str] = []
+    folders = cache_folders(failures)
+    entry = _find(folders, name)
+    if entry is None and folders:
+        with contextlib.ExitStack() as stack:
+            # Without a lock each process makes an entry, and the last one stays.
+            with contextlib.suppress(OSError):
+                lock = stack.enter_context(open(folders[0] / f"{name}.lock", "ab"))
+                _wait_for_lock(lock, name)
+            entry = _find(folders, name)
+            if entry is None:
+                error_name = f"{name}.{_hex_digest(os.fsencode(source), 16)}.error"
+                _raise_error_of_maker(folders, error_name, start)
+                entry = _make_on_disk(folders, name, num_bytes, make, error_name, failures)
     if entry is not None:
         return entry
-    with _entry_lock(name) as had_to_wait:
-        entry = _find(name)
-        if entry is not None:
-            return entry
-        if had_to_wait:
-            _raise_error_of_maker(error_name, start)
-        return _make(name, num_bytes, make, error_name)
+    # One rank of the node warns for all.
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        reasons = "; ".join([*failures, "set XDG_CACHE_HOME to a folder of this node"])
+        effect = "tokenized prompts are not kept, and each rank makes its own in memory"
+        say(f"warning: data: {effect} ({reasons})")
+    return _make_in_memory(make)
 
 
-def _find(name: str) -> Entry | None:
-    for folder in cache_folders():
-        entry = _open(folder, name)
-        if entry is not None:
-            return entry
+def _find(folders: list[Path], name: str) -> Entry | None:
+    """Returns an entry that is in one of the folders, and that nobody changed since it was made."""
+    for folder in folders:
+        with (
+            contextlib.suppress(OSError, UntrustedError),
+            open_regular(folder / name) as file,
+        ):
+            if _read_note(folder, name, os.fstat(file.fileno())) is not None:
+                content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                # The note's time is the time of the last use.
+                os.utime(folder / f"{name}.note")
+                return Entry(memoryview(content))
     return None
 
 
-def _make(name: str, num_bytes: int, make: Make, error_name: str) -> Entry:
-    """Makes an entry in the first folder that takes it, or in memory if no folder does.
+def _make_on_disk(
+    folders: list[Path], name: str, num_bytes: int, make: Make, error_name: str, failures: list[str]
+) -> Entry | None:
+    """Makes an entry in the first folder that takes it. Returns None if no folder does.
 
-    An error of `make` is stored for the processes that wait.
+    The reasons are added to `failures`. An error of `make` is stored for the processes that wait.
     """
-    failures: list[str] = []
-    for folder in cache_folders(failures):
+    for folder in folders:
         free_bytes = shutil.disk_usage(folder).free
         if free_bytes < 2 * num_bytes:
             failures.append(f"{folder} has {free_bytes / 1e9:.1f} GB free")
             continue
         try:
-            entry = _make_in_folder(folder, name, make)
-        except _FolderError as error:
-            failures.append(f"{folder}: {error}")
+            _sweep(folder)
+            _make_in_folder(folder, name, make)
+        except OSError as error:
+            failures.append(f"{folder}: {error.strerror or error}")
             continue
         # An error of the data is stored, so that the waiting ranks raise it without reading again.
         except ConfigError as error:
@@ -223,119 +205,60 @@ def _make(name: str, num_bytes: int, make: Make, error_name: str) -> Entry:
         if failures:
             reasons = "; ".join(failures)
             say(f"warning: data: tokenized prompts are kept in {folder} ({reasons})")
-        return entry
-    # One rank of the node warns for all.
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        reasons = "; ".join([*failures, "set XDG_CACHE_HOME to a folder of this node"])
-        effect = "tokenized prompts are not kept, and each rank makes its own in memory"
-        say(f"warning: data: {effect} ({reasons})")
-    return _make_in_memory(name, make)
+        return _find([folder], name)
+    return None
 
 
-def _make_in_memory(name: str, make: Make) -> Entry:
+def _make_in_memory(make: Make) -> Entry:
     file = io.BytesIO()
     writer = EntryWriter(file)
     make(writer)
-    writer.finish(name)
-    return Entry(file.getbuffer(), name)
+    writer.finish()
+    return Entry(file.getbuffer())
 
 
-class _FolderError(Exception):
-    """A folder does not take an entry. The message says why."""
-
-
-@contextlib.contextmanager
-def _folder_errors() -> Iterator[None]:
-    """Turns errors of a folder into _FolderError, to tell them from errors in `make`'s sources."""
+def _make_in_folder(folder: Path, name: str, make: Make) -> None:
+    """Makes the entry as a file of this folder. Raises OSError, and any error of `make`."""
+    # Only this user can open it: mkstemp's mode is 0600.
+    descriptor, temporary = tempfile.mkstemp(prefix=f"{name}.", suffix=".tmp", dir=folder)
     try:
-        yield
-    except OSError as error:
-        raise _FolderError(error.strerror or str(error)) from None
-
-
-def _make_in_folder(folder: Path, name: str, make: Make) -> Entry:
-    """Returns the entry, made as a file of this folder. Raises _FolderError, and any error of
-    `make`."""
-    with _folder_errors():
-        _sweep(folder)
-        # Only this user can open it: mkstemp's mode is 0600.
-        descriptor, temporary = tempfile.mkstemp(prefix=f"{name}.", suffix=".tmp", dir=folder)
-    try:
-        with open(descriptor, "wb", buffering=0) as file:
+        with open(descriptor, "wb") as file:
             writer = EntryWriter(file)
             make(writer)
-            digest = writer.finish(name)
-            with _folder_errors():
-                # Without fsync a power cut could leave a file of the right size and time, but
-                # empty.
-                os.fsync(descriptor)
+            writer.finish()
+            # Without fsync a power cut could leave a file of the right size and time, but empty.
+            os.fsync(descriptor)
         # The rename is atomic: other processes see the whole entry or none.
-        with _folder_errors():
-            os.replace(temporary, folder / name)
+        os.replace(temporary, folder / name)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
-    with _folder_errors():
-        _store_digest(folder, name, os.stat(folder / name), digest)
-    entry = _open(folder, name)
-    # A disk that reads back other bytes than were written cannot keep an entry.
-    if entry is None:
-        raise _FolderError("what was written there does not read back")
-    return entry
+    # The rename changes the stamp, so the note comes after it.
+    _write_note(folder, name, os.stat(folder / name), "")
 
 
-def _open(folder: Path, name: str) -> Entry | None:
-    """Returns an entry, or None if there is none that can be used."""
-    try:
-        with open_regular(folder / name) as file:
-            state = os.fstat(file.fileno())
-            if not _is_private(state) or state.st_size < _TAIL_BYTES:
-                return None
-            content = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-            digest = content[-_DIGEST_BYTES:].hex()
-            # The digest of a large file is computed only if no stored one belongs to its present
-            # state.
-            if _stored_digest(folder, name, state) != digest:
-                if _sha256(file, state.st_size - _DIGEST_BYTES) != digest:
-                    return None
-                _store_digest(folder, name, state, digest)
-            entry = Entry(content, name)
-            with contextlib.suppress(OSError):
-                # The file's time is the time of its last use.
-                os.utime(folder / f"{name}.stat")
-            return entry
-    except (OSError, UntrustedError, AttributeError, KeyError, TypeError, ValueError):
-        return None
-
-
-# Digests of files.
+# Digests of files, and notes.
 
 
 def digest_of(path: Path) -> str:
     """Returns the SHA-256 of a file's content. Raises OSError, UntrustedError.
 
-    The digest of a large file is stored with its `stamp`, so that not every rank and every start
+    The digest of a large file is kept in a note with the file's `stamp`, so that not every start
     must read the whole file.
     """
     with open_regular(path, follow=True) as file:
         state = os.fstat(file.fileno())
         start = time.time()
         folders = cache_folders() if state.st_size >= SMALL else []
-        if not folders:
-            return _sha256(file, state.st_size)
-        folder = folders[0]
         name = f"digest-{_hex_digest(os.fsencode(os.path.realpath(path)), 40)}"
-        digest = _stored_digest(folder, name, state)
-        if digest is not None:
-            return digest
-        with _entry_lock(name):
-            digest = _stored_digest(folder, name, state)
-            if digest is None:
-                digest = _sha256(file, state.st_size)
-                is_settled = start - max(state.st_mtime, state.st_ctime) > _RECENT_S
-                if is_settled and stamp(os.fstat(file.fileno())) == stamp(state):
-                    _store_digest(folder, name, state, digest)
+        digest = _read_note(folders[0], name, state) if folders else None
+        if digest is None:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            is_settled = start - max(state.st_mtime, state.st_ctime) > _RECENT_S
+            if folders and is_settled and stamp(os.fstat(file.fileno())) == stamp(state):
+                with contextlib.suppress(OSError):
+                    _write_note(folders[0], name, state, digest)
         return digest
 
 
@@ -345,32 +268,18 @@ def stamp(state: os.stat_result) -> list[int]:
     return [state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns]
 
 
-def _sha256(file: BinaryIO, size: int) -> str:
-    # Read, not mapped: mapped pages count as the process's memory.
-    digest = hashlib.sha256()
-    num_remaining = size
-    file.seek(0)
-    while num_remaining > 0:
-        piece = file.read(min(num_remaining, _BUFFER_BYTES))
-        if not piece:
-            break
-        digest.update(piece)
-        num_remaining -= len(piece)
-    return digest.hexdigest()
-
-
-def _stored_digest(folder: Path, name: str, state: os.stat_result) -> str | None:
+def _read_note(folder: Path, name: str, state: os.stat_result) -> str | None:
+    """Returns the text of the note `name` if it is about a file with the stamp of `state`."""
     try:
-        with open_regular(folder / f"{name}.stat") as file:
-            stored_stamp, digest = json.loads(file.read(4096))
-    except (OSError, UntrustedError, TypeError, ValueError):
+        with open_regular(folder / f"{name}.note") as file:
+            noted_stamp, text = json.loads(file.read(4096))
+    except (OSError, TypeError, ValueError):
         return None
-    return digest if stored_stamp == stamp(state) and isinstance(digest, str) else None
+    return text if noted_stamp == stamp(state) and isinstance(text, str) else None
 
 
-def _store_digest(folder: Path, name: str, state: os.stat_result, digest: str) -> None:
-    with contextlib.suppress(OSError):
-        _write_file(folder, f"{name}.stat", json.dumps([stamp(state), digest]).encode())
+def _write_note(folder: Path, name: str, state: os.stat_result, text: str) -> None:
+    _write_file(folder, f"{name}.note", json.dumps([stamp(state), text]).encode())
 
 
 def _write_file(folder: Path, name: str, content: bytes) -> None:
@@ -455,62 +364,29 @@ def _file_system_of(folder: Path) -> str:
 # Coordination between processes of the node.
 
 
-@contextlib.contextmanager
-def _entry_lock(name: str) -> Iterator[bool]:
-    """Holds the lock of an entry on this node. Yields whether another process held it before.
+def _wait_for_lock(lock: BinaryIO, name: str) -> None:
+    """Waits until this process holds the lock of an entry on this node.
 
-    The kernel releases the lock, also if its holder is killed. A process that waits long logs the
-    holder's pid.
+    The kernel releases the lock, also if its holder is killed. Raises OSError if the file system
+    has no locks.
     """
-    lock = _open_lock(name)
-    if lock is None:
-        yield False
-        return
-    try:
-        had_to_wait = _wait_for_lock(lock, name)
-        # The disk may be full; the pid is only for a log line.
-        with contextlib.suppress(OSError):
-            os.pwrite(lock, f"{os.getpid():<20}".encode(), 0)
-        yield had_to_wait
-    finally:
-        os.close(lock)
-
-
-def _wait_for_lock(lock: int, name: str) -> bool:
-    had_to_wait = False
     start = time.monotonic()
     next_note = start + _NOTE_WAIT_S
     # After the longest wait the holder was probably stopped, or its disk is gone.
     while time.monotonic() - start <= _MAX_WAIT_S:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
+            return
         except BlockingIOError:
-            had_to_wait = True
-        except OSError:
-            # The file system has no locks: each process may make an entry, and the last stays.
-            break
-        time_now = time.monotonic()
-        if time_now > next_note and os.environ.get("LOCAL_RANK", "0") in "01":
-            next_note = time_now + _NOTE_WAIT_S
-            holder = os.pread(lock, 20, 0).decode(errors="replace").strip() or "?"
-            work = f"process {holder} of this node, which makes {name} ({time_now - start:.0f} s)"
-            say(f"data: waiting for {work}")
-        time.sleep(0.05)
-    return had_to_wait
+            time.sleep(0.05)
+        if time.monotonic() > next_note and os.environ.get("LOCAL_RANK", "0") in "01":
+            next_note += _NOTE_WAIT_S
+            say(f"data: waiting for another process of this node, which makes {name}")
 
 
-def _open_lock(name: str) -> int | None:
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-    for folder in cache_folders():
-        with contextlib.suppress(OSError):
-            return os.open(folder / f"{name}.lock", flags, 0o600)
-    return None
-
-
-def _raise_error_of_maker(error_name: str, start: int) -> None:
+def _raise_error_of_maker(folders: list[Path], error_name: str, start: int) -> None:
     """Raises the error that another process of this node has stored since `start`."""
-    for folder in cache_folders():
+    for folder in folders:
         with (
             contextlib.suppress(OSError, UntrustedError),
             open_regular(folder / error_name) as file,
@@ -525,15 +401,12 @@ def _sweep(folder: Path) -> None:
     A process that has mapped an old entry can still read it.
     """
     time_now = time.time()
-    last_used: dict[str, float] = {}
-    paths = [*folder.iterdir()]
-    for path in paths:
+    for path in folder.iterdir():
         with contextlib.suppress(OSError):
-            name = path.name.partition(".")[0]
-            last_used[name] = max(last_used.get(name, 0.0), path.lstat().st_mtime)
-    for path in paths:
-        with contextlib.suppress(OSError):
+            note = folder / f"{path.name.partition('.')[0]}.note"
             is_temporary = path.suffix == ".tmp"
-            is_abandoned = is_temporary and time_now - path.lstat().st_mtime > _ABANDONED_S
-            if is_abandoned or time_now - last_used[path.name.partition(".")[0]] > _KEPT_S:
+            last_used = path.lstat().st_mtime
+            if not is_temporary and note.exists():
+                last_used = max(last_used, note.stat().st_mtime)
+            if time_now - last_used > (_ABANDONED_S if is_temporary else _KEPT_S):
                 path.unlink()

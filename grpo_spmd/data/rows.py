@@ -111,10 +111,10 @@ class CachedRows(Sequence[PromptRow]):
         self.num_bytes = source.num_bytes
         self._make_row = make_row
         self._blob = entry.blob
-        self._ends = entry.array("ends")
-        self._numbers = entry.array("numbers")
+        self._ends = entry.arrays["ends"]
+        self._numbers = entry.arrays["numbers"]
         self.overview = Overview(
-            dict.fromkeys(entry.facts["columns"]), entry.array("sizes"), entry.facts["first_chat"]
+            dict.fromkeys(entry.facts["columns"]), entry.arrays["sizes"], entry.facts["first_chat"]
         )
         self.first_refused: int | None = entry.facts["first_odd"]
         """The index of the first row that `check_row` refuses."""

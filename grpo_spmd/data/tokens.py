@@ -37,8 +37,8 @@ class Prompts(Sequence[Prompt]):
     def __init__(self, rows: Sequence[PromptRow], entry: Entry) -> None:
         self._rows = rows
         self._token_ids = entry.blob.cast("i")
-        self._ends = entry.array("ends")
-        self._numbers = entry.array("numbers")
+        self._ends = entry.arrays["ends"]
+        self._numbers = entry.arrays["numbers"]
         self.digests: tuple[str, str] = (entry.facts["tokens"], entry.facts["rows"])
         """The result of `digests_of` for these prompts."""
 
