@@ -2,8 +2,8 @@
 
 Words used here: a *turn* is one message that the policy (the assistant) has sampled. *Data* are
 texts that tools, users and policies wrote; the template's own text is *trusted*. A *span* is a
-(begin, end) pair of character indices. A *slot* is a word that stands for a string of data while
-the template renders a conversation.
+(begin, end) pair of character indices. A *mark* is a secret word inside of data that shows where
+the template has put the data.
 
 `ChatFormat` makes prompts and the contexts of next turns. Sampled tokens stay as they were
 sampled; only new messages are rendered and encoded, after them. `PlainText` encodes a text in
@@ -18,8 +18,8 @@ import re
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate, count, pairwise
+from functools import cached_property, partial
+from itertools import accumulate, pairwise
 from os.path import commonprefix
 from typing import Any, Literal
 
@@ -31,6 +31,8 @@ Message = dict[str, Any]
 Tools = Sequence[dict[str, Any]]
 Kind = Literal["tool", "user"]
 
+# Nobody's text contains this word, as nobody knows it before the process starts.
+_MARK = secrets.token_hex(16)
 # Runs of newlines are added tokens in Gemma's vocabulary, and data may contain them.
 _BLANK = re.compile("[\\s\u2581]*")
 # These words fill trial conversations. No template, no tool and nobody's text contains them.
@@ -38,15 +40,14 @@ _SAID_WORD = "said7c1f0b"
 _ANSWER_WORD = "given7c1f0b"
 _THINKING_WORD = "thought7c1f0b"
 _TRIAL_PROMPT: list[Message] = [{"role": "user", "content": "asked7c1f0b"}]
-_SLOT = re.compile(r"(slot\d+x7c1f0b)")
 # Thinking may differ where a template rewrites nothing else; `history: append` keeps all of it.
 _THINKING = re.compile(r"<think>.*?(?:</think>|$)\s*", re.DOTALL)
+_THINKING_TAGS = ("<think>", "</think>")
 # Canonical composition (NFC) makes one letter out of at most four code points.
 _MAX_COMPOSED = 4
-# Names of tools come from the policy, so there may be many of them.
-_MAX_CACHED = 4096
 _KEY = "environment: the chat template of model.path"
 _NO_TEMPLATE = "give the model's folder one (chat_template.jinja), or take an instruct model"
+_WORDS = {"tool": "results of tools", "user": "a user's messages behind the first turn"}
 _FIELDS = {
     "role", "type", "content", "text", "name", "tool_call_id", "tool_calls", "id", "function",
     "arguments", "reasoning_content", "thinking",
@@ -80,16 +81,42 @@ class PlainText:
             for token_id, token in tokenizer.added_tokens_decoder.items()
             if token_id not in allowed and not _BLANK.fullmatch(token.content)
         }
-        texts = sorted(self._texts.values(), key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, texts)) or "(?!)")
+        # A normalizer may change the case.
+        self._pattern = re.compile(
+            "|".join(map(re.escape, self._texts.values())) or "(?!)", re.IGNORECASE
+        )
 
-    def is_special(self, text: str) -> bool:
-        """Returns whether a text contains the text of a special or added token."""
-        return self._pattern.search(text) is not None
+    def is_special(self, token_id: int) -> bool:
+        """Returns whether a token is a special or added token."""
+        return token_id in self._texts
 
-    def special_ids(self, ids: Sequence[int]) -> list[int]:
-        """Returns the special and added tokens among `ids`."""
-        return [token_id for token_id in ids if token_id in self._texts]
+    def special_spans(self, text: str) -> list[tuple[int, int, int]]:
+        """Returns (begin, end, id) of the special and added tokens that a text is encoded to.
+
+        Raises TemplateError.
+        """
+        encoded = self._encode_with_offsets(text)
+        return [
+            (*self._text_span(text, token_id, offset), token_id)
+            for token_id, offset in zip(
+                encoded["input_ids"], encoded["offset_mapping"], strict=True
+            )
+            if token_id in self._texts
+        ]
+
+    def mark(self, text: str, ignored: Collection[str] = ()) -> str:
+        """Returns a text with the mark behind the first letter of each special or added token,
+        except for those with an `ignored` text. Raises TemplateError."""
+        # Most texts need no encoding. Letters beyond ASCII may become others by a normalizer.
+        if text.isascii() and not self._pattern.search(text):
+            return text
+        begins = [
+            begin
+            for begin, _, token_id in self.special_spans(text)
+            if self._texts[token_id] not in ignored
+        ]
+        bounds = [0, *(begin + 1 for begin in begins), len(text)]
+        return _MARK.join(text[begin:end] for begin, end in pairwise(bounds))
 
     def encode(self, text: str, data: Collection[Span] = ()) -> list[int]:
         """Returns the tokens of a text; `data` are the spans of the text that are data.
@@ -100,13 +127,15 @@ class PlainText:
         ids: list[int] = list(encoded["input_ids"])
         offsets = encoded["offset_mapping"]
         special = [i for i, token_id in enumerate(ids) if token_id in self._texts] if data else []
-        trusted = [i for i in special if not self._is_data(text, ids[i], offsets[i], data)]
+        trusted = [
+            i for i in special if not _overlaps(self._text_span(text, ids[i], offsets[i]), data)
+        ]
         if len(trusted) == len(special):
             return ids
         result: list[int] = []
         for previous, following in pairwise([-1, *trusted, len(ids)]):
             between = ids[previous + 1 : following]
-            if self.special_ids(between):
+            if any(map(self.is_special, between)):
                 begin = offsets[previous][1] if previous >= 0 else 0
                 end = offsets[following][0] if following < len(ids) else len(text)
                 between = self._encode_without_special(text[begin:end])
@@ -124,25 +153,21 @@ class PlainText:
                 raise
             raise TemplateError(f"the tokenizer fails on it: {error}") from None
 
-    def _is_data(self, text: str, token_id: int, offset: Span, data: Collection[Span]) -> bool:
-        """Returns whether a token's text lies in data; blanks around it that belong to the token do
-        not count."""
-        begin, end = offset
+    def _text_span(self, text: str, token_id: int, offset: Span) -> Span:
+        """Returns the span of a token's own text, without blanks around it that belong to the
+        token."""
         content = self._texts[token_id]
-        content_begin = text.find(content, begin, end)
-        if content_begin >= 0:
-            begin = content_begin
-            end = content_begin + len(content)
-        return any(begin < data_end and data_begin < end for data_begin, data_end in data)
+        begin = text.find(content, *offset)
+        return offset if begin < 0 else (begin, begin + len(content))
 
     def _encode_without_special(self, text: str) -> list[int]:
         """Returns the tokens of a text that follows a special token. Raises TemplateError."""
-        copy, mark, mark_id = self._copy
+        copy, mark_id = self._copy
         result: list[int] = []
         waiting = [text]
         while waiting:
             stretch = waiting.pop()
-            encoding = copy.encode(mark + stretch, add_special_tokens=False)
+            encoding = copy.encode(_MARK + stretch, add_special_tokens=False)
             if encoding.ids[:1] != [mark_id] or mark_id in encoding.ids[1:]:
                 rule = f"does not keep {stretch[:40]!r} apart from what is before it"
                 raise TemplateError(f"the tokenizer {rule}")
@@ -151,12 +176,12 @@ class PlainText:
                 if token_id not in self._texts:
                     continue
                 if end - begin < 2:
-                    letters = stretch[begin - len(mark) : end - len(mark)]
+                    letters = stretch[begin - len(_MARK) : end - len(_MARK)]
                     rule = f"{letters!r} becomes {self._texts[token_id]!r}"
                     raise TemplateError(
                         f"the tokenizer cannot write it without special tokens: {rule}"
                     )
-                cuts.append(begin - len(mark) + 1)
+                cuts.append(begin - len(_MARK) + 1)
             if cuts:
                 bounds = [0, *cuts, len(stretch)]
                 waiting += reversed([stretch[begin:end] for begin, end in pairwise(bounds)])
@@ -165,9 +190,8 @@ class PlainText:
         return result
 
     @cached_property
-    def _copy(self) -> tuple[Any, str, int]:
-        """Returns the tokenizer without its added tokens, a mark that no data contains, and the
-        mark's id.
+    def _copy(self) -> tuple[Any, int]:
+        """Returns the tokenizer without its added tokens, and the id of the mark.
 
         After the mark, text is encoded as after any special token. The copy is made when it is
         first needed, because a large vocabulary takes a second.
@@ -178,14 +202,11 @@ class PlainText:
         tree = json.loads(self._tokenizer.backend_tokenizer.to_str())
         for token in tree["added_tokens"]:
             token["special"] = True
-        copy = Tokenizer.from_str(json.dumps({**tree, "truncation": None, "padding": None}))
+        copy: Any = Tokenizer.from_str(json.dumps({**tree, "truncation": None, "padding": None}))
         # The copy then finds no special token in a text, and all added ones are special.
         copy.encode_special_tokens = True
-        mark = f"\ufdd0{secrets.token_hex(16)}\ufdd1"
-        copy.add_tokens([AddedToken(mark, special=False, normalized=False)])
-        mark_id = copy.token_to_id(mark)
-        assert mark_id is not None, "a token that was added has an id"
-        return copy, mark, mark_id
+        copy.add_tokens([AddedToken(_MARK, special=False, normalized=False)])
+        return copy, copy.token_to_id(_MARK)
 
 
 def without_surrogates(text: str) -> str:
@@ -197,20 +218,13 @@ def without_surrogates(text: str) -> str:
 
 
 @dataclass(frozen=True)
-class _TurnEnd:
-    """How the template ends a turn of the assistant if new messages follow."""
-
-    text: str
-    """All text after the turn's own words, including the token that ends the turn."""
-    token: str
-    token_id: int
-
-
-@dataclass(frozen=True)
 class _HistoryRule:
     """How the template treats earlier turns if messages of one kind follow."""
 
-    end: _TurnEnd
+    end_text: str
+    """All text after a turn's own words, including the token that ends the turn."""
+    end_token: str
+    end_id: int
     replaced_end: str | None
     """The token that ends the last turn of a conversation, if it is a different token."""
     rewrites: bool
@@ -223,9 +237,11 @@ class _HistoryRule:
         return self.replaced_end is None and not self.rewrites
 
     @property
-    def keeps(self) -> bool:
-        """Returns whether the template leaves all earlier text as it was."""
-        return self.may_append and not self.strips_thinking
+    def note(self) -> str:
+        """Returns for the log how earlier turns are treated."""
+        if not self.may_append:
+            return "rewrites earlier turns"
+        return "strips thinking" if self.strips_thinking else "keeps earlier turns"
 
 
 class ChatFormat:
@@ -271,7 +287,6 @@ class ChatFormat:
         # No error: a policy may know its tools from its training.
         self._hidden_tools = [name for name in map(_tool_name, tools) if name not in prompt]
         self._trial_tool = _tool_name(tools[0]) if tools else "function"
-        self._expected_ids: dict[str, list[int]] = {}
         self._rules_by_tools: dict[str, _HistoryRule | None] = {}
         self._rules: dict[Kind, _HistoryRule] = {}
         self._try_kind("tool", tools, is_sure=has_tool_results)
@@ -287,29 +302,14 @@ class ChatFormat:
 
     @property
     def note(self) -> str:
-        """Returns for the log how the template treats earlier turns, and what follows from it."""
-        words = {"tool": "results of tools", "user": "messages of users"}
-        unchanged = [words[kind] for kind, rule in self._rules.items() if rule.keeps]
-        stripped = [
-            words[kind]
-            for kind, rule in self._rules.items()
-            if rule.may_append and rule.strips_thinking
-        ]
-        notes = []
-        if unchanged:
-            notes.append(f"keeps earlier turns before {' and '.join(unchanged)}")
-        if stripped:
-            effect = "stays" if self._history == "append" else "goes, in a segment of its own"
-            notes.append(
-                f"strips thinking before {' and '.join(stripped)}; "
-                f"here it {effect} (environment.history)"
-            )
+        """Returns for the log how the template treats earlier turns."""
+        notes = [f"{rule.note} before {_WORDS[kind]}" for kind, rule in self._rules.items()]
         if self._renders_whole or not notes:
             notes = ["is rendered anew for each turn"]
         if self._hidden_tools:
             tools = ", ".join(self._hidden_tools)
             notes.append(f"does not tell the policy of its tools ({tools})")
-        return f"the chat template {', '.join(notes)}"
+        return f"the chat template {', '.join(notes)} (environment.history: {self._history})"
 
     def prompt_ids(self, messages: Sequence[Message], tools: Tools) -> list[int]:
         """Returns the tokens of a first prompt, with the generation prompt. Raises
@@ -322,7 +322,7 @@ class ChatFormat:
 
         All texts of the conversation are data. Raises TemplateError.
         """
-        text, data = self._render_with_data(complete(messages), tools, 0, self._plain.is_special)
+        text, data = self._render_with_data(complete(messages), tools, 0)
         return self._plain.encode(text, data)
 
     def suffix_ids(
@@ -338,16 +338,22 @@ class ChatFormat:
             role = messages[0]["role"]
             raise TemplateError(f"the chat template has no place for a message with role {role!r}")
         new_messages = complete([policy_turn, *messages])[1:]
-        name = _answered_tool(new_messages[0], policy_turn, self._trial_tool)
-        trial = [*_TRIAL_PROMPT, self._trial_turn(kind, name)]
-        ids = self._new_ids(trial, new_messages, tools, rule.end, self._plain.is_special)
-        expected = self._expected_special_ids(trial, new_messages, tools, rule.end)
-        if self._plain.special_ids(ids) != expected:
-            # A special token came from text that is not written like one, such as another form of
-            # a letter: now every text is treated as data.
-            contents = {without_surrogates(_text(message)) for message in new_messages} - {""}
-            ids = self._new_ids(trial, new_messages, tools, rule.end, contents.__contains__)
-        return ids
+        # gpt-oss has the name of an answering tool only in the turn.
+        calls = policy_turn.get("tool_calls") or [{}]
+        called = calls[0].get("function", {}).get("name")
+        name = str(new_messages[0].get("name") or called or self._trial_tool)
+        trial = [*_TRIAL_PROMPT, self._trial_turn(kind, name), *new_messages]
+        text, data = self._render_with_data(trial, tools, len(_TRIAL_PROMPT))
+        _, word, text_after_turn = text.partition(_SAID_WORD)
+        if not word or not text_after_turn.startswith(rule.end_text):
+            change = "ends the assistant's turn otherwise before these messages"
+            raise TemplateError(f"the chat template {change}")
+        end = len(text) - len(text_after_turn) + len(rule.end_text)
+        ids = self._encode_from(end - len(rule.end_token), text, data)
+        if ids[:1] != [rule.end_id]:
+            token = rule.end_token
+            raise TemplateError(f"the tokenizer does not find {token!r} before these messages")
+        return ids[1:]
 
     def next_ids(
         self,
@@ -366,34 +372,23 @@ class ChatFormat:
         rule = None
         if not self._renders_whole:
             rule = self._rule(_kind_of(new_messages), tools)
-        if rule and (rule.keeps or (self._history == "append" and rule.may_append)):
+        if rule and rule.may_append and (self._history == "append" or not rule.strips_thinking):
             ids = list(context_ids)
-            if ids[-1] != rule.end.token_id:
-                ids.append(rule.end.token_id)
+            if ids[-1] != rule.end_id:
+                ids.append(rule.end_id)
             return ids + self.suffix_ids(new_messages, tools, messages_so_far[-1]), True
-        return self._rendered_ids(context_ids, messages_so_far, new_messages, tools)
-
-    def _rendered_ids(
-        self,
-        context_ids: Sequence[int],
-        messages_so_far: Sequence[Message],
-        new_messages: Sequence[Message],
-        tools: Tools,
-    ) -> tuple[list[int], bool]:
-        """Returns as `next_ids` does, from the template's rendering of the whole conversation."""
+        # The template renders the whole conversation, of which the prompt is trusted.
         roles = [message["role"] for message in messages_so_far]
         num_prompt = roles.index("assistant") if "assistant" in roles else len(roles)
         messages = complete([*messages_so_far, *new_messages])
-        text, data = self._render_with_data(messages, tools, num_prompt, self._plain.is_special)
+        text, data = self._render_with_data(messages, tools, num_prompt)
         context = self._tokenizer.decode(
             context_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
-        if self._plain.special_ids(context_ids[-1:]) and text.startswith(context):
-            # The template rewrote nothing this time. Text is encoded from the last token on, as a
-            # special token may swallow blanks behind it.
+        if self._plain.is_special(context_ids[-1]) and text.startswith(context):
+            # The template rewrote nothing this time.
             begin = len(context) - len(self._tokenizer.decode(context_ids[-1:]))
-            new_ids = self._plain.encode(text[begin:], _shift(data, begin))[1:]
-            return [*context_ids, *new_ids], True
+            return [*context_ids, *self._encode_from(begin, text, data)[1:]], True
         return self._plain.encode(text, data), False
 
     def parse(self, token_ids: Sequence[int], context_ids: Sequence[int], tools: Tools) -> Parsed:
@@ -415,120 +410,42 @@ class ChatFormat:
             raise TemplateError(f"{type(error).__name__}: {error}") from None
         return str(text)
 
-    # Data in rendered text.
-
     def _render_with_data(
-        self,
-        messages: Sequence[Message],
-        tools: Tools,
-        num_trusted: int,
-        is_data: Callable[[str], bool],
+        self, messages: Sequence[Message], tools: Tools, num_trusted: int
     ) -> tuple[str, list[Span]]:
-        """Returns (text, spans): the rendered conversation, and the spans of the strings that are
-        data.
+        """Returns (text, spans): the rendered conversation, and spans in it that are data.
 
-        `is_data` says which strings are data. The first `num_trusted` messages are not searched.
-        The conversation is rendered with a slot in place of each such string, and again with one of
-        the strings as it is. The text that differs between these two is this string in the form in
-        which the template writes it (trimmed, as JSON).
+        Each special token that data would become has its first letter in a span. The first
+        `num_trusted` messages are no data. The conversation is rendered with marks in the data and
+        without them: where the mark is in one text, the other has data in the form in which the
+        template writes it (trimmed, as JSON).
         """
         trusted = list(messages[:num_trusted])
-        rest = _map_texts(list(messages[num_trusted:]), without_surrogates)
+        rest = [_map_texts(message, without_surrogates) for message in messages[num_trusted:]]
         text = self._render([*trusted, *rest], tools)
-        strings: list[str] = []
-
-        def is_slot(string: str) -> bool:
-            return is_data(string) or _SLOT.search(string) is not None
-
-        def collect(string: str) -> str:
-            if is_slot(string):
-                strings.append(string)
-            return string
-
-        _map_texts(rest, collect)
-        if not strings:
-            return text, []
-
-        def render_slots(real_number: int | None) -> str:
-            numbers = count()
-
-            def replace(string: str) -> str:
-                if not is_slot(string):
-                    return string
-                number = next(numbers)
-                return string if number == real_number else f"slot{number}x7c1f0b"
-
-            return self._render([*trusted, *_map_texts(rest, replace)], tools)
-
-        frame = render_slots(None)
-        forms: dict[str, str] = {}
-        for number in range(len(strings)):
-            slot = f"slot{number}x7c1f0b"
-            if slot in frame:
-                forms[slot] = _slot_form(slot, frame, render_slots(number))
-        # Slots are the pieces with odd indices.
-        pieces = [forms.get(piece, piece) for piece in _SLOT.split(frame)]
-        # The forms in their slots must give the real rendering, or else the spans would be wrong.
-        if "".join(pieces) != text:
-            rule = "rewrites a message that has the text of special tokens in it"
-            raise TemplateError(f"the chat template {rule}")
-        spans = list(pairwise(accumulate(map(len, pieces), initial=0)))
-        return text, spans[1::2]
-
-    def _new_ids(
-        self,
-        trial: list[Message],
-        new_messages: Sequence[Message],
-        tools: Tools,
-        end: _TurnEnd,
-        is_data: Callable[[str], bool],
-    ) -> list[int]:
-        """Returns the tokens of `new_messages` after the trial turn."""
-        messages = [*trial, *new_messages]
-        text, data = self._render_with_data(messages, tools, len(trial), is_data)
-        return self._ids_after(text, data, end)
-
-    def _ids_after(self, text: str, data: Sequence[Span], end: _TurnEnd) -> list[int]:
-        """Returns the tokens of a text after the end of its trial turn."""
-        _, mark, text_after_turn = text.partition(_SAID_WORD)
-        if not mark or not text_after_turn.startswith(end.text):
-            rule = "ends the assistant's turn otherwise before these messages"
-            raise TemplateError(f"the chat template {rule}")
-        # Encoded from the end token on: blanks behind a special token may belong to it.
-        begin = len(text) - len(text_after_turn) + len(end.text) - len(end.token)
-        ids = self._plain.encode(text[begin:], _shift(data, begin))
-        if ids[:1] != [end.token_id]:
-            raise TemplateError(f"the tokenizer does not find {end.token!r} before these messages")
-        return ids[1:]
-
-    def _expected_special_ids(
-        self, trial: list[Message], new_messages: Sequence[Message], tools: Tools, end: _TurnEnd
-    ) -> list[int]:
-        """Returns the special tokens that the template itself writes around such messages."""
-        is_blank = [not _text(message).strip() for message in new_messages]
-        fields = [
-            [str(message.get(name)) for name in ("role", "name", "tool_call_id")]
-            for message in new_messages
-        ]
-        # The special tokens depend only on these fields and on which contents are blank.
-        key = json.dumps([trial[-1], fields, is_blank, [*tools]])
-        if key not in self._expected_ids:
-            harmless = [
+        # Templates cut thinking out of a turn's text; a mark inside of its tags would hide it.
+        for ignored in ((), _THINKING_TAGS):
+            mark_turn = partial(self._plain.mark, ignored=ignored)
+            marked = [
                 _map_texts(
-                    message if blank else {**message, "content": _ANSWER_WORD}, self._harmless
+                    message, mark_turn if message["role"] == "assistant" else self._plain.mark
                 )
-                for message, blank in zip(new_messages, is_blank, strict=True)
+                for message in rest
             ]
-            text = self._render([*trial, *harmless], tools)
-            ids = self._plain.special_ids(self._ids_after(text, [], end))
-            if len(self._expected_ids) >= _MAX_CACHED:
-                self._expected_ids.clear()
-            self._expected_ids[key] = ids
-        return self._expected_ids[key]
+            if marked == rest:
+                return text, []
+            pieces = self._render([*trusted, *marked], tools).split(_MARK)
+            # Without its marks this must be the real rendering, or else the spans would be wrong.
+            if "".join(pieces) == text:
+                return text, [(end - 1, end) for end in accumulate(map(len, pieces[:-1]))]
+        rule = "looks into, or rewrites, a message that has the text of special tokens in it"
+        raise TemplateError(f"the chat template {rule}")
 
-    def _harmless(self, string: str) -> str:
-        """Returns a string with no special token in it."""
-        return "x" if self._plain.is_special(string) else without_surrogates(string)
+    def _encode_from(self, begin: int, text: str, data: Sequence[Span]) -> list[int]:
+        """Returns the tokens of a text from a special token on; blanks behind that token may belong
+        to it."""
+        shifted = [(first - begin, last - begin) for first, last in data]
+        return self._plain.encode(text[begin:], shifted)
 
     # Trials at the start: what does the template do with earlier turns?
 
@@ -538,22 +455,16 @@ class ChatFormat:
         if thinking:
             message |= {"reasoning_content": _THINKING_WORD, "thinking": _THINKING_WORD}
         if kind == "tool":
-            call = {"name": self._harmless(name), "arguments": {"text": _SAID_WORD}}
+            call = {"name": name, "arguments": {"text": _SAID_WORD}}
             message["tool_calls"] = [{"type": "function", "id": _call_id(0), "function": call}]
         return message
 
     def _trial_pair(self, kind: Kind, thinking: bool = False) -> list[Message]:
         """Returns a made-up turn and the message that answers it."""
-        turn = self._trial_turn(kind, self._trial_tool, thinking)
         answer: Message = {"role": kind, "content": _ANSWER_WORD}
         if kind == "tool":
-            answer = {
-                "role": "tool",
-                "name": self._trial_tool,
-                "tool_call_id": _call_id(0),
-                "content": _ANSWER_WORD,
-            }
-        return [turn, answer]
+            answer |= {"name": self._trial_tool, "tool_call_id": _call_id(0)}
+        return [self._trial_turn(kind, self._trial_tool, thinking), answer]
 
     def _try_kind(self, kind: Kind, tools: Tools, *, is_sure: bool) -> None:
         """Finds the rule for messages of a kind.
@@ -561,9 +472,7 @@ class ChatFormat:
         Raises ConfigError if such messages are sure to come, and the template refuses them or
         rewrites text that the config wants to keep.
         """
-        subject = (
-            "results of tools" if kind == "tool" else "a user's messages behind the first turn"
-        )
+        subject = _WORDS[kind]
         try:
             rule = self._try_history(kind, tools)
         except TemplateError as error:
@@ -574,7 +483,7 @@ class ChatFormat:
         if is_sure and self._history == "append" and not rule.may_append:
             reason = f"rewrites what came before {subject}"
             if rule.replaced_end is not None:
-                tokens = f"{rule.end.token!r} in the place of {rule.replaced_end!r}"
+                tokens = f"{rule.end_token!r} in the place of {rule.replaced_end!r}"
                 reason = f"puts {tokens} before {subject}"
             effect = "earlier turns cannot stay as they were sampled (environment.history: append)"
             raise ConfigError(f"{_KEY} {reason}, so that {effect}; set environment.history: fork")
@@ -600,33 +509,45 @@ class ChatFormat:
         TemplateError where the template leaves a message out.
         """
         pair = self._trial_pair(kind)
-        texts = [self._render([*_TRIAL_PROMPT, *pair * num], tools) for num in range(3)]
+        texts = self._render_growing([*pair, *pair], tools)
         for num, text in enumerate(texts):
             if text.count(_SAID_WORD) != num or text.count(_ANSWER_WORD) != num:
-                is_tool = kind == "tool"
-                raise TemplateError(
-                    "it leaves out the call or what answers it" if is_tool else "it leaves it out"
-                )
+                raise TemplateError("it leaves out a message, or a part of one")
         alone = self._render([*_TRIAL_PROMPT, pair[0]], tools, generate=False)
-        text_after_turn = texts[1].partition(_SAID_WORD)[2]
-        end, replaced_end = self._find_end(alone.partition(_SAID_WORD)[2], text_after_turn)
         rewrites = _rewrites(texts)
+        text_after_turn = texts[1].partition(_SAID_WORD)[2]
         if not rewrites and not texts[2].endswith(text_after_turn):
             raise TemplateError("it writes the same messages in two ways")
         thinking_pairs = [self._trial_pair(kind, thinking=True)]
         if kind == "user":
             content = f"<think>\n{_THINKING_WORD}\n</think>\n\n{pair[0]['content']}"
             thinking_pairs.append([{**pair[0], "content": content}, pair[1]])
-        strips_thinking = any(self._strips(pair, tools) for pair in thinking_pairs)
-        return _HistoryRule(end, replaced_end, rewrites, strips_thinking)
+        end, replaced_end = self._find_end(alone.partition(_SAID_WORD)[2], text_after_turn)
+        begin, after, end_id = end
+        return _HistoryRule(
+            end_text=text_after_turn[:after],
+            end_token=text_after_turn[begin:after],
+            end_id=end_id,
+            replaced_end=replaced_end,
+            rewrites=rewrites,
+            strips_thinking=any(self._strips(pair, tools) for pair in thinking_pairs),
+        )
 
-    def _find_end(self, alone: str, followed: str) -> tuple[_TurnEnd, str | None]:
-        """Returns the end of a turn, and the token that it replaces, or None.
+    def _render_growing(self, messages: Sequence[Message], tools: Tools) -> list[str]:
+        """Returns the texts of conversations of 0, 1, 2, ... turns with their answers."""
+        return [
+            self._render([*_TRIAL_PROMPT, *messages[:num]], tools)
+            for num in range(0, len(messages) + 1, 2)
+        ]
+
+    def _find_end(self, alone: str, followed: str) -> tuple[tuple[int, int, int], str | None]:
+        """Returns (begin, end, id) of the token in `followed` that ends a turn, and the token that
+        it replaces, or None.
 
         `alone` is the text after the turn's words if nothing follows the turn; `followed` is the
         text if messages follow.
         """
-        alone_spans = self._special_spans(alone)
+        alone_spans = self._ending_spans(alone)
         # Phi-3 writes one more token where the conversation ends.
         kept_spans = [span for span in alone_spans if followed.startswith(alone[: span[1]])]
         replaced_end = None
@@ -634,26 +555,16 @@ class ChatFormat:
             begin, end, _ = alone_spans[-1]
             replaced_end = alone[begin:end]
         # In GLM's template the first token of the next message ends a turn.
-        spans = kept_spans[-1:] or self._special_spans(followed)[:1]
+        spans = kept_spans[-1:] or self._ending_spans(followed)[:1]
         if not spans:
             raise TemplateError("no special token ends the assistant's turn before them")
-        begin, end, token_id = spans[0]
-        return _TurnEnd(followed[:end], followed[begin:end], token_id), replaced_end
+        return spans[0], replaced_end
 
-    def _special_spans(self, text: str) -> list[tuple[int, int, int]]:
+    def _ending_spans(self, text: str) -> list[tuple[int, int, int]]:
         """Returns (begin, end, id) of the tokens with special=True, or of all added tokens if there
         are none."""
-        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        spans = self._plain.special_spans(text)
         tokens = self._tokenizer.added_tokens_decoder
-        spans = []
-        for token_id, (begin, end) in zip(
-            encoded["input_ids"], encoded["offset_mapping"], strict=True
-        ):
-            if self._plain.special_ids([token_id]):
-                content = tokens[token_id].content
-                # A token may swallow blanks before it.
-                begin = max(begin, text.find(content, begin, end))
-                spans.append((begin, min(end, begin + len(content)), token_id))
         return [span for span in spans if tokens[span[2]].special] or spans
 
     def _strips(self, pair: list[Message], tools: Tools) -> bool:
@@ -674,14 +585,9 @@ class ChatFormat:
         Raises ConfigError where the template refuses them, or where the config wants to keep the
         turns.
         """
-        messages = [
-            *_TRIAL_PROMPT,
-            *self._trial_pair("tool"),
-            *self._trial_pair("user"),
-            *self._trial_pair("tool"),
-        ]
+        tool_pair = self._trial_pair("tool")
         try:
-            texts = [self._render(messages[: 1 + 2 * num], tools) for num in range(4)]
+            texts = self._render_growing([*tool_pair, *self._trial_pair("user"), *tool_pair], tools)
         except TemplateError as error:
             raise ConfigError(f"{_KEY} refuses a conversation: {error}") from None
         rewrites = _rewrites(texts)
@@ -708,7 +614,7 @@ class ChatFormat:
             texts.append(self._render([*_TRIAL_PROMPT, *self._trial_pair(kind)], tools))
         anchors: dict[str, None] = {}
         for text in texts:
-            for begin, _, _ in self._special_spans(text)[-1:]:
+            for begin, _, _ in self._ending_spans(text)[-1:]:
                 anchors[text[begin:].partition("<think>")[0]] = None
         return [*anchors] or [prompt]
 
@@ -716,7 +622,7 @@ class ChatFormat:
         """Returns the texts of the tokens that may end a turn, the longest first."""
         ends = {self._tokenizer.eos_token or ""}
         for rule in self._rules.values():
-            ends |= {rule.end.token, rule.replaced_end or ""}
+            ends |= {rule.end_token, rule.replaced_end or ""}
         return sorted(ends - {""}, key=len, reverse=True)
 
     def _check_calls(self, prompt: str, tools: Tools) -> None:
@@ -772,11 +678,6 @@ def _tool_name(tool: Mapping[str, Any]) -> str:
     return str(tool.get("function", tool).get("name", ""))
 
 
-def _text(message: Message) -> str:
-    content = message.get("content")
-    return "" if content is None else str(content)
-
-
 def _kind_of(messages: Sequence[Message]) -> Kind:
     return "tool" if messages[0]["role"] == "tool" else "user"
 
@@ -784,13 +685,6 @@ def _kind_of(messages: Sequence[Message]) -> Kind:
 def _call_id(number: int) -> str:
     # Mistral's templates insist on nine letters and digits.
     return f"call{number:05d}"
-
-
-def _answered_tool(answer: Message, policy_turn: Message, default: str) -> str:
-    """Returns the name of the tool that a message answers; gpt-oss has the name only in the
-    turn."""
-    calls = policy_turn.get("tool_calls") or [{}]
-    return str(answer.get("name") or calls[0].get("function", {}).get("name") or default)
 
 
 def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
@@ -812,21 +706,8 @@ def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
     return value
 
 
-def _slot_form(slot: str, frame: str, text: str) -> str:
-    """Returns the text that stands in `text` where `frame` has the slot. Raises TemplateError."""
-    pieces = frame.split(slot)
-    length = (len(text) - sum(map(len, pieces))) // (len(pieces) - 1)
-    begin = len(pieces[0])
-    form = text[begin : begin + max(length, 0)]
-    if form.join(pieces) != text:
-        rule = "looks into a message that has the text of special tokens in it"
-        raise TemplateError(f"the chat template {rule}")
-    return form
-
-
-def _shift(data: Sequence[Span], offset: int) -> list[Span]:
-    """Returns the spans in a text that begins `offset` characters later."""
-    return [(begin - offset, end - offset) for begin, end in data]
+def _overlaps(span: Span, others: Collection[Span]) -> bool:
+    return any(span[0] < end and begin < span[1] for begin, end in others)
 
 
 def _rewrites(texts: Sequence[str]) -> bool:
