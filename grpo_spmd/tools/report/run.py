@@ -70,6 +70,11 @@ class RecordedRun:
     def last_step(self) -> int:
         return int(self.steps[-1]["step"]) if self.steps else 0
 
+    @property
+    def dtype(self) -> str:
+        """The number format of the model, which bounds how far engine and policy may differ."""
+        return "float32" if self.config.get("model.dtype") == "float32" else "bfloat16"
+
     @cached_property
     def files(self) -> RunFolder:
         """The readers of the run's dumps. Lists the folder once."""

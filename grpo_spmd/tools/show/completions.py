@@ -162,9 +162,8 @@ class TokenDifferences:
     def __init__(
         self, run: RecordedRun, step: int, records: Sequence[RolloutRecord], errors: ReadErrors
     ) -> None:
-        dtype = "float32" if run.config.get("model.dtype") == "float32" else "bfloat16"
         # The bound of a step's mean. A single token may exceed it by far in a run that is fine.
-        self._bound, _ = bounds_of(dtype, None, None)
+        self._bound, _ = bounds_of(run.dtype, None, None)
         self._run = run
         self._records = records
         rollout_ids = {record.rollout_id for record in records}
