@@ -25,18 +25,21 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
+
+import msgspec
 
 from grpo_spmd.config.errors import ConfigError, refuse
 from grpo_spmd.config.schema import WatchdogConfig
 from grpo_spmd.distributed import exit, interrupt, processes
 from grpo_spmd.distributed.exit import Rank0Error, exit_process
-from grpo_spmd.distributed.processes import MAX_TEXT, RankProcess, waits_for
+from grpo_spmd.distributed.processes import MAX_TEXT, RankProcess, format_ranks, waits_for
 from grpo_spmd.files import hold_standard_streams
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+Record = TypeVar("Record")
 _POLL_S = 0.5
 # After this time a rank of the same host that does not answer is looked at from outside. On a busy
 # machine it gets up to 3 times as much.
@@ -71,6 +74,8 @@ class Position:
     step: int
     # Phases and collectives entered so far. All ranks count alike, so the slowest rank has fewest.
     sequence: int
+    # Signs of life so far: a rank whose Python runs gives one every half second.
+    num_beats: int = 0
 
     def __str__(self) -> str:
         return f"phase {self.phase}, step {self.step}"
@@ -92,7 +97,6 @@ class Alarm:
 
     why: Literal["raise", "config", "stopped", "follows", "timeout", "dead", "silent"]
     by: int  # the rank that raised the alarm
-    rank: int  # the rank that it is about
     limit_s: float = 0.0
 
 
@@ -110,6 +114,10 @@ class Answer:
     enqueued: dict[str, int] = field(default_factory=dict)
     flight: str = ""
     state: str = ""  # of its process (a key of _STATES), if it does not answer
+
+    @property
+    def fault_kind(self) -> str:
+        return self.fault.kind if self.fault is not None else ""
 
 
 @dataclass(frozen=True)
@@ -154,7 +162,7 @@ def write_report(alarm: Alarm, answers: list[Answer], hosts: list[str]) -> Repor
     answer = answers[culprit]
     fault = answer.fault
     if fault is not None and fault.kind == "config":
-        is_common = all(a.fault is not None and a.fault.kind == "config" for a in answers)
+        is_common = all(a.fault_kind == "config" for a in answers)
         origin = "" if is_common else f" (said by rank {culprit} on {hosts[culprit]})"
         text = f"error: {fault.headline}{origin}"
         return Report(text, text, "", 2, culprit)
@@ -177,7 +185,7 @@ def write_report(alarm: Alarm, answers: list[Answer], hosts: list[str]) -> Repor
         details.append(f"{head}\n{answer.stacks}\n{flight}")
     if ranks_by_text:
         lines.append("where the other ranks were:")
-        lines += [f"  {_format_ranks(ranks)}: {text}" for text, ranks in ranks_by_text.items()]
+        lines += [f"  {format_ranks(ranks)}: {text}" for text, ranks in ranks_by_text.items()]
     lines.append("all ranks stop with exit code 1")
     return Report(headline, "\n".join(lines), "\n".join(details), 1, culprit)
 
@@ -187,9 +195,7 @@ def find_culprit(alarm: Alarm, answers: list[Answer]) -> tuple[int, str]:
     that is silent, else one that was stopped; for a hang the slowest rank."""
 
     def ranks_with_fault(kind: str) -> list[int]:
-        ranks = [
-            rank for rank, a in enumerate(answers) if a.fault is not None and a.fault.kind == kind
-        ]
+        ranks = [rank for rank, answer in enumerate(answers) if answer.fault_kind == kind]
         return [alarm.by] if alarm.by in ranks else ranks
 
     suspects = [
@@ -245,17 +251,6 @@ def _describe(answer: Answer) -> str:
     return f"{answer.position}{waits[answer.waits]}{line}"
 
 
-def _format_ranks(ranks: list[int]) -> str:
-    """Returns [0, 1, 2, 5] as "ranks 0-2, 5", so that a report of 1,000 ranks can be read."""
-    spans: list[list[int]] = []
-    for rank in ranks:
-        if not spans or spans[-1][-1] != rank - 1:
-            spans.append([])
-        spans[-1].append(rank)
-    text = ", ".join(f"{s[0]}-{s[-1]}" if len(s) > 1 else f"{s[0]}" for s in spans)
-    return ("ranks " if len(ranks) > 1 else "rank ") + text
-
-
 class Doctor:
     """Watches one rank from its own thread, over its own connection to the run's store."""
 
@@ -271,6 +266,8 @@ class Doctor:
         self.tell: Callable[[str], None] | None = None
         self.sequence = 0
         self._num_beats = 0
+        # Both threads publish the position: the store must end with the newer one.
+        self._beat_lock = threading.Lock()
         self._phase = "start"
         self._step = 0
         # Time in which this process was stopped or in a debugger. It counts for no limit.
@@ -280,8 +277,8 @@ class Doctor:
         self._wake = threading.Event()
         self._is_stopped = False
         self._is_in_debugger = False
-        # The slowest rank and its number of beats, when this rank last looked.
-        self._slowest = (-1, 0)
+        # The slowest rank and its position, when this rank last looked.
+        self._slowest: tuple[int, Position] | None = None
         self._slowest_seen = -math.inf
         # The last new beat of the rank that this one watches, and when it came.
         self._last_beat = b""
@@ -297,7 +294,6 @@ class Doctor:
         self._process = processes.this_process(self._stacks_fd)
         self._publish(f"process/{rank}", self._process, self._store)
         self.move("start", 0)
-        self._beat(self._store)
         # The other ranks of this host. The thread fills it in.
         self._peers: dict[int, RankProcess] | None = None
         self._thread = threading.Thread(target=self._watch, name="doctor", daemon=True)
@@ -311,7 +307,7 @@ class Doctor:
         self._slowest_seen = -math.inf
         self.sequence += 1
         with suppress(RuntimeError):  # the store is gone; the thread reports it
-            self._publish(f"at/{self._rank}", self._position(), self._store)
+            self._beat(self._store)
 
     def stop(self) -> None:
         """Ends the thread and undoes what it set."""
@@ -336,7 +332,7 @@ class Doctor:
         exit_process(1, f"rank {self._rank}: {self._fault.headline}\n{self._fault.traceback}")
 
     def _position(self) -> Position:
-        return Position(self._phase, self._step, self.sequence)
+        return Position(self._phase, self._step, self.sequence, num_beats=self._num_beats)
 
     def _now(self) -> float:
         return time.monotonic() - self._paused_s
@@ -355,15 +351,14 @@ class Doctor:
                 # The others wait for a rank in a debugger, however long that takes.
                 if self._watch_store.add("debuggers", 0) > 0:
                     self._entered = self._now()
-                if self._watch_store.check(["alarm"]):
-                    alarm: Alarm | None = Alarm(**self._read("alarm"))
-                else:
-                    alarm = self._find_alarm()
+                is_raised = self._watch_store.check(["alarm"])
+                alarm = None if is_raised else self._find_alarm()
                 if alarm is not None and not self._is_stopped:
-                    text = json.dumps(asdict(alarm))
                     # Only the first alarm counts, on all ranks.
-                    winning_alarm = self._watch_store.compare_set("alarm", "", text)
-                    self._end(Alarm(**json.loads(winning_alarm)))
+                    self._watch_store.compare_set("alarm", "", json.dumps(asdict(alarm)))
+                    is_raised = True
+                if is_raised and not self._is_stopped:
+                    self._end(self._read("alarm", Alarm))
                 if self._fault is None:
                     self._wake.wait(_POLL_S)
         except Exception as error:
@@ -372,28 +367,28 @@ class Doctor:
             if not self._is_stopped:
                 self._exit_alone(error)
 
-    def _read(self, key: str) -> Any:
-        return json.loads(self._watch_store.get(key))  # waits for it
+    def _read(self, key: str, kind: type[Record]) -> Record:
+        return _decode(self._watch_store.get(key), kind)  # waits for it
 
     def _publish(self, key: str, record: Any, store: Store | None = None) -> None:
         (store or self._watch_store).set(key, json.dumps(asdict(record)))
 
     def _beat(self, store: Store) -> None:
-        self._num_beats += 1
-        beat = asdict(self._position()) | {"num_beats": self._num_beats}
-        store.set(f"beat/{self._rank}", json.dumps(beat))
+        with self._beat_lock:
+            self._num_beats += 1
+            self._publish(f"beat/{self._rank}", self._position(), store)
 
     def _find_alarm(self) -> Alarm | None:
         """Returns what this rank has to report about itself or the ranks that it watches."""
         if self._fault is not None:
-            return Alarm(self._fault.kind, self._rank, self._rank)
+            return Alarm(self._fault.kind, self._rank)
         limit = limit_s(self._config, self._phase)
         waited_s = self._now() - self._entered
         # The first look at the slowest rank is early enough for the second to decide at the limit.
         interval_s = min(_BEHIND_S, max(limit / 2, 6 * _POLL_S))
         is_due = self._now() - self._slowest_seen > interval_s and waited_s > limit - interval_s
         if is_due and not self._waits_for_busy_rank() and waited_s > limit:
-            return Alarm("timeout", self._rank, self._rank, limit)
+            return Alarm("timeout", self._rank, limit)
         if self._peers is None:
             self._peers = self._find_peers()
         # Ranks of this host form one ring, in which processes are looked at, and all ranks form
@@ -401,15 +396,14 @@ class Doctor:
         for rank in processes.next_rank(self._rank, self._peers):
             if processes.process_state(self._peers[rank]) == "gone":
                 self._wake.wait(1.0)  # at a normal end it may exit before this rank
-                is_known = self._is_stopped or self._watch_store.check(["alarm"])
-                return None if is_known else Alarm("dead", self._rank, rank)
+                return Alarm("dead", self._rank)
         for rank in processes.next_rank(self._rank, range(self._world_size)):
             beat = self._watch_store.get(f"beat/{rank}")
             if beat != self._last_beat or rank in self._peers:
                 self._last_beat = beat
                 self._last_beat_seen = self._now()
             elif self._now() - self._last_beat_seen > _SILENT_S:
-                return Alarm("silent", self._rank, rank, _SILENT_S)
+                return Alarm("silent", self._rank, _SILENT_S)
         return None
 
     def _waits_for_busy_rank(self) -> bool:
@@ -417,17 +411,14 @@ class Doctor:
 
         That rank's own thread watches its limit.
         """
-        # One request for all keys: with a thousand ranks, one by one would take too long.
+        # One request for all ranks: with a thousand of them, one by one would take too long.
         ranks = range(self._world_size)
-        keys = [f"{key}/{rank}" for key in ("at", "beat") for rank in ranks]
-        values = [json.loads(text) for text in self._watch_store.multi_get(keys)]
-        beats = values[self._world_size :]
-        positions = [_newer_position(values[rank], beats[rank]) for rank in ranks]
-        slowest = min(ranks, key=lambda rank: positions[rank].sequence)
-        previous = self._slowest
-        self._slowest = (slowest, beats[slowest]["num_beats"])
+        texts = self._watch_store.multi_get([f"beat/{rank}" for rank in ranks])
+        positions = [_decode(text, Position) for text in texts]
+        rank = min(ranks, key=lambda rank: positions[rank].sequence)
+        position, previous = positions[rank], self._slowest
+        self._slowest = (rank, position)
         self._slowest_seen = self._now()
-        position = positions[slowest]
         is_same_phase = position.phase == self._phase and position.step == self._step
         return not is_same_phase and self._slowest != previous
 
@@ -437,11 +428,10 @@ class Doctor:
         start = self._rank - int(os.environ.get("LOCAL_RANK", "0"))
         stop = start + int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         peers = {}
-        for rank in range(max(start, 0), min(stop, self._world_size)):
-            if rank != self._rank:
-                process = RankProcess(**self._read(f"process/{rank}"))
-                if process.machine == self._process.machine:
-                    peers[rank] = process
+        for rank in range(self._world_size)[max(start, 0) : stop]:
+            process = self._read(f"process/{rank}", RankProcess)
+            if rank != self._rank and process.machine == self._process.machine:
+                peers[rank] = process
         return peers
 
     def _look_for_debugger(self) -> bool:
@@ -464,17 +454,17 @@ class Doctor:
         silent = self._answer_for_peers(start)
         if alarm.by == self._rank:
             ranks = range(self._world_size)
-            hosts = [str(RankProcess(**self._read(f"process/{rank}"))) for rank in ranks]
+            hosts = [str(self._read(f"process/{rank}", RankProcess)) for rank in ranks]
             answers = [self._answer_of(rank, start + _ANSWER_S) for rank in ranks]
             report = write_report(alarm, answers, hosts)
             self._share(report, alarm)
         else:
             if not self._wait_for("report", start + _ANSWER_S + _REPORT_S):
                 raise TimeoutError(f"rank {alarm.by}, which was to report it, is gone too")
-            report = Report(**self._read("report"))
+            report = self._read("report", Report)
         # A rank that is stopped or stuck in C cannot exit by itself. A slow one can.
         for rank, peer in silent.items():
-            is_stuck = not self._read(f"answer/{rank}")["answers"]
+            is_stuck = not self._read(f"answer/{rank}", Answer).answers
             if is_stuck and processes.process_state(peer) != "gone":
                 with suppress(OSError):
                     os.kill(peer.pid, signal.SIGKILL)
@@ -515,12 +505,12 @@ class Doctor:
                     position = self._last_position(rank)
                     answer = Answer(position, answers=False, stacks=stacks, state=state)
                     self._publish(key, answer)
-            if not self._read(key)["answers"]:
+            if not self._read(key, Answer).answers:
                 silent[rank] = peer
         return silent
 
     def _last_position(self, rank: int) -> Position:
-        return _newer_position(self._read(f"at/{rank}"), self._read(f"beat/{rank}"))
+        return self._read(f"beat/{rank}", Position)
 
     def _wait_for(self, key: str, deadline: float) -> bool:
         while not self._watch_store.check([key]):
@@ -532,9 +522,7 @@ class Doctor:
     def _answer_of(self, rank: int, deadline: float) -> Answer:
         if not self._wait_for(f"answer/{rank}", deadline):
             return Answer(self._last_position(rank), answers=False, state="unknown")
-        values = self._read(f"answer/{rank}")
-        fault = values["fault"] and Fault(**values["fault"])
-        return Answer(**values | {"position": Position(**values["position"]), "fault": fault})
+        return self._read(f"answer/{rank}", Answer)
 
     def _share(self, report: Report, alarm: Alarm) -> None:
         """Gives the report to the other ranks, the run's folder and the log."""
@@ -581,10 +569,12 @@ class Doctor:
         exit_process(2 if fault is not None and fault.kind == "config" else 1, text)
 
 
-def _newer_position(at: dict[str, Any], beat: dict[str, Any]) -> Position:
-    """Returns the newer of two positions: at the start of the phase, and at the last beat."""
-    newer = max(at, beat, key=lambda position: position["sequence"])
-    return Position(newer["phase"], newer["step"], newer["sequence"])
+def _decode(text: bytes, kind: type[Record]) -> Record:
+    """Returns the record of which `Doctor._publish` wrote the fields.
+
+    By json, because messages of errors may hold lone surrogates, which msgspec's decoder refuses.
+    """
+    return msgspec.convert(json.loads(text), kind)
 
 
 def _raise_interrupt(number: int, _: FrameType | None) -> None:

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +45,7 @@ _STACKS_S = 2.0
 _SQUEUE_TIMEOUT_S = 20
 MAX_TEXT = 60_000  # characters of a traceback, or of a process's stacks
 _MAX_PENDING = 10  # unfinished collectives in a report
+_MAX_SPANS = 6  # of consecutive ranks in a line
 # Frames of torch's Python code around the call that waits.
 _MAX_WRAPPERS = 6
 
@@ -106,6 +107,18 @@ def next_rank(rank: int, ranks: Iterable[int]) -> list[int]:
     """
     ring = sorted(set(ranks) - {rank})
     return [next((later for later in ring if later > rank), ring[0])] if ring else []
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Returns [0, 1, 2, 5] as "ranks 0-2, 5", so that a line about 1,000 ranks can be read."""
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if not spans or spans[-1][-1] != rank - 1:
+            spans.append([])
+        spans[-1].append(rank)
+    texts = [f"{span[0]}-{span[-1]}" if len(span) > 1 else f"{span[0]}" for span in spans]
+    remark = f" and {len(texts) - _MAX_SPANS} more" if len(texts) > _MAX_SPANS else ""
+    return f"rank{'s' * (len(ranks) != 1)} {', '.join(texts[:_MAX_SPANS])}{remark}"
 
 
 def frames(frame: FrameType | None) -> Iterator[FrameType]:
