@@ -132,7 +132,7 @@ def test_ranks_of_torchrun_speak_once_and_who_differs_is_named(tmp_path: Path) -
     levels, result, _ = written(out)
     assert levels["threads"] == "bad"
     assert "(rank 1)" in result["threads"]
-    assert "ranks differ in NCCL_DEBUG: INFO on rank 1, not set on rank 0" in result["environment"]
+    assert "ranks differ in NCCL_DEBUG: not set on rank 0, INFO on rank 1" in result["environment"]
     assert levels["all-reduce"] == "ok"
     assert "2 ranks" in result["all-reduce"]
 
@@ -208,7 +208,7 @@ from torch.distributed import PrefixStore
 import os
 store = open_store(os.environ, 60.0, serves=False)
 exchange = Exchange(PrefixStore("checkup//0", store), 1, 2)
-exchange.post("found", {"host": "h", "node": host_identity(), "lines": []})
+exchange.post("found", {"host": "h", "node": host_identity(), "results": []})
 time.sleep(600)
 """
 
@@ -275,7 +275,7 @@ def test_two_hosts(tmp_path: Path, two_hosts: list[list[str]], sees: bool) -> No
         assert levels["shared run_dir"] == "ok", output
     else:
         assert (code, code_1, levels["shared run_dir"]) == (2, 2, "bad"), output
-        assert "rank 1 on node1 does not see what rank 0 writes" in result["shared run_dir"]
+        assert "not seen by rank 1 on node1: what rank 0 writes" in result["shared run_dir"]
         assert (
             "in memory, gone at the next start of the machine (rank 1 on node1)"
             in result["run_dir"]

@@ -19,7 +19,7 @@ import pytest
 from grpo_spmd.checks.model_folder import version_of
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config
-from grpo_spmd.tools.checkup import devices, disk, file_trial, network
+from grpo_spmd.tools.checkup import devices, disk, network
 from grpo_spmd.tools.checkup.results import Check, Page, Result, Target, run_check
 from tests.support.fake_hub import serve
 
@@ -296,14 +296,15 @@ def test_a_run_dir_that_is_a_file_is_bad(tmp_path: Path) -> None:
 
 
 def test_lost_lines_and_locks_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file system without O_APPEND and flock, played by processes that use neither."""
-    source = Path(file_trial.__file__).read_text()
-    without = source.replace("os.O_WRONLY | os.O_APPEND", "os.O_WRONLY").replace(
-        "fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)", "pass"
-    )
-    assert (without.count("O_APPEND)"), without.count("flock(")) == (0, 0)
-    (tmp_path / "trial.py").write_text(without)
-    monkeypatch.setattr(disk, "_TRIAL", str(tmp_path / "trial.py"))
+    """A file system without O_APPEND and flock, played by writers that use neither."""
+
+    def overwrite(folder: Path, line: str, num_lines: int) -> str:
+        with open(folder / "appended", "r+b", buffering=0) as file:
+            for _ in range(num_lines):
+                file.write(line.encode() + b"\n")
+        return "free"
+
+    monkeypatch.setattr(disk, "lock_and_append", overwrite)
     result = levels(disk.check_abilities(tmp_path))
     assert result == {"files": "bad", "flock": "warning"}
 

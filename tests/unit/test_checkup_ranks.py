@@ -3,7 +3,7 @@ named."""
 
 from __future__ import annotations
 
-import threading
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,15 +11,14 @@ import pytest
 from torch.distributed import HashStore
 
 from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.distributed.processes import format_ranks
 from grpo_spmd.tools.checkup import exchange
 from grpo_spmd.tools.checkup.exchange import (
     Exchange,
     RankFindings,
-    answer_clock,
+    Report,
     check_clocks,
     check_reports,
-    format_ranks,
-    measure_clocks,
     merge_findings,
 )
 from grpo_spmd.tools.checkup.launch import find_launch, first_host
@@ -66,13 +65,13 @@ def test_who_is_not_well_is_named_with_the_host() -> None:
 def test_facts_that_must_be_alike_are_named_where_they_are_not() -> None:
     different = [ok(NCCL_DEBUG="INFO"), ok(), ok(), ok()]
     expected = (
-        "warning: ranks differ in NCCL_DEBUG: INFO on rank 0 on a, not set on ranks 1-3 on a, b"
+        "warning: ranks differ in NCCL_DEBUG: not set on ranks 1-3 on a, b, INFO on rank 0 on a"
     )
     assert of_ranks(*different) == ["ok: well", expected]
     versions = [ok(torch="2.13.0"), ok(torch="2.13.0"), ok(torch="2.12.0"), ok(torch="2.13.0")]
     (_, line) = of_ranks(*versions, group="versions")
     assert (
-        line == "bad: ranks differ in torch: 2.12.0 on rank 2 on b, 2.13.0 on ranks 0-1, 3 on a, b"
+        line == "bad: ranks differ in torch: 2.13.0 on ranks 0-1, 3 on a, b, 2.12.0 on rank 2 on b"
     )
 
 
@@ -95,14 +94,12 @@ def test_ranks_as_ranges(ranks: list[int], text: str) -> None:
 # Devices and all-reduces
 
 
-def report(at: str = "done", **more: Any) -> dict[str, Any]:
-    return {"at": at, "device": "cpu", **more}
+CPU = Result("device", "ok", "torch uses the CPU", facts={"device": "cpu"})
+GPU = Result("device", "ok", "torch uses NVIDIA H100 80GB HBM3", facts={"device": "cuda"})
 
 
 def lines(
-    reports: dict[int, dict[str, Any]],
-    of: dict[int, RankFindings] = ONE_HOST,
-    nodes: Any = ([0, 1],),
+    reports: dict[int, Report], of: dict[int, RankFindings] = ONE_HOST, nodes: Any = ([0, 1],)
 ) -> list[Result]:
     return [*check_reports(reports, nodes, of, 9.0)]
 
@@ -114,90 +111,88 @@ def names_and_levels(results: Iterable[Result]) -> list[tuple[str, str]]:
 def test_bandwidth_is_that_of_the_slowest_rank() -> None:
     """2 ranks, 64 MiB in 0.5 s on the slower: 2 x 1/2 x 2^26 / 0.5 / 1e9 = 0.134 GB/s."""
     reports = {
-        0: report(all=[[1 << 16, 0.001], [1 << 26, 0.25]]),
-        1: report(all=[[1 << 16, 0.002], [1 << 26, 0.5]]),
+        0: Report("done", [CPU], over_all=[(1 << 16, 0.001), (1 << 26, 0.25)]),
+        1: Report("done", [CPU], over_all=[(1 << 16, 0.002), (1 << 26, 0.5)]),
     }
     device, speed = lines(reports)
     assert names_and_levels([device, speed]) == [("device", "ok"), ("all-reduce", "ok")]
     assert "64 KiB 2 ms, 64 MiB 500 ms; 0.134 GB/s" in speed.finding
 
 
-def on_h100(rate: float, ranks: int, name: str = "all") -> dict[str, Any]:
-    """GB/s of the bus."""
-    size = 1 << 28
-    took = 2 * (ranks - 1) / ranks * size / rate / 1e9
-    gpu = {"device": "cuda", "name": "NVIDIA H100 80GB HBM3", "gib": 79.1, "pinned_gb_s": 50.0}
-    return report() | gpu | {name: [[size, took]]}
+def on_h100(rate: float, ranks: int, inner_rate: float = 0.0) -> Report:
+    """GB/s of the bus, over `ranks` ranks and over the 2 of a node."""
+
+    def times(rate: float, ranks: int) -> list[tuple[int, float]]:
+        size = 1 << 28
+        return [(size, 2 * (ranks - 1) / ranks * size / rate / 1e9)] if rate else []
+
+    return Report(
+        "done",
+        [GPU],
+        gpu=("NVIDIA H100 80GB HBM3", 79.1 * 1024),
+        within_node=times(inner_rate, 2),
+        over_all=times(rate, ranks),
+    )
 
 
 def test_a_link_is_held_against_its_cards_figure() -> None:
     """450 GB/s in one direction; half of it is well."""
     for rate, level in ((300.0, "ok"), (40.0, "warning")):
         result = dict(names_and_levels(lines({rank: on_h100(rate, 2) for rank in range(2)})))
-        assert result == {"device": "ok", "pinned memory": "ok", "all-reduce": level}
-    over_nodes = {
-        rank: on_h100(300.0, 2, "node") | {"all": on_h100(0.1, 4)["all"]} for rank in range(4)
-    }
+        assert result == {"device": "ok", "all-reduce": level}
+    over_nodes = {rank: on_h100(0.1, 4, inner_rate=300.0) for rank in range(4)}
     results = lines(over_nodes, TWO_HOSTS, NODES)
-    assert names_and_levels(results)[2:] == [("all-reduce", "ok"), ("all-reduce", "warning")]
+    assert names_and_levels(results)[1:] == [("all-reduce", "ok"), ("all-reduce", "warning")]
+    assert "within each node, 2 ranks" in results[1].finding
     assert "over 2 nodes" in results[-1].finding
 
 
-def test_slow_and_refused_pinned_memory_is_named() -> None:
-    slow = lines({0: on_h100(300.0, 2), 1: on_h100(300.0, 2) | {"pinned_gb_s": 3.0}})
-    assert ("pinned memory", "warning") in names_and_levels(slow)
-    assert "rank 1" in slow[1].finding
-    refused = lines({0: on_h100(300.0, 2), 1: on_h100(300.0, 2) | {"pinned_error": "cannot pin"}})
-    assert ("pinned memory", "bad") in names_and_levels(refused)
+def test_slow_pinned_memory_of_one_rank_is_named() -> None:
+    reports = {rank: on_h100(300.0, 2) for rank in range(2)}
+    for report, level, rate in zip(reports.values(), ("ok", "warning"), (50.0, 3.0), strict=True):
+        report.lines.append(Result("pinned memory", level, f"{rate} GB/s", "look at the link"))  # type: ignore[arg-type]
+    _, pinned, speed = lines(reports)
+    assert names_and_levels([pinned, speed]) == [("pinned memory", "warning"), ("all-reduce", "ok")]
+    assert pinned.finding == "3.0 GB/s (rank 1)"
 
 
 def test_a_rank_that_does_not_answer_or_come_through_is_named() -> None:
-    (silent,) = lines({0: report("forming the group")})
+    (silent,) = lines({0: Report("forming the group")})
     assert (silent.level, silent.finding) == ("bad", "rank 1 gave no answer within 9 s")
-    waits = "waiting for the devices of the others"
-    (stuck,) = lines({0: report(waits), 1: report("its device")})
+    (stuck,) = lines({0: Report(exchange.WAITING), 1: Report("its device")})
     assert stuck.finding == "rank 1 did not come through within 9 s: its device"
-    (all_of_them,) = lines({0: report("forming the group"), 1: report("forming the group")})
+    (all_of_them,) = lines({0: Report("forming the group"), 1: Report("forming the group")})
     assert "ranks 0-1" in all_of_them.finding
 
 
+def failed(text: str) -> Report:
+    return Report("failed", [Result("all-reduce", "bad", text, exchange.NO_CONNECTION)])
+
+
 def test_the_rank_whose_device_fails_is_named_and_not_those_that_wait() -> None:
-    failing = {
-        "at": "done",
-        "error": "rank 1 of this node has no GPU: torch sees 1; start as many ranks",
-    }
-    (line,) = lines({0: report(failed="a peer is gone"), 1: failing})
+    no_gpu = Result("device", "bad", "rank 1 of this node has no GPU", "start as many ranks")
+    (line,) = lines({0: failed("a peer is gone"), 1: Report("done", [no_gpu])})
     assert (line.name, line.level, line.remedy) == ("device", "bad", "start as many ranks")
-    assert line.finding == "rank 1 of this node has no GPU: torch sees 1 (rank 1)"
+    assert line.finding == "rank 1 of this node has no GPU (rank 1)"
 
 
 def test_ranks_that_find_no_way_to_each_other_are_one_line() -> None:
-    def failing(port: int) -> dict[str, Any]:
-        message = (
-            "Gloo connectFullMesh failed with [/a/gloo/pair.cc:152] timed out connecting: "
-            f"remote=[127.0.0.1]:{port}"
-        )
-        return report("forming the group", failed=message)
-
+    text = "forming the group: Gloo timed out connecting: remote=[127.0.0.1]:"
     (line,) = lines(
-        {0: report("forming the group"), 1: failing(7), 2: failing(8), 3: report()},
+        {0: Report("forming the group"), 1: failed(f"{text}7"), 2: failed(f"{text}8"), 3: Report()},
         TWO_HOSTS,
         NODES,
     )
-    message = (
-        "forming the group: Gloo connectFullMesh failed timed out connecting: remote=[127.0.0.1]:7"
-    )
-    assert line.finding == f"{message} (ranks 1-2 on a, b)"
+    assert line.finding == f"{text}7 (ranks 1-2 on a, b)"
     assert "GLOO_SOCKET_IFNAME" in line.remedy
 
 
-def test_a_wrong_sum_and_different_devices_are_bad() -> None:
-    rows = [[1 << 16, 0.001]]
-    assert lines({0: report(all=rows, wrong="64 KiB"), 1: report(all=rows)})[0].level == "bad"
-    mixed = lines({0: on_h100(300.0, 2), 1: report(all=rows)})[0]
+def test_different_devices_are_bad() -> None:
+    reports = {0: on_h100(300.0, 2), 1: Report("done", [CPU])}
+    (_, mixed) = lines(reports)
     assert (mixed.level, mixed.finding) == (
         "bad",
-        "ranks differ: NVIDIA H100 80GB HBM3 on rank 0; cpu on rank 1",
+        "ranks differ in device: cuda on rank 0, cpu on rank 1",
     )
 
 
@@ -265,25 +260,15 @@ def test_those_who_do_not_speak_in_time_are_missing() -> None:
 
 
 @pytest.mark.parametrize("skew", [0.0, 7.5, -120.0])
-def test_a_clock_that_is_wrong_is_found_by_how_much(
-    monkeypatch: pytest.MonkeyPatch, skew: float
-) -> None:
+def test_a_clock_that_is_wrong_is_found_by_how_much(skew: float) -> None:
     store = HashStore()
-    clock = exchange.time.time
-    asking = threading.Thread(
-        target=answer_clock, args=(store, 2, lambda: clock() + skew), daemon=True
-    )
-    asking.start()
-    clocks = measure_clocks(store, [2])
-    asking.join()
-    measured, uncertainty = clocks[2]
-    assert abs(measured - skew) <= uncertainty + 1e-3
-    monkeypatch.setattr(exchange, "measure_clocks", lambda *_: clocks)
-    (line,) = check_clocks(store, [2], TWO_HOSTS)
-    if skew and uncertainty < 5:
+    asked = time.time()
+    Exchange(store, 2, 4).post("clock", time.time() + skew)
+    (line,) = check_clocks(Exchange(store, 0, 4), [2], TWO_HOSTS, asked)
+    if skew:
         assert (line.level, f"b {skew:+.1f} s" in line.finding) == ("warning", True)
     else:
-        assert line.level == "ok"
+        assert (line.level, "2 nodes agree within" in line.finding) == ("ok", True)
 
 
 def test_hosts_are_named_only_where_there_are_several() -> None:

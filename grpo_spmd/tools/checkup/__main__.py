@@ -13,21 +13,23 @@ from socket import gethostname
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import msgspec
+
 from grpo_spmd.config.command_line import OverridesParser, number_of_ranks
 from grpo_spmd.config.errors import ConfigError, refuse, say
 from grpo_spmd.config.load import gpus_are_hidden, load_config_with_sources, num_gpus, trains_on_cpu
 from grpo_spmd.distributed.exit import exit_process
+from grpo_spmd.distributed.processes import format_ranks
 from grpo_spmd.files import hold_standard_streams, show
 from grpo_spmd.tools.checkup import devices, disk, network
 from grpo_spmd.tools.checkup.exchange import (
     Exchange,
     RankFindings,
-    answer_clock,
+    Report,
     check_clocks,
     check_reports,
     check_shared_folder,
     merge_findings,
-    missing_ranks_result,
     try_folder,
 )
 from grpo_spmd.tools.checkup.launch import Launch, LocalRanks, find_launch
@@ -230,11 +232,10 @@ class _RankCheckup:
     def _introduce(self, exchange: Exchange) -> None:
         from grpo_spmd.distributed.machine import host_identity
 
-        lines = [[group, asdict(line)] for group, line in self._results]
-        rank = {"host": gethostname(), "node": host_identity(), "lines": lines}
-        exchange.post("found", rank)
+        findings = RankFindings(gethostname(), self._results, node=host_identity())
+        exchange.post("found", asdict(findings))
 
-    def _measure(self, store: dist.Store, nodes: Sequence[Sequence[int]]) -> dict[str, Any]:
+    def _measure(self, store: dist.Store, nodes: Sequence[Sequence[int]]) -> Report:
         from grpo_spmd.tools.checkup.reduce import measure_within
 
         launch = self._launch
@@ -249,12 +250,12 @@ class _RankCheckup:
         patience_s = self._args.deadline + _ALL_CHECKS_S
         plan = exchange.hear("plan", patience_s)
         if exchange.rank in plan["leaders"]:
-            answer_clock(exchange.store, exchange.rank)
+            exchange.post("clock", time.time())
             folder = exchange.hear("folder", patience_s) if plan["tries_folder"] else None
             if folder:
                 exchange.post("folder", try_folder(folder, exchange.rank))
         if plan["nodes"]:
-            exchange.post("report", self._measure(exchange.store, plan["nodes"]))
+            exchange.post("report", asdict(self._measure(exchange.store, plan["nodes"])))
         code = int(exchange.hear("code", patience_s + self._args.deadline))
         exchange.post("heard", True)
         return code
@@ -267,12 +268,10 @@ class _RankCheckup:
         args = self._args
         self._introduce(exchange)
         posted = exchange.gather("found", args.deadline)
-        findings: dict[int, RankFindings] = {}
+        findings = msgspec.convert(posted, dict[int, RankFindings])
         nodes: dict[str, list[int]] = {}
-        for rank, values in posted.items():
-            results = [(group, Result(**line)) for group, line in values["lines"]]
-            findings[rank] = RankFindings(values["host"], results)
-            nodes.setdefault(values["node"], []).append(rank)
+        for rank, rank_findings in findings.items():
+            nodes.setdefault(rank_findings.node, []).append(rank)
         for group, line in merge_findings(findings):
             page.add(group, line)
         # A collective with missing ranks would hang: it is not tried.
@@ -285,18 +284,21 @@ class _RankCheckup:
             "tries_folder": "disk" in args.only and bool(leaders),
             "nodes": [*nodes.values()] if measures else [],
         }
+        asked = time.time()
         exchange.post("plan", plan)
-        lines = [*check_clocks(exchange.store, leaders, findings)]
+        lines = [*check_clocks(exchange, leaders, findings, asked)]
         if plan["tries_folder"]:
             lines += check_shared_folder(exchange, self._target, leaders, findings, _SHORT_S)
         if missing:
-            lines.append(missing_ranks_result(missing, args.deadline, self._launch))
+            remedy = "see their output; do their hosts reach MASTER_ADDR:MASTER_PORT? --deadline"
+            finding = f"{format_ranks(missing)} did not come within {args.deadline:g} s"
+            lines.append(bad("ranks", finding, f"{remedy} waits longer"))
         for line in lines:
             page.add("links", line)
         if measures:
             report = self._measure(exchange.store, plan["nodes"])
-            reports = exchange.gather("report", _REPORT_S, range(1, exchange.num_ranks))
-            reports[0] = report
+            posted = exchange.gather("report", _REPORT_S, range(1, exchange.num_ranks))
+            reports = {0: report} | msgspec.convert(posted, dict[int, Report])
             for line in check_reports(reports, [*nodes.values()], findings, args.deadline):
                 page.add("links", line)
         code = page.close(time.monotonic() - self._start)
@@ -304,7 +306,7 @@ class _RankCheckup:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         exchange.post("code", code)
         # This process may serve the store: it waits until the others have heard.
-        exchange.gather("heard", _REPORT_S, [rank for rank in posted if rank])
+        exchange.gather("heard", _REPORT_S, [rank for rank in findings if rank])
         return code
 
 

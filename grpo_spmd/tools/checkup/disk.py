@@ -6,18 +6,16 @@ import fcntl
 import os
 import re
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_spmd.checks.machine import check_disk
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.tools.checkup import file_trial
 from grpo_spmd.tools.checkup.results import Result, Target, bad, ok, size_text, warning
 
 _SPEED_BYTES = 256 << 20
@@ -26,7 +24,6 @@ _SLOW_BYTES_PER_S = 50e6
 _NUM_LINES = 200
 _LINE_LENGTH = 120
 _BUCKETS = ("s3fs", "gcsfuse", "goofys", "rclone", "mountpoint-s3", "blobfuse")
-_TRIAL = str(file_trial.__file__)
 _STAY = "choose a run_dir on a disk that stays"
 _scratch_folders: set[Path] = set()
 
@@ -142,7 +139,7 @@ def _check_room(target: Target, folder: Path) -> Iterator[Result]:
 
 
 def check_abilities(folder: Path) -> Iterator[Result]:
-    """Tries rename and fsync, and with several processes flock and O_APPEND."""
+    """Tries rename and fsync, and with several writers flock and O_APPEND."""
     problems: list[str] = []
     old, new = folder / "old", folder / "new"
     old.write_bytes(b"0")
@@ -164,11 +161,13 @@ def check_abilities(folder: Path) -> Iterator[Result]:
         (folder / "step_1.tmp").rename(folder / "step_1")
     if not (folder / "step_1").is_dir():
         problems.append("a folder cannot be renamed")
-    answers, num_lines = _try_processes(folder)
+    lines = ["a" * _LINE_LENGTH, "b" * _LINE_LENGTH]
+    with locked_for_trial(folder), ThreadPoolExecutor(len(lines)) as writers:
+        trials = [writers.submit(lock_and_append, folder, line, _NUM_LINES) for line in lines]
+        answers = {trial.result() for trial in trials}
+    num_lines = whole_lines(folder, lines)
     if num_lines != 2 * _NUM_LINES:
-        problems.append(
-            f"O_APPEND: of {2 * _NUM_LINES} lines by two processes {num_lines} are whole"
-        )
+        problems.append(f"O_APPEND: of {2 * _NUM_LINES} lines by two writers {num_lines} are whole")
     if problems:
         yield bad(
             "files",
@@ -178,7 +177,7 @@ def check_abilities(folder: Path) -> Iterator[Result]:
     else:
         yield ok("files", "rename, fsync and O_APPEND do what they should")
     if answers == {"held"}:
-        yield ok("flock", "a lock of one process keeps another out")
+        yield ok("flock", "a held lock keeps others out")
     else:
         yield warning(
             "flock",
@@ -188,25 +187,42 @@ def check_abilities(folder: Path) -> Iterator[Result]:
         )
 
 
-def _try_processes(folder: Path) -> tuple[set[str], int]:
-    """Returns what two processes see of a lock held here, and how many lines they appended."""
+@contextmanager
+def locked_for_trial(folder: Path) -> Iterator[None]:
+    """Makes the empty file `appended` in the folder, and holds the lock of its file `lock`."""
     (folder / "appended").touch()
-    lines = ["a" * _LINE_LENGTH, "b" * _LINE_LENGTH]
     with open(folder / "lock", "w") as lock:
-        with suppress(OSError):
+        with suppress(OSError):  # a file system without locks: whoever tries it next sees that
             fcntl.flock(lock, fcntl.LOCK_EX)
-        processes = [
-            subprocess.Popen(
-                [sys.executable, "-I", "-S", _TRIAL, str(folder), line, str(_NUM_LINES)],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-            )
-            for line in lines
-        ]
-        answers = {process.communicate()[0].strip() or "no answer" for process in processes}
-    appended = (folder / "appended").read_text(encoding="utf-8").splitlines()
-    return answers, sum(line in lines for line in appended)
+        yield
+
+
+def lock_and_append(folder: Path, line: str, num_lines: int) -> str:
+    """Appends lines, and returns whether another holds the lock (`locked_for_trial`).
+
+    The result is "held", "free", or the error of a file system without locks. Raises OSError if it
+    cannot append.
+    """
+    # A lock belongs to the opened file, so threads, processes and nodes are alike here.
+    with open(folder / "lock") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            answer = "free"
+        except BlockingIOError:
+            answer = "held"
+        except OSError as error:
+            answer = str(error)
+    # One write for each line: O_APPEND promises that lines of several writers do not mix.
+    with open(folder / "appended", "ab", buffering=0) as file:
+        for _ in range(num_lines):
+            file.write(line.encode() + b"\n")
+    return answer
+
+
+def whole_lines(folder: Path, lines: Sequence[str]) -> int:
+    """Returns how many of the appended lines are whole; `lines` are those that were appended."""
+    text = (folder / "appended").read_text(encoding="utf-8", errors="replace")
+    return sum(line in lines for line in text.splitlines())
 
 
 def _check_speed(folder: Path) -> Iterator[Result]:

@@ -14,11 +14,14 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import IO
+
+import msgspec
 
 from grpo_spmd.config.command_line import number_of_ranks
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.tools.checkup.results import Target
+from grpo_spmd.tools.checkup.exchange import Report
+from grpo_spmd.tools.checkup.results import Target, bad
 
 ANSWER = "checkup report: "  # before a child's report in its output
 
@@ -136,9 +139,9 @@ class LocalRanks:
             )
             self._children.append((child, output))
 
-    def reports(self) -> dict[int, dict[str, Any]]:
+    def reports(self) -> dict[int, Report]:
         """Returns the reports that children wrote before the deadline. Ends all children."""
-        reports: dict[int, dict[str, Any]] = {}
+        reports: dict[int, Report] = {}
         for rank, (child, output) in enumerate(self._children):
             with suppress(subprocess.TimeoutExpired):
                 child.wait(max(0.1, self._deadline - time.monotonic()))
@@ -147,10 +150,12 @@ class LocalRanks:
             lines = output.read().decode(errors="replace").splitlines()
             answers = [line.removeprefix(ANSWER) for line in lines if line.startswith(ANSWER)]
             if answers:
-                reports[rank] = json.loads(answers[-1])
+                # Not msgspec's decoder: an error may hold lone surrogates, which it refuses.
+                reports[rank] = msgspec.convert(json.loads(answers[-1]), Report)
             elif child.returncode is not None:
                 text = lines[-1][:300] if lines else f"exit code {child.returncode}"
-                reports[rank] = {"rank": rank, "at": "importing torch", "failed": text}
+                line = bad("all-reduce", f"importing torch: {text}", "python -c 'import torch'")
+                reports[rank] = Report("failed", [line])
         self.end()
         return reports
 
