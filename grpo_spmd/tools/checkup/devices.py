@@ -34,7 +34,7 @@ from grpo_spmd import __version__
 from grpo_spmd.checks.machine import VLLM
 from grpo_spmd.checks.memory import TRAINED_ITEMSIZE, engine_weights, state_of
 from grpo_spmd.checks.model_folder import version_of
-from grpo_spmd.config.load import gpus_are_hidden, is_built_for_cpu
+from grpo_spmd.config.load import gpus_are_hidden
 from grpo_spmd.model.config_json import read_model
 from grpo_spmd.observe.cards import CARDS, Card
 from grpo_spmd.rewards.sandbox.sandbox import SandboxError, check_isolation
@@ -45,6 +45,7 @@ from grpo_spmd.tools.checkup.results import (
     join_items,
     ok,
     plural,
+    rated,
     size_text,
     warning,
 )
@@ -54,13 +55,14 @@ Gpu = dict[str, str]
 CHECK_S = 120.0
 PLAN_S = 120.0
 _SMI_S = 8.0
-# An older driver refuses a query with a field that it does not know, so there are two queries.
-_FIELDS = ("index", "name", "driver_version", "memory.total", "memory.used")
-_ECC = "ecc.errors.uncorrected.volatile.total"
-_NEWER_FIELDS = ("compute_cap", _ECC, "mig.mode.current", "compute_mode", "pci.bus_id")
+# Drivers that know all of them came before the oldest one that runs CUDA 12.
+_FIELDS = (
+    "index", "name", "driver_version", "memory.total", "memory.used", "compute_cap",
+    "ecc.errors.uncorrected.volatile.total", "mig.mode.current", "compute_mode",
+)  # fmt: skip
 # Oldest drivers for CUDA's major versions (CUDA Toolkit release notes, minor version
 # compatibility).
-_DRIVERS = {"11": 450, "12": 525, "13": 580}
+_DRIVERS = {"12": 525, "13": 580}
 _USED_MIB = 1024
 _LINK_ROW = re.compile(r"\s*GPU\d+\s+(X|NV|PIX|PXB|PHB|NODE|SYS)")
 _LINK = re.compile(r"NV\d+|PIX|PXB|PHB|NODE|SYS|X")
@@ -92,25 +94,15 @@ def query_gpus(target: Target) -> list[Gpu] | None:
 
     Raises OSError with nvidia-smi's error message.
     """
-    gpus: list[Gpu] = []
-    for fields in (_FIELDS, _NEWER_FIELDS):
-        query = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
-        answer = target.run(query, _SMI_S)
-        if answer is None:
-            return None
-        if answer.returncode:
-            # The first query worked: the driver is only too old for the newer fields.
-            if gpus:
-                return gpus
-            lines = (answer.stdout.strip() or answer.stderr.strip()).splitlines() or ["no reason"]
-            raise OSError(f"nvidia-smi: {lines[0][:200]}")
-        rows = csv.reader(answer.stdout.splitlines(), skipinitialspace=True)
-        dicts = [dict(zip(fields, row, strict=True)) for row in rows if len(row) == len(fields)]
-        if not gpus:
-            gpus = dicts
-        elif len(gpus) == len(dicts):
-            gpus = [gpu | newer for gpu, newer in zip(gpus, dicts, strict=True)]
-    return gpus
+    query = ["nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits"]
+    answer = target.run(query, _SMI_S)
+    if answer is None:
+        return None
+    if answer.returncode:
+        lines = (answer.stdout.strip() or answer.stderr.strip()).splitlines() or ["no reason"]
+        raise OSError(f"nvidia-smi: {lines[0][:200]}")
+    rows = csv.reader(answer.stdout.splitlines(), skipinitialspace=True)
+    return [dict(zip(_FIELDS, row, strict=True)) for row in rows if len(row) == len(_FIELDS)]
 
 
 def check_gpus(target: Target) -> Iterator[Result]:
@@ -140,78 +132,79 @@ def check_gpus(target: Target) -> Iterator[Result]:
     finding = "; ".join(f"{count} x {kind}" for kind, count in kinds.items())
     driver = gpus[0]["driver_version"]
     facts = {"GPUs": finding, "driver": driver}
-    if len(kinds) > 1:
-        yield warning(
-            "GPUs",
-            f"{finding}: all ranks wait for the slowest",
-            "name those of one kind in CUDA_VISIBLE_DEVICES",
-            facts,
-        )
-    else:
-        yield ok("GPUs", finding, facts)
-    yield _check_driver(driver, torch_cuda())
+    remedy = "all ranks wait for the slowest: name those of one kind in CUDA_VISIBLE_DEVICES"
+    yield warning("GPUs", finding, remedy, facts) if len(kinds) > 1 else ok("GPUs", finding, facts)
+    yield _check_driver(driver, torch_build()[1])
     yield from _check_states(target, gpus)
     yield _check_used_memory(target, gpus)
 
 
-def torch_cuda() -> str:
-    """Returns the CUDA version that torch was built for; "" for the CPU, or without torch."""
+def torch_build() -> tuple[str, str]:
+    """Returns the versions of torch's files and of the CUDA that they were built for.
+
+    "" without torch, or for the CPU.
+    """
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
-        return ""
+        return "", ""
     text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
-    version = re.search(r"^cuda\b.*= *['\"]([\d.]+)", text, re.MULTILINE)
-    return version[1] if version else ""
+    version = re.search(r"^__version__ *= *['\"]([^'\"+]+)", text, re.MULTILINE)
+    cuda = re.search(r"^cuda\b.*= *['\"]([\d.]+)", text, re.MULTILINE)
+    return version[1] if version else "", cuda[1] if cuda else ""
 
 
 def _check_driver(driver: str, cuda: str) -> Result:
     """Checks that the driver is new enough for torch's CUDA version."""
-    oldest, major = _DRIVERS.get(cuda.partition(".")[0]), driver.partition(".")[0]
-    if oldest is None or not major.isdecimal():
+    oldest, major = _DRIVERS.get(cuda.partition(".")[0], 0), driver.partition(".")[0]
+    if not major.isdecimal() or int(major) >= oldest:
         return ok("driver", driver)
-    if int(major) >= oldest:
-        return ok("driver", f"{driver}, new enough for torch's CUDA {cuda}")
-    usable = [f"{version}.x" for version, number in _DRIVERS.items() if int(major) >= number]
-    newest = usable[-1] if usable else "that it knows"
     return warning(
         "driver",
         f"{driver}, and torch's CUDA {cuda} asks for {oldest} or later (or cuda-compat)",
-        f"update the driver, or install a torch for CUDA {newest}",
+        "update the driver, or install a torch for an older CUDA",
     )
 
 
 def _check_states(target: Target, gpus: Sequence[Gpu]) -> Iterator[Result]:
     """Checks each GPU's capability, memory errors, MIG mode and compute mode."""
-    capabilities = [gpu.get("compute_cap", "") for gpu in gpus]
-    # bfloat16 needs 8.0.
-    old = [text for text in capabilities if re.fullmatch(r"[1-7]\.\d", text)]
-    if old:
-        yield warning(
+    for name, make, state, pattern, finding, remedy in (
+        (
             "capability",
-            f"compute capability {old[0]} has no bfloat16",
+            warning,
+            "compute_cap",
+            r"[1-7]\.\d",
+            "compute capability below 8.0, which has no bfloat16",
             "model.dtype: float32, or GPUs of 8.0 (A100) or later",
-        )
-    elif capabilities[0]:
-        yield ok("capability", capabilities[0])
-    failing = join_items(gpu["index"] for gpu in gpus if _number(gpu.get(_ECC, "")) > 0)
-    if failing:
-        yield bad(
+        ),
+        (
             "ECC",
-            f"uncorrected memory errors on GPU {failing}",
+            bad,
+            "ecc.errors.uncorrected.volatile.total",
+            r"[1-9]\d*",
+            "uncorrected memory errors",
             "nvidia-smi -q -d ECC; drain the node, reset the GPU, replace it",
-        )
-    # NCCL cannot connect two instances of one GPU, so MIG is bad only with several ranks.
-    divided = join_items(gpu["index"] for gpu in gpus if gpu.get("mig.mode.current") == "Enabled")
-    if divided:
-        make = bad if target.local_ranks > 1 else warning
-        yield make(
+        ),
+        # NCCL cannot connect two instances of one GPU, so MIG is bad only with several ranks.
+        (
             "MIG",
-            f"MIG is on, on GPU {divided}: NCCL joins no two instances of a GPU",
+            bad if target.local_ranks > 1 else warning,
+            "mig.mode.current",
+            "Enabled",
+            "MIG is on, and NCCL joins no two instances of a GPU",
             "nvidia-smi -mig 0, by whoever administers it",
-        )
-    closed = join_items(gpu["index"] for gpu in gpus if gpu.get("compute_mode") == "Prohibited")
-    if closed:
-        yield bad("GPUs", f"compute mode is Prohibited on GPU {closed}", "nvidia-smi -c DEFAULT")
+        ),
+        (
+            "GPUs",
+            bad,
+            "compute_mode",
+            "Prohibited",
+            "compute mode is Prohibited",
+            "nvidia-smi -c DEFAULT",
+        ),
+    ):
+        indices = join_items(gpu["index"] for gpu in gpus if re.fullmatch(pattern, gpu[state]))
+        if indices:
+            yield make(name, f"{finding}, on GPU {indices}", remedy)
 
 
 def _check_used_memory(target: Target, gpus: Sequence[Gpu]) -> Result:
@@ -222,28 +215,17 @@ def _check_used_memory(target: Target, gpus: Sequence[Gpu]) -> Result:
         return ok("GPU memory", f"free on all {len(gpus)}")
     query = ["nvidia-smi", "--query-compute-apps=pid,used_memory,name", "--format=csv,noheader"]
     answer = target.run(query, _SMI_S)
-    has_answer = answer is not None and not answer.returncode
-    owners = answer.stdout.strip().splitlines() if answer and has_answer else []
-    finding = f"others hold {join_items(used)}"
-    remedy = "end what holds it (nvidia-smi shows it)"
-    if owners:
-        finding += f" ({join_items(owners, 3)})"
-        remedy = f"end {len(owners)} process{'es' * (len(owners) > 1)} (nvidia-smi shows them)"
+    owners = answer.stdout.strip().splitlines() if answer and not answer.returncode else []
+    finding = f"others hold {join_items(used)} ({join_items(owners, 3) or 'unknown processes'})"
     # vLLM takes its fraction of all memory, and fails if others hold the rest.
     fraction = target.config.rollout.gpu_memory_utilization if target.config else 0.0
-    over = [
-        gpu["index"]
-        for gpu in gpus
-        if used_mib[gpu["index"]] > (1 - fraction) * _number(gpu["memory.total"])
-    ]
-    if fraction and over:
-        return bad(
-            "GPU memory",
-            f"{finding}: rollout.gpu_memory_utilization {fraction:g} does not fit beside it on "
-            f"GPU {join_items(over)}",
-            remedy,
-        )
-    return warning("GPU memory", finding, remedy)
+    is_too_little = any(
+        used_mib[gpu["index"]] > (1 - fraction) * _number(gpu["memory.total"]) for gpu in gpus
+    )
+    if fraction and is_too_little:
+        finding += f": rollout.gpu_memory_utilization {fraction:g} does not fit beside it"
+    make = bad if fraction and is_too_little else warning
+    return make("GPU memory", finding, "end what holds it (nvidia-smi shows it)")
 
 
 def check_topology(target: Target) -> Iterator[Result]:
@@ -260,18 +242,15 @@ def check_topology(target: Target) -> Iterator[Result]:
     finding = f"{counts} of {plural(len(pairs), 'pair')}"
     # NODE and SYS cross the CPU's interconnect.
     far = join_items(f"{a}-{b}" for (a, b), kind in pairs.items() if kind in ("SYS", "NODE"))
-    if not far:
-        yield ok("topology", finding)
-    elif any(kind.startswith("NV") for kind in kinds):
+    if far:
         yield warning(
             "topology",
-            f"{finding}: some pairs have no NVLink ({far})",
-            "nvidia-smi nvlink -s; a link may be down: dmesg | grep -i nvlink",
+            f"{finding}; between sockets, without NVLink: {far}",
+            "nvidia-smi nvlink -s; dmesg | grep -i nvlink: a link may be down. If the machine has "
+            "no more, model.num_replicas saves traffic of small models",
         )
     else:
-        remedy = "what this machine has; model.num_replicas saves traffic of small models"
-        finding += ": by PCIe and between sockets, without NVLink"
-        yield warning("topology", finding, remedy)
+        yield ok("topology", finding)
 
 
 def parse_topology(text: str) -> dict[tuple[int, int], str]:
@@ -358,12 +337,8 @@ def check_plan(target: Target) -> Iterator[Result]:
         answer = target.run(command_line, PLAN_S)
         assert answer is not None, sys.executable
         if not file.exists():
-            lines = answer.stderr.strip().splitlines() or ["nothing"]
-            yield warning(
-                "planner",
-                f"says {lines[-1].removeprefix('error: ')[:300]}",
-                "python -m grpo_spmd.plan ..., by hand",
-            )
+            lines = answer.stderr.strip().splitlines() or ["error: no plan"]
+            yield warning("planner", lines[-1][:300], "python -m grpo_spmd.plan ..., by hand")
             return
         plan = json.loads(file.read_text(encoding="utf-8"))
     margin = f"{plan['margin_gib']:.1f} GiB, least in phase {plan['tightest_phase']}"
@@ -451,11 +426,17 @@ def _source_digest() -> str:
 def check_packages(target: Target) -> Iterator[Result]:
     """Checks that required packages are installed in the required versions."""
     engines = [name for name in VLLM if version_of(name)]
-    engine = engines[0] if engines else None
+    requirements = [("grpo_spmd", text) for text in read_requirements()[1]]
+    # vLLM's kernels are compiled against one version of torch.
+    for engine in engines[:1]:
+        texts = importlib.metadata.requires(engine) or ()
+        requirements += [(f"{engine} {version_of(engine)}", text) for text in texts]
     problems: dict[str, str] = {}
     names: set[str] = set()
-    for requirement in map(Requirement, read_requirements()[1]):
+    for source, requirement in ((source, Requirement(text)) for source, text in requirements):
         name, marker, version = requirement.name, requirement.marker, version_of(requirement.name)
+        if source != "grpo_spmd" and name not in _OWN_LINES:
+            continue
         is_extra = "extra" in str(marker)
         # An extra that is not installed is not asked for.
         if is_extra and version is None:
@@ -468,21 +449,20 @@ def check_packages(target: Target) -> Iterator[Result]:
             continue
         if version is None or not requirement.specifier.contains(version, prereleases=True):
             required = requirement.specifier or "any version"
-            problems[name] = f"{name} {version or 'is missing'}, and {required} is asked for"
+            problem = f"{name} {version or 'is missing'}, and {source} asks for {required}"
+            problems.setdefault(name, problem)
     for name in (*_OWN_LINES, *engines[:1]):
-        yield _check_package(name, problems.pop(name, None), engine)
-    if engine is None:
+        version = version_of(name) or "missing"
+        if name in problems:
+            yield bad(name, problems.pop(name), _REMEDY, {name: version})
+        else:
+            yield ok(name, version, {name: version})
+    # Both packages install the module vllm, which samples the completions.
+    if len(engines) != 1:
         yield bad(
             "vllm",
-            "not installed: it samples the completions",
-            f"launch/setup.sh {'gpu' if target.num_gpus else 'cpu'}",
-        )
-    # Both packages install the module vllm.
-    if len(engines) > 1:
-        yield bad(
-            "vllm",
-            f"{engines[0]} and {engines[1]} are both installed, over each other's files",
-            f"pip uninstall {' '.join(engines)}, then launch/setup.sh",
+            f"{len(engines)} of {' and '.join(VLLM)} are installed, and one is asked for",
+            f"pip uninstall {' '.join(VLLM)}, then launch/setup.sh",
         )
     remaining_names = sorted(names.difference(_OWN_LINES, VLLM))
     facts = {name: version_of(name) or "missing" for name in remaining_names}
@@ -492,72 +472,33 @@ def check_packages(target: Target) -> Iterator[Result]:
         yield ok("packages", f"{len(remaining_names)} others within their ranges", facts)
 
 
-def _check_package(name: str, problem: str | None, engine: str | None) -> Result:
-    """Returns the line of torch, transformers or vLLM.
-
-    `problem` is what is wrong by our own requirements, if anything. torch and transformers must
-    also be in the range that `engine`, the installed package of vLLM, requires.
-    """
-    version = version_of(name)
-    engine_version = version_of(engine) if engine else None
-    facts = {name: version or "missing"}
-    if problem is not None:
-        return bad(name, problem, _REMEDY, facts)
-    texts = importlib.metadata.requires(engine) if engine else None
-    for requirement in map(Requirement, texts or ()):
-        marker = requirement.marker
-        if requirement.name != name or (marker and not marker.evaluate({"extra": ""})):
-            continue
-        # vLLM's kernels are compiled against one version of torch.
-        if requirement.specifier.contains(version or "0", prereleases=True):
-            return ok(name, f"{version}, as {engine} {engine_version} asks", facts)
-        pinned = f"{name}{requirement.specifier}"
-        return bad(
-            name,
-            f"{version}, and {engine} {engine_version} was built for {pinned}",
-            f"pip install '{pinned}', or launch/setup.sh",
-            facts,
-        )
-    return ok(name, str(version), facts)
-
-
 def check_build(target: Target) -> Iterator[Result]:
     """Checks that torch's files fit its metadata, and that torch is built for this machine.
 
     An install over another one can leave the files of one and the metadata of the other.
     """
     name = "torch's build"
-    spec = find_spec("torch")
-    version = version_of("torch")
-    if spec is None or spec.origin is None:
-        yield bad(name, "there is no torch that could be imported", _REMEDY)
-        return
-    text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
-    match = re.search(r"^__version__ *= *['\"]([^'\"+]+)", text, re.MULTILINE)
-    cuda = torch_cuda()
+    version, cuda = torch_build()
+    installed = version_of("torch")
     build = f"for CUDA {cuda}" if cuda else "for the CPU"
-    if match and version and match[1] != version.partition("+")[0]:
-        # importlib.metadata has no public way to the folder of a distribution.
-        distributions = importlib.metadata.distributions(name="torch")
-        paths = (getattr(distribution, "_path", None) for distribution in distributions)
-        folder = next((path.parent for path in paths if isinstance(path, Path)), "?")
+    if not version:
+        yield bad(name, "there is no torch that could be imported", _REMEDY)
+    elif installed and version != installed.partition("+")[0]:
+        folder = importlib.metadata.distribution("torch").locate_file("")
         yield bad(
             name,
-            f"its files are {match[1]}, and the metadata that is found first says {version}: "
+            f"its files are {version}, and the metadata that is found first says {installed}: "
             "two installs are mixed",
             f"look at {folder} and PYTHONPATH; or set up again: launch/setup.sh",
         )
-    elif is_built_for_cpu(spec) and target.num_gpus:
-        yield bad(
+    elif bool(cuda) != bool(target.num_gpus):
+        # A build for GPUs may be meant for another machine.
+        make = warning if cuda else bad
+        yield make(
             name,
-            f"{build}, and this machine has {target.num_gpus} GPUs: ranks would train on the CPU",
-            "launch/setup.sh gpu; CUDA_VISIBLE_DEVICES= where the CPU is meant",
-        )
-    elif cuda and not target.num_gpus:
-        yield warning(
-            name,
-            f"{build}, and no GPU is to be found: ranks would train on the CPU",
-            "look at the driver (nvidia-smi), or launch/setup.sh cpu",
+            f"{build}, and this machine has {plural(target.num_gpus, 'GPU')}: ranks would train on "
+            "the CPU",
+            "launch/setup.sh gpu, and a driver that works (nvidia-smi), or CUDA_VISIBLE_DEVICES=",
         )
     else:
         yield ok(name, build)
@@ -590,33 +531,23 @@ def check_tested_set(_: Target) -> Iterator[Result]:
 def check_shared_memory(target: Target) -> Iterator[Result]:
     """Checks the room in /dev/shm, through which NCCL and vLLM share memory."""
     folder = target.root / "dev/shm"
-    name = "/dev/shm"
-    enlarge = (
-        "docker run --shm-size 64g; Kubernetes: an emptyDir of medium Memory; "
-        "mount -o remount,size=64g /dev/shm"
+    remedy = (
+        "remove files that nobody uses (ls -l /dev/shm), chmod 1777 /dev/shm, docker run "
+        "--shm-size 64g, in Kubernetes an emptyDir of medium Memory, or mount -o remount,size=64g"
     )
-    if not folder.is_dir():
-        yield bad(name, "there is no such folder: NCCL and vLLM share memory there", enlarge)
+    if not os.access(folder, os.W_OK):
+        yield bad("/dev/shm", "not there or not writable: NCCL and vLLM share memory there", remedy)
         return
     disk = shutil.disk_usage(folder)
-    finding = f"{size_text(disk.free)} free of {size_text(disk.total)}, {target.ranks_text} here"
-    if not os.access(folder, os.W_OK):
-        yield bad(name, f"no permission to write there ({finding})", "chmod 1777 /dev/shm")
-        return
-    # Ranks share the folder.
-    free_each = disk.free / target.local_ranks
-    if free_each >= _SHM_WANTED:
-        yield ok(name, finding)
-        return
-    is_bad = free_each < _SHM_NEEDED
-    make = bad if is_bad else warning
-    if disk.total >= _SHM_WANTED * target.local_ranks:
-        yield make(
-            name, f"{finding}: files of others fill it", "ls -l /dev/shm; remove what nobody uses"
-        )
-    else:
-        limit = size_text(_SHM_NEEDED if is_bad else _SHM_WANTED)
-        yield make(name, f"{finding}: less than {limit} a rank", enlarge)
+    yield rated(
+        "/dev/shm",
+        f"{size_text(disk.free)} free of {size_text(disk.total)}, {target.ranks_text} here",
+        f"{size_text(_SHM_WANTED)} a rank are wanted: {remedy}",
+        # Ranks share the folder.
+        value=disk.free / target.local_ranks,
+        needed=_SHM_NEEDED,
+        wanted=_SHM_WANTED,
+    )
 
 
 def check_memory(target: Target) -> Iterator[Result]:
@@ -644,13 +575,15 @@ def check_memory(target: Target) -> Iterator[Result]:
     needed = sum(sizes.values()) if sizes else _RANK_NEEDED
     # Enough to start is not yet comfortable.
     wanted = _GPU_RANK_WANTED if target.num_gpus else _RANK_WANTED
-    remedy = "fewer ranks here, a larger --mem or memory limit, or end what else is running"
-    if available < target.local_ranks * needed:
-        yield bad("memory", finding, remedy)
-    elif available < target.local_ranks * wanted:
-        yield warning("memory", f"{finding}: under {size_text(wanted)} a rank", remedy)
-    else:
-        yield ok("memory", finding)
+    yield rated(
+        "memory",
+        finding,
+        f"{size_text(max(needed, wanted))} a rank are wanted: fewer ranks here, a larger --mem or "
+        "memory limit, or end what else is running",
+        value=available / target.local_ranks,
+        needed=needed,
+        wanted=wanted,
+    )
     if target.read("/proc/sys/vm/overcommit_memory").strip() == "2":
         yield warning(
             "overcommit",
@@ -706,19 +639,17 @@ def _cgroup_files(
     """
     for line in target.read("/proc/self/cgroup").splitlines():
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
-        if not controllers:
-            bases, name = ["sys/fs/cgroup", "sys/fs/cgroup/unified"], name_v2
-        elif controller in controllers.split(","):
-            bases, name = [f"sys/fs/cgroup/{controllers}", f"sys/fs/cgroup/{controller}"], name_v1
-        else:
+        # Version 2 has one hierarchy for all controllers, and names none.
+        if controllers and controller not in controllers.split(","):
             continue
-        for base in dict.fromkeys(bases):
-            # In a container the path may be the host's, of which only the end is mounted.
-            cgroup = PurePosixPath(base, path.lstrip("/"))
-            for folder in (cgroup, *cgroup.parents):
-                text = target.read(f"{folder}/{name}").strip()
-                if text and folder.is_relative_to(base):
-                    yield str(folder), text
+        base, name = (controller, name_v1) if controllers else ("", name_v2)
+        # In a container the path may be the host's, of which only the end is mounted.
+        cgroup = PurePosixPath(path.lstrip("/"))
+        for parent in (cgroup, *cgroup.parents):
+            folder = f"sys/fs/cgroup/{base}/{parent}"
+            text = target.read(f"{folder}/{name}").strip()
+            if text:
+                yield folder, text
 
 
 def _memory_limit(target: Target) -> tuple[int, int]:
@@ -755,34 +686,18 @@ def check_threads(target: Target) -> Iterator[Result]:
     """Checks that ranks and their threads do not outnumber the cores."""
     quota, ranks = cpu_quota(target), target.local_ranks
     cores = target.cores if quota is None else min(target.cores, quota)
-    finding = f"{target.cores} cores"
-    if cores < target.cores:
-        finding += f", of which the cgroup allows {cores:g}"
-    num_nodes = len([*(target.root / "sys/devices/system/node").glob("node[0-9]*")])
-    finding += f", {num_nodes} NUMA nodes" if num_nodes > 1 else ""
-    finding += f"; {target.ranks_text}"
-    text = target.environ.get("OMP_NUM_THREADS", "")
+    text = target.environ.get("OMP_NUM_THREADS", "1")
     threads = int(text) if text.isdecimal() else 0
-    if text:
-        finding += f" x {plural(threads, 'thread')} (OMP_NUM_THREADS={text})"
-    else:
-        finding += "; OMP_NUM_THREADS is not set, which torchrun and grpo-spmd make 1"
-    if text and threads < 1:
-        finding = f"OMP_NUM_THREADS={text!r} is no number from 1 on"
-        yield bad("threads", finding, "export OMP_NUM_THREADS=1")
+    num_nodes = len([*(target.root / "sys/devices/system/node").glob("node[0-9]*")])
+    finding = f"{cores:g} of {target.cores} cores, {plural(num_nodes, 'NUMA node')}; "
+    finding += f"{target.ranks_text} x {plural(threads, 'thread')} (OMP_NUM_THREADS)"
     # One thread a rank is the usual setting; more only helps on free cores.
-    elif threads > 1 and ranks * threads > cores:
-        yield bad(
-            "threads",
-            f"{finding}: threads wait for each other on too few cores",
-            f"export OMP_NUM_THREADS={max(1, int(cores // ranks))}",
-        )
+    if threads < 1 or (threads > 1 and ranks * threads > cores):
+        remedy = f"export OMP_NUM_THREADS={max(1, int(cores // ranks))}"
+        yield bad("threads", f"{finding}: not from 1 to the cores of a rank", remedy)
     elif ranks > cores:
-        yield warning(
-            "threads",
-            f"{finding}: more ranks than cores",
-            "fewer ranks, or a larger share of cores",
-        )
+        remedy = "fewer ranks, or a larger share of cores"
+        yield warning("threads", f"{finding}: more ranks than cores", remedy)
     else:
         yield ok("threads", finding)
     huge_pages = target.read("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -796,78 +711,51 @@ def check_threads(target: Target) -> Iterator[Result]:
 
 def check_limits(target: Target) -> Iterator[Result]:
     """Checks the limits of this process, as ulimit shows them."""
-    results = [*_exceeded_limits(target)]
-    yield from results
-    if not results:
-        limits = {
-            "open files": f"{_soft_limit('NOFILE'):,}",
-            "processes": f"{_soft_limit('NPROC'):,}",
-            "locked memory": size_text(_soft_limit("MEMLOCK")),
-        }
-        unlimited = {f"{_UNLIMITED:,}", size_text(_UNLIMITED)}
-        texts = (
-            f"{name} {'unlimited' if text in unlimited else text}" for name, text in limits.items()
-        )
-        yield ok("ulimit", ", ".join(texts))
-
-
-def _soft_limit(name: str) -> int:
-    """Returns the soft limit of this process; _UNLIMITED if there is none."""
-    soft = resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))[0]
-    return _UNLIMITED if soft == resource.RLIM_INFINITY else soft
-
-
-def _exceeded_limits(target: Target) -> Iterator[Result]:
-    """Yields a line for each limit that a run would exceed."""
-    files = _soft_limit("NOFILE")
-    processes = _soft_limit("NPROC")
-    if files < 4096:
-        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        raised = 65536 if hard == resource.RLIM_INFINITY else min(65536, hard)
-        make = bad if files < 256 else warning
-        yield make(
-            "ulimit -n",
-            f"{files:,} open files: sockets of ranks, files of safetensors and workers' pipes "
-            "need more",
-            f"ulimit -n {raised}; systemd: LimitNOFILE; docker run --ulimit nofile=65536",
-        )
-    if processes < 1024 * target.local_ranks:
-        make = bad if processes < 128 * target.local_ranks else warning
-        yield make(
-            "ulimit -u",
-            f"{processes:,} processes and threads of this user, for {target.ranks_text}",
-            "ulimit -u unlimited; slurm: PropagateResourceLimits",
-        )
-    locked = _soft_limit("MEMLOCK")
+    ranks = target.local_ranks
     # RDMA registers its buffers as locked memory.
     has_infiniband = any((target.root / "sys/class/infiniband").glob("*"))
-    if locked < 64 * _GIB and has_infiniband:
-        yield bad(
-            "ulimit -l",
-            f"{size_text(locked)} of locked memory, and this machine has InfiniBand, which "
-            "registers more",
-            "ulimit -l unlimited; docker run --ulimit memlock=-1",
+    locked = 64 * _GIB if has_infiniband else 0
+    addresses = _UNLIMITED if target.num_gpus else 0
+    findings = []
+    has_problem = False
+    for flag, limit, noun, needed, wanted, remedy in (
+        (
+            "n",
+            "NOFILE",
+            "open files",
+            256,
+            4096,
+            "docker run --ulimit nofile=65536",
+        ),
+        ("u", "NPROC", "processes", 128 * ranks, 1024 * ranks, "slurm: PropagateResourceLimits"),
+        ("l", "MEMLOCK", "locked memory", locked, locked, "docker run --ulimit memlock=-1"),
+        ("f", "FSIZE", "file size", _UNLIMITED, _UNLIMITED, "checkpoints grow"),
+        ("v", "AS", "address space", addresses, _UNLIMITED, "CUDA and torch reserve terabytes"),
+    ):
+        value = resource.getrlimit(getattr(resource, f"RLIMIT_{limit}"))[0]
+        is_count = limit in ("NOFILE", "NPROC")
+        text = f"{value:,}" if is_count else size_text(value)
+        if value == resource.RLIM_INFINITY:
+            value, text = _UNLIMITED, "unlimited"
+        findings.append(f"{noun} {text}")
+        remedy = f"ulimit -{flag} unlimited; {remedy}"
+        result = rated(
+            f"ulimit -{flag}", findings[-1], remedy, value=value, needed=needed, wanted=wanted
         )
-    file_size, addresses = _soft_limit("FSIZE"), _soft_limit("AS")
-    if file_size < _UNLIMITED:
-        yield bad(
-            "ulimit -f",
-            f"files of {size_text(file_size)} at most: checkpoints grow",
-            "ulimit -f unlimited",
-        )
-    if addresses < _UNLIMITED:
-        make = bad if target.num_gpus else warning
-        yield make(
-            "ulimit -v",
-            f"{size_text(addresses)} of address space: CUDA and torch reserve more than they use",
-            "ulimit -v unlimited",
-        )
+        if result.level != "ok":
+            has_problem = True
+            yield result
     # A core pattern with a pipe leads to a collector, not to the working folder.
     is_piped = target.read("/proc/sys/kernel/core_pattern").startswith("|")
-    if _soft_limit("CORE") > _GIB and not is_piped and target.num_gpus:
+    max_core = resource.getrlimit(resource.RLIMIT_CORE)[0]
+    is_unlimited = max_core == resource.RLIM_INFINITY
+    if (is_unlimited or max_core > _GIB) and not is_piped and target.num_gpus:
+        has_problem = True
         yield warning(
             "ulimit -c",
             "core dumps are on: a rank that crashes writes all of its memory into the working "
             "folder",
             "ulimit -c 0",
         )
+    if not has_problem:
+        yield ok("ulimit", ", ".join(findings))

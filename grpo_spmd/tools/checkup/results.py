@@ -56,6 +56,15 @@ def bad(name: str, finding: str, remedy: str, facts: dict[str, str] | None = Non
     return Result(name, "bad", finding, remedy, facts or {})
 
 
+def rated(
+    name: str, finding: str, remedy: str, *, value: float, needed: float, wanted: float
+) -> Result:
+    """Returns a bad line if the value is below what is needed, a warning below what is wanted."""
+    if value >= max(needed, wanted):
+        return ok(name, finding)
+    return (bad if value < needed else warning)(name, finding, remedy)
+
+
 @dataclass(frozen=True)
 class Target:
     """Describes the machine that is checked, and the run for which it is checked."""
