@@ -277,7 +277,7 @@ def test_two_hosts(tmp_path: Path, two_hosts: list[list[str]], sees: bool) -> No
         assert (code, code_1, levels["shared run_dir"]) == (2, 2, "bad"), output
         assert "not seen by rank 1 on node1: what rank 0 writes" in result["shared run_dir"]
         assert (
-            "in memory, gone at the next start of the machine (rank 1 on node1)"
+            "in memory or in a container, gone at its next start (rank 1 on node1)"
             in result["run_dir"]
         )
     assert [*shared.iterdir()] == []

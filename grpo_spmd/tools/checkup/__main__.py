@@ -235,11 +235,12 @@ class _RankCheckup:
         findings = RankFindings(gethostname(), self._results, node=host_identity())
         exchange.post("found", asdict(findings))
 
-    def _measure(self, store: dist.Store, nodes: Sequence[Sequence[int]]) -> Report:
-        from grpo_spmd.tools.checkup.reduce import measure_within
+    def _measure(self, store: dist.Store, nodes: Sequence[Sequence[int]]) -> dict[str, Any]:
+        from grpo_spmd.tools.checkup.reduce import Measurement
 
-        launch = self._launch
-        return measure_within(self._args.deadline, store, launch.rank, nodes, launch.local_rank)
+        launch, deadline_s = self._launch, self._args.deadline
+        measurement = Measurement()
+        return measurement.measure_within(deadline_s, store, launch.rank, nodes, launch.local_rank)
 
     def _follow(self, exchange: Exchange) -> int:
         """Posts what this rank found, then does what rank 0's plan asks for. Returns the exit code.
@@ -255,7 +256,7 @@ class _RankCheckup:
             if folder:
                 exchange.post("folder", try_folder(folder, exchange.rank))
         if plan["nodes"]:
-            exchange.post("report", asdict(self._measure(exchange.store, plan["nodes"])))
+            exchange.post("report", self._measure(exchange.store, plan["nodes"]))
         code = int(exchange.hear("code", patience_s + self._args.deadline))
         exchange.post("heard", True)
         return code
@@ -298,7 +299,7 @@ class _RankCheckup:
         if measures:
             report = self._measure(exchange.store, plan["nodes"])
             posted = exchange.gather("report", _REPORT_S, range(1, exchange.num_ranks))
-            reports = {0: report} | msgspec.convert(posted, dict[int, Report])
+            reports = msgspec.convert({0: report, **posted}, dict[int, Report])
             for line in check_reports(reports, [*nodes.values()], findings, args.deadline):
                 page.add("links", line)
         code = page.close(time.monotonic() - self._start)

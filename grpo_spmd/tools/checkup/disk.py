@@ -16,8 +16,9 @@ from pathlib import Path
 
 from grpo_spmd.checks.machine import check_disk
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.tools.checkup.results import Result, Target, bad, ok, size_text, warning
+from grpo_spmd.tools.checkup.results import Result, Target, bad, ok, rated, size_text, warning
 
+_GIB = 1 << 30
 _SPEED_BYTES = 256 << 20
 _SPEED_S = 2.0
 _SLOW_BYTES_PER_S = 50e6
@@ -106,13 +107,11 @@ def check_kind(name: str, file_system: FileSystem | None) -> Result:
     if file_system is None:
         return ok("run_dir", name)
     kind, finding = file_system.kind, f"{name} ({file_system.kind})"
-    if kind in ("tmpfs", "ramfs"):
-        finding += ": in memory, gone at the next start of the machine"
-        return warning("run_dir", finding, _STAY)
-    if kind == "overlay":
-        return warning("run_dir", f"{finding}: a container's own layer, gone with it", _STAY)
     if any(bucket in kind for bucket in _BUCKETS):
         return bad("run_dir", f"{finding}: a bucket, which has no rename and no append", _STAY)
+    if kind in ("tmpfs", "ramfs", "overlay"):
+        finding += ": in memory or in a container, gone at its next start"
+        return warning("run_dir", finding, _STAY)
     return ok("run_dir", finding)
 
 
@@ -132,10 +131,7 @@ def _check_room(target: Target, folder: Path) -> Iterator[Result]:
             yield bad("room", text.removeprefix("run_dir: "), advice or remedy)
             return
         finding += ", enough for the checkpoints that the config keeps"
-    if disk.free < 1 << 30:
-        yield warning("room", finding, remedy)
-    else:
-        yield ok("room", finding)
+    yield rated("room", finding, remedy, value=disk.free, wanted=_GIB)
 
 
 def check_abilities(folder: Path) -> Iterator[Result]:
@@ -241,13 +237,10 @@ def _check_speed(folder: Path) -> Iterator[Result]:
         return
     rate = written / (time.monotonic() - start)
     finding = f"{rate / 1e6:,.0f} MB/s from one writer ({size_text(written)}, each 4 MiB synced)"
-    if rate < _SLOW_BYTES_PER_S:
-        finding += f": a checkpoint of 10 GB takes {1e10 / rate / 60:.0f} min"
-        yield warning(
-            "speed", finding, "a faster disk for run_dir, or a larger checkpoint.every_steps"
-        )
-    else:
-        yield ok("speed", finding)
+    remedy = (
+        f"{1e10 / rate / 60:.1f} min for 10 GB: a faster disk, or larger checkpoint.every_steps"
+    )
+    yield rated("speed", finding, remedy, value=rate, wanted=_SLOW_BYTES_PER_S)
 
 
 def check_temporary(target: Target) -> Iterator[Result]:
@@ -261,15 +254,12 @@ def check_temporary(target: Target) -> Iterator[Result]:
         yield bad("/tmp", f"cannot write in {path}: {error.strerror}", remedy)
         return
     file_system = file_system_of(target, Path(path).resolve())
-    kind = file_system.kind if file_system else ""
-    finding = f"{path}: {size_text(free)} free" + (f" ({kind})" if kind else "")
+    finding = f"{path}: {size_text(free)} free"
     if file_system and "noexec" in file_system.options:
         finding += ", mounted noexec: compiled code cannot be loaded from there"
         remedy += "; or VLLM_CACHE_ROOT and TRITON_CACHE_DIR on one"
         yield warning("/tmp", finding, remedy)
-    elif free < 1 << 30:
-        yield warning("/tmp", f"{finding}: little", f"make room, or {remedy}")
-    elif kind.startswith("nfs"):
-        yield warning("/tmp", f"{finding}: on another host", remedy)
+    elif file_system and file_system.kind.startswith("nfs"):
+        yield warning("/tmp", f"{finding}, on another host ({file_system.kind})", remedy)
     else:
-        yield ok("/tmp", finding)
+        yield rated("/tmp", finding, f"make room, or {remedy}", value=free, wanted=_GIB)

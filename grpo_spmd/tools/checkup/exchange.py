@@ -35,6 +35,7 @@ from grpo_spmd.tools.checkup.results import (
     bad,
     join_items,
     ok,
+    rated,
     size_text,
     warning,
 )
@@ -247,15 +248,12 @@ def _speed_line(
     rate = 2 * (num_ranks - 1) / num_ranks * size / seconds / 1e9
     times = ", ".join(f"{size_text(size)} {1e3 * took:.3g} ms" for size, took in slowest)
     finding = f"{scope}, {num_ranks} ranks: {times}; {rate:.3g} GB/s (bus)"
-    if rate < expected_gb_s:
-        yield warning(
-            "all-reduce",
-            f"{finding}, where {expected_gb_s:g} or more are expected",
-            "NCCL_DEBUG=INFO: P2P, SHM, IB or Socket? nvidia-smi topo -m and nvlink -s show links, "
-            "NCCL_SOCKET_IFNAME and NCCL_IB_HCA choose networks",
-        )
-    else:
-        yield ok("all-reduce", finding)
+    remedy = (
+        f"at least {expected_gb_s:g} are expected. NCCL_DEBUG=INFO: P2P, SHM, IB or Socket? "
+        "nvidia-smi topo -m and nvlink -s show links, NCCL_SOCKET_IFNAME and NCCL_IB_HCA choose "
+        "networks"
+    )
+    yield rated("all-reduce", finding, remedy, value=rate, wanted=expected_gb_s)
 
 
 # The exchange of values over torch's store

@@ -15,7 +15,16 @@ import psutil  # type: ignore[import-untyped]
 
 from grpo_spmd.data.hub import ask, is_offline
 from grpo_spmd.distributed.processes import seconds_left
-from grpo_spmd.tools.checkup.results import Result, Target, bad, join_items, ok, warning
+from grpo_spmd.tools.checkup.results import (
+    Result,
+    Target,
+    bad,
+    join_items,
+    ok,
+    plural,
+    rated,
+    warning,
+)
 
 _DEFAULT_PORT = "29500"
 _SHORT_S = 600.0
@@ -53,19 +62,16 @@ def check_host_name(target: Target) -> Iterator[Result]:
         return
     addresses = sorted({str(entry[4][0]).partition("%")[0] for entry in entries})
     finding = f"{name} leads to {join_items(addresses)}"
-    # Debian and its images map the host's name to 127.0.1.1: gloo would listen there.
+    # With a loopback address alone, gloo would wait for ranks of other hosts in vain.
     is_loopback = all(ip_address(address).is_loopback for address in addresses)
-    if not is_loopback or "GLOO_SOCKET_IFNAME" in target.environ:
-        yield ok("host name", finding)
-    elif target.is_launched and target.num_ranks > target.local_ranks:
-        finding += ", this host alone: ranks of other hosts do not reach it"
+    has_other_hosts = target.is_launched and target.num_ranks > target.local_ranks
+    if is_loopback and has_other_hosts and "GLOO_SOCKET_IFNAME" not in target.environ:
         yield bad(
             "host name",
-            finding,
+            f"{finding}, which ranks of other hosts do not reach",
             f"export GLOO_SOCKET_IFNAME=... ({join_items(interfaces) or 'none here'})",
         )
     else:
-        finding += ", this host alone; several nodes need GLOO_SOCKET_IFNAME"
         yield ok("host name", finding)
 
 
@@ -78,10 +84,9 @@ def _check_interfaces(target: Target, variable: str, interfaces: list[str]) -> I
             for name in ["lo", *interfaces]
         )
         if not entry.startswith("^") and not any(matches):
-            available = join_items(interfaces) or "lo alone"
             yield bad(
                 "interface",
-                f"{variable} names {wanted}, and this host has {available}",
+                f"{variable} names {wanted}, and this host has {join_items(['lo', *interfaces])}",
                 f"export {variable}=... (ip -br address shows them)",
             )
 
@@ -92,26 +97,21 @@ def check_port(target: Target) -> Iterator[Result]:
         return
     variable = target.environ.get("MASTER_PORT") or target.environ.get("PET_MASTER_PORT")
     text = variable or _DEFAULT_PORT
+    remedy = "MASTER_PORT, or torchrun --master-port or --standalone, takes another port"
     if not (text.isdecimal() and 0 < int(text) < 1 << 16):
-        yield bad("port", f"MASTER_PORT={text!r} is no port", "a number from 1024 to 65535")
+        yield bad("port", f"MASTER_PORT={text!r} is no port from 1 to 65535", remedy)
         return
     port = int(text)
-    origin = "by MASTER_PORT" if variable else "where plain torchrun's ranks meet"
     try:
         with socket.socket() as trial:
             # A port that a finished run still holds in TIME_WAIT is free.
             trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             trial.bind(("", port))
     except OSError as error:
-        finding = f"port {port}, {origin}, is in use{_find_listener(port)} ({error.strerror})"
-        if variable:
-            yield bad("port", finding, "end it, or another MASTER_PORT")
-        else:
-            yield warning(
-                "port", finding, "torchrun --standalone, --master-port, or grpo-spmd train"
-            )
+        finding = f"port {port} is in use{_find_listener(port)} ({error.strerror})"
+        yield (bad if variable else warning)("port", finding, remedy)
     else:
-        yield ok("port", f"port {port}, {origin}, is free")
+        yield ok("port", f"port {port} is free")
 
 
 def _find_listener(port: int) -> str:
@@ -157,20 +157,12 @@ def _is_local(target: Target) -> bool:
 def check_torchrun(target: Target) -> Iterator[Result]:
     if target.environ.get("TORCHELASTIC_RUN_ID"):
         nodes = target.environ.get("GROUP_WORLD_SIZE", "1")
-        restarts = target.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
-        yield ok(
-            "torchrun",
-            f"{target.num_ranks} ranks on {nodes} node{'s' * (nodes != '1')}, {restarts} restarts",
-        )
-        return
-    if target.is_launched:
+        yield ok("torchrun", f"{plural(target.num_ranks, 'rank')}, nodes: {nodes}")
+    if target.is_launched or target.environ.get("TORCHELASTIC_RUN_ID"):
         return
     path = shutil.which("torchrun", path=target.environ.get("PATH"))
     if path is None:
-        yield ok(
-            "torchrun",
-            "not on PATH; grpo-spmd train, or python -m torch.distributed.run, is the same",
-        )
+        yield ok("torchrun", "not on PATH; grpo-spmd train does not need it")
         return
     with open(path, "rb") as file:
         line = file.readline(512).decode(errors="replace").strip()
@@ -214,12 +206,12 @@ def check_slurm(target: Target) -> Iterator[Result]:
     rest_s = seconds_left(None)
     if rest_s is None:
         yield ok("job", "Slurm sets no end, or does not say it")
-    elif rest_s < _SHORT_S:
-        yield warning(
-            "job",
-            f"Slurm ends this job in {max(0, rest_s) / 60:.0f} min, less than a start and a "
-            "step may take",
-            "sbatch --time=24:00:00; the run saves and queues again near its end",
-        )
     else:
-        yield ok("job", f"Slurm ends this job in {rest_s / 3600:.1f} h")
+        yield rated(
+            "job",
+            f"Slurm ends this job in {max(0.0, rest_s) / 3600:.1f} h",
+            "sbatch --time=24:00:00: a start and a step may take longer than that; the run saves "
+            "and queues again near its end",
+            value=rest_s,
+            wanted=_SHORT_S,
+        )

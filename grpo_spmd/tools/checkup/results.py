@@ -57,7 +57,7 @@ def bad(name: str, finding: str, remedy: str, facts: dict[str, str] | None = Non
 
 
 def rated(
-    name: str, finding: str, remedy: str, *, value: float, needed: float, wanted: float
+    name: str, finding: str, remedy: str, *, value: float, needed: float = 0.0, wanted: float
 ) -> Result:
     """Returns a bad line if the value is below what is needed, a warning below what is wanted."""
     if value >= max(needed, wanted):
@@ -141,27 +141,16 @@ def run_check(check: Check, target: Target) -> list[Result]:
 
     try:
         within(check.deadline_s, look)
-    except (TimeoutError, subprocess.TimeoutExpired):
-        return [
-            *results,
-            warning(
-                check.name,
-                f"could not be looked at: no answer within {check.deadline_s:g} s",
-                "look at what it reads or starts: something there hangs",
-            ),
-        ]
     except KeyboardInterrupt:  # a signal to this process
         raise
     except BaseException as error:  # whatever it is: a line
-        text = " ".join(str(error).split())[:300]
-        return [
-            *results,
-            warning(
-                check.name,
-                f"could not be looked at: {type(error).__name__}: {text}",
-                "look at what it names; the other lines stand",
-            ),
-        ]
+        text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        if isinstance(error, TimeoutError | subprocess.TimeoutExpired):
+            text = f"no answer within {check.deadline_s:g} s"
+        remedy = "look at what it reads or starts; the other lines stand"
+        line = warning(check.name, f"could not be looked at: {text}", remedy)
+        # A late thread may still append to the list.
+        return [*results, line]
     return results
 
 
