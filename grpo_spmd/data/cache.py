@@ -34,7 +34,7 @@ from grpo_spmd.config.errors import ConfigError, say
 from grpo_spmd.files import UntrustedError, open_regular
 
 # This number changes with every change of the format: entries of other formats are not read.
-FORMAT = 4
+FORMAT = 5
 # Bytes of a data set below which each rank makes its own entry in memory, in less than a second.
 SMALL = 4 << 20
 # An entry ends with the length of its JSON, in so many bytes.
@@ -83,7 +83,7 @@ class EntryWriter:
         self.arrays: dict[str, array[int]] = {}
         self.facts: dict[str, Any] = {}
 
-    def add(self, piece: bytes) -> None:
+    def add(self, piece: bytes | array[int]) -> None:
         """Appends to the blob."""
         self._file.write(piece)
 

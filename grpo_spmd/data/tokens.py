@@ -8,12 +8,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import sys
 import time
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, overload
+from typing import Any, TypeAlias
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import DataConfig
@@ -22,10 +21,12 @@ from grpo_spmd.data.rows import CachedRows, PromptRow, check_enough_rows
 from grpo_spmd.distributed import startup
 from grpo_spmd.records import Prompt
 
+# Rows that are tokenized together.
 _BATCH = 1024
 # The modules of transformers whose classes every tokenizer inherits from.
 _TRANSFORMERS_BASE = "transformers.tokenization_utils"
-_INT32_BYTES = 4
+# The int32 token ids of one prompt, which take 4 bytes each.
+Tokens: TypeAlias = "array[int]"
 
 
 class Prompts(Sequence[Prompt]):
@@ -37,7 +38,7 @@ class Prompts(Sequence[Prompt]):
     def __init__(self, rows: Sequence[PromptRow], entry: Entry) -> None:
         self._rows = rows
         self._token_ids = entry.blob.cast("i")
-        self._ends = entry.arrays["ends"]
+        self._bounds = entry.arrays["bounds"]
         self._numbers = entry.arrays["numbers"]
         self.digests: tuple[str, str] = (entry.facts["tokens"], entry.facts["rows"])
         """The result of `digests_of` for these prompts."""
@@ -45,17 +46,13 @@ class Prompts(Sequence[Prompt]):
     def __len__(self) -> int:
         return len(self._numbers)
 
-    @overload
-    def __getitem__(self, index: int) -> Prompt: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Prompt]: ...
-    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
+    def __getitem__(self, index: Any) -> Any:
+        """Returns the Prompt at an index, or the list of those in a slice."""
         indices = range(len(self))[index]
         if not isinstance(indices, int):
             return [self[i] for i in indices]
         number = self._numbers[indices]
-        begin = self._ends[indices - 1] if indices else 0
-        token_ids = self._token_ids[begin : self._ends[indices]].tolist()
+        token_ids = self._token_ids[self._bounds[indices] : self._bounds[indices + 1]].tolist()
         row = self._rows[number]
         return Prompt(
             position=number,
@@ -74,28 +71,16 @@ class _Digests:
         self._with_tokens = with_tokens
         self._token_digest = hashlib.sha256()
         self._row_digest = hashlib.sha256()
-        self._tokens: list[bytes] = []
-        self._rows: list[str] = []
         # One encoder serves all rows; json.dumps would make one for each.
         self._encode = json.JSONEncoder(sort_keys=True, default=str).encode
 
-    def add(self, number: int, columns: dict[str, Any], token_ids: bytes) -> None:
-        """Adds one row; `token_ids` are the bytes of int32 numbers."""
-        num_tokens = len(token_ids) // _INT32_BYTES
-        self._tokens += [num_tokens.to_bytes(_INT32_BYTES, sys.byteorder), token_ids]
-        row = [number, columns, array("i", token_ids).tolist() if self._with_tokens else None]
-        self._rows.append(self._encode(row))
-        if len(self._rows) == _BATCH:
-            self._flush()
-
-    def _flush(self) -> None:
-        self._token_digest.update(array("q", array("i", b"".join(self._tokens))))
-        self._row_digest.update("".join(self._rows).encode())
-        self._tokens.clear()
-        self._rows.clear()
+    def add(self, number: int, columns: dict[str, Any], token_ids: Sequence[int]) -> None:
+        """Adds one row."""
+        self._token_digest.update(array("q", [len(token_ids), *token_ids]))
+        row = [number, columns, list(token_ids) if self._with_tokens else None]
+        self._row_digest.update(self._encode(row).encode())
 
     def hexdigests(self) -> tuple[str, str]:
-        self._flush()
         return self._token_digest.hexdigest(), self._row_digest.hexdigest()
 
 
@@ -109,7 +94,7 @@ def digests_of(prompts: Sequence[Prompt], *, with_tokens: bool) -> tuple[str, st
         return prompts.digests
     digests = _Digests(with_tokens=with_tokens)
     for prompt in prompts:
-        digests.add(prompt.row, prompt.columns, array("i", prompt.token_ids).tobytes())
+        digests.add(prompt.row, prompt.columns, prompt.token_ids)
     return digests.hexdigests()
 
 
@@ -130,25 +115,23 @@ def build_prompts(
     is_eval = eval_set is not None
 
     def make(writer: EntryWriter) -> None:
-        ends = array("q")
+        # The tokens of prompt i are those from bounds[i] to bounds[i + 1].
+        bounds = array("q", [0])
         numbers = array("q")
         digests = _Digests(with_tokens=is_eval)
-        end = 0
         for number, row, token_ids in _tokenize(rows, tokenizer, config):
-            num_tokens = len(token_ids) // _INT32_BYTES
-            if num_tokens > config.max_prompt_tokens:
+            if len(token_ids) > config.max_prompt_tokens:
                 if config.on_long_prompt == "error":
-                    raise ConfigError(too_long(row, num_tokens, config))
+                    raise ConfigError(too_long(row, len(token_ids), config))
                 continue
-            if not num_tokens:
+            if not token_ids:
                 raise ConfigError(f"{row.where}: the prompt has no tokens")
             digests.add(number, row.columns, token_ids)
             writer.add(token_ids)
-            end += num_tokens
-            ends.append(end)
+            bounds.append(bounds[-1] + len(token_ids))
             numbers.append(number)
         # Checkpoints need the digests, which are stored so that they need not read all prompts.
-        writer.arrays.update(ends=ends, numbers=numbers)
+        writer.arrays.update(bounds=bounds, numbers=numbers)
         writer.facts["tokens"], writer.facts["rows"] = digests.hexdigests()
 
     inputs = None
@@ -194,30 +177,29 @@ def _tokenizer_inputs(tokenizer: Any) -> list[Any] | None:
 
 def _tokenize(
     rows: Sequence[PromptRow], tokenizer: Any, config: DataConfig
-) -> Iterator[tuple[int, PromptRow, bytes]]:
-    """Yields (row number, row, its tokens as bytes of int32).
+) -> Iterator[tuple[int, PromptRow, Tokens]]:
+    """Yields (row number, row, its tokens).
 
     Raises ConfigError for the first row that cannot be tokenized.
     """
     for start in range(0, len(rows), _BATCH):
         batch = rows[start : start + _BATCH]
-        tokens: Iterable[bytes]
+        tokens: Iterable[Tokens]
         try:
             tokens = _tokenize_batch(batch, tokenizer)
         except BaseException as error:
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             # One by one, to find the first that fails.
-            tokens = (_to_bytes(_tokenize_row(row, tokenizer, config)) for row in batch)
+            tokens = (array("i", _tokenize_row(row, tokenizer, config)) for row in batch)
         yield from zip(range(start, start + len(batch)), batch, tokens, strict=True)
         startup.note(f", {start + len(batch):,} of {len(rows):,} prompts tokenized")
     startup.note("")
 
 
-def _tokenize_batch(batch: Sequence[PromptRow], tokenizer: Any) -> list[bytes]:
-    """Returns the rows' tokens as bytes of int32. Raises any error of a template or the
-    tokenizer."""
-    tokens: dict[int, bytes] = {}
+def _tokenize_batch(batch: Sequence[PromptRow], tokenizer: Any) -> list[Tokens]:
+    """Returns the rows' tokens. Raises any error of a template or the tokenizer."""
+    tokens: dict[int, Tokens] = {}
     texts = {i: row.prompt for i, row in enumerate(batch) if isinstance(row.prompt, str)}
     if texts:
         encoded = _encode(list(texts.values()), tokenizer, add_special_tokens=True)
@@ -233,8 +215,8 @@ def _tokenize_batch(batch: Sequence[PromptRow], tokenizer: Any) -> list[bytes]:
     return [tokens[i] for i in range(len(batch))]
 
 
-def _encode(texts: list[str], tokenizer: Any, *, add_special_tokens: bool) -> list[bytes]:
-    """Returns each text's tokens as `tokenizer(text)` gives them, as bytes of int32.
+def _encode(texts: list[str], tokenizer: Any, *, add_special_tokens: bool) -> list[Tokens]:
+    """Returns each text's tokens as `tokenizer(text)` gives them.
 
     If a tokenizer encodes in transformers' own way, the Rust library is called directly, which
     skips masks and offsets.
@@ -252,13 +234,9 @@ def _encode(texts: list[str], tokenizer: Any, *, add_special_tokens: bool) -> li
         if is_plain and encode_batch is not None:
             encodings = encode_batch(texts, add_special_tokens=add_special_tokens)
             if encodings[0].ids == first_ids:
-                return [_to_bytes(encoding.ids) for encoding in encodings]
+                return [array("i", encoding.ids) for encoding in encodings]
         encoded = tokenizer(texts, add_special_tokens=add_special_tokens)
-        return [_to_bytes(ids) for ids in encoded["input_ids"]]
-
-
-def _to_bytes(ids: Sequence[int]) -> bytes:
-    return array("i", ids).tobytes()
+        return [array("i", ids) for ids in encoded["input_ids"]]
 
 
 @contextmanager

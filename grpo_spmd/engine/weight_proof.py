@@ -14,7 +14,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -28,8 +28,8 @@ from grpo_spmd.model.policy import Policy, hf_named_shards
 from grpo_spmd.model.sharding import gather_rows
 
 _log = logging.getLogger("grpo_spmd")
-# Tensors that an error describes.
-_MAX_NAMED = 4
+# Differences that an error describes.
+_MAX_DESCRIBED = 8
 
 
 class WeightProofError(RuntimeError):
@@ -235,42 +235,14 @@ def _differences(
         in_engine = row_fingerprints(_as_matrix(tensor.values), coefficients, 1, dtype)[:, 0]
     differences = {}
     for tensor_part in tensor.parts:
-        view = _view(tensor, tensor_part.name)
         rows = in_engine[tensor_part.start : tensor_part.start + tensor_part.num_rows]
-        in_policy = {
-            candidate: fingerprints[
-                tensor_part.hf_start : tensor_part.hf_start + tensor_part.num_rows,
-                tensor.column_slice,
-            ]
-            for candidate, fingerprints in expected.items()
-            # Only tensors with the same kind of fingerprint and as many rows can be compared.
-            if replace(candidate, name=view.name) == view
-            and len(fingerprints) == tensor_part.num_hf_rows
-        }
-        same = matches(rows, in_policy[view], coefficients, dtype, tensor.is_quantised)
-        if same.all():
-            continue
-        text = f"{int((~same).sum())} of its {len(same)} rows here differ"
-        # Explain the difference: the rows of another tensor, or the right rows in another order.
-        lookalike = next(
-            (
-                candidate.name
-                for candidate, fingerprints in in_policy.items()
-                if candidate != view
-                and matches(rows, fingerprints, coefficients, dtype, tensor.is_quantised).all()
-            ),
-            None,
-        )
-        # Fingerprints of products are two numbers: sort by the product, as the engine's rows are.
-        keys = in_policy[view]
-        if rows.dtype != torch.int64:
-            keys = _products_and_norms(keys)[0]
-        ordered = in_policy[view][keys.argsort()]
-        if lookalike is not None:
-            text += f", there are those of {lookalike}"
-        elif matches(rows.sort()[0], ordered, coefficients, dtype).all():
-            text += ", they are there in another order"
-        differences[tensor_part.name] = text
+        in_policy = expected[_view(tensor, tensor_part.name)][
+            tensor_part.hf_start : tensor_part.hf_start + tensor_part.num_rows, tensor.column_slice
+        ]
+        same = matches(rows, in_policy, coefficients, dtype, tensor.is_quantised)
+        if not same.all():
+            text = f"{int((~same).sum())} of its {len(same)} rows here differ"
+            differences[tensor_part.name] = text
     return differences
 
 
@@ -291,7 +263,8 @@ def matches(
     """
     if coefficients.dtype == torch.int64:
         return in_engine == expected
-    product, row_norm = _products_and_norms(expected)
+    # The fingerprint of a product is the product and the row's norm, float32 each.
+    product, row_norm = expected.contiguous().view(torch.float32).view(-1, 2).unbind(1)
     scale = row_norm * coefficients.float().norm().to(row_norm.device)
     rounding = (dtype.itemsize < 4) * 2.0**-7 * product.abs()
     if is_quantised:
@@ -299,12 +272,6 @@ def matches(
     # A comparison with NaN is False: a NaN in the engine or the policy is a difference.
     same: Tensor = (in_engine.float() - product).abs() <= rounding + 1e-6 * scale
     return same
-
-
-def _products_and_norms(fingerprints: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the products and the norms, float32 [rows] each, that are in the fingerprints."""
-    pairs = fingerprints.contiguous().view(torch.float32).view(-1, 2)
-    return pairs[:, 0], pairs[:, 1]
 
 
 def _raise_if_replicas_differ(digests: list[int], step: int) -> None:
@@ -320,19 +287,17 @@ def _raise_if_replicas_differ(digests: list[int], step: int) -> None:
 
 def _raise_if_different(by_rank: list[dict[str, str]], num_tensors: int, step: int) -> None:
     """Raises WeightProofError, on rank 0, if a rank found a difference."""
-    ranks_by_text: dict[str, dict[str, list[int]]] = {}
+    ranks: dict[tuple[str, str], list[str]] = {}
     for rank, differences in enumerate(by_rank):
-        for name, text in differences.items():
-            ranks_by_text.setdefault(name, {}).setdefault(text, []).append(rank)
-    if not ranks_by_text:
+        for name_and_text in differences.items():
+            ranks.setdefault(name_and_text, []).append(str(rank))
+    if not ranks:
         return
-    descriptions = []
-    for name, texts in list(ranks_by_text.items())[:_MAX_NAMED]:
-        on_ranks = (f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in texts.items())
-        descriptions.append(f"{name} ({'; '.join(on_ranks)})")
-    num_different = len(ranks_by_text)
-    if num_different > _MAX_NAMED:
-        descriptions.append(f"and {num_different - _MAX_NAMED} more")
+    num_different = len({name for name, _ in ranks})
+    descriptions = [
+        f"{name} (rank {', '.join(on_ranks)}: {text})"
+        for (name, text), on_ranks in list(ranks.items())[:_MAX_DESCRIBED]
+    ]
     cause = "the sync left them stale, or put something else there"
     if num_different == num_tensors:
         cause = "the last update did not reach it"

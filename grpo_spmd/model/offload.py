@@ -37,42 +37,31 @@ class HostOffload:
     ) -> None:
         """`mode` is `model.offload`. A `reference` is moved only if it is a model of its own. It
         may also be None, or the policy with its adapters off. `rest` has further models."""
+        self._storages = HostStorages("HostOffload.to_device")
         self._mode = mode
         self._policy = policy
         self._optimizer = optimizer
-        self._reference = reference if isinstance(reference, nn.Module) else None
-        self._others = list(rest)
-        self._storages = HostStorages()
-        models = [model for model, _ in self._others]
-        optimizers = [
-            model_optimizer for _, model_optimizer in self._others if model_optimizer is not None
-        ]
+        self._leaving = list(rest)
+        """Models that leave as a whole before the sync."""
+        self._staying: list[OffloadableModel] = []
+        if isinstance(reference, nn.Module):
+            (self._leaving if mode is True else self._staying).append((reference, None))
         if mode is not False:
-            models.append(policy)
-            optimizers.append(optimizer)
-            if self._reference is not None:
-                models.append(self._reference)
-        for model in models:
-            # Before FSDP's own hook, which would gather from the empty storage.
-            model.register_forward_pre_hook(lambda *_: self._refuse_if_away(), prepend=True)
-        for stepped in optimizers:
-            stepped.register_step_pre_hook(lambda *_: self._refuse_if_away())
+            self._storages.guard(policy, optimizer)
+        for model, model_optimizer in self._leaving:
+            self._storages.guard(model, model_optimizer)
 
     def before_sync(self) -> None:
         """Moves out what the sync does not read, to make room for the engine's weights."""
         if self._mode is not False:
             self._storages.move_out("optimizer", optimizer_state(self._optimizer))
-        if self._mode is True and self._reference is not None:
-            self._storages.move_out("reference", list(self._reference.parameters()))
-        for number, (model, optimizer) in enumerate(self._others):
-            self._storages.move_out(f"other.{number}", list(model.parameters()))
-            if optimizer is not None:
-                self._storages.move_out(f"other.{number}.optimizer", optimizer_state(optimizer))
+        for number, (model, optimizer) in enumerate(self._leaving):
+            self._storages.move_out(f"model.{number}", _tensors(model, optimizer))
 
     def after_sync(self) -> None:
         """Moves out the policy, which has been gathered, to make room for the KV cache."""
         if self._mode is True:
-            self._storages.move_out("policy", list(self._policy.parameters()))
+            self._storages.move_out("policy", _tensors(self._policy))
 
     def to_device(self) -> dict[str, float]:
         """Moves everything back while the engine sleeps.
@@ -83,23 +72,9 @@ class HostOffload:
     @property
     def held_bytes(self) -> int:
         """Memory of the trainer on the device now; on a CPU with the copies in host memory."""
-        models = [(self._policy, self._optimizer), *self._others]
-        if self._reference is not None:
-            models.append((self._reference, None))
-        tensors: list[Tensor] = []
-        for model, optimizer in models:
-            tensors += model.parameters()
-            if optimizer is not None:
-                tensors += optimizer_state(optimizer)
-        return held_bytes(tensors, self._storages)
-
-    def _refuse_if_away(self) -> None:
-        num_away = self._storages.num_away
-        if num_away:
-            raise RuntimeError(
-                f"{num_away} tensors of policy, reference or optimizer are in host memory "
-                f"(model.offload: {self._mode}); HostOffload.to_device comes first"
-            )
+        models = [(self._policy, self._optimizer), *self._leaving, *self._staying]
+        tensors = [tensor for model, optimizer in models for tensor in _tensors(model, optimizer)]
+        return self._storages.held_bytes(tensors)
 
 
 class HostStorages:
@@ -107,24 +82,31 @@ class HostStorages:
 
     A shard's storage is copied out and resized to 0 in place, so that FSDP's flat views of it and
     the optimizer's references stay valid. To read a tensor whose storage is empty ends the process
-    with SIGSEGV on a CPU: code that computes with one must look at `num_away` first.
+    with SIGSEGV on a CPU: `guard` has models and optimizers refuse that.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, remedy: str) -> None:
+        """`remedy` is the function that brings the tensors back, for errors."""
+        self._remedy = remedy
         # Buffers in host memory, allocated once, since pinning is slow.
         self._host: dict[str, Tensor] = {}
         # The emptied storages, by the same names.
         self._away: dict[str, torch.UntypedStorage] = {}
 
-    @property
-    def num_away(self) -> int:
-        """Number of tensors that are away."""
-        return len(self._away)
+    def guard(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Makes the model's forward pass and the optimizer's step raise RuntimeError while tensors
+        are away."""
+        # Before FSDP's own hook, which would gather from the empty storage.
+        model.register_forward_pre_hook(lambda *_: self.refuse_if_away(), prepend=True)
+        if optimizer is not None:
+            optimizer.register_step_pre_hook(lambda *_: self.refuse_if_away())
 
-    @property
-    def copies_bytes(self) -> int:
-        """Host memory of the copies."""
-        return sum(copy.nbytes for copy in self._host.values())
+    def refuse_if_away(self) -> None:
+        """Raises RuntimeError if a tensor is away."""
+        if self._away:
+            raise RuntimeError(
+                f"{len(self._away)} tensors are in host memory; {self._remedy} comes first"
+            )
 
     def move_out(self, owner: str, tensors: list[Tensor]) -> None:
         """Moves `tensors` out. The tensors of one `owner` must always come in the same order."""
@@ -158,6 +140,16 @@ class HostStorages:
         self._away.clear()
         return num_bytes
 
+    def held_bytes(self, tensors: list[Tensor]) -> int:
+        """Returns the memory of `tensors` on the device now, each storage once.
+
+        On a CPU the copies are in the same memory, and count too."""
+        unique = {storage._cdata: storage for storage in map(storage_of, tensors)}
+        num_bytes = sum(storage.nbytes() for storage in unique.values())
+        if tensors and tensors[0].device.type == "cpu":
+            num_bytes += sum(copy.nbytes for copy in self._host.values())
+        return num_bytes
+
 
 class ParkedModel:
     """A model that waits in host memory when unused, such as a reward model.
@@ -166,9 +158,8 @@ class ParkedModel:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._storages = HostStorages()
-        # Before FSDP's own hook, which would gather from the empty storage.
-        model.register_forward_pre_hook(lambda *_: self._refuse_if_away(), prepend=True)
+        self._storages = HostStorages("ParkedModel.fetch")
+        self._storages.guard(model)
 
     def fetch(self) -> None:
         """Moves its parameters to the device."""
@@ -176,27 +167,17 @@ class ParkedModel:
 
     def park(self) -> None:
         """Moves its parameters to host memory."""
-        self._storages.move_out("model", list(self._model.parameters()))
+        self._storages.move_out("model", _tensors(self._model))
 
     @property
     def held_bytes(self) -> int:
         """Its memory on the device now; on a CPU with the copies in host memory."""
-        return held_bytes(list(self._model.parameters()), self._storages)
-
-    def _refuse_if_away(self) -> None:
-        if self._storages.num_away:
-            raise RuntimeError(
-                "the model's parameters are in host memory; ParkedModel.fetch comes first"
-            )
+        return self._storages.held_bytes(_tensors(self._model))
 
 
-def held_bytes(tensors: list[Tensor], storages: HostStorages) -> int:
-    """Returns the memory of `tensors` on the device now, each storage once.
-
-    On a CPU the copies are in the same memory, and count too."""
-    unique = {storage._cdata: storage for storage in map(storage_of, tensors)}
-    copies = storages.copies_bytes if tensors and tensors[0].device.type == "cpu" else 0
-    return sum(storage.nbytes() for storage in unique.values()) + copies
+def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[Tensor]:
+    """Returns the parameters, then the optimizer's state, in one order."""
+    return [*model.parameters(), *(optimizer_state(optimizer) if optimizer is not None else ())]
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> list[Tensor]:

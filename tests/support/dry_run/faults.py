@@ -22,7 +22,7 @@ from grpo_spmd.engine.gather import WeightDigest, gather_full_tensors
 from grpo_spmd.model import attention
 from grpo_spmd.model import policy as model_policy
 from grpo_spmd.model.attention import PackedLayout
-from grpo_spmd.model.offload import HostOffload, ParkedModel, host_buffer
+from grpo_spmd.model.offload import HostOffload, HostStorages, ParkedModel, host_buffer
 from grpo_spmd.model.policy import Policy, build_policy
 from grpo_spmd.model.reward_model import RewardModel, build_reward_model
 from grpo_spmd.model.reward_model_files import read_reward_model
@@ -225,7 +225,7 @@ def reward_model_read_while_it_is_away(trials: Trials) -> None:
     """Ours refuses it first."""
     model = _reward_model(trials)
     ParkedModel(model).park()
-    with patch.object(ParkedModel, "_refuse_if_away", lambda _: None):
+    with patch.object(HostStorages, "refuse_if_away", lambda _: None):
         model(model.row_of([[1, 2, 3]]))
 
 
