@@ -61,7 +61,7 @@ from grpo_spmd.rewards.protocol import Reward
 from grpo_spmd.rewards.trl import TrainerState
 from grpo_spmd.rollout.buffer import RolloutBuffer
 from grpo_spmd.rollout.evaluate import Evaluator
-from grpo_spmd.rollout.sample import EarlyScoring, ExpectedLengths, Sampler
+from grpo_spmd.rollout.sample import ExpectedLengths, Sampler
 from grpo_spmd.signals.opening import Signals, open_reward_models, open_rewards, open_signals
 
 # These features are off by default, and a feature that is off is not even imported.
@@ -332,7 +332,8 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
         lengths=ExpectedLengths() if config.rollout.schedule == "shared_queue" else None,
         tail=tail,
         environments=environments,
-        early=EarlyScoring(rewards, prompts.tokenizer),
+        early_rewards=rewards,
+        tokenizer=prompts.tokenizer,
     )
     return Run(
         config=config,

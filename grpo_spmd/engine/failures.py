@@ -48,21 +48,12 @@ def no_room_for_cache(error: str, device: str) -> str | None:
         )
     else:
         problem = f"no room for vLLM's KV cache ({error.split('. ')[0].strip()})"
+    key = "gpu_memory_utilization" if device == "cuda" else "engine.kv_cache_memory_bytes"
+    remedy = f"raise rollout.{key} or rollout.tensor_parallel_size, or shorten the rollouts"
     # Less memory is free than the config asks for.
     if "less than" in error:
-        remedies = {
-            "cuda": "lower rollout.gpu_memory_utilization, or end what else is on the GPU",
-            "cpu": "lower rollout.engine.kv_cache_memory_bytes, take fewer ranks, or end what else "
-            "takes memory",
-        }
-    else:
-        remedies = {
-            "cuda": "raise rollout.gpu_memory_utilization or rollout.tensor_parallel_size, or "
-            "shorten the rollouts",
-            "cpu": "raise rollout.engine.kv_cache_memory_bytes, take fewer ranks, or shorten the "
-            "rollouts",
-        }
-    return f"rollout: {problem}; {remedies['cuda' if device == 'cuda' else 'cpu']}"
+        remedy = f"lower rollout.{key}, take fewer ranks, or end what else takes memory"
+    return f"rollout: {problem}; {remedy}"
 
 
 def refused_keys(keys: Iterable[str], error: BaseException) -> str:

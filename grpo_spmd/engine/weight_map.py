@@ -1,20 +1,17 @@
 """Says which rows of HF's tensors lie where in vLLM's parameters, by the class of the layer.
 
 vLLM fuses several HF tensors into one parameter (q, k and v), and splits them over the ranks of an
-engine. A part is a run of rows of one HF tensor in such a parameter. The tables `_readers` and
-`_row_layouts` hold for a class and its subclasses, unless they have an entry for a nearer class. A
-parameter of any other layer is taken to be the whole HF tensor of its name.
+engine. A part is a run of rows of one HF tensor in such a parameter. A parameter of a layer whose
+class is not known is taken to be the whole HF tensor of its name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -65,23 +62,18 @@ class _Rows(NamedTuple):
     """Index of the block of `num_rows` rows in the HF tensor."""
 
 
-_Reader = Callable[[str, Any, Any], list[EngineTensor]]  # (path, layer, model)
-
-
 def engine_tensors(model: nn.Module, hf_names: Collection[str]) -> list[EngineTensor]:
     """Returns what each parameter of this rank's engine holds, alike in number on all ranks.
 
     `hf_names` are the policy's parameters. Some of vLLM's classes rename them, or split what is
     fused in HF (GLM4)."""
-    readers = _readers()
     renamed = _hf_names_by_engine_name(model, hf_names)
     tensors: list[EngineTensor] = []
     # A tied lm_head may share its parameter with the embedding.
     seen: set[int] = set()
     for path, layer in model.named_modules():
-        read = _for_nearest_class(readers, layer)
         # vLLM wraps a layer that can take an adapter.
-        for tensor in read(path.removesuffix(".base_layer"), layer, model):
+        for tensor in _layer_tensors(path.removesuffix(".base_layer"), layer, model):
             if tensor.values is None or id(tensor.values) not in seen:
                 renamed_parts = _rename_parts(tensor.engine_name, tensor.parts, renamed)
                 tensors.append(replace(tensor, parts=renamed_parts, layer=layer))
@@ -124,37 +116,33 @@ def _rename_parts(
     return tuple(renamed)
 
 
-def _readers() -> dict[type, _Reader]:
-    """Returns, by layer class, the function that describes a layer's parameters."""
+def _layer_tensors(path: str, layer: nn.Module, model: Any) -> list[EngineTensor]:
+    """Returns a description of each parameter that the layer itself has."""
     from vllm.model_executor.layers.linear import LinearBase
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-    return {
-        LinearBase: _linear_tensors,
-        VocabParallelEmbedding: _vocabulary_tensors,
-        nn.Module: _plain_tensors,
-    }
+    if isinstance(layer, LinearBase):
+        return _linear_tensors(path, layer, model)
+    if isinstance(layer, VocabParallelEmbedding):
+        return _vocabulary_tensors(path, layer, model)
+    return [
+        EngineTensor(name, (TensorPart(name, len(values), 0, 0, len(values)),), values)
+        for name, values in layer.named_parameters(path, recurse=False)
+    ]
 
 
-def _row_layouts() -> dict[type, Callable[[Any], list[_Rows]]]:
-    """Returns, by linear class, which rows of HF's layers this rank holds, top to bottom."""
+def _linear_rows(layer: Any) -> list[_Rows]:
+    """Returns which rows of HF's layers this rank holds, top to bottom."""
     from vllm.model_executor.layers import linear
 
-    return {
-        linear.QKVParallelLinear: _qkv_rows,
-        linear.MergedColumnParallelLinear: lambda layer: [
-            _Rows(size // layer.tp_size, size, layer.tp_rank) for size in layer.output_sizes
-        ],
-        linear.ColumnParallelLinear: lambda layer: [
-            _Rows(layer.output_size // layer.tp_size, layer.output_size, layer.tp_rank)
-        ],
-        linear.LinearBase: lambda layer: [_Rows(layer.output_size, layer.output_size, 0)],
-    }
-
-
-def _for_nearest_class(table: dict[type, T], layer: object) -> T:
-    """Returns the table's entry for the first class in the layer's method resolution order."""
-    return next(table[base] for base in type(layer).__mro__ if base in table)
+    if isinstance(layer, linear.QKVParallelLinear):
+        return _qkv_rows(layer)
+    if not isinstance(layer, linear.ColumnParallelLinear):
+        return [_Rows(layer.output_size, layer.output_size, 0)]
+    # The projections of an MLP may be fused.
+    is_fused = isinstance(layer, linear.MergedColumnParallelLinear)
+    sizes = layer.output_sizes if is_fused else [layer.output_size]
+    return [_Rows(size // layer.tp_size, size, layer.tp_rank) for size in sizes]
 
 
 def _qkv_rows(layer: Any) -> list[_Rows]:
@@ -170,14 +158,6 @@ def _qkv_rows(layer: Any) -> list[_Rows]:
     ]
 
 
-def _plain_tensors(path: str, layer: nn.Module, model: Any) -> list[EngineTensor]:
-    """Returns each parameter as the whole HF tensor of its name."""
-    return [
-        EngineTensor(name, (TensorPart(name, len(values), 0, 0, len(values)),), values)
-        for name, values in layer.named_parameters(path, recurse=False)
-    ]
-
-
 def _linear_tensors(path: str, layer: Any, model: Any) -> list[EngineTensor]:
     """Returns the weight and the bias of a linear layer: this rank's slices of HF's layers."""
     from vllm.model_executor.layers.linear import RowParallelLinear
@@ -185,7 +165,7 @@ def _linear_tensors(path: str, layer: Any, model: Any) -> list[EngineTensor]:
     leaf = path.rpartition(".")[2]
     fused: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     names = [path.removesuffix(leaf) + name for name in fused.get(leaf, [leaf])]
-    rows = _for_nearest_class(_row_layouts(), layer)(layer)
+    rows = _linear_rows(layer)
     # vLLM's row-parallel layers split the input dimension, which is the weight's columns.
     is_split_by_column = isinstance(layer, RowParallelLinear)
     # On a CPU vLLM packs weights for its own matrix product, and calls that product cpu_linear.

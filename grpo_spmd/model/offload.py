@@ -37,7 +37,7 @@ class HostOffload:
     ) -> None:
         """`mode` is `model.offload`. A `reference` is moved only if it is a model of its own. It
         may also be None, or the policy with its adapters off. `rest` has further models."""
-        self._storages = HostStorages("HostOffload.to_device")
+        self._storages = HostStorages("model.offload; HostOffload.to_device comes first")
         self._mode = mode
         self._policy = policy
         self._optimizer = optimizer
@@ -48,6 +48,8 @@ class HostOffload:
             (self._leaving if mode is True else self._staying).append((reference, None))
         if mode is not False:
             self._storages.guard(policy, optimizer)
+            for model, _ in self._staying:
+                self._storages.guard(model)
         for model, model_optimizer in self._leaving:
             self._storages.guard(model, model_optimizer)
 
@@ -85,9 +87,9 @@ class HostStorages:
     with SIGSEGV on a CPU: `guard` has models and optimizers refuse that.
     """
 
-    def __init__(self, remedy: str) -> None:
-        """`remedy` is the function that brings the tensors back, for errors."""
-        self._remedy = remedy
+    def __init__(self, hint: str) -> None:
+        """`hint` says in errors why tensors are away, and what brings them back."""
+        self._hint = hint
         # Buffers in host memory, allocated once, since pinning is slow.
         self._host: dict[str, Tensor] = {}
         # The emptied storages, by the same names.
@@ -104,9 +106,7 @@ class HostStorages:
     def refuse_if_away(self) -> None:
         """Raises RuntimeError if a tensor is away."""
         if self._away:
-            raise RuntimeError(
-                f"{len(self._away)} tensors are in host memory; {self._remedy} comes first"
-            )
+            raise RuntimeError(f"{len(self._away)} tensors are in host memory ({self._hint})")
 
     def move_out(self, owner: str, tensors: list[Tensor]) -> None:
         """Moves `tensors` out. The tensors of one `owner` must always come in the same order."""
@@ -158,7 +158,7 @@ class ParkedModel:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._storages = HostStorages("ParkedModel.fetch")
+        self._storages = HostStorages("ParkedModel.fetch comes first")
         self._storages.guard(model)
 
     def fetch(self) -> None:

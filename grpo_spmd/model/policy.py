@@ -277,17 +277,18 @@ def _keep_products() -> Any:
 
 @torch.no_grad()
 def load_weights(
-    parameters: Iterable[tuple[str, DTensor]],
+    parameters: Iterable[tuple[str, Tensor]],
     folder: Path,
     stored_names: Mapping[str, str] | None = None,
     shape_rule: str = "config.json asks for",
 ) -> None:
     """Fills every shard from safetensors: each rank reads its own rows of each tensor only.
 
-    `parameters` come with their HF names; `stored_names` has those that differ on disk. Raises
-    ConfigError for a tensor that is missing or has another shape."""
+    `parameters` are DTensors with their HF names; `stored_names` has those that differ on disk.
+    Raises ConfigError for a tensor that is missing or has another shape."""
     files = tensor_files(folder)
     for hf_name, parameter in parameters:
+        assert isinstance(parameter, DTensor), hf_name
         name = (stored_names or {}).get(hf_name, hf_name)
         if name not in files:
             raise ConfigError(f"model.path: {folder} has no tensor {name}")

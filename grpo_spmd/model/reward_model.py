@@ -14,7 +14,6 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.distributed.fsdp import register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GenericForSequenceClassification
 
 from grpo_spmd.config.errors import ConfigError
@@ -140,14 +139,12 @@ def build_reward_model(
         register_fsdp_forward_method(model, "plain_score")
         model.to_empty(device=session.device)
         initialise_buffers(model.model)
-        parameters = list(model.model.named_parameters())
-        sharded = [(name, p) for name, p in parameters if isinstance(p, DTensor)]
-        load_weights(sharded, files.folder, stored_names)
+        load_weights(model.model.named_parameters(), files.folder, stored_names)
     _log.info(
         "reward model %r: %s, %.1f M parameters",
         files.name,
         type(model.model).__name__,
-        sum(parameter.numel() for _, parameter in parameters) / 1e6,
+        sum(parameter.numel() for parameter in model.parameters()) / 1e6,
     )
     return model
 

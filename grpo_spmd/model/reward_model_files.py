@@ -15,8 +15,8 @@ from typing import Any
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import RewardConfig
-from grpo_spmd.files import UntrustedError, open_regular, read_header, read_index, read_model_config
-from grpo_spmd.model.config_json import refuse_by_config
+from grpo_spmd.files import UntrustedError, open_regular, read_model_config
+from grpo_spmd.model.config_json import refuse_by_config, shapes_from_headers
 
 _HEAD = "score.weight"
 _MAX_TEMPLATE_BYTES = 1 << 20
@@ -70,9 +70,12 @@ def read_reward_model(
                 name: value for name, value in config.items() if name != "architectures"
             }
             refuse_by_config(decoder_config, str(folder))
-            shapes = _read_shapes(folder)
+            shapes = shapes_from_headers(folder, tied=False)
         except OSError as error:
             raise ConfigError(f"cannot read {error.filename}: {error.strerror}") from None
+        if not shapes:
+            rule = "holds no .safetensors file, or lacks one of them, and no other weights are read"
+            raise ConfigError(f"{folder} {rule}")
         _refuse_unsuitable_config(config, folder)
         _check_head(config, shapes, folder)
         if not _has_tokenizer(folder):
@@ -111,15 +114,6 @@ def _max_tokens(config: Mapping[str, Any], reward: RewardConfig, budget: int, ke
             reason = f"its model has positions ({limit})"
         raise ConfigError(f"{key}.max_tokens ({reward.max_tokens}) is more than {reason}; lower it")
     return reward.max_tokens or limit
-
-
-def _read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of all tensors in the folder, from the headers of its safetensors."""
-    files = sorted(set((read_index(folder) or {}).values())) or sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise UntrustedError(f"{folder} holds no .safetensors file, and no other weights are read")
-    headers = (read_header(file) for file in files)
-    return {name: tuple(entry["shape"]) for header in headers for name, entry in header.items()}
 
 
 def _refuse_unsuitable_config(config: Mapping[str, Any], folder: Path) -> None:

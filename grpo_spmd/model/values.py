@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -19,7 +18,6 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import VALUE_HEADS, ModelConfig
@@ -35,6 +33,7 @@ from grpo_spmd.model.families.refusals import (
 )
 from grpo_spmd.model.hf_files import checkpoint_folder, tensor_files
 from grpo_spmd.model.policy import DTYPES, Policy, attention_backend, load_weights, set_up_layer
+from grpo_spmd.model.reward_model_files import errors_about
 from grpo_spmd.model.sharding import shard_over_ranks
 from grpo_spmd.records import MicroBatch
 
@@ -74,6 +73,7 @@ def _head_values(head: nn.Linear, hidden: Tensor) -> Tensor:
     return values
 
 
+@errors_about("critic.path")
 def build_value_model(
     path: str, config: ModelConfig, session: Session, max_rollout_tokens: int, num_tokens: int
 ) -> ValueModel:
@@ -83,15 +83,6 @@ def build_value_model(
     checkpoint's, or zero if that has none: then the first advantages are the rewards.
     `max_rollout_tokens` bounds a rollout's tokens, `num_tokens` is the number of the policy's token
     ids. Raises ConfigError, which names critic.path."""
-    try:
-        return _build_value_model(path, config, session, max_rollout_tokens, num_tokens)
-    except ConfigError as error:
-        raise ConfigError(str(error).replace("model.path:", "critic.path:", 1)) from error
-
-
-def _build_value_model(
-    path: str, config: ModelConfig, session: Session, max_rollout_tokens: int, num_tokens: int
-) -> ValueModel:
     refuse_untrainable(path, max_rollout_tokens, is_policy=False)
     hf_config = trainable_config(path, max_rollout_tokens, is_policy=False)
     vocabulary = hf_config.get_text_config().vocab_size
@@ -124,9 +115,14 @@ def _build_value_model(
     initialise_buffers(hf_model)
     fix_rotary_factors(model.backbone, max_rollout_tokens)
     prefix = next(name for name, module in hf_model.named_modules() if module is model.backbone)
-    load_weights(_sharded_parameters(model.backbone, prefix), folder, names_on_disk)
+    load_weights(model.backbone.named_parameters(prefix), folder, names_on_disk)
     head_name = next((name for name in VALUE_HEADS if f"{name}.weight" in files), None)
-    _fill_head(model.head, folder, head_name)
+    nn.init.zeros_(model.head.weight)
+    nn.init.zeros_(model.head.bias)
+    if head_name is not None:
+        # A checkpoint's head may have no bias.
+        stored = [pair for pair in model.head.named_parameters(head_name) if pair[0] in files]
+        load_weights(stored, folder, shape_rule="a value head has")
     _log.info(
         "critic: %s, %.1f M parameters, %s",
         type(model.backbone).__name__,
@@ -134,23 +130,6 @@ def _build_value_model(
         f"value head {head_name} of {folder}" if head_name else "a value head of zeros",
     )
     return model
-
-
-def _sharded_parameters(module: nn.Module, prefix: str) -> Iterator[tuple[str, DTensor]]:
-    for name, parameter in module.named_parameters(prefix):
-        assert isinstance(parameter, DTensor), name
-        yield name, parameter
-
-
-@torch.no_grad()
-def _fill_head(head: nn.Linear, folder: Path, name: str | None) -> None:
-    """Fills the head with zeros, then with what the checkpoint has of the head `name`."""
-    for parameter in head.parameters():
-        cast(DTensor, parameter).to_local().zero_()
-    if name is not None:
-        files = tensor_files(folder)
-        stored = [pair for pair in _sharded_parameters(head, name) if pair[0] in files]
-        load_weights(stored, folder, shape_rule="a value head has")
 
 
 class PolicyValues(nn.Module):
@@ -165,9 +144,8 @@ class PolicyValues(nn.Module):
         self._policy = (policy,)
         width = policy.model.get_output_embeddings().weight.shape[1]
         self.head = nn.Linear(width, 1, device=session.device)
-        with torch.no_grad():
-            for parameter in self.head.parameters():
-                parameter.zero_()
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
         # Each pass gathers it again: a pass without a backward pass would leave it gathered, and
         # stale after a step.
         shard_over_ranks(self.head, (), session.mesh, torch.float32, reshard_root=True)

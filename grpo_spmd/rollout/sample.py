@@ -3,7 +3,7 @@
 It decides the random seeds, which rank scores which group, and what need not be sampled again after
 a restart. A *slot* is the index of a prompt in the step. A *job* is a slot that still has
 completions to generate, and a *round* is one call of `Sampler.sample`. Slow rewards are called
-while other groups are still sampled (EarlyScoring), the groups with the longest expected
+while other groups are still sampled (`early_rewards`), the groups with the longest expected
 completions begin first (ExpectedLengths), and tail batching ends a step early (TailBatching).
 """
 
@@ -49,9 +49,13 @@ class Sampler:
     """If set, a round ends as soon as the step is full."""
     environments: Environments | None = None
     """If set, a completion is an episode; the first rank of an engine has the engine's episodes."""
-    early: EarlyScoring | None = None
+    early_rewards: RewardPool | None = None
     """If set, slow rewards are called for a group as soon as it is complete (never for episodes).
-    """
+
+    The reward processes work next to the engine, which waits for a group's decoding and for
+    microseconds between two steps. The scores of a group do not depend on when it is scored."""
+    tokenizer: Any = None
+    """Decodes the groups that are scored early."""
 
     def sample(
         self, prompts: Sequence[Prompt], step: int, weights_id: str
@@ -153,8 +157,9 @@ class _Round:
         self.rank = engine.engine_rank * self._num_sharing + engine.tp_rank
         self.num_ranks = engine.num_engines * self._num_sharing
         self.race: TailRace | None = None
-        early = sampler.early if sampler.environments is None else None
-        self.early = early if early is not None and early.is_on else None
+        rewards = sampler.early_rewards if sampler.environments is None else None
+        self.early = rewards if rewards is not None and rewards.has_slow_rewards else None
+        self._tokenizer = sampler.tokenizer
         self._completions: list[dict[int, Completion]] = [{} for _ in self.jobs]
         # By complete job: the rank of the engine (tp_rank) that scores its group.
         self._scoring_ranks: dict[int, int] = {}
@@ -205,7 +210,7 @@ class _Round:
         if self.early is not None and is_in_step and self._is_scored_here(job):
             in_order = [completions[i] for i in sorted(completions)]
             self._begun[job] = self._build_group(slot, in_order)
-            self.early.start(self._begun[job])
+            self.early.start_early(self._begun[job], self._tokenizer)
 
     def groups(
         self, conversations: Mapping[int, Sequence[Sequence[Completion]]], slots: set[int]
@@ -242,32 +247,6 @@ class _Round:
             for sample in self._samples
         ]
         return RolloutGroup(slot, self._prompts[slot], completions)
-
-
-class EarlyScoring:
-    """Calls slow rewards for a group as soon as it is complete, while others are still sampled.
-
-    The reward processes work next to the engine, which waits for a group's decoding and for
-    microseconds between two steps. The scores of a group do not depend on when it is scored.
-    Evaluations and episodes are scored after the engine has finished.
-    """
-
-    def __init__(self, rewards: RewardPool, tokenizer: Any) -> None:
-        self._rewards = rewards
-        self._tokenizer = tokenizer
-
-    @property
-    def is_on(self) -> bool:
-        """Returns True if some reward is slow now."""
-        return self._rewards.has_slow_rewards
-
-    def start(self, group: RolloutGroup) -> None:
-        """Begins to score `group`."""
-        self._rewards.start_early(group, self._tokenizer)
-
-    def poll(self) -> None:
-        """Takes answers and makes further calls, between two steps of the engine."""
-        self._rewards.poll()
 
 
 class ExpectedLengths:

@@ -184,15 +184,15 @@ def longest_first(
 
 
 class Started:
-    """Stands for EarlyScoring: what its rewards were given while the engine sampled."""
+    """Stands for a RewardPool: what its rewards were given while the engine sampled."""
 
-    is_on = True
+    has_slow_rewards = True
 
     def __init__(self) -> None:
         self.groups: list[RolloutGroup] = []
         self.num_looks = 0
 
-    def start(self, group: RolloutGroup) -> None:
+    def start_early(self, group: RolloutGroup, _: Any) -> None:
         self.groups.append(group)
 
     def poll(self) -> None:
@@ -209,7 +209,9 @@ def started_early(
     early, rows = Started(), PROMPTS
     if tail is not None:
         rows = [Prompt(row, row, prompt.token_ids, "", {}) for row, prompt in enumerate(PROMPTS)]
-    sampler = Sampler(engine, config.rollout.group_size, config.seed, tail=tail, early=early)  # type: ignore[arg-type]
+    sampler = Sampler(
+        engine, config.rollout.group_size, config.seed, tail=tail, early_rewards=early
+    )  # type: ignore[arg-type]
     groups, _ = sampler.sample(rows, 0, "")
     started, full = {id(group) for group in early.groups}, {id(group) for group in groups}
     assert len(started) == len(early.groups)
