@@ -110,10 +110,8 @@ class RewardModel(nn.Module):
         """Returns the position of the last token that is not the padding token.
 
         transformers counts so, even if the padding token is the end of a text."""
-        for position in range(len(text) - 1, -1, -1):
-            if text[position] != self._pad_id:
-                return position
-        return len(text) - 1 if self._pad_id is None else 0
+        positions = reversed(range(len(text)))
+        return next((position for position in positions if text[position] != self._pad_id), 0)
 
 
 def build_reward_model(

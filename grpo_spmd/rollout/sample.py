@@ -9,9 +9,7 @@ completions begin first (ExpectedLengths), and tail batching ends a step early (
 
 from __future__ import annotations
 
-import math
 import time
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -253,13 +251,13 @@ class ExpectedLengths:
     """Estimates the lengths of completions, so that the longest begin first.
 
     No token depends on it. The estimate for a prompt is the mean length of its completions when it
-    was last sampled in this launch, an epoch ago. Rank 0 keeps 4 bytes for each row of the data. A
+    was last sampled in this launch, an epoch ago. Rank 0 keeps it for each row that was sampled. A
     resumed run begins without estimates, which costs time and changes nothing else.
     """
 
     def __init__(self) -> None:
-        # Mean tokens by row; NaN means that the row was not sampled yet.
-        self._means = array("f")
+        # Mean tokens by row of the data, on rank 0.
+        self._means: dict[int, float] = {}
         # The mean tokens of the groups recorded in the previous round.
         self._recent_mean = 0.0
         # What rank 0 gets with the next estimate: this rank's groups as (row, mean, maximum of
@@ -314,12 +312,8 @@ class ExpectedLengths:
             self._recent_mean = sum(mean for _, mean in updates) / len(updates)
             max_length = max(maximum for *_, maximum in sampled)
             updates += [(row, max_length) for _, dropped in reports for row in dropped]
-        for row, tokens in updates:
-            if row >= len(self._means):
-                self._means.extend([math.nan] * (row + 1 - len(self._means)))
-            self._means[row] = tokens
-        means = (self._means[p.row] if p.row < len(self._means) else math.nan for p in prompts)
-        return [round(self._recent_mean if math.isnan(mean) else mean, 1) for mean in means]
+        self._means.update(updates)
+        return [round(self._means.get(prompt.row, self._recent_mean), 1) for prompt in prompts]
 
 
 class TailRace:

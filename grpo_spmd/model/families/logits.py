@@ -16,6 +16,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.model.families.build import as_config_error
 
 _TINY = 1e-6
 _HUGE = 1e30
@@ -46,26 +47,10 @@ def logits_map(model: Any) -> LogitsMap:
     last hidden states as they are."""
     name = type(model).__name__
 
-    def unknown(reason: str) -> ConfigError:
-        return ConfigError(
-            f"model.path: {name} changes its logits in a way that chunked logprobs do not know "
-            f"({reason})"
-        )
-
+    unknown = "changes its logits in a way that chunked logprobs do not know"
     products = torch.tensor(_PROBES, dtype=torch.float64, device="cpu")
-    errors = (
-        RuntimeError,
-        TypeError,
-        AttributeError,
-        ValueError,
-        IndexError,
-        NotImplementedError,
-    )
-    try:
+    with as_config_error(name, unknown):
         logits = _logits_of(model, products)
-    except errors as error:
-        line = str(error).splitlines()[0][:100]
-        raise unknown(f"{type(error).__name__}: {line}") from None
     by_product = dict(zip(_PROBES, logits.tolist(), strict=True))
     slope = by_product[_TINY] / _TINY
     softcap = by_product[_HUGE]
@@ -78,7 +63,8 @@ def logits_map(model: Any) -> LogitsMap:
         result = LogitsMap(1.0, softcap)
         expected = torch.tanh(products / softcap) * softcap
     if not (divisor > 0 and torch.allclose(logits, expected, rtol=1e-6, atol=0)):
-        raise unknown(f"3 becomes {by_product[3.0]:g}, and 50 becomes {by_product[50.0]:g}")
+        examples = f"3 becomes {by_product[3.0]:g}, and 50 becomes {by_product[50.0]:g}"
+        raise ConfigError(f"model.path: {name} {unknown}: {examples}")
     keys = [key for key in _CONFIG_KEYS if getattr(model.config, key, None) not in (None, 0, 1)]
     if keys and result == LogitsMap():  # the engine may follow that key
         raise ConfigError(
