@@ -78,7 +78,7 @@ class StoredCompletion(NamedTuple):
 
     file: str
     # The index of its record in the file.
-    index: int
+    number: int
     num_tokens: int
 
 
@@ -175,8 +175,8 @@ class RolloutBuffer:
             if zlib.crc32(path.name.encode()) % self._session.world_size == self._session.rank:
                 entries += self._read_file(path)
         by_rank: list[list[Any]] = on_rank0(list, entries)
-        for entries in by_rank:
-            self._stored |= {tuple(key): StoredCompletion(*entry) for key, entry in entries}
+        for pairs in by_rank:
+            self._stored |= {tuple(key): StoredCompletion(*entry) for key, entry in pairs}
         _log.info(
             "step %d: %d completions were sampled before the run was stopped",
             step,
@@ -185,7 +185,7 @@ class RolloutBuffer:
 
     def read(self, stored: StoredCompletion) -> Completion:
         """Returns a completion that `find` has listed."""
-        return _to_completion(self._map_file(stored.file).records[stored.index])
+        return _to_completion(self._map_file(stored.file).records[stored.number])
 
     def _map_file(self, name: str) -> _File:
         """Returns a file of the step, of which only the requested bytes are read.
@@ -263,13 +263,13 @@ class RolloutBuffer:
                 )
                 return []
             entries: list[tuple[Key, StoredCompletion]] = []
-            for index, record in enumerate(file.records):
+            for number, record in enumerate(file.records):
                 # Anybody can make a file with a fitting name, so each record is read once.
                 completion = _to_completion(record)
                 if (completion.episode is not None) != self._has_episodes:
                     raise UntrustedError("its completions are of another kind")
                 key = (record.position, record.sample, record.prompt_digest)
-                stored = StoredCompletion(path.name, index, len(completion.token_ids))
+                stored = StoredCompletion(path.name, number, len(completion.token_ids))
                 entries.append((key, stored))
         # TypeError: of bytes that are no whole numbers.
         except (OSError, TypeError, ValueError) as error:
@@ -281,7 +281,7 @@ class RolloutBuffer:
 def _to_completion(record: _Record) -> Completion:
     """Returns the completion of a record. Raises ValueError if it cannot be one."""
     token_ids = record.token_ids.cast("i").tolist()
-    logprobs = record.logprobs.cast("d").tolist()
+    logprobs: list[Any] = record.logprobs.cast("d").tolist()
     if len(logprobs) != len(token_ids) or any(token < 0 for token in token_ids):
         raise UntrustedError("its logprobs do not fit its tokens")
     episode = None
