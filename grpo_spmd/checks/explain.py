@@ -43,29 +43,31 @@ def explain(
     """Returns the lines that `--explain` prints.
 
     If `model` is None, its sizes are unknown, and a line tells so. `num_rows` counts data.train."""
-    lines = _section("a step", _step_rows(config, num_ranks))
-    lines += _section("the run", _run_rows(config, num_rows))
+    sections: dict[str, Iterable[Row]] = {
+        "a step": _step_rows(config, num_ranks),
+        "the run": _run_rows(config, num_rows),
+    }
+    if model is not None:
+        sections |= {
+            "model and weight sync": sync_rows(config, model, num_ranks),
+            "memory of a rank: training": training_rows(config, model, num_ranks),
+            "memory of a rank: engine": engine_rows(config, model, num_ranks),
+        }
+    sections["memory of a rank: teachers, critic and reward models"] = side_model_rows(
+        config, num_ranks
+    )
+    sections["the engine as judge"] = judge_rows(config)
+    lines = []
+    for title, rows in sections.items():
+        text = [f"  {name:36} {value:>16}  {reason}".rstrip() for name, value, reason in rows]
+        lines += ["", title, *text] if text else []
     if model is None:
         problem = f"sizes, sync and memory of {config.model.path} are not known here"
         reason = "it is no folder with all its weights, and not in the local Hugging Face cache"
         lines += ["", f"{problem}: {reason} (hf download brings it)"]
-    else:
-        lines += _section("model and weight sync", sync_rows(config, model, num_ranks))
-        rows = training_rows(config, model, num_ranks)
-        lines += _section("memory of a rank: training", rows)
-        lines += _section("memory of a rank: engine", engine_rows(config, model, num_ranks))
-    rows = side_model_rows(config, num_ranks)
-    lines += _section("memory of a rank: teachers, critic and reward models", rows)
-    lines += _section("the engine as judge", judge_rows(config))
     remarks = [f"  - {line}" for line in (*advice(config, num_ranks), *idle_keys(config, sources))]
     lines += ["", "worth a look" if remarks else "worth a look: nothing found", *remarks]
     return [*lines, "", "where each value came from", *_origins(config, sources, with_defaults)]
-
-
-def _section(title: str, rows: Iterable[Row]) -> list[str]:
-    """Returns the lines of a title and its rows; no line if there are no rows."""
-    lines = [f"  {row.name:36} {row.value:>16}  {row.explanation}".rstrip() for row in rows]
-    return ["", title, *lines] if lines else []
 
 
 def _step_rows(config: Config, num_ranks: int) -> Iterator[Row]:
@@ -130,29 +132,15 @@ def _step_rows(config: Config, num_ranks: int) -> Iterator[Row]:
 def _extra_pass_rows(config: Config) -> Iterator[Row]:
     loss, training, teacher = config.loss, config.training, config.teacher
     passes = extra_passes(config)
-    explanation = (
-        f"a forward of all rollouts before the first of {training.num_optimizer_steps} optimizer"
-    )
-    explanation += " steps"
-    if loss.old_logprobs == "engine":
-        explanation = "old_logprobs engine: those that came with the completions"
-    elif loss.kl_in == "reward":
-        explanation = "a forward of all rollouts, for the KL in the reward"
-    elif not passes.old_logprobs:
-        explanation = "one optimizer step: they are those of the update itself"
+    # They are computed before the first update, unless the update itself or the engine has them.
+    explanation = f"a forward of all rollouts if needed: {training.num_optimizer_steps} optimizer"
+    explanation += f" steps, old_logprobs {loss.old_logprobs}, kl_in {loss.kl_in}"
     yield Row("extra passes for old logprobs", str(passes.old_logprobs), explanation)
-    explanation = "kl_coef 0: no reference model"
-    if passes.reference:
-        explanation = f"a forward of all rollouts, for kl_coef {loss.kl_coef:g}"
+    explanation = f"a forward of all rollouts unless kl_coef is 0; it is {loss.kl_coef:g}"
     yield Row("extra passes of the reference", str(passes.reference), explanation)
     if teacher.is_on:
-        explanation = (
-            "each rollout by its own" if len(teacher.names) > 1 else "a forward of all rollouts"
-        )
-        num_passes = str(int(not teacher.url))
-        yield Row(
-            "extra passes of teachers", num_passes, f"{explanation}, teacher.loss {teacher.loss}"
-        )
+        explanation = f"each rollout by one of {len(teacher.names)}, teacher.loss {teacher.loss}"
+        yield Row("extra passes of teachers", str(int(not teacher.url)), explanation)
     values = "a forward of all rollouts for their values"
     if config.critic.is_on_policy:
         yield Row("passes of the critic", "1", f"{values}; it learns in the policy's update")

@@ -201,22 +201,21 @@ def sync_buffers(
     """Returns the bytes that a weight sync needs in addition to policy and engine, by purpose."""
     itemsize, ranks = ITEMSIZE[config.model.dtype], replica_ranks(config, num_ranks)
     shapes, lora = model.shapes, config.model.lora
+    merges = lora.rank > 0 and lora.sync == "merged"
+    adapters = adapter_shapes(shapes, lora) if merges else {}
     buffers: dict[str, int] = {}
-    # Gathered tensors have the padding of every rank's shard.
-    full_bytes = {
-        name: ranks * shard_numel({name: shape}, ranks) * itemsize for name, shape in shapes.items()
-    }
-    merge_bytes = dict.fromkeys(shapes, 0)
-    if lora.rank and lora.sync == "merged":
-        # W + BA of a tensor, and W, in float32. All A matrices are gathered before.
-        adapters = adapter_shapes(shapes, lora)
+    if adapters:
+        # All A matrices are gathered before.
         numel_a = sum(math.prod(s) for name, s in adapters.items() if name.endswith(".lora_A"))
         buffers["adapters, whole"] = 4 * numel_a
-        for name in adapters:
-            if name.endswith(".lora_B"):
-                weight = name.removesuffix(".lora_B")
-                numel = shard_numel({weight: shapes[weight]}, ranks)
-                merge_bytes[weight] = numel * (4 if itemsize == 4 else 8)
+    full_bytes: dict[str, int] = {}
+    merge_bytes: dict[str, int] = {}
+    for name, shape in shapes.items():
+        numel = shard_numel({name: shape}, ranks)
+        # Gathered tensors have the padding of every rank's shard.
+        full_bytes[name] = ranks * numel * itemsize
+        # W + BA of a tensor, and W unless it is float32 already.
+        merge_bytes[name] = numel * (4 if itemsize == 4 else 8) * (f"{name}.lora_B" in adapters)
     if ranks == 1:
         # No bucket: each tensor is rounded, or merged, on its way into the engine.
         buffers["largest tensor"] = max(

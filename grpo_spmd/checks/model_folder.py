@@ -33,6 +33,7 @@ from grpo_spmd.model.config_json import (
     local_folder,
     refuse_by_config,
     shapes_from_config,
+    shapes_from_headers,
 )
 
 _COPY_AGAIN = "copy or download it again"
@@ -198,40 +199,30 @@ def _read_shapes(folder: Path) -> Shapes:
                 f"{folder}: the index has {name} in {file.name}, whose header lacks it "
                 f"({hint}): files of two downloads; {_COPY_AGAIN}"
             )
-    # The files that the policy reads: those of the index, else model.safetensors, else all.
-    single = folder / "model.safetensors"
-    if index is not None:
-        files = sorted(set(index.values()))
-    elif single in headers:
-        files = [single]
-    tensors = {name: entry for file in files for name, entry in headers[file].items()}
-    for name, entry in tensors.items():
-        # Quantised weights cannot train.
-        if name.endswith(".weight") and re.match("F8|F4|F6|I|U", entry["dtype"]):
-            raise UntrustedError(
-                f"{folder} holds {name} as {entry['dtype']}: it is quantised; train the "
-                "checkpoint in bfloat16 or float32 instead"
-            )
-    return {name: tuple(entry["shape"]) for name, entry in tensors.items()}
+    # The files that the policy reads, which may be fewer.
+    shapes = shapes_from_headers(folder, tied=False)
+    for header in headers.values():
+        for name, entry in header.items():
+            # Quantised weights cannot train.
+            is_quantised = name.endswith(".weight") and re.match("F8|F4|F6|I|U", entry["dtype"])
+            if name in shapes and is_quantised:
+                raise UntrustedError(
+                    f"{folder} holds {name} as {entry['dtype']}: it is quantised; train the "
+                    "checkpoint in bfloat16 or float32 instead"
+                )
+    return shapes
 
 
 def _how_to_convert(folder: Path) -> str:
     """Returns the remedy for a folder without safetensors files."""
-    patterns = ("*.bin", "*.pth", "*.gguf")
-    files = [file.name for pattern in patterns for file in folder.glob(pattern)]
+    files = [path.name for path in folder.iterdir() if path.suffix in (".bin", ".pth", ".gguf")]
     if not files:
         return f"; {_COPY_AGAIN}"
-    problem = f"; {sorted(files)[0]} is of another format, which is not read here"
-    if all(name.endswith(".gguf") or name.startswith("consolidated") for name in files):
-        return (
-            f"{problem}: take the model's checkpoint in transformers' format, from the hub id "
-            "without GGUF"
-        )
-    program = (
-        "from transformers import AutoModelForCausalLM; m = "
-        f"AutoModelForCausalLM.from_pretrained('{folder}'); m.save_pretrained('{folder}')"
+    return (
+        f"; {min(files)} is of another format, which is not read here: take the model's checkpoint "
+        "in transformers' format, from the hub id without GGUF, or load it with transformers once, "
+        "where you trust it, and write it by save_pretrained"
     )
-    return f'{problem}: convert it once, where you trust it: python -c "{program}"'
 
 
 def _names_every_size(model: Mapping[str, Any]) -> bool:
@@ -399,28 +390,34 @@ def _explain_no_folder(path: str) -> str:
     )
 
 
+# What a folder without config.json may be: a file in it, and what to do. {0} is its last match.
+_OTHER_FOLDERS = (
+    (
+        "checkpoints/step_*",
+        "it is a run's folder: `python -m grpo_spmd.export {0} OUT` writes the folder of its newest "
+        "model",
+    ),
+    (
+        "manifest.json",
+        "it is a run's checkpoint: `python -m grpo_spmd.export {0.parent} OUT` writes a model's "
+        "folder",
+    ),
+    (
+        "adapter_config.json",
+        "it is an adapter: `python -m grpo_spmd.export --merge` puts it into its base model",
+    ),
+    ("*/config.json", "{0.parent} has one"),
+)
+
+
 def _explain_no_config(folder: Path, key: str) -> str:
     """Returns what a folder without config.json is, if that can be seen, and the remedy."""
-    export = "python -m grpo_spmd.export"
-    cached = re.fullmatch(r"models--([\w.-]+?)--([\w.-]+)", folder.name)
-    if cached:
-        return (
-            f"; it is a folder of the hub's cache: {key}={cached[1]}/{cached[2]} finds what is "
-            "in it"
-        )
-    checkpoints = sorted(folder.glob("checkpoints/step_*"))
-    if checkpoints:
-        return (
-            f"; it is a run's folder: `{export} {checkpoints[-1]} OUT` writes the folder of "
-            "its newest model"
-        )
-    if (folder / "manifest.json").is_file():
-        return f"; it is a run's checkpoint: `{export} {folder} OUT` writes a model's folder"
-    if (folder / "adapter_config.json").is_file():
-        return f"; it is an adapter: `{export} --merge` puts it into its base model"
-    inner = sorted(path.parent for path in folder.glob("*/config.json"))
-    if inner:
-        return f"; {inner[0]} has one"
+    if cached := re.fullmatch(r"models--([\w.-]+?)--([\w.-]+)", folder.name):
+        hub_id = f"{cached[1]}/{cached[2]}"
+        return f"; it is a folder of the hub's cache: {key}={hub_id} finds what is in it"
+    for pattern, remedy in _OTHER_FOLDERS:
+        if matches := sorted(folder.glob(pattern)):
+            return f"; {remedy.format(matches[-1])}"
     return "; a model's folder has one: save_pretrained or `hf download` wrote it"
 
 

@@ -178,37 +178,17 @@ def _ask_texts(
     """
     # A server says nothing of a prompt's first token.
     prompt = [ids[0], *ids]
-
-    def ask(num_logprobs: int) -> list[str]:
-        return _call_with_retries(config, lambda s: server.texts(prompt, num_logprobs, s))
-
     top_k = config.teacher.top_k if config.teacher.loss == "topk" else 0
     try:
-        return ask(top_k)
+        return _call_with_retries(config, lambda s: server.texts(prompt, top_k, s))
     except FailedCallError as error:
-        refusal = error
-    # 400 may mean that top_k is too large: then the same call without it succeeds.
-    if top_k and refusal.status == 400:
-        try:
-            ask(0)
-        except FailedCallError as error:
-            refusal = error
-        else:
-            raise ConfigError(
-                f"teacher.top_k ({top_k}) is more than the server takes; start it with "
-                f"--max-logprobs {top_k}, or lower teacher.top_k: it {refusal}"
-            )
-    raise ConfigError(f"{key}: {_explain_refusal(refusal, config, served)}")
-
-
-def _explain_refusal(error: FailedCallError, config: Config, served: ServedModel) -> str:
-    """Returns what a failed request means for the user."""
-    if error.status == 400:
-        return (
-            f"{served.name} does not take tokens of {config.model.path} (teachers have the "
-            f"policy's vocabulary, and give prompt_logprobs as vLLM does): the server {error}"
+        # 400 is vLLM's status for ids that its model lacks, and for more logprobs than it gives.
+        rule = (
+            f"does not take {top_k} prompt_logprobs of tokens of {config.model.path} (it must be "
+            "vLLM's, with the policy's vocabulary, and started with --max-logprobs of at least "
+            "teacher.top_k)"
         )
-    return f"the server {error}; it must be vLLM's"
+        raise ConfigError(f"{key}: {served.name} {rule}: the server {error}") from None
 
 
 def _is_complete(text: str) -> bool:

@@ -234,37 +234,29 @@ _OTHER_SECTION_RATIO = 0.85
 
 def _similar_key(name: str, prefix: str, *, is_section: bool) -> str | None:
     """Returns a key with a similar name in the same section, else one in another section."""
-    known_values = key_names(Config)
+    keys = key_names(Config)
     if prefix.startswith("rewards"):
-        known_values = [join_key(prefix, field.name) for field in dataclasses.fields(RewardConfig)]
-    sections = {key.rpartition(".")[0] for key in known_values}
-    if not is_section:
-        known_values = [key for key in known_values if key not in sections]
+        keys = key_names(RewardConfig, prefix)
+    sections = {key.rpartition(".")[0] for key in keys}
+    keys = [key for key in keys if is_section or key not in sections]
     # A typo in the right section comes before the same name elsewhere.
-    siblings = {
-        key.rpartition(".")[2]: key for key in known_values if key.rpartition(".")[0] == prefix
-    }
-    if similar := _similar_name(name, siblings, _SAME_SECTION_RATIO):
-        return siblings[similar]
-    last_names = {key.rpartition(".")[2] for key in known_values}
-    similar = name if name in last_names else _similar_name(name, last_names, _OTHER_SECTION_RATIO)
-    keys = keys_named(similar, known_values)
-    return keys[0] if len(keys) == 1 else None
+    siblings = [key for key in keys if key.rpartition(".")[0] == prefix]
+    for candidates, ratio in ((siblings, _SAME_SECTION_RATIO), (keys, _OTHER_SECTION_RATIO)):
+        names = [key.rpartition(".")[2] for key in candidates]
+        similar = difflib.get_close_matches(name, names, n=1, cutoff=ratio)
+        if not similar and candidates is siblings:
+            similar = [sibling for sibling in names if _is_cut_short(name, sibling)]
+        # max_lr looks like min_lr, but it means the opposite.
+        if similar and _extremes(similar[0]) == _extremes(name):
+            matches = keys_named(similar[0], candidates)
+            return matches[0] if len(matches) == 1 else None
+    return None
 
 
 def keys_named(name: str | None, all_keys: Iterable[str]) -> list[str]:
     """Returns the keys with this last part. Where policy and critic both have it, the policy's."""
     keys = [key for key in all_keys if key.rpartition(".")[2] == name]
     return [key for key in keys if not key.startswith("critic.")] or keys
-
-
-def _similar_name(name: str, names: Iterable[str], ratio: float) -> str | None:
-    names = list(names)
-    similar = difflib.get_close_matches(name, names, n=1, cutoff=ratio)
-    if not similar and ratio == _SAME_SECTION_RATIO:
-        similar = [candidate for candidate in names if _is_cut_short(name, candidate)]
-    # max_lr looks like min_lr, but it means the opposite.
-    return similar[0] if similar and _extremes(similar[0]) == _extremes(name) else None
 
 
 def _is_cut_short(name: str, candidate: str) -> bool:
@@ -290,11 +282,18 @@ _NUMBERS = (
 )
 
 
+def find_remedy(key: str, value: str) -> str | None:
+    """Returns what remedies.tsv advises for this value of a key; "--" is the key of options."""
+    for known_key, pattern, remedy in read_table("remedies.tsv"):
+        if known_key == key and re.fullmatch(pattern, value, re.DOTALL):
+            return remedy.replace("VALUE", value)
+    return None
+
+
 def _value_remedy(key: str, value: Any, hint: Any) -> str:
     """Returns what is added to the line that refuses this value; "" where its rule is enough."""
-    for known_key, pattern, remedy in read_table("remedies.tsv"):
-        if known_key == key and re.fullmatch(pattern, str(value), re.DOTALL):
-            return f"; {remedy.replace('VALUE', str(value))}"
+    if remedy := find_remedy(key, str(value)):
+        return f"; {remedy}"
     for pattern, rewrite in _NUMBERS:
         if isinstance(value, str) and re.fullmatch(pattern, value):
             return f"; write {rewrite(value)}"

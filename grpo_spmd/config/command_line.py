@@ -12,26 +12,10 @@ import typing
 from collections.abc import Iterator, Sequence
 
 from grpo_spmd.config.aliases import equivalent_key, translate_key
-from grpo_spmd.config.coerce import key_names, keys_named
+from grpo_spmd.config.coerce import find_remedy, key_names, keys_named
 from grpo_spmd.config.errors import ConfigError, refuse
 from grpo_spmd.config.schema import Config
 
-# Options that people try, and what they are here.
-_OPTION_REMEDIES = {
-    "c": "--config x.yaml",
-    "cfg": "--config x.yaml",
-    "conf": "--config x.yaml",
-    "config_file": "--config x.yaml",
-    "config_name": "--config x.yaml",
-    "config_path": "--config x.yaml",
-    "nproc": "grpo-spmd train --nproc N, or torchrun's --nproc-per-node N before -m",
-    "nproc_per_node": "grpo-spmd train --nproc N, or torchrun's --nproc-per-node N before -m",
-    "num_processes": "grpo-spmd train --nproc N, or torchrun's --nproc-per-node N before -m",
-    "nnodes": "grpo-spmd train --nnodes N, or torchrun's --nnodes N before -m",
-    "version": "python -c 'import grpo_spmd; print(grpo_spmd.__version__)'",
-    "bench": "benchmarks/README.md has the commands that measure",
-    "profile": "benchmarks/README.md has the commands that measure",
-}
 # Launch scripts put these before or after what was typed. The last one counts.
 _REPEATABLE_KEYS = ("run_dir", "checkpoint.resume")
 
@@ -101,7 +85,7 @@ def _misspelt_words(words: Sequence[str], takes_value: dict[str, bool]) -> Itera
             value = text if equals else _pop_value(remaining_words)
             # A similar option counts more than a fixed remedy.
             similar = difflib.get_close_matches(name, takes_value, n=1, cutoff=0.8)
-            remedy = _OPTION_REMEDIES.get(option[1].replace("-", "_"))
+            remedy = find_remedy("--", option[1].replace("-", "_"))
             if similar:
                 remedy = f"did you mean {similar[0]}?"
             rule = f"{name}: no such option; {remedy}"

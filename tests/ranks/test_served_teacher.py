@@ -173,7 +173,7 @@ def test_the_real_server_is_asked_before_a_model_is_built(folder: Path, vllm_url
     # vllm serve's own limit is 20, and 32 the default.
     with pytest.raises(
         ConfigError,
-        match=r"teacher.top_k \(32\) is more than the server takes; .* --max-logprobs 32",
+        match=r"does not take 32 prompt_logprobs .* --max-logprobs of at least teacher.top_k",
     ):
         check_inputs(load_config(folder / "config.yaml", on), num_ranks=1)
     with pytest.raises(ConfigError, match=r"start it with --max-model-len 257"):

@@ -211,7 +211,7 @@ def _(_: Patch) -> None:
     "only pytorch_model.bin",
     "holds no .safetensors file",
     "pytorch_model.bin",
-    "save_pretrained('model')",
+    "save_pretrained",
 )
 def _(_: Patch) -> None:
     for path in Path("model").glob("model*"):

@@ -494,9 +494,8 @@ def test_what_a_server_is_refused_for(tmp_path: Path, folders: list[Path]) -> No
     top = ["teacher.loss=topk", "teacher.top_k=32"]
     several = {"data": [{"id": "x"}, {"id": "y"}]}
     message = refused(correct, *top, behave=_limited(folders[1], 20)[1])
-    assert message.startswith(
-        "teacher.top_k (32) is more than the server takes; start it with --max-logprobs 32"
-    )
+    assert "does not take 32 prompt_logprobs of tokens of" in message
+    assert "started with --max-logprobs of at least teacher.top_k" in message
     assert "greater than max allowed: 20" in message
     assert (
         "teacher.model must be one that the server has, and is needed where a server has several "
@@ -507,11 +506,11 @@ def test_what_a_server_is_refused_for(tmp_path: Path, folders: list[Path]) -> No
     )
     # The longest rollout has 16 + 12 tokens.
     assert "start it with --max-model-len 29" in refused(answers(folders[1], max_tokens=28))
-    assert "does not take tokens of" in refused(
+    assert "does not take 0 prompt_logprobs of tokens of" in refused(
         correct, behave=lambda body: "ok" if body is None else "400"
     )
     assert "the server answered 404" in refused(correct, behave=lambda body: "404")
-    assert "it must be vLLM's" in refused(
+    assert "it must be vLLM's, with" in refused(
         lambda body: correct(None) if body is None else {"choices": []}
     )
     second = make_model(tmp_path / "other", "qwen3", tied=True)
