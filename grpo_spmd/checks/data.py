@@ -9,11 +9,12 @@ from __future__ import annotations
 import functools
 import heapq
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from grpo_spmd.config.coerce import foreign_parameter_hint
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import DataConfig
 from grpo_spmd.data.cache import digest_of, versions_of
@@ -98,6 +99,20 @@ def _check_sample(
             f"messages ({min(prompts)[:40]!r}): it lacks {{{{ message['content'] }}}}, or is "
             "another model's"
         )
+
+
+def check_columns(
+    rows: Sequence[PromptRow], needs: Iterable[str], reader: str, source: str
+) -> None:
+    """Raises ConfigError if the rows of `source` lack a column that `reader` needs."""
+    columns = {*overview_of(rows).columns}
+    for name in needs:
+        if name not in columns:
+            available = ", ".join(sorted(columns)) or "none"
+            raise ConfigError(
+                f"{reader} needs the column {name!r}, which {source} does not have; besides the "
+                f"prompt it has {available}{foreign_parameter_hint(name)}"
+            )
 
 
 def prompt_check_inputs(folder: Path, config: DataConfig) -> list[Any]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from grpo_spmd.checks.data import check_prompts_early, prompt_check_inputs
+from grpo_spmd.checks.data import check_columns, check_prompts_early, prompt_check_inputs
 from grpo_spmd.checks.environments import check_environment_early
 from grpo_spmd.checks.machine import (
     check_disk,
@@ -25,7 +25,6 @@ from grpo_spmd.checks.memory import check_idle_keys
 from grpo_spmd.checks.model_folder import check_model, num_embeddings
 from grpo_spmd.checks.reward_models import check_engine_judges, check_reward_models
 from grpo_spmd.checks.signals import check_critic_model, check_teachers
-from grpo_spmd.config.coerce import foreign_parameter_hint
 from grpo_spmd.config.errors import ConfigError, say
 from grpo_spmd.config.schema import Config
 from grpo_spmd.data.prompts import check_enough_to_launch
@@ -168,7 +167,8 @@ def read_and_check_rows(
     if eval_set is None and config.rollout.tail_batching > 1:
         check_enough_to_launch(len(rows), config.rollout)
     # Columns first: they are known without looking at the rows.
-    _check_reward_columns(rewards, rows, source)
+    for index, reward in enumerate(rewards):
+        check_columns(rows, reward.needs, f"rewards.{index}: {reward.name!r}", source)
 
     def look() -> None:
         check_prompts(rows, config.data)
@@ -181,21 +181,6 @@ def read_and_check_rows(
         depends_on = [prompt_check_inputs(folder, config.data), num_embeddings(folder)]
     cached_result("checked", rows, depends_on, look)
     return rows
-
-
-def _check_reward_columns(
-    rewards: Sequence[Reward], rows: Sequence[PromptRow], source: str
-) -> None:
-    columns = {*overview_of(rows).columns}
-    for index, reward in enumerate(rewards):
-        for name in reward.needs:
-            if name not in columns:
-                available = ", ".join(sorted(columns)) or "none"
-                raise ConfigError(
-                    f"rewards.{index}: {reward.name!r} needs the column {name!r}, which "
-                    f"{source} does not have; besides the prompt it has "
-                    f"{available}{foreign_parameter_hint(name)}"
-                )
 
 
 def _check_servers(state: CheckState) -> None:

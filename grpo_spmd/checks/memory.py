@@ -82,14 +82,6 @@ def adapter_shapes(shapes: Shapes, lora: LoraConfig) -> Shapes:
     return adapters
 
 
-def ratio_is_one(config: Config) -> bool:
-    """Returns True if the policy ratio is always 1.
-
-    It is 1 if a step has one optimizer step, and the old logprobs are the policy's own.
-    """
-    return config.training.num_optimizer_steps == 1 and config.loss.old_logprobs == "policy"
-
-
 class ExtraPasses(NamedTuple):
     """Counts the forward passes of the policy's layers over all rollouts before the update."""
 
@@ -234,14 +226,6 @@ def sync_buffers(
     return buffers
 
 
-def logits_bytes_per_element(itemsize: int) -> int:
-    """Returns the bytes of one logit at the peak of TokenLogprobs.
-
-    The peak holds a float32 logit, and in bfloat16 the product that it was computed from.
-    """
-    return 4 if itemsize == 4 else 4 + itemsize
-
-
 def training_rows(config: Config, model: ModelFacts, num_ranks: int) -> Iterator[Row]:
     """Yields the trainer's memory on one rank."""
     yield from _state_rows(config, state_of(config, model, num_ranks), num_ranks)
@@ -311,7 +295,9 @@ def _logits_rows(config: Config, model: ModelFacts, num_ranks: int) -> Iterator[
         return
     # Logits exist for one chunk of tokens at a time.
     tokens = min(config.model.logprob_chunk_tokens, micro_batch_tokens(config, num_ranks))
-    element = logits_bytes_per_element(ITEMSIZE[config.model.dtype])
+    itemsize = ITEMSIZE[config.model.dtype]
+    # The peak of TokenLogprobs holds a float32 logit, and in bfloat16 the product it was cast from.
+    element = 4 if itemsize == 4 else 4 + itemsize
     yield Row(
         "logits of a chunk",
         size_text(tokens * sizes.vocabulary * element),
@@ -563,7 +549,7 @@ def _advise_on_loss(config: Config) -> Iterator[str]:
             f"training.max_tokens_per_micro_batch {budget} holds fewer than 2 of the longest "
             f"rollouts ({max_tokens} tokens): long ones are not packed"
         )
-    if ratio_is_one(config):
+    if config.training.num_optimizer_steps == 1 and loss.old_logprobs == "policy":
         yield (
             "one optimizer step a rollout: the ratio is exactly 1, so that "
             f"loss.clip_ratio_low {low:g}, clip_ratio_high {high:g} and dual_clip never bind"

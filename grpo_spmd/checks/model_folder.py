@@ -370,6 +370,16 @@ def find_model_folder(
     return folder
 
 
+def folder_with_config(path: str, key: str, revision: str | None = None) -> Path:
+    """Returns the folder of a model of which config.json is enough. Raises ConfigError."""
+    folder = local_folder(path, revision)
+    if folder is None or not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"{key}: there is no config.json of {path} here; hf download {path} config.json"
+        )
+    return folder
+
+
 def _explain_no_folder(path: str) -> str:
     """Returns why `path` is neither a folder nor a hub id, and what to give instead."""
     folder = Path(path)
@@ -394,8 +404,8 @@ def _explain_no_folder(path: str) -> str:
 _OTHER_FOLDERS = (
     (
         "checkpoints/step_*",
-        "it is a run's folder: `python -m grpo_spmd.export {0} OUT` writes the folder of its newest "
-        "model",
+        "it is a run's folder: `python -m grpo_spmd.export {0} OUT` writes the folder of its "
+        "newest model",
     ),
     (
         "manifest.json",

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from grpo_spmd.checks.data import (
     Render,
+    check_columns,
     load_tokenizer_file,
     renderer,
     template_of,
@@ -14,10 +15,9 @@ from grpo_spmd.checks.data import (
 )
 from grpo_spmd.checks.memory import judge_tokens
 from grpo_spmd.checks.model_folder import find_model_folder
-from grpo_spmd.config.coerce import foreign_parameter_hint
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import Config, RewardConfig
-from grpo_spmd.data.rows import PromptRow, overview_of
+from grpo_spmd.data.rows import PromptRow
 from grpo_spmd.files import read_model_config
 from grpo_spmd.model.reward_model_files import RewardModelFiles, errors_about, read_reward_model
 from grpo_spmd.rewards.remote.servers import Judge
@@ -122,7 +122,7 @@ def check_engine_judges(
         key_prefix, reward = f"rewards.{index}", config.rewards[index]
         judge = Judge(reward, f"{key_prefix}.judge")
         for rows in row_sets:
-            _check_judge_columns(judge, reward, key_prefix, rows)
+            check_columns(rows, judge.needs, f"{key_prefix}.judge: {reward.judge}", "the data")
         if folder is None:
             continue
         settings = tokenizer_settings(folder)
@@ -135,19 +135,6 @@ def check_engine_judges(
             )
         _check_judge_size(config, folder, key_prefix, num_tokens, reward.judge_tokens)
         _check_rubric_size(judge, reward, folder, key_prefix)
-
-
-def _check_judge_columns(
-    judge: Judge, reward: RewardConfig, key_prefix: str, rows: Sequence[PromptRow]
-) -> None:
-    columns = overview_of(rows).columns
-    for name in judge.needs:
-        if name not in columns:
-            available = ", ".join(sorted(columns)) or "none"
-            raise ConfigError(
-                f"{key_prefix}.judge: {reward.judge} says {{{name}}}, and the data has no such "
-                f"column; besides the prompt it has {available}{foreign_parameter_hint(name)}"
-            )
 
 
 def _check_judge_size(

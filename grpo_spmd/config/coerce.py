@@ -177,21 +177,29 @@ def _expand_paths(value: Any, key: str) -> Any:
         raise ConfigError(f"{key}: {value} {rule}")
     expanded = os.path.expanduser(value)
     if key == "run_dir":
-        _check_run_dir(value, expanded)
+        _check_run_dir(expanded)
     return expanded
 
 
-def _check_run_dir(text: str, expanded: str) -> None:
+# What a run_dir cannot be, and why. A `~` is still there only if its user is unknown.
+_REFUSED_RUN_DIRS = (
+    (
+        r"[a-zA-Z][\w+.-]*://.*",
+        "it is a URL, and checkpoints are written to a folder; mount it, and name that",
+    ),
+    (
+        r".*\$[{\w].*",
+        "variables are not expanded in a config: give it on the command line, where the shell does",
+    ),
+    (r"~.*", "there is no such user, or it has no home; name the folder itself"),
+)
+
+
+def _check_run_dir(expanded: str) -> None:
     """Raises ConfigError for a run_dir that names another place than its text says, or none."""
-    if re.match(r"[a-zA-Z][\w+.-]*://", text):
-        rule = "is a URL, and checkpoints are written to a folder; mount it, and name that"
-        raise ConfigError(f"run_dir: {text} {rule}")
-    if re.search(r"\$[{\w]", text):
-        remedy = "give it on the command line, where the shell does"
-        raise ConfigError(f"run_dir: {text}: variables are not expanded in a config: {remedy}")
-    if expanded.startswith("~"):
-        user = text.split("/")[0].removeprefix("~") or "with a home folder"
-        raise ConfigError(f"run_dir: {text}: there is no user {user}; name the folder itself")
+    for pattern, rule in _REFUSED_RUN_DIRS:
+        if re.fullmatch(pattern, expanded):
+            raise ConfigError(f"run_dir: {expanded}: {rule}")
 
 
 def key_names(cls: type, prefix: str = "") -> list[str]:

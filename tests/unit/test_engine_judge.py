@@ -151,7 +151,7 @@ def test_the_room_is_rollout_or_prompt_and_reply_of_the_longest_judge(
         (
             "chat",
             {"rubric": "{completion} {gold}"},
-            "says {gold}, and the data has no such column; besides the prompt it",
+            "needs the column 'gold', which the data does not have; besides the prompt it",
         ),
         ("chat", {"rubric": "Well?"}, "does not say {completion}"),
         ("chat", {"judge": "absent.md"}, "rewards.0.judge: cannot read absent.md"),

@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from grpo_spmd.checks.machine import check_world_size
-from grpo_spmd.checks.model_folder import check_model_sizes
+from grpo_spmd.checks.model_folder import check_model_sizes, folder_with_config
 from grpo_spmd.config.command_line import OverridesParser
 from grpo_spmd.config.errors import ConfigError, refuse, say
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config
 from grpo_spmd.files import UntrustedError, hold_standard_streams, read_model_config, show
 from grpo_spmd.model.config_json import (
-    local_folder,
     refuse_by_config,
 )
 from grpo_spmd.observe.cards import Card, find_card
@@ -94,11 +93,7 @@ def _check_config(config: Config, num_ranks: int) -> Path:
     """
     check_world_size(config, num_ranks, None)
     path = config.model.path
-    folder = local_folder(path)
-    if folder is None or not (folder / "config.json").is_file():
-        raise ConfigError(
-            f"model.path: there is no config.json of {path} here; hf download {path} config.json"
-        )
+    folder = folder_with_config(path, "model.path")
     try:
         model = read_model_config(folder)
     except (UntrustedError, OSError) as error:

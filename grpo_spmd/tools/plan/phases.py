@@ -32,14 +32,13 @@ from grpo_spmd.checks.memory import (
     sequences_of_engine,
     sync_buffers,
 )
+from grpo_spmd.checks.model_folder import folder_with_config
 from grpo_spmd.checks.signals import Kind, SideModel, side_models
-from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import PHASES, Config, LoraConfig
 from grpo_spmd.files import read_model_config
 from grpo_spmd.model.config_json import (
     ModelFacts,
     Shapes,
-    local_folder,
     shapes_from_config,
 )
 from grpo_spmd.tools.plan.dry_run import Pass, Peaks, Usage, parameter_shapes, peaks_of
@@ -111,13 +110,7 @@ def _plan_model(side: SideModel, case: Case) -> PlannedModel:
     Counted are weights, gradients, the peaks of its passes over the largest micro-batch, and a
     teacher's answers, which stay until the update. Raises ConfigError.
     """
-    folder = local_folder(side.path, side.revision)
-    if folder is None or not (folder / "config.json").is_file():
-        raise ConfigError(
-            f"{side.key}: there is no config.json of {side.path} here; hf download {side.path} "
-            "config.json"
-        )
-    config = case.config
+    folder, config = folder_with_config(side.path, side.key, side.revision), case.config
     facts = facts_from_config(folder)
     facts = replace(facts, shapes=with_head(side.kind, facts.shapes, facts.config))
     trains = side.kind == "critic"
