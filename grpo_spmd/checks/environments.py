@@ -127,13 +127,8 @@ def _check_tool(key: str, function: _Function, arguments: Sequence[ast.arg]) -> 
 def _mentioned_names(tree: ast.AST) -> Iterator[str]:
     """Yields all names and all string constants in a file or a class."""
     for node in ast.walk(tree):
-        if isinstance(node, _Function | ast.ClassDef):
-            yield node.name
-        elif isinstance(node, ast.Name):
-            yield node.id
-        elif isinstance(node, ast.Attribute):
-            yield node.attr
-        elif isinstance(node, ast.alias):
-            yield node.asname or node.name
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield node.value
+        # Functions and imports have a name, uses an id or attr, and constants a value.
+        for field in ("name", "asname", "id", "attr", "value"):
+            text = getattr(node, field, None)
+            if isinstance(text, str):
+                yield text

@@ -13,15 +13,19 @@ bytes of one element. Imports no torch.
 
 from __future__ import annotations
 
+import fnmatch
+import json
 import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+from grpo_spmd.config.aliases import read_table
+from grpo_spmd.config.describe import flatten_config
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import FROM_RECIPE
-from grpo_spmd.config.schema import AdvantageConfig, Config, LoraConfig, LossConfig
+from grpo_spmd.config.schema import Config, LoraConfig
 from grpo_spmd.model.config_json import Dimensions, ModelFacts, Shapes
 from grpo_spmd.rewards.remote.servers import fields_in, read_rubric
 
@@ -226,6 +230,14 @@ def sync_buffers(
     return buffers
 
 
+def logits_bytes_per_element(itemsize: int) -> int:
+    """Returns the bytes of one logit at the peak of TokenLogprobs.
+
+    The peak holds a float32 logit, and in bfloat16 the product that it was computed from.
+    """
+    return 4 if itemsize == 4 else 4 + itemsize
+
+
 def training_rows(config: Config, model: ModelFacts, num_ranks: int) -> Iterator[Row]:
     """Yields the trainer's memory on one rank."""
     yield from _state_rows(config, state_of(config, model, num_ranks), num_ranks)
@@ -295,9 +307,7 @@ def _logits_rows(config: Config, model: ModelFacts, num_ranks: int) -> Iterator[
         return
     # Logits exist for one chunk of tokens at a time.
     tokens = min(config.model.logprob_chunk_tokens, micro_batch_tokens(config, num_ranks))
-    itemsize = ITEMSIZE[config.model.dtype]
-    # The peak of TokenLogprobs holds a float32 logit, and in bfloat16 the product it was cast from.
-    element = 4 if itemsize == 4 else 4 + itemsize
+    element = logits_bytes_per_element(ITEMSIZE[config.model.dtype])
     yield Row(
         "logits of a chunk",
         size_text(tokens * sizes.vocabulary * element),
@@ -481,54 +491,53 @@ def _first_key_set(sources: Mapping[str, str], prefix: str) -> str | None:
     return next(keys, None)
 
 
+def _met_conditions(conditions: str, values: Mapping[str, Any]) -> str:
+    """Returns conditions of a table, with the values that meet them; "" unless all are met.
+
+    `values` is a flat config. The tables say how a condition is written.
+    """
+    facts = []
+    for condition in conditions.split(" & "):
+        key, _, pattern = condition.partition("=")
+        value = values[key]
+        text = f"{value:g}" if isinstance(value, float) else json.dumps(value).strip('"')
+        if not re.fullmatch(pattern, text):
+            return ""
+        facts.append(f"{key} is {text}")
+    return " and ".join(facts)
+
+
 def idle_keys(config: Config, sources: Mapping[str, str]) -> Iterator[str]:
     """Yields a line for each key that was set and has no effect because of another key."""
-    advantage = config.advantage
-    loss = config.loss
-    critic = config.critic
-    teacher = config.teacher
-    no_evaluation = not config.eval.every_steps
-    # Each rule is a key, whether the key is idle in this config, and the reason.
-    rules: list[tuple[str, bool, str]] = [
-        (name, critic.path is None, "critic.path is null")
-        for name in sources
-        if name.startswith("critic.")
-    ]
-    rules += [
-        ("critic.coef", not critic.is_on_policy, "critic.path is not policy"),
-        ("critic.length_alpha", critic.lam_policy != "length", "critic.lam_policy is no length"),
-        ("loss.kl_estimator", not loss.kl_coef, "loss.kl_coef is 0"),
-        (
-            "advantage.overlong_penalty",
-            not advantage.overlong_buffer_tokens,
-            "advantage.overlong_buffer_tokens is 0",
-        ),
-        (
-            "advantage.normalize_std",
-            advantage.estimator not in ("grpo", "gae"),
-            f"advantage.estimator is {advantage.estimator}",
-        ),
-        ("eval.temperature", no_evaluation, "eval.every_steps is 0"),
-        ("eval.num_samples", no_evaluation, "eval.every_steps is 0"),
-        ("teacher.beta", teacher.loss == "sampled", "teacher.loss is sampled"),
-        ("teacher.top_k", teacher.loss != "topk", f"teacher.loss is {teacher.loss}"),
-        ("data.prompt_key", config.data.prompt_template is not None, "data.prompt_template is set"),
-        (
-            "loss.rollout_correction_cap",
-            loss.rollout_correction == "none",
-            "loss.rollout_correction is none",
-        ),
-    ]
-    for key, is_idle, reason in rules:
-        # A recipe sets keys for its algorithm that another override may make idle.
-        if is_idle and not sources.get(key, "default").startswith(("default", FROM_RECIPE)):
-            yield f"{key} does nothing: {reason}"
+    values = flatten_config(config)
+    for name, conditions in read_table("idle_keys.tsv"):
+        reason = _met_conditions(conditions, values)
+        for key in fnmatch.filter(sources, name) if reason else ():
+            # A recipe sets keys for its algorithm that another override may make idle.
+            if not sources[key].startswith(("default", FROM_RECIPE)):
+                yield f"{key} does nothing: {reason}"
 
 
 def advice(config: Config, num_ranks: int) -> Iterator[str]:
     """Yields a line for each setting of a valid config that is worth a second look."""
-    yield from _advise_on_loss(config)
-    yield from _advise_on_estimator(config.loss, config.advantage, config.rollout.group_size)
+    values = flatten_config(config)
+    for conditions, problem in read_table("advice.tsv"):
+        if facts := _met_conditions(conditions, values):
+            yield f"{facts}: {problem}"
+    loss, max_tokens = config.loss, config.max_rollout_tokens
+    budget = config.training.max_tokens_per_micro_batch
+    if budget < 2 * max_tokens:
+        yield (
+            f"training.max_tokens_per_micro_batch {budget} holds fewer than 2 of the longest "
+            f"rollouts ({max_tokens} tokens): long ones are not packed"
+        )
+    # GSPO's ratio is a mean over the sequence, which stays much closer to 1.
+    low, high = loss.clip_ratio_low, loss.clip_ratio_high
+    if loss.policy == "gspo" and max(low, high) > 0.01:
+        yield (
+            f"loss.policy gspo with clip bounds {low:g} and {high:g}, sized for ratios of "
+            "tokens: the GSPO paper has 3e-4 and 4e-4"
+        )
     weights = [reward.weight for reward in config.rewards]
     if config.advantage.estimator == "max_rl" and min(weights, default=0.0) < 0:
         yield (
@@ -537,72 +546,6 @@ def advice(config: Config, num_ranks: int) -> Iterator[str]:
         )
     yield from _advise_on_ranks(config, num_ranks)
     yield from _advise_on_steps(config)
-
-
-def _advise_on_loss(config: Config) -> Iterator[str]:
-    """Yields advice about the micro-batches and the bounds of the policy ratio."""
-    loss, max_tokens = config.loss, config.max_rollout_tokens
-    budget = config.training.max_tokens_per_micro_batch
-    low, high = loss.clip_ratio_low, loss.clip_ratio_high
-    if budget < 2 * max_tokens:
-        yield (
-            f"training.max_tokens_per_micro_batch {budget} holds fewer than 2 of the longest "
-            f"rollouts ({max_tokens} tokens): long ones are not packed"
-        )
-    if config.training.num_optimizer_steps == 1 and loss.old_logprobs == "policy":
-        yield (
-            "one optimizer step a rollout: the ratio is exactly 1, so that "
-            f"loss.clip_ratio_low {low:g}, clip_ratio_high {high:g} and dual_clip never bind"
-        )
-    # GSPO's ratio is a mean over the sequence, which stays much closer to 1.
-    elif loss.policy == "gspo" and max(low, high) > 0.01:
-        yield (
-            f"loss.policy gspo with clip bounds {low:g} and {high:g}, sized for ratios of "
-            "tokens: the GSPO paper has 3e-4 and 4e-4"
-        )
-
-
-def _advise_on_estimator(
-    loss: LossConfig, advantage: AdvantageConfig, group_size: int
-) -> Iterator[str]:
-    """Yields advice about combinations of estimator and loss that their papers do not have."""
-    # Dividing by the standard deviation of a group enlarges small differences.
-    over_group = advantage.estimator == "grpo" and advantage.normalize_std == "group"
-    if loss.policy == "gspo" and loss.aggregation == "token":
-        yield (
-            "loss.policy gspo with aggregation token: long sequences count for more; the "
-            "paper takes the mean over sequences (sequence)"
-        )
-    if advantage.estimator == "dr_grpo" and loss.aggregation != "constant":
-        yield (
-            f"advantage.estimator dr_grpo with loss.aggregation {loss.aggregation}: the paper "
-            "divides by a constant (constant)"
-        )
-    if loss.kl_in == "reward" and over_group:
-        yield (
-            "loss.kl_in reward with normalize_std group: where rewards are alike, small "
-            "differences of KL become advantages"
-        )
-    if loss.policy == "gspo" and loss.rollout_correction in ("token_tis", "icepop"):
-        yield (
-            f"loss.policy gspo with rollout_correction {loss.rollout_correction}: weights of "
-            "tokens in a loss of sequences (sequence_tis)"
-        )
-    if loss.policy == "cispo" and loss.clip_ratio_low < 1:
-        yield (
-            f"loss.policy cispo with clip_ratio_low {loss.clip_ratio_low:g}: it is usually run "
-            "without a lower bound (1)"
-        )
-    if advantage.estimator == "rloo" and group_size < 4:
-        yield (
-            f"advantage.estimator rloo with rollout.group_size {group_size}: each baseline is "
-            f"the mean of only {group_size - 1} other rewards"
-        )
-    if over_group and group_size == 2:
-        yield (
-            "rollout.group_size 2 with normalize_std group: every pair gets the same two "
-            "advantages, however far its rewards are apart"
-        )
 
 
 def _advise_on_ranks(config: Config, num_ranks: int) -> Iterator[str]:
@@ -624,11 +567,6 @@ def _advise_on_ranks(config: Config, num_ranks: int) -> Iterator[str]:
             f"{per_step} completions per optimizer step for {num_ranks} ranks: "
             f"{num_ranks - per_step} of them have nothing to train on; raise "
             "rollout.num_prompts_per_step"
-        )
-    if rollout.dynamic_sampling and rollout.dynamic_sampling_max_rounds == 1:
-        yield (
-            "rollout.dynamic_sampling with dynamic_sampling_max_rounds 1: groups are dropped, "
-            "and never replaced"
         )
 
 

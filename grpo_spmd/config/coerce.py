@@ -225,10 +225,7 @@ def unknown_key(key: str, prefix: str, value: Any) -> str:
         return f"{key}: {rule} {section}: {{{last_name}: {value}}}"
     if translation := translate_key(key, value):
         return translation
-    is_last_name = any(
-        declared_key.rpartition(".")[2] == name for declared_key in key_names(Config)
-    )
-    if not is_last_name and (translation := translate_last_part(key)):
+    if not keys_named(name, key_names(Config)) and (translation := translate_last_part(key)):
         return translation
     if similar := _similar_key(name, prefix, is_section=isinstance(value, dict)):
         return f"{key}: unknown key; did you mean {similar}?"

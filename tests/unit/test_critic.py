@@ -358,7 +358,7 @@ def test_explain_counts_the_head_alone(tmp_path: Path) -> None:
         write_config(tmp_path, tmp_path / "model", **{**sections, "critic": {"path": "x/y"}}), []
     )
     assert list(idle_keys(local, {"critic.coef": "config.yaml"})) == [
-        "critic.coef does nothing: critic.path is not policy"
+        "critic.coef does nothing: critic.path is x/y"
     ]
     assert with_value_head(peaks, local, 64, ((8, 4),)) is peaks
 

@@ -463,7 +463,7 @@ GSPO_BOUNDS = "loss.clip_ratio_low=3e-4 loss.clip_ratio_high=4e-4"
         (
             "training.num_mini_batches=1",
             1,
-            "the ratio is exactly 1, so that loss.clip_ratio_low 0.2, clip_ratio_high 0.28",
+            "the ratio is exactly 1, so that loss.clip_ratio_low, clip_ratio_high",
         ),
         ("training.num_mini_batches=1 training.num_epochs=2", 1, None),
         (
@@ -472,26 +472,30 @@ GSPO_BOUNDS = "loss.clip_ratio_low=3e-4 loss.clip_ratio_high=4e-4"
             None,
         ),
         (f"{GSPO} loss.aggregation=sequence", 1, "gspo with clip bounds 0.2 and 0.28"),
-        (f"{GSPO} {GSPO_BOUNDS}", 1, "gspo with aggregation token"),
+        (f"{GSPO} {GSPO_BOUNDS}", 1, "gspo and loss.aggregation is token"),
         (f"{GSPO} {GSPO_BOUNDS} loss.aggregation=sequence", 1, None),
         (
             f"loss.policy=gspo {GSPO_BOUNDS} loss.aggregation=sequence "
             "loss.rollout_correction=icepop",
             1,
-            "gspo with rollout_correction icepop",
+            "gspo and loss.rollout_correction is icepop",
         ),
         (
             "loss.policy=cispo",
             1,
-            "cispo with clip_ratio_low 0.2: it is usually run without a lower bound",
+            "cispo and loss.clip_ratio_low is 0.2: it is usually run without a lower bound",
         ),
         ("loss.policy=cispo loss.clip_ratio_low=1", 1, None),
         ("loss.kl_in=reward loss.kl_coef=0.1", 1, "small differences of KL become advantages"),
         ("loss.kl_in=reward loss.kl_coef=0.1 advantage.normalize_std=none", 1, None),
-        ("advantage.estimator=dr_grpo", 1, "dr_grpo with loss.aggregation token"),
+        ("advantage.estimator=dr_grpo", 1, "dr_grpo and loss.aggregation is token"),
         ("advantage.estimator=dr_grpo loss.aggregation=constant", 1, None),
-        ("advantage.estimator=rloo rollout.group_size=3", 1, "the mean of only 2 other rewards"),
-        ("rollout.group_size=2", 1, "rollout.group_size 2 with normalize_std group"),
+        (
+            "advantage.estimator=rloo rollout.group_size=3",
+            1,
+            "the mean of only one or two other rewards",
+        ),
+        ("rollout.group_size=2", 1, "advantage.normalize_std is group and rollout.group_size is 2"),
         ("rollout.group_size=2 advantage.normalize_std=batch", 1, None),
         (
             "",

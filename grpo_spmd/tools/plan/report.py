@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from grpo_spmd.tools.plan.dry_run import Usage
@@ -68,18 +69,13 @@ def _suggestion_lines(plan: Plan, proposals: Sequence[Suggestion]) -> Iterator[s
 
 
 def as_json(plan: Plan, proposals: Sequence[Suggestion]) -> dict[str, Any]:
-    cache, card = plan.kv_cache, plan.case.card
+    cache = plan.kv_cache
     return {
         "fits": plan.fits,
         "margin_gib": plan.margin_gib,
         "tightest_phase": plan.tightest,
         "is_prediction": True,  # never compared with a GPU
-        "gpu": {
-            "name": card.name,
-            "gib": card.gib,
-            "tflops": card.tflops,
-            "memory_gb_s": card.memory_gb_s,
-        },
+        "gpu": asdict(plan.case.card),
         "num_ranks": plan.case.num_ranks,
         "num_parameters": plan.case.model.num_parameters,
         "phases": {
