@@ -14,17 +14,17 @@ bytes of one element. Imports no torch.
 from __future__ import annotations
 
 import fnmatch
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from grpo_spmd.config.aliases import read_table
 from grpo_spmd.config.describe import flatten_config
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import FROM_RECIPE
+from grpo_spmd.config.rules import met_conditions
 from grpo_spmd.config.schema import Config, LoraConfig
 from grpo_spmd.model.config_json import Dimensions, ModelFacts, Shapes
 from grpo_spmd.rewards.remote.servers import fields_in, read_rubric
@@ -491,27 +491,11 @@ def _first_key_set(sources: Mapping[str, str], prefix: str) -> str | None:
     return next(keys, None)
 
 
-def _met_conditions(conditions: str, values: Mapping[str, Any]) -> str:
-    """Returns conditions of a table, with the values that meet them; "" unless all are met.
-
-    `values` is a flat config. The tables say how a condition is written.
-    """
-    facts = []
-    for condition in conditions.split(" & "):
-        key, _, pattern = condition.partition("=")
-        value = values[key]
-        text = f"{value:g}" if isinstance(value, float) else json.dumps(value).strip('"')
-        if not re.fullmatch(pattern, text):
-            return ""
-        facts.append(f"{key} is {text}")
-    return " and ".join(facts)
-
-
 def idle_keys(config: Config, sources: Mapping[str, str]) -> Iterator[str]:
     """Yields a line for each key that was set and has no effect because of another key."""
     values = flatten_config(config)
     for name, conditions in read_table("idle_keys.tsv"):
-        reason = _met_conditions(conditions, values)
+        reason = met_conditions(conditions, values)
         for key in fnmatch.filter(sources, name) if reason else ():
             # A recipe sets keys for its algorithm that another override may make idle.
             if not sources[key].startswith(("default", FROM_RECIPE)):
@@ -522,7 +506,7 @@ def advice(config: Config, num_ranks: int) -> Iterator[str]:
     """Yields a line for each setting of a valid config that is worth a second look."""
     values = flatten_config(config)
     for conditions, problem in read_table("advice.tsv"):
-        if facts := _met_conditions(conditions, values):
+        if facts := met_conditions(conditions, values):
             yield f"{facts}: {problem}"
     loss, max_tokens = config.loss, config.max_rollout_tokens
     budget = config.training.max_tokens_per_micro_batch

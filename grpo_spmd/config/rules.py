@@ -7,6 +7,7 @@ its declaration (schema.py).
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -15,7 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from grpo_spmd.config.aliases import read_table
-from grpo_spmd.config.describe import SECRET, SECRET_NAME, default_of
+from grpo_spmd.config.describe import SECRET, SECRET_NAME, default_of, flatten_config
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import (
     ADAPTER_RANKS,
@@ -24,7 +25,6 @@ from grpo_spmd.config.schema import (
     Config,
     LoggingConfig,
     LossConfig,
-    OptimizerConfig,
     RewardConfig,
     TeacherConfig,
 )
@@ -32,11 +32,19 @@ from grpo_spmd.config.schema import (
 
 def check_rules(config: Config) -> None:
     """Raises ConfigError for the first combination of keys that cannot work."""
+    values = flatten_config(config)
+    for conditions, remedy in read_table("conflicts.tsv"):
+        if facts := met_conditions(conditions, values):
+            raise ConfigError(f"{facts}: {remedy}")
     _check_sizes(config)
     _check_engine_keys(config.rollout.engine)
     _check_loss(config.loss)
     _check_evaluation(config)
-    _check_schedule(config.optimizer)
+    if config.optimizer.min_lr > config.optimizer.lr:
+        raise ConfigError(
+            f"optimizer.min_lr ({config.optimizer.min_lr:g}) must be <= optimizer.lr "
+            f"({config.optimizer.lr:g})"
+        )
     check_logging(config.logging)
     check_signals(config, _has_weighted_reward(config) or config.environment.can_reward)
     _check_environment(config)
@@ -61,6 +69,22 @@ def check_rules(config: Config) -> None:
         raise ConfigError(
             f"run_dir: {config.run_dir} is the folder of model.path; a run has a folder of its own"
         )
+
+
+def met_conditions(conditions: str, values: Mapping[str, Any]) -> str:
+    """Returns conditions of a table, with the values that meet them; "" unless all are met.
+
+    `values` is a flat config. The tables say how a condition is written.
+    """
+    facts = []
+    for condition in conditions.split(" & "):
+        key, _, pattern = condition.partition("=")
+        value = values[key]
+        text = f"{value:g}" if isinstance(value, float) else json.dumps(value).strip('"')
+        if not re.fullmatch(pattern, text):
+            return ""
+        facts.append(f"{key} is {text}")
+    return " and ".join(facts)
 
 
 def check_known_rewards(config: Config, weights: Mapping[str, float]) -> None:
@@ -136,13 +160,6 @@ def _check_sizes(config: Config) -> None:
             f"training.num_mini_batches ({mini_batches}) must divide rollout.num_prompts_per_step "
             f"({rollout.num_prompts_per_step}), so that every optimizer step sees as many prompts"
         )
-    # With both, a group's speed would decide whether another group is sampled in its place.
-    if rollout.dynamic_sampling and rollout.tail_batching > 1:
-        raise ConfigError(
-            "rollout.tail_batching and rollout.dynamic_sampling do not go together: which groups "
-            "are refilled would hang on which were fast; set dynamic_sampling: false or "
-            "tail_batching: 1"
-        )
     overlong_tokens = config.advantage.overlong_buffer_tokens
     if overlong_tokens > rollout.max_completion_tokens:
         raise ConfigError(
@@ -166,11 +183,6 @@ def _check_lora(config: Config) -> None:
             f"model.lora.rank: {lora.rank} is more than vLLM takes ({ADAPTER_RANKS[-1]}); "
             "set model.lora.sync: merged"
         )
-    if config.rollout.sleep_level == 2:
-        raise ConfigError(
-            "rollout.sleep_level: 2 drops the engine's weights, and with model.lora.sync: adapter "
-            "no sync brings the base back; leave sleep_level out, or set it to 1"
-        )
 
 
 def _check_loss(loss: LossConfig) -> None:
@@ -180,25 +192,6 @@ def _check_loss(loss: LossConfig) -> None:
             f"loss.dual_clip ({loss.dual_clip:g}) must be > 1 + loss.clip_ratio_high ({upper:g}), "
             "or it would cut off what the upper clip leaves; raise it, or set it to null"
         )
-    if loss.kl_in == "reward" and not loss.kl_coef:
-        raise ConfigError("loss.kl_in: reward needs loss.kl_coef > 0; set it, or leave kl_in out")
-    if loss.old_logprobs == "engine" and loss.rollout_correction != "none":
-        raise ConfigError(
-            f"loss.rollout_correction ({loss.rollout_correction}) needs loss.old_logprobs: policy; "
-            "with engine the ratio itself is taken to the engine's logprobs, so that nothing is "
-            "left to correct: set rollout_correction: none"
-        )
-
-
-def _check_schedule(optimizer: OptimizerConfig) -> None:
-    key = f"optimizer.min_lr ({optimizer.min_lr:g})"
-    if optimizer.min_lr and optimizer.schedule == "constant":
-        raise ConfigError(
-            f"{key} needs optimizer.schedule: linear or cosine, which come down to it; "
-            "set one, or leave min_lr out"
-        )
-    if optimizer.min_lr > optimizer.lr:
-        raise ConfigError(f"{key} must be <= optimizer.lr ({optimizer.lr:g})")
 
 
 def _check_evaluation(config: Config) -> None:
@@ -218,11 +211,6 @@ def _check_evaluation(config: Config) -> None:
     # vLLM silently samples at 0.01 where less is asked for.
     if 0 < temperature < 0.01:
         raise ConfigError(f"eval.temperature must be 0 (greedy) or >= 0.01; got {temperature:g}")
-    if not temperature and config.eval.num_samples > 1:
-        raise ConfigError(
-            f"eval.num_samples ({config.eval.num_samples}) must be 1 with eval.temperature: 0, "
-            "where all samples are alike"
-        )
     # "eval/SET/mean": the set must exist, or the metric never comes.
     metric = config.checkpoint.best_metric or ""
     if metric.startswith("eval/") and metric.split("/")[1] not in sets:
@@ -259,57 +247,28 @@ def _check_environment(config: Config) -> None:
         )
     if environment.discount is None:
         return
-    key = f"environment.discount ({environment.discount:g})"
-    # With gae the KL is subtracted token by token, whatever kl_in says.
-    if config.loss.kl_in == "reward" and config.advantage.estimator != "gae":
-        raise ConfigError(
-            f"loss.kl_in: reward and {key}: the KL is taken from an episode's reward as a whole; "
-            "set kl_in: loss, or leave discount out"
-        )
     if environment.is_on and not environment.gym:
         raise ConfigError(
-            f"{key} credits turns with rewards of their own, "
-            "which only a step of environment.gym gives; leave it out"
+            f"environment.discount ({environment.discount:g}) credits turns with rewards of their "
+            "own, which only a step of environment.gym gives; leave it out"
         )
 
 
 def _check_critic(config: Config, has_rewards: bool) -> None:
     critic = config.critic
-    estimator = config.advantage.estimator
-    if critic.path is not None and not critic.path.strip():
-        raise ConfigError("critic.path is empty; name a model's folder or hub id, or leave it out")
     if critic.path is None:
-        if estimator == "gae":
-            raise ConfigError(
-                "advantage.estimator: gae needs a critic; "
-                "set critic.path, e.g. to policy or model.path's model"
-            )
         return
-    if estimator != "gae":
-        raise ConfigError(
-            f"critic.path ({critic.path}) is not used by advantage.estimator: {estimator}; "
-            "set estimator: gae, or leave critic.path out"
-        )
+    if not critic.path.strip():
+        raise ConfigError("critic.path is empty; name a model's folder or hub id, or leave it out")
     if not has_rewards:
         raise ConfigError(
             "critic.path: a critic learns what rewards come to, and there is none that counts; "
             "give a reward a weight, or leave the critic out"
         )
-    if config.advantage.normalize_std == "group":
-        raise ConfigError(
-            "advantage.normalize_std: group is a deviation within groups, of which gae knows none; "
-            "set it to batch (over the step's tokens) or none"
-        )
     if critic.warmup_steps >= config.training.num_steps:
         raise ConfigError(
             f"critic.warmup_steps ({critic.warmup_steps}) must be < training.num_steps "
             f"({config.training.num_steps}), or the policy is never trained"
-        )
-    discount = config.environment.discount
-    if discount is not None and discount != 1:
-        raise ConfigError(
-            f"environment.discount ({discount:g}): with gae it is critic.gamma that discounts, "
-            "token by token; set 1 for rewards at the ends of their turns, or leave it out"
         )
 
 

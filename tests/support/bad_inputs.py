@@ -501,7 +501,7 @@ bad_value(
     "rollout.tail_batching=3.5",
 )
 bad_value(
-    "rollout.tail_batching and rollout.dynamic_sampling do not go together",
+    "rollout.dynamic_sampling is true and rollout.tail_batching is",
     "rollout.tail_batching=1.5",
     "rollout.dynamic_sampling=true",
 )
@@ -614,9 +614,9 @@ bad_value(
     "reward_pool.timeout_s=8.5",
 )
 bad_value("loss.dual_clip (1.2) must be > 1 + loss.clip_ratio_high (1.28)", "loss.dual_clip=1.2")
-bad_value("loss.kl_in: reward needs loss.kl_coef > 0", "loss.kl_in=reward")
+bad_value("loss.kl_in is reward and loss.kl_coef is 0", "loss.kl_in=reward")
 bad_value(
-    "loss.rollout_correction (token_tis) needs loss.old_logprobs: policy",
+    "loss.old_logprobs is engine and loss.rollout_correction is token_tis",
     "loss.old_logprobs=engine",
 )
 bad_value(
@@ -629,7 +629,7 @@ bad_value(
     "rollout.engine={min_p: 0.1}",
 )
 bad_value(
-    "eval.num_samples (4) must be 1 with eval.temperature: 0",
+    "eval.temperature is 0 and eval.num_samples is 4",
     "data.eval=train.jsonl",
     EVERY,
     "eval.temperature=0",

@@ -210,7 +210,7 @@ def _refusal(tmp_path: Path, **sections: Any) -> str:
 def test_what_is_refused(tmp_path: Path) -> None:
     assert _refusal(tmp_path) == ""
     assert "gae needs a critic; set critic.path" in _refusal(tmp_path, critic={})
-    assert "critic.path (c) is not used by advantage.estimator: grpo" in _refusal(
+    assert "critic.path is c and advantage.estimator is grpo" in _refusal(
         tmp_path, critic={"path": "c"}, advantage={}
     )
     assert _refusal(tmp_path, critic={"path": "policy"}) == ""
@@ -219,7 +219,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     assert "critic.warmup_steps (5) must be < training.num_steps (5)" in _refusal(
         tmp_path, critic={"path": "c", "warmup_steps": 5}, training={"num_steps": 5}
     )
-    assert "environment.discount (0.5)" in _refusal(
+    assert "environment.discount is 0.5" in _refusal(
         tmp_path, environment={"gym": "x.py:Y", "discount": 0.5}
     )
     assert "critic.lam_policy" in _refusal(tmp_path, critic={"path": "c", "lam_policy": "long"})

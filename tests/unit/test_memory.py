@@ -254,7 +254,10 @@ def test_the_engine_drops_what_the_sync_brings(
 
 
 def test_a_level_that_loses_the_base_is_refused(tmp_path: Path, model: Path) -> None:
-    with pytest.raises(ConfigError, match=r"rollout\.sleep_level: 2 drops the engine's weights"):
+    with pytest.raises(
+        ConfigError,
+        match=r"rollout\.sleep_level is 2: a sleep of level 2 drops the engine's weights",
+    ):
         load_config(
             write_config(tmp_path, model),
             ["rollout.sleep_level=2", "model.lora.rank=8", "model.lora.sync=adapter"],
