@@ -401,7 +401,7 @@ for expected, override in (
     ("run_dir: $SCRATCH/x: variables are not expanded", "run_dir=$SCRATCH/x"),
     ("run_dir: ${HOME}/x: variables are not expanded", "run_dir=${HOME}/x"),
     ("run_dir: ~nobody_here/x: there is no such user", "run_dir=~nobody_here/x"),
-    ("run_dir: s3://bucket/x is a URL", "run_dir=s3://bucket/x"),
+    ("run_dir: s3://bucket/x: it is a URL", "run_dir=s3://bucket/x"),
     ("run_dir: " + "a" * 40 + "... is too long for a path", "run_dir=" + "a" * 300),
     ("model.path: " + "b" * 40 + "... is too long for a path", "model.path=" + "b" * 300),
     ("run_dir: model is the folder of model.path", "run_dir=model"),

@@ -256,7 +256,7 @@ def test_the_engine_drops_what_the_sync_brings(
 def test_a_level_that_loses_the_base_is_refused(tmp_path: Path, model: Path) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"rollout\.sleep_level is 2: a sleep of level 2 drops the engine's weights",
+        match=r"sleep of level 2 drops the engine's weights",
     ):
         load_config(
             write_config(tmp_path, model),

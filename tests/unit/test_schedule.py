@@ -106,7 +106,7 @@ def _config(folder: Path, *overrides: str) -> Config:
 def test_a_floor_needs_a_schedule_and_lies_below_lr(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"optimizer.min_lr is 1e-07 and optimizer.schedule is constant: only linear",
+        match=r"optimizer.min_lr is 1e-07 and optimizer.schedule is constant",
     ):
         _config(tmp_path, "optimizer.min_lr=1e-7")
     with pytest.raises(
