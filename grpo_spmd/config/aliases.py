@@ -59,6 +59,7 @@ def read_aliases() -> list[Alias]:
 def translate_key(key: str, value: object = None) -> str | None:
     """Returns the error line for an unknown key, or for a key inside the section `value`, that some
     trainer knows; None if no trainer knows it."""
+    # A key inside the section says more than the section; a longer suffix more than a shorter one.
     for name in (*_keys_below(key, value), key):
         for suffix in _suffixes(name):
             if line := _error_line(name, _find_aliases(suffix)):

@@ -79,6 +79,7 @@ def coerce(hint: Any, value: Any, key: str) -> Any:
     if dataclasses.is_dataclass(item_hint) and isinstance(value, list | tuple):
         section = typing.cast(type, item_hint)
         return tuple(build(section, item, f"{key}.{i}") for i, item in enumerate(value))
+    # strict=False lets msgspec read numbers from text and whole numbers from floats.
     try:
         result = msgspec.convert(value, hint, strict=False)
         # 0, 1 and "true" are bools for msgspec.
@@ -218,7 +219,7 @@ def unknown_key(key: str, prefix: str, value: Any) -> str:
     It names our key for another trainer's name, or the key that was probably meant.
     """
     name = key.removeprefix(f"{prefix}.") if prefix else key
-    # In the order of how sure the answer is.
+    # In the order of how sure the answer is: a name of another trainer comes before a guess.
     if "." in name and (key in key_names(Config) or name.startswith("rewards.")):
         section, _, last_name = key.rpartition(".")
         rule = "a key with a dot is for the command line; in the file write"
@@ -242,6 +243,7 @@ def _similar_key(name: str, prefix: str, *, is_section: bool) -> str | None:
     keys = key_names(Config)
     if prefix.startswith("rewards"):
         keys = key_names(RewardConfig, prefix)
+    # A value is never meant for a section.
     sections = {key.rpartition(".")[0] for key in keys}
     keys = [key for key in keys if is_section or key not in sections]
     # A typo in the right section comes before the same name elsewhere.

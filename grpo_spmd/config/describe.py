@@ -94,6 +94,7 @@ def type_name(hint: Any) -> str:
 @functools.cache
 def help_texts(cls: type) -> dict[str, str]:
     """Returns the help text of each key of a section: the string below its field in the source."""
+    # The interpreter drops a string below a field, so that the source is read.
     [tree] = ast.parse(inspect.getsource(cls)).body
     texts = {}
     for field, text in itertools.pairwise(typing.cast(ast.ClassDef, tree).body):
@@ -232,6 +233,7 @@ def redact_arguments(arguments: Sequence[str]) -> list[str]:
     """
     arguments_shown = []
     previous = ""
+    # The line goes into the run folder, so that its length is bounded.
     for argument in arguments[:_MAX_ARGUMENTS]:
         is_option = previous.startswith("-") and "=" not in previous
         is_value = is_option and not argument.startswith("-")

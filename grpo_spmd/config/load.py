@@ -158,6 +158,7 @@ def apply_override(tree: dict[str, Any], override: str) -> tuple[str, Any]:
         problem = getattr(error, "problem", None) or ""
         reason = f": {problem}" if "base 8" in problem else ""
         raise ConfigError(f"{name}: the value {text!r} is not valid YAML{reason}") from None
+    # Values are YAML as in the file, so that a list or a mapping can be given.
     # Walk down to the mapping or list that holds the key; missing sections are created.
     node: Any = tree
     *parents, last_name = name.split(".")
@@ -261,6 +262,7 @@ def _yaml_error(error: Exception, text: str, path: Path) -> ConfigError:
     # PyYAML notices a missing colon only at the end of the next line.
     if "could not find expected ':'" in str(problem):
         mark = getattr(error, "context_mark", None) or mark
+    # Some errors of PyYAML have no position.
     prefix = f"{path}:{mark.line + 1}" if mark is not None else str(path)
     lines = text.splitlines()
     line = lines[mark.line] if mark is not None and mark.line < len(lines) else ""
@@ -318,6 +320,7 @@ def _check_recipe_needs(config: Config) -> None:
 
 def _recipe_remark(error: str, tree: Mapping[str, Any], recipe: Mapping[str, Any]) -> str:
     """Returns what is added to an error that names keys which the algorithm set, not the user."""
+    # \b keeps loss.kl_coef from being found in a longer key that begins alike.
     set_keys = flat(dict(tree))
     values = [
         f"{key}: {json.dumps(value)}"
@@ -356,6 +359,7 @@ def num_gpus() -> int:
 
 def _can_open(path: Path) -> bool:
     try:
+        # A container sees device files that its cgroup forbids to open.
         os.close(os.open(path, os.O_RDWR))
     except OSError:
         return False

@@ -32,6 +32,7 @@ from grpo_spmd.config.schema import (
 
 def check_rules(config: Config) -> None:
     """Raises ConfigError for the first combination of keys that cannot work."""
+    # The table first: its conflicts are of values alone, and explain later errors.
     values = flatten_config(config)
     for conditions, remedy in read_table("conflicts.tsv"):
         if facts := met_conditions(conditions, values):
@@ -48,6 +49,7 @@ def check_rules(config: Config) -> None:
     check_logging(config.logging)
     check_signals(config, _has_weighted_reward(config) or config.environment.can_reward)
     _check_environment(config)
+    # str.format would accept a template without columns.
     template = config.data.prompt_template
     if template is not None and not re.search(r"\{\w+\}", template):
         raise ConfigError(
@@ -65,6 +67,7 @@ def check_rules(config: Config) -> None:
         raise ConfigError("rewards must name at least one reward, e.g. `rewards: [{name: gsm8k}]`")
     for index, reward in enumerate(config.rewards):
         _check_reward(f"rewards.{index}", reward)
+    # The run would write its checkpoints between the model's own files.
     if os.path.realpath(config.run_dir) == os.path.realpath(config.model.path):
         raise ConfigError(
             f"run_dir: {config.run_dir} is the folder of model.path; a run has a folder of its own"
@@ -80,6 +83,7 @@ def met_conditions(conditions: str, values: Mapping[str, Any]) -> str:
     for condition in conditions.split(" & "):
         key, _, pattern = condition.partition("=")
         value = values[key]
+        # json writes null, true and numbers as YAML does; 1.0 is written 1, as people do.
         text = f"{value:g}" if isinstance(value, float) else json.dumps(value).strip('"')
         if not re.fullmatch(pattern, text):
             return ""
@@ -120,6 +124,7 @@ def check_logging(logging: LoggingConfig) -> None:
             raise ConfigError(
                 f"logging.trackers: no tracker {name!r}; {known_trackers} {', '.join(TRACKERS)}"
             )
+    # Trackers show rollouts from the dumped files, so that those must exist.
     every_steps = logging.trackers_rollouts_every_steps
     dump_steps = logging.rollouts_every_steps
     key = f"logging.trackers_rollouts_every_steps ({every_steps})"
@@ -160,6 +165,7 @@ def _check_sizes(config: Config) -> None:
             f"training.num_mini_batches ({mini_batches}) must divide rollout.num_prompts_per_step "
             f"({rollout.num_prompts_per_step}), so that every optimizer step sees as many prompts"
         )
+    # A buffer longer than a completion would punish every completion.
     overlong_tokens = config.advantage.overlong_buffer_tokens
     if overlong_tokens > rollout.max_completion_tokens:
         raise ConfigError(
@@ -178,6 +184,7 @@ def _check_lora(config: Config) -> None:
     lora = config.model.lora
     if not lora.base_stays_in_engine:
         return
+    # vLLM allocates room for adapters up to its largest rank only.
     if lora.rank > ADAPTER_RANKS[-1]:
         raise ConfigError(
             f"model.lora.rank: {lora.rank} is more than vLLM takes ({ADAPTER_RANKS[-1]}); "
@@ -187,6 +194,7 @@ def _check_lora(config: Config) -> None:
 
 def _check_loss(loss: LossConfig) -> None:
     upper = 1.0 + loss.clip_ratio_high
+    # dual_clip is of clip and gspo alone; the ratio of CISPO is a detached weight.
     if loss.dual_clip is not None and loss.policy != "cispo" and loss.dual_clip <= upper:
         raise ConfigError(
             f"loss.dual_clip ({loss.dual_clip:g}) must be > 1 + loss.clip_ratio_high ({upper:g}), "
@@ -469,5 +477,6 @@ def _check_headers(prefix: str, headers: Mapping[str, str]) -> None:
         if not _VARIABLE.fullmatch(variable) or SECRET.search(variable):
             rule = "must be the name of an environment variable, in capitals, and not what it holds"
             raise ConfigError(f"{prefix}.{name} {rule} (not shown here)")
+    # HTTP does not tell upper from lower case in names of headers.
     if len({name.lower() for name in headers}) < len(headers):
         raise ConfigError(f"{prefix} names a header twice: {', '.join(headers)}")
