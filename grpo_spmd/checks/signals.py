@@ -25,8 +25,8 @@ from grpo_spmd.checks.memory import (
     ITEMSIZE,
     TRAINED_ITEMSIZE,
     Row,
+    engine_tokens,
     judge_prompt_tokens,
-    judge_tokens,
     replica_ranks,
     shard_numel,
     size_text,
@@ -505,11 +505,9 @@ def judge_rows(config: Config) -> Iterator[Row]:
             "judge_tokens",
         )
     if prompt_tokens:
-        rollout = config.max_rollout_tokens
-        longest_text = max(rollout, *judge_tokens(config).values())
         yield Row(
             "longest text of the engine, tokens",
-            f"{longest_text:,}",
-            f"the longest of rollout ({rollout:,}) and a judge's prompt with its reply; "
-            "micro-batches know rollouts alone",
+            f"{engine_tokens(config):,}",
+            f"the longest of rollout ({config.max_rollout_tokens:,}) and a judge's prompt with its "
+            "reply; micro-batches know rollouts alone",
         )
