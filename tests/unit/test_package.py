@@ -34,7 +34,7 @@ def test_a_wheel_has_every_module_and_the_marker_of_types(monkeypatch: pytest.Mo
     data = {f"{package}/{name}" for package, _, _, names in build.data_files for name in names}
     tables = {str(path.relative_to(ROOT)) for path in (ROOT / "grpo_spmd").rglob("*.tsv")}
     assert {"grpo_spmd/py.typed", *tables} <= data
-    assert len(tables) == 2
+    assert len(tables) == 6
 
 
 @pytest.mark.parametrize("extra", _EXTRAS)
