@@ -39,7 +39,7 @@ def on_rank0(fn: Callable[[list[Any]], T], value: Any) -> T:
 def on_rank0_bytes(fn: Callable[[list[bytes]], T], payload: bytes) -> T:
     """Collective. Does the same for ranks that encode their values themselves."""
     payloads = gather_bytes(payload)
-    reply = _run_and_send(lambda rows: [_encode(fn(rows))], payloads, _broadcast_reply)
+    reply = _run_and_send(lambda rows: [_encode(fn(rows))], payloads, _broadcast_first)
     return cast(T, json.loads(reply))
 
 
@@ -60,7 +60,7 @@ def on_first_in_group(make: Callable[[], T], group: dist.ProcessGroup) -> T:
     reply = _run_and_send(
         lambda _: [_encode(make())],
         payloads,
-        lambda replies: _broadcast_bytes(replies[0], group),
+        lambda replies: _broadcast_first(replies, group),
     )
     return cast(T, json.loads(reply))
 
@@ -204,13 +204,9 @@ def sum_in_place(values: Tensor, group: dist.ProcessGroup | None = None) -> None
     dist.all_reduce(values, group=group)
 
 
-def _broadcast_reply(replies: list[bytes]) -> bytes:
-    """Collective. Returns rank 0's first reply on all ranks."""
-    return _broadcast_bytes(replies[0])
-
-
-def _broadcast_bytes(payload: bytes, group: dist.ProcessGroup | None = None) -> bytes:
-    """Collective. Returns the payload of the first rank (of `group`)."""
+def _broadcast_first(payloads: list[bytes], group: dist.ProcessGroup | None = None) -> bytes:
+    """Collective. Returns the first of the payloads that the first rank (of `group`) has."""
+    payload = payloads[0]
     if group is None:
         count_collective()
     if dist.get_world_size(group) == 1:

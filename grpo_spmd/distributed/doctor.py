@@ -41,11 +41,11 @@ if TYPE_CHECKING:
 
 Record = TypeVar("Record")
 _POLL_S = 0.5
-# After this time a rank of the same host that does not answer is looked at from outside. On a busy
-# machine it gets up to 3 times as much.
-_PEER_ANSWER_S = 2.0
+# After this time a rank of the same host that does not answer is looked at from outside. A busy
+# machine needs some of it.
+_PEER_ANSWER_S = 5.0
 # Upper bounds: an answer or a report that is there is read at once.
-_ANSWER_S = 3 * _PEER_ANSWER_S + 5.0
+_ANSWER_S = _PEER_ANSWER_S + 5.0
 _REPORT_S = 8.0
 # Time between two looks at whether the slowest rank still beats; less where the limit is short.
 _BEHIND_S = 20.0
@@ -490,27 +490,19 @@ class Doctor:
     def _answer_for_peers(self, start: float) -> dict[int, RankProcess]:
         """Answers for the ranks of this host that do not answer themselves; returns them."""
         silent = {}
-        load = min(3.0, max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
         for rank, peer in (self._peers or {}).items():
             key = f"answer/{rank}"
-            cannot_answer = ("gone", "stopped")
-            wait_s = _PEER_ANSWER_S
-            if processes.process_state(peer) not in cannot_answer:
-                wait_s *= load
-            if not self._wait_for(key, start + wait_s):
+            can_answer = processes.process_state(peer) in ("running", "blocked")
+            if not self._wait_for(key, start + (_PEER_ANSWER_S if can_answer else _POLL_S)):
+                stacks = processes.stacks_of_peer(peer) if can_answer else ""
                 state = processes.process_state(peer)
-                stacks = "" if state in cannot_answer else processes.stacks_of_peer(peer)
                 # Meanwhile a slow rank may have answered, or another rank for it.
                 if not self._watch_store.check([key]):
-                    position = self._last_position(rank)
-                    answer = Answer(position, answers=False, stacks=stacks, state=state)
-                    self._publish(key, answer)
+                    position = self._read(f"beat/{rank}", Position)
+                    self._publish(key, Answer(position, answers=False, stacks=stacks, state=state))
             if not self._read(key, Answer).answers:
                 silent[rank] = peer
         return silent
-
-    def _last_position(self, rank: int) -> Position:
-        return self._read(f"beat/{rank}", Position)
 
     def _wait_for(self, key: str, deadline: float) -> bool:
         while not self._watch_store.check([key]):
@@ -521,7 +513,8 @@ class Doctor:
 
     def _answer_of(self, rank: int, deadline: float) -> Answer:
         if not self._wait_for(f"answer/{rank}", deadline):
-            return Answer(self._last_position(rank), answers=False, state="unknown")
+            position = self._read(f"beat/{rank}", Position)
+            return Answer(position, answers=False, state="unknown")
         return self._read(f"answer/{rank}", Answer)
 
     def _share(self, report: Report, alarm: Alarm) -> None:

@@ -12,7 +12,6 @@ import warnings
 from contextlib import suppress
 from dataclasses import replace
 from ipaddress import ip_address
-from pathlib import Path
 
 import torch
 from torch.distributed import Store
@@ -20,6 +19,7 @@ from torch.distributed import Store
 from grpo_spmd.config.errors import ConfigError, refuse
 from grpo_spmd.config.load import gpus_are_hidden, num_gpus
 from grpo_spmd.config.schema import WatchdogConfig
+from grpo_spmd.distributed.processes import host_identity
 
 _log = logging.getLogger("grpo_spmd")
 _START_S_PER_RANK = 10.0
@@ -52,23 +52,13 @@ def rank_device(local_rank: int) -> torch.device:
             text = "this machine has %d GPUs, and %s is a build for the CPU: training there"
             _log.warning(text, num_gpus(), build)
         return torch.device("cpu")
-    devices = os.environ.get("CUDA_VISIBLE_DEVICES")
-    remedy = f"look whether CUDA_VISIBLE_DEVICES={devices} names GPUs that are there, "
+    devices = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
     raise ConfigError(
-        f"this machine has {num_gpus()} GPUs{_driver()}, and {build} (CUDA {torch.version.cuda}) "
-        f"cannot use them: {_why_not()}; {remedy if devices else ''}update the driver, or install "
-        "a torch for it; CUDA_VISIBLE_DEVICES= trains on the CPU"
+        f"this machine has {num_gpus()} GPUs, and {build} (CUDA {torch.version.cuda}) cannot use "
+        f"them: {_why_not()}; look whether CUDA_VISIBLE_DEVICES={devices} names GPUs that are "
+        "there, update the driver, or install a torch for it; CUDA_VISIBLE_DEVICES= trains on the "
+        "CPU"
     )
-
-
-def _driver() -> str:
-    """Returns " with driver VERSION", or "" if the version cannot be read."""
-    with suppress(OSError, IndexError):
-        text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
-        words = text.splitlines()[0].split()
-        numbers = [word for word in words if word[0].isdigit() and "." in word]
-        return f" with driver {numbers[0]}"
-    return ""
 
 
 def _why_not() -> str:
@@ -106,12 +96,11 @@ def refuse_unreachable(store: Store, rank: int, world_size: int) -> None:
     # host are fine.
     hosts = {store.get(f"host/{peer}").decode() for peer in (0, world_size - 1)}
     if hosts != {host_identity()}:
-        names = [name for _, name in socket.if_nameindex() if name != "lo"]
-        interfaces = f" (this host has {', '.join(names)})" if names else ""
+        names = ", ".join(name for _, name in socket.if_nameindex() if name != "lo")
         raise ConfigError(
             f"the name of host {socket.gethostname()!r} leads to {address}, where ranks of other "
             "hosts cannot reach it: set GLOO_SOCKET_IFNAME to the network interface between the "
-            f"hosts{interfaces}"
+            f"hosts (this host has {names})"
         )
 
 
@@ -128,19 +117,6 @@ def gloo_address() -> str:
                 trial.bind(address)
                 return str(address[0]).partition("%")[0]
     return "127.0.0.1"
-
-
-def host_identity() -> str:
-    """Returns a text that is the same for all processes that a loopback address joins.
-
-    It names this boot of the kernel and this network.
-    """
-    boot_id = ""
-    network = ""
-    with suppress(OSError):
-        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
-        network = os.readlink("/proc/self/ns/net")
-    return f"{socket.gethostname()} {boot_id} {network}"
 
 
 def check_setup() -> None:

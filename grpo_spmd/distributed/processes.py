@@ -66,15 +66,22 @@ class RankProcess:
 
 def this_process(stacks_fd: int) -> RankProcess:
     """Returns the record of this process."""
-    host = socket.gethostname()
     pid = os.getpid()
-    try:
-        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        machine = boot_id + os.readlink("/proc/self/ns/pid")
-    except OSError:
-        # Not Linux, or the container hides it: no other rank can look at it.
-        machine = f"{host}/{pid}"
-    return RankProcess(machine, host, pid, start=read_stat(pid)[1], stacks_fd=stacks_fd)
+    start = read_stat(pid)[1]
+    machine = host_identity("pid")
+    return RankProcess(machine, socket.gethostname(), pid, start=start, stacks_fd=stacks_fd)
+
+
+def host_identity(namespace: str = "net") -> str:
+    """Returns a text that processes of one boot of the kernel and one namespace have in common.
+
+    A loopback address joins the processes of one "net", and those of one "pid" see each other in
+    /proc.
+    """
+    boot_id = ""
+    with suppress(OSError):  # a container may hide it
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+    return f"{socket.gethostname()} {boot_id} {os.readlink(f'/proc/self/ns/{namespace}')}"
 
 
 def process_state(process: RankProcess) -> Literal["gone", "stopped", "blocked", "running"]:

@@ -203,7 +203,7 @@ def test_ranks_of_srun_speak_once(tmp_path: Path) -> None:
 SLEEPER = """import sys, time
 from grpo_spmd.tools.checkup.exchange import Exchange
 from grpo_spmd.tools.checkup.reduce import open_store
-from grpo_spmd.distributed.machine import host_identity
+from grpo_spmd.distributed.processes import host_identity
 from torch.distributed import PrefixStore
 import os
 store = open_store(os.environ, 60.0, serves=False)

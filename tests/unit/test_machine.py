@@ -40,7 +40,6 @@ def eight_unusable_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError(TOO_OLD)
 
     monkeypatch.setattr(machine, "num_gpus", lambda: 8)
-    monkeypatch.setattr(machine, "_driver", lambda: " with driver 535.104.05")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "init", refused)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -52,10 +51,11 @@ def test_gpus_that_torch_cannot_use_are_no_cpu_run() -> None:
     with pytest.raises(ConfigError) as message:
         machine.rank_device(0)
     assert str(message.value) == (
-        f"this machine has 8 GPUs with driver 535.104.05, and torch {torch.__version__} (CUDA "
+        f"this machine has 8 GPUs, and torch {torch.__version__} (CUDA "
         "13.0) cannot use them: "
-        "The NVIDIA driver on your system is too old (found version 12020); update the driver, "
-        "or install a torch for "
+        "The NVIDIA driver on your system is too old (found version 12020); look whether "
+        "CUDA_VISIBLE_DEVICES=all names GPUs that are there, update the driver, or install a torch "
+        "for "
         "it; CUDA_VISIBLE_DEVICES= trains on the CPU"
     )
 
@@ -99,7 +99,7 @@ def test_set_up_for_gpus_refuses_what_would_not_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert (
-        "The NVIDIA driver on your system is too old (found version 12020); update"
+        "The NVIDIA driver on your system is too old (found version 12020); look"
         in said_by_setup(capsys)
     )
     monkeypatch.setattr(machine, "num_gpus", lambda: 0)

@@ -19,7 +19,7 @@ from grpo_spmd.config.command_line import OverridesParser, number_of_ranks
 from grpo_spmd.config.errors import ConfigError, refuse, say
 from grpo_spmd.config.load import gpus_are_hidden, load_config_with_sources, num_gpus, trains_on_cpu
 from grpo_spmd.distributed.exit import exit_process
-from grpo_spmd.distributed.processes import format_ranks
+from grpo_spmd.distributed.processes import format_ranks, host_identity
 from grpo_spmd.files import hold_standard_streams, show
 from grpo_spmd.tools.checkup import devices, disk, network
 from grpo_spmd.tools.checkup.exchange import (
@@ -102,7 +102,7 @@ def _stop(_: int, __: FrameType | None) -> NoReturn:
 
 def _find_target(args: argparse.Namespace, launch: Launch | None) -> Target:
     gpus = 0 if gpus_are_hidden() else num_gpus()
-    local_ranks = args.ranks or max(1, gpus)
+    local_ranks = max(1, args.ranks or gpus)
     num_ranks = max(local_ranks, number_of_ranks())
     if launch is not None:
         num_ranks, local_ranks = launch.num_ranks, launch.local_ranks
@@ -157,7 +157,6 @@ class _RankCheckup:
         self._start = time.monotonic()
         self._results: list[tuple[str, Result]] = []
         self._page = _open_page(args) if launch.rank == 0 else None
-        self._has_looked = False
 
     def run(self) -> int:
         """Returns the exit code."""
@@ -169,6 +168,8 @@ class _RankCheckup:
             exchange = self._open_exchange() if serves else None
             self._look()
             exchange = exchange or self._open_exchange()
+            findings = RankFindings(gethostname(), self._results, node=host_identity())
+            exchange.post("found", asdict(findings))
             if self._page is None:
                 return self._follow(exchange)
             return self._lead(exchange, self._page)
@@ -181,7 +182,6 @@ class _RankCheckup:
         for check in CHECKS:
             if check.group in self._args.only and is_first[check.scope]:
                 self._results += [(check.group, line) for line in run_check(check, self._target)]
-        self._has_looked = True
 
     def _finish_alone(self, error: Exception) -> int:
         """Ends the checkup if the store cannot be reached, and returns the exit code.
@@ -196,7 +196,7 @@ class _RankCheckup:
                 f"{address}: {text}"
             )
             return 2
-        if not self._has_looked:
+        if not self._results:
             self._look()
         # Unless they were printed before the store was lost.
         for group, line in () if self._page.counts else self._results:
@@ -229,12 +229,6 @@ class _RankCheckup:
             launch.num_ranks,
         )
 
-    def _introduce(self, exchange: Exchange) -> None:
-        from grpo_spmd.distributed.machine import host_identity
-
-        findings = RankFindings(gethostname(), self._results, node=host_identity())
-        exchange.post("found", asdict(findings))
-
     def _measure(self, store: dist.Store, nodes: Sequence[Sequence[int]]) -> dict[str, Any]:
         from grpo_spmd.tools.checkup.reduce import Measurement
 
@@ -243,11 +237,10 @@ class _RankCheckup:
         return measurement.measure_within(deadline_s, store, launch.rank, nodes, launch.local_rank)
 
     def _follow(self, exchange: Exchange) -> int:
-        """Posts what this rank found, then does what rank 0's plan asks for. Returns the exit code.
+        """Does what rank 0's plan asks for. Returns the exit code.
 
         Every rank except rank 0 calls it.
         """
-        self._introduce(exchange)
         patience_s = self._args.deadline + _ALL_CHECKS_S
         plan = exchange.hear("plan", patience_s)
         if exchange.rank in plan["leaders"]:
@@ -267,7 +260,6 @@ class _RankCheckup:
         Only rank 0 calls it.
         """
         args = self._args
-        self._introduce(exchange)
         posted = exchange.gather("found", args.deadline)
         findings = msgspec.convert(posted, dict[int, RankFindings])
         nodes: dict[str, list[int]] = {}
@@ -327,18 +319,12 @@ def _parser() -> OverridesParser:
     json_help = "write each line there too, as a JSON object"
     overrides_help = "values that replace the file's"
     add("--config", metavar="FILE", help=config_help)
-    add("--ranks", type=_parse_number, metavar="N", help=ranks_help)
+    add("--ranks", type=int, metavar="N", help=ranks_help)
     add("--only", type=_parse_groups, default=_GROUPS, metavar="GROUP,...", help=only_help)
     add("--deadline", type=float, default=60.0, metavar="SECONDS", help=deadline_help)
     add("--json", type=Path, metavar="FILE", help=json_help)
     add("overrides", nargs="*", metavar="section.key=value", help=overrides_help)
     return parser
-
-
-def _parse_number(text: str) -> int:
-    if not (text.isdecimal() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
-    return int(text)
 
 
 def _parse_groups(text: str) -> tuple[str, ...]:
