@@ -250,17 +250,12 @@ def seconds_left(max_time_s: float | None) -> float | None:
             command, capture_output=True, text=True, timeout=_SQUEUE_TIMEOUT_S, check=True
         ).stdout
     except (OSError, subprocess.SubprocessError) as error:
-        _log.warning(
-            "the end of the Slurm job is not known (%s); "
-            "without training.max_time_s only signals stop the run",
-            error,
-        )
-        return None
+        text = str(error)
     time_s = parse_time_left(text)
     if time_s is None and text.strip() != "UNLIMITED":
         _log.warning(
-            "the end of the Slurm job is not known: squeue said %r; "
-            "without training.max_time_s only signals stop it",
+            "the end of the Slurm job is not known (squeue said %r); "
+            "without training.max_time_s only signals stop the run",
             text,
         )
     return time_s

@@ -298,21 +298,19 @@ def check_config(target: Target) -> Iterator[Result]:
     answer = target.run(command, CHECK_S)
     assert answer is not None, sys.executable
     lines = answer.stderr.strip().splitlines()
-    errors = []
+    has_error = False
     # Each line of stderr is "KIND: FINDING; REMEDY". A warning leaves the exit code 0.
     for line in lines:
         kind, _, text = line.partition(": ")
-        finding, _, remedy = text.partition("; ")
-        if kind == "warning":
-            yield warning("--check", finding, remedy or _CORRECT)
-        elif kind == "error":
-            errors.append(bad("--check", finding, remedy or _CORRECT))
+        if kind in ("warning", "error"):
+            has_error = has_error or kind == "error"
+            finding, _, remedy = text.partition("; ")
+            make = bad if kind == "error" else warning
+            yield make("--check", finding, remedy or _CORRECT)
     if not answer.returncode:
         ranks = plural(target.num_ranks, "rank")
         yield ok("--check", f"model, data, rewards and run folder, for {ranks}")
-    elif errors:
-        yield errors[0]
-    else:
+    elif not has_error:
         finding = lines[-1][:300] if lines else f"exit code {answer.returncode} without a word"
         yield bad("--check", finding, "python -m grpo_spmd.train --check ... says more")
 

@@ -35,19 +35,15 @@ class FileSystem:
     options: frozenset[str]
 
 
-def file_system_of(target: Target, path: Path) -> FileSystem | None:
-    """Returns the file system that holds `path`, by /proc/self/mountinfo."""
-    file_system, depth = None, -1
-    for line in target.read("/proc/self/mountinfo").splitlines():
-        mount_fields, _, source_fields = line.partition(" - ")
-        fields, source = mount_fields.split(), source_fields.split()
-        if len(fields) < 6 or not source:
-            continue
-        mount = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), fields[4])
+def file_system_of(target: Target, path: Path) -> FileSystem:
+    """Returns the file system that holds `path`, by /proc/self/mounts."""
+    file_system, depth = FileSystem("unknown", frozenset()), -1
+    for line in target.read("/proc/self/mounts").splitlines():
+        _, mount, kind, options, *_ = line.split(" ")
+        mount = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), mount)
         # Of several mounts at the same place the last one counts.
         if path.is_relative_to(mount) and len(mount) >= depth:
-            options = frozenset([*fields[5].split(","), *source[-1].split(",")])
-            file_system, depth = FileSystem(source[0], options), len(mount)
+            file_system, depth = FileSystem(kind, frozenset(options.split(","))), len(mount)
     return file_system
 
 
@@ -97,15 +93,11 @@ def check_run_folder(target: Target) -> Iterator[Result]:
             yield from check_abilities(scratch)
             yield from _check_speed(scratch)
     except OSError as error:
-        reason = ""
-        if file_system and "ro" in file_system.options:
-            reason = f" (its file system, {file_system.kind}, is mounted read-only)"
-        yield bad("run_dir", f"cannot write in {name}: {error.strerror}{reason}", remedy)
+        finding = f"cannot write in {name} ({file_system.kind}): {error.strerror}"
+        yield bad("run_dir", finding, remedy)
 
 
-def check_kind(name: str, file_system: FileSystem | None) -> Result:
-    if file_system is None:
-        return ok("run_dir", name)
+def check_kind(name: str, file_system: FileSystem) -> Result:
     kind, finding = file_system.kind, f"{name} ({file_system.kind})"
     if any(bucket in kind for bucket in _BUCKETS):
         return bad("run_dir", f"{finding}: a bucket, which has no rename and no append", _STAY)
@@ -145,18 +137,14 @@ def check_abilities(folder: Path) -> Iterator[Result]:
             descriptor = os.open(path, os.O_RDONLY)
             os.fsync(descriptor)
             os.close(descriptor)
-    except OSError as error:
-        problems.append(f"fsync: {error.strerror}")
-    with suppress(OSError):
         # Checkpoints and the manifest are put in place by a rename.
         new.replace(old)
-    if new.exists() or old.read_bytes() != b"1":
-        problems.append("rename does not put a file in another's place")
-    (folder / "step_1.tmp").mkdir()
-    with suppress(OSError):
+        (folder / "step_1.tmp").mkdir()
         (folder / "step_1.tmp").rename(folder / "step_1")
-    if not (folder / "step_1").is_dir():
-        problems.append("a folder cannot be renamed")
+    except OSError as error:
+        problems.append(f"fsync or rename: {error.strerror}")
+    if new.exists() or old.read_bytes() != b"1" or not (folder / "step_1").is_dir():
+        problems.append("rename does not put files and folders in place")
     lines = ["a" * _LINE_LENGTH, "b" * _LINE_LENGTH]
     with locked_for_trial(folder), ThreadPoolExecutor(len(lines)) as writers:
         trials = [writers.submit(lock_and_append, folder, line, _NUM_LINES) for line in lines]
@@ -255,11 +243,11 @@ def check_temporary(target: Target) -> Iterator[Result]:
         return
     file_system = file_system_of(target, Path(path).resolve())
     finding = f"{path}: {size_text(free)} free"
-    if file_system and "noexec" in file_system.options:
+    if "noexec" in file_system.options:
         finding += ", mounted noexec: compiled code cannot be loaded from there"
         remedy += "; or VLLM_CACHE_ROOT and TRITON_CACHE_DIR on one"
         yield warning("/tmp", finding, remedy)
-    elif file_system and file_system.kind.startswith("nfs"):
+    elif file_system.kind.startswith("nfs"):
         yield warning("/tmp", f"{finding}, on another host ({file_system.kind})", remedy)
     else:
         yield rated("/tmp", finding, f"make room, or {remedy}", value=free, wanted=_GIB)
