@@ -62,7 +62,7 @@ def embedded_run(release: Callable[[], None]) -> Iterator[None]:
 def _restored_process() -> Iterator[None]:
     """Restores signal handlers, variables and our logger after the block."""
     handlers = {number: signal.getsignal(number) for number in _SIGNALS}
-    environment = {name: os.environ.get(name) for name in _LAUNCH}
+    environment = {name: os.environ[name] for name in _LAUNCH if name in os.environ}
     log = logging.getLogger("grpo_spmd")
     log_handlers = list(log.handlers)
     log_level = log.level
@@ -72,10 +72,9 @@ def _restored_process() -> Iterator[None]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        for name, value in environment.items():
+        for name in _LAUNCH:
             os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
+        os.environ.update(environment)
         # Handlers that the run has added: its log file and its terminal.
         for run_handler in set(log.handlers) - set(log_handlers):
             with suppress(OSError, ValueError):

@@ -189,27 +189,18 @@ class _RankCheckup:
         Every rank prints the error itself. Rank 0 also prints what it has found.
         """
         text = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300]}"
-        address = self._launch.address
+        rank = f"rank {self._launch.rank} on {gethostname()}"
+        finding = f"{rank} lost rank 0 at {self._launch.address}: {text}"
         if self._page is None:
-            say(
-                f"checkup: rank {self._launch.rank} on {gethostname()} lost rank 0 at "
-                f"{address}: {text}"
-            )
+            say(f"checkup: {finding}")
             return 2
         if not self._results:
             self._look()
         # Unless they were printed before the store was lost.
         for group, line in () if self._page.counts else self._results:
             self._page.add(group, line)
-        self._page.add(
-            "links",
-            bad(
-                "ranks",
-                f"no way to the other ranks by {address}: {text}",
-                "MASTER_ADDR is rank 0's host, MASTER_PORT a free port of it, and torch must be "
-                "there",
-            ),
-        )
+        remedy = "MASTER_ADDR is rank 0's host, MASTER_PORT a free port of it; torch must be there"
+        self._page.add("links", bad("ranks", finding, remedy))
         return self._page.close(time.monotonic() - self._start)
 
     def _open_exchange(self) -> Exchange:
@@ -245,8 +236,8 @@ class _RankCheckup:
         plan = exchange.hear("plan", patience_s)
         if exchange.rank in plan["leaders"]:
             exchange.post("clock", time.time())
-            folder = exchange.hear("folder", patience_s) if plan["tries_folder"] else None
-            if folder:
+            folder = exchange.hear("folder", patience_s)
+            if folder is not None:
                 exchange.post("folder", try_folder(folder, exchange.rank))
         if plan["nodes"]:
             exchange.post("report", self._measure(exchange.store, plan["nodes"]))
@@ -272,16 +263,14 @@ class _RankCheckup:
         measures = "links" in args.only and not missing
         # The first rank of each other node speaks for the node.
         leaders = [ranks[0] for ranks in nodes.values()][1:]
-        plan: dict[str, Any] = {
-            "leaders": leaders,
-            "tries_folder": "disk" in args.only and bool(leaders),
-            "nodes": [*nodes.values()] if measures else [],
-        }
         asked = time.time()
+        plan: dict[str, Any] = {"leaders": leaders, "nodes": [*nodes.values()] if measures else []}
         exchange.post("plan", plan)
         lines = [*check_clocks(exchange, leaders, findings, asked)]
-        if plan["tries_folder"]:
+        if leaders and "disk" in args.only:
             lines += check_shared_folder(exchange, self._target, leaders, findings, _SHORT_S)
+        else:
+            exchange.post("folder", None)
         if missing:
             remedy = "see their output; do their hosts reach MASTER_ADDR:MASTER_PORT? --deadline"
             finding = f"{format_ranks(missing)} did not come within {args.deadline:g} s"

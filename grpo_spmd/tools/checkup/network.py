@@ -21,7 +21,6 @@ from grpo_spmd.tools.checkup.results import (
     bad,
     join_items,
     ok,
-    plural,
     rated,
     warning,
 )
@@ -155,9 +154,6 @@ def _is_local(target: Target) -> bool:
 
 
 def check_torchrun(target: Target) -> Iterator[Result]:
-    if target.environ.get("TORCHELASTIC_RUN_ID"):
-        nodes = target.environ.get("GROUP_WORLD_SIZE", "1")
-        yield ok("torchrun", f"{plural(target.num_ranks, 'rank')}, nodes: {nodes}")
     if target.is_launched or target.environ.get("TORCHELASTIC_RUN_ID"):
         return
     path = shutil.which("torchrun", path=target.environ.get("PATH"))
@@ -166,14 +162,12 @@ def check_torchrun(target: Target) -> Iterator[Result]:
         return
     with open(path, "rb") as file:
         line = file.readline(512).decode(errors="replace").strip()
-    interpreter = line.removeprefix("#!").strip()
     # `env python3` and a shell that starts python say nothing about the environment.
-    is_known = line.startswith("#!/") and "env" not in interpreter
-    is_known &= not interpreter.startswith("/bin/sh")
-    if is_known and Path(interpreter).parent != Path(sys.executable).parent:
+    interpreter = re.fullmatch(r"#!\s*(/\S*/python[\d.]*)", line)
+    if interpreter and Path(interpreter[1]).parent != Path(sys.executable).parent:
         yield warning(
             "torchrun",
-            f"{path} starts {interpreter}, and this is {sys.executable}",
+            f"{path} starts {interpreter[1]}, and this is {sys.executable}",
             "activate the environment, or python -m torch.distributed.run",
         )
     else:
