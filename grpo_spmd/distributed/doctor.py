@@ -64,6 +64,8 @@ _STATES = {
     "unknown": "it does not answer, and no other rank of its host is there to look at it: its "
     "process, host or network is gone",
 }
+# What became of a rank. The culprit is the rank whose outcome comes first here.
+_OUTCOMES = ("raise", "config", "gone", "silent", "stopped", "follows", "well")
 
 
 @dataclass(frozen=True)
@@ -116,8 +118,11 @@ class Answer:
     state: str = ""  # of its process (a key of _STATES), if it does not answer
 
     @property
-    def fault_kind(self) -> str:
-        return self.fault.kind if self.fault is not None else ""
+    def outcome(self) -> str:
+        """One of _OUTCOMES."""
+        if not self.answers:
+            return "gone" if self.state == "gone" else "silent"
+        return self.fault.kind if self.fault is not None else "well"
 
 
 @dataclass(frozen=True)
@@ -162,7 +167,7 @@ def write_report(alarm: Alarm, answers: list[Answer], hosts: list[str]) -> Repor
     answer = answers[culprit]
     fault = answer.fault
     if fault is not None and fault.kind == "config":
-        is_common = all(a.fault_kind == "config" for a in answers)
+        is_common = all(a.outcome == "config" for a in answers)
         origin = "" if is_common else f" (said by rank {culprit} on {hosts[culprit]})"
         text = f"error: {fault.headline}{origin}"
         return Report(text, text, "", 2, culprit)
@@ -194,21 +199,15 @@ def find_culprit(alarm: Alarm, answers: list[Answer]) -> tuple[int, str]:
     """Returns the rank to blame and the reason: a rank that raised, else one that is gone, else one
     that is silent, else one that was stopped; for a hang the slowest rank."""
 
-    def ranks_with_fault(kind: str) -> list[int]:
-        ranks = [rank for rank, answer in enumerate(answers) if answer.fault_kind == kind]
-        return [alarm.by] if alarm.by in ranks else ranks
+    def order(rank: int) -> tuple[int, bool]:
+        # Of several ranks with the same outcome, the one that raised the alarm was first.
+        return _OUTCOMES.index(answers[rank].outcome), rank != alarm.by
 
-    suspects = [
-        *(ranks_with_fault("raise") or ranks_with_fault("config")),
-        *(rank for rank, answer in enumerate(answers) if answer.state == "gone"),
-        *(rank for rank, answer in enumerate(answers) if not answer.answers),
-        *ranks_with_fault("stopped"),
-        *ranks_with_fault("follows"),
-    ]
-    for rank in suspects:
-        answer = answers[rank]
-        if answer.fault is not None:
-            return rank, f"failed first, in {answer.position}: {answer.fault.headline}"
+    rank = min(range(len(answers)), key=order)
+    answer = answers[rank]
+    if answer.fault is not None:
+        return rank, f"failed first, in {answer.position}: {answer.fault.headline}"
+    if not answer.answers:
         return rank, f"went silent in {answer.position}: {_STATES[answer.state]}"
     slowest = _slowest_ranks(answers)
     rank = slowest[0]
