@@ -47,7 +47,7 @@ ROOM_TOKENS = {
     "config": 14_600,
     "files": 2_500,
     "records": 1_800,
-    "distributed": 17_000,
+    "distributed": 15_600,
     "data": 11_000,
     "rewards": 32_500,
     "model": 20_500,
