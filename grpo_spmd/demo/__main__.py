@@ -6,22 +6,24 @@ python -m grpo_spmd.demo judge
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 from pathlib import Path
 
 from grpo_spmd.config.command_line import OneLineParser
-from grpo_spmd.demo.countdown import make_demo, make_distillation_demo
+from grpo_spmd.demo.countdown import fill_distillation_demo, make_demo
 from grpo_spmd.demo.judge import serve
-from grpo_spmd.demo.making import temporary_folder
-from grpo_spmd.demo.reward_model import make_reward_model_demo
-from grpo_spmd.demo.tools import make_tools_demo
+from grpo_spmd.demo.making import make_folder, temporary_folder
+from grpo_spmd.demo.reward_model import fill_reward_model_demo
+from grpo_spmd.demo.tools import fill_tools_demo
 from grpo_spmd.distributed import interrupt
 
-_MAKERS = {
-    "tools": make_tools_demo,
-    "distill": make_distillation_demo,
-    "rm": make_reward_model_demo,
+# By name: what writes the demo's models, and returns its rows.
+_FILLS = {
+    "tools": fill_tools_demo,
+    "distill": fill_distillation_demo,
+    "rm": fill_reward_model_demo,
 }
 
 
@@ -30,7 +32,7 @@ def main() -> None:
         prog="python -m grpo_spmd.demo", description="Make a demo's model and prompts."
     )
     add = parser.add_argument
-    add("name", nargs="?", choices=("countdown", *_MAKERS, "judge"), default="countdown")
+    add("name", nargs="?", choices=("countdown", *_FILLS, "judge"), default="countdown")
     add("--out", type=Path, help="folder (default: .demo for countdown, else .demo-NAME)")
     add("--seed", type=int, default=0)
     add("--numbers", choices=("2", "3-4"), default="2", help="numbers in a countdown task")
@@ -51,7 +53,8 @@ def main() -> None:
     if args.name == "countdown":
         make_demo(out, args.seed, args.numbers)
     else:
-        _MAKERS[args.name](out, args.seed)
+        fill = functools.partial(_FILLS[args.name], seed=args.seed)
+        make_folder(out, {"seed": args.seed, "demo": args.name}, fill)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ on its own completions.
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -148,14 +149,16 @@ def make_countdown_model(folder: Path, seed: int, numbers: str) -> None:
     make_model(folder, seed, model_config(), batch_of=batch_of, learning_rates=rates)
 
 
+def fill_demo(model: Path, seed: int, numbers: str = "2") -> list[dict[str, Any]]:
+    """Writes the policy into `model`. Returns the rows."""
+    make_tokenizer(model)
+    make_countdown_model(model, seed, numbers)
+    return make_rows(numbers, seed)
+
+
 def make_demo(out: Path, seed: int, numbers: str = "2") -> None:
     """Writes `out`/model and `out`/train.jsonl, as make_folder does."""
-
-    def fill(model: Path) -> list[dict[str, Any]]:
-        make_tokenizer(model)
-        make_countdown_model(model, seed, numbers)
-        return make_rows(numbers, seed)
-
+    fill = functools.partial(fill_demo, seed=seed, numbers=numbers)
     make_folder(out, {"seed": seed, "numbers": numbers}, fill)
 
 
@@ -180,15 +183,10 @@ def make_teacher(folder: Path, seed: int) -> None:
     make_model(folder, seed + 1000, model_config(), batch_of=batch_of, learning_rates=rates)
 
 
-def make_distillation_demo(out: Path, seed: int) -> None:
-    """Writes `out`/model, `out`/teacher and `out`/train.jsonl, as make_folder does."""
-
-    def fill(model: Path) -> list[dict[str, Any]]:
-        make_tokenizer(model)
-        make_countdown_model(model, seed, "2")
-        teacher = model.with_name("teacher")
-        teacher.mkdir()
-        make_teacher(teacher, seed)
-        return make_rows("2", seed)
-
-    make_folder(out, {"seed": seed}, fill)
+def fill_distillation_demo(model: Path, seed: int) -> list[dict[str, Any]]:
+    """Writes the student into `model` and the teacher beside it. Returns the rows."""
+    rows = fill_demo(model, seed)
+    teacher = model.with_name("teacher")
+    teacher.mkdir()
+    make_teacher(teacher, seed)
+    return rows

@@ -53,6 +53,11 @@ def warm_up(step: int) -> float:
     return min(1.0, (step + 1) / _WARM_UP_STEPS)
 
 
+def rise_and_fall(num_steps: int) -> list[float]:
+    """Returns the factors of a learning rate that rises, and falls over the second half."""
+    return [min(warm_up(step), (num_steps - step) / (num_steps / 2)) for step in range(num_steps)]
+
+
 def make_model(
     folder: Path,
     seed: int,
@@ -68,22 +73,39 @@ def make_model(
     # The weights depend on the seed alone.
     torch.manual_seed(seed)
     model = transformers.Qwen3ForCausalLM(config)
-    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
-    startup.begin("demo: warm start")
-    for step, learning_rate in enumerate(learning_rates):
-        startup.note(f", step {step + 1} of {len(learning_rates)}")
-        optimizer.param_groups[0]["lr"] = learning_rate
+
+    def loss_of(step: int) -> torch.Tensor:
         batch = batch_of(step)
         length = max(len(example.token_ids) for example in batch)
         # Padding is on the right: under a causal mask no trained token sees it.
         input_ids = torch.tensor([_pad(example.token_ids, 0, length) for example in batch])
         is_trained = torch.tensor([_pad(example.is_trained, False, length) for example in batch])
-        loss = model(input_ids=input_ids, labels=input_ids.where(is_trained, -100)).loss
+        # The model's own loss leaves out tokens with the label -100.
+        labels = input_ids.where(is_trained, -100)
+        loss: torch.Tensor = model(input_ids=input_ids, labels=labels).loss
+        return loss
+
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
+    train("demo: warm start", optimizer, loss_of, learning_rates=learning_rates)
+    model.generation_config = transformers.GenerationConfig(eos_token_id=config.eos_token_id)
+    model.save_pretrained(folder)
+
+
+def train(
+    phase: str,
+    optimizer: Any,
+    loss_of: Callable[[int], Any],
+    learning_rates: Sequence[float],
+) -> None:
+    """Runs one step for each learning rate, on the loss of `loss_of(step)`."""
+    startup.begin(phase)
+    for step, learning_rate in enumerate(learning_rates):
+        startup.note(f", step {step + 1} of {len(learning_rates)}")
+        optimizer.param_groups[0]["lr"] = learning_rate
+        loss = loss_of(step)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    model.generation_config = transformers.GenerationConfig(eos_token_id=config.eos_token_id)
-    model.save_pretrained(folder)
 
 
 def _pad(values: list[Any], padding: Any, length: int) -> list[Any]:

@@ -15,16 +15,14 @@ from grpo_spmd.demo.countdown import (
     MAX_NUMBER,
     Task,
     correct_equations,
-    make_countdown_model,
-    make_rows,
+    fill_demo,
     make_tokenizer,
     prompt_text,
     random_equation,
     solvable_tasks,
     token_ids,
 )
-from grpo_spmd.demo.making import make_folder, model_config, warm_up
-from grpo_spmd.distributed import startup
+from grpo_spmd.demo.making import model_config, rise_and_fall, train
 from grpo_spmd.rewards.verifiers import countdown
 
 _TASKS_PER_STEP = 32
@@ -92,7 +90,6 @@ def make_reward_model(folder: Path, base: Path, seed: int) -> None:
     language_model = transformers.Qwen3ForCausalLM.from_pretrained(base, trust_remote_code=False)
     # Only the layers are taken over: the score head is new.
     model.model.load_state_dict(language_model.model.state_dict())
-    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.05)
     rng = random.Random(seed)
     tasks = solvable_tasks()
 
@@ -110,11 +107,10 @@ def make_reward_model(folder: Path, base: Path, seed: int) -> None:
         scores: torch.Tensor = model.score(hidden[torch.arange(len(texts)), ends])
         return scores.squeeze(-1)
 
-    startup.begin("demo: the reward model")
-    for step in range(_STEPS):
-        startup.note(f", step {step + 1} of {_STEPS}")
-        fall = (_STEPS - step) / (_STEPS / 2)
-        optimizer.param_groups[0]["lr"] = _LR * min(warm_up(step), fall)
+    # The fraction of pairs that each step has told apart.
+    fractions: list[float] = []
+
+    def loss_of(_: int) -> torch.Tensor:
         batch = rng.choices(tasks, k=_TASKS_PER_STEP)
         texts = [encode(task, rng.choice(correct_equations(*task))) for task in batch]
         for _ in range(_WRONG_PER_TASK):
@@ -122,25 +118,21 @@ def make_reward_model(folder: Path, base: Path, seed: int) -> None:
         # Row 0 has the correct answers, and each further row one wrong answer for each task.
         scores = scores_of(texts).view(1 + _WRONG_PER_TASK, _TASKS_PER_STEP)
         margins = scores[0] - scores[1:]
-        loss = -torch.nn.functional.logsigmoid(margins).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    fraction = float((margins > 0).float().mean())
-    print(f"demo: the reward model tells {fraction:.0%} of its last pairs apart", flush=True)
+        fractions.append(float((margins > 0).float().mean()))
+        return -torch.nn.functional.logsigmoid(margins).mean()
+
+    rates = [_LR * factor for factor in rise_and_fall(_STEPS)]
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.05)
+    train("demo: the reward model", optimizer, loss_of, learning_rates=rates)
+    print(f"demo: the reward model tells {fractions[-1]:.0%} of its last pairs apart", flush=True)
     model.save_pretrained(folder)
 
 
-def make_reward_model_demo(out: Path, seed: int) -> None:
-    """Writes `out`/model, `out`/reward_model and `out`/train.jsonl, as make_folder does."""
-
-    def fill(model: Path) -> list[dict[str, Any]]:
-        make_tokenizer(model)
-        make_countdown_model(model, seed, "2")
-        judge = model.parent / "reward_model"
-        judge.mkdir()
-        make_tokenizer(judge)
-        make_reward_model(judge, model, seed)
-        return make_rows("2", seed)
-
-    make_folder(out, {"seed": seed, "demo": "rm"}, fill)
+def fill_reward_model_demo(model: Path, seed: int) -> list[dict[str, Any]]:
+    """Writes the policy into `model` and the reward model beside it. Returns the rows."""
+    rows = fill_demo(model, seed)
+    judge = model.with_name("reward_model")
+    judge.mkdir()
+    make_tokenizer(judge)
+    make_reward_model(judge, model, seed)
+    return rows

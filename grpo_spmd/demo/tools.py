@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from grpo_spmd.demo.making import Example, make_folder, make_model, model_config
+from grpo_spmd.demo.making import Example, make_model, model_config, rise_and_fall
 from grpo_spmd.demo.stockroom import ITEMS
 
 _END = "<|end|>"
@@ -141,21 +141,12 @@ def make_examples(tokenizer: Any, seed: int) -> Callable[[int], list[Example]]:
     return lambda step: [example(step) for _ in range(_BATCH_SIZE)]
 
 
-def make_tools_demo(out: Path, seed: int) -> None:
-    """Writes `out`/model and `out`/train.jsonl, as make_folder does."""
-
-    def fill(model: Path) -> list[dict[str, Any]]:
-        examples = make_examples(make_tokenizer(model), seed)
-        # Steps over which the learning rate of the correct episodes rises and falls.
-        rise = _CORRECT_STEPS // 7
-        fall = _CORRECT_STEPS // 2
-        factors = [
-            min(1.0, (step + 1) / rise, (_CORRECT_STEPS - step) / fall)
-            for step in range(_CORRECT_STEPS)
-        ]
-        rates = [_CORRECT_LR * factor for factor in factors] + [_CARELESS_LR] * _CARELESS_STEPS
-        config = model_config(vocab_size=272, max_position_embeddings=512)
-        make_model(model, seed, config, batch_of=examples, learning_rates=rates)
-        return questions()
-
-    make_folder(out, {"seed": seed, "demo": "tools"}, fill)
+def fill_tools_demo(model: Path, seed: int) -> list[dict[str, Any]]:
+    """Writes the policy into `model`. Returns the rows."""
+    examples = make_examples(make_tokenizer(model), seed)
+    rates = [_CORRECT_LR * factor for factor in rise_and_fall(_CORRECT_STEPS)]
+    # A small constant rate: the careless teacher must not undo how calls are written.
+    rates += [_CARELESS_LR] * _CARELESS_STEPS
+    config = model_config(vocab_size=272, max_position_embeddings=512)
+    make_model(model, seed, config, batch_of=examples, learning_rates=rates)
+    return questions()

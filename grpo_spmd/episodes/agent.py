@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.rewards.trl import BrokenContractError, as_number
+from grpo_spmd.rewards.trl import BrokenContractError, as_reward
 
 REWARD = "agent"
 _ACCESS = ("base_url", "api_key", "model")
@@ -94,11 +93,8 @@ def _reward(result: Any) -> float | str | None:
                 f"rollout() returned a dict with the keys {keys}, not `reward`"
             )
         result = result["reward"]
-    if result is None:
-        return None
-    number = as_number(result)
-    is_finite = isinstance(number, float) and math.isfinite(number)
-    return number if is_finite else f"rollout() returned {number}"
+    reward = as_reward(result)
+    return f"rollout() {reward}" if isinstance(reward, str) else reward
 
 
 def _limit_code(error: BaseException | None) -> str | None:

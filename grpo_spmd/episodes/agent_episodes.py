@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
-from grpo_spmd.engine.requests import ConversationId, EpisodeTask, OnCompletion, Request
-from grpo_spmd.episodes.chat_format import ChatFormat
+from grpo_spmd.engine.requests import ConversationId, Request
 from grpo_spmd.episodes.conversation_tree import ConversationTree, TurnRequest
 from grpo_spmd.episodes.endpoint import Call, Endpoint
 from grpo_spmd.episodes.episodes import Episodes, RunningEpisode
-from grpo_spmd.episodes.open_episode import EpisodeLimits, finish_reason
+from grpo_spmd.episodes.open_episode import finish_reason
 from grpo_spmd.episodes.openai_api import ApiError
-from grpo_spmd.episodes.pool import EnvironmentPool, Failure, Reply
+from grpo_spmd.episodes.pool import Failure, Reply
 from grpo_spmd.records import Completion, Episode
 
 
@@ -35,26 +34,9 @@ class AgentEpisodes(Episodes):
     The engine samples one turn of a session at a time; the session's other requests wait.
     """
 
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        pool: EnvironmentPool,
-        chat: ChatFormat,
-        limits: EpisodeLimits,
-        task: Callable[[ConversationId], EpisodeTask],
-        *,
-        temperature: float | None,
-        finished: OnCompletion | None,
-    ) -> None:
-        super().__init__(
-            pool,
-            chat,
-            limits,
-            task,
-            temperature=temperature,
-            discount=None,
-            finished=finished,
-        )
+    def __init__(self, endpoint: Endpoint, **shared: Any) -> None:
+        """`shared` are the arguments of Episodes."""
+        super().__init__(**shared)
         self._endpoint = endpoint
         self._sessions: dict[ConversationId, _Session] = {}
 
@@ -102,7 +84,7 @@ class AgentEpisodes(Episodes):
             chat_request = call.request
             try:
                 turn = session.conversations.begin(
-                    chat_request.messages, chat_request.tools, chat_request.options.max_tokens
+                    chat_request.messages, chat_request.tools, chat_request.max_tokens
                 )
             except ApiError as error:
                 self._endpoint.refuse(call, error)

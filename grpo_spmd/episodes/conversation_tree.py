@@ -19,45 +19,17 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from grpo_spmd.episodes.agent import LIMITS, TOO_LONG
-from grpo_spmd.episodes.chat_format import TemplateError
+from grpo_spmd.episodes.chat_format import ChatFormat, TemplateError
 from grpo_spmd.episodes.open_episode import EpisodeLimits
 from grpo_spmd.episodes.openai_api import ApiError, Message, is_plain, num_chars
 from grpo_spmd.records import Completion, Segment, Turn
 
 Tools = list[dict[str, Any]]
-
-
-class Chat(Protocol):
-    """The methods of a ChatFormat that the tree needs."""
-
-    max_token_chars: int
-
-    def whole_ids(self, messages: Sequence[Message], tools: Any, /) -> list[int]: ...
-    def next_ids(
-        self,
-        context_ids: Sequence[int],
-        messages_so_far: Sequence[Message],
-        new_messages: Sequence[Message],
-        tools: Any,
-        /,
-    ) -> tuple[list[int], bool]: ...
-    def parse(
-        self, token_ids: Sequence[int], context_ids: Sequence[int], tools: Any, /
-    ) -> ParsedTurn: ...
-
-
-class ParsedTurn(Protocol):
-    """The fields of a parsed turn that the tree needs."""
-
-    @property
-    def message(self) -> Message: ...
-    @property
-    def num_invalid(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -147,19 +119,14 @@ class _Turn:
 
     def is_prefix_of(self, ids: list[int]) -> bool:
         """Returns whether `ids` begin with this turn's tokens and have more tokens after them."""
-        length = 0
-        for turn in self.path:
-            for piece in (turn.new_ids, turn.sampled_ids):
-                if ids[length : length + len(piece)] != piece:
-                    return False
-                length += len(piece)
-        return length < len(ids)
+        own_ids = self.token_ids()
+        return len(own_ids) < len(ids) and ids[: len(own_ids)] == own_ids
 
 
 class ConversationTree:
     """The conversations of one session."""
 
-    def __init__(self, chat: Chat, limits: EpisodeLimits) -> None:
+    def __init__(self, chat: ChatFormat, limits: EpisodeLimits) -> None:
         self._chat = chat
         self._limits = limits
         self._turns: list[_Turn] = []

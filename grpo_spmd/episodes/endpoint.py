@@ -19,8 +19,8 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,7 @@ from aiohttp.http_exceptions import LineTooLong
 
 from grpo_spmd.engine.requests import ConversationId
 from grpo_spmd.episodes.openai_api import (
+    MODEL,
     ApiError,
     ChatRequest,
     Message,
@@ -42,7 +43,10 @@ from grpo_spmd.episodes.openai_api import (
 _log = logging.getLogger(__name__)
 # The bound for the bodies of all unanswered requests together.
 _MAX_HELD_BYTES = 512 << 20
+_MAX_BODY_BYTES = 16 << 20
 _MAX_HEADER_BYTES = 32 << 10
+# Seconds between two requests of a connection.
+_IDLE_S = 90
 _BACKLOG = 1024
 _PATH = re.compile(r"/sessions/([0-9a-f]{16})/v1/(chat/completions|models)/?")
 _METHODS = {"chat/completions": "POST", "models": "GET"}
@@ -167,27 +171,21 @@ class Endpoint(AbstractContextManager["Endpoint"]):
 
     def __init__(
         self,
-        model: str = "policy",
         *,
         max_connections: int = 1024,
-        max_body_bytes: int = 16 << 20,
         max_waiting: int = 64,
         request_s: float = 30,
-        idle_s: float = 90,
         beat_s: float = 15,
     ) -> None:
         """Starts the server.
 
-        `model` is the model's name for agents. `max_waiting` is the most requests of one session at
-        a time. `request_s` bounds the arrival of a request and the reading of an answer, `idle_s`
-        the time between two requests. `beat_s` is the time between two interim answers.
+        `max_waiting` is the most requests of one session at a time. `request_s` bounds the arrival
+        of a request and the reading of an answer. `beat_s` is the time between two interim
+        answers.
         """
         self.request_s = request_s
-        self._model = model
         self._max_connections = max_connections
-        self._max_body_bytes = max_body_bytes
         self._max_waiting = max_waiting
-        self._idle_s = idle_s
         self._beat_s = beat_s
         self._sessions: dict[str, _Session] = {}
         self._names: dict[ConversationId, str] = {}
@@ -219,7 +217,7 @@ class Endpoint(AbstractContextManager["Endpoint"]):
         token = secrets.token_urlsafe(32)
         self._sessions[name] = _Session(conversation, token.encode())
         self._names[conversation] = name
-        return {"base_url": f"{self._url}/{name}/v1", "api_key": token, "model": self._model}
+        return {"base_url": f"{self._url}/{name}/v1", "api_key": token, "model": MODEL}
 
     def close(self, conversation: ConversationId) -> None:
         """Ends the session, if it is open: its waiting and later requests get status 404."""
@@ -252,13 +250,12 @@ class Endpoint(AbstractContextManager["Endpoint"]):
         `message` is as ChatFormat.parse returns it, with an id in each of its tool calls.
         """
         is_waiting = not call.is_over
-        options = call.request.options
-        if options.is_stream:
-            streamed_usage = usage if options.streams_usage else None
-            body = stream_body(self._model, message, finish_reason, streamed_usage)
+        if call.request.is_stream:
+            streamed_usage = usage if call.request.streams_usage else None
+            body = stream_body(message, finish_reason, streamed_usage)
             response = web.Response(body=body, content_type="text/event-stream")
         else:
-            response = _json_response(completion_body(self._model, message, finish_reason, usage))
+            response = _json_response(completion_body(message, finish_reason, usage))
         self._call_in_thread(_set_reply, call, response)
         return is_waiting
 
@@ -306,7 +303,7 @@ class Endpoint(AbstractContextManager["Endpoint"]):
             lambda: _Connection(
                 self,
                 server,
-                keepalive_timeout=self._idle_s,
+                keepalive_timeout=_IDLE_S,
                 access_log=None,
                 auto_decompress=False,
                 lingering_time=self.request_s,
@@ -358,13 +355,20 @@ class Endpoint(AbstractContextManager["Endpoint"]):
             # The session and token are checked before any byte of the body is read.
             session = self._session_of(request)
             connection.is_known = True
-            with self._held(num_bytes):
+            # The bytes are reserved before they arrive: many slow bodies together stay within the
+            # bound.
+            if self._held_bytes + num_bytes > _MAX_HELD_BYTES:
+                raise _BUSY
+            self._held_bytes += num_bytes
+            try:
                 body = await self._read_body(request, num_bytes)
                 closes = False
                 if request.method == "GET":
-                    response = _json_response(models_body(self._model))
+                    response = _json_response(models_body())
                 else:
                     response = await self._reply(request, session, body)
+            finally:
+                self._held_bytes -= num_bytes
         except ApiError as error:
             response = _error_response(error, closes=closes)
         await self._send(request, response)
@@ -394,23 +398,9 @@ class Endpoint(AbstractContextManager["Endpoint"]):
         if "Transfer-Encoding" in request.headers:
             rule = "a body must come with its Content-Length, and not in chunks"
             raise ApiError(411, "length_required", rule)
-        if (request.content_length or 0) > self._max_body_bytes:
-            raise ApiError(413, "body_too_large", f"a body may have {self._max_body_bytes} bytes")
+        if (request.content_length or 0) > _MAX_BODY_BYTES:
+            raise ApiError(413, "body_too_large", f"a body may have {_MAX_BODY_BYTES} bytes")
         return session
-
-    @contextmanager
-    def _held(self, num_bytes: int) -> Iterator[None]:
-        """Counts the bytes of a body until its request is answered. Raises ApiError if they are
-        too many."""
-        # The bytes are reserved before they arrive: many slow bodies together stay within the
-        # bound.
-        if self._held_bytes + num_bytes > _MAX_HELD_BYTES:
-            raise _BUSY
-        self._held_bytes += num_bytes
-        try:
-            yield
-        finally:
-            self._held_bytes -= num_bytes
 
     async def _read_body(self, request: web.BaseRequest, num_bytes: int) -> bytes:
         """Returns the body. Raises ApiError if it is too slow."""
@@ -430,7 +420,7 @@ class Endpoint(AbstractContextManager["Endpoint"]):
 
         aiohttp cancels this when the client disconnects.
         """
-        chat_request = read_request(body, self._model)
+        chat_request = read_request(body)
         self._warn_of_ignored(chat_request)
         if session.has_ended:
             raise _SESSION_ENDED
@@ -460,7 +450,7 @@ class Endpoint(AbstractContextManager["Endpoint"]):
         return reply
 
     def _warn_of_ignored(self, request: ChatRequest) -> None:
-        for name in request.options.ignored:
+        for name in request.ignored:
             if name not in self._warned:
                 self._warned.add(name)
                 rule = "turns are sampled as `rollout` says"

@@ -45,29 +45,23 @@ class EnvironmentScorer:
         completions = [completion for group in groups for completion in group.completions]
         result = ScoredRollouts()
         for name in self._names:
-            values = [_reward(completion, name) for completion in completions]
-            result.by_name[name] = [math.nan if isinstance(v, str) else v for v in values]
-            result.statuses[name] = [_status(value) for value in values]
-            errors = [f"reward {name!r} {value}" for value in values if isinstance(value, str)]
-            result.first_error = result.first_error or next(iter(errors), None)
+            values: list[float | None] = []
+            statuses = []
+            for completion in completions:
+                episode = completion.episode
+                # There is no turn where the environment failed, and so nothing to reward.
+                value = episode.rewards.get(name) if episode is not None and episode.turns else None
+                status = "not_applicable" if value is None else "ok"
+                # A string says why the environment's value is unusable.
+                if isinstance(value, str):
+                    result.first_error = result.first_error or f"reward {name!r} {value}"
+                    value = math.nan
+                    status = "error"
+                values.append(value)
+                statuses.append(status)
+            result.by_name[name] = values
+            result.statuses[name] = statuses
         return result
-
-
-def _reward(completion: Completion, name: str) -> float | str | None:
-    """Returns the reward `name` of a completion's episode; a string is the message of an error.
-
-    Returns None if the environment gave no such reward, or if the episode has no turn because its
-    environment failed.
-    """
-    episode = completion.episode
-    return episode.rewards.get(name) if episode is not None and episode.turns else None
-
-
-def _status(value: float | str | None) -> str:
-    """Returns the status of a reward: "error", "not_applicable" or "ok"."""
-    if isinstance(value, str):
-        return "error"
-    return "not_applicable" if value is None else "ok"
 
 
 class Environments(AbstractContextManager["Environments"]):
@@ -128,8 +122,7 @@ class Environments(AbstractContextManager["Environments"]):
         doctor.describe_waiting_with(self._pool.where)
         if facts.kind == "agent":
             self._endpoint = Endpoint()
-            self._pool.add_file(self._endpoint.fileno())
-            self._pool.set_engine_clock(self._endpoint.engine_s)
+            self._pool.connect(self._endpoint)
 
     def _open_chat(self, tokenizer: Any, other_names: set[str]) -> ChatFormat:
         """Returns the chat format of the run. Raises ConfigError where two rewards have the same
@@ -219,22 +212,15 @@ class Environments(AbstractContextManager["Environments"]):
         runs them."""
         if self._pool is None:
             return FollowerEpisodes()
+        shared: dict[str, Any] = {
+            "pool": self._pool,
+            "chat": self._chat,
+            "limits": self._limits,
+            "task": task,
+            "temperature": temperature,
+            "discount": self._config.discount,
+            "finished": finished,
+        }
         if self._endpoint is not None:
-            return AgentEpisodes(
-                self._endpoint,
-                self._pool,
-                self._chat,
-                self._limits,
-                task,
-                temperature=temperature,
-                finished=finished,
-            )
-        return Episodes(
-            self._pool,
-            self._chat,
-            self._limits,
-            task,
-            temperature=temperature,
-            discount=self._config.discount,
-            finished=finished,
-        )
+            return AgentEpisodes(self._endpoint, **shared)
+        return Episodes(**shared)

@@ -10,14 +10,13 @@ with these attributes as in OpenEnv. All methods may be async.
 from __future__ import annotations
 
 import inspect
-import math
 import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.episodes.trl import resolve
-from grpo_spmd.rewards.trl import BrokenContractError, as_number
+from grpo_spmd.rewards.trl import BrokenContractError, as_reward
 
 # The name of the reward: the sum of the steps' rewards.
 REWARD = "environment"
@@ -114,9 +113,9 @@ def read_step(result: Any) -> dict[str, Any]:
         )
         raise BrokenContractError(f"step() returned {type(result).__name__}, and not {forms}")
     # Rewards may be numpy's or torch's numbers.
-    number = None if reward is None else as_number(reward)
-    if isinstance(number, str) or (number is not None and not math.isfinite(number)):
-        raise ValueError(f"step() gave the reward {number}")
+    number = as_reward(reward)
+    if isinstance(number, str):
+        raise ValueError(f"step() {number} as its reward")
     return {"messages": to_messages(observation), "reward": number, "done": bool(done)}
 
 

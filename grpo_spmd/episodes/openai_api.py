@@ -18,6 +18,8 @@ import msgspec
 
 Message = dict[str, Any]
 
+# The model's name for agents.
+MODEL = "policy"
 # Chat templates walk through tools and arguments by recursion.
 _MAX_DEPTH = 32
 _MAX_VALUES = 100_000
@@ -66,18 +68,6 @@ class ApiError(ValueError):
 
 
 @dataclass(frozen=True)
-class Options:
-    """The options of a request, apart from its conversation."""
-
-    max_tokens: int | None = None
-    """The most tokens of the answer; None means as many as there is room for."""
-    is_stream: bool = False
-    streams_usage: bool = False
-    ignored: tuple[str, ...] = ()
-    """The names of given options that change nothing."""
-
-
-@dataclass(frozen=True)
 class ChatRequest:
     """One request for a chat completion, in the form that chat templates take."""
 
@@ -85,10 +75,15 @@ class ChatRequest:
     """The messages. Text parts are joined, null is "", arguments of calls are dicts, and unknown
     keys are dropped."""
     tools: list[dict[str, Any]]
-    options: Options
+    max_tokens: int | None
+    """The most tokens of the answer; None means as many as there is room for."""
+    is_stream: bool
+    streams_usage: bool
+    ignored: list[str]
+    """The names of given options that change nothing."""
 
 
-# The forms that a body must have. msgspec ignores unknown keys; `_check_options` refuses options.
+# The forms that a body must have. msgspec ignores unknown keys; `read_request` refuses options.
 
 
 class _Function(msgspec.Struct):
@@ -136,7 +131,7 @@ class _Body(msgspec.Struct):
     stream_options: _StreamOptions = msgspec.field(default_factory=_StreamOptions)
 
 
-def read_request(body: bytes, model: str) -> ChatRequest:
+def read_request(body: bytes) -> ChatRequest:
     """Returns the request in `body`.
 
     Raises ApiError for a malformed body and for options that cannot be honoured.
@@ -145,8 +140,16 @@ def read_request(body: bytes, model: str) -> ChatRequest:
         fields = msgspec.json.decode(body, type=dict[str, Any])
         # Clients write null for options that are not set.
         fields = {name: value for name, value in fields.items() if value is not None}
-        _check_model(fields, model)
-        _check_options(fields)
+        model = fields.get("model", MODEL)
+        if model != MODEL:
+            rule = f"there is one model here, {MODEL!r}; got {model!r:.100}"
+            raise ApiError(404, "model_not_found", rule)
+        for name, value in fields.items():
+            # An option that is unknown is refused by name, unless its value has no effect.
+            is_known = name in _READ or name in _WITHOUT_EFFECT or name in _IGNORED
+            if not is_known and value not in _NEUTRAL.get(name, ()):
+                rule = f"`{name:.100}`={value!r:.100} is not done here; leave it out"
+                raise ApiError(400, "unsupported_parameter", rule)
         request = msgspec.convert(fields, _Body)
     except ApiError:
         raise
@@ -160,35 +163,18 @@ def read_request(body: bytes, model: str) -> ChatRequest:
             raise _invalid(f"tools[{number}] {_NOT_PLAIN}")
     # Both names of the limit are in use; the smaller one holds.
     limits = [limit for limit in (request.max_tokens, request.max_completion_tokens) if limit]
-    options = Options(
+    return ChatRequest(
+        messages=[_template_message(message) for message in request.messages],
+        tools=tools,
         max_tokens=min(limits, default=None),
         is_stream=request.stream,
         streams_usage=bool(request.stream_options.include_usage),
-        ignored=tuple(
+        ignored=[
             name
             for name in _IGNORED
             if name in fields and fields[name] not in _NEUTRAL.get(name, ())
-        ),
+        ],
     )
-    return ChatRequest([_template_message(message) for message in request.messages], tools, options)
-
-
-def _check_model(fields: Mapping[str, Any], model: str) -> None:
-    """Raises ApiError for another model than the endpoint's."""
-    requested = fields.get("model", model)
-    if requested != model:
-        message = f"there is one model here, {model!r}; got {requested!r:.100}"
-        raise ApiError(404, "model_not_found", message)
-
-
-def _check_options(fields: Mapping[str, Any]) -> None:
-    """Raises ApiError for options that cannot be honoured."""
-    for name, value in fields.items():
-        # An unknown option is refused by name, unless its value has no effect.
-        is_known = name in _READ or name in _WITHOUT_EFFECT or name in _IGNORED
-        if not is_known and value not in _NEUTRAL.get(name, ()):
-            message = f"`{name:.100}`={value!r:.100} is not done here; leave it out"
-            raise ApiError(400, "unsupported_parameter", message)
 
 
 def _template_message(message: _Message) -> Message:
@@ -265,9 +251,7 @@ def num_chars(messages: Sequence[Message]) -> int:
 # Answer bodies.
 
 
-def completion_body(
-    model: str, message: Message, finish_reason: str, usage: Mapping[str, int]
-) -> bytes:
+def completion_body(message: Message, finish_reason: str, usage: Mapping[str, int]) -> bytes:
     """Returns the JSON body of an answer that is not streamed."""
     choice = {
         "index": 0,
@@ -275,13 +259,11 @@ def completion_body(
         "logprobs": None,
         "finish_reason": finish_reason,
     }
-    header = _header("chat.completion", model)
+    header = _header("chat.completion")
     return json.dumps({**header, "choices": [choice], "usage": usage}).encode()
 
 
-def stream_body(
-    model: str, message: Message, finish_reason: str, usage: Mapping[str, int] | None
-) -> bytes:
+def stream_body(message: Message, finish_reason: str, usage: Mapping[str, int] | None) -> bytes:
     """Returns the events of a streamed answer: one delta, as the engine hands over whole turns."""
     delta = _wire_message(message)
     calls = delta.pop("tool_calls", [])
@@ -292,7 +274,7 @@ def stream_body(
     ]
     if usage is not None:
         chunks.append({"choices": [], "usage": usage})
-    header = _header("chat.completion.chunk", model)
+    header = _header("chat.completion.chunk")
     events = [json.dumps({**header, **chunk}) for chunk in chunks]
     return "".join(f"data: {event}\n\n" for event in [*events, "[DONE]"]).encode()
 
@@ -304,15 +286,15 @@ def error_body(error: ApiError) -> bytes:
     return json.dumps({"error": fields}).encode()
 
 
-def models_body(model: str) -> bytes:
+def models_body() -> bytes:
     """Returns the JSON body of the list of models, which has one entry."""
-    entry = {"id": model, "object": "model", "created": 0, "owned_by": "grpo_spmd"}
+    entry = {"id": MODEL, "object": "model", "created": 0, "owned_by": "grpo_spmd"}
     return json.dumps({"object": "list", "data": [entry]}).encode()
 
 
-def _header(kind: str, model: str) -> dict[str, Any]:
+def _header(kind: str) -> dict[str, Any]:
     name = f"chatcmpl-{secrets.token_hex(8)}"
-    return {"id": name, "object": kind, "created": int(time.time()), "model": model}
+    return {"id": name, "object": kind, "created": int(time.time()), "model": MODEL}
 
 
 def _wire_message(message: Message) -> Message:

@@ -22,6 +22,7 @@ import msgspec
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import EnvironmentConfig, RewardConfig
 from grpo_spmd.engine.requests import ConversationId
+from grpo_spmd.episodes.endpoint import Endpoint
 from grpo_spmd.rewards.pool.nursery import encode_frame
 from grpo_spmd.rewards.pool.processes import HowItFailed, ProcessPool, WorkerProcess, allow_workers
 from grpo_spmd.rewards.trl import RewardError
@@ -134,17 +135,13 @@ class EnvironmentPool(ProcessPool):
             self._facts = EnvironmentFacts(**self._wait_until_ready())
         return self._facts
 
-    def add_file(self, fileno: int) -> None:
-        """Lets `poll` return early when the file is readable."""
-        self._selector.register(fileno, 1)
+    def connect(self, endpoint: Endpoint) -> None:
+        """Lets `poll` return early when agents have asked the endpoint for turns.
 
-    def set_engine_clock(self, engine_s: Callable[[ConversationId], float]) -> None:
-        """Sets the clock of agents' waits: `engine_s` returns an episode's seconds of waiting so
-        far.
-
-        This time does not count against the episode's deadline.
+        The time in which they wait there does not count against their episodes' deadlines.
         """
-        self._engine_s = engine_s
+        self._selector.register(endpoint, 1)
+        self._engine_s = endpoint.engine_s
 
     def begin(
         self,
@@ -400,16 +397,18 @@ _FORMS = {"begin": _BeginValues, "act": _ActValues, "end": _EndValues}
 def check_values(method: Method, values: Any) -> dict[str, Any]:
     """Returns a reply's values if they have the form that a driver returns. Raises ValueError."""
     reply = msgspec.convert(values, _FORMS[method])
+    rewards: dict[str, float | str | None] = {}
+    messages: list[Any] = []
     if isinstance(reply, _EndValues):
-        for name, reward in reply.rewards.items():
-            if isinstance(reward, float) and not math.isfinite(reward):
-                raise ValueError(f"the reward {name!r:.80} is {reward!r:.80}")
-    if isinstance(reply, _ActValues):
-        if reply.reward is not None and not math.isfinite(reply.reward):
-            raise ValueError(f"the reward {reply.reward!r:.80} is no finite number")
-        msgspec.convert(reply.messages, list[_MessageForm])
-    if isinstance(reply, _BeginValues) and isinstance(reply.messages, list):
+        rewards = reply.rewards
+    elif isinstance(reply, _ActValues):
+        rewards = {"step()": reply.reward}
+        messages = reply.messages
+    elif isinstance(reply, _BeginValues) and isinstance(reply.messages, list):
         # reset() may return blocks of text in place of messages.
         messages = [item for item in reply.messages if isinstance(item, dict) and "role" in item]
-        msgspec.convert(messages, list[_MessageForm])
+    for name, reward in rewards.items():
+        if isinstance(reward, float) and not math.isfinite(reward):
+            raise ValueError(f"the reward {name!r:.80} is {reward!r}, and no finite number")
+    msgspec.convert(messages, list[_MessageForm])
     return msgspec.structs.asdict(reply)

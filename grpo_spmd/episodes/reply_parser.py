@@ -10,10 +10,16 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import yaml
 
 from grpo_spmd.episodes.openai_api import is_plain
 
+# The known formats of calls, as data.
+_FORMATS = Path(__file__).with_name("call_formats.yaml")
 # What transformers' parsers raise for text that they cannot read. Deep nesting: RecursionError.
 _UNREADABLE = (
     ValueError,
@@ -147,8 +153,11 @@ class ReplyParser:
 
 def _response_template(chat_template: str, anchors: list[str], ends: list[str]) -> dict[str, Any]:
     """Returns the response template for the first format that fits the chat template."""
-    fits = (fields for words, fields in _FORMATS if all(word in chat_template for word in words))
-    fields = next(fits, _PLAIN)
+    # The last format has no words, and fits every template.
+    formats = yaml.safe_load(_FORMATS.read_text(encoding="utf-8"))
+    fields = next(
+        form["fields"] for form in formats if all(word in chat_template for word in form["words"])
+    )
     content = dict(fields["content"])
     if "close_pattern" not in content and ends:
         content["close_pattern"] = rf"(?:{'|'.join(map(re.escape, ends))})\s*"
@@ -168,143 +177,26 @@ def _split_calls(message: dict[str, Any]) -> tuple[list[dict[str, Any]], int]:
     return calls, len(raw_calls) - len(calls)
 
 
+class _Function(msgspec.Struct):
+    """The form that a call's name and arguments must have."""
+
+    name: Annotated[str, msgspec.Meta(min_length=1)]
+    arguments: dict[str, Any] | str | None = None
+
+
 def _read_call(raw_call: Any) -> dict[str, Any] | None:
-    if not isinstance(raw_call, dict):
+    """Returns a call in the form of templates and tools, or None where the policy wrote none."""
+    try:
+        function = msgspec.convert(raw_call.get("function", raw_call), _Function)
+        arguments: Any = function.arguments
+        # Some formats have the arguments as JSON inside of JSON.
+        if isinstance(arguments, str):
+            arguments = msgspec.convert(json.loads(arguments), dict[str, Any] | None)
+    except (ValueError, AttributeError, RecursionError):
         return None
-    function = raw_call.get("function", raw_call)
-    name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str) or not name:
-        return None
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            return None
-    if arguments is None:
-        arguments = {}
-    if not isinstance(arguments, dict) or not all(isinstance(key, str) for key in arguments):
-        return None
+    arguments = arguments or {}
     # Templates walk through arguments by recursion, so they must not be too deep.
-    if not is_plain([name, arguments]):
+    if not is_plain([function.name, arguments]):
         return None
     ids = {"id": raw_call["id"]} if isinstance(raw_call.get("id"), str) else {}
-    return {"type": "function", **ids, "function": {"name": name, "arguments": arguments}}
-
-
-# Formats of calls in the words of transformers' response templates. Data only. The field `content`
-# gets the ends of the template's turns.
-
-_THINK = {"open": "<think>", "close_pattern": r"</think>\s*", "content": "text"}
-_NAMED_CALL = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
-# For a template without tools: nothing is a call.
-_PLAIN: dict[str, Any] = {"reasoning_content": _THINK, "content": {"content": "text"}}
-
-# Words that a chat template with the format contains, and the fields of the format.
-_FORMATS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
-    (  # gpt-oss: a channel for thinking, one for calls, one for the answer
-        ("<|channel|>", "<|call|>", "functions."),
-        {
-            "thinking": {
-                "open": "<|channel|>analysis<|message|>",
-                "close_pattern": r"(?:<\|end\|>|<\|return\|>)\s*(?:<\|start\|>assistant)?",
-                "content": "text",
-            },
-            "tool_calls": {
-                "open_pattern": r"to=functions\.(?P<name>[^\s<]+)\s*"
-                r"<\|channel\|>commentary[^<]*<\|message\|>",
-                "close_pattern": r"<\|call\|>\s*",
-                "repeats": True,
-                "content": "json",
-                "transform": _NAMED_CALL,
-            },
-            "content": {
-                "open": "<|channel|>final<|message|>",
-                "close_pattern": r"(?:<\|return\|>|<\|end\|>)\s*",
-                "content": "text",
-            },
-        },
-    ),
-    # Tags for each argument, whose values are typed by the tools' schemas.
-    (  # Qwen3-Coder, Qwen3.5, Nemotron 3
-        ("<tool_call>", "<function=", "<parameter="),
-        {
-            "reasoning_content": _THINK,
-            "tool_calls": {
-                "open_pattern": r"<tool_call>\s*<function=(?P<name>[^\n>]+)>",
-                "close_pattern": r"</tool_call>\s*",
-                "repeats": True,
-                "content": "xml-inline",
-                "content_args": {
-                    "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>",
-                    "value_parser": {"name": "text", "args": {"strip": False}},
-                },
-                "transform": _NAMED_CALL,
-            },
-            "content": {"content": "text"},
-        },
-    ),
-    (  # GLM 4.5 and later: the same in other words
-        ("<tool_call>", "<arg_key>", "<arg_value>"),
-        {
-            "reasoning_content": _THINK,
-            "tool_calls": {
-                "open_pattern": r"<tool_call>(?P<name>[^\s<]+)\s*",
-                "close_pattern": r"</tool_call>\s*",
-                "repeats": True,
-                "content": "xml-inline",
-                "content_args": {
-                    "tag_pattern": r"<arg_key>(?P<key>[^<]+)</arg_key>\s*"
-                    r"<arg_value>(?P<value>.*?)</arg_value>",
-                    "value_parser": {"name": "text", "args": {"strip": False}},
-                },
-                "transform": _NAMED_CALL,
-            },
-            "content": {"content": "text"},
-        },
-    ),
-    (  # Hermes, Qwen2.5, Qwen3 and many others: an object of JSON in tags
-        ("<tool_call>", "</tool_call>", "arguments"),
-        {
-            "reasoning_content": _THINK,
-            "tool_calls": {
-                "open": "<tool_call>",
-                "close_pattern": r"</tool_call>\s*",
-                "repeats": True,
-                "content": "json",
-                "transform": {"type": "function", "function": "{content}"},
-            },
-            "content": {"content": "text"},
-        },
-    ),
-    (  # Mistral: a list of objects
-        ("[TOOL_CALLS]", "arguments"),
-        {
-            "tool_calls": {
-                "open": "[TOOL_CALLS]",
-                "close_pattern": r"</s>\s*|$",
-                "content": "json",
-                "transform_each": True,
-                "transform": {
-                    "type": "function",
-                    "function": {"name": "{name}", "arguments": "{arguments}"},
-                },
-            },
-            "content": {"content": "text"},
-        },
-    ),
-    (  # Llama 3.1 and later: an object in the place of the answer
-        ("<|start_header_id|>", "ipython", "parameters"),
-        {
-            "tool_calls": {
-                "open_pattern": r'(?:<\|python_tag\|>)?\{\s*(?:"type":\s*"function",\s*)?'
-                r'"name":\s*"(?P<name>[^"]+)",\s*"(?:parameters|arguments)":\s*',
-                "close_pattern": r"\}\s*(?:<\|eot_id\|>|<\|eom_id\|>)\s*",
-                "repeats": True,
-                "content": "json",
-                "transform": _NAMED_CALL,
-            },
-            "content": {"content": "text"},
-        },
-    ),
-)
+    return {"type": "function", **ids, "function": {"name": function.name, "arguments": arguments}}

@@ -10,7 +10,6 @@ import bdb
 import functools
 import json
 import random
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,10 +24,10 @@ from grpo_spmd.episodes.gym import REWARD, GymDriver
 from grpo_spmd.episodes.shipped.catalog import shipped_factory
 from grpo_spmd.episodes.trl import TrlDriver, check_class, checked_schema, class_schemas
 from grpo_spmd.rewards.named import Modules, load_named, unpack_functions
-from grpo_spmd.rewards.pool.nursery import MAX_ERROR_CHARS, Answer, Worker, run_nursery
-from grpo_spmd.rewards.pool.worker import call_reward
+from grpo_spmd.rewards.pool.nursery import Answer, Worker, run_nursery
+from grpo_spmd.rewards.pool.worker import call_reward, reply_to_error
 from grpo_spmd.rewards.protocol import Reward, load_rewards
-from grpo_spmd.rewards.trl import BrokenContractError, as_number, callable_name
+from grpo_spmd.rewards.trl import BrokenContractError, as_reward, callable_name
 
 Driver = TrlDriver | GymDriver | AgentDriver
 
@@ -162,18 +161,9 @@ def answer(
         # Raises here, in the user's traceback, and not in the sending of the frame.
         json.dumps(values)
         return {"values": values, **call}
-    except BrokenContractError as error:
-        return {"broken": str(error), **call}
-    except bdb.BdbQuit:
-        return {"quit": True, **call}
     # SystemExit and KeyboardInterrupt too: the environment fails, not the worker.
     except BaseException as error:
-        # The first frame of the traceback is this function, which says nothing to the user.
-        if error.__traceback__ is not None:
-            error.__traceback__ = error.__traceback__.tb_next
-        summary = traceback.format_exception_only(error)[-1].strip()[:500]
-        details = "".join(traceback.format_exception(error))[-MAX_ERROR_CHARS:]
-        return {"failed": f"raised {summary}\n{details}", **call}
+        return {**reply_to_error(error), **call}
 
 
 def _values(driver: Driver, rewards: list[Reward], message: dict[str, Any]) -> dict[str, Any]:
@@ -190,7 +180,7 @@ def _values(driver: Driver, rewards: list[Reward], message: dict[str, Any]) -> d
     if message["method"] == "act":
         return driver.act(json.loads(message["message"]))
     # The environment's own rewards come first, then the rewards that look at environments.
-    values = {name: _as_reward(value) for name, value in driver.end().items()}
+    values = {name: as_reward(value) for name, value in driver.end().items()}
     columns = {
         **message["columns"],
         **json.loads(message["completion"]),
@@ -204,15 +194,6 @@ def _values(driver: Driver, rewards: list[Reward], message: dict[str, Any]) -> d
             raise bdb.BdbQuit
         values[reward.name] = reply["values"][0] if "values" in reply else str(reply["failed"])
     return {"rewards": values}
-
-
-def _as_reward(value: Any) -> float | str | None:
-    """Returns the number, None, or a string that says why the value is unusable."""
-    if value is None:
-        return None
-    number = as_number(value)
-    is_finite = not isinstance(number, str) and abs(number) < float("inf")
-    return number if is_finite else f"is {number}"
 
 
 if __name__ == "__main__":

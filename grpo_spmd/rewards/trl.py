@@ -150,6 +150,15 @@ def as_number(value: Any) -> float | str:
         return f"a {type(value).__name__}, which is no number ({type(error).__name__})"
 
 
+def as_reward(value: Any) -> float | str | None:
+    """Returns a finite number, None, or a string that says why `value` is unusable."""
+    if value is None:
+        return None
+    number = as_number(value)
+    is_finite = isinstance(number, float) and math.isfinite(number)
+    return number if is_finite else f"returned {number}"
+
+
 def limit_names(by_name: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the first names in alphabetical order.
 

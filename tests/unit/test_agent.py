@@ -25,7 +25,7 @@ from grpo_spmd.rewards.trl import BrokenContractError
 from tests.support.agents import Bytes, answered
 
 EXTRA = {"base_url": "", "api_key": "", "model": "policy"}
-CHAT = Bytes()
+CHAT: Any = Bytes()
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +52,7 @@ def _session(
     def answer(endpoint: Endpoint, call: Call) -> None:
         try:
             wanted = contexts.begin(
-                call.request.messages, call.request.tools, call.request.options.max_tokens
+                call.request.messages, call.request.tools, call.request.max_tokens
             )
         except ApiError as error:
             endpoint.refuse(call, error)

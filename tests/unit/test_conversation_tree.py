@@ -33,7 +33,8 @@ def _contexts(chat: Bytes | None = None, **limits: int) -> ConversationTree:
         max_model_len=20_000,
         max_all_tokens=10**6,
     )
-    return ConversationTree(chat or Bytes(), replace(wide, **limits))
+    bytes_or_chat: Any = chat or Bytes()
+    return ConversationTree(bytes_or_chat, replace(wide, **limits))
 
 
 def _completion(chat: Bytes, text: str, *, full: bool = True, initial: float = 0.0) -> Completion:
@@ -44,12 +45,12 @@ def _completion(chat: Bytes, text: str, *, full: bool = True, initial: float = 0
 def _wired(messages: Messages, tools: list[Any] | None = None) -> Messages:
     """As the endpoint hands over what an agent sent as JSON."""
     body = {"messages": messages} | ({"tools": tools} if tools else {})
-    return read_request(json.dumps(body).encode(), "policy").messages
+    return read_request(json.dumps(body).encode()).messages
 
 
 def _returned(answer: TurnAnswer) -> dict[str, Any]:
     """The message as a client has it."""
-    body = json.loads(completion_body("policy", answer.message, answer.finish_reason, answer.usage))
+    body = json.loads(completion_body(answer.message, answer.finish_reason, answer.usage))
     message: dict[str, Any] = body["choices"][0]["message"]
     return message
 

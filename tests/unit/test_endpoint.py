@@ -131,8 +131,8 @@ def test_options_reach_the_rank_and_neutral_ones_are_nothing(endpoint: Endpoint)
         assert [
             ask(opened["base_url"], chat_request(opened, HI | single)) for single in requests
         ] == [(200, "")] * 3
-    assert [call.request.options.max_tokens for call in seen] == [4, None, None]
-    assert [call.request.options.ignored for call in seen] == [(), ("top_p",), ()]
+    assert [call.request.max_tokens for call in seen] == [4, None, None]
+    assert [call.request.ignored for call in seen] == [[], ["top_p"], []]
     assert [(call.conversation, call.request.tools, call.request.messages) for call in seen] == [
         ((1, 2), [], HI["messages"])
     ] * 3

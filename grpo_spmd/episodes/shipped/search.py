@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 import sqlite3
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -109,7 +108,9 @@ def index_of(corpus: Path) -> Path:
     needed_bytes = 4 * num_bytes
     for folder in folders:
         if shutil.disk_usage(folder).free > needed_bytes + (1 << 20):
-            with _lock(folder / f"{name}.lock"):
+            with open(folder / f"{name}.lock", "ab") as lock:
+                # The kernel releases the lock, also if this process is killed.
+                fcntl.flock(lock, fcntl.LOCK_EX)
                 # Another process may have made the index while this one waited for the lock.
                 if not _is_complete(folder / name):
                     _make_index(corpus, folder / name)
@@ -117,18 +118,6 @@ def index_of(corpus: Path) -> Path:
     rule = f"no folder takes the index of {corpus} (about {needed_bytes / 1e9:.1f} GB)"
     remedy = "set XDG_CACHE_HOME to a folder of this host with more room"
     raise ConfigError(f"search: {rule}: {remedy}")
-
-
-@contextlib.contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Holds a lock; the kernel releases it, also if the process is killed."""
-    # O_NOFOLLOW: a link in this place must not make us open somebody's file.
-    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(lock)
 
 
 def _is_complete(index: Path) -> bool:
@@ -145,10 +134,9 @@ def _is_complete(index: Path) -> bool:
 
 def _make_index(corpus: Path, index: Path) -> None:
     """Makes the index as a temporary file and renames it when it is complete."""
-    descriptor, temporary = tempfile.mkstemp(
-        prefix=f"{index.name}.", suffix=".tmp", dir=index.parent
-    )
-    os.close(descriptor)
+    # Its lock is held: what lies here is of a process that was killed.
+    temporary = index.with_name(f"{index.name}.tmp")
+    temporary.unlink(missing_ok=True)
     try:
         with contextlib.closing(sqlite3.connect(temporary)) as connection:
             # A crash only loses the temporary file, so sqlite needs neither journal nor fsync.
@@ -159,10 +147,9 @@ def _make_index(corpus: Path, index: Path) -> None:
             connection.executemany("insert into passages values (?, ?)", _passages(corpus))
             connection.execute("insert into passages(passages) values ('optimize')")
             connection.commit()
-        os.replace(temporary, index)
+        temporary.rename(index)
     finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
+        temporary.unlink(missing_ok=True)
 
 
 def _passages(corpus: Path) -> Iterator[tuple[str, str]]:

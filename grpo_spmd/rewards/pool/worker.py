@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import bdb
 import inspect
-import math
 import time
 import traceback
 from collections.abc import Awaitable, Callable
@@ -25,7 +24,7 @@ from grpo_spmd.rewards.trl import (
     CallLog,
     FailedCallError,
     TrainerState,
-    as_number,
+    as_reward,
     trl_values,
 )
 from grpo_spmd.rewards.verifiers import load_math_verify
@@ -87,7 +86,7 @@ def call_reward(
             return {"failed": f"{rule} without a length"}
         if len(values) != num_completions:
             return {"broken": f"returned {len(values)} values for {num_completions} completions"}
-        return {"values": [_as_reward(value) for value in values], **log.reply()}
+        return {"values": [as_reward(value) for value in values], **log.reply()}
     except FailedCallError as error:
         return {
             "failed": str(error),
@@ -95,31 +94,27 @@ def call_reward(
             "wait_s": error.wait_s,
             "status": error.status,
         }
-    except BrokenContractError as error:
-        return {"broken": str(error)}
-    except bdb.BdbQuit:
-        return {"quit": True}
     # SystemExit and KeyboardInterrupt too: the function fails, not the worker.
     except BaseException as error:
-        if error.__traceback__ is not None:
-            # This frame says nothing.
-            error.__traceback__ = error.__traceback__.tb_next
-        reason = traceback.format_exception_only(error)[-1].strip()[:_MAX_REASON_CHARS]
-        report = "".join(traceback.format_exception(error))[-MAX_ERROR_CHARS:]
-        return {"failed": f"raised {reason}\n{report}"}
+        return reply_to_error(error)
+
+
+def reply_to_error(error: BaseException) -> dict[str, Any]:
+    """Returns the reply for what a user's code has raised, as call_reward does."""
+    if isinstance(error, BrokenContractError):
+        return {"broken": str(error)}
+    if isinstance(error, bdb.BdbQuit):
+        return {"quit": True}
+    # The first frame of the traceback is our own function, which says nothing to the user.
+    if error.__traceback__ is not None:
+        error.__traceback__ = error.__traceback__.tb_next
+    reason = traceback.format_exception_only(error)[-1].strip()[:_MAX_REASON_CHARS]
+    report = "".join(traceback.format_exception(error))[-MAX_ERROR_CHARS:]
+    return {"failed": f"raised {reason}\n{report}"}
 
 
 async def _finish(values: Awaitable[Any]) -> Any:
     return await values
-
-
-def _as_reward(value: Any) -> float | str | None:
-    """Returns a finite number, None, or a string that says why `value` is unusable."""
-    if value is None:
-        return None
-    number = as_number(value)
-    is_finite = isinstance(number, float) and math.isfinite(number)
-    return number if is_finite else f"returned {number}"
 
 
 if __name__ == "__main__":
