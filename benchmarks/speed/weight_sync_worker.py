@@ -23,7 +23,7 @@ from grpo_spmd.distributed.collectives import on_rank0, start_all_gather, wait_f
 from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.session import end_session, start_session
 from grpo_spmd.engine.engine import RolloutEngine
-from grpo_spmd.engine.gather import WeightDigest, gather_full_tensors, gather_pieces
+from grpo_spmd.engine.gather import WeightDigest, gather_pieces
 from grpo_spmd.engine.weight_sync import WeightSync
 from grpo_spmd.model.policy import (
     DTYPES,
@@ -34,6 +34,7 @@ from grpo_spmd.model.policy import (
 )
 from grpo_spmd.model.sharding import shard_group
 from grpo_spmd.records import SyncStats
+from tests.support.full_tensors import gather_full_tensors
 
 ROUNDS = 7
 SHAPES = {  # hidden, intermediate, layers, vocabulary

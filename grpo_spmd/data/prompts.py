@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from grpo_spmd.config.errors import ConfigError
@@ -65,14 +66,7 @@ class PromptStream:
                 order = shuffled
             self._order = order
             self._order_epoch = epoch
-        prompt = self._prompts[self._order[offset]]
-        return Prompt(
-            position=position,
-            row=prompt.row,
-            token_ids=prompt.token_ids,
-            text=prompt.text,
-            columns=prompt.columns,
-        )
+        return replace(self._prompts[self._order[offset]], position=position)
 
 
 class TailStream:

@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor
 
 from grpo_spmd.distributed.collectives import start_all_gather, wait_for
 from grpo_spmd.model.lora import Shard
-from grpo_spmd.model.policy import Policy, hf_named_shards
 from grpo_spmd.model.sharding import (
     first_row,
     is_first_replica,
@@ -146,22 +145,6 @@ def leading_pieces(pieces: Iterator[Piece], shards: Iterable[Shard]) -> Iterator
             is_complete = piece.start + count == _width(shard.parameter, num_ranks)
             yield piece
             del piece
-
-
-def gather_full_tensors(
-    source: Policy | Sequence[Shard],
-    dtype: torch.dtype,
-    bucket_bytes: int,
-    stats: SyncStats,
-    cast: Cast = no_cast,
-    digest: WeightDigest | None = None,
-) -> Generator[tuple[str, Tensor], None, None]:
-    """Collective. Yields (HF name, full tensor) for the whole policy or for some shards.
-
-    The arguments are those of `gather_pieces`, the results those of `full_tensors`."""
-    shards = list(hf_named_shards(source)) if isinstance(source, Policy) else source
-    with closing(gather_pieces(shards, dtype, bucket_bytes, stats, cast, digest)) as pieces:
-        yield from full_tensors(pieces, dtype)
 
 
 def full_tensors(pieces: Iterable[Piece], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

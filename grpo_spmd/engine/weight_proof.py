@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.engine.weight_map import EngineTensor
-from grpo_spmd.model.lora import Shard, adapter_shards, hf_name, named_adapters
+from grpo_spmd.model.lora import Shard, adapter_shards, base_parameters, named_adapters
 from grpo_spmd.model.policy import Policy, hf_named_shards
 from grpo_spmd.model.sharding import gather_rows
 
@@ -126,11 +126,8 @@ def _expected_shards(policy: Policy, engine: RolloutEngine) -> dict[str, Shard]:
 
     A tied lm_head is there under its own name too, since an engine may pack it apart."""
     by_parameter = {id(shard.parameter): shard for shard in hf_named_shards(policy)}
-    shards = {
-        hf_name(name): by_parameter[id(parameter)]
-        for name, parameter in policy.model.named_parameters(remove_duplicate=False)
-        if id(parameter) in by_parameter
-    }
+    parameters = base_parameters(policy.model)
+    shards = {name: by_parameter[id(parameter)] for name, parameter in parameters.items()}
     if engine.takes_adapters:
         shards |= {shard.name: shard for shard in adapter_shards(policy.model, policy.lora)}
     return shards

@@ -23,7 +23,7 @@ from grpo_spmd.engine.gather import (
 )
 from grpo_spmd.engine.weight_proof import fits, prove_weights
 from grpo_spmd.model.families.refusals import refuse_unsynced_tensors
-from grpo_spmd.model.lora import adapter_shards, gather_adapters, hf_name
+from grpo_spmd.model.lora import adapter_shards, base_parameters, gather_adapters
 from grpo_spmd.model.offload import HostOffload
 from grpo_spmd.model.policy import Policy, hf_named_parameters, hf_named_shards
 from grpo_spmd.records import SyncStats
@@ -161,11 +161,7 @@ class WeightSync:
 
         Returns None if no tensor can be copied, or if ranks would copy different tensors."""
         name_of = {id(parameter): name for name, parameter in hf_named_parameters(self._policy)}
-        parameters = {
-            hf_name(name): parameter
-            for name, parameter in self._policy.model.named_parameters(remove_duplicate=False)
-            if id(parameter) in name_of
-        }
+        parameters = base_parameters(self._policy.model)
         names = {name: name_of[id(parameter)] for name, parameter in parameters.items()}
         all_fit = all(fits(tensor, parameters) for tensor in self._engine.tensors(names))
         direct = self._engine.direct_load(names) if all_fit else None

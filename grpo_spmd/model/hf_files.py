@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.data.hub import check_reachable
 from grpo_spmd.files import UntrustedError, read_index, read_model_config, read_stop_tokens
 
+_MAX_LINE = 300  # characters of another library's error
 # Weights as safetensors, configs, tokenizers, chat templates: nothing that is a program, or that
 # unpickles. Prefetch and run must agree on them: without network the library gives a model out only
 # if all files that are asked for are there.
@@ -24,7 +26,7 @@ def load_tokenizer(path: str) -> Any:
         return transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # tokenizers raises bare Exception; a damaged file any other
         raise ConfigError(
-            f"model.path: cannot load a tokenizer from {path}: {_first_line(error)}"
+            f"model.path: cannot load a tokenizer from {path}: {first_line(error)}"
         ) from None
 
 
@@ -42,15 +44,21 @@ def load_config(path: str) -> Any:
     # OSError, ValueError, and the field checks of huggingface_hub, which are neither.
     except Exception as error:
         raise ConfigError(
-            f"model.path: cannot load the config of {path}: {_first_line(error)}"
+            f"model.path: cannot load the config of {path}: {first_line(error)}"
         ) from None
 
 
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+def first_line(error: Exception) -> str:
+    """Returns the first line in which an error of another library says something."""
+    # pydantic's first line only counts its errors.
+    lines = [
+        line.strip()
+        for line in str(error).splitlines()
+        if not re.match(r"\s*$|\d+ validation error", line)
+    ]
     if not lines:
-        return type(error).__name__
-    return " ".join(lines[: 2 if lines[0].endswith(":") else 1])
+        return "no message"
+    return " ".join(lines[: 2 if lines[0].endswith(":") else 1])[:_MAX_LINE]
 
 
 def stop_token_ids(path: str, tokenizer: Any) -> set[int]:
@@ -114,5 +122,4 @@ def _snapshot(repo: str, **options: Any) -> Any:
     except Exception as error:  # of the library, of its HTTP client, and OSError of a full disk
         # It raises a better message about a wrong name or the network.
         check_reachable("models", repo, "model.path")
-        line = next(iter(str(error).splitlines()), "") or type(error).__name__
-        raise ConfigError(f"model.path: cannot fetch {repo}: {line}") from None
+        raise ConfigError(f"model.path: cannot fetch {repo}: {first_line(error)}") from None

@@ -117,6 +117,15 @@ def hf_name(name: str) -> str:
     return name.replace(".base_layer.", ".")
 
 
+def base_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Returns the parameters without adapters by HF name, a tied lm_head under both its names."""
+    return {
+        hf_name(name): parameter
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if not is_adapter(name)
+    }
+
+
 def _adapted_layers(model: nn.Module) -> list[Any]:
     """Returns peft's layers, in one order on all ranks."""
     from peft.tuners.lora import LoraLayer

@@ -20,7 +20,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from grpo_spmd.checks import memory
 from grpo_spmd.config.schema import Config
 from grpo_spmd.distributed.session import Session, policy_mesh
-from grpo_spmd.engine.gather import gather_full_tensors
 from grpo_spmd.learn.assemble import pack_rollouts
 from grpo_spmd.learn.update import PolicyUpdater
 from grpo_spmd.model.config_json import read_model
@@ -29,6 +28,7 @@ from grpo_spmd.model.policy import DTYPES, build_policy, build_reference
 from grpo_spmd.records import MicroBatch, Rollout, SyncStats
 from grpo_spmd.tools.plan.dry_run import Peaks
 from grpo_spmd.tools.plan.phases import trainer_peaks
+from tests.support.full_tensors import gather_full_tensors
 
 Figures = dict[str, int]  # bytes
 

@@ -19,13 +19,13 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import LoraConfig, ModelConfig, OptimizerConfig
 from grpo_spmd.distributed.session import Session, end_session, start_session
-from grpo_spmd.engine.gather import gather_full_tensors
 from grpo_spmd.learn.assemble import pack_rollouts
 from grpo_spmd.model.lora import named_adapters
 from grpo_spmd.model.optimizer import build_optimizer
 from grpo_spmd.model.policy import Policy, build_policy, hf_named_parameters
 from grpo_spmd.records import SyncStats
 from tests.support.checkpoints import export_policy
+from tests.support.full_tensors import gather_full_tensors
 from tests.support.models import FAMILIES, make_model, write_config
 from tests.support.workers.lora import rollouts
 

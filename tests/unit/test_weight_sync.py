@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from grpo_spmd.engine import gather, weight_sync
-from grpo_spmd.engine.gather import WeightDigest, gather_full_tensors, gather_pieces, leading_pieces
+from grpo_spmd.engine.gather import WeightDigest, gather_pieces, leading_pieces
 from grpo_spmd.engine.weight_sync import WeightSync
 from grpo_spmd.model.lora import Shard
 from grpo_spmd.records import SyncStats
+from tests.support.full_tensors import gather_full_tensors
 
 
 class Engine:

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.model.hf_files import load_config
+from grpo_spmd.model.hf_files import first_line, load_config
 
 _log = logging.getLogger("grpo_spmd")
 # What code raises for a model that it was not written for. Not OSError: that is the machine's.
@@ -27,7 +27,6 @@ _MODEL_ERRORS = (
     TypeError,
     ValueError,
 )
-_MAX_LINE = 300  # characters of the error's first line
 _MACHINE_FAULT = re.compile(
     "out of memory|not enough memory|CUDA|NCCL|[Gg]loo|[Ss]ocket|shm|timed out|driver"
 )
@@ -45,18 +44,11 @@ def as_config_error(path: str, problem: str, *kinds: type[Exception]) -> Iterato
     except ConfigError:
         raise
     except caught as error:
-        text = str(error).strip() or "no message"
-        if isinstance(error, torch.OutOfMemoryError) or _MACHINE_FAULT.search(text):
+        if isinstance(error, torch.OutOfMemoryError) or _MACHINE_FAULT.search(str(error)):
             raise
         _log.debug("model.path: %s %s", path, problem, exc_info=True)
-        # pydantic's first line only counts its errors.
-        lines = [
-            line.strip()
-            for line in text.splitlines()
-            if not re.match(r"\s*$|\d+ validation error", line)
-        ]
         raise ConfigError(
-            f"model.path: {path} {problem}: {type(error).__name__}: {lines[0][:_MAX_LINE]}"
+            f"model.path: {path} {problem}: {type(error).__name__}: {first_line(error)}"
         ) from error
 
 

@@ -27,7 +27,7 @@ from grpo_spmd.model.config_json import head_dim, refuse_by_config
 from grpo_spmd.model.families.build import as_config_error, build_hf_model, decoder_layers
 from grpo_spmd.model.families.logits import logits_map
 from grpo_spmd.model.hf_files import checkpoint_folder, load_config, tensor_files
-from grpo_spmd.model.lora import hf_name, is_adapter
+from grpo_spmd.model.lora import base_parameters, is_adapter
 
 # Formats that hold values. Others are the codes of a quantised checkpoint.
 _FORMATS = ("F64", "F32", "F16", "BF16")
@@ -208,11 +208,7 @@ def refuse_unsynced_tensors(
     Then the policy would train a tensor that the engine lacks, or no sync would fill one of the
     engine's. `list_tensors` gives what the engine holds (`engine.weight_map.EngineTensor`) for HF's
     names. Tensors of an unknown layout count by their rows."""
-    parameters = {
-        hf_name(name): parameter
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if not is_adapter(name)
-    }
+    parameters = base_parameters(model)
     synced: set[int] = set()
     unknown: dict[str, int] = {}
     for tensor in list_tensors(parameters):

@@ -32,7 +32,6 @@ from grpo_spmd.config.schema import Config
 from grpo_spmd.distributed.exit import Rank0Error
 from grpo_spmd.distributed.session import Session, policy_mesh
 from grpo_spmd.distributed.store import open_store
-from grpo_spmd.engine.gather import gather_full_tensors
 from grpo_spmd.engine.weight_map import EngineTensor, TensorPart
 from grpo_spmd.engine.weight_proof import prove_weights
 from grpo_spmd.learn.update import PolicyUpdater, attach_logprobs
@@ -52,6 +51,7 @@ from tests.support.dry_run.figures import (
     with_model,
 )
 from tests.support.dry_run.kernels import install_flash_attn
+from tests.support.full_tensors import gather_full_tensors
 from tests.support.learn import updater_of
 from tests.support.weights import name_of_weights
 

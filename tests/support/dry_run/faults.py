@@ -18,7 +18,7 @@ from grpo_spmd.checkpoint import save
 from grpo_spmd.config.schema import RewardConfig
 from grpo_spmd.engine import gather
 from grpo_spmd.engine.engine import RolloutEngine
-from grpo_spmd.engine.gather import WeightDigest, gather_full_tensors
+from grpo_spmd.engine.gather import WeightDigest
 from grpo_spmd.model import attention
 from grpo_spmd.model import policy as model_policy
 from grpo_spmd.model.attention import PackedLayout
@@ -41,6 +41,7 @@ from tests.support.dry_run.figures import (
     step_figures,
     sync_figures,
 )
+from tests.support.full_tensors import gather_full_tensors
 from tests.support.learn import updater_of
 
 

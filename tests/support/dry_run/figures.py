@@ -13,11 +13,11 @@ from torch.distributed.tensor import DTensor
 
 from grpo_spmd.config.schema import Config
 from grpo_spmd.distributed.session import Session
-from grpo_spmd.engine.gather import gather_full_tensors
 from grpo_spmd.learn.assemble import pack_rollouts
 from grpo_spmd.model.policy import Policy, build_policy
 from grpo_spmd.records import MicroBatch, Rollout, SyncStats
 from tests.support.dry_run.device import Meter
+from tests.support.full_tensors import gather_full_tensors
 from tests.support.learn import updater_of
 
 BUCKET_BYTES = 1 << 14

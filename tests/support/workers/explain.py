@@ -16,12 +16,12 @@ from grpo_spmd.config.load import load_config
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.session import end_session, start_session
-from grpo_spmd.engine.gather import gather_full_tensors
 from grpo_spmd.learn.assemble import pack_rollouts
 from grpo_spmd.model import config_json
 from grpo_spmd.model.optimizer import build_optimizer
 from grpo_spmd.model.policy import Policy, build_policy, build_reference
 from grpo_spmd.records import Rollout, SyncStats
+from tests.support.full_tensors import gather_full_tensors
 
 
 def main() -> None:

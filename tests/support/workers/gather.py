@@ -31,11 +31,11 @@ from grpo_spmd.distributed.collectives import (
 from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.exit import Rank0Error
 from grpo_spmd.distributed.session import Session, end_session, start_session
-from grpo_spmd.engine.gather import gather_full_tensors
 from grpo_spmd.model.lora import Shard
 from grpo_spmd.model.policy import Policy, build_policy, hf_named_parameters, hf_named_shards
 from grpo_spmd.model.sharding import shard_group
 from grpo_spmd.records import SyncStats
+from tests.support.full_tensors import gather_full_tensors
 
 
 def main() -> None:

@@ -24,7 +24,6 @@ from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.exit import Rank0Error
 from grpo_spmd.distributed.session import end_session, start_session
 from grpo_spmd.engine.engine import RolloutEngine
-from grpo_spmd.engine.gather import gather_full_tensors
 from grpo_spmd.engine.requests import Request
 from grpo_spmd.engine.weight_proof import prove_weights
 from grpo_spmd.engine.weight_sync import WeightSync
@@ -34,6 +33,7 @@ from grpo_spmd.model.optimizer import build_optimizer
 from grpo_spmd.model.policy import build_policy, build_reference, hf_named_parameters
 from grpo_spmd.records import Rollout, SyncStats
 from tests.support.checkpoints import export_policy
+from tests.support.full_tensors import gather_full_tensors
 from tests.support.workers.sync import difference, refuses
 
 NUM_ROLLOUTS = 6

@@ -20,12 +20,12 @@ from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config
 from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.session import Session, end_session, start_session
-from grpo_spmd.engine.gather import gather_full_tensors
 from grpo_spmd.learn.assemble import assemble_batch
 from grpo_spmd.learn.update import PolicyUpdater, attach_logprobs
 from grpo_spmd.model.offload import HostOffload, storage_of
 from grpo_spmd.model.policy import Policy, build_policy, build_reference, hf_named_parameters
 from grpo_spmd.records import SyncStats
+from tests.support.full_tensors import gather_full_tensors
 from tests.support.learn import sampled_step_of, updater_of
 from tests.support.workers.update import fixed_groups, score
 

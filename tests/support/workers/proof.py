@@ -27,7 +27,6 @@ from grpo_spmd.distributed.reductions import Reductions
 from grpo_spmd.distributed.session import end_session, start_session
 from grpo_spmd.engine.direct_load import _Matrix
 from grpo_spmd.engine.engine import RolloutEngine
-from grpo_spmd.engine.gather import gather_full_tensors
 from grpo_spmd.engine.requests import Request
 from grpo_spmd.engine.weight_proof import prove_weights
 from grpo_spmd.engine.weight_sync import WeightSync
@@ -39,6 +38,7 @@ from grpo_spmd.model.policy import build_policy, hf_named_parameters
 from grpo_spmd.parts import open_log, open_run_dir
 from grpo_spmd.proofs.logprob_check import LogprobCheck
 from grpo_spmd.records import BatchPlan, Decision, Rollout, StepDecision, SyncStats
+from tests.support.full_tensors import gather_full_tensors
 from tests.support.learn import merged_on_all
 from tests.support.workers.sync import disturb
 
