@@ -55,7 +55,7 @@ class Fault:
 
 _YIELD = "            yield name, full.view(-1)[: parameter.numel()].view(parameter.shape)\n"
 _TENSOR = "            tensor = full.view(-1)[: parameter.numel()].view(parameter.shape)\n"
-_VALUES = "        return cast(shard.name, shard.local_rows().detach()).reshape(-1)\n"
+_VALUES = "        return shard.local_rows().detach().reshape(-1)\n"
 _COPY = "copy(tensor_part, blocks, start, (block_rows, columns))\n"
 _LOAD = """            self._engine.load_weights(
                 full_tensors(pieces, dtype), step, direct, leading_pieces(pieces, copied)
@@ -77,8 +77,8 @@ FAULTS = (
         "one tensor stale: k_proj of layer 1 keeps its first value",
         "engine/gather.py",
         _VALUES,
-        "        name, kept = shard.name, no_cast.__dict__.setdefault('kept', {})\n"
-        "        values = cast(name, shard.local_rows().detach()).reshape(-1)\n"
+        "        name, kept = shard.name, gather_pieces.__dict__.setdefault('kept', {})\n"
+        "        values = shard.local_rows().detach().reshape(-1)\n"
         "        return kept.setdefault(name, values.clone()) if 'layers.1.self_attn.k_proj' in "
         "name else values\n",
         (_SHARDED,),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from typing import NamedTuple
 
@@ -29,10 +29,6 @@ from grpo_spmd.model.sharding import (
 )
 from grpo_spmd.records import SyncStats
 
-# From (HF name, this rank's rows) to the values that the engine gets. The bucket rounds them to its
-# dtype.
-Cast = Callable[[str, Tensor], Tensor]
-
 
 class Piece(NamedTuple):
     """Holds the same stretch of every rank's block of rows of one tensor."""
@@ -44,17 +40,11 @@ class Piece(NamedTuple):
     """[ranks, elements], in the engine's dtype, or as stored if one rank holds all rows."""
 
 
-def no_cast(_: str, values: Tensor) -> Tensor:
-    """Returns the values as they are, as a Cast."""
-    return values
-
-
 def gather_pieces(
     shards: Sequence[Shard],
     dtype: torch.dtype,
     bucket_bytes: int,
     stats: SyncStats,
-    cast: Cast = no_cast,
     digest: WeightDigest | None = None,
 ) -> Generator[Piece, None, None]:
     """Collective. Yields the tensors of `shards`, one after the other, in pieces.
@@ -79,7 +69,7 @@ def gather_pieces(
         digest = None
     num_ranks = num_shards(parameter)
     if num_ranks == 1:
-        yield from _whole_pieces(shards, dtype, stats, cast, digest)
+        yield from _whole_pieces(shards, dtype, stats, digest)
         return
     widths = [_width(shard.parameter, num_ranks) for shard in shards]
     total = sum(widths)
@@ -90,7 +80,7 @@ def gather_pieces(
         for _ in range(min(2, -(-total // room)))
     ]
     group = shard_group(parameter)
-    row = _ShardRow(shards, widths, dist.get_rank(group), cast, digest)
+    row = _ShardRow(shards, widths, dist.get_rank(group), digest)
     with closing(_gather_buckets(row, buckets, total, group, stats)) as gathered:
         # The columns of the current bucket that were not yielded yet: none at the start.
         bucket = buckets[0][:, :0]
@@ -109,7 +99,6 @@ def _whole_pieces(
     shards: Sequence[Shard],
     dtype: torch.dtype,
     stats: SyncStats,
-    cast: Cast,
     digest: WeightDigest | None,
 ) -> Iterator[Piece]:
     """Yields the pieces if one rank holds all rows.
@@ -118,7 +107,7 @@ def _whole_pieces(
     """
     rounded = torch.empty(0)
     for shard in shards:
-        values = _local_values(shard, cast)
+        values = _local_values(shard)
         stats.bytes += len(values) * dtype.itemsize
         size = len(values) if digest is None else digest.stretch(dtype.itemsize)
         start = 0
@@ -168,10 +157,10 @@ def full_tensors(pieces: Iterable[Piece], dtype: torch.dtype) -> Iterator[tuple[
             full = torch.empty(0)
 
 
-def _local_values(shard: Shard, cast: Cast) -> Tensor:
-    """Returns this rank's values of a shard, cast, as one dimension."""
+def _local_values(shard: Shard) -> Tensor:
+    """Returns this rank's values of a shard as one dimension."""
     with torch.no_grad():
-        return cast(shard.name, shard.local_rows().detach()).reshape(-1)
+        return shard.local_rows().detach().reshape(-1)
 
 
 def _width(parameter: DTensor, num_ranks: int) -> int:
@@ -218,19 +207,17 @@ def _gather_buckets(
 
 
 class _ShardRow:
-    """Reads this rank's shards end to end, each padded to full size, and casts one at a time."""
+    """Reads this rank's shards end to end, one at a time, each padded to full size."""
 
     def __init__(
         self,
         shards: Iterable[Shard],
         widths: list[int],
         rank: int,
-        cast: Cast,
         digest: WeightDigest | None,
     ) -> None:
         self._shards = zip(shards, widths, strict=True)
         self._rank = rank
-        self._cast = cast
         self._digest = digest
         # The values of the current shard that were not written yet.
         self._unread = torch.empty(0)
@@ -251,7 +238,7 @@ class _ShardRow:
                 shard, self._num_unread = next(self._shards)
                 self._name = shard.name
                 self._position = self._rank * self._num_unread
-                self._unread = _local_values(shard, self._cast)
+                self._unread = _local_values(shard)
             # A digest gets no more than the remainder of one stretch at a time.
             limit = len(out) if self._digest is None else stretch - self._position % stretch
             num_values = min(len(self._unread), len(out), limit)

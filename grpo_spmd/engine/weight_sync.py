@@ -13,12 +13,10 @@ from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.engine.direct_load import DirectLoad
 from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.engine.gather import (
-    Cast,
     WeightDigest,
     full_tensors,
     gather_pieces,
     leading_pieces,
-    no_cast,
     weights_id,
 )
 from grpo_spmd.engine.weight_proof import fits, prove_weights
@@ -39,18 +37,16 @@ class WeightSync:
         bucket_bytes: int,
         prove_every_steps: int = 0,
         offload: HostOffload | None = None,
-        cast: Cast = no_cast,
         is_named: bool = False,
     ) -> None:
         """Raises ConfigError as `refuse_unsynced_tensors` does.
 
         With `prove_every_steps` 0 only the first syncs are proved. With `is_named` the stats have a
-        hash of the weights, which a rollout buffer needs. `cast` changes values on their way."""
+        hash of the weights, which a rollout buffer needs."""
         refuse_unsynced_tensors(policy.model, engine.tensors, fits)
         self._policy = policy
         self._engine = engine
         self._offload = offload
-        self._cast = cast
         self._device = next(policy.model.parameters()).device
         self._bucket_bytes = bucket_bytes
         self._prove_every_steps = prove_every_steps
@@ -137,9 +133,7 @@ class WeightSync:
         )
         copied = [shard for shard in shards if shard.name in direct_names]
         dtype = self._engine.dtype
-        with closing(
-            gather_pieces(shards, dtype, self._bucket_bytes, stats, self._cast, digest)
-        ) as pieces:
+        with closing(gather_pieces(shards, dtype, self._bucket_bytes, stats, digest)) as pieces:
             self._engine.load_weights(
                 full_tensors(pieces, dtype), step, direct, leading_pieces(pieces, copied)
             )

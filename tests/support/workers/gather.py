@@ -73,14 +73,6 @@ def main() -> None:
                 tensor.zero_()
     a_receiver_that_fails_leaves_the_group_usable(policy, expected)
     one_shard_is_made_at_a_time(policy, expected)
-    cast = dict(
-        gather_full_tensors(
-            policy, torch.float32, 6000, SyncStats(), lambda name, shard: shard.bfloat16()
-        )
-    )
-    assert all(
-        torch.equal(cast[name], tensor.bfloat16().float()) for name, tensor in expected.items()
-    )
     ranks_of_an_engine_compare(session)
 
     # of uneven length, some empty
