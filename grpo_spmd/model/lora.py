@@ -49,6 +49,7 @@ def add_adapters(model: Any, config: LoraConfig) -> None:
         task_type="CAUSAL_LM",
     )
     peft.inject_adapter_in_model(peft_config, model)
+    # Said here and not left to peft: nothing of the base may train, embedding and norms included.
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter(name))
     for layer in _adapted_layers(model):
@@ -102,6 +103,7 @@ def target_modules(model: Any, config: LoraConfig) -> list[str]:
 def engine_target_modules(path: str, config: LoraConfig) -> list[str]:
     """Returns the target modules by their last names, for an engine that starts before the
     policy."""
+    # No memory: only the names of the layers are looked at.
     with torch.device("meta"):
         model = build_hf_model(load_config(path), path)
     return [target.rpartition(".")[2] for target in target_modules(model, config)]

@@ -75,6 +75,7 @@ class RewardModel(nn.Module):
             use_cache=False,
             packed_layout=PackedLayout(row.lengths, row.input_ids.device, self._attention),
         )
+        # The head's product is float32: bfloat16 would round a score to 3 digits.
         hidden = states.last_hidden_state[0][row.scored].float()
         scores: Tensor = hidden @ self.model.score.weight[self._label].float()
         return scores
@@ -90,6 +91,7 @@ class RewardModel(nn.Module):
         """Packs texts in this order; equal lengths should be neighbours.
 
         Without texts the row is one token that counts nothing, so that the rank takes part."""
+        # Every rank must run the model, since FSDP gathers its layers from all ranks.
         texts = texts or [[0]]
         device = next(self.model.parameters()).device
         ids: list[int] = []
@@ -128,6 +130,7 @@ def build_reward_model(
         attention = attention_backend(hf_config, config, session)
         with torch.device("meta"):
             model = RewardModel(hf_config, files.label, attention, compute)
+        # Before any memory is taken on the device.
         _refuse_other_heads(model.model, path)
         refuse_structure(model.model, path)
         stored_names = refuse_tensors(model.model, files.folder)

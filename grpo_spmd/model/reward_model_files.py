@@ -78,6 +78,7 @@ def read_reward_model(
             raise ConfigError(f"{folder} {rule}")
         _refuse_unsuitable_config(config, folder)
         _check_head(config, shapes, folder)
+        # Without its files transformers would make a tokenizer up.
         if not _has_tokenizer(folder):
             raise ConfigError(f"{folder} holds no tokenizer; copy that of its base model there")
     max_tokens = _max_tokens(config, reward, budget, key)
@@ -149,6 +150,7 @@ def _check_head(
         raise ConfigError(
             f"{folder} ({model_classes} in its config.json) has no tensor {_HEAD}{hint}; {rule}"
         )
+    # Labels that config.json does not name would shift the row that a label's name stands for.
     num_rows = shapes[_HEAD][0]
     num_labels = len(_label_names(config))
     if num_rows != num_labels:

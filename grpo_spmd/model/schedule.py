@@ -23,8 +23,10 @@ def lr_fraction(config: OptimizerConfig, num_updates: int, num_steps: int) -> fl
         return (num_updates + 1) / config.warmup_steps
     if config.schedule == "constant" or not config.lr:
         return 1.0
+    # A run that is all warm-up has no step to decay in.
     decay_steps = max(1, num_steps - config.warmup_steps)
     progress = min(1.0, (num_updates - config.warmup_steps) / decay_steps)
+    # The part of the decay that is still to come, from 1 to 0.
     remaining = 1.0 - progress
     if config.schedule == "cosine":
         remaining = (1.0 + math.cos(math.pi * progress)) / 2
@@ -52,6 +54,7 @@ def changed_schedule(
 
     The new schedule counts, as if it had always been asked for. `saved` and `current` are flat
     configs. Raises ConfigError if `saved` is no config."""
+    # Both at the same step: what the old schedule would have done next, and what the new one does.
     saved_rate, saved_steps = _rate(saved, num_updates)
     rate, num_steps = _rate(current, num_updates)
     if saved_rate == rate:

@@ -61,6 +61,7 @@ def first_row(parameter: DTensor) -> int:
     """Returns the first row of this rank's shard.
 
     FSDP2 deals rows in equal blocks; the last ranks may get fewer rows or none."""
+    # The position among the ranks of one replica, not among all ranks.
     rank = parameter.device_mesh.get_local_rank("shard")
     return min(rank * rows_per_rank(parameter), parameter.shape[0])
 
@@ -88,6 +89,7 @@ def gather_rows(shards: Iterable[tuple[DTensor, Tensor]]) -> list[Tensor]:
     gathered = row.new_empty(dist.get_world_size(group), len(row))
     gathered[dist.get_rank(group)] = row
     wait_for(start_all_gather(gathered, group))
+    # Each parameter is a range of columns, with one rank's block of it in each row.
     columns = gathered.split([block.numel() for block in blocks], dim=1)
     return [
         values.reshape(-1, block.shape[1])[: parameter.shape[0]]

@@ -115,6 +115,7 @@ def refuse_structure(model: Any, path: str) -> None:
                 f"model.path: {path} ({name}) has its weights transposed (Conv1D), in which the "
                 "proof of the weight sync cannot compare them"
             )
+    # A buffer that is saved with the model is part of what it computes, and no optimizer moves it.
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     for name, buffer in model.state_dict().items():
         if name not in parameters and buffer.is_floating_point():
@@ -194,6 +195,7 @@ def stored_names(model: Any, stored: Iterable[str]) -> dict[str, str]:
         renamed = name
         for renaming in renamings:
             renamed = renaming.rename_source_key(renamed)[0]
+        # A decoder that was stored by itself lacks the prefix of the whole model.
         for candidate in (renamed, f"{model.base_model_prefix}.{renamed}"):
             if candidate in missing:
                 on_disk[candidate] = name
@@ -230,6 +232,7 @@ def refuse_unmatched_names(
 
     `missing` has the rows of the policy's tensors that were not found in the engine, `unknown`
     those of the engine's that were not found in the policy."""
+    # A tensor of unknown layout may hold any of the missing ones, as long as it has room for them.
     if sum(missing.values()) > sum(unknown.values()):
         raise ConfigError(
             f"model.path: {model_class} has {_first_and_count(sorted(missing))}, which vLLM's "
