@@ -16,7 +16,6 @@ from grpo_spmd.files import read_header, read_index, read_model_config
 
 # Parameters by their names in a checkpoint, a tied lm_head once.
 Shapes = dict[str, tuple[int, ...]]
-_LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -78,22 +77,6 @@ class ModelFacts:
     @property
     def num_parameters(self) -> int:
         return sum(math.prod(shape) for shape in self.shapes.values())
-
-    @property
-    def layer_numel(self) -> int:
-        """Number of parameters in the largest layer, which FSDP gathers at a time."""
-        layers: dict[str, int] = {}
-        for name, shape in self.shapes.items():
-            if layer := _LAYER.search(name):
-                layers[layer[1]] = layers.get(layer[1], 0) + math.prod(shape)
-        return max(layers.values(), default=0)
-
-    @property
-    def root_numel(self) -> int:
-        """Number of parameters outside the layers: embedding, lm_head, last norm."""
-        return sum(
-            math.prod(shape) for name, shape in self.shapes.items() if not _LAYER.search(name)
-        )
 
     @property
     def dimensions(self) -> Dimensions | None:
