@@ -140,7 +140,7 @@ def test_who_holds_the_folder_goes_on_and_is_not_disturbed(tmp_path: Path) -> No
         run = read_run(tmp_path)
         assert (run.state, run.why) == (
             "going",
-            "starting again after step 5 of 80; the launch before was failed: x",
+            "going after step 5 of 80; it starts again, and the launch before was failed: x",
         )
     finally:
         holder.kill()

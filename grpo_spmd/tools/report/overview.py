@@ -132,7 +132,7 @@ def config_differences(runs: Sequence[RecordedRun]) -> list[list[Any]]:
 
 def _versions(run: RecordedRun) -> dict[str, Any]:
     """Returns the newest launch's versions, commits and machines; {} if they are not known."""
-    launch = run.launches[-1] if run.launches else {}
+    launch = run.launch
     recorded = launch.get("versions")
     repositories = launch.get("git")
     versions: dict[str, Any] = {}
@@ -148,7 +148,7 @@ def _versions(run: RecordedRun) -> dict[str, Any]:
 
 def _config_source(run: RecordedRun, key: str, value: Any) -> str:
     # An override wins over file and recipe, so it is looked at first.
-    command = run.launches[-1].get("command") if run.launches else None
+    command = run.launch.get("command")
     for argument in command if isinstance(command, list) else ():
         name, equals, _ = str(argument).partition("=")
         if equals and (key == name or key.startswith(f"{name}.")):

@@ -12,7 +12,7 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -49,7 +49,7 @@ _CLOCK_SKEW_S = 5.0  # between a file's time and the clock of another host
 _EXIT_S = 30.0  # that a process may hold the folder after it wrote the end of its launch
 
 
-@dataclass(frozen=True)
+@dataclass
 class RecordedRun:
     """A run as its folder records it. Metrics are finite numbers or None."""
 
@@ -59,12 +59,17 @@ class RecordedRun:
     launches: list[dict[str, Any]]
     steps: list[dict[str, Any]]  # metrics by ascending step; the last line of each step
     evaluations: list[dict[str, Any]]  # the same for evaluations
-    state: str  # "done", "going", "preempted", "failed", "killed", "silent" or "empty"
-    why: str  # the state in one line
-    reports: dict[str, str]  # by file name, from the newest launch
-    dumped_steps: list[int]  # without those of an earlier attempt
     checkpoints: list[int]
     num_steps: int | None  # training.num_steps
+    reports: dict[str, str] = field(default_factory=dict)  # by file name, from the newest launch
+    dumped_steps: list[int] = field(default_factory=list)  # without those of an earlier attempt
+    state: str = "empty"  # or "done", "going", "preempted", "failed", "killed", "silent"
+    why: str = ""  # the state in one line
+
+    @property
+    def launch(self) -> dict[str, Any]:
+        """The newest launch; {} if none is recorded."""
+        return self.launches[-1] if self.launches else {}
 
     @property
     def last_step(self) -> int:
@@ -84,7 +89,7 @@ class RecordedRun:
 def read_run(folder: Path) -> RecordedRun:
     """Reads a run folder. Raises ConfigError if it holds no run, or cannot be read."""
     try:
-        return _RunReader(folder).read()
+        return _read_run(folder)
     except OSError as error:
         problem = f"{folder}: {error.strerror or error}"
         raise ConfigError(f"{problem}; a run folder is what run_dir named") from None
@@ -100,158 +105,141 @@ def name_apart(runs: Sequence[RecordedRun]) -> list[RecordedRun]:
     return [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
 
 
-class _RunReader:
-    """Reads one run folder."""
+def _read_run(folder: Path) -> RecordedRun:
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is no folder; name one that a run's run_dir named")
+    names = ("metrics.jsonl", "config.yaml", "launches.jsonl")
+    if not any(os.path.lexists(folder / name) for name in names):
+        raise ConfigError(f"{folder} holds no {' or '.join(names)}, so it is no run folder")
+    files = RunFolder(folder)
+    config = _read_config(folder / "config.yaml")
+    num_steps = config.get("training.num_steps")
+    # A browser computes with doubles, which hold whole numbers up to 2**53.
+    is_count = type(num_steps) is int and 0 < num_steps < 2**53
+    steps, evaluations = _read_metrics(files)
+    run = RecordedRun(
+        folder=folder,
+        name=folder.resolve().name or str(folder),
+        config=config,
+        launches=files.launches()[-_MAX_LAUNCHES:],
+        steps=steps,
+        evaluations=evaluations,
+        checkpoints=[step_of(path) for path in list_checkpoints(folder)],
+        num_steps=num_steps if is_count else None,
+    )
+    run.reports = _read_reports(run)
+    run.dumped_steps = _list_dumped_steps(run)
+    run.state, detail = _find_state(run)
+    total = f" of {run.num_steps}" if run.num_steps else ""
+    reason = f"{run.state} after step {run.last_step}{total}{detail}"
+    run.why = " ".join(reason.split())[:_MAX_VALUE_CHARS]
+    return run
 
-    def __init__(self, folder: Path) -> None:
-        if not folder.is_dir():
-            raise ConfigError(f"{folder} is no folder; name one that a run's run_dir named")
-        names = ("metrics.jsonl", "config.yaml", "launches.jsonl")
-        if not any(os.path.lexists(folder / name) for name in names):
-            missing = "config.yaml, metrics.jsonl or launches.jsonl"
-            raise ConfigError(f"{folder} holds no {missing}, so it is no run folder")
-        self._folder = folder
-        self._files = RunFolder(folder)
-        self._config = _read_config(folder / "config.yaml")
-        self._launches = self._files.launches()[-_MAX_LAUNCHES:]
-        self._launch = self._launches[-1] if self._launches else {}
-        self._start_s = _unix_s(self._launch.get("start"))
-        self._steps, self._evaluations = _read_metrics(self._files)
-        self._last_line_s = _written_s(self._steps)  # None in runs of earlier versions
-        num_steps = self._config.get("training.num_steps")
-        # A browser computes with doubles, which hold whole numbers up to 2**53.
-        is_count = type(num_steps) is int and 0 < num_steps < 2**53
-        self._num_steps = num_steps if is_count else None
-        self._reports = self._read_reports()
 
-    def read(self) -> RecordedRun:
-        state, reason = self._find_state()
-        return RecordedRun(
-            folder=self._folder,
-            name=self._folder.resolve().name or str(self._folder),
-            config=self._config,
-            launches=self._launches,
-            steps=self._steps,
-            evaluations=self._evaluations,
-            state=state,
-            why=" ".join(reason.split())[:_MAX_VALUE_CHARS],
-            reports=self._reports,
-            dumped_steps=self._list_dumped_steps(),
-            checkpoints=[step_of(path) for path in list_checkpoints(self._folder)],
-            num_steps=self._num_steps,
-        )
-
-    def _read_reports(self) -> dict[str, str]:
-        """Returns the reports of the newest launch; earlier launches wrote into the same files."""
-        reports: dict[str, str] = {}
-        if self._launch.get("outcome") in ("done", "preempted"):
-            return reports
-        oldest_s = self._start_s if self._start_s is not None else self._last_line_s
-        for name in REPORT_FILES:
-            path = self._folder / "logs" / name
-            with suppress(OSError, UntrustedError), open_regular(path) as file:
-                status = os.fstat(file.fileno())
-                # An older file is a report on an earlier launch.
-                is_old = oldest_s is not None and status.st_mtime < oldest_s - _CLOCK_SKEW_S
-                if not status.st_size or is_old:
-                    continue
-                file.seek(max(0, status.st_size - _REPORT_TAIL_BYTES))
-                text = file.read(_REPORT_TAIL_BYTES).decode("utf-8", "replace")
-                begin = text.rfind("\n=== 2") + 1  # a report begins with its year
-                reports[name] = text[begin : begin + _MAX_REPORT_CHARS].rstrip()
+def _read_reports(run: RecordedRun) -> dict[str, str]:
+    """Returns the reports of the newest launch; earlier launches wrote into the same files."""
+    reports: dict[str, str] = {}
+    if run.launch.get("outcome") in ("done", "preempted"):
         return reports
+    start_s = _unix_s(run.launch.get("start"))
+    oldest_s = start_s if start_s is not None else _written_s(run.steps)
+    for name in REPORT_FILES:
+        path = run.folder / "logs" / name
+        with suppress(OSError, UntrustedError), open_regular(path) as file:
+            status = os.fstat(file.fileno())
+            # An older file is a report on an earlier launch.
+            is_old = oldest_s is not None and status.st_mtime < oldest_s - _CLOCK_SKEW_S
+            if not status.st_size or is_old:
+                continue
+            file.seek(max(0, status.st_size - _REPORT_TAIL_BYTES))
+            text = file.read(_REPORT_TAIL_BYTES).decode("utf-8", "replace")
+            begin = text.rfind("\n=== 2") + 1  # a report begins with its year
+            reports[name] = text[begin : begin + _MAX_REPORT_CHARS].rstrip()
+    return reports
 
-    def _list_dumped_steps(self) -> list[int]:
-        """Returns the dumped steps without those of an earlier attempt.
 
-        A run that resumes from an older checkpoint leaves the dumps of later steps until it makes
-        these steps again.
-        """
-        dumped_steps = self._files.dumped_steps
-        if not self._steps:
-            return dumped_steps
-        newest_step = self._steps[-1]["step"] + 1  # a step's dump comes before its line
-        if self._start_s is not None and newest_step in dumped_steps:
-            with suppress(OSError):
-                paths = self._files.rollout_files[newest_step].values()
-                written_s = max(path.stat().st_mtime for path in paths)
-                newest_step -= written_s < self._start_s - _CLOCK_SKEW_S
-        return [step for step in dumped_steps if step <= newest_step]
+def _list_dumped_steps(run: RecordedRun) -> list[int]:
+    """Returns the dumped steps without those of an earlier attempt.
 
-    def _find_state(self) -> tuple[str, str]:
-        """Returns the state and its reason in one line."""
-        progress = f"after step {self._steps[-1]['step'] if self._steps else 0}"
-        if self._num_steps:
-            progress += f" of {self._num_steps}"
-        outcome = self._launch.get("outcome")
-        if outcome == "done":
-            return "done", f"done {progress}"
-        is_held = _is_locked(self._folder / "logs" / "launch")
-        if outcome in ("preempted", "failed", "killed"):
-            reason = self._launch.get("why")
-            suffix = f": {reason}" if isinstance(reason, str) and reason else ""
-            end_s = _unix_s(self._launch.get("end"))
-            if is_held and (end_s is None or time.time() - end_s > _EXIT_S):
-                return (
-                    "going",
-                    f"starting again {progress}; the launch before was {outcome}{suffix}",
-                )
-            return str(outcome), f"{outcome} {progress}{suffix}"
-        # No outcome: the launch goes on, hangs, or was killed without a word.
-        times = [self._last_line_s, _written_s(self._evaluations), self._start_s]
-        known_times = [seconds for seconds in times if seconds is not None]
-        quiet_s = max(0.0, time.time() - max(known_times)) if known_times else math.inf
-        is_quiet = quiet_s > self._max_quiet_s()
-        silence = f", nothing written for {_format_seconds(quiet_s)}" if known_times else ""
-        if is_held:
-            if is_quiet and known_times:
-                return "silent", f"holds its folder {progress}{silence}"
-            return "going", f"going {progress}"
-        if not self._launches:
-            return self._find_early_state(progress, is_quiet)
-        host = self._launch.get("host")
-        # Only on the run's own machine a missing lock proves that nothing holds it.
-        if host == socket.gethostname() and os.path.exists("/proc/locks"):
-            reason = "it left no word of its end, and no process holds its folder"
-            return "killed", f"killed {progress}: {reason}"
-        machine = f"on {_shorten(host)}"
-        if not is_quiet:
-            return "going", f"going {progress} ({machine})"
-        reason = f"it hangs or was killed ({machine}, not on this machine)"
-        return "silent", f"silent {progress}{silence}; {reason}"
+    A run that resumes from an older checkpoint leaves the dumps of later steps until it makes
+    these steps again.
+    """
+    dumped_steps = run.files.dumped_steps
+    if not run.steps:
+        return dumped_steps
+    newest_step = run.last_step + 1  # a step's dump comes before its line
+    start_s = _unix_s(run.launch.get("start"))
+    if start_s is not None and newest_step in dumped_steps:
+        with suppress(OSError):
+            paths = run.files.rollout_files[newest_step].values()
+            written_s = max(path.stat().st_mtime for path in paths)
+            newest_step -= written_s < start_s - _CLOCK_SKEW_S
+    return [step for step in dumped_steps if step <= newest_step]
 
-    def _max_quiet_s(self) -> float:
-        """Returns the seconds without a line after which a run is no longer called going."""
-        is_first_step = self._last_line_s is None or (
-            self._start_s is not None and self._last_line_s < self._start_s
-        )
-        if is_first_step:
-            timeout_s = self._config.get("watchdog.timeout_s")
-            if isinstance(timeout_s, int | float) and 0 < timeout_s < 1e9:
-                return float(timeout_s)
-            return _FIRST_STEP_S
-        durations = [step.get("time/step_s") or 0.0 for step in self._steps]
-        recent_s = _RECENT_FACTOR * max(durations[-_NUM_RECENT:])
-        # An evaluation at every 100th step may take many times as long as the last steps did.
-        return max(_LATER_STEP_S, recent_s, _LONGEST_FACTOR * max(durations))
 
-    def _find_early_state(self, progress: str, is_quiet: bool) -> tuple[str, str]:
-        """Returns the state of a folder without launches.jsonl, from versions before 0.1."""
-        with suppress(OSError, ConfigError):
-            reason = read_json(self._folder / "preempted.json").get("reason")
-            return "preempted", f"preempted {progress}: {_shorten(reason)}"
-        last_step = self._steps[-1]["step"] if self._steps else 0
-        if self._num_steps is not None and self._steps and last_step >= self._num_steps:
-            return "done", f"done {progress}"
-        if self._reports:
-            lines = next(iter(self._reports.values())).split("\n")
-            reason = next((line for line in lines if not line.startswith("===")), "")
-            return "failed", f"failed {progress}: {_shorten(reason)}"
-        if not self._steps:
-            return "empty", "nothing tells of a step yet"
-        if not is_quiet:
-            return "going", f"going {progress}"
-        return "killed", f"killed {progress}: it left no word of its end"
+def _find_state(run: RecordedRun) -> tuple[str, str]:
+    """Returns the state, and what is to be said of it behind the number of steps."""
+    launch = run.launch
+    outcome = launch.get("outcome")
+    if outcome == "done":
+        return "done", ""
+    is_held = _is_locked(run.folder / "logs" / "launch")
+    if outcome in ("preempted", "failed", "killed"):
+        reason = launch.get("why")
+        suffix = f": {reason}" if isinstance(reason, str) and reason else ""
+        end_s = _unix_s(launch.get("end"))
+        if is_held and (end_s is None or time.time() - end_s > _EXIT_S):
+            return "going", f"; it starts again, and the launch before was {outcome}{suffix}"
+        return str(outcome), suffix
+    # No outcome: the launch goes on, hangs, or was killed without a word.
+    times = [_written_s(run.steps), _written_s(run.evaluations), _unix_s(launch.get("start"))]
+    known_times = [seconds for seconds in times if seconds is not None]
+    quiet_s = max(0.0, time.time() - max(known_times)) if known_times else math.inf
+    is_quiet = quiet_s > _max_quiet_s(run)
+    silence = f", nothing written for {_format_seconds(quiet_s)}" if known_times else ""
+    if is_held and is_quiet and known_times:
+        return "silent", f"{silence}; it holds its folder"
+    if is_held:
+        return "going", ""
+    if not run.launches:
+        return _find_early_state(run, is_quiet)
+    host = _shorten(launch.get("host"))
+    # Only on the run's own machine a missing lock proves that nothing holds it.
+    if host == socket.gethostname() and os.path.exists("/proc/locks"):
+        return "killed", ": it left no word of its end, and no process holds its folder"
+    if is_quiet:
+        return "silent", f"{silence}; it hangs or was killed on {host}"
+    return "going", f" (on {host})"
+
+
+def _max_quiet_s(run: RecordedRun) -> float:
+    """Returns the seconds without a line after which a run is no longer called going."""
+    start_s = _unix_s(run.launch.get("start"))
+    last_line_s = _written_s(run.steps)  # None in runs of earlier versions
+    if last_line_s is None or (start_s is not None and last_line_s < start_s):
+        timeout_s = run.config.get("watchdog.timeout_s")
+        if isinstance(timeout_s, int | float) and 0 < timeout_s < 1e9:
+            return float(timeout_s)
+        return _FIRST_STEP_S
+    durations = [step.get("time/step_s") or 0.0 for step in run.steps]
+    recent_s = _RECENT_FACTOR * max(durations[-_NUM_RECENT:])
+    # An evaluation at every 100th step may take many times as long as the last steps did.
+    return max(_LATER_STEP_S, recent_s, _LONGEST_FACTOR * max(durations))
+
+
+def _find_early_state(run: RecordedRun, is_quiet: bool) -> tuple[str, str]:
+    """Returns the state of a folder without launches.jsonl, from versions before 0.1."""
+    with suppress(OSError, ConfigError):
+        reason = read_json(run.folder / "preempted.json").get("reason")
+        return "preempted", f": {_shorten(reason)}"
+    if run.steps and run.num_steps is not None and run.last_step >= run.num_steps:
+        return "done", ""
+    for report in run.reports.values():
+        reason = next((line for line in report.split("\n") if not line.startswith("===")), "")
+        return "failed", f": {_shorten(reason)}"
+    if not run.steps:
+        return "empty", ": nothing tells of a step yet"
+    return ("killed", ": it left no word of its end") if is_quiet else ("going", "")
 
 
 def _read_config(path: Path) -> dict[str, Any]:

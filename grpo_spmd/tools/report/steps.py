@@ -13,17 +13,18 @@ import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
+from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.observe.metrics_file import LinePosition, read_lines
+from grpo_spmd.observe.metrics_file import LinePosition
 from grpo_spmd.observe.rollout_record import (
     RolloutRecord,
     bounded_values,
@@ -31,7 +32,7 @@ from grpo_spmd.observe.rollout_record import (
     parse_rollout,
 )
 from grpo_spmd.observe.run_folder import LineStore, ReadErrors, RunFolder
-from grpo_spmd.observe.token_scores import TokenScores, parse_scores
+from grpo_spmd.observe.token_scores import parse_scores
 from grpo_spmd.tools.report.page import json_bytes
 from grpo_spmd.tools.report.pieces import TokenPieces, read_pieces
 
@@ -137,15 +138,17 @@ def _token_columns(
     """Returns lists with an entry for each sampled token.
 
     A list is null if its values are not known. A null `advantage` means the rollout's; a null
-    `mask` means that all tokens count.
+    `mask` means that all tokens count. JSON has null for numbers that are not finite.
     """
     tokens: dict[str, Any] = {
         "pieces": texts,
         "ids": record.completion_ids,
-        "logprob": _finite_list(np.round(np.array(record.rollout_logprobs), 3)),
+        "logprob": np.round(record.rollout_logprobs, 3).tolist(),
         **dict.fromkeys(("difference", "entropy", "advantage", "mask")),
     }
-    scores = _parse_score_line(score_line)
+    scores = None
+    with suppress(ConfigError):
+        scores = parse_scores(score_line, "") if score_line is not None else None
     # Scores of another length are from another run's rollout.
     if scores is not None and len(scores.difference) == len(record.completion_ids):
         # Three digits are what the page shows; more would only take room.
@@ -158,15 +161,10 @@ def _token_columns(
     return tokens
 
 
-def _parse_score_line(line: bytes | None) -> TokenScores | None:
-    with suppress(ConfigError):
-        return parse_scores(line, "") if line is not None else None
-    return None
-
-
-def _three_digits(values: npt.NDArray[np.float32]) -> list[float | None]:
+def _three_digits(values: npt.NDArray[np.float32]) -> list[float]:
     # The values were float16, so a table of all of them is quicker than rounding each.
-    return _finite_list(_three_digit_table()[values.astype(np.float16).view(np.uint16)])
+    digits: list[float] = _three_digit_table()[values.astype(np.float16).view(np.uint16)].tolist()
+    return digits
 
 
 @cache
@@ -174,15 +172,6 @@ def _three_digit_table() -> npt.NDArray[np.float64]:
     """Returns the nearest number of three digits for each float16, by its bits."""
     values = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float64).tolist()
     return np.array([float(f"{value:.3g}") for value in values])
-
-
-def _finite_list(values: npt.NDArray[np.floating[Any]]) -> list[float | None]:
-    """Returns the values with None for those that are not finite."""
-    is_finite = np.isfinite(values)
-    listed: list[float | None] = values.tolist()
-    if is_finite.all():
-        return listed
-    return [value if finite else None for value, finite in zip(listed, is_finite, strict=True)]
 
 
 def _cut_middle(tokens: dict[str, Any], texts: Sequence[str], max_chars: int) -> dict[str, Any]:
@@ -193,13 +182,12 @@ def _cut_middle(tokens: dict[str, Any], texts: Sequence[str], max_chars: int) ->
     # A few long tokens at the ends may leave nothing to cut between them.
     if head_end >= tail_begin:
         return tokens
-    num_cut = int(ends[tail_begin - 1] - (ends[head_end - 1] if head_end else 0))
+    marker = _cut_marker(sum(map(len, texts[head_end:tail_begin])))
     shortened: dict[str, Any] = {}
     for name, values in tokens.items():
-        marker = _cut_marker(num_cut) if name == "pieces" else None
-        shortened[name] = (
-            None if values is None else [*values[:head_end], marker, *values[tail_begin:]]
-        )
+        middle = marker if name == "pieces" else None
+        is_known = values is not None
+        shortened[name] = [*values[:head_end], middle, *values[tail_begin:]] if is_known else None
     return shortened
 
 
@@ -288,20 +276,14 @@ class ScannedRollout(NamedTuple):
     score_line: LinePosition | None
 
 
-class _Score(msgspec.Struct, frozen=True, gc=False):
-    """The fields of a line of token scores that the first pass needs."""
-
-    rollout_id: Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
-    difference_max: float | None = None
-
-
-_SCORE_DECODER = msgspec.json.Decoder(_Score)
-
-
 def scan_step(folder: RunFolder, step: int) -> tuple[list[ScannedRollout], ReadErrors]:
     """Returns the rollouts of a step in the order of the prompt stream, and what is broken."""
     errors = ReadErrors()
-    scores = _scan_scores(folder, step, errors)
+    # Of token scores the table has only the largest difference.
+    scores: dict[int | None, tuple[float | None, LinePosition | None]] = {
+        values.rollout_id: (values.difference_max, line.position)
+        for line, values in folder.scan_scores(step, errors)
+    }
     rollouts: dict[tuple[int, int], ScannedRollout] = {}
     for line, fields in folder.scan_rollouts(step, _TABLE_FIELDS, errors):
         # Files of several runs in one folder repeat these two.
@@ -328,28 +310,6 @@ def scan_step(folder: RunFolder, step: int) -> tuple[list[ScannedRollout], ReadE
     return [rollouts[key] for key in sorted(rollouts)], errors
 
 
-def _scan_scores(
-    folder: RunFolder, step: int, errors: ReadErrors
-) -> dict[int | None, tuple[float | None, LinePosition]]:
-    """Returns the largest difference of each rollout by its id, and where its scores are."""
-    scores: dict[int | None, tuple[float | None, LinePosition]] = {}
-    for path in folder.score_files.get(step, {}).values():
-        try:
-            for line in read_lines(path):
-                try:
-                    score = _SCORE_DECODER.decode(line.text)
-                except (ValueError, RecursionError) as error:
-                    errors.add(f"{line.name}: {error}")
-                    continue
-                # Only the largest difference is needed of all rollouts, so the arrays
-                # are not decoded here.
-                entry = (_finite(score.difference_max), line.position)
-                scores.setdefault(score.rollout_id, entry)
-        except ConfigError as error:
-            errors.add(str(error))
-    return scores
-
-
 def _status(reward_statuses: dict[str, str], episode_status: str | None) -> str:
     # A reward's failure counts more than how an episode ended.
     failures = [status for status in reward_statuses.values() if status in _REWARD_FAILURES]
@@ -368,106 +328,81 @@ def spread_out(steps: Iterable[int]) -> list[int]:
     ordered = sorted(steps)
     if len(ordered) < 3:
         return ordered[::-1]
-    middle = ordered[1:-1]
-    num_bits = max(1, (len(middle) - 1).bit_length())
-    # Indices by their reversed bits: the van der Corput sequence.
-    order = sorted(range(len(middle)), key=lambda index: int(f"{index:0{num_bits}b}"[::-1], 2))
-    return [ordered[-1], ordered[0], *(middle[index] for index in order)]
+    middle = (ordered[1 + index] for index in _spread_order(len(ordered) - 2, 0))
+    return [ordered[-1], ordered[0], *middle]
 
 
-@dataclass
 class Selection:
     """The rollouts of a step that are shown, by their index in the scan."""
 
-    rollouts: dict[int, PageRollout] = field(default_factory=dict)
-    with_tokens: set[int] = field(default_factory=set)
-    num_wanted: int = 0  # best, worst, most mismatched and failed ones
-    num_wanted_shown: int = 0
-
-
-def select_rollouts(
-    rollouts: Sequence[ScannedRollout],
-    step: int,
-    room: int,
-    make: Callable[[int, str], PageRollout | None],
-) -> Selection:
-    """Returns the rollouts that are shown in `room` compressed bytes of the page.
-
-    `make(index, reason)` reads a rollout. The most mismatched, the best, the worst and the failed
-    rollouts come first, then their tokens; then whole groups, other ones at each step; then single
-    rollouts, spread evenly. The result depends on the step alone.
-    """
-    selection = Selection()
-    # Nothing here depends on time or on other steps, so a page can be made again.
-    budget = _Budget(room, make, selection)
-    wanted: dict[int, str] = {}
-    for index, reason in _wanted_rollouts(rollouts):
-        wanted.setdefault(index, reason)
-    selection.num_wanted = len(wanted)
-    failed = [index for index, reason in wanted.items() if reason == "failed"]
-    early = [index for index, reason in wanted.items() if reason != "failed"]
-    early += failed[:_NUM_EARLY_FAILURES]
-    # First all texts, then all tokens: a text without tokens is worth more than
-    # tokens without the other texts.
-    for index in early:
-        budget.add_text(index, wanted[index])
-    for index in early:
-        budget.add_tokens(index)
-    for index in failed[_NUM_EARLY_FAILURES:]:
-        budget.add_text(index, "failed")
-    selection.num_wanted_shown = len(selection.rollouts)
-    groups: dict[int, list[int]] = {}
-    for index, rollout in enumerate(rollouts):
-        groups.setdefault(rollout.position, []).append(index)
-    for number in _spread_order(len(groups), step):
-        group = list(groups.values())[number]
-        has_room = all(budget.add_text(index, "group") for index in group)
-        if not has_room or not all(map(budget.add_tokens, group)):
-            break
-    for index in _spread_order(len(rollouts), step):
-        if not budget.add_text(index, "sampled"):
-            break
-        budget.add_tokens(index)
-    return selection
-
-
-class _Budget:
-    """Spends the bytes of a step on rollouts."""
-
-    def __init__(
-        self, room: int, make: Callable[[int, str], PageRollout | None], selection: Selection
-    ) -> None:
+    def __init__(self, reader: StepReader, room: int) -> None:
+        """`room` is the number of compressed bytes of the page that the rollouts may take."""
+        self.rollouts: dict[int, PageRollout] = {}
+        self.with_tokens: set[int] = set()
+        self.num_wanted = 0  # best, worst, most mismatched and failed ones
+        self.num_wanted_shown = 0
+        self._reader = reader
         self._num_bytes_left = float(room)
-        self._make = make
-        self._selection = selection
         self._broken: set[int] = set()
 
-    def add_text(self, index: int, reason: str) -> bool:
+    def fill(self, step: int) -> None:
+        """Chooses rollouts; the result depends on the step alone.
+
+        The most mismatched, the best, the worst and the failed rollouts come first, then their
+        tokens; then whole groups, other ones at each step; then single rollouts, spread evenly.
+        """
+        # Nothing here depends on time or on other steps, so a page can be made again.
+        wanted: dict[int, str] = {}
+        for index, reason in _wanted_rollouts(self._reader.rollouts):
+            wanted.setdefault(index, reason)
+        self.num_wanted = len(wanted)
+        failed = [index for index, reason in wanted.items() if reason == "failed"]
+        late = dict.fromkeys(failed[_NUM_EARLY_FAILURES:])
+        early = [index for index in wanted if index not in late]
+        # First all texts, then all tokens: a text without tokens is worth more than
+        # tokens without the other texts.
+        for index in early:
+            self._add_text(index, wanted[index])
+        for index in early:
+            self._add_tokens(index)
+        for index in late:
+            self._add_text(index, "failed")
+        self.num_wanted_shown = len(self.rollouts)
+        groups = self._reader.groups
+        for number in _spread_order(len(groups), step):
+            has_room = all(self._add_text(index, "group") for index in groups[number])
+            if not has_room or not all(map(self._add_tokens, groups[number])):
+                break
+        for index in _spread_order(len(self._reader.rollouts), step):
+            if not self._add_text(index, "sampled"):
+                break
+            self._add_tokens(index)
+
+    def _add_text(self, index: int, reason: str) -> bool:
         """Shows a rollout. Returns False if there is no room; a broken line takes none."""
-        rollouts = self._selection.rollouts
-        if index in rollouts or index in self._broken:
+        if index in self.rollouts or index in self._broken:
             return True
         # A browser lists a few thousand rollouts without delay.
-        if len(rollouts) >= _MAX_SHOWN or self._num_bytes_left <= 0:
+        if len(self.rollouts) >= _MAX_SHOWN or self._num_bytes_left <= 0:
             return False
-        rollout = self._make(index, reason)
+        rollout = self._reader.make(index, reason)
         if rollout is None:
             self._broken.add(index)
             return True
         # The rollouts of a group share one prompt.
         if not self._spend([rollout.text, rollout.prompt if reason != "group" else ""]):
             return False
-        rollouts[index] = rollout
+        self.rollouts[index] = rollout
         return True
 
-    def add_tokens(self, index: int) -> bool:
+    def _add_tokens(self, index: int) -> bool:
         """Shows the tokens of a shown rollout. Returns False if there is no room."""
-        rollout = self._selection.rollouts.get(index)
-        if rollout is None or index in self._selection.with_tokens or rollout.tokens is None:
+        rollout = self.rollouts.get(index)
+        if rollout is None or index in self.with_tokens or rollout.tokens is None:
             return True
         if self._num_bytes_left <= 0 or not self._spend(rollout.tokens):
             return False
-        self._selection.with_tokens.add(index)
+        self.with_tokens.add(index)
         return True
 
     def _spend(self, value: object) -> bool:
@@ -486,16 +421,24 @@ def compressed_size(value: object) -> float:
 
 def _wanted_rollouts(rollouts: Sequence[ScannedRollout]) -> Iterator[tuple[int, str]]:
     """Yields (index, reason); the first of equal ones."""
-    indices = range(len(rollouts))
-    scored = [index for index in indices if rollouts[index].mismatch is not None]
-    if scored:
-        yield max(scored, key=lambda index: rollouts[index].mismatch or 0.0), "mismatched"
-    rewarded = [index for index in indices if rollouts[index].reward is not None]
-    if rewarded:
-        rank = [(rollout.reward or 0.0, rollout.advantage or 0.0) for rollout in rollouts]
-        yield max(rewarded, key=rank.__getitem__), "best"
-        yield min(rewarded, key=rank.__getitem__), "worst"
-    yield from ((index, "failed") for index in indices if rollouts[index].status in _FAILURES)
+    mismatches = {
+        index: rollout.mismatch
+        for index, rollout in enumerate(rollouts)
+        if rollout.mismatch is not None
+    }
+    if mismatches:
+        yield max(mismatches, key=mismatches.__getitem__), "mismatched"
+    ranks = {
+        index: (rollout.reward, rollout.advantage or 0.0)
+        for index, rollout in enumerate(rollouts)
+        if rollout.reward is not None
+    }
+    if ranks:
+        yield max(ranks, key=ranks.__getitem__), "best"
+        yield min(ranks, key=ranks.__getitem__), "worst"
+    for index, rollout in enumerate(rollouts):
+        if rollout.status in _FAILURES:
+            yield index, "failed"
 
 
 def _spread_order(num: int, step: int) -> Iterator[int]:
@@ -552,13 +495,13 @@ class StepCost:
 
 def measure_step(task: StepTask) -> StepCost:
     """Returns the cost of a step, measured on some of its rollouts."""
-    reader = _StepReader(task, _MAX_COMPLETION_CHARS)
+    reader = StepReader(task, _MAX_COMPLETION_CHARS)
     num = len(reader.rollouts)
     indices = {round(index) for index in np.linspace(0, num - 1, 8).tolist()} if num else set()
     samples = [reader.make(index, "sampled") for index in sorted(indices)]
     texts = [compressed_size([sample.text, sample.prompt]) for sample in samples if sample]
     tokens = [compressed_size(sample.tokens) for sample in samples if sample]
-    table = len(zlib.compress(_chunk(reader.rollouts, task.step, Selection())))
+    table = len(zlib.compress(_chunk(reader, Selection(reader, room=0), task.step)))
     return StepCost(table, float(np.mean(texts or [0.0])), float(np.mean(tokens or [0.0])))
 
 
@@ -566,29 +509,32 @@ def make_step(task: StepTask) -> StepResult:
     """Makes the part of one step. Raises nothing, whatever the files hold."""
     # A character takes less than a byte compressed, so three completions fit.
     max_chars = min(max(task.room // 3, _MIN_COMPLETION_CHARS), _MAX_COMPLETION_CHARS)
-    reader = _StepReader(task, max_chars)
-    selection = select_rollouts(reader.rollouts, task.step, task.room, reader.make)
+    reader = StepReader(task, max_chars)
+    selection = Selection(reader, task.room)
+    selection.fill(task.step)
     rewards = [rollout.reward for rollout in reader.rollouts if rollout.reward is not None]
     return StepResult(
         step=task.step,
-        content=_chunk(reader.rollouts, task.step, selection),
+        content=_chunk(reader, selection, task.step),
         num_rollouts=len(reader.rollouts),
         num_shown=len(selection.rollouts),
         num_wanted=selection.num_wanted,
         num_wanted_shown=selection.num_wanted_shown,
         num_broken=reader.errors.num,
-        groups=_make_groups(reader.rollouts),
+        groups=reader.summarize_groups(),
         min_reward=min(rewards, default=None),
         max_reward=max(rewards, default=None),
     )
 
 
-class _StepReader:
+class StepReader:
     """The scanned rollouts of a step, and single ones as a whole."""
 
     def __init__(self, task: StepTask, max_chars: int) -> None:
         folder, self._pieces = _open_folder(task.run_dir, task.listed_at)
         self.rollouts, self.errors = scan_step(folder, task.step)
+        indices = groupby(range(len(self.rollouts)), lambda index: self.rollouts[index].position)
+        self.groups = [list(group) for _, group in indices]
         self._store = LineStore()
         self._max_chars = max_chars
 
@@ -604,36 +550,35 @@ class _StepReader:
             self.errors.add(f"{rollout.line.path}: a broken line")
         return page_rollout
 
+    def summarize_groups(self) -> list[Group]:
+        summaries = []
+        for indices in self.groups:
+            rewards = [self.rollouts[index].reward for index in indices]
+            known_rewards = [reward for reward in rewards if reward is not None]
+            mean = sum(known_rewards) / len(known_rewards) if known_rewards else math.nan
+            first = self.rollouts[indices[0]]
+            summaries.append(Group(first.row, mean, first.line))
+        return summaries
+
 
 @lru_cache(maxsize=1)
 def _open_folder(run_dir: Path, listed_at: float) -> tuple[RunFolder, TokenPieces | None]:
     return RunFolder(run_dir), read_pieces(run_dir)
 
 
-def _make_groups(rollouts: Sequence[ScannedRollout]) -> list[Group]:
-    groups: dict[int, list[ScannedRollout]] = {}
-    for rollout in rollouts:
-        groups.setdefault(rollout.position, []).append(rollout)
-    summaries = []
-    for members in groups.values():
-        rewards = [rollout.reward for rollout in members if rollout.reward is not None]
-        mean = sum(rewards) / len(rewards) if rewards else math.nan
-        summaries.append(Group(members[0].row, mean, members[0].line))
-    return summaries
-
-
-def _chunk(rollouts: Sequence[ScannedRollout], step: int, selection: Selection) -> bytes:
+def _chunk(reader: StepReader, selection: Selection, step: int) -> bytes:
     """Returns the JSON of a step: a table by columns, and the shown rollouts."""
+    rollouts = reader.rollouts
     shown_indices = sorted(selection.rollouts)
     shown_numbers = {index: number for number, index in enumerate(shown_indices)}
     status_names = ["ok", *sorted({rollout.status for rollout in rollouts} - {"ok"})]
     status_numbers = {name: number for number, name in enumerate(status_names)}
-    prompt_numbers: dict[int, int] = {}
-    for rollout in rollouts:
-        prompt_numbers.setdefault(rollout.position, len(prompt_numbers))
-    prompts = [""] * len(prompt_numbers)
-    for index in shown_indices:
-        prompts[prompt_numbers[rollouts[index].position]] = selection.rollouts[index].prompt
+    prompts = []
+    prompt_numbers: list[int] = []
+    for number, indices in enumerate(reader.groups):
+        prompt_numbers += [number] * len(indices)
+        shown = [selection.rollouts[index] for index in indices if index in shown_numbers]
+        prompts.append(shown[-1].prompt if shown else "")
     # By columns: a column of numbers compresses far better than rows of objects.
     table = {
         "position": [rollout.position for rollout in rollouts],
@@ -646,7 +591,7 @@ def _chunk(rollouts: Sequence[ScannedRollout], step: int, selection: Selection) 
         "status": [status_numbers[rollout.status] for rollout in rollouts],
         "mismatch": [round_digits(rollout.mismatch, 3) for rollout in rollouts],
         "shown": [shown_numbers.get(index, -1) for index in range(len(rollouts))],
-        "prompt": [prompt_numbers[rollout.position] for rollout in rollouts],
+        "prompt": prompt_numbers,
     }
     head = json_bytes(
         {"step": step, "table": table, "status_names": status_names, "prompts": prompts}

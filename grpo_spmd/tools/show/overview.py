@@ -190,17 +190,14 @@ def state_lines(run: RecordedRun, terminal: Terminal) -> Iterator[Line]:
     state = run.why if run.why.startswith(run.state) else f"{run.state}: {run.why}"
     name = terminal.fit(run.name, terminal.columns // 3, "title")
     yield from terminal.hang(Text.assemble(name, "  "), state, style)
-    launch = run.launches[-1] if run.launches else {}
     facts = [str(run.config["model.path"])] if run.config.get("model.path") else []
-    num_ranks = launch.get("world_size")
+    num_ranks = run.launch.get("world_size")
     # launches.jsonl may be another version's: facts of another type are left out.
     if type(num_ranks) is int:
-        devices = launch.get("devices")
-        named = ", ".join(map(str, devices)) if isinstance(devices, Mapping) else ""
-        facts.append(
-            f"{number(num_ranks)} rank{'s' * (num_ranks != 1)}" + f" on {named}" * bool(named)
-        )
-    start = launch.get("start")
+        devices = run.launch.get("devices")
+        names = ", ".join(map(str, devices)) if isinstance(devices, Mapping) else ""
+        facts.append(f"{number(num_ranks)} ranks {names}".rstrip())
+    start = run.launch.get("start")
     if isinstance(start, str):
         facts.append(f"started {start[:16].replace('T', ' ')} UTC")
     if len(run.launches) > 1:
