@@ -203,7 +203,9 @@ class Terminal:
         kept_columns = 0
         for character in characters(text, self.encoding):
             if num_columns + character.width > width:
-                return "".join(pieces[:num_kept]) + ellipsis, kept_columns + len(ellipsis)
+                # A joiner before the ellipsis joins nothing, so it would become an escape.
+                start = "".join(pieces[:num_kept]).rstrip(_JOINERS)
+                return start + ellipsis, kept_columns + len(ellipsis)
             pieces.append(character.shown)
             num_columns += character.width
             # Whole characters only: a wide one or an escape is not cut in half.

@@ -142,10 +142,10 @@ def test_groups_of_a_step_by_hand(run: Path, shown: Shown) -> None:
     # 0 and 1: a mean of 0.5, a spread of 0.7071 (of n - 1); 1 and one that is not known, half of
     # them cut
     assert re.search(
-        r"^ +10 +2  █      █     0\.5  0\.7071    0%  question 0$", result, re.MULTILINE
+        r"^ +10 +2     0\.5  0\.7071    0%  █      █       -  question 0$", result, re.MULTILINE
     ), result
     assert re.search(
-        r"^ +11 +2         █       1       -   50%  question 1$", result, re.MULTILINE
+        r"^ +11 +2       1       -   50%         █       -  question 1$", result, re.MULTILINE
     ), result
     assert "1 completions have no reward" in result
 
@@ -200,7 +200,7 @@ def test_a_text_is_found_marked_and_counted(run: Path, shown: Shown) -> None:
         ("8", "10", "1", "1"), ("8", "11", "0", "1"), ("4", "10", "1", "1"),
     ]  # fmt: skip
     assert ">>Yes<< it is" in result
-    assert "3 completions of 2 of 2 steps; first step 4, last 8" in result
+    assert "3 completions of 2 steps, 3 of them shown; first step 4, last 8" in result
     assert "2 completions of step 8" in shown(run, "--grep", "yes", "--step", "8")
     assert "no completion of 2 steps contains 'answer'" in shown(
         run, "--grep", "answer"
@@ -232,7 +232,7 @@ def test_a_text_is_found_however_json_writes_it(tmp_path: Path, shown: Shown, te
     )
     with gzip.open(run / "rollouts" / "step_000003.jsonl.gz", "wb") as file:
         file.write(path.read_bytes())
-    assert "3 completions of 3 of 3 steps" in shown(
+    assert "3 completions of 3 steps" in shown(
         run, "--grep", text.upper() if text.isascii() else text
     )
 
@@ -267,9 +267,7 @@ def test_an_episode_is_a_conversation(tmp_path: Path, shown: Shown) -> None:
     assert positions == sorted(positions)
     assert all(text in result for text in [*message, "1 turns, max_turns"])
     assert "tool look" in result
-    assert "1 completions of 1 of 1 steps" not in shown(
-        run, "--grep", "5 of them"
-    )  # of one step there is no list
+    assert "of each step" not in shown(run, "--grep", "5 of them")  # of one step there is no list
     assert "1 completions of step 1" in shown(
         run, "--grep", "5 OF THEM"
     )  # what a tool answered is found too
@@ -277,13 +275,13 @@ def test_an_episode_is_a_conversation(tmp_path: Path, shown: Shown) -> None:
 
 def test_steps_that_are_not_there(run: Path, shown: Shown) -> None:
     assert "it has steps 1 to 10" in shown(run, "--step", "11", code=2)
-    assert "there are those of steps 4, 8" in shown(run, "--worst", "1", "--step", "5", code=2)
-    assert "no completions of step 5 are there; there are those of steps 4, 8" in shown(
+    assert "there are those of the steps 4, 8" in shown(run, "--worst", "1", "--step", "5", code=2)
+    assert "no completions of step 5 are there; there are those of the steps 4, 8" in shown(
         run, "--step", "5"
     )
     write_lines(run / "rollouts" / "step_000006.jsonl", ROLLOUTS)
     write_lines(run / "rollouts" / "step_000010.jsonl", ROLLOUTS)
-    assert "steps 4 to 10, every 2" in shown(run, "--grep", "x", "--step", "5", code=2)
+    assert "the steps 4, 6, 8, 10" in shown(run, "--grep", "x", "--step", "5", code=2)
 
 
 BAD = [

@@ -11,10 +11,9 @@ import heapq
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,7 @@ from grpo_spmd.tools.report.run import RecordedRun
 from grpo_spmd.tools.show.overview import MAX_FINITE, number
 from grpo_spmd.tools.terminal import Line, Styles, Terminal, width_of
 
-_MAX_LISTED_STEPS = 8  # at each end of a list
+_MAX_LISTED_STEPS = 8
 LineFilter = Callable[[bytes], bool]
 _MAX_COLOURED_CHARS = 1 << 24
 _STYLES = ((100.0, "far"), (10.0, "over"), (1.0, "near"))  # (from so many bounds on, style)
@@ -107,38 +106,14 @@ def as_json(value: object) -> str:
         return "..."
 
 
-def read_scores(
-    run: RecordedRun, step: int, rollout_ids: Collection[int | None], errors: ReadErrors
-) -> dict[int, TokenScores]:
-    """Returns the token scores of these rollouts by rollout id; {} if the run recorded none."""
-    scores = run.files.scores(step, errors)
-    return {entry.rollout_id: entry for entry in scores if entry.rollout_id in rollout_ids}
-
-
-def read_max_differences(run: RecordedRun, step: int, errors: ReadErrors) -> dict[int, float]:
-    """Returns the largest |policy - engine| of each rollout's tokens in nats, by rollout id.
-
-    NaN means that a difference was not finite.
-    """
-    return {
-        scores.rollout_id: math.nan if scores.difference_max is None else scores.difference_max
-        for scores in run.files.scores(step, errors)
-    }
-
-
 def describe_steps(steps: Sequence[int]) -> str:
     """Returns in words which steps have completions."""
     if not steps:
         return "there are none of any step (logging.rollouts_every_steps)"
-    # Dumps at even distances are the usual case, and short to say.
-    gaps = [later - earlier for earlier, later in pairwise(steps)]
-    if len(steps) > 3 and len(set(gaps)) == 1:
-        every = "" if gaps[0] == 1 else f", every {gaps[0]}"
-        return f"there are those of steps {steps[0]} to {steps[-1]}{every}"
-    listed = [str(step) for step in steps]
-    if len(listed) > 2 * _MAX_LISTED_STEPS:
-        listed = [*listed[:_MAX_LISTED_STEPS], "...", *listed[-_MAX_LISTED_STEPS:]]
-    return f"there are those of step{'s' * (len(steps) > 1)} {', '.join(listed)}"
+    names = list(map(str, steps[:_MAX_LISTED_STEPS]))
+    if len(steps) > _MAX_LISTED_STEPS:
+        names += ["...", str(steps[-1])]
+    return f"there are those of the steps {', '.join(names)}"
 
 
 def find_dumped_step(run: RecordedRun, step: int | None) -> int:
@@ -146,14 +121,12 @@ def find_dumped_step(run: RecordedRun, step: int | None) -> int:
 
     Raises ConfigError if that step has no completions.
     """
-    if step is None and run.dumped_steps:
-        return run.dumped_steps[-1]
-    if step is None or step not in run.dumped_steps:
-        problem = "no completions are in"
-        if step is not None:
-            problem = f"--step {step}: no completions of it are in"
-        raise ConfigError(f"{problem} {run.folder}/rollouts; {describe_steps(run.dumped_steps)}")
-    return step
+    steps = run.dumped_steps
+    wanted = steps[-1] if step is None and steps else step
+    if wanted is None or wanted not in steps:
+        problem = "no completions" if step is None else f"--step {step}: no completions of it"
+        raise ConfigError(f"{problem} are in {run.folder}/rollouts; {describe_steps(steps)}")
+    return wanted
 
 
 class TokenDifferences:
@@ -165,20 +138,20 @@ class TokenDifferences:
         # The bound of a step's mean. A single token may exceed it by far in a run that is fine.
         self._bound, _ = bounds_of(run.dtype, None, None)
         self._run = run
-        self._records = records
         rollout_ids = {record.rollout_id for record in records}
-        self._scores = read_scores(run, step, rollout_ids, errors)
+        self._scores = {
+            scores.rollout_id: scores
+            for scores in run.files.scores(step, errors)
+            if scores.rollout_id in rollout_ids
+        }
 
     @property
     def legend(self) -> str:
         """The meaning of the colours; "" if the run recorded no scores."""
         if not self._scores or not self._pieces:
             return ""
-        near = number(self._bound)
-        if not any(map(self.is_coloured, self._records)):
-            return f"policy and engine are nowhere {near} nats apart; tokens would be yellow there"
-        over = number(10 * self._bound)
-        return f"tokens in yellow: policy and engine {near} nats apart or more; in red: {over}"
+        near = f"policy and engine {number(self._bound)} nats apart or more"
+        return f"tokens in yellow: {near}; in red: {number(10 * self._bound)}"
 
     def is_coloured(self, record: RolloutRecord) -> bool:
         """Returns True if any token has a colour."""
@@ -253,6 +226,10 @@ class View:
 
     terminal: Terminal
     is_full: bool  # nothing is left out of texts and lists
+
+    def limit(self, num: int) -> int | None:
+        """Returns the end of a slice of a list that is not shown in full."""
+        return None if self.is_full else num
 
     def excerpt(
         self, text: str, num_head: int, num_tail: int, indent: int, styles: Styles = ""
@@ -367,8 +344,7 @@ def prompt_lines(record: RolloutRecord, view: View) -> Iterator[Line]:
         yield from view.text(record.prompt)
     else:
         yield from _message_lines(record.prompt, view)
-    columns = list(record.columns.items())
-    for name, value in columns if view.is_full else columns[:_MAX_COLUMNS]:
+    for name, value in list(record.columns.items())[: view.limit(_MAX_COLUMNS)]:
         yield from view.excerpt(f"{name} = {as_text(value)}", 3, 0, 2 * _INDENT, "dim")
 
 

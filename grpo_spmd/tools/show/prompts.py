@@ -31,8 +31,8 @@ from grpo_spmd.tools.show.completions import (
     prompt_text,
     text_pattern,
 )
-from grpo_spmd.tools.show.overview import curve, histogram, label_width, number
-from grpo_spmd.tools.show.step import PromptGroup
+from grpo_spmd.tools.show.overview import curve, label_width, number
+from grpo_spmd.tools.show.step import GROUP_COLUMNS, PromptGroup, reward_scale
 from grpo_spmd.tools.terminal import Column, Line, Styles
 
 _MAX_ROWS = 200  # that are searched for
@@ -124,7 +124,7 @@ def _prompt_list(prompts: Sequence[PromptHistory], view: View) -> Iterator[Line]
     columns = [Column("row", ">", 8), Column("steps", ">", 7), Column("first", ">", 8)]
     columns += [Column("last", ">", 8), Column("  prompt")]
     rows = []
-    for prompt in prompts if view.is_full else prompts[:_MAX_LISTED_ROWS]:
+    for prompt in prompts[: view.limit(_MAX_LISTED_ROWS)]:
         means = [number(group.mean) for group in prompt.groups.values()]
         figures = [number(prompt.row), str(len(means)), means[0], means[-1]]
         rows.append([*figures, f"  {prompt.text}"])
@@ -160,33 +160,22 @@ def _prompt_history(
 def _group_lines(prompt: PromptHistory, view: View) -> Iterator[Line]:
     """Yields the curve of the prompt's mean reward, and a row for each step."""
     terminal = view.terminal
-    is_unicode = terminal.is_unicode
     means = [group.mean for group in prompt.groups.values()]
     known_means = [mean for mean in means if mean is not None]
     if known_means:
         label = label_width(terminal)
-        drawn = curve(means, terminal.columns - label - 32, is_unicode=is_unicode)
+        drawn = curve(means, terminal.columns - label - 32, is_unicode=terminal.is_unicode)
         figures = f"{'first':>8}{number(known_means[0]):>8}{'last':>8}{number(known_means[-1]):>8}"
         yield Text.assemble(terminal.pad("mean reward", label), (drawn, "curve"), figures)
-    columns = [Column("step", ">", 8), Column("n", ">", 5), Column("mean", ">", 8)]
-    columns += [Column("spread", ">", 8), Column("cut", ">", 6), Column("  rewards", style="curve")]
-    rewards = [reward for group in prompt.groups.values() for reward in group.known_rewards]
-    # One scale for all steps, so that their histograms can be compared.
-    low = min(rewards, default=0.0)
-    high = max(rewards, default=0.0)
     steps = list(prompt.groups)
-    rows: list[list[str | Line]] = []
     if len(steps) > _MAX_STEPS and not view.is_full:
-        hint = f"{len(steps) - _MAX_STEPS} earlier ones (--full shows them)"
-        rows.append(["", "", "", "", "", terminal.text(f"  {hint}", "dim")])
         # The newest steps are what one wants to see.
+        hint = f"the newest {_MAX_STEPS} of {len(steps)} steps (--full shows all)"
+        yield terminal.fit(hint, terminal.columns, "dim")
         steps = steps[-_MAX_STEPS:]
-    for step in steps:
-        group = prompt.groups[step]
-        heights = histogram(group.rewards, low, high, is_unicode=is_unicode)
-        row = [str(step), str(len(group.rewards)), number(group.mean), number(group.spread)]
-        rows.append([*row, f"{group.cut_frac:.0%}", f"  {heights}"])
-    yield from terminal.table(columns, rows, gap=0)
+    scale = reward_scale(prompt.groups.values())
+    rows = [[str(step), *prompt.groups[step].cells(scale, terminal)] for step in steps]
+    yield from terminal.table([Column("step", ">", 8), *GROUP_COLUMNS], rows, gap=0)
 
 
 def search_lines(run: RecordedRun, text: str, step: int | None, view: View) -> Iterator[Line]:
@@ -269,12 +258,8 @@ def _summary(counts: Mapping[int, int], text: str, num_shown: int, view: View) -
         note = f"no completion of {searched} contains {text!r}"
         yield terminal.fit(note, terminal.columns, "title")
         return
-    note = f"{total} completions of "
-    note += f"{len(matching_steps)} of {searched}" if len(steps) > 1 else searched
-    if num_shown < total:
-        note += f", {num_shown} of them shown"
-    if len(steps) > 1:
-        note += f"; first step {matching_steps[0]}, last {matching_steps[-1]}"
+    note = f"{total} completions of {searched}, {num_shown} of them shown; "
+    note += f"first step {matching_steps[0]}, last {matching_steps[-1]}"
     yield from terminal.excerpt(note, 3, styles="title")
     if len(steps) > 1:
         values = [counts[step] for step in steps]
@@ -284,6 +269,6 @@ def _summary(counts: Mapping[int, int], text: str, num_shown: int, view: View) -
         drawn = curve(values, width, is_unicode=terminal.is_unicode, is_peak=True)
         label_cell = terminal.pad("of each step", label)
         yield Text.assemble(label_cell, (drawn, "curve"), f"  most {max(values)}")
-    if num_shown < total and not view.is_full:
+    if num_shown < total:
         hint = "--step N shows those of one step, --full all of them in full"
         yield terminal.fit(hint, terminal.columns, "dim")

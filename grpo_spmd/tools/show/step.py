@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +25,6 @@ from grpo_spmd.tools.show.completions import (
     describe_steps,
     error_lines,
     prompt_text,
-    read_max_differences,
 )
 from grpo_spmd.tools.show.overview import (
     Value,
@@ -57,7 +56,13 @@ _FIRST_BLOCKS = (
 )
 _MEMORY_KINDS = ("peak", "allocated", "reserved", "driver_used", "other")
 _MAX_GROUPS = 24
-_NUM_BINS = 8
+GROUP_COLUMNS = (
+    Column("n", ">", 5),
+    Column("mean", ">", 8),
+    Column("spread", ">", 8),
+    Column("cut", ">", 6),
+    Column("  rewards", width=10, style="curve"),
+)
 _MAX_PROMPT_CHARS = 400
 
 
@@ -171,6 +176,19 @@ class PromptGroup:
         mean = self.mean
         return math.hypot(*(reward - mean for reward in rewards)) / math.sqrt(len(rewards) - 1)
 
+    def cells(self, scale: tuple[float, float], terminal: Terminal) -> list[str]:
+        """Returns what a table has of it below GROUP_COLUMNS; `scale` is low and high."""
+        low, high = scale
+        heights = histogram(self.rewards, low, high, is_unicode=terminal.is_unicode)
+        figures = [str(len(self.rewards)), number(self.mean), number(self.spread)]
+        return [*figures, f"{self.cut_frac:.0%}", f"  {heights}"]
+
+
+def reward_scale(groups: Iterable[PromptGroup]) -> tuple[float, float]:
+    """Returns the lowest and the highest reward: one scale, to compare the groups' histograms."""
+    rewards = [reward for group in groups for reward in group.known_rewards]
+    return min(rewards, default=0.0), max(rewards, default=0.0)
+
 
 def step_lines(run: RecordedRun, step: int, terminal: Terminal) -> Iterator[Line]:
     """Yields the page of one step."""
@@ -232,32 +250,31 @@ def _memory_lines(metrics: Mapping[str, Any], terminal: Terminal) -> Iterator[Li
 
 def read_groups(run: RecordedRun, step: int, errors: ReadErrors) -> list[PromptGroup]:
     """Returns the groups of a step in the order of the prompt stream."""
-    # A step's scores are few numbers a rollout, so they fit into memory.
-    mismatches = read_max_differences(run, step, errors)
+    # A step's largest differences are one number a rollout, so they fit into memory.
+    mismatches: dict[int | None, float] = {
+        scores.rollout_id: math.nan if scores.difference_max is None else scores.difference_max
+        for scores in run.files.scores(step, errors)
+    }
     groups: dict[int, PromptGroup] = {}
     for record in run.files.rollouts(step, errors=errors):
         if record.position not in groups:
             prompt = prompt_text(record.prompt)[:_MAX_PROMPT_CHARS]
             groups[record.position] = PromptGroup(record.row, prompt)
-        rollout_id = -1 if record.rollout_id is None else record.rollout_id  # -1: not trained on
-        groups[record.position].add(record, mismatches.get(rollout_id))
+        groups[record.position].add(record, mismatches.get(record.rollout_id))
     return [groups[position] for position in sorted(groups)]
 
 
 def _group_lines(run: RecordedRun, step: int, terminal: Terminal) -> Iterator[Line]:
     errors = ReadErrors()
     groups = read_groups(run, step, errors)
-    rewards = [reward for group in groups for reward in group.known_rewards]
-    # One scale for all groups, so that their histograms can be compared.
-    low = min(rewards, default=0.0)
-    high = max(rewards, default=0.0)
+    low, high = scale = reward_scale(groups)
     num_completions = sum(len(group.rewards) for group in groups)
     title = f"{len(groups)} groups, {num_completions} completions; "
     title += f"rewards from {number(low)} to {number(high)}, least mean first"
     yield terminal.fit(title, terminal.columns, "role")
     # The prompts that need a look come first; groups without a reward last.
     groups.sort(key=lambda group: (group.mean is None, group.mean or 0.0))
-    yield from _group_table(groups, low, high, terminal)
+    yield from _group_table(groups, scale, terminal)
     num_unscored = sum(reward is None for group in groups for reward in group.rewards)
     if num_unscored:
         warning = f"{num_unscored} completions have no reward"
@@ -269,21 +286,14 @@ def _group_lines(run: RecordedRun, step: int, terminal: Terminal) -> Iterator[Li
 
 
 def _group_table(
-    groups: Sequence[PromptGroup], low: float, high: float, terminal: Terminal
+    groups: Sequence[PromptGroup], scale: tuple[float, float], terminal: Terminal
 ) -> Iterator[Line]:
-    # On a narrow terminal the prompt needs the room.
-    has_mismatch = any(g.mismatch is not None for g in groups) and terminal.columns >= 76
-    columns = [Column("row", ">", 7), Column("n", ">", 5)]
-    columns += [Column("  rewards", width=_NUM_BINS + 2, style="curve"), Column("mean", ">", 8)]
-    columns += [Column("spread", ">", 8), Column("cut", ">", 6)]
-    columns += [Column("mismatch", ">", 10)] * has_mismatch + [Column("  prompt")]
+    last_columns = [Column("mismatch", ">", 8), Column("  prompt")]
+    columns = [Column("row", ">", 7), *GROUP_COLUMNS, *last_columns]
     rows = []
     for group in groups:
-        heights = histogram(group.rewards, low, high, _NUM_BINS, is_unicode=terminal.is_unicode)
-        row = [number(group.row), str(len(group.rewards)), f"  {heights}"]
-        row += [number(group.mean), number(group.spread), f"{group.cut_frac:.0%}"]
-        row += [number(group.mismatch)] * has_mismatch
-        rows.append([*row, f"  {group.prompt}"])
+        last_cells = [number(group.mismatch), f"  {group.prompt}"]
+        rows.append([number(group.row), *group.cells(scale, terminal), *last_cells])
     titles, *lines = terminal.table(columns, rows, gap=0)
     yield titles
     half = _MAX_GROUPS // 2
