@@ -265,7 +265,8 @@ def digest_of(path: Path) -> str:
 def stamp(state: os.stat_result) -> list[int]:
     """Returns numbers that change with a file's content; nobody can set the last one (the
     ctime)."""
-    return [state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns]
+    # Not the device's number, which is another one after a reboot on some file systems (btrfs).
+    return [state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns]
 
 
 def _read_note(folder: Path, name: str, state: os.stat_result) -> str | None:
