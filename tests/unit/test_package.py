@@ -32,9 +32,10 @@ def test_a_wheel_has_every_module_and_the_marker_of_types(monkeypatch: pytest.Mo
     modules = {Path(file) for _, _, file in build.find_all_modules()}
     assert modules == {path.relative_to(ROOT) for path in (ROOT / "grpo_spmd").rglob("*.py")}
     data = {f"{package}/{name}" for package, _, _, names in build.data_files for name in names}
-    tables = {str(path.relative_to(ROOT)) for path in (ROOT / "grpo_spmd").rglob("*.tsv")}
+    files = (ROOT / "grpo_spmd" / "config").iterdir()
+    tables = {str(path.relative_to(ROOT)) for path in files if path.suffix in (".tsv", ".yaml")}
     assert {"grpo_spmd/py.typed", *tables} <= data
-    assert len(tables) == 6
+    assert len(tables) == 7
 
 
 @pytest.mark.parametrize("extra", _EXTRAS)
