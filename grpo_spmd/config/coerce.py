@@ -51,6 +51,7 @@ def build(cls: type, tree: Any, prefix: str) -> Any:
     # Hints are strings in the source, so they are evaluated in the schema's module.
     fields = {field.name: field for field in dataclasses.fields(cls)}
     hints = typing.get_type_hints(cls)
+    # Unknown keys first: a misspelt key would else be reported as one that is missing.
     for name in tree:
         if name not in fields:
             raise ConfigError(unknown_key(join_key(prefix, str(name)), prefix, tree[name]))
@@ -299,6 +300,7 @@ def find_remedy(key: str, value: str) -> str | None:
 
 def _value_remedy(key: str, value: Any, hint: Any) -> str:
     """Returns what is added to the line that refuses this value; "" where its rule is enough."""
+    # The table knows this key, and the rules below only the form of the value.
     if remedy := find_remedy(key, str(value)):
         return f"; {remedy}"
     for pattern, rewrite in _NUMBERS:

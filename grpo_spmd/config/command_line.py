@@ -46,6 +46,7 @@ class OverridesParser(OneLineParser):
 def number_of_ranks(num_ranks: int | None = None) -> int:
     """Returns `num_ranks`, else WORLD_SIZE, else 1. Raises ConfigError if what torchrun sets is no
     number."""
+    # torchrun sets all four; one that is left from elsewhere may be anything.
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK"):
         text = os.environ.get(name)
         low = 1 if name.endswith("SIZE") else 0

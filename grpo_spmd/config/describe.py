@@ -140,6 +140,7 @@ def join_key(prefix: str, name: str) -> str:
 
 def flat(value: Any, prefix: str = "") -> dict[str, Any]:
     """Returns {dotted key: value} of nested mappings and lists; an empty one is a value itself."""
+    # An empty mapping is a value: its key would vanish from the printed config.
     if not isinstance(value, dict | list) or not value:
         return {prefix: value}
     leaves: dict[str, Any] = {}

@@ -128,6 +128,7 @@ def path_remark(path: Path) -> str:
     """Returns, in brackets, where a missing file was looked for, if its path does not say so."""
     if os.path.exists(path):
         return ""
+    # A shell expands variables, and a YAML file does not.
     if "$" in str(path):
         remedy = "give it on the command line, where the shell does"
         return f" (variables are not expanded in a config: {remedy})"

@@ -32,6 +32,7 @@ class Recipe:
     needs: Sequence[str] = ()  # keys that only the user can set, and without which it cannot run
 
 
+# Read where a config is loaded; the schema needs the names alone.
 _ENTRIES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 RECIPES: dict[str, Recipe] = {name: Recipe(**entry) for name, entry in _ENTRIES.items()}
 

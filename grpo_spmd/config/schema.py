@@ -173,6 +173,7 @@ class RolloutConfig:
 
     def sleep_level_with(self, lora: LoraConfig) -> int:
         """`sleep_level`, else what the sync needs: 2 if it sends all weights, else 1."""
+        # Level 2 drops the weights, which is right where the next sync brings all of them.
         return self.sleep_level or (1 if lora.base_stays_in_engine else 2)
 
 
@@ -255,6 +256,7 @@ class RewardConfig:
         """The reward's name in metrics."""
         if self.name or self.url is not None:
             return self.name or ("judge" if self.judge is not None else "server")
+        # A function is named after itself, and a model after its folder or repository.
         return (self.function or "").rpartition(":")[2] or PurePath(self.model or "").name
 
     @property
@@ -318,6 +320,7 @@ class EnvironmentConfig:
     @property
     def can_reward(self) -> bool:
         """True if it may give rewards of its own; bare tools give none."""
+        # Tools are functions that only answer the policy.
         return bool(self.factory or self.gym or self.agent)
 
 
@@ -375,6 +378,7 @@ class TeacherConfig:
 
 
 def _by_name(value: dict[str, str] | str) -> dict[str, str]:
+    # A single teacher has no name, so that its metrics are teacher/kl.
     if isinstance(value, str):
         return {"": value} if value else {}
     return value
