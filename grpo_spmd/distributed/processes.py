@@ -112,8 +112,7 @@ def next_rank(rank: int, ranks: Iterable[int]) -> list[int]:
 
     So each rank is watched by one other.
     """
-    ring = sorted(set(ranks) - {rank})
-    return [next((later for later in ring if later > rank), ring[0])] if ring else []
+    return sorted(set(ranks) - {rank}, key=lambda peer: (peer < rank, peer))[:1]
 
 
 def format_ranks(ranks: Sequence[int]) -> str:

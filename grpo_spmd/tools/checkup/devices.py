@@ -562,15 +562,11 @@ def check_memory(target: Target) -> Iterator[Result]:
         note = " (the cgroup's limit)"
     finding = f"{size_text(available)} free of {size_text(total)}{note}, for {target.ranks_text}"
     sizes = _rank_memory(target)
-    if sizes:
-        rank_bytes = sum(sizes.values())
-        # Terms below 1 % would only lengthen the line.
-        terms = [
-            f"{name} {size_text(size)}" for name, size in sizes.items() if size > 0.01 * rank_bytes
-        ]
-        finding += f", which need about {size_text(target.local_ranks * rank_bytes)}"
-        finding += f" (each: {' + '.join(terms)})"
-    needed = sum(sizes.values()) if sizes else _RANK_NEEDED
+    needed = sum(sizes.values())
+    # Terms below 1 % would only lengthen the line.
+    terms = [f"{name} {size_text(size)}" for name, size in sizes.items() if size > 0.01 * needed]
+    finding += f", which need about {size_text(target.local_ranks * needed)}"
+    finding += f" (each: {' + '.join(terms)})"
     # Enough to start is not yet comfortable.
     wanted = _GPU_RANK_WANTED if target.num_gpus else _RANK_WANTED
     yield rated(
@@ -604,13 +600,14 @@ def check_swap(target: Target) -> Iterator[Result]:
 
 
 def _rank_memory(target: Target) -> dict[str, float]:
-    """Returns the host memory that a rank needs, by purpose; {} if the model is not here."""
+    """Returns the host memory that a rank needs, by purpose; of the model, if it is here."""
     config = target.config
     model = read_model(config.model.path) if config else None
+    sizes = {"a process": _RANK_NEEDED}
     if config is None or model is None:
-        return {}
+        return sizes
     state, weights = state_of(config, model, target.num_ranks), engine_weights(config, model)
-    sizes = {"a process": _RANK_NEEDED, "the checkpoint's copy": TRAINED_ITEMSIZE * state.trained}
+    sizes["the checkpoint's copy"] = TRAINED_ITEMSIZE * state.trained
     # On a CPU trainer and engine are in host memory all the time.
     if not target.num_gpus:
         sizes["state and gradients"] = state.num_bytes + state.gradients
