@@ -84,6 +84,13 @@ def host_identity(namespace: str = "net") -> str:
     return f"{socket.gethostname()} {boot_id} {os.readlink(f'/proc/self/ns/{namespace}')}"
 
 
+def free_port() -> int:
+    """Returns a port of this host that nobody uses now."""
+    with socket.socket() as trial:
+        trial.bind(("127.0.0.1", 0))
+        return int(trial.getsockname()[1])
+
+
 def process_state(process: RankProcess) -> Literal["gone", "stopped", "blocked", "running"]:
     state, start = read_stat(process.pid)
     if start != process.start or state in ("", "Z", "X"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import time
 import uuid
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from grpo_spmd.config.schema import WatchdogConfig
 from grpo_spmd.distributed import doctor
 from grpo_spmd.distributed.collectives import barrier
 from grpo_spmd.distributed.machine import rank_device, refuse_unreachable, with_time_to_start
+from grpo_spmd.distributed.processes import free_port
 from grpo_spmd.distributed.store import open_store
 
 _DEFAULT_LIMITS = WatchdogConfig()
@@ -111,9 +111,7 @@ def _set_single_rank() -> None:
     """Sets the variables that torchrun would set, which vLLM's external_launcher reads."""
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     os.environ["MASTER_ADDR"] = "127.0.0.1"
-    with socket.socket() as free_port:
-        free_port.bind(("127.0.0.1", 0))
-        os.environ["MASTER_PORT"] = str(free_port.getsockname()[1])
+    os.environ["MASTER_PORT"] = str(free_port())
 
 
 def _join(store: dist.Store, rank: int, world_size: int) -> tuple[int, bool]:

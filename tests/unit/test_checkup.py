@@ -639,7 +639,7 @@ def test_warnings_alone_are_fit(capsys: pytest.CaptureFixture[str]) -> None:
     page = Page()
     page.add("disk", Result("run_dir", "warning", "x", "y"))
     assert page.close(0.0) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "fit: 1 warning, 0 ok, 0.0 s"
+    assert capsys.readouterr().out.splitlines()[-1] == "fit: 0 bad, 1 warning, 0 ok, 0.0 s"
     with pytest.raises(ConfigError, match="--json: cannot write"):
         Page(Path("/nowhere/lines.jsonl"))
 

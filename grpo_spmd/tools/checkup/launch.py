@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ import msgspec
 
 from grpo_spmd.config.command_line import number_of_ranks
 from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.distributed.processes import free_port
 from grpo_spmd.tools.checkup.exchange import Report
 from grpo_spmd.tools.checkup.results import Target, bad
 
@@ -111,9 +111,7 @@ class LocalRanks:
     def __init__(self, target: Target, deadline_s: float) -> None:
         self.num_ranks = target.num_gpus or 2
         self._deadline = time.monotonic() + deadline_s + 5
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         self._children: list[tuple[subprocess.Popen[bytes], IO[bytes]]] = []
         for rank in range(self.num_ranks):
             env = {

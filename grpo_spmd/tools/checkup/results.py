@@ -196,10 +196,9 @@ class Page:
     def close(self, seconds: float) -> int:
         """Shows the verdict, and returns the exit code: 2 if a line is bad, else 0."""
         num_bad, warnings, num_ok = (self.counts[level] for level in ("bad", "warning", "ok"))
-        counts = [f"{num_bad} bad"] if num_bad else []
-        counts += [plural(warnings, "warning")] if warnings else []
+        counts = f"{num_bad} bad, {plural(warnings, 'warning')}, {num_ok} ok"
         verdict = "not fit" if num_bad else "fit"
-        show(f"\n{verdict}: {', '.join([*counts, f'{num_ok} ok'])}, {seconds:.1f} s")
+        show(f"\n{verdict}: {counts}, {seconds:.1f} s")
         self._write(verdict=verdict, bad=num_bad, warnings=warnings, ok=num_ok)
         if self._json is not None:
             self._json.close()
