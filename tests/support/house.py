@@ -64,7 +64,7 @@ ROOM_TOKENS = {
     "loop": 900,
     "train": 700,
     "demo": 5_000,
-    "tools": 72_500,
+    "tools": 69_000,
     "cli": 1_300,
     "api": 1_200,
 }
