@@ -128,6 +128,7 @@ def make_countdown_model(folder: Path, seed: int, numbers: str) -> None:
     rng = random.Random(seed)
     tasks = solvable_tasks()
 
+    # The tasks of three or four numbers are too many to list, so each batch draws new ones.
     def long_batch(_: int) -> list[Example]:
         batch = [long_task(rng) for _ in range(_BATCH_SIZE)]
         return [make_example(prompt_text(*nums, target), text) for nums, target, text in batch]
@@ -177,6 +178,7 @@ def make_teacher(folder: Path, seed: int) -> None:
             for task in rng.choices(tasks, k=_BATCH_SIZE)
         ]
 
+    # The rate falls to zero, so that the teacher ends sharp.
     rates = [
         _TEACHER_LR * warm_up(step) * (1 - step / _TEACHER_STEPS) for step in range(_TEACHER_STEPS)
     ]

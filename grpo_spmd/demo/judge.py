@@ -45,6 +45,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class _Server(ThreadingHTTPServer):
+    # The completions of a step are judged at the same time.
     request_queue_size = 128
 
     def service_actions(self) -> None:

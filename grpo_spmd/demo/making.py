@@ -30,6 +30,7 @@ def model_config(**sizes: Any) -> Any:
     """Returns a Qwen3 config: two layers for the countdown tokenizer, unless `sizes` differ."""
     import transformers
 
+    # Small enough to learn in seconds on one CPU.
     tiny = {
         "vocab_size": 32,
         "hidden_size": 64,
@@ -121,6 +122,7 @@ def make_folder(
     Does nothing if the same `settings` and code made the folder that is there. `fill` writes the
     model into the folder that it gets, and returns the rows.
     """
+    # A demo of other code may have another tokenizer or template, so it is made again.
     made_from = settings | {"code": _code()}
     try:
         if json.loads((out / "made_from.json").read_text(encoding="utf-8")) == made_from:

@@ -32,6 +32,7 @@ class Stockroom:
         """
         return self._stock[item]
 
+    # The underscore keeps it from the policy: public methods are its tools.
     def _answer(self) -> str:
         return ",".join(str(self._stock[item]) for item in self._wanted)
 

@@ -494,6 +494,7 @@ class ChatFormat:
 
         An agent brings its own tools, and a template may move them to the last message.
         """
+        # Trials take several renderings, so that their result is kept for each list of tools.
         key = json.dumps([kind, [*tools]])
         if key not in self._rules_by_tools:
             try:
@@ -508,6 +509,7 @@ class ChatFormat:
         Each rendered text should begin with the text of the shorter conversation. Raises
         TemplateError where the template leaves a message out.
         """
+        # Equal turns: what differs between the texts is what the template makes of their places.
         pair = self._trial_pair(kind)
         texts = self._render_growing([*pair, *pair], tools)
         for num, text in enumerate(texts):

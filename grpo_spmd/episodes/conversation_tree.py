@@ -304,12 +304,7 @@ class ConversationTree:
         if parent.completion.finish_reason != "stop" or not roles <= {"tool", "user"}:
             return self._chat.whole_ids(messages, tools), False
         # The sampled ids of the parent are kept; only the new messages are encoded.
-        parent_ids = parent.token_ids()
-        ids, continues = self._chat.next_ids(parent_ids, parent.messages, new_messages, tools)
-        assert not continues or ids[: len(parent_ids)] == parent_ids, (
-            "a context that continues another begins with it"
-        )
-        return ids, continues
+        return self._chat.next_ids(parent.token_ids(), parent.messages, new_messages, tools)
 
     def _room(self, turn: _Turn, length: int) -> int:
         """Returns the room for a turn after a context of `length` tokens. Raises ApiError."""

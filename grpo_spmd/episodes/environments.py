@@ -94,6 +94,7 @@ class Environments(AbstractContextManager["Environments"]):
         """The rewards that look at environments; they run in the environments' processes."""
         self.weights: dict[str, float] = {}
         """The weights of all rewards by name, in the order in which they are summed."""
+        # A reward that looks at environments can only run in the process that has them.
         names = set[str]()
         for reward, function in zip(rewards, loaded, strict=True):
             self.weights[function.name] = function.weight
@@ -221,6 +222,7 @@ class Environments(AbstractContextManager["Environments"]):
             "discount": self._config.discount,
             "finished": finished,
         }
+        # Agents ask for turns themselves; tools and gyms answer each turn of the policy.
         if self._endpoint is not None:
             return AgentEpisodes(self._endpoint, **shared)
         return Episodes(**shared)

@@ -160,9 +160,6 @@ class OpenEpisode:
         history = [*self._prompt, *self.messages]
         ids, continues = chat.next_ids(self.context_ids, history, messages, self.tools)
         num_kept = len(self.context_ids) if continues else 0
-        assert ids[:num_kept] == self.context_ids[:num_kept], (
-            "a context that continues another begins with it"
-        )
         num_all_tokens = self._num_all_tokens + len(ids) - num_kept
         room = self._room(len(ids), num_all_tokens)
         if room.is_empty:
