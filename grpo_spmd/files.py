@@ -2,7 +2,7 @@
 
 Such files are those of a model's folder, of a checkpoint and of an earlier run. Only regular files
 are opened, never in a way that could wait, and they are read up to a size. JSON is checked field by
-field, by type and range: a `Rule` tells what a field must be.
+field, by type and range, before a library or a run relies on it.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ import io
 import json
 import math
 import os
-import re
 import reprlib
 import stat
 import sys
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
 
 from grpo_spmd.config.errors import ConfigError, refuse
 
@@ -193,112 +194,64 @@ def reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return value
 
 
-@dataclass(frozen=True)
-class Rule:
-    """A Rule tells what a JSON value must be, in words and as a test."""
-
-    says: str
-    holds: Callable[[Any], bool]
-
-
-def whole_number(low: int, high: int = 2**53) -> Rule:
-    """Returns the rule for a whole number in these bounds."""
-
-    # The type is compared, because a bool is an instance of int.
-    def holds(value: Any) -> bool:
-        return type(value) is int and low <= value <= high
-
-    return Rule(f"a whole number from {low} to {high}", holds)
-
-
-def matching_text(pattern: str, says: str) -> Rule:
-    """Returns the rule for a text that matches `pattern` as a whole; `says` names it in words."""
-    return Rule(says, lambda value: isinstance(value, str) and bool(re.fullmatch(pattern, value)))
-
-
-def list_of(rule: Rule, low: int, high: int) -> Rule:
-    """Returns the rule for a list of `low` to `high` values that keep `rule`."""
-
-    def holds(value: Any) -> bool:
-        return isinstance(value, list) and low <= len(value) <= high and all(map(rule.holds, value))
-
-    return Rule(f"a list of {low} to {high}, each {rule.says}", holds)
-
-
-def mapping_of(rule: Rule) -> Rule:
-    """Returns the rule for a mapping whose values keep `rule`."""
-
-    def holds(value: Any) -> bool:
-        return isinstance(value, dict) and all(map(rule.holds, value.values()))
-
-    return Rule(f"a mapping, each name to {rule.says}", holds)
-
-
-def any_of(*rules: Rule) -> Rule:
-    """Returns the rule for a value that keeps at least one of `rules`."""
-    says = " or ".join(rule.says for rule in rules)
-    return Rule(says, lambda value: any(rule.holds(value) for rule in rules))
-
-
-def or_null(rule: Rule) -> Rule:
-    """Returns the rule for a value that keeps `rule` or is null."""
-    return Rule(f"null or {rule.says}", lambda value: value is None or rule.holds(value))
-
-
 def check_fields(
     value: Mapping[str, Any],
-    rules: Mapping[str, Rule],
+    types: Mapping[str, Any],
     subject: str | Path,
     needed: Collection[str] = (),
 ) -> None:
-    """Raises UntrustedError for the first field that breaks its rule, or is `needed` and missing.
+    """Raises UntrustedError for the first field that is not of its type, or `needed` and missing.
 
-    Fields without a rule may be anything.
+    `types` has types as msgspec reads them. Fields without a type may be anything.
     """
-    for name, rule in rules.items():
-        if name not in value and name in needed:
-            raise UntrustedError(f"{subject} names no {name}, which must be {rule.says}")
-        if name in value and not rule.holds(value[name]):
-            displayed = reprlib.repr(value[name])
-            raise UntrustedError(f"{subject}: {name} must be {rule.says}; got {displayed}")
+    for name, field_type in types.items():
+        if name in value:
+            try:
+                msgspec.convert(value[name], field_type)
+            # not only ValidationError: msgspec cannot quote half a surrogate pair
+            except ValueError as error:
+                displayed = reprlib.repr(value[name])
+                raise UntrustedError(f"{subject}: {name}: {error}; got {displayed}") from None
+        elif name in needed:
+            raise UntrustedError(f"{subject} names no {name}")
 
 
-_PLAIN = Rule(
-    "a plain value",
-    lambda value: value is None or type(value) in (bool, int, float, str) or not value,
-)
-_SMALL = Rule("from 0 to 1e9", lambda value: type(value) in (int, float) and 0 <= value <= 1e9)
-_DIGEST = matching_text("[0-9a-f]{64}", "a SHA-256 in hex")
+# Types of fields, as msgspec reads them; it takes no bool for a number. A pattern must match as a
+# whole, so \Z and not $, which would pass a line break.
+_Count = Annotated[int, Meta(ge=0, le=2**53)]
+_TokenId = Annotated[int, Meta(ge=0, le=2**31)]
+_NumLayers = Annotated[int, Meta(ge=1, le=1000)]
+_Small = Annotated[float, Meta(ge=0, le=1e9)]
+_Digest = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
+_FileName = Annotated[str, Meta(pattern=r"\A[^/\\\0]+\.safetensors\Z")]
+_Empty = Annotated[list[Any], Meta(max_length=0)] | Annotated[dict[str, Any], Meta(max_length=0)]
 # The trainer's state in a checkpoint.
 TRAINER = {
     **dict.fromkeys(
         ("step", "position", "num_updates", "skipped_in_a_row", "num_completions", "num_tokens"),
-        whole_number(0),
+        _Count,
     ),
-    "world_size": whole_number(1, 2**20),
-    "dtype": matching_text("float32|bfloat16", "float32 or bfloat16"),
-    "model_path": matching_text(r"[^\0]+", "a text"),
-    "config": mapping_of(_PLAIN),
-    "model_fingerprint": _DIGEST,
-    "data_fingerprint": _DIGEST,
-    "contents": or_null(mapping_of(_DIGEST)),
-    "critic": or_null(mapping_of(whole_number(0))),
-    "waiting": list_of(whole_number(0), 0, 2**20),
-    "mismatch_scale": or_null(list_of(_SMALL, 2, 2)),
+    "world_size": Annotated[int, Meta(ge=1, le=2**20)],
+    "dtype": Literal["float32", "bfloat16"],
+    "model_path": Annotated[str, Meta(pattern=r"\A[^\0]+\Z")],
+    "config": dict[str, bool | int | float | str | _Empty | None],
+    "model_fingerprint": _Digest,
+    "data_fingerprint": _Digest,
+    "contents": dict[str, _Digest] | None,
+    "critic": dict[str, _Count] | None,
+    "waiting": Annotated[list[_Count], Meta(max_length=2**20)],
+    "mismatch_scale": tuple[_Small, _Small] | None,
 }
 # A file in a checkpoint's manifest.
-MANIFEST_FILE = {"bytes": whole_number(0), "sha256": _DIGEST}
-_EOS = or_null(any_of(whole_number(0, 2**31), list_of(whole_number(0, 2**31), 0, 1000)))
+MANIFEST_FILE = {"bytes": _Count, "sha256": _Digest}
+_EOS = {"eos_token_id": _TokenId | Annotated[list[_TokenId], Meta(max_length=1000)] | None}
 # Some sizes may be a list with one entry for each layer.
-_LAYER_SIZES = list_of(or_null(whole_number(0, 2**31)), 0, 10_000)
-_SIZE = or_null(any_of(whole_number(1, 2**31), _LAYER_SIZES))
+_LayerSizes = Annotated[list[_TokenId | None], Meta(max_length=10_000)]
 # What config.json of a model says about sizes, before the libraries read it.
 MODEL = {
-    "model_type": matching_text(r"[\w.-]+", "a name"),
-    "num_labels": or_null(whole_number(0, 10_000)),
-    **dict.fromkeys(
-        ("num_hidden_layers", "num_layers", "n_layer", "n_layers"), or_null(whole_number(1, 1000))
-    ),
+    "model_type": Annotated[str, Meta(pattern=r"\A[\w.-]+\Z")],
+    "num_labels": Annotated[int, Meta(ge=0, le=10_000)] | None,
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers"), _NumLayers | None),
     **dict.fromkeys(
         [
             "hidden_size",
@@ -309,10 +262,10 @@ MODEL = {
             "num_key_value_heads",
             "head_dim",
         ],
-        _SIZE,
+        Annotated[int, Meta(ge=1, le=2**31)] | _LayerSizes | None,
     ),
-    "eos_token_id": _EOS,
-    "tie_word_embeddings": or_null(Rule("true or false", lambda value: type(value) is bool)),
+    **_EOS,
+    "tie_word_embeddings": bool | None,
 }
 
 
@@ -331,7 +284,7 @@ def read_stop_tokens(folder: Path) -> set[int] | None:
     for name in ("generation_config.json", "config.json"):
         path = folder / name
         config = read_json(path, follow=True) if path.exists() else {}
-        check_fields(config, {"eos_token_id": _EOS}, path)
+        check_fields(config, _EOS, path)
         eos = config.get("eos_token_id")
         if eos is not None:
             return set(eos) if isinstance(eos, list) else {eos}
@@ -344,10 +297,8 @@ def read_index(folder: Path) -> dict[str, Path] | None:
     if not path.exists():
         return None
     index = read_json(path, follow=True)
-    file_name = matching_text(
-        r"[^/\\\0]+\.safetensors", "the name of a .safetensors file beside it"
-    )
-    check_fields(index, {"weight_map": mapping_of(file_name)}, path, needed=("weight_map",))
+    # a file beside the index, and not one that a path leads to
+    check_fields(index, {"weight_map": dict[str, _FileName]}, path, needed=("weight_map",))
     return {name: folder / file for name, file in index["weight_map"].items()}
 
 

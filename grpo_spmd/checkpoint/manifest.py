@@ -52,9 +52,9 @@ def read_manifest(checkpoint: Path) -> dict[str, dict[str, Any]]:
     if not isinstance(files, dict) or not all(isinstance(facts, dict) for facts in files.values()):
         raise CheckpointError(f"{checkpoint}: manifest.json is damaged: it names no files")
     try:
-        rules = MANIFEST_FILE
         for name, facts in files.items():
-            check_fields(facts, rules, f"{checkpoint}: manifest.json is damaged: {name}", rules)
+            subject = f"{checkpoint}: manifest.json is damaged: {name}"
+            check_fields(facts, MANIFEST_FILE, subject, MANIFEST_FILE)
         present = regular_files(checkpoint) - {"manifest.json"}
     except UntrustedError as error:
         raise CheckpointError(str(error)) from None
@@ -78,10 +78,11 @@ def read_trainer(checkpoint: Path, needed: Sequence[str] = ("step",)) -> dict[st
     key = f"{checkpoint}: trainer.json is damaged"
     try:
         check_fields(trainer, files.TRAINER, key, needed)
-        replicas = {"model.num_replicas": files.whole_number(1, trainer.get("world_size", 1))}
-        check_fields(trainer.get("config", {}), replicas, f"{key}: config")
     except UntrustedError as error:
         raise CheckpointError(str(error)) from None
+    replicas = trainer.get("config", {}).get("model.num_replicas", 1)
+    if type(replicas) is not int or not 1 <= replicas <= trainer.get("world_size", 1):
+        raise CheckpointError(f"{key}: model.num_replicas is {replicas!r}, which no run had")
     # a folder that somebody renamed would give the run another step
     named = re.fullmatch(r"step_(\d{6,18})", checkpoint.name)
     if named and int(named[1]) != trainer["step"]:

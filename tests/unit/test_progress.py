@@ -37,9 +37,7 @@ def test_a_checkpoint_that_did_not_count_leaves_them_out_and_makes_none_too_smal
 
 @pytest.mark.parametrize("name", ["num_completions", "num_tokens"])
 def test_a_count_that_is_none_is_refused(name: str) -> None:
-    with pytest.raises(
-        UntrustedError, match=f"trainer.json: {name} must be a whole number from 0 to"
-    ):
+    with pytest.raises(UntrustedError, match=f"trainer.json: {name}: .* >= 0; got -1"):
         check_fields({name: -1}, TRAINER, "trainer.json")
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.files import UntrustedError, check_fields, matching_text, read_json, whole_number
+from grpo_spmd.files import UntrustedError, check_fields, read_json
 from grpo_spmd.observe.metrics_file import (
     is_evaluation,
     read_lines,
@@ -248,10 +248,10 @@ class TrackerFeed:
 
 def _read_state(path: Path) -> tuple[str, int]:
     """Returns the tracker's id of the run and its next step; a new id if there is no sound file."""
-    rules = {"id": matching_text(r"[\w-]{1,64}", "an id"), "next_step": whole_number(0)}
+    types = {"id": str, "next_step": int}
     try:
         state = read_json(path)
-        check_fields(state, rules, path, ("id", "next_step"))
+        check_fields(state, types, path, types)
         return state["id"], state["next_step"]
     except (OSError, UntrustedError):
         return secrets.token_hex(8), 0
