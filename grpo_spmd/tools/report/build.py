@@ -12,7 +12,6 @@ import time
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from multiprocessing import get_context
@@ -24,7 +23,7 @@ from grpo_spmd.observe.run_folder import RunFolder
 from grpo_spmd.tools.report.overview import config_differences, overview
 from grpo_spmd.tools.report.page import FORMAT, json_bytes, write_page
 from grpo_spmd.tools.report.prompts import summarize_prompts
-from grpo_spmd.tools.report.run import RecordedRun
+from grpo_spmd.tools.report.run import RecordedRun, file_size
 from grpo_spmd.tools.report.steps import (
     StepCost,
     StepResult,
@@ -163,7 +162,7 @@ def _make_steps(run: RecordedRun, plan: Plan) -> Iterator[StepResult]:
     num_bytes = 0
     for task in plan.tasks:
         for files in (folder.rollout_files, folder.score_files):
-            num_bytes += sum(map(_size, files.get(task.step, {}).values()))
+            num_bytes += sum(map(file_size, files.get(task.step, {}).values()))
     num_processes = min(len(os.sched_getaffinity(0)), _MAX_PROCESSES)
     if num_processes < 2 or num_bytes < _POOL_BYTES or os.nice(0) >= _IS_NICE:
         for number, task in enumerate(plan.tasks):
@@ -196,14 +195,8 @@ def _start_worker(parent: int) -> None:
     os.nice(_NICE)
 
 
-def _size(path: Path) -> int:
-    with suppress(OSError):
-        return path.stat().st_size
-    return 0
-
-
 def _unpacked_size(path: Path) -> int:
-    return _size(path) * (_UNPACKED_RATIO if path.suffix == ".gz" else 1)
+    return file_size(path) * (_UNPACKED_RATIO if path.suffix == ".gz" else 1)
 
 
 def _summarize(run: RecordedRun, plan: Plan, results: Sequence[StepResult]) -> dict[str, Any]:

@@ -9,13 +9,11 @@ from dataclasses import asdict
 from functools import cache
 from typing import Any
 
-import numpy as np
-
 from grpo_spmd.config.describe import flatten_config
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import FROM_RECIPE, build_config, recipe_of
 from grpo_spmd.tools.report.run import RecordedRun
-from grpo_spmd.tools.report.steps import round_digits
+from grpo_spmd.tools.report.steps import round_digits, spread_indices
 from grpo_spmd.tools.report.verdict import Metrics, list_checks, list_findings
 
 # Points of a curve; numbers in all curves of a page.
@@ -65,7 +63,7 @@ def overview(run: RecordedRun, num_runs: int = 1) -> dict[str, Any]:
 
 def _curves(lines: Metrics, max_points: int) -> dict[str, Any]:
     """Returns steps and metrics as columns, thinned evenly if there are too many points."""
-    indices = _spread_indices(len(lines), max(2, max_points))
+    indices = spread_indices(len(lines), max(2, max_points))
     chosen = [lines[index] for index in indices]
     keys = dict.fromkeys(key for line in chosen for key in line)
     keys.pop("step", None)
@@ -77,17 +75,10 @@ def _curves(lines: Metrics, max_points: int) -> dict[str, Any]:
     }
 
 
-def _spread_indices(num: int, max_indices: int) -> list[int]:
-    """Returns at most `max_indices` of the numbers below `num`, evenly, with first and last."""
-    spread = np.linspace(0, max(0, num - 1), min(num, max_indices)).round().astype(int)
-    indices: list[int] = np.unique(spread).tolist()
-    return indices
-
-
 def _timeline(run: RecordedRun, max_spans: int) -> dict[str, Any]:
     """Returns the timelines of the newest steps and of others at even distances."""
     steps = [line["step"] for line in run.steps]
-    wanted = {steps[index] for index in _spread_indices(len(steps), _NUM_TIMELINES)}
+    wanted = {steps[index] for index in spread_indices(len(steps), _NUM_TIMELINES)}
     wanted.update(steps[-_NUM_NEWEST_TIMELINES:])
     # The file may be somebody's link, or no timeline.
     with suppress(ConfigError, OSError):

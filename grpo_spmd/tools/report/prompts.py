@@ -12,7 +12,14 @@ import numpy as np
 from grpo_spmd.observe.metrics_file import LinePosition
 from grpo_spmd.observe.rollout_record import bounded_values
 from grpo_spmd.observe.run_folder import LineStore
-from grpo_spmd.tools.report.steps import StepResult, parse_line, prompt_text, shorten
+from grpo_spmd.tools.report.steps import (
+    StepResult,
+    parse_line,
+    prompt_text,
+    round_digits,
+    shorten,
+    spread_indices,
+)
 
 KINDS = ("never", "always", "better", "worse", "mixed")
 # Kinds in the order in which prompts are chosen for the page.
@@ -64,11 +71,10 @@ class PromptRow:
             return "better" if self.change > 0 else "worse"
         return "mixed"
 
-    def points(self) -> tuple[list[int], list[float]]:
+    def points(self) -> tuple[list[int], list[float | int | None]]:
         """Returns steps and means, thinned evenly if there are many."""
-        num = min(len(self.steps), _MAX_POINTS)
-        indices = np.unique(np.linspace(0, len(self.steps) - 1, num).astype(int)).tolist()
-        means = [float(f"{self.means[index]:.4g}") for index in indices]
+        indices = spread_indices(len(self.steps), _MAX_POINTS)
+        means = [round_digits(self.means[index], 4) for index in indices]
         return [self.steps[index] for index in indices], means
 
 

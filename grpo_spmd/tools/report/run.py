@@ -350,6 +350,13 @@ def _is_same_file(path: Path, status: os.stat_result) -> bool:
     return False
 
 
+def file_size(path: Path) -> int:
+    """Returns 0 for a file that is gone."""
+    with suppress(OSError):
+        return path.stat().st_size
+    return 0
+
+
 def _written_s(lines: Sequence[Mapping[str, Any]]) -> float | None:
     """Returns when the last line was written, in seconds since 1970."""
     return lines[-1].get("time/unix_s") if lines else None

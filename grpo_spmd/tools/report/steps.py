@@ -60,6 +60,7 @@ _REWARD_FAILURES = ("error", "timeout")
 _FAILURES = (*_REWARD_FAILURES, "env_error", "env_timeout")
 _NUM_EARLY_FAILURES = 4  # failed rollouts that come before the tokens of other rollouts
 _MAX_SHOWN = 2_000  # rollouts of a step
+_NUM_SAMPLES = 8  # rollouts that tell what those of a step cost
 # The size of a rollout beside others, relative to its size alone at the quickest level.
 _COMPRESSION = 0.9
 # Characters of a completion that is shown as a whole.
@@ -496,9 +497,8 @@ class StepCost:
 def measure_step(task: StepTask) -> StepCost:
     """Returns the cost of a step, measured on some of its rollouts."""
     reader = StepReader(task, _MAX_COMPLETION_CHARS)
-    num = len(reader.rollouts)
-    indices = {round(index) for index in np.linspace(0, num - 1, 8).tolist()} if num else set()
-    samples = [reader.make(index, "sampled") for index in sorted(indices)]
+    indices = spread_indices(len(reader.rollouts), _NUM_SAMPLES)
+    samples = [reader.make(index, "sampled") for index in indices]
     texts = [compressed_size([sample.text, sample.prompt]) for sample in samples if sample]
     tokens = [compressed_size(sample.tokens) for sample in samples if sample]
     table = len(zlib.compress(_chunk(reader, Selection(reader, room=0), task.step)))
@@ -610,6 +610,13 @@ def _encode_rollout(rollout: PageRollout, with_tokens: bool) -> bytes:
     # Column by column: only the texts may need the slower of the two encoders.
     columns = {name: msgspec.Raw(json_bytes(value)) for name, value in rollout.tokens.items()}
     return text[:-1] + b',"tokens":' + msgspec.json.encode(columns) + b"}"
+
+
+def spread_indices(num: int, max_indices: int) -> list[int]:
+    """Returns at most `max_indices` of the numbers below `num`, evenly, with first and last."""
+    spread = np.linspace(0, max(0, num - 1), min(num, max_indices)).round().astype(int)
+    indices: list[int] = np.unique(spread).tolist()
+    return indices
 
 
 def round_digits(value: float | None, num_digits: int) -> float | int | None:

@@ -350,7 +350,7 @@ def _describe_changes(run: RecordedRun, first_step: int) -> str:
 
 def _failure_metrics(run: RecordedRun) -> dict[str, str]:
     """Returns what can fail and time out, with the beginning of its metrics' names."""
-    names = _matching_metrics(run.steps, r"reward/(.+)/error_frac")
+    names = matching_metrics(run.steps, r"reward/(.+)/error_frac")
     prefixes = {f"reward {name}": f"reward/{name}/" for name in names}
     return prefixes | {"the environment": "episode/env_"}
 
@@ -476,7 +476,7 @@ def _find_memory_growth(run: RecordedRun) -> Iterator[Finding]:
     growths: list[tuple[float, Curve]] = []
     # Memory that stays in use, not peaks, which follow the lengths. The first steps take what they
     # need once, so a leak must still grow in the second half.
-    for key in _matching_metrics(run.steps, r"(memory/(?:sleep/left|\w+/allocated)_gib)"):
+    for key in matching_metrics(run.steps, r"(memory/(?:sleep/left|\w+/allocated)_gib)"):
         curve = metric_curve(run.steps[2:], key)
         if len(curve) < 20:
             continue
@@ -499,7 +499,7 @@ def _find_memory_growth(run: RecordedRun) -> Iterator[Finding]:
 def _find_evaluation_fall(run: RecordedRun) -> Iterator[Finding]:
     """Yields evaluations whose last two are well below the best, while the reward still rose."""
     reward = metric_curve(run.steps, "reward/mean")
-    for name in _matching_metrics(run.evaluations, r"eval/(.+)/mean"):
+    for name in matching_metrics(run.evaluations, r"eval/(.+)/mean"):
         scores = metric_curve(run.evaluations, f"eval/{name}/mean")
         if not len(reward) or len(scores) < 4:
             continue
@@ -685,7 +685,7 @@ def _find_alarm(run: RecordedRun, kind: str, title: str, metric: str) -> Iterato
         yield Finding("bad", title, f"{text}.", step=steps.first, metric=metric)
 
 
-def _matching_metrics(lines: Metrics, pattern: str) -> list[str]:
+def matching_metrics(lines: Metrics, pattern: str) -> list[str]:
     """Returns the first group of `pattern` in each metric's name, in their order."""
     # The newest lines name all metrics, and a long run has very many lines.
     keys = dict.fromkeys(key for line in lines[-200:] for key in line)

@@ -7,7 +7,6 @@ at most seven characters.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ from rich.text import Text
 
 from grpo_spmd.observe.console import Console
 from grpo_spmd.tools.report.run import RecordedRun
-from grpo_spmd.tools.report.verdict import list_checks, list_findings
+from grpo_spmd.tools.report.verdict import list_checks, list_findings, matching_metrics
 from grpo_spmd.tools.terminal import Line, Terminal
 
 Value = float | int | None
@@ -255,21 +254,17 @@ def curve_lines(run: RecordedRun, terminal: Terminal) -> Iterator[Line]:
 def _curve_rows(run: RecordedRun) -> Iterator[tuple[CurveRow, Sequence[Mapping[str, Any]]]]:
     """Yields each row with the lines of metrics.jsonl that it is drawn from."""
     yield CurveRow("reward", "reward/mean"), run.steps
-    components = _matching_metrics(run.steps, "reward/.+/mean")
+    components = sorted(matching_metrics(run.steps, r"reward/(.+)/mean"))
     # A single component is the reward itself.
     for name in components[:_MAX_COMPONENTS] if len(components) > 1 else ():
-        yield CurveRow(f"  {name[7:-5]}", name), run.steps
+        yield CurveRow(f"  {name}", f"reward/{name}/mean"), run.steps
     for row in _CURVES:
         if row.metric not in _OPTIONAL_METRICS or any(line.get(row.metric) for line in run.steps):
             yield row, run.steps
-    for name in _matching_metrics(run.evaluations, "eval/.+/mean")[:_MAX_SETS]:
-        yield CurveRow(f"eval {name[5:-5]}", name), run.evaluations
+    for name in sorted(matching_metrics(run.evaluations, r"eval/(.+)/mean"))[:_MAX_SETS]:
+        yield CurveRow(f"eval {name}", f"eval/{name}/mean"), run.evaluations
     for row in _SPEED_CURVES:
         yield row, run.steps
-
-
-def _matching_metrics(lines: Sequence[Mapping[str, Any]], pattern: str) -> list[str]:
-    return sorted({name for line in lines for name in line if re.fullmatch(pattern, name)})
 
 
 def time_lines(lines: Sequence[Mapping[str, Any]], terminal: Terminal) -> Iterator[Line]:
@@ -277,10 +272,9 @@ def time_lines(lines: Sequence[Mapping[str, Any]], terminal: Terminal) -> Iterat
     total = _total_seconds("time/step_s", lines)
     if total <= 0:
         return
-    names = set(_matching_metrics(lines, r"time/\w+_s"))
     # These are totals and times of day, not phases.
-    names -= {"time/step_s", "time/wall_s", "time/unix_s"}
-    seconds = {name[5:-2]: _total_seconds(name, lines) for name in names}
+    names = set(matching_metrics(lines, r"time/(\w+)_s")) - {"step", "wall", "unix"}
+    seconds = {name: _total_seconds(f"time/{name}_s", lines) for name in names}
     seconds["between them"] = max(0.0, total - math.fsum(seconds.values()))
     title = "where the time goes"
     mean = number(total / len(lines))

@@ -10,7 +10,6 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from rich.text import Text
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.observe.rollout_record import RolloutRecord
 from grpo_spmd.observe.run_folder import ReadErrors
-from grpo_spmd.tools.report.run import RecordedRun, read_run
+from grpo_spmd.tools.report.run import RecordedRun, file_size, read_run
 from grpo_spmd.tools.show.completions import (
     describe_steps,
     error_lines,
@@ -80,7 +79,7 @@ def follow(run_dir: Path, draw: Draw) -> None:
     while True:
         begin = time.monotonic()
         terminal = find_terminal()
-        current = (_file_size(run_dir / "metrics.jsonl"), terminal)
+        current = (file_size(run_dir / "metrics.jsonl"), terminal)
         if (begin >= next_draw_s and current != drawn_for) or begin >= next_state_s:
             run = read_run(run_dir)
             has_ended = run.state not in _RUNNING_STATES
@@ -123,12 +122,6 @@ def _show_page(lines: list[Line], terminal: Terminal, *, clear: bool, redraw: bo
     else:
         # The last page stays as a whole, for a user who scrolls back.
         terminal.write(lines)
-
-
-def _file_size(path: Path) -> int:
-    with suppress(OSError):
-        return path.stat().st_size
-    return 0
 
 
 @dataclass
