@@ -64,7 +64,7 @@ ROOM_TOKENS = {
     "loop": 900,
     "train": 700,
     "demo": 4_850,
-    "tools": 69_000,
+    "tools": 68_000,
     "cli": 1_300,
     "api": 1_200,
 }
