@@ -426,6 +426,9 @@ def _joined(cells: Iterable[Cell], indent: int) -> Line:
     line = Text(" " * indent)
     for style, group in groupby(cells, lambda cell: cell[1] or "escape" * cell[0].is_escape):
         line.append("".join(character.shown for character, _ in group), style or None)
+    # A joiner at the end of a line joins nothing, so it would become an escape, and too wide.
+    if line.plain.endswith(tuple(_JOINERS)):
+        line.right_crop(1)
     return line
 
 

@@ -9,7 +9,7 @@ import unicodedata
 import pytest
 
 from grpo_spmd.tools.show.overview import bar, curve, histogram, number
-from grpo_spmd.tools.terminal import Column, Line, Terminal, WrappedLine, characters
+from grpo_spmd.tools.terminal import Column, Line, Terminal, WrappedLine, characters, width_of
 
 TERMINAL = Terminal()
 # Each: the text, what of it a terminal is given, and its columns by the tables of Unicode.
@@ -115,6 +115,11 @@ def test_lines_break_at_spaces_and_no_character_is_lost() -> None:
         "e\u0301",
     ]  # a mark stays with its letter
     assert _texts(list(terminal.wrap("\u2764\ufe0f" * 7))) == ["\u2764\ufe0f" * 6, "\u2764\ufe0f"]
+    # a joiner at the end of a line joins nothing: it is left out, and is no escape
+    family = "\U0001f468\u200d\U0001f469\u200d\U0001f467"
+    for wrapped in Terminal(8).wrap(4 * family):
+        assert width_of(TERMINAL.paint(wrapped.line)) <= 8
+    assert width_of(TERMINAL.paint(TERMINAL.fit(4 * family, 5))) <= 5
     assert _texts(list(terminal.wrap("\n\n"))) == ["", "", ""]
     text = "word \x1b \u4f60\u597d " * 500 + "\n" * 7 + "x" * 300
     assert sum(wrapped.num_chars for wrapped in terminal.wrap(text)) == len(text)
