@@ -503,3 +503,14 @@ def test_a_text_is_too_long_for_its_tokens_only_if_it_is() -> None:
     tokenizer = make_chat_tokenizer("qwen2.5")
     for text in ("<|endoftext|>" * 50, "the tool " * 50, "日本" * 50):
         assert len(text) <= form.max_token_chars * len(tokenizer(text)["input_ids"])
+
+
+def test_thinking_that_a_template_cuts_out_of_a_text_hides_no_data() -> None:
+    """Qwen3 looks for `</think>` in a turn's text; other special text in that turn stays data."""
+    tokenizer, form = make_chat_tokenizer("qwen3"), chat("qwen3", kind="user")
+    answer = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nyes<|im_end|>"}
+    ids = form.whole_ids([USER, answer, {"role": "user", "content": "</think>"}], [])
+    text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+    assert "assistant\nyes<|im_end|><|im_end|>\n" in text
+    assert ids.count(tokenizer.eos_token_id) == 3
+    assert tokenizer.convert_tokens_to_ids("</think>") not in ids
