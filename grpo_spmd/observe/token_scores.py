@@ -13,10 +13,9 @@ imports no torch.
 
 from __future__ import annotations
 
-import binascii
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import numpy as np
@@ -145,7 +144,8 @@ def _encode_lines(
         for name, array in packed.items():
             if (name == "advantages" and not differ[i]) or (name == "loss_mask" and not masked[i]):
                 continue
-            values[name] = binascii.b2a_base64(array[tokens].tobytes(), newline=False).decode()
+            # msgspec writes bytes as base64, and reads them so
+            values[name] = array[tokens].tobytes()
         yield _ENCODER.encode(values)
 
 
@@ -160,6 +160,13 @@ class _ScoresLine(msgspec.Struct, gc=False):
 
 
 _DECODER = msgspec.json.Decoder(_ScoresLine)
+# (field, type in the file, type in TokenScores)
+_ARRAYS = (
+    ("difference", "<f2", np.float32),
+    ("entropy", "<f2", np.float32),
+    ("advantages", "<f2", np.float32),
+    ("loss_mask", "u1", np.bool_),
+)
 
 
 def parse_scores(line: bytes, line_name: str) -> TokenScores:
@@ -167,35 +174,18 @@ def parse_scores(line: bytes, line_name: str) -> TokenScores:
 
     Raises ConfigError, whose message begins with `line_name` ("FILE:NUMBER").
     """
+    arrays: dict[str, npt.NDArray[Any] | None] = {}
     try:
         values = _DECODER.decode(line)
+        for name, stored, loaded in _ARRAYS:
+            packed = getattr(values, name)
+            arrays[name] = None
+            if packed is not None:
+                # ValueError if the bytes are no whole number of values
+                arrays[name] = np.frombuffer(packed, stored).astype(loaded)
+        lengths = {name: len(array) for name, array in arrays.items() if array is not None}
+        if len(set(lengths.values())) > 1:
+            raise ValueError(f"the numbers of tokens differ: {lengths}")
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{line_name}: {error}; this is no file of token scores") from None
-    # a difference is a float16, so it has two bytes
-    num_tokens = len(values.difference) // 2
-
-    def unpack(name: str, packed: bytes, dtype: str = "<f2") -> npt.NDArray[np.generic]:
-        array: npt.NDArray[np.generic] = np.frombuffer(packed, np.uint8)
-        if len(packed) != num_tokens * np.dtype(dtype).itemsize:
-            raise ConfigError(
-                f"{line_name}: {num_tokens} tokens have a difference, "
-                f"but {name} has {len(packed)} bytes"
-            )
-        return array.view(dtype)
-
-    def floats(name: str, packed: bytes) -> _Floats:
-        return unpack(name, packed).astype(np.float32)
-
-    return TokenScores(
-        rollout_id=values.rollout_id,
-        difference=floats("difference", values.difference),
-        entropy=floats("entropy", values.entropy),
-        difference_mean=values.difference_mean,
-        difference_max=values.difference_max,
-        advantages=None if values.advantages is None else floats("advantages", values.advantages),
-        loss_mask=(
-            None
-            if values.loss_mask is None
-            else unpack("loss_mask", values.loss_mask, "u1").astype(np.bool_)
-        ),
-    )
+    return TokenScores(**(msgspec.structs.asdict(values) | arrays))
