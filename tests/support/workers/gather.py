@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-import grpo_spmd.engine.gather
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config
 from grpo_spmd.distributed.collectives import (
@@ -155,15 +154,13 @@ def one_shard_is_made_at_a_time(policy: Policy, expected: dict[str, Tensor]) -> 
         created.append(weakref.ref(shard))
         return shard
 
-    def shards(policy: Policy) -> Iterator[Shard]:
-        for name, parameter, _ in hf_named_shards(policy):
-            yield Shard(name, parameter, partial(doubled, parameter))
-
-    grpo_spmd.engine.gather.hf_named_shards = shards
-    for name, tensor in gather_full_tensors(policy, torch.float32, 6000, SyncStats()):
+    shards = [
+        Shard(name, parameter, partial(doubled, parameter))
+        for name, parameter, _ in hf_named_shards(policy)
+    ]
+    for name, tensor in gather_full_tensors(shards, torch.float32, 6000, SyncStats()):
         assert torch.equal(tensor, expected[name] * 2), name
     assert len(created) == len(expected)
-    grpo_spmd.engine.gather.hf_named_shards = hf_named_shards
 
 
 def ranks_of_an_engine_compare(session: Session) -> None:
