@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate, chain
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -19,9 +19,9 @@ from torch import Tensor
 
 from grpo_spmd.config.schema import AdvantageConfig, LossConfig
 from grpo_spmd.distributed.collectives import exchange_bytes
-from grpo_spmd.distributed.packed import PackedReader, pack
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.learn.advantages import Credit, credited_tokens
+from grpo_spmd.learn.contexts import completion_contexts, rollout_contexts
 from grpo_spmd.learn.losses import kl_estimate
 from grpo_spmd.learn.sampled_step import SampledStep, rollout_advantages
 from grpo_spmd.learn.step_messages import (
@@ -31,17 +31,13 @@ from grpo_spmd.learn.step_messages import (
     trained_ids,
 )
 from grpo_spmd.records import (
-    Completion,
     Decision,
     MicroBatch,
-    Prompt,
     Rollout,
     RolloutBatch,
     Segment,
     StepDecision,
 )
-
-TokenIds = list[int] | npt.NDArray[np.int32]
 
 
 def assemble_batch(sampled: SampledStep, session: Session) -> tuple[RolloutBatch, Decision]:
@@ -81,44 +77,23 @@ def _sampled_rollouts(sampled: SampledStep, decision: Decision) -> Iterator[Roll
             estimator=sampled.rules.advantage.estimator,
         )
         for i, completion, credit in zip(rollout_ids, group.completions, credits, strict=True):
-            yield _make_rollout(
-                i, credit, decision.in_loss[i], prompt=group.prompt, completion=completion
+            contexts = completion_contexts(group.prompt.token_ids, completion)
+            rollout = episode_rollout(i, credit, decision.in_loss[i], contexts, completion.logprobs)
+            assert np.array_equal(rollout.completion_ids, completion.token_ids), (
+                "what is trained on is not what was sampled"
             )
-
-
-def _make_rollout(
-    rollout_id: int, advantages: Credit, in_loss: bool, *, prompt: Prompt, completion: Completion
-) -> Rollout:
-    """Returns a completion as a rollout, whether it is an episode or not."""
-    episode = completion.episode
-    # A failed environment leaves an episode without segments; its completion is empty.
-    if episode is None or not episode.segments:
-        return Rollout(
-            rollout_id=rollout_id,
-            advantages=advantages,
-            loss_mask=in_loss,
-            prompt_ids=prompt.token_ids,
-            completion_ids=completion.token_ids,
-            rollout_logprobs=completion.logprobs,
-        )
-    rollout = episode_rollout(
-        rollout_id, advantages, in_loss, episode.segments, completion.logprobs
-    )
-    assert np.array_equal(rollout.completion_ids, completion.token_ids), (
-        "what is trained on is not what was sampled"
-    )
-    return rollout
+            yield rollout
 
 
 def episode_rollout(
     rollout_id: int,
     advantages: Credit,
     loss_mask: bool | npt.NDArray[np.bool_],
-    segments: tuple[Segment, ...],
+    segments: Sequence[Segment],
     logprobs: Any,
 ) -> Rollout:
-    """Returns the rollout of an episode. Its prompt is the beginning of the first segment, its
-    completion the sampled tokens of all segments."""
+    """Returns the rollout of an episode, or of a completion that is one segment. Its prompt is the
+    beginning of the first segment, its completion the sampled tokens of all segments."""
     first_segment = segments[0]
     num_prompt_tokens = (
         int(first_segment.sampled.argmax())
@@ -132,7 +107,7 @@ def episode_rollout(
         prompt_ids=first_segment.token_ids[:num_prompt_tokens],
         completion_ids=np.concatenate([segment.token_ids[segment.sampled] for segment in segments]),
         rollout_logprobs=logprobs,
-        segments=segments,
+        segments=tuple(segments),
     )
 
 
@@ -200,111 +175,58 @@ def _sum_kl(batch: RolloutBatch, estimator: str) -> dict[int, float]:
     return kl_by_id
 
 
-def encode_rollouts(rollouts: Sequence[Rollout]) -> bytes:
-    """Returns rollouts as bytes, for the way from the rank that sampled them to the rank that
-    trains on them.
+class _SentRollout(msgspec.Struct, array_like=True):
+    """A rollout on the way from the rank that sampled it to the rank that trains on it, its arrays
+    as bytes."""
 
-    After the header come all token ids (int32; of an episode those of its segments), all logprobs
-    (float32 if no bit is lost, else float64), the advantages (float64) and loss masks (a byte per
-    token) of those rollouts that have not one value for all tokens, and the masks of the sampled
-    tokens of all segments (a byte per token).
-    """
-    header = []
-    # Most rollouts have one advantage and one mask for all tokens: these stand in the header.
-    token_advantages: list[npt.NDArray[Any]] = []
-    token_masks: list[npt.NDArray[Any]] = []
-    for rollout in rollouts:
-        advantage: float | None = None
-        if isinstance(rollout.advantages, np.ndarray):
-            token_advantages.append(np.asarray(rollout.advantages, np.float64))
-        else:
-            advantage = rollout.advantages
-        mask = _common_flag(rollout.loss_mask)
-        if mask is None:
-            token_masks.append(np.asarray(rollout.loss_mask, np.bool_))
-        sizes = [len(ids) for ids in _id_lists(rollout)]
-        num_completion = len(rollout.completion_ids)
-        header.append(
-            [rollout.rollout_id, advantage, mask, sizes, num_completion, bool(rollout.segments)]
+    rollout_id: int
+    advantages: float | bytes
+    """One number for all tokens, or float64 of each."""
+    in_loss: bool
+    logprobs: bytes
+    """float32, as in a MicroBatch."""
+    contexts: list[tuple[bytes, bytes]]
+    """Token ids (int32) and mask of the sampled tokens (a bit per token) of each context."""
+
+
+def encode_rollouts(rollouts: Iterable[Rollout]) -> bytes:
+    """Returns rollouts as bytes, for the way from the rank that sampled them to the rank that
+    trains on them. Their tokens are in the loss all together or not at all."""
+    sent = [
+        _SentRollout(
+            rollout.rollout_id,
+            rollout.advantages.tobytes()
+            if isinstance(rollout.advantages, np.ndarray)
+            else rollout.advantages,
+            bool(rollout.loss_mask),
+            logprobs=np.asarray(rollout.rollout_logprobs, np.float32).tobytes(),
+            contexts=[
+                (context.token_ids.tobytes(), np.packbits(context.sampled).tobytes())
+                for context in rollout_contexts([rollout])
+            ],
         )
-    ids = np.fromiter(
-        chain.from_iterable(ids for rollout in rollouts for ids in _id_lists(rollout)), np.int32
-    )
-    logprobs = _narrowest(
-        np.fromiter(chain.from_iterable(r.rollout_logprobs for r in rollouts), np.float64)
-    )
-    sampled_masks = [segment.sampled for rollout in rollouts for segment in rollout.segments]
-    return pack(
-        [logprobs.dtype.name, header],
-        [ids, logprobs, *token_advantages, *token_masks, *sampled_masks],
-    )
+        for rollout in rollouts
+    ]
+    return msgspec.msgpack.encode(sent)
 
 
 def decode_rollouts(payload: bytes) -> list[Rollout]:
-    """Reads the bytes of `encode_rollouts`. The arrays are views of `payload`."""
-    reader = PackedReader(payload)
-    logprob_dtype, header = reader.header
-
-    def read_arrays(dtype: npt.DTypeLike, lengths: list[int]) -> Iterator[npt.NDArray[Any]]:
-        """Reads one column of the payload, and returns an iterator over its arrays."""
-        values = reader.array(dtype, sum(lengths))
-        ends = accumulate(lengths)
-        return iter([values[end - n : end] for n, end in zip(lengths, ends, strict=True)])
-
-    # The columns come in the order in which encode_rollouts wrote them. An entry of the header is
-    # (rollout id, advantage, mask, sizes, number of completion tokens, is it an episode).
-    ids = read_arrays(np.int32, [n for *_, sizes, _, _ in header for n in sizes])
-    logprobs = read_arrays(logprob_dtype, [n for *_, n, _ in header])
-    advantages = read_arrays(np.float64, [n for _, value, *_, n, _ in header if value is None])
-    masks = read_arrays(np.bool_, [n for _, _, value, _, n, _ in header if value is None])
-    sampled = read_arrays(
-        np.bool_, [n for *_, sizes, _, is_episode in header if is_episode for n in sizes]
-    )
+    """Reads the bytes of `encode_rollouts`. Each rollout has its contexts as segments."""
     rollouts = []
-    for rollout_id, advantage, mask, sizes, _, is_episode in header:
-        token_advantages = next(advantages) if advantage is None else advantage
-        token_mask = next(masks) if mask is None else mask
-        if is_episode:
-            segments = tuple(Segment(next(ids), next(sampled)) for _ in sizes)
-            rollout = episode_rollout(
-                rollout_id, token_advantages, token_mask, segments, next(logprobs)
-            )
-        else:
-            rollout = Rollout(
-                rollout_id=rollout_id,
-                advantages=token_advantages,
-                loss_mask=token_mask,
-                prompt_ids=next(ids),
-                completion_ids=next(ids),
-                rollout_logprobs=next(logprobs),
-            )
-        rollouts.append(rollout)
+    for sent in msgspec.msgpack.decode(payload, type=list[_SentRollout]):
+        segments = []
+        for id_bytes, mask_bytes in sent.contexts:
+            ids = np.frombuffer(id_bytes, np.int32)
+            bits = np.unpackbits(np.frombuffer(mask_bytes, np.uint8), count=len(ids))
+            segments.append(Segment(ids, bits.view(np.bool_)))
+        advantages = sent.advantages
+        if isinstance(advantages, bytes):
+            advantages = np.frombuffer(advantages)
+        logprobs = np.frombuffer(sent.logprobs, np.float32)
+        rollouts.append(
+            episode_rollout(sent.rollout_id, advantages, sent.in_loss, segments, logprobs)
+        )
     return rollouts
-
-
-def _id_lists(rollout: Rollout) -> list[TokenIds]:
-    """Returns the token ids of each segment of an episode; else those of prompt and completion."""
-    if rollout.segments:
-        return [segment.token_ids for segment in rollout.segments]
-    return [rollout.prompt_ids, rollout.completion_ids]
-
-
-def _common_flag(mask: bool | npt.NDArray[np.bool_]) -> bool | None:
-    """Returns the value that a mask has for all tokens, or None if the mask has both values."""
-    if isinstance(mask, bool):
-        return mask
-    if mask.all():
-        return True
-    return None if mask.any() else False
-
-
-def _narrowest(values: npt.NDArray[np.float64]) -> npt.NDArray[Any]:
-    """Returns the values as float32 if no bit is lost: an engine's logprobs are float32 in Python
-    floats. NaN equals nothing and may have more bits than float32 holds, so arrays with NaN stay
-    float64."""
-    with np.errstate(over="ignore"):
-        narrow = values.astype(np.float32)
-    return narrow if np.array_equal(narrow, values) else values
 
 
 def pack_rollouts(rollouts: Sequence[Rollout], device: torch.device) -> MicroBatch:
@@ -318,9 +240,10 @@ def pack_rollouts(rollouts: Sequence[Rollout], device: torch.device) -> MicroBat
     if not ids_with_tokens:
         rollouts = [Rollout(-1, 0.0, False, [0], [0], [0.0])]
     num_completion = np.array([len(rollout.completion_ids) for rollout in rollouts])
-    lengths = np.array([length for rollout in rollouts for length in _sequence_lengths(rollout)])
-    input_ids = _concat((ids for rollout in rollouts for ids in _id_lists(rollout)), np.int64)
-    is_sampled = np.concatenate([mask for rollout in rollouts for mask in _sampled_masks(rollout)])
+    contexts = rollout_contexts(rollouts)
+    lengths = np.array([len(context.token_ids) for context in contexts])
+    input_ids = _concat((context.token_ids for context in contexts), np.int64)
+    is_sampled = _concat((context.sampled for context in contexts), np.bool_)
     # Positions start at 0 in each sequence of the row.
     position_ids = np.arange(len(input_ids)) - np.repeat(lengths.cumsum() - lengths, lengths)
     completion_positions = np.flatnonzero(is_sampled)
@@ -358,25 +281,8 @@ def pack_rollouts(rollouts: Sequence[Rollout], device: torch.device) -> MicroBat
     )
 
 
-def _sequence_lengths(rollout: Rollout) -> list[int]:
-    """Returns the lengths of a rollout's sequences: each segment of an episode is one."""
-    if rollout.segments:
-        return [len(segment.token_ids) for segment in rollout.segments]
-    return [len(rollout.prompt_ids) + len(rollout.completion_ids)]
-
-
-def _sampled_masks(rollout: Rollout) -> list[npt.NDArray[np.bool_]]:
-    """Returns masks of the sampled tokens, aligned with the lists of `_id_lists`."""
-    if rollout.segments:
-        return [segment.sampled for segment in rollout.segments]
-    return [
-        np.zeros(len(rollout.prompt_ids), np.bool_),
-        np.ones(len(rollout.completion_ids), np.bool_),
-    ]
-
-
 def _concat(
-    columns: Iterable[list[int] | list[float] | npt.NDArray[Any]], dtype: type[np.generic]
+    columns: Iterable[list[float] | npt.NDArray[Any]], dtype: type[np.generic]
 ) -> npt.NDArray[Any]:
     """Returns the columns one after the other, with this dtype."""
     return np.concatenate([np.asarray(values, dtype) for values in columns])

@@ -7,13 +7,20 @@ the policy, or all given by the prompt or the environment. No torch here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
 
-from grpo_spmd.records import EPISODE_STATUSES, FAILED_STATUSES, Completion, Episode, Segment
+from grpo_spmd.records import (
+    EPISODE_STATUSES,
+    FAILED_STATUSES,
+    Completion,
+    Episode,
+    Rollout,
+    Segment,
+)
 
 _Ids = list[int] | npt.NDArray[np.int32]
 
@@ -27,6 +34,15 @@ def contexts_of(
         return segments
     token_ids = np.concatenate([np.asarray(ids, np.int32) for ids in (prompt_ids, completion_ids)])
     return (Segment(token_ids, np.arange(len(token_ids)) >= len(prompt_ids)),)
+
+
+def rollout_contexts(rollouts: Iterable[Rollout]) -> list[Segment]:
+    """Returns the contexts of all rollouts, one rollout after the other."""
+    return [
+        context
+        for rollout in rollouts
+        for context in contexts_of(rollout.prompt_ids, rollout.completion_ids, rollout.segments)
+    ]
 
 
 def completion_contexts(prompt_ids: _Ids, completion: Completion) -> Sequence[Segment]:

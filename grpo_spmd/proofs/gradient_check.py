@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from grpo_spmd.config.schema import LossConfig
 from grpo_spmd.distributed.collectives import any_rank, on_rank0
 from grpo_spmd.learn.assemble import pack_rollouts
-from grpo_spmd.learn.contexts import contexts_of, shorten_segments
+from grpo_spmd.learn.contexts import rollout_contexts, shorten_segments
 from grpo_spmd.learn.update import PolicyUpdater
 from grpo_spmd.model.families.build import decoder_layers
 from grpo_spmd.model.policy import DTYPES, Policy, Scores
@@ -626,11 +626,7 @@ def _plain_scores(
 
     A rollout of several contexts has several rows. Rows are padded on the right, which a causal
     model does not see. Without rollouts the pass is made over two tokens, for the collectives."""
-    contexts = [
-        context
-        for rollout in rollouts
-        for context in contexts_of(rollout.prompt_ids, rollout.completion_ids, rollout.segments)
-    ]
+    contexts = rollout_contexts(rollouts)
     ids = [context.token_ids.tolist() for context in contexts] or [[0, 0]]
     length = max(map(len, ids))
     rows = torch.tensor([[*row, *[0] * (length - len(row))] for row in ids], device=device)

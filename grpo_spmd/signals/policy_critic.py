@@ -21,7 +21,7 @@ from grpo_spmd.config.schema import Config, CriticConfig
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.distributed.reductions import Max, Reductions, merge
 from grpo_spmd.distributed.session import Session
-from grpo_spmd.learn.contexts import contexts_of
+from grpo_spmd.learn.contexts import rollout_contexts
 from grpo_spmd.learn.update import StopCheck
 from grpo_spmd.model.offload import OffloadableModel
 from grpo_spmd.model.policy import Policy
@@ -174,12 +174,7 @@ class ValueTargets:
         """
         states = self._states[-1]  # [S, L, D]
         hidden: list[Tensor] = []
-        contexts = [
-            context
-            for rollout in rollouts
-            for context in contexts_of(rollout.prompt_ids, rollout.completion_ids, rollout.segments)
-        ]
-        for number, context in enumerate(contexts):
+        for number, context in enumerate(rollout_contexts(rollouts)):
             sampled = torch.from_numpy(np.flatnonzero(context.sampled)).to(states.device)
             hidden.append(states[number, sampled - 1])
         parameters = self._critic.model.head.parameters()

@@ -28,6 +28,7 @@ from grpo_spmd.learn.assemble import (
     episode_rollout,
     pack_rollouts,
 )
+from grpo_spmd.learn.contexts import rollout_contexts
 from grpo_spmd.learn.sampled_step import (
     SampledStep,
     StepRules,
@@ -120,14 +121,8 @@ def random_rollout(number: int, rng: random.Random) -> Rollout:
     advantages: float | np.ndarray = (
         rng.random() if rng.random() < 0.5 else np.array([rng.random() for _ in range(count)])
     )
-    mask: bool | np.ndarray = (
-        True
-        if rng.random() < 0.5
-        else np.array([rng.random() < 0.5 for _ in range(count)], np.bool_)
-    )
-    return episode_rollout(
-        number, advantages, mask, segments, [rng.gauss(-1, 1) for _ in range(count)]
-    )
+    logprobs = np.array([rng.gauss(-1, 1) for _ in range(count)], np.float32)
+    return episode_rollout(number, advantages, rng.random() < 0.5, segments, logprobs)
 
 
 def test_ten_thousand_episodes_cross_ranks_and_are_packed_with_exact_masks() -> None:
@@ -138,8 +133,7 @@ def test_ten_thousand_episodes_cross_ranks_and_are_packed_with_exact_masks() -> 
         rollouts = [random_rollout(begin + i, rng) for i in range(20)]
         crossed = decode_rollouts(encode_rollouts(rollouts))
         for ours, theirs in zip(rollouts, crossed, strict=True):
-            assert len(ours.segments) == len(theirs.segments)
-            for single, second in zip(ours.segments, theirs.segments, strict=True):
+            for single, second in zip(rollout_contexts([ours]), theirs.segments, strict=True):
                 assert np.array_equal(single.token_ids, second.token_ids)
                 assert np.array_equal(single.sampled, second.sampled)
             for name in ("prompt_ids", "completion_ids", "rollout_logprobs", "advantages"):
