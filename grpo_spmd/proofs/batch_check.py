@@ -18,9 +18,10 @@ import logging
 import math
 import zlib
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,8 +32,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from grpo_spmd.config.schema import AdvantageConfig, DataConfig, LossConfig, RolloutConfig
-from grpo_spmd.distributed.collectives import on_rank0, on_rank0_bytes, scatter_from_rank0
-from grpo_spmd.distributed.packed import PackedReader, pack
+from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.learn.advantages import Credit, turn_advantages
 from grpo_spmd.learn.contexts import completion_contexts, completion_turns, find_episode_error
 from grpo_spmd.learn.sampled_step import SampledStep
@@ -115,11 +115,13 @@ class BatchCheck:
         self._check_completions(result, sampled)
         surplus_or_dropped = self._check_selection(result, sampled, decision)
         groups = self._trained_groups(sampled, batch, decision)
-        known_values = [r for group in groups for r in group.penalised if not math.isnan(r)]
-        step_moments = on_rank0_bytes(_moments_of_all, np.array(known_values, np.float64).tobytes())
+        step_mean, step_deviation = on_rank0(
+            lambda by_rank: moments(_join(by_rank)),
+            [reward for group in groups for reward in group.penalised],
+        )
         reports: list[tuple[int, int, float]] = []
         for group in groups:
-            line = self._advantage_line(group.penalised, *step_moments)
+            line = self._advantage_line(group.penalised, step_mean, step_deviation)
             if sampled.rules.zero_advantages:
                 line = (line[0], math.inf)
             reports += self._check_group(result, group, line, sampled.rules.discount, decision)
@@ -132,8 +134,7 @@ class BatchCheck:
         is_dynamic = self._rollout.dynamic_sampling
         num_wanted = self._rollout.num_prompts_per_step if is_dynamic else math.inf
         find = partial(find_misplaced, decision=decision.rank0_decision, num_wanted=num_wanted)
-        report = pack_report(reports, trained, surplus_or_dropped)
-        result.errors.extend(on_rank0_bytes(find, report))
+        result.errors.extend(on_rank0(find, [reports, trained, surplus_or_dropped]))
         self._check_denominators(result, batch)
         return result
 
@@ -143,14 +144,11 @@ class BatchCheck:
 
         A reward is the weighted sum minus the overlong penalty. NaN: unknown."""
         rewards: dict[int, float] = {}
-        sums = iter(self._weighted_sums(sampled))
-        for group in sampled.groups:
-            group_sums = [next(sums) for _ in group.completions]
+        for group, sums in zip(sampled.groups, self._weighted_sums(sampled), strict=True):
             ids = self._ids(group, decision)
             # Not strict: a group that is not trained on has no ids.
-            for i, completion, reward in zip(ids, group.completions, group_sums, strict=False):
-                penalty = self._overlong_penalty(len(completion.token_ids))
-                rewards[i] = math.nan if reward is None else reward - penalty
+            for i, completion, reward in zip(ids, group.completions, sums, strict=False):
+                rewards[i] = reward - self._overlong_penalty(len(completion.token_ids))
         return rewards
 
     def _ids(self, group: RolloutGroup, decision: Decision) -> range:
@@ -164,8 +162,7 @@ class BatchCheck:
     ) -> list[_TrainedGroup]:
         """Collective. Returns this rank's groups that are trained on, with their rewards."""
         ids_by_group = [(group, self._ids(group, decision)) for group in sampled.groups]
-        all_ids = [i for _, ids in ids_by_group for i in ids]
-        kl_penalties = _kl_penalties(batch, all_ids, self._loss)
+        kl_penalties = _kl_penalties(batch, self._loss)
         rewards = self.rewards_of(sampled, decision)
         return [
             _TrainedGroup(
@@ -178,22 +175,23 @@ class BatchCheck:
             if ids
         ]
 
-    def _weighted_sums(self, sampled: SampledStep) -> list[float | None]:
-        """Returns the weighted sum of the rewards of each completion, over the functions that apply
-        to it.
+    def _weighted_sums(self, sampled: SampledStep) -> list[list[float]]:
+        """Returns, for each group, the weighted sum of the rewards of each completion over the
+        functions that apply to it.
 
-        None: a function failed, or none applies."""
+        NaN: a function failed, or none applies."""
         columns = list(sampled.scored.by_name.values())
         # Without a reward the run has a teacher, and learns from its signal alone.
         if not columns:
-            return [0.0 for group in sampled.groups for _ in group.completions]
+            return [[0.0] * len(group.completions) for group in sampled.groups]
         weights = self._weights if any(self._weights) else [1.0] * len(columns)
-        sums: list[float | None] = []
+        sums: list[float] = []
         for values in zip(*columns, strict=True):
             known_values = [(w, v) for w, v in zip(weights, values, strict=True) if v is not None]
             total = sum(w * v for w, v in known_values)
-            sums.append(total if known_values and math.isfinite(total) else None)
-        return sums
+            sums.append(total if known_values and math.isfinite(total) else math.nan)
+        size = self._rollout.group_size
+        return [sums[start : start + size] for start in range(0, len(sums), size)]
 
     def _overlong_penalty(self, num_tokens: int) -> float:
         """Returns what a completion of `num_tokens` tokens loses for its length.
@@ -213,12 +211,10 @@ class BatchCheck:
         The only reason to drop a group is that dynamic sampling found no spread in its rewards.
         The returned groups are right only if they are surplus, which rank 0 knows. Adds an error
         for a group without spread that dynamic sampling kept."""
-        sums = iter(self._weighted_sums(sampled))
         is_dynamic = self._rollout.dynamic_sampling
         not_trained = []
-        for group in sampled.groups:
-            rewards = [next(sums) for _ in group.completions]
-            has_no_spread = moments([r for r in rewards if r is not None])[1] < _MIN_DEVIATION
+        for group, rewards in zip(sampled.groups, self._weighted_sums(sampled), strict=True):
+            has_no_spread = moments(rewards)[1] < _MIN_DEVIATION
             position = group.prompt.position
             slot = decision.slots.get(position)
             if slot is None:
@@ -238,8 +234,7 @@ class BatchCheck:
         `rewards` are those of the group; NaN is unknown. `step_mean` and `step_deviation` are over
         the rewards of the whole step. The scale is infinite if there is nothing to learn: then
         every advantage is 0."""
-        known_values = [reward for reward in rewards if not math.isnan(reward)]
-        center, deviation = moments(known_values)
+        center, deviation = moments(rewards)
         is_usable = deviation >= _MIN_DEVIATION
         scale = 1.0
         estimator = self._advantage.estimator
@@ -252,7 +247,8 @@ class BatchCheck:
             is_usable = is_usable and center >= _MIN_DEVIATION
         elif estimator == "rloo" and is_usable:
             # r - mean of the n - 1 others = (r - mean of all) / ((n - 1) / n).
-            scale = (len(known_values) - 1) / len(known_values)
+            num_known = sum(not math.isnan(reward) for reward in rewards)
+            scale = (num_known - 1) / num_known
         elif estimator == "grpo":
             scale = {
                 "group": deviation,
@@ -322,7 +318,7 @@ class BatchCheck:
         credits: Sequence[Credit] = turn_advantages(advantages, group.penalised, episodes, discount)
         scored = [n for n, reward in enumerate(group.penalised) if not math.isnan(reward)]
         # If whole returns have no spread, no line through them says what those of turns are worth.
-        if moments([group.penalised[n] for n in scored])[1] < _MIN_DEVIATION:
+        if moments(group.penalised)[1] < _MIN_DEVIATION:
             scale = math.inf
         token_advantages = [
             np.broadcast_to(credit, length) for credit, length in zip(credits, lengths, strict=True)
@@ -414,13 +410,13 @@ def count_loss(mini_batch: Sequence[MicroBatch]) -> tuple[int, int]:
     )
 
 
-def _kl_penalties(
-    batch: RolloutBatch, sampled_ids: Sequence[int], loss: LossConfig
-) -> dict[int, float]:
-    """Returns the KL penalty of each sampled rollout by id. Collective with `loss.kl_in: reward`.
+def _kl_penalties(batch: RolloutBatch, loss: LossConfig) -> dict[int, float]:
+    """Returns the KL penalties of the rollouts of all ranks by id. Collective with `loss.kl_in:
+    reward`, else empty.
 
     The penalty is what the trainer subtracts from the reward. It is computed on the rank that
-    trains on the rollout, and sent to the rank that sampled it. Empty with `loss.kl_in: loss`."""
+    trains on the rollout; the rank that sampled it needs it. A rollout without a completion token
+    is in no micro-batch and has none."""
     if loss.kl_in != "reward" or not loss.kl_coef:
         return {}
     penalties: dict[int, float] = {}
@@ -437,18 +433,7 @@ def _kl_penalties(
                 "k3": torch.expm1(ref - p) - (ref - p),
             }[loss.kl_estimator]
             penalties[i] = loss.kl_coef * float(terms.double().sum())
-    # Rank 0 gets each rank's trained ids with their penalties and its sampled ids, and sends back
-    # the penalties of the latter.
-    payload = pack(
-        [len(penalties), len(sampled_ids)],
-        (
-            np.array([*penalties], np.int32),
-            np.array([*penalties.values()], np.float64),
-            np.array(sampled_ids, np.int32),
-        ),
-    )
-    answer = scatter_from_rank0(kl_penalties_by_rank, payload)
-    return dict(zip(sampled_ids, np.frombuffer(answer).tolist(), strict=True))
+    return dict(on_rank0(_join, list(penalties.items())))
 
 
 def _turn_credit(
@@ -548,45 +533,17 @@ def _hash_rollout(
     return zlib.crc32(b"".join(chunks)) if any(chunks) else NO_TOKENS
 
 
-# The columns of the report that each rank sends to rank 0: sampled rollouts, trained rollouts, and
-# positions of groups that are not trained on.
-_REPORT_DTYPES: tuple[npt.DTypeLike, ...] = (
-    np.dtype([("id", np.int32), ("hash", np.int64), ("reward", np.float64)]),
-    np.dtype([("id", np.int32), ("hash", np.int64)]),
-    np.int64,
-)
-
-
-def pack_report(
-    sampled: Sequence[tuple[int, int, float]],
-    trained: Sequence[tuple[int, int]],
-    not_trained: Sequence[int],
-) -> bytes:
-    """Returns a rank's report as bytes.
-
-    `sampled` has (id, hash, reward) of each rollout that the rank sampled, `trained` (id, hash) of
-    each rollout that it trains on. `not_trained` has the prompt-stream positions of groups with a
-    spread that are not trained on."""
-    arrays = [
-        np.array(values, dtype)
-        for values, dtype in zip((sampled, trained, not_trained), _REPORT_DTYPES, strict=True)
-    ]
-    return pack([len(array) for array in arrays], arrays)
-
-
 def find_misplaced(
-    reports: list[bytes], decision: StepDecision | None, num_wanted: float
+    reports: list[Any], decision: StepDecision | None, num_wanted: float
 ) -> list[str]:
     """Compares the decision with the reports of all ranks. Runs on rank 0.
 
-    Returns one sentence for each error. `num_wanted` is the number of groups of a full step;
-    infinity without dynamic sampling."""
+    A report has three lists: (id, hash, reward) of each rollout that the rank sampled, (id, hash)
+    of each rollout that it trains on, and the prompt-stream positions of groups with a spread that
+    are not trained on. Returns one sentence for each error. `num_wanted` is the number of groups of
+    a full step; infinity without dynamic sampling."""
     assert decision is not None
-    columns: list[list[Any]] = [[], [], []]
-    for reader in map(PackedReader, reports):
-        for column, dtype, count in zip(columns, _REPORT_DTYPES, reader.header, strict=True):
-            column += reader.array(dtype, count).tolist()
-    sampled, trained, not_trained = columns
+    sampled, trained, not_trained = map(_join, zip(*reports, strict=True))
     errors = []
     positions = decision.positions.tolist()
     for position in not_trained:
@@ -617,32 +574,15 @@ def find_misplaced(
     return errors
 
 
-def kl_penalties_by_rank(payloads: Sequence[bytes]) -> list[bytes]:
-    """Returns, for each rank, the penalties of the rollouts that it sampled (float64 bytes). Runs
-    on rank 0.
-
-    A rollout without a completion token is in no micro-batch and has the penalty 0. Each payload
-    has a rank's trained ids (int32), their penalties (float64) and its sampled ids (int32)."""
-    penalties: dict[int, float] = {}
-    sampled_by_rank: list[list[int]] = []
-    for reader in map(PackedReader, payloads):
-        num_trained, num_sampled = reader.header
-        ids = reader.array(np.int32, num_trained).tolist()
-        penalties |= zip(ids, reader.array(np.float64, num_trained).tolist(), strict=True)
-        sampled_by_rank.append(reader.array(np.int32, num_sampled).tolist())
-    return [
-        np.array([penalties.get(i, 0.0) for i in ids], np.float64).tobytes()
-        for ids in sampled_by_rank
-    ]
-
-
-def _moments_of_all(payloads: Sequence[bytes]) -> tuple[float, float]:
-    """Returns (mean, deviation) of the float64 values of all ranks. Runs on rank 0."""
-    return moments(np.frombuffer(b"".join(payloads)).tolist())
+def _join(lists: Iterable[list[Any]]) -> list[Any]:
+    """Returns the lists of all ranks as one."""
+    return list(chain.from_iterable(lists))
 
 
 def moments(values: Sequence[float]) -> tuple[float, float]:
-    """Returns (mean, unbiased standard deviation); 0 where there are too few values."""
+    """Returns (mean, unbiased standard deviation) of the known values; 0 where there are too few.
+    NaN: unknown."""
+    values = [value for value in values if not math.isnan(value)]
     mean = math.fsum(values) / max(len(values), 1)
     variance = math.fsum((v - mean) ** 2 for v in values) / max(len(values) - 1, 1)
     return mean, math.sqrt(variance)
@@ -773,16 +713,14 @@ def _read_rows(source: str, numbers: Collection[int]) -> dict[int, _Row]:
                     rows[number] = batch.slice(number - start, 1).to_pylist()[0]
             start += len(batch)
         return rows
-    with Path(source).open("rb") as lines:
-        for line in lines:
-            if start > final:
-                break
-            # Empty lines of a JSONL file are no rows.
-            if line.strip():
-                if start in numbers:
-                    rows[start] = json.loads(line.decode("utf-8-sig"))
-                start += 1
-    return rows
+    with Path(source).open("rb") as file:
+        # Empty lines of a JSONL file are no rows.
+        lines = islice(filter(bytes.strip, file), final + 1)
+        return {
+            number: json.loads(line.decode("utf-8-sig"))
+            for number, line in enumerate(lines)
+            if number in numbers
+        }
 
 
 def _prompt_of(row: _Row, data: DataConfig) -> Any:

@@ -14,7 +14,6 @@ import torch
 
 from benchmarks.speed.rank0 import memory, simulated_step
 from grpo_spmd.config.schema import AdvantageConfig, LossConfig, RolloutConfig, TrainingConfig
-from grpo_spmd.distributed.packed import pack
 from grpo_spmd.learn.advantages import compute_advantages
 from grpo_spmd.learn.balance import plan_batch
 from grpo_spmd.learn.sampled_step import (
@@ -27,7 +26,7 @@ from grpo_spmd.learn.step_messages import (
     encode_decisions,
     encode_groups,
 )
-from grpo_spmd.proofs.batch_check import find_misplaced, kl_penalties_by_rank, pack_report
+from grpo_spmd.proofs.batch_check import find_misplaced
 from grpo_spmd.records import (
     Completion,
     Decision,
@@ -318,8 +317,8 @@ def _told(
         np.array([5, 7]), rewards, none, none, plan, none, none, [], [], 0, 0, {}
     )
     pieces = [
-        pack_report(sampled[:1], trained[:3], dropped),
-        pack_report(sampled[1:], trained[3:], []),
+        [sampled[:1], trained[:3], dropped],
+        [sampled[1:], trained[3:], []],
     ]
     return find_misplaced(pieces, everything, 2)
 
@@ -337,23 +336,4 @@ def test_what_two_ranks_say_of_a_decision_by_hand() -> None:
     assert _told(sampled, [*trained, trained[0]], []) == ["rollouts [2] are trained on twice"]
     assert _told(sampled, [*trained[:3], (1, -1)], []) == [
         "rollouts [1] are trained on with other tokens, logprobs or advantages"
-    ]
-
-
-def test_each_rank_is_told_what_is_taken_off_the_rewards_of_what_it_sampled() -> None:
-    selected, sampled = (
-        [{0: 0.25, 3: 1e-300}, {}, {1: math.pi}],
-        [[1, 0], [3, 2], []],
-    )  # 2 has no completion token
-    pieces = [
-        pack(
-            [len(local), len(ids)],
-            [np.array([*local], np.int32), np.array([*local.values()]), np.array(ids, np.int32)],
-        )
-        for local, ids in zip(selected, sampled, strict=True)
-    ]
-    assert [np.frombuffer(fraction).tolist() for fraction in kl_penalties_by_rank(pieces)] == [
-        [math.pi, 0.25],
-        [1e-300, 0.0],
-        [],
     ]
