@@ -219,9 +219,8 @@ def decode_rollouts(payload: bytes) -> list[Rollout]:
             ids = np.frombuffer(id_bytes, np.int32)
             bits = np.unpackbits(np.frombuffer(mask_bytes, np.uint8), count=len(ids))
             segments.append(Segment(ids, bits.view(np.bool_)))
-        advantages = sent.advantages
-        if isinstance(advantages, bytes):
-            advantages = np.frombuffer(advantages)
+        values = sent.advantages
+        advantages = np.frombuffer(values) if isinstance(values, bytes) else values
         logprobs = np.frombuffer(sent.logprobs, np.float32)
         rollouts.append(
             episode_rollout(sent.rollout_id, advantages, sent.in_loss, segments, logprobs)

@@ -8,6 +8,7 @@ the policy, or all given by the prompt or the environment. No torch here.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
@@ -18,6 +19,7 @@ from grpo_spmd.records import (
     FAILED_STATUSES,
     Completion,
     Episode,
+    MicroBatch,
     Rollout,
     Segment,
 )
@@ -128,3 +130,39 @@ def shorten_segments(
             sampled = np.repeat([is_sampled for _, is_sampled in stretches], lengths)
             short.append(Segment(np.concatenate([ids for ids, _ in stretches]), sampled))
     return tuple(short)
+
+
+@dataclass(frozen=True)
+class RowContext:
+    """One sequence of a micro-batch ("row") in which the policy sampled a token."""
+
+    rollout_id: int
+    token_ids: npt.NDArray[np.int64]
+    """The whole sequence."""
+    sampled_at: npt.NDArray[np.int64]
+    """[n] Positions in the sequence of the tokens that the policy sampled."""
+    tokens: npt.NDArray[np.int64]
+    """[n] Indices of the same tokens among the completion tokens of the row."""
+
+
+def row_contexts(row: MicroBatch) -> list[RowContext]:
+    """Returns the contexts of a row in their order. Waits for the device."""
+    columns = (row.input_ids, row.predict_index, row.sequence_index)
+    input_ids, predict_index, rollout_index = (column.cpu().numpy() for column in columns)
+    # Sequence s of the row is input_ids[bounds[s] : bounds[s + 1]].
+    bounds = np.cumsum([0, *row.sequence_lengths])
+    sequence_of_token = np.searchsorted(bounds, predict_index, side="right") - 1
+    contexts = []
+    # The token of a row without rollouts is none that was sampled.
+    for sequence in np.unique(sequence_of_token).tolist() if row.rollout_ids else []:
+        tokens = np.flatnonzero(sequence_of_token == sequence)
+        start = bounds[sequence]
+        contexts.append(
+            RowContext(
+                row.rollout_ids[rollout_index[tokens[0]]],
+                input_ids[start : bounds[sequence + 1]],
+                sampled_at=predict_index[tokens] + 1 - start,
+                tokens=tokens,
+            )
+        )
+    return contexts

@@ -31,12 +31,12 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from grpo_spmd.config.schema import AdvantageConfig, DataConfig, LossConfig, RolloutConfig
+from grpo_spmd.config.schema import DataConfig, LossConfig
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.learn.advantages import Credit, turn_advantages
 from grpo_spmd.learn.contexts import completion_contexts, completion_turns, find_episode_error
 from grpo_spmd.learn.sampled_step import SampledStep
-from grpo_spmd.proofs.gradient_check import CheckResult
+from grpo_spmd.proofs.gradient_check import CheckResult, UpdateCheckSettings, sum_over_ranks
 from grpo_spmd.records import (
     Completion,
     Decision,
@@ -84,28 +84,15 @@ class _TrainedGroup:
 class BatchCheck:
     """Checks rank 0's decision about a step, and the micro-batches that the ranks made from it."""
 
-    def __init__(
-        self,
-        rollout: RolloutConfig,
-        advantage: AdvantageConfig,
-        loss: LossConfig,
-        weights: Sequence[float],
-        stop_ids: Collection[int],
-        is_agent: bool,
-    ) -> None:
-        """Takes the settings of the run.
-
-        `weights` are the weights of the rewards, in the order of the config. `stop_ids` are the
-        tokens that end a completion or a turn. `is_agent` is True if the episodes come from
-        `environment.agent`: an agent may go on after a turn that was cut off."""
-        self._rollout = rollout
-        self._advantage = advantage
-        self._loss = loss
-        self._weights = weights
-        self._stop_ids = set(stop_ids)
-        self._is_agent = is_agent
+    def __init__(self, settings: UpdateCheckSettings) -> None:
+        self._rollout = settings.rollout
+        self._advantage = settings.advantage
+        self._loss = settings.loss
+        self._weights = settings.reward_weights
+        self._stop_ids = settings.stop_ids
+        self._is_agent = settings.is_agent
         # The critic's own check looks at the advantages of gae.
-        self._has_critic = advantage.estimator == "gae"
+        self._has_critic = self._advantage.estimator == "gae"
 
     def run(self, sampled: SampledStep, batch: RolloutBatch, decision: Decision) -> CheckResult:
         """Collective. Returns what is wrong with the rollouts that this rank sampled and with the
@@ -386,19 +373,16 @@ class BatchCheck:
     def _check_denominators(self, result: CheckResult, batch: RolloutBatch) -> None:
         """Collective. Counts the tokens and sequences of each mini-batch over all ranks, and
         compares the counts with the denominators that the batch states."""
-        counts = on_rank0(
-            lambda by_rank: [
-                [sum(column) for column in zip(*pairs, strict=True)]
-                for pairs in zip(*by_rank, strict=True)
-            ],
-            [list(count_loss(rows)) for rows in batch.mini_batches],
+        counts = iter(
+            sum_over_ranks(count for rows in batch.mini_batches for count in count_loss(rows))
         )
         stated = zip(batch.num_loss_tokens, batch.num_loss_sequences, strict=True)
-        for number, (pair, count) in enumerate(zip(stated, counts, strict=True)):
-            if tuple(count) != pair:
+        for number, pair in enumerate(stated):
+            count = next(counts), next(counts)
+            if count != pair:
                 result.errors.append(
                     f"mini-batch {number} is to divide by {pair} tokens and sequences, and has "
-                    f"{tuple(count)}"
+                    f"{count}"
                 )
 
 

@@ -13,28 +13,39 @@ is left in `.grad` is the difference. No gradient is left behind.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from grpo_spmd.config.schema import LossConfig
+from grpo_spmd.config.schema import (
+    AdvantageConfig,
+    DataConfig,
+    LossConfig,
+    OptimizerConfig,
+    RolloutConfig,
+    TrainingConfig,
+)
 from grpo_spmd.distributed.collectives import any_rank, on_rank0
 from grpo_spmd.learn.assemble import pack_rollouts
 from grpo_spmd.learn.contexts import rollout_contexts, shorten_segments
+from grpo_spmd.learn.sampled_step import SampledStep
 from grpo_spmd.learn.update import PolicyUpdater
 from grpo_spmd.model.families.build import decoder_layers
 from grpo_spmd.model.policy import DTYPES, Policy, Scores
 from grpo_spmd.model.sharding import first_row, is_first_replica
 from grpo_spmd.proofs.plain_loss import LossTerm, PlainSequence, plain_terms
-from grpo_spmd.records import MicroBatch, Rollout, RolloutGroup
+from grpo_spmd.records import Decision, MicroBatch, Rollout, RolloutBatch, RolloutGroup
 
+Numbers = npt.NDArray[np.float64]
 # Upper bounds for one rank, so that the check costs next to nothing.
 _NUM_SEQUENCES = 6
 _PROMPT_TOKENS = 16
@@ -82,6 +93,42 @@ class CheckResult:
         # Written so that NaN, which compares as False, is an error.
         if not difference <= bound:
             self.errors.append(f"{subject} is off by {difference:.3g} (bound {bound:.3g})")
+
+
+def sum_over_ranks(numbers: Iterable[float]) -> list[Any]:
+    """Collective. Returns the sum of each number over all ranks, on every rank."""
+    return on_rank0(
+        lambda by_rank: [sum(column) for column in zip(*by_rank, strict=True)], list(numbers)
+    )
+
+
+def relative_difference(reduced: Numbers, plain: Numbers) -> float:
+    """Collective. Returns the norm of (reduced - plain) over the norm of plain. Both [n] are first
+    summed over ranks."""
+    sums = np.array(sum_over_ranks([*reduced.tolist(), *plain.tolist()])).reshape(2, -1)
+    return float(np.linalg.norm(sums[0] - sums[1]) / (np.linalg.norm(sums[1]) + 1e-30))
+
+
+def check_no_gradient(result: CheckResult, parameters: Iterable[tuple[str, Tensor]]) -> None:
+    """Adds an error if one of these named parameters holds a gradient."""
+    stray = next((name for name, parameter in parameters if parameter.grad is not None), None)
+    if stray is not None:
+        result.errors.append(f"a gradient was left from the last update: that of {stray}")
+
+
+def gradient_squares(policy: Policy) -> dict[str, float]:
+    """Returns the sum of squares of this rank's part of the gradient, by the name of the trained
+    parameter.
+
+    It is 0 for a replica's copy, which would count twice, and for a parameter without gradient."""
+    trained = {name: p for name, p in policy.named_parameters() if p.requires_grad}
+    norms = {
+        name: torch.linalg.vector_norm(cast(DTensor, parameter.grad)._local_tensor)
+        for name, parameter in trained.items()
+        if parameter.grad is not None and is_first_replica(cast(DTensor, parameter))
+    }
+    squares = torch.stack([*norms.values()]).double().square().tolist() if norms else []
+    return dict.fromkeys(trained, 0.0) | dict(zip(norms, squares, strict=True))
 
 
 class SyntheticTeacher(Protocol):
@@ -139,6 +186,47 @@ class SyntheticValues(Protocol):
     def check_head_gradient(self, result: CheckResult, bound: float) -> None:
         """Collective. Compares the head's gradient with the plain one, and drops it."""
         ...
+
+
+# Collective. Checks what one signal wrote into the batch of a step. The last argument has the
+# rewards of the rollouts that this rank sampled, by rollout id.
+SignalCheck = Callable[[SampledStep, RolloutBatch, Decision, dict[int, float]], CheckResult]
+
+
+@dataclass(frozen=True)
+class SignalProofs:
+    """The contribution of teachers and critic to the update check."""
+
+    checks: Sequence[SignalCheck] = ()
+    """Checks of what a signal wrote into the micro-batches."""
+    make_teacher: Callable[[], SyntheticTeacher] | None = None
+    """Makes a teacher for the synthetic rows of the gradient check. None: the run has none."""
+    values: SyntheticValues | None = None
+    """Makes value targets for these rows. None: no critic learns in the policy's update."""
+
+
+@dataclass(frozen=True)
+class UpdateCheckSettings:
+    """The settings of the run that the recomputation follows."""
+
+    every_steps: int
+    """`proofs.every_steps`. 0: only at the first step."""
+    model_path: str
+    dtype: str
+    """`model.dtype`, the compute dtype."""
+    stop_ids: frozenset[int]
+    """Tokens at which the engine stops: the ends of completions and turns."""
+    data: DataConfig
+    rollout: RolloutConfig
+    advantage: AdvantageConfig
+    loss: LossConfig
+    optimizer: OptimizerConfig
+    training: TrainingConfig
+    reward_weights: Sequence[float]
+    """The weights of all rewards, in their order."""
+    is_agent: bool = False
+    """True if the episodes are those of `environment.agent`: an agent may go on after a turn that
+    was cut off."""
 
 
 class _TrainerPass:
@@ -214,26 +302,17 @@ class GradientCheck:
         self,
         policy: Policy,
         updater: PolicyUpdater,
-        loss: LossConfig,
-        temperature: float,
-        max_completion_tokens: int,
-        dtype: str,
-        make_teacher: Callable[[], SyntheticTeacher] | None = None,
-        values: SyntheticValues | None = None,
+        settings: UpdateCheckSettings,
+        signals: SignalProofs,
     ) -> None:
-        """`temperature` is the engine's sampling temperature. `max_completion_tokens` is the
-        denominator of `loss.aggregation: constant`. `dtype` is the compute dtype. `make_teacher`
-        makes a teacher for the synthetic rows, if the run has one. `values` is given if the critic
-        is a head on the policy's layers."""
         self._policy = policy
         self._updater = updater
-        self._loss = loss
-        self._temperature = temperature
-        self._longest = max_completion_tokens
-        self._make_teacher = make_teacher
-        self._values = values
-        self._bounds = _BOUNDS[dtype]
-        self._rounding = torch.finfo(DTYPES[dtype]).eps / 2
+        self._loss = settings.loss
+        self._rollout = settings.rollout
+        self._make_teacher = signals.make_teacher
+        self._values = signals.values
+        self._bounds = _BOUNDS[settings.dtype]
+        self._rounding = torch.finfo(DTYPES[settings.dtype]).eps / 2
         self.score_bound = self._bounds.score
         self._gradient_bound = self._bounds.gradient
 
@@ -257,7 +336,8 @@ class GradientCheck:
         policy = self._policy
         rollouts = _short_rollouts(groups)
         rows = [rollouts[:3], rollouts[3:]] if accumulates else [rollouts]
-        self._check_no_gradient(result)
+        values_parameters = [] if self._values is None else self._values.named_parameters()
+        check_no_gradient(result, chain(policy.named_parameters(), values_parameters))
         num_tokens, num_sequences = _denominators(rollouts)
         trainer = _TrainerPass(rows, self._loss, self._values)
         batches = [pack_rollouts(row, device) for row in rows]
@@ -270,13 +350,13 @@ class GradientCheck:
         totals, _ = self._updater.accumulate(batches, num_tokens, num_sequences, is_synced=True)
         handle.remove()
         trainer_logprobs, trainer_entropy = trainer.scores()
-        trainer_squares = self._gradient_squares()
+        trainer_squares = gradient_squares(policy)
         # 2. The plain pass subtracts its gradient from that. Activation checkpointing may run
         # layers again in the backward pass, which therefore is within eager attention too.
         sketch = _Sketch(policy)
         with eager_attention(policy.model), sketch.watching():
             sketch_of_trainer = sketch.of_gradient()
-            plain = _plain_scores(policy, rollouts, self._temperature, device)
+            plain = _plain_scores(policy, rollouts, self._rollout.temperature, device)
             self._widen_bounds(plain.mean_max_logit)
             logprobs = plain.logprobs
             entropy = plain.entropy
@@ -297,7 +377,7 @@ class GradientCheck:
                 self._loss,
                 num_tokens,
                 num_sequences,
-                self._longest,
+                self._rollout.max_completion_tokens,
                 teacher.coef if teacher is not None else 0.0,
             )
             if self._values is not None:
@@ -315,29 +395,21 @@ class GradientCheck:
                     bound=self._bounds.term if name != "entropy" else math.inf,
                 )
         # 3. The comparisons, which are collective: every rank makes all of them.
-        self._compare_gradients(result, trainer_squares, self._gradient_squares())
-        plain_reduced = [
-            trainer_values - difference
-            for trainer_values, difference in zip(
-                sketch_of_trainer, sketch.of_gradient(), strict=True
-            )
-        ]
-        self._compare_reduction(result, plain_reduced, sketch.of_tokens)
+        self._compare_gradients(result, trainer_squares, gradient_squares(policy))
+        # FSDP's sum of the plain gradient over ranks, and a sum made here from each rank's tokens.
+        plain_reduced = sketch_of_trainer - sketch.of_gradient()
+        result.check_difference(
+            "the sum over ranks of a gradient, of its norm,",
+            "reduction",
+            relative_difference(plain_reduced, sketch.of_tokens),
+            self._bounds.reduction,
+        )
         self._updater.optimizer.zero_grad(set_to_none=True)
         if self._values is not None:
             self._values.check_head_gradient(result, self._gradient_bound)
         # A policy that is not finite is for the update to report, which then skips the step.
         is_nonfinite = not bool(logprobs.isfinite().all())
         return CheckResult() if any_rank(is_nonfinite) else result
-
-    def _check_no_gradient(self, result: CheckResult) -> None:
-        """Adds an error if a parameter holds a gradient before the check."""
-        parameters: list[tuple[str, Tensor]] = list(self._policy.named_parameters())
-        if self._values is not None:
-            parameters += self._values.named_parameters()
-        stray = [name for name, parameter in parameters if parameter.grad is not None]
-        if stray:
-            result.errors.append(f"a gradient was left from the last update: that of {stray[0]}")
 
     def _value_terms(
         self, result: CheckResult, loss: LossTerm, rollouts: Sequence[Rollout], num_tokens: int
@@ -378,7 +450,8 @@ class GradientCheck:
         """Collective. Returns plain logprobs [tokens] by another policy, of the same tokens as in
         `run`."""
         with eager_attention(policy.model), torch.no_grad():
-            scores = _plain_scores(policy, _short_rollouts(groups), self._temperature, device)
+            rollouts = _short_rollouts(groups)
+            scores = _plain_scores(policy, rollouts, self._rollout.temperature, device)
         cast(FSDPModule, policy).reshard()
         return scores.logprobs
 
@@ -410,41 +483,19 @@ class GradientCheck:
             self.score_bound,
         )
 
-    def _gradient_squares(self) -> dict[str, float]:
-        """Returns the sum of squares of this rank's part of the gradient, by the name of the
-        trained parameter.
-
-        It is 0 for a replica's copy, which would count twice, and for a parameter without
-        gradient."""
-        trained = {name: p for name, p in self._policy.named_parameters() if p.requires_grad}
-        norms = {
-            name: torch.linalg.vector_norm(cast(DTensor, parameter.grad)._local_tensor)
-            for name, parameter in trained.items()
-            if parameter.grad is not None and is_first_replica(cast(DTensor, parameter))
-        }
-        squares = torch.stack([*norms.values()]).double().square().tolist() if norms else []
-        return dict.fromkeys(trained, 0.0) | dict(zip(norms, squares, strict=True))
-
     def _compare_gradients(
         self, result: CheckResult, squares: dict[str, float], difference_squares: dict[str, float]
     ) -> None:
         """Collective. Compares the difference of each tensor's gradient with the tensor's own norm
         plus 1 % of the whole gradient's norm. The arguments are sums of squares by parameter."""
 
-        def relative_differences(by_rank: list[list[list[float]]]) -> list[float]:
-            norms, differences = (
-                [math.sqrt(sum(values)) for values in zip(*columns, strict=True)]
-                for columns in zip(*by_rank, strict=True)
-            )
-            full = math.sqrt(sum(norm * norm for norm in norms))
-            return [
-                difference / (norm + 0.01 * full + 1e-30)
-                for difference, norm in zip(differences, norms, strict=True)
-            ]
-
-        relative = on_rank0(
-            relative_differences, [list(squares.values()), list(difference_squares.values())]
-        )
+        sums = sum_over_ranks([*squares.values(), *difference_squares.values()])
+        norms = [math.sqrt(total) for total in sums]
+        full = math.sqrt(sum(norm * norm for norm in norms[: len(squares)]))
+        relative = [
+            difference / (norm + 0.01 * full + 1e-30)
+            for norm, difference in zip(norms[: len(squares)], norms[len(squares) :], strict=True)
+        ]
         # A NaN counts as the largest difference.
         worst, name = max(
             zip(relative, squares, strict=True),
@@ -452,30 +503,6 @@ class GradientCheck:
         )
         result.check_difference(
             f"the gradient of {name}, of its norm,", "gradient", worst, self._gradient_bound
-        )
-
-    def _compare_reduction(
-        self, result: CheckResult, reduced: list[float], unreduced: list[float]
-    ) -> None:
-        """Collective. Compares FSDP's sum of a gradient over ranks with a sum made here.
-
-        Both arguments are sketches: products of the gradient with random vectors. `reduced` is from
-        the gradient after FSDP's reduction, `unreduced` from this rank's own tokens."""
-
-        def relative_difference(by_rank: list[list[list[float]]]) -> float:
-            by_fsdp, plain = (
-                [sum(values) for values in zip(*columns, strict=True)]
-                for columns in zip(*by_rank, strict=True)
-            )
-            size = math.sqrt(sum(x * x for x in plain))
-            difference = math.sqrt(sum((a - b) ** 2 for a, b in zip(by_fsdp, plain, strict=True)))
-            return difference / size if size else 0.0
-
-        result.check_difference(
-            "the sum over ranks of a gradient, of its norm,",
-            "reduction",
-            on_rank0(relative_difference, [reduced, unreduced]),
-            self._bounds.reduction,
         )
 
 
@@ -491,7 +518,7 @@ class _Sketch:
             (m for m in modules if isinstance(m, nn.Linear) and m.weight.requires_grad), None
         )
         # Products from this rank's own tokens, added up by `watching`.
-        self.of_tokens = [0.0] * _NUM_SKETCHES
+        self.of_tokens: Numbers = np.zeros(_NUM_SKETCHES)
         if self._layer is not None:
             generator = torch.Generator().manual_seed(0)
             # The weight is a DTensor: its shape is that of the whole tensor.
@@ -502,16 +529,16 @@ class _Sketch:
                 for size in self._layer.weight.shape
             )
 
-    def of_gradient(self) -> list[float]:
+    def of_gradient(self) -> Numbers:
         """Returns the products of this rank's rows of the summed gradient; 0 for a replica."""
         weight = cast(DTensor, self._layer.weight) if self._layer is not None else None
         if weight is None or weight.grad is None or not is_first_replica(weight):
-            return [0.0] * _NUM_SKETCHES
+            return np.zeros(_NUM_SKETCHES)
         rows = weight.grad._local_tensor.double()  # type: ignore[attr-defined]
         start = first_row(weight)
         row_vectors = self._left[:, start : start + len(rows)]
         products: Tensor = (row_vectors * (rows @ self._right.T).T).sum(1)
-        return products.tolist()
+        return products.cpu().numpy()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -523,11 +550,8 @@ class _Sketch:
 
             def backward(grad: Tensor) -> None:
                 grad_products = grad.flatten(0, -2).double() @ self._left.T
-                products = (grad_products * input_products).sum(0).tolist()
                 # Subtracted, since the pass is that of the negative loss.
-                self.of_tokens = [
-                    total - new for total, new in zip(self.of_tokens, products, strict=True)
-                ]
+                self.of_tokens -= (grad_products * input_products).sum(0).cpu().numpy()
 
             if output.requires_grad:
                 output.register_hook(backward)
@@ -597,10 +621,7 @@ def _denominators(rollouts: Sequence[Rollout]) -> tuple[int, int]:
     1."""
     num_tokens = sum(int(np.sum(rollout.loss_mask)) for rollout in rollouts)
     num_sequences = sum(int(np.any(rollout.loss_mask)) for rollout in rollouts)
-    tokens, sequences = on_rank0(
-        lambda by_rank: [sum(column) for column in zip(*by_rank, strict=True)],
-        [num_tokens, num_sequences],
-    )
+    tokens, sequences = sum_over_ranks([num_tokens, num_sequences])
     return max(tokens, 1), max(sequences, 1)
 
 

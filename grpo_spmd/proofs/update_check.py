@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -26,14 +26,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from grpo_spmd.config.schema import (
-    AdvantageConfig,
-    DataConfig,
-    LossConfig,
-    OptimizerConfig,
-    RolloutConfig,
-    TrainingConfig,
-)
+from grpo_spmd.config.schema import OptimizerConfig
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.learn.sampled_step import SampledStep
@@ -41,13 +34,16 @@ from grpo_spmd.learn.update import PolicyUpdater, Reference
 from grpo_spmd.model.hf_files import checkpoint_folder, tensor_files
 from grpo_spmd.model.lora import adapters_at_zero
 from grpo_spmd.model.policy import Policy, hf_named_parameters
-from grpo_spmd.model.sharding import first_row, is_first_replica
+from grpo_spmd.model.sharding import first_row
 from grpo_spmd.proofs.batch_check import BatchCheck, check_data, check_stop_ids, count_loss
 from grpo_spmd.proofs.gradient_check import (
     CheckResult,
     GradientCheck,
-    SyntheticTeacher,
-    SyntheticValues,
+    SignalProofs,
+    UpdateCheckSettings,
+    check_no_gradient,
+    gradient_squares,
+    sum_over_ranks,
 )
 from grpo_spmd.records import Decision, MicroBatch, RolloutBatch
 
@@ -61,45 +57,6 @@ _NUM_TENSORS = 8
 _NUM_ROWS = 4
 # The number of errors in the message; the others are only counted.
 _MAX_NAMED = 4
-
-# Collective. Checks what one signal wrote into the batch of a step. The last argument has the
-# rewards of the rollouts that this rank sampled, by rollout id.
-SignalCheck = Callable[[SampledStep, RolloutBatch, Decision, dict[int, float]], CheckResult]
-
-
-@dataclass(frozen=True)
-class SignalProofs:
-    """The contribution of teachers and critic to the update check."""
-
-    checks: Sequence[SignalCheck] = ()
-    """Checks of what a signal wrote into the micro-batches."""
-    make_teacher: Callable[[], SyntheticTeacher] | None = None
-    """Makes a teacher for the synthetic rows of the gradient check. None: the run has none."""
-    values: SyntheticValues | None = None
-    """Makes value targets for these rows. None: no critic learns in the policy's update."""
-
-
-@dataclass(frozen=True)
-class UpdateCheckSettings:
-    """The settings of the run that the recomputation follows."""
-
-    every_steps: int
-    """`proofs.every_steps`. 0: only at the first step."""
-    model_path: str
-    dtype: str
-    """`model.dtype`, the compute dtype."""
-    stop_ids: frozenset[int]
-    """Tokens at which the engine stops."""
-    data: DataConfig
-    rollout: RolloutConfig
-    advantage: AdvantageConfig
-    loss: LossConfig
-    optimizer: OptimizerConfig
-    training: TrainingConfig
-    reward_weights: Sequence[float]
-    """The weights of all rewards, in their order."""
-    is_agent: bool = False
-    """True if the episodes are those of `environment.agent`."""
 
 
 class UpdateCheckError(RuntimeError):
@@ -122,7 +79,7 @@ class UpdateCheck:
         reference: Reference | None,
         updater: PolicyUpdater,
         tokenizer: Any,
-        signals: SignalProofs = SignalProofs(),
+        signals: SignalProofs,
     ) -> None:
         self._settings = settings
         self._session = session
@@ -134,24 +91,8 @@ class UpdateCheck:
         self._folder = checkpoint_folder(settings.model_path)
         # Rows of the reference's tensors by name, as the model's files have them.
         self._stored_rows: dict[str, Tensor] = {}
-        self._batch_check = BatchCheck(
-            settings.rollout,
-            settings.advantage,
-            settings.loss,
-            weights=settings.reward_weights,
-            stop_ids=settings.stop_ids,
-            is_agent=settings.is_agent,
-        )
-        self._gradients = GradientCheck(
-            policy,
-            updater,
-            settings.loss,
-            temperature=settings.rollout.temperature,
-            max_completion_tokens=settings.rollout.max_completion_tokens,
-            dtype=settings.dtype,
-            make_teacher=signals.make_teacher,
-            values=signals.values,
-        )
+        self._batch_check = BatchCheck(settings)
+        self._gradients = GradientCheck(policy, updater, settings, signals)
         self._adamw = AdamwCheck(
             policy, updater, settings.optimizer, settings.training.num_run_optimizer_steps
         )
@@ -468,13 +409,8 @@ class AdamwCheck:
         self, mini_batch: list[MicroBatch], num_tokens: int, num_sequences: int, result: CheckResult
     ) -> None:
         """Collective. Checks the denominators, and that no gradient is left from before."""
-        stray = [name for name, p in self._policy.named_parameters() if p.grad is not None]
-        if stray:
-            result.errors.append(f"a gradient was left from the last update: that of {stray[0]}")
-        tokens, sequences = on_rank0(
-            lambda by_rank: [sum(column) for column in zip(*by_rank, strict=True)],
-            list(count_loss(mini_batch)),
-        )
+        check_no_gradient(result, self._policy.named_parameters())
+        tokens, sequences = sum_over_ranks(count_loss(mini_batch))
         if (tokens, sequences) != (num_tokens, num_sequences):
             result.errors.append(
                 f"the loss divides by {num_tokens} tokens and {num_sequences} sequences, and "
@@ -484,13 +420,8 @@ class AdamwCheck:
     def read_gradients(self) -> None:
         """Collective. Reads the gradients of the followed tensors, and computes the clip factor
         from the norm of the whole gradient over all shards, without FSDP's help."""
-        # A replica's copy of a shard counts once.
-        norms = [
-            torch.linalg.vector_norm(cast(DTensor, parameter.grad)._local_tensor)
-            for parameter in self._policy.parameters()
-            if parameter.grad is not None and is_first_replica(cast(DTensor, parameter))
-        ]
-        norm = math.sqrt(on_rank0(sum, sum(float(norm) ** 2 for norm in norms)))
+        squares = sum_over_ranks([sum(gradient_squares(self._policy).values())])
+        norm = math.sqrt(squares[0])
         self._clip_factor = min(1.0, self._config.max_grad_norm / (norm + 1e-6))
         for shadow in self._shadows:
             grad = shadow.parameter.grad

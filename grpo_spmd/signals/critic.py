@@ -30,7 +30,7 @@ from grpo_spmd.config.schema import (
     OptimizerConfig,
     TrainingConfig,
 )
-from grpo_spmd.distributed.collectives import any_rank, exchange_bytes, on_rank0
+from grpo_spmd.distributed.collectives import any_rank, exchange_bytes
 from grpo_spmd.distributed.reductions import Max, Mean, Reductions, merge
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.learn.advantages import (
@@ -40,6 +40,7 @@ from grpo_spmd.learn.advantages import (
     value_loss,
     whitening,
 )
+from grpo_spmd.learn.contexts import row_contexts
 from grpo_spmd.learn.losses import kl_estimate
 from grpo_spmd.learn.sampled_step import SampledStep
 from grpo_spmd.learn.step_messages import revise_decision, split_sampled, trained_ids
@@ -48,8 +49,13 @@ from grpo_spmd.model.offload import OffloadableModel
 from grpo_spmd.model.optimizer import build_optimizer, resume_schedule
 from grpo_spmd.model.policy import Policy
 from grpo_spmd.model.values import PolicyValues, ValueModel, build_value_model
-from grpo_spmd.proofs.gradient_check import CheckResult, eager_attention
-from grpo_spmd.proofs.update_check import SignalProofs, UpdateCheckSettings
+from grpo_spmd.proofs.gradient_check import (
+    CheckResult,
+    SignalProofs,
+    UpdateCheckSettings,
+    eager_attention,
+    sum_over_ranks,
+)
 from grpo_spmd.records import Completion, Decision, MicroBatch, RolloutBatch, StepDecision
 
 Numbers = npt.NDArray[np.float64]
@@ -438,9 +444,9 @@ class CriticCheck:
         token_rewards = self._fetch_rewards(sampled, decision, rewards)
         rows = [self._recompute(result, row, token_rewards) for row in batch.micro_batches]
         counted = np.concatenate([np.zeros(0), *(row.advantages[row.mask] for row in rows)])
-        count, total = _sum_over_ranks([len(counted), counted.sum()])
+        count, total = sum_over_ranks([len(counted), float(counted.sum())])
         mean = total / max(count, 1)
-        (squares,) = _sum_over_ranks([((counted - mean) ** 2).sum()])
+        (squares,) = sum_over_ranks([float(((counted - mean) ** 2).sum())])
         deviation = math.sqrt(squares / max(count - 1, 1) + 1e-8)
         if not self._whitens:
             mean = 0.0
@@ -457,19 +463,17 @@ class CriticCheck:
         by the model with values by a plain forward pass over some sequences.
 
         In the second comparison the head adds a random term: a head of zeros would hide a fault."""
-        starts = torch.nonzero(row.position_ids == 0)[:, 0].tolist()[:_NUM_SEQUENCES]
-        positions = row.predict_index.tolist()
-        lengths: list[int] = []
         # Of each sequence up to some tokens after the prompt.
-        for start, length in zip(starts, row.sequence_lengths, strict=False):
-            first_sampled = next(
-                (position for position in positions if start <= position < start + length), start
-            )
-            is_short = first_sampled - start < _MAX_PROMPT_TOKENS
-            lengths.append(min(length, first_sampled - start + _NUM_TOKENS) if is_short else 1)
-        ids = torch.zeros(len(starts), max(lengths), dtype=torch.int64, device=row.input_ids.device)
-        for number, (start, length) in enumerate(zip(starts, lengths, strict=True)):
-            ids[number, :length] = row.input_ids[start : start + length]
+        contexts = []
+        for context in row_contexts(row)[:_NUM_SEQUENCES]:
+            num_prompt = int(context.sampled_at[0])
+            num_tokens = num_prompt - 1 + _NUM_TOKENS if num_prompt <= _MAX_PROMPT_TOKENS else 0
+            contexts.append((context, context.token_ids[:num_tokens]))
+        # Without a rollout the pass is made for the other ranks.
+        width = max([1, *(len(token_ids) for _, token_ids in contexts)])
+        ids = row.input_ids.new_zeros(max(len(contexts), 1), width)
+        for number, (_, token_ids) in enumerate(contexts):
+            ids[number, : len(token_ids)] = row.input_ids.new_tensor(token_ids)
         with torch.no_grad():
             again = self._model(row)
             with random_head(self._model.head):
@@ -487,12 +491,11 @@ class CriticCheck:
         )
         plain: list[float] = []
         trainer: list[float] = []
-        for number, (start, length) in enumerate(zip(starts, lengths, strict=True)):
-            tokens = [
-                c for c, position in enumerate(positions) if start <= position < start + length
-            ]
-            plain += [float(by_plain_pass[number, positions[c] - start]) for c in tokens]
-            trainer += [float(by_trainer[c]) for c in tokens]
+        for number, (context, token_ids) in enumerate(contexts):
+            # The value of a token is that of the position that predicts it.
+            is_inside = context.sampled_at <= len(token_ids)
+            plain += by_plain_pass[number, context.sampled_at[is_inside] - 1].tolist()
+            trainer += by_trainer[context.tokens[is_inside]].tolist()
         if trainer:
             difference = math.fsum(abs(a - b) for a, b in zip(trainer, plain, strict=True))
             size = math.fsum(map(abs, plain)) + 1e-6
@@ -636,12 +639,6 @@ def _place_rewards(completion: Completion, reward: float, by_turn: bool) -> _Rol
         remainder = rewards.get(num_tokens - 1, 0.0) + reward - math.fsum(rewards.values())
         rewards[num_tokens - 1] = remainder
     return _RolloutRewards(num_tokens, rewards)
-
-
-def _sum_over_ranks(numbers: Sequence[float]) -> list[float]:
-    """Collective. Returns the sum of each number over all ranks."""
-    rows: list[list[float]] = on_rank0(list, [float(number) for number in numbers])
-    return [sum(column) for column in zip(*rows, strict=True)]
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.learn.update import StopCheck, ValueHead
 from grpo_spmd.model.offload import OffloadableModel
 from grpo_spmd.model.policy import Policy
-from grpo_spmd.proofs.update_check import SignalProofs, UpdateCheckSettings
+from grpo_spmd.proofs.gradient_check import SignalProofs, UpdateCheckSettings
 from grpo_spmd.records import Decision, Prompt, RolloutBatch
 from grpo_spmd.rewards.pool.pool import RewardPool
 from grpo_spmd.rewards.scorers import Scorer, Scorers

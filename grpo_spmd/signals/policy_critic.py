@@ -7,7 +7,6 @@ a value head.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -18,7 +17,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from grpo_spmd.config.schema import Config, CriticConfig
-from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.distributed.reductions import Max, Reductions, merge
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.learn.contexts import rollout_contexts
@@ -27,8 +25,12 @@ from grpo_spmd.model.offload import OffloadableModel
 from grpo_spmd.model.policy import Policy
 from grpo_spmd.model.sharding import is_first_replica
 from grpo_spmd.model.values import PolicyValues, plain_states
-from grpo_spmd.proofs.gradient_check import CheckResult
-from grpo_spmd.proofs.update_check import SignalProofs, UpdateCheckSettings
+from grpo_spmd.proofs.gradient_check import (
+    CheckResult,
+    SignalProofs,
+    UpdateCheckSettings,
+    relative_difference,
+)
 from grpo_spmd.records import Decision, MicroBatch, Rollout, RolloutBatch
 from grpo_spmd.signals.critic import Critic, CriticCheck, random_head, random_product
 
@@ -216,37 +218,20 @@ class ValueTargets:
         """Collective. Compares the head's gradient, which FSDP summed over ranks, with the plain
         gradients, summed here: by their products with eight random vectors. Drops the gradient."""
         generator = torch.Generator().manual_seed(0)
-        reduced = [0.0] * _NUM_SKETCHES
-        plain = [0.0] * _NUM_SKETCHES
+        reduced = np.zeros(_NUM_SKETCHES)
+        plain = np.zeros(_NUM_SKETCHES)
         for parameter, leaf in zip(self._critic.model.head.parameters(), self._head, strict=True):
             vectors = torch.randn(
                 _NUM_SKETCHES, leaf.numel(), generator=generator, dtype=torch.float64
             ).to(leaf.device)
             assert leaf.grad is not None
             # The plain loss is subtracted in the backward pass.
-            products = (vectors @ leaf.grad.flatten().double()).tolist()
-            plain = [total - product for total, product in zip(plain, products, strict=True)]
+            plain -= (vectors @ leaf.grad.flatten().double()).cpu().numpy()
             local = cast(DTensor, parameter.grad)._local_tensor
             # The head has one row, which one rank of each replica holds.
             if is_first_replica(cast(DTensor, parameter)) and len(local):
-                products = (vectors @ local.flatten().double()).tolist()
-                reduced = [
-                    total + product for total, product in zip(reduced, products, strict=True)
-                ]
-        off = on_rank0(_relative_difference, [reduced, plain])
+                reduced += (vectors @ local.flatten().double()).cpu().numpy()
+        off = relative_difference(reduced, plain)
         subject = "the gradient of the value head, of its norm,"
         result.check_difference(subject, "gradient", off, bound)
         self._critic.drop_gradient()
-
-
-def _relative_difference(rank_values: list[list[list[float]]]) -> float:
-    """Returns the norm of (reduced - plain) over the norm of plain. Runs on rank 0.
-
-    `rank_values` has the lists [reduced, plain] of each rank; both are summed over ranks first."""
-    # Sums over ranks of each product with a random vector.
-    reduced, plain = (
-        [sum(column) for column in zip(*lists, strict=True)]
-        for lists in zip(*rank_values, strict=True)
-    )
-    off = math.sqrt(sum((a - b) ** 2 for a, b in zip(reduced, plain, strict=True)))
-    return off / (math.sqrt(sum(b * b for b in plain)) + 1e-30)

@@ -11,8 +11,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,25 +24,28 @@ from grpo_spmd.checks.signals import check_server, open_server
 from grpo_spmd.config.schema import Config, RewardConfig, TeacherConfig
 from grpo_spmd.distributed.collectives import any_rank, on_rank0
 from grpo_spmd.distributed.session import Session
+from grpo_spmd.learn.contexts import RowContext
 from grpo_spmd.learn.sampled_step import SampledStep
 from grpo_spmd.learn.update import StopCheck
 from grpo_spmd.model.logprobs import MIN_LOGPROB, TeacherDivergence, TokenIndices, TopTeacher
 from grpo_spmd.model.policy import Policy
-from grpo_spmd.proofs.gradient_check import CheckResult
-from grpo_spmd.proofs.update_check import SignalProofs, UpdateCheckSettings
+from grpo_spmd.proofs.gradient_check import (
+    CheckResult,
+    SignalProofs,
+    UpdateCheckSettings,
+)
 from grpo_spmd.records import Decision, MicroBatch, Prompt, RolloutBatch
 from grpo_spmd.rewards.pool.call_limits import CallLimits
 from grpo_spmd.rewards.remote.client import PositionLogprobs, PromptLogprobs
 from grpo_spmd.rewards.remote.server_calls import ServerCalls
 from grpo_spmd.rewards.trl import FailedCallError, RewardError
 from grpo_spmd.signals.teacher import (
-    Requests,
     Teacher,
     TeacherCheck,
     TeacherRequest,
     TeacherScores,
     make_request_for,
-    select_teacher_row,
+    teacher_contexts,
 )
 
 _log = logging.getLogger("grpo_spmd")
@@ -62,19 +64,6 @@ class Answer(NamedTuple):
     logprobs: npt.NDArray[np.float32]
     """[n, K + 1] Their logprobs, and last that of all other tokens together. [n, 1] with K = 0: the
     logprobs of the sampled tokens."""
-
-
-@dataclass(frozen=True)
-class Question:
-    """One context of a rollout, with the teacher's prompt."""
-
-    rollout_id: int
-    token_ids: npt.NDArray[np.int64]
-    """The context up to its last sampled token."""
-    sampled_at: npt.NDArray[np.int64]
-    """[n] Positions in the context of the tokens that the policy sampled."""
-    tokens: npt.NDArray[np.int64]
-    """[n] Indices of the same tokens among the completion tokens of the row."""
 
 
 class ServedTeacher(Teacher):
@@ -117,7 +106,7 @@ class ServedTeacher(Teacher):
         RewardError on all ranks if too many rollouts have no answer."""
         requests = self.requests(decision)
         questions = [
-            {name: self._questions(row, requests, name) for name in self.servers}
+            {name: teacher_contexts(row, requests, name) for name in self.servers}
             for row in batch.micro_batches
         ]
         numbered = [
@@ -152,17 +141,12 @@ class ServedTeacher(Teacher):
         """Returns the running check of this signal; see Signal.proofs."""
         return SignalProofs([ServerCheck(self)], self._random_teacher(settings))
 
-    def _questions(self, row: MicroBatch, requests: Requests, name: str) -> list[Question]:
-        """Returns the questions about a row to the server `name`."""
-        if requests is None:
-            return [*_contexts(row, None)]
-        teacher_row, tokens = select_teacher_row(row, requests, name)
-        return [*_contexts(teacher_row, tokens.cpu().numpy())]
-
-    def _ask(self, server: PromptLogprobs, question: Question, limit_s: float) -> Answer:
+    def _ask(self, server: PromptLogprobs, question: RowContext, limit_s: float) -> Answer:
         """Returns the server's answer about the sampled tokens. Runs in a thread. Raises
         FailedCallError if there is none within `limit_s` seconds, or it cannot be used."""
-        answers = server.ask(question.token_ids.tolist(), self.top_k, limit_s)
+        # Nothing after the last sampled token is asked for.
+        token_ids = question.token_ids[: question.sampled_at[-1] + 1].tolist()
+        answers = server.ask(token_ids, self.top_k, limit_s)
         # The server says nothing about the first token.
         sampled = [answers[position - 1] for position in question.sampled_at.tolist()]
         # Such an id would be an index error on the device, far from its cause.
@@ -192,7 +176,7 @@ class ServedTeacher(Teacher):
         return dataclasses.replace(decision, rank0_decision=step)
 
     def _attach_answers(
-        self, row: MicroBatch, answers: Mapping[str, Sequence[tuple[Question, Answer | None]]]
+        self, row: MicroBatch, answers: Mapping[str, Sequence[tuple[RowContext, Answer | None]]]
     ) -> None:
         """Writes the servers' answers into a row. If one context of an episode has no answer, the
         whole episode counts as unanswered."""
@@ -218,30 +202,6 @@ class ServedTeacher(Teacher):
             row.teacher_signal = dataclasses.replace(
                 row.teacher_signal, answered_mask=answered_mask
             )
-
-
-def _contexts(row: MicroBatch, tokens: npt.NDArray[np.int64] | None) -> Iterator[Question]:
-    """Yields each sequence of a row in which the policy sampled a token, up to the last such token.
-
-    `tokens` [C] are the indices of the row's completion tokens in another row.
-    """
-    if not row.rollout_ids:
-        return
-    columns = (row.input_ids, row.predict_index, row.sequence_index)
-    input_ids, predict_index, rollout_index = (column.cpu().numpy() for column in columns)
-    # Sequence s of the row is input_ids[bounds[s] : bounds[s + 1]].
-    bounds = np.cumsum([0, *row.sequence_lengths])
-    sequence_of_token = np.searchsorted(bounds, predict_index, side="right") - 1
-    for sequence in np.unique(sequence_of_token).tolist():
-        indices = np.flatnonzero(sequence_of_token == sequence)
-        start = bounds[sequence]
-        sampled_at = predict_index[indices] + 1 - start
-        yield Question(
-            rollout_id=row.rollout_ids[rollout_index[indices[0]]],
-            token_ids=input_ids[start : start + sampled_at[-1] + 1],
-            sampled_at=sampled_at,
-            tokens=indices if tokens is None else tokens[indices],
-        )
 
 
 def _mask_of(row: MicroBatch, tokens: Sequence[npt.NDArray[np.int64]]) -> Tensor:

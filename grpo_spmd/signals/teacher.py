@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +31,7 @@ from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.distributed.reductions import Reductions
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.learn.assemble import episode_rollout, pack_rollouts
+from grpo_spmd.learn.contexts import RowContext, row_contexts
 from grpo_spmd.learn.sampled_step import SampledStep
 from grpo_spmd.learn.update import StopCheck
 from grpo_spmd.model.logprobs import (
@@ -44,8 +45,12 @@ from grpo_spmd.model.lora import adapters_at_zero, adapters_off
 from grpo_spmd.model.offload import OffloadableModel
 from grpo_spmd.model.policy import DTYPES, Policy, Term, build_policy
 from grpo_spmd.model.sharding import gather_rows
-from grpo_spmd.proofs.gradient_check import CheckResult, eager_attention
-from grpo_spmd.proofs.update_check import SignalProofs, UpdateCheckSettings
+from grpo_spmd.proofs.gradient_check import (
+    CheckResult,
+    SignalProofs,
+    UpdateCheckSettings,
+    eager_attention,
+)
 from grpo_spmd.records import (
     Decision,
     MicroBatch,
@@ -244,49 +249,47 @@ class TeacherRow(NamedTuple):
     tokens of the policy's row."""
 
 
+def teacher_contexts(row: MicroBatch, requests: Requests, name: str) -> list[RowContext]:
+    """Returns the contexts of a row that the teacher `name` scores, as it sees them. Waits for the
+    device."""
+    contexts = row_contexts(row)
+    if requests is None:
+        return contexts
+    return [
+        _with_prompt(context, requests[context.rollout_id].prompt_ids)
+        for context in contexts
+        if requests[context.rollout_id].teacher == name
+    ]
+
+
+def _with_prompt(context: RowContext, prompt_ids: list[int] | None) -> RowContext:
+    """Returns the sampled tokens of a context after another prompt."""
+    if prompt_ids is None:
+        return context
+    completion_ids = context.token_ids[context.sampled_at]
+    return dataclasses.replace(
+        context,
+        token_ids=np.concatenate([np.array(prompt_ids, np.int64), completion_ids]),
+        sampled_at=len(prompt_ids) + np.arange(len(completion_ids)),
+    )
+
+
 def select_teacher_row(
     row: MicroBatch, requests: Mapping[int, TeacherRequest], name: str
 ) -> TeacherRow:
     """Returns the part of a row that the teacher `name` scores. Waits for the device."""
-    columns = (row.input_ids, row.predict_index, row.sequence_index)
-    input_ids, predict_index, rollout_index = (column.cpu().numpy() for column in columns)
-    bounds = np.cumsum([0, *row.sequence_lengths])
-    # The token after a predicting position is one that the policy sampled.
-    is_sampled = np.zeros(len(input_ids), np.bool_)
-    is_sampled[predict_index + 1] = True
-    sequence_of_token = (np.searchsorted(bounds, predict_index, side="right") - 1).tolist()
-    prompts = {
-        index: requests[rollout_id].prompt_ids
-        for index, rollout_id in enumerate(row.rollout_ids)
-        if requests[rollout_id].teacher == name
-    }
-    segments: dict[int, list[Segment]] = {index: [] for index in prompts}
-    # The distinct pairs of rollout and sequence, in the order of the row.
-    pairs = dict.fromkeys(zip(rollout_index.tolist(), sequence_of_token, strict=True))
-    for index, sequence in pairs:
-        if index in prompts:
-            span = slice(bounds[sequence], bounds[sequence + 1])
-            segment = Segment(input_ids[span].astype(np.int32), is_sampled[span])
-            segments[index].append(_with_prompt(segment, prompts[index]))
     rollouts = []
-    for index, rollout_segments in segments.items():
-        logprobs = [0.0] * int(sum(segment.sampled.sum() for segment in rollout_segments))
-        rollouts.append(
-            episode_rollout(row.rollout_ids[index], 0.0, True, tuple(rollout_segments), logprobs)
-        )
-    # pack_rollouts keeps the order of rollouts, so that scores and tokens are aligned.
-    tokens = np.flatnonzero(np.isin(rollout_index, [*prompts]))
+    # Each context stands alone: a teacher needs not know which of them are one rollout.
+    contexts = teacher_contexts(row, requests, name)
+    for context in contexts:
+        is_sampled = np.isin(np.arange(len(context.token_ids)), context.sampled_at)
+        segment = Segment(context.token_ids.astype(np.int32), is_sampled)
+        logprobs = [0.0] * len(context.tokens)
+        rollouts.append(episode_rollout(context.rollout_id, 0.0, True, [segment], logprobs))
+    # pack_rollouts keeps the order of contexts, so that scores and tokens are aligned.
+    tokens = np.concatenate([np.zeros(0, np.int64), *(context.tokens for context in contexts)])
     device = row.input_ids.device
     return TeacherRow(pack_rollouts(rollouts, device), torch.from_numpy(tokens).to(device))
-
-
-def _with_prompt(segment: Segment, prompt_ids: list[int] | None) -> Segment:
-    """Returns the sampled tokens of a segment after another prompt."""
-    if prompt_ids is None:
-        return segment
-    completion_ids = segment.token_ids[segment.sampled]
-    token_ids = np.concatenate([np.array(prompt_ids, np.int32), completion_ids])
-    return Segment(token_ids, np.arange(len(token_ids)) >= len(prompt_ids))
 
 
 def _scaling(policy: Policy) -> tuple[float, int, float | None]:
@@ -375,20 +378,6 @@ _LONG, _TOO_LONG = 2048, 8192
 _BOUNDS = {"float32": 1e-4, "bfloat16": 0.05}
 
 
-@dataclass(frozen=True)
-class _Context:
-    """The beginning of one rollout as its teacher sees it, up to the last token that is
-    compared."""
-
-    token_ids: Tensor
-    """[T]"""
-    predict_index: Tensor
-    """[n] Positions in it that predict the tokens to compare."""
-    tokens: Tensor | None
-    """[n] Indices of these tokens in the row. None: there is no rollout, and the pass is made only
-    because it is collective."""
-
-
 class TeacherCheck:
     """Compares the teachers' signal in the micro-batches with plain forward passes."""
 
@@ -414,14 +403,14 @@ class TeacherCheck:
             )
         # The costliest row comes first.
         row = batch.micro_batches[0]
-        lengths = _first_pass_lengths(row, requests)
+        contexts = _first_contexts(row, requests)
         differences = [torch.zeros(0, dtype=torch.float64)]
         for name, source in self._sources().items():
-            chosen = self._choose(row, requests, name, lengths)
             # Each rank makes as many passes.
-            for index in chosen:
-                max_tokens = 0 if index is None else max(_LONG - lengths[index], 0)
-                differences.append(self._compare(source, row, index, requests, max_tokens))
+            for context in self._choose(
+                c for c in contexts if requests is None or requests[c.rollout_id].teacher == name
+            ):
+                differences.append(self._compare(source, row, context))
         compared = torch.cat(differences)
         if len(compared):
             subject = "a teacher's logprob of a token that the update is given, in nats on average,"
@@ -443,24 +432,21 @@ class TeacherCheck:
         """Returns False if the teacher could not score the rollout."""
         return True
 
-    def _choose(
-        self, row: MicroBatch, requests: Requests, name: str, lengths: Sequence[int]
-    ) -> list[int | None]:
-        """Returns the indices of _NUM_ROLLOUTS rollouts of a teacher, with None for those that are
-        missing."""
-        candidates = [
-            index
-            for index, rollout_id in enumerate(row.rollout_ids)
-            if (requests is None or requests[rollout_id].teacher == name)
-            and lengths[index] <= _TOO_LONG
-            and self._has_signal(rollout_id)
-        ]
+    def _choose(self, contexts: Iterable[RowContext]) -> list[RowContext | None]:
+        """Returns _NUM_ROLLOUTS of a teacher's contexts, with None for those that are missing."""
         # Short ones first: a plain pass takes memory by the square of its length.
-        candidates.sort(key=lengths.__getitem__)
-        short = [index for index in candidates if lengths[index] <= _LONG] or candidates[:1]
+        candidates = sorted(
+            (
+                context
+                for context in contexts
+                if context.sampled_at[0] < _TOO_LONG and self._has_signal(context.rollout_id)
+            ),
+            key=lambda context: int(context.sampled_at[0]),
+        )
+        short = [c for c in candidates if c.sampled_at[0] < _LONG] or candidates[:1]
         stride = max(len(short) // _NUM_ROLLOUTS, 1)
-        chosen: list[int | None] = [*short[::stride][: min(len(short), _NUM_ROLLOUTS)]]
-        return chosen + [None] * (_NUM_ROLLOUTS - len(chosen))
+        chosen = short[::stride][:_NUM_ROLLOUTS]
+        return [*chosen, *[None] * (_NUM_ROLLOUTS - len(chosen))]
 
     def _logits(self, source: Any, token_ids: Tensor, predict_index: Tensor) -> Tensor | None:
         """Collective. Returns logits [n, V] at the positions [n] of the ids [T], or None if the
@@ -501,64 +487,41 @@ class TeacherCheck:
                 "than their rows say"
             )
 
-    def _compare(
-        self,
-        source: Any,
-        row: MicroBatch,
-        index: int | None,
-        requests: Requests,
-        max_tokens: int,
-    ) -> Tensor:
-        """Collective. Returns |differences| in nats at some tokens of a rollout's first context;
-        none without a rollout. `max_tokens` bounds the tokens between the first one compared and
-        the last."""
-        context = _first_context(row, index, requests, max_tokens)
-        logits = self._logits(source, context.token_ids, context.predict_index)
-        if context.tokens is None or row.teacher_signal is None or logits is None:
+    def _compare(self, source: Any, row: MicroBatch, context: RowContext | None) -> Tensor:
+        """Collective. Returns |differences| in nats at some tokens of a context, none without
+        one."""
+        if context is None:
+            # The pass is made only because it is collective.
+            self._logits(source, row.input_ids[:2], row.predict_index.new_zeros(1))
+            return torch.zeros(0, dtype=torch.float64)
+        # The context up to the last token that is compared.
+        first = context.sampled_at[0]
+        is_near = context.sampled_at <= max(first, _LONG - 1)
+        sampled_at = context.sampled_at[is_near][:_NUM_TOKENS]
+        token_ids = row.input_ids.new_tensor(context.token_ids[: sampled_at[-1] + 1])
+        tokens = row.input_ids.new_tensor(context.tokens[: len(sampled_at)])
+        logits = self._logits(source, token_ids, row.input_ids.new_tensor(sampled_at - 1))
+        if row.teacher_signal is None or logits is None:
             return torch.zeros(0, dtype=torch.float64)
         # Large logits are rounded by more.
         self._bound = max(self._bound, float(logits.abs().amax(-1).mean()) * self._rounding)
-        targets = row.target_ids[context.tokens]
-        return _differences(row.teacher_signal, logits, context.tokens, targets).double().cpu()
+        return _differences(row.teacher_signal, logits, tokens, row.target_ids[tokens])
 
 
-def _first_context(
-    row: MicroBatch, index: int | None, requests: Requests, max_tokens: int
-) -> _Context:
-    if index is None:
-        return _Context(row.input_ids[:2], row.predict_index.new_zeros(1), None)
-    # Each sequence of the row starts at position 0.
-    starts = torch.nonzero(row.position_ids == 0)[:, 0]
-    tokens = torch.nonzero(row.sequence_index == index)[:, 0]
-    predict_index = row.predict_index[tokens]
-    first_index = int(predict_index[0])
-    start = int(starts[starts <= first_index].max())
-    later_starts = starts[starts > start]
-    end = int(later_starts.min()) if len(later_starts) else len(row.input_ids)
-    tokens = tokens[predict_index < min(end, first_index + max_tokens + 1)][:_NUM_TOKENS]
-    predict_index = row.predict_index[tokens] - start
-    token_ids = row.input_ids[start : start + int(predict_index[-1]) + 2]
-    prompt_ids = None if requests is None else requests[row.rollout_ids[index]].prompt_ids
-    # The teacher's own prompt takes the place of everything before the first sampled token.
-    if prompt_ids is not None:
-        completion_ids = token_ids[int(predict_index[0]) + 1 :]
-        token_ids = torch.cat([token_ids.new_tensor(prompt_ids), completion_ids])
-        predict_index = predict_index - predict_index[0] + len(prompt_ids) - 1
-    return _Context(token_ids, predict_index, tokens)
-
-
-def _first_pass_lengths(row: MicroBatch, requests: Requests) -> list[int]:
-    """Returns the tokens of a pass to each rollout's first completion token, with the prompt that
-    its teacher sees."""
-    lengths: dict[int, int] = {}
-    positions = row.position_ids[row.predict_index].tolist()
-    for index, position in zip(row.sequence_index.tolist(), positions, strict=True):
-        lengths.setdefault(index, position + 2)
-    prompts = [None if requests is None else requests[i].prompt_ids for i in row.rollout_ids]
-    return [
-        lengths.get(index, 2) if prompt_ids is None else len(prompt_ids) + 1
-        for index, prompt_ids in enumerate(prompts)
-    ]
+def _first_contexts(row: MicroBatch, requests: Requests) -> list[RowContext]:
+    """Returns the first context of each rollout of a row, as its teacher sees it."""
+    contexts: dict[int, RowContext] = {}
+    for context in row_contexts(row):
+        i = context.rollout_id
+        prompt_ids = None if requests is None else requests[i].prompt_ids
+        # The teacher's own prompt takes the place of everything before the first sampled token.
+        if prompt_ids is not None:
+            first = context.sampled_at[0]
+            token_ids = np.concatenate([prompt_ids, context.token_ids[first:]])
+            sampled_at = context.sampled_at - first + len(prompt_ids)
+            context = dataclasses.replace(context, token_ids=token_ids, sampled_at=sampled_at)
+        contexts.setdefault(i, context)
+    return list(contexts.values())
 
 
 def _differences(signal: TeacherSignal, logits: Tensor, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -566,7 +529,7 @@ def _differences(signal: TeacherSignal, logits: Tensor, tokens: Tensor, targets:
     probability, from plain logits [n, V]."""
     if signal.logprobs is not None:
         plain = logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
-        return (signal.logprobs[tokens] - plain).abs()
+        return (signal.logprobs[tokens] - plain).abs().double().cpu()
     taught = signal.divergence
     assert isinstance(taught, TeacherDivergence)
     differences = []
@@ -582,9 +545,9 @@ def _differences(signal: TeacherSignal, logits: Tensor, tokens: Tensor, targets:
                 token_slice = slice(index, index + 1)
                 plain = scores.outcomes(log_p, token_slice)
                 difference = (plain - scores.logprobs_of(token_slice)).abs()
-                differences.append((plain.exp() * difference).sum())
+                differences.append(float((plain.exp() * difference).sum()))
     # A token that no teacher scored is as wrong as can be.
-    return torch.stack(differences) if differences else torch.full((1,), torch.inf)
+    return torch.tensor(differences or [math.inf], dtype=torch.float64)
 
 
 def _digest(request: TeacherRequest) -> int:

@@ -9,7 +9,7 @@ from grpo_spmd.distributed.session import Session
 from grpo_spmd.learn.sampled_step import SampledStep, StepRules
 from grpo_spmd.learn.update import PolicyUpdater
 from grpo_spmd.model.policy import Policy
-from grpo_spmd.proofs.update_check import UpdateCheckSettings
+from grpo_spmd.proofs.gradient_check import UpdateCheckSettings
 
 
 def updater_of(policy: Policy, config: Config) -> PolicyUpdater:

@@ -25,6 +25,7 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config, load_config_with_sources
 from grpo_spmd.config.schema import RewardConfig
 from grpo_spmd.learn.assemble import episode_rollout, pack_rollouts
+from grpo_spmd.learn.contexts import row_contexts
 from grpo_spmd.learn.losses import divergence_loss, taught_advantages
 from grpo_spmd.model.config_json import read_model
 from grpo_spmd.model.logprobs import MIN_LOGPROB
@@ -34,7 +35,8 @@ from grpo_spmd.rewards.pool.call_limits import CallLimits
 from grpo_spmd.rewards.remote.client import PositionLogprobs, PromptLogprobs
 from grpo_spmd.rewards.remote.server_calls import ServerCalls
 from grpo_spmd.rewards.trl import FailedCallError
-from grpo_spmd.signals.served_teacher import _contexts, compact_answer, rest_logprob
+from grpo_spmd.signals.served_teacher import compact_answer, rest_logprob
+from grpo_spmd.signals.teacher import TeacherRequest, teacher_contexts
 from tests.support.models import make_model, write_config
 from tests.support.stub_server import SECRET, StubServer, stub_server
 from tests.support.stub_vllm import NAME, answers
@@ -328,9 +330,8 @@ def test_tokens_without_an_answer_are_taught_nothing_and_are_in_no_mean() -> Non
     assert metrics["teacher/kl"].value == pytest.approx(2.0)
 
 
-def test_each_context_of_an_episode_is_asked_of_up_to_its_last_sampled_token() -> None:
-    """Rollout 4 has two segments, rollout 9 one turn; what was given behind the last sampled token
-    is nobody's."""
+def test_contexts_of_a_row_by_hand() -> None:
+    """Rollout 4 has two segments, rollout 9 one turn. A teacher sees its own prompt."""
     first_values = Segment(
         np.array([1, 2, 3, 4, 5, 6, 7], np.int32), np.array([0, 0, 1, 1, 0, 1, 0], np.bool_)
     )
@@ -340,22 +341,23 @@ def test_each_context_of_an_episode_is_asked_of_up_to_its_last_sampled_token() -
         [episode, Rollout(9, 0.0, True, [11], [12, 13], [0.0] * 2)], torch.device("cpu")
     )
     result = [
-        (q.rollout_id, q.token_ids.tolist(), q.sampled_at.tolist(), q.tokens.tolist())
-        for q in _contexts(row, None)
+        (c.rollout_id, c.token_ids.tolist(), c.sampled_at.tolist(), c.tokens.tolist())
+        for c in row_contexts(row)
     ]
     assert result == [
-        (4, [1, 2, 3, 4, 5, 6], [2, 3, 5], [0, 1, 2]),
+        (4, [1, 2, 3, 4, 5, 6, 7], [2, 3, 5], [0, 1, 2]),
         (4, [1, 2, 8, 9], [3], [3]),
         (9, [11, 12, 13], [1, 2], [4, 5]),
     ]
-    assert [q.tokens.tolist() for q in _contexts(row, np.array([7, 8, 9, 0, 1, 2]))] == [
-        [7, 8, 9],
-        [0],
-        [1, 2],
-    ]
-    assert [
-        *_contexts(pack_rollouts([], torch.device("cpu")), None)
-    ] == []  # a rank with nothing to train on
+    requests = {4: TeacherRequest("a"), 9: TeacherRequest("b", [7, 7, 7])}
+    [shown] = teacher_contexts(row, requests, "b")
+    assert (shown.token_ids.tolist(), shown.sampled_at.tolist(), shown.tokens.tolist()) == (
+        [7, 7, 7, 12, 13],
+        [3, 4],
+        [4, 5],
+    )
+    # A rank with nothing to train on.
+    assert row_contexts(pack_rollouts([], torch.device("cpu"))) == []
 
 
 def test_what_is_left_of_1_is_known_to_rounding() -> None:

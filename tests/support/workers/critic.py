@@ -108,8 +108,10 @@ class Trials:
 
     def check(self, config: Config, critic: Critic, step: Step) -> list[str]:
         sampled, batch, decision = step
-        batch_values = BatchCheck(config.rollout, config.advantage, config.loss, [1.0], {0}, False)
-        settings = check_settings_of(config, frozenset())
+        settings = dataclasses.replace(
+            check_settings_of(config, frozenset({0})), reward_weights=[1.0]
+        )
+        batch_values = BatchCheck(settings)
         result = CriticCheck(critic.model, config.critic, settings)(
             sampled, batch, decision, batch_values.rewards_of(sampled, decision)
         )

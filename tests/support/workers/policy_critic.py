@@ -34,12 +34,12 @@ from grpo_spmd.model.offload import HostOffload
 from grpo_spmd.model.policy import Policy, build_policy, hf_named_parameters, load_weights
 from grpo_spmd.model.sharding import first_row
 from grpo_spmd.model.values import PolicyValues
-from grpo_spmd.proofs.gradient_check import GradientCheck
+from grpo_spmd.proofs.gradient_check import GradientCheck, SignalProofs
 from grpo_spmd.records import MicroBatch, TeacherSignal
 from grpo_spmd.signals.critic import Critic
 from grpo_spmd.signals.opening import open_critic
 from grpo_spmd.signals.policy_critic import PolicyCritic, ValueTargets
-from tests.support.learn import merged_on_all
+from tests.support.learn import check_settings_of, merged_on_all
 from tests.support.workers.critic import Step, Trials, by_rollout, gathered, refuses, saved
 from tests.support.workers.critic import changed as of_critic
 from tests.support.workers.update import deal, fixed_groups
@@ -94,15 +94,9 @@ class PolicyTrials(Trials):
         self, config: Config, critic: PolicyCritic, updater: PolicyUpdater, step: Step
     ) -> list[str]:
         """What the running checks find wrong, on all ranks."""
-        temperature, max_length, dtype = (
-            config.rollout.temperature,
-            config.rollout.max_completion_tokens,
-            config.model.dtype,
-        )
-        values_values = ValueTargets(critic, config.critic, dtype)
-        check = GradientCheck(
-            self.policy, updater, config.loss, temperature, max_length, dtype, None, values_values
-        )
+        settings = check_settings_of(config, frozenset())
+        values = ValueTargets(critic, config.critic, settings.dtype)
+        check = GradientCheck(self.policy, updater, settings, SignalProofs(values=values))
         groups = deal(fixed_groups(), "in turn", self.session)
         faulty = check.run(groups, self.session.device, accumulates=True).errors
         result: list[str] = on_rank0(

@@ -26,7 +26,7 @@ from grpo_spmd.model.policy import Policy
 from grpo_spmd.records import RolloutBatch
 from grpo_spmd.rewards.remote.client import PromptLogprobs
 from grpo_spmd.signals import served_teacher
-from grpo_spmd.signals.served_teacher import Question, ServedTeacher, ServerCheck
+from grpo_spmd.signals.served_teacher import ServedTeacher, ServerCheck
 from grpo_spmd.signals.teacher import Teacher, TeacherCheck, TeacherModel
 from tests.support.workers.teacher import Trials, changed, other_samples, request_for
 from tests.support.workers.update import GROUP_SIZE, SPLITS, fixed_groups
@@ -136,18 +136,15 @@ def faults(trials: ServedTrials) -> int:
         sees(f"{kind}, {SOME}", who, zero)
         sees(kind, who, unheard)
     sees(SEVERAL, off, swapped)
-    contexts = served_teacher._contexts
+    contexts = served_teacher.teacher_contexts
 
     def earlier(*args: Any) -> Any:  # what is said of the token before
-        for question in contexts(*args):
-            yield Question(
-                question.rollout_id,
-                question.token_ids,
-                question.sampled_at.clip(2) - 1,
-                question.tokens,
-            )
+        return [
+            dataclasses.replace(question, sampled_at=question.sampled_at.clip(2) - 1)
+            for question in contexts(*args)
+        ]
 
-    with patch.object(served_teacher, "_contexts", earlier):
+    with patch.object(served_teacher, "teacher_contexts", earlier):
         sees("sampled", off, lambda _, signal: signal)
     return seen
 

@@ -34,7 +34,7 @@ from grpo_spmd.learn.losses import LossInputs, policy_loss
 from grpo_spmd.learn.update import attach_logprobs
 from grpo_spmd.model.logprobs import TeacherDivergence, TopTeacher, WholeTeacher
 from grpo_spmd.model.policy import Policy, build_policy, hf_named_parameters, load_weights
-from grpo_spmd.proofs.gradient_check import GradientCheck
+from grpo_spmd.proofs.gradient_check import GradientCheck, SignalProofs
 from grpo_spmd.records import MicroBatch, Prompt, RolloutBatch, TeacherSignal
 from grpo_spmd.signals import teacher as teacher_check
 from grpo_spmd.signals.teacher import (
@@ -44,8 +44,8 @@ from grpo_spmd.signals.teacher import (
     TeacherModel,
     TeacherRequest,
 )
-from tests.support.learn import merged_on_all, sampled_step_of, updater_of
-from tests.support.workers.update import LONGEST, SPLITS, deal, fixed_groups, plan_unpacked, score
+from tests.support.learn import check_settings_of, merged_on_all, sampled_step_of, updater_of
+from tests.support.workers.update import SPLITS, deal, fixed_groups, plan_unpacked, score
 
 KINDS: dict[str, TeacherConfig] = {
     "sampled": TeacherConfig(path="x", coef=0.7),
@@ -101,15 +101,15 @@ class Trials:
         return TeacherCheck(teacher, self.config.rollout.temperature, self.config.model.dtype)
 
     def of_gradients(self, updater: Any, teacher: Teacher, policy: Policy) -> GradientCheck:
-        temperature, max_length, dtype = (
-            self.config.rollout.temperature,
-            LONGEST,
-            self.config.model.dtype,
+        settings = check_settings_of(self.config, frozenset())
+        made_up = partial(
+            RandomTeacher,
+            teacher.config,
+            policy,
+            settings.rollout.temperature,
+            settings.dtype,
         )
-        made_up = partial(RandomTeacher, teacher.config, policy, temperature, dtype)
-        return GradientCheck(
-            policy, updater, self.config.loss, temperature, max_length, dtype, made_up
-        )
+        return GradientCheck(policy, updater, settings, SignalProofs(make_teacher=made_up))
 
     def update(
         self,

@@ -40,7 +40,7 @@ from grpo_spmd.model.policy import (
     hf_named_parameters,
     load_weights,
 )
-from grpo_spmd.proofs.gradient_check import GradientCheck
+from grpo_spmd.proofs.gradient_check import GradientCheck, SignalProofs
 from grpo_spmd.proofs.update_check import UpdateCheck
 from grpo_spmd.records import (
     Completion,
@@ -162,6 +162,7 @@ class Trials:
             reference=reference,
             updater=updater,
             tokenizer=self.tokenizer,
+            signals=SignalProofs(),
         )
         for step in range(NUM_STEPS):
             groups, sampled = self.groups(), sampled_step_of(config, self.session)
@@ -290,8 +291,10 @@ def few_rollouts(trials: Trials, config: Config, number: int) -> None:
     groups = [
         dataclasses.replace(g, completions=g.completions[: number + 1]) for g in trials.groups()[:1]
     ]
-    updater, temperature = updater_of(trials.policy, config), config.rollout.temperature
-    check = GradientCheck(trials.policy, updater, config.loss, temperature, 28, config.model.dtype)
+    settings = check_settings_of(config, frozenset())
+    check = GradientCheck(
+        trials.policy, updater_of(trials.policy, config), settings, SignalProofs()
+    )
     result = check.run(groups, trials.session.device, accumulates=number % 2 == 0)
     assert result.metrics, number
     assert not result.errors, result.errors
