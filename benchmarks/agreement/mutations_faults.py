@@ -303,12 +303,10 @@ FAULTS = (
     Fault(
         "a skipped update moves the optimizer: a step with gradient 0",
         "learn/update.py",
-        "            self.optimizer.zero_grad(set_to_none=True)\n            "
-        "self._skipped_in_a_row += 1\n",
-        "            self.optimizer.zero_grad(set_to_none=False)\n            "
-        "self.optimizer.step()\n"
-        "            self.optimizer.zero_grad(set_to_none=True)\n            "
-        "self._skipped_in_a_row += 1\n",
+        "            self._skipped_in_a_row += 1\n",
+        "            self._skipped_in_a_row += 1\n"
+        "            self.optimizer.zero_grad(set_to_none=False)\n"
+        "            self.optimizer.step()\n",
         ("tests/ranks/test_nonfinite.py",),
     ),
     Fault(
@@ -329,22 +327,22 @@ FAULTS = (
     Fault(
         "moments cleared at each update",
         "learn/update.py",
-        "        self.optimizer.step()\n",
-        "        self.optimizer.state.clear()\n        self.optimizer.step()\n",
+        "            self.optimizer.step()\n",
+        "            self.optimizer.state.clear()\n            self.optimizer.step()\n",
         (_CHECK,),
     ),
     Fault(
         "gradients kept for the next update",
         "learn/update.py",
-        "        self._schedule.step()\n        self.optimizer.zero_grad(set_to_none=True)\n",
-        "        self._schedule.step()\n",
+        "        self.optimizer.zero_grad(set_to_none=True)\n        return learning_rate\n",
+        "        return learning_rate\n",
         (_CHECK,),
     ),
     Fault(
         "gradient never clipped",
         "learn/update.py",
-        "self._policy.parameters(), self._max_grad_norm",
-        "self._policy.parameters(), 1e9",
+        "self._trained_model.parameters(), self._max_grad_norm",
+        "self._trained_model.parameters(), 1e9",
         (_PARTITION, _CHECK),
         ("optimizer.max_grad_norm=0.01",),
     ),

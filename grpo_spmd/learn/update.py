@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, Protocol, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -118,8 +118,57 @@ def attach_logprobs(
         cast(FSDPModule, policy).reshard()
 
 
-class PolicyUpdater:
-    """The policy with its optimizer and learning rate schedule."""
+class Learner:
+    """A model with its optimizer and learning rate schedule, and the counts of its updates."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: OptimizerConfig, training: TrainingConfig
+    ) -> None:
+        self._trained_model = model
+        self._max_grad_norm = optimizer.max_grad_norm
+        self._training = training
+        self.optimizer, self._schedule = build_optimizer(
+            model, optimizer, training.num_run_optimizer_steps
+        )
+        self._num_updates = 0
+        self._skipped_in_a_row = 0
+
+    def state(self) -> dict[str, int]:
+        """Returns what a checkpoint stores besides parameters and moments. The schedule follows
+        from `num_updates`."""
+        return {"num_updates": self._num_updates, "skipped_in_a_row": self._skipped_in_a_row}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continues from a `state()`."""
+        self._num_updates = state["num_updates"]
+        self._skipped_in_a_row = state["skipped_in_a_row"]
+        resume_schedule(self.optimizer, self._schedule, self._num_updates)
+
+    def clip_gradient(self) -> float:
+        """Collective. Clips the gradient to optimizer.max_grad_norm. Returns its norm before
+        clipping."""
+        norm = torch.nn.utils.clip_grad_norm_(self._trained_model.parameters(), self._max_grad_norm)
+        # The norm is sharded as the gradients are.
+        return float(cast(DTensor, norm).full_tensor())
+
+    def finish_step(self, is_made: bool) -> float:
+        """Makes the optimizer step, or drops the gradient. Returns the learning rate of the
+        step."""
+        learning_rate = float(self._schedule.get_last_lr()[0])
+        # The schedule counts updates that were made, not mini-batches.
+        if is_made:
+            self._num_updates += 1
+            self._skipped_in_a_row = 0
+            self.optimizer.step()
+            self._schedule.step()
+        else:
+            self._skipped_in_a_row += 1
+        self.optimizer.zero_grad(set_to_none=True)
+        return learning_rate
+
+
+class PolicyUpdater(Learner):
+    """The policy as a Learner."""
 
     def __init__(
         self,
@@ -131,28 +180,11 @@ class PolicyUpdater:
         value_head: ValueHead | None = None,
     ) -> None:
         """`max_completion_tokens` is the denominator of `loss.aggregation: constant`."""
+        super().__init__(policy, optimizer, training)
         self._policy = policy
         self._loss = loss
-        self._max_grad_norm = optimizer.max_grad_norm
-        self._num_epochs = training.num_epochs
         self._max_completion_tokens = max_completion_tokens
         self._value_head = value_head
-        self.optimizer, self._schedule = build_optimizer(
-            policy, optimizer, training.num_run_optimizer_steps
-        )
-        self._num_updates = 0
-        self._skipped_in_a_row = 0
-
-    def state(self) -> dict[str, int]:
-        """Returns what a checkpoint stores besides the optimizer's moments. The schedule follows
-        from `num_updates`."""
-        return {"num_updates": self._num_updates, "skipped_in_a_row": self._skipped_in_a_row}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Continues from a `state()`."""
-        self._num_updates = state["num_updates"]
-        self._skipped_in_a_row = state["skipped_in_a_row"]
-        resume_schedule(self.optimizer, self._schedule, self._num_updates)
 
     def update(
         self,
@@ -176,7 +208,7 @@ class PolicyUpdater:
         totals = no_update(self._loss)
         num_updates = 0
         num_skipped = 0
-        for epoch in range(self._num_epochs):
+        for epoch in range(self._training.num_epochs):
             for number, mini_batch in enumerate(batch.mini_batches):
                 num_loss_tokens = batch.num_loss_tokens[number]
                 # Momentum and weight decay would move the policy without any evidence. All ranks
@@ -288,34 +320,23 @@ class PolicyUpdater:
         )
         if observer is not None:
             observer.after_backward()
-        sharded_norm = torch.nn.utils.clip_grad_norm_(
-            self._policy.parameters(), self._max_grad_norm
-        )
-        assert isinstance(sharded_norm, DTensor)
-        grad_norm = float(sharded_norm.full_tensor())
+        grad_norm = self.clip_gradient()
         head_norm = self._value_head.clip_gradient() if self._value_head is not None else 0.0
         # All ranks must agree, or their parameters would differ from here on.
         is_finite = math.isfinite(grad_norm + head_norm) and math.isfinite(metrics["loss"].value)
         is_skipped = any_rank(not is_finite)
         if self._value_head is not None:
             self._value_head.end_mini_batch(not is_skipped)
+        learning_rate = self.finish_step(not is_skipped)
         if is_skipped:
-            self.optimizer.zero_grad(set_to_none=True)
-            self._skipped_in_a_row += 1
             skipped: Reductions = {
                 "skipped_in_a_row": Max(self._skipped_in_a_row),
                 "nonfinite_rollouts": Ids(_rollouts_of(suspects)),
             }
             return skipped, False
-        # The schedule counts updates that were made, not mini-batches.
-        self._num_updates += 1
-        self._skipped_in_a_row = 0
         metrics = {name: reduction.on_host() for name, reduction in metrics.items()}
         metrics["optim/grad_norm"] = Max(grad_norm)
-        metrics["optim/lr"] = Max(float(self._schedule.get_last_lr()[0]))
-        self.optimizer.step()
-        self._schedule.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        metrics["optim/lr"] = Max(learning_rate)
         return metrics, True
 
     def backward(

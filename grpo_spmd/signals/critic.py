@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import msgspec
 import numpy as np
@@ -44,9 +44,8 @@ from grpo_spmd.learn.contexts import row_contexts
 from grpo_spmd.learn.losses import kl_estimate
 from grpo_spmd.learn.sampled_step import SampledStep
 from grpo_spmd.learn.step_messages import revise_decision, split_sampled, trained_ids
-from grpo_spmd.learn.update import StopCheck, ValueHead
+from grpo_spmd.learn.update import Learner, StopCheck, ValueHead
 from grpo_spmd.model.offload import OffloadableModel
-from grpo_spmd.model.optimizer import build_optimizer, resume_schedule
 from grpo_spmd.model.policy import Policy
 from grpo_spmd.model.values import PolicyValues, ValueModel, build_value_model
 from grpo_spmd.proofs.gradient_check import (
@@ -76,7 +75,7 @@ class _Estimate:
     and R^2 of returns; R - V and its square."""
 
 
-class Critic:
+class Critic(Learner):
     """The critic is a Signal: it gives each token an advantage before the policy's update, and
     learns from the same rollouts after the update."""
 
@@ -91,24 +90,18 @@ class Critic:
     ) -> None:
         """Builds the critic's optimizer. `normalize_std` "batch" whitens the advantages of a step
         (mean 0, variance 1); "none" leaves them as they are."""
+        # The schedule's floor is the same share of the learning rate as the policy's.
+        min_lr = optimizer.min_lr / optimizer.lr * config.lr if optimizer.lr else 0.0
+        super().__init__(
+            model, dataclasses.replace(optimizer, lr=config.lr, min_lr=min_lr), training
+        )
         self.model = model
         self._config = config
         self._loss = loss
-        self._training = training
         self._coef = config.coef if config.is_on_policy else 1.0
         self._whitens = normalize_std == "batch"
-        self._max_grad_norm = optimizer.max_grad_norm
-        # The schedule's floor is the same share of the learning rate as the policy's.
-        min_lr = optimizer.min_lr / optimizer.lr * config.lr if optimizer.lr else 0.0
-        self.optimizer, self._schedule = build_optimizer(
-            model,
-            dataclasses.replace(optimizer, lr=config.lr, min_lr=min_lr),
-            training.num_run_optimizer_steps,
-        )
         # The metrics of the mini-batch that is running.
         self._metrics: Reductions = {}
-        self._num_updates = 0
-        self._skipped_in_a_row = 0
 
     @property
     def offloadable_models(self) -> list[OffloadableModel]:
@@ -132,16 +125,6 @@ class Critic:
     def trained_parameters(self) -> dict[str, DTensor]:
         """Returns the sharded parameters by their names in a checkpoint."""
         return {name: cast(DTensor, parameter) for name, parameter in self.model.named_parameters()}
-
-    def state(self) -> dict[str, int]:
-        """Returns what a checkpoint stores besides parameters and moments."""
-        return {"num_updates": self._num_updates, "skipped_in_a_row": self._skipped_in_a_row}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Continues from a `state()`."""
-        self._num_updates = state["num_updates"]
-        self._skipped_in_a_row = state["skipped_in_a_row"]
-        resume_schedule(self.optimizer, self._schedule, self._num_updates)
 
     @torch.no_grad()
     def attach(self, batch: RolloutBatch, decision: Decision, stop_check: StopCheck) -> Decision:
@@ -320,25 +303,17 @@ class Critic:
     def clip_gradient(self) -> float:
         """Collective. Clips the gradient to optimizer.max_grad_norm, apart from the policy's.
         Returns its norm before clipping."""
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._max_grad_norm)
-        # The norm is sharded as the gradients are.
-        grad_norm = float(cast(DTensor, norm).full_tensor())
+        grad_norm = super().clip_gradient()
         self._metrics["critic/grad_norm"] = Max(grad_norm)
         return grad_norm
 
     def end_step(self, is_made: bool) -> Reductions:
         """Makes the optimizer step, or drops the gradient. Returns the metrics of the mini-batch;
         none if it was skipped."""
-        metrics: Reductions = {}
-        if is_made:
-            metrics = {name: reduction.on_host() for name, reduction in self._metrics.items()}
-            metrics["critic/lr"] = Max(float(self._schedule.get_last_lr()[0]))
-            self.optimizer.step()
-            self._schedule.step()
-        self.drop_gradient()
-        self._num_updates += is_made
-        self._skipped_in_a_row = 0 if is_made else self._skipped_in_a_row + 1
-        return metrics
+        learning_rate = self.finish_step(is_made)
+        metrics = {name: reduction.on_host() for name, reduction in self._metrics.items()}
+        self._metrics = {}
+        return metrics | {"critic/lr": Max(learning_rate)} if is_made else {}
 
     def drop_gradient(self) -> None:
         """Drops the gradient and the metrics of the mini-batch."""
