@@ -151,9 +151,11 @@ def fill_rows(
     item_of = np.empty(len(costs), np.int32)
     item_of[cheapest_first] = np.arange(1, len(costs) + 1)
     costliest_first = np.argsort(-costs, kind="stable").astype(np.int32)
-    dealt = _deal(costs[costliest_first], tokens[costliest_first], num_ranks, max_tokens)
-    items = item_of[costliest_first][np.argsort(dealt.row_of, kind="stable")]
-    row_ends = np.cumsum(np.bincount(dealt.row_of, minlength=len(dealt.costs)))
+    row_of, row_costs, row_tokens = _deal(
+        costs[costliest_first], tokens[costliest_first], num_ranks, max_tokens
+    )
+    items = item_of[costliest_first][np.argsort(row_of, kind="stable")]
+    row_ends = np.cumsum(np.bincount(row_of, minlength=len(row_costs)))
     row_items = np.split(items, row_ends[:-1])
     table = _ItemTable(
         _to_array(np.append(0.0, costs[cheapest_first])),
@@ -162,10 +164,10 @@ def fill_rows(
     )
     ranks: list[list[memoryview | array[int]]] = [[] for _ in range(num_ranks)]
     loads = [0.0] * num_ranks
-    by_cost = sorted(range(len(row_items)), key=dealt.costs.__getitem__, reverse=True)
+    by_cost = sorted(range(len(row_items)), key=row_costs.__getitem__, reverse=True)
     for start in range(0, len(row_items), num_ranks):
         rows = [
-            _Row(dealt.costs[n], dealt.tokens[n], row_items[n])
+            _Row(row_costs[n], row_tokens[n], row_items[n])
             for n in by_cost[start : start + num_ranks]
         ]
         _level(rows, table)
@@ -180,22 +182,12 @@ def fill_rows(
     return cheapest_first[ordered_items - 1], lengths
 
 
-@dataclass(frozen=True)
-class _DealtRows:
-    """The rows of all ranks after dealing, before they are levelled."""
-
-    row_of: Ids
-    """The row of each rollout."""
-    costs: list[float]
-    """The cost of each row."""
-    tokens: list[int]
-    """The tokens of each row."""
-
-
 def _deal(
     costs: npt.NDArray[np.float64], tokens: npt.NDArray[np.int64], num_ranks: int, max_tokens: int
-) -> _DealtRows:
-    """Deals rollouts to the rows of all ranks: each, in this order, goes to the row that lacks most
+) -> tuple[Ids, list[float], list[int]]:
+    """Returns (the row of each rollout, the cost of each row, the tokens of each row).
+
+    Deals rollouts to the rows of all ranks: each, in this order, goes to the row that lacks most
     of its target cost, in O(n log n).
 
     There are as few rows as the tokens allow, and `num_ranks` more whenever no more fits. The
@@ -234,7 +226,7 @@ def _deal(
         token_share = row_tokens[row] / max_tokens * target
         filled = max(token_share, row_costs[row])
         heapq.heapreplace(emptiest, (filled - target, row))
-    return _DealtRows(np.array(row_of, np.int32), row_costs, row_tokens)
+    return np.array(row_of, np.int32), row_costs, row_tokens
 
 
 @dataclass(frozen=True)
@@ -301,8 +293,9 @@ def _level(rows: Sequence[_Row], table: _ItemTable) -> None:
             exchange = _best_exchange(high, low, table)
             if exchange is None:
                 continue
-            high.replace(exchange.from_high, exchange.from_low, table)
-            low.replace(exchange.from_low, exchange.from_high, table)
+            from_high, from_low = exchange
+            high.replace(from_high, from_low, table)
+            low.replace(from_low, from_high, table)
             # Only two rows have moved: thousands need no new sort.
             for _, number in (order.pop(), order.pop(index)):
                 insort(order, (rows[number].cost, number))
@@ -312,18 +305,9 @@ def _level(rows: Sequence[_Row], table: _ItemTable) -> None:
             order.pop()
 
 
-@dataclass(frozen=True)
-class _Exchange:
-    """One item of a costly row and one item of a cheap row, which change places."""
-
-    from_high: int
-    from_low: int
-    """The item of the cheap row. It may be _NO_ITEM."""
-
-
-def _best_exchange(high: _Row, low: _Row, table: _ItemTable) -> _Exchange | None:
-    """Returns the exchange after which two rows are closest, or None if none brings them closer by
-    a tenth."""
+def _best_exchange(high: _Row, low: _Row, table: _ItemTable) -> tuple[int, int] | None:
+    """Returns the items (of the costly row, of the cheap row; it may be _NO_ITEM) after whose
+    exchange two rows are closest, or None if none brings them closer by a tenth."""
     cost_of = table.cost_of
     tokens_of = table.tokens_of
     offers, offer_costs = low.sorted_offers(cost_of)
@@ -331,7 +315,7 @@ def _best_exchange(high: _Row, low: _Row, table: _ItemTable) -> _Exchange | None
     room_of_high = table.max_tokens - high.tokens
     half_gap = (high.cost - low.cost) / 2
     min_error = 0.45 * (high.cost - low.cost)
-    best: _Exchange | None = None
+    best: tuple[int, int] | None = None
     # The ideal partner of an item is cheaper by half the gap: then both rows cost the same.
     for item in high.item_list():
         cost = cost_of[item]
@@ -343,7 +327,7 @@ def _best_exchange(high: _Row, low: _Row, table: _ItemTable) -> _Exchange | None
                 continue
             moved_tokens = tokens_of[item] - tokens_of[offers[candidate]]
             if -room_of_high <= moved_tokens <= room_of_low:
-                best = _Exchange(item, offers[candidate])
+                best = item, offers[candidate]
                 min_error = error
     return best
 

@@ -417,9 +417,7 @@ def check_environment_errors(
         )
 
 
-def episode_metrics(
-    rows: GroupRows, calls_s: Sequence[npt.NDArray[np.float32]]
-) -> dict[str, float | None]:
+def episode_metrics(rows: GroupRows, calls_s: Sequence[float]) -> dict[str, float | None]:
     """Returns the metrics `episode/...` and `environment/...`; none if rollouts are not
     episodes."""
     counts = count_statuses(rows)
@@ -433,7 +431,7 @@ def episode_metrics(
         metrics[f"episode/{status}_frac"] = int(number) / num_episodes
     given_tokens = rows["tokens"].astype(np.int64) - rows["completion_tokens"]
     metrics["episode/given_tokens_mean"] = int(given_tokens.sum()) / num_episodes
-    seconds = np.concatenate([*calls_s, np.empty(0, np.float32)])
+    seconds = np.array(calls_s, np.float32)
     for percentile in (50, 95):
         value = float(np.percentile(seconds, percentile)) if len(seconds) else None
         metrics[f"environment/call_s_p{percentile}"] = value

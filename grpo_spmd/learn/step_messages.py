@@ -72,15 +72,15 @@ def count_rollout_tokens(rows: GroupRows) -> npt.NDArray[np.int64]:
 class StepCounts:
     """Sums over the completions of a step, of one rank or of all ranks."""
 
-    status_counts: dict[str, Counter[str]] = field(default_factory=dict)
+    status_counts: dict[str, dict[str, int]] = field(default_factory=dict)
     """For each reward function the number of completions with each status."""
-    retried: dict[str, Counter[str]] = field(default_factory=dict)
+    retried: dict[str, dict[str, int]] = field(default_factory=dict)
     """For each reward function the number of groups that it was called for again, by reason."""
     logged: Logged = field(default_factory=dict)
     """The metrics that reward functions logged."""
     first_errors: list[str] = field(default_factory=list)
     """The first failure on each rank that had one."""
-    calls_s: list[npt.NDArray[np.float32]] = field(default_factory=list)
+    calls_s: list[float] = field(default_factory=list)
     """Seconds of each call to an environment."""
 
     def add(self, addend: StepCounts) -> None:
@@ -133,28 +133,17 @@ def encode_groups(groups: Sequence[RolloutGroup], scored: ScoredRollouts, group_
         rows["turns"] = np.reshape([len(episode.turns) for episode in episodes], shape)
         statuses = [EPISODE_STATUSES.index(episode.status) for episode in episodes]
         rows["status"] = np.reshape(statuses, shape)
-    calls_s = [seconds for episode in episodes for seconds in episode.calls_s]
-    logged = [
-        (reward, name, sums, number)
-        for reward, metrics in logged_in(scored.notes.values()).items()
-        for name, (sums, number) in metrics.items()
-    ]
-    retried: dict[str, Counter[str]] = {}
+    counts = StepCounts(
+        {**scored.num_statuses()},
+        logged=logged_in(scored.notes.values()),
+        first_errors=[scored.first_error] if scored.first_error else [],
+        calls_s=[seconds for episode in episodes for seconds in episode.calls_s],
+    )
     for note in scored.notes.values():
         for name, reason in note.get("retried", {}).items():
-            retried.setdefault(name, Counter())[reason] += 1
-    header = [
-        len(groups),
-        list(scored.by_name),
-        scored.num_statuses(),
-        retried,
-        [(reward, name, len(sums), number) for reward, name, sums, number in logged],
-        scored.first_error,
-        len(calls_s) if episodes else None,
-    ]
-    # Sums as binary float64, so that no digit is lost.
-    logged_sums = np.array([value for _, _, sums, _ in logged for value in sums], np.float64)
-    return pack(header, [rows, logged_sums, np.array(calls_s, np.float32)])
+            reasons = counts.retried.setdefault(name, {})
+            reasons[reason] = reasons.get(reason, 0) + 1
+    return pack([list(scored.by_name), vars(counts), bool(episodes)], [rows])
 
 
 @dataclass(frozen=True)
@@ -173,34 +162,25 @@ class SampledGroups:
 
 def decode_groups(messages: Sequence[bytes], group_size: int) -> SampledGroups:
     """Reads the messages of `encode_groups`, one of each rank."""
-    row_bytes: list[Array] = []
+    row_bytes: list[bytes] = []
     num_groups = [0] * len(messages)
     names: list[str] = []
     counts = StepCounts()
     dtype = group_dtype(0, group_size)
-    for rank, message in enumerate(messages):
-        if not message:
+    for rank, payload in enumerate(messages):
+        if not payload:
             continue
-        reader = PackedReader(message)
-        num_groups[rank], rank_names, statuses, retried, sizes, first_error, num_calls = (
-            reader.header
-        )
+        reader = PackedReader(payload)
+        rank_names, rank_counts, are_episodes = reader.header
         if not row_bytes:
             names = rank_names
-            dtype = group_dtype(len(names), group_size, num_calls is not None)
+            dtype = group_dtype(len(names), group_size, are_episodes)
         assert rank_names == names, (rank_names, names)
-        row_bytes.append(reader.array(np.uint8, num_groups[rank] * dtype.itemsize))
-        logged: dict[str, Any] = {}
-        for reward, name, num_sums, number in sizes:
-            sums = reader.array(np.float64, num_sums).tolist()
-            logged.setdefault(reward, {})[name] = (sums, number)
-        calls_s = [reader.array(np.float32, num_calls)] if num_calls else []
-        assert not reader.rest(), (len(message), num_groups[rank], names)
-        first_errors = [first_error] if first_error else []
-        counts.add(StepCounts(statuses, retried, logged, first_errors, calls_s))
+        row_bytes.append(reader.rest())
+        num_groups[rank] = len(row_bytes[-1]) // dtype.itemsize
+        counts.add(StepCounts(**rank_counts))
     # Joined as bytes: np.concatenate compares the dtypes of thousands of parts field by field.
-    rows = np.frombuffer(b"".join(chunk.data for chunk in row_bytes), dtype)
-    return SampledGroups(rows, num_groups, names, counts)
+    return SampledGroups(np.frombuffer(b"".join(row_bytes), dtype), num_groups, names, counts)
 
 
 def encode_decisions(step: StepDecision) -> list[bytes]:

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import cast
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -24,15 +24,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from grpo_spmd.config.schema import (
-    Config,
     CriticConfig,
     LossConfig,
     OptimizerConfig,
     TrainingConfig,
 )
-from grpo_spmd.distributed.collectives import any_rank, exchange_bytes
+from grpo_spmd.distributed.collectives import any_rank, on_rank0
 from grpo_spmd.distributed.reductions import Max, Mean, Reductions, merge
-from grpo_spmd.distributed.session import Session
 from grpo_spmd.learn.advantages import (
     explained_variance,
     gae_advantages,
@@ -46,8 +44,7 @@ from grpo_spmd.learn.sampled_step import SampledStep
 from grpo_spmd.learn.step_messages import revise_decision, split_sampled, trained_ids
 from grpo_spmd.learn.update import Learner, StopCheck, ValueHead
 from grpo_spmd.model.offload import OffloadableModel
-from grpo_spmd.model.policy import Policy
-from grpo_spmd.model.values import PolicyValues, ValueModel, build_value_model
+from grpo_spmd.model.values import PolicyValues, ValueModel
 from grpo_spmd.proofs.gradient_check import (
     CheckResult,
     SignalProofs,
@@ -76,7 +73,7 @@ class _Estimate:
 
 
 class Critic(Learner):
-    """The critic is a Signal: it gives each token an advantage before the policy's update, and
+    """The critic is a signal: it gives each token an advantage before the policy's update, and
     learns from the same rollouts after the update."""
 
     def __init__(
@@ -105,7 +102,7 @@ class Critic(Learner):
 
     @property
     def offloadable_models(self) -> list[OffloadableModel]:
-        """The signal's own models; see Signal.offloadable_models."""
+        """The signal's own models, with their optimizers."""
         return [(self.model, self.optimizer)]
 
     @property
@@ -119,7 +116,7 @@ class Critic(Learner):
         return self._config.warmup_steps
 
     def proofs(self, settings: UpdateCheckSettings) -> SignalProofs:
-        """Returns the running check of this signal; see Signal.proofs."""
+        """Returns the running check of this signal."""
         return SignalProofs([CriticCheck(self.model, self._config, settings)])
 
     def trained_parameters(self) -> dict[str, DTensor]:
@@ -334,26 +331,6 @@ def _rollout_means(row: MicroBatch, advantages: Numbers) -> list[tuple[int, floa
     return list(zip(row.rollout_ids, means.tolist(), strict=False))
 
 
-def open_own_critic(config: Config, policy: Policy, session: Session) -> Critic:
-    """Collective. Builds the model of critic.path. Raises ConfigError for a model that cannot be a
-    critic."""
-    model = build_value_model(
-        config.critic.path or "",
-        config.model,
-        session,
-        max_rollout_tokens=config.max_rollout_tokens,
-        num_tokens=policy.model.get_input_embeddings().weight.shape[0],
-    )
-    return Critic(
-        model,
-        config.critic,
-        config.advantage.normalize_std,
-        loss=config.loss,
-        optimizer=config.optimizer,
-        training=config.training,
-    )
-
-
 # The running check: values by a plain forward pass, and returns and advantages from them and from
 # the rewards that the sampling ranks know. It uses nothing of learn/advantages.py.
 
@@ -379,16 +356,11 @@ class _PlainRow:
     """The advantages that the row holds."""
 
 
-class _RolloutRewards(msgspec.Struct, frozen=True):
-    """The rewards of one rollout, from the rank that sampled it."""
-
-    num_tokens: int
-    rewards: dict[int, float]
-    """Rewards by the index of a sampled token; tokens without a reward are left out."""
-
-
-# Rewards by rollout id.
-_Rewards = dict[int, _RolloutRewards]
+# Number of sampled tokens of a rollout, [(index of a token, its reward)]. Tokens without a reward
+# are left out.
+_TokenRewards = tuple[int, list[tuple[int, float]]]
+# By rollout id.
+_Rewards = dict[int, _TokenRewards]
 
 
 class CriticCheck:
@@ -494,9 +466,7 @@ class CriticCheck:
         index = row.sequence_index.cpu().numpy()
         ids = row.rollout_ids
         lengths = np.bincount(index, minlength=len(ids))
-        mismatched = [
-            i for i, n in zip(ids, lengths, strict=False) if n != token_rewards[i].num_tokens
-        ]
+        mismatched = [i for i, n in zip(ids, lengths, strict=False) if n != token_rewards[i][0]]
         if mismatched:
             result.errors.append(f"rollouts {mismatched[:5]} have other tokens than were sampled")
         if mismatched or not ids:
@@ -510,7 +480,7 @@ class CriticCheck:
         column[order] = np.concatenate([np.arange(start, width) for start in first_column])
         rewards = np.zeros((len(ids), width))
         for line, i in enumerate(ids):
-            for index_in_rollout, reward in token_rewards[i].rewards.items():
+            for index_in_rollout, reward in token_rewards[i][1]:
                 rewards[line, first_column[line] + index_in_rollout] = reward
         rewards[index, column] -= self._kl_penalty(row)
         v = np.zeros((len(ids), width))
@@ -542,8 +512,7 @@ class CriticCheck:
     def _fetch_rewards(
         self, sampled: SampledStep, decision: Decision, rewards: Mapping[int, float]
     ) -> _Rewards:
-        """Collective. Returns the rewards of the rollouts that this rank trains on, from the ranks
-        that sampled them."""
+        """Collective. Returns the rewards of all rollouts, from the ranks that sampled them."""
         sampled_rewards: _Rewards = {}
         size = sampled.rules.rollout.group_size
         by_turn = sampled.rules.discount is not None
@@ -554,24 +523,8 @@ class CriticCheck:
             for i, completion in enumerate(group.completions, start=slot * size):
                 reward = 0.0 if math.isnan(rewards[i]) else rewards[i]
                 sampled_rewards[i] = _place_rewards(completion, reward, by_turn)
-        messages = route_rewards(sampled_rewards, decision.trained_by, sampled.rules.num_ranks)
-        return read_rewards(exchange_bytes(messages))
-
-
-def route_rewards(rewards: _Rewards, trained_by: Mapping[int, int], num_ranks: int) -> list[bytes]:
-    """Returns one message for each rank, with the rewards of the rollouts that it trains on."""
-    outgoing: list[_Rewards] = [{} for _ in range(num_ranks)]
-    for i, rollout in rewards.items():
-        outgoing[trained_by[i]][i] = rollout
-    return [msgspec.msgpack.encode(rank_rewards) for rank_rewards in outgoing]
-
-
-def read_rewards(messages: Sequence[bytes]) -> _Rewards:
-    """Reads the messages of `route_rewards` from all ranks."""
-    received: _Rewards = {}
-    for message in messages:
-        received |= msgspec.msgpack.decode(message, type=_Rewards)
-    return received
+        pairs = list(sampled_rewards.items())
+        return dict(on_rank0(lambda by_rank: list(chain.from_iterable(by_rank)), pairs))
 
 
 def lambda_returns(rewards: Numbers, values: Numbers, gamma: float, lam: Numbers) -> Numbers:
@@ -597,8 +550,8 @@ def _find_differences(attached: Numbers, expected: Numbers) -> npt.NDArray[np.in
     return np.flatnonzero(~(np.abs(attached - expected) <= bound))
 
 
-def _place_rewards(completion: Completion, reward: float, by_turn: bool) -> _RolloutRewards:
-    """Returns the rewards of a rollout by token: the whole reward at the last token.
+def _place_rewards(completion: Completion, reward: float, by_turn: bool) -> _TokenRewards:
+    """Returns the rewards of a rollout: the whole reward is at the last token.
 
     With `by_turn` each turn's reward is at the turn's last token, and the remainder of the whole
     reward at the last token of all."""
@@ -613,7 +566,7 @@ def _place_rewards(completion: Completion, reward: float, by_turn: bool) -> _Rol
     if num_tokens:
         remainder = rewards.get(num_tokens - 1, 0.0) + reward - math.fsum(rewards.values())
         rewards[num_tokens - 1] = remainder
-    return _RolloutRewards(num_tokens, rewards)
+    return num_tokens, list(rewards.items())
 
 
 @contextmanager

@@ -8,10 +8,10 @@ signals that the config does not ask for are not even imported.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from grpo_spmd.checks.inputs import Inputs
 from grpo_spmd.config.errors import ConfigError
@@ -124,39 +124,22 @@ def open_reward_models(
 # The signals: the teachers and the critic.
 
 
-class Signal(Protocol):
-    """A training signal for single tokens, besides the rewards. Every call is collective."""
-
-    @property
-    def offloadable_models(self) -> Sequence[OffloadableModel]:
-        """The signal's own models, each with its optimizer. They wait in host memory while the
-        engine is awake."""
-        ...
-
-    def attach(self, batch: RolloutBatch, decision: Decision, stop_check: StopCheck) -> Decision:
-        """Write the signal into the micro-batches, before the first update of the step. Returns the
-        decision with the signal's metrics added on rank 0."""
-        ...
-
-    def update(self, batch: RolloutBatch) -> Reductions:
-        """Train the signal's own model on the batch, after the policy's update. Returns this rank's
-        metrics."""
-        ...
-
-    def proofs(self, settings: UpdateCheckSettings) -> SignalProofs:
-        """Returns the signal's contribution to the running check of the update."""
-        ...
-
-
 @dataclass(frozen=True)
 class Signals:
-    """The signals of a run. Without any, its methods do nothing."""
+    """The signals of a run. Without any, its methods do nothing.
+
+    Every call of a signal is collective. `offloadable_models` are its own models, each with its
+    optimizer: they wait in host memory while the engine is awake. `attach` writes the signal into
+    the micro-batches, before the first update of the step, and returns the decision with the
+    signal's metrics added on rank 0. `update` trains the signal's own model on the batch, after the
+    policy's update, and returns this rank's metrics. `proofs` is its part of the running check.
+    """
 
     critic: Critic | None = None
     teacher: Teacher | None = None
 
     @property
-    def _active(self) -> list[Signal]:
+    def _active(self) -> list[Critic | Teacher]:
         """The signals that are on. The critic comes first: it replaces advantages that a teacher
         then adjusts."""
         # The order in which signals attach and update.
@@ -169,7 +152,7 @@ class Signals:
 
     @property
     def offloadable_models(self) -> list[OffloadableModel]:
-        """The models of all signals; see Signal.offloadable_models."""
+        """The models of all signals."""
         return [model for signal in self._active for model in signal.offloadable_models]
 
     def freezes_policy(self, step: int) -> bool:
@@ -178,7 +161,7 @@ class Signals:
         return self.critic is not None and step <= self.critic.warmup_steps
 
     def attach(self, batch: RolloutBatch, decision: Decision, stop_check: StopCheck) -> Decision:
-        """Collective. Calls `attach` of all signals; see Signal.attach."""
+        """Collective. Calls `attach` of all signals."""
         for signal in self._active:
             decision = signal.attach(batch, decision, stop_check)
         return decision
@@ -223,14 +206,10 @@ def open_critic(config: Config, policy: Policy, session: Session) -> Critic | No
     model that cannot be one."""
     if config.critic.path is None:
         return None
-    # Each kind is imported only here, and only if it is on.
-    if config.critic.is_on_policy:
-        from grpo_spmd.signals.policy_critic import open_policy_critic
+    # It is imported only here, and only if it is on.
+    from grpo_spmd.signals.policy_critic import open_critic_model
 
-        return open_policy_critic(config, policy, session)
-    from grpo_spmd.signals.critic import open_own_critic
-
-    return open_own_critic(config, policy, session)
+    return open_critic_model(config, policy, session)
 
 
 def open_teacher(

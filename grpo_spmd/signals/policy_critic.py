@@ -24,7 +24,7 @@ from grpo_spmd.learn.update import StopCheck
 from grpo_spmd.model.offload import OffloadableModel
 from grpo_spmd.model.policy import Policy
 from grpo_spmd.model.sharding import is_first_replica
-from grpo_spmd.model.values import PolicyValues, plain_states
+from grpo_spmd.model.values import PolicyValues, ValueModel, build_value_model, plain_states
 from grpo_spmd.proofs.gradient_check import (
     CheckResult,
     SignalProofs,
@@ -61,7 +61,7 @@ class PolicyCritic(Critic):
         return self
 
     def proofs(self, settings: UpdateCheckSettings) -> SignalProofs:
-        """Returns the running check of this signal; see Signal.proofs."""
+        """Returns the running check of this signal."""
         check = CriticCheck(self.model, self._config, settings)
         return SignalProofs([check], values=ValueTargets(self, self._config, settings.dtype))
 
@@ -97,10 +97,24 @@ class PolicyCritic(Critic):
         return self.no_update() | self._update_metrics | skipped
 
 
-def open_policy_critic(config: Config, policy: Policy, session: Session) -> PolicyCritic:
-    """Collective. Adds a value head to the policy's layers."""
-    return PolicyCritic(
-        PolicyValues(policy, session),
+def open_critic_model(config: Config, policy: Policy, session: Session) -> Critic:
+    """Collective. Builds the model of critic.path, or a value head on the policy's layers. Raises
+    ConfigError for a model that cannot be a critic."""
+    kind: type[Critic] = PolicyCritic
+    model: PolicyValues | ValueModel
+    if config.critic.is_on_policy:
+        model = PolicyValues(policy, session)
+    else:
+        kind = Critic
+        model = build_value_model(
+            config.critic.path or "",
+            config.model,
+            session,
+            max_rollout_tokens=config.max_rollout_tokens,
+            num_tokens=policy.model.get_input_embeddings().weight.shape[0],
+        )
+    return kind(
+        model,
         config.critic,
         config.advantage.normalize_std,
         config.loss,

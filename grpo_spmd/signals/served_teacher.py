@@ -67,7 +67,7 @@ class Answer(NamedTuple):
 
 
 class ServedTeacher(Teacher):
-    """All teacher servers of a run together are one Signal."""
+    """All teacher servers of a run together are one signal."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class ServedTeacher(Teacher):
         return decision
 
     def proofs(self, settings: UpdateCheckSettings) -> SignalProofs:
-        """Returns the running check of this signal; see Signal.proofs."""
+        """Returns the running check of this signal."""
         return SignalProofs([ServerCheck(self)], self._random_teacher(settings))
 
     def _ask(self, server: PromptLogprobs, question: RowContext, limit_s: float) -> Answer:

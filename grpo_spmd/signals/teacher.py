@@ -99,7 +99,7 @@ Requests = Mapping[int, TeacherRequest] | None
 
 
 class Teacher:
-    """All teachers of a run together are one Signal."""
+    """All teachers of a run together are one signal."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class Teacher:
 
     @property
     def offloadable_models(self) -> Sequence[OffloadableModel]:
-        """The signal's own models; see Signal.offloadable_models."""
+        """The signal's own models, with their optimizers."""
         return [(teacher.model, None) for teacher in self.models.values() if teacher.is_own]
 
     @torch.no_grad()
@@ -162,7 +162,7 @@ class Teacher:
         return {}
 
     def proofs(self, settings: UpdateCheckSettings) -> SignalProofs:
-        """Returns the running check of this signal; see Signal.proofs."""
+        """Returns the running check of this signal."""
         check = TeacherCheck(self, settings.rollout.temperature, settings.dtype)
         return SignalProofs([check], self._random_teacher(settings))
 

@@ -40,8 +40,6 @@ from grpo_spmd.records import Completion, Episode, Turn
 from grpo_spmd.signals.critic import (
     _place_rewards,
     lambda_returns,
-    read_rewards,
-    route_rewards,
 )
 from grpo_spmd.signals.opening import open_signals
 from grpo_spmd.tools.plan.dry_run import Peaks
@@ -275,9 +273,8 @@ def test_what_its_folder_tells_before_torch(tmp_path: Path) -> None:
     assert said("quantised").startswith(f"critic.path: {tmp_path}/quantised ")
 
 
-def test_a_rank_without_a_group_takes_part_in_the_check() -> None:
-    """It sampled nothing that is trained on, and trains on what others sampled; these tell rewards,
-    not tokens."""
+def test_rewards_of_the_check_by_token() -> None:
+    """With and without rewards of single turns, and of a completion without a token."""
     turns = Turn(2, "stop", 0.25), Turn(0, "stop", 5.0), Turn(3, "stop", None)
     completion = Completion(
         [1, 2, 3, 4, 5], [0.0] * 5, "stop", Episode("ok", (), turns, [], {}, [])
@@ -287,14 +284,9 @@ def test_a_rank_without_a_group_takes_part_in_the_check() -> None:
         5: _place_rewards(completion, 2.0, False),
         6: _place_rewards(Completion([], [], ""), 1, True),
     }
-    trained_by = {4: 1, 5: 0, 6: 1}
-    sent = [route_rewards(rewards, trained_by, 2), route_rewards({}, {}, 2)]
-    assert sum(map(len, sent[0])) < 3 * 60
-    received = [read_rewards([messages[rank] for messages in sent]) for rank in range(2)]
-    assert received == [{5: rewards[5]}, {4: rewards[4], 6: rewards[6]}]
-    assert (rewards[5].num_tokens, rewards[5].rewards) == (5, {4: 2.0})
-    assert (rewards[4].num_tokens, rewards[4].rewards) == (5, {1: 0.25, 4: 0.75})
-    assert (rewards[6].num_tokens, rewards[6].rewards) == (0, {})
+    assert rewards[5] == (5, [(4, 2.0)])
+    assert rewards[4] == (5, [(1, 0.25), (4, 0.75)])
+    assert rewards[6] == (0, [])
 
 
 def test_returns_of_the_check_are_those_of_gae() -> None:
