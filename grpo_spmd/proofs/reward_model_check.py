@@ -75,7 +75,7 @@ class RewardModelCheck:
 
         `name` is the reward's name in errors. Raises Rank0Error on every rank if a score is
         wrong."""
-        candidates = [c for c in scored if c.status in ("ok", "not_applicable") and _has_text(c)]
+        candidates = [c for c in scored if c.status in ("ok", "not_applicable")]
         chosen = candidates[:: max(1, len(candidates) // _NUM_TEXTS)][:_NUM_TEXTS]
         errors: list[str] = []
         differences: list[float] = []
@@ -153,11 +153,6 @@ class RewardModelCheck:
         device = next(self._model.parameters()).device
         with eager_attention(self._model.model):
             return float(self._model.plain_score(torch.tensor(ids, device=device)))
-
-
-def _has_text(scored: ScoredCompletion) -> bool:
-    """Returns False for an episode whose environment failed before its first turn."""
-    return scored.completion.episode is None or bool(scored.completion.episode.turns)
 
 
 def _raise_if_different(

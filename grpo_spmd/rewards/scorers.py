@@ -25,7 +25,8 @@ class Scorer(Protocol):
     def score(self, groups: Sequence[RolloutGroup], scored: ScoredRollouts) -> ScoredRollouts:
         """Returns `by_name`, `statuses`, `first_error` and `notes` of this scorer's rewards alone.
 
-        Each list has one entry for each completion of `groups`. `scored` has the functions' scores.
+        Each list has one entry for each completion of `groups`, none of which is an episode without
+        a turn. `scored` has the functions' scores.
         The call may be collective: every rank calls every scorer in the same order, also without
         groups.
         """
@@ -46,37 +47,73 @@ class Scorers:
         self.scorers = scorers
 
     def __call__(self, groups: Sequence[RolloutGroup], **options: Any) -> ScoredRollouts:
-        """Returns the scores of `groups`. `options` go to the reward functions' pool."""
-        scored = _score_played(self.score_functions, groups, options)
-        results = [scorer.score(groups, scored) for scorer in self.scorers]
-        merged = merge_scores(scored, results, self.weights)
-        episodes = [completion.episode for group in groups for completion in group.completions]
-        failures = [episode.error for episode in episodes if episode and episode.error]
-        errors = [*failures[:1], *([merged.first_error] if merged.first_error else [])]
-        return dataclasses.replace(merged, first_error="\n".join(errors) or None)
+        """Returns the scores of `groups`. `options` go to the reward functions' pool.
+
+        An episode without a turn has no text to read. The other completions of its group are
+        scored as a smaller group.
+        """
+        completions = [completion for group in groups for completion in group.completions]
+        played = [i for i, completion in enumerate(completions) if _has_turns(completion)]
+        # Where all were played, these very objects are passed on: RewardPool identifies an early
+        # group by its identity.
+        if len(played) < len(completions):
+            smaller = [
+                dataclasses.replace(group, completions=[*filter(_has_turns, group.completions)])
+                for group in groups
+            ]
+            groups = [group for group in smaller if group.completions]
+        scored = self.score_functions(groups, **options)
+        results = [scored, *(scorer.score(groups, scored) for scorer in self.scorers)]
+        # A rank that has scored nothing has no statuses either.
+        if not completions:
+            return scored
+
+        def spread(values: Sequence[Any], default: Any) -> list[Any]:
+            """Returns one entry for each completion: from `values` if it was played."""
+            full = [default] * len(completions)
+            for i, value in zip(played, values, strict=True):
+                full[i] = value
+            return full
+
+        merged = merge_results(results)
+        # Where every episode failed, the functions have said nothing at all.
+        by_name = {name: spread(merged.by_name.get(name, ()), None) for name in self.weights}
+        episodes = [completion.episode for completion in completions]
+        errors = [episode.error for episode in episodes if episode and episode.error][:1]
+        errors += filter(None, [merged.first_error])
+        return ScoredRollouts(
+            rewards=sum_rewards(by_name, self.weights, len(completions)),
+            by_name=by_name,
+            statuses={
+                name: spread(merged.statuses.get(name, ()), "not_applicable")
+                for name in self.weights
+            },
+            first_error="\n".join(errors) or None,
+            texts=spread(scored.texts, ""),
+            reward_inputs=spread(scored.reward_inputs, {}),
+            notes={played[i]: note for i, note in merged.notes.items()},
+        )
 
 
-def merge_scores(
-    scored: ScoredRollouts, results: Sequence[ScoredRollouts], weights: Mapping[str, float]
-) -> ScoredRollouts:
-    """Returns `scored` with the rewards of `results` added, all in the order of `weights`."""
-    num_completions = len(scored.texts)
-    # A rank that has scored nothing has no statuses either.
-    if not num_completions:
-        return scored
-    merged = merge_results([scored, *results])
-    # Where every episode failed, the functions have said nothing at all.
-    unknown: list[float | None] = [None] * num_completions
-    absent = ["not_applicable"] * num_completions
-    by_name = {name: merged.by_name.get(name, unknown) for name in weights}
-    return dataclasses.replace(
-        merged,
-        rewards=sum_rewards(by_name, weights, num_completions),
-        by_name=by_name,
-        statuses={name: merged.statuses.get(name, absent) for name in weights},
-        texts=scored.texts,
-        reward_inputs=scored.reward_inputs,
-    )
+class RewardColumn:
+    """One reward's scores, which a scorer fills in. Where it says nothing, it does not apply."""
+
+    def __init__(self, name: str, num_completions: int) -> None:
+        self.name = name
+        self.values: list[float | None] = [None] * num_completions
+        self.statuses = ["not_applicable"] * num_completions
+        self.scores = ScoredRollouts(by_name={name: self.values}, statuses={name: self.statuses})
+
+    def give(self, number: int, value: float) -> None:
+        """Sets the reward of a completion."""
+        self.values[number] = value
+        self.statuses[number] = "ok"
+
+    def fail(self, number: int, reason: str) -> None:
+        """Marks the reward of a completion as unusable."""
+        self.values[number] = math.nan
+        self.statuses[number] = "error"
+        self.scores.first_error = self.scores.first_error or f"reward {self.name!r} {reason}"
 
 
 def merge_results(results: Sequence[ScoredRollouts]) -> ScoredRollouts:
@@ -122,43 +159,6 @@ def weighted_sum(pairs: Sequence[tuple[float, float | None]]) -> float | None:
     return total if products and math.isfinite(total) else None
 
 
-def has_turns(completion: Completion) -> bool:
+def _has_turns(completion: Completion) -> bool:
     """Returns False for an episode whose environment failed before the first turn."""
     return completion.episode is None or bool(completion.episode.turns)
-
-
-def _score_played(
-    score: Score, groups: Sequence[RolloutGroup], options: Mapping[str, Any]
-) -> ScoredRollouts:
-    """Scores all completions except episodes without a turn, which have no text to read.
-
-    The other completions of such a group are scored as a smaller group.
-    """
-    completions = [completion for group in groups for completion in group.completions]
-    played = [i for i, completion in enumerate(completions) if has_turns(completion)]
-    if len(played) == len(completions):
-        # These very objects are passed on: RewardPool identifies an early group by its identity.
-        return score(groups, **options)
-    smaller = [
-        dataclasses.replace(group, completions=[*filter(has_turns, group.completions)])
-        for group in groups
-    ]
-    scored = score([group for group in smaller if group.completions], **options)
-
-    def spread(values: Sequence[Any], default: Any) -> list[Any]:
-        """Returns one entry for each completion: from `values` if it was scored, else `default`."""
-        full = [default] * len(completions)
-        for i, value in zip(played, values, strict=True):
-            full[i] = value
-        return full
-
-    return ScoredRollouts(
-        by_name={name: spread(values, None) for name, values in scored.by_name.items()},
-        statuses={
-            name: spread(values, "not_applicable") for name, values in scored.statuses.items()
-        },
-        first_error=scored.first_error,
-        texts=spread(scored.texts, ""),
-        reward_inputs=spread(scored.reward_inputs, {}),
-        notes={played[i]: note for i, note in scored.notes.items()},
-    )

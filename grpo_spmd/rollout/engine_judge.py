@@ -6,7 +6,6 @@ greedily with the weights that have just sampled. The score is on the last line 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
@@ -14,15 +13,16 @@ from typing import Any
 import msgspec
 
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.config.schema import RewardConfig
+from grpo_spmd.config.schema import Config, RewardConfig
 from grpo_spmd.distributed.collectives import exchange_bytes
+from grpo_spmd.distributed.session import Session
 from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.engine.requests import GenerationHooks, Request
 from grpo_spmd.episodes.chat_format import PlainText, TemplateError, without_surrogates
 from grpo_spmd.records import Completion, RolloutGroup, ScoredRollouts
 from grpo_spmd.rewards.remote.client import UnexpectedError
 from grpo_spmd.rewards.remote.servers import Judge, assistant_text
-from grpo_spmd.rewards.scorers import has_turns, merge_results
+from grpo_spmd.rewards.scorers import RewardColumn, merge_results
 from grpo_spmd.rewards.trl import CALL_COLUMNS
 
 # A word for the rubric's place; no chat template contains it.
@@ -108,6 +108,26 @@ class EngineJudge:
         return score
 
 
+def open_engine_judges(
+    config: Config,
+    prompt_tokens: Mapping[int, int],
+    tokenizer: Any,
+    engine: RolloutEngine,
+    session: Session,
+    check: Callable[[], None],
+) -> EngineJudges:
+    """Returns the judges of the config that are its own engine.
+
+    `prompt_tokens` has the longest prompt of each, by its index in `config.rewards`; `check` is as
+    in EngineJudges. Raises ConfigError.
+    """
+    judges = [
+        EngineJudge(f"rewards.{index}", config.rewards[index], tokenizer, max_prompt_tokens)
+        for index, max_prompt_tokens in prompt_tokens.items()
+    ]
+    return EngineJudges(judges, engine, session.world_size, check)
+
+
 class EngineJudges:
     """Scores with all judges of the run that are its own engine; it is a Scorer.
 
@@ -141,48 +161,32 @@ class EngineJudges:
         self, judge: EngineJudge, groups: Sequence[RolloutGroup], scored: ScoredRollouts
     ) -> ScoredRollouts:
         """Collective. Returns the scores of one judge."""
-        completions = {
-            (group.slot, n): completion
-            for group in groups
-            for n, completion in enumerate(group.completions)
-        }
-        values: list[float | None] = [None] * len(completions)
-        statuses = ["not_applicable"] * len(completions)
-        result = ScoredRollouts(by_name={judge.name: values}, statuses={judge.name: statuses})
-
-        def fail(number: int, reason: str) -> None:
-            values[number] = math.nan
-            statuses[number] = "error"
-            result.first_error = result.first_error or f"reward {judge.name!r}: {reason}"
-
+        keys = [(group.slot, n) for group in groups for n in range(len(group.completions))]
+        column = RewardColumn(judge.name, len(keys))
         prompts: dict[Key, list[int]] = {}
-        for number, (key, inputs) in enumerate(zip(completions, scored.reward_inputs, strict=True)):
-            if not has_turns(completions[key]):
-                # Its environment failed: there is nothing to judge.
-                continue
+        for number, (key, inputs) in enumerate(zip(keys, scored.reward_inputs, strict=True)):
             try:
                 ids = judge.prompt_ids(inputs)
             except TemplateError as error:
-                fail(number, f"the engine cannot be asked: {error}")
+                column.fail(number, f"cannot ask the engine: {error}")
                 continue
             if ids is not None:
                 prompts[key] = ids
         replies = self._generate_replies(prompts, judge.reply_tokens)
-        for number, key in enumerate(completions):
+        for number, key in enumerate(keys):
             if key not in replies:
                 continue
             reply = replies[key]
             text = judge.text_of(reply)
-            result.notes[number] = {
+            column.scores.notes[number] = {
                 "logged": {judge.name: {"reply_tokens": [float(len(reply.token_ids)), 1]}},
                 "extra": {judge.name: {"reply": text}},
             }
             try:
-                values[number] = judge.score_of(text, reply.finish_reason)
-                statuses[number] = "ok"
+                column.give(number, judge.score_of(text, reply.finish_reason))
             except UnexpectedError as error:
-                fail(number, f"the engine answered {error}: {text[-_MAX_SHOWN_CHARS:]!r}")
-        return result
+                column.fail(number, f"got from the engine {error}: {text[-_MAX_SHOWN_CHARS:]!r}")
+        return column.scores
 
     def _generate_replies(
         self, prompts: Mapping[Key, list[int]], max_tokens: int

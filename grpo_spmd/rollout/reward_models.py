@@ -16,16 +16,18 @@ import msgspec
 import numpy as np
 import torch
 
+from grpo_spmd.config.schema import Config
 from grpo_spmd.distributed.collectives import exchange_bytes, scatter_from_rank0
+from grpo_spmd.distributed.session import Session
 from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.learn.balance import fill_rows
-from grpo_spmd.model.hf_files import load_tokenizer
+from grpo_spmd.model.hf_files import checkpoint_folder, load_tokenizer
 from grpo_spmd.model.offload import ParkedModel
-from grpo_spmd.model.reward_model import RewardModel
-from grpo_spmd.model.reward_model_files import RewardModelFiles, errors_about
+from grpo_spmd.model.reward_model import RewardModel, build_reward_model
+from grpo_spmd.model.reward_model_files import RewardModelFiles, errors_about, read_reward_model
 from grpo_spmd.proofs.reward_model_check import RewardModelCheck, ScoredCompletion
 from grpo_spmd.records import Completion, Prompt, RolloutGroup, ScoredRollouts
-from grpo_spmd.rewards.scorers import has_turns, merge_results
+from grpo_spmd.rewards.scorers import RewardColumn, merge_results
 
 # The most completions of a group, for keys that are unique over all ranks.
 _MAX_SAMPLES = 1 << 20
@@ -53,33 +55,19 @@ class ModelReward:
         Raises Rank0Error on every rank where `check` computes other scores in a plain way.
         """
         completions = [(group, n) for group in groups for n in range(len(group.completions))]
-        values: list[float | None] = [None] * len(completions)
-        statuses = ["not_applicable"] * len(completions)
-        result = ScoredRollouts(by_name={self.name: values}, statuses={self.name: statuses})
-
-        def fail(number: int, reason: str) -> None:
-            values[number] = math.nan
-            statuses[number] = "error"
-            result.first_error = (
-                result.first_error or f"reward {self.name!r}: a completion {reason}"
-            )
-
+        column = RewardColumn(self.name, len(completions))
         # Token ids by the completion's number.
         inputs: dict[int, list[int]] = {}
         for number, ((group, n), text) in enumerate(zip(completions, texts, strict=True)):
-            completion = group.completions[n]
-            if not has_turns(completion):
-                # The environment of this episode failed, so there is no text to read.
-                continue
             try:
-                ids = self._texts.ids_of(group.prompt, completion, text)
+                ids = self._texts.ids_of(group.prompt, group.completions[n], text)
                 if ids is not None and max(ids) >= self._model.num_embeddings:
                     raise TextError(
                         f"has the token {max(ids)}, and the model "
                         f"{self._model.num_embeddings} of them"
                     )
             except TextError as error:
-                fail(number, str(error))
+                column.fail(number, f"got a completion that {error}")
                 continue
             if ids is not None:
                 inputs[number] = ids
@@ -89,18 +77,20 @@ class ModelReward:
         self._parked.fetch()
         scores = score_over_ranks(keys, [*inputs.values()], self._max_tokens, self._score_row)
         for number, score in zip(inputs, scores, strict=True):
-            values[number] = score
-            statuses[number] = "ok"
-            if not math.isfinite(score):
-                fail(number, f"has the score {score}")
+            if math.isfinite(score):
+                column.give(number, score)
+            else:
+                column.fail(number, f"gave the score {score}")
         if check is not None:
             scored = [
                 ScoredCompletion(group.prompt, group.completions[n], value, status)
-                for (group, n), value, status in zip(completions, values, statuses, strict=True)
+                for (group, n), value, status in zip(
+                    completions, column.values, column.statuses, strict=True
+                )
             ]
             check.run(self.name, scored)
         self._parked.park()
-        return result
+        return column.scores
 
     @torch.no_grad()
     def _score_row(self, texts: list[list[int]]) -> list[float]:
@@ -147,6 +137,26 @@ class RewardModels:
                 for model in self._models
             ]
         )
+
+
+def build_reward_models(
+    config: Config, policy_tokenizer: Any, engine: RolloutEngine, session: Session
+) -> RewardModels:
+    """Collective. Builds the reward models of the config. Raises ConfigError for a model that
+    cannot be used."""
+    max_tokens = config.training.max_tokens_per_micro_batch
+    models: list[ModelReward] = []
+    checks: dict[str, RewardModelCheck] = {}
+    for index, reward in enumerate(config.rewards):
+        if reward.model is None:
+            continue
+        folder = checkpoint_folder(reward.model, reward.revision)
+        files = read_reward_model(index, reward, folder, max_tokens)
+        texts = RewardTexts(files, policy_tokenizer)
+        model = build_reward_model(files, config.model, session)
+        checks[files.name] = RewardModelCheck(files, model, policy_tokenizer, config.model.dtype)
+        models.append(ModelReward(files.name, model, texts, max_tokens))
+    return RewardModels(models, engine, checks, config.proofs.every_steps)
 
 
 class _Share(msgspec.Struct):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_spmd.checks.inputs import Inputs
+from grpo_spmd.checks.memory import judge_prompt_tokens
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.rules import check_known_rewards
 from grpo_spmd.config.schema import Config
@@ -82,37 +83,17 @@ def open_reward_models(
                 f"rewards.{index}.name: the environment's own reward is called "
                 f"{reward.metric_name!r} too; give the {kind} another name"
             )
+    # Each kind is imported only here, and only if it is on.
     if any(reward.is_engine_judge for reward in config.rewards):
-        from grpo_spmd.checks.memory import judge_prompt_tokens
-        from grpo_spmd.rollout.engine_judge import EngineJudge, EngineJudges
+        from grpo_spmd.rollout.engine_judge import open_engine_judges
 
-        judges = [
-            EngineJudge(f"rewards.{index}", config.rewards[index], tokenizer, max_prompt_tokens)
-            for index, max_prompt_tokens in judge_prompt_tokens(config).items()
-        ]
-        more.append(
-            EngineJudges(judges, engine, session.world_size, preemption.check_before_update)
-        )
+        prompt_tokens = judge_prompt_tokens(config)
+        check = preemption.check_before_update
+        more.append(open_engine_judges(config, prompt_tokens, tokenizer, engine, session, check))
     if any(reward.model is not None for reward in config.rewards):
-        from grpo_spmd.model.hf_files import checkpoint_folder
-        from grpo_spmd.model.reward_model import build_reward_model
-        from grpo_spmd.model.reward_model_files import read_reward_model
-        from grpo_spmd.proofs.reward_model_check import RewardModelCheck
-        from grpo_spmd.rollout.reward_models import ModelReward, RewardModels, RewardTexts
+        from grpo_spmd.rollout.reward_models import build_reward_models
 
-        max_tokens = config.training.max_tokens_per_micro_batch
-        models: list[ModelReward] = []
-        checks: dict[str, RewardModelCheck] = {}
-        for index, reward in enumerate(config.rewards):
-            if reward.model is None:
-                continue
-            folder = checkpoint_folder(reward.model, reward.revision)
-            files = read_reward_model(index, reward, folder, max_tokens)
-            texts = RewardTexts(files, tokenizer)
-            model = build_reward_model(files, config.model, session)
-            checks[files.name] = RewardModelCheck(files, model, tokenizer, config.model.dtype)
-            models.append(ModelReward(files.name, model, texts, max_tokens))
-        more.append(RewardModels(models, engine, checks, config.proofs.every_steps))
+        more.append(build_reward_models(config, tokenizer, engine, session))
     if not more:
         return scorers
     # The weights in the order of the config, then those of the environments' own rewards.

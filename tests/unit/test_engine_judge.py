@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,11 +21,11 @@ from grpo_spmd.config.load import load_config, load_config_with_sources
 from grpo_spmd.config.schema import Config, RewardConfig
 from grpo_spmd.model.config_json import read_model
 from grpo_spmd.model.hf_files import load_tokenizer
-from grpo_spmd.records import Completion, ScoredRollouts
+from grpo_spmd.records import Completion, Prompt, RolloutGroup, ScoredRollouts
 from grpo_spmd.rewards.protocol import load_rewards
 from grpo_spmd.rewards.remote.client import UnexpectedError
 from grpo_spmd.rewards.remote.servers import check_calls
-from grpo_spmd.rewards.scorers import merge_scores
+from grpo_spmd.rewards.scorers import Scorers
 from grpo_spmd.rollout.engine_judge import EngineJudge
 from tests.support.models import make_model, write_config
 from tests.support.reward_texts import give_chat_tokenizer
@@ -286,19 +287,22 @@ def test_a_reply_is_worth_what_a_servers_is(
 def test_scores_behind_others_keep_the_configs_order_and_what_was_noted() -> None:
     scored = ScoredRollouts(
         [1.0, 0.0], {"f": [1.0, 0.0]}, {"f": ["ok", "ok"]}, None, ["a", "b"],
-        notes={1: {"extra": {"f": {"why": "x"}}}},
+        [{}, {}], notes={1: {"extra": {"f": {"why": "x"}}}},
     )  # fmt: skip
     more = ScoredRollouts(
-        [], {"j": [0.5, None]}, {"j": ["ok", "not_applicable"]}, "reward 'j': oh",
+        [], {"j": [0.5, None]}, {"j": ["ok", "not_applicable"]}, "reward 'j' oh",
         notes={1: {"extra": {"j": {"reply": "y"}}}},
     )  # fmt: skip
-    result = merge_scores(scored, [more], {"j": 2.0, "f": 1.0})
+    judge: Any = SimpleNamespace(score=lambda *_: more)
+    prompt = Prompt(0, 0, [1], "x", {})
+    group = RolloutGroup(0, prompt, [Completion([1], [0.0], "stop") for _ in range(2)])
+    result = Scorers(lambda _: scored, {"j": 2.0, "f": 1.0}, [judge])([group])
     assert result.rewards == [2.0, 0.0]  # 2 * 0.5 + 1; the second has no score of j
     assert list(result.by_name) == list(result.statuses) == ["j", "f"]
     assert result.notes == {1: {"extra": {"f": {"why": "x"}, "j": {"reply": "y"}}}}
-    assert result.first_error == "reward 'j': oh"
+    assert result.first_error == "reward 'j' oh"
     assert scored.notes == {1: {"extra": {"f": {"why": "x"}}}}
-    assert merge_scores(ScoredRollouts(), [more], {"j": 1.0}) == ScoredRollouts()
+    assert Scorers(lambda _: ScoredRollouts(), {"j": 1.0}, [judge])([]) == ScoredRollouts()
 
 
 def test_a_run_without_it_imports_nothing_of_it(models: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from grpo_spmd.config.schema import ModelConfig, RewardConfig
@@ -23,7 +24,8 @@ from grpo_spmd.model.hf_files import load_tokenizer
 from grpo_spmd.model.reward_model import RewardModel, build_reward_model
 from grpo_spmd.model.reward_model_files import read_reward_model
 from grpo_spmd.proofs.reward_model_check import RewardModelCheck
-from grpo_spmd.records import RolloutGroup
+from grpo_spmd.records import RolloutGroup, ScoredRollouts
+from grpo_spmd.rewards.scorers import Scorers
 from grpo_spmd.rollout import reward_models
 from grpo_spmd.rollout.reward_models import ModelReward, RewardTexts
 from tests.support.reward_texts import GROUP_SIZE, groups_of
@@ -73,15 +75,24 @@ def main() -> None:
         dealt = dealt if case != "llama" else groups[: 10 * (session.rank == 0)]
 
         def score(is_checked: bool = True) -> dict[int, list[Any]]:
-            ids = [c.token_ids for group in dealt for c in group.completions]
-            texts = tokenizer.batch_decode(ids, skip_special_tokens=True) if ids else []
-            scored = reward.score(dealt, texts, check if is_checked else None)
+            def decode(groups: Sequence[RolloutGroup]) -> ScoredRollouts:
+                ids = [c.token_ids for group in groups for c in group.completions]
+                texts = tokenizer.batch_decode(ids, skip_special_tokens=True) if ids else []
+                return ScoredRollouts(texts=texts, reward_inputs=[{} for _ in texts])
+
+            def by_model(groups: Sequence[RolloutGroup], decoded: ScoredRollouts) -> ScoredRollouts:
+                return reward.score(groups, decoded.texts, check if is_checked else None)
+
+            scorers: list[Any] = [SimpleNamespace(score=by_model)]
+            scored = Scorers(decode, {case: 1.0}, scorers)(dealt)
             numbers = [
                 group.slot * GROUP_SIZE + n
                 for group in dealt
                 for n in range(len(group.completions))
             ]
-            item = zip(numbers, scored.statuses[case], scored.by_name[case], strict=True)
+            empty: list[Any] = []
+            statuses, values = scored.statuses.get(case, empty), scored.by_name.get(case, empty)
+            item = zip(numbers, statuses, values, strict=True)
             local = {number: [status, value] for number, status, value in item}
             everything: dict[str, Any] = on_rank0(
                 lambda pieces: {n: v for piece in pieces for n, v in piece.items()}, local
