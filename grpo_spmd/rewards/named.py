@@ -37,10 +37,6 @@ Function = Callable[..., Any]
 _registered: dict[str, Function] = {}
 # Matches the beginning of a number as verifiers.last_number reads it.
 _NUMBER = re.compile(r"(?<![A-Za-z0-9.])-?\$?\d")
-_FORM = (
-    "write fn(prompts, completions, completion_ids, **columns), "
-    "which returns a list of numbers or None"
-)
 
 
 def load_named(spec: str, key: str, kind: str, modules: Modules | None = None) -> Function:
@@ -248,34 +244,6 @@ def _can_be_imported(name: str) -> bool:
     if top in sys.builtin_module_names or top in sys.stdlib_module_names:
         return True
     return importlib.machinery.PathFinder.find_spec(top) is not None
-
-
-def check_callable(entry: str, label: str, function: Function) -> None:
-    """Raises ConfigError for a function that keywords cannot call or that sees no completion.
-
-    Generators are refused too.
-    """
-    parameters = inspect.signature(function).parameters
-    named = set()
-    takes_any = False
-    for name, parameter in parameters.items():
-        takes_any = takes_any or parameter.kind is parameter.VAR_KEYWORD
-        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            named.add(name)
-        if parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty:
-            raise ConfigError(
-                f"{entry}.function: {label} takes {name!r} by its position alone, and is called by "
-                f"names; {_FORM}"
-            )
-    if not takes_any and not named & {"completions", "completion_ids"}:
-        raise ConfigError(
-            f"{entry}.function: {label} takes neither completions nor completion_ids by name; "
-            f"{_FORM}"
-        )
-    function = unwrap_partial(function)
-    body = function if inspect.isroutine(function) else type(function).__call__
-    if inspect.isgeneratorfunction(body) or inspect.isasyncgenfunction(body):
-        raise ConfigError(f"{entry}.function: {label} is a generator (it has a yield); {_FORM}")
 
 
 # Checks of the gold columns. A row without a usable gold value gives None for every completion. A

@@ -26,32 +26,35 @@ with, and for none of their completions alone.
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import math
 import re
+import typing
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import RewardConfig
 from grpo_spmd.rewards.named import (
     PYTHON_MARK,
     Modules,
-    check_callable,
     load_named,
     registered_function,
 )
 from grpo_spmd.rewards.sandbox.sandbox import SandboxError, check_isolation
 from grpo_spmd.rewards.trl import (
     CALL_COLUMNS,
+    EXTRA_ARGUMENTS,
     RewardError,
     callable_name,
-    check_args,
-    trl_arguments,
+    unwrap_partial,
 )
-from grpo_spmd.rewards.verifiers import SHIPPED, matches_format, run_tests
+from grpo_spmd.rewards.verifiers import SHIPPED, run_tests
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,41 +182,38 @@ def _with_args(
 ) -> Reward:
     """Returns the reward of a Python function. Raises ConfigError if it cannot be called this
     way."""
-    try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        raise ConfigError(
-            f"{entry}.function: {config.function} has no readable signature; wrap it in a function"
-        ) from None
-    label = callable_name(function)
-    check_callable(entry, label, function)
-    args = config.args
-    named = [
-        n for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-    ]
-    required = [n for n in named if parameters[n].default is inspect.Parameter.empty]
-    options = named
-    trl: tuple[str, ...] = ()
-    if config.function is None:
+    is_shipped = config.function is None
+    label = name if is_shipped else callable_name(function)
+    parameters = _callable_parameters(function, f"{entry}.function: {label}")
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    named = {
+        n: p
+        for n, p in parameters.items()
+        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and n[0] != "_"
+    }
+    required = [n for n, p in named.items() if p.default is p.empty]
+    options = list(named)
+    takes: list[str] = []
+    if is_shipped:
         # The options of a shipped reward are its keyword-only parameters, all others are columns.
-        label = name
-        options = [
-            n for n in named if parameters[n].kind is inspect.Parameter.KEYWORD_ONLY and n[0] != "_"
-        ]
-        missing = [n for n in required if n in options and n not in args]
+        options = [n for n, p in named.items() if p.kind is p.KEYWORD_ONLY]
+        missing = [n for n in required if n in options and n not in config.args]
         if missing:
             raise ConfigError(f"{entry}.args: {name} needs {missing[0]!r}")
     else:
-        trl = trl_arguments(parameters)
-    check_args(entry, label, args, options)
-    needs = tuple(n for n in required if n not in (*args, *CALL_COLUMNS, *trl))
-    if function is matches_format:
-        _check_pattern(args["pattern"], entry)
-    elif function is run_tests:
-        _check_sandbox(args, entry)
+        takes = [n for n in EXTRA_ARGUMENTS if takes_any or n in parameters]
+        # Only where it cannot be called without: the reward pool has no environments.
+        takes += [n for n in required if n == "environments"]
+    _check_args(f"{entry}.args", label, config.args, options)
+    args = config.args
+    needs = tuple(n for n in required if n not in (*args, *CALL_COLUMNS, *takes))
+    if is_shipped:
+        _check_values(f"{entry}.args", args, function)
+    if function is run_tests:
+        if args.get("isolation") != "none":
+            _check_isolation(entry)
         needs = (args.get("tests_column", "tests"),)
         args = {**args, "_wall_s": timeout_s - 1}
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
     def call(**columns: Any) -> Any:
         keywords = {**columns, **args}
@@ -224,7 +224,7 @@ def _with_args(
     looks_at_environments = "environments" in parameters
     if looks_at_environments and config.is_measured:
         raise ConfigError(
-            f"{entry}: {callable_name(function)} takes environments, and is called where they are, "
+            f"{entry}: {label} takes environments, and is called where they are, "
             "beside limits of calls; take timeout_s and max_* out"
         )
     # Each run of model-written code may take its whole time: a call for the group would need the
@@ -234,39 +234,76 @@ def _with_args(
         name=name,
         weight=config.weight,
         needs=needs,
-        takes=trl,
+        takes=takes,
         one_at_a_time=function is run_tests or has_limits,
         function=call,
         looks_at_environments=looks_at_environments,
     )
 
 
-def _check_pattern(pattern: Any, entry: str) -> None:
+def _callable_parameters(
+    function: Callable[..., Any], label: str
+) -> Mapping[str, inspect.Parameter]:
+    """Returns the parameters of a reward function.
+
+    Raises ConfigError for a function that keywords cannot call or that sees no completion, and for
+    a generator.
+    """
     try:
-        re.compile(pattern)
-    except (re.error, TypeError) as error:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        raise ConfigError(f"{label} has no readable signature; wrap it in a function") from None
+    has_positional = any(
+        p.kind is p.POSITIONAL_ONLY and p.default is p.empty for p in parameters.values()
+    )
+    sees_completions = any(
+        p.kind is p.VAR_KEYWORD
+        or (n in ("completions", "completion_ids") and p.kind is not p.POSITIONAL_ONLY)
+        for n, p in parameters.items()
+    )
+    function = unwrap_partial(function)
+    body = function if inspect.isroutine(function) else type(function).__call__
+    is_generator = inspect.isgeneratorfunction(body) or inspect.isasyncgenfunction(body)
+    if has_positional or is_generator or not sees_completions:
         raise ConfigError(
-            f"{entry}.args.pattern: {pattern!r} is not a regular expression: {error}"
-        ) from None
+            f"{label} must take completions or completion_ids by name, nothing by position alone, "
+            "and return, not yield; write fn(prompts, completions, completion_ids, **columns), "
+            "which returns a list of numbers or None"
+        )
+    return parameters
 
 
-def _check_sandbox(args: Mapping[str, Any], entry: str) -> None:
-    """Raises ConfigError for wrong options of `code`, and where code cannot be isolated."""
-    for key in ("time_s", "memory_mib"):
-        value = args.get(key, 1)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not (is_number and 0 < value < math.inf):
-            raise ConfigError(f"{entry}.args.{key} must be a positive number; got {value!r}")
-    for key, kind in (("tests_column", str), ("partial_credit", bool)):
-        if not isinstance(args.get(key, kind()), kind):
-            raise ConfigError(f"{entry}.args.{key} must be a {kind.__name__}; got {args[key]!r}")
-    isolation = args.get("isolation", "required")
-    if isolation not in ("required", "none"):
-        raise ConfigError(f'{entry}.args.isolation must be "required" or "none"; got {isolation!r}')
-    if isolation == "required":
+def _check_args(key: str, label: str, args: Collection[str], options: Collection[str]) -> None:
+    """Raises ConfigError for an unknown option of the function, even if the function has **kwargs.
+
+    A misspelt option would have no effect.
+    """
+    for name in args:
+        if name in (*CALL_COLUMNS, *EXTRA_ARGUMENTS, "environments"):
+            raise ConfigError(f"{key}: {name!r} is given by the trainer; take it out")
+        if name not in options:
+            close = difflib.get_close_matches(name, options, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise ConfigError(f"{key}: {label} does not take {name!r}{hint}")
+
+
+def _check_values(key: str, args: Mapping[str, Any], function: Callable[..., Any]) -> None:
+    """Raises ConfigError for an option of a shipped reward that is not of the option's type."""
+    hints = typing.get_type_hints(function, include_extras=True)
+    for name, value in args.items():
         try:
-            check_isolation()
-        except SandboxError as error:
-            raise ConfigError(
-                f'{entry}: {error}; to run it unprotected, set args.isolation to "none"'
-            ) from None
+            msgspec.convert(value, hints[name])
+            if name == "pattern":
+                re.compile(value)
+        except (msgspec.ValidationError, re.error) as error:
+            rule = "is not a regular expression: " if isinstance(error, re.error) else ""
+            raise ConfigError(f"{key}.{name} ({value!r}): {rule}{error}") from None
+
+
+def _check_isolation(entry: str) -> None:
+    try:
+        check_isolation()
+    except SandboxError as error:
+        raise ConfigError(
+            f'{entry}: {error}; to run it unprotected, set args.isolation to "none"'
+        ) from None

@@ -14,9 +14,7 @@ the run.
 
 from __future__ import annotations
 
-import difflib
 import functools
-import inspect
 import json
 import math
 import re
@@ -24,10 +22,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from grpo_spmd.config.errors import ConfigError
-
 CALL_COLUMNS = ("prompts", "completions", "completion_ids")
-_EXTRA_ARGUMENTS = ("trainer_state", "log_metric", "log_extra")
+EXTRA_ARGUMENTS = ("trainer_state", "log_metric", "log_extra")
 # Counts by reward, then by status or kind of failure.
 Counts = Mapping[str, Mapping[str, int]]
 # By reward and metric: (sums of the calls, number of values that were summed).
@@ -214,20 +210,6 @@ def retried_fracs(
     return metrics
 
 
-def trl_arguments(parameters: Mapping[str, inspect.Parameter]) -> tuple[str, ...]:
-    """Returns the names of TRL's extra arguments that a function takes.
-
-    `environments` is included only if a function cannot be called without it: the reward pool has
-    none.
-    """
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    names = [name for name in _EXTRA_ARGUMENTS if takes_any or name in parameters]
-    environments = parameters.get("environments")
-    if environments is not None and environments.default is inspect.Parameter.empty:
-        names.append("environments")
-    return tuple(names)
-
-
 def trl_values(names: Collection[str], state: TrainerState, log: CallLog) -> dict[str, Any]:
     """Returns the values of TRL's extra arguments."""
     values = {
@@ -237,20 +219,6 @@ def trl_values(names: Collection[str], state: TrainerState, log: CallLog) -> dic
         "environments": None,
     }
     return {name: values[name] for name in names}
-
-
-def check_args(entry: str, label: str, args: Iterable[str], options: Collection[str]) -> None:
-    """Raises ConfigError for an unknown option of the function, even if the function has **kwargs.
-
-    A misspelt option would have no effect.
-    """
-    for name in args:
-        if name in (*CALL_COLUMNS, *_EXTRA_ARGUMENTS, "environments"):
-            raise ConfigError(f"{entry}.args: {name!r} is given by the trainer; take it out")
-        if name not in options:
-            close = difflib.get_close_matches(name, options, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise ConfigError(f"{entry}.args: {label} does not take {name!r}{hint}")
 
 
 def unwrap_partial(function: Callable[..., Any]) -> Callable[..., Any]:

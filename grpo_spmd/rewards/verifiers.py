@@ -19,7 +19,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from operator import add, mul, sub, truediv
-from typing import Any
+from typing import Annotated, Any, Literal
+
+import msgspec
 
 from grpo_spmd.rewards.sandbox.sandbox import (
     Limits,
@@ -37,6 +39,7 @@ Completion = str | list[dict[str, Any]]
 Completions = Sequence[Completion]
 Column = Sequence[Any]
 Scores = list[float | None]
+_Positive = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
 
 
 def completion_text(completion: Completion) -> str:
@@ -242,9 +245,9 @@ def run_tests(
     *,
     tests_column: str = "tests",
     partial_credit: bool = False,
-    time_s: float = DEFAULT_TIME_S,
-    memory_mib: float = 1024,
-    isolation: str = "required",
+    time_s: _Positive = DEFAULT_TIME_S,
+    memory_mib: _Positive = 1024,
+    isolation: Literal["required", "none"] = "required",
     _wall_s: float = math.inf,
     **columns: Any,
 ) -> Scores:

@@ -196,35 +196,36 @@ class EngineJudges:
         The prompts of all ranks are distributed over the engines like those of a rollout. The
         prompts of one group go to one engine, since they have the same beginning.
         """
-        payload = msgspec.msgpack.encode(sorted(prompts.items()))
-        # By key: (rank that needs the reply, token ids of the prompt).
-        all_prompts: dict[Key, tuple[int, list[int]]] = {}
-        for rank, content in enumerate(exchange_bytes([payload] * self._num_ranks)):
-            for (slot, number), ids in msgspec.msgpack.decode(content):
-                all_prompts[slot, number] = (rank, ids)
+        all_prompts = {
+            (slot, number): ids for (slot, number), ids in self._gather(list(prompts.items()))
+        }
         jobs = [list(keys) for _, keys in groupby(sorted(all_prompts), key=lambda key: key[0])]
 
         def request(job: int, number: int, turns: Sequence[Completion]) -> Request | None:
             if turns:
                 return None
-            _, ids = all_prompts[jobs[job][number]]
-            return Request(ids, None, 0.0, max_tokens, is_rollout=False)
+            return Request(all_prompts[jobs[job][number]], None, 0.0, max_tokens, is_rollout=False)
 
         # An engine without a version refuses the generation, so the version is 0.
         version = self._engine.policy_version or 0
         sizes = [len(keys) for keys in jobs]
         conversations = self._engine.generate_shared(sizes, GenerationHooks(request), version)
         self._check()
-        replies: list[list[Any]] = [[] for _ in range(self._num_ranks)]
-        # The other ranks of an engine have the same replies.
-        if self._engine.tp_rank == 0:
-            for job, turns in conversations.items():
-                for key, [reply] in zip(jobs[job], turns, strict=True):
-                    rank, _ = all_prompts[key]
-                    replies[rank].append((key, reply.token_ids, reply.finish_reason))
-        received = exchange_bytes([msgspec.msgpack.encode(entries) for entries in replies])
+        replies = [
+            (key, reply.token_ids, reply.finish_reason)
+            for job, turns in conversations.items()
+            for key, [reply] in zip(jobs[job], turns, strict=True)
+            # The other ranks of an engine have the same replies.
+            if self._engine.tp_rank == 0
+        ]
         return {
             (slot, number): Completion(ids, [], finish_reason)
-            for content in received
-            for (slot, number), ids, finish_reason in msgspec.msgpack.decode(content)
+            for (slot, number), ids, finish_reason in self._gather(replies)
+            if (slot, number) in prompts
         }
+
+    def _gather(self, items: list[Any]) -> list[Any]:
+        """Collective. Returns the items of all ranks, in rank order."""
+        payload = msgspec.msgpack.encode(items)
+        contents = exchange_bytes([payload] * self._num_ranks)
+        return [item for content in contents for item in msgspec.msgpack.decode(content)]

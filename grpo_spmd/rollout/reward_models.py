@@ -15,9 +15,10 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from grpo_spmd.config.schema import Config
-from grpo_spmd.distributed.collectives import exchange_bytes, scatter_from_rank0
+from grpo_spmd.distributed.collectives import exchange_bytes
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.learn.balance import fill_rows
@@ -159,18 +160,6 @@ def build_reward_models(
     return RewardModels(models, engine, checks, config.proofs.every_steps)
 
 
-class _Share(msgspec.Struct):
-    """One rank's part of the work, as rank 0 has decided: which texts it sends and forwards."""
-
-    send: list[list[int]]
-    """By receiving rank: the numbers of this rank's texts to send, in the order of sending."""
-    rows: list[list[tuple[int, int]]]
-    """The texts that this rank forwards together, row by row.
-
-    A text is (rank that sends it, number among the texts that this rank sends).
-    """
-
-
 def score_over_ranks(
     keys: Sequence[int],
     texts: Texts,
@@ -183,56 +172,55 @@ def score_over_ranks(
     tokens together, with texts of equal length next to each other; a row may be empty. `score` is
     called equally often on all ranks.
     """
+    rank = dist.get_rank()
     report = msgspec.msgpack.encode((list(keys), [len(text) for text in texts]))
-    assignment = msgspec.msgpack.decode(
-        scatter_from_rank0(lambda reports: _share_out(reports, max_tokens), report), type=_Share
-    )
-    sent = [msgspec.msgpack.encode([texts[i] for i in numbers]) for numbers in assignment.send]
-    received: list[list[list[int]]] = [
-        msgspec.msgpack.decode(payload) for payload in exchange_bytes(sent)
-    ]
-    scores = [[0.0] * len(sent_texts) for sent_texts in received]
-    for row in assignment.rows:
-        by_length = sorted(row, key=lambda entry: -len(received[entry[0]][entry[1]]))
-        row_scores = score([received[source][number] for source, number in by_length])
+    # Every rank computes the same rows from the same lengths.
+    reports = exchange_bytes([report] * dist.get_world_size())
+    rows = rows_of_ranks([msgspec.msgpack.decode(report) for report in reports], max_tokens)
+    # By receiving rank: the numbers of this rank's texts to send, in the order of its rows.
+    numbers = [[n for row in theirs for source, n in row if source == rank] for theirs in rows]
+    sent = [msgspec.msgpack.encode([texts[n] for n in one_rank]) for one_rank in numbers]
+    arriving = [iter(msgspec.msgpack.decode(payload)) for payload in exchange_bytes(sent)]
+    scores: list[list[float]] = [[] for _ in rows]
+    for row in rows[rank]:
+        row_scores = score([next(arriving[source]) for source, _ in row])
         # An empty row has one score too, which is ignored.
-        for (source, number), value in zip(by_length, row_scores, strict=False):
-            scores[source][number] = value
+        for (source, _), value in zip(row, row_scores, strict=False):
+            scores[source].append(value)
     returned = exchange_bytes([msgspec.msgpack.encode(values) for values in scores])
     local_scores = [0.0] * len(texts)
-    for numbers, payload in zip(assignment.send, returned, strict=True):
-        for i, value in zip(numbers, msgspec.msgpack.decode(payload), strict=True):
-            local_scores[i] = value
+    for one_rank, payload in zip(numbers, returned, strict=True):
+        for n, value in zip(one_rank, msgspec.msgpack.decode(payload), strict=True):
+            local_scores[n] = value
     return local_scores
 
 
-def _share_out(reports: list[bytes], max_tokens: int) -> list[bytes]:
-    """Returns the `_Share` of each rank; runs on rank 0. `reports` are each rank's keys and
-    lengths."""
-    decoded = [msgspec.msgpack.decode(report) for report in reports]
-    num_ranks = len(reports)
-    shares = [_Share([[] for _ in reports], []) for _ in reports]
-    # An entry is (key, length, rank that has the text, its number on that rank). Sorted by key, the
-    # order does not depend on which rank has which text.
+def rows_of_ranks(
+    reports: Sequence[tuple[list[int], list[int]]], max_tokens: int
+) -> list[list[list[tuple[int, int]]]]:
+    """Returns for each rank the texts that it forwards together, row by row.
+
+    A text is (rank that has it, its number there); the longest of a row comes first. `reports` are
+    each rank's keys and lengths.
+    """
+    # Sorted by key, the order does not depend on which rank has which text.
     entries = sorted(
         (key, length, source, number)
-        for source, (keys, lengths) in enumerate(decoded)
+        for source, (keys, lengths) in enumerate(reports)
         for number, (key, length) in enumerate(zip(keys, lengths, strict=True))
     )
-    if entries:
-        lengths = np.array([length for _, length, *_ in entries], np.int64)
-        order, row_sizes = fill_rows(lengths.astype(np.float64), lengths, num_ranks, max_tokens)
-        following = iter(order.tolist())
-        for target, sizes in enumerate(row_sizes.tolist()):
-            for size in sizes:
-                row: list[tuple[int, int]] = []
-                for _ in range(size):
-                    *_, source, number = entries[next(following)]
-                    numbers = shares[source].send[target]
-                    row.append((source, len(numbers)))
-                    numbers.append(number)
-                shares[target].rows.append(row)
-    return [msgspec.msgpack.encode(assignment) for assignment in shares]
+    rows: list[list[list[tuple[int, int]]]] = [[] for _ in reports]
+    if not entries:
+        return rows
+    lengths = np.array([length for _, length, *_ in entries], np.int64)
+    order, row_sizes = fill_rows(lengths.astype(np.float64), lengths, len(reports), max_tokens)
+    following = iter(order.tolist())
+    for target, sizes in zip(rows, row_sizes.tolist(), strict=True):
+        for size in sizes:
+            row = [entries[next(following)] for _ in range(size)]
+            row.sort(key=lambda entry: -entry[1])
+            target.append([(source, number) for *_, source, number in row])
+    return rows
 
 
 class TextError(ValueError):

@@ -965,11 +965,11 @@ bad_value(
 )
 bad_value("rewards.0.args: format needs 'pattern'", "rewards=[{name: format}]")
 bad_value(
-    "rewards.0.args.pattern: '(' is not a regular expression",
+    "rewards.0.args.pattern ('('): is not a regular expression",
     "rewards=[{name: format, args: {pattern: '('}}]",
 )
 bad_value(
-    "rewards.0.args.pattern: 5 is not a regular expression",
+    "rewards.0.args.pattern (5): Expected `str`, got `int`",
     "rewards=[{name: format, args: {pattern: 5}}]",
 )
 bad_value(
@@ -1013,7 +1013,7 @@ bad_reward("not a function", "score = 5\n", "rewards.0.function: mine.py has no 
 bad_reward(
     "without a signature",
     "score = max\n",
-    "rewards.0.function: mine.py:score has no readable signature",
+    "has no readable signature",
 )
 bad_reward(
     "missing column",

@@ -805,8 +805,8 @@ def reward_file(name: str, source: str, *says: str) -> None:
 
 
 BLIND = (
-    "fn takes neither completions nor completion_ids by name; write fn(prompts, completions, "
-    "completion_ids, **col"
+    "fn must take completions or completion_ids by name, nothing by position alone, and return, "
+    "not yield; write fn(prompts, completions, completion_ids, **col"
 )
 reward_file("a reward of nothing", "def fn(): return 1.0", "rewards.0.function: ", BLIND)
 reward_file(
@@ -817,16 +817,15 @@ reward_file(
 reward_file("a reward of places", "def fn(*args): return [1.0]", BLIND)
 reward_file("a reward of the prompt alone", "def fn(prompts, answer): return [1.0]", BLIND)
 reward_file("a reward of a place", "def fn(completions, /, **k): return "
-                                   "[1.0]", "fn takes 'completions' by its",
-            "write fn(prompts, completions")  # fmt: skip
+                                   "[1.0]", BLIND)  # fmt: skip
 reward_file(
     "a reward that yields",
     "def fn(completions, **k): yield 1.0",
-    "fn is a generator (it has a yield); write",
+    BLIND,
 )
 reward_file("a reward that yields, as an object",
             "class R:\n    async def __call__(self, **k): yield 1.0\nfn = "
-            "R()", "R is a generator")  # fmt: skip
+            "R()", "R must take completions or completion_ids by name")  # fmt: skip
 reward_file("a reward beside its helper", "import helper", "ModuleNotFoundError: No module named "
                                                            "'helper'; it lies",
             "set PYTHONPATH=rw")  # fmt: skip

@@ -11,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 
 from grpo_spmd.checkpoint.state import model_fingerprint
@@ -24,7 +23,7 @@ from grpo_spmd.model.reward_model_files import read_reward_model
 from grpo_spmd.records import ScoredRollouts
 from grpo_spmd.rewards.protocol import load_rewards
 from grpo_spmd.rewards.scorers import Scorers
-from grpo_spmd.rollout.reward_models import RewardModels, _Share, _share_out
+from grpo_spmd.rollout.reward_models import RewardModels, rows_of_ranks
 from tests.support.models import make_model, make_reward_model, write_config
 
 Change = Callable[[Path], None]
@@ -375,19 +374,10 @@ def test_texts_are_dealt_alike_whichever_rank_has_them() -> None:
 
     def rows(pieces: list[list[int]]) -> list[list[set[int]]]:
         """The keys of each row of each rank."""
-        packed = [
-            msgspec.msgpack.encode((piece, [lengths[key] for key in piece])) for piece in pieces
-        ]
-        shares = [
-            msgspec.msgpack.decode(fraction, type=_Share) for fraction in _share_out(packed, 40)
-        ]
-        sent = [
-            [[pieces[source][n] for n in to] for to in fraction.send]
-            for source, fraction in enumerate(shares)
-        ]
+        reports = [(piece, [lengths[key] for key in piece]) for piece in pieces]
         return [
-            [{sent[source][target][n] for source, n in row} for row in fraction.rows]
-            for target, fraction in enumerate(shares)
+            [{pieces[source][n] for source, n in row} for row in theirs]
+            for theirs in rows_of_ranks(reports, 40)
         ]
 
     keys = list(lengths)
