@@ -234,7 +234,7 @@ def _with_args(
         name=name,
         weight=config.weight,
         needs=needs,
-        takes=takes,
+        takes=tuple(takes),
         one_at_a_time=function is run_tests or has_limits,
         function=call,
         looks_at_environments=looks_at_environments,

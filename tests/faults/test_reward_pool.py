@@ -306,7 +306,7 @@ def test_groups_that_were_called_again_are_noted(
         ("exit", "raised SystemExit: 0"),
         ("_exit", "exited with code 0"),
         ("segfault", "died of SIGSEGV"),
-        ("hang", "took longer than reward_pool.timeout_s=0.3"),
+        ("hang", "took longer than timeout_s=0.3"),
         ("nan", "returned nan"),
         ("word", "returned '1.0', which is no number"),
         ("close", "closed the worker's connection to the pool"),

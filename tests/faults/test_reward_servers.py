@@ -205,7 +205,7 @@ def test_an_async_function_is_held_to_limits(
     reward = RewardConfig(function=f"{tmp_path}/mine.py:judge", max_concurrent=2, timeout_s=3.0)
     scored = score([["a", "b", "hang"], ["c", "d", "e"]], reward)
     assert scored.statuses["judge"] == ["ok", "ok", "timeout", "ok", "ok", "ok"]
-    assert scored.first_error == "reward 'judge' took longer than its timeout_s=3"
+    assert scored.first_error == "reward 'judge' took longer than timeout_s=3"
     spans = [
         tuple(map(float, line.split())) for line in (tmp_path / "times").read_text().splitlines()
     ]

@@ -432,8 +432,7 @@ def test_a_call_is_made_again_later_and_not_for_ever(clock: _Clock) -> None:
         call = limits.take_next(deque([call]))
         assert call is not None
         clock.now += 1
-        limits.end(call, "failed")
-        call = limits.retry(call, again())
+        call = limits.retry(call, again(), clock.now - call.start)
         pauses.append(call.not_before - clock.now)
         assert limits.take_next(deque([call])) is None or pauses[-1] == 0
         clock.now = call.not_before
@@ -442,22 +441,19 @@ def test_a_call_is_made_again_later_and_not_for_ever(clock: _Clock) -> None:
     assert limits.remaining_s(call) == pytest.approx(30 - 2 - sum(pauses))
     final = limits.take_next(deque([call]))
     assert final is not None
-    assert limits.retry(final, again()) == "answered 500 (asked 3 times)"
+    assert limits.retry(final, again(), 0.0).error == "answered 500 (asked 3 times)"
 
 
 def test_a_server_that_asks_for_patience_gets_it_while_there_is_time(clock: _Clock) -> None:
     limits = CallLimits([LIMITED], 10.0, rank=0, num_ranks=1)
     call = limits.take_next(deque([Call(0, [0])]))
     assert call is not None
-    later = limits.retry(call, again(20.0))
-    assert isinstance(later, Call)
-    assert (later.not_before, later.spent_s) == (1020.0, 20.0)
-    message = limits.retry(call, again(30.0))
-    assert (
-        message
-        == "answered 500 (asked 1 times; it asks for 30 s; timeout_s=30 leaves no time for another)"
+    later = limits.retry(call, again(20.0), 0.0)
+    assert (later.not_before, later.spent_s, later.error) == (1020.0, 20.0, "")
+    assert limits.retry(call, again(30.0), 0.0).error == (
+        "answered 500 (asked 1 times; timeout_s=30 leaves no time for another after 30 s)"
     )
-    assert limits.retry(call, again(may_retry=False)) == "answered 500"
+    assert limits.retry(call, again(may_retry=False), 0.0).error == "answered 500"
 
 
 def test_calls_pause_after_20_failures_in_a_row_and_one_decides(clock: _Clock) -> None:

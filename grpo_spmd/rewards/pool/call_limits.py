@@ -52,6 +52,8 @@ class Call:
     not_before: float = -math.inf
     statuses: tuple[int, ...] = ()
     """The HTTP statuses of failed attempts."""
+    error: str = ""
+    """Why it failed for good, or "" while it may be made again."""
 
 
 @dataclass
@@ -73,7 +75,6 @@ class _Limit:
     """The limits of one reward on this rank."""
 
     timeout_s: float
-    has_own_timeout: bool
     config: RewardConfig
     max_concurrent: float
     # Seconds between the starts of two calls.
@@ -107,7 +108,6 @@ class CallLimits:
         self._limits = [
             _Limit(
                 timeout_s if reward.timeout_s is None else reward.timeout_s,
-                reward.timeout_s is not None,
                 reward,
                 max_concurrent=share_of(reward.max_concurrent, rank, num_ranks),
                 interval_s=60.0 / share_of(reward.max_per_minute, rank, num_ranks),
@@ -133,11 +133,6 @@ class CallLimits:
     def timeout_s(self, call: Call) -> float:
         """Returns the seconds that a call may take, retries and pauses included."""
         return self._limits[call.reward].timeout_s
-
-    def has_own_timeout(self, call: Call) -> bool:
-        """Returns True if the reward has its own timeout_s and does not use
-        reward_pool.timeout_s."""
-        return self._limits[call.reward].has_own_timeout
 
     def remaining_s(self, call: Call) -> float:
         """Returns the seconds that a call may take if it starts now."""
@@ -201,30 +196,31 @@ class CallLimits:
                 scoring.is_probing = True
                 scoring.paused_until = time.monotonic() + _PAUSE_S
 
-    def retry(self, call: Call, error: FailedCallError) -> Call | str:
-        """Returns the call that retries a failed one, or the reason why there is no retry."""
+    def retry(self, call: Call, error: FailedCallError, seconds: float) -> Call:
+        """Notes that a started call has failed after `seconds`. Returns the call that retries it;
+        its `error` is the reason if there is no retry."""
+        self.end(call, "failed" if error.wait_s is None else "put_off")
+        if error.status is not None:
+            call = replace(call, statuses=(*call.statuses, error.status))
         limit = self._limits[call.reward]
-        reason = str(error)
-        if not error.may_retry:
-            return reason
         attempts = f"asked {call.num_made} times"
-        if call.num_made > limit.config.retries:
-            return f"{reason} ({attempts})" if call.num_made > 1 else reason
-        now_s = time.monotonic()
+        if not error.may_retry or call.num_made > limit.config.retries:
+            return replace(call, error=f"{error} ({attempts})" if call.num_made > 1 else str(error))
         pause_s = error.wait_s
-        asks = "" if pause_s is None else f"; it asks for {pause_s:.3g} s"
         if pause_s is None:
             # Full jitter: the ranks must not come back to a busy server all at once.
             longest_s = min(_MAX_RETRY_S, _FIRST_RETRY_S * 2 ** (call.num_made - 1))
             pause_s = self._random.uniform(0, longest_s)
-        spent_s = call.spent_s + (now_s - call.start) + pause_s
+        spent_s = call.spent_s + seconds + pause_s
         if spent_s >= limit.timeout_s:
-            return (
-                f"{reason} ({attempts}{asks}; "
-                f"timeout_s={limit.timeout_s:g} leaves no time for another)"
+            reason = (
+                f"{error} ({attempts}; timeout_s={limit.timeout_s:g} leaves no time for another "
+                f"after {pause_s:.3g} s)"
             )
-        heapq.heappush(self._retry_times, now_s + pause_s)
-        return replace(call, spent_s=spent_s, not_before=now_s + pause_s)
+            return replace(call, error=reason)
+        retry_at = time.monotonic() + pause_s
+        heapq.heappush(self._retry_times, retry_at)
+        return replace(call, spent_s=spent_s, not_before=retry_at)
 
     def take_given_up(self, calls: deque[Call]) -> list[Call]:
         """Removes from `calls` the calls that are not made any more, and returns them."""
@@ -245,14 +241,13 @@ class CallLimits:
             f"and one more {_PAUSE_S:g} s later"
         )
 
-    def measure(self, call: Call) -> dict[str, list[float]]:
+    def measure(self, call: Call, seconds: float) -> dict[str, list[float]]:
         """Returns the metrics of a call that ended, in the form of notes of ScoredRollouts.
 
-        They are the seconds of the last request, the number of requests, and the HTTP errors.
+        They are the `seconds` of the last request, the number of requests, and the HTTP errors.
         """
         if not self._limits[call.reward].config.is_measured:
             return {}
-        seconds = time.monotonic() - call.start
         metrics: dict[str, list[float]] = {".s": [seconds, 1], ".requests": [call.num_made, 1]}
         for status, number in Counter(call.statuses).items():
             metrics[f".http_{status}"] = [number, 0]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -22,7 +22,7 @@ import msgspec
 
 from grpo_spmd.config.schema import RewardConfig, RewardPoolConfig
 from grpo_spmd.records import RolloutGroup, ScoredRollouts
-from grpo_spmd.rewards.pool.call_limits import Call, CallLimits, Outcome
+from grpo_spmd.rewards.pool.call_limits import Call, CallLimits
 from grpo_spmd.rewards.pool.nursery import encode_frame
 from grpo_spmd.rewards.pool.processes import HowItFailed, ProcessPool, WorkerProcess, allow_workers
 from grpo_spmd.rewards.protocol import RewardError, RewardFacts, check_error_rate
@@ -105,10 +105,10 @@ class RewardPool(ProcessPool):
         self._rewards: list[RewardFacts] = []
         self._is_ready = False
         self._state = TrainerState()
-        self._scoring: _Scoring | None = None
         self._slow = SlowRewards([waits_for_others(reward) for reward in rewards])
-        self._early_error: Exception | None = None
         self._limits = CallLimits(rewards, pool.timeout_s, *ranks)
+        self._early_error: Exception | None = None
+        self._start_over()
 
     def begin_step(self, state: TrainerState) -> None:
         """Sets the state of the run that reward functions get from now on."""
@@ -129,8 +129,8 @@ class RewardPool(ProcessPool):
             return
         try:
             if self._is_ready or self._selector.select(0.0):
-                scoring = self._begin()
-                scoring.queue(scoring.add(group, tokenizer), self._slow.early)
+                self._begin()
+                self._current.queue(self._current.add(group, tokenizer), self._slow.early)
         except Exception as error:
             self._early_error = error
 
@@ -140,7 +140,7 @@ class RewardPool(ProcessPool):
         The answers come first: a worker that has just become free would otherwise be idle for a
         whole step.
         """
-        if self._scoring is None or self._early_error is not None or not self._is_busy():
+        if self._early_error is not None or not self._is_busy():
             return
         try:
             self._listen(0.0)
@@ -167,9 +167,10 @@ class RewardPool(ProcessPool):
         try:
             if self._early_error is not None:
                 raise self._early_error
-            if not groups and self._scoring is None:
+            scoring = self._current
+            if not groups and not scoring.samples:
                 return ScoredRollouts()
-            scoring = self._begin()
+            self._begin()
             self._limits.wait_for_all()
             samples = [sample for group in groups for sample in self._queue_rest(group, tokenizer)]
             self._run(num_step_completions)
@@ -178,26 +179,27 @@ class RewardPool(ProcessPool):
                 # Calls are still running only after an exception.
                 if worker.call is not None:
                     self._discard(worker)
-            self._scoring = None
-            self._early_error = None
+            self._start_over()
         assert len(samples) == len(scoring.samples), "what was begun early is not in the step"
         scoring.samples = samples
         self._slow.end_scoring()
         scoring.warn()
         return scoring.scores()
 
-    def _begin(self) -> _Scoring:
-        """Returns the current scoring, or starts one after the nursery has imported the rewards."""
+    def _start_over(self) -> None:
+        """Forgets the scoring that has ended, for the next one."""
+        self._current = _Scoring(self._rewards, self._columns)
+        self._early_error = None
+        self._limits.begin_scoring()
+
+    def _begin(self) -> None:
+        """Waits until the nursery has imported the rewards, which gives their facts."""
         # The list may stay empty, as an environment may give all rewards: a flag says if it is
         # known.
         if not self._is_ready:
             self._is_ready = True
-            self._rewards = [RewardFacts(**facts) for facts in self._wait_until_ready()]
-        if self._scoring is None:
-            self._open_log()
-            self._limits.begin_scoring()
-            self._scoring = _Scoring(self._rewards, self._columns)
-        return self._scoring
+            self._rewards += [RewardFacts(**facts) for facts in self._wait_until_ready()]
+        self._open_log()
 
     def _queue_rest(self, group: RolloutGroup, tokenizer: Any) -> list[_Sample]:
         """Returns the samples of a group; queues all calls that were not queued early."""
@@ -273,21 +275,27 @@ class RewardPool(ProcessPool):
             raise RewardError(f"the debugger was left in reward {name!r}")
         if reply.broken is not None:
             raise RewardError(f"reward {name!r} {reply.broken}")
+        self._release(worker)
+        if reply.values is None and reply.again is None:
+            self._failed(worker, call, "error", str(reply.failed))
+            return
+        seconds = _elapsed(call, reply.seconds)
         if reply.values is not None:
             self._current.record(call, reply)
-            self._end_call(call, "ok", seconds=reply.seconds)
-            self._release(worker)
-        elif reply.again is not None:
+            self._limits.end(call, "ok")
+        else:
             failure = FailedCallError(
                 str(reply.failed),
-                may_retry=reply.again,
+                may_retry=bool(reply.again),
                 wait_s=reply.wait_s,
                 status=reply.status,
             )
-            self._release(worker)
-            self._end_failed_call(call, failure, reply.seconds)
-        else:
-            self._fail(worker, "error", str(reply.failed), keep=True)
+            call = self._limits.retry(call, failure, seconds)
+            if not call.error:
+                self._current.calls.append(call)
+                return
+            self._current.fail(call, "error", call.error, by_function=False)
+        self._current.measure(call, self._limits.measure(call, seconds))
 
     def _failed(
         self, worker: WorkerProcess, call: Call | None, kind: HowItFailed, reason: str
@@ -295,40 +303,14 @@ class RewardPool(ProcessPool):
         """Records that a call ended without a reply; a worker without a call needs nothing."""
         if call is None:
             return
-        self._end_call(call, "failed")
+        self._limits.end(call, "failed")
+        self._current.measure(call, self._limits.measure(call, _elapsed(call)))
         self._current.fail(call, kind, reason)
         if kind == "timeout":
             self._slow.add_call(call.reward, self._pool.timeout_s, len(call.samples))
 
-    def _end_call(self, call: Call, outcome: Outcome, seconds: float | None = None) -> None:
-        """Notes that a call has ended after `seconds` by its worker's clock."""
-        self._limits.end(call, outcome)
-        self._current.measure(call, self._limits.measure(_started(call, seconds)))
-
-    def _end_failed_call(self, call: Call, error: FailedCallError, seconds: float | None) -> None:
-        """Retries a call whose server failed, or notes the failure."""
-        self._limits.end(call, "failed" if error.wait_s is None else "put_off")
-        call = _started(call, seconds)
-        if error.status is not None:
-            call = replace(call, statuses=(*call.statuses, error.status))
-        retry = self._limits.retry(call, error)
-        if isinstance(retry, Call):
-            self._current.calls.append(retry)
-            return
-        self._current.fail(call, "error", retry, by_function=False)
-        self._current.measure(call, self._limits.measure(call))
-
     def _too_long(self, worker: WorkerProcess) -> str:
-        """Returns the reason of a timeout, with the config key that sets the limit."""
-        call = worker.call
-        if call is not None and self._limits.has_own_timeout(call):
-            return f"took longer than its timeout_s={self._limits.timeout_s(call):g}"
-        return f"took longer than reward_pool.timeout_s={self._pool.timeout_s:g}"
-
-    @property
-    def _current(self) -> _Scoring:
-        assert self._scoring is not None, "a call belongs to a scoring"
-        return self._scoring
+        return f"took longer than timeout_s={self._limits.timeout_s(worker.call):g}"
 
     def _ended(self, reason: str) -> RewardError:
         return RewardError(reason)
@@ -345,15 +327,15 @@ class RewardPool(ProcessPool):
             )
 
 
-def _started(call: Call, seconds: float | None) -> Call:
-    """Returns `call` with the start time that its worker's clock gives.
+def _elapsed(call: Call, seconds: float | None = None) -> float:
+    """Returns the seconds of a call that has ended just now, or after `seconds` by its worker's
+    clock.
 
     The pool does not listen while the engine makes a step, and this time does not belong to the
     call.
     """
-    if seconds is None:
-        return call
-    return replace(call, start=max(call.start, time.monotonic() - seconds))
+    elapsed_s = time.monotonic() - call.start
+    return elapsed_s if seconds is None else min(elapsed_s, seconds)
 
 
 class _Scoring:
@@ -363,11 +345,9 @@ class _Scoring:
         self._rewards = rewards
         # The groups are kept alive, so that no other object gets the id() of one.
         self._groups: dict[int, tuple[RolloutGroup, list[_Sample]]] = {}
-        self._absent = dict.fromkeys(
-            [*columns, *(name for reward in rewards for name in reward.needs)]
-        )
+        self._columns = columns
         # Reasons why something could not be logged, by reward (a dict keeps their order).
-        self._left_out: list[dict[str, None]] = [{} for _ in rewards]
+        self._left_out: defaultdict[int, dict[str, None]] = defaultdict(dict)
         self.samples: list[_Sample] = []
         # The calls that are still to be made.
         self.calls: deque[Call] = deque()
@@ -379,6 +359,8 @@ class _Scoring:
         texts = tokenizer.batch_decode(token_ids, skip_special_tokens=True)
         prompt = group.prompt.text
         num_rewards = len(self._rewards)
+        needed = [name for reward in self._rewards for name in reward.needs]
+        absent = dict.fromkeys([*self._columns, *needed])
         samples: list[_Sample] = []
         for completion, text in zip(group.completions, texts, strict=True):
             answer = text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
@@ -389,7 +371,7 @@ class _Scoring:
                 "completions": answer,
                 "completion_ids": completion.token_ids,
             }
-            inputs = self._absent | group.prompt.columns | call_columns
+            inputs = absent | group.prompt.columns | call_columns
             samples.append(_Sample(text, inputs, [None] * num_rewards, [""] * num_rewards))
         self._groups[id(group)] = (group, samples)
         self.samples += samples
@@ -491,8 +473,8 @@ class _Scoring:
         """Returns the first error of the reward that failed most, None if none did."""
         rewards = range(len(self._rewards))
         errors = max(map(self.errors, rewards), key=len, default=[])
-        if not errors:
-            errors = next(filter(None, map(self.group_errors, rewards)), [])
+        for reward in rewards:
+            errors = errors or self.group_errors(reward)
         return errors[0] if errors else None
 
     def scores(self) -> ScoredRollouts:
@@ -524,30 +506,25 @@ class _Scoring:
     def warn(self) -> None:
         """Logs what failed and what could not be logged, one line for each reward."""
         for index, reward in enumerate(self._rewards):
-            left_out = list(self._left_out[index])
+            left_out = list(self._left_out[index])[:_MAX_SHOWN]
             if left_out:
-                num_more = len(left_out) - _MAX_SHOWN
-                more = f" and {num_more} more" if num_more > 0 else ""
-                reasons = "; ".join(left_out[:_MAX_SHOWN])
-                _log.warning("reward %r: not logged: %s%s", reward.name, reasons, more)
+                _log.warning("reward %r: not logged: %s", reward.name, "; ".join(left_out))
             counts = self.count(index)
-            num_failed = counts["timeout"] + counts["error"]
             errors = self.errors(index)
             group_errors = self.group_errors(index)
-            if num_failed:
-                kinds = ", ".join(
-                    f"{counts[kind]} {kind}" for kind in ("timeout", "error") if counts[kind]
+            if errors:
+                result = (
+                    f"{len(errors)} of {len(self.samples)} completions failed "
+                    f"({counts['timeout']} timeout, {counts['error']} error)"
                 )
-                result = f"{num_failed} of {len(self.samples)} completions failed ({kinds})"
             elif group_errors:
-                errors = group_errors
                 result = (
                     f"it failed for {len(group_errors)} groups and was called again "
                     "for each of their completions"
                 )
             else:
                 continue
-            first_line = errors[0].partition("\n")[0] if errors else ""
+            first_line = [*errors, *group_errors][0].partition("\n")[0]
             _log.warning("reward %r: %s; first: %s", reward.name, result, first_line)
 
 

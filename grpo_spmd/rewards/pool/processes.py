@@ -258,15 +258,10 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
         else:
             self._answered(worker, reply)
 
-    def _fail(
-        self, worker: WorkerProcess, kind: HowItFailed, reason: str, *, keep: bool = False
-    ) -> None:
-        """Reports the failure of a worker's call; kills the worker unless `keep` is True."""
+    def _fail(self, worker: WorkerProcess, kind: HowItFailed, reason: str) -> None:
+        """Kills a worker and reports the failure of its call."""
         call = worker.call
-        if keep:
-            self._release(worker)
-        else:
-            self._discard(worker)
+        self._discard(worker)
         self._failed(worker, call, kind, reason)
 
     def _give(self, worker: WorkerProcess, call: Any, frame: bytes, seconds: float) -> None:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from grpo_spmd.rewards.pool.call_limits import Call, CallLimits, Outcome
+from grpo_spmd.rewards.pool.call_limits import Call, CallLimits
 from grpo_spmd.rewards.trl import FailedCallError
 
 # Extra seconds in which a client may report its timeout itself.
@@ -93,7 +93,8 @@ class ServerCalls:
         now_s = time.monotonic()
         for call, deadline in [*self._running.values()]:
             if deadline <= now_s:
-                self._end(call, "failed")
+                self._end(call)
+                self._limits.end(call, "failed")
                 timeout_s = self._limits.timeout_s(call)
                 self.errors[call.samples[0]] = f"did not answer within timeout_s={timeout_s:g}"
 
@@ -103,21 +104,22 @@ class ServerCalls:
         if job not in self._running or self._running[job][0] is not call:
             # Its deadline has passed.
             return
+        seconds = self._end(call)
         if isinstance(reply, FailedCallError):
-            self._end(call, "failed" if reply.wait_s is None else "put_off")
-            retry = self._limits.retry(call, reply)
-            if isinstance(retry, Call):
-                self._waiting.append(retry)
+            call = self._limits.retry(call, reply, seconds)
+            if call.error:
+                self.errors[job] = call.error
             else:
-                self.errors[job] = retry
+                self._waiting.append(call)
         elif isinstance(reply, BaseException):
             raise reply
         else:
-            self._end(call, "ok")
+            self._limits.end(call, "ok")
             self.answers[job] = reply
 
-    def _end(self, call: Call, outcome: Outcome) -> None:
+    def _end(self, call: Call) -> float:
+        """Notes that a call is over, and returns its seconds."""
         del self._running[call.samples[0]]
-        self._limits.end(call, outcome)
-        self.seconds.append(time.monotonic() - call.start)
         self.num_retries += call.num_made > 1
+        self.seconds.append(time.monotonic() - call.start)
+        return self.seconds[-1]
