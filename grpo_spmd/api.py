@@ -84,9 +84,7 @@ def _train(config: Config) -> RunResult:
     """Checks the config, trains, and returns the result."""
     inputs = check_inputs(config, num_ranks=int(os.environ.get("WORLD_SIZE", "1")))
     # Functions that cannot be sent to workers are refused now, not after the engine has started.
-    descriptor = pack_functions(config.rewards)
-    if descriptor is not None:
-        os.close(descriptor)
+    pack_functions(config.rewards)
     run_dir = Path(config.run_dir)
     try:
         # Everything from here on must leave the owner's process as it was.

@@ -1,7 +1,7 @@
 """This module is the program of the environments' processes: it imports the user's code and runs
 episodes.
 
-python -m grpo_spmd.episodes.worker SOCKET_FD PARENT_PID      (started by pool.py; see nursery.py)
+python -m grpo_spmd.episodes.worker SOCKET_FD SETUP_FD PARENT_PID      (by pool.py; see nursery.py)
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from grpo_spmd.episodes.agent import AgentDriver
 from grpo_spmd.episodes.gym import REWARD, GymDriver
 from grpo_spmd.episodes.shipped.catalog import shipped_factory
 from grpo_spmd.episodes.trl import TrlDriver, check_class, checked_schema, class_schemas
-from grpo_spmd.rewards.named import Modules, load_named, unpack_functions
+from grpo_spmd.rewards.named import Modules, load_named
 from grpo_spmd.rewards.pool.nursery import Answer, Worker, run_nursery
 from grpo_spmd.rewards.pool.worker import call_reward, reply_to_error
 from grpo_spmd.rewards.protocol import Reward, load_rewards
@@ -48,9 +48,6 @@ def load(setup: dict[str, Any]) -> tuple[dict[str, Any], Callable[[Worker], Answ
 
     Raises ConfigError.
     """
-    functions = setup.get("functions")
-    if functions is not None:
-        unpack_functions(functions)
     config = EnvironmentConfig(**setup["environment"])
     # Shared, so that a file is run once: a reward may ask for the class of an environment.
     modules: Modules = {}

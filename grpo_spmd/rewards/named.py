@@ -21,6 +21,8 @@ from importlib import machinery, util
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
+
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import path_remark
 from grpo_spmd.config.schema import RewardConfig
@@ -127,8 +129,8 @@ def as_its_own_program(file: str) -> Iterator[None]:
 
 # Functions given to grpo_spmd.run. The nursery is started by exec and shares no memory with the
 # rank, so cloudpickle sends a function: by value if a script, a notebook or a closure defines it,
-# by name if its module can be imported. The bytes are our own, in memory that only our own child
-# inherits; nothing from a file or from another process is ever unpickled.
+# by name if its module can be imported. The bytes are our own, in a nameless file that only our own
+# child inherits; nothing from a file or from another process is ever unpickled.
 
 
 def function_name(function: Function) -> str | None:
@@ -173,70 +175,55 @@ def registered_function(spec: str, entry: str) -> Function:
     return function
 
 
-def pack_functions(rewards: Sequence[RewardConfig]) -> int | None:
-    """Returns a file descriptor of memory with the functions of `rewards`, or None if there are
-    none.
+def pack_functions(rewards: Sequence[RewardConfig]) -> dict[str, bytes]:
+    """Returns the Python functions of `rewards`, pickled, by their specs.
 
-    A child that inherits the descriptor reads it with `unpack_functions`. Raises ConfigError for a
-    function that cannot be pickled.
+    Raises ConfigError for a function that cannot be pickled.
     """
-    specs = {
-        f"rewards.{index}": reward.function
-        for index, reward in enumerate(rewards)
-        if reward.function is not None and reward.function.startswith(PYTHON_MARK)
-    }
-    if not specs:
-        return None
-    import cloudpickle
-
     content: dict[str, bytes] = {}
-    for entry, spec in specs.items():
+    for index, reward in enumerate(rewards):
+        spec = reward.function or ""
+        if not spec.startswith(PYTHON_MARK):
+            continue
+        entry = f"rewards.{index}"
         function = registered_function(spec, entry)
-        with _unknown_module_by_value(function, cloudpickle):
+        with _unknown_module_by_value(function):
             try:
                 content[spec] = cloudpickle.dumps(function)
             # Beside PicklingError and TypeError whatever a user's __reduce__ raises.
             except Exception as error:
                 name = spec.rpartition(":")[2]
-                message = str(error).splitlines()[0] if str(error) else "no message"
+                message = str(error).partition("\n")[0]
                 raise ConfigError(
                     f"{entry}: {name} cannot be handed to the processes that score "
                     f"({type(error).__name__}: {message}); make what it holds on to inside the "
                     "function"
                 ) from None
-    descriptor = os.memfd_create("grpo_spmd_rewards")
-    with open(descriptor, "wb", closefd=False) as file:
-        file.write(cloudpickle.dumps(content))
-    os.lseek(descriptor, 0, os.SEEK_SET)
-    return descriptor
+    return content
 
 
-def unpack_functions(descriptor: int) -> None:
-    """Registers the functions that `pack_functions` wrote; runs in the nursery.
+def unpack_functions(content: Mapping[str, bytes]) -> None:
+    """Registers the functions that `pack_functions` packed; runs in the nursery.
 
     Raises any error of their imports.
     """
-    import cloudpickle
-
-    with open(descriptor, "rb") as file:
-        content = cloudpickle.load(file)
     _registered.update({spec: cloudpickle.loads(packed) for spec, packed in content.items()})
 
 
 @contextlib.contextmanager
-def _unknown_module_by_value(function: Function, cloudpickle: Any) -> Iterator[None]:
+def _unknown_module_by_value(function: Function) -> Iterator[None]:
     """Pickles a module that only this process knows (a notebook tool's) with its function."""
     inner = inspect.unwrap(unwrap_partial(function))
     name = getattr(inner, "__module__", None) or type(inner).__module__
     module = sys.modules.get(name)
-    is_unknown = module is not None and name != "__main__" and not _can_be_imported(name)
-    if is_unknown:
-        cloudpickle.register_pickle_by_value(module)
+    if module is None or name == "__main__" or _can_be_imported(name):
+        yield
+        return
+    cloudpickle.register_pickle_by_value(module)
     try:
         yield
     finally:
-        if is_unknown:
-            cloudpickle.unregister_pickle_by_value(module)
+        cloudpickle.unregister_pickle_by_value(module)
 
 
 def _can_be_imported(name: str) -> bool:
@@ -267,34 +254,32 @@ def check_gold(
         is_usable, kind, column = _GOLD[config.name]
         if config.name == "code":
             column = str(config.args.get("tests_column", column))
-        # Counts rows without a gold value; null is strange only where there is no other reward.
-        num_without = 0
-        odd_rows: list[PromptRow] = []
+        unusable: list[PromptRow] = []
         for row in rows:
             try:
-                if is_usable(row.columns, column):
-                    continue
+                if not is_usable(row.columns, column):
+                    unusable.append(row)
             except (ArithmeticError, TypeError, ValueError) as error:
                 raise ConfigError(
                     f"{row.where}: rewards.{index}: {config.name!r} cannot read {error}"
                 ) from None
-            num_without += 1
-            if is_only_one or row.columns.get(column) is not None:
-                odd_rows.append(row)
-        who = f"rewards.{index}: {config.name!r} finds no {kind} in {column!r}"
-        if num_without == len(rows) > 0 and (is_only_one or not is_held_out):
-            raise ConfigError(_describe(rows[0], column, who, num_without, len(rows)))
-        if odd_rows:
-            yield _describe(odd_rows[0], column, who, len(odd_rows), len(rows))
-
-
-def _describe(row: PromptRow, column: str, who: str, number: int, num_rows: int) -> str:
-    gold = row.columns.get(column)
-    label = "null" if gold is None else repr(gold)[:60]
-    result = "their completions get no reward, and are left out"
-    if number == num_rows:
-        result = "nothing would train"
-    return f"{row.where}: {who} ({label}), as in {number:,} of {num_rows:,} rows: {result}"
+        is_empty = len(unusable) == len(rows) > 0 and (is_only_one or not is_held_out)
+        odd_rows = [
+            row
+            for row in unusable
+            if is_empty or is_only_one or row.columns.get(column) is not None
+        ]
+        if not odd_rows:
+            continue
+        gold = odd_rows[0].columns.get(column)
+        label = "null" if gold is None else f"{gold!r:.60}"
+        message = (
+            f"{odd_rows[0].where}: rewards.{index}: {config.name!r} finds no {kind} in {column!r} "
+            f"({label}), as in {len(odd_rows):,} of {len(rows):,} rows"
+        )
+        if is_empty:
+            raise ConfigError(f"{message}: nothing would train")
+        yield f"{message}: their completions get no reward, and are left out"
 
 
 def _has_text(columns: Mapping[str, Any], column: str) -> bool:

@@ -658,7 +658,7 @@ JUDGE = {"url": URL, "judge": "rubric.md", "judge_model": "m"}
         ),
         (
             {"url": URL, "args": {"a": [math.nan]}},
-            "rewards.0.args: a server is sent JSON, which has no NaN",
+            "rewards.0.args.a.0 must be a finite number",
         ),
         (
             {"url": URL, "headers_env": {"Authorization": "NOT_SET"}},

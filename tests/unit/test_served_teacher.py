@@ -117,18 +117,18 @@ SPOILT: list[tuple[str, Callable[[Any], Any], str]] = [
     ("another's", lambda body: OTHERS, "for another prompt than it was asked of"),
     ("short", _places(lambda places: places[:-1]), "3 prompt_logprobs for 4 tokens"),
     ("long", _places(lambda places: [*places, places[1]]), "5 prompt_logprobs for 4 tokens"),
-    ("none", _places(lambda _: None), "no prompt_logprobs for 4 tokens"),
+    ("none", _places(lambda _: None), "prompt_logprobs of another form"),
     (
         "a null inside",
         _places(lambda places: [*places[:2], None, places[3]]),
-        "prompt_logprobs of another form",
+        "without the prompt's own token",
     ),
-    ("NaN", _value(math.nan), "what is no logprob: NaN"),
-    ("infinite", _value(-math.inf), "what is no logprob: -Infinity"),
-    ("vLLM's minus infinity", _value(-9999.0), "what is no logprob: -9999.0"),
-    ("above 0", _value(0.1), "what is no logprob: 0.1"),
-    ("text", _value("-1"), "what is no logprob"),
-    ("true", _value(True), "what is no logprob"),
+    ("NaN", _value(math.nan), "Expected `float` > -9999"),
+    ("infinite", _value(-math.inf), "Expected `float` > -9999"),
+    ("vLLM's minus infinity", _value(-9999.0), "Expected `float` > -9999"),
+    ("above 0", _value(0.1), "Expected `float` <= 0.0001"),
+    ("text", _value("-1"), "Expected `float`"),
+    ("true", _value(True), "Expected `float`"),
     (
         "no token's id",
         _places(lambda places: [*places[:2], places[2] | {"9" * 5000: {}}, places[3]]),
@@ -139,8 +139,8 @@ SPOILT: list[tuple[str, Callable[[Any], Any], str]] = [
         _places(lambda places: [*places[:2], places[2] | {"07": places[2]["7"]}, places[3]]),
         "form",
     ),
-    ("a reward", lambda body: {"score": 1}, "no choices[0].prompt_logprobs"),
-    ("a list", lambda body: [1, 2], "no choices[0].prompt_logprobs"),
+    ("a reward", lambda body: {"score": 1}, "prompt_logprobs of another form"),
+    ("a list", lambda body: [1, 2], "prompt_logprobs of another form"),
 ]
 
 

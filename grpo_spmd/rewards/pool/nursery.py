@@ -1,6 +1,6 @@
 """This module runs users' code in processes: a nursery that loads the code once, and its workers.
 
-    python -m MODULE SOCKET_FD PARENT_PID      (by processes.py; MODULE calls run_nursery)
+    python -m MODULE SOCKET_FD SETUP_FD PARENT_PID      (by processes.py; MODULE calls run_nursery)
 
 A *nursery* is a process without torch that imports the users' code once and forks *workers*, which
 call the code. The nursery is started by exec, so that no thread, lock or GPU of the rank is
@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.rewards.named import unpack_functions
 
 # Turns the message of a call into its reply.
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
@@ -187,8 +188,8 @@ class Worker:
 
 
 def run_nursery(load: Load) -> None:
-    """Runs the nursery and does not return; sys.argv has its socket and the rank's pid."""
-    _Nursery(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]), load).run()
+    """Runs the nursery and does not return; sys.argv is as above."""
+    _Nursery(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[3]), load).run()
 
 
 class _Nursery:
@@ -228,9 +229,11 @@ class _Nursery:
 
     def _serve(self) -> None:
         """Loads the user's code, then forks and kills workers as the pool asks."""
-        setup = json.loads(self._rank.recv(1 << 20))
+        with open(int(sys.argv[2]), "rb") as file:
+            setup: Any = decode_frame(bytearray(file.read()))
         sys.path[:] = setup["sys_path"]
         try:
+            unpack_functions(setup["functions"])
             facts, make = self._load(setup)
         except BaseException as error:
             text = (

@@ -110,7 +110,12 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
         wait. `variables` are added to the nursery's environment.
         """
         hold_standard_streams()
-        functions = pack_functions(rewards)
+        setup = {
+            **setup,
+            "sys_path": sys.path,
+            "rewards": [asdict(reward) for reward in rewards],
+            "functions": pack_functions(rewards),
+        }
         self._log_file = log_file
         self._check = check
         self._log: int | None = None
@@ -120,9 +125,11 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
         self._selector = selectors.DefaultSelector()
         self._nursery_output = tempfile.TemporaryFile()  # noqa: SIM115
         self._nursery, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            fds = [theirs.fileno(), *([] if functions is None else [functions])]
-            command = [sys.executable, "-m", module, str(fds[0]), str(os.getpid())]
+        with theirs, tempfile.TemporaryFile() as setup_file:
+            setup_file.write(encode_frame(setup))
+            setup_file.seek(0)
+            fds = [theirs.fileno(), setup_file.fileno()]
+            command = [sys.executable, "-m", module, *map(str, fds), str(os.getpid())]
             # The nursery has its own process group: Ctrl-C is for the rank alone, and the nursery
             # ends when the rank is gone.
             self._process = subprocess.Popen(
@@ -132,11 +139,6 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
                 process_group=0,
                 env={**os.environ, **(variables or {})},
             )
-        message = {**setup, "sys_path": sys.path, "rewards": [asdict(reward) for reward in rewards]}
-        if functions is not None:
-            message["functions"] = functions
-            os.close(functions)
-        self._nursery.send(json.dumps(message).encode())
         self._selector.register(self._nursery, selectors.EVENT_READ)
 
     def __enter__(self) -> Self:

@@ -1,7 +1,7 @@
 """This module is the program of the reward pool's processes: it imports the rewards once and serves
 calls.
 
-python -m grpo_spmd.rewards.pool.worker SOCKET_FD PARENT_PID      (by pool.py; see nursery.py)
+python -m grpo_spmd.rewards.pool.worker SOCKET_FD SETUP_FD PARENT_PID    (see nursery.py)
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from dataclasses import fields
 from typing import Any
 
 from grpo_spmd.config.schema import RewardConfig
-from grpo_spmd.rewards.named import unpack_functions
 from grpo_spmd.rewards.pool.nursery import MAX_ERROR_CHARS, Answer, Worker, run_nursery
 from grpo_spmd.rewards.protocol import Reward, RewardFacts, load_rewards
 from grpo_spmd.rewards.trl import (
@@ -37,9 +36,6 @@ _MAX_REASON_CHARS = 500
 def load(setup: dict[str, Any]) -> tuple[list[dict[str, Any]], Callable[[Worker], Answer]]:
     """Runs in the nursery. Returns RewardFacts for the pool, and a function that makes a
     worker's answers."""
-    functions = setup.get("functions")
-    if functions is not None:
-        unpack_functions(functions)
     configs = [RewardConfig(**reward) for reward in setup["rewards"]]
     rewards = load_rewards(configs, setup["timeout_s"])
     for config in configs:

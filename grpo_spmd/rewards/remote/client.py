@@ -24,8 +24,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import urlsplit
+
+import msgspec
 
 from grpo_spmd.config.describe import redact
 from grpo_spmd.config.errors import ConfigError
@@ -40,9 +42,6 @@ _MAX_ERROR_BYTES = 8192
 # Prompt logprobs.
 # The bound of an answer's size for one token at one position.
 _BYTES_A_TOKEN = 256
-# vLLM writes minus infinity as this number.
-_MINUS_INFINITY = -9999.0
-_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,8}")
 # Rounding may bring a probability this far above 1.
 _ROUNDING = 1e-4
 
@@ -284,13 +283,16 @@ class PositionLogprobs:
     likeliest: list[tuple[int, float]]
 
 
-@dataclass(frozen=True)
-class ServedModel:
+class ServedModel(msgspec.Struct, frozen=True):
     """One model that a server offers."""
 
-    name: str
+    name: str = msgspec.field(name="id")
     # The most tokens of prompt and completion together; None if the server does not say.
-    max_tokens: int | None
+    max_tokens: int | None = msgspec.field(name="max_model_len", default=None)
+
+
+class _ModelList(msgspec.Struct):
+    data: list[ServedModel]
 
 
 class PromptLogprobs:
@@ -308,10 +310,9 @@ class PromptLogprobs:
         """Returns the server's models. Raises FailedCallError."""
         answer = self._models.ask(None, limit_s=limit_s)
         try:
-            models = [(str(model["id"]), model.get("max_model_len")) for model in answer["data"]]
-        except (KeyError, TypeError, AttributeError):
+            return msgspec.convert(answer, _ModelList).data
+        except msgspec.ValidationError:
             raise self._models.malformed(UnexpectedError("no list of models", answer)) from None
-        return [ServedModel(name, m if isinstance(m, int) else None) for name, m in models]
 
     def ask(self, token_ids: Sequence[int], top_k: int, limit_s: float) -> list[PositionLogprobs]:
         """Returns the logprobs of each token except the first. Raises FailedCallError."""
@@ -324,11 +325,11 @@ class PromptLogprobs:
         Raises FailedCallError.
         """
         positions = self._ask(token_ids, top_k, limit_s)
-        return [str(token.get("decoded_token") or "") for _, token in positions]
+        return [token.decoded_token or "" for _, token in positions]
 
     def _ask(
         self, token_ids: Sequence[int], top_k: int, limit_s: float
-    ) -> list[tuple[PositionLogprobs, Mapping[str, Any]]]:
+    ) -> list[tuple[PositionLogprobs, _Token]]:
         ids = [int(token_id) for token_id in token_ids]
         body = {
             "model": self._model,
@@ -348,67 +349,74 @@ class PromptLogprobs:
             raise self._completions.malformed(error) from None
 
 
+class _Token(msgspec.Struct):
+    """The server's entry for one token at one position."""
+
+    # vLLM writes minus infinity as -9999. Rounding may bring a probability above 1.
+    logprob: Annotated[float, msgspec.Meta(gt=-9999.0, le=_ROUNDING)]
+    rank: int | None = 1
+    decoded_token: str | None = None
+
+
+_Tokens = dict[Annotated[str, msgspec.Meta(pattern=r"^(0|[1-9][0-9]{0,8})\Z")], _Token]
+
+
+class _Choice(msgspec.Struct):
+    prompt_logprobs: list[_Tokens | None]
+    prompt_token_ids: list[int] | None = None
+
+
+class _Answer(msgspec.Struct):
+    choices: Annotated[list[_Choice], msgspec.Meta(min_length=1)]
+
+
 def _read_positions(
     answer: Any, token_ids: Sequence[int], top_k: int
-) -> list[tuple[PositionLogprobs, Mapping[str, Any]]]:
+) -> list[tuple[PositionLogprobs, _Token]]:
     """Returns each position except the first, with the server's entry for the prompt's own token.
 
     Raises UnexpectedError for an answer that does not belong to these tokens. The error shows no
     part of the answer, which may be of any size.
     """
     try:
-        choice = answer["choices"][0]
-        positions = choice["prompt_logprobs"]
-        prompt_ids = choice.get("prompt_token_ids")
-    except (KeyError, IndexError, TypeError, AttributeError):
-        raise UnexpectedError("no choices[0].prompt_logprobs") from None
-    if prompt_ids is not None and prompt_ids != token_ids:
+        choice = msgspec.convert(answer, _Answer).choices[0]
+    except msgspec.ValidationError as error:
+        raise UnexpectedError(f"prompt_logprobs of another form: {error}") from None
+    positions = choice.prompt_logprobs
+    if choice.prompt_token_ids not in (None, token_ids):
         raise UnexpectedError("for another prompt than it was asked of")
-    if not isinstance(positions, list) or len(positions) != len(token_ids):
-        number = len(positions) if isinstance(positions, list) else "no"
-        raise UnexpectedError(f"{number} prompt_logprobs for {len(token_ids)} tokens")
+    if len(positions) != len(token_ids):
+        raise UnexpectedError(f"{len(positions)} prompt_logprobs for {len(token_ids)} tokens")
     return [
-        _read_position(tokens, str(token_id), top_k)
+        _read_position(tokens or {}, str(token_id), top_k)
         for tokens, token_id in zip(positions[1:], token_ids[1:], strict=True)
     ]
 
 
 def _read_position(
-    tokens: Any, prompt_token: str, top_k: int
-) -> tuple[PositionLogprobs, Mapping[str, Any]]:
+    tokens: Mapping[str, _Token], prompt_token: str, top_k: int
+) -> tuple[PositionLogprobs, _Token]:
     """Returns the logprobs of one position. `tokens` has the server's entries by token id."""
-    if not isinstance(tokens, dict) or not all(
-        _TOKEN_ID.fullmatch(name) and isinstance(token, dict) for name, token in tokens.items()
-    ):
-        raise UnexpectedError("prompt_logprobs of another form")
     if prompt_token not in tokens:
         raise UnexpectedError("prompt_logprobs without the prompt's own token at its place")
-    logprobs = {name: _read_logprob(token.get("logprob")) for name, token in tokens.items()}
+    logprobs = {name: min(token.logprob, 0.0) for name, token in tokens.items()}
     # The prompt's own is there in addition if it is not among the likeliest; nothing else ever is.
     likeliest = dict(logprobs)
     if len(tokens) > top_k:
         del likeliest[prompt_token]
-    ranks = [tokens[name].get("rank", 1) for name in likeliest]
     is_above = prompt_token not in likeliest and logprobs[prompt_token] > min(
         likeliest.values(), default=0.0
     )
-    has_odd_rank = any(rank not in range(1, top_k + 1) for rank in ranks)
+    has_odd_rank = any(tokens[name].rank not in range(1, top_k + 1) for name in likeliest)
     if len(likeliest) != top_k or is_above or has_odd_rank:
         raise UnexpectedError(
             f"{len(tokens)} tokens at a place, which are not the {top_k} likeliest and its own"
         )
-    if math.fsum(map(math.exp, logprobs.values())) > 1 + _ROUNDING:
+    # NaN fails the comparison, so it is refused too.
+    if not math.fsum(map(math.exp, logprobs.values())) <= 1 + _ROUNDING:
         raise UnexpectedError("probabilities that add up to more than 1")
     in_order = sorted(
         ((int(name), logprob) for name, logprob in likeliest.items()),
         key=lambda token: (-token[1], token[0]),
     )
     return PositionLogprobs(logprobs[prompt_token], in_order), tokens[prompt_token]
-
-
-def _read_logprob(value: Any) -> float:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    # NaN fails both comparisons, so it is refused too.
-    if not is_number or not _MINUS_INFINITY < value <= _ROUNDING:
-        raise UnexpectedError("what is no logprob", value if is_number else "")
-    return min(float(value), 0.0)

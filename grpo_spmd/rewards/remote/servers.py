@@ -27,6 +27,7 @@ from grpo_spmd.config.load import path_remark
 from grpo_spmd.config.schema import RewardConfig, WatchdogConfig
 from grpo_spmd.data.rows import PromptRow
 from grpo_spmd.files import UntrustedError, open_regular
+from grpo_spmd.rewards.pool.call_limits import share_of
 from grpo_spmd.rewards.remote.client import (
     JsonClient,
     UnexpectedError,
@@ -317,21 +318,14 @@ def check_calls(configs: Sequence[RewardConfig], num_ranks: int) -> None:
     its environment variable."""
     for index, config in enumerate(configs):
         entry = f"rewards.{index}"
-        limits = {
-            "max_concurrent": config.max_concurrent,
-            "max_per_minute": config.max_per_minute,
-        }
-        for name, limit in limits.items():
+        for name in ("max_concurrent", "max_per_minute"):
+            limit = getattr(config, name)
             if limit is not None and limit < num_ranks:
                 raise ConfigError(
                     f"{entry}.{name} ({limit}) must be >= the number of ranks ({num_ranks}), each "
                     "of which makes its own share of the calls; raise it, or take fewer ranks"
                 )
         headers_of(config.headers_env, f"{entry}.headers_env")
-        if config.url is not None and not _is_json(config.args):
-            raise ConfigError(
-                f"{entry}.args: a server is sent JSON, which has no NaN and no infinity"
-            )
 
 
 def check_sent(configs: Sequence[RewardConfig], rows: Sequence[PromptRow]) -> None:
@@ -391,9 +385,9 @@ def check_pace(
         for phase, (scope, number, calls_each) in phases.items():
             # The slowest rank: the groups it may have to score, at its share of the pace.
             seconds = max(
-                (_share(number, rank, num_ranks) * calls_each - 1)
+                (share_of(number, rank, num_ranks) * calls_each - 1)
                 * 60
-                / _share(limit, rank, num_ranks)
+                / share_of(limit, rank, num_ranks)
                 for rank in range(num_ranks)
             )
             limit_s = watchdog.phase_timeouts_s.get(phase, watchdog.timeout_s)
@@ -405,7 +399,3 @@ def check_pace(
                     f"{limit_s:,.0f} s; raise it, or set watchdog.phase_timeouts_s: "
                     f"{{{phase}: {enough_s}}}"
                 )
-
-
-def _share(total: int, rank: int, num_ranks: int) -> int:
-    return total // num_ranks + (rank < total % num_ranks)
