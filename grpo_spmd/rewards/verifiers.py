@@ -49,9 +49,16 @@ def completion_text(completion: Completion) -> str:
 
 def exact(completions: Completions, answer: Column, **_: Any) -> Scores:
     """Returns 1.0 where the completion, stripped of white space, is the column `answer`."""
+    return _compare(completions, answer, lambda text, gold: text.strip() == str(gold).strip())
+
+
+def _compare(
+    completions: Completions, golds: Column, is_right: Callable[[str, Any], bool]
+) -> Scores:
+    """Returns 1.0 where `is_right(text, gold)`, else 0.0, and None where the gold value is None."""
     return [
-        None if gold is None else float(completion_text(completion).strip() == str(gold).strip())
-        for completion, gold in zip(completions, answer, strict=True)
+        None if gold is None else float(is_right(completion_text(completion), gold))
+        for completion, gold in zip(completions, golds, strict=True)
     ]
 
 
@@ -73,10 +80,7 @@ def gsm8k(completions: Completions, answer: Column, **_: Any) -> Scores:
     """Returns 1.0 where the completion's last number is that of the column `answer` ("... ####
     42")."""
     golds = [last_number(str(gold)) for gold in answer]
-    return [
-        None if gold is None else float(last_number(completion_text(completion)) == gold)
-        for completion, gold in zip(completions, golds, strict=True)
-    ]
+    return _compare(completions, golds, lambda text, gold: last_number(text) == gold)
 
 
 def last_number(text: str) -> Fraction | None:
@@ -103,17 +107,18 @@ def countdown(
     The equation stands in the last <answer>...</answer>; with `answer_tag: null` it is the whole
     completion.
     """
-    scores: Scores = []
-    for completion, numbers, goal in zip(completions, nums, target, strict=True):
-        if numbers is None or goal is None:
-            scores.append(None)
-            continue
-        equation = tagged(completion_text(completion), answer_tag)
-        is_solved = equation is not None and _reaches(
-            equation, [int(number) for number in numbers], Fraction(goal)
-        )
-        scores.append(float(is_solved))
-    return scores
+    tasks = [
+        None
+        if numbers is None or goal is None
+        else ([int(number) for number in numbers], Fraction(goal))
+        for numbers, goal in zip(nums, target, strict=True)
+    ]
+
+    def is_solved(text: str, task: tuple[list[int], Fraction]) -> bool:
+        equation = tagged(text, answer_tag)
+        return equation is not None and _reaches(equation, *task)
+
+    return _compare(completions, tasks, is_solved)
 
 
 def tagged(text: str, tag: str | None) -> str | None:

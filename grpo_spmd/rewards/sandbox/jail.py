@@ -34,7 +34,6 @@ import struct
 import sys
 import types
 from collections.abc import Callable, Sequence
-from importlib import machinery, util
 from typing import Any
 
 _SCRATCH_BYTES, _SCRATCH_INODES = 64 << 20, 1024
@@ -134,8 +133,10 @@ def set_limits(memory_bytes: int, cpu_s: int) -> None:
         "FSIZE": _FILE_BYTES,
         "NOFILE": _OPEN_FILES,
         "CORE": 0,
+        "NPROC": _THREADS,
+        "MEMLOCK": 0,
     }
-    for name, limit in (limits | {"NPROC": _THREADS, "MEMLOCK": 0}).items():
+    for name, limit in limits.items():
         resource_id = getattr(resource, f"RLIMIT_{name}")
         hard = resource.getrlimit(resource_id)[1]
         limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
@@ -304,22 +305,12 @@ def _error() -> str:
     return os.strerror(ctypes.get_errno())
 
 
-class _Source(machinery.SourcelessFileLoader):
-    """The model's code as a module that is loaded from memory."""
-
-    def __init__(self, name: str, text: str) -> None:
-        super().__init__(name, f"<{name}>")
-        self._text = text
-
-    def get_code(self, fullname: str) -> types.CodeType:
-        return compile(self._text, self.path, "exec", dont_inherit=True)
-
-
 def _run_module(name: str, text: str) -> dict[str, Any]:
-    loader = _Source(name, text)
-    module = util.module_from_spec(machinery.ModuleSpec(name, loader, origin=loader.path))
+    """Runs `text` as the module `name` and returns the module's names."""
+    module = types.ModuleType(name)
     sys.modules[name] = module
-    loader.exec_module(module)
+    # FunctionType runs a code object in a given scope, as exec does.
+    types.FunctionType(compile(text, f"<{name}>", "exec", dont_inherit=True), module.__dict__)()
     return module.__dict__
 
 

@@ -268,37 +268,40 @@ class Jail(AbstractContextManager["Jail"]):
             pair,
             socket.socket(fileno=fcntl.fcntl(pair, fcntl.F_DUPFD_CLOEXEC, 3)) as theirs,
         ):
-            fd, out = theirs.fileno(), self._stdout if mode == "program" else subprocess.DEVNULL
-            command = [sys.executable, "-I", "-S", "-X", "utf8", str(_JAIL), str(fd)]
-            options: dict[str, Any] = {
-                "cwd": self._scratch,
-                "env": {},
-                "pass_fds": [fd],
-                "start_new_session": True,
-            }
+            fd = theirs.fileno()
             self._process = subprocess.Popen(
-                command, stdin=self._stdin, stdout=out, stderr=subprocess.DEVNULL, **options
+                [sys.executable, "-I", "-S", "-X", "utf8", str(_JAIL), str(fd)],
+                stdin=self._stdin,
+                stdout=self._stdout if mode == "program" else subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                cwd=self._scratch,
+                env={},
+                pass_fds=[fd],
+                start_new_session=True,
             )
         try:
             self._tell_time, self._began = limits.tell_time, time.monotonic()
             # The first deadline covers the start alone. The code's own clock begins below, when the
             # walls stand.
             self._deadline = self._began + _START_S
-            bounds = {"memory_bytes": limits.memory_mib << 20, "cpu_s": int(limits.time_s) + 1}
-            folders = {"readable": _readable(), "scratch": self._scratch, "site": _site()}
             self.write(
-                {"code": code, "mode": mode, "isolation": limits.isolation, **folders, **bounds}
+                {
+                    "code": code,
+                    "mode": mode,
+                    "isolation": limits.isolation,
+                    "readable": _readable(),
+                    "scratch": self._scratch,
+                    "site": _site(),
+                    "memory_bytes": limits.memory_mib << 20,
+                    "cpu_s": int(limits.time_s) + 1,
+                }
             )
-            answer = self.read()
-            if not isinstance(answer, dict) or "walls" not in answer:
-                reason = (
-                    answer.get("refused")
-                    if isinstance(answer, dict)
-                    else "its process did not start"
-                )
+            # No code has run yet: this is our own message.
+            answer = self.read() or {"refused": "its process did not start"}
+            if "refused" in answer:
                 raise SandboxError(
-                    f"model-written code cannot be isolated on this machine, and is not run: "
-                    f"{reason}"
+                    "model-written code cannot be isolated on this machine, and is not run: "
+                    f"{answer['refused']}"
                 )
             self.walls: list[str] = answer["walls"]
             self._began = time.monotonic()
