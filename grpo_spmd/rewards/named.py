@@ -27,7 +27,7 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import path_remark
 from grpo_spmd.config.schema import RewardConfig
 from grpo_spmd.data.rows import PromptRow
-from grpo_spmd.rewards.trl import unwrap_partial
+from grpo_spmd.rewards.trl import callable_name, unwrap_partial
 from grpo_spmd.rewards.verifiers import parse_tests
 
 # Stands in place of a file in RewardConfig.function.
@@ -135,20 +135,16 @@ def as_its_own_program(file: str) -> Iterator[None]:
 
 def function_name(function: Function) -> str | None:
     """Returns the reward's name: the name of its function or class, or None for a lambda."""
-    name = callable_or_class(function).__name__
-    return None if name == "<lambda>" else str(name)
+    name = callable_name(function)
+    return None if name == "<lambda>" else name
 
 
 def function_spec(function: Function) -> str:
     """Returns the text that config.yaml has in place of "file.py:function"."""
-    named = callable_or_class(function)
-    return f"{PYTHON_MARK}{named.__module__}.{named.__qualname__}"
-
-
-def callable_or_class(function: Function) -> Any:
-    """Returns the function without its partials, or the class of an object with __call__."""
     function = unwrap_partial(function)
-    return function if hasattr(function, "__qualname__") else type(function)
+    # An object with __call__ is named by its class.
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{PYTHON_MARK}{named.__module__}.{named.__qualname__}"
 
 
 @contextlib.contextmanager

@@ -103,9 +103,7 @@ class EngineJudge:
     def score_of(self, reply: str, finish_reason: str) -> float:
         """Returns the score in a reply, in [0, 1]. Raises UnexpectedError for a reply without a
         score."""
-        choice = {"message": {"content": reply}, "finish_reason": finish_reason}
-        [score] = self._judge.scores({"choices": [choice]}, 1)
-        return score
+        return self._judge.score_of(reply, finish_reason)
 
 
 def open_engine_judges(

@@ -28,8 +28,6 @@ from grpo_spmd.rewards.trl import (
 )
 from grpo_spmd.rewards.verifiers import load_math_verify
 
-# A shipped reward's import at its first call takes 2 s, which would count as the call's.
-_WARM = {"math": load_math_verify}
 _MAX_REASON_CHARS = 500
 
 
@@ -38,9 +36,9 @@ def load(setup: dict[str, Any]) -> tuple[list[dict[str, Any]], Callable[[Worker]
     worker's answers."""
     configs = [RewardConfig(**reward) for reward in setup["rewards"]]
     rewards = load_rewards(configs, setup["timeout_s"])
-    for config in configs:
-        if config.is_shipped and config.name in _WARM:
-            _WARM[config.name]()
+    # Its import at the first call takes 2 s, which would count as the call's.
+    if any(config.is_shipped and config.name == "math" for config in configs):
+        load_math_verify()
 
     def answer(message: dict[str, Any]) -> dict[str, Any]:
         start = time.perf_counter()
@@ -72,16 +70,16 @@ def call_reward(
         if inspect.isawaitable(values):
             values = asyncio.run(_finish(values))
         rule = f"must return a list of numbers or None; got {type(values).__name__}"
-        is_list = hasattr(values, "__len__") and hasattr(values, "__iter__")
-        if isinstance(values, str | bytes | dict | set) or not is_list:
+        if isinstance(values, str | bytes | dict | set):
             return {"failed": rule}
         try:
+            # A generator has no length, nor has a tensor without dimensions.
+            num_values = len(values)
             values = list(values)
         except TypeError:
-            # A tensor without dimensions has no length.
-            return {"failed": f"{rule} without a length"}
-        if len(values) != num_completions:
-            return {"broken": f"returned {len(values)} values for {num_completions} completions"}
+            return {"failed": rule}
+        if num_values != num_completions:
+            return {"broken": f"returned {num_values} values for {num_completions} completions"}
         return {"values": [as_reward(value) for value in values], **log.reply()}
     except FailedCallError as error:
         return {

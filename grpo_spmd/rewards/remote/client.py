@@ -236,22 +236,6 @@ def retry_after_s(value: str | None) -> float | None:
         return None
 
 
-def find_number(answer: Any, names: Sequence[str]) -> float:
-    """Returns `answer` itself, or its first field among `names`; a list of one number is that
-    number.
-
-    Raises UnexpectedError.
-    """
-    if isinstance(answer, dict):
-        present = [name for name in names if name in answer]
-        if not present:
-            raise UnexpectedError(f"an object without {', '.join(names)}")
-        answer = answer[present[0]]
-    if isinstance(answer, list) and len(answer) == 1:
-        answer = answer[0]
-    return as_finite(answer)
-
-
 def as_finite(value: Any) -> float:
     """Returns a JSON number as a float; true is 1.
 

@@ -32,7 +32,6 @@ from grpo_spmd.rewards.remote.client import (
     JsonClient,
     UnexpectedError,
     as_finite,
-    find_number,
     headers_of,
 )
 
@@ -141,7 +140,14 @@ class _Slime:
         }
 
     def scores(self, answer: Any, number: int) -> list[float]:
-        return [find_number(answer, ("score", "reward", "rewards"))]
+        if isinstance(answer, dict):
+            answers = [answer[name] for name in ("score", "reward", "rewards") if name in answer]
+            if not answers:
+                raise UnexpectedError("an object without score, reward, rewards")
+            answer = answers[0]
+        if isinstance(answer, list) and len(answer) == 1:
+            answer = answer[0]
+        return [as_finite(answer)]
 
 
 class _OpenRlhf:
@@ -233,14 +239,19 @@ class Judge:
             choice = msgspec.convert(answer, _ChatAnswer).choices[0]
         except (msgspec.ValidationError, IndexError):
             raise UnexpectedError("no choices[0].message.content") from None
+        return [self.score_of(choice.message.content, choice.finish_reason)]
+
+    def score_of(self, reply: str, finish_reason: Any) -> float:
+        """Returns the score in a reply, in [0, 1]. Raises UnexpectedError for a reply without a
+        score."""
         # "Score: 1" may be the beginning of "Score: 10".
-        if choice.finish_reason == "length":
+        if finish_reason == "length":
             raise UnexpectedError("a reply that was cut off")
         low, high = self._config.judge_scale
-        score = parse_score(choice.message.content, high)
+        score = parse_score(reply, high)
         if not low <= score <= high:
             raise UnexpectedError(f"the score {score:g}, which is not from {low:g} to {high:g}")
-        return [(score - low) / (high - low)]
+        return (score - low) / (high - low)
 
 
 def parse_score(reply: str, highest: float) -> float:
