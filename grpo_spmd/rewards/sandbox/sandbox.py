@@ -41,12 +41,14 @@ import sys
 import sysconfig
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 # Seconds for the interpreter and the walls to start, before the code's own time begins.
 _START_S = 20.0
@@ -115,8 +117,13 @@ def passes_statements(code: str, tests: Sequence[str], limits: Limits) -> list[b
     One process runs all tests, in order, within `limits`.
     """
     parsed = [_parse(test) for test in tests]
-    flat = [(statement, secrets.token_hex(16)) for statements in parsed for statement in statements]
-    verdicts = [False] * len(flat)
+    flat = [
+        (test, statement, secrets.token_hex(16))
+        for test, statements in enumerate(parsed)
+        for statement in statements
+    ]
+    # How many statements of each test hold; those that are not reached do not.
+    num_held = Counter[int]()
     with Jail(code, "statements", limits, stdin="") as jail:
         # The secrets and expressions are sent only after the code has run, so that the code cannot
         # read them at import.
@@ -124,24 +131,20 @@ def passes_statements(code: str, tests: Sequence[str], limits: Limits) -> list[b
             jail.write(
                 [
                     {"value": s.source} if s.is_compared_here else {"run": s.source, "secret": x}
-                    for s, x in flat
+                    for _, s, x in flat
                 ]
             )
-            for number, (statement, secret) in enumerate(flat):
+            for number, (test, statement, secret) in enumerate(flat):
                 answer = jail.read()
                 if not isinstance(answer, dict) or answer.get("statement") != number:
                     # It ended, ran out of time, or forges answers.
                     break
                 if statement.is_compared_here:
-                    verdicts[number] = "value" in answer and _equals(
-                        answer["value"], statement.expected
-                    )
+                    holds = "value" in answer and _equals(answer["value"], statement.expected)
                 else:
-                    verdicts[number] = answer.get("secret") == secret
-    # Each test takes the whole list of its verdicts: `all` alone would stop at the first False and
-    # leave the remaining verdicts to the next test.
-    results = iter(verdicts)
-    return [all(list(islice(results, len(statements)))) for statements in parsed]
+                    holds = answer.get("secret") == secret
+                num_held[test] += holds
+    return [num_held[test] == len(statements) for test, statements in enumerate(parsed)]
 
 
 def each_within(cpu_s: float, function: Callable[[int], float], count: int) -> list[float]:
@@ -156,11 +159,8 @@ def each_within(cpu_s: float, function: Callable[[int], float], count: int) -> l
         read_fd, write_fd = os.pipe()
         if (pid := os.fork()) == 0:
             try:
-                pages, hard = (
-                    int(Path("/proc/self/statm").read_text().split()[0]),
-                    resource.getrlimit(_AS)[1],
-                )
-                max_bytes = pages * resource.getpagesize() + (1 << 30)
+                hard = resource.getrlimit(_AS)[1]
+                max_bytes = psutil.Process().memory_info().vms + (1 << 30)
                 # An infinite hard limit is -1; modulo 2**64 it becomes the largest number.
                 resource.setrlimit(_AS, (min(max_bytes, hard % 2**64), hard))
                 signal.signal(signal.SIGPROF, signal.SIG_DFL)
