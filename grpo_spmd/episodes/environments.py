@@ -9,7 +9,6 @@ the run's scorers (rewards/scorers.py): it takes the environments' rewards out o
 from __future__ import annotations
 
 import logging
-import math
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
@@ -29,6 +28,7 @@ from grpo_spmd.episodes.open_episode import EpisodeLimits
 from grpo_spmd.episodes.pool import EnvironmentPool
 from grpo_spmd.records import Completion, RolloutGroup, ScoredRollouts
 from grpo_spmd.rewards.protocol import Reward
+from grpo_spmd.rewards.scorers import RewardColumn, merge_results
 
 _log = logging.getLogger("grpo_spmd")
 
@@ -42,26 +42,17 @@ class EnvironmentScorer:
 
     def score(self, groups: Sequence[RolloutGroup], scored: ScoredRollouts) -> ScoredRollouts:
         """Returns the environments' rewards, as a Scorer does."""
-        completions = [completion for group in groups for completion in group.completions]
-        result = ScoredRollouts()
-        for name in self._names:
-            values: list[float | None] = []
-            statuses = []
-            for completion in completions:
-                episode = completion.episode
-                # There is no turn where the environment failed, and so nothing to reward.
-                value = episode.rewards.get(name) if episode is not None and episode.turns else None
-                status = "not_applicable" if value is None else "ok"
-                # A string says why the environment's value is unusable.
+        episodes = [completion.episode for group in groups for completion in group.completions]
+        columns = [RewardColumn(name, len(episodes)) for name in self._names]
+        for column in columns:
+            for number, episode in enumerate(episodes):
+                value = None if episode is None else episode.rewards.get(column.name)
                 if isinstance(value, str):
-                    result.first_error = result.first_error or f"reward {name!r} {value}"
-                    value = math.nan
-                    status = "error"
-                values.append(value)
-                statuses.append(status)
-            result.by_name[name] = values
-            result.statuses[name] = statuses
-        return result
+                    # What is wrong with the reward that the environment gave.
+                    column.fail(number, value)
+                elif value is not None:
+                    column.give(number, value)
+        return merge_results([column.scores for column in columns])
 
 
 class Environments(AbstractContextManager["Environments"]):

@@ -48,7 +48,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 
 # Seconds for the interpreter and the walls to start, before the code's own time begins.
 _START_S = 20.0
