@@ -180,7 +180,7 @@ def _ask_texts(
     prompt = [ids[0], *ids]
     top_k = config.teacher.top_k if config.teacher.loss == "topk" else 0
     try:
-        return _call_with_retries(config, lambda s: server.texts(prompt, top_k, s))
+        positions = _call_with_retries(config, lambda s: server.ask(prompt, top_k, s))
     except FailedCallError as error:
         # 400 is vLLM's status for ids that its model lacks, and for more logprobs than it gives.
         rule = (
@@ -189,6 +189,7 @@ def _ask_texts(
             "teacher.top_k)"
         )
         raise ConfigError(f"{key}: {served.name} {rule}: the server {error}") from None
+    return [position.text for position in positions]
 
 
 def _is_complete(text: str) -> bool:

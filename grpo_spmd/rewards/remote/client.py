@@ -265,6 +265,8 @@ class PositionLogprobs:
     logprob: float
     # As many (token id, logprob) pairs as requested, the likeliest first.
     likeliest: list[tuple[int, float]]
+    # The token as the server writes it, or "" where it does not.
+    text: str = ""
 
 
 class ServedModel(msgspec.Struct, frozen=True):
@@ -300,20 +302,6 @@ class PromptLogprobs:
 
     def ask(self, token_ids: Sequence[int], top_k: int, limit_s: float) -> list[PositionLogprobs]:
         """Returns the logprobs of each token except the first. Raises FailedCallError."""
-        return [position for position, _ in self._ask(token_ids, top_k, limit_s)]
-
-    def texts(self, token_ids: Sequence[int], top_k: int, limit_s: float) -> list[str]:
-        """Returns each token except the first as the server writes it, or "" where it does not
-        write it.
-
-        Raises FailedCallError.
-        """
-        positions = self._ask(token_ids, top_k, limit_s)
-        return [token.decoded_token or "" for _, token in positions]
-
-    def _ask(
-        self, token_ids: Sequence[int], top_k: int, limit_s: float
-    ) -> list[tuple[PositionLogprobs, _Token]]:
         ids = [int(token_id) for token_id in token_ids]
         body = {
             "model": self._model,
@@ -354,10 +342,8 @@ class _Answer(msgspec.Struct):
     choices: Annotated[list[_Choice], msgspec.Meta(min_length=1)]
 
 
-def _read_positions(
-    answer: Any, token_ids: Sequence[int], top_k: int
-) -> list[tuple[PositionLogprobs, _Token]]:
-    """Returns each position except the first, with the server's entry for the prompt's own token.
+def _read_positions(answer: Any, token_ids: Sequence[int], top_k: int) -> list[PositionLogprobs]:
+    """Returns each position except the first.
 
     Raises UnexpectedError for an answer that does not belong to these tokens. The error shows no
     part of the answer, which may be of any size.
@@ -377,9 +363,7 @@ def _read_positions(
     ]
 
 
-def _read_position(
-    tokens: Mapping[str, _Token], prompt_token: str, top_k: int
-) -> tuple[PositionLogprobs, _Token]:
+def _read_position(tokens: Mapping[str, _Token], prompt_token: str, top_k: int) -> PositionLogprobs:
     """Returns the logprobs of one position. `tokens` has the server's entries by token id."""
     if prompt_token not in tokens:
         raise UnexpectedError("prompt_logprobs without the prompt's own token at its place")
@@ -403,4 +387,5 @@ def _read_position(
         ((int(name), logprob) for name, logprob in likeliest.items()),
         key=lambda token: (-token[1], token[0]),
     )
-    return PositionLogprobs(logprobs[prompt_token], in_order), tokens[prompt_token]
+    text = tokens[prompt_token].decoded_token or ""
+    return PositionLogprobs(logprobs[prompt_token], in_order, text)
