@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.config.schema import Config, RewardConfig
+from grpo_spmd.config.schema import RewardConfig
 from grpo_spmd.distributed.collectives import exchange_bytes
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.engine.engine import RolloutEngine
@@ -107,7 +107,7 @@ class EngineJudge:
 
 
 def open_engine_judges(
-    config: Config,
+    rewards: Sequence[RewardConfig],
     prompt_tokens: Mapping[int, int],
     tokenizer: Any,
     engine: RolloutEngine,
@@ -116,11 +116,11 @@ def open_engine_judges(
 ) -> EngineJudges:
     """Returns the judges of the config that are its own engine.
 
-    `prompt_tokens` has the longest prompt of each, by its index in `config.rewards`; `check` is as
+    `prompt_tokens` has the longest prompt of each, by its index in `rewards`; `check` is as
     in EngineJudges. Raises ConfigError.
     """
     judges = [
-        EngineJudge(f"rewards.{index}", config.rewards[index], tokenizer, max_prompt_tokens)
+        EngineJudge(f"rewards.{index}", rewards[index], tokenizer, max_prompt_tokens)
         for index, max_prompt_tokens in prompt_tokens.items()
     ]
     return EngineJudges(judges, engine, session.world_size, check)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from grpo_spmd.config.schema import Config
+from grpo_spmd.config.schema import ModelConfig, RewardConfig
 from grpo_spmd.distributed.collectives import exchange_bytes
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.engine.engine import RolloutEngine
@@ -141,23 +141,31 @@ class RewardModels:
 
 
 def build_reward_models(
-    config: Config, policy_tokenizer: Any, engine: RolloutEngine, session: Session
+    rewards: Sequence[RewardConfig],
+    model_config: ModelConfig,
+    max_tokens: int,
+    *,
+    policy_tokenizer: Any,
+    engine: RolloutEngine,
+    session: Session,
+    check_every_steps: int,
 ) -> RewardModels:
-    """Collective. Builds the reward models of the config. Raises ConfigError for a model that
-    cannot be used."""
-    max_tokens = config.training.max_tokens_per_micro_batch
+    """Collective. Builds the models of `rewards`; `max_tokens` is the most tokens of a packed row.
+
+    Raises ConfigError for a model that cannot be used.
+    """
     models: list[ModelReward] = []
     checks: dict[str, RewardModelCheck] = {}
-    for index, reward in enumerate(config.rewards):
+    for index, reward in enumerate(rewards):
         if reward.model is None:
             continue
         folder = checkpoint_folder(reward.model, reward.revision)
         files = read_reward_model(index, reward, folder, max_tokens)
         texts = RewardTexts(files, policy_tokenizer)
-        model = build_reward_model(files, config.model, session)
-        checks[files.name] = RewardModelCheck(files, model, policy_tokenizer, config.model.dtype)
+        model = build_reward_model(files, model_config, session)
+        checks[files.name] = RewardModelCheck(files, model, policy_tokenizer, model_config.dtype)
         models.append(ModelReward(files.name, model, texts, max_tokens))
-    return RewardModels(models, engine, checks, config.proofs.every_steps)
+    return RewardModels(models, engine, checks, check_every_steps)
 
 
 def score_over_ranks(

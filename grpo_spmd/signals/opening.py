@@ -89,11 +89,22 @@ def open_reward_models(
 
         prompt_tokens = judge_prompt_tokens(config)
         check = preemption.check_before_update
-        more.append(open_engine_judges(config, prompt_tokens, tokenizer, engine, session, check))
+        more.append(
+            open_engine_judges(config.rewards, prompt_tokens, tokenizer, engine, session, check)
+        )
     if any(reward.model is not None for reward in config.rewards):
         from grpo_spmd.rollout.reward_models import build_reward_models
 
-        more.append(build_reward_models(config, tokenizer, engine, session))
+        models = build_reward_models(
+            config.rewards,
+            config.model,
+            config.training.max_tokens_per_micro_batch,
+            policy_tokenizer=tokenizer,
+            engine=engine,
+            session=session,
+            check_every_steps=config.proofs.every_steps,
+        )
+        more.append(models)
     if not more:
         return scorers
     # The weights in the order of the config, then those of the environments' own rewards.

@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
@@ -266,7 +266,7 @@ class PositionLogprobs:
     # As many (token id, logprob) pairs as requested, the likeliest first.
     likeliest: list[tuple[int, float]]
     # The token as the server writes it, or "" where it does not.
-    text: str = ""
+    text: str = field(default="", compare=False)
 
 
 class ServedModel(msgspec.Struct, frozen=True):
