@@ -81,11 +81,11 @@ def met_conditions(conditions: str, values: Mapping[str, Any]) -> str:
     """
     facts = []
     for condition in conditions.split(" & "):
-        key, _, pattern = condition.partition("=")
+        key, sign, words = condition.split()
         value = values[key]
         # json writes null, true and numbers as YAML does; 1.0 is written 1, as people do.
         text = f"{value:g}" if isinstance(value, float) else json.dumps(value).strip('"')
-        if not re.fullmatch(pattern, text):
+        if (text in words.split("|")) != (sign == "="):
             return ""
         facts.append(f"{key} is {text}")
     return " and ".join(facts)

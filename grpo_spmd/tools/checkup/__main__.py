@@ -308,12 +308,18 @@ def _parser() -> OverridesParser:
     json_help = "write each line there too, as a JSON object"
     overrides_help = "values that replace the file's"
     add("--config", metavar="FILE", help=config_help)
-    add("--ranks", type=int, metavar="N", help=ranks_help)
+    add("--ranks", type=_parse_number, metavar="N", help=ranks_help)
     add("--only", type=_parse_groups, default=_GROUPS, metavar="GROUP,...", help=only_help)
     add("--deadline", type=float, default=60.0, metavar="SECONDS", help=deadline_help)
     add("--json", type=Path, metavar="FILE", help=json_help)
     add("overrides", nargs="*", metavar="section.key=value", help=overrides_help)
     return parser
+
+
+def _parse_number(text: str) -> int:
+    if not (text.isdecimal() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
+    return int(text)
 
 
 def _parse_groups(text: str) -> tuple[str, ...]:
