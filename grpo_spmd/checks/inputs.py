@@ -175,7 +175,7 @@ def read_and_check_rows(
         if folder is not None:
             check_prompts_early(rows, config.data, folder, num_embeddings(folder))
 
-    # The result is cached on the node until the rows or the tokenizer's files change.
+    # That the rows passed is noted on the node, until they or the tokenizer's files change.
     depends_on = None
     if folder is not None:
         depends_on = [prompt_check_inputs(folder, config.data), num_embeddings(folder)]

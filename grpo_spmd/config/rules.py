@@ -371,9 +371,9 @@ def _check_reward(prefix: str, reward: RewardConfig) -> None:
         (
             reward.is_shipped or is_model,
             _CALL_KEYS,
-            " is of a function or a url; reward_pool.timeout_s bounds all rewards",
+            " belongs to a function or a url; reward_pool.timeout_s bounds all rewards",
         ),
-        (not is_model, _MODEL_KEYS, " is of a reward model"),
+        (not is_model, _MODEL_KEYS, " belongs to a reward model"),
         (not is_model and not is_engine, ("max_tokens",), " is of a reward model"),
         (is_model, ("args",), ": they are for a function or a url, and a model takes none"),
         (reward.url is None, _URL_KEYS, " is of a url"),

@@ -337,14 +337,18 @@ class Doctor:
         return time.monotonic() - self._paused_s
 
     def _watch(self) -> None:
+        """Beats for this rank and ends it on the first alarm of any rank, until it is stopped.
+
+        The thread's body. A rank in a debugger stops all clocks of phases.
+        """
         try:
             self._watch_store.set_timeout(timedelta(seconds=_SILENT_S))
             previous = time.monotonic()
             while not self._is_stopped:
                 current_time = time.monotonic()
                 # After a long gap between two rounds this process was stopped (SIGSTOP).
-                gap_s = 0.0 if self._look_for_debugger() else 4 * _POLL_S
-                self._paused_s += max(0.0, current_time - previous - gap_s)
+                usual_s = 0.0 if self._look_for_debugger() else 4 * _POLL_S
+                self._paused_s += max(0.0, current_time - previous - usual_s)
                 previous = current_time
                 self._beat(self._watch_store)
                 # The others wait for a rank in a debugger, however long that takes.

@@ -112,7 +112,7 @@ def _quit(text: str) -> NoReturn:
 
 
 def _newest_checkpoint() -> Path | None:
-    """Returns the newest checkpoint's path below the run's folder."""
+    """Returns the newest checkpoint's path relative to the run's folder; None if there is none."""
     if _run_dir is None:
         return None
     paths = {}

@@ -125,10 +125,10 @@ class EngineAdapters:
         self.request = LoRARequest("policy", _ADAPTER_ID, "/handed-over-in-memory")
 
     def load(self, adapters: Mapping[str, Tensor]) -> None:
-        """Replaces all adapters, as `RolloutEngine.load_adapters` does.
+        """Replaces the LoRA adapter by the A and B matrices of all its layers, by tensor name.
 
         The caller checks the engine's state. Raises EngineStateError if the engine has no layer for
-        an adapter."""
+        a matrix."""
         from vllm.lora.lora_model import LoRAModel
         from vllm.lora.lora_weights import LoRALayerWeights
 

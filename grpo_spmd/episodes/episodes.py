@@ -143,8 +143,8 @@ class Episodes(FollowerEpisodes):
             except ValueError as error:
                 # The template refuses messages that the environment made.
                 self._pool.drop(episode.conversation)
-                rule = f"gave what cannot be told to the policy: {error}"
-                self._fail(episode, Failure("env_error", rule, 0.0))
+                reason = f"gave what cannot be told to the policy: {error}"
+                self._fail(episode, Failure("env_error", reason, 0.0))
             else:
                 self._continue(episode)
 

@@ -29,13 +29,16 @@ _MIN_VARIANCE = 1e-8
 def compute_advantages(
     rewards: Grid, estimator: str, normalize_std: str
 ) -> tuple[Grid, Bool[Tensor, " P"]]:
-    """Returns (advantage of each completion, mask of the groups whose rewards have no spread).
+    """Returns (advantages [P, G], mask [P] of the groups whose rewards have no spread).
+
+    `rewards` [P, G] are those of P groups of G completions.
 
     A group has no spread if its rewards are all alike, or if fewer than two are known.
 
     A NaN reward means "unknown": it enters no mean or deviation, and its advantage is 0. The
     advantages of a group without spread are 0 too, except with "reinforce_pp", whose baseline is
-    not the group's. Standard deviations are unbiased (n - 1), as in GRPO's reference code.
+    not the group's, and "gae", which returns the rewards. Standard deviations are unbiased (n - 1),
+    as in GRPO's reference code.
 
     Args:
         estimator: "grpo" (reward minus group mean, divided as `normalize_std` says; Shao et al.

@@ -198,9 +198,9 @@ class PolicyUpdater(Learner):
 
         Gradients are sums over ranks of token sums divided by one global denominator, so they do
         not depend on how the rollouts were split over ranks and micro-batches. A mini-batch whose
-        loss or gradient is not finite on any rank changes nothing on all ranks: "skipped_in_a_row"
-        counts it, and "nonfinite_rollouts" lists the rollouts with a logprob or entropy that is not
-        finite. The gradient norm is the one before clipping.
+        loss or gradient is not finite on any rank changes nothing on all ranks: the metric
+        "skipped_in_a_row" counts it, and the metric "nonfinite_rollouts" lists the rollouts with a
+        logprob or entropy that is not finite. The gradient norm is the one before clipping.
 
         If `stop_check` raises, the policy is as it was. `keep_scores` receives the scores of the
         policy that the engine sampled with.

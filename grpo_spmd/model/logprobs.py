@@ -257,7 +257,8 @@ class Divergence(torch.autograd.Function):
         chunk: int,
         softcap: Cap = None,
     ) -> Tensor:
-        """Returns the divergence at each token, float32 [C]. The scaling is the policy's."""
+        """Returns the divergence at each token, float32 [C]. Temperature and soft cap are the
+        policy's; the teacher's logprobs have their own in them already."""
         divergence = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         for rows in chunks(len(hidden), _num_rows(chunk)):
             log_p = _log_softmax(hidden[rows], head, temperature, softcap)
@@ -328,7 +329,8 @@ def top_outcomes(
 ) -> tuple[Int[Tensor, "C K"], Float[Tensor, "C K+1"]]:
     """Returns the two fields of a TopTeacher, computed from a teacher's hidden states and head.
 
-    They are the ids of its `k` likeliest tokens, and their logprobs with that of all others."""
+    They are the ids of its `k` likeliest tokens, and their logprobs, with one more column: the
+    logprob of all other tokens together."""
     ids = list[Tensor]()
     logprobs = list[Tensor]()
     for rows in chunks(len(hidden), _num_rows(chunk)):

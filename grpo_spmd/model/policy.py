@@ -42,8 +42,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class Policy(nn.Module):
     """A causal LM that scores completions.
 
-    Trained parameters are float32; the others, and arithmetic, are in the compute dtype. Call it
-    only through `forward` and `plain_logits`: FSDP gathers the embedding and the lm_head there."""
+    Trained parameters are float32; the others, and arithmetic, are in the compute dtype. Call only
+    the module itself (`policy(...)`) and `plain_logits`, which returns whole logits for a check:
+    around these two FSDP gathers the embedding and the lm_head, which no inner module does."""
 
     def __init__(
         self, config: Any, temperature: float, chunk: int, attention: Backend, dtype: torch.dtype

@@ -75,7 +75,8 @@ def is_first_replica(parameter: DTensor) -> bool:
 def gather_rows(shards: Iterable[tuple[DTensor, Tensor]]) -> list[Tensor]:
     """Collective over the ranks of a replica: one all-gather. Returns full tensors [rows, n].
 
-    Each shard is a parameter and n values for each of this rank's rows of it. One dtype for all."""
+    Each item is a parameter and a tensor [its rows on this rank, n] that belongs to these rows. All
+    tensors have one dtype."""
     parameters = []
     blocks = []
     for parameter, local_rows in shards:

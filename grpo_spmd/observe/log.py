@@ -401,7 +401,7 @@ def _check_skipped(step: int, sums: Reductions, max_in_a_row: int, dump: Path) -
 
 
 def _check_trained(step: int, sums: Reductions, expected: int) -> None:
-    """Raises unless each token that rank 0 counted was trained on once per epoch.
+    """Raises unless as many tokens were trained on as rank 0 decided: `expected`, over all epochs.
 
     A rollout that is lost or doubled on the way to the ranks would bias the gradient.
     """

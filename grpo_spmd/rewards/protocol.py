@@ -180,8 +180,10 @@ def _load_function(spec: str, entry: str, modules: Modules | None) -> Callable[.
 def _with_args(
     name: str, function: Callable[..., Any], config: RewardConfig, entry: str, timeout_s: float
 ) -> Reward:
-    """Returns the reward of a Python function. Raises ConfigError if it cannot be called this
-    way."""
+    """Returns a Reward that calls a Python function with `args` of the config.
+
+    Raises ConfigError if the function does not take the arguments that a reward is called with.
+    """
     is_shipped = config.function is None
     label = name if is_shipped else callable_name(function)
     parameters = _callable_parameters(function, f"{entry}.function: {label}")

@@ -117,8 +117,9 @@ class RewardColumn:
 
 
 def merge_results(results: Sequence[ScoredRollouts]) -> ScoredRollouts:
-    """Returns the scores of several scorers for the same completions as one, without texts and
-    sums.
+    """Returns the scores of several scorers for the same completions as one record.
+
+    Its `texts` and its weighted sums (`rewards`) are left empty: the caller fills them.
     """
     merged = ScoredRollouts()
     for result in results:

@@ -99,9 +99,11 @@ class Sampler:
     def _generate(
         self, sampling: _Round, step: int, expected: Sequence[float] | None
     ) -> dict[int, list[list[Completion]]]:
-        """Collective. Returns a dict from job to the conversations of this engine.
+        """Collective over all ranks. Returns the conversations that this engine finished, by job.
 
-        A conversation is a list of turns; a completion is a conversation of one turn.
+        A job is a group's missing samples, which one engine generates together. A conversation is a
+        list of turns; a completion is a conversation of one turn. `expected` has the expected
+        length of each job, so that the longest start first; None: in the order of the jobs.
         """
         if self.environments is not None:
             return self.environments.generate(
@@ -213,21 +215,24 @@ class _Round:
     def groups(
         self, conversations: Mapping[int, Sequence[Sequence[Completion]]], slots: set[int]
     ) -> list[RolloutGroup]:
-        """Returns the groups of this rank, in the order of slots; `slots` are the slots of the
-        step."""
+        """Returns the groups that this rank scores, in the order of their slots.
+
+        `conversations` is what `_generate` returned. `slots` are the prompts' places that belong to
+        the step: with tail batching more are started than a step trains on.
+        """
         groups: dict[int, RolloutGroup] = {}
-        # Groups without a missing sample were not generated: the ranks of all engines take them in
-        # turn.
+        # A group that was complete before (its samples were stored) has no job: such groups are
+        # dealt out over the ranks.
         complete = [slot for slot, samples in self.missing.items() if not samples and slot in slots]
         if self._tp_rank < self._num_sharing:
             for slot in complete[self.rank :: self.num_ranks]:
                 groups[slot] = self._build_group(slot, [])
-        for job, turns in conversations.items():
+        for job, job_conversations in conversations.items():
             slot = self.jobs[job]
             if slot in slots and self._is_scored_here(job):
                 # Where scoring has begun, the rewards know the group by its identity.
                 groups[slot] = self._begun.get(job) or self._build_group(
-                    slot, [completion for [completion] in turns]
+                    slot, [completion for [completion] in job_conversations]
                 )
         return [group for _, group in sorted(groups.items())]
 

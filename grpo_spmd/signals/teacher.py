@@ -239,7 +239,8 @@ class Teacher:
 
 
 class TeacherRow(NamedTuple):
-    """The rollouts of a policy's row that one teacher scores, after the teacher's prompts."""
+    """The completions of one micro-batch that one teacher scores, each behind the teacher's own
+    prompt in the place of the policy's."""
 
     row: MicroBatch
     """The row for the teacher's forward pass. If it scores no rollout, the row has two tokens that

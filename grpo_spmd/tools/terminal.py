@@ -269,7 +269,8 @@ class Terminal:
             yield Text.assemble(" " * indent if index else label, line)
 
     def words(self, text: str, label: str = "", indent: str = "") -> Iterator[Line]:
-        """Yields `text` broken at its spaces; the first line begins with `first`.
+        """Yields `text` broken at its spaces; the first line begins with `label`, the others with
+        `indent`.
 
         A word that is longer than a line stays whole, since it may be a command to copy.
         """

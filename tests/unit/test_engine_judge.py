@@ -78,7 +78,7 @@ def loaded(*of: Any, **more: Any) -> Config:
             {"args": {"temperature": 1}},
             "rewards.0.args: they are for a function or a server, and url: engine takes none",
         ),
-        ({"on_long": "drop_start"}, "rewards.0.on_long is of a reward model"),
+        ({"on_long": "drop_start"}, "rewards.0.on_long belongs to a reward model"),
         ({"judge_scale": [3, 1]}, "rewards.0.judge_scale must be its lowest and its highest score"),
         ({"judge_tokens": 0}, "rewards.0.judge_tokens must be >= 1"),
         (
@@ -87,7 +87,7 @@ def loaded(*of: Any, **more: Any) -> Config:
         ),
         (
             {"url": "http://h/x", "judge_model": "m", "max_tokens": 9},
-            "rewards.0.max_tokens is of a reward model",
+            "rewards.0.max_tokens belongs to a reward model",
         ),
         ({"url": "Engine", "judge_model": "m"}, "rewards.0.url must be an address"),
     ],

@@ -70,10 +70,10 @@ def build_config(folder: Path, models: Path, *rewards: dict[str, Any], **section
             {"model": "x", "args": {"a": 1}},
             "rewards.0.args: they are for a function or a url, and a model takes none",
         ),
-        ({"name": "math", "label": "1"}, "rewards.0.label is of a reward model; take it out"),
-        ({"name": "math", "on_long": "drop_start"}, "rewards.0.on_long is of a reward model"),
+        ({"name": "math", "label": "1"}, "rewards.0.label belongs to a reward model; take it out"),
+        ({"name": "math", "on_long": "drop_start"}, "rewards.0.on_long belongs to a reward model"),
         ({"model": "x", "retries": 1}, "rewards.0.retries is of a url"),
-        ({"model": "x", "timeout_s": 1}, "rewards.0.timeout_s is of a function or a url"),
+        ({"model": "x", "timeout_s": 1}, "rewards.0.timeout_s belongs to a function or a url"),
         (
             {"model": "x", "on_long": "cut"},
             "rewards.0.on_long must be not_applicable|drop_start; got 'cut'",

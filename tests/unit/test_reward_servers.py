@@ -626,7 +626,7 @@ JUDGE = {"url": URL, "judge": "rubric.md", "judge_model": "m"}
         ({"weight": 1.0}, "rewards.0 needs a name"),
         (
             {"name": "exact", "max_concurrent": 4},
-            "rewards.0.max_concurrent is of a function or a url",
+            "rewards.0.max_concurrent belongs to a function or a url",
         ),
         ({"name": "exact", "retries": 2}, "rewards.0.retries is of a url"),
         ({"function": "a.py:f", "form": "openrlhf"}, "rewards.0.form is of a url"),

@@ -62,8 +62,13 @@ def trainable_config(path: str, max_rollout_tokens: int, *, is_policy: bool = Tr
 def _refuse_by_hf_config(
     hf_config: Any, path: str, max_rollout_tokens: int, *, is_policy: bool
 ) -> None:
+    """Raises ConfigError for a model that config.json, or transformers' classes, rule out.
+
+    `is_policy`: False for a teacher, critic or reward model.
+    """
     contents = hf_config.to_dict()
     if not is_policy:
+        # Their heads are ours: the architecture may be a classifier's.
         contents["architectures"] = None
     refuse_by_config(contents, path)
     if type(hf_config) not in transformers.AutoModelForCausalLM._model_mapping:
@@ -134,8 +139,9 @@ def refuse_structure(model: Any, path: str) -> None:
 def refuse_tensors(model: Any, folder: Path) -> dict[str, str]:
     """Raises ConfigError unless the checkpoint has exactly the model's tensors.
 
-    Each must have its shape and a format that holds values: else the model that trains would not be
-    the one that is stored. Returns the names on disk that differ (`stored_names`)."""
+    Each must have the model's shape and a dtype of plain numbers (no packed or quantized one): else
+    the model that trains would not be the one that is stored. Returns {name on disk: name in the
+    model} of the tensors whose names differ (`stored_names`)."""
     files = tensor_files(folder)
     renamed = stored_names(model, files)
     parameters = {renamed.get(name, name): p for name, p in model.named_parameters()}
@@ -323,7 +329,7 @@ class _Trace(TorchDispatchMode):
 
 
 class _ProbeLayout(PackedLayout):
-    """Counts the calls of the attention function that it was passed to."""
+    """A layout that counts how many attention calls received it, one for each layer."""
 
     num_layers_called = 0
 

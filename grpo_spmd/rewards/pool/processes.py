@@ -317,7 +317,7 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
         worker.sock.close()
 
     def _release(self, worker: WorkerProcess) -> None:
-        """Marks a worker as idle, and takes the terminal back from it."""
+        """Marks a worker as idle. If it had the terminal, the next worker that waits gets it."""
         worker.call = None
         worker.deadline = math.inf
         worker.wants_terminal = False

@@ -99,7 +99,11 @@ class ServerCalls:
                 self.errors[call.samples[0]] = f"did not answer within timeout_s={timeout_s:g}"
 
     def _take(self, call: Call, reply: Any) -> None:
-        """Records the answer or error of a call."""
+        """Stores the answer of a call, or lets it wait for another try, or stores its last error.
+
+        Raises what is no failure of a call, which is a fault of the program.
+        """
+        # A call here has one sample: the number of the question.
         [job] = call.samples
         if job not in self._running or self._running[job][0] is not call:
             # Its deadline has passed.

@@ -195,7 +195,7 @@ def shallow(hf_config: Any, num_layers: int) -> Any:
 
 
 def mark(live: LiveBytes, layers: list[nn.Module]) -> None:
-    """Makes `live` begin a new moment at each layer, forward and backward.
+    """Makes `live` begin a named phase of its record at each layer, forward and backward.
 
     The hooks on tensors keep nothing alive.
     """
@@ -208,16 +208,18 @@ def mark(live: LiveBytes, layers: list[nn.Module]) -> None:
         tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
         hidden = next(tensors, None)
         if hidden is not None and hidden.requires_grad and number == 0:
-            begin_backward(hidden, "root")
+            begin_backward_at(hidden, "root")
 
     def after(number: int, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         hidden = output[0] if isinstance(output, tuple) else output
         if hidden.requires_grad:
-            begin_backward(hidden, names[number])
+            begin_backward_at(hidden, names[number])
         if number == len(layers) - 1:
             live.begin("scores" if torch.is_grad_enabled() else "scoring: scores")
 
-    def begin_backward(tensor: torch.Tensor, name: str) -> None:
+    def begin_backward_at(tensor: torch.Tensor, name: str) -> None:
+        """The phase begins when this tensor's gradient is ready."""
+
         def begin(_: torch.Tensor) -> None:
             live.begin(f"backward: {name}", is_backward=True)
 

@@ -321,9 +321,10 @@ def _sync_s(case: Case) -> float:
 
 
 def _rollout_s(case: Case, num_running: int) -> float:
-    """Returns the seconds of a rollout on one engine.
+    """Returns the seconds of one step's generation on one engine, `num_running` samples at a time.
 
-    The engine decodes in as many rounds as its KV cache demands; the last round counts in part.
+    The samples that do not fit into the KV cache together wait for a next round; the time of a last
+    round that is not full is its share of a full one.
     Each group computes its prompt once.
     """
     tp = case.config.rollout.tensor_parallel_size

@@ -173,12 +173,17 @@ def _list_dumped_steps(run: RecordedRun) -> list[int]:
         with suppress(OSError):
             paths = run.files.rollout_files[newest_step].values()
             written_s = max(path.stat().st_mtime for path in paths)
-            newest_step -= written_s < start_s - _CLOCK_SKEW_S
+            # That dump is of an earlier attempt if it is older than this launch.
+            if written_s < start_s - _CLOCK_SKEW_S:
+                newest_step -= 1
     return [step for step in dumped_steps if step <= newest_step]
 
 
 def _find_state(run: RecordedRun) -> tuple[str, str]:
-    """Returns the state, and what is to be said of it behind the number of steps."""
+    """Returns (state of the run, the rest of its sentence), e.g. ("failed", ": rank 1 raised").
+
+    The page writes the sentence as "failed after 40 steps: rank 1 raised".
+    """
     launch = run.launch
     outcome = launch.get("outcome")
     if outcome == "done":

@@ -674,8 +674,10 @@ def _reward_spread(run: RecordedRun) -> float:
 
 
 def _find_alarm(run: RecordedRun, kind: str, title: str, metric: str) -> Iterator[Finding]:
-    """Yields the steps at which the run's console gives that alarm, with its newest text."""
-    keys = {"optim/updates", "optim/skipped_updates"}  # that alarms need
+    """Yields a finding if steps gave the alarm `kind` on the console: the first such step, with the
+    newest alarm's text."""
+    # Lines without these metrics are evaluations, for which `alarms` is not made.
+    keys = {"optim/updates", "optim/skipped_updates"}
     lines = [line for line in run.steps if keys <= line.keys()]
     texts = [dict(alarms(line)).get(kind, "") for line in lines]
     line_steps = np.array([line["step"] for line in lines], np.int64)

@@ -179,7 +179,7 @@ def _group_lines(prompt: PromptHistory, view: View) -> Iterator[Line]:
 
 
 def search_lines(run: RecordedRun, text: str, step: int | None, view: View) -> Iterator[Line]:
-    """Yields completions that contain `text` in upper or lower case, then their numbers.
+    """Yields completions that contain `text` in upper or lower case, then how many each step has.
 
     In an episode, what was answered to the policy is searched too. Raises ConfigError if the step
     has no completions.
