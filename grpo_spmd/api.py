@@ -19,6 +19,8 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import build_config, read_tree, trains_on_cpu
 from grpo_spmd.config.schema import Config
 from grpo_spmd.distributed.embedded_run import embedded_run
+from grpo_spmd.engine.failures import end_engines
+from grpo_spmd.observe.followers import finish_all
 from grpo_spmd.rewards.named import function_name, function_spec, pack_functions, registered
 from grpo_spmd.train import prepare_torch
 
@@ -107,9 +109,6 @@ def _train(config: Config) -> RunResult:
 def _release() -> None:
     """Ends what a failed run leaves of its engine, its process group and its trackers."""
     import torch.distributed as dist
-
-    from grpo_spmd.engine.failures import end_engines
-    from grpo_spmd.observe.followers import finish_all
 
     finish_all()
     end_engines()

@@ -24,7 +24,7 @@ from grpo_spmd.checks.inputs import Inputs
 from grpo_spmd.checks.memory import engine_tokens
 from grpo_spmd.config.describe import config_to_dict, flatten_config
 from grpo_spmd.config.schema import Config
-from grpo_spmd.data.prompts import PromptStream
+from grpo_spmd.data.prompts import PromptStream, TailStream
 from grpo_spmd.data.tokens import build_prompts
 from grpo_spmd.distributed import doctor
 from grpo_spmd.distributed.collectives import barrier, on_rank0
@@ -62,14 +62,12 @@ from grpo_spmd.rewards.protocol import Reward
 from grpo_spmd.rewards.trl import TrainerState
 from grpo_spmd.rollout.buffer import RolloutBuffer
 from grpo_spmd.rollout.evaluate import Evaluator
-from grpo_spmd.rollout.sample import ExpectedLengths, Sampler
+from grpo_spmd.rollout.sample import ExpectedLengths, Sampler, TailBatching, open_tail
 from grpo_spmd.signals.opening import Signals, open_reward_models, open_rewards, open_signals
 
-# These features are off by default, and a feature that is off is not even imported.
+# Episodes are off by default; then their modules are not even imported.
 if TYPE_CHECKING:
-    from grpo_spmd.data.prompts import TailStream
     from grpo_spmd.episodes.environments import Environments
-    from grpo_spmd.rollout.sample import TailBatching
 
 _log = logging.getLogger("grpo_spmd")
 
@@ -493,8 +491,6 @@ def open_stream(
     # 1 launches exactly the prompts of a step: tail batching is off.
     if config.rollout.tail_batching == 1 and not start.waiting:
         return fresh, None
-    from grpo_spmd.rollout.sample import open_tail
-
     return open_tail(fresh, len(prompts), config.rollout, start.waiting)
 
 

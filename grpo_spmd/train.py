@@ -21,6 +21,7 @@ from grpo_spmd.config.describe import config_to_dict, describe_keys
 from grpo_spmd.config.errors import ConfigError, refuse
 from grpo_spmd.config.load import load_config_with_sources, trains_on_cpu
 from grpo_spmd.distributed import interrupt, startup
+from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.files import hold_standard_streams, show
 from grpo_spmd.model.config_json import read_model
 
@@ -54,8 +55,6 @@ def main() -> None:
         return
 
     prepare_torch()
-    from grpo_spmd.distributed.doctor import exit_with_outcome
-
     startup.begin("importing torch and vLLM")
     with exit_with_outcome():
         with startup.garbage_collector_off():

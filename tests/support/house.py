@@ -71,7 +71,7 @@ ROOM_TOKENS = {
 MOST_FILES = 225
 MOST_NAMES_AT_TOP = 24
 MOST_VAGUE_PERCENT = 1.0
-MOST_LATE_IMPORTS = 35
+MOST_LATE_IMPORTS = 22
 # Names that say nothing about the value. As names of local variables and parameters they may be 1 %
 # of a room's.
 _VAGUE_WORDS = """own found said told given held asked begun kept left taken made shown what which where why how one
