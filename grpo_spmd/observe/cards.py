@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from grpo_spmd.config.errors import ConfigError
 
 _CUSTOM = "80GiB,989TFLOPS,3350GB/s"
+_NUMBER = r"(\d+(?:\.\d*)?|\.\d+)"
+# The groups are memory, arithmetic, bandwidth of the memory and, if given, of the link.
+_FIGURES = re.compile(f"{_NUMBER}gib,{_NUMBER}tflops,{_NUMBER}gb/s(?:,{_NUMBER}gb/s)?")
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,14 @@ def find_card(text: str) -> Card:
     """
     plain = re.sub(r"[\s_]", "", text).lower()
     if "," in plain or plain.endswith("gib"):
-        return _custom(text, plain.split(","))
+        figures = _FIGURES.fullmatch(plain)
+        values = [float(figure) for figure in figures.groups("25")] if figures else []
+        if not values or not all(0 < value < 1e7 for value in values):
+            raise ConfigError(
+                f"--gpu: {text!r} is not GiB, TFLOP/s and GB/s of a card, all above 0, "
+                f"as in {_CUSTOM}"
+            )
+        return Card(text, *values)
     names = {name.lower(): card for name, card in CARDS.items()}
     fitting = [
         card for name, card in names.items() if name == plain or name.partition("-")[0] == plain
@@ -90,26 +100,3 @@ def find_card(text: str) -> Card:
     raise ConfigError(
         f"--gpu: no card {text!r}{hint} Known are {', '.join(CARDS)}, or give figures: {_CUSTOM}"
     )
-
-
-def _custom(text: str, figures: list[str]) -> Card:
-    """Returns the card of these figures (GiB, TFLOP/s, GB/s of memory, GB/s of the link)."""
-    units = ("gib", "tflops", "gb/s", "gb/s")
-    if not 3 <= len(figures) <= 4 or not all(
-        figure.endswith(unit) for figure, unit in zip(figures, units, strict=False)
-    ):
-        raise ConfigError(
-            f"--gpu: {text!r} is not GiB, TFLOP/s and GB/s of a card, as in {_CUSTOM}"
-        )
-    try:
-        values = [
-            float(figure.removesuffix(unit)) for figure, unit in zip(figures, units, strict=False)
-        ]
-    except ValueError:
-        raise ConfigError(
-            f"--gpu: {text!r} has a figure that is no number; write {_CUSTOM}"
-        ) from None
-    if not all(0 < value < 1e7 for value in values):
-        raise ConfigError(f"--gpu: {text!r} has a figure that is not above 0; write {_CUSTOM}")
-    gib, tflops, memory, *link = values
-    return Card(text, gib, tflops, memory, link[0] if link else 25.0)
