@@ -124,10 +124,8 @@ def _watched_files(config: dict[str, Any], model_folder: Path) -> dict[str, Path
 
 
 def _model_digests(config: dict[str, Any]) -> dict[str, str]:
-    """Returns the fingerprints of teachers, critic and reward models.
-
-    The keys are words for a message.
-    """
+    """Returns the fingerprints of teachers, critic and reward models, by what a message calls them,
+    e.g. "the model of critic.path"."""
     digests = {}
     for key, value in config.items():
         path = str(value)

@@ -248,7 +248,7 @@ def _check_argument(name: str, value: Any, types: Mapping[str, str]) -> None:
 
 
 def _read_vllm_arguments() -> dict[str, str] | None:
-    """Returns the arguments of vllm.LLM with their annotations, as text; "" if there is none.
+    """Returns {argument of vllm.LLM: its annotation as text}; "" where it has no annotation.
 
     Returns None if vLLM is not installed or its source has another layout. The source is parsed,
     because importing vllm takes ten seconds.

@@ -163,7 +163,7 @@ def _check_rubric_size(judge: Judge, reward: RewardConfig, folder: Path, key_pre
     """Raises ConfigError if the rubric alone has too many tokens.
 
     It is counted with the tokenizers library, without the chat template's tokens. The run counts
-    again with both.
+    again with transformers' tokenizer and the template.
     """
     file = folder / "tokenizer.json"
     if reward.max_tokens is None or not file.is_file():

@@ -374,14 +374,18 @@ def _check_reward(prefix: str, reward: RewardConfig) -> None:
             " belongs to a function or a url; reward_pool.timeout_s bounds all rewards",
         ),
         (not is_model, _MODEL_KEYS, " belongs to a reward model"),
-        (not is_model and not is_engine, ("max_tokens",), " is of a reward model"),
+        (
+            not is_model and not is_engine,
+            ("max_tokens",),
+            " belongs to a reward model or an engine's judge",
+        ),
         (is_model, ("args",), ": they are for a function or a url, and a model takes none"),
-        (reward.url is None, _URL_KEYS, " is of a url"),
-        (reward.judge is None, _JUDGE_KEYS, " is of a judge; set judge, a rubric's file"),
+        (reward.url is None, _URL_KEYS, " belongs to a url"),
+        (reward.judge is None, _JUDGE_KEYS, " belongs to a judge; set judge, a rubric's file"),
         (
             is_engine,
             _CALL_KEYS + _SERVER_KEYS,
-            " is of a server, and url: engine is the run's own engine",
+            " belongs to a server, and url: engine is the run's own engine",
         ),
         (
             is_engine,

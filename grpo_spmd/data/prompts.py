@@ -107,7 +107,11 @@ class TailStream:
         return (self.position - len(self._waiting)) / self._num_rows
 
     def take(self, num_prompts: int) -> list[Prompt]:
-        """Returns the prompts of the next step: `num_prompts`, or more for a short round."""
+        """Returns the prompts of the next step: `num_prompts` in a long round, more in a short one.
+
+        A short round starts more prompts than a step trains on, and those whose groups finish last
+        wait for a later step. A long round takes the prompts that wait.
+        """
         is_long = len(self._waiting) >= num_prompts
         self._round_metrics = {
             "rollout/tail_long_round": float(is_long),

@@ -155,9 +155,10 @@ def key_and_source(config: DataConfig, eval_set: str | None) -> tuple[str, str]:
 
 
 def read_rows(config: DataConfig, eval_set: str | None = None) -> Sequence[PromptRow]:
-    """Returns all rows of `data.train`, or of a set of `data.eval`, read once on a node.
+    """Returns all rows of `data.train`, or of a set of `data.eval`.
 
-    Raises ConfigError, which names file:line or file:row.
+    The first process of a node reads them into a cache on its disk, which the others map. Raises
+    ConfigError, which names file:line or file:row, for a file or a row that cannot be read.
     """
     key, name = key_and_source(config, eval_set)
     if name.startswith("hub:"):

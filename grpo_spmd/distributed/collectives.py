@@ -70,9 +70,11 @@ def _run_and_send(
     payloads: list[bytes] | None,
     send: Callable[[list[bytes]], bytes],
 ) -> bytes:
-    """Collective. The rank with `payloads` calls `fn`; `send` brings the replies to all ranks.
+    """Collective. Rank 0, which alone has `payloads`, calls `fn`; `send` brings the replies to all
+    ranks.
 
-    Returns this rank's reply, or raises what `fn` raised.
+    Returns this rank's reply. If `fn` raised, every rank raises: a ConfigError as it is, any other
+    error as a Rank0Error.
     """
     replies = [b""]
     error: Exception | None = None
@@ -190,7 +192,7 @@ def barrier() -> None:
 
 def any_rank(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
     """Collective. Returns True on every rank (of `group`) if the flag is set on one of them."""
-    # Groups need not call this equally often, so theirs is not counted.
+    # The count must be equal on all ranks; two groups of ranks may call this unequally often.
     if group is None:
         count_collective()
     flags = torch.tensor([int(flag)])

@@ -266,7 +266,7 @@ class Endpoint(AbstractContextManager["Endpoint"]):
     def engine_s(self, conversation: ConversationId) -> float:
         """Returns the seconds in which requests of an open session waited for the engine.
 
-        This time is not the agent's.
+        It is not counted against the agent's time limit.
         """
         name = self._names.get(conversation)
         if name is None:

@@ -149,7 +149,8 @@ class Environments(AbstractContextManager["Environments"]):
         """Returns how many environments ended with each status of rewards ("ok", "error",
         "timeout").
 
-        An evaluation stops where too many environments failed.
+        The key "(environment)" stands where others have a reward's name. The evaluation that calls
+        this raises if too many environments failed.
         """
         words = {"env_error": "error", "env_timeout": "timeout"}
         counts = Counter[str]()

@@ -69,8 +69,10 @@ class RolloutDump:
             self._write(step, sampled, decision)
 
     def keep_scores_if_due(self, step: int) -> KeptScores | None:
-        """Returns an object that takes the scores of the step's tokens; None if they are not
-        written."""
+        """Returns an object that takes the logprobs and entropies of the step's tokens.
+
+        Returns None if this step's are not written.
+        """
         if self._score_writer is None or not self._is_due(step):
             return None
         return KeptScores()

@@ -240,8 +240,9 @@ def check_gold(
     """Yields a warning for each shipped reward that has nothing to compare with in some rows.
 
     Raises ConfigError, which names file:line, for a value that a verifier cannot read, and where a
-    reward has nothing to compare with in any row. A null says on purpose that a reward does not
-    apply, if there are other rewards: a held-out set may belong to another reward.
+    reward has nothing to compare with in any row. If there are several rewards, a null says
+    on purpose that this reward does not apply to a row; and a held-out set may have no answers for
+    one of them.
     """
     is_only_one = len(configs) == 1
     for index, config in enumerate(configs):

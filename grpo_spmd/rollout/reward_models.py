@@ -53,7 +53,7 @@ class ModelReward:
     ) -> ScoredRollouts:
         """Collective. Returns the scores of this model; `texts` are the decoded completions.
 
-        Raises Rank0Error on every rank where `check` computes other scores in a plain way.
+        If `check` computes other scores with plain transformers, every rank raises Rank0Error.
         """
         completions = [(group, n) for group in groups for n in range(len(group.completions))]
         column = RewardColumn(self.name, len(completions))

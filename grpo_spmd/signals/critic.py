@@ -267,7 +267,11 @@ class Critic(Learner):
         }
 
     def _step(self, mini_batch: list[MicroBatch], num_loss_tokens: int) -> Reductions:
-        """Makes one optimizer step. Returns its metrics; none if it was skipped."""
+        """Collective. Makes one optimizer step. Returns its metrics.
+
+        If a loss or gradient is not finite on any rank, all ranks skip the step and return the
+        metrics of no update. Raises FloatingPointError if too many in a row were skipped.
+        """
         for row in mini_batch:
             self.loss_term(self.model(row), row, num_loss_tokens).backward()
         grad_norm = self.clip_gradient()

@@ -72,7 +72,7 @@ def build_config(folder: Path, models: Path, *rewards: dict[str, Any], **section
         ),
         ({"name": "math", "label": "1"}, "rewards.0.label belongs to a reward model; take it out"),
         ({"name": "math", "on_long": "drop_start"}, "rewards.0.on_long belongs to a reward model"),
-        ({"model": "x", "retries": 1}, "rewards.0.retries is of a url"),
+        ({"model": "x", "retries": 1}, "rewards.0.retries belongs to a url"),
         ({"model": "x", "timeout_s": 1}, "rewards.0.timeout_s belongs to a function or a url"),
         (
             {"model": "x", "on_long": "cut"},

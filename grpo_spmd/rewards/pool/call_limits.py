@@ -223,7 +223,10 @@ class CallLimits:
         return replace(call, spent_s=spent_s, not_before=retry_at)
 
     def take_given_up(self, calls: deque[Call]) -> list[Call]:
-        """Removes from `calls` the calls that are not made any more, and returns them."""
+        """Removes the calls of rewards that have failed too often, and returns them.
+
+        Such a reward is not called again in this step.
+        """
         hopeless = [limit.scoring.has_given_up for limit in self._limits]
         if not any(hopeless):
             return []

@@ -328,7 +328,7 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
             self._lend_terminal()
 
     def _lend_terminal(self) -> None:
-        """Lends the terminal to one worker at a time.
+        """Lends the terminal to the worker that has waited longest, if nobody has it.
 
         The other workers wait at their breakpoints with their clocks stopped.
         """
@@ -337,7 +337,8 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
             self._debugged, waiting[0].wants_terminal = waiting[0], False
             doctor.count_debugger(is_open=True)
             _give_terminal_to(waiting[0].pid)
-            # An error means that the worker is dead; the nursery reports that.
+            # An error means that the worker is dead, which the process that starts them (the
+            # nursery) reports.
             with suppress(OSError):
                 waiting[0].sock.sendall(encode_frame({"go": True}))
 
