@@ -28,7 +28,7 @@ import grpo_spmd
 from grpo_spmd.config.describe import redact, redact_arguments
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.files import write_durably
-from grpo_spmd.observe.metrics_file import parse_object, read_lines, read_steps_backwards
+from grpo_spmd.observe.metrics_file import is_evaluation, read_lines, read_metrics_backwards
 
 if TYPE_CHECKING:
     import torch
@@ -133,8 +133,7 @@ class Launch:
             for launch in launches:
                 if launch.get("launch") == number and launch.get("outcome") is None:
                     first_step = launch.get("first_step")
-                    newest = next(read_steps_backwards(self._run_dir / "metrics.jsonl"), {})
-                    step = newest.get("step", 0)
+                    step = self._newest_step()
                     has_steps = type(first_step) is int and step >= first_step
                     launch.update(
                         end=_format_time(time.time()),
@@ -145,6 +144,12 @@ class Launch:
 
         _change(self._run_dir, complete)
 
+    def _newest_step(self) -> int:
+        for metrics in read_metrics_backwards(self._run_dir / "metrics.jsonl"):
+            if not is_evaluation(metrics):
+                return int(metrics["step"])
+        return 0
+
 
 def read_launches(run_dir: Path) -> list[dict[str, Any]]:
     """Returns a run's launches in order; [] if there is no file.
@@ -153,10 +158,15 @@ def read_launches(run_dir: Path) -> list[dict[str, Any]]:
     cannot be read.
     """
     path = run_dir / _NAME
+    launches: list[dict[str, Any]] = []
     if not os.path.lexists(path):
-        return []
-    launches = (parse_object(line.text) for line in read_lines(path))
-    return [launch for launch in launches if launch is not None]
+        return launches
+    for line in read_lines(path):
+        with suppress(ValueError, RecursionError):
+            launch = json.loads(line.text)
+            if isinstance(launch, dict):
+                launches.append(launch)
+    return launches
 
 
 def other_versions(run_dir: Path, step: int) -> str:

@@ -6,6 +6,7 @@ A run folder may be somebody else's, half written, or on a disk that is full. Im
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import logging
 import os
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.files import open_regular, write_durably
+from grpo_spmd.files import open_regular, sync_path, write_durably
 
 _log = logging.getLogger("grpo_spmd")
 # A line with a million tokens takes about 20 MiB; a month of steps is 100,000 lines.
@@ -172,28 +173,25 @@ def read_metrics(path: Path, start: int = 0) -> Iterator[MetricsLine]:
             yield MetricsLine(metrics, line.text, line.end)
 
 
+def _open_metrics(path: Path) -> io.BufferedReader:
+    """Opens a metrics.jsonl for reading; a missing file is an empty one."""
+    return open_regular(path) if os.path.lexists(path) else open(os.devnull, "rb")
+
+
 def _parse_metrics(text: bytes) -> dict[str, Any] | None:
-    metrics = parse_object(text)
-    return metrics if metrics is not None and type(metrics.get("step")) is int else None
-
-
-def parse_object(text: bytes) -> dict[str, Any] | None:
-    """Returns the JSON object of a line; None if the line is no whole object."""
     with suppress(ValueError, RecursionError):
-        value = json.loads(text)
-        if isinstance(value, dict):
-            return value
+        metrics = json.loads(text)
+        if isinstance(metrics, dict) and type(metrics.get("step")) is int:
+            return metrics
     return None
 
 
 def read_metrics_backwards(path: Path) -> Iterator[dict[str, Any]]:
     """Yields the metrics of a metrics.jsonl from the last line to the first.
 
-    Reads only as much of the file as the caller takes; a missing file is an empty one.
+    Reads only as much of the file as the caller takes.
     """
-    if not os.path.lexists(path):
-        return
-    with open_regular(path) as file:
+    with _open_metrics(path) as file:
         position = file.seek(0, os.SEEK_END)
         rest = b""
         # `rest` is the beginning of the block that was read last: the end of an unfinished line
@@ -207,11 +205,6 @@ def read_metrics_backwards(path: Path) -> Iterator[dict[str, Any]]:
                 metrics = _parse_metrics(text)
                 if metrics is not None:
                     yield metrics
-
-
-def read_steps_backwards(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the steps' own lines as `read_metrics_backwards` does, without the evaluations."""
-    return (line for line in read_metrics_backwards(path) if not is_evaluation(line))
 
 
 def is_evaluation(metrics: Mapping[str, Any]) -> bool:
@@ -236,6 +229,8 @@ def cut_metrics(path: Path, num_steps: int) -> None:
     """
     if not os.path.lexists(path):
         return
+    if _truncate_ordered(path, num_steps):
+        return
     lines: dict[tuple[int, bool], bytes] = {}
     for line in read_metrics(path):
         key = line.metrics["step"], is_evaluation(line.metrics)
@@ -252,3 +247,25 @@ def cut_metrics(path: Path, num_steps: int) -> None:
             num_steps,
             missing[0][0],
         )
+
+
+def _truncate_ordered(path: Path, num_steps: int) -> bool:
+    """Cuts a file whose lines are in order, as a run leaves them, without parsing; else returns
+    False."""
+    with _open_metrics(path) as file:
+        step = 0
+        while step < num_steps:
+            line = file.readline(MAX_LINE_BYTES)
+            if not line.endswith(b"}\n"):
+                return False
+            if line.startswith(b'{"step": %d,' % (step + 1)):
+                step += 1
+            elif not line.startswith(b'{"step": %d, "eval/' % step):
+                return False
+        end = file.tell()
+        next_line = _parse_metrics(file.readline(MAX_LINE_BYTES))
+    if next_line is not None and next_line["step"] < num_steps:
+        return False
+    os.truncate(path, end)
+    sync_path(path)
+    return True
