@@ -39,7 +39,7 @@ def run_command(
     """To its end, output and errors apart; this repository can be imported whatever the folder."""
     _count(command)
     local = {**environment(), "PYTHONPATH": str(ROOT), **(env or {})}
-    return subprocess.run(command, cwd=cwd, env=local, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=cwd, env=local, capture_output=True, text=True, timeout=600)
 
 
 def full_pipe() -> tuple[int, int]:

@@ -15,7 +15,7 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import RolloutConfig
 from grpo_spmd.data.prompts import PromptStream, TailStream, check_enough_to_launch
-from grpo_spmd.files import TRAINER
+from grpo_spmd.files import TRAINER, UntrustedError, check_fields
 from grpo_spmd.records import Completion, Prompt, RolloutGroup
 from grpo_spmd.rollout import sample
 from grpo_spmd.rollout.sample import ExpectedLengths, TailBatching, TailRace, open_tail
@@ -187,8 +187,10 @@ def test_places_that_no_run_left_behind_are_refused(waiting: list[int]) -> None:
 
 @pytest.mark.parametrize("waiting", [3, [1.5], ["1"], [-1], [None], {"0": 1}])
 def test_a_checkpoint_that_names_no_places_is_damaged(waiting: Any) -> None:
-    assert not TRAINER["waiting"].holds(waiting)
-    assert TRAINER["waiting"].holds([0, 7])
+    types = {"waiting": TRAINER["waiting"]}
+    with pytest.raises(UntrustedError, match="waiting"):
+        check_fields({"waiting": waiting}, types, "trainer.json")
+    check_fields({"waiting": [0, 7]}, types, "trainer.json")
 
 
 @pytest.fixture
