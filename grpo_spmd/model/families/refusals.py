@@ -360,7 +360,10 @@ def _probe_attention(
         )
     if not getattr(module, "is_causal", True):
         raise ConfigError(f"model.path: {name} is not causal; only causal decoders train")
-    return packed_attention(module, query, key, value, attention_mask, **options)  # type: ignore[no-any-return]
+    output: tuple[Tensor, None] = packed_attention(
+        module, query, key, value, attention_mask, **options
+    )
+    return output
 
 
 AttentionInterface.register(_PROBE, _probe_attention)
