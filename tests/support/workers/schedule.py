@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config
@@ -210,8 +210,12 @@ def started_early(
     if tail is not None:
         rows = [Prompt(row, row, prompt.token_ids, "", {}) for row, prompt in enumerate(PROMPTS)]
     sampler = Sampler(
-        engine, config.rollout.group_size, config.seed, tail=tail, early_rewards=early
-    )  # type: ignore[arg-type]
+        engine,
+        config.rollout.group_size,
+        config.seed,
+        tail=tail,
+        early_rewards=cast(RewardPool, early),
+    )
     groups, _ = sampler.sample(rows, 0, "")
     started, full = {id(group) for group in early.groups}, {id(group) for group in groups}
     assert len(started) == len(early.groups)
