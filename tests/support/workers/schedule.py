@@ -30,6 +30,7 @@ from grpo_spmd.engine.requests import GenerationHooks, Request
 from grpo_spmd.engine.weight_sync import WeightSync
 from grpo_spmd.model.policy import build_policy
 from grpo_spmd.records import Completion, Prompt, RolloutGroup
+from grpo_spmd.rewards.pool.pool import RewardPool
 from grpo_spmd.rollout.sample import ExpectedLengths, Sampler, TailBatching
 from tests.support.workers.conversations import converse_later, end_while_all_wait
 
