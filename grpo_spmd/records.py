@@ -303,9 +303,10 @@ def rollout_seed(
 ) -> int:
     """Returns the sampling seed of one turn, in [0, 2**63).
 
-    It depends only on the turn's coordinates in the run, never on ranks or batches. An evaluation
-    passes a text as `step`, the same at all steps, and the row as `position`. Turn -1 seeds
-    the environment; an agent's turn has a key, which is text, in the place of its number.
+    It depends only on these coordinates, never on ranks or batches. `step` is the number of
+    finished steps, `position` the prompt's index in the prompt stream, `turn` the turn's number
+    (-1: the environment's start) or, for an agent, its key. An evaluation passes a text as `step`,
+    the same at all steps, and the row as `position`.
     """
     # Turn 0 is left out, so that a completion has the seed of an episode's first turn.
     coordinates = f"{seed}/{step}/{position}/{sample}" + (f"/{turn}" if turn else "")

@@ -128,10 +128,11 @@ def _check_facts(folder: Path, trainer: dict[str, Any], facts: RunFacts) -> None
 
 
 def _find_newest_good(candidates: Candidates, session: Session) -> Path | None:
-    """Collective. Returns the first good candidate; None if there are no candidates.
+    """Collective. Returns the first candidate that is not damaged; None if there are no candidates.
 
-    Each rank reads a part of the files and compares their checksums. Raises ConfigError if there
-    are candidates and all are damaged.
+    Each rank reads a part of the files and compares their checksums. Raises ConfigError if all are
+    damaged, and where one of a later version comes before a good one: an older one must not take
+    its place.
     """
     damages: list[str] = []
     for folder in map(Path, candidates.folders):
@@ -188,8 +189,9 @@ def load_state(
 ) -> None:
     """Collective. Fills the shards of policy, optimizer and critic from a verified checkpoint.
 
-    The checkpoint may be of any world size and mesh. Raises ConfigError if its tensors do not have
-    the names and shapes of these models' tensors.
+    The checkpoint may be of any world size and mesh. `trainer` is its trainer.json, which gives the
+    counts of updates and the schedules back. Raises ConfigError if its tensors do not have the
+    names and shapes of these models' tensors, or if it has no critic where one is given.
     """
     reader = dcp.HuggingFaceStorageReader(str(folder / "state"))
     metadata = reader.read_metadata().state_dict_metadata

@@ -124,8 +124,11 @@ def _watched_files(config: dict[str, Any], model_folder: Path) -> dict[str, Path
 
 
 def _model_digests(config: dict[str, Any]) -> dict[str, str]:
-    """Returns the fingerprints of teachers, critic and reward models, by what a message calls them,
-    e.g. "the model of critic.path"."""
+    """Returns the fingerprints of teachers, critic and reward models of a flat config.
+
+    `config` is {"section.key": value}. Each key of the result names the model in a message, such as
+    "the model of critic.path".
+    """
     digests = {}
     for key, value in config.items():
         path = str(value)

@@ -294,7 +294,11 @@ def _check_tokenizer(folder: Path, embeddings: int | None) -> None:
 
 
 def check_model_sizes(config: Config, model: Mapping[str, Any]) -> None:
-    """Raises ConfigError if the sizes in config.json, `model`, do not fit the config."""
+    """Raises ConfigError if the sizes in config.json, `model`, do not fit the config.
+
+    rollout.tensor_parallel_size must divide the attention heads, and divide the KV heads or be a
+    multiple of them. Sizes that config.json lacks are not checked.
+    """
     max_tokens, positions = config.max_rollout_tokens, model.get("max_position_embeddings")
     # Beyond its positions a model computes, and computes nonsense.
     if isinstance(positions, int) and max_tokens > positions:

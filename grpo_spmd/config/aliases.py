@@ -99,7 +99,10 @@ def equivalent_key(name: str) -> str | None:
 
 
 def _suffixes(name: str) -> list[str]:
-    """Returns the dotted name and its ends without the first section, the first two, ..."""
+    """Returns the dotted name, and its ends without the first section, the first two, ...
+
+    They are written as ours are: no dash in front, and "_" for "-".
+    """
     names = name.removeprefix("-").replace("-", "_").split(".")
     return [".".join(names[start:]) for start in range(len(names))]
 

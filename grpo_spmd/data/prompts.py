@@ -107,10 +107,10 @@ class TailStream:
         return (self.position - len(self._waiting)) / self._num_rows
 
     def take(self, num_prompts: int) -> list[Prompt]:
-        """Returns the prompts of the next step: `num_prompts` in a long round, more in a short one.
+        """Returns the prompts of the next step.
 
-        A short round starts more prompts than a step trains on, and those whose groups finish last
-        wait for a later step. A long round takes the prompts that wait.
+        A short round takes the next `num_launched`, more than a step trains on; those whose groups
+        finish last wait. A long round takes `num_prompts`, those that wait first.
         """
         is_long = len(self._waiting) >= num_prompts
         self._round_metrics = {

@@ -474,6 +474,10 @@ class Doctor:
         self._exit(report, report.text if alarm.by == self._rank else "")
 
     def _answer(self) -> Answer:
+        """Returns this rank's answer to an alarm.
+
+        Its line says where the main thread is, and what the processes that this rank waits for do.
+        """
         threads = sys._current_frames()
         frame = threads.get(self._main_thread)
         lines = [processes.innermost_line(frame)]

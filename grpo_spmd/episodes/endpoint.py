@@ -327,8 +327,11 @@ class Endpoint(AbstractContextManager["Endpoint"]):
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def admit(self, connection: _Connection) -> bool:
-        """Accepts a new connection, or returns False where there are too many; runs in the
-        server's thread."""
+        """Accepts a new connection. Runs in the server's thread.
+
+        Where there are too many, aborts the oldest one whose client has shown no token, or returns
+        False if all have shown one.
+        """
         if len(self._connections) >= self._max_connections:
             # Clients that have shown a token keep their connections; the oldest stranger loses it.
             strangers = (old for old in self._connections if not old.is_known)

@@ -41,7 +41,10 @@ class EnvironmentScorer:
         self._names = names
 
     def score(self, groups: Sequence[RolloutGroup], scored: ScoredRollouts) -> ScoredRollouts:
-        """Returns the environments' rewards, as a Scorer does."""
+        """Returns the environments' rewards alone, without texts and sums. Not collective.
+
+        `scored`, which other scorers read, is not used.
+        """
         episodes = [completion.episode for group in groups for completion in group.completions]
         columns = [RewardColumn(name, len(episodes)) for name in self._names]
         for column in columns:
@@ -146,11 +149,10 @@ class Environments(AbstractContextManager["Environments"]):
             self._endpoint.stop()
 
     def statuses(self, groups: Sequence[RolloutGroup]) -> dict[str, Counter[str]]:
-        """Returns how many environments ended with each status of rewards ("ok", "error",
-        "timeout").
+        """Returns {"(environment)": number of episodes by status of rewards}.
 
-        The key "(environment)" stands where others have a reward's name. The evaluation that calls
-        this raises if too many environments failed.
+        The statuses are "ok", "error" and "timeout". The caller stops an evaluation in which too
+        many failed (check_error_rate).
         """
         words = {"env_error": "error", "env_timeout": "timeout"}
         counts = Counter[str]()

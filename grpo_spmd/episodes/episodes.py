@@ -130,7 +130,10 @@ class Episodes(FollowerEpisodes):
         self._pool.begin(episode.conversation, episode.row, episode.seed(-1))
 
     def _take_reply(self, episode: RunningEpisode, reply: Reply | Failure) -> None:
-        """Handles the environment's answer or failure."""
+        """Handles the environment's answer or failure.
+
+        A failed episode is run once more with the same seeds before its failure is recorded.
+        """
         episode.calls_s.append(reply.seconds)
         if isinstance(reply, Failure):
             self._fail(episode, reply)

@@ -215,9 +215,10 @@ class PolicyUpdater(Learner):
                 # agree here.
                 if num_loss_tokens == 0:
                     continue
-                # The policy's old logprobs were taken before the first update. The engine's say
-                # nothing about the policy: then only what comes before the first update has the
-                # weights that the engine holds.
+                # True while the scores that are compared with the engine's are those of the
+                # weights that it holds. The policy's old logprobs were all taken before the first
+                # update, so they are throughout the first epoch; with "engine" only the pass before
+                # the first update is.
                 is_synced = not num_updates or (epoch == 0 and self._loss.old_logprobs == "policy")
                 is_first = not num_updates and not num_skipped
                 metrics, is_made = self._step(

@@ -75,8 +75,8 @@ def is_first_replica(parameter: DTensor) -> bool:
 def gather_rows(shards: Iterable[tuple[DTensor, Tensor]]) -> list[Tensor]:
     """Collective over the ranks of a replica: one all-gather. Returns full tensors [rows, n].
 
-    Each item is a parameter and a tensor [its rows on this rank, n] that belongs to these rows. All
-    tensors have one dtype."""
+    Each item is a parameter that is sharded by rows, and this rank's tensor [local rows, n]. n may
+    differ from item to item; the dtype is one."""
     parameters = []
     blocks = []
     for parameter, local_rows in shards:

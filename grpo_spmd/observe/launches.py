@@ -123,7 +123,10 @@ class Launch:
         _run_within(_PATIENCE_S, lambda: self._complete("failed", reason))
 
     def _complete(self, outcome: str, reason: str | None) -> None:
-        """Adds end, outcome, reason and last step to this launch's line."""
+        """Adds end, outcome, reason (may be None) and last step to this launch's line.
+
+        Only the first call writes; a line that has an outcome stays as it is.
+        """
         number = self._number
         self._number = None
         if number is None:

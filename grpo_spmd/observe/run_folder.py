@@ -280,7 +280,8 @@ def _parse_files(
 ) -> Iterator[tuple[FileLine, T]]:
     """Yields each line of the files with its parsed value; see RunFolder for `errors`.
 
-    `follow` allows symbolic links in the place of files.
+    With `errors`, a file with more than _MAX_ERRORS broken lines is left there, and one that has
+    been removed is passed over. `follow` allows symbolic links in the place of files.
     """
     for path in paths:
         num_errors_before = errors.num if errors is not None else 0
@@ -295,6 +296,7 @@ def _parse_files(
                         raise
                     errors.add(str(error))
                     if errors.num - num_errors_before > _MAX_ERRORS:
+                        # Ends this file only: it is caught and counted below.
                         raise ConfigError(
                             f"{path}: more than {_MAX_ERRORS} lines are broken; "
                             "this is no rollout dump"

@@ -53,7 +53,8 @@ class ModelReward:
     ) -> ScoredRollouts:
         """Collective. Returns the scores of this model; `texts` are the decoded completions.
 
-        If `check` computes other scores with plain transformers, every rank raises Rank0Error.
+        Every rank raises Rank0Error if `check` is given and its plain computation gives another
+        score on any rank.
         """
         completions = [(group, n) for group in groups for n in range(len(group.completions))]
         column = RewardColumn(self.name, len(completions))

@@ -99,11 +99,12 @@ class Sampler:
     def _generate(
         self, sampling: _Round, step: int, expected: Sequence[float] | None
     ) -> dict[int, list[list[Completion]]]:
-        """Collective over all ranks. Returns the conversations that this engine finished, by job.
+        """Collective. Returns a dict from job to the conversations of this engine.
 
-        A job is a group's missing samples, which one engine generates together. A conversation is a
-        list of turns; a completion is a conversation of one turn. `expected` has the expected
-        length of each job, so that the longest start first; None: in the order of the jobs.
+        A job is a group's missing samples, which one engine generates together. Each conversation
+        is a list of one completion; an episode is one completion, too. `expected` has the expected
+        tokens of one completion by job, equal on all ranks; None if they are unknown. With
+        environments an engine's other ranks get {}.
         """
         if self.environments is not None:
             return self.environments.generate(

@@ -267,10 +267,10 @@ class Critic(Learner):
         }
 
     def _step(self, mini_batch: list[MicroBatch], num_loss_tokens: int) -> Reductions:
-        """Collective. Makes one optimizer step. Returns its metrics.
+        """Collective. Makes one optimizer step. Returns its metrics, {} if it was skipped.
 
-        If a loss or gradient is not finite on any rank, all ranks skip the step and return the
-        metrics of no update. Raises FloatingPointError if too many in a row were skipped.
+        If a loss or gradient is not finite on any rank, all ranks skip the step. Raises
+        FloatingPointError after training.max_nonfinite_in_a_row skipped steps in a row.
         """
         for row in mini_batch:
             self.loss_term(self.model(row), row, num_loss_tokens).backward()
@@ -310,7 +310,7 @@ class Critic(Learner):
 
     def end_step(self, is_made: bool) -> Reductions:
         """Makes the optimizer step, or drops the gradient. Returns the metrics of the mini-batch;
-        none if it was skipped."""
+        {} if it was skipped."""
         learning_rate = self.finish_step(is_made)
         metrics = {name: reduction.on_host() for name, reduction in self._metrics.items()}
         self._metrics = {}

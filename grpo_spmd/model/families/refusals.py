@@ -140,8 +140,8 @@ def refuse_tensors(model: Any, folder: Path) -> dict[str, str]:
     """Raises ConfigError unless the checkpoint has exactly the model's tensors.
 
     Each must have the model's shape and a dtype of plain numbers (no packed or quantized one): else
-    the model that trains would not be the one that is stored. Returns {name on disk: name in the
-    model} of the tensors whose names differ (`stored_names`)."""
+    the model that trains would not be the one that is stored. Returns {parameter's name: name on
+    disk} where they differ (`stored_names`)."""
     files = tensor_files(folder)
     renamed = stored_names(model, files)
     parameters = {renamed.get(name, name): p for name, p in model.named_parameters()}
@@ -164,19 +164,19 @@ def refuse_tensors(model: Any, folder: Path) -> dict[str, str]:
                     or any(re.search(pattern, name) for pattern in ignored_patterns)
                 ):
                     unused.append(name)
-    has_unused = (
+    unused_text = (
         f"{_first_and_count(unused)}, which {type(model).__name__} has no place for"
         if unused
         else ""
     )
     missing = [name for name, _ in model.named_parameters() if renamed.get(name, name) not in files]
     if missing:
-        hint = f"; it has {has_unused}" if unused else ""
+        hint = f"; it has {unused_text}" if unused else ""
         raise ConfigError(f"model.path: {folder} has no tensor {_first_and_count(missing)}{hint}")
     if unused:
         raise ConfigError(
-            f"model.path: {folder} has {has_unused}: without them the model that trains is not the "
-            "one that is stored"
+            f"model.path: {folder} has {unused_text}: without them the model that trains is not "
+            "the one that is stored"
         )
     return renamed
 

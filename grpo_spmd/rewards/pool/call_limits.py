@@ -223,9 +223,9 @@ class CallLimits:
         return replace(call, spent_s=spent_s, not_before=retry_at)
 
     def take_given_up(self, calls: deque[Call]) -> list[Call]:
-        """Removes the calls of rewards that have failed too often, and returns them.
+        """Removes from `calls` those of rewards that were given up in this scoring; returns them.
 
-        Such a reward is not called again in this step.
+        `why_given_up` is their error.
         """
         hopeless = [limit.scoring.has_given_up for limit in self._limits]
         if not any(hopeless):

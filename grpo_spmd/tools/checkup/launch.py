@@ -138,7 +138,12 @@ class LocalRanks:
             self._children.append((child, output))
 
     def reports(self) -> dict[int, Report]:
-        """Returns the reports that children wrote before the deadline. Ends all children."""
+        """Waits for the children, at most until the deadline, and ends all. Returns their reports
+        by rank.
+
+        A child that exited without one counts as failed; one that had to be killed without one is
+        left out.
+        """
         reports: dict[int, Report] = {}
         for rank, (child, output) in enumerate(self._children):
             with suppress(subprocess.TimeoutExpired):

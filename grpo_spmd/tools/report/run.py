@@ -180,9 +180,9 @@ def _list_dumped_steps(run: RecordedRun) -> list[int]:
 
 
 def _find_state(run: RecordedRun) -> tuple[str, str]:
-    """Returns (state of the run, the rest of its sentence), e.g. ("failed", ": rank 1 raised").
+    """Returns (state, text): a state as in RecordedRun.state, and the text that follows it.
 
-    The page writes the sentence as "failed after 40 steps: rank 1 raised".
+    E.g. "failed" and ": rank 1 raised" for "failed after step 40 of 100: rank 1 raised".
     """
     launch = run.launch
     outcome = launch.get("outcome")

@@ -674,8 +674,8 @@ def _reward_spread(run: RecordedRun) -> float:
 
 
 def _find_alarm(run: RecordedRun, kind: str, title: str, metric: str) -> Iterator[Finding]:
-    """Yields a finding if steps gave the alarm `kind` on the console: the first such step, with the
-    newest alarm's text."""
+    """Yields a finding if most steps of some range gave the alarm `kind`: the first of them, with
+    the newest text."""
     # Lines without these metrics are evaluations, for which `alarms` is not made.
     keys = {"optim/updates", "optim/skipped_updates"}
     lines = [line for line in run.steps if keys <= line.keys()]
