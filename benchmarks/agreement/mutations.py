@@ -215,9 +215,11 @@ def _train(copy: Path, made: Path, variants: Sequence[tuple[str, ...]]) -> str:
             "data.train={made}/train.jsonl",
             f"run_dir={tempfile.mkdtemp(dir=copy)}/run",
         )
-        values = [value.format(made=made) for value in (*paths, *overrides)]
+        values = [value.format(made=made) for value in (*short, *paths, *overrides)]
+        # A variant's value replaces the one before it: a key that is given twice is refused.
+        by_key = {value.partition("=")[0]: value for value in values}
         code, output = _run(
-            copy, 2, "grpo_spmd.train", "--config", "configs/demo.yaml", *short, *values
+            copy, 2, "grpo_spmd.train", "--config", "configs/demo.yaml", *by_key.values()
         )
         if code == 0:
             continue
