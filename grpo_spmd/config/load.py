@@ -20,7 +20,7 @@ import yaml
 from grpo_spmd.config.coerce import CONTROL, build, unknown_key
 from grpo_spmd.config.describe import flat, flatten_config, join_key
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.config.recipes import RECIPES
+from grpo_spmd.config.recipes import read_recipes
 from grpo_spmd.config.rules import check_rules
 from grpo_spmd.config.schema import Config
 
@@ -293,7 +293,8 @@ def recipe_of(tree: Mapping[str, Any]) -> Mapping[str, Any]:
     # In verl "algorithm" is a section.
     if isinstance(name, Mapping):
         raise ConfigError(unknown_key("algorithm", "", name))
-    return RECIPES[name].values if isinstance(name, str) and name in RECIPES else {}
+    recipe = read_recipes().get(name) if isinstance(name, str) else None
+    return {} if recipe is None else recipe.values
 
 
 def _fill_in_recipe(tree: Mapping[str, Any], recipe: Mapping[str, Any]) -> dict[str, Any]:
@@ -311,7 +312,7 @@ def _fill_in_recipe(tree: Mapping[str, Any], recipe: Mapping[str, Any]) -> dict[
 
 def _check_recipe_needs(config: Config) -> None:
     """Raises ConfigError if the algorithm needs a key that is not set."""
-    for key in RECIPES[config.algorithm].needs if config.algorithm is not None else ():
+    for key in read_recipes()[config.algorithm].needs if config.algorithm is not None else ():
         section, _, name = key.partition(".")
         is_served = section == "teacher" and config.teacher.is_on
         if not getattr(getattr(config, section), name) and not is_served:

@@ -168,7 +168,7 @@ class Learner:
 
 
 class PolicyUpdater(Learner):
-    """The policy as a Learner."""
+    """The policy as a Learner: its updates on the rollouts of a step, and their metrics."""
 
     def __init__(
         self,

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from grpo_spmd.config.load import load_config
-from grpo_spmd.config.recipes import RECIPES
+from grpo_spmd.config.recipes import read_recipes
 from tests.ranks.test_partition import SECTIONS, plain_update, relative_difference
 from tests.support.models import make_model, write_config
 from tests.support.ranks import run_worker
 
-ALONE = [name for name, recipe in RECIPES.items() if not recipe.needs]
+ALONE = [name for name, recipe in read_recipes().items() if not recipe.needs]
 Found = dict[str, dict[str, Any]]
 # Two optimizer steps, far enough apart that clipping has something to bind on.
 OURS = {

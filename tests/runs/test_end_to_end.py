@@ -24,7 +24,7 @@ import yaml
 
 from grpo_spmd.config.describe import flatten_config
 from grpo_spmd.config.load import load_config
-from grpo_spmd.config.recipes import RECIPES, Algorithm
+from grpo_spmd.config.recipes import Algorithm, read_recipes
 from grpo_spmd.demo.countdown import make_demo
 from tests.support.dumps import dumped, logprobs_of
 from tests.support.models import make_model, write_config
@@ -329,7 +329,7 @@ BRINGS = {
 def test_a_named_recipe_trains(demo: Path, name: Algorithm) -> None:
     """Two steps; config.yaml has the word with all its values, and the metrics what they ask
     for."""
-    brings, needs = BRINGS[name], [f"{key}={demo / 'model'}" for key in RECIPES[name].needs]
+    brings, needs = BRINGS[name], [f"{key}={demo / 'model'}" for key in read_recipes()[name].needs]
     sizes = [
         "rollout.num_prompts_per_step=16",
         "training.num_mini_batches=2",
@@ -338,7 +338,7 @@ def test_a_named_recipe_trains(demo: Path, name: Algorithm) -> None:
     run = train(demo, demo.parent / name, f"algorithm={name}", *needs, *sizes)
     config = load_config(run.folder / "config.yaml")
     assert config.algorithm == name
-    assert RECIPES[name].values.items() <= flatten_config(config).items()
+    assert read_recipes()[name].values.items() <= flatten_config(config).items()
     assert [m["step"] for m in run.metrics] == [1, 2]
     assert all(
         math.isfinite(m["loss/policy"]) and m["optim/grad_norm"] > 0 and brings in m

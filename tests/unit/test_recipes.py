@@ -18,7 +18,7 @@ from grpo_spmd.config.coerce import key_names
 from grpo_spmd.config.describe import config_to_dict, flatten_config
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import build_config, load_config, load_config_with_sources
-from grpo_spmd.config.recipes import RECIPES, Algorithm, recipes_as_markdown
+from grpo_spmd.config.recipes import Algorithm, read_recipes, recipes_as_markdown
 from grpo_spmd.config.schema import Config
 from grpo_spmd.tools.report.overview import config_rows
 from grpo_spmd.tools.report.run import RecordedRun
@@ -29,7 +29,7 @@ DEMO = ROOT / "configs" / "demo.yaml"
 
 def named(name: str) -> list[str]:
     """The overrides that choose it, with models from somewhere where it needs some."""
-    return [f"algorithm={name}", *(f"{key}=some/model" for key in RECIPES[name].needs)]
+    return [f"algorithm={name}", *(f"{key}=some/model" for key in read_recipes()[name].needs)]
 
 
 def refusal(*overrides: str) -> str:
@@ -39,8 +39,10 @@ def refusal(*overrides: str) -> str:
 
 
 def test_the_names_are_those_of_the_key_and_every_recipe_key_is_a_key() -> None:
-    assert typing.get_args(Algorithm) == tuple(RECIPES)
-    assert {key for recipe in RECIPES.values() for key in recipe.values} <= set(key_names(Config))
+    assert typing.get_args(Algorithm) == tuple(read_recipes())
+    assert {key for recipe in read_recipes().values() for key in recipe.values} <= set(
+        key_names(Config)
+    )
 
 
 def test_without_an_algorithm_nothing_is_another_than_before() -> None:
@@ -50,19 +52,19 @@ def test_without_an_algorithm_nothing_is_another_than_before() -> None:
     assert load_config(DEMO, ["algorithm=null"]) == plain
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", read_recipes())
 def test_a_recipe_stands_by_itself(name: Algorithm) -> None:
     """It passes every rule with the demo's sizes, sets each of its keys and no other, and nothing
     in it is idle or
     what --explain advises against."""
-    values = RECIPES[name].values
+    values = read_recipes()[name].values
     config, sources = load_config_with_sources(DEMO, named(name))
     result, plain = flatten_config(config), flatten_config(load_config(DEMO))
     assert {key: result[key] for key in values} == values
     assert {key for key in result if result[key] != plain[key]} <= {
         "algorithm",
         *values,
-        *RECIPES[name].needs,
+        *read_recipes()[name].needs,
     }
     assert {key for key, source in sources.items() if source == f"from algorithm: {name}"} == set(
         values
@@ -113,7 +115,7 @@ def test_an_empty_section_takes_the_whole_recipe(empty: Any) -> None:
     assert tree["loss"] is empty or tree["loss"] == empty  # what was handed in is as it was
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", read_recipes())
 def test_the_resolved_config_loads_to_the_same(name: str, tmp_path: Path) -> None:
     """That is config.yaml of a run folder: the word stays, and the values in it win over a later
     table's."""
@@ -166,7 +168,7 @@ def test_a_value_of_the_recipe_is_not_called_idle() -> None:
 )
 def test_an_unknown_name_is_answered_by_the_closest(inputs: str, meant: str) -> None:
     message = refusal(f"algorithm={inputs}")
-    assert message.startswith(f"algorithm must be {'|'.join(RECIPES)} or null; got ")
+    assert message.startswith(f"algorithm must be {'|'.join(read_recipes())} or null; got ")
     assert message.endswith(f"; did you mean {meant}?")
 
 

@@ -13,7 +13,7 @@ import sys
 import torch
 
 from grpo_spmd.config.load import load_config
-from grpo_spmd.config.recipes import RECIPES
+from grpo_spmd.config.recipes import read_recipes
 from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.session import end_session, start_session
 from grpo_spmd.model.policy import Policy, build_policy, build_reference
@@ -27,7 +27,7 @@ def main() -> None:
     reference_values = dataclasses.replace(config.model, path=reference_model)
     reference = build_reference(policy, reference_values, config.rollout.temperature, 1.0, session)
     assert isinstance(reference, Policy)
-    for name in (name for name, recipe in RECIPES.items() if not recipe.needs):
+    for name in (name for name, recipe in read_recipes().items() if not recipe.needs):
         groups = deal(fixed_groups(), "in turn", session)
         changed = load_config(config_file, [f"algorithm={name}"])
         results[name] = one_update(changed, policy, reference, groups, True, session)
