@@ -89,10 +89,12 @@ def test_what_it_says_and_learns_does_not_depend_on_the_split(
     ]
     assert len(actual) == 4 + 2 * (setting == "several steps")
     for result in actual:
-        for name in ("old_values", "returns", "advantages"):
+        # Whitening divides by the advantages' deviation, which is below 1, and so enlarges the rounding
+        # of the values: 1.2e-6 was seen on an Intel Xeon.
+        for name, bound in (("old_values", 1e-6), ("returns", 1e-6), ("advantages", 4e-6)):
             assert result[name].keys() == reference[name].keys()
             for i, expected in reference[name].items():
-                assert result[name][i] == pytest.approx(expected, rel=1e-6, abs=1e-6), (name, i)
+                assert result[name][i] == pytest.approx(expected, rel=bound, abs=bound), (name, i)
         for name in ("sums", "metrics", "decision"):
             assert result[name] == pytest.approx(reference[name], rel=1e-6, abs=1e-6), name
         for name, parameter in reference["parameters"].items():
