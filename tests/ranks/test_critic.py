@@ -89,8 +89,8 @@ def test_what_it_says_and_learns_does_not_depend_on_the_split(
     ]
     assert len(actual) == 4 + 2 * (setting == "several steps")
     for result in actual:
-        # Whitening divides by the advantages' deviation, which is below 1, and so enlarges the rounding
-        # of the values: 1.2e-6 was seen on an Intel Xeon.
+        # Whitening divides by the advantages' deviation, which is below 1, and so enlarges the
+        # rounding of the values: 1.2e-6 was seen on an Intel Xeon.
         for name, bound in (("old_values", 1e-6), ("returns", 1e-6), ("advantages", 4e-6)):
             assert result[name].keys() == reference[name].keys()
             for i, expected in reference[name].items():

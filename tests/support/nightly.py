@@ -52,6 +52,16 @@ NIGHTLY: dict[str, str] = {
         "phi3 is tried always"
     ),
     "ranks/test_dry_run.py::test_ours_runs_on_a_cuda_device[figures": "counts against two real ranks",  # noqa: E501
+    "runs/test_end_to_end.py::test_a_named_recipe_trains[opd": "dapo is tried always, and "
+    "ranks/test_recipes.py has the update of each",
+    "runs/test_end_to_end.py::test_a_named_recipe_trains[reinforce_pp": "as opd",
+    "runs/test_scripts.py::test_the_demo_refuses": "unit/test_bad_inputs.py has the refusals, this "
+    "the script's set-up before them",
+    "ranks/test_lora.py::test_two_steps_of_the_real_loop[merged": "the adapters' sync is tried "
+    "always, and both are proved after each sync",
+    "ranks/test_proofs.py::test_every_planted_fault_is_seen_and_nothing_else[llama": (
+        "qwen2 in bfloat16 on two ranks is tried always"
+    ),
     # waits of tens of seconds
     "faults/test_doctor.py::test_a_raise_on_one_host": "one host is tried always",
     "faults/test_doctor.py::test_both_hosts": "one host is tried always",
@@ -62,6 +72,19 @@ NIGHTLY: dict[str, str] = {
         "Ctrl-C in a run is tried always"
     ),
     "faults/test_early_scoring.py::test_a_run_that_dies": "faults/test_resume.py has kills",
+    "faults/test_ctrl_c.py::test_a_run_that_scores": "Ctrl-C in the other phases is tried always",
+    "faults/test_checkup.py::test_two_hosts[False": "hosts that see each other are tried always",
+    "faults/test_checkup.py::test_ranks_of_srun": "torchrun's ranks are tried always",
+    "faults/test_checkup.py::test_a_rank_without": "ranks that differ are tried always",
+    "faults/test_checkup.py::test_what_check_and_planner": "runs/test_paper_commands.py calls both",
+    "faults/test_environment_pool.py::test_what_hangs_is_killed_with_all_that_it_started[ignore": (
+        "a plain hang is tried always"
+    ),
+    "faults/test_environment_pool.py::test_what_hangs_is_killed_with_all_that_it_started[daemon": (
+        "a plain hang is tried always"
+    ),
+    "faults/test_environment_pool.py::test_a_breakpoint": "a reward's is tried always",
+    "faults/test_node_script.py::test_the_nodes_of_skypilot": "a pod of Kubernetes is tried always",
     "faults/test_setup_script.py": "CI itself runs the script",
 }
 
