@@ -427,12 +427,12 @@ def engine_tokens(config: Config) -> int:
     return max(config.max_rollout_tokens, *judge_tokens(config).values(), 0)
 
 
-def size_text(num_bytes: int) -> str:
+def size_text(num_bytes: float) -> str:
     """Returns a size in bytes as text with a binary unit, such as "1.50 GiB"."""
     for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if num_bytes >= scale:
             return f"{num_bytes / scale:,.2f} {unit}"
-    return f"{num_bytes} B"
+    return f"{num_bytes:.0f} B"
 
 
 # Config keys that have no effect, and advice about valid configs

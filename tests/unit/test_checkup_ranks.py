@@ -116,7 +116,7 @@ def test_bandwidth_is_that_of_the_slowest_rank() -> None:
     }
     device, speed = lines(reports)
     assert names_and_levels([device, speed]) == [("device", "ok"), ("all-reduce", "ok")]
-    assert "64 KiB 2 ms, 64 MiB 500 ms; 0.134 GB/s" in speed.finding
+    assert "64.00 KiB 2 ms, 64.00 MiB 500 ms; 0.134 GB/s" in speed.finding
 
 
 def on_h100(rate: float, ranks: int, inner_rate: float = 0.0) -> Report:
@@ -129,7 +129,7 @@ def on_h100(rate: float, ranks: int, inner_rate: float = 0.0) -> Report:
     return Report(
         "done",
         [GPU],
-        gpu=("NVIDIA H100 80GB HBM3", 79.1 * 1024),
+        gpu=("NVIDIA H100 80GB HBM3", 79.1),
         within_node=times(inner_rate, 2),
         over_all=times(rate, ranks),
     )

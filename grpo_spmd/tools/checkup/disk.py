@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_spmd.checks.machine import check_disk
+from grpo_spmd.checks.memory import size_text
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.tools.checkup.results import Result, Target, bad, ok, rated, size_text, warning
+from grpo_spmd.tools.checkup.results import Result, Target, bad, ok, rated, warning
 
 _GIB = 1 << 30
 _SPEED_BYTES = 256 << 20

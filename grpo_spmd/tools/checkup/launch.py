@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import IO
-
-import msgspec
+from pathlib import Path
 
 from grpo_spmd.config.command_line import number_of_ranks
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.distributed.processes import free_port
-from grpo_spmd.tools.checkup.exchange import Report
-from grpo_spmd.tools.checkup.results import Target, bad
-
-ANSWER = "checkup report: "  # before a child's report in its output
+from grpo_spmd.tools.checkup.results import Result, Target, bad
 
 
 @dataclass(frozen=True)
@@ -47,8 +38,8 @@ def find_launch(environ: Mapping[str, str]) -> Launch | None:
     if "RANK" not in environ:
         return _find_slurm_step(environ)
     num_ranks = number_of_ranks()
-    # torchrun with one rank is a machine without others.
-    if num_ranks == 1:
+    # One rank without a port is no launch, whatever variable was left from elsewhere.
+    if num_ranks == 1 and "MASTER_PORT" not in environ:
         return None
     if not environ.get("MASTER_ADDR") or not environ.get("MASTER_PORT", "").isdecimal():
         raise ConfigError(
@@ -103,69 +94,38 @@ def first_host(nodes: str) -> str:
     return "".join(text or "" for text in match.groups()) if match and nodes else "127.0.0.1"
 
 
-class LocalRanks:
-    """Starts child processes that measure all-reduces: one for each GPU, or two on the CPU.
+def check_links(target: Target) -> Iterator[Result]:
+    """Measures all-reduces by ranks of this machine: one for each GPU, or two on the CPU.
 
-    They start at once, while the other checks run."""
+    They are launched checkups of their links alone. Yields the lines of their rank 0.
+    """
+    if target.is_launched:
+        return
+    num_ranks = target.num_gpus or 2
+    environ = {
+        "NCCL_DEBUG": "",
+        "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+    }
+    command = [sys.executable, "-m", "grpo_spmd.checkup", "--only", "links"]
+    command += ["--deadline", f"{target.deadline_s:g}", "--json"]
 
-    def __init__(self, target: Target, deadline_s: float) -> None:
-        self.num_ranks = target.num_gpus or 2
-        self._deadline = time.monotonic() + deadline_s + 5
-        port = free_port()
-        self._children: list[tuple[subprocess.Popen[bytes], IO[bytes]]] = []
-        for rank in range(self.num_ranks):
-            env = {
-                **target.environ,
-                "TORCH_CPP_LOG_LEVEL": "FATAL",
-                "NCCL_DEBUG": "",
-                "OMP_NUM_THREADS": "1",
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "WORLD_SIZE": str(self.num_ranks),
-                "LOCAL_WORLD_SIZE": str(self.num_ranks),
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-            }
-            output = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the child
-            child = subprocess.Popen(
-                [sys.executable, "-m", "grpo_spmd.tools.checkup.reduce", str(deadline_s)],
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            self._children.append((child, output))
+    def run_rank(rank: int) -> str:
+        numbers = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        answer = target.run([*command, str(file)], 3 * target.deadline_s + 60, environ | numbers)
+        return answer.stderr.strip() if answer else ""
 
-    def reports(self) -> dict[int, Report]:
-        """Waits for the children, at most until the deadline, and ends all. Returns their reports
-        by rank.
-
-        A child that exited without one counts as failed; one that had to be killed without one is
-        left out.
-        """
-        reports: dict[int, Report] = {}
-        for rank, (child, output) in enumerate(self._children):
-            with suppress(subprocess.TimeoutExpired):
-                child.wait(max(0.1, self._deadline - time.monotonic()))
-            # A killed child may have written its report.
-            output.seek(0)
-            lines = output.read().decode(errors="replace").splitlines()
-            answers = [line.removeprefix(ANSWER) for line in lines if line.startswith(ANSWER)]
-            if answers:
-                # Not msgspec's decoder: an error may hold lone surrogates, which it refuses.
-                reports[rank] = msgspec.convert(json.loads(answers[-1]), Report)
-            elif child.returncode is not None:
-                text = lines[-1][:300] if lines else f"exit code {child.returncode}"
-                line = bad("all-reduce", f"importing torch: {text}", "python -c 'import torch'")
-                reports[rank] = Report("failed", [line])
-        self.end()
-        return reports
-
-    def end(self) -> None:
-        while self._children:
-            child, output = self._children.pop()
-            with suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
-            output.close()
+    with tempfile.TemporaryDirectory(prefix="grpo_spmd_") as folder:
+        file = Path(folder, "links.jsonl")
+        with ThreadPoolExecutor(num_ranks) as pool:
+            errors = [*pool.map(run_rank, range(num_ranks))]
+        text = file.read_text(encoding="utf-8") if file.exists() else ""
+    for fields in map(json.loads, text.splitlines()):
+        if "level" in fields:
+            yield Result(fields["name"], fields["level"], fields["found"], fields["remedy"])
+    if "verdict" not in text:
+        reason = [*filter(None, errors), "its ranks ended without a word"][0].splitlines()[-1]
+        yield bad("all-reduce", reason[:300], "python -c 'import torch'")
