@@ -204,19 +204,17 @@ def sync_buffers(
         # All A matrices are gathered before.
         numel_a = sum(math.prod(s) for name, s in adapters.items() if name.endswith(".lora_A"))
         buffers["adapters, whole"] = 4 * numel_a
-    full_bytes: dict[str, int] = {}
-    merge_bytes: dict[str, int] = {}
+    # The bytes of each tensor, with the padding of every rank's shard, and of its W + BA with W,
+    # unless W is float32 already.
+    sizes: list[tuple[int, int]] = []
     for name, shape in shapes.items():
         numel = shard_numel({name: shape}, ranks)
-        # Gathered tensors have the padding of every rank's shard.
-        full_bytes[name] = ranks * numel * itemsize
-        # W + BA of a tensor, and W unless it is float32 already.
-        merge_bytes[name] = numel * (4 if itemsize == 4 else 8) * (f"{name}.lora_B" in adapters)
+        merged = numel * (4 if itemsize == 4 else 8) * (f"{name}.lora_B" in adapters)
+        sizes.append((ranks * numel * itemsize, merged))
     if ranks == 1:
         # No bucket: each tensor is rounded, or merged, on its way into the engine.
         buffers["largest tensor"] = max(
-            max(merged, full_bytes[name] + min(merged, 4 * math.prod(shapes[name])))
-            for name, merged in merge_bytes.items()
+            max(merged, whole + min(merged, 4 * whole // itemsize)) for whole, merged in sizes
         )
         return buffers
     numel = shard_numel(shapes, ranks)
@@ -225,7 +223,7 @@ def sync_buffers(
     # One bucket is gathered while the engine is handed the other.
     buffers["buckets"] = min(2, num_buckets) * ranks * bucket * itemsize
     # The next bucket, if any, is filled while a tensor of this one is put together.
-    largest = [max(full_bytes.values()), max(merge_bytes.values())]
+    largest = [max(size) for size in zip(*sizes, strict=True)]
     buffers["largest tensor"] = sum(largest) if num_buckets > 1 else max(largest)
     return buffers
 

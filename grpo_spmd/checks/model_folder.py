@@ -45,6 +45,11 @@ _ENCODERS = (
     r"(.*-)?(bert|bert-generation|big_bird|camembert|data2vec-text|electra|ernie|rembert|"
     r"(.*)?roberta(-.*)?|xmod)"
 )
+_DEFAULT_SIZES = {
+    "mistral": ("num_key_value_heads",),
+    "qwen2": ("num_key_value_heads",),
+    "qwen3": ("num_key_value_heads", "head_dim"),
+}
 _RECURRENT = r".*mamba.*|rwkv|xlstm|recurrent_gemma"
 
 
@@ -127,7 +132,7 @@ def _check_type(model_type: str, path: str) -> None:
                 "attention trains"
             )
     # transformers' own list of causal LMs, read as text: importing it takes seconds.
-    text = _read_package_file("transformers", "models/auto/modeling_auto.py")
+    text = read_package_file("transformers", "models/auto/modeling_auto.py")
     mapping = re.search(
         r"MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = OrderedDict\((.*?)\n\)", text, re.DOTALL
     )
@@ -139,7 +144,7 @@ def _check_type(model_type: str, path: str) -> None:
         )
 
 
-def _read_package_file(package: str, path: str) -> str:
+def read_package_file(package: str, path: str) -> str:
     """Returns the text of a file of an installed package; "" if there is none."""
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
@@ -155,7 +160,7 @@ def _check_cpu_engine(config: Config, model: Mapping[str, Any]) -> None:
     """
     if importlib.util.find_spec("vllm") is None or version_of("vllm") is not None:
         return
-    text = _read_package_file("vllm", "v1/attention/backends/cpu_attn.py")
+    text = read_package_file("vllm", "v1/attention/backends/cpu_attn.py")
     source = re.search(r"def get_supported_head_sizes\(.*?return \[([\d,\s]+)\]", text, re.DOTALL)
     head_sizes = [int(size) for size in re.findall(r"\d+", source[1])] if source else []
     sizes = dimensions(model)
@@ -230,9 +235,7 @@ def _names_every_size(model: Mapping[str, Any]) -> bool:
 
     It may omit the defaults of its family. Not every default can be computed from other sizes.
     """
-    sizes = {"mistral": ["num_key_value_heads"], "qwen2": ["num_key_value_heads"]}
-    sizes["qwen3"] = ["num_key_value_heads", "head_dim"]
-    names = sizes.get(str(model["model_type"]), [])
+    names = _DEFAULT_SIZES.get(str(model["model_type"]), ())
     return all(isinstance(model.get(name), int) for name in names)
 
 

@@ -335,7 +335,7 @@ def made_up_plan(
 def test_suggestions_are_the_cheapest_first_and_only_what_the_phase_needs(tmp_path: Path) -> None:
     seen: list[tuple[str, ...]] = []
 
-    def replan(overrides: Sequence[str]) -> Plan | None:
+    def replan(overrides: Sequence[str]) -> Plan:
         seen.append(tuple(overrides))
         config = by_hand(tmp_path, *overrides)
         saved = {"selective": 6.0, True: 30.0, False: 0.0}[config.model.activation_checkpointing]
@@ -356,7 +356,7 @@ def test_suggestions_are_the_cheapest_first_and_only_what_the_phase_needs(tmp_pa
 
 
 def test_where_no_single_change_fits_they_are_added_up(tmp_path: Path) -> None:
-    def replan(overrides: Sequence[str]) -> Plan | None:
+    def replan(overrides: Sequence[str]) -> Plan:
         config = by_hand(tmp_path, *overrides)
         update = 100 - 15 * (config.model.activation_checkpointing is True)
         update -= 10 * (config.training.max_tokens_per_micro_batch == 64)

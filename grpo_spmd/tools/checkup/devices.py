@@ -23,7 +23,6 @@ import sys
 import tomllib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 
 from packaging.requirements import Requirement
@@ -32,7 +31,7 @@ from packaging.specifiers import SpecifierSet
 from grpo_spmd import __version__
 from grpo_spmd.checks.machine import VLLM
 from grpo_spmd.checks.memory import TRAINED_ITEMSIZE, engine_weights, size_text, state_of
-from grpo_spmd.checks.model_folder import version_of
+from grpo_spmd.checks.model_folder import read_package_file, version_of
 from grpo_spmd.config.load import gpus_are_hidden
 from grpo_spmd.model.config_json import read_model
 from grpo_spmd.observe.cards import find_device
@@ -63,7 +62,6 @@ _FIELDS = (
 _DRIVERS = {"12": 525, "13": 580}
 _USED_MIB = 1024
 _LINK_ROW = re.compile(r"\s*GPU\d+\s+(X|NV|PIX|PXB|PHB|NODE|SYS)")
-_LINK = re.compile(r"NV\d+|PIX|PXB|PHB|NODE|SYS|X")
 _CORRECT = "correct it in the config, or by section.key=value"
 _PACKAGE = Path(__file__).resolve().parents[2]
 # Packages with a line of their own. vLLM has one too.
@@ -87,20 +85,26 @@ _UNLIMITED = 1 << 60
 # GPUs
 
 
-def query_gpus(target: Target) -> list[Gpu] | None:
-    """Returns one dict for each GPU, or None if there is no nvidia-smi.
-
-    Raises OSError with nvidia-smi's error message.
-    """
-    query = ["nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits"]
-    answer = target.run(query, _SMI_S)
+def _nvidia_smi(target: Target, *options: str) -> str:
+    """Returns what nvidia-smi prints. Raises OSError with its error message."""
+    answer = target.run(["nvidia-smi", *options], _SMI_S)
     if answer is None:
-        return None
+        raise FileNotFoundError("there is no nvidia-smi")
     if answer.returncode:
         lines = (answer.stdout.strip() or answer.stderr.strip()).splitlines() or ["no reason"]
         raise OSError(f"nvidia-smi: {lines[0][:200]}")
-    rows = csv.reader(answer.stdout.splitlines(), skipinitialspace=True)
-    return [dict(zip(_FIELDS, row, strict=True)) for row in rows if len(row) == len(_FIELDS)]
+    return answer.stdout
+
+
+def query_gpus(target: Target) -> list[Gpu]:
+    """Returns one dict for each GPU. Raises OSError if nvidia-smi tells of none."""
+    query = f"--query-gpu={','.join(_FIELDS)}"
+    text = _nvidia_smi(target, query, "--format=csv,noheader,nounits")
+    rows = csv.DictReader(text.splitlines(), _FIELDS, skipinitialspace=True)
+    gpus = [row for row in rows if row["compute_mode"]]
+    if not gpus:
+        raise OSError("nvidia-smi lists no GPU")
+    return gpus
 
 
 def check_gpus(target: Target) -> Iterator[Result]:
@@ -112,17 +116,12 @@ def check_gpus(target: Target) -> Iterator[Result]:
     try:
         gpus = query_gpus(target)
     except OSError as error:
-        yield bad(
+        # Without nvidia-smi the driver may be well.
+        make = warning if isinstance(error, FileNotFoundError) else bad
+        yield make(
             "GPUs",
             f"{target.num_gpus} are there, and the driver does not answer: {error}",
-            "restart the machine, or install the driver again; dmesg | grep -i nvrm",
-        )
-        return
-    if not gpus:
-        yield warning(
-            "GPUs",
-            f"{target.num_gpus}, and no nvidia-smi that tells more",
-            "install the driver's tools",
+            "install the driver and its tools again, or restart the machine; dmesg | grep -i nvrm",
         )
         return
     # Mixed cards work, at the pace of the slowest.
@@ -150,10 +149,7 @@ def torch_build() -> tuple[str, str]:
 
     "" without torch, or for the CPU.
     """
-    spec = find_spec("torch")
-    if spec is None or spec.origin is None:
-        return "", ""
-    text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
+    text = read_package_file("torch", "version.py")
     version = re.search(r"^__version__ *= *['\"]([^'\"+]+)", text, re.MULTILINE)
     cuda = re.search(r"^cuda\b.*= *['\"]([\d.]+)", text, re.MULTILINE)
     return version[1] if version else "", cuda[1] if cuda else ""
@@ -207,18 +203,17 @@ def _check_used_memory(target: Target, gpus: Sequence[Gpu]) -> Result:
     used = [f"GPU {i}: {mib / 1024:.1f} GiB" for i, mib in used_mib.items() if mib > _USED_MIB]
     if not used:
         return ok("GPU memory", f"free on all {len(gpus)}")
-    query = ["nvidia-smi", "--query-compute-apps=pid,used_memory,name", "--format=csv,noheader"]
-    answer = target.run(query, _SMI_S)
-    owners = answer.stdout.strip().splitlines() if answer and not answer.returncode else []
+    query = "--query-compute-apps=pid,used_memory,name"
+    owners = _nvidia_smi(target, query, "--format=csv,noheader").strip().splitlines()
     finding = f"others hold {join_items(used)} ({join_items(owners, 3) or 'unknown processes'})"
     # vLLM takes its fraction of all memory, and fails if others hold the rest.
     fraction = target.config.rollout.gpu_memory_utilization if target.config else 0.0
-    make = warning
-    for gpu in gpus:
-        if used_mib[gpu["index"]] > (1 - fraction) * _number(gpu["memory.total"]):
-            make = bad
-            finding += f": rollout.gpu_memory_utilization {fraction:g} does not fit beside it"
-            break
+    is_too_much = any(
+        used_mib[gpu["index"]] > (1 - fraction) * _number(gpu["memory.total"]) for gpu in gpus
+    )
+    if is_too_much:
+        finding += f": rollout.gpu_memory_utilization {fraction:g} does not fit beside it"
+    make = bad if is_too_much else warning
     return make("GPU memory", finding, "end what holds it (nvidia-smi shows it)")
 
 
@@ -226,16 +221,20 @@ def check_topology(target: Target) -> Iterator[Result]:
     """Checks how the GPUs of this machine are linked."""
     if target.num_gpus < 2:
         return
-    answer = target.run(["nvidia-smi", "topo", "-m"], _SMI_S)
-    if answer is None or answer.returncode:
-        yield warning("topology", "nvidia-smi topo -m says nothing", "look at it by hand")
-        return
-    pairs = parse_topology(answer.stdout)
-    kinds = Counter(pairs.values())
-    counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+    # nvidia-smi underlines the table's title row by escape codes.
+    plain = re.sub(r"\x1b\[[\d;]*m", "", _nvidia_smi(target, "topo", "-m"))
+    rows = [line.split() for line in plain.splitlines() if _LINK_ROW.match(line)]
+    # The kind of link of each pair (a, b) with a < b. Network cards have the columns behind.
+    pairs = {
+        f"{name[3:]}-{peer}": kind
+        for name, *kinds in rows
+        for peer, kind in enumerate(kinds[: len(rows)])
+        if peer > int(name[3:])
+    }
+    counts = ", ".join(f"{count} {kind}" for kind, count in Counter(pairs.values()).most_common())
     finding = f"{counts} of {plural(len(pairs), 'pair')}"
     # NODE and SYS cross the CPU's interconnect.
-    far = join_items(f"{a}-{b}" for (a, b), kind in pairs.items() if kind in ("SYS", "NODE"))
+    far = join_items(pair for pair, kind in pairs.items() if kind in ("SYS", "NODE"))
     if far:
         yield warning(
             "topology",
@@ -245,23 +244,6 @@ def check_topology(target: Target) -> Iterator[Result]:
         )
     else:
         yield ok("topology", finding)
-
-
-def parse_topology(text: str) -> dict[tuple[int, int], str]:
-    """Returns the kind of link of each pair of GPUs, from the text of `nvidia-smi topo -m`.
-
-    Network cards are skipped. A pair (a, b) has a < b.
-    """
-    # nvidia-smi underlines the table's title row by escape codes.
-    plain = re.sub(r"\x1b\[[\d;]*m", "", text)
-    rows = [line.split() for line in plain.splitlines() if _LINK_ROW.match(line)]
-    links: dict[tuple[int, int], str] = {}
-    for name, *kinds in rows:
-        gpu = int(name[3:])
-        for peer, kind in enumerate(kinds[: len(rows)]):
-            if peer > gpu and _LINK.fullmatch(kind):
-                links[gpu, peer] = kind
-    return links
 
 
 def _number(text: str) -> float:
@@ -279,29 +261,25 @@ def check_config(target: Target) -> Iterator[Result]:
     command = [sys.executable, "-m", "grpo_spmd.train", "--check", *target.arguments]
     answer = target.run(command, CHECK_S)
     assert answer is not None, sys.executable
-    lines = answer.stderr.strip().splitlines()
-    has_error = False
-    # Each line of stderr is "KIND: FINDING; REMEDY". A warning leaves the exit code 0.
-    for line in lines:
-        kind, _, text = line.partition(": ")
-        if kind in ("warning", "error"):
-            has_error = has_error or kind == "error"
-            finding, _, remedy = text.partition("; ")
-            make = bad if kind == "error" else warning
-            yield make("--check", finding, remedy or _CORRECT)
+    # Each line is "KIND: FINDING; REMEDY". A warning leaves the exit code 0.
+    problems = re.findall(r"^(warning|error): (.*)$", answer.stderr, re.MULTILINE)
+    for kind, text in problems:
+        finding, _, remedy = text.partition("; ")
+        make = bad if kind == "error" else warning
+        yield make("--check", finding, remedy or _CORRECT)
     if not answer.returncode:
         ranks = plural(target.num_ranks, "rank")
         yield ok("--check", f"model, data, rewards and run folder, for {ranks}")
-    elif not has_error:
-        finding = lines[-1][:300] if lines else f"exit code {answer.returncode} without a word"
-        yield bad("--check", finding, "python -m grpo_spmd.train --check ... says more")
+    elif "error" not in dict(problems):
+        lines = [f"exit code {answer.returncode}", *answer.stderr.strip().splitlines()]
+        yield bad("--check", lines[-1][:300], "python -m grpo_spmd.train --check ... says more")
 
 
 def check_plan(target: Target) -> Iterator[Result]:
     """Checks whether the run fits these GPUs, if the planner knows them."""
-    gpus = query_gpus(target) if target.config is not None and target.num_gpus else None
-    if not gpus:
+    if target.config is None or not target.num_gpus:
         return
+    gpus = query_gpus(target)
     card = find_device(gpus[0]["name"], _number(gpus[0]["memory.total"]) / 1024)
     if card is None:
         yield ok(
@@ -481,14 +459,13 @@ def check_tested_set(_: Target) -> Iterator[Result]:
     if not lock.is_file():
         return
     pinned = re.findall(r"^([\w.-]+)==(\S+)", lock.read_text(encoding="utf-8"), re.MULTILINE)
-    versions = [(name, wanted, version_of(name)) for name, wanted in pinned]
-    num_same = sum(version == wanted for _, wanted, version in versions)
     # A package that is not installed (version None) belongs to an extra.
     differing = [
-        f"{name} {version} for {wanted}"
-        for name, wanted, version in versions
-        if version not in (None, wanted)
+        f"{name} {version_of(name)} for {wanted}"
+        for name, wanted in pinned
+        if version_of(name) not in (None, wanted)
     ]
+    num_same = sum(version_of(name) == wanted for name, wanted in pinned)
     difference = f"; others: {join_items(differing, 4)}" if differing else ""
     yield ok("tested set", f"{num_same} of {len(pinned)} packages are as tested{difference}")
 

@@ -36,10 +36,10 @@ class Launch:
 def find_launch(environ: Mapping[str, str]) -> Launch | None:
     """Returns the launch by torchrun or srun; None if this process is alone. Raises ConfigError."""
     if "RANK" not in environ:
-        return _find_slurm_step(environ)
-    num_ranks = number_of_ranks()
+        environ = {**environ, **_torchrun_variables(environ)}
+    num_ranks = int(environ.get("WORLD_SIZE", number_of_ranks()))
     # One rank without a port is no launch, whatever variable was left from elsewhere.
-    if num_ranks == 1 and "MASTER_PORT" not in environ:
+    if "RANK" not in environ or (num_ranks == 1 and "MASTER_PORT" not in environ):
         return None
     if not environ.get("MASTER_ADDR") or not environ.get("MASTER_PORT", "").isdecimal():
         raise ConfigError(
@@ -57,35 +57,27 @@ def find_launch(environ: Mapping[str, str]) -> Launch | None:
     )
 
 
-def _find_slurm_step(environ: Mapping[str, str]) -> Launch | None:
+def _torchrun_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns what torchrun would set for this task of a Slurm step; {} for other processes."""
+    slurm = {name.removeprefix("SLURM_"): text for name, text in environ.items()}
     # A batch script has no step, although SLURM_NTASKS is set in it.
-    text = environ.get("SLURM_STEP_NUM_TASKS", "1")
-    if not text.isdecimal() or int(text) < 2:
-        return None
-
-    def number(name: str) -> int:
-        return int(environ.get(f"SLURM_{name}", "0"))
-
+    num_tasks = slurm.get("STEP_NUM_TASKS", "1")
+    if num_tasks == "1":
+        return {}
     # "4(x2),2": two nodes with 4 tasks, one with 2.
-    groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", text))
-    tasks = [int(count) for count, times in groups for _ in range(int(times or 1))]
-    node, rank = number("NODEID"), number("PROCID")
-    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
+    groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", slurm.get("STEP_TASKS_PER_NODE", num_tasks))
+    tasks = [count for count, times in groups for _ in range(int(times or 1))]
     # All ranks derive the same port from the job.
-    port = 20000 + (number("JOB_ID") + number("STEP_ID")) % 20000
-    defaults = {"MASTER_ADDR": first_host(nodes), "MASTER_PORT": str(port)}
-    return Launch(
-        rank=rank,
-        num_ranks=int(text),
-        local_rank=number("LOCALID"),
-        local_ranks=tasks[node] if node < len(tasks) else 1,
-        environ={
-            **environ,
-            **{name: environ.get(name) or value for name, value in defaults.items()},
-            "WORLD_SIZE": text,
-        },
-        serves_store=rank == 0,
-    )
+    port = 20000 + (int(slurm.get("JOB_ID", 0)) + int(slurm.get("STEP_ID", 0))) % 20000
+    nodes = slurm.get("STEP_NODELIST") or slurm.get("JOB_NODELIST", "")
+    return {
+        "RANK": slurm["PROCID"],
+        "WORLD_SIZE": num_tasks,
+        "LOCAL_RANK": slurm["LOCALID"],
+        "LOCAL_WORLD_SIZE": tasks[int(slurm["NODEID"])],
+        "MASTER_ADDR": environ.get("MASTER_ADDR") or first_host(nodes),
+        "MASTER_PORT": environ.get("MASTER_PORT") or str(port),
+    }
 
 
 def first_host(nodes: str) -> str:

@@ -58,16 +58,9 @@ def _print_plan(args: argparse.Namespace, folder: Path, card: Card) -> bool:
         _check_config(config, args.ranks)
         return make_plan(Case(config, facts, card, args.ranks), folder)
 
-    def replan(overrides: Sequence[str]) -> Plan | None:
-        # A combination that the rules refuse is no suggestion.
-        try:
-            return plan_with(overrides)
-        except ConfigError:
-            return None
-
     facts = facts_from_config(folder)
     plan = plan_with([])
-    proposals = suggestions(plan, replan)
+    proposals = suggestions(plan, plan_with)
     if args.json is not None:
         text = json.dumps(as_json(plan, proposals), indent=1)
         args.json.write_text(text + "\n", encoding="utf-8")
