@@ -238,78 +238,50 @@ def logits_bytes_per_element(itemsize: int) -> int:
 
 def training_rows(config: Config, model: ModelFacts, num_ranks: int) -> Iterator[Row]:
     """Yields the trainer's memory on one rank."""
-    yield from _state_rows(config, state_of(config, model, num_ranks), num_ranks)
-    yield from _logits_rows(config, model, num_ranks)
-    buffers = sync_buffers(config, model, num_ranks, config.rollout.sync_bucket_bytes("cuda"))
-    terms = " + ".join(f"{name} {size_text(size)}" for name, size in buffers.items())
+    dtype, offload = config.model.dtype, config.model.offload
+    state, itemsize = state_of(config, model, num_ranks), ITEMSIZE[dtype]
+    trained, ranks = state.trained, replica_ranks(config, num_ranks)
+    terms = "parameters + moments"
+    origin = f"{state.shard:,} parameters of a shard (ceil(rows / {ranks}) of each tensor)"
+    if state.base:
+        explanation = f"{origin} x {itemsize} ({dtype}), frozen; the reference too"
+        yield Row("base", size_text(state.base), explanation)
+        rank = config.model.lora.rank
+        origin = f"{trained:,} parameters of a shard of the adapters (rank {rank})"
+        terms += " + base"
+    yield Row("master parameters", size_text(4 * trained), f"{origin} x 4 (float32)")
+    explanation = f"{trained:,} x 4 (float32), in the update only"
+    yield Row("gradients", size_text(state.gradients), explanation)
+    yield Row("AdamW's moments", size_text(8 * trained), f"{trained:,} x 2 x 4 (float32)")
+    if state.reference:
+        explanation = f"{state.shard:,} x {itemsize} ({dtype})"
+        yield Row("reference", size_text(state.reference), explanation)
+        terms += " + reference"
+    yield Row("state between updates", size_text(state.num_bytes), terms)
+    if offload:
+        explanation = f"while the engine is awake: offload {str(offload).lower()}"
+        yield Row("of it in host memory", size_text(state.offloaded(offload)), explanation)
+    explanation = "parameters that train + moments, while a thread writes them"
     yield Row(
-        "buffers of the weight sync",
-        size_text(sum(buffers.values())),
-        f"{terms}; vLLM keeps more until a layer is whole",
+        "checkpoint's copy in host memory", size_text(TRAINED_ITEMSIZE * trained), explanation
     )
+    value, explanation = "unknown", _NO_SIZES
+    if model.dimensions is not None:
+        # Logits, the largest of the activations, exist for one chunk of tokens at a time.
+        tokens = min(config.model.logprob_chunk_tokens, micro_batch_tokens(config, num_ranks))
+        vocabulary, element = model.dimensions.vocabulary, logits_bytes_per_element(itemsize)
+        value = size_text(tokens * vocabulary * element)
+        explanation = f"{tokens} tokens x V {vocabulary} x {element} bytes in the backward pass"
+    yield Row("logits of a chunk", value, explanation)
+    buffers = sync_buffers(config, model, num_ranks, config.rollout.sync_bucket_bytes("cuda"))
+    explanation = " + ".join(f"{name} {size_text(size)}" for name, size in buffers.items())
+    explanation += "; vLLM keeps more until a layer is whole"
+    yield Row("buffers of the weight sync", size_text(sum(buffers.values())), explanation)
     yield Row(
         "peak of each phase, and what fits",
         "see the planner",
         "python -m grpo_spmd.plan --config ... --gpu H100-80GB --ranks N runs the layers on "
         "fake tensors",
-    )
-
-
-def _state_rows(config: Config, state: State, num_ranks: int) -> Iterator[Row]:
-    """Yields what a rank holds between updates, and what of it waits in host memory."""
-    dtype = config.model.dtype
-    trained = state.trained
-    offload = config.model.offload
-    itemsize = ITEMSIZE[dtype]
-    terms = ["parameters + moments"]
-    ranks = replica_ranks(config, num_ranks)
-    origin = f"{state.shard:,} parameters of a shard (ceil(rows / {ranks}) of each tensor)"
-    if state.base:
-        yield Row(
-            "base",
-            size_text(state.base),
-            f"{origin} x {itemsize} ({dtype}), frozen; the reference too",
-        )
-        rank = config.model.lora.rank
-        origin = f"{trained:,} parameters of a shard of the adapters (rank {rank})"
-        terms.append("base")
-    yield Row("master parameters", size_text(4 * trained), f"{origin} x 4 (float32)")
-    yield Row(
-        "gradients", size_text(state.gradients), f"{trained:,} x 4 (float32), in the update only"
-    )
-    yield Row("AdamW's moments", size_text(8 * trained), f"{trained:,} x 2 x 4 (float32)")
-    if state.reference:
-        yield Row(
-            "reference", size_text(state.reference), f"{state.shard:,} x {itemsize} ({dtype})"
-        )
-        terms.append("reference")
-    yield Row("state between updates", size_text(state.num_bytes), " + ".join(terms))
-    if offload:
-        yield Row(
-            "of it in host memory",
-            size_text(state.offloaded(offload)),
-            f"while the engine is awake: offload {str(offload).lower()}",
-        )
-    yield Row(
-        "checkpoint's copy in host memory",
-        size_text(TRAINED_ITEMSIZE * trained),
-        "parameters that train + moments, while a thread writes them",
-    )
-
-
-def _logits_rows(config: Config, model: ModelFacts, num_ranks: int) -> Iterator[Row]:
-    """Yields the memory of the logits, which is the largest of the activations."""
-    sizes = model.dimensions
-    if sizes is None:
-        yield Row("logits of a chunk", "unknown", _NO_SIZES)
-        return
-    # Logits exist for one chunk of tokens at a time.
-    tokens = min(config.model.logprob_chunk_tokens, micro_batch_tokens(config, num_ranks))
-    element = logits_bytes_per_element(ITEMSIZE[config.model.dtype])
-    yield Row(
-        "logits of a chunk",
-        size_text(tokens * sizes.vocabulary * element),
-        f"{tokens} tokens x V {sizes.vocabulary} x {element} bytes in the backward pass",
     )
 
 
@@ -476,7 +448,7 @@ def check_idle_keys(config: Config, sources: Mapping[str, str] | None = None) ->
             "by more than that a step; is a sign missing? e.g. 2e-6"
         )
     metric = config.checkpoint.best_metric
-    if metric is not None and (metric.partition("/")[0] not in _METRICS or "/" not in metric):
+    if metric is not None and not metric.startswith(tuple(f"{name}/" for name in _METRICS)):
         raise ConfigError(
             f"checkpoint.best_metric ({metric}) is no metric's name: they are as in "
             "metrics.jsonl, e.g. reward/mean or eval/SET/mean"
@@ -526,15 +498,9 @@ def advice(config: Config, num_ranks: int) -> Iterator[str]:
             "advantage.estimator max_rl with a weight below 0 among rewards: it divides by "
             "the group's mean reward, and where that is not above 0 the group teaches nothing"
         )
-    yield from _advise_on_ranks(config, num_ranks)
-    yield from _advise_on_steps(config)
-
-
-def _advise_on_ranks(config: Config, num_ranks: int) -> Iterator[str]:
-    """Yields advice about engines and ranks that would be idle in every step."""
-    rollout = config.rollout
-    prompts, engines = rollout.num_prompts_per_step, num_ranks // rollout.tensor_parallel_size
+    rollout, training, optimizer = config.rollout, config.training, config.optimizer
     # Engines wait for the one with most groups.
+    prompts, engines = rollout.num_prompts_per_step, num_ranks // rollout.tensor_parallel_size
     if prompts % engines:
         problem = f"some sample {-(-prompts // engines)} groups a step, others {prompts // engines}"
         if prompts < engines:
@@ -543,18 +509,13 @@ def _advise_on_ranks(config: Config, num_ranks: int) -> Iterator[str]:
         yield (
             f"rollout.num_prompts_per_step {prompts} is no multiple of {engines} engines: {problem}"
         )
-    per_step = prompts * rollout.group_size // config.training.num_mini_batches
+    per_step = prompts * rollout.group_size // training.num_mini_batches
     if per_step < num_ranks:
         yield (
             f"{per_step} completions per optimizer step for {num_ranks} ranks: "
             f"{num_ranks - per_step} of them have nothing to train on; raise "
             "rollout.num_prompts_per_step"
         )
-
-
-def _advise_on_steps(config: Config) -> Iterator[str]:
-    """Yields advice about the length of the run: its warmup and its checkpoints."""
-    training, optimizer = config.training, config.optimizer
     steps = training.num_optimizer_steps * training.num_steps
     if optimizer.warmup_steps >= steps:
         yield (

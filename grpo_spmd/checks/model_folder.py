@@ -65,13 +65,14 @@ def check_model(config: Config, *, to_run: bool = True) -> Path | None:
         return None
     try:
         model, shapes = _read_model_files(folder, path)
-    except UntrustedError as error:
-        remedy = f"; {_COPY_AGAIN}" if "whole safetensors" in str(error) else ""
-        raise ConfigError(f"model.path: {error}{remedy}") from None
-    except OSError as error:
-        remedy = f"; {_COPY_AGAIN}" if str(error.filename).endswith(".safetensors") else ""
+    except (UntrustedError, OSError) as error:
+        problem = str(error)
+        if isinstance(error, OSError):
+            problem = f"cannot read {error.filename}: {error.strerror}"
+        # A download that was cut off, or a disk that lost a part of a file.
+        is_broken = "safetensors:" in problem or "whole safetensors" in problem
         raise ConfigError(
-            f"model.path: cannot read {error.filename}: {error.strerror}{remedy}"
+            f"model.path: {problem}{f'; {_COPY_AGAIN}' if is_broken else ''}"
         ) from None
     # Without its files transformers would make a tokenizer up.
     if not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
@@ -83,7 +84,9 @@ def check_model(config: Config, *, to_run: bool = True) -> Path | None:
     if to_run:
         _check_cpu_engine(config, model)
     expected_shapes = shapes_from_config(model)
-    if _names_every_size(model):
+    # config.json may omit the defaults of its family, which cannot always be computed.
+    defaults = _DEFAULT_SIZES.get(str(model["model_type"]), ())
+    if all(isinstance(model.get(name), int) for name in defaults):
         _check_shapes(folder, shapes, expected_shapes)
     # Families without known shapes: their classes in transformers have no such bias.
     if "lm_head.bias" in shapes and not expected_shapes:
@@ -193,7 +196,16 @@ def _read_shapes(folder: Path) -> Shapes:
     index = read_index(folder)
     files = sorted({*folder.glob("*.safetensors"), *(index or {}).values()})
     if not files:
-        raise UntrustedError(f"{folder} holds no .safetensors file{_how_to_convert(folder)}")
+        formats = (".bin", ".pth", ".gguf")
+        names = sorted(path.name for path in folder.iterdir() if path.suffix in formats)
+        remedy = _COPY_AGAIN
+        if names:
+            remedy = (
+                f"{names[0]} is of another format, which is not read here: take the model's "
+                "checkpoint in transformers' format, from the hub id without GGUF, or load it with "
+                "transformers once, where you trust it, and write it by save_pretrained"
+            )
+        raise UntrustedError(f"{folder} holds no .safetensors file; {remedy}")
     headers = {file: read_header(file) for file in files}
     # A mixture of two downloads would load without an error.
     for name, file in (index or {}).items():
@@ -218,27 +230,6 @@ def _read_shapes(folder: Path) -> Shapes:
     return shapes
 
 
-def _how_to_convert(folder: Path) -> str:
-    """Returns the remedy for a folder without safetensors files."""
-    files = [path.name for path in folder.iterdir() if path.suffix in (".bin", ".pth", ".gguf")]
-    if not files:
-        return f"; {_COPY_AGAIN}"
-    return (
-        f"; {min(files)} is of another format, which is not read here: take the model's checkpoint "
-        "in transformers' format, from the hub id without GGUF, or load it with transformers once, "
-        "where you trust it, and write it by save_pretrained"
-    )
-
-
-def _names_every_size(model: Mapping[str, Any]) -> bool:
-    """Returns True if config.json names every size.
-
-    It may omit the defaults of its family. Not every default can be computed from other sizes.
-    """
-    names = _DEFAULT_SIZES.get(str(model["model_type"]), ())
-    return all(isinstance(model.get(name), int) for name in names)
-
-
 def _check_shapes(folder: Path, shapes: Shapes, expected_shapes: Shapes) -> None:
     """Raises ConfigError if the tensors differ from what config.json demands.
 
@@ -260,12 +251,15 @@ def _check_shapes(folder: Path, shapes: Shapes, expected_shapes: Shapes) -> None
 def _check_lora(lora: LoraConfig, shapes: Shapes) -> None:
     if not lora.rank or lora.target_modules == "all-linear":
         return
-    matrices = [name.removesuffix(".weight") for name, shape in shapes.items() if len(shape) == 2]
     # Adapters go to layers alone.
-    layers = [name for name in matrices if re.search(r"\.\d+\.", name)]
-    available = list(dict.fromkeys(name.rpartition(".")[2] for name in layers))
+    layers = [
+        name.removesuffix(".weight")
+        for name, shape in shapes.items()
+        if len(shape) == 2 and re.search(r"\.\d+\.", name)
+    ]
     for target in lora.target_modules if layers else ():
         if not any(f".{name}".endswith(f".{target}") for name in layers):
+            available = dict.fromkeys(name.rpartition(".")[2] for name in layers)
             raise ConfigError(
                 f"model.lora.target_modules: {target!r} names no linear layer of the model; it "
                 f"has {', '.join(available)}, and all-linear takes all"

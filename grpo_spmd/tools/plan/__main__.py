@@ -18,9 +18,7 @@ from grpo_spmd.config.errors import ConfigError, refuse, say
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config
 from grpo_spmd.files import UntrustedError, hold_standard_streams, read_model_config, show
-from grpo_spmd.model.config_json import (
-    refuse_by_config,
-)
+from grpo_spmd.model.config_json import refuse_by_config
 from grpo_spmd.observe.cards import Card, find_card
 
 _MAX_RANKS = 65_536
@@ -36,8 +34,6 @@ def main() -> None:
             raise ConfigError(f"--ranks is a number from 1 to {_MAX_RANKS:,}; got {args.ranks:,}")
         card = find_card(args.gpu)
         folder = _check_config(load_config(args.config, args.overrides), args.ranks)
-        if args.json is not None:
-            _refuse_unwritable(args.json)
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         logging.getLogger("torch").setLevel(logging.ERROR)
         warnings.filterwarnings("ignore", module="torch")
@@ -51,7 +47,7 @@ def main() -> None:
 def _print_plan(args: argparse.Namespace, folder: Path, card: Card) -> bool:
     """Returns True if the config fits, with --suggest also if it fits after printed overrides."""
     from grpo_spmd.tools.plan.phases import Case, Plan, facts_from_config, make_plan, suggestions
-    from grpo_spmd.tools.plan.report import as_json, as_text
+    from grpo_spmd.tools.plan.report import as_json, text_lines
 
     def plan_with(overrides: Sequence[str]) -> Plan:
         config = load_config(args.config, [*args.overrides, *overrides])
@@ -63,9 +59,12 @@ def _print_plan(args: argparse.Namespace, folder: Path, card: Card) -> bool:
     proposals = suggestions(plan, plan_with)
     if args.json is not None:
         text = json.dumps(as_json(plan, proposals), indent=1)
-        args.json.write_text(text + "\n", encoding="utf-8")
+        try:
+            args.json.write_text(text + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--json: cannot write {args.json}: {error.strerror}") from None
     if not args.suggest:
-        show(as_text(plan, proposals))
+        show("\n".join(text_lines(plan, proposals)))
     elif plan.fits:
         say(f"it fits as it is, with a margin of {plan.margin_gib:.1f} GiB")
     elif proposals and proposals[0].plan.fits:
@@ -94,16 +93,6 @@ def _check_config(config: Config, num_ranks: int) -> Path:
     refuse_by_config(model, path)
     check_model_sizes(config, model)
     return folder
-
-
-def _refuse_unwritable(path: Path) -> None:
-    is_new = not path.exists()
-    try:
-        path.open("a").close()
-    except OSError as error:
-        raise ConfigError(f"--json: cannot write {path}: {error.strerror}") from None
-    if is_new:
-        path.unlink()
 
 
 def _parser() -> OverridesParser:

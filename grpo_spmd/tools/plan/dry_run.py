@@ -102,8 +102,9 @@ class Pass:
         stored = torch.float32 if trains_all else DTYPES[self.model.dtype]
         # What a rank chooses on a GPU; flash-attn, if installed, keeps the same tensors.
         is_varlen = self.on_gpu and self.model.attention != "sdpa"
-        attention: Literal["varlen", "sdpa"]
-        attention = "varlen" if is_varlen and self.model.dtype == "bfloat16" else "sdpa"
+        attention: Literal["varlen", "sdpa"] = "sdpa"
+        if is_varlen and self.model.dtype == "bfloat16":
+            attention = "varlen"
         with torch.device("meta"):
             policy = Policy(hf_config, 1.0, self.model.logprob_chunk_tokens, attention, stored)
             policy.requires_grad_(trains_all)
@@ -147,11 +148,11 @@ def peaks_of(work: Pass) -> Peaks:
     """
     with as_config_error(str(work.folder), "cannot be run on fake tensors"):
         moments = at_full_depth(work.run)
-    peaks = {"scoring": Usage(), "update": Usage()}
+    largest = {"scoring": Usage(), "update": Usage()}
     for moment, usage in moments.items():
-        phase = "scoring" if moment.startswith("scoring") else "update"
-        peaks[phase] = max(peaks[phase], usage, key=Counter.total)
-    return Peaks(**peaks)
+        name = "scoring" if moment.startswith("scoring") else "update"
+        largest[name] = max(largest[name], usage, key=Usage.total)
+    return Peaks(**largest)
 
 
 def at_full_depth(run: Callable[[int], tuple[dict[str, Usage], int]]) -> dict[str, Usage]:
@@ -199,42 +200,29 @@ def mark(live: LiveBytes, layers: list[nn.Module]) -> None:
     The hooks on tensors keep nothing alive.
     """
 
-    def before(number: int, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        if not torch.is_grad_enabled():
-            live.begin(f"scoring: {names[number]}")
-            return
-        live.begin(f"forward: {names[number]}")
-        tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
-        hidden = next(tensors, None)
-        if hidden is not None and hidden.requires_grad and number == 0:
-            begin_backward_at(hidden, "root")
+    def begin_backward_at(tensor: torch.Tensor, name: str) -> None:
+        # The phase begins when this tensor's gradient is ready.
+        if tensor.requires_grad:
+            tensor.register_hook(lambda _: live.begin(f"backward: {name}", is_backward=True))
 
-    def after(number: int, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        hidden = output[0] if isinstance(output, tuple) else output
-        if hidden.requires_grad:
-            begin_backward_at(hidden, names[number])
-        if number == len(layers) - 1:
+    def before(name: str, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        live.begin(f"{'forward' if torch.is_grad_enabled() else 'scoring'}: {name}")
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+        if name == "first" and tensors:
+            begin_backward_at(tensors[0], "root")
+
+    def after(name: str, layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        begin_backward_at(output[0] if isinstance(output, tuple) else output, name)
+        if layer is layers[-1]:
             live.begin("scores" if torch.is_grad_enabled() else "scoring: scores")
 
-    def begin_backward_at(tensor: torch.Tensor, name: str) -> None:
-        """The phase begins when this tensor's gradient is ready."""
-
-        def begin(_: torch.Tensor) -> None:
-            live.begin(f"backward: {name}", is_backward=True)
-
-        tensor.register_hook(begin)
-
-    names = _layer_names(len(layers))
-    for number, layer in enumerate(layers):
-        layer.register_forward_pre_hook(partial(before, number), with_kwargs=True)
-        layer.register_forward_hook(partial(after, number), with_kwargs=True)
-
-
-def _layer_names(num_layers: int) -> list[str]:
-    """Returns each layer's name. The first and the last two have their own; others share one."""
-    if num_layers < 3:
-        return ["first", *["last"] * (num_layers - 1)]
-    return ["first", *["between"] * (num_layers - 3), "last but one", "last"]
+    # The first and the last two layers have their own names; the others share one.
+    names = ["first", *["between"] * (len(layers) - 3), "last but one", "last"]
+    if len(layers) < 3:
+        names = ["first", *["last"] * (len(layers) - 1)]
+    for name, layer in zip(names, layers, strict=True):
+        layer.register_forward_pre_hook(partial(before, name), with_kwargs=True)
+        layer.register_forward_hook(partial(after, name), with_kwargs=True)
 
 
 @contextmanager

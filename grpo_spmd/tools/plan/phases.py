@@ -112,17 +112,9 @@ def _plan_model(side: SideModel, case: Case) -> PlannedModel:
     facts = facts_from_config(folder)
     facts = replace(facts, shapes=with_head(side.kind, facts.shapes, facts.config))
     trains = side.kind == "critic"
-    work = Pass(
-        folder=folder,
-        model=replace(config.model, offload=False, lora=LoraConfig()),
-        loss=config.loss,
-        num_ranks=case.num_ranks,
-        lengths=longest_row(config, case.num_ranks),
-        accumulates=trains,
-        scores=True,
-        on_gpu=True,
-    )
-    peaks = peaks_of(work)
+    work = trainer_pass(config, folder, case.num_ranks)
+    model = replace(work.model, lora=LoraConfig())
+    peaks = peaks_of(replace(work, model=model, accumulates=trains, scores=True))
     if side.kind != "teacher":
         # The dry run always measures an lm_head, which these models lack.
         scoring, update = peaks.scoring.copy(), peaks.update.copy()
@@ -305,9 +297,9 @@ def make_plan(case: Case, folder: Path) -> Plan:
     """
     config, state = case.config, case.state
     models = plan_side_models(case)
-    peaks = trainer_peaks(config, folder, case.num_ranks, on_gpu=True)
-    lengths = longest_row(config, case.num_ranks)
-    peaks = merge_peaks(with_value_head(peaks, config, case.sizes.hidden, lengths), models)
+    work = trainer_pass(config, folder, case.num_ranks)
+    peaks = with_value_head(peaks_of(work), config, case.sizes.hidden, work.lengths)
+    peaks = merge_peaks(peaks, models)
     cache = kv_cache(case)
     copied = [model.num_bytes for model in models if model.side.kind == "critic"]
     host = Usage({"checkpoint's copy": TRAINED_ITEMSIZE * state.trained + sum(copied)})
@@ -325,10 +317,10 @@ def make_plan(case: Case, folder: Path) -> Plan:
     )
 
 
-def trainer_peaks(config: Config, folder: Path, num_ranks: int, *, on_gpu: bool) -> Peaks:
-    """Returns the peaks of the policy's passes over the largest micro-batch."""
+def trainer_pass(config: Config, folder: Path, num_ranks: int, *, on_gpu: bool = True) -> Pass:
+    """Returns the policy's passes over the largest micro-batch, for a dry run."""
     _, num_micro_batches = micro_batches_per_step(config, num_ranks)
-    work = Pass(
+    return Pass(
         folder=folder,
         # Nothing is offloaded during a pass: one dry run serves all settings.
         model=replace(config.model, offload=False),
@@ -339,7 +331,6 @@ def trainer_peaks(config: Config, folder: Path, num_ranks: int, *, on_gpu: bool)
         scores=sum(extra_passes(config)) > 0,
         on_gpu=on_gpu,
     )
-    return peaks_of(work)
 
 
 def longest_row(config: Config, num_ranks: int) -> tuple[tuple[int, int], ...]:

@@ -11,11 +11,7 @@ from grpo_spmd.tools.plan.phases import Plan, Suggestion
 from grpo_spmd.tools.plan.step_time import FRAGMENTATION, GIB
 
 
-def as_text(plan: Plan, proposals: Sequence[Suggestion]) -> str:
-    return "\n".join([*_memory_lines(plan), *_suggestion_lines(plan, proposals)])
-
-
-def _memory_lines(plan: Plan) -> Iterator[str]:
+def text_lines(plan: Plan, proposals: Sequence[Suggestion]) -> Iterator[str]:
     case, card, cache = plan.case, plan.case.card, plan.kv_cache
     verdict = "fits" if plan.fits else "does not fit"
     yield (
@@ -53,9 +49,6 @@ def _memory_lines(plan: Plan) -> Iterator[str]:
     )
     seconds = ", ".join(f"{phase} {s:.1f}" for phase, s in plan.time.phases.items())
     yield f"  {seconds}; rewards, evaluation and checkpoints not counted"
-
-
-def _suggestion_lines(plan: Plan, proposals: Sequence[Suggestion]) -> Iterator[str]:
     if plan.fits:
         return
     yield ""
