@@ -224,33 +224,26 @@ def check_engine_keys(engine: Mapping[str, Any]) -> None:
             )
         if name in _POSITIVE and type(value) is int and value < 1:
             raise ConfigError(f"rollout.engine.{name} must be at least 1; got {value}")
-    types = _read_vllm_arguments() if engine else None
+    types = _read_vllm_arguments() if engine else {}
     for name, value in engine.items() if types else ():
-        _check_argument(name, value, types or {})
+        words = set(re.findall(r"\w+", types.get(name, ""))) - {"None"}
+        for kind, text in ((int, "a whole number"), (bool, "true or false")):
+            # bool is a subclass of int, so that types are compared exactly.
+            if words == {kind.__name__} and value is not None and type(value) is not kind:
+                raise ConfigError(f"rollout.engine.{name} must be {text}; got {value!r}")
+        if name not in types:
+            close = difflib.get_close_matches(name, types, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise ConfigError(
+                f"rollout.engine.{name}: vllm.LLM of the installed version has no such "
+                f"argument{hint}"
+            )
 
 
-def _check_argument(name: str, value: Any, types: Mapping[str, str]) -> None:
-    """Raises ConfigError if vLLM has no such argument, or if the value has another type.
-
-    `types` has the annotation of each argument of vLLM, as text.
-    """
-    words = set(re.findall(r"\w+", types.get(name, ""))) - {"None"}
-    for kind, text in ((int, "a whole number"), (bool, "true or false")):
-        # bool is a subclass of int, so that types are compared exactly.
-        if words == {kind.__name__} and value is not None and type(value) is not kind:
-            raise ConfigError(f"rollout.engine.{name} must be {text}; got {value!r}")
-    if name not in types:
-        close = difflib.get_close_matches(name, types, n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
-        raise ConfigError(
-            f"rollout.engine.{name}: vllm.LLM of the installed version has no such argument{hint}"
-        )
-
-
-def _read_vllm_arguments() -> dict[str, str] | None:
+def _read_vllm_arguments() -> dict[str, str]:
     """Returns {argument of vllm.LLM: its annotation as text}; "" where it has no annotation.
 
-    Returns None if vLLM is not installed or its source has another layout. The source is parsed,
+    Returns {} if vLLM is not installed or its source has another layout. The source is parsed,
     because importing vllm takes ten seconds.
     """
     types: dict[str, str] = {}
@@ -258,7 +251,7 @@ def _read_vllm_arguments() -> dict[str, str] | None:
         text = read_package_file("vllm", file)
         # Another version may have another layout: then vllm itself will refuse.
         if not text:
-            return None
+            return {}
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.ClassDef) and node.name == class_name:
                 for part in node.body:

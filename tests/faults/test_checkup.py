@@ -201,8 +201,7 @@ def test_ranks_of_srun_speak_once(tmp_path: Path) -> None:
 
 # Comes, and goes to sleep when the others reduce.
 SLEEPER = """import sys, time
-from grpo_spmd.tools.checkup.exchange import RankFindings
-from grpo_spmd.tools.checkup.launch import find_launch
+from grpo_spmd.tools.checkup.exchange import RankFindings, find_launch
 from grpo_spmd.tools.checkup.reduce import RankExchange
 from grpo_spmd.distributed.processes import host_identity
 import os

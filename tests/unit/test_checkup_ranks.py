@@ -19,9 +19,10 @@ from grpo_spmd.tools.checkup.exchange import (
     Report,
     check_clocks,
     check_reports,
+    find_launch,
+    first_host,
     merge_findings,
 )
-from grpo_spmd.tools.checkup.launch import find_launch, first_host
 from grpo_spmd.tools.checkup.results import Result
 
 ONE_HOST = {rank: RankFindings("a", []) for rank in range(2)}

@@ -28,7 +28,6 @@ from grpo_spmd.tools.plan.step_time import (
     TENSOR_PARALLEL,
     WORKSPACES,
     Case,
-    StepTime,
     engine_activations,
     step_time,
 )
@@ -328,7 +327,7 @@ def made_up_plan(
         phase_values,
         Counter(),
         cache,
-        StepTime({"update": step_s}),
+        {"update": step_s},
     )
 
 
@@ -522,7 +521,7 @@ def test_an_engine_is_as_fast_on_two_nodes_and_no_faster_than_its_places(tmp_pat
             *overrides,
         ]
         case = Case(by_hand(tmp_path, *tp), MODEL, CARD, num_ranks)
-        return step_time(case, kv_cache(case).full_length).phases["rollout"]
+        return step_time(case, kv_cache(case).full_length)["rollout"]
 
     assert rollout_s(16, 16) == pytest.approx(rollout_s(8, 8))
     assert (

@@ -31,7 +31,7 @@ from grpo_spmd.tools.plan.phases import (
     teacher_answers,
     with_head,
 )
-from grpo_spmd.tools.plan.step_time import Case, Speed, StepTime
+from grpo_spmd.tools.plan.step_time import Case, Speed
 from tests.support.models import make_model
 from tests.support.real_memory import lone_rank
 from tests.unit.test_plan import CARD, MODEL, SHARD, by_hand, tiny_config
@@ -156,22 +156,22 @@ def test_seconds_by_hand(tmp_path: Path) -> None:
     host memory and back at the card's speed."""
     config = load_with(by_hand(tmp_path), "model.activation_checkpointing=true")
     case = Case(config, MODEL, CARD, 4)
-    old = StepTime({"weight_sync": 0.0, "rollout": 0.0, "logprobs": 0.0, "update": 0.0})
+    old = dict.fromkeys(("weight_sync", "rollout", "logprobs", "update"), 0.0)
     moved = 10**6 / (CARD.host_gb_s * 1e9)
     teacher, critic = made_up("teacher", 10**6), made_up("critic", 10**6, gradients=4 * 1000)
-    result = add_time(old, case, [teacher]).phases
+    result = add_time(dict(old), case, [teacher])
     forward = result["logprobs"]
     assert forward > 0
     assert result["weight_sync"] == pytest.approx(moved)
     assert result["update"] == pytest.approx(moved)
-    result = add_time(old, case, [critic]).phases
+    result = add_time(dict(old), case, [critic])
     without_head = result["logprobs"]
     assert 0 < without_head <= forward
     stepped = 28 * 1000 / Speed(CARD, 4).memory
     assert result["update"] == pytest.approx(
         moved + 4 * without_head + stepped
     )  # forward, backward twice, recomputed
-    result = add_time(old, case, [made_up("reward model", 10**6)]).phases
+    result = add_time(dict(old), case, [made_up("reward model", 10**6)])
     assert result["reward"] == pytest.approx(without_head + 2 * moved)
     assert result["logprobs"] == 0
 

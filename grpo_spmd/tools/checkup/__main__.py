@@ -22,15 +22,17 @@ from grpo_spmd.distributed.processes import format_ranks, host_identity
 from grpo_spmd.files import hold_standard_streams, show
 from grpo_spmd.tools.checkup import devices, disk, network
 from grpo_spmd.tools.checkup.exchange import (
+    Launch,
     RankFindings,
     Report,
     check_clocks,
+    check_links,
     check_reports,
     check_shared_folder,
+    find_launch,
     merge_findings,
     try_folder,
 )
-from grpo_spmd.tools.checkup.launch import Launch, check_links, find_launch
 from grpo_spmd.tools.checkup.results import (
     Check,
     Page,
@@ -182,8 +184,9 @@ class _RankCheckup:
         Every rank prints the error itself. Rank 0 also prints what it has found.
         """
         text = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300]}"
-        rank = f"rank {self._launch.rank} on {gethostname()}"
-        finding = f"{rank} lost rank 0 at {self._launch.address}: {text}"
+        rank, environ = f"rank {self._launch.rank} on {gethostname()}", self._launch.environ
+        address = f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
+        finding = f"{rank} lost rank 0 at {address}: {text}"
         if self._page is None:
             say(f"checkup: {finding}")
             return 2

@@ -353,25 +353,17 @@ def read_requirements(package: Path = _PACKAGE) -> tuple[str, list[str]]:
 def check_python(_: Target) -> Iterator[Result]:
     """Checks the version of Python, and posts a digest of our code for comparison across ranks."""
     required, version = read_requirements()[0], platform.python_version()
-    finding = f"{version} ({sys.prefix})"
-    facts = {"Python": version, "grpo_spmd": f"{__version__} {_source_digest()}"}
-    if SpecifierSet(required).contains(version, prereleases=True):
-        yield ok("python", finding, facts)
-    else:
-        yield bad(
-            "python",
-            f"{finding}, and {required} is asked for",
-            "PYTHON=python3.12 launch/setup.sh",
-            facts,
-        )
-
-
-def _source_digest() -> str:
-    """Returns a digest of this package's code. Ranks with other digests run another program."""
+    # Ranks with another digest run another program.
     digest = hashlib.sha256()
     for path in sorted(_PACKAGE.rglob("*.py")):
         digest.update(path.relative_to(_PACKAGE).as_posix().encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:12]
+    finding = f"{version} ({sys.prefix})"
+    facts = {"Python": version, "grpo_spmd": f"{__version__} {digest.hexdigest()[:12]}"}
+    if SpecifierSet(required).contains(version, prereleases=True):
+        yield ok("python", finding, facts)
+    else:
+        finding += f", and {required} is asked for"
+        yield bad("python", finding, "PYTHON=python3.12 launch/setup.sh", facts)
 
 
 def check_packages(target: Target) -> Iterator[Result]:
@@ -538,12 +530,13 @@ def check_swap(target: Target) -> Iterator[Result]:
     host = _read_meminfo(target)
     total = host.get("SwapTotal", 0)
     used = total - host.get("SwapFree", 0)
-    finding = f"{size_text(used)} of {size_text(total)} in use" if total else "none"
-    if used > 0.1 * total and used > _GIB:
-        finding += ": ranks that are swapped out make all others wait"
-        yield warning("swap", finding, "end what else is running; swapoff -a")
-    else:
-        yield ok("swap", finding)
+    yield rated(
+        "swap",
+        f"{size_text(used)} of {size_text(total)} in use" if total else "none",
+        "ranks that are swapped out make all others wait: end what else is running; swapoff -a",
+        value=-used,
+        wanted=-max(0.1 * total, _GIB),
+    )
 
 
 def _rank_memory(target: Target) -> dict[str, float]:
@@ -627,11 +620,9 @@ def check_threads(target: Target) -> Iterator[Result]:
     if threads < 1 or (threads > 1 and ranks * threads > cores):
         remedy = f"export OMP_NUM_THREADS={max(1, int(cores // ranks))}"
         yield bad("threads", f"{finding}: not from 1 to the cores of a rank", remedy)
-    elif ranks > cores:
-        remedy = "fewer ranks, or a larger share of cores"
-        yield warning("threads", f"{finding}: more ranks than cores", remedy)
     else:
-        yield ok("threads", finding)
+        remedy = "more ranks than cores: fewer ranks, or a larger share of cores"
+        yield rated("threads", finding, remedy, value=cores, wanted=ranks)
     huge_pages = target.read("/sys/kernel/mm/transparent_hugepage/enabled")
     if "[never]" in huge_pages and not target.num_gpus:
         yield warning(

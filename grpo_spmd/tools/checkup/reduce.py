@@ -19,9 +19,9 @@ from grpo_spmd.tools.checkup.exchange import (
     NO_CONNECTION,
     WAITING,
     Exchange,
+    Launch,
     Report,
 )
-from grpo_spmd.tools.checkup.launch import Launch
 from grpo_spmd.tools.checkup.results import Result, bad, ok, rated
 
 _SIZES = (1 << 16, 1 << 20, 16 << 20, 64 << 20)  # bytes
@@ -40,7 +40,7 @@ class RankExchange(Exchange):
         """Opens the store, without waiting for other ranks. Raises RuntimeError."""
         environ = launch.environ
         store = dist.TCPStore(
-            environ.get("MASTER_ADDR", "127.0.0.1"),
+            environ["MASTER_ADDR"],
             int(environ["MASTER_PORT"]),
             launch.num_ranks,
             is_master=launch.serves_store,

@@ -50,7 +50,6 @@ from grpo_spmd.tools.plan.step_time import (
     GIB,
     RECOMPUTED,
     Case,
-    StepTime,
     engine_activations,
     forward_s,
     graph_bytes,
@@ -201,13 +200,14 @@ def with_value_head(peaks: Peaks, config: Config, hidden: int, lengths: Lengths)
     return Peaks(peaks.scoring + head, peaks.update + head)
 
 
-def add_time(time: StepTime, case: Case, models: Sequence[PlannedModel]) -> StepTime:
+def add_time(
+    seconds: dict[str, float], case: Case, models: Sequence[PlannedModel]
+) -> dict[str, float]:
     """Returns the time of a step with that of the side models added.
 
     Each model makes a forward pass over the rollouts, the critic also an update. All are copied to
     and from host memory.
     """
-    seconds = dict(time.phases)
     training = case.config.training
     for model in models:
         kind = model.side.kind
@@ -230,7 +230,7 @@ def add_time(time: StepTime, case: Case, models: Sequence[PlannedModel]) -> Step
             adamw = ADAMW_BYTES * model.gradients / 4 / case.speed.memory
             seconds["update"] += training.num_epochs * passes * forward
             seconds["update"] += training.num_optimizer_steps * adamw
-    return StepTime(seconds)
+    return seconds
 
 
 # The plan of a config
@@ -264,7 +264,7 @@ class Plan:
     # Bytes in the host memory of one rank.
     host: Usage
     kv_cache: KvCache
-    time: StepTime
+    time: dict[str, float]
 
     def peak_gib(self, phase: str) -> float:
         """Returns the GiB on the device at the phase's peak."""
@@ -273,6 +273,10 @@ class Plan:
     def margin_of(self, phase: str) -> float:
         """Returns the GiB that are free at the phase's peak; negative if the phase does not fit."""
         return self.case.card.gib - self.peak_gib(phase)
+
+    @property
+    def step_s(self) -> float:
+        return sum(self.time.values())
 
     @property
     def tightest(self) -> str:
@@ -451,10 +455,10 @@ def suggestions(plan: Plan, replan: Planner) -> list[Suggestion]:
     candidates = _try_changes(Suggestion((), plan), replan, short)
     fitting = [candidate for candidate in candidates if candidate.plan.fits]
     if fitting:
-        return sorted(fitting, key=lambda s: (s.plan.time.total, -s.plan.margin_gib))
+        return sorted(fitting, key=lambda s: (s.plan.step_s, -s.plan.margin_gib))
     best = Suggestion((), plan)
     while candidates:
-        candidate = max(candidates, key=lambda s: (s.plan.margin_gib, -s.plan.time.total))
+        candidate = max(candidates, key=lambda s: (s.plan.margin_gib, -s.plan.step_s))
         if candidate.plan.margin_gib <= best.plan.margin_gib:
             break
         best = candidate
