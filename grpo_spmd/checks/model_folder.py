@@ -69,11 +69,8 @@ def check_model(config: Config, *, to_run: bool = True) -> Path | None:
         problem = str(error)
         if isinstance(error, OSError):
             problem = f"cannot read {error.filename}: {error.strerror}"
-        # A download that was cut off, or a disk that lost a part of a file.
-        is_broken = "safetensors:" in problem or "whole safetensors" in problem
-        raise ConfigError(
-            f"model.path: {problem}{f'; {_COPY_AGAIN}' if is_broken else ''}"
-        ) from None
+        remedy = "" if "; " in problem else f"; {_COPY_AGAIN}"
+        raise ConfigError(f"model.path: {problem}{remedy}") from None
     # Without its files transformers would make a tokenizer up.
     if not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
         raise ConfigError(

@@ -437,23 +437,19 @@ def check_critic_model(config: Config, *, to_run: bool = True) -> None:
     if folder is None:
         return
     with errors_about("critic.path"):
-        try:
-            model = read_model_config(folder)
-            # The architecture's own head is not loaded, or becomes the critic's.
-            refuse_by_config(model | {"architectures": None}, path)
-            # The head of one label becomes the critic's value head.
-            shapes = shapes_from_headers(folder, tied=False)
-            for name in (f"{head}.weight" for head in VALUE_HEADS):
-                if name in shapes and shapes[name][0] > 1:
-                    labels = model.get("id2label")
-                    raise ConfigError(
-                        f"critic.path: {path} tells {shapes[name][0]} labels apart ({name}: "
-                        f"{labels!s:.100}), and a value is one number; take a classifier of one "
-                        "label, or the causal LM that it was made of"
-                    )
-            check_vocabulary(config.model.path, path, "critic.path", "critic")
-        except OSError as error:
-            raise ConfigError(f"cannot read {error.filename}: {error.strerror}") from None
+        model = read_model_config(folder)
+        # The architecture's own head is not loaded, or becomes the critic's.
+        refuse_by_config(model | {"architectures": None}, path)
+        # The head of one label becomes the critic's value head.
+        shapes = shapes_from_headers(folder, tied=False)
+        for name in (f"{head}.weight" for head in VALUE_HEADS):
+            if name in shapes and shapes[name][0] > 1:
+                raise ConfigError(
+                    f"critic.path: {path} tells {shapes[name][0]} labels apart ({name}: "
+                    f"{model.get('id2label')!s:.100}), and a value is one number; take a "
+                    "classifier of one label, or the causal LM that it was made of"
+                )
+        check_vocabulary(config.model.path, path, "critic.path", "critic")
 
 
 # Judges that are the run's own engine (checks/reward_models.py checks them)

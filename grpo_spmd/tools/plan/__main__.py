@@ -18,8 +18,9 @@ from grpo_spmd.config.command_line import OverridesParser
 from grpo_spmd.config.errors import ConfigError, refuse, say
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config
-from grpo_spmd.files import UntrustedError, hold_standard_streams, read_model_config, show
+from grpo_spmd.files import hold_standard_streams, read_model_config, show
 from grpo_spmd.model.config_json import refuse_by_config
+from grpo_spmd.model.reward_model_files import errors_about
 from grpo_spmd.observe.cards import Card, find_card
 from grpo_spmd.tools.plan.step_time import FRAGMENTATION, GIB, Case
 
@@ -193,10 +194,8 @@ def _check_config(config: Config, num_ranks: int) -> Path:
     check_world_size(config, num_ranks, None)
     path = config.model.path
     folder = folder_with_config(path, "model.path")
-    try:
+    with errors_about("model.path"):
         model = read_model_config(folder)
-    except (UntrustedError, OSError) as error:
-        raise ConfigError(f"model.path: {error}") from None
     refuse_by_config(model, path)
     check_model_sizes(config, model)
     return folder

@@ -523,9 +523,8 @@ def _trainer_changes(plan: Plan, short: set[str]) -> Iterator[str]:
     if could_help and model.logprob_chunk_tokens > _MIN_CHUNK:
         yield f"model.logprob_chunk_tokens={max(_MIN_CHUNK, model.logprob_chunk_tokens // 4)}"
     budget = plan.case.config.training.max_tokens_per_micro_batch
-    budgets = {max(max_tokens, budget // 2), max(max_tokens, budget // 4), max_tokens}
-    for tokens in sorted(budgets, reverse=True):
-        if tokens < budget:
-            yield f"training.max_tokens_per_micro_batch={tokens}"
+    budgets = {max_tokens, *(max(max_tokens, budget // share) for share in (2, 4))}
+    for tokens in sorted(budgets - {budget}, reverse=True):
+        yield f"training.max_tokens_per_micro_batch={tokens}"
     if model.num_replicas > 1:
         yield "model.num_replicas=1"
