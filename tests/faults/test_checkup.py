@@ -308,13 +308,13 @@ def test_what_check_and_planner_say_are_lines(tmp_path: Path) -> None:
     assert (check.level, "none.jsonl" in check.finding) == ("bad", True)
 
 
-@pytest.mark.parametrize("group", ["disk", "links"])
-def test_a_checkup_that_is_ended_leaves_nothing_behind(tmp_path: Path, group: str) -> None:
-    """In the middle of the disk's trial, or with its ranks started."""
-    job = Job([*CHECKUP, "--only", group], env={"PYTHONPATH": str(ROOT)}, cwd=tmp_path)
-    while not ([*tmp_path.iterdir()] if group == "disk" else len(job.survivors()) > 2):
+def test_a_checkup_that_is_ended_leaves_nothing_behind(tmp_path: Path) -> None:
+    """In the middle of the disk's trial, with its ranks started."""
+    job = Job([*CHECKUP, "--only", "disk,links"], env={"PYTHONPATH": str(ROOT)}, cwd=tmp_path)
+    while not [*tmp_path.iterdir()]:
         assert job.process.poll() is None
         time.sleep(0.005)
+    assert len(job.survivors()) > 1
     job.process.terminate()
     code, output = job.wait()
     assert (code, output.splitlines()[-1]) == (1, "checkup: stopped by a signal")

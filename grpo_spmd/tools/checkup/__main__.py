@@ -6,6 +6,7 @@ import argparse
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from socket import gethostname
@@ -40,6 +41,7 @@ from grpo_spmd.tools.checkup.results import (
     Target,
     bad,
     end_programs,
+    plural,
     run_check,
 )
 from grpo_spmd.tools.terminal import find_terminal
@@ -137,10 +139,15 @@ def _open_page(args: argparse.Namespace) -> Page:
 
 def _check_alone(args: argparse.Namespace, target: Target) -> int:
     start, page = time.monotonic(), _open_page(args)
-    show(f"checkup of {gethostname()}, for a run of {target.num_ranks:,} ranks\n")
-    for check in CHECKS:
+    show(f"checkup of {gethostname()}, for a run of {plural(target.num_ranks, 'rank')}\n")
+    # The ranks that measure links start at once, while the other checks run.
+    pool, links_check = ThreadPoolExecutor(1), CHECKS[-1]
+    links = pool.submit(run_check, links_check, target) if "links" in args.only else None
+    for check in CHECKS[:-1]:
         for result in run_check(check, target) if check.group in args.only else ():
             page.add(check.group, result)
+    for result in links.result() if links else ():
+        page.add("links", result)
     return page.close(time.monotonic() - start)
 
 

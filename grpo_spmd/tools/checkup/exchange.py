@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-import tempfile
 import time
 from collections import ChainMap, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -175,24 +174,24 @@ def check_links(target: Target) -> Iterator[Result]:
         "LOCAL_WORLD_SIZE": str(num_ranks),
     }
     command = [sys.executable, "-m", "grpo_spmd.checkup", "--only", "links"]
-    command += ["--deadline", f"{target.deadline_s:g}", "--json"]
+    command += ["--deadline", f"{target.deadline_s:g}", "--json", "/dev/stdout"]
 
-    def run_rank(rank: int) -> str:
+    def run_rank(rank: int) -> tuple[str, str]:
         numbers = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        answer = target.run([*command, str(file)], 3 * target.deadline_s + 60, environ | numbers)
-        return answer.stderr.strip() if answer else ""
+        answer = target.run(command, 3 * target.deadline_s + 60, environ | numbers)
+        assert answer is not None, sys.executable
+        return answer.stdout, answer.stderr.strip()
 
-    with tempfile.TemporaryDirectory(prefix="grpo_spmd_") as folder:
-        file = Path(folder, "links.jsonl")
-        with ThreadPoolExecutor(num_ranks) as pool:
-            errors = [*pool.map(run_rank, range(num_ranks))]
-        text = file.read_text(encoding="utf-8") if file.exists() else ""
+    with ThreadPoolExecutor(num_ranks) as pool:
+        outputs = [*pool.map(run_rank, range(num_ranks))]
+    # The page's own lines are not JSON.
+    text = "\n".join(line for line in outputs[0][0].splitlines() if line.startswith("{"))
     for fields in map(json.loads, text.splitlines()):
         if "level" in fields:
             yield Result(fields["name"], fields["level"], fields["found"], fields["remedy"])
     if "verdict" not in text:
-        reason = [*filter(None, errors), "its ranks ended without a word"][0].splitlines()[-1]
-        yield bad("all-reduce", reason[:300], "python -c 'import torch'")
+        errors = [error for _, error in outputs if error] or ["its ranks ended without a word"]
+        yield bad("all-reduce", errors[0].splitlines()[-1][:300], "python -c 'import torch'")
 
 
 # Findings
