@@ -86,10 +86,8 @@ _UNLIMITED = 1 << 60
 
 
 def _nvidia_smi(target: Target, *options: str) -> str:
-    """Returns what nvidia-smi prints. Raises OSError with its error message."""
+    """Returns what nvidia-smi prints. Raises OSError if there is none, or with its message."""
     answer = target.run(["nvidia-smi", *options], _SMI_S)
-    if answer is None:
-        raise FileNotFoundError("there is no nvidia-smi")
     if answer.returncode:
         lines = (answer.stdout.strip() or answer.stderr.strip()).splitlines() or ["no reason"]
         raise OSError(f"nvidia-smi: {lines[0][:200]}")
@@ -260,7 +258,6 @@ def check_config(target: Target) -> Iterator[Result]:
         return
     command = [sys.executable, "-m", "grpo_spmd.train", "--check", *target.arguments]
     answer = target.run(command, CHECK_S)
-    assert answer is not None, sys.executable
     # Each line is "KIND: FINDING; REMEDY". A warning leaves the exit code 0.
     problems = re.findall(r"^(warning|error): (.*)$", answer.stderr, re.MULTILINE)
     for kind, text in problems:
@@ -292,7 +289,6 @@ def check_plan(target: Target) -> Iterator[Result]:
     answer = target.run(
         [sys.executable, "-m", "grpo_spmd.plan", *target.arguments, *options], PLAN_S
     )
-    assert answer is not None, sys.executable
     # The first two lines of a plan have the verdict and the margin.
     plan = answer.stdout.splitlines()[:2]
     if not plan:

@@ -100,27 +100,24 @@ class Target:
 
     def run(
         self, command: Sequence[str], timeout_s: float, environ: Mapping[str, str] | None = None
-    ) -> subprocess.CompletedProcess[str] | None:
+    ) -> subprocess.CompletedProcess[str]:
         """Runs a program, which is no rank unless `environ` makes it one.
 
-        Returns None if there is no such program. Raises subprocess.TimeoutExpired.
+        Raises OSError if there is no such program, and subprocess.TimeoutExpired.
         """
         env = {name: value for name, value in self.environ.items() if name not in _RANK_VARIABLES}
         if self.num_ranks > 1:
             env["WORLD_SIZE"] = str(self.num_ranks)
             env["LOCAL_WORLD_SIZE"] = str(self.local_ranks)
-        try:
-            program = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                errors="replace",
-                env={**env, **(environ or {})},
-            )
-        except (FileNotFoundError, PermissionError):
-            return None
+        program = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            env={**env, **(environ or {})},
+        )
         _programs.append(program)
         with program:
             try:
