@@ -109,8 +109,9 @@ def find_launch(environ: Mapping[str, str]) -> Launch | None:
     if "RANK" not in environ:
         environ = {**environ, **_torchrun_variables(environ)}
     num_ranks = int(environ.get("WORLD_SIZE", number_of_ranks()))
-    # One rank without a port is no launch, whatever variable was left from elsewhere.
-    if "RANK" not in environ or (num_ranks == 1 and "MASTER_PORT" not in environ):
+    # torchrun with one rank is a machine without others, and one rank without a port is no launch.
+    is_alone = "TORCHELASTIC_RUN_ID" in environ or "MASTER_PORT" not in environ
+    if "RANK" not in environ or (num_ranks == 1 and is_alone):
         return None
     if not environ.get("MASTER_ADDR") or not environ.get("MASTER_PORT", "").isdecimal():
         raise ConfigError(
@@ -130,7 +131,8 @@ def find_launch(environ: Mapping[str, str]) -> Launch | None:
 
 def _torchrun_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Returns what torchrun would set for this task of a Slurm step; {} for other processes."""
-    slurm = {name.removeprefix("SLURM_"): text for name, text in environ.items()}
+    names = [name for name in environ if name.startswith("SLURM_")]
+    slurm = {name.removeprefix("SLURM_"): environ[name] for name in names}
     # A batch script has no step, although SLURM_NTASKS is set in it.
     num_tasks = slurm.get("STEP_NUM_TASKS", "1")
     if num_tasks == "1":
@@ -167,6 +169,7 @@ def check_links(target: Target) -> Iterator[Result]:
     num_ranks = target.num_gpus or 2
     environ = {
         "NCCL_DEBUG": "",
+        "TORCHELASTIC_USE_AGENT_STORE": "",
         "OMP_NUM_THREADS": "1",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
