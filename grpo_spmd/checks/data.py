@@ -38,9 +38,9 @@ def check_prompts_early(
     rows, only the longest by characters and every n-th of the others are checked.
     """
     render = None
+    settings = tokenizer_settings(folder)
     first_chat = overview_of(rows).first_chat
     if first_chat is not None:
-        settings = tokenizer_settings(folder)
         template = None if settings is None else template_of(folder, settings)
         if settings is None or template is None:
             # A template that cannot be read here may still be one that transformers reads.
@@ -55,8 +55,7 @@ def check_prompts_early(
     if rows and file.is_file():
         tokenizer = load_tokenizer_file(file)
         # As transformers does.
-        special_tokens = _special_tokens(tokenizer_settings(folder) or {})
-        tokenizer.add_special_tokens(list(special_tokens.values()))
+        tokenizer.add_special_tokens(list(_special_tokens(settings or {}).values()))
         _check_sample(sample(rows), config, tokenizer, render, num_embeddings)
 
 
@@ -71,12 +70,20 @@ def _check_sample(
     prompts: set[str] = set()
     for number, row in enumerate(rows):
         is_text = isinstance(row.prompt, str)
-        text = row.prompt if isinstance(row.prompt, str) else _render(row, render)
-        if text is None:
-            return
-        if number < _NUM_TOKENIZED and not isinstance(row.prompt, str):
-            contents.add(str([message.get("content") for message in row.prompt]))
-            prompts.add(text)
+        text = row.prompt
+        if not isinstance(text, str):
+            assert render is not None
+            messages = text
+            try:
+                text = render(messages)
+            except TemplateRefusal as error:
+                refusal = refused_by_template(row.where, f"TemplateError: {error}")
+                raise ConfigError(refusal) from None
+            except Exception:  # a template may fail in any way: transformers reports it
+                return
+            if number < _NUM_TOKENIZED:
+                contents.add(str([message.get("content") for message in messages]))
+                prompts.add(text)
         # A token is a byte at least; some special tokens may be added.
         if number >= _NUM_TOKENIZED and len(text.encode()) + 8 <= config.max_prompt_tokens:
             continue
@@ -181,16 +188,16 @@ def tokenizer_settings(folder: Path) -> dict[str, Any] | None:
 
 def template_of(folder: Path, settings: dict[str, Any]) -> str | None:
     """Returns the tokenizer's chat template, or None. Of several, it is the one named "default"."""
-    template: Any = settings.get("chat_template")
     file = folder / "chat_template.jinja"
     if file.is_file():
         # The file comes from somebody else: a fifo is refused, and the size is bounded.
         with open_regular(file, follow=True) as opened:
-            template = opened.read(1 << 20).decode("utf-8", errors="replace")
+            return opened.read(1 << 20).decode("utf-8", errors="replace")
+    template: Any = settings.get("chat_template")
     if isinstance(template, list):
         entries = [entry for entry in template if isinstance(entry, dict)]
-        named = {entry.get("name"): entry.get("template") for entry in entries}
-        template = named.get("default")
+        default = [entry.get("template") for entry in entries if entry.get("name") == "default"]
+        template = next(iter(default[-1:]), None)
     return template if isinstance(template, str) else None
 
 
@@ -247,15 +254,3 @@ def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
         if name.endswith("_token") and isinstance(text, str):
             tokens[name] = text
     return tokens
-
-
-def _render(row: PromptRow, render: Render | None) -> str | None:
-    """Returns the prompt's text; None if the template fails: transformers reports the error."""
-    assert render is not None
-    assert not isinstance(row.prompt, str)
-    try:
-        return render(row.prompt)
-    except TemplateRefusal as error:
-        raise ConfigError(refused_by_template(row.where, f"TemplateError: {error}")) from None
-    except Exception:  # a template may fail in any way
-        return None

@@ -1,14 +1,14 @@
 """Everything that can be refused before torch is imported.
 
-A mistake costs a second and one line of text, not a GPU minute. `CHECKS` lists all checks in
-their order; `check_inputs` makes those that the config needs.
+A mistake costs a second and one line of text, not a GPU minute. `check_inputs` makes all checks
+that the config needs: cheap checks of the config first, and what differs between machines last.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -69,29 +69,6 @@ class Inputs:
         return sum(map(len, self.row_sets))
 
 
-@dataclass
-class CheckState:
-    """Holds the config to check, and what earlier checks have read for later ones."""
-
-    config: Config
-    num_ranks: int
-    to_run: bool
-    sources: Mapping[str, str] | None
-    folder: Path | None = None  # the policy's; None for a hub id outside the cache
-    inputs: Inputs = field(default_factory=lambda: Inputs((), {}))
-    warnings: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Check:
-    """A Check is one early check. Its `look` raises ConfigError, or stores what it has read."""
-
-    name: str
-    look: Callable[[CheckState], None]
-    is_needed: Callable[[Config], bool] = lambda config: True
-    only_to_run: bool = False
-
-
 def check_inputs(
     config: Config, *, num_ranks: int, to_run: bool = True, sources: Mapping[str, str] | None = None
 ) -> Inputs:
@@ -101,37 +78,52 @@ def check_inputs(
     folder, packages, disk and servers are not checked. `sources` tells where each value was set.
     Raises ConfigError, which names the key or file:line.
     """
-    state = CheckState(config, num_ranks, to_run, sources)
-    for check in CHECKS:
-        if check.is_needed(config) and (to_run or not check.only_to_run):
-            check.look(state)
-    if os.environ.get("RANK", "0") == "0":
-        for line in state.warnings:
-            say(f"warning: {line}")
-    return state.inputs
-
-
-def _check_ranks(state: CheckState) -> None:
+    # The config alone.
+    check_idle_keys(config, sources)
     # Only a launcher sets it. A question about a config is about num_ranks alone.
-    local_ranks = os.environ.get("LOCAL_WORLD_SIZE") if state.to_run else None
-    check_world_size(state.config, state.num_ranks, int(local_ranks) if local_ranks else None)
+    local_ranks = os.environ.get("LOCAL_WORLD_SIZE") if to_run else None
+    check_world_size(config, num_ranks, int(local_ranks) if local_ranks else None)
+    if to_run:
+        check_run_dir(config)
+    # Model folders. None for a hub id outside the cache.
+    folder = check_model(config, to_run=to_run)
+    check_engine_keys(config.rollout.engine)
+    if config.teacher.is_on:
+        check_teachers(config, num_ranks=num_ranks, to_run=to_run)
+    if config.critic.path is not None:
+        check_critic_model(config, to_run=to_run)
+    # Users' code, which is only loaded, and files that are only parsed.
+    rewards = load_rewards(config.rewards)
+    if config.environment.is_on:
+        check_environment_early(config.environment)
+    _check_pool(config)
+    # Rows, against the columns that the rewards need and the model's tokenizer. Sets that are never
+    # evaluated need not exist.
+    eval_sets = config.data.eval_sets if config.eval.every_steps else ()
+    rows = read_and_check_rows(config, rewards, folder)
+    eval_rows = {name: read_and_check_rows(config, rewards, folder, name) for name in eval_sets}
+    inputs = Inputs(rows, eval_rows, rewards)
+    # Everything that looks at rows again.
+    if any(reward.is_measured for reward in config.rewards):
+        _check_servers(config, inputs, num_ranks)
+    row_sets = {f"data.eval.{name}": eval_set for name, eval_set in eval_rows.items()}
+    check_reward_models(config, {"data.train": rows} | row_sets, to_run=to_run)
+    check_engine_judges(config, folder, inputs.row_sets)
+    # Data without answers that the rewards can read is refused. If only some rows lack them, there
+    # is a warning.
+    warnings = find_gold_warnings(config, rows, is_held_out=False)
+    for eval_set in eval_rows.values():
+        warnings += find_gold_warnings(config, eval_set, is_held_out=True)
+    if to_run:
+        check_disk(config)
+        check_packages(config)
+    if os.environ.get("RANK", "0") == "0":
+        for line in warnings:
+            say(f"warning: {line}")
+    return inputs
 
 
-def _check_policy_model(state: CheckState) -> None:
-    state.folder = check_model(state.config, to_run=state.to_run)
-
-
-def _check_teacher(state: CheckState) -> None:
-    check_teachers(state.config, num_ranks=state.num_ranks, to_run=state.to_run)
-
-
-def _load_rewards(state: CheckState) -> None:
-    # The first check that runs users' code.
-    state.inputs = Inputs((), {}, load_rewards(state.config.rewards))
-
-
-def _check_pool(state: CheckState) -> None:
-    config = state.config
+def _check_pool(config: Config) -> None:
     allow_workers(config.reward_pool.num_workers, "reward_pool.num_workers")
     limit_s = config.reward_pool.timeout_s
     for index, reward in enumerate(config.rewards):
@@ -144,15 +136,6 @@ def _check_pool(state: CheckState) -> None:
                 f"reward_pool.timeout_s ({limit_s:g}), or an endless loop is killed as unknown "
                 "before it is found wrong"
             )
-
-
-def _read_data(state: CheckState) -> None:
-    config, rewards, folder = state.config, state.inputs.rewards, state.folder
-    # Sets that are never evaluated need not exist.
-    eval_sets = config.data.eval_sets if config.eval.every_steps else ()
-    rows = read_and_check_rows(config, rewards, folder)
-    eval_rows = {name: read_and_check_rows(config, rewards, folder, name) for name in eval_sets}
-    state.inputs = Inputs(rows, eval_rows, rewards)
 
 
 def read_and_check_rows(
@@ -183,39 +166,18 @@ def read_and_check_rows(
     return rows
 
 
-def _check_servers(state: CheckState) -> None:
-    config, inputs = state.config, state.inputs
-    check_calls(config.rewards, state.num_ranks)
+def _check_servers(config: Config, inputs: Inputs, num_ranks: int) -> None:
+    check_calls(config.rewards, num_ranks)
     for rows in inputs.row_sets:
         check_sent(config.rewards, rows)
     check_pace(
         config.rewards,
-        state.num_ranks,
+        num_ranks,
         config.watchdog,
         step_shape=(config.rollout.num_prompts_per_step, config.rollout.group_size),
         # An evaluation calls the servers too.
         num_evaluated=config.eval.num_samples * sum(map(len, inputs.eval_rows.values())),
     )
-
-
-def _check_reward_models(state: CheckState) -> None:
-    row_sets = {f"data.eval.{name}": rows for name, rows in state.inputs.eval_rows.items()}
-    row_sets = {"data.train": state.inputs.rows} | row_sets
-    check_reward_models(state.config, row_sets, to_run=state.to_run)
-
-
-def _check_judges(state: CheckState) -> None:
-    check_engine_judges(state.config, state.folder, state.inputs.row_sets)
-
-
-def _check_gold_answers(state: CheckState) -> None:
-    """Raises ConfigError for data without answers that the rewards can read.
-
-    If only some rows lack them, warnings are stored.
-    """
-    for rows in state.inputs.row_sets:
-        is_held_out = rows is not state.inputs.rows
-        state.warnings += find_gold_warnings(state.config, rows, is_held_out=is_held_out)
 
 
 def find_gold_warnings(
@@ -230,42 +192,3 @@ def find_gold_warnings(
         return [*check_gold(config.rewards, rows, is_held_out=is_held_out)]
 
     return list(cached_result("gold", rows, depends_on, look))
-
-
-# In this order: cheap checks of the config first, and what differs between machines last.
-CHECKS = (
-    # The config alone.
-    Check("keys without effect", lambda state: check_idle_keys(state.config, state.sources)),
-    Check("ranks", _check_ranks),
-    Check("run folder", lambda state: check_run_dir(state.config), only_to_run=True),
-    # Model folders.
-    Check("model", _check_policy_model),
-    Check("rollout.engine", lambda state: check_engine_keys(state.config.rollout.engine)),
-    Check("teachers", _check_teacher, lambda config: config.teacher.is_on),
-    Check(
-        "critic",
-        lambda state: check_critic_model(state.config, to_run=state.to_run),
-        lambda config: config.critic.path is not None,
-    ),
-    # Users' code, which is only loaded, and files that are only parsed.
-    Check("reward functions", _load_rewards),
-    Check(
-        "environments",
-        lambda state: check_environment_early(state.config.environment),
-        lambda config: config.environment.is_on,
-    ),
-    Check("reward pool", _check_pool),
-    # Rows, against the columns that the rewards need and the model's tokenizer.
-    Check("data", _read_data),
-    # Everything that looks at rows again.
-    Check(
-        "reward servers",
-        _check_servers,
-        lambda config: any(reward.is_measured for reward in config.rewards),
-    ),
-    Check("reward models", _check_reward_models),
-    Check("judges", _check_judges),
-    Check("gold answers", _check_gold_answers),
-    Check("disk", lambda state: check_disk(state.config), only_to_run=True),
-    Check("packages", lambda state: check_packages(state.config), only_to_run=True),
-)

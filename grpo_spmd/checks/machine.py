@@ -32,7 +32,7 @@ from grpo_spmd.checkpoint.run_dir import (
     refuse_in_use,
 )
 from grpo_spmd.checks.memory import ITEMSIZE, TRAINED_ITEMSIZE, adapter_shapes, size_text
-from grpo_spmd.checks.model_folder import version_of
+from grpo_spmd.checks.model_folder import read_package_file, version_of
 from grpo_spmd.config.describe import flatten_config
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import path_remark
@@ -224,57 +224,40 @@ def check_engine_keys(engine: Mapping[str, Any]) -> None:
             )
         if name in _POSITIVE and type(value) is int and value < 1:
             raise ConfigError(f"rollout.engine.{name} must be at least 1; got {value}")
-    types = _read_vllm_arguments() if engine else None
+    types = _read_vllm_arguments() if engine else {}
     for name, value in engine.items() if types else ():
-        _check_argument(name, value, types or {})
+        words = set(re.findall(r"\w+", types.get(name, ""))) - {"None"}
+        for kind, text in ((int, "a whole number"), (bool, "true or false")):
+            # bool is a subclass of int, so that types are compared exactly.
+            if words == {kind.__name__} and value is not None and type(value) is not kind:
+                raise ConfigError(f"rollout.engine.{name} must be {text}; got {value!r}")
+        if name not in types:
+            close = difflib.get_close_matches(name, types, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise ConfigError(
+                f"rollout.engine.{name}: vllm.LLM of the installed version has no such "
+                f"argument{hint}"
+            )
 
 
-def _check_argument(name: str, value: Any, types: Mapping[str, str]) -> None:
-    """Raises ConfigError if vLLM has no such argument, or if the value has another type.
-
-    `types` has the annotation of each argument of vLLM, as text.
-    """
-    words = set(re.findall(r"\w+", types.get(name, ""))) - {"None"}
-    for kind, text in ((int, "a whole number"), (bool, "true or false")):
-        # bool is a subclass of int, so that types are compared exactly.
-        if words == {kind.__name__} and value is not None and type(value) is not kind:
-            raise ConfigError(f"rollout.engine.{name} must be {text}; got {value!r}")
-    if name not in types:
-        close = difflib.get_close_matches(name, types, n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
-        raise ConfigError(
-            f"rollout.engine.{name}: vllm.LLM of the installed version has no such argument{hint}"
-        )
-
-
-def _read_vllm_arguments() -> dict[str, str] | None:
+def _read_vllm_arguments() -> dict[str, str]:
     """Returns {argument of vllm.LLM: its annotation as text}; "" where it has no annotation.
 
-    Returns None if vLLM is not installed or its source has another layout. The source is parsed,
+    Returns {} if vLLM is not installed or its source has another layout. The source is parsed,
     because importing vllm takes ten seconds.
     """
-    package = importlib.util.find_spec("vllm")
-    if package is None or package.origin is None:
-        return None
     types: dict[str, str] = {}
     for file, class_name in (("engine/arg_utils.py", "EngineArgs"), ("entrypoints/llm.py", "LLM")):
-        path = Path(package.origin).parent / file
+        text = read_package_file("vllm", file)
         # Another version may have another layout: then vllm itself will refuse.
-        if not path.is_file():
-            return None
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if not text:
+            return {}
+        for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.ClassDef) and node.name == class_name:
-                types = _arguments_of(node) | types
-    return types
-
-
-def _arguments_of(node: ast.ClassDef) -> dict[str, str]:
-    """Returns a class's annotated fields and the parameters of its __init__, by name."""
-    types: dict[str, str] = {}
-    for statement in node.body:
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            types[statement.target.id] = ast.unparse(statement.annotation)
-        elif isinstance(statement, ast.FunctionDef) and statement.name == "__init__":
-            for argument in [*statement.args.args, *statement.args.kwonlyargs]:
-                types.setdefault(argument.arg, "")
+                for part in node.body:
+                    if isinstance(part, ast.AnnAssign):
+                        types[ast.unparse(part.target)] = ast.unparse(part.annotation)
+                    elif isinstance(part, ast.FunctionDef) and part.name == "__init__":
+                        for argument in [*part.args.args, *part.args.kwonlyargs]:
+                            types.setdefault(argument.arg, "")
     return types

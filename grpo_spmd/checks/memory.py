@@ -204,19 +204,17 @@ def sync_buffers(
         # All A matrices are gathered before.
         numel_a = sum(math.prod(s) for name, s in adapters.items() if name.endswith(".lora_A"))
         buffers["adapters, whole"] = 4 * numel_a
-    full_bytes: dict[str, int] = {}
-    merge_bytes: dict[str, int] = {}
+    # The bytes of each tensor, with the padding of every rank's shard, and of its W + BA with W,
+    # unless W is float32 already.
+    sizes: list[tuple[int, int]] = []
     for name, shape in shapes.items():
         numel = shard_numel({name: shape}, ranks)
-        # Gathered tensors have the padding of every rank's shard.
-        full_bytes[name] = ranks * numel * itemsize
-        # W + BA of a tensor, and W unless it is float32 already.
-        merge_bytes[name] = numel * (4 if itemsize == 4 else 8) * (f"{name}.lora_B" in adapters)
+        merged = numel * (4 if itemsize == 4 else 8) * (f"{name}.lora_B" in adapters)
+        sizes.append((ranks * numel * itemsize, merged))
     if ranks == 1:
         # No bucket: each tensor is rounded, or merged, on its way into the engine.
         buffers["largest tensor"] = max(
-            max(merged, full_bytes[name] + min(merged, 4 * math.prod(shapes[name])))
-            for name, merged in merge_bytes.items()
+            max(merged, whole + min(merged, 4 * whole // itemsize)) for whole, merged in sizes
         )
         return buffers
     numel = shard_numel(shapes, ranks)
@@ -225,7 +223,7 @@ def sync_buffers(
     # One bucket is gathered while the engine is handed the other.
     buffers["buckets"] = min(2, num_buckets) * ranks * bucket * itemsize
     # The next bucket, if any, is filled while a tensor of this one is put together.
-    largest = [max(full_bytes.values()), max(merge_bytes.values())]
+    largest = [max(size) for size in zip(*sizes, strict=True)]
     buffers["largest tensor"] = sum(largest) if num_buckets > 1 else max(largest)
     return buffers
 
@@ -240,78 +238,50 @@ def logits_bytes_per_element(itemsize: int) -> int:
 
 def training_rows(config: Config, model: ModelFacts, num_ranks: int) -> Iterator[Row]:
     """Yields the trainer's memory on one rank."""
-    yield from _state_rows(config, state_of(config, model, num_ranks), num_ranks)
-    yield from _logits_rows(config, model, num_ranks)
-    buffers = sync_buffers(config, model, num_ranks, config.rollout.sync_bucket_bytes("cuda"))
-    terms = " + ".join(f"{name} {size_text(size)}" for name, size in buffers.items())
+    dtype, offload = config.model.dtype, config.model.offload
+    state, itemsize = state_of(config, model, num_ranks), ITEMSIZE[dtype]
+    trained, ranks = state.trained, replica_ranks(config, num_ranks)
+    terms = "parameters + moments"
+    origin = f"{state.shard:,} parameters of a shard (ceil(rows / {ranks}) of each tensor)"
+    if state.base:
+        explanation = f"{origin} x {itemsize} ({dtype}), frozen; the reference too"
+        yield Row("base", size_text(state.base), explanation)
+        rank = config.model.lora.rank
+        origin = f"{trained:,} parameters of a shard of the adapters (rank {rank})"
+        terms += " + base"
+    yield Row("master parameters", size_text(4 * trained), f"{origin} x 4 (float32)")
+    explanation = f"{trained:,} x 4 (float32), in the update only"
+    yield Row("gradients", size_text(state.gradients), explanation)
+    yield Row("AdamW's moments", size_text(8 * trained), f"{trained:,} x 2 x 4 (float32)")
+    if state.reference:
+        explanation = f"{state.shard:,} x {itemsize} ({dtype})"
+        yield Row("reference", size_text(state.reference), explanation)
+        terms += " + reference"
+    yield Row("state between updates", size_text(state.num_bytes), terms)
+    if offload:
+        explanation = f"while the engine is awake: offload {str(offload).lower()}"
+        yield Row("of it in host memory", size_text(state.offloaded(offload)), explanation)
+    explanation = "parameters that train + moments, while a thread writes them"
     yield Row(
-        "buffers of the weight sync",
-        size_text(sum(buffers.values())),
-        f"{terms}; vLLM keeps more until a layer is whole",
+        "checkpoint's copy in host memory", size_text(TRAINED_ITEMSIZE * trained), explanation
     )
+    value, explanation = "unknown", _NO_SIZES
+    if model.dimensions is not None:
+        # Logits, the largest of the activations, exist for one chunk of tokens at a time.
+        tokens = min(config.model.logprob_chunk_tokens, micro_batch_tokens(config, num_ranks))
+        vocabulary, element = model.dimensions.vocabulary, logits_bytes_per_element(itemsize)
+        value = size_text(tokens * vocabulary * element)
+        explanation = f"{tokens} tokens x V {vocabulary} x {element} bytes in the backward pass"
+    yield Row("logits of a chunk", value, explanation)
+    buffers = sync_buffers(config, model, num_ranks, config.rollout.sync_bucket_bytes("cuda"))
+    explanation = " + ".join(f"{name} {size_text(size)}" for name, size in buffers.items())
+    explanation += "; vLLM keeps more until a layer is whole"
+    yield Row("buffers of the weight sync", size_text(sum(buffers.values())), explanation)
     yield Row(
         "peak of each phase, and what fits",
         "see the planner",
         "python -m grpo_spmd.plan --config ... --gpu H100-80GB --ranks N runs the layers on "
         "fake tensors",
-    )
-
-
-def _state_rows(config: Config, state: State, num_ranks: int) -> Iterator[Row]:
-    """Yields what a rank holds between updates, and what of it waits in host memory."""
-    dtype = config.model.dtype
-    trained = state.trained
-    offload = config.model.offload
-    itemsize = ITEMSIZE[dtype]
-    terms = ["parameters + moments"]
-    ranks = replica_ranks(config, num_ranks)
-    origin = f"{state.shard:,} parameters of a shard (ceil(rows / {ranks}) of each tensor)"
-    if state.base:
-        yield Row(
-            "base",
-            size_text(state.base),
-            f"{origin} x {itemsize} ({dtype}), frozen; the reference too",
-        )
-        rank = config.model.lora.rank
-        origin = f"{trained:,} parameters of a shard of the adapters (rank {rank})"
-        terms.append("base")
-    yield Row("master parameters", size_text(4 * trained), f"{origin} x 4 (float32)")
-    yield Row(
-        "gradients", size_text(state.gradients), f"{trained:,} x 4 (float32), in the update only"
-    )
-    yield Row("AdamW's moments", size_text(8 * trained), f"{trained:,} x 2 x 4 (float32)")
-    if state.reference:
-        yield Row(
-            "reference", size_text(state.reference), f"{state.shard:,} x {itemsize} ({dtype})"
-        )
-        terms.append("reference")
-    yield Row("state between updates", size_text(state.num_bytes), " + ".join(terms))
-    if offload:
-        yield Row(
-            "of it in host memory",
-            size_text(state.offloaded(offload)),
-            f"while the engine is awake: offload {str(offload).lower()}",
-        )
-    yield Row(
-        "checkpoint's copy in host memory",
-        size_text(TRAINED_ITEMSIZE * trained),
-        "parameters that train + moments, while a thread writes them",
-    )
-
-
-def _logits_rows(config: Config, model: ModelFacts, num_ranks: int) -> Iterator[Row]:
-    """Yields the memory of the logits, which is the largest of the activations."""
-    sizes = model.dimensions
-    if sizes is None:
-        yield Row("logits of a chunk", "unknown", _NO_SIZES)
-        return
-    # Logits exist for one chunk of tokens at a time.
-    tokens = min(config.model.logprob_chunk_tokens, micro_batch_tokens(config, num_ranks))
-    element = logits_bytes_per_element(ITEMSIZE[config.model.dtype])
-    yield Row(
-        "logits of a chunk",
-        size_text(tokens * sizes.vocabulary * element),
-        f"{tokens} tokens x V {sizes.vocabulary} x {element} bytes in the backward pass",
     )
 
 
@@ -427,12 +397,12 @@ def engine_tokens(config: Config) -> int:
     return max(config.max_rollout_tokens, *judge_tokens(config).values(), 0)
 
 
-def size_text(num_bytes: int) -> str:
+def size_text(num_bytes: float) -> str:
     """Returns a size in bytes as text with a binary unit, such as "1.50 GiB"."""
     for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if num_bytes >= scale:
             return f"{num_bytes / scale:,.2f} {unit}"
-    return f"{num_bytes} B"
+    return f"{num_bytes:.0f} B"
 
 
 # Config keys that have no effect, and advice about valid configs
@@ -478,7 +448,7 @@ def check_idle_keys(config: Config, sources: Mapping[str, str] | None = None) ->
             "by more than that a step; is a sign missing? e.g. 2e-6"
         )
     metric = config.checkpoint.best_metric
-    if metric is not None and (metric.partition("/")[0] not in _METRICS or "/" not in metric):
+    if metric is not None and not metric.startswith(tuple(f"{name}/" for name in _METRICS)):
         raise ConfigError(
             f"checkpoint.best_metric ({metric}) is no metric's name: they are as in "
             "metrics.jsonl, e.g. reward/mean or eval/SET/mean"
@@ -528,15 +498,9 @@ def advice(config: Config, num_ranks: int) -> Iterator[str]:
             "advantage.estimator max_rl with a weight below 0 among rewards: it divides by "
             "the group's mean reward, and where that is not above 0 the group teaches nothing"
         )
-    yield from _advise_on_ranks(config, num_ranks)
-    yield from _advise_on_steps(config)
-
-
-def _advise_on_ranks(config: Config, num_ranks: int) -> Iterator[str]:
-    """Yields advice about engines and ranks that would be idle in every step."""
-    rollout = config.rollout
-    prompts, engines = rollout.num_prompts_per_step, num_ranks // rollout.tensor_parallel_size
+    rollout, training, optimizer = config.rollout, config.training, config.optimizer
     # Engines wait for the one with most groups.
+    prompts, engines = rollout.num_prompts_per_step, num_ranks // rollout.tensor_parallel_size
     if prompts % engines:
         problem = f"some sample {-(-prompts // engines)} groups a step, others {prompts // engines}"
         if prompts < engines:
@@ -545,18 +509,13 @@ def _advise_on_ranks(config: Config, num_ranks: int) -> Iterator[str]:
         yield (
             f"rollout.num_prompts_per_step {prompts} is no multiple of {engines} engines: {problem}"
         )
-    per_step = prompts * rollout.group_size // config.training.num_mini_batches
+    per_step = prompts * rollout.group_size // training.num_mini_batches
     if per_step < num_ranks:
         yield (
             f"{per_step} completions per optimizer step for {num_ranks} ranks: "
             f"{num_ranks - per_step} of them have nothing to train on; raise "
             "rollout.num_prompts_per_step"
         )
-
-
-def _advise_on_steps(config: Config) -> Iterator[str]:
-    """Yields advice about the length of the run: its warmup and its checkpoints."""
-    training, optimizer = config.training, config.optimizer
     steps = training.num_optimizer_steps * training.num_steps
     if optimizer.warmup_steps >= steps:
         yield (

@@ -45,6 +45,11 @@ _ENCODERS = (
     r"(.*-)?(bert|bert-generation|big_bird|camembert|data2vec-text|electra|ernie|rembert|"
     r"(.*)?roberta(-.*)?|xmod)"
 )
+_DEFAULT_SIZES = {
+    "mistral": ("num_key_value_heads",),
+    "qwen2": ("num_key_value_heads",),
+    "qwen3": ("num_key_value_heads", "head_dim"),
+}
 _RECURRENT = r".*mamba.*|rwkv|xlstm|recurrent_gemma"
 
 
@@ -60,14 +65,12 @@ def check_model(config: Config, *, to_run: bool = True) -> Path | None:
         return None
     try:
         model, shapes = _read_model_files(folder, path)
-    except UntrustedError as error:
-        remedy = f"; {_COPY_AGAIN}" if "whole safetensors" in str(error) else ""
-        raise ConfigError(f"model.path: {error}{remedy}") from None
-    except OSError as error:
-        remedy = f"; {_COPY_AGAIN}" if str(error.filename).endswith(".safetensors") else ""
-        raise ConfigError(
-            f"model.path: cannot read {error.filename}: {error.strerror}{remedy}"
-        ) from None
+    except (UntrustedError, OSError) as error:
+        problem = str(error)
+        if isinstance(error, OSError):
+            problem = f"cannot read {error.filename}: {error.strerror}"
+        remedy = "" if "; " in problem else f"; {_COPY_AGAIN}"
+        raise ConfigError(f"model.path: {problem}{remedy}") from None
     # Without its files transformers would make a tokenizer up.
     if not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
         raise ConfigError(
@@ -78,7 +81,9 @@ def check_model(config: Config, *, to_run: bool = True) -> Path | None:
     if to_run:
         _check_cpu_engine(config, model)
     expected_shapes = shapes_from_config(model)
-    if _names_every_size(model):
+    # config.json may omit the defaults of its family, which cannot always be computed.
+    defaults = _DEFAULT_SIZES.get(str(model["model_type"]), ())
+    if all(isinstance(model.get(name), int) for name in defaults):
         _check_shapes(folder, shapes, expected_shapes)
     # Families without known shapes: their classes in transformers have no such bias.
     if "lm_head.bias" in shapes and not expected_shapes:
@@ -127,7 +132,7 @@ def _check_type(model_type: str, path: str) -> None:
                 "attention trains"
             )
     # transformers' own list of causal LMs, read as text: importing it takes seconds.
-    text = _read_package_file("transformers", "models/auto/modeling_auto.py")
+    text = read_package_file("transformers", "models/auto/modeling_auto.py")
     mapping = re.search(
         r"MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = OrderedDict\((.*?)\n\)", text, re.DOTALL
     )
@@ -139,7 +144,7 @@ def _check_type(model_type: str, path: str) -> None:
         )
 
 
-def _read_package_file(package: str, path: str) -> str:
+def read_package_file(package: str, path: str) -> str:
     """Returns the text of a file of an installed package; "" if there is none."""
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
@@ -155,7 +160,7 @@ def _check_cpu_engine(config: Config, model: Mapping[str, Any]) -> None:
     """
     if importlib.util.find_spec("vllm") is None or version_of("vllm") is not None:
         return
-    text = _read_package_file("vllm", "v1/attention/backends/cpu_attn.py")
+    text = read_package_file("vllm", "v1/attention/backends/cpu_attn.py")
     source = re.search(r"def get_supported_head_sizes\(.*?return \[([\d,\s]+)\]", text, re.DOTALL)
     head_sizes = [int(size) for size in re.findall(r"\d+", source[1])] if source else []
     sizes = dimensions(model)
@@ -188,7 +193,16 @@ def _read_shapes(folder: Path) -> Shapes:
     index = read_index(folder)
     files = sorted({*folder.glob("*.safetensors"), *(index or {}).values()})
     if not files:
-        raise UntrustedError(f"{folder} holds no .safetensors file{_how_to_convert(folder)}")
+        formats = (".bin", ".pth", ".gguf")
+        names = sorted(path.name for path in folder.iterdir() if path.suffix in formats)
+        remedy = _COPY_AGAIN
+        if names:
+            remedy = (
+                f"{names[0]} is of another format, which is not read here: take the model's "
+                "checkpoint in transformers' format, from the hub id without GGUF, or load it with "
+                "transformers once, where you trust it, and write it by save_pretrained"
+            )
+        raise UntrustedError(f"{folder} holds no .safetensors file; {remedy}")
     headers = {file: read_header(file) for file in files}
     # A mixture of two downloads would load without an error.
     for name, file in (index or {}).items():
@@ -213,29 +227,6 @@ def _read_shapes(folder: Path) -> Shapes:
     return shapes
 
 
-def _how_to_convert(folder: Path) -> str:
-    """Returns the remedy for a folder without safetensors files."""
-    files = [path.name for path in folder.iterdir() if path.suffix in (".bin", ".pth", ".gguf")]
-    if not files:
-        return f"; {_COPY_AGAIN}"
-    return (
-        f"; {min(files)} is of another format, which is not read here: take the model's checkpoint "
-        "in transformers' format, from the hub id without GGUF, or load it with transformers once, "
-        "where you trust it, and write it by save_pretrained"
-    )
-
-
-def _names_every_size(model: Mapping[str, Any]) -> bool:
-    """Returns True if config.json names every size.
-
-    It may omit the defaults of its family. Not every default can be computed from other sizes.
-    """
-    sizes = {"mistral": ["num_key_value_heads"], "qwen2": ["num_key_value_heads"]}
-    sizes["qwen3"] = ["num_key_value_heads", "head_dim"]
-    names = sizes.get(str(model["model_type"]), [])
-    return all(isinstance(model.get(name), int) for name in names)
-
-
 def _check_shapes(folder: Path, shapes: Shapes, expected_shapes: Shapes) -> None:
     """Raises ConfigError if the tensors differ from what config.json demands.
 
@@ -257,12 +248,15 @@ def _check_shapes(folder: Path, shapes: Shapes, expected_shapes: Shapes) -> None
 def _check_lora(lora: LoraConfig, shapes: Shapes) -> None:
     if not lora.rank or lora.target_modules == "all-linear":
         return
-    matrices = [name.removesuffix(".weight") for name, shape in shapes.items() if len(shape) == 2]
     # Adapters go to layers alone.
-    layers = [name for name in matrices if re.search(r"\.\d+\.", name)]
-    available = list(dict.fromkeys(name.rpartition(".")[2] for name in layers))
+    layers = [
+        name.removesuffix(".weight")
+        for name, shape in shapes.items()
+        if len(shape) == 2 and re.search(r"\.\d+\.", name)
+    ]
     for target in lora.target_modules if layers else ():
         if not any(f".{name}".endswith(f".{target}") for name in layers):
+            available = dict.fromkeys(name.rpartition(".")[2] for name in layers)
             raise ConfigError(
                 f"model.lora.target_modules: {target!r} names no linear layer of the model; it "
                 f"has {', '.join(available)}, and all-linear takes all"

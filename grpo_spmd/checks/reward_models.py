@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from grpo_spmd.checks.data import (
-    Render,
     check_columns,
     load_tokenizer_file,
     renderer,
@@ -82,12 +81,9 @@ def _check_template(files: RewardModelFiles, problem: str, rows: Sequence[Prompt
     with errors_about(key):
         render = renderer(template, settings, opens_turn=False)
     # None: only transformers can compile the template.
-    if render is not None:
-        _try_template(render, rows, key)
-
-
-def _try_template(render: Render, rows: Sequence[PromptRow], key: str) -> None:
-    """Renders the first prompts until one succeeds. A template may refuse some prompts."""
+    if render is None:
+        return
+    # The first prompts, until one succeeds: a template may refuse some.
     error_text = ""
     for row in rows[:_NUM_TRIED]:
         prompt = row.prompt
@@ -133,30 +129,24 @@ def check_engine_judges(
                 "has no chat template; give the model's folder one (chat_template.jinja), or "
                 "take an instruct model"
             )
-        _check_judge_size(config, folder, key_prefix, num_tokens, reward.judge_tokens)
+        model = read_model_config(folder)
+        positions, reply_tokens = model.get("max_position_embeddings"), reward.judge_tokens
+        if isinstance(positions, int) and num_tokens > positions:
+            raise ConfigError(
+                f"{key_prefix}.judge: up to {num_tokens - reply_tokens} tokens to read and "
+                f"{reply_tokens} to say (judge_tokens) are {num_tokens}, and the model has "
+                f"{positions} positions; set {key_prefix}.max_tokens (what is longer is not "
+                "judged, and counted), or shorten the rubric"
+            )
+        has_longrope = "longrope" in f"{model.get('rope_scaling')}{model.get('rope_parameters')}"
+        # vLLM would use the factors for long texts, and the policy those for short ones.
+        if num_tokens > config.max_rollout_tokens and has_longrope:
+            raise ConfigError(
+                f"{key_prefix}: the model's rotary factors (longrope) follow the engine's longest "
+                f"text, {num_tokens} with the judge, and the policy's the longest rollout, "
+                f"{config.max_rollout_tokens}; take a judge at a server"
+            )
         _check_rubric_size(judge, reward, folder, key_prefix)
-
-
-def _check_judge_size(
-    config: Config, folder: Path, key_prefix: str, num_tokens: int, reply_tokens: int
-) -> None:
-    model = read_model_config(folder)
-    positions, rollout_tokens = model.get("max_position_embeddings"), config.max_rollout_tokens
-    if isinstance(positions, int) and num_tokens > positions:
-        raise ConfigError(
-            f"{key_prefix}.judge: up to {num_tokens - reply_tokens} tokens to read and "
-            f"{reply_tokens} to say (judge_tokens) are {num_tokens}, and the model has "
-            f"{positions} positions; set {key_prefix}.max_tokens (what is longer is not "
-            "judged, and counted), or shorten the rubric"
-        )
-    has_longrope = "longrope" in f"{model.get('rope_scaling')}{model.get('rope_parameters')}"
-    # vLLM would use the factors for long texts, and the policy those for short ones.
-    if num_tokens > rollout_tokens and has_longrope:
-        raise ConfigError(
-            f"{key_prefix}: the model's rotary factors (longrope) follow the engine's longest "
-            f"text, {num_tokens} with the judge, and the policy's the longest rollout, "
-            f"{rollout_tokens}; take a judge at a server"
-        )
 
 
 def _check_rubric_size(judge: Judge, reward: RewardConfig, folder: Path, key_prefix: str) -> None:

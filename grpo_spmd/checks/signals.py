@@ -15,10 +15,10 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from grpo_spmd.checks.data import check_prompts_early, load_tokenizer_file
 from grpo_spmd.checks.memory import (
@@ -38,7 +38,6 @@ from grpo_spmd.data.hub import check_reachable
 from grpo_spmd.data.rows import read_rows
 from grpo_spmd.files import read_model_config
 from grpo_spmd.model.config_json import (
-    Shapes,
     local_folder,
     read_model,
     refuse_by_config,
@@ -116,14 +115,10 @@ def _choose_model(config: Config, server: PromptLogprobs, key: str) -> ServedMod
         # A status shows that the server is there: it only has no list of its models.
         if model is not None and error.status is not None:
             return ServedModel(model, None)
-        remedy = "or name its model: teacher.model"
-        if error.status is None:
-            remedy = "start it, or correct the address"
+        remedy = "start it, correct the address, or name its model: teacher.model"
         raise ConfigError(f"{key}: the server {error}; {remedy}") from None
-    if model is None and len(models) == 1:
-        return models[0]
     for served in models:
-        if served.name == model:
+        if served.name == model or (model is None and len(models) == 1):
             return served
     available = ", ".join(served.name for served in models) or "none"
     rule = "must be one that the server has, and is needed where a server has several"
@@ -138,22 +133,24 @@ def _compare_vocabulary(
     A token that one of the two cannot write alone (a part of a character) is not compared.
     """
     folder = local_folder(config.model.path)
-    file = None if folder is None else folder / "tokenizer.json"
+    file = folder / "tokenizer.json" if folder else None
     if file is None or not file.is_file():
         # Without the policy's tokenizer the server is only asked for a token.
         _ask_texts(config, server, [0], key=key, served=served)
         return
+    tokenizer = load_tokenizer_file(file)
     known_ids = sorted(tokens_of(file))
     num_probed = min(_NUM_PROBED, (served.max_tokens or _NUM_PROBED) - 2)
     # The ids are spread evenly: models of one family differ in tokens added at the end.
     spread = (i * (len(known_ids) - 1) // num_probed for i in range(num_probed + 1))
     ids = sorted({known_ids[index] for index in spread})
     server_texts = _ask_texts(config, server, ids, key=key, served=served)
-    tokenizer = load_tokenizer_file(file)
     num_compared = 0
     for token_id, server_text in zip(ids, server_texts, strict=True):
         policy_text = tokenizer.decode([token_id], skip_special_tokens=False)
-        if not _is_complete(policy_text) or not _is_complete(server_text):
+        texts = (policy_text, server_text)
+        # An empty text, or U+FFFD, is a part of a character.
+        if not all(texts) or any("\ufffd" in text for text in texts):
             continue
         num_compared += 1
         # Some servers strip the space at a word's beginning.
@@ -190,11 +187,6 @@ def _ask_texts(
         )
         raise ConfigError(f"{key}: {served.name} {rule}: the server {error}") from None
     return [position.text for position in positions]
-
-
-def _is_complete(text: str) -> bool:
-    """Returns False for a token that is only a part of a character."""
-    return bool(text) and "\ufffd" not in text
 
 
 def _call_with_retries(config: Config, ask: Callable[[float], T]) -> T:
@@ -234,34 +226,21 @@ class SideModel:
         # A critic trains, so it has optimizer state. The others are frozen.
         return TRAINED_ITEMSIZE if self.kind == "critic" else ITEMSIZE[config.model.dtype]
 
-    def shard(self, shapes: Shapes, config: Config, num_ranks: int) -> int:
-        """Returns how many parameters one rank holds."""
-        return shard_numel(shapes, replica_ranks(config, num_ranks))
-
-    def num_bytes(self, shapes: Shapes, config: Config, num_ranks: int) -> int:
-        """Returns how many bytes one rank holds between updates."""
-        return self.itemsize(config) * self.shard(shapes, config, num_ranks)
-
 
 def side_models(config: Config) -> list[SideModel]:
     """Lists teachers, the critic and reward models, except models that share other weights."""
-    models: list[SideModel] = []
-    for name, path in config.teacher.paths.items():
+    models = [
+        SideModel(f"teacher {name}".strip(), "teacher", path, "teacher.path")
+        for name, path in config.teacher.paths.items()
         # A shared teacher costs no memory of its own.
-        if not is_shared_teacher(config, path):
-            models.append(SideModel(f"teacher {name}".strip(), "teacher", path, "teacher.path"))
+        if not is_shared_teacher(config, path)
+    ]
     if config.critic.path is not None and not config.critic.is_on_policy:
         models.append(SideModel("critic", "critic", config.critic.path, "critic.path"))
     for index, reward in enumerate(config.rewards):
         if reward.model is not None:
-            model = SideModel(
-                name=f"reward model {reward.metric_name}",
-                kind="reward model",
-                path=reward.model,
-                key=f"rewards.{index}.model",
-                revision=reward.revision,
-            )
-            models.append(model)
+            name, key = f"reward model {reward.metric_name}", f"rewards.{index}.model"
+            models.append(SideModel(name, "reward model", reward.model, key, reward.revision))
     return models
 
 
@@ -285,8 +264,8 @@ def side_model_rows(config: Config, num_ranks: int) -> Iterator[Row]:
             for name, shape in facts.shapes.items()
             if not is_critic or "lm_head" not in name
         }
-        shard = model.shard(shapes, config, num_ranks)
-        size = size_text(model.num_bytes(shapes, config, num_ranks))
+        shard = shard_numel(shapes, replica_ranks(config, num_ranks))
+        size = size_text(model.itemsize(config) * shard)
         use = "while it does not score" if model.kind == "reward model" else "while sampling"
         dtype = "float32, two moments" if is_critic else f"{config.model.dtype}, frozen"
         yield Row(
@@ -360,9 +339,9 @@ def check_teachers(config: Config, *, num_ranks: int, to_run: bool) -> None:
 def _check_top_k(config: Config, folder: Path, path: str) -> None:
     """Raises ConfigError if `teacher.top_k` is more than the tokens that both models have."""
     # A teacher scores only tokens that the policy has too.
-    folders = [folder, local_folder(config.model.path)]
-    sizes = [num_embeddings(folder) for folder in folders if folder is not None]
-    num_shared = min((size for size in sizes if size), default=config.teacher.top_k)
+    policy_folder = local_folder(config.model.path)
+    sizes = [num_embeddings(model) for model in (folder, policy_folder) if model is not None]
+    num_shared = min(filter(None, sizes), default=config.teacher.top_k)
     if config.teacher.loss == "topk" and config.teacher.top_k > num_shared:
         raise ConfigError(
             f"teacher.top_k ({config.teacher.top_k}) is more than the tokens that {path} and "
@@ -376,31 +355,27 @@ def check_vocabulary(policy: str, model: str, key: str, kind: str = "teacher") -
     `policy` and `model` are folders or hub ids, `key` is the config key of `model`. Models whose
     tokenizer files are not here are not compared.
     """
-    policy_folder = local_folder(policy)
-    model_folder = local_folder(model)
-    if policy == model or policy_folder is None or model_folder is None:
+    folders = [local_folder(policy), local_folder(model)]
+    if policy == model or None in folders:
         return
-    policy_size = num_embeddings(policy_folder)
-    model_size = num_embeddings(model_folder)
+    policy_size, model_size = (num_embeddings(folder) for folder in folders if folder)
     # More tokens are allowed: embeddings are often padded to a round number.
     if policy_size is not None and model_size is not None and model_size < policy_size:
         raise ConfigError(
             f"{key}: {model} knows {model_size} tokens, and {policy} {policy_size}; take a "
             f"{kind} of the policy's family"
         )
-    files = [folder / "tokenizer.json" for folder in (policy_folder, model_folder)]
+    files = [folder / "tokenizer.json" for folder in folders if folder]
     if not all(file.is_file() for file in files):
         return
     policy_tokens, model_tokens = (tokens_of(file) for file in files)
     # The loss never compares tokens that only one of the models has.
     for token_id in sorted(policy_tokens.keys() & model_tokens.keys()):
-        policy_token = policy_tokens[token_id]
-        model_token = model_tokens[token_id]
-        if policy_token != model_token:
+        if policy_tokens[token_id] != model_tokens[token_id]:
             raise ConfigError(
                 f"{key}: {model} has another vocabulary than {policy}: token {token_id} is "
-                f"{model_token!r} there, and {policy_token!r} in the policy's; take one of its "
-                "family"
+                f"{model_tokens[token_id]!r} there, and {policy_tokens[token_id]!r} in the "
+                "policy's; take one of its family"
             )
 
 
@@ -424,9 +399,10 @@ def _check_teacher_prompts(config: Config) -> None:
         raise ConfigError(
             "teacher.prompt_key is data.prompt_key itself; name the teacher's own, or leave it out"
         )
+    folder = local_folder(config.model.path)
     try:
         # Cached on the node: the run reads the same rows again.
-        rows, folder = read_rows(data), local_folder(config.model.path)
+        rows = read_rows(data)
         if folder is not None:
             check_prompts_early(rows, data, folder, num_embeddings(folder))
     except ConfigError as error:
@@ -436,9 +412,7 @@ def _check_teacher_prompts(config: Config) -> None:
 def _check_teacher_column(config: Config) -> None:
     """Raises ConfigError if one of several teachers is not named in a row's column `teacher`."""
     names = config.teacher.names
-    if "" in names:
-        return
-    for row in read_rows(config.data):
+    for row in read_rows(config.data) if "" not in names else ():
         name = row.columns.get("teacher")
         if name not in names:
             key = "teacher.url" if config.teacher.url else "teacher.path"
@@ -463,28 +437,19 @@ def check_critic_model(config: Config, *, to_run: bool = True) -> None:
     if folder is None:
         return
     with errors_about("critic.path"):
-        try:
-            model = read_model_config(folder)
-            # The architecture's own head is not loaded, or becomes the critic's.
-            refuse_by_config(model | {"architectures": None}, path)
-            _check_head(model, folder, path)
-            check_vocabulary(config.model.path, path, "critic.path", "critic")
-        except OSError as error:
-            raise ConfigError(f"cannot read {error.filename}: {error.strerror}") from None
-
-
-def _check_head(model: Mapping[str, Any], folder: Path, path: str) -> None:
-    """Raises ConfigError for a classifier of several labels. The head of one label becomes the
-    critic's value head."""
-    shapes = shapes_from_headers(folder, tied=False)
-    name = next((f"{head}.weight" for head in VALUE_HEADS if f"{head}.weight" in shapes), None)
-    if name is not None and shapes[name][0] > 1:
-        labels = model.get("id2label")
-        raise ConfigError(
-            f"critic.path: {path} tells {shapes[name][0]} labels apart ({name}: {labels!s:.100}), "
-            "and a value is one number; take a classifier of one label, or the causal LM that it "
-            "was made of"
-        )
+        model = read_model_config(folder)
+        # The architecture's own head is not loaded, or becomes the critic's.
+        refuse_by_config(model | {"architectures": None}, path)
+        # The head of one label becomes the critic's value head.
+        shapes = shapes_from_headers(folder, tied=False)
+        for name in (f"{head}.weight" for head in VALUE_HEADS):
+            if name in shapes and shapes[name][0] > 1:
+                raise ConfigError(
+                    f"critic.path: {path} tells {shapes[name][0]} labels apart ({name}: "
+                    f"{model.get('id2label')!s:.100}), and a value is one number; take a "
+                    "classifier of one label, or the causal LM that it was made of"
+                )
+        check_vocabulary(config.model.path, path, "critic.path", "critic")
 
 
 # Judges that are the run's own engine (checks/reward_models.py checks them)
@@ -492,19 +457,15 @@ def _check_head(model: Mapping[str, Any], folder: Path, path: str) -> None:
 
 def judge_rows(config: Config) -> Iterator[Row]:
     """Yields the token limits of judges that are the run's own engine, for `--explain`."""
-    # Bounds that need no tokenizer.
     prompt_tokens = judge_prompt_tokens(config)
     for index, tokens in prompt_tokens.items():
         reward = config.rewards[index]
-        explanation = "the rubric's bytes, and 9/8 of the longest of what is put into it"
-        if reward.max_tokens:
-            explanation = "max_tokens"
+        # A bound that needs no tokenizer.
+        bound = "the rubric's bytes, and 9/8 of the longest of what is put into it"
+        explanation = "max_tokens" if reward.max_tokens else bound
         yield Row(f"longest prompt of {reward.metric_name}, tokens", f"{tokens:,}", explanation)
-        yield Row(
-            f"longest reply of {reward.metric_name}, tokens",
-            f"{reward.judge_tokens:,}",
-            "judge_tokens",
-        )
+        reply = f"{reward.judge_tokens:,}"
+        yield Row(f"longest reply of {reward.metric_name}, tokens", reply, "judge_tokens")
     if prompt_tokens:
         yield Row(
             "longest text of the engine, tokens",

@@ -45,9 +45,11 @@ class RewardModelFiles:
 
 @contextmanager
 def errors_about(key: str) -> Iterator[None]:
-    """Makes each ConfigError inside name the config key `key` in place of model.path."""
+    """Makes each ConfigError and OSError inside a ConfigError that names the config key `key`."""
     try:
         yield
+    except OSError as error:
+        raise ConfigError(f"{key}: cannot read {error.filename}: {error.strerror}") from None
     except ConfigError as error:
         text = str(error).removeprefix("model.path: ").removeprefix(f"{key}: ")
         raise ConfigError(f"{key}: {text}") from error
@@ -63,16 +65,11 @@ def read_reward_model(
     the label or the longest text is not clear."""
     key = f"rewards.{index}"
     with errors_about(f"{key}.model"):
-        try:
-            config = read_model_config(folder)
-            # refuse_by_config refuses classifiers, which reward models are: hide their class.
-            decoder_config = {
-                name: value for name, value in config.items() if name != "architectures"
-            }
-            refuse_by_config(decoder_config, str(folder))
-            shapes = shapes_from_headers(folder, tied=False)
-        except OSError as error:
-            raise ConfigError(f"cannot read {error.filename}: {error.strerror}") from None
+        config = read_model_config(folder)
+        # refuse_by_config refuses classifiers, which reward models are: hide their class.
+        decoder_config = {name: value for name, value in config.items() if name != "architectures"}
+        refuse_by_config(decoder_config, str(folder))
+        shapes = shapes_from_headers(folder, tied=False)
         if not shapes:
             rule = "holds no .safetensors file, or lacks one of them, and no other weights are read"
             raise ConfigError(f"{folder} {rule}")

@@ -49,26 +49,29 @@ CARDS = {
         Card("RTX4090-24GB", 23.6, 165, 1008, 25),
     )
 }
-# Cards with the same arithmetic that are sold under other names. Keys are parts of the driver's
-# names.
-_ALIKE = {
-    "H800": "H100-80GB",
-    "GH200": "H200-141GB",
-    "A800": "A100-80GB",
-    "RTX 4090": "RTX4090-24GB",
-}
+# Models with the arithmetic of another one, which have slower links.
+_ALIKE = {"H800": "H100", "A800": "A100"}
+
+
+def find_device(device_name: str, gib: float | None = None) -> Card | None:
+    """Returns the card of a device, or None if the table does not have it.
+
+    `device_name` is the driver's name for it, such as "NVIDIA H100 80GB HBM3". `gib` is its memory,
+    if it matters; it may differ by 15 %, because drivers reserve some.
+    """
+    for card in CARDS.values():
+        is_named = card.name.partition("-")[0] in device_name.replace(" ", "")
+        if is_named and (gib is None or abs(card.gib - gib) < 0.15 * card.gib):
+            return card
+    return None
 
 
 def peak_tflops(device_name: str) -> float | None:
-    """Returns the peak TFLOP/s of a device; None if the table does not have the device.
-
-    `device_name` is the driver's name for it, such as "NVIDIA H100 80GB HBM3".
-    """
-    tflops = {card.name.partition("-")[0]: card.tflops for card in CARDS.values()}
-    tflops |= {model: CARDS[name].tflops for model, name in _ALIKE.items()}
-    # the longest name first: "GH200" contains "H200"
-    models = sorted(tflops, key=len, reverse=True)
-    return next((tflops[model] for model in models if model in device_name), None)
+    """Returns the peak TFLOP/s of a device; None if the table does not have the device."""
+    for model, equal_model in _ALIKE.items():
+        device_name = device_name.replace(model, equal_model)
+    card = find_device(device_name)
+    return card.tflops if card else None
 
 
 def find_card(text: str) -> Card:

@@ -90,7 +90,7 @@ def test_planted_faults_are_found_and_nothing_where_they_are_not(tmp_path: Path)
     levels, result, verdict = written(out)
     assert {name: levels[name] for name in faults} == faults
     assert verdict == "not fit"
-    assert "16 MiB" in result["/dev/shm"]
+    assert "16.00 MiB" in result["/dev/shm"]
     assert "Read-only file system" in result["run_dir"]
     assert "torch 2.9.0" in result["torch"]
     assert f"process {os.getpid()} (" in result["port"]
@@ -201,14 +201,12 @@ def test_ranks_of_srun_speak_once(tmp_path: Path) -> None:
 
 # Comes, and goes to sleep when the others reduce.
 SLEEPER = """import sys, time
-from grpo_spmd.tools.checkup.exchange import Exchange
-from grpo_spmd.tools.checkup.reduce import open_store
+from grpo_spmd.tools.checkup.exchange import RankFindings, find_launch
+from grpo_spmd.tools.checkup.reduce import RankExchange
 from grpo_spmd.distributed.processes import host_identity
-from torch.distributed import PrefixStore
 import os
-store = open_store(os.environ, 60.0, serves=False)
-exchange = Exchange(PrefixStore("checkup//0", store), 1, 2)
-exchange.post("found", {"host": "h", "node": host_identity(), "results": []})
+exchange = RankExchange(find_launch(os.environ), 60.0)
+exchange.post("found", RankFindings("h", [], node=host_identity()))
 time.sleep(600)
 """
 
@@ -303,8 +301,7 @@ def test_what_check_and_planner_say_are_lines(tmp_path: Path) -> None:
 
     (plan,) = check_plan(target("rollout.gpu_memory_utilization=0.99"))
     assert plan.level == "bad"
-    assert plan.finding.startswith("does not fit: margin -")
-    assert "H100-80GB, 8 ranks" in plan.finding
+    assert "8 x H100-80GB (79.1 GiB each): does not fit; margin -" in plan.finding
     (check,) = check_config(target())
     assert check.level == "ok", check
     (check,) = check_config(target("data.train=none.jsonl"))
@@ -335,4 +332,4 @@ def test_a_terminal_of_80_columns_shows_colours_and_no_longer_line(tmp_path: Pat
     assert code == 2
     assert max(map(len, plain)) <= 80
     assert plain != lines
-    assert any(line.startswith("  \x1b[1;31mbad    \x1b[0m  /dev/shm") for line in lines), lines
+    assert any(line.startswith("  \x1b[31mbad    \x1b[0m  /dev/shm") for line in lines), lines

@@ -26,8 +26,8 @@ from grpo_spmd.model.config_json import read_model
 from grpo_spmd.model.offload import HostOffload
 from grpo_spmd.model.policy import DTYPES, build_policy, build_reference
 from grpo_spmd.records import MicroBatch, Rollout, SyncStats
-from grpo_spmd.tools.plan.dry_run import Peaks
-from grpo_spmd.tools.plan.phases import trainer_peaks
+from grpo_spmd.tools.plan.dry_run import peaks_of
+from grpo_spmd.tools.plan.phases import trainer_pass
 from tests.support.full_tensors import gather_full_tensors
 
 Figures = dict[str, int]  # bytes
@@ -95,7 +95,8 @@ def predicted(config: Config, num_ranks: int) -> Figures:
         memory.state_of(config, facts, num_ranks),
         config.rollout.sync_bucket_bytes("cpu"),
     )
-    peaks: Peaks = trainer_peaks(config, Path(config.model.path), num_ranks, on_gpu=False)
+    work = trainer_pass(config, Path(config.model.path), num_ranks, on_gpu=False)
+    peaks = peaks_of(work)
     return {
         "state": state.num_bytes,
         "scoring": state.num_bytes + peaks.scoring.total(),

@@ -19,6 +19,7 @@ import pytest
 from grpo_spmd.checks.model_folder import version_of
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config
+from grpo_spmd.observe.cards import find_device
 from grpo_spmd.tools.checkup import devices, disk, network
 from grpo_spmd.tools.checkup.results import Check, Page, Result, Target, run_check
 from tests.support.fake_hub import serve
@@ -114,7 +115,7 @@ def test_memory_is_held_against_the_ranks(tmp_path: Path) -> None:
     )
     assert only(devices.check_memory(replace(target, local_ranks=24))).level == "warning"  # 1.3
     line = only(devices.check_memory(replace(target, local_ranks=40)))  # 0.8
-    finding = "32 GiB free of 64 GiB, for 40 ranks, which need about 40 GiB"
+    finding = "32.00 GiB free of 64.00 GiB, for 40 ranks, which need about 40.00 GiB"
     assert (line.level, line.finding.partition(" (")[0]) == ("bad", finding)
     strict = replace(target, root=plant(tmp_path, proc__sys__vm__overcommit_memory="2\n"))
     assert levels(devices.check_memory(strict)) == {"memory": "ok", "overcommit": "warning"}
@@ -140,7 +141,7 @@ def test_memory_is_held_against_what_the_config_needs(tmp_path: Path) -> None:
     target = Target(root=plant(tmp_path, proc__meminfo=MEMINFO), config=load_config(file))
     line = only(devices.check_memory(target))
     assert line.level == "bad"
-    assert "need about 228 GiB (each: the checkpoint's copy 85 GiB" in line.finding
+    assert "need about 227.96 GiB (each: the checkpoint's copy 85.11 GiB" in line.finding
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -182,7 +183,7 @@ def test_the_cgroups_limit_counts_wherever_it_stands_above(tmp_path: Path, versi
     line = only(devices.check_memory(replace(target, num_gpus=4)))
     assert (line.level, line.finding.partition(",")[0]) == (
         "warning",
-        "6.0 GiB free of 16 GiB (the cgroup's limit)",
+        "6.00 GiB free of 16.00 GiB (the cgroup's limit)",
     )
     assert devices.cpu_quota(target) == 4.0
     assert only(devices.check_threads(target)).level == "ok"
@@ -197,7 +198,7 @@ def test_swap_in_use_is_no_good_sign(tmp_path: Path) -> None:
     target = Target(root=plant(tmp_path, proc__meminfo=MEMINFO))
     assert only(devices.check_swap(target)).level == "ok"
     plant(tmp_path, proc__meminfo=MEMINFO.replace("SwapFree: 8388608", "SwapFree: 4194304"))
-    assert only(devices.check_swap(target)).finding.startswith("4.0 GiB of 8.0 GiB in use")
+    assert only(devices.check_swap(target)).finding.startswith("4.00 GiB of 8.00 GiB in use")
     assert only(devices.check_swap(target)).level == "warning"
     plant(tmp_path, proc__meminfo="MemTotal: 1 kB\nSwapTotal: 0 kB\n")
     assert only(devices.check_swap(target)).finding == "none"
@@ -265,7 +266,7 @@ def test_locked_memory_counts_where_there_is_infiniband(
 ) -> None:
     set_limits(monkeypatch, MEMLOCK=8388608)
     line = only(devices.check_limits(Target(root=tmp_path)))
-    assert (line.level, "locked memory 8.0 MiB" in line.finding) == ("ok", True)
+    assert (line.level, "locked memory 8.00 MiB" in line.finding) == ("ok", True)
 
 
 def test_unlimited_is_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -479,7 +480,8 @@ def test_gpus_that_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert levels(results) == expected
     actual = {result.name: result for result in results}
     assert actual["ECC"].finding.endswith("GPU 0")
-    assert "535.104, and torch's CUDA 13.0 asks for 580" in actual["driver"].finding
+    assert actual["driver"].finding == "535.104"
+    assert "torch's CUDA 13.0 asks for a driver of 580" in actual["driver"].remedy
     assert "GPU 0: 20.0 GiB (4711, 20000 MiB, python)" in actual["GPU memory"].finding
 
 
@@ -520,7 +522,7 @@ def test_cards_by_their_drivers_names() -> None:
         ("NVIDIA GeForce RTX 4090", 24564, "RTX4090-24GB"),
         ("Tesla T4", 15360, None),
     ):
-        card = devices.card_of(name, mib)
+        card = find_device(name, mib / 1024)
         assert (card.name if card else None) == expected
 
 

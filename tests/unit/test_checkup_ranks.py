@@ -19,9 +19,10 @@ from grpo_spmd.tools.checkup.exchange import (
     Report,
     check_clocks,
     check_reports,
+    find_launch,
+    first_host,
     merge_findings,
 )
-from grpo_spmd.tools.checkup.launch import find_launch, first_host
 from grpo_spmd.tools.checkup.results import Result
 
 ONE_HOST = {rank: RankFindings("a", []) for rank in range(2)}
@@ -116,7 +117,7 @@ def test_bandwidth_is_that_of_the_slowest_rank() -> None:
     }
     device, speed = lines(reports)
     assert names_and_levels([device, speed]) == [("device", "ok"), ("all-reduce", "ok")]
-    assert "64 KiB 2 ms, 64 MiB 500 ms; 0.134 GB/s" in speed.finding
+    assert "64.00 KiB 2 ms, 64.00 MiB 500 ms; 0.134 GB/s" in speed.finding
 
 
 def on_h100(rate: float, ranks: int, inner_rate: float = 0.0) -> Report:
@@ -129,7 +130,7 @@ def on_h100(rate: float, ranks: int, inner_rate: float = 0.0) -> Report:
     return Report(
         "done",
         [GPU],
-        gpu=("NVIDIA H100 80GB HBM3", 79.1 * 1024),
+        gpu=("NVIDIA H100 80GB HBM3", 79.1),
         within_node=times(inner_rate, 2),
         over_all=times(rate, ranks),
     )

@@ -28,7 +28,6 @@ from grpo_spmd.tools.plan.step_time import (
     TENSOR_PARALLEL,
     WORKSPACES,
     Case,
-    StepTime,
     engine_activations,
     step_time,
 )
@@ -328,14 +327,14 @@ def made_up_plan(
         phase_values,
         Counter(),
         cache,
-        StepTime({"update": step_s}),
+        {"update": step_s},
     )
 
 
 def test_suggestions_are_the_cheapest_first_and_only_what_the_phase_needs(tmp_path: Path) -> None:
     seen: list[tuple[str, ...]] = []
 
-    def replan(overrides: Sequence[str]) -> Plan | None:
+    def replan(overrides: Sequence[str]) -> Plan:
         seen.append(tuple(overrides))
         config = by_hand(tmp_path, *overrides)
         saved = {"selective": 6.0, True: 30.0, False: 0.0}[config.model.activation_checkpointing]
@@ -356,7 +355,7 @@ def test_suggestions_are_the_cheapest_first_and_only_what_the_phase_needs(tmp_pa
 
 
 def test_where_no_single_change_fits_they_are_added_up(tmp_path: Path) -> None:
-    def replan(overrides: Sequence[str]) -> Plan | None:
+    def replan(overrides: Sequence[str]) -> Plan:
         config = by_hand(tmp_path, *overrides)
         update = 100 - 15 * (config.model.activation_checkpointing is True)
         update -= 10 * (config.training.max_tokens_per_micro_batch == 64)
@@ -522,7 +521,7 @@ def test_an_engine_is_as_fast_on_two_nodes_and_no_faster_than_its_places(tmp_pat
             *overrides,
         ]
         case = Case(by_hand(tmp_path, *tp), MODEL, CARD, num_ranks)
-        return step_time(case, kv_cache(case).full_length).phases["rollout"]
+        return step_time(case, kv_cache(case).full_length)["rollout"]
 
     assert rollout_s(16, 16) == pytest.approx(rollout_s(8, 8))
     assert (

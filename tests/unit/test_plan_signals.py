@@ -4,6 +4,7 @@ hold."""
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +17,24 @@ from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config
 from grpo_spmd.model.policy import build_policy
 from grpo_spmd.model.values import build_value_model
+from grpo_spmd.observe.cards import CARDS
 from grpo_spmd.tools.plan.dry_run import Peaks
 from grpo_spmd.tools.plan.phases import (
     PlannedModel,
     add_time,
-    host_bytes,
+    facts_from_config,
+    kv_cache,
+    make_plan,
     merge_peaks,
+    plan_phases,
     plan_side_models,
     teacher_answers,
     with_head,
-    with_side_models,
 )
-from grpo_spmd.tools.plan.step_time import Case, Speed, StepTime
+from grpo_spmd.tools.plan.step_time import Case, Speed
 from tests.support.models import make_model
 from tests.support.real_memory import lone_rank
-from tests.unit.test_plan import CARD, MODEL, by_hand, tiny_config
+from tests.unit.test_plan import CARD, MODEL, SHARD, by_hand, tiny_config
 
 TEACHER = "teacher.path={0}"
 CRITIC = ("critic.path={0}", "advantage.estimator=gae", "advantage.normalize_std=batch")
@@ -54,30 +58,48 @@ def side_model(kind: Kind) -> SideModel:
     return SideModel(kind, kind, "x", f"{kind}.path")
 
 
-def test_teacher_and_critic_are_held_while_the_engine_sleeps() -> None:
-    names = ("weight_sync", "rollout", "reward", "logprobs", "update", "checkpoint")
-    old = {name: Counter(policy=1000) for name in names}
-    result = with_side_models(old, [made_up("teacher", 70), made_up("critic", 500)])
-    retained = Counter({"policy": 1000, "teacher": 70, "critic": 500})
-    assert result == {
-        name: retained if name in names[3:] else Counter(policy=1000) for name in names
-    }
-    assert host_bytes([made_up("teacher", 70), made_up("critic", 500)]) == Counter(
-        {"teacher, waiting": 70, "critic, waiting": 500, "checkpoint's copy": 500}
-    )
+def phases_with(tmp_path: Path, models: Sequence[PlannedModel]) -> dict[str, Counter[str]]:
+    case = Case(by_hand(tmp_path), MODEL, CARD, 4)
+    return plan_phases(case, Peaks(Counter(), Counter()), kv_cache(case), models)
 
 
-def test_a_reward_model_has_the_engines_place_while_it_scores() -> None:
+def test_teacher_and_critic_are_held_while_the_engine_sleeps(tmp_path: Path) -> None:
+    old = phases_with(tmp_path, [])
+    result = phases_with(tmp_path, [made_up("teacher", 70), made_up("critic", 500)])
+    added = {name: result[name] - old[name] for name in old}
+    held = Counter({"teacher": 70, "critic": 500})
+    names = ("logprobs", "update", "checkpoint")
+    assert added == {name: held if name in names else Counter() for name in result}
+    assert all(not old[name] - result[name] for name in old)
+
+
+def test_what_waits_is_in_host_memory_and_a_critic_is_copied_too(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, "loss.kl_coef=0")
+    second = make_model(tmp_path / "other", "qwen3", tied=False, num_hidden_layers=4)
+    overrides = [text.format(second) for text in (TEACHER, *CRITIC)]
+    config = load_config(tmp_path / "config.yaml", ["loss.kl_coef=0", *overrides])
+    facts = facts_from_config(Path(config.model.path))
+    plan = make_plan(Case(config, facts, CARDS["H100-80GB"], 2), Path(config.model.path))
+    teacher, critic = (plan.host[f"{name}, waiting"] for name in ("teacher", "critic"))
+    assert plan.phases["update"]["teacher"] == teacher > 0
+    assert plan.phases["update"]["critic"] == critic > 0
+    policy = plan.phases["update"]["policy"] + plan.phases["update"]["moments"]
+    assert plan.host["checkpoint's copy"] == policy + critic
+
+
+def test_a_reward_model_has_the_engines_place_while_it_scores(tmp_path: Path) -> None:
     """Of two the larger counts; where the engine's own peak is higher, that does."""
-    reward = Counter(
-        {"policy": 1000, "KV cache": 5000, "engine's weights": 300, "engine's activations": 10}
+    old = phases_with(tmp_path, [])["reward"]
+    asleep = Counter(
+        {k: n for k, n in old.items() if k != "KV cache" and not k.startswith("engine's")}
     )
-    models = [made_up("reward model", 600), made_up("reward model", 5200, scoring=1000)]
-    result = with_side_models({"reward": reward}, models)
-    assert result["reward"] == Counter(
-        {"policy": 1000, "reward model": 5200, "activations": 1000, "fragmentation": 50}
+    assert asleep["policy"] == 4 * SHARD
+    models = [made_up("reward model", 600), made_up("reward model", 2 << 30, scoring=1000)]
+    result = phases_with(tmp_path, models)
+    assert result["reward"] == asleep + Counter(
+        {"reward model": 2 << 30, "activations": 1000, "fragmentation": 50}
     )
-    assert with_side_models({"reward": reward}, models[:1])["reward"] == reward
+    assert phases_with(tmp_path, models[:1])["reward"] == old
 
 
 def test_passes_take_turns_and_what_a_teacher_says_is_kept() -> None:
@@ -134,22 +156,22 @@ def test_seconds_by_hand(tmp_path: Path) -> None:
     host memory and back at the card's speed."""
     config = load_with(by_hand(tmp_path), "model.activation_checkpointing=true")
     case = Case(config, MODEL, CARD, 4)
-    old = StepTime({"weight_sync": 0.0, "rollout": 0.0, "logprobs": 0.0, "update": 0.0})
+    old = dict.fromkeys(("weight_sync", "rollout", "logprobs", "update"), 0.0)
     moved = 10**6 / (CARD.host_gb_s * 1e9)
     teacher, critic = made_up("teacher", 10**6), made_up("critic", 10**6, gradients=4 * 1000)
-    result = add_time(old, case, [teacher]).phases
+    result = add_time(dict(old), case, [teacher])
     forward = result["logprobs"]
     assert forward > 0
     assert result["weight_sync"] == pytest.approx(moved)
     assert result["update"] == pytest.approx(moved)
-    result = add_time(old, case, [critic]).phases
+    result = add_time(dict(old), case, [critic])
     without_head = result["logprobs"]
     assert 0 < without_head <= forward
     stepped = 28 * 1000 / Speed(CARD, 4).memory
     assert result["update"] == pytest.approx(
         moved + 4 * without_head + stepped
     )  # forward, backward twice, recomputed
-    result = add_time(old, case, [made_up("reward model", 10**6)]).phases
+    result = add_time(dict(old), case, [made_up("reward model", 10**6)])
     assert result["reward"] == pytest.approx(without_head + 2 * moved)
     assert result["logprobs"] == 0
 

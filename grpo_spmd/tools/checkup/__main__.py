@@ -6,12 +6,12 @@ import argparse
 import os
 import signal
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from socket import gethostname
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
@@ -23,24 +23,33 @@ from grpo_spmd.distributed.processes import format_ranks, host_identity
 from grpo_spmd.files import hold_standard_streams, show
 from grpo_spmd.tools.checkup import devices, disk, network
 from grpo_spmd.tools.checkup.exchange import (
-    Exchange,
+    Launch,
     RankFindings,
     Report,
     check_clocks,
+    check_links,
     check_reports,
     check_shared_folder,
+    find_launch,
     merge_findings,
     try_folder,
 )
-from grpo_spmd.tools.checkup.launch import Launch, LocalRanks, find_launch
-from grpo_spmd.tools.checkup.results import Check, Page, Result, Target, bad, plural, run_check
+from grpo_spmd.tools.checkup.results import (
+    Check,
+    Page,
+    Result,
+    Target,
+    bad,
+    end_programs,
+    plural,
+    run_check,
+)
 from grpo_spmd.tools.terminal import find_terminal
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
+    from grpo_spmd.tools.checkup.reduce import RankExchange
 
 _MAX_COLUMNS = 100
-_SHORT_S = 20.0  # for what is quick once all ranks are there
 _REPORT_S = 5.0
 _ALL_CHECKS_S = 300.0  # more than all checks of rank 0 together may take
 
@@ -68,8 +77,10 @@ CHECKS = (
     Check("sandbox", "config", devices.check_sandbox, 15.0),
     Check("--check", "config", devices.check_config, devices.CHECK_S + 5),
     Check("planner", "config", devices.check_plan, devices.PLAN_S + 20, scope="run"),
+    # Its ranks keep --deadline themselves.
+    Check("all-reduce", "links", check_links, 3600.0),
 )
-_GROUPS = (*dict.fromkeys(check.group for check in CHECKS), "links")
+_GROUPS = tuple(dict.fromkeys(check.group for check in CHECKS))
 
 
 def main() -> None:
@@ -80,10 +91,7 @@ def main() -> None:
         signal.signal(signal.SIGTERM, _stop)
         launch = find_launch(os.environ)
         target = _find_target(args, launch)
-        if launch is None:
-            code = _check_alone(args, target)
-        else:
-            code = _RankCheckup(args, target, launch).run()
+        code = _RankCheckup(args, target, launch).run() if launch else _check_alone(args, target)
     except ConfigError as error:
         refuse(error)
     except KeyboardInterrupt:
@@ -91,6 +99,7 @@ def main() -> None:
         if launch is None or launch.rank == 0:
             say("checkup: stopped by a signal")
     finally:
+        end_programs()
         disk.remove_scratch()
     # A check that hangs may hold a thread, which an ordinary exit would wait for.
     exit_process(code)
@@ -102,10 +111,7 @@ def _stop(_: int, __: FrameType | None) -> NoReturn:
 
 def _find_target(args: argparse.Namespace, launch: Launch | None) -> Target:
     gpus = 0 if gpus_are_hidden() else num_gpus()
-    local_ranks = max(1, args.ranks or gpus)
-    num_ranks = max(local_ranks, number_of_ranks())
-    if launch is not None:
-        num_ranks, local_ranks = launch.num_ranks, launch.local_ranks
+    local_ranks = launch.local_ranks if launch else max(1, args.ranks or gpus)
     config = None
     if args.config:
         on_cpu = trains_on_cpu()
@@ -115,13 +121,14 @@ def _find_target(args: argparse.Namespace, launch: Launch | None) -> Target:
             f"{args.overrides[0]}: there is no config to override; --config x.yaml names it"
         )
     return Target(
-        num_ranks=num_ranks,
+        num_ranks=launch.num_ranks if launch else max(local_ranks, number_of_ranks()),
         local_ranks=local_ranks,
         num_gpus=gpus,
         is_launched=launch is not None,
         config=config,
         arguments=("--config", args.config, *args.overrides) if args.config else (),
         run_dir=Path(config.run_dir) if config else Path.cwd(),
+        deadline_s=args.deadline,
     )
 
 
@@ -133,19 +140,14 @@ def _open_page(args: argparse.Namespace) -> Page:
 def _check_alone(args: argparse.Namespace, target: Target) -> int:
     start, page = time.monotonic(), _open_page(args)
     show(f"checkup of {gethostname()}, for a run of {plural(target.num_ranks, 'rank')}\n")
-    ranks = LocalRanks(target, args.deadline) if "links" in args.only else None
-    try:
-        for check in CHECKS:
-            for result in run_check(check, target) if check.group in args.only else ():
-                page.add(check.group, result)
-        if ranks is not None:
-            findings = {rank: RankFindings(gethostname(), []) for rank in range(ranks.num_ranks)}
-            reports = ranks.reports()
-            for result in check_reports(reports, [[*findings]], findings, args.deadline):
-                page.add("links", result)
-    finally:
-        if ranks is not None:
-            ranks.end()
+    # The ranks that measure links start at once, while the other checks run.
+    pool, links_check = ThreadPoolExecutor(1), CHECKS[-1]
+    links = pool.submit(run_check, links_check, target) if "links" in args.only else None
+    for check in CHECKS[:-1]:
+        for result in run_check(check, target) if check.group in args.only else ():
+            page.add(check.group, result)
+    for result in links.result() if links else ():
+        page.add("links", result)
     return page.close(time.monotonic() - start)
 
 
@@ -163,13 +165,14 @@ class _RankCheckup:
         if self._page is not None:
             show(f"checkup of {self._launch.num_ranks} ranks, by {gethostname()}\n")
         try:
-            # The rank that serves the store opens it before the others lose patience.
-            serves = self._launch.serves_store
-            exchange = self._open_exchange() if serves else None
+            # torch would print a page of C++ frames if a host cannot be reached.
+            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+            from grpo_spmd.tools.checkup.reduce import RankExchange
+
+            # Before all checks: other ranks lose patience with a store that is not there.
+            exchange = RankExchange(self._launch, self._args.deadline)
             self._look()
-            exchange = exchange or self._open_exchange()
-            findings = RankFindings(gethostname(), self._results, node=host_identity())
-            exchange.post("found", asdict(findings))
+            exchange.post("found", RankFindings(gethostname(), self._results, node=host_identity()))
             if self._page is None:
                 return self._follow(exchange)
             return self._lead(exchange, self._page)
@@ -177,10 +180,9 @@ class _RankCheckup:
             return self._finish_alone(error)
 
     def _look(self) -> None:
-        is_first = {"rank": True, "machine": self._launch.local_rank == 0}
-        is_first["run"] = self._launch.rank == 0
+        scopes = {"rank": 0, "machine": self._launch.local_rank, "run": self._launch.rank}
         for check in CHECKS:
-            if check.group in self._args.only and is_first[check.scope]:
+            if check.group in self._args.only and not scopes[check.scope]:
                 self._results += [(check.group, line) for line in run_check(check, self._target)]
 
     def _finish_alone(self, error: Exception) -> int:
@@ -189,8 +191,9 @@ class _RankCheckup:
         Every rank prints the error itself. Rank 0 also prints what it has found.
         """
         text = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300]}"
-        rank = f"rank {self._launch.rank} on {gethostname()}"
-        finding = f"{rank} lost rank 0 at {self._launch.address}: {text}"
+        rank, environ = f"rank {self._launch.rank} on {gethostname()}", self._launch.environ
+        address = f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
+        finding = f"{rank} lost rank 0 at {address}: {text}"
         if self._page is None:
             say(f"checkup: {finding}")
             return 2
@@ -203,31 +206,7 @@ class _RankCheckup:
         self._page.add("links", bad("ranks", finding, remedy))
         return self._page.close(time.monotonic() - self._start)
 
-    def _open_exchange(self) -> Exchange:
-        """Returns the exchange over torch's store. Raises RuntimeError or ImportError."""
-        # torch would print a page of C++ frames if a host cannot be reached.
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-        from torch.distributed import PrefixStore
-
-        from grpo_spmd.tools.checkup.reduce import open_store
-
-        launch = self._launch
-        store = open_store(launch.environ, self._args.deadline, serves=launch.serves_store)
-        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        return Exchange(
-            PrefixStore(f"checkup/{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{restart}", store),
-            launch.rank,
-            launch.num_ranks,
-        )
-
-    def _measure(self, store: dist.Store, nodes: Sequence[Sequence[int]]) -> dict[str, Any]:
-        from grpo_spmd.tools.checkup.reduce import Measurement
-
-        launch, deadline_s = self._launch, self._args.deadline
-        measurement = Measurement()
-        return measurement.measure_within(deadline_s, store, launch.rank, nodes, launch.local_rank)
-
-    def _follow(self, exchange: Exchange) -> int:
+    def _follow(self, exchange: RankExchange) -> int:
         """Does what rank 0's plan asks for. Returns the exit code.
 
         Every rank except rank 0 calls it.
@@ -236,16 +215,15 @@ class _RankCheckup:
         plan = exchange.hear("plan", patience_s)
         if exchange.rank in plan["leaders"]:
             exchange.post("clock", time.time())
-            folder = exchange.hear("folder", patience_s)
-            if folder is not None:
-                exchange.post("folder", try_folder(folder, exchange.rank))
+            if plan["folder"] is not None:
+                exchange.post("folder", try_folder(plan["folder"], exchange.rank))
         if plan["nodes"]:
-            exchange.post("report", self._measure(exchange.store, plan["nodes"]))
+            exchange.post("report", exchange.measure(plan["nodes"]))
         code = int(exchange.hear("code", patience_s + self._args.deadline))
         exchange.post("heard", True)
         return code
 
-    def _lead(self, exchange: Exchange, page: Page) -> int:
+    def _lead(self, exchange: RankExchange, page: Page) -> int:
         """Gathers and prints the findings, then leads the measurements. Returns the exit code.
 
         Only rank 0 calls it.
@@ -253,24 +231,36 @@ class _RankCheckup:
         args = self._args
         posted = exchange.gather("found", args.deadline)
         findings = msgspec.convert(posted, dict[int, RankFindings])
-        nodes: dict[str, list[int]] = {}
+        ranks_of: dict[str, list[int]] = {}
         for rank, rank_findings in findings.items():
-            nodes.setdefault(rank_findings.node, []).append(rank)
+            ranks_of.setdefault(rank_findings.node, []).append(rank)
+        nodes = [*ranks_of.values()]
+        # The first rank of each other node speaks for the node.
+        leaders = [ranks[0] for ranks in nodes[1:]]
         for group, line in merge_findings(findings):
             page.add(group, line)
         # A collective with missing ranks would hang: it is not tried.
         missing = [rank for rank in range(exchange.num_ranks) if rank not in posted]
         measures = "links" in args.only and not missing
-        # The first rank of each other node speaks for the node.
-        leaders = [ranks[0] for ranks in nodes.values()][1:]
-        asked = time.time()
-        plan: dict[str, Any] = {"leaders": leaders, "nodes": [*nodes.values()] if measures else []}
-        exchange.post("plan", plan)
-        lines = [*check_clocks(exchange, leaders, findings, asked)]
-        if leaders and "disk" in args.only:
-            lines += check_shared_folder(exchange, self._target, leaders, findings, _SHORT_S)
-        else:
-            exchange.post("folder", None)
+        with ExitStack() as stack:
+            scratch = None
+            if leaders and "disk" in args.only:
+                with suppress(OSError):  # of which the line run_dir has told
+                    folder = disk.nearest_folder(self._target.run_dir)
+                    scratch = stack.enter_context(disk.scratch_in(folder))
+                    stack.enter_context(disk.locked_for_trial(scratch))
+            asked = time.time()
+            exchange.post(
+                "plan",
+                {
+                    "leaders": leaders,
+                    "folder": scratch and str(scratch),
+                    "nodes": nodes if measures else [],
+                },
+            )
+            lines = [*check_clocks(exchange, leaders, findings, asked)]
+            if scratch is not None:
+                lines += check_shared_folder(exchange, scratch, leaders, findings)
         if missing:
             remedy = "see their output; do their hosts reach MASTER_ADDR:MASTER_PORT? --deadline"
             finding = f"{format_ranks(missing)} did not come within {args.deadline:g} s"
@@ -278,10 +268,9 @@ class _RankCheckup:
         for line in lines:
             page.add("links", line)
         if measures:
-            report = self._measure(exchange.store, plan["nodes"])
-            posted = exchange.gather("report", _REPORT_S, range(1, exchange.num_ranks))
-            reports = msgspec.convert({0: report, **posted}, dict[int, Report])
-            for line in check_reports(reports, [*nodes.values()], findings, args.deadline):
+            exchange.post("report", exchange.measure(nodes))
+            reports = msgspec.convert(exchange.gather("report", _REPORT_S), dict[int, Report])
+            for line in check_reports(reports, nodes, findings, args.deadline):
                 page.add("links", line)
         code = page.close(time.monotonic() - self._start)
         # All is said. torchrun ends the other ranks when the first leaves with code 2.

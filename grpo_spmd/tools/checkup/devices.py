@@ -12,7 +12,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import importlib.metadata
-import json
+import math
 import os
 import platform
 import re
@@ -20,11 +20,9 @@ import resource
 import shutil
 import subprocess
 import sys
-import tempfile
 import tomllib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 
 from packaging.requirements import Requirement
@@ -32,11 +30,11 @@ from packaging.specifiers import SpecifierSet
 
 from grpo_spmd import __version__
 from grpo_spmd.checks.machine import VLLM
-from grpo_spmd.checks.memory import TRAINED_ITEMSIZE, engine_weights, state_of
-from grpo_spmd.checks.model_folder import version_of
+from grpo_spmd.checks.memory import TRAINED_ITEMSIZE, engine_weights, size_text, state_of
+from grpo_spmd.checks.model_folder import read_package_file, version_of
 from grpo_spmd.config.load import gpus_are_hidden
 from grpo_spmd.model.config_json import read_model
-from grpo_spmd.observe.cards import CARDS, Card
+from grpo_spmd.observe.cards import find_device
 from grpo_spmd.rewards.sandbox.sandbox import SandboxError, check_isolation
 from grpo_spmd.tools.checkup.results import (
     Result,
@@ -46,7 +44,6 @@ from grpo_spmd.tools.checkup.results import (
     ok,
     plural,
     rated,
-    size_text,
     warning,
 )
 
@@ -65,7 +62,6 @@ _FIELDS = (
 _DRIVERS = {"12": 525, "13": 580}
 _USED_MIB = 1024
 _LINK_ROW = re.compile(r"\s*GPU\d+\s+(X|NV|PIX|PXB|PHB|NODE|SYS)")
-_LINK = re.compile(r"NV\d+|PIX|PXB|PHB|NODE|SYS|X")
 _CORRECT = "correct it in the config, or by section.key=value"
 _PACKAGE = Path(__file__).resolve().parents[2]
 # Packages with a line of their own. vLLM has one too.
@@ -89,20 +85,24 @@ _UNLIMITED = 1 << 60
 # GPUs
 
 
-def query_gpus(target: Target) -> list[Gpu] | None:
-    """Returns one dict for each GPU, or None if there is no nvidia-smi.
-
-    Raises OSError with nvidia-smi's error message.
-    """
-    query = ["nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits"]
-    answer = target.run(query, _SMI_S)
-    if answer is None:
-        return None
+def _nvidia_smi(target: Target, *options: str) -> str:
+    """Returns what nvidia-smi prints. Raises OSError if there is none, or with its message."""
+    answer = target.run(["nvidia-smi", *options], _SMI_S)
     if answer.returncode:
         lines = (answer.stdout.strip() or answer.stderr.strip()).splitlines() or ["no reason"]
         raise OSError(f"nvidia-smi: {lines[0][:200]}")
-    rows = csv.reader(answer.stdout.splitlines(), skipinitialspace=True)
-    return [dict(zip(_FIELDS, row, strict=True)) for row in rows if len(row) == len(_FIELDS)]
+    return answer.stdout
+
+
+def query_gpus(target: Target) -> list[Gpu]:
+    """Returns one dict for each GPU. Raises OSError if nvidia-smi tells of none."""
+    query = f"--query-gpu={','.join(_FIELDS)}"
+    text = _nvidia_smi(target, query, "--format=csv,noheader,nounits")
+    rows = csv.DictReader(text.splitlines(), _FIELDS, skipinitialspace=True)
+    gpus = [row for row in rows if row["compute_mode"]]
+    if not gpus:
+        raise OSError("nvidia-smi lists no GPU")
+    return gpus
 
 
 def check_gpus(target: Target) -> Iterator[Result]:
@@ -114,17 +114,12 @@ def check_gpus(target: Target) -> Iterator[Result]:
     try:
         gpus = query_gpus(target)
     except OSError as error:
-        yield bad(
+        # Without nvidia-smi the driver may be well.
+        make = warning if isinstance(error, FileNotFoundError) else bad
+        yield make(
             "GPUs",
             f"{target.num_gpus} are there, and the driver does not answer: {error}",
-            "restart the machine, or install the driver again; dmesg | grep -i nvrm",
-        )
-        return
-    if not gpus:
-        yield warning(
-            "GPUs",
-            f"{target.num_gpus}, and no nvidia-smi that tells more",
-            "install the driver's tools",
+            "install the driver and its tools again, or restart the machine; dmesg | grep -i nvrm",
         )
         return
     # Mixed cards work, at the pace of the slowest.
@@ -134,7 +129,15 @@ def check_gpus(target: Target) -> Iterator[Result]:
     facts = {"GPUs": finding, "driver": driver}
     remedy = "all ranks wait for the slowest: name those of one kind in CUDA_VISIBLE_DEVICES"
     yield warning("GPUs", finding, remedy, facts) if len(kinds) > 1 else ok("GPUs", finding, facts)
-    yield _check_driver(driver, torch_build()[1])
+    cuda = torch_build()[1]
+    yield rated(
+        "driver",
+        driver,
+        f"torch's CUDA {cuda} asks for a driver of {_DRIVERS.get(cuda[:2])} or later, or for "
+        "cuda-compat; or install a torch for an older CUDA",
+        value=_number(driver.partition(".")[0]) or math.inf,
+        wanted=_DRIVERS.get(cuda[:2], 0),
+    )
     yield from _check_states(target, gpus)
     yield _check_used_memory(target, gpus)
 
@@ -144,25 +147,10 @@ def torch_build() -> tuple[str, str]:
 
     "" without torch, or for the CPU.
     """
-    spec = find_spec("torch")
-    if spec is None or spec.origin is None:
-        return "", ""
-    text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
+    text = read_package_file("torch", "version.py")
     version = re.search(r"^__version__ *= *['\"]([^'\"+]+)", text, re.MULTILINE)
     cuda = re.search(r"^cuda\b.*= *['\"]([\d.]+)", text, re.MULTILINE)
     return version[1] if version else "", cuda[1] if cuda else ""
-
-
-def _check_driver(driver: str, cuda: str) -> Result:
-    """Checks that the driver is new enough for torch's CUDA version."""
-    oldest, major = _DRIVERS.get(cuda.partition(".")[0], 0), driver.partition(".")[0]
-    if not major.isdecimal() or int(major) >= oldest:
-        return ok("driver", driver)
-    return warning(
-        "driver",
-        f"{driver}, and torch's CUDA {cuda} asks for {oldest} or later (or cuda-compat)",
-        "update the driver, or install a torch for an older CUDA",
-    )
 
 
 def _check_states(target: Target, gpus: Sequence[Gpu]) -> Iterator[Result]:
@@ -213,18 +201,17 @@ def _check_used_memory(target: Target, gpus: Sequence[Gpu]) -> Result:
     used = [f"GPU {i}: {mib / 1024:.1f} GiB" for i, mib in used_mib.items() if mib > _USED_MIB]
     if not used:
         return ok("GPU memory", f"free on all {len(gpus)}")
-    query = ["nvidia-smi", "--query-compute-apps=pid,used_memory,name", "--format=csv,noheader"]
-    answer = target.run(query, _SMI_S)
-    owners = answer.stdout.strip().splitlines() if answer and not answer.returncode else []
+    query = "--query-compute-apps=pid,used_memory,name"
+    owners = _nvidia_smi(target, query, "--format=csv,noheader").strip().splitlines()
     finding = f"others hold {join_items(used)} ({join_items(owners, 3) or 'unknown processes'})"
     # vLLM takes its fraction of all memory, and fails if others hold the rest.
     fraction = target.config.rollout.gpu_memory_utilization if target.config else 0.0
-    is_too_little = any(
+    is_too_much = any(
         used_mib[gpu["index"]] > (1 - fraction) * _number(gpu["memory.total"]) for gpu in gpus
     )
-    if fraction and is_too_little:
+    if is_too_much:
         finding += f": rollout.gpu_memory_utilization {fraction:g} does not fit beside it"
-    make = bad if fraction and is_too_little else warning
+    make = bad if is_too_much else warning
     return make("GPU memory", finding, "end what holds it (nvidia-smi shows it)")
 
 
@@ -232,16 +219,20 @@ def check_topology(target: Target) -> Iterator[Result]:
     """Checks how the GPUs of this machine are linked."""
     if target.num_gpus < 2:
         return
-    answer = target.run(["nvidia-smi", "topo", "-m"], _SMI_S)
-    if answer is None or answer.returncode:
-        yield warning("topology", "nvidia-smi topo -m says nothing", "look at it by hand")
-        return
-    pairs = parse_topology(answer.stdout)
-    kinds = Counter(pairs.values())
-    counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+    # nvidia-smi underlines the table's title row by escape codes.
+    plain = re.sub(r"\x1b\[[\d;]*m", "", _nvidia_smi(target, "topo", "-m"))
+    rows = [line.split() for line in plain.splitlines() if _LINK_ROW.match(line)]
+    # The kind of link of each pair (a, b) with a < b. Network cards have the columns behind.
+    pairs = {
+        f"{name[3:]}-{peer}": kind
+        for name, *kinds in rows
+        for peer, kind in enumerate(kinds[: len(rows)])
+        if peer > int(name[3:])
+    }
+    counts = ", ".join(f"{count} {kind}" for kind, count in Counter(pairs.values()).most_common())
     finding = f"{counts} of {plural(len(pairs), 'pair')}"
     # NODE and SYS cross the CPU's interconnect.
-    far = join_items(f"{a}-{b}" for (a, b), kind in pairs.items() if kind in ("SYS", "NODE"))
+    far = join_items(pair for pair, kind in pairs.items() if kind in ("SYS", "NODE"))
     if far:
         yield warning(
             "topology",
@@ -251,35 +242,6 @@ def check_topology(target: Target) -> Iterator[Result]:
         )
     else:
         yield ok("topology", finding)
-
-
-def parse_topology(text: str) -> dict[tuple[int, int], str]:
-    """Returns the kind of link of each pair of GPUs, from the text of `nvidia-smi topo -m`.
-
-    Network cards are skipped. A pair (a, b) has a < b.
-    """
-    # nvidia-smi underlines the table's title row by escape codes.
-    plain = re.sub(r"\x1b\[[\d;]*m", "", text)
-    rows = [line.split() for line in plain.splitlines() if _LINK_ROW.match(line)]
-    links: dict[tuple[int, int], str] = {}
-    for name, *kinds in rows:
-        gpu = int(name[3:])
-        for peer, kind in enumerate(kinds[: len(rows)]):
-            if peer > gpu and _LINK.fullmatch(kind):
-                links[gpu, peer] = kind
-    return links
-
-
-def card_of(name: str, mib: float) -> Card | None:
-    """Returns the planner's card with this name and memory, or None.
-
-    `name` is the driver's name. `mib` may differ by 15 %, because drivers reserve some memory.
-    """
-    for card in CARDS.values():
-        is_named = card.name.partition("-")[0] in name.replace(" ", "")
-        if is_named and abs(card.gib - mib / 1024) < 0.15 * card.gib:
-            return card
-    return None
 
 
 def _number(text: str) -> float:
@@ -296,31 +258,26 @@ def check_config(target: Target) -> Iterator[Result]:
         return
     command = [sys.executable, "-m", "grpo_spmd.train", "--check", *target.arguments]
     answer = target.run(command, CHECK_S)
-    assert answer is not None, sys.executable
-    lines = answer.stderr.strip().splitlines()
-    has_error = False
-    # Each line of stderr is "KIND: FINDING; REMEDY". A warning leaves the exit code 0.
-    for line in lines:
-        kind, _, text = line.partition(": ")
-        if kind in ("warning", "error"):
-            has_error = has_error or kind == "error"
-            finding, _, remedy = text.partition("; ")
-            make = bad if kind == "error" else warning
-            yield make("--check", finding, remedy or _CORRECT)
+    # Each line is "KIND: FINDING; REMEDY". A warning leaves the exit code 0.
+    problems = re.findall(r"^(warning|error): (.*)$", answer.stderr, re.MULTILINE)
+    for kind, text in problems:
+        finding, _, remedy = text.partition("; ")
+        make = bad if kind == "error" else warning
+        yield make("--check", finding, remedy or _CORRECT)
     if not answer.returncode:
         ranks = plural(target.num_ranks, "rank")
         yield ok("--check", f"model, data, rewards and run folder, for {ranks}")
-    elif not has_error:
-        finding = lines[-1][:300] if lines else f"exit code {answer.returncode} without a word"
-        yield bad("--check", finding, "python -m grpo_spmd.train --check ... says more")
+    elif "error" not in dict(problems):
+        lines = [f"exit code {answer.returncode}", *answer.stderr.strip().splitlines()]
+        yield bad("--check", lines[-1][:300], "python -m grpo_spmd.train --check ... says more")
 
 
 def check_plan(target: Target) -> Iterator[Result]:
     """Checks whether the run fits these GPUs, if the planner knows them."""
-    gpus = query_gpus(target) if target.config is not None and target.num_gpus else None
-    if not gpus:
+    if target.config is None or not target.num_gpus:
         return
-    card = card_of(gpus[0]["name"], _number(gpus[0]["memory.total"]))
+    gpus = query_gpus(target)
+    card = find_device(gpus[0]["name"], _number(gpus[0]["memory.total"]) / 1024)
     if card is None:
         yield ok(
             "planner",
@@ -328,28 +285,20 @@ def check_plan(target: Target) -> Iterator[Result]:
             "grpo_spmd.plan --gpu 80GiB,989TFLOPS,3350GB/s ...",
         )
         return
-    with tempfile.TemporaryDirectory(prefix="grpo_spmd_") as folder:
-        file = Path(folder, "plan.json")
-        command_line = [sys.executable, "-m", "grpo_spmd.plan", *target.arguments]
-        command_line += ["--gpu", card.name, "--ranks", str(target.num_ranks), "--json", str(file)]
-        answer = target.run(command_line, PLAN_S)
-        assert answer is not None, sys.executable
-        if not file.exists():
-            lines = answer.stderr.strip().splitlines() or ["error: no plan"]
-            yield warning("planner", lines[-1][:300], "python -m grpo_spmd.plan ..., by hand")
-            return
-        plan = json.loads(file.read_text(encoding="utf-8"))
-    margin = f"{plan['margin_gib']:.1f} GiB, least in phase {plan['tightest_phase']}"
-    machine = f"({card.name}, {target.num_ranks} ranks); a prediction"
-    if plan["fits"]:
-        yield ok("planner", f"fits with a margin of {margin} {machine}")
+    options = ["--gpu", card.name, "--ranks", str(target.num_ranks)]
+    answer = target.run(
+        [sys.executable, "-m", "grpo_spmd.plan", *target.arguments, *options], PLAN_S
+    )
+    # The first two lines of a plan have the verdict and the margin.
+    plan = answer.stdout.splitlines()[:2]
+    if not plan:
+        lines = answer.stderr.strip().splitlines() or ["error: no plan"]
+        yield warning("planner", lines[-1][:300], "python -m grpo_spmd.plan ..., by hand")
+    elif answer.returncode:
+        remedy = f"python -m grpo_spmd.plan --suggest {' '.join(options)} --config ..."
+        yield bad("planner", "; ".join(plan), remedy)
     else:
-        yield bad(
-            "planner",
-            f"does not fit: margin {margin} {machine}",
-            f"python -m grpo_spmd.plan --suggest --gpu {card.name} --ranks {target.num_ranks} "
-            "--config ...",
-        )
+        yield ok("planner", "; ".join(plan))
 
 
 def check_sandbox(target: Target) -> Iterator[Result]:
@@ -400,61 +349,50 @@ def read_requirements(package: Path = _PACKAGE) -> tuple[str, list[str]]:
 def check_python(_: Target) -> Iterator[Result]:
     """Checks the version of Python, and posts a digest of our code for comparison across ranks."""
     required, version = read_requirements()[0], platform.python_version()
-    finding = f"{version} ({sys.prefix})"
-    facts = {"Python": version, "grpo_spmd": f"{__version__} {_source_digest()}"}
-    if SpecifierSet(required).contains(version, prereleases=True):
-        yield ok("python", finding, facts)
-    else:
-        yield bad(
-            "python",
-            f"{finding}, and {required} is asked for",
-            "PYTHON=python3.12 launch/setup.sh",
-            facts,
-        )
-
-
-def _source_digest() -> str:
-    """Returns a digest of this package's code. Ranks with other digests run another program."""
+    # Ranks with another digest run another program.
     digest = hashlib.sha256()
     for path in sorted(_PACKAGE.rglob("*.py")):
         digest.update(path.relative_to(_PACKAGE).as_posix().encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:12]
+    finding = f"{version} ({sys.prefix})"
+    facts = {"Python": version, "grpo_spmd": f"{__version__} {digest.hexdigest()[:12]}"}
+    if SpecifierSet(required).contains(version, prereleases=True):
+        yield ok("python", finding, facts)
+    else:
+        finding += f", and {required} is asked for"
+        yield bad("python", finding, "PYTHON=python3.12 launch/setup.sh", facts)
 
 
 def check_packages(target: Target) -> Iterator[Result]:
     """Checks that required packages are installed in the required versions."""
     engines = [name for name in VLLM if version_of(name)]
-    requirements = [("grpo_spmd", text) for text in read_requirements()[1]]
-    # vLLM's kernels are compiled against one version of torch.
+    requirements = [("grpo_spmd", Requirement(text)) for text in read_requirements()[1]]
     for engine in engines[:1]:
-        texts = importlib.metadata.requires(engine) or ()
-        requirements += [(f"{engine} {version_of(engine)}", text) for text in texts]
+        source = f"{engine} {version_of(engine)}"
+        needed = map(Requirement, importlib.metadata.requires(engine) or ())
+        # vLLM's kernels are compiled against one version of torch.
+        requirements += [(source, package) for package in needed if package.name in _OWN_LINES]
+    versions: dict[str, str] = {}
     problems: dict[str, str] = {}
-    names: set[str] = set()
-    for source, requirement in ((source, Requirement(text)) for source, text in requirements):
+    for source, requirement in requirements:
         name, marker, version = requirement.name, requirement.marker, version_of(requirement.name)
-        if source != "grpo_spmd" and name not in _OWN_LINES:
-            continue
         is_extra = "extra" in str(marker)
         # An extra that is not installed is not asked for.
         if is_extra and version is None:
             continue
-        names.add(name)
+        versions[name] = version or "missing"
         is_for_others = marker is not None and not is_extra and not marker.evaluate()
         # vLLM built from source says 0.1.dev: it may be any version.
         from_source = name in VLLM and re.match(r"0\.\d+\.?\d*\.?dev", version or "")
-        if is_for_others or from_source:
-            continue
-        if version is None or not requirement.specifier.contains(version, prereleases=True):
+        fits = version and requirement.specifier.contains(version, prereleases=True)
+        if not (fits or is_for_others or from_source):
             required = requirement.specifier or "any version"
-            problem = f"{name} {version or 'is missing'}, and {source} asks for {required}"
-            problems.setdefault(name, problem)
+            problems.setdefault(name, f"{name} {versions[name]}, and {source} asks for {required}")
     for name in (*_OWN_LINES, *engines[:1]):
-        version = version_of(name) or "missing"
+        facts = {name: versions.pop(name)}
         if name in problems:
-            yield bad(name, problems.pop(name), _REMEDY, {name: version})
+            yield bad(name, problems.pop(name), _REMEDY, facts)
         else:
-            yield ok(name, version, {name: version})
+            yield ok(name, facts[name], facts)
     # Both packages install the module vllm, which samples the completions.
     if len(engines) != 1:
         yield bad(
@@ -462,12 +400,10 @@ def check_packages(target: Target) -> Iterator[Result]:
             f"{len(engines)} of {' and '.join(VLLM)} are installed, and one is asked for",
             f"pip uninstall {' '.join(VLLM)}, then launch/setup.sh",
         )
-    remaining_names = sorted(names.difference(_OWN_LINES, VLLM))
-    facts = {name: version_of(name) or "missing" for name in remaining_names}
     if problems:
-        yield bad("packages", "; ".join(problems.values()), _REMEDY, facts)
+        yield bad("packages", "; ".join(problems.values()), _REMEDY, versions)
     else:
-        yield ok("packages", f"{len(remaining_names)} others within their ranges", facts)
+        yield ok("packages", f"{len(versions)} others within their ranges", versions)
 
 
 def check_build(target: Target) -> Iterator[Result]:
@@ -511,14 +447,13 @@ def check_tested_set(_: Target) -> Iterator[Result]:
     if not lock.is_file():
         return
     pinned = re.findall(r"^([\w.-]+)==(\S+)", lock.read_text(encoding="utf-8"), re.MULTILINE)
-    versions = [(name, wanted, version_of(name)) for name, wanted in pinned]
-    num_same = sum(version == wanted for _, wanted, version in versions)
     # A package that is not installed (version None) belongs to an extra.
     differing = [
-        f"{name} {version} for {wanted}"
-        for name, wanted, version in versions
-        if version not in (None, wanted)
+        f"{name} {version_of(name)} for {wanted}"
+        for name, wanted in pinned
+        if version_of(name) not in (None, wanted)
     ]
+    num_same = sum(version_of(name) == wanted for name, wanted in pinned)
     difference = f"; others: {join_items(differing, 4)}" if differing else ""
     yield ok("tested set", f"{num_same} of {len(pinned)} packages are as tested{difference}")
 
@@ -578,7 +513,7 @@ def check_memory(target: Target) -> Iterator[Result]:
         needed=needed,
         wanted=wanted,
     )
-    if target.read("/proc/sys/vm/overcommit_memory").strip() == "2":
+    if target.read("/proc/sys/vm/overcommit_memory") == "2":
         yield warning(
             "overcommit",
             "vm.overcommit_memory is 2: CUDA and torch reserve more addresses than they use",
@@ -591,12 +526,13 @@ def check_swap(target: Target) -> Iterator[Result]:
     host = _read_meminfo(target)
     total = host.get("SwapTotal", 0)
     used = total - host.get("SwapFree", 0)
-    finding = f"{size_text(used)} of {size_text(total)} in use" if total else "none"
-    if used > 0.1 * total and used > _GIB:
-        finding += ": ranks that are swapped out make all others wait"
-        yield warning("swap", finding, "end what else is running; swapoff -a")
-    else:
-        yield ok("swap", finding)
+    yield rated(
+        "swap",
+        f"{size_text(used)} of {size_text(total)} in use" if total else "none",
+        "ranks that are swapped out make all others wait: end what else is running; swapoff -a",
+        value=-used,
+        wanted=-max(0.1 * total, _GIB),
+    )
 
 
 def _rank_memory(target: Target) -> dict[str, float]:
@@ -625,55 +561,45 @@ def _read_meminfo(target: Target) -> dict[str, int]:
     return {name: int(kib) << 10 for name, kib in lines}
 
 
-def _cgroup_files(
-    target: Target, controller: str, name_v2: str, name_v1: str
-) -> Iterator[tuple[str, str]]:
-    """Yields (folder, text) of a control file, for this process's cgroup and all above it.
-
-    Any of them may set a limit. The file is `name_v2` in cgroup version 2, `name_v1` in version 1.
-    """
+def _cgroups(target: Target) -> Iterator[str]:
+    """Yields the folder of each cgroup of this process and of all above: any may set a limit."""
     for line in target.read("/proc/self/cgroup").splitlines():
-        _, controllers, path = [*line.split(":", 2), "", ""][:3]
-        # Version 2 has one hierarchy for all controllers, and names none.
-        if controllers and controller not in controllers.split(","):
-            continue
-        base, name = (controller, name_v1) if controllers else ("", name_v2)
+        _, controllers, path = line.split(":", 2)
         # In a container the path may be the host's, of which only the end is mounted.
         cgroup = PurePosixPath(path.lstrip("/"))
-        for parent in (cgroup, *cgroup.parents):
-            folder = f"sys/fs/cgroup/{base}/{parent}"
-            text = target.read(f"{folder}/{name}").strip()
-            if text:
-                yield folder, text
+        # Version 2 has one hierarchy for all controllers, and names none.
+        for controller in controllers.split(","):
+            for folder in (cgroup, *cgroup.parents):
+                yield f"sys/fs/cgroup/{controller}/{folder}"
 
 
 def _memory_limit(target: Target) -> tuple[int, int]:
     """Returns (limit, used bytes) of the cgroup with the smallest memory limit.
 
-    Cached pages of files do not count as used: the kernel can drop them.
+    Cached pages of files do not count as used: the kernel can drop them. The files are those of
+    cgroup version 2, or of version 1.
     """
-    limits = [
-        (int(text), folder)
-        for folder, text in _cgroup_files(target, "memory", "memory.max", "memory.limit_in_bytes")
-        if text.isdecimal()
-    ]
-    if not limits:
-        return _UNLIMITED, 0
+    limits = [(_UNLIMITED, "")]
+    for folder in _cgroups(target):
+        text = target.read(f"{folder}/memory.max", f"{folder}/memory.limit_in_bytes")
+        if text.isdecimal():
+            limits.append((int(text), folder))
     limit, folder = min(limits)
-    text = target.read(f"{folder}/memory.current") or target.read(f"{folder}/memory.usage_in_bytes")
+    used = target.read(f"{folder}/memory.current", f"{folder}/memory.usage_in_bytes")
     stat = dict(re.findall(r"^(\w+) (\d+)$", target.read(f"{folder}/memory.stat"), re.MULTILINE))
     cached = int(stat.get("total_inactive_file") or stat.get("inactive_file") or 0)
-    return limit, max(0, int(text or 0) - cached)
+    return limit, max(0, int(used or 0) - cached)
 
 
 def cpu_quota(target: Target) -> float | None:
     """Returns how many cores the cgroups allow; None without a limit."""
     quotas: list[float] = []
-    for folder, text in _cgroup_files(target, "cpu", "cpu.max", "cpu.cfs_quota_us"):
-        quota, _, period = text.partition(" ")
-        period = period or target.read(f"{folder}/cpu.cfs_period_us").strip()
-        if quota.isdecimal() and period.isdecimal() and int(period):
-            quotas.append(int(quota) / int(period))
+    for folder in _cgroups(target):
+        text = target.read(f"{folder}/cpu.max", f"{folder}/cpu.cfs_quota_us")
+        period = target.read(f"{folder}/cpu.cfs_period_us")
+        limit = re.match(r"(\d+) ([1-9]\d*)", f"{text} {period}")
+        if limit:
+            quotas.append(int(limit[1]) / int(limit[2]))
     return min(quotas, default=None)
 
 
@@ -690,11 +616,9 @@ def check_threads(target: Target) -> Iterator[Result]:
     if threads < 1 or (threads > 1 and ranks * threads > cores):
         remedy = f"export OMP_NUM_THREADS={max(1, int(cores // ranks))}"
         yield bad("threads", f"{finding}: not from 1 to the cores of a rank", remedy)
-    elif ranks > cores:
-        remedy = "fewer ranks, or a larger share of cores"
-        yield warning("threads", f"{finding}: more ranks than cores", remedy)
     else:
-        yield ok("threads", finding)
+        remedy = "more ranks than cores: fewer ranks, or a larger share of cores"
+        yield rated("threads", finding, remedy, value=cores, wanted=ranks)
     huge_pages = target.read("/sys/kernel/mm/transparent_hugepage/enabled")
     if "[never]" in huge_pages and not target.num_gpus:
         yield warning(
@@ -711,46 +635,35 @@ def check_limits(target: Target) -> Iterator[Result]:
     has_infiniband = any((target.root / "sys/class/infiniband").glob("*"))
     locked = 64 * _GIB if has_infiniband else 0
     addresses = _UNLIMITED if target.num_gpus else 0
-    findings = []
-    has_problem = False
+    results = []
     for flag, limit, noun, needed, wanted, remedy in (
-        (
-            "n",
-            "NOFILE",
-            "open files",
-            256,
-            4096,
-            "docker run --ulimit nofile=65536",
-        ),
+        ("n", "NOFILE", "open files", 256, 4096, "docker run --ulimit nofile=65536"),
         ("u", "NPROC", "processes", 128 * ranks, 1024 * ranks, "slurm: PropagateResourceLimits"),
         ("l", "MEMLOCK", "locked memory", locked, locked, "docker run --ulimit memlock=-1"),
         ("f", "FSIZE", "file size", _UNLIMITED, _UNLIMITED, "checkpoints grow"),
         ("v", "AS", "address space", addresses, _UNLIMITED, "CUDA and torch reserve terabytes"),
     ):
         value = resource.getrlimit(getattr(resource, f"RLIMIT_{limit}"))[0]
-        is_count = limit in ("NOFILE", "NPROC")
-        text = f"{value:,}" if is_count else size_text(value)
+        text = f"{value:,}" if limit in ("NOFILE", "NPROC") else size_text(value)
         if value == resource.RLIM_INFINITY:
             value, text = _UNLIMITED, "unlimited"
-        findings.append(f"{noun} {text}")
-        remedy = f"ulimit -{flag} unlimited; {remedy}"
         result = rated(
-            f"ulimit -{flag}", findings[-1], remedy, value=value, needed=needed, wanted=wanted
+            f"ulimit -{flag}",
+            f"{noun} {text}",
+            f"ulimit -{flag} unlimited; {remedy}",
+            value=value,
+            needed=needed,
+            wanted=wanted,
         )
-        if result.level != "ok":
-            has_problem = True
-            yield result
+        results.append(result)
+    problems = [result for result in results if result.level != "ok"]
     # A core pattern with a pipe leads to a collector, not to the working folder.
     is_piped = target.read("/proc/sys/kernel/core_pattern").startswith("|")
     max_core = resource.getrlimit(resource.RLIMIT_CORE)[0]
-    is_unlimited = max_core == resource.RLIM_INFINITY
-    if (is_unlimited or max_core > _GIB) and not is_piped and target.num_gpus:
-        has_problem = True
-        yield warning(
-            "ulimit -c",
+    is_large = max_core == resource.RLIM_INFINITY or max_core > _GIB
+    if is_large and not is_piped and target.num_gpus:
+        finding = (
             "core dumps are on: a rank that crashes writes all of its memory into the working "
-            "folder",
-            "ulimit -c 0",
         )
-    if not has_problem:
-        yield ok("ulimit", ", ".join(findings))
+        problems.append(warning("ulimit -c", finding + "folder", "ulimit -c 0"))
+    yield from problems or [ok("ulimit", ", ".join(result.finding for result in results))]

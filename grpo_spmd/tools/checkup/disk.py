@@ -11,12 +11,14 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from grpo_spmd.checks.machine import check_disk
+from grpo_spmd.checks.memory import size_text
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.tools.checkup.results import Result, Target, bad, ok, rated, size_text, warning
+from grpo_spmd.files import sync_to_disk
+from grpo_spmd.tools.checkup.results import Result, Target, bad, ok, rated, warning
 
 _GIB = 1 << 30
 _SPEED_BYTES = 256 << 20
@@ -29,22 +31,21 @@ _STAY = "choose a run_dir on a disk that stays"
 _scratch_folders: set[Path] = set()
 
 
-@dataclass(frozen=True)
-class FileSystem:
-    kind: str
-    options: frozenset[str]
+class FileSystem(NamedTuple):
+    kind: str = "unknown"
+    options: Sequence[str] = ()
 
 
 def file_system_of(target: Target, path: Path) -> FileSystem:
     """Returns the file system that holds `path`, by /proc/self/mounts."""
-    file_system, depth = FileSystem("unknown", frozenset()), -1
+    mounts: list[tuple[int, FileSystem]] = [(0, FileSystem())]
     for line in target.read("/proc/self/mounts").splitlines():
         _, mount, kind, options, *_ = line.split(" ")
         mount = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), mount)
-        # Of several mounts at the same place the last one counts.
-        if path.is_relative_to(mount) and len(mount) >= depth:
-            file_system, depth = FileSystem(kind, frozenset(options.split(","))), len(mount)
-    return file_system
+        if path.is_relative_to(mount):
+            mounts.append((len(mount), FileSystem(kind, options.split(","))))
+    # The deepest mount; of several at the same place the last one counts.
+    return max(reversed(mounts), key=lambda mount: mount[0])[1]
 
 
 def nearest_folder(path: Path) -> Path:
@@ -83,9 +84,6 @@ def check_run_folder(target: Target) -> Iterator[Result]:
     # Mounts are listed by real paths.
     file_system = file_system_of(target, folder.resolve())
     remedy = "choose another run_dir, or mount its file system to be written to"
-    if not folder.is_dir():
-        yield bad("run_dir", f"{folder} is no folder", remedy)
-        return
     try:
         with scratch_in(folder) as scratch:
             yield check_kind(name, file_system)
@@ -129,21 +127,18 @@ def _check_room(target: Target, folder: Path) -> Iterator[Result]:
 def check_abilities(folder: Path) -> Iterator[Result]:
     """Tries rename and fsync, and with several writers flock and O_APPEND."""
     problems: list[str] = []
-    old, new = folder / "old", folder / "new"
-    old.write_bytes(b"0")
-    new.write_bytes(b"1")
+    old, new, step = folder / "old", folder / "new", folder / "step_1"
     try:
-        for path in (new, folder):
-            descriptor = os.open(path, os.O_RDONLY)
-            os.fsync(descriptor)
-            os.close(descriptor)
+        old.write_bytes(b"0")
+        new.write_bytes(b"1")
+        sync_to_disk(folder)
         # Checkpoints and the manifest are put in place by a rename.
         new.replace(old)
-        (folder / "step_1.tmp").mkdir()
-        (folder / "step_1.tmp").rename(folder / "step_1")
+        step.with_suffix(".tmp").mkdir()
+        step.with_suffix(".tmp").rename(step)
     except OSError as error:
         problems.append(f"fsync or rename: {error.strerror}")
-    if new.exists() or old.read_bytes() != b"1" or not (folder / "step_1").is_dir():
+    if new.exists() or old.read_bytes() != b"1" or not step.is_dir():
         problems.append("rename does not put files and folders in place")
     lines = ["a" * _LINE_LENGTH, "b" * _LINE_LENGTH]
     with locked_for_trial(folder), ThreadPoolExecutor(len(lines)) as writers:

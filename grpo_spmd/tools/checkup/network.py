@@ -46,9 +46,22 @@ _SLOWING = {
 
 
 def check_host_name(target: Target) -> Iterator[Result]:
-    interfaces = [name for _, name in socket.if_nameindex() if name != "lo"]
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        yield from _check_interfaces(target, variable, interfaces)
+    """Checks the interfaces that gloo and NCCL are told to use, and where the host's name leads."""
+    interfaces = [name for _, name in socket.if_nameindex()]
+    # NCCL takes the beginning of a name, gloo the whole name.
+    for variable, matches in (
+        ("GLOO_SOCKET_IFNAME", str.__eq__),
+        ("NCCL_SOCKET_IFNAME", str.startswith),
+    ):
+        for entry in filter(None, target.environ.get(variable, "").split(",")):
+            wanted = entry.lstrip("=").partition(":")[0]
+            # "^" leaves interfaces out.
+            if entry[0] != "^" and not any(matches(name, wanted) for name in interfaces):
+                yield bad(
+                    "interface",
+                    f"{variable} names {wanted}, and this host has {join_items(interfaces)}",
+                    f"export {variable}=... (ip -br address shows them)",
+                )
     name = socket.gethostname()
     try:
         entries = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
@@ -68,26 +81,10 @@ def check_host_name(target: Target) -> Iterator[Result]:
         yield bad(
             "host name",
             f"{finding}, which ranks of other hosts do not reach",
-            f"export GLOO_SOCKET_IFNAME=... ({join_items(interfaces) or 'none here'})",
+            f"export GLOO_SOCKET_IFNAME=... ({join_items(interfaces)})",
         )
     else:
         yield ok("host name", finding)
-
-
-def _check_interfaces(target: Target, variable: str, interfaces: list[str]) -> Iterator[Result]:
-    for entry in filter(None, target.environ.get(variable, "").split(",")):
-        wanted = entry.lstrip("^=").partition(":")[0]
-        # NCCL takes the beginning of a name, gloo the whole name.
-        matches = (
-            name == wanted or (variable.startswith("NCCL") and name.startswith(wanted))
-            for name in ["lo", *interfaces]
-        )
-        if not entry.startswith("^") and not any(matches):
-            yield bad(
-                "interface",
-                f"{variable} names {wanted}, and this host has {join_items(['lo', *interfaces])}",
-                f"export {variable}=... (ip -br address shows them)",
-            )
 
 
 def check_port(target: Target) -> Iterator[Result]:
@@ -97,20 +94,19 @@ def check_port(target: Target) -> Iterator[Result]:
     variable = target.environ.get("MASTER_PORT") or target.environ.get("PET_MASTER_PORT")
     text = variable or _DEFAULT_PORT
     remedy = "MASTER_PORT, or torchrun --master-port or --standalone, takes another port"
-    if not (text.isdecimal() and 0 < int(text) < 1 << 16):
-        yield bad("port", f"MASTER_PORT={text!r} is no port from 1 to 65535", remedy)
-        return
-    port = int(text)
     try:
         with socket.socket() as trial:
             # A port that a finished run still holds in TIME_WAIT is free.
             trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            trial.bind(("", port))
+            # 0 would be any port.
+            trial.bind(("", int(text) or -1))
+    except (ValueError, OverflowError):
+        yield bad("port", f"MASTER_PORT={text!r} is no port from 1 to 65535", remedy)
     except OSError as error:
-        finding = f"port {port} is in use{_find_listener(port)} ({error.strerror})"
+        finding = f"port {text} is in use{_find_listener(int(text))} ({error.strerror})"
         yield (bad if variable else warning)("port", finding, remedy)
     else:
-        yield ok("port", f"port {port} is free")
+        yield ok("port", f"port {text} is free")
 
 
 def _find_listener(port: int) -> str:
@@ -130,27 +126,20 @@ def check_hub(target: Target) -> Iterator[Result]:
         return
     endpoint = target.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
     status, text = ask(f"{endpoint}/api/models?limit=1")
-    finding = f"{endpoint} gives no answer"
+    config = target.config
+    sources = [config.data.train, *config.data.eval_sets.values()] if config else ["hub:"]
+    is_local = not any(str(source).startswith("hub:") for source in sources)
     # 401 and 404 are answers too.
     if status is not None and status < 500:
         yield ok("hub", f"{endpoint} answers")
-    elif _is_local(target):
-        yield ok("hub", f"{finding}, and model and data of the config are local")
+    elif is_local and config and Path(config.model.path).is_dir():
+        yield ok("hub", f"{endpoint} gives no answer, and model and data of the config are local")
     else:
         yield warning(
             "hub",
-            f"{finding} ({text or status})",
+            f"{endpoint} gives no answer ({text or status})",
             "python -m grpo_spmd.prefetch where there is network, and HF_HUB_OFFLINE=1 here",
         )
-
-
-def _is_local(target: Target) -> bool:
-    """Returns True if the config names no model and no data of the hub."""
-    config = target.config
-    if config is None or not Path(config.model.path).is_dir():
-        return False
-    sources = (config.data.train, *config.data.eval_sets.values())
-    return not any(str(source).startswith("hub:") for source in sources)
 
 
 def check_torchrun(target: Target) -> Iterator[Result]:
@@ -176,18 +165,17 @@ def check_torchrun(target: Target) -> Iterator[Result]:
 
 def check_environment(target: Target) -> Iterator[Result]:
     """Checks variables that slow ranks down. The others must be the same on all ranks."""
-    variables = {
-        name: value for name, value in sorted(target.environ.items()) if _REPORTED.fullmatch(name)
-    }
-    facts = {
-        name: f"a secret of {len(value)} characters" if _SECRET.search(name) else value
-        for name, value in variables.items()
-        if not name.startswith(_RANK_SPECIFIC)
-    }
-    # Set for debugging and forgotten.
-    slow = [n for n, (value, _) in _SLOWING.items() if variables.get(n, "").upper() == value]
+    facts: dict[str, str] = {}
+    slow: list[str] = []
+    for name, value in sorted(target.environ.items()):
+        if _REPORTED.fullmatch(name) and not name.startswith(_RANK_SPECIFIC):
+            is_secret = _SECRET.search(name)
+            facts[name] = f"a secret of {len(value)} characters" if is_secret else value
+        # Set for debugging and forgotten.
+        if value.upper() == _SLOWING.get(name, ("", ""))[0]:
+            slow.append(name)
     if slow:
-        effects = "; ".join(f"{name}={variables[name]}: {_SLOWING[name][1]}" for name in slow)
+        effects = "; ".join(f"{name}={facts[name]}: {_SLOWING[name][1]}" for name in slow)
         yield warning("environment", effects, f"unset {' '.join(slow)}", facts)
     else:
         names = join_items(name for name in facts if name.startswith(("NCCL_", "GLOO_")))

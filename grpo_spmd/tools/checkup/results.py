@@ -10,6 +10,7 @@ import os
 import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -17,13 +18,13 @@ from typing import Any, Literal
 from grpo_spmd.config.errors import ConfigError, within
 from grpo_spmd.config.schema import Config
 from grpo_spmd.files import show
-from grpo_spmd.tools.terminal import Line, Terminal
+from grpo_spmd.tools.terminal import Terminal
 
 Level = Literal["ok", "warning", "bad"]
 LEVELS: tuple[Level, ...] = ("ok", "warning", "bad")
-_STYLES = {"ok": "green", "warning": "yellow", "bad": "bold red"}
 _NAME_COLUMNS = 14
 _MAX_FILE_BYTES = 1 << 20
+_programs: list[subprocess.Popen[str]] = []
 _RANK_VARIABLES = {
     "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT",
     "TORCHELASTIC_RUN_ID",
@@ -80,42 +81,56 @@ class Target:
     config: Config | None = None
     arguments: Sequence[str] = ()  # --config FILE and the overrides
     run_dir: Path = Path()
+    deadline_s: float = 60.0  # for the ranks that measure all-reduces
 
     @property
     def ranks_text(self) -> str:
         return plural(self.local_ranks, "rank")
 
-    def read(self, path: str) -> str:
-        """Returns the text of a file below the root; "" if it cannot be read."""
-        try:
-            with open(self.root / path.lstrip("/"), encoding="utf-8", errors="replace") as file:
-                return file.read(_MAX_FILE_BYTES)
-        except OSError:
-            return ""
+    def read(self, *paths: str) -> str:
+        """Returns the text of the first file below the root that can be read; "" if none can."""
+        for path in paths:
+            path = path.lstrip("/")
+            with (
+                suppress(OSError),
+                open(self.root / path, encoding="utf-8", errors="replace") as file,
+            ):
+                return file.read(_MAX_FILE_BYTES).strip()
+        return ""
 
     def run(
-        self, command: Sequence[str], timeout_s: float
-    ) -> subprocess.CompletedProcess[str] | None:
-        """Runs a program that is no rank. Returns None if there is no such program.
+        self, command: Sequence[str], timeout_s: float, environ: Mapping[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Runs a program, which is no rank unless `environ` makes it one.
 
-        Raises subprocess.TimeoutExpired.
+        Raises OSError if there is no such program, and subprocess.TimeoutExpired.
         """
         env = {name: value for name, value in self.environ.items() if name not in _RANK_VARIABLES}
         if self.num_ranks > 1:
             env["WORLD_SIZE"] = str(self.num_ranks)
             env["LOCAL_WORLD_SIZE"] = str(self.local_ranks)
-        try:
-            return subprocess.run(
-                command,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                env=env,
-                timeout=timeout_s,
-            )
-        except (FileNotFoundError, PermissionError):
-            return None
+        program = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            env={**env, **(environ or {})},
+        )
+        _programs.append(program)
+        with program:
+            try:
+                outputs = program.communicate(timeout=timeout_s)
+            finally:
+                program.kill()
+        return subprocess.CompletedProcess(command, program.returncode, *outputs)
+
+
+def end_programs() -> None:
+    """Ends the programs of checks that still run."""
+    for program in _programs:
+        program.kill()
 
 
 @dataclass(frozen=True)
@@ -134,19 +149,14 @@ def run_check(check: Check, target: Target) -> list[Result]:
     A check that hangs leaves its thread behind: the caller must end with exit_process.
     """
     results: list[Result] = []
-
-    def look() -> None:
-        for result in check.look(target):
-            results.append(result)
-
     try:
-        within(check.deadline_s, look)
+        within(check.deadline_s, lambda: results.extend(check.look(target)))
     except KeyboardInterrupt:  # a signal to this process
         raise
     except BaseException as error:  # whatever it is: a line
         text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         if isinstance(error, TimeoutError | subprocess.TimeoutExpired):
-            text = f"no answer within {check.deadline_s:g} s"
+            text = f"no answer within {getattr(error, 'timeout', check.deadline_s):g} s"
         remedy = "look at what it reads or starts; the other lines stand"
         line = warning(check.name, f"could not be looked at: {text}", remedy)
         # A late thread may still append to the list.
@@ -170,52 +180,35 @@ class Page:
         if group != self._group:
             show(("\n" if self._group else "") + group)
             self._group = group
-        self.counts[result.level] += 1
-        self._show(result)
+        level = result.level
+        self.counts[level] += 1
+        label = f"  {level:7}  {result.name:{_NAME_COLUMNS}} "
+        indent = " " * len(label)
+        lines = [*self._terminal.words(result.finding, label, indent)]
+        lines[0].stylize(level, 2, 9)
+        if result.remedy:
+            lines += self._terminal.words(result.remedy, f"{indent}-> ", f"{indent}   ")
+        self._terminal.write(lines)
         self._write(
             group=group,
             name=result.name,
-            level=result.level,
+            level=level,
             found=result.finding,
             remedy=result.remedy,
         )
 
-    def _show(self, result: Result) -> None:
-        level = self._terminal.pad(result.level, 7, _STYLES[result.level])
-        label = Line.assemble("  ", level, f"  {result.name:{_NAME_COLUMNS}} ")
-        indent = len(label.plain)
-        narrow = self._terminal.resized(self._terminal.columns - indent)
-        lines = [*narrow.words(result.finding)]
-        if result.remedy:
-            lines += narrow.words(result.remedy, "-> ", "   ")
-        self._terminal.write(
-            Line.assemble(" " * indent if index else label, line)
-            for index, line in enumerate(lines)
-        )
-
     def close(self, seconds: float) -> int:
         """Shows the verdict, and returns the exit code: 2 if a line is bad, else 0."""
-        num_bad, warnings, num_ok = (self.counts[level] for level in ("bad", "warning", "ok"))
-        counts = f"{num_bad} bad, {plural(warnings, 'warning')}, {num_ok} ok"
+        num_bad, warnings, num_ok = (self.counts[level] for level in reversed(LEVELS))
         verdict = "not fit" if num_bad else "fit"
+        counts = f"{num_bad} bad, {plural(warnings, 'warning')}, {num_ok} ok"
         show(f"\n{verdict}: {counts}, {seconds:.1f} s")
         self._write(verdict=verdict, bad=num_bad, warnings=warnings, ok=num_ok)
-        if self._json is not None:
-            self._json.close()
         return 2 if num_bad else 0
 
     def _write(self, **fields: Any) -> None:
         if self._json is not None:
-            self._json.write(json.dumps(fields) + "\n")
-            self._json.flush()
-
-
-def size_text(num_bytes: float) -> str:
-    """Returns a size as text, in the unit that leaves few digits."""
-    for unit, scale in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if num_bytes >= scale:
-            return f"{num_bytes / scale:.{0 if num_bytes >= 10 * scale else 1}f} {unit}"
-    return f"{num_bytes:.0f} B"
+            print(json.dumps(fields), file=self._json, flush=True)
 
 
 def join_items(items: Iterable[object], limit: int = 6) -> str:

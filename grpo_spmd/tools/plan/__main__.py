@@ -7,9 +7,10 @@ import json
 import logging
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grpo_spmd.checks.machine import check_world_size
 from grpo_spmd.checks.model_folder import check_model_sizes, folder_with_config
@@ -17,11 +18,14 @@ from grpo_spmd.config.command_line import OverridesParser
 from grpo_spmd.config.errors import ConfigError, refuse, say
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config
-from grpo_spmd.files import UntrustedError, hold_standard_streams, read_model_config, show
-from grpo_spmd.model.config_json import (
-    refuse_by_config,
-)
+from grpo_spmd.files import hold_standard_streams, read_model_config, show
+from grpo_spmd.model.config_json import refuse_by_config
+from grpo_spmd.model.reward_model_files import errors_about
 from grpo_spmd.observe.cards import Card, find_card
+from grpo_spmd.tools.plan.step_time import FRAGMENTATION, GIB, Case
+
+if TYPE_CHECKING:
+    from grpo_spmd.tools.plan.phases import Plan, Suggestion
 
 _MAX_RANKS = 65_536
 
@@ -36,8 +40,6 @@ def main() -> None:
             raise ConfigError(f"--ranks is a number from 1 to {_MAX_RANKS:,}; got {args.ranks:,}")
         card = find_card(args.gpu)
         folder = _check_config(load_config(args.config, args.overrides), args.ranks)
-        if args.json is not None:
-            _refuse_unwritable(args.json)
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         logging.getLogger("torch").setLevel(logging.ERROR)
         warnings.filterwarnings("ignore", module="torch")
@@ -50,29 +52,24 @@ def main() -> None:
 
 def _print_plan(args: argparse.Namespace, folder: Path, card: Card) -> bool:
     """Returns True if the config fits, with --suggest also if it fits after printed overrides."""
-    from grpo_spmd.tools.plan.phases import Case, Plan, facts_from_config, make_plan, suggestions
-    from grpo_spmd.tools.plan.report import as_json, as_text
+    from grpo_spmd.tools.plan.phases import facts_from_config, make_plan, suggestions
 
     def plan_with(overrides: Sequence[str]) -> Plan:
         config = load_config(args.config, [*args.overrides, *overrides])
         _check_config(config, args.ranks)
         return make_plan(Case(config, facts, card, args.ranks), folder)
 
-    def replan(overrides: Sequence[str]) -> Plan | None:
-        # A combination that the rules refuse is no suggestion.
-        try:
-            return plan_with(overrides)
-        except ConfigError:
-            return None
-
     facts = facts_from_config(folder)
     plan = plan_with([])
-    proposals = suggestions(plan, replan)
+    proposals = suggestions(plan, plan_with)
     if args.json is not None:
-        text = json.dumps(as_json(plan, proposals), indent=1)
-        args.json.write_text(text + "\n", encoding="utf-8")
+        text = json.dumps(_as_json(plan, proposals), indent=1)
+        try:
+            args.json.write_text(text + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--json: cannot write {args.json}: {error.strerror}") from None
     if not args.suggest:
-        show(as_text(plan, proposals))
+        show("\n".join(_text_lines(plan, proposals)))
     elif plan.fits:
         say(f"it fits as it is, with a margin of {plan.margin_gib:.1f} GiB")
     elif proposals and proposals[0].plan.fits:
@@ -86,6 +83,109 @@ def _print_plan(args: argparse.Namespace, folder: Path, card: Card) -> bool:
     return plan.fits
 
 
+def _text_lines(plan: Plan, proposals: Sequence[Suggestion]) -> Iterator[str]:
+    case, card, cache = plan.case, plan.case.card, plan.kv_cache
+    verdict = "fits" if plan.fits else "does not fit"
+    yield (
+        f"{case.config.model.path} ({case.model.num_parameters / 1e9:.2f} B parameters) on "
+        f"{case.num_ranks} x {card.name} ({card.gib:g} GiB each): {verdict}"
+    )
+    yield (
+        f"margin {plan.margin_gib:.1f} GiB, least in phase {plan.tightest}; "
+        "a prediction: nothing of it has been compared with a real GPU"
+    )
+    yield ""
+    yield f"{'phase':12} {'peak':>7} {'free':>7}  GiB of one rank, of the peak"
+    for phase, usage in plan.phases.items():
+        yield (
+            f"{phase:12} {plan.peak_gib(phase):7.2f} {plan.margin_of(phase):7.2f}  "
+            f"{_join_usage(usage)}"
+        )
+    yield ""
+    yield (
+        "estimates: CUDA context, NCCL, CUDA graphs and workspaces, engine's activations, layer "
+        f"in load, fragmentation ({FRAGMENTATION:.0%} of a phase's own tensors); counted: the rest"
+    )
+    yield f"host memory of a rank, GiB: {_join_usage(plan.host) or 'nothing'}"
+    yield (
+        f"KV cache of an engine: {cache.tokens:,} tokens ({max(0, cache.num_bytes) / GIB:.2f} "
+        f"GiB) of {cache.needed_tokens:,} for its {cache.sequences} sequences of a step at "
+        "full length;"
+    )
+    # A step may have fewer sequences than fit.
+    num_running = min(cache.full_length, cache.sequences)
+    yield f"  {num_running} of them of full length run at one time, others wait their turn"
+    yield (
+        "step, s, every completion at full length (a model: shares of the card's ceilings): "
+        f"{plan.step_s:.1f}"
+    )
+    seconds = ", ".join(f"{phase} {s:.1f}" for phase, s in plan.time.items())
+    yield f"  {seconds}; rewards, evaluation and checkpoints not counted"
+    if plan.fits:
+        return
+    yield ""
+    has_fitting = any(suggestion.plan.fits for suggestion in proposals)
+    yield "what would make it fit, the cheapest first:" if has_fitting else "nothing tried fits:"
+    for suggestion in proposals:
+        yield (
+            f"  {' '.join(suggestion.overrides)}  margin {suggestion.plan.margin_gib:.1f} GiB, "
+            f"step {suggestion.plan.step_s:.1f} s"
+        )
+
+
+def _as_json(plan: Plan, proposals: Sequence[Suggestion]) -> dict[str, Any]:
+    cache = plan.kv_cache
+    return {
+        "fits": plan.fits,
+        "margin_gib": plan.margin_gib,
+        "tightest_phase": plan.tightest,
+        "is_prediction": True,  # never compared with a GPU
+        "gpu": asdict(plan.case.card),
+        "num_ranks": plan.case.num_ranks,
+        "num_parameters": plan.case.model.num_parameters,
+        "phases": {
+            phase: {
+                "peak_gib": plan.peak_gib(phase),
+                "free_gib": plan.margin_of(phase),
+                "live_gib": _gib_by_name(usage),
+            }
+            for phase, usage in plan.phases.items()
+        },
+        "host_gib": _gib_by_name(plan.host),
+        "kv_cache": {
+            "gib": max(0, cache.num_bytes) / GIB,
+            "tokens": cache.tokens,
+            "needed_tokens": cache.needed_tokens,
+            "full_length_at_once": cache.full_length,
+            "sequences": cache.sequences,
+        },
+        "step_s": plan.step_s,
+        "step_s_by_phase": plan.time,
+        "suggestions": [
+            {
+                "overrides": list(suggestion.overrides),
+                "fits": suggestion.plan.fits,
+                "margin_gib": suggestion.plan.margin_gib,
+                "step_s": suggestion.plan.step_s,
+            }
+            for suggestion in proposals
+        ],
+    }
+
+
+def _gib_by_name(usage: Mapping[str, int]) -> dict[str, float]:
+    """Returns the GiB of each purpose, the largest first."""
+    return {
+        name: size / GIB
+        for name, size in sorted(usage.items(), key=lambda item: -item[1])
+        if size > 0
+    }
+
+
+def _join_usage(usage: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {gib:.2f}" for name, gib in _gib_by_name(usage).items())
+
+
 def _check_config(config: Config, num_ranks: int) -> Path:
     """Returns the model's folder.
 
@@ -94,23 +194,11 @@ def _check_config(config: Config, num_ranks: int) -> Path:
     check_world_size(config, num_ranks, None)
     path = config.model.path
     folder = folder_with_config(path, "model.path")
-    try:
+    with errors_about("model.path"):
         model = read_model_config(folder)
-    except (UntrustedError, OSError) as error:
-        raise ConfigError(f"model.path: {error}") from None
     refuse_by_config(model, path)
     check_model_sizes(config, model)
     return folder
-
-
-def _refuse_unwritable(path: Path) -> None:
-    is_new = not path.exists()
-    try:
-        path.open("a").close()
-    except OSError as error:
-        raise ConfigError(f"--json: cannot write {path}: {error.strerror}") from None
-    if is_new:
-        path.unlink()
 
 
 def _parser() -> OverridesParser:

@@ -102,8 +102,9 @@ class Pass:
         stored = torch.float32 if trains_all else DTYPES[self.model.dtype]
         # What a rank chooses on a GPU; flash-attn, if installed, keeps the same tensors.
         is_varlen = self.on_gpu and self.model.attention != "sdpa"
-        attention: Literal["varlen", "sdpa"]
-        attention = "varlen" if is_varlen and self.model.dtype == "bfloat16" else "sdpa"
+        attention: Literal["varlen", "sdpa"] = "sdpa"
+        if is_varlen and self.model.dtype == "bfloat16":
+            attention = "varlen"
         with torch.device("meta"):
             policy = Policy(hf_config, 1.0, self.model.logprob_chunk_tokens, attention, stored)
             policy.requires_grad_(trains_all)
@@ -147,11 +148,11 @@ def peaks_of(work: Pass) -> Peaks:
     """
     with as_config_error(str(work.folder), "cannot be run on fake tensors"):
         moments = at_full_depth(work.run)
-    peaks = {"scoring": Usage(), "update": Usage()}
+    largest = {"scoring": Usage(), "update": Usage()}
     for moment, usage in moments.items():
-        phase = "scoring" if moment.startswith("scoring") else "update"
-        peaks[phase] = max(peaks[phase], usage, key=Counter.total)
-    return Peaks(**peaks)
+        name = "scoring" if moment.startswith("scoring") else "update"
+        largest[name] = max(largest[name], usage, key=Usage.total)
+    return Peaks(**largest)
 
 
 def at_full_depth(run: Callable[[int], tuple[dict[str, Usage], int]]) -> dict[str, Usage]:
@@ -161,14 +162,13 @@ def at_full_depth(run: Callable[[int], tuple[dict[str, Usage], int]]) -> dict[st
     """
     few, more = _NUM_LAYERS
     peaks, depth = run(few)
-    if depth <= few:
-        return peaks
-    larger_peaks, _ = run(more)
-    for moment, usage in peaks.items():
-        larger = larger_peaks[moment]
-        slopes = {name: larger[name] - usage[name] for name in usage.keys() | larger.keys()}
-        for name, slope in slopes.items():
-            usage[name] += slope * (depth - few)
+    if depth > few:
+        larger_peaks, _ = run(more)
+        for moment, usage in peaks.items():
+            slope = larger_peaks[moment]
+            slope.subtract(usage)
+            for name, num_bytes in slope.items():
+                usage[name] += num_bytes * (depth - few)
     return peaks
 
 
@@ -200,42 +200,29 @@ def mark(live: LiveBytes, layers: list[nn.Module]) -> None:
     The hooks on tensors keep nothing alive.
     """
 
-    def before(number: int, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        if not torch.is_grad_enabled():
-            live.begin(f"scoring: {names[number]}")
-            return
-        live.begin(f"forward: {names[number]}")
-        tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
-        hidden = next(tensors, None)
-        if hidden is not None and hidden.requires_grad and number == 0:
-            begin_backward_at(hidden, "root")
+    def begin_backward_at(tensor: torch.Tensor, name: str) -> None:
+        # The phase begins when this tensor's gradient is ready.
+        if tensor.requires_grad:
+            tensor.register_hook(lambda _: live.begin(f"backward: {name}", is_backward=True))
 
-    def after(number: int, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        hidden = output[0] if isinstance(output, tuple) else output
-        if hidden.requires_grad:
-            begin_backward_at(hidden, names[number])
-        if number == len(layers) - 1:
+    def before(name: str, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        live.begin(f"{'forward' if torch.is_grad_enabled() else 'scoring'}: {name}")
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+        if name == "first" and tensors:
+            begin_backward_at(tensors[0], "root")
+
+    def after(name: str, layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        begin_backward_at(output[0] if isinstance(output, tuple) else output, name)
+        if layer is layers[-1]:
             live.begin("scores" if torch.is_grad_enabled() else "scoring: scores")
 
-    def begin_backward_at(tensor: torch.Tensor, name: str) -> None:
-        """The phase begins when this tensor's gradient is ready."""
-
-        def begin(_: torch.Tensor) -> None:
-            live.begin(f"backward: {name}", is_backward=True)
-
-        tensor.register_hook(begin)
-
-    names = _layer_names(len(layers))
-    for number, layer in enumerate(layers):
-        layer.register_forward_pre_hook(partial(before, number), with_kwargs=True)
-        layer.register_forward_hook(partial(after, number), with_kwargs=True)
-
-
-def _layer_names(num_layers: int) -> list[str]:
-    """Returns each layer's name. The first and the last two have their own; others share one."""
-    if num_layers < 3:
-        return ["first", *["last"] * (num_layers - 1)]
-    return ["first", *["between"] * (num_layers - 3), "last but one", "last"]
+    # The first and the last two layers have their own names; the others share one.
+    names = ["first", *["between"] * (len(layers) - 3), "last but one", "last"]
+    if len(layers) < 3:
+        names = ["first", *["last"] * (len(layers) - 1)]
+    for name, layer in zip(names, layers, strict=True):
+        layer.register_forward_pre_hook(partial(before, name), with_kwargs=True)
+        layer.register_forward_hook(partial(after, name), with_kwargs=True)
 
 
 @contextmanager
@@ -270,7 +257,7 @@ class LiveBytes(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self._shapes, self._vocabulary, self._on_gpu = parameter_shapes, vocabulary, on_gpu
-        self._accounts: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._accounts: Any = WeakIdKeyDictionary()
         self._usage: Usage = Counter()
         self._peak, self._moment, self._is_backward = 0, "built", False
         self.peaks: dict[str, Usage] = {}
@@ -305,10 +292,8 @@ class LiveBytes(TorchDispatchMode):
             return NotImplemented
         output = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(output):
-            if isinstance(tensor, torch.Tensor) and not self._is_cpu_product(func, tensor):
-                if self._is_gradient_sum(func, tensor):
-                    self._move_account(args, tensor.untyped_storage())
-                self._count(tensor.untyped_storage(), self._kind_of(tensor))
+            if isinstance(tensor, torch.Tensor):
+                self._count_output(func, args, tensor)
         if self._on_gpu and "_varlen_attn_backward" in func.name():
             self._update_peak(_attention_workspace(args))
         is_cast_add = func is torch.ops.aten.add_.Tensor and args[0].dtype != args[1].dtype
@@ -317,36 +302,23 @@ class LiveBytes(TorchDispatchMode):
             self._update_peak(args[0].nbytes)
         return output
 
-    def _is_cpu_product(self, func: Any, tensor: torch.Tensor) -> bool:
-        """Returns True for the product for the lm_head's float32 gradient. A GPU adds it in place
-        (logprobs.add_product)."""
-        if not self._on_gpu or func is not torch.ops.aten.mm.default:
-            return False
-        is_head = tensor.ndim == 2 and tensor.shape[0] == self._vocabulary
-        return is_head and tensor.dtype != torch.float32
-
-    def _is_gradient_sum(self, func: Any, tensor: torch.Tensor) -> bool:
-        """Returns True for the sum of a tied parameter's gradients.
-
-        Autograd adds real gradients in place, but makes a new tensor of fake ones.
-        """
+    def _count_output(self, func: Any, args: Any, tensor: torch.Tensor) -> None:
+        shape = tuple(tensor.shape)
+        is_product = self._on_gpu and func is torch.ops.aten.mm.default
+        if is_product and shape[0] == self._vocabulary and tensor.dtype != torch.float32:
+            # The product for the lm_head's float32 gradient: a GPU adds it in place
+            # (logprobs.add_product).
+            return
         is_sum = self._is_backward and func is torch.ops.aten.add.Tensor
-        return is_sum and tuple(tensor.shape) in self._shapes
-
-    def _move_account(self, args: Any, storage: torch.UntypedStorage) -> None:
-        """Counts the bytes of one of the arguments for `storage` from now on."""
-        for argument in args[:2]:
-            old = argument.untyped_storage()
-            account = self._accounts.get(old)
-            if account is not None and account.num_bytes == storage.nbytes():
-                self._open_account(storage, account.kind).num_bytes = account.num_bytes
-                account.num_bytes = 0
-                return
-
-    def _open_account(self, storage: torch.UntypedStorage, kind: str) -> _Account:
-        account = self._accounts[storage] = _Account(kind)
-        weakref.finalize(storage, self._resize_account, account, 0)
-        return account
+        if is_sum and shape in self._shapes:
+            # The sum of a tied parameter's gradients. Autograd adds real gradients in place, but
+            # makes a new tensor of fake ones: it takes the place of one of them.
+            accounts = (self._accounts.get(argument.untyped_storage()) for argument in args[:2])
+            for account in accounts:
+                if account and account.num_bytes == tensor.untyped_storage().nbytes():
+                    self._resize_account(account, 0)
+                    break
+        self._count(tensor.untyped_storage(), self._kind_of(tensor))
 
     def _resize_account(self, account: _Account, num_bytes: int) -> None:
         self._usage[account.kind] += num_bytes - account.num_bytes
@@ -366,9 +338,12 @@ class LiveBytes(TorchDispatchMode):
         return _GATHERED if is_flat and tensor.numel() > 1 << 16 else "activations"
 
     def _count(self, storage: torch.UntypedStorage, kind: str) -> None:
-        account = self._accounts.get(storage) or self._open_account(storage, kind)
+        account = self._accounts.get(storage)
+        if account is None:
+            account = self._accounts[storage] = _Account(kind)
+            weakref.finalize(storage, self._resize_account, account, 0)
         num_bytes = storage.nbytes()
-        if kind == _GATHERED and account.kind != kind and num_bytes != account.num_bytes:
+        if kind == _GATHERED and num_bytes != account.num_bytes:
             # FSDP resizes a storage that was made as something else.
             self._resize_account(account, 0)
             account.kind = kind

@@ -13,15 +13,14 @@ they score, and the engine sleeps meanwhile.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from grpo_spmd.checks.memory import (
     TRAINED_ITEMSIZE,
-    State,
     engine_tokens,
     engine_weights,
     extra_passes,
@@ -29,11 +28,14 @@ from grpo_spmd.checks.memory import (
     kv_itemsize,
     micro_batch_tokens,
     micro_batches_per_step,
+    replica_ranks,
     sequences_of_engine,
+    shard_numel,
     sync_buffers,
 )
 from grpo_spmd.checks.model_folder import folder_with_config
 from grpo_spmd.checks.signals import Kind, SideModel, side_models
+from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import PHASES, Config, LoraConfig
 from grpo_spmd.files import read_model_config
 from grpo_spmd.model.config_json import (
@@ -48,7 +50,6 @@ from grpo_spmd.tools.plan.step_time import (
     GIB,
     RECOMPUTED,
     Case,
-    StepTime,
     engine_activations,
     forward_s,
     graph_bytes,
@@ -84,10 +85,6 @@ class PlannedModel:
     answers: Usage
 
     @property
-    def name(self) -> str:
-        return self.side.name
-
-    @property
     def waits(self) -> bool:
         """True if the model is on the device from a rollout's end to the next weight sync.
 
@@ -114,24 +111,20 @@ def _plan_model(side: SideModel, case: Case) -> PlannedModel:
     facts = facts_from_config(folder)
     facts = replace(facts, shapes=with_head(side.kind, facts.shapes, facts.config))
     trains = side.kind == "critic"
-    work = Pass(
-        folder=folder,
-        model=replace(config.model, offload=False, lora=LoraConfig()),
-        loss=config.loss,
-        num_ranks=case.num_ranks,
-        lengths=longest_row(config, case.num_ranks),
-        accumulates=trains,
-        scores=True,
-        on_gpu=True,
-    )
-    peaks = peaks_of(work)
+    work = trainer_pass(config, folder, case.num_ranks)
+    model = replace(work.model, lora=LoraConfig())
+    peaks = peaks_of(replace(work, model=model, accumulates=trains, scores=True))
     if side.kind != "teacher":
-        peaks = Peaks(_without_logits(peaks.scoring), _without_logits(peaks.update))
+        # The dry run always measures an lm_head, which these models lack.
+        scoring, update = peaks.scoring.copy(), peaks.update.copy()
+        del scoring["logits"], update["logits"]
+        peaks = Peaks(scoring, update)
+    shard = shard_numel(facts.shapes, replica_ranks(config, case.num_ranks))
     return PlannedModel(
         side=side,
         facts=facts,
-        num_bytes=side.num_bytes(facts.shapes, config, case.num_ranks),
-        gradients=4 * side.shard(facts.shapes, config, case.num_ranks) if trains else 0,
+        num_bytes=side.itemsize(config) * shard,
+        gradients=4 * shard * trains,
         peaks=peaks,
         answers=teacher_answers(replace(case, model=facts), side),
     )
@@ -152,13 +145,8 @@ def with_head(kind: Kind, shapes: Shapes, config: dict[str, Any]) -> Shapes:
     if kind == "teacher":
         return shapes
     num_labels = 1 if kind == "critic" else len(config.get("id2label") or (0, 1))
-    layers = {name: shape for name, shape in shapes.items() if name != "lm_head.weight"}
-    return layers | {"head.weight": (num_labels, int(config.get("hidden_size") or 0))}
-
-
-def _without_logits(usage: Usage) -> Usage:
-    """Returns the usage of a model without an lm_head. The dry run always measures an lm_head."""
-    return Counter({name: size for name, size in usage.items() if name != "logits"})
+    head = {"head.weight": (num_labels, int(config.get("hidden_size") or 0))}
+    return {name: shape for name, shape in shapes.items() if name != "lm_head.weight"} | head
 
 
 def teacher_answers(case: Case, side: SideModel) -> Usage:
@@ -167,7 +155,7 @@ def teacher_answers(case: Case, side: SideModel) -> Usage:
     `case` has the teacher as its model.
     """
     if side.kind != "teacher" or case.model.dimensions is None:
-        return Counter()
+        return Usage()
     teacher, sizes = case.config.teacher, case.sizes
     # The results of all rollouts are kept until the update.
     tokens = case.num_rollouts * case.config.rollout.max_completion_tokens
@@ -178,7 +166,7 @@ def teacher_answers(case: Case, side: SideModel) -> Usage:
         "topk": {"likeliest tokens": 12 * teacher.top_k * tokens},
         "full": {"hidden states": tokens * row, "lm_head": sizes.vocabulary * row},
     }
-    return Counter({f"{side.name}'s {name}": n for name, n in results[teacher.loss].items()})
+    return Usage({f"{side.name}'s {name}": n for name, n in results[teacher.loss].items()})
 
 
 def merge_peaks(peaks: Peaks, models: Sequence[PlannedModel]) -> Peaks:
@@ -186,18 +174,16 @@ def merge_peaks(peaks: Peaks, models: Sequence[PlannedModel]) -> Peaks:
 
     The models run one after the other, so the largest peak counts. The teachers' results are added.
     """
-    waiting = [model for model in models if model.waits]
-    answers = sum((model.answers for model in waiting), Counter[str]())
-    scoring, update = [peaks.scoring], [peaks.update]
-    for model in waiting:
-        scoring.append(model.peaks.scoring)
+    scoring, update, answers = [peaks.scoring], [peaks.update], Usage()
+    for model in models:
+        if model.waits:
+            answers += model.answers
+            scoring.append(model.peaks.scoring)
         if model.side.kind == "critic":
             # AdamW needs all gradients at one time.
-            update += [model.peaks.update, Counter({"gradients": model.gradients})]
-    return Peaks(
-        scoring=max(scoring, key=Counter.total) + answers,
-        update=max(update, key=Counter.total) + answers,
-    )
+            update += [model.peaks.update, Usage(gradients=model.gradients)]
+    largest = (max(usages, key=Usage.total) for usages in (scoring, update))
+    return Peaks(*(usage + answers for usage in largest))
 
 
 def with_value_head(peaks: Peaks, config: Config, hidden: int, lengths: Lengths) -> Peaks:
@@ -210,47 +196,18 @@ def with_value_head(peaks: Peaks, config: Config, hidden: int, lengths: Lengths)
         return peaks
     num_tokens = sum(completion for _, completion in lengths)
     num_bytes = (TRAINED_ITEMSIZE + 4) * (hidden + 1) + 4 * hidden * num_tokens
-    head = Counter({"value head": num_bytes})
+    head = Usage({"value head": num_bytes})
     return Peaks(peaks.scoring + head, peaks.update + head)
 
 
-def with_side_models(phases: dict[str, Usage], models: Sequence[PlannedModel]) -> dict[str, Usage]:
-    """Returns `phases` with the bytes that the side models hold in each phase."""
-    waiting = Counter({model.name: model.num_bytes for model in models if model.waits})
-    with_waiting = ("logprobs", "update", "checkpoint")
-    phases = {
-        name: usage + waiting if name in with_waiting else usage for name, usage in phases.items()
-    }
-    # The engine sleeps while reward models score, one after the other.
-    asleep = Counter(
-        {
-            name: size
-            for name, size in phases["reward"].items()
-            if not name.startswith(("engine's", "KV cache"))
-        }
-    )
-    for model in models:
-        if not model.waits:
-            scoring = with_fragmentation(model.peaks.scoring)
-            scoring += asleep + Counter({model.name: model.num_bytes})
-            phases["reward"] = max(phases["reward"], scoring, key=Counter.total)
-    return phases
-
-
-def host_bytes(models: Sequence[PlannedModel]) -> Usage:
-    """Returns the host memory of waiting side models, and of a checkpoint's copy of the critic."""
-    copies = sum(model.num_bytes for model in models if model.side.kind == "critic")
-    waiting = Counter({f"{model.name}, waiting": model.num_bytes for model in models})
-    return waiting + Counter({"checkpoint's copy": copies})
-
-
-def add_time(time: StepTime, case: Case, models: Sequence[PlannedModel]) -> StepTime:
+def add_time(
+    seconds: dict[str, float], case: Case, models: Sequence[PlannedModel]
+) -> dict[str, float]:
     """Returns the time of a step with that of the side models added.
 
     Each model makes a forward pass over the rollouts, the critic also an update. All are copied to
     and from host memory.
     """
-    seconds = dict(time.phases)
     training = case.config.training
     for model in models:
         kind = model.side.kind
@@ -273,7 +230,7 @@ def add_time(time: StepTime, case: Case, models: Sequence[PlannedModel]) -> Step
             adamw = ADAMW_BYTES * model.gradients / 4 / case.speed.memory
             seconds["update"] += training.num_epochs * passes * forward
             seconds["update"] += training.num_optimizer_steps * adamw
-    return StepTime(seconds)
+    return seconds
 
 
 # The plan of a config
@@ -307,7 +264,7 @@ class Plan:
     # Bytes in the host memory of one rank.
     host: Usage
     kv_cache: KvCache
-    time: StepTime
+    time: dict[str, float]
 
     def peak_gib(self, phase: str) -> float:
         """Returns the GiB on the device at the phase's peak."""
@@ -316,6 +273,10 @@ class Plan:
     def margin_of(self, phase: str) -> float:
         """Returns the GiB that are free at the phase's peak; negative if the phase does not fit."""
         return self.case.card.gib - self.peak_gib(phase)
+
+    @property
+    def step_s(self) -> float:
+        return sum(self.time.values())
 
     @property
     def tightest(self) -> str:
@@ -340,27 +301,30 @@ def make_plan(case: Case, folder: Path) -> Plan:
     """
     config, state = case.config, case.state
     models = plan_side_models(case)
-    peaks = trainer_peaks(config, folder, case.num_ranks, on_gpu=True)
-    lengths = longest_row(config, case.num_ranks)
-    peaks = merge_peaks(with_value_head(peaks, config, case.sizes.hidden, lengths), models)
+    work = trainer_pass(config, folder, case.num_ranks)
+    peaks = with_value_head(peaks_of(work), config, case.sizes.hidden, work.lengths)
+    peaks = merge_peaks(peaks, models)
     cache = kv_cache(case)
-    host = Counter({"checkpoint's copy": TRAINED_ITEMSIZE * state.trained})
+    copied = [model.num_bytes for model in models if model.side.kind == "critic"]
+    host = Usage({"checkpoint's copy": TRAINED_ITEMSIZE * state.trained + sum(copied)})
     host["offloaded"] = state.offloaded(config.model.offload)
     if config.rollout.sleep_level_with(config.model.lora) == 1:
         host["engine's weights, asleep"] = engine_weights(config, case.model)
+    for model in models:
+        host[f"{model.side.name}, waiting"] += model.num_bytes
     return Plan(
         case,
-        phases=with_side_models(plan_phases(case, peaks, cache), models),
-        host=host + host_bytes(models),
+        phases=plan_phases(case, peaks, cache, models),
+        host=host,
         kv_cache=cache,
         time=add_time(step_time(case, cache.full_length), case, models),
     )
 
 
-def trainer_peaks(config: Config, folder: Path, num_ranks: int, *, on_gpu: bool) -> Peaks:
-    """Returns the peaks of the policy's passes over the largest micro-batch."""
+def trainer_pass(config: Config, folder: Path, num_ranks: int, *, on_gpu: bool = True) -> Pass:
+    """Returns the policy's passes over the largest micro-batch, for a dry run."""
     _, num_micro_batches = micro_batches_per_step(config, num_ranks)
-    work = Pass(
+    return Pass(
         folder=folder,
         # Nothing is offloaded during a pass: one dry run serves all settings.
         model=replace(config.model, offload=False),
@@ -371,7 +335,6 @@ def trainer_peaks(config: Config, folder: Path, num_ranks: int, *, on_gpu: bool)
         scores=sum(extra_passes(config)) > 0,
         on_gpu=on_gpu,
     )
-    return peaks_of(work)
 
 
 def longest_row(config: Config, num_ranks: int) -> tuple[tuple[int, int], ...]:
@@ -418,57 +381,57 @@ def _round_to_blocks(tokens: int) -> int:
     return -(-tokens // _BLOCK) * _BLOCK
 
 
-def plan_phases(case: Case, peaks: Peaks, cache: KvCache) -> dict[str, Usage]:
+def plan_phases(
+    case: Case, peaks: Peaks, cache: KvCache, models: Sequence[PlannedModel] = ()
+) -> dict[str, Usage]:
     """Returns the usage at the peak of each phase, in a step after the first update.
 
-    `peaks` are those of the policy and of side models that run in the same phases.
+    `peaks` are those of the policy and of the side models that run in the same phases.
     """
     config, state, offload = case.config, case.state, case.config.model.offload
-    fixed = Counter(
-        {
-            "CUDA context": CONTEXT,
-            "NCCL": nccl_bytes(case),
-            "CUDA graphs, workspaces": graph_bytes(case),
-        }
-    )
-    policy = Counter({"policy": 4 * state.trained, "base": state.base})
-    moments = Counter({"moments": 8 * state.trained})
-    reference = Counter({"reference": state.reference})
-    trainer = policy + moments + reference
+    fixed = Usage({"CUDA context": CONTEXT, "NCCL": nccl_bytes(case)})
+    fixed["CUDA graphs, workspaces"] = graph_bytes(case)
+    policy = Usage(policy=4 * state.trained, base=state.base)
+    reference = Usage(reference=state.reference)
+    trainer = policy + Usage(moments=8 * state.trained) + reference
     # The trainer's tensors that stay on the device while the engine is awake (`awake`), and while
     # the weight sync reads the policy (`in_sync`).
-    awake = {False: trainer, "optimizer": policy + reference, True: Counter[str]()}[offload]
-    in_sync = {False: trainer, "optimizer": policy + reference, True: policy}[offload]
-    engine = Counter({"engine's weights": engine_weights(config, case.model)})
+    awake = {False: trainer, "optimizer": policy + reference, True: Usage()}[offload]
+    in_sync = awake or policy
+    engine = Usage({"engine's weights": engine_weights(config, case.model)})
     bucket_bytes = config.rollout.sync_bucket_bytes("cuda")
-    buffers = Counter(sync_buffers(config, case.model, case.num_ranks, bucket_bytes))
+    buffers = Usage(sync_buffers(config, case.model, case.num_ranks, bucket_bytes))
     buffers["layer in load"] = layer_in_reload(case)
-    sampling = awake + engine + Counter({"KV cache": max(0, cache.num_bytes)})
+    sampling = awake + engine + Usage({"KV cache": max(0, cache.num_bytes)})
     sampling["engine's activations"] = engine_activations(case)
+    # Fused AdamW, as on a GPU, needs all gradients at one time, and allocates nothing itself.
+    update = max(peaks.update, Usage(gradients=state.gradients), key=Usage.total)
+    scored = [
+        # The engine sleeps while reward models score, one after the other.
+        awake + Usage({model.side.name: model.num_bytes}) + with_fragmentation(model.peaks.scoring)
+        for model in models
+        if not model.waits
+    ]
+    waiting = Usage({model.side.name: model.num_bytes for model in models if model.waits})
+    whole_trainer = trainer + waiting
     phases = {
         "weight_sync": in_sync + engine + with_fragmentation(buffers),
         "rollout": sampling,
-        "reward": sampling,
-        "logprobs": trainer + with_fragmentation(peaks.scoring),
-        "update": trainer + with_fragmentation(_update_peak(peaks.update, state)),
-        "checkpoint": trainer,
+        "reward": max([sampling, *scored], key=Usage.total),
+        "logprobs": whole_trainer + with_fragmentation(peaks.scoring),
+        "update": whole_trainer + with_fragmentation(update),
+        "checkpoint": whole_trainer,
     }
     if config.eval.every_steps:
         phases["eval"] = sampling
     return {phase: fixed + phases[phase] for phase in PHASES if phase in phases}
 
 
-def _update_peak(peak: Usage, state: State) -> Usage:
-    """Returns the larger of the passes' peak and the gradients that AdamW needs at one time."""
-    # Fused AdamW, as on a GPU, allocates nothing itself.
-    return peak if peak.total() > state.gradients else Counter({"gradients": state.gradients})
-
-
 # Config overrides that would make a run fit, the cheapest in time first
 
 
-# A planner plans the config with overrides. It returns None if the config would be refused.
-Planner = Callable[[Sequence[str]], Plan | None]
+# A planner plans the config with overrides. It raises ConfigError if the config would be refused.
+Planner = Callable[[Sequence[str]], Plan]
 
 
 @dataclass(frozen=True)
@@ -489,48 +452,61 @@ def suggestions(plan: Plan, replan: Planner) -> list[Suggestion]:
     if plan.fits:
         return []
     short = {phase for phase in plan.phases if plan.margin_of(phase) < 0}
-    candidates = _try_changes(plan, (), replan, short)
+    candidates = _try_changes(Suggestion((), plan), replan, short)
     fitting = [candidate for candidate in candidates if candidate.plan.fits]
     if fitting:
-        return sorted(fitting, key=lambda s: (s.plan.time.total, -s.plan.margin_gib))
-    best: list[Suggestion] = []
-    margin = plan.margin_gib
+        return sorted(fitting, key=lambda s: (s.plan.step_s, -s.plan.margin_gib))
+    best = Suggestion((), plan)
     while candidates:
-        candidate = max(candidates, key=lambda s: (s.plan.margin_gib, -s.plan.time.total))
-        if candidate.plan.margin_gib <= margin:
+        candidate = max(candidates, key=lambda s: (s.plan.margin_gib, -s.plan.step_s))
+        if candidate.plan.margin_gib <= best.plan.margin_gib:
             break
-        best, margin = [candidate], candidate.plan.margin_gib
-        if candidate.plan.fits:
-            break
+        best = candidate
         # A change that does not help the tightest phase cannot leave more room.
-        tightest = {candidate.plan.tightest}
-        candidates = _try_changes(candidate.plan, candidate.overrides, replan, tightest)
-    return best
+        candidates = [] if best.plan.fits else _try_changes(best, replan, {best.plan.tightest})
+    return [best] if best.overrides else []
 
 
-def _try_changes(
-    plan: Plan, overrides: tuple[str, ...], replan: Planner, short: set[str]
-) -> list[Suggestion]:
+def _try_changes(start: Suggestion, replan: Planner, short: set[str]) -> list[Suggestion]:
     """Returns the plans with one more override. `short` are the phases that lack room."""
     candidates = []
-    for change in _changes(plan, short):
+    for change in _changes(start.plan, short):
         # A new value of a key replaces an earlier override of the same key.
         key = change.partition("=")[0] + "="
-        changed = (*(text for text in overrides if not text.startswith(key)), change)
-        new_plan = replan(changed)
-        if new_plan is not None:
-            candidates.append(Suggestion(changed, new_plan))
+        overrides = (*(text for text in start.overrides if not text.startswith(key)), change)
+        # A combination that the rules refuse is no suggestion.
+        with suppress(ConfigError):
+            candidates.append(Suggestion(overrides, replan(overrides)))
     return candidates
 
 
 def _changes(plan: Plan, short: set[str]) -> Iterator[str]:
     """Yields single overrides that could help one of the phases that lack room."""
-    with_engine = short & {"weight_sync", "eval", "rollout", "reward"}
+    config, rollout = plan.case.config, plan.case.config.rollout
     if short & {"update", "logprobs"}:
         yield from _trainer_changes(plan, short)
+    with_engine = short & {"weight_sync", "eval", "rollout", "reward"}
     if with_engine:
-        yield from _offload_changes(plan, short)
-    yield from _engine_changes(plan, with_engine)
+        # They leave less of the trainer on the device.
+        if config.model.offload is False:
+            yield "model.offload=optimizer"
+        if config.model.offload is not True:
+            yield "model.offload=true"
+        if "weight_sync" in short and rollout.sync_bucket_bytes("cuda") > 16 << 20:
+            yield "rollout.weight_sync_bucket_mib=16"
+    fraction, holds_no_rollout = rollout.gpu_memory_utilization, not plan.kv_cache.full_length
+    fractions: list[float] = []
+    if with_engine - {"weight_sync"}:
+        smaller = (fraction + plan.margin_gib / plan.case.card.gib, fraction / 2)
+        fractions += [value for value in smaller if value >= 0.01]
+    if holds_no_rollout:
+        fractions += [value for value in (0.5, 0.6, 0.7, 0.8, 0.9) if value > fraction]
+    for value in fractions:
+        yield f"rollout.gpu_memory_utilization={int(value * 100) / 100:g}"
+    if with_engine or holds_no_rollout:
+        for size in (2, 4, 8):
+            if size > rollout.tensor_parallel_size and plan.case.num_ranks % size == 0:
+                yield f"rollout.tensor_parallel_size={size}"
 
 
 def _trainer_changes(plan: Plan, short: set[str]) -> Iterator[str]:
@@ -547,43 +523,8 @@ def _trainer_changes(plan: Plan, short: set[str]) -> Iterator[str]:
     if could_help and model.logprob_chunk_tokens > _MIN_CHUNK:
         yield f"model.logprob_chunk_tokens={max(_MIN_CHUNK, model.logprob_chunk_tokens // 4)}"
     budget = plan.case.config.training.max_tokens_per_micro_batch
-    budgets = {max(max_tokens, budget // 2), max(max_tokens, budget // 4), max_tokens}
-    for tokens in sorted(budgets, reverse=True):
-        if tokens < budget:
-            yield f"training.max_tokens_per_micro_batch={tokens}"
+    budgets = {max_tokens, *(max(max_tokens, budget // share) for share in (2, 4))}
+    for tokens in sorted(budgets - {budget}, reverse=True):
+        yield f"training.max_tokens_per_micro_batch={tokens}"
     if model.num_replicas > 1:
         yield "model.num_replicas=1"
-
-
-def _offload_changes(plan: Plan, short: set[str]) -> Iterator[str]:
-    """Yields overrides that leave less of the trainer on the device beside the engine."""
-    offload = plan.case.config.model.offload
-    if offload is False:
-        yield "model.offload=optimizer"
-    if offload is not True:
-        yield "model.offload=true"
-    if "weight_sync" in short and plan.case.config.rollout.sync_bucket_bytes("cuda") > 16 << 20:
-        yield "rollout.weight_sync_bucket_mib=16"
-
-
-def _engine_changes(plan: Plan, with_engine: set[str]) -> Iterator[str]:
-    """Yields overrides of the engine's memory.
-
-    `with_engine` are the phases that lack room and in which the engine is awake.
-    """
-    rollout, holds_no_rollout = plan.case.config.rollout, not plan.kv_cache.full_length
-    fraction = rollout.gpu_memory_utilization
-    key = "rollout.gpu_memory_utilization"
-    if with_engine - {"weight_sync"}:
-        for smaller in (fraction + plan.margin_gib / plan.case.card.gib, fraction / 2):
-            rounded = int(smaller * 100) / 100
-            if rounded > 0:
-                yield f"{key}={rounded:g}"
-    if holds_no_rollout:
-        for larger in (0.5, 0.6, 0.7, 0.8, 0.9):
-            if larger > fraction:
-                yield f"{key}={larger:g}"
-    if with_engine or holds_no_rollout:
-        for size in (2, 4, 8):
-            if size > rollout.tensor_parallel_size and plan.case.num_ranks % size == 0:
-                yield f"rollout.tensor_parallel_size={size}"

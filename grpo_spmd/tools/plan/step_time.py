@@ -168,17 +168,6 @@ def with_fragmentation(usage: Counter[str]) -> Counter[str]:
 
 
 @dataclass(frozen=True)
-class StepTime:
-    """Holds the seconds of each phase. Rewards, evaluation and checkpoints are not estimated."""
-
-    phases: dict[str, float]
-
-    @property
-    def total(self) -> float:
-        return sum(self.phases.values())
-
-
-@dataclass(frozen=True)
 class Work:
     """Describes rollouts that pass through the model, on one rank that holds the whole model."""
 
@@ -294,22 +283,21 @@ def forward_s(case: Case, *, has_lm_head: bool) -> float:
     return max(flops / case.speed.flops, gathers * gather_s)
 
 
-def step_time(case: Case, num_running: int) -> StepTime:
-    """Returns the time of a step in which every rollout has its full length: an upper bound.
+def step_time(case: Case, num_running: int) -> dict[str, float]:
+    """Returns the seconds of each phase if every rollout has its full length: an upper bound.
 
-    `num_running` is how many sequences an engine runs at one time (KvCache.full_length).
+    `num_running` is how many sequences an engine runs at one time (KvCache.full_length). Rewards,
+    evaluation and checkpoints are not estimated.
     """
     config, state, speed = case.config, case.state, case.speed
     offload = state.offloaded(config.model.offload) / (case.card.host_gb_s * 1e9)
     adamw = ADAMW_BYTES * state.trained / speed.memory * config.training.num_optimizer_steps
-    return StepTime(
-        {
-            "weight_sync": _sync_s(case) + offload,
-            "rollout": _rollout_s(case, num_running),
-            "logprobs": sum(extra_passes(config)) * forward_s(case, has_lm_head=True),
-            "update": _update_s(case) + adamw + offload,
-        }
-    )
+    return {
+        "weight_sync": _sync_s(case) + offload,
+        "rollout": _rollout_s(case, num_running),
+        "logprobs": sum(extra_passes(config)) * forward_s(case, has_lm_head=True),
+        "update": _update_s(case) + adamw + offload,
+    }
 
 
 def _sync_s(case: Case) -> float:
