@@ -79,10 +79,10 @@ def test_only_characters_of_the_encoding_are_written(encoding: str) -> None:
         *terminal.excerpt(text, 5, 5),
         terminal.fit(text, 20),
         terminal.pad(text, 20),
-        Line(curve([1, 2], 9, is_unicode=terminal.is_unicode)),
+        terminal.text(curve([1, 2], 9)),
     ]
     assert b"".join(line.plain.encode(encoding) for line in lines)
-    assert curve([0, 1, 2, 3, 4, 5, 6, 7], 8, is_unicode=terminal.is_unicode) == "_.:-=+*#"
+    assert terminal.text(curve([0, 1, 2, 3, 4, 5, 6, 7], 8)).plain == "_.:-=+*#"
 
 
 def test_cells_have_their_width_whatever_is_in_them() -> None:
@@ -127,7 +127,10 @@ def test_lines_break_at_spaces_and_no_character_is_lost() -> None:
 
 def test_an_excerpt_says_how_much_it_leaves_out() -> None:
     lines = [line.plain for line in Terminal(60).excerpt("x" * 100_000, 2, 1)]
-    assert lines == ["x" * 60, "x" * 60, "\u2026 99,820 of 100,000 characters left out", "x" * 60]
+    note = "\u2026 99,820 of 100,000 characters left out (--full shows them)"
+    assert lines == ["x" * 60, "x" * 60, note, "x" * 60]
+    full = Terminal(60, is_full=True).excerpt("x" * 100_000, 2, 1)
+    assert "".join(line.plain for line in full) == "x" * 100_000
     assert (
         len(list(TERMINAL.excerpt("a\n" * 3, 4, 0))) == 4
     )  # three lines, and the empty one behind the last newline
@@ -137,7 +140,7 @@ def test_an_excerpt_says_how_much_it_leaves_out() -> None:
     assert lines == [
         "line 0",
         "line 1",
-        f"\u2026 {left_out} of {len(numbered)} characters left out",
+        f"\u2026 {left_out} of {len(numbered)} characters left out (--full shows them)",
         "line 98",
         "line 99",
     ]
@@ -170,14 +173,13 @@ def test_styles_reach_a_terminal_with_colours_only() -> None:
 
 
 def test_a_table_has_the_widths_of_its_cells() -> None:
-    columns = [Column("row", ">"), Column("n"), Column("text")]
-    rows = [["10", "\u4f60", "a\x1bb"], ["3", "x", "y" * 90]]
+    columns = [Column("row", 3), Column(" n", 5, "<"), Column("text", align="<")]
+    rows = [["10", " \u4f60", "a\x1bb"], ["3", " x", "y" * 90]]
     lines = [line.plain for line in TERMINAL.table(columns, rows)]
-    assert lines[:2] == ["row  n   text", " 10  \u4f60  a\\x1bb"]
-    assert lines[2] == "  3  x   " + "y" * 70 + "\u2026"
-    assert [line.plain for line in TERMINAL.table([Column(), Column()], [["a", "b"]], gap=1)] == [
-        "a b"
-    ]
+    assert lines[:2] == ["row n   text", " 10 \u4f60  a\\x1bb"]
+    assert lines[2] == "  3 x   " + "y" * 71 + "\u2026"
+    untitled = [Column("", 2, "<"), Column("", 1)]
+    assert [line.plain for line in TERMINAL.table(untitled, [["a", "b"]])] == ["a b"]
 
 
 def test_words_and_labels_hang() -> None:

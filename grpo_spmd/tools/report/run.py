@@ -10,7 +10,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -353,6 +353,44 @@ def _is_same_file(path: Path, status: os.stat_result) -> bool:
     with suppress(OSError):
         return os.path.samestat(path.stat(), status)
     return False
+
+
+def file_stamps(folders: Sequence[Path]) -> list[tuple[int, int]]:
+    """Returns size and time of the files that change while a run goes on."""
+    stamps = []
+    for folder in folders:
+        for name in ("metrics.jsonl", "launches.jsonl"):
+            with suppress(OSError):
+                status = os.stat(folder / name)
+                stamps.append((status.st_size, status.st_mtime_ns))
+    return stamps
+
+
+def changes(
+    look: Callable[[], object],
+    *,
+    poll_s: float,
+    min_age_s: float,
+    state_s: float,
+    age_factor: float,
+) -> Iterator[None]:
+    """Yields at once, and again whenever `look` returns something new, at the earliest `min_age_s`
+    later.
+
+    Yields after `state_s` in any case, because a killed run writes nothing. What the caller does in
+    between takes at most one part in `age_factor` of the time: the machine may be training.
+    """
+    while True:
+        begin = time.monotonic()
+        before = look()
+        yield
+        pause_s = age_factor * (time.monotonic() - begin)
+        while True:
+            age_s = time.monotonic() - begin
+            is_due = age_s >= state_s or look() != before
+            if age_s >= max(min_age_s, pause_s) and is_due:
+                break
+            time.sleep(poll_s)
 
 
 def file_size(path: Path) -> int:
