@@ -40,10 +40,9 @@ class PromptRow:
     """The groups of one row of the data set whose mean reward is known, by ascending step."""
 
     row: int
+    newest_line: LinePosition
     steps: list[int] = field(default_factory=list)
     means: list[float] = field(default_factory=list)
-    newest_line: LinePosition | None = None
-    newest_step: int = 0
 
     @property
     def mean(self) -> float:
@@ -71,59 +70,45 @@ class PromptRow:
             return "better" if self.change > 0 else "worse"
         return "mixed"
 
-    def points(self) -> tuple[list[int], list[float | int | None]]:
-        """Returns steps and means, thinned evenly if there are many."""
-        indices = spread_indices(len(self.steps), _MAX_POINTS)
-        means = [round_digits(self.means[index], 4) for index in indices]
-        return [self.steps[index] for index in indices], means
-
 
 def summarize_prompts(results: Sequence[StepResult], deadline: float) -> dict[str, Any]:
     """Returns "prompts", "prompts_total" and "prompt_kinds" of the page, from all read steps.
 
     After `deadline` on the monotonic clock, texts are left out.
     """
-    rows = _collect_rows(results)
-    lows = [result.min_reward for result in results if result.min_reward is not None]
-    highs = [result.max_reward for result in results if result.max_reward is not None]
+    rows: dict[int, PromptRow] = {}
+    # Results come in the order in which processes finished.
+    for result in sorted(results, key=lambda result: result.step):
+        for group in result.groups:
+            if group.mean is not None:
+                row = rows.setdefault(group.row, PromptRow(group.row, group.line))
+                row.steps.append(result.step)
+                row.means.append(group.mean)
+                row.newest_line = group.line
+    ranges = [result.rewards for result in results if result.rewards is not None]
     # Medians over the steps: one endless penalty must not be the measure for all others.
-    low = float(np.median(lows)) if lows else 0.0
-    high = float(np.median(highs)) if highs else 0.0
+    low, high = np.median(ranges or [(0.0, 0.0)], axis=0).tolist()
     rows_by_kind: dict[str, list[PromptRow]] = {kind: [] for kind in KINDS}
-    for row in rows:
+    for _, row in sorted(rows.items()):
         rows_by_kind[row.kind(low, high)].append(row)
     counts = {kind: len(members) for kind, members in rows_by_kind.items()}
-    prompts = []
     chosen = _choose_rows(rows_by_kind)
     texts = _read_texts([row for _, row in chosen], deadline)
-    for (kind, row), (text, columns) in zip(chosen, texts, strict=True):
-        steps, means = row.points()
+    prompts = []
+    for kind, row in chosen:
+        prompt, columns = texts.get(row.row, ("", {}))
+        indices = spread_indices(len(row.steps), _MAX_POINTS)
         prompts.append(
             {
                 "row": row.row,
-                "prompt": text,
+                "prompt": prompt,
                 "columns": columns,
-                "steps": steps,
-                "means": means,
+                "steps": [row.steps[index] for index in indices],
+                "means": [round_digits(row.means[index], 4) for index in indices],
                 "kind": kind,
             }
         )
     return {"prompts": prompts, "prompts_total": len(rows), "prompt_kinds": counts}
-
-
-def _collect_rows(results: Sequence[StepResult]) -> list[PromptRow]:
-    # Results come in the order in which processes finished.
-    rows: dict[int, PromptRow] = {}
-    for result in sorted(results, key=lambda result: result.step):
-        for group in result.groups:
-            if group.mean != group.mean:  # NaN: no reward is known
-                continue
-            row = rows.setdefault(group.row, PromptRow(group.row))
-            row.steps.append(result.step)
-            row.means.append(group.mean)
-            row.newest_line = group.line
-            row.newest_step = result.step
-    return [rows[number] for number in sorted(rows)]
 
 
 def _choose_rows(rows_by_kind: dict[str, list[PromptRow]]) -> list[tuple[str, PromptRow]]:
@@ -145,28 +130,24 @@ def _choose_rows(rows_by_kind: dict[str, list[PromptRow]]) -> list[tuple[str, Pr
     return [*chosen, *rest][:_MAX_PROMPTS]
 
 
-def _read_texts(rows: Sequence[PromptRow], deadline: float) -> list[tuple[str, dict[str, Any]]]:
-    """Returns prompt and columns of each row; "" if its line is gone, or if time is over."""
-    texts: list[tuple[str, dict[str, Any]]] = [("", {})] * len(rows)
+def _read_texts(
+    rows: Sequence[PromptRow], deadline: float
+) -> dict[int, tuple[str, dict[str, Any]]]:
+    """Returns prompt and columns by row; without those whose line is gone, or if time is over."""
+    texts = {}
     store = LineStore()
     # In the order of the files: a packed file is unpacked from its beginning.
-    positions = [
-        (row.newest_step, row.newest_line, index)
-        for index, row in enumerate(rows)
-        if row.newest_line is not None
-    ]
-    read_step = 0
-    for step, position, index in sorted(positions):
-        # The time is looked at between steps.
-        if step != read_step and time.monotonic() > deadline:
+    path = None
+    for position, row in sorted((row.newest_line, row.row) for row in rows):
+        # The time is looked at between files.
+        if position.path != path and path is not None and time.monotonic() > deadline:
             break
-        read_step = step
-        line = store.read(position)
-        record = parse_line(line) if line is not None else None
+        path = position.path
+        record = parse_line(store.read(position))
         if record is not None:
             columns = list(bounded_values(record.columns).items())[:_MAX_COLUMNS]
             prompt = shorten(prompt_text(record.prompt), _MAX_PROMPT_CHARS)[0]
-            texts[index] = prompt, {name: _shorten_value(value) for name, value in columns}
+            texts[row] = prompt, {name: _shorten_value(value) for name, value in columns}
     store.close()
     return texts
 
