@@ -14,9 +14,10 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from grpo_spmd.checks.memory import size_text
 from grpo_spmd.config.command_line import OverridesParser
 from grpo_spmd.config.errors import ConfigError, refuse, say
 from grpo_spmd.config.load import load_config
@@ -56,14 +57,12 @@ def _fetch(config: Config) -> None:
     # None stands for the training set.
     names = (None, *config.data.eval_sets)
     sets = [name for name in names if key_and_source(config.data, name)[1].startswith("hub:")]
-    models = [(path, None) for path in (config.model.path, *config.teacher.paths.values())]
-    if config.critic.path and not config.critic.is_on_policy:
-        models.insert(1, (config.critic.path, None))
+    critic = "" if config.critic.is_on_policy else config.critic.path
+    models = (config.model.path, critic, *config.teacher.paths.values())
     rewards = [(reward.model, reward.revision) for reward in config.rewards]
-    reward_models = {(model or "", revision) for model, revision in rewards}
     repos = [
         (repo, revision)
-        for repo, revision in [*dict.fromkeys(models), *sorted(reward_models, key=str)]
+        for repo, revision in dict.fromkeys([*((path, None) for path in models), *rewards])
         if repo and not Path(repo).is_dir()
     ]
     if not repos and not sets:
@@ -103,13 +102,13 @@ def _fetch_model(repo: str, revision: str | None, cache: Path) -> None:
     _check_disk(cache, missing, repo)
     start = time.monotonic()
     folder = cache / f"models--{repo.replace('/', '--')}"
-    with _progress(lambda: f"{repo}: {_format_size(_bytes_below(folder / 'blobs'))} so far"):
+    with _progress(lambda: f"{repo}: {size_text(_bytes_below(folder / 'blobs'))} so far"):
         fetch(repo, revision)
     outcome = "already there"
     if any(file.will_download for file in files):
-        outcome = f"{_format_size(missing)} fetched in {time.monotonic() - start:.0f} s"
+        outcome = f"{size_text(missing)} fetched in {time.monotonic() - start:.0f} s"
     commit = files[0].commit_hash[:7]
-    size = _format_size(sum(file.file_size or 0 for file in files))
+    size = size_text(sum(file.file_size or 0 for file in files))
     show(f"prefetch: model {repo}, revision {commit}: {len(files)} files, {size}, {outcome}")
     show(f"  {folder}")
 
@@ -119,7 +118,7 @@ def _check_disk(cache: Path, needed: int, repo: str) -> None:
     folder = next(path for path in (cache, *cache.absolute().parents) if path.exists())
     free = shutil.disk_usage(folder).free
     if free < needed:
-        sizes = f"{_format_size(needed)} more in {cache}, and {_format_size(free)} are free there"
+        sizes = f"{size_text(needed)} more in {cache}, and {size_text(free)} are free there"
         remedy = "make room, or name another place by HF_HOME"
         raise ConfigError(f"model.path: {repo} needs {sizes}; {remedy}")
 
@@ -136,12 +135,12 @@ def _fetch_rows(config: DataConfig, name: str | None) -> None:
     start = time.monotonic()
     # datasets does not say what it writes, so the folder's growth is measured.
     start_bytes = _bytes_below(cache)
-    with _progress(lambda: f"{source}: {_format_size(_bytes_below(cache) - start_bytes)} so far"):
+    with _progress(lambda: f"{source}: {size_text(_bytes_below(cache) - start_bytes)} so far"):
         rows = read_rows(config, name)
     written = _bytes_below(cache) - start_bytes
     outcome = "already there"
     if written:
-        outcome = f"{_format_size(written)} written in {time.monotonic() - start:.0f} s"
+        outcome = f"{size_text(written)} written in {time.monotonic() - start:.0f} s"
     show(f"prefetch: data {source}: {len(rows)} rows, {outcome}")
     show(f"  {cache}")
 
@@ -169,18 +168,10 @@ def _bytes_below(folder: Path) -> int:
     total = 0
     for root, _, names in os.walk(folder):
         for name in names:
-            path = os.path.join(root, name)
             # A partial file may be renamed meanwhile.
-            if not os.path.islink(path) and os.path.exists(path):
-                total += os.stat(path).st_size
+            with suppress(OSError):
+                total += os.lstat(os.path.join(root, name)).st_size
     return total
-
-
-def _format_size(size: int) -> str:
-    for unit, name in ((1e9, "GB"), (1e6, "MB")):
-        if size >= unit:
-            return f"{size / unit:.1f} {name}"
-    return f"{size / 1e3:.1f} kB"
 
 
 if __name__ == "__main__":

@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import grpo_spmd
-from grpo_spmd.tools.report.overview import config_differences, overview
+from grpo_spmd.tools.report.overview import config_differences, overview, summarize_prompts
 from grpo_spmd.tools.report.page import FORMAT, json_bytes, write_page
-from grpo_spmd.tools.report.prompts import summarize_prompts
 from grpo_spmd.tools.report.run import RecordedRun, file_size
 from grpo_spmd.tools.report.steps import (
     StepCost,
@@ -209,20 +208,9 @@ def _summarize(run: RecordedRun, plan: Plan, results: Sequence[StepResult]) -> d
             f"{len(results):,} of {len(run.dumped_steps):,} dumped steps are in this page, evenly, "
             f"for want of {reason}"
         )
-        counts: dict[int, int | None] = {
-            0: 0,
-            **{line["step"]: line.get("progress/completions") for line in run.steps},
-        }
-        # A step whose metrics do not tell its number counts as the others.
-        usual = round(num_read / max(1, len(results)))
-        for step in unread_steps:
-            begin = counts.get(step - 1)
-            end = counts.get(step)
-            if begin is None or end is None or not 0 <= begin <= end:
-                total += usual
-                about = "about "
-            else:
-                total += end - begin
+        # Steps that were not read count as the others.
+        total += round(len(unread_steps) * num_read / max(1, len(results)))
+        about = "about "
     if num_shown < total:
         tables = "all are" if num_read == total else f"{num_read:,} are"
         notes.append(

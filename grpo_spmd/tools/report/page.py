@@ -36,7 +36,7 @@ _INLINE = re.compile(
     r'<link rel="stylesheet" href="(?P<style>[\w.]+)">|<script src="(?P<script>[\w.]+)"></script>'
 )
 _STALE_S = 600.0  # an unfinished file of this age was left by a writer that was killed
-_ENCODER = msgspec.json.Encoder()
+_NON_ASCII = re.compile(r"[^\x00-\x7f]+")
 
 
 def write_page(out: Path, title: str, chunks: Iterable[tuple[str, bytes]]) -> None:
@@ -47,7 +47,10 @@ def write_page(out: Path, title: str, chunks: Iterable[tuple[str, bytes]]) -> No
     `chunks` raises.
     """
     head, foot = _shell()
-    _remove_stale(out)
+    for path in out.parent.glob(f".{glob.escape(out.name)}.*.tmp"):
+        with suppress(OSError):
+            if time.time() - path.lstat().st_mtime > _STALE_S:
+                path.unlink()
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
         temporary.unlink(missing_ok=True)
@@ -111,35 +114,16 @@ def _read_asset(name: str) -> str:
     return (_FOLDER / name).read_text(encoding="utf-8")
 
 
-def _remove_stale(out: Path) -> None:
-    for path in out.parent.glob(f".{glob.escape(out.name)}.*.tmp"):
-        with suppress(OSError):
-            if time.time() - path.lstat().st_mtime > _STALE_S:
-                path.unlink()
-
-
 def json_bytes(value: Any) -> bytes:
     """Returns JSON in ASCII, with null for what is not finite.
 
     Half a surrogate pair, which a policy may write, becomes its escape. Raises nothing for what
     was read from JSON.
     """
-    # msgspec refuses half a surrogate pair and very large numbers.
-    with suppress(ValueError, TypeError, OverflowError, RecursionError, msgspec.MsgspecError):
-        text = _ENCODER.encode(value)
-        if text.isascii():
-            return text
-    # By parts: only texts need the slower encoder, and beside them are thousands of numbers.
-    if isinstance(value, dict) and all(isinstance(name, str) for name in value):
-        items = [_dump(name) + b":" + json_bytes(inner) for name, inner in value.items()]
-        return b"{%s}" % b",".join(items)
-    if isinstance(value, list) and value and isinstance(value[0], dict | list):
-        return b"[%s]" % b",".join(map(json_bytes, value))
     try:
-        return _dump(value)
-    except ValueError:
-        return _dump(json.loads(json.dumps(value), parse_constant=lambda _: None))
-
-
-def _dump(value: Any) -> bytes:
-    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode("ascii")
+        text = msgspec.json.encode(value).decode()
+    except (ValueError, TypeError, OverflowError, msgspec.MsgspecError):
+        # msgspec refuses half a surrogate pair and very large numbers. json has no null for NaN.
+        finite = json.loads(json.dumps(value), parse_constant=lambda _: None)
+        text = json.dumps(finite, separators=(",", ":"))
+    return _NON_ASCII.sub(lambda match: json.dumps(match[0])[1:-1], text).encode()

@@ -33,6 +33,7 @@ _MAX_STEPS = 24_000
 _MAX_VALUES = 3_000_000
 _MAX_METRICS = 1_000
 _MAX_NAME_CHARS = 200
+_MAX_FINITE = 1.7e308  # larger whole numbers are no floats
 _MAX_CONFIG_BYTES = 1 << 20
 _MAX_VALUE_CHARS = 4_000
 _MAX_REPORT_CHARS = 100_000
@@ -282,7 +283,7 @@ def _read_metrics(files: RunFolder) -> tuple[list[dict[str, Any]], list[dict[str
         # Other steps are no run's: a browser could not compute with them.
         if 0 <= step < 2**53:
             kind = evaluations if is_evaluation(line.metrics) else steps
-            kind.add(step, _finite_numbers(line.metrics, names), max(100, len(names)))
+            kind.add({"step": step, **_finite_numbers(line.metrics, names)}, max(100, len(names)))
     return steps.ordered(), evaluations.ordered()
 
 
@@ -292,24 +293,22 @@ class _ThinnedLines:
     def __init__(self) -> None:
         self._lines: dict[int, dict[str, Any]] = {}
         self._stride = 1
-        self._newest = -1
+        self._newest: dict[str, Any] = {}
 
-    def add(self, step: int, values: dict[str, Any], num_names: int) -> None:
-        if self._newest % self._stride and self._newest != step:
-            self._lines.pop(self._newest, None)  # it was kept only because it was the newest
-        self._newest = step
-        self._lines[step] = {"step": step, **values}
+    def add(self, line: dict[str, Any], num_names: int) -> None:
+        self._newest = line
+        if line["step"] % self._stride == 0:
+            self._lines[line["step"]] = line
         # Halving keeps the points at even distances, whatever the run's length will be.
         if len(self._lines) > min(_MAX_STEPS, _MAX_VALUES // num_names):
             self._stride *= 2
             self._lines = {
-                old_step: line
-                for old_step, line in self._lines.items()
-                if old_step % self._stride == 0 or old_step == step
+                step: line for step, line in self._lines.items() if step % self._stride == 0
             }
 
     def ordered(self) -> list[dict[str, Any]]:
-        return [self._lines[step] for step in sorted(self._lines)]
+        lines = self._lines | {line["step"]: line for line in [self._newest] if line}
+        return [lines[step] for step in sorted(lines)]
 
 
 def _finite_numbers(metrics: Mapping[str, Any], names: dict[str, str]) -> dict[str, Any]:
@@ -319,11 +318,11 @@ def _finite_numbers(metrics: Mapping[str, Any], names: dict[str, str]) -> dict[s
     """
     numbers: dict[str, float | int | None] = {}
     for name, value in metrics.items():
-        is_number = type(value) is float or (type(value) is int and abs(value) < 2**63)
-        if name == "step" or len(name) > _MAX_NAME_CHARS or not (is_number or value is None):
-            continue
-        if name in names or len(names) < _MAX_METRICS:
-            is_finite = value is not None and math.isfinite(value)
+        is_metric = name != "step" and (value is None or type(value) in (int, float))
+        has_room = name in names or (len(names) < _MAX_METRICS and len(name) <= _MAX_NAME_CHARS)
+        if is_metric and has_room:
+            # NaN is not smaller than anything.
+            is_finite = value is not None and abs(value) < _MAX_FINITE
             numbers[names.setdefault(name, name)] = value if is_finite else None
     return numbers
 

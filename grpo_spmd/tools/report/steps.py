@@ -167,12 +167,11 @@ def _cut_middle(tokens: dict[str, Any], texts: Sequence[str], max_chars: int) ->
     if head_end >= tail_begin:
         return tokens
     marker = _cut_marker(sum(map(len, texts[head_end:tail_begin])))
-    shortened: dict[str, Any] = {}
-    for name, values in tokens.items():
-        middle = marker if name == "pieces" else None
-        is_known = values is not None
-        shortened[name] = [*values[:head_end], middle, *values[tail_begin:]] if is_known else None
-    return shortened
+    middle = {**dict.fromkeys(tokens), "pieces": marker}
+    return {
+        name: values and [*values[:head_end], middle[name], *values[tail_begin:]]
+        for name, values in tokens.items()
+    }
 
 
 def _episode(
@@ -304,10 +303,8 @@ def spread_out(steps: Iterable[int]) -> list[int]:
     The newest and the first step come first.
     """
     ordered = sorted(steps)
-    if len(ordered) < 3:
-        return ordered[::-1]
-    middle = (ordered[1 + index] for index in _spread_order(len(ordered) - 2, 0))
-    return [ordered[-1], ordered[0], *middle]
+    middle = [ordered[1 + index] for index in _spread_order(len(ordered) - 2, 0)]
+    return list(dict.fromkeys([*ordered[-1:], *ordered[:1], *middle]))
 
 
 def compressed_size(value: object) -> float:

@@ -32,7 +32,7 @@ _SPIKE = 10.0  # times the gradients before it
 _NUM_BEFORE_SPIKE = 20
 _MIN_BEFORE_SPIKE = 5
 _FAILED_FRAC = 0.01  # of completions: from there on there is something to say
-_MIN_GROWTH_GIB = 0.5
+_MIN_GROWTH_GIB = 0.25  # in the second half of a run
 # With these a policy or a critic learns from groups whose rewards are alike, too.
 _OTHER_SIGNALS = {"teacher/kl", "critic/loss"}
 _MISMATCH_MEAN = "weight_sync/mismatch_abs_mean"
@@ -227,9 +227,9 @@ class StepRange(NamedTuple):
 
 
 def metric_curve(lines: Metrics, key: str) -> Curve:
-    points = [(line["step"], float(line[key])) for line in lines if line.get(key) is not None]
-    steps, values = zip(*points, strict=True) if points else ((), ())
-    return Curve(key, np.array(steps, np.int64), np.array(values, np.float64))
+    rows = [(line["step"], line[key]) for line in lines if line.get(key) is not None]
+    points = np.array(rows, np.float64).reshape(-1, 2)
+    return Curve(key, points[:, 0].astype(np.int64), points[:, 1])
 
 
 def find_range(steps: Steps, holds: npt.NDArray[np.bool_]) -> StepRange | None:
@@ -545,23 +545,19 @@ def _judge_mismatch(run: RecordedRun) -> Iterator[Finding | Check]:
 
 def _judge_memory(run: RecordedRun) -> Iterator[Finding]:
     growths: list[tuple[float, Curve]] = []
-    # Memory that stays in use, not peaks, which follow the lengths. The first steps take what they
-    # need once, so a leak must still grow in the second half.
-    for key in matching_metrics(run.steps, r"(memory/(?:sleep/left|\w+/allocated)_gib)"):
-        curve = metric_curve(run.steps[2:], key)
-        if len(curve) < 20:
-            continue
-        # The level at the beginning of the second half.
-        middle = float(np.median(curve.values[len(curve) // 2 :][: curve.window]))
+    # Memory that stays in use, not peaks, which follow the lengths. The first half of a run takes
+    # what it needs once, so a leak must still grow in the second half.
+    half = run.steps[len(run.steps) // 2 :]
+    for key in matching_metrics(half, r"(memory/(?:sleep/left|\w+/allocated)_gib)"):
+        curve = metric_curve(half, key)
         growth = curve.end - curve.start
-        is_large = growth >= max(_MIN_GROWTH_GIB, 0.1 * abs(curve.start))
-        if is_large and curve.end - middle >= 0.25 * growth:
+        if len(curve) >= 10 and growth >= max(_MIN_GROWTH_GIB, 0.05 * abs(curve.start)):
             growths.append((growth, curve))
     if growths:
         growth, curve = max(growths, key=lambda entry: entry[0])
         steps = curve.moved()
         rate = growth / max(1, curve.steps[-1] - curve.steps[0]) * 1000
-        text = f"{curve.key}: {curve.start:.2f} GiB at the start, {curve.end:.2f} now, "
+        text = f"{curve.key}: {curve.start:.2f} GiB half way, {curve.end:.2f} now, "
         text += f"{rate:.2g} GiB in 1,000 steps."
         first_step = steps.first if steps is not None else int(curve.steps[0])
         yield Finding("warning", "memory grows", text, step=first_step, metric=curve.key)

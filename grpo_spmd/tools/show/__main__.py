@@ -10,11 +10,10 @@ from pathlib import Path
 from grpo_spmd.config.command_line import OneLineParser
 from grpo_spmd.config.errors import ConfigError, refuse
 from grpo_spmd.files import hold_standard_streams
-from grpo_spmd.tools.report.run import RecordedRun, read_run
+from grpo_spmd.tools.report.run import RecordedRun, changes, file_stamps, read_run
 from grpo_spmd.tools.show.completions import ranked_completions
-from grpo_spmd.tools.show.overview import overview
-from grpo_spmd.tools.show.prompts import prompt_page, search_lines
-from grpo_spmd.tools.show.step import follow, step_lines
+from grpo_spmd.tools.show.groups import prompt_page, search_lines, step_lines
+from grpo_spmd.tools.show.overview import newest_lines, overview, state_lines
 from grpo_spmd.tools.terminal import Line, Terminal, find_terminal
 
 
@@ -22,12 +21,11 @@ def main() -> None:
     hold_standard_streams()
     args = _parse_arguments()
     try:
-        # follow() writes itself, since it looks at the terminal again before each page.
         if args.follow:
-            follow(args.run_dir, lambda run, terminal: _page(run, args, terminal), args.full)
-            return
-        terminal = find_terminal(args.full)
-        terminal.write(_page(read_run(args.run_dir), args, terminal))
+            _follow(args)
+        else:
+            terminal = find_terminal(args.full)
+            terminal.write(_page(read_run(args.run_dir), args, terminal))
     except ConfigError as error:
         refuse(error)
     except KeyboardInterrupt:
@@ -120,6 +118,44 @@ def _page(run: RecordedRun, args: argparse.Namespace, terminal: Terminal) -> Ite
     if num:
         return ranked_completions(run, step, num, is_best=bool(args.best), terminal=terminal)
     return overview(run, terminal) if step is None else step_lines(run, step, terminal)
+
+
+def _follow(args: argparse.Namespace) -> None:
+    """Draws the page when metrics.jsonl or the terminal changed, until the run has ended.
+
+    If stdout is no terminal, writes the page once, and then a line for each step. Raises
+    ConfigError if there is no run.
+    """
+    last_step: int | None = None
+
+    def look() -> object:
+        return file_stamps([args.run_dir]), find_terminal()
+
+    for _ in changes(look, poll_s=0.5, min_age_s=0.0, state_s=10.0, age_factor=10.0):
+        terminal = find_terminal(args.full)
+        run = read_run(args.run_dir)
+        has_ended = run.state not in ("going", "silent")
+        if terminal.is_tty or last_step is None:
+            try:
+                lines = list(_page(run, args, terminal))
+            except ConfigError as error:
+                if has_ended:
+                    raise
+                # The first completions may be to come.
+                warning = terminal.excerpt(str(error), 4, styles="warning")
+                lines = [*state_lines(run, terminal), *warning]
+            if terminal.is_tty:
+                terminal.redraw(lines, is_last=has_ended)
+            else:
+                terminal.write(lines)
+        else:
+            if run.last_step != last_step:
+                terminal.write(list(newest_lines(run, terminal))[-1:])
+            if has_ended:
+                terminal.write(state_lines(run, terminal))
+        if has_ended:
+            return
+        last_step = run.last_step
 
 
 if __name__ == "__main__":

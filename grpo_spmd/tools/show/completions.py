@@ -11,12 +11,11 @@ import heapq
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import numpy as np
-from rich.text import Text
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.observe.rollout_record import RolloutRecord
@@ -26,7 +25,7 @@ from grpo_spmd.proofs.logprob_check import bounds_of
 from grpo_spmd.tools.report.pieces import TokenPieces, read_pieces
 from grpo_spmd.tools.report.run import RecordedRun
 from grpo_spmd.tools.show.overview import is_drawable, number
-from grpo_spmd.tools.terminal import Line, Styles, Terminal, width_of
+from grpo_spmd.tools.terminal import Line, Styles, Terminal
 
 _MAX_LISTED_STEPS = 8
 LineFilter = Callable[[bytes], bool]
@@ -231,7 +230,7 @@ def ranked_completions(
     for rank, record in enumerate(records, start=1):
         title = f"{word} {rank} of {num_records}, step {step}"
         yield from completion_lines(record, title, differences, terminal)
-        yield Text()
+        yield Line()
     yield from differences.legend_lines(terminal)
     yield from error_lines(errors, terminal)
     hint = f"more: --step {step}   --prompt ROW   --grep TEXT"
@@ -258,7 +257,7 @@ def completion_lines(
     """Yields one completion with its figures, its prompt and what went wrong."""
     title += f", row {number(record.row)}, sample {number(record.sample)}"
     yield terminal.line(title, "title")
-    yield from _flow(_facts(record), terminal)
+    yield from terminal.excerpt("   ".join(_facts(record)), 8, indent=_INDENT)
     description = differences.describe(record)
     if description:
         yield from terminal.excerpt(description, 3, indent=_INDENT)
@@ -311,34 +310,14 @@ def _facts(record: RolloutRecord) -> Iterator[str]:
             yield from (f"{name}/{column}={as_text(value)}" for column, value in values.items())
 
 
-def _flow(facts: Iterable[str], terminal: Terminal) -> Iterator[Line]:
-    """Yields lines with as many whole facts on each as fit."""
-    line = Text(" " * _INDENT)
-    num_columns = _INDENT
-    for fact in facts:
-        # A reward's name may be longer than the terminal is wide.
-        cell = terminal.fit(fact, terminal.columns - _INDENT)
-        width = width_of(cell.plain)
-        if num_columns + width > terminal.columns:
-            yield line
-            line = Text(" " * _INDENT)
-            num_columns = _INDENT
-        line.append_text(cell).append("   ")
-        num_columns += width + 3
-    yield line
-
-
 def _message_lines(messages: Sequence[Any], terminal: Terminal) -> Iterator[Line]:
     """Yields a conversation; the middle of a long one is left out."""
     # The beginning has the task, the end has the answer.
     half = _MAX_MESSAGES // 2
-    num_hidden = 0 if terminal.is_full else max(0, len(messages) - 2 * half)
-    for index, message in enumerate(messages):
-        if num_hidden and index == half:
-            note = f"{num_hidden} messages left out (--full shows them)"
-            yield terminal.line(note, "dim", _INDENT)
-        if num_hidden and half <= index < half + num_hidden:
-            continue
+    if len(messages) > 2 * half and not terminal.is_full:
+        note = {"role": f"{len(messages) - 2 * half} messages left out (--full shows them)"}
+        messages = [*messages[:half], note, *messages[-half:]]
+    for message in messages:
         fields = message if isinstance(message, Mapping) else {}
         speaker = f"{as_text(fields.get('role', 'message'))} {as_text(fields.get('name', ''))}"
         yield terminal.line(speaker.rstrip(), "role", _INDENT)

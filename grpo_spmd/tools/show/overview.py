@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from rich.text import Text
 
 from grpo_spmd.observe.console import Console
 from grpo_spmd.tools.report.run import RecordedRun
@@ -141,15 +140,15 @@ def overview(run: RecordedRun, terminal: Terminal) -> Iterator[Line]:
     yield from state_lines(run, terminal)
     yield from _finding_lines(run, terminal)
     if run.steps:
-        yield Text()
+        yield Line()
         yield from curve_lines(run, terminal)
-        yield Text()
+        yield Line()
         yield from time_lines(run.steps, terminal)
         yield from newest_lines(run, terminal)
     if run.state in _BAD_STATES or not run.steps:
         # The beginning of the reports on a failed or hanging run.
         for name, text in run.reports.items():
-            yield Text()
+            yield Line()
             yield terminal.line(f"logs/{name}", "bad")
             yield from terminal.excerpt(text, _REPORT_LINES, indent=2)
     if run.steps:
@@ -157,7 +156,7 @@ def overview(run: RecordedRun, terminal: Terminal) -> Iterator[Line]:
         if run.dumped_steps:
             hint += "  --worst 3  --best 3  --prompt P  --grep TEXT"
         hint += "  --follow" * (run.state == "going")
-        yield Text()
+        yield Line()
         hint += "; python -m grpo_spmd.report makes a page of it"
         yield from terminal.excerpt(hint, 4, styles="dim")
 
@@ -169,7 +168,7 @@ def state_lines(run: RecordedRun, terminal: Terminal) -> Iterator[Line]:
     if run.state in _BAD_STATES:
         style = "bad"
     name = terminal.fit(run.name, terminal.columns // 3, "title")
-    yield from terminal.hang(Text.assemble(name, "  "), run.why, style)
+    yield from terminal.hang(Line.assemble(name, "  "), run.why, style)
     facts = [str(run.config["model.path"])] if run.config.get("model.path") else []
     num_ranks = run.launch.get("world_size")
     # launches.jsonl may be another version's: facts of another type are left out.
@@ -191,7 +190,7 @@ def _finding_lines(run: RecordedRun, terminal: Terminal) -> Iterator[Line]:
     findings = [finding for finding in list_findings(run) if finding.text != run.why]
     for finding in findings[: terminal.limit(_MAX_FINDINGS)]:
         suffix = f" (from step {finding.step})" if finding.step is not None else ""
-        label = Text(_MARKS[finding.level], finding.level)
+        label = Line(_MARKS[finding.level], finding.level)
         yield from terminal.hang(label, f"{finding.title}{suffix}: {finding.text}")
     if len(findings) > _MAX_FINDINGS and not terminal.is_full:
         yield terminal.line(f"   and {len(findings) - _MAX_FINDINGS} more (--full)", "dim")
@@ -200,10 +199,10 @@ def _finding_lines(run: RecordedRun, terminal: Terminal) -> Iterator[Line]:
     for check in checks:
         if check.level != "ok":
             text = f"{check.name}: {check.value}, bound {check.bound}: {check.text}"
-            yield from terminal.hang(Text(_MARKS[check.level], check.level), text)
+            yield from terminal.hang(Line(_MARKS[check.level], check.level), text)
     names = [check.name for check in checks if check.level == "ok"]
     if names:
-        label = Text(_MARKS["ok"], "ok")
+        label = Line(_MARKS["ok"], "ok")
         yield from terminal.hang(label, f"checks that hold: {'; '.join(names)}", "dim")
 
 
@@ -275,6 +274,6 @@ def newest_lines(run: RecordedRun, terminal: Terminal) -> Iterator[Line]:
     metrics = {"optim/updates": None, "optim/skipped_updates": None, **run.steps[-1]}
     header, line = Console(run.num_steps or run.last_step).lines(metrics)
     if len(header) <= terminal.columns:
-        yield Text()
+        yield Line()
         yield terminal.line(header, "dim")
         yield terminal.line(line)

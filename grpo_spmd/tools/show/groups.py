@@ -1,26 +1,30 @@
-"""Shows one prompt over the steps, or the completions that contain a text.
+"""Pages about groups: those of one step, one prompt over the steps, and a search for a text.
 
-A prompt is a row of the data set. Its page has its mean reward at each step and its completions at
-one step. A search shows the newest steps first, and counts the matches at each step.
+A group is the completions of one prompt at one step; a prompt is a row of the data set. The page of
+a step also has its metrics in blocks, and memory by phase. A search shows the newest steps first,
+and counts the matches at each step.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-
-from rich.text import Text
+from typing import Any
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.observe.rollout_record import RolloutRecord
 from grpo_spmd.observe.run_folder import ReadErrors
 from grpo_spmd.tools.report.run import RecordedRun
+from grpo_spmd.tools.report.verdict import matching_metrics
 from grpo_spmd.tools.show.completions import (
     TokenDifferences,
     completion_lines,
     contains_text,
+    describe_steps,
     error_lines,
     find_dumped_step,
     has_row,
@@ -30,15 +34,38 @@ from grpo_spmd.tools.show.completions import (
     text_lines,
     text_pattern,
 )
-from grpo_spmd.tools.show.overview import curve, label_width, number
-from grpo_spmd.tools.show.step import (
-    GROUP_COLUMNS,
-    PROMPT_COLUMN,
-    PromptGroup,
-    reward_scale,
+from grpo_spmd.tools.show.overview import (
+    Value,
+    curve,
+    histogram,
+    is_drawable,
+    label_width,
+    number,
+    time_lines,
 )
 from grpo_spmd.tools.terminal import Column, Line, Styles, Terminal
 
+_FIRST_BLOCKS = (
+    "reward",
+    "dynamic_sampling",
+    "completion",
+    "episode",
+    "environment",
+    "loss",
+    "optim",
+    "weight_sync",
+    "rollout",
+)
+_MEMORY_KINDS = ("peak", "allocated", "reserved", "driver_used", "other")
+_MAX_GROUPS = 24
+GROUP_COLUMNS = (
+    Column("n", 5),
+    Column("mean", 8),
+    Column("spread", 8),
+    Column("cut", 6),
+    Column("  rewards", 10, "<", style="curve"),
+)
+PROMPT_COLUMN = Column("  prompt", align="<")
 _MAX_ROWS = 200  # that are searched for
 _MAX_LISTED_ROWS = 12
 _MAX_STEPS = 12
@@ -47,6 +74,149 @@ _MAX_SHOWN = 20
 _MAX_SHOWN_PER_STEP = 5
 _CONTEXT_CHARS = 100  # on each side of a match
 _MAX_MARKED = 1000
+
+
+@dataclass
+class PromptGroup:
+    """The completions of one prompt at one step, as rows of figures."""
+
+    row: int
+    prompt: str
+    rewards: list[Value] = field(default_factory=list)
+    num_cut: int = 0
+    mismatches: list[float] = field(default_factory=list)  # of each trained completion, in nats
+
+    def add(self, record: RolloutRecord, mismatch: float | None) -> None:
+        self.rewards.append(record.reward)
+        self.num_cut += record.finish_reason == "length"
+        if mismatch is not None:
+            self.mismatches.append(mismatch)
+
+    @property
+    def mismatch(self) -> float | None:
+        """The largest |policy - engine| of a trained token; NaN is worse than any number."""
+        return max(self.mismatches, key=lambda value: (math.isnan(value), value), default=None)
+
+    @property
+    def known_rewards(self) -> list[float]:
+        return [
+            float(reward) for reward in self.rewards if reward is not None and is_drawable(reward)
+        ]
+
+    @property
+    def mean(self) -> float | None:
+        return statistics.fmean(self.known_rewards) if self.known_rewards else None
+
+    @property
+    def spread(self) -> float | None:
+        """The standard deviation with n - 1, as in advantages."""
+        rewards = self.known_rewards
+        return statistics.stdev(rewards) if len(rewards) > 1 else None
+
+    def cells(self, scale: tuple[float, float]) -> list[str]:
+        """Returns what a table has of it below GROUP_COLUMNS; `scale` is low and high."""
+        figures = [str(len(self.rewards)), number(self.mean), number(self.spread)]
+        cut_frac = self.num_cut / len(self.rewards)
+        return [*figures, f"{cut_frac:.0%}", f"  {histogram(self.rewards, *scale)}"]
+
+
+def reward_scale(groups: Iterable[PromptGroup]) -> tuple[float, float]:
+    """Returns the lowest and the highest reward: one scale, to compare the groups' histograms."""
+    rewards = [reward for group in groups for reward in group.known_rewards]
+    return min(rewards, default=0.0), max(rewards, default=0.0)
+
+
+def step_lines(run: RecordedRun, step: int, terminal: Terminal) -> Iterator[Line]:
+    """Yields the page of one step."""
+    metrics = next((line for line in run.steps if line["step"] == step), {})
+    evaluation = next((line for line in run.evaluations if line["step"] == step), {})
+    total = f" of {run.num_steps}" if run.num_steps else ""
+    yield terminal.line(f"{run.name}  step {step}{total}", "title")
+    yield from metric_blocks({**metrics, **evaluation}, terminal)
+    if metrics:
+        yield from time_lines([metrics], terminal)
+    phases = matching_metrics([metrics], r"memory/(.+)/peak_gib")
+    if phases:
+        # A row for each phase, in GiB of the fullest rank.
+        width = 12 if terminal.columns >= 78 else 9
+        titles = [kind.replace("_used", "")[: width - 1] for kind in _MEMORY_KINDS]
+        columns = [Column("memory (GiB)", 14, "<"), *(Column(title, width) for title in titles)]
+        rows = []
+        for phase in phases:
+            values = [metrics.get(f"memory/{phase}/{kind}_gib") for kind in _MEMORY_KINDS]
+            rows.append([f"  {phase}", *map(number, values)])
+        yield from terminal.table(columns, rows)
+    yield Line()
+    if step in run.dumped_steps:
+        yield from _group_lines(run, step, terminal)
+    else:
+        warning = f"no completions of step {step} are there; {describe_steps(run.dumped_steps)}"
+        yield terminal.line(warning, "warning")
+
+
+def metric_blocks(metrics: Mapping[str, Any], terminal: Terminal) -> Iterator[Line]:
+    """Yields metrics below the first part of their names, in as many columns as fit."""
+    num_columns = max(1, terminal.columns // 40)
+    label = (terminal.columns - 2) // num_columns - 12
+    # A fixed order for the usual blocks; other metrics follow as the run wrote them.
+    blocks: dict[str, list[str]] = {name: [] for name in _FIRST_BLOCKS}
+    for name in metrics:
+        block, slash, _ = name.partition("/")
+        # Memory and the phases' times have tables of their own.
+        if slash and block != "memory" and not re.fullmatch(r"time/(?!wall)\w+_s", name):
+            blocks.setdefault(block, []).append(name)
+    for block, names in blocks.items():
+        if names:
+            yield terminal.line(block, "role")
+        num_rows = -(-len(names) // num_columns)
+        for row in range(num_rows):
+            line = Line("  ")
+            for name in names[row::num_rows]:
+                line.append_text(terminal.pad(name.partition("/")[2], label, "dim"))
+                line.append(f"{number(metrics[name]):>8}    ")
+            yield line
+
+
+def _group_lines(run: RecordedRun, step: int, terminal: Terminal) -> Iterator[Line]:
+    errors = ReadErrors()
+    # A step's largest differences are one number a rollout, so they fit into memory.
+    mismatches: dict[int | None, float] = {
+        scores.rollout_id: math.nan if scores.difference_max is None else scores.difference_max
+        for scores in run.files.scores(step, errors)
+    }
+    groups_by_position: dict[int, PromptGroup] = {}
+    for record in run.files.rollouts(step, errors=errors):
+        if record.position not in groups_by_position:
+            prompt = prompt_text(record.prompt)[:_MAX_PROMPT_CHARS]
+            groups_by_position[record.position] = PromptGroup(record.row, prompt)
+        groups_by_position[record.position].add(record, mismatches.get(record.rollout_id))
+    # The prompts that need a look come first; groups without a reward last.
+    groups = [groups_by_position[position] for position in sorted(groups_by_position)]
+    groups.sort(key=lambda group: (group.mean is None, group.mean or 0.0))
+    scale = reward_scale(groups)
+    rewards = [reward for group in groups for reward in group.rewards]
+    title = f"{len(groups)} groups, {len(rewards)} completions; rewards from {number(scale[0])} to "
+    yield terminal.line(f"{title}{number(scale[1])}, least mean first", "role")
+    columns = [Column("row", 7), *GROUP_COLUMNS, Column("mismatch", 8), PROMPT_COLUMN]
+    rows = [
+        [number(group.row), *group.cells(scale), number(group.mismatch), f"  {group.prompt}"]
+        for group in groups
+    ]
+    lines = list(terminal.table(columns, rows))
+    # Both ends are interesting: the worst and the best groups.
+    half = _MAX_GROUPS // 2
+    num_hidden = len(groups) - 2 * half
+    if num_hidden > 0 and not terminal.is_full:
+        note = f"{num_hidden} groups between them (--full shows them)"
+        lines[1 + half : -half] = [terminal.line(note, "dim", 8)]
+    yield from lines
+    num_unscored = rewards.count(None)
+    if num_unscored:
+        yield terminal.line(f"{num_unscored} completions have no reward", "warning")
+    yield from error_lines(errors, terminal)
+    yield Line()
+    hint = f"more: --step {step} --worst 3   --step {step} --best 3   --prompt ROW   --grep TEXT"
+    yield terminal.line(hint, "dim")
 
 
 @dataclass
@@ -141,14 +311,14 @@ def _prompt_history(
     yield terminal.line(f"{title}{len(run.dumped_steps)} steps with completions", "title")
     if prompt.records:
         yield from prompt_lines(prompt.records[0], terminal)
-    yield Text()
+    yield Line()
     # The curve of the mean reward, and a row for each step.
     label = label_width(terminal)
     means = [group.mean for group in prompt.groups.values()]
     drawn = curve(means, terminal.columns - label - 28)
     figures = f"  first {number(means[0])}  last {number(means[-1])}"
     mean_label = terminal.pad("mean reward", label)
-    yield Text.assemble(mean_label, terminal.text(drawn, "curve"), figures)
+    yield Line.assemble(mean_label, terminal.text(drawn, "curve"), figures)
     groups = list(prompt.groups.items())
     if len(groups) > _MAX_STEPS and not terminal.is_full:
         # The newest steps are what one wants to see.
@@ -164,7 +334,7 @@ def _prompt_history(
     records = sorted(prompt.records, key=lambda record: (record.position, record.sample))
     differences = TokenDifferences(run, prompt.step, records, errors)
     for record in records:
-        yield Text()
+        yield Line()
         title = f"step {prompt.step}"
         yield from completion_lines(record, title, differences, terminal, has_prompt=False)
     yield from differences.legend_lines(terminal)
@@ -239,7 +409,7 @@ def _summary(
     if not total:
         yield terminal.line(f"no completion of {searched} contains {text!r}", "title")
         return
-    yield Text()
+    yield Line()
     note = f"{total} completions of {searched}, {num_shown} of them shown; "
     note += f"first step {matching_steps[0]}, last {matching_steps[-1]}"
     yield from terminal.excerpt(note, 3, styles="title")
@@ -248,6 +418,6 @@ def _summary(
         label = label_width(terminal)
         # Peaks, since single matches would vanish in means of many steps.
         drawn = terminal.text(curve(values, terminal.columns - label - 16, is_peak=True), "curve")
-        yield Text.assemble(terminal.pad("of each step", label), drawn, f"  most {max(values)}")
+        yield Line.assemble(terminal.pad("of each step", label), drawn, f"  most {max(values)}")
     if num_shown < total:
         yield terminal.line("--step N shows those of one step, --full all of them in full", "dim")
