@@ -13,9 +13,10 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 from grpo_spmd.checks.memory import size_text
 from grpo_spmd.config.command_line import OverridesParser
@@ -27,6 +28,7 @@ from grpo_spmd.data.rows import key_and_source, read_rows
 from grpo_spmd.files import hold_standard_streams, show
 
 _PRINT_EVERY_S = 8.0
+T = TypeVar("T")
 
 
 def main() -> None:
@@ -98,15 +100,9 @@ def _fetch_model(repo: str, revision: str | None, cache: Path) -> None:
     from grpo_spmd.model.hf_files import fetch, files_at_hub
 
     files = files_at_hub(repo, revision)
-    missing = sum(file.file_size or 0 for file in files if file.will_download)
-    _check_disk(cache, missing, repo)
-    start = time.monotonic()
+    _check_disk(cache, sum(file.file_size or 0 for file in files if file.will_download), repo)
     folder = cache / f"models--{repo.replace('/', '--')}"
-    with _progress(lambda: f"{repo}: {size_text(_bytes_below(folder / 'blobs'))} so far"):
-        fetch(repo, revision)
-    outcome = "already there"
-    if any(file.will_download for file in files):
-        outcome = f"{size_text(missing)} fetched in {time.monotonic() - start:.0f} s"
+    _, outcome = _fetch_into(folder, repo, lambda: fetch(repo, revision))
     commit = files[0].commit_hash[:7]
     size = size_text(sum(file.file_size or 0 for file in files))
     show(f"prefetch: model {repo}, revision {commit}: {len(files)} files, {size}, {outcome}")
@@ -132,36 +128,37 @@ def _fetch_rows(config: DataConfig, name: str | None) -> None:
     import datasets
 
     cache = Path(datasets.config.HF_DATASETS_CACHE)
-    start = time.monotonic()
-    # datasets does not say what it writes, so the folder's growth is measured.
-    start_bytes = _bytes_below(cache)
-    with _progress(lambda: f"{source}: {size_text(_bytes_below(cache) - start_bytes)} so far"):
-        rows = read_rows(config, name)
-    written = _bytes_below(cache) - start_bytes
-    outcome = "already there"
-    if written:
-        outcome = f"{size_text(written)} written in {time.monotonic() - start:.0f} s"
+    rows, outcome = _fetch_into(cache, source, lambda: read_rows(config, name))
     show(f"prefetch: data {source}: {len(rows)} rows, {outcome}")
     show(f"  {cache}")
 
 
-@contextmanager
-def _progress(describe: Callable[[], str]) -> Iterator[None]:
-    """Prints every few seconds how far the block is, as `describe` tells it."""
+def _fetch_into(folder: Path, name: str, fetch: Callable[[], T]) -> tuple[T, str]:
+    """Returns what `fetch` returns, and in words how much it has written below `folder`.
+
+    Prints every few seconds how far it is. The libraries do not tell it, so the folder's growth is
+    measured.
+    """
+    start = time.monotonic()
+    start_bytes = _bytes_below(folder)
     done = threading.Event()
 
+    def describe() -> str:
+        written = size_text(_bytes_below(folder) - start_bytes)
+        return f"{written} fetched in {time.monotonic() - start:.0f} s"
+
     def run() -> None:
-        start = time.monotonic()
         while not done.wait(_PRINT_EVERY_S):
-            show(f"prefetch: {describe()}, {time.monotonic() - start:.0f} s")
+            show(f"prefetch: {name}: {describe()} so far")
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     try:
-        yield
+        result = fetch()
     finally:
         done.set()
         thread.join()
+    return result, describe() if _bytes_below(folder) > start_bytes else "already there"
 
 
 def _bytes_below(folder: Path) -> int:

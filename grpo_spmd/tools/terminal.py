@@ -241,6 +241,15 @@ class Terminal:
             yield self.line(f"{note} (--full shows them)", "dim", indent)
         yield from (wrapped.line for wrapped in tail)
 
+    def elide(self, lines: Iterable[Line], num_head: int, num_tail: int = 0) -> list[Line]:
+        """Returns the lines without the middle, of which a note tells, unless all are shown."""
+        lines = list(lines)
+        num_hidden = len(lines) - num_head - num_tail
+        if num_hidden > 0 and not self.is_full:
+            note = self.line(f"{num_hidden} more (--full shows them)", "dim", 2)
+            lines[num_head : num_head + num_hidden] = [note]
+        return lines
+
     def hang(self, label: Line, text: str, style: str = "") -> Iterator[Line]:
         """Yields `label`, and at most four lines of `text` beside it with a hanging indent."""
         indent = width_of(label.plain)

@@ -14,7 +14,7 @@ from grpo_spmd.tools.report.build import build_page
 from grpo_spmd.tools.report.run import (
     RecordedRun,
     changes,
-    file_stamps,
+    file_sizes,
     name_apart,
     read_run,
 )
@@ -53,7 +53,7 @@ def main() -> None:
         if out.is_dir():
             raise ConfigError(f"--out: {out} is a folder; name a file in it")
         for _ in changes(
-            lambda: file_stamps(args.runs),
+            lambda: file_sizes(args.runs),
             poll_s=_POLL_S,
             min_age_s=_MIN_AGE_S,
             state_s=30.0,

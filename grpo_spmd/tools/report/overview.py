@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -54,9 +54,6 @@ _NEEDED = {
 _HOST_KEYS = ("world_size", "nodes", "hosts", "devices")
 
 
-KINDS = ("never", "always", "better", "worse", "mixed")
-# Kinds in the order in which prompts are chosen for the page.
-_CHOICE_ORDER = ("never", "worse", "better", "mixed", "always")
 _MAX_PROMPTS = 400
 _MAX_PROMPTS_PER_KIND = 80
 _MAX_PROMPT_POINTS = 100
@@ -211,7 +208,7 @@ class PromptRow:
         return (sum(self.means[-third:]) - sum(self.means[:third])) / third
 
     def kind(self, low: float, high: float) -> str:
-        """Returns one of KINDS; `low` and `high` are the run's lowest and highest reward.
+        """Returns one of _KIND_ORDERS; `low` and `high` are the run's lowest and highest reward.
 
         `never`: no mean is above the lowest reward, up to 5 % of the distance. `always`: no mean
         is below the highest, likewise. `better`, `worse`: the last third is 25 % of the distance
@@ -225,6 +222,17 @@ class PromptRow:
         if abs(self.change) >= _MOVED * distance:
             return "better" if self.change > 0 else "worse"
         return "mixed"
+
+
+# Kinds in the order in which prompts are chosen for the page, and the order within a kind: unsolved
+# ones that were tried most often, those that changed most, the worst of the others, solved ones.
+_KIND_ORDERS: dict[str, Callable[[PromptRow], float]] = {
+    "never": lambda row: -len(row.means),
+    "worse": lambda row: row.change,
+    "better": lambda row: -row.change,
+    "mixed": lambda row: row.mean,
+    "always": lambda row: row.row,
+}
 
 
 def summarize_prompts(results: Sequence[StepResult], deadline: float) -> dict[str, Any]:
@@ -244,7 +252,7 @@ def summarize_prompts(results: Sequence[StepResult], deadline: float) -> dict[st
     ranges = [result.rewards for result in results if result.rewards is not None]
     # Medians over the steps: one endless penalty must not be the measure for all others.
     low, high = np.median(ranges or [(0.0, 0.0)], axis=0).tolist()
-    rows_by_kind: dict[str, list[PromptRow]] = {kind: [] for kind in KINDS}
+    rows_by_kind: dict[str, list[PromptRow]] = {kind: [] for kind in _KIND_ORDERS}
     for _, row in sorted(rows.items()):
         rows_by_kind[row.kind(low, high)].append(row)
     counts = {kind: len(members) for kind, members in rows_by_kind.items()}
@@ -267,20 +275,12 @@ def summarize_prompts(results: Sequence[StepResult], deadline: float) -> dict[st
     return {"prompts": prompts, "prompts_total": len(rows), "prompt_kinds": counts}
 
 
-def _choose_rows(rows_by_kind: dict[str, list[PromptRow]]) -> list[tuple[str, PromptRow]]:
-    """Returns (kind, row) of some rows of each kind, then of what is left of these.
-
-    First come the unsolved ones that were tried most often, then those that changed most, then
-    the worst of the others, then solved ones.
-    """
-    rows_by_kind["never"].sort(key=lambda row: -len(row.means))
-    rows_by_kind["worse"].sort(key=lambda row: row.change)
-    rows_by_kind["better"].sort(key=lambda row: -row.change)
-    rows_by_kind["mixed"].sort(key=lambda row: row.mean)
+def _choose_rows(rows_by_kind: Mapping[str, list[PromptRow]]) -> list[tuple[str, PromptRow]]:
+    """Returns (kind, row) of some rows of each kind, then of what is left of these."""
     chosen: list[tuple[str, PromptRow]] = []
     rest: list[tuple[str, PromptRow]] = []
-    for kind in _CHOICE_ORDER:
-        rows = [(kind, row) for row in rows_by_kind[kind]]
+    for kind, order in _KIND_ORDERS.items():
+        rows = [(kind, row) for row in sorted(rows_by_kind[kind], key=order)]
         chosen += rows[:_MAX_PROMPTS_PER_KIND]
         rest += rows[_MAX_PROMPTS_PER_KIND:]
     return [*chosen, *rest][:_MAX_PROMPTS]

@@ -98,11 +98,14 @@ def read_run(folder: Path) -> RecordedRun:
 
 def name_apart(runs: Sequence[RecordedRun]) -> list[RecordedRun]:
     """Returns the runs with different names, with the folder above or a number if needed."""
-    names = [run.name for run in runs]
-    if len(set(names)) < len(names):
-        names = [f"{run.folder.resolve().parent.name}/{run.name}" for run in runs]
-    if len(set(names)) < len(names):
-        names = [f"{run.name} ({number})" for number, run in enumerate(runs, start=1)]
+    names: list[str] = []
+    for form in ("{name}", "{parent}/{name}", "{name} ({number})"):
+        names = [
+            form.format(name=run.name, parent=run.folder.resolve().parent.name, number=number)
+            for number, run in enumerate(runs, start=1)
+        ]
+        if len(set(names)) == len(names):
+            break
     return [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
 
 
@@ -187,12 +190,14 @@ def _find_state(run: RecordedRun) -> tuple[str, str]:
     """
     launch = run.launch
     outcome = launch.get("outcome")
+    reason = launch.get("why")
+    if not run.launches:
+        outcome, reason = _find_early_outcome(run)
+    suffix = f": {reason}" if isinstance(reason, str) and reason else ""
     if outcome == "done":
         return "done", ""
     is_held = _is_locked(run.folder / "logs" / "launch")
     if outcome in ("preempted", "failed", "killed"):
-        reason = launch.get("why")
-        suffix = f": {reason}" if isinstance(reason, str) and reason else ""
         end_s = _unix_s(launch.get("end"))
         if is_held and (end_s is None or time.time() - end_s > _EXIT_S):
             return "going", f"; it starts again, and the launch before was {outcome}{suffix}"
@@ -207,9 +212,11 @@ def _find_state(run: RecordedRun) -> tuple[str, str]:
         return "silent", f"{silence}; it holds its folder"
     if is_held:
         return "going", ""
+    if not run.launches and not run.steps:
+        return "empty", ": nothing tells of a step yet"
     if not run.launches:
-        return _find_early_state(run, is_quiet)
-    host = _shorten(launch.get("host"))
+        return ("killed", ": it left no word of its end") if is_quiet else ("going", "")
+    host = str(launch.get("host"))[:200]
     # Only on the run's own machine a missing lock proves that nothing holds it.
     if host == socket.gethostname() and os.path.exists("/proc/locks"):
         return "killed", ": it left no word of its end, and no process holds its folder"
@@ -233,19 +240,16 @@ def _max_quiet_s(run: RecordedRun) -> float:
     return max(_LATER_STEP_S, recent_s, _LONGEST_FACTOR * max(durations))
 
 
-def _find_early_state(run: RecordedRun, is_quiet: bool) -> tuple[str, str]:
-    """Returns the state of a folder without launches.jsonl, from versions before 0.1."""
+def _find_early_outcome(run: RecordedRun) -> tuple[str | None, str]:
+    """Returns outcome and reason of a folder without launches.jsonl, from versions before 0.1."""
     with suppress(OSError, ConfigError):
-        reason = read_json(run.folder / "preempted.json").get("reason")
-        return "preempted", f": {_shorten(reason)}"
+        return "preempted", str(read_json(run.folder / "preempted.json").get("reason"))
     if run.steps and run.num_steps is not None and run.last_step >= run.num_steps:
         return "done", ""
     for report in run.reports.values():
-        reason = next((line for line in report.split("\n") if not line.startswith("===")), "")
-        return "failed", f": {_shorten(reason)}"
-    if not run.steps:
-        return "empty", ": nothing tells of a step yet"
-    return ("killed", ": it left no word of its end") if is_quiet else ("going", "")
+        lines = (line for line in report.split("\n") if not line.startswith("==="))
+        return "failed", next(lines, "")
+    return None, ""
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -343,26 +347,15 @@ def _is_locked(path: Path) -> bool:
             # Another device may have the same inode number, so look at the process's open files.
             with suppress(PermissionError):
                 descriptors = Path("/proc", fields[4], "fd").iterdir()
-                return any(_is_same_file(descriptor, status) for descriptor in descriptors)
+                return any(file.exists() and file.samefile(path) for file in descriptors)
             return True  # another user's process: the number must do
     return False
 
 
-def _is_same_file(path: Path, status: os.stat_result) -> bool:
-    with suppress(OSError):
-        return os.path.samestat(path.stat(), status)
-    return False
-
-
-def file_stamps(folders: Sequence[Path]) -> list[tuple[int, int]]:
-    """Returns size and time of the files that change while a run goes on."""
-    stamps = []
-    for folder in folders:
-        for name in ("metrics.jsonl", "launches.jsonl"):
-            with suppress(OSError):
-                status = os.stat(folder / name)
-                stamps.append((status.st_size, status.st_mtime_ns))
-    return stamps
+def file_sizes(folders: Sequence[Path]) -> list[int]:
+    """Returns the sizes of the files that grow while a run goes on."""
+    names = ("metrics.jsonl", "launches.jsonl")
+    return [file_size(folder / name) for folder in folders for name in names]
 
 
 def changes(
@@ -414,7 +407,3 @@ def _format_seconds(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
-
-
-def _shorten(value: Any) -> str:
-    return str(value)[:200]

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +37,6 @@ from grpo_spmd.tools.report.pieces import TokenPieces, read_pieces
 MAX_PROMPT_CHARS = 12_000
 _MAX_TURNS = 200
 _MAX_MESSAGES = 200
-_MAX_MESSAGE_CHARS = 40_000  # of all messages of an episode
 _MIN_TURN_CHARS = 200  # of a turn that is cut
 _TABLE_FIELDS = (
     "row",
@@ -77,36 +76,6 @@ class PageRollout:
         return prompt_text(self.record.prompt)
 
 
-def make_rollout(
-    record: RolloutRecord, pieces: TokenPieces | None, max_chars: int, reason: str
-) -> dict[str, Any]:
-    """Returns the JSON of a rollout without its tokens.
-
-    A completion of more than `max_chars` characters is cut in its middle. `reason` says why the
-    page shows the rollout.
-    """
-    # The keys are those of the page's scripts (page/tokens.js).
-    completion, num_cut = shorten(record.completion, max_chars)
-    text = {
-        "position": record.position,
-        "sample": record.sample,
-        "why": reason,
-        "completion": completion,
-        "cut": num_cut,
-        "reward": record.reward,
-        "rewards": record.rewards,
-        "statuses": record.statuses,
-        "advantage": record.advantage,
-        "finish_reason": record.finish_reason,
-        "columns": bounded_values(record.columns),
-        "extra": bounded_values(record.extra),
-        "tokens": None,
-    }
-    if record.status is not None:
-        text |= _episode(record, pieces, max_chars, is_cut=num_cut > 0)
-    return text
-
-
 def parse_line(line: bytes | None) -> RolloutRecord | None:
     """Returns None for a line that is broken, or nested too deeply to be written as JSON again."""
     # Deep nesting would end json.dumps with a RecursionError.
@@ -115,41 +84,6 @@ def parse_line(line: bytes | None) -> RolloutRecord | None:
         if is_shallow([record.columns, record.prompt, record.extra, record.environment]):
             return record
     return None
-
-
-def _token_columns(
-    rollout: PageRollout, pieces: TokenPieces | None, max_chars: int
-) -> dict[str, Any] | None:
-    """Returns lists with an entry for each sampled token; None if a completion is cut where nobody
-    sees it.
-
-    A list is null if its values are not known. A null `advantage` means the rollout's; a null
-    `mask` means that all tokens count. JSON has null for numbers that are not finite.
-    """
-    record = rollout.record
-    is_cut = rollout.text["cut"] > 0
-    # An episode's turns count on all tokens. Without texts nobody sees where the middle is.
-    if is_cut and (record.status is not None or pieces is None):
-        return None
-    texts = pieces.decode(record.completion_ids) if pieces is not None else None
-    tokens: dict[str, Any] = {
-        "pieces": texts,
-        "ids": record.completion_ids,
-        "logprob": np.round(record.rollout_logprobs, 3).tolist(),
-        **dict.fromkeys(("difference", "entropy", "advantage", "mask")),
-    }
-    with suppress(ConfigError):
-        scores = parse_scores(rollout.score_line or b"", "")
-        # Scores of another length are from another run's rollout.
-        if len(scores.difference) == len(record.completion_ids):
-            # Three digits are what the page shows; more would only take room.
-            tokens["difference"] = list(map(_three_digits, scores.difference.tolist()))
-            tokens["entropy"] = list(map(_three_digits, scores.entropy.tolist()))
-            if scores.advantages is not None:
-                tokens["advantage"] = list(map(_three_digits, scores.advantages.tolist()))
-            if scores.loss_mask is not None:
-                tokens["mask"] = scores.loss_mask.astype(int).tolist()
-    return _cut_middle(tokens, texts, max_chars) if is_cut and texts is not None else tokens
 
 
 # The values were float16: to look up each of the 65,536 is quicker than to round it again.
@@ -171,47 +105,6 @@ def _cut_middle(tokens: dict[str, Any], texts: Sequence[str], max_chars: int) ->
     return {
         name: values and [*values[:head_end], middle[name], *values[tail_begin:]]
         for name, values in tokens.items()
-    }
-
-
-def _episode(
-    record: RolloutRecord, pieces: TokenPieces | None, max_chars: int, *, is_cut: bool
-) -> dict[str, Any]:
-    """Returns the fields of an episode.
-
-    Turns get two thirds of `max_chars` (sampled ones if the completion is cut) and messages one,
-    since they repeat what the completion says.
-    """
-    turns = record.turns[:_MAX_TURNS]
-    max_turn_chars = max(_MIN_TURN_CHARS, 2 * max_chars // 3 // max(1, len(turns)))
-    page_turns = []
-    for turn in turns:
-        page_turn = {
-            "sampled": turn["sampled"],
-            "segment": turn["segment"],
-            "reward": turn.get("reward"),
-            "num_tokens": len(turn["token_ids"]),
-        }
-        if pieces is not None:
-            texts = pieces.decode(turn["token_ids"])
-            if not turn["sampled"] or is_cut:
-                texts = [shorten("".join(texts), max_turn_chars)[0]]
-            page_turn["pieces"] = texts
-        page_turns.append(page_turn)
-    messages = []
-    # Whole messages or none: half a message would look like what was said.
-    num_chars_left = min(_MAX_MESSAGE_CHARS, max_chars // 3)
-    for message in record.messages[:_MAX_MESSAGES]:
-        num_chars_left -= len(json.dumps(message))
-        if num_chars_left < 0:
-            messages.append({"role": "", "content": "further messages are not in this page"})
-            break
-        messages.append(message)
-    return {
-        "status": record.status,
-        "turns": page_turns,
-        "messages": messages,
-        "environment": bounded_values(record.environment),
     }
 
 
@@ -439,11 +332,97 @@ class StepPage:
             self.errors.add(f"{rollout.line.path}: a broken line")
             return None
         scores = self._store.read(rollout.score_line) if rollout.score_line is not None else None
-        text = make_rollout(record, self._pieces, self._max_chars, reason)
+        # The keys are those of the page's scripts (page/tokens.js).
+        completion, num_cut = shorten(record.completion, self._max_chars)
+        text = {
+            "position": record.position,
+            "sample": record.sample,
+            "why": reason,
+            "completion": completion,
+            "cut": num_cut,
+            "reward": record.reward,
+            "rewards": record.rewards,
+            "statuses": record.statuses,
+            "advantage": record.advantage,
+            "finish_reason": record.finish_reason,
+            "columns": bounded_values(record.columns),
+            "extra": bounded_values(record.extra),
+            "tokens": None,
+        }
+        if record.status is not None:
+            text |= self._episode(record, is_cut=num_cut > 0)
         return PageRollout(record, scores, text)
 
+    def _episode(self, record: RolloutRecord, *, is_cut: bool) -> dict[str, Any]:
+        """Returns the fields of an episode.
+
+        Turns get two thirds of the characters (sampled ones if the completion is cut) and messages
+        one, since they repeat what the completion says.
+        """
+        turns = record.turns[:_MAX_TURNS]
+        third = self._max_chars // 3
+        max_turn_chars = max(_MIN_TURN_CHARS, 2 * third // max(1, len(turns)))
+        page_turns = []
+        for turn in turns:
+            page_turn = {
+                "sampled": turn["sampled"],
+                "segment": turn["segment"],
+                "reward": turn.get("reward"),
+                "num_tokens": len(turn["token_ids"]),
+            }
+            if self._pieces is not None:
+                texts = self._pieces.decode(turn["token_ids"])
+                if not turn["sampled"] or is_cut:
+                    texts = [shorten("".join(texts), max_turn_chars)[0]]
+                page_turn["pieces"] = texts
+            page_turns.append(page_turn)
+        # Whole messages or none: half a message would look like what was said.
+        ends = accumulate(len(json.dumps(message)) for message in record.messages[:_MAX_MESSAGES])
+        num_shown = sum(end <= third for end in ends)
+        messages = record.messages[:num_shown]
+        if num_shown < len(record.messages):
+            messages.append({"role": "", "content": "further messages are not in this page"})
+        return {
+            "status": record.status,
+            "turns": page_turns,
+            "messages": messages,
+            "environment": bounded_values(record.environment),
+        }
+
     def tokens(self, rollout: PageRollout) -> dict[str, Any] | None:
-        return _token_columns(rollout, self._pieces, self._max_chars)
+        """Returns lists with an entry for each sampled token; None if nobody could see where a
+        completion is cut.
+
+        A list is null if its values are not known. A null `advantage` means the rollout's; a null
+        `mask` means that all tokens count. JSON has null for numbers that are not finite.
+        """
+        record = rollout.record
+        is_cut = rollout.text["cut"] > 0
+        # An episode's turns count on all tokens. Without texts nobody sees where the middle is.
+        if is_cut and (record.status is not None or self._pieces is None):
+            return None
+        texts = self._pieces.decode(record.completion_ids) if self._pieces is not None else None
+        tokens: dict[str, Any] = {
+            "pieces": texts,
+            "ids": record.completion_ids,
+            "logprob": np.round(record.rollout_logprobs, 3).tolist(),
+            **dict.fromkeys(("difference", "entropy", "advantage", "mask")),
+        }
+        with suppress(ConfigError):
+            scores = parse_scores(rollout.score_line or b"", "")
+            # Scores of another length are from another run's rollout.
+            if len(scores.difference) == len(record.completion_ids):
+                # Three digits are what the page shows; more would only take room.
+                for name, values in (
+                    ("difference", scores.difference),
+                    ("entropy", scores.entropy),
+                    ("advantage", scores.advantages),
+                ):
+                    if values is not None:
+                        tokens[name] = list(map(_three_digits, values.tolist()))
+                if scores.loss_mask is not None:
+                    tokens["mask"] = scores.loss_mask.astype(int).tolist()
+        return _cut_middle(tokens, texts, self._max_chars) if is_cut and texts else tokens
 
     def fill(self) -> None:
         """Chooses rollouts; the result depends on the step alone.

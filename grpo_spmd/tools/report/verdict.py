@@ -263,13 +263,22 @@ def list_findings(run: RecordedRun) -> list[Finding]:
     if all(finding.level == "ok" for finding in findings):
         for check in list_checks(run):
             if check.level != "ok":
-                title = f"the check of {check.name} is not far from its bound"
-                text = f"{check.value}; its bound is {check.bound}: {check.text}."
-                findings.append(Finding(check.level, title, text))
+                findings.append(
+                    Finding(
+                        check.level,
+                        f"the check of {check.name} is not far from its bound",
+                        f"{check.value}; its bound is {check.bound}: {check.text}.",
+                    )
+                )
     if run.steps and all(finding.level == "ok" for finding in findings):
-        text = f"{len(run.steps)} steps: rewards, lengths, entropy, gradients, memory and the "
-        text += "checks show no trouble."
-        findings.append(Finding("ok", "nothing stands out", text))
+        findings.append(
+            Finding(
+                "ok",
+                "nothing stands out",
+                f"{len(run.steps)} steps: rewards, lengths, entropy, gradients, memory and the "
+                "checks show no trouble.",
+            )
+        )
     return sorted(findings, key=lambda finding: _LEVELS.index(finding.level))
 
 
@@ -292,8 +301,9 @@ def _level(value: float, warning_from: float, bad_from: float) -> Level:
 
 def _judge_end_state(run: RecordedRun) -> Iterator[Finding]:
     if run.state in _END_STATES:
-        title = f"the run {_END_STATES[run.state]}"
-        yield Finding("bad", title, run.why, step=run.last_step or None)
+        yield Finding(
+            "bad", f"the run {_END_STATES[run.state]}", run.why, step=run.last_step or None
+        )
 
 
 def _judge_proofs(run: RecordedRun) -> Iterator[Check]:
@@ -355,10 +365,14 @@ def _judge_reward(run: RecordedRun) -> Iterator[Finding]:
         return
     steps = find_range(reward.steps[top:], reward.values[top:] <= peak - 0.25 * drop)
     if steps is not None and steps.is_open:
-        text = f"It was {peak:.3g} about step {reward.steps[top]}, and is {reward.end:.3g} now."
-        text += _describe_changes(run, steps.first)
-        level: Level = "bad" if drop >= 0.5 * max(climb, spread) else "warning"
-        yield Finding(level, "the reward falls", text, step=steps.first, metric=reward.key)
+        yield Finding(
+            "bad" if drop >= 0.5 * max(climb, spread) else "warning",
+            "the reward falls",
+            f"It was {peak:.3g} about step {reward.steps[top]}, and is {reward.end:.3g} now."
+            f"{_describe_changes(run, steps.first)}",
+            step=steps.first,
+            metric=reward.key,
+        )
 
 
 def _describe_changes(run: RecordedRun, first_step: int) -> str:
@@ -389,13 +403,11 @@ def _judge_failures(run: RecordedRun) -> Iterator[Finding | Check]:
             failed_steps = curve.steps[curve.values >= _FAILED_FRAC]
             if len(failed_steps):
                 peak = curve.values.max()
-                text = f"{peak:.1%} of a step's completions at the most, {_FAILED_FRAC:.0%} or more"
-                text += f" at {len(failed_steps)} of {len(curve)} steps; at {bound:.0%} the run "
-                text += "stops."
                 yield Finding(
                     _level(peak, 0.0, _NEAR_BOUND * bound),
                     f"{subject} {verb}",
-                    text,
+                    f"{peak:.1%} of a step's completions at the most, {_FAILED_FRAC:.0%} or more "
+                    f"at {len(failed_steps)} of {len(curve)} steps; at {bound:.0%} the run stops.",
                     step=int(failed_steps[0]),
                     metric=curve.key,
                 )
@@ -427,10 +439,14 @@ def _judge_lengths(run: RecordedRun) -> Iterator[Finding]:
     # Longer completions are no trouble if the reward rises with them.
     is_explosion = ratio >= 3 and gain < threshold
     if is_explosion or (ratio <= 1 / 3 and gain < -threshold):
-        text = f"{tokens.start:.0f} tokens at the start, {tokens.end:.0f} now, and the reward went "
-        text += f"from {reward.start:.3g} to {reward.end:.3g}."
-        title = f"lengths {'explode' if is_explosion else 'collapse'}"
-        yield Finding("warning", title, text, step=steps.first, metric=tokens.key)
+        yield Finding(
+            "warning",
+            "lengths explode" if is_explosion else "lengths collapse",
+            f"{tokens.start:.0f} tokens at the start, {tokens.end:.0f} now, and the reward went "
+            f"from {reward.start:.3g} to {reward.end:.3g}.",
+            step=steps.first,
+            metric=tokens.key,
+        )
 
 
 def _judge_alarms(run: RecordedRun) -> Iterator[Finding]:
@@ -444,8 +460,13 @@ def _judge_alarms(run: RecordedRun) -> Iterator[Finding]:
         steps = find_range(line_steps, np.array([kind in text for text in texts], np.bool_))
         if steps is not None:
             newest = [text[kind] for text in texts if kind in text][-1]
-            level: Level = "ok" if kind == "entropy" and _is_solved(run) else "bad"
-            yield Finding(level, title, f"{newest}.", step=steps.first, metric=metric)
+            yield Finding(
+                "ok" if kind == "entropy" and _is_solved(run) else "bad",
+                title,
+                f"{newest}.",
+                step=steps.first,
+                metric=metric,
+            )
 
 
 def _judge_entropy(run: RecordedRun) -> Iterator[Finding]:
@@ -458,10 +479,14 @@ def _judge_entropy(run: RecordedRun) -> Iterator[Finding]:
     is_collapse = ratio <= 0.1
     is_known = any(finding.metric == entropy.key for finding in _judge_alarms(run))
     if (is_collapse or (ratio >= 3 and entropy.end >= 1)) and not is_known:
-        text = f"{entropy.start:.3g} nats a token at the start, {entropy.end:.3g} now. A lower "
-        text += "optimizer.lr, a higher loss.clip_ratio_high or loss.kl_coef slow that down."
-        title = f"the entropy {'collapses' if is_collapse else 'explodes'}"
-        yield Finding("warning", title, text, step=half_way.first, metric=entropy.key)
+        yield Finding(
+            "warning",
+            "the entropy collapses" if is_collapse else "the entropy explodes",
+            f"{entropy.start:.3g} nats a token at the start, {entropy.end:.3g} now. A lower "
+            "optimizer.lr, a higher loss.clip_ratio_high or loss.kl_coef slow that down.",
+            step=half_way.first,
+            metric=entropy.key,
+        )
 
 
 def _judge_skipped_updates(run: RecordedRun) -> Iterator[Finding | Check]:
@@ -478,12 +503,14 @@ def _judge_skipped_updates(run: RecordedRun) -> Iterator[Finding | Check]:
         text="updates that were not made, since loss or gradient was not finite",
     )
     if len(indices):
-        text = f"{num_skipped} updates in {len(indices)} steps: loss or gradient was not finite."
-        # One skipped update is bad luck, unless it is the newest.
-        is_bad = len(indices) > 1 or indices[0] == len(skipped) - 1
-        level: Level = "bad" if is_bad else "warning"
-        first_step = int(skipped.steps[indices[0]])
-        yield Finding(level, "updates are skipped", text, step=first_step, metric=skipped.key)
+        yield Finding(
+            # One skipped update is bad luck, unless it is the newest.
+            "bad" if len(indices) > 1 or indices[0] == len(skipped) - 1 else "warning",
+            "updates are skipped",
+            f"{num_skipped} updates in {len(indices)} steps: loss or gradient was not finite.",
+            step=int(skipped.steps[indices[0]]),
+            metric=skipped.key,
+        )
 
 
 def _judge_gradient(run: RecordedRun) -> Iterator[Finding]:
@@ -500,20 +527,24 @@ def _judge_gradient(run: RecordedRun) -> Iterator[Finding]:
         if len(before) >= _MIN_BEFORE_SPIKE and norm.values[index] > _SPIKE * np.median(before):
             spikes.append(int(norm.steps[index]))
     if spikes:
-        text = f"More than {_SPIKE:.0f} times those before, and above optimizer.max_grad_norm="
-        text += f"{bound:g}, at {len(spikes)} steps, the last of them {spikes[-1]}."
-        yield Finding("warning", "the gradient spikes", text, step=spikes[0], metric=norm.key)
+        yield Finding(
+            "warning",
+            "the gradient spikes",
+            f"More than {_SPIKE:.0f} times those before, and above optimizer.max_grad_norm="
+            f"{bound:g}, at {len(spikes)} steps, the last of them {spikes[-1]}.",
+            step=spikes[0],
+            metric=norm.key,
+        )
 
 
 def _judge_mismatch(run: RecordedRun) -> Iterator[Finding | Check]:
     for index, key in enumerate((_MISMATCH_MEAN, _MISMATCH_MAX)):
         curve = metric_curve(run.steps, key)
         limit = _setting(run, "proofs.max_mismatch", 0.0) or None
+        scale = run.steps[0].get(_MISMATCH_MEAN) if run.steps else None
+        bounds = np.full(len(curve), bounds_of(run.dtype, limit, scale)[index])
         # The first step has a bound of its own: there is no scale before it.
-        scales = [None, *[line.get(_MISMATCH_MEAN) for line in run.steps[:1]] * len(curve)]
-        bounds = np.array(
-            [bounds_of(run.dtype, limit, scale)[index] for scale in scales[: len(curve)]]
-        )
+        bounds[:1] = bounds_of(run.dtype, limit, None)[index]
         # With proofs.max_mismatch only the mean has a bound.
         if not np.isfinite(bounds).any():
             continue
@@ -538,9 +569,14 @@ def _judge_mismatch(run: RecordedRun) -> Iterator[Finding | Check]:
             title = "engine and policy drift apart"
             steps = curve.moved()
         if steps is not None:
-            text = f"{curve.end:.3g} nats now, {curve.start:.3g} at the start, "
-            text += f"{curve.values.max():.3g} at the most; at {bounds[-1]:.3g} the run stops."
-            yield Finding(level, title, text, step=steps.first, metric=key)
+            yield Finding(
+                level,
+                title,
+                f"{curve.end:.3g} nats now, {curve.start:.3g} at the start, "
+                f"{curve.values.max():.3g} at the most; at {bounds[-1]:.3g} the run stops.",
+                step=steps.first,
+                metric=key,
+            )
 
 
 def _judge_memory(run: RecordedRun) -> Iterator[Finding]:
@@ -557,10 +593,14 @@ def _judge_memory(run: RecordedRun) -> Iterator[Finding]:
         growth, curve = max(growths, key=lambda entry: entry[0])
         steps = curve.moved()
         rate = growth / max(1, curve.steps[-1] - curve.steps[0]) * 1000
-        text = f"{curve.key}: {curve.start:.2f} GiB half way, {curve.end:.2f} now, "
-        text += f"{rate:.2g} GiB in 1,000 steps."
-        first_step = steps.first if steps is not None else int(curve.steps[0])
-        yield Finding("warning", "memory grows", text, step=first_step, metric=curve.key)
+        yield Finding(
+            "warning",
+            "memory grows",
+            f"{curve.key}: {curve.start:.2f} GiB half way, {curve.end:.2f} now, "
+            f"{rate:.2g} GiB in 1,000 steps.",
+            step=steps.first if steps is not None else int(curve.steps[0]),
+            metric=curve.key,
+        )
 
 
 def _judge_evaluations(run: RecordedRun) -> Iterator[Finding]:
@@ -580,12 +620,15 @@ def _judge_evaluations(run: RecordedRun) -> Iterator[Finding]:
         is_before = reward.steps <= max(scores.steps[top], reward.steps[0])
         gain = reward.end - float(np.mean(reward.values[is_before][-reward.window :]))
         if drop >= max(0.05 * abs(best), noise, 1e-9) and gain >= 0.1 * _reward_spread(run):
-            text = f"{best:.3g} after step {scores.steps[top]}, {scores.values[-1]:.3g} now, while "
-            text += f"the training reward rose by {gain:.2g}: it learns what only holds for its "
-            text += "own prompts. checkpoint.best_metric keeps a best."
-            first_step = int(scores.steps[top + 1])
-            title = f"evaluation {name} falls"
-            yield Finding("warning", title, text, step=first_step, metric=scores.key)
+            yield Finding(
+                "warning",
+                f"evaluation {name} falls",
+                f"{best:.3g} after step {scores.steps[top]}, {scores.values[-1]:.3g} now, while "
+                f"the training reward rose by {gain:.2g}: it learns what only holds for its "
+                "own prompts. checkpoint.best_metric keeps a best.",
+                step=int(scores.steps[top + 1]),
+                metric=scores.key,
+            )
 
 
 _RULES: tuple[Callable[[RecordedRun], Iterator[Finding | Check]], ...] = (

@@ -10,7 +10,7 @@ from pathlib import Path
 from grpo_spmd.config.command_line import OneLineParser
 from grpo_spmd.config.errors import ConfigError, refuse
 from grpo_spmd.files import hold_standard_streams
-from grpo_spmd.tools.report.run import RecordedRun, changes, file_stamps, read_run
+from grpo_spmd.tools.report.run import RecordedRun, changes, file_sizes, read_run
 from grpo_spmd.tools.show.completions import ranked_completions
 from grpo_spmd.tools.show.groups import prompt_page, search_lines, step_lines
 from grpo_spmd.tools.show.overview import newest_lines, overview, state_lines
@@ -129,7 +129,7 @@ def _follow(args: argparse.Namespace) -> None:
     last_step: int | None = None
 
     def look() -> object:
-        return file_stamps([args.run_dir]), find_terminal()
+        return file_sizes([args.run_dir]), find_terminal()
 
     for _ in changes(look, poll_s=0.5, min_age_s=0.0, state_s=10.0, age_factor=10.0):
         terminal = find_terminal(args.full)

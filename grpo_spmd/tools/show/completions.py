@@ -25,7 +25,7 @@ from grpo_spmd.proofs.logprob_check import bounds_of
 from grpo_spmd.tools.report.pieces import TokenPieces, read_pieces
 from grpo_spmd.tools.report.run import RecordedRun
 from grpo_spmd.tools.show.overview import is_drawable, number
-from grpo_spmd.tools.terminal import Line, Styles, Terminal
+from grpo_spmd.tools.terminal import Line, Styles, Terminal, width_of
 
 _MAX_LISTED_STEPS = 8
 LineFilter = Callable[[bytes], bool]
@@ -257,7 +257,16 @@ def completion_lines(
     """Yields one completion with its figures, its prompt and what went wrong."""
     title += f", row {number(record.row)}, sample {number(record.sample)}"
     yield terminal.line(title, "title")
-    yield from terminal.excerpt("   ".join(_facts(record)), 8, indent=_INDENT)
+    # As many whole facts on a line as fit.
+    line = ""
+    for fact in _facts(record):
+        # A reward's name may be longer than the terminal is wide.
+        cell = terminal.fit(fact, terminal.columns - _INDENT).plain
+        if line and _INDENT + width_of(line + cell) > terminal.columns:
+            yield terminal.line(line.rstrip(), indent=_INDENT)
+            line = ""
+        line += f"{cell}   "
+    yield terminal.line(line.rstrip(), indent=_INDENT)
     description = differences.describe(record)
     if description:
         yield from terminal.excerpt(description, 3, indent=_INDENT)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -57,7 +57,7 @@ _FIRST_BLOCKS = (
     "rollout",
 )
 _MEMORY_KINDS = ("peak", "allocated", "reserved", "driver_used", "other")
-_MAX_GROUPS = 24
+_NUM_GROUPS = 12  # of the worst and of the best groups of a step
 GROUP_COLUMNS = (
     Column("n", 5),
     Column("mean", 8),
@@ -67,8 +67,8 @@ GROUP_COLUMNS = (
 )
 PROMPT_COLUMN = Column("  prompt", align="<")
 _MAX_ROWS = 200  # that are searched for
-_MAX_LISTED_ROWS = 12
-_MAX_STEPS = 12
+_NUM_ROWS = 12
+_NUM_STEPS = 12
 _MAX_PROMPT_CHARS = 400  # in a list
 _MAX_SHOWN = 20
 _MAX_SHOWN_PER_STEP = 5
@@ -86,7 +86,7 @@ class PromptGroup:
     num_cut: int = 0
     mismatches: list[float] = field(default_factory=list)  # of each trained completion, in nats
 
-    def add(self, record: RolloutRecord, mismatch: float | None) -> None:
+    def add(self, record: RolloutRecord, mismatch: float | None = None) -> None:
         self.rewards.append(record.reward)
         self.num_cut += record.finish_reason == "length"
         if mismatch is not None:
@@ -202,14 +202,8 @@ def _group_lines(run: RecordedRun, step: int, terminal: Terminal) -> Iterator[Li
         [number(group.row), *group.cells(scale), number(group.mismatch), f"  {group.prompt}"]
         for group in groups
     ]
-    lines = list(terminal.table(columns, rows))
     # Both ends are interesting: the worst and the best groups.
-    half = _MAX_GROUPS // 2
-    num_hidden = len(groups) - 2 * half
-    if num_hidden > 0 and not terminal.is_full:
-        note = f"{num_hidden} groups between them (--full shows them)"
-        lines[1 + half : -half] = [terminal.line(note, "dim", 8)]
-    yield from lines
+    yield from terminal.elide(terminal.table(columns, rows), _NUM_GROUPS + 1, _NUM_GROUPS)
     num_unscored = rewards.count(None)
     if num_unscored:
         yield terminal.line(f"{num_unscored} completions have no reward", "warning")
@@ -219,48 +213,27 @@ def _group_lines(run: RecordedRun, step: int, terminal: Terminal) -> Iterator[Li
     yield terminal.line(hint, "dim")
 
 
-@dataclass
-class PromptHistory:
-    """One row of the data set: its group at each step, and its completions at one step."""
+def find_prompts(run: RecordedRun, wanted: str, errors: ReadErrors) -> list[dict[int, PromptGroup]]:
+    """Returns the groups by step of each row of that number, or whose prompt contains `wanted` in
+    any case.
 
-    row: int
-    text: str
-    groups: dict[int, PromptGroup] = field(default_factory=dict)  # by step
-    step: int = 0  # of the records
-    records: list[RolloutRecord] = field(default_factory=list)
-
-
-def find_prompts(
-    run: RecordedRun, wanted: str, step: int | None, errors: ReadErrors
-) -> list[PromptHistory]:
-    """Returns rows by their number, or those whose prompts contain `wanted` in any case.
-
-    Their number is bounded. Completions are kept for `step`, or else for the newest step at which
-    a row was sampled; for several rows only those of the first row are kept.
+    The number of rows is bounded.
     """
     # A number of at most 18 digits fits in 64 bits; a longer one is a text.
     row = int(wanted) if wanted.isascii() and wanted.isdecimal() and len(wanted) < 19 else None
     pattern = text_pattern(wanted)
     line_filter = contains_text(wanted) if row is None else has_row(row)
-    prompts: dict[int, PromptHistory] = {}
-    for dumped_step in run.dumped_steps:
-        for record in run.files.rollouts(dumped_step, errors=errors, is_wanted=line_filter):
+    prompts: dict[int, dict[int, PromptGroup]] = {}
+    for step in run.dumped_steps:
+        for record in run.files.rollouts(step, errors=errors, is_wanted=line_filter):
             text = prompt_text(record.prompt)
             is_match = pattern.search(text) is not None if row is None else record.row == row
             # The bound is on rows: of a row that is known, all steps count.
-            if not is_match or (record.row not in prompts and len(prompts) >= _MAX_ROWS):
-                continue
-            history = PromptHistory(record.row, text[:_MAX_PROMPT_CHARS])
-            prompt = prompts.setdefault(record.row, history)
-            group = prompt.groups.setdefault(dumped_step, PromptGroup(prompt.row, prompt.text))
-            group.add(record, None)
-            # With several rows a list is shown, so no completions are kept.
-            if (step is None or dumped_step == step) and len(prompts) == 1:
-                prompt.records = (
-                    [*prompt.records, record] if prompt.step == dumped_step else [record]
-                )
-                prompt.step = dumped_step
-    return sorted(prompts.values(), key=lambda prompt: prompt.row)
+            if is_match and (record.row in prompts or len(prompts) < _MAX_ROWS):
+                groups = prompts.setdefault(record.row, {})
+                group = PromptGroup(record.row, text[:_MAX_PROMPT_CHARS])
+                groups.setdefault(step, group).add(record)
+    return [groups for _, groups in sorted(prompts.items())]
 
 
 def prompt_page(
@@ -273,69 +246,59 @@ def prompt_page(
     errors = ReadErrors()
     # Raises for a step without completions, before everything is read.
     find_dumped_step(run, step)
-    prompts = find_prompts(run, wanted, step, errors)
+    prompts = find_prompts(run, wanted, errors)
     if not prompts:
         problem = "has that text, and no such row" if wanted.isdecimal() else "contains that text"
         searched = f"no prompt of {len(run.dumped_steps)} steps"
         raise ConfigError(f"--prompt {wanted!r}: {searched} {problem}")
-    if len(prompts) > 1:
-        yield from _prompt_list(prompts, terminal)
+    if len(prompts) == 1:
+        yield from _prompt_history(run, prompts[0], step, terminal)
     else:
-        yield from _prompt_history(run, prompts[0], step, terminal, errors)
+        # At the bound the search stopped adding rows.
+        more = " or more" if len(prompts) == _MAX_ROWS else ""
+        yield terminal.line(f"{len(prompts)}{more} prompts; --prompt ROW shows one", "title")
+        columns = [Column("row", 8), Column("steps", 7), Column("first", 8), Column("last", 8)]
+        rows = []
+        for groups in prompts:
+            means = [number(group.mean) for group in groups.values()]
+            newest = groups[max(groups)]
+            figures = [number(newest.row), str(len(means)), means[0], means[-1]]
+            rows.append([*figures, f"  {newest.prompt}"])
+        yield from terminal.elide(terminal.table([*columns, PROMPT_COLUMN], rows), 1 + _NUM_ROWS)
     yield from error_lines(errors, terminal)
 
 
-def _prompt_list(prompts: Sequence[PromptHistory], terminal: Terminal) -> Iterator[Line]:
-    # At the bound the search stopped adding rows.
-    more = " or more" if len(prompts) == _MAX_ROWS else ""
-    yield terminal.line(f"{len(prompts)}{more} prompts; --prompt ROW shows one", "title")
-    columns = [Column("row", 8), Column("steps", 7), Column("first", 8), Column("last", 8)]
-    rows = []
-    for prompt in prompts[: terminal.limit(_MAX_LISTED_ROWS)]:
-        means = [number(group.mean) for group in prompt.groups.values()]
-        figures = [number(prompt.row), str(len(means)), means[0], means[-1]]
-        rows.append([*figures, f"  {prompt.text}"])
-    yield from terminal.table([*columns, PROMPT_COLUMN], rows)
-    if len(rows) < len(prompts):
-        yield terminal.line(f"and {len(prompts) - len(rows)} more (--full shows them)", "dim")
-
-
 def _prompt_history(
-    run: RecordedRun,
-    prompt: PromptHistory,
-    step: int | None,
-    terminal: Terminal,
-    errors: ReadErrors,
+    run: RecordedRun, groups: Mapping[int, PromptGroup], step: int | None, terminal: Terminal
 ) -> Iterator[Line]:
-    title = f"row {number(prompt.row)}: sampled at {len(prompt.groups)} of "
+    """Yields the page of one prompt, whose groups are given by step."""
+    step = max(groups) if step is None else step
+    row = groups[max(groups)].row
+    errors = ReadErrors()  # counted when the prompt was looked for
+    dump = run.files.rollouts(step, errors=errors, is_wanted=has_row(row))
+    records = [record for record in dump if record.row == row]
+    title = f"row {number(row)}: sampled at {len(groups)} of "
     yield terminal.line(f"{title}{len(run.dumped_steps)} steps with completions", "title")
-    if prompt.records:
-        yield from prompt_lines(prompt.records[0], terminal)
+    if records:
+        yield from prompt_lines(records[0], terminal)
     yield Line()
-    # The curve of the mean reward, and a row for each step.
+    # The curve of the mean reward, and a row for each step; the newest are what one wants to see.
     label = label_width(terminal)
-    means = [group.mean for group in prompt.groups.values()]
-    drawn = curve(means, terminal.columns - label - 28)
+    means = [group.mean for group in groups.values()]
+    drawn = terminal.text(curve(means, terminal.columns - label - 28), "curve")
     figures = f"  first {number(means[0])}  last {number(means[-1])}"
-    mean_label = terminal.pad("mean reward", label)
-    yield Line.assemble(mean_label, terminal.text(drawn, "curve"), figures)
-    groups = list(prompt.groups.items())
-    if len(groups) > _MAX_STEPS and not terminal.is_full:
-        # The newest steps are what one wants to see.
-        hint = f"the newest {_MAX_STEPS} of {len(groups)} steps (--full shows all)"
-        yield terminal.line(hint, "dim")
-        groups = groups[-_MAX_STEPS:]
-    scale = reward_scale(prompt.groups.values())
-    rows = [[str(group_step), *group.cells(scale)] for group_step, group in groups]
-    yield from terminal.table([Column("step", 8), *GROUP_COLUMNS], rows)
-    if not prompt.records:
+    yield Line.assemble(terminal.pad("mean reward", label), drawn, figures)
+    scale = reward_scale(groups.values())
+    rows = [[str(group_step), *group.cells(scale)] for group_step, group in groups.items()]
+    table = terminal.table([Column("step", 8), *GROUP_COLUMNS], rows)
+    yield from terminal.elide(table, 1, _NUM_STEPS)
+    if not records:
         yield terminal.line(f"not sampled at step {step}", "warning")
-        return
-    records = sorted(prompt.records, key=lambda record: (record.position, record.sample))
-    differences = TokenDifferences(run, prompt.step, records, errors)
+    records.sort(key=lambda record: (record.position, record.sample))
+    differences = TokenDifferences(run, step, records, errors)
     for record in records:
         yield Line()
-        title = f"step {prompt.step}"
+        title = f"step {step}"
         yield from completion_lines(record, title, differences, terminal, has_prompt=False)
     yield from differences.legend_lines(terminal)
 

@@ -19,7 +19,7 @@ from grpo_spmd.tools.terminal import BARS, Column, Line, Terminal
 
 Value = float | int | None
 MAX_FINITE = 1e300  # larger numbers are not drawn: sums and differences of them would be infinite
-_MAX_FINDINGS = 8
+_MAX_FINDING_LINES = 24
 _MAX_CURVES = 8  # of components of the reward; of evaluations
 _REPORT_LINES = 12
 _GOOD_STATES = ("done", "going")
@@ -54,12 +54,10 @@ def histogram(values: Sequence[Value], low: float, high: float, width: int = 8) 
 
     A space means that the bin is empty.
     """
-    counts = [0] * width
-    for value in values:
-        if value is not None and is_drawable(value):
-            counts[min(width - 1, int(fraction(value, low, high) * width))] += 1
+    known = [value for value in values if value is not None and is_drawable(value)]
+    counts, _ = np.histogram(known, bins=width, range=(low, high))
     # The fullest bin has the full height, and a bin with one value is visible.
-    peak = max(1, *counts)
+    peak = max(1, counts.max())
     return "".join(" " if not n else BARS[min(7, (n * 8 - 1) // peak)] for n in counts)
 
 
@@ -186,14 +184,14 @@ def state_lines(run: RecordedRun, terminal: Terminal) -> Iterator[Line]:
 
 
 def _finding_lines(run: RecordedRun, terminal: Terminal) -> Iterator[Line]:
-    # The state's line has told why the run ended.
-    findings = [finding for finding in list_findings(run) if finding.text != run.why]
-    for finding in findings[: terminal.limit(_MAX_FINDINGS)]:
-        suffix = f" (from step {finding.step})" if finding.step is not None else ""
-        label = Line(_MARKS[finding.level], finding.level)
-        yield from terminal.hang(label, f"{finding.title}{suffix}: {finding.text}")
-    if len(findings) > _MAX_FINDINGS and not terminal.is_full:
-        yield terminal.line(f"   and {len(findings) - _MAX_FINDINGS} more (--full)", "dim")
+    lines: list[Line] = []
+    for finding in list_findings(run):
+        # The state's line has told why the run ended.
+        if finding.text != run.why:
+            suffix = f" (from step {finding.step})" if finding.step is not None else ""
+            label = Line(_MARKS[finding.level], finding.level)
+            lines += terminal.hang(label, f"{finding.title}{suffix}: {finding.text}")
+    yield from terminal.elide(lines, _MAX_FINDING_LINES)
     # Checks that are not well get a line each; all others share one.
     checks = list_checks(run)
     for check in checks:
