@@ -20,9 +20,7 @@ from grpo_spmd.tools.report.run import (
 )
 
 _MAX_RUNS = 8
-# --follow: the least age of the page, and the interval of looks at the files.
-_MIN_AGE_S = 10.0
-_POLL_S = 1.0
+_MIN_AGE_S = 10.0  # of the page, with --follow
 _RUNNING_STATES = {"going", "silent", "empty"}
 
 
@@ -52,13 +50,7 @@ def main() -> None:
         # Said before the dumps are read, which may take long.
         if out.is_dir():
             raise ConfigError(f"--out: {out} is a folder; name a file in it")
-        for _ in changes(
-            lambda: file_sizes(args.runs),
-            poll_s=_POLL_S,
-            min_age_s=_MIN_AGE_S,
-            state_s=30.0,
-            age_factor=4.0,
-        ):
+        for _ in changes(lambda: file_sizes(args.runs), _MIN_AGE_S):
             states = {run.state for run in _build(args.runs, out)}
             if not args.follow or not states & _RUNNING_STATES:
                 return

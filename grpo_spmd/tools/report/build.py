@@ -41,10 +41,9 @@ _PROMPTS_BYTES = 150_000
 _READING_S = 14.0
 _PATIENT_S = 20.0
 _TEXTS_S = 2.0  # for the texts of prompts
-# A run whose dumps are no larger, unpacked, is read whole however busy the machine is.
-_SMALL_BYTES = 32_000_000
+# A run whose dumps are no larger is read whole however busy the machine is.
+_SMALL_BYTES = 8_000_000
 _SMALL_S = 120.0
-_UNPACKED_RATIO = 4
 _MIN_TEXT_BYTES = 800.0  # of a completion, compressed
 _NUM_MEASURED = 3  # steps
 _MAX_STEP_BYTES = 1_500_000  # of the rollouts of a step, compressed
@@ -63,7 +62,7 @@ class Plan(NamedTuple):
     """Which steps of a run are read, and how much of each is shown."""
 
     tasks: list[StepTask]  # in the order in which they are made
-    num_bytes: int  # of the dumps of these steps, packed
+    num_dumped_bytes: int
     deadline: float  # on the monotonic clock, after which no further step is read
 
 
@@ -113,15 +112,13 @@ def make_plan(run: RecordedRun, num_bytes: int, deadline: float) -> Plan:
     order = spread_out(set(run.dumped_steps) & folder.rollout_files.keys())
     if not order:
         return Plan([], 0, deadline)
-    sizes = dict.fromkeys(order, 0)
-    unpacked_size = 0
-    for files in (folder.rollout_files, folder.score_files):
-        for step in order:
-            for path in files.get(step, {}).values():
-                size = file_size(path)
-                sizes[step] += size
-                unpacked_size += size * (_UNPACKED_RATIO if path.suffix == ".gz" else 1)
-    if unpacked_size <= _SMALL_BYTES:
+    num_dumped_bytes = sum(
+        file_size(path)
+        for files in (folder.rollout_files, folder.score_files)
+        for step in order
+        for path in files.get(step, {}).values()
+    )
+    if num_dumped_bytes <= _SMALL_BYTES:
         deadline = max(deadline, begin + _SMALL_S)
     # All steps are not measured: reading is what takes the time.
     costs: list[StepCost] = []
@@ -133,7 +130,7 @@ def make_plan(run: RecordedRun, num_bytes: int, deadline: float) -> Plan:
     tasks = [
         StepTask(run.folder, step, int(min(room, _MAX_STEP_BYTES))) for step, room in rooms.items()
     ]
-    return Plan(tasks, sum(sizes[step] for step in rooms), deadline)
+    return Plan(tasks, num_dumped_bytes, deadline)
 
 
 def _share_room(
@@ -159,7 +156,7 @@ def _share_room(
 def _make_steps(plan: Plan) -> Iterator[StepResult]:
     """Yields the steps for which there is time, at least the first, as they are done."""
     num_processes = min(len(os.sched_getaffinity(0)), _MAX_PROCESSES)
-    if num_processes < 2 or plan.num_bytes < _POOL_BYTES or os.nice(0) >= _IS_NICE:
+    if num_processes < 2 or plan.num_dumped_bytes < _POOL_BYTES or os.nice(0) >= _IS_NICE:
         for number, task in enumerate(plan.tasks):
             if number and time.monotonic() > plan.deadline:
                 return

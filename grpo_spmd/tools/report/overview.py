@@ -6,6 +6,7 @@ And its prompts by row of the data set: which got better, which are never solved
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -128,8 +129,27 @@ def config_rows(run: RecordedRun) -> list[list[Any]]:
     The source is "default", "command line" (of the newest launch), "from algorithm: NAME", or
     "set" (by a file or for the machine). config.yaml is resolved and does not tell it.
     """
-    rows = list(run.config.items())[:_MAX_KEYS]
-    return [[key, _config_value(value), _config_source(run, key, value)] for key, value in rows]
+    command = run.launch.get("command")
+    words = map(str, command if isinstance(command, list) else ())
+    overridden = [word.partition("=")[0] for word in words if "=" in word]
+    recipe: Mapping[str, Any] = {}
+    with suppress(ConfigError):  # a recipe of another version
+        recipe = recipe_of(run.config)
+    defaults = _default_values()
+    rows = []
+    for key, value in list(run.config.items())[:_MAX_KEYS]:
+        # rewards.3.weight has the default of rewards.0.weight.
+        general = re.sub(r"\.\d+(?=\.|$)", ".0", key)
+        source = "set"
+        # An override wins over file and recipe, so it is looked at first.
+        if any(key == name or key.startswith(f"{name}.") for name in overridden):
+            source = "command line"
+        elif repr(recipe.get(key)) == repr(value) and key in recipe:
+            source = f"{FROM_RECIPE} {run.config['algorithm']}"
+        elif repr(defaults.get(general)) == repr(value) and general in defaults:
+            source = "default"
+        rows.append([key, _config_value(value), source])
+    return rows
 
 
 def config_differences(runs: Sequence[RecordedRun]) -> list[list[Any]]:
@@ -154,27 +174,6 @@ def _versions(run: RecordedRun) -> dict[str, Any]:
     return {name: _config_value(value) for name, value in versions.items()}
 
 
-def _config_source(run: RecordedRun, key: str, value: Any) -> str:
-    # An override wins over file and recipe, so it is looked at first.
-    command = run.launch.get("command")
-    for argument in command if isinstance(command, list) else ():
-        name, equals, _ = str(argument).partition("=")
-        if equals and (key == name or key.startswith(f"{name}.")):
-            return "command line"
-    recipe: Mapping[str, Any] = {}
-    with suppress(ConfigError):  # a recipe of another version
-        recipe = recipe_of(run.config)
-    if key in recipe and repr(recipe[key]) == repr(value):
-        return f"{FROM_RECIPE} {run.config['algorithm']}"
-    defaults = _default_values()
-    # rewards.3.weight has the default of rewards.0.weight.
-    if key.startswith("rewards."):
-        general = ".".join("0" if word.isdecimal() else word for word in key.split("."))
-        key = key if key in defaults else general
-    is_default = key in defaults and repr(defaults[key]) == repr(value)
-    return "default" if is_default else "set"
-
-
 @cache
 def _default_values() -> Mapping[str, Any]:
     """Returns all defaults, flat, without the keys that a config must set."""
@@ -182,10 +181,12 @@ def _default_values() -> Mapping[str, Any]:
     return {key: value for key, value in values.items() if key not in flat(_NEEDED)}
 
 
-def _config_value(value: Any) -> Any:
+def _config_value(value: Any, max_chars: int = _MAX_VALUE_CHARS) -> Any:
     if value is None or type(value) in (bool, int, float):
         return value
-    return (value if isinstance(value, str) else json.dumps(value, default=str))[:_MAX_VALUE_CHARS]
+    return shorten(value if isinstance(value, str) else json.dumps(value, default=str), max_chars)[
+        0
+    ]
 
 
 @dataclass
@@ -252,14 +253,18 @@ def summarize_prompts(results: Sequence[StepResult], deadline: float) -> dict[st
     ranges = [result.rewards for result in results if result.rewards is not None]
     # Medians over the steps: one endless penalty must not be the measure for all others.
     low, high = np.median(ranges or [(0.0, 0.0)], axis=0).tolist()
-    rows_by_kind: dict[str, list[PromptRow]] = {kind: [] for kind in _KIND_ORDERS}
-    for _, row in sorted(rows.items()):
-        rows_by_kind[row.kind(low, high)].append(row)
-    counts = {kind: len(members) for kind, members in rows_by_kind.items()}
-    chosen = _choose_rows(rows_by_kind)
-    texts = _read_texts([row for _, row in chosen], deadline)
+    counts = {}
+    ranked = []
+    for kind, order in _KIND_ORDERS.items():
+        members = [row for _, row in sorted(rows.items()) if row.kind(low, high) == kind]
+        members.sort(key=order)
+        counts[kind] = len(members)
+        # Some of each kind come first, then what is left of these.
+        ranked += [(rank >= _MAX_PROMPTS_PER_KIND, kind, row) for rank, row in enumerate(members)]
+    chosen = sorted(ranked, key=lambda entry: entry[0])[:_MAX_PROMPTS]
+    texts = _read_texts([row for *_, row in chosen], deadline)
     prompts = []
-    for kind, row in chosen:
+    for _, kind, row in chosen:
         prompt, columns = texts.get(row.row, ("", {}))
         indices = spread_indices(len(row.steps), _MAX_PROMPT_POINTS)
         prompts.append(
@@ -273,17 +278,6 @@ def summarize_prompts(results: Sequence[StepResult], deadline: float) -> dict[st
             }
         )
     return {"prompts": prompts, "prompts_total": len(rows), "prompt_kinds": counts}
-
-
-def _choose_rows(rows_by_kind: Mapping[str, list[PromptRow]]) -> list[tuple[str, PromptRow]]:
-    """Returns (kind, row) of some rows of each kind, then of what is left of these."""
-    chosen: list[tuple[str, PromptRow]] = []
-    rest: list[tuple[str, PromptRow]] = []
-    for kind, order in _KIND_ORDERS.items():
-        rows = [(kind, row) for row in sorted(rows_by_kind[kind], key=order)]
-        chosen += rows[:_MAX_PROMPTS_PER_KIND]
-        rest += rows[_MAX_PROMPTS_PER_KIND:]
-    return [*chosen, *rest][:_MAX_PROMPTS]
 
 
 def _read_texts(
@@ -303,12 +297,9 @@ def _read_texts(
         if record is not None:
             columns = list(bounded_values(record.columns).items())[:_MAX_COLUMNS]
             prompt = shorten(prompt_text(record.prompt), _MAX_PROMPT_CHARS)[0]
-            texts[row] = prompt, {name: _shorten_value(value) for name, value in columns}
+            texts[row] = (
+                prompt,
+                {name: _config_value(value, _MAX_COLUMN_CHARS) for name, value in columns},
+            )
     store.close()
     return texts
-
-
-def _shorten_value(value: Any) -> Any:
-    if type(value) in (int, float, bool):
-        return value
-    return shorten(str(value), _MAX_COLUMN_CHARS)[0]

@@ -46,6 +46,10 @@ _LATER_STEP_S = 300.0
 _RECENT_FACTOR = 10.0
 _NUM_RECENT = 20
 _LONGEST_FACTOR = 3.0
+# For those who follow a run.
+_POLL_S = 0.5
+_LOOK_AGAIN_S = 30.0
+_PAUSE_FACTOR = 10.0
 _CLOCK_SKEW_S = 5.0  # between a file's time and the clock of another host
 _EXIT_S = 30.0  # that a process may hold the folder after it wrote the end of its launch
 
@@ -358,31 +362,22 @@ def file_sizes(folders: Sequence[Path]) -> list[int]:
     return [file_size(folder / name) for folder in folders for name in names]
 
 
-def changes(
-    look: Callable[[], object],
-    *,
-    poll_s: float,
-    min_age_s: float,
-    state_s: float,
-    age_factor: float,
-) -> Iterator[None]:
+def changes(look: Callable[[], object], min_age_s: float) -> Iterator[None]:
     """Yields at once, and again whenever `look` returns something new, at the earliest `min_age_s`
     later.
 
-    Yields after `state_s` in any case, because a killed run writes nothing. What the caller does in
-    between takes at most one part in `age_factor` of the time: the machine may be training.
+    Yields sometimes in any case, because a killed run writes nothing. What the caller does in
+    between takes at most a tenth of the time: the machine may be training.
     """
     while True:
         begin = time.monotonic()
         before = look()
         yield
-        pause_s = age_factor * (time.monotonic() - begin)
-        while True:
-            age_s = time.monotonic() - begin
-            is_due = age_s >= state_s or look() != before
-            if age_s >= max(min_age_s, pause_s) and is_due:
-                break
-            time.sleep(poll_s)
+        earliest = begin + max(min_age_s, _PAUSE_FACTOR * (time.monotonic() - begin))
+        while time.monotonic() < earliest or (
+            look() == before and time.monotonic() < begin + _LOOK_AGAIN_S
+        ):
+            time.sleep(_POLL_S)
 
 
 def file_size(path: Path) -> int:

@@ -131,7 +131,7 @@ def _follow(args: argparse.Namespace) -> None:
     def look() -> object:
         return file_sizes([args.run_dir]), find_terminal()
 
-    for _ in changes(look, poll_s=0.5, min_age_s=0.0, state_s=10.0, age_factor=10.0):
+    for _ in changes(look, min_age_s=0.0):
         terminal = find_terminal(args.full)
         run = read_run(args.run_dir)
         has_ended = run.state not in ("going", "silent")
