@@ -122,11 +122,7 @@ def width_of(text: str) -> int:
     return sum(character.width for character in characters(text))
 
 
-class WrappedLine(NamedTuple):
-    """One line of a wrapped text."""
-
-    line: Line
-    num_chars: int  # of the source text, with the newline that ends the paragraph
+Cell = tuple[Character, str]  # a character and its style
 
 
 class Column(NamedTuple):
@@ -192,14 +188,14 @@ class Terminal:
         """Returns `text` on one line of the terminal, behind `indent` spaces."""
         return Text.assemble(" " * indent, self.fit(text, self.columns - indent, style))
 
-    def wrap(self, text: str, indent: int = 0, styles: Styles = "") -> Iterator[WrappedLine]:
-        """Yields the lines of `text`, broken at its newlines and at the terminal's width.
+    def wrap(self, text: str, width: int, styles: Styles = "") -> Iterator[list[Cell]]:
+        """Yields the lines of `text`, broken at its newlines and at `width` columns.
 
-        A line breaks at the last space in its second half, else inside a word.
+        A line breaks at the last space in its second half, else inside a word. The newline that
+        ends it is its last cell.
         """
-        width = max(8, self.columns - indent)
         char_styles = repeat(styles) if isinstance(styles, str) else styles
-        cells: list[tuple[Character, str]] = []
+        cells: list[Cell] = []
         num_columns = 0
         after_space = 0  # number of cells up to and including the last space
         shown = characters(text, self.encoding)
@@ -209,7 +205,7 @@ class Terminal:
                 # A space early in the line would leave most of it empty.
                 is_word = not is_newline and after_space > len(cells) // 2
                 cut = after_space if is_word else len(cells)
-                yield WrappedLine(_joined(cells[:cut], indent), cut + is_newline)
+                yield cells[:cut] + [(Character("", 0), "")] * is_newline
                 cells = cells[cut:]
                 num_columns = sum(character.width for character, _ in cells)
                 after_space = 0
@@ -218,28 +214,29 @@ class Terminal:
                 num_columns += character.width
                 if char == " ":
                     after_space = len(cells)
-        yield WrappedLine(_joined(cells, indent), len(cells))
+        yield cells
 
     def excerpt(
         self, text: str, num_head: int, num_tail: int = 0, indent: int = 0, styles: Styles = ""
     ) -> Iterator[Line]:
         """Yields the first and the last lines of `text`, and how much is left out between them."""
+        width = max(8, self.columns - indent)
         begin = 0
-        for wrapped in islice(self.wrap(text, indent, styles), self.limit(num_head)):
-            begin += wrapped.num_chars
-            yield wrapped.line
+        for cells in islice(self.wrap(text, width, styles), self.limit(num_head)):
+            begin += len(cells)
+            yield join_cells(cells, indent)
         if begin >= len(text):
             return
         # The tail's lines cannot hold more characters than this.
         rest = max(begin, len(text) - num_tail * self.columns)
         tail_styles = styles if isinstance(styles, str) else styles[rest:]
         # Only the end is wrapped again: a text may have megabytes.
-        tail = deque(self.wrap(text[rest:], indent, tail_styles), maxlen=num_tail)
-        num_left_out = len(text) - begin - sum(wrapped.num_chars for wrapped in tail)
+        tail = deque(self.wrap(text[rest:], width, tail_styles), maxlen=num_tail)
+        num_left_out = len(text) - begin - sum(map(len, tail))
         if num_left_out:
             note = f"{self.ellipsis} {num_left_out:,} of {len(text):,} characters left out"
             yield self.line(f"{note} (--full shows them)", "dim", indent)
-        yield from (wrapped.line for wrapped in tail)
+        yield from (join_cells(cells, indent) for cells in tail)
 
     def elide(self, lines: Iterable[Line], num_head: int, num_tail: int = 0) -> list[Line]:
         """Returns the lines without the middle, of which a note tells, unless all are shown."""
@@ -349,7 +346,7 @@ def _styles_console() -> Console:
     return Console(theme=Theme(STYLES), markup=False, highlight=False, emoji=False)
 
 
-def _joined(cells: Iterable[tuple[Character, str]], indent: int) -> Line:
+def join_cells(cells: Iterable[Cell], indent: int = 0) -> Line:
     """Returns cells as one line in which neighbours of the same style are one piece."""
     line = Text(" " * indent)
     for style, group in groupby(cells, lambda cell: cell[1] or "escape" * cell[0].is_escape):

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import math
 import unicodedata
+from collections.abc import Iterable
 
 import pytest
 
 from grpo_spmd.tools.show.overview import bar, curve, histogram, number
-from grpo_spmd.tools.terminal import Column, Line, Terminal, WrappedLine, characters, width_of
+from grpo_spmd.tools.terminal import Cell, Column, Line, Terminal, characters, join_cells, width_of
 
 TERMINAL = Terminal()
 # Each: the text, what of it a terminal is given, and its columns by the tables of Unicode.
@@ -97,32 +98,32 @@ def test_cells_have_their_width_whatever_is_in_them() -> None:
     assert TERMINAL.fit("abc", 0).plain == ""
 
 
-def _texts(lines: list[WrappedLine]) -> list[str]:
-    return [wrapped.line.plain for wrapped in lines]
+def _texts(lines: Iterable[list[Cell]], indent: int = 0) -> list[str]:
+    return [join_cells(cells, indent).plain for cells in lines]
 
 
 def test_lines_break_at_spaces_and_no_character_is_lost() -> None:
-    terminal = Terminal(12)
-    assert _texts(list(terminal.wrap("one two three\nfour", 2))) == [
+    terminal = Terminal()
+    assert _texts(terminal.wrap("one two three\nfour", 10), 2) == [
         "  one two ",
         "  three",
         "  four",
     ]
-    assert _texts(list(terminal.wrap("a" * 25))) == ["a" * 12, "a" * 12, "a"]
-    assert _texts(list(terminal.wrap("\u4f60" * 7))) == ["\u4f60" * 6, "\u4f60"]
-    assert _texts(list(terminal.wrap("e\u0301" * 13))) == [
+    assert _texts(terminal.wrap("a" * 25, 12)) == ["a" * 12, "a" * 12, "a"]
+    assert _texts(terminal.wrap("\u4f60" * 7, 12)) == ["\u4f60" * 6, "\u4f60"]
+    assert _texts(terminal.wrap("e\u0301" * 13, 12)) == [
         "e\u0301" * 12,
         "e\u0301",
     ]  # a mark stays with its letter
-    assert _texts(list(terminal.wrap("\u2764\ufe0f" * 7))) == ["\u2764\ufe0f" * 6, "\u2764\ufe0f"]
+    assert _texts(terminal.wrap("\u2764\ufe0f" * 7, 12)) == ["\u2764\ufe0f" * 6, "\u2764\ufe0f"]
     # a joiner at the end of a line joins nothing: it is left out, and is no escape
     family = "\U0001f468\u200d\U0001f469\u200d\U0001f467"
-    for wrapped in Terminal(8).wrap(4 * family):
-        assert width_of(TERMINAL.paint(wrapped.line)) <= 8
+    for cells in terminal.wrap(4 * family, 8):
+        assert width_of(TERMINAL.paint(join_cells(cells))) <= 8
     assert width_of(TERMINAL.paint(TERMINAL.fit(4 * family, 5))) <= 5
-    assert _texts(list(terminal.wrap("\n\n"))) == ["", "", ""]
+    assert _texts(terminal.wrap("\n\n", 12)) == ["", "", ""]
     text = "word \x1b \u4f60\u597d " * 500 + "\n" * 7 + "x" * 300
-    assert sum(wrapped.num_chars for wrapped in terminal.wrap(text)) == len(text)
+    assert sum(map(len, terminal.wrap(text, 12))) == len(text)
 
 
 def test_an_excerpt_says_how_much_it_leaves_out() -> None:
@@ -147,9 +148,9 @@ def test_an_excerpt_says_how_much_it_leaves_out() -> None:
 
 
 def test_styles_belong_to_their_characters() -> None:
-    line = next(iter(TERMINAL.wrap("ab\x1bc", 0, ["x", "y", "y", ""]))).line
+    line = join_cells(next(TERMINAL.wrap("ab\x1bc", 80, ["x", "y", "y", ""])))
     assert _pieces(line) == [("a", "x"), ("b\\x1b", "y")]
-    line = next(iter(TERMINAL.wrap("a\x1b"))).line
+    line = join_cells(next(TERMINAL.wrap("a\x1b", 80)))
     assert (line.plain, _pieces(line)) == ("a\\x1b", [("\\x1b", "escape")])
 
 

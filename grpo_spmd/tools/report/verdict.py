@@ -198,13 +198,12 @@ class Curve:
     @property
     def smoothed(self) -> Floats:
         """Means over `window` values around each value."""
-        # Cumulative sums make all windows at once.
-        sums = np.concatenate([[0.0], np.cumsum(self.values)])
-        half = self.window // 2
-        indices = np.arange(len(self))
-        low = np.maximum(indices - half, 0)
-        high = np.minimum(indices + half + 1, len(self))
-        means: Floats = (sums[high] - sums[low]) / (high - low)
+        if not len(self):
+            return self.values
+        # At both ends a window is shorter.
+        window = np.ones(self.window)
+        sizes = np.convolve(np.ones(len(self)), window, "same")
+        means: Floats = np.convolve(self.values, window, "same") / sizes
         return means
 
     def moved(self, frac: float = 0.25) -> StepRange | None:
@@ -238,22 +237,17 @@ def find_range(steps: Steps, holds: npt.NDArray[np.bool_]) -> StepRange | None:
     That is the end of the curve with the largest majority of true over false, or else such a range
     in the middle. Returns None for fewer than three (or than all, in a short curve).
     """
-    # A majority, so that single steps against it do not end the range.
-    score = np.where(holds, 1, -1)
-    end_sums = np.cumsum(score[::-1])[::-1]
-    best = int(end_sums.max(initial=0))
-    if best >= min(_MIN_STEPS, len(score)) > 0:
-        begin = int(np.flatnonzero(end_sums == best)[-1])  # the shorter one of equal ends
-        return StepRange(int(steps[begin]), int(steps[-1]), is_open=True)
-    # The range with the largest sum (Kadane's algorithm).
-    sums = np.concatenate([[0], np.cumsum(score)])
+    # A majority, so that single steps against it do not end the range. `gains` has the largest
+    # majority of a range that ends at each step (Kadane's algorithm).
+    sums = np.concatenate([[0], np.cumsum(np.where(holds, 1, -1))])
     gains = sums[1:] - np.minimum.accumulate(sums[:-1])
-    if gains.max(initial=0) < _MIN_STEPS:
+    is_open = bool(gains[-1:].max(initial=0) >= min(_MIN_STEPS, len(gains)) > 0)
+    if not is_open and gains.max(initial=0) < _MIN_STEPS:
         return None
-    end = int(np.argmax(gains))
-    earlier_sums = sums[: end + 1]
-    begin = int(np.flatnonzero(earlier_sums == earlier_sums.min())[-1])
-    return StepRange(int(steps[begin]), int(steps[end]), is_open=False)
+    end = len(gains) - 1 if is_open else int(np.argmax(gains))
+    # The shorter one of equal ranges.
+    begin = int(np.flatnonzero(sums[: end + 1] == sums[: end + 1].min())[-1])
+    return StepRange(int(steps[begin]), int(steps[end]), is_open)
 
 
 def list_findings(run: RecordedRun) -> list[Finding]:
