@@ -116,13 +116,13 @@ class TokenPieces:
             return _Token(bytes([int(match[1], 16)]), None)
         if not self._is_byte_level:
             source = source.replace(_SENTENCEPIECE_BLANK, " ")
-        elif all(letter in BYTE_ALPHABET for letter in source):
-            data = bytes(BYTE_ALPHABET[letter] for letter in source)
-            with suppress(UnicodeDecodeError):
-                return _Token(data, data.decode("utf-8"))
-            return _Token(data, None)
         data = source.encode("utf-8", "replace")
-        return _Token(data, data.decode("utf-8"))
+        if self._is_byte_level and all(letter in BYTE_ALPHABET for letter in source):
+            data = bytes(BYTE_ALPHABET[letter] for letter in source)
+        text = None
+        with suppress(UnicodeDecodeError):
+            text = data.decode("utf-8")
+        return _Token(data, text)
 
 
 def _decode_bytes(tokens: Sequence[_Token]) -> list[str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import heapq
 import json
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -155,11 +154,11 @@ class TokenDifferences:
         pieces = self._pieces.decode(record.completion_ids) if self._pieces else []
         piece = f" {pieces[index]!r:.40}" if pieces and pieces[index] else ""
         # None: not finite.
-        mean, largest = (
-            number(math.nan if value is None else value)
-            for value in (scores.difference_mean, scores.difference_max)
+        mean = "inf" if scores.difference_mean is None else number(scores.difference_mean)
+        return (
+            f"policy - engine: mean {mean}, largest {number(float(sizes[index]))} nats "
+            f"(token {index + 1}{piece})"
         )
-        return f"policy - engine: mean {mean}, largest {largest} nats (token {index + 1}{piece})"
 
     def coloured_text(self, record: RolloutRecord) -> tuple[str, Styles]:
         """Returns the completion as the text of its tokens, and the style of each character.

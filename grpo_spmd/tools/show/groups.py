@@ -35,7 +35,6 @@ from grpo_spmd.tools.show.completions import (
     text_pattern,
 )
 from grpo_spmd.tools.show.overview import (
-    Value,
     curve,
     histogram,
     is_drawable,
@@ -82,47 +81,34 @@ class PromptGroup:
 
     row: int
     prompt: str
-    rewards: list[Value] = field(default_factory=list)
+    num: int = 0
+    rewards: list[float] = field(default_factory=list)  # the known ones
     num_cut: int = 0
-    mismatches: list[float] = field(default_factory=list)  # of each trained completion, in nats
+    mismatch: float | None = None  # the largest |policy - engine| of a trained token, in nats
 
     def add(self, record: RolloutRecord, mismatch: float | None = None) -> None:
-        self.rewards.append(record.reward)
+        self.num += 1
+        if record.reward is not None and is_drawable(record.reward):
+            self.rewards.append(record.reward)
         self.num_cut += record.finish_reason == "length"
         if mismatch is not None:
-            self.mismatches.append(mismatch)
-
-    @property
-    def mismatch(self) -> float | None:
-        """The largest |policy - engine| of a trained token; NaN is worse than any number."""
-        return max(self.mismatches, key=lambda value: (math.isnan(value), value), default=None)
-
-    @property
-    def known_rewards(self) -> list[float]:
-        return [
-            float(reward) for reward in self.rewards if reward is not None and is_drawable(reward)
-        ]
+            self.mismatch = max(self.mismatch or 0.0, mismatch)
 
     @property
     def mean(self) -> float | None:
-        return statistics.fmean(self.known_rewards) if self.known_rewards else None
-
-    @property
-    def spread(self) -> float | None:
-        """The standard deviation with n - 1, as in advantages."""
-        rewards = self.known_rewards
-        return statistics.stdev(rewards) if len(rewards) > 1 else None
+        return statistics.fmean(self.rewards) if self.rewards else None
 
     def cells(self, scale: tuple[float, float]) -> list[str]:
         """Returns what a table has of it below GROUP_COLUMNS; `scale` is low and high."""
-        figures = [str(len(self.rewards)), number(self.mean), number(self.spread)]
-        cut_frac = self.num_cut / len(self.rewards)
-        return [*figures, f"{cut_frac:.0%}", f"  {histogram(self.rewards, *scale)}"]
+        # The standard deviation with n - 1, as in advantages.
+        spread = statistics.stdev(self.rewards) if len(self.rewards) > 1 else None
+        figures = [str(self.num), number(self.mean), number(spread)]
+        return [*figures, f"{self.num_cut / self.num:.0%}", f"  {histogram(self.rewards, *scale)}"]
 
 
 def reward_scale(groups: Iterable[PromptGroup]) -> tuple[float, float]:
     """Returns the lowest and the highest reward: one scale, to compare the groups' histograms."""
-    rewards = [reward for group in groups for reward in group.known_rewards]
+    rewards = [reward for group in groups for reward in group.rewards]
     return min(rewards, default=0.0), max(rewards, default=0.0)
 
 
@@ -181,7 +167,7 @@ def _group_lines(run: RecordedRun, step: int, terminal: Terminal) -> Iterator[Li
     errors = ReadErrors()
     # A step's largest differences are one number a rollout, so they fit into memory.
     mismatches: dict[int | None, float] = {
-        scores.rollout_id: math.nan if scores.difference_max is None else scores.difference_max
+        scores.rollout_id: math.inf if scores.difference_max is None else scores.difference_max
         for scores in run.files.scores(step, errors)
     }
     groups_by_position: dict[int, PromptGroup] = {}
@@ -194,8 +180,10 @@ def _group_lines(run: RecordedRun, step: int, terminal: Terminal) -> Iterator[Li
     groups = [groups_by_position[position] for position in sorted(groups_by_position)]
     groups.sort(key=lambda group: (group.mean is None, group.mean or 0.0))
     scale = reward_scale(groups)
-    rewards = [reward for group in groups for reward in group.rewards]
-    title = f"{len(groups)} groups, {len(rewards)} completions; rewards from {number(scale[0])} to "
+    num_completions = sum(group.num for group in groups)
+    title = (
+        f"{len(groups)} groups, {num_completions} completions; rewards from {number(scale[0])} to "
+    )
     yield terminal.line(f"{title}{number(scale[1])}, least mean first", "role")
     columns = [Column("row", 7), *GROUP_COLUMNS, Column("mismatch", 8), PROMPT_COLUMN]
     rows = [
@@ -204,7 +192,7 @@ def _group_lines(run: RecordedRun, step: int, terminal: Terminal) -> Iterator[Li
     ]
     # Both ends are interesting: the worst and the best groups.
     yield from terminal.elide(terminal.table(columns, rows), _NUM_GROUPS + 1, _NUM_GROUPS)
-    num_unscored = rewards.count(None)
+    num_unscored = num_completions - sum(len(group.rewards) for group in groups)
     if num_unscored:
         yield terminal.line(f"{num_unscored} completions have no reward", "warning")
     yield from error_lines(errors, terminal)

@@ -49,13 +49,12 @@ def bar(frac: float, width: int) -> str:
     return BARS[-1] * round(min(1.0, max(0.0, frac)) * width)
 
 
-def histogram(values: Sequence[Value], low: float, high: float, width: int = 8) -> str:
+def histogram(values: Sequence[float], low: float, high: float, width: int = 8) -> str:
     """Returns the number of values in each of `width` bins of low..high as heights.
 
     A space means that the bin is empty.
     """
-    known = [value for value in values if value is not None and is_drawable(value)]
-    counts, _ = np.histogram(known, bins=width, range=(low, high))
+    counts, _ = np.histogram(values, bins=width, range=(low, high))
     # The fullest bin has the full height, and a bin with one value is visible.
     peak = max(1, counts.max())
     return "".join(" " if not n else BARS[min(7, (n * 8 - 1) // peak)] for n in counts)
@@ -184,24 +183,26 @@ def state_lines(run: RecordedRun, terminal: Terminal) -> Iterator[Line]:
 
 
 def _finding_lines(run: RecordedRun, terminal: Terminal) -> Iterator[Line]:
-    lines: list[Line] = []
+    entries: list[tuple[str, str]] = []
     for finding in list_findings(run):
         # The state's line has told why the run ended.
         if finding.text != run.why:
             suffix = f" (from step {finding.step})" if finding.step is not None else ""
-            label = Line(_MARKS[finding.level], finding.level)
-            lines += terminal.hang(label, f"{finding.title}{suffix}: {finding.text}")
-    yield from terminal.elide(lines, _MAX_FINDING_LINES)
+            entries.append((finding.level, f"{finding.title}{suffix}: {finding.text}"))
     # Checks that are not well get a line each; all others share one.
-    checks = list_checks(run)
-    for check in checks:
-        if check.level != "ok":
+    names = []
+    for check in list_checks(run):
+        if check.level == "ok":
+            names.append(check.name)
+        else:
             text = f"{check.name}: {check.value}, bound {check.bound}: {check.text}"
-            yield from terminal.hang(Line(_MARKS[check.level], check.level), text)
-    names = [check.name for check in checks if check.level == "ok"]
+            entries.append((check.level, text))
     if names:
-        label = Line(_MARKS["ok"], "ok")
-        yield from terminal.hang(label, f"checks that hold: {'; '.join(names)}", "dim")
+        entries.append(("ok", f"checks that hold: {'; '.join(names)}"))
+    lines: list[Line] = []
+    for level, text in entries:
+        lines += terminal.hang(Line(_MARKS[level], level), text)
+    yield from terminal.elide(lines, _MAX_FINDING_LINES)
 
 
 def curve_lines(run: RecordedRun, terminal: Terminal) -> Iterator[Line]:
