@@ -69,14 +69,16 @@ def _discard_stdout() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
-def show(text: str) -> None:
-    """Prints on stdout; the reader may be gone (--check | head)."""
+def show(text: str) -> bool:
+    """Prints on stdout. Returns False if the reader is gone (--check | head)."""
     try:
         print(text, flush=True)
     except OSError as error:
         _discard_stdout()
         if not isinstance(error, BrokenPipeError):
             refuse(ConfigError(f"stdout: {error.strerror}"))
+        return False
+    return True
 
 
 def write_durably(path: Path, content: bytes) -> None:

@@ -73,15 +73,10 @@ def _check_is_checkpoint(folder: Path) -> None:
     if (folder / "config.json").is_file() and not (folder / "manifest.json").exists():
         rule = "is a model's folder, which transformers and vLLM load as it is"
         raise ConfigError(f"CHECKPOINT: {folder} {rule}")
-    for run_dir, checkpoints, kind in (
-        (folder, folder, "a run folder"),
-        (folder.parent, folder.parent / "checkpoints", "the folder of a run's checkpoints"),
-    ):
-        if (run_dir / "config.yaml").is_file() and folder == checkpoints:
-            names = ", ".join(str(path) for path in list_checkpoints(run_dir)) or "there is none"
-            raise ConfigError(
-                f"CHECKPOINT: {folder} is {kind}; give one of its checkpoints: {names}"
-            )
+    run_dir = folder.parent if folder.name == "checkpoints" else folder
+    if (run_dir / "config.yaml").is_file():
+        names = ", ".join(str(path) for path in list_checkpoints(run_dir)) or "there is none"
+        raise ConfigError(f"CHECKPOINT: {folder} is of a run; give one of its checkpoints: {names}")
 
 
 if __name__ == "__main__":

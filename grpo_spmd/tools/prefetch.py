@@ -13,10 +13,12 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
+from grpo_spmd.checks.memory import size_text
 from grpo_spmd.config.command_line import OverridesParser
 from grpo_spmd.config.errors import ConfigError, refuse, say
 from grpo_spmd.config.load import load_config
@@ -26,6 +28,7 @@ from grpo_spmd.data.rows import key_and_source, read_rows
 from grpo_spmd.files import hold_standard_streams, show
 
 _PRINT_EVERY_S = 8.0
+T = TypeVar("T")
 
 
 def main() -> None:
@@ -56,14 +59,12 @@ def _fetch(config: Config) -> None:
     # None stands for the training set.
     names = (None, *config.data.eval_sets)
     sets = [name for name in names if key_and_source(config.data, name)[1].startswith("hub:")]
-    models = [(path, None) for path in (config.model.path, *config.teacher.paths.values())]
-    if config.critic.path and not config.critic.is_on_policy:
-        models.insert(1, (config.critic.path, None))
+    critic = "" if config.critic.is_on_policy else config.critic.path
+    models = (config.model.path, critic, *config.teacher.paths.values())
     rewards = [(reward.model, reward.revision) for reward in config.rewards]
-    reward_models = {(model or "", revision) for model, revision in rewards}
     repos = [
         (repo, revision)
-        for repo, revision in [*dict.fromkeys(models), *sorted(reward_models, key=str)]
+        for repo, revision in dict.fromkeys([*((path, None) for path in models), *rewards])
         if repo and not Path(repo).is_dir()
     ]
     if not repos and not sets:
@@ -99,17 +100,11 @@ def _fetch_model(repo: str, revision: str | None, cache: Path) -> None:
     from grpo_spmd.model.hf_files import fetch, files_at_hub
 
     files = files_at_hub(repo, revision)
-    missing = sum(file.file_size or 0 for file in files if file.will_download)
-    _check_disk(cache, missing, repo)
-    start = time.monotonic()
+    _check_disk(cache, sum(file.file_size or 0 for file in files if file.will_download), repo)
     folder = cache / f"models--{repo.replace('/', '--')}"
-    with _progress(lambda: f"{repo}: {_format_size(_bytes_below(folder / 'blobs'))} so far"):
-        fetch(repo, revision)
-    outcome = "already there"
-    if any(file.will_download for file in files):
-        outcome = f"{_format_size(missing)} fetched in {time.monotonic() - start:.0f} s"
+    _, outcome = _fetch_into(folder, repo, lambda: fetch(repo, revision))
     commit = files[0].commit_hash[:7]
-    size = _format_size(sum(file.file_size or 0 for file in files))
+    size = size_text(sum(file.file_size or 0 for file in files))
     show(f"prefetch: model {repo}, revision {commit}: {len(files)} files, {size}, {outcome}")
     show(f"  {folder}")
 
@@ -119,7 +114,7 @@ def _check_disk(cache: Path, needed: int, repo: str) -> None:
     folder = next(path for path in (cache, *cache.absolute().parents) if path.exists())
     free = shutil.disk_usage(folder).free
     if free < needed:
-        sizes = f"{_format_size(needed)} more in {cache}, and {_format_size(free)} are free there"
+        sizes = f"{size_text(needed)} more in {cache}, and {size_text(free)} are free there"
         remedy = "make room, or name another place by HF_HOME"
         raise ConfigError(f"model.path: {repo} needs {sizes}; {remedy}")
 
@@ -133,54 +128,47 @@ def _fetch_rows(config: DataConfig, name: str | None) -> None:
     import datasets
 
     cache = Path(datasets.config.HF_DATASETS_CACHE)
-    start = time.monotonic()
-    # datasets does not say what it writes, so the folder's growth is measured.
-    start_bytes = _bytes_below(cache)
-    with _progress(lambda: f"{source}: {_format_size(_bytes_below(cache) - start_bytes)} so far"):
-        rows = read_rows(config, name)
-    written = _bytes_below(cache) - start_bytes
-    outcome = "already there"
-    if written:
-        outcome = f"{_format_size(written)} written in {time.monotonic() - start:.0f} s"
+    rows, outcome = _fetch_into(cache, source, lambda: read_rows(config, name))
     show(f"prefetch: data {source}: {len(rows)} rows, {outcome}")
     show(f"  {cache}")
 
 
-@contextmanager
-def _progress(describe: Callable[[], str]) -> Iterator[None]:
-    """Prints every few seconds how far the block is, as `describe` tells it."""
+def _fetch_into(folder: Path, name: str, fetch: Callable[[], T]) -> tuple[T, str]:
+    """Returns what `fetch` returns, and in words how much it has written below `folder`.
+
+    Prints every few seconds how far it is. The libraries do not tell it, so the folder's growth is
+    measured.
+    """
+    start = time.monotonic()
+    start_bytes = _bytes_below(folder)
     done = threading.Event()
 
+    def describe() -> str:
+        written = size_text(_bytes_below(folder) - start_bytes)
+        return f"{written} fetched in {time.monotonic() - start:.0f} s"
+
     def run() -> None:
-        start = time.monotonic()
         while not done.wait(_PRINT_EVERY_S):
-            show(f"prefetch: {describe()}, {time.monotonic() - start:.0f} s")
+            show(f"prefetch: {name}: {describe()} so far")
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     try:
-        yield
+        result = fetch()
     finally:
         done.set()
         thread.join()
+    return result, describe() if _bytes_below(folder) > start_bytes else "already there"
 
 
 def _bytes_below(folder: Path) -> int:
     total = 0
     for root, _, names in os.walk(folder):
         for name in names:
-            path = os.path.join(root, name)
             # A partial file may be renamed meanwhile.
-            if not os.path.islink(path) and os.path.exists(path):
-                total += os.stat(path).st_size
+            with suppress(OSError):
+                total += os.lstat(os.path.join(root, name)).st_size
     return total
-
-
-def _format_size(size: int) -> str:
-    for unit, name in ((1e9, "GB"), (1e6, "MB")):
-        if size >= unit:
-            return f"{size / unit:.1f} {name}"
-    return f"{size / 1e3:.1f} kB"
 
 
 if __name__ == "__main__":

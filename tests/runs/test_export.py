@@ -146,7 +146,7 @@ def test_bad_input_costs_one_line(tmp_path: Path) -> None:
         ((tmp_path / "nowhere", out), f"CHECKPOINT: there is no folder {tmp_path / 'nowhere'}"),
         (
             (run, out),
-            f"CHECKPOINT: {run} is a run folder; give one of its checkpoints: {checkpoint}",
+            f"CHECKPOINT: {run} is of a run; give one of its checkpoints: {checkpoint}",
         ),
         (
             (run / "checkpoints", out),

@@ -129,13 +129,6 @@ def test_what_a_killed_writer_left_is_removed_and_a_living_ones_is_not(tmp_path:
     }
 
 
-@pytest.mark.parametrize("name", ["", 'a"b', "a b", "../x", "<", "Main"])
-def test_a_chunks_name_is_plain(name: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="a chunk's name"):
-        write_page(tmp_path / "r.html", "t", iter([(name, b"{}")]))
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_one_chunk_is_held_at_a_time(tmp_path: Path) -> None:
     size = 1 << 18
 

@@ -212,7 +212,7 @@ def test_metrics_are_those_that_count(tmp_path: Path) -> None:
         {"step": 1, "x": 1.5, "none": None},
         {"step": 2, "x": 20, "y": None, "z": None},
         {"step": 3, "x": 3},
-        {"step": 5},
+        {"step": 5, "x": None},
     ]
     assert run.evaluations == [
         {"step": 0, "eval/a/mean": 0.5, "time/unix_s": 1},

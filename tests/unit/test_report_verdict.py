@@ -212,7 +212,7 @@ def test_checks_have_the_margins_of_the_proofs(tmp_path: Path) -> None:
         checked["weight sync"].value == "held 8 times, last at step 200"
     )  # 1, 50, 51, 100, 101, 150, 151, 200
     assert (checked["finite updates"].level, checked["finite updates"].value) == ("ok", "0 skipped")
-    assert checked["partition of tokens"].value == "held at 200 steps"
+    assert checked["partition of tokens"].value == "held 200 times, last at step 200"
 
 
 def test_the_bound_that_the_config_sets_is_the_bound(tmp_path: Path) -> None:

@@ -286,11 +286,11 @@ def test_steps_that_are_not_there(run: Path, shown: Shown) -> None:
 
 BAD = [
     (["--step", "x"], "--step"),
-    (["--step", "-1"], "from 0 on"),
-    (["--worst", "0"], "from 1 on"),
-    (["--best", "1001"], "at most 1000"),
+    (["--step", "-1"], "from 0 to"),
+    (["--worst", "0"], "from 1 to 1000"),
+    (["--best", "1001"], "from 1 to 1000"),
     (["--worst", "1", "--best", "1"], "not allowed with"),
-    (["--grep", ""], "--grep is empty"),
+    (["--grep", ""], "--grep: is empty"),
     (["--follow", "--step", "1"], "newest step"),
     (["--nonsense"], "--nonsense"),
 ]
@@ -336,7 +336,7 @@ def test_a_dump_that_is_broken_shows_what_can_be_read(run: Path, shown: Shown) -
     path.write_text("\n".join([*lines, "no json", lines[0][:50]]))
     result = shown(run, "--step", "8")
     assert "1 groups, 4 completions" in result
-    assert "not read (and 1 more)" in result
+    assert "2 lines or files not read; the first:" in result
     assert "step_000008.jsonl:5" in result
     assert "4 rollouts of the step are not in its files" in result
     assert "worst 4 of 4" in shown(run, "--worst", "9")
@@ -410,8 +410,8 @@ def test_tokens_are_coloured_by_their_difference(scored: Path) -> None:
     second = replace(record, completion="another text")  # that the tokens do not make
     assert TokenDifferences(run, 8, [record], errors).coloured_text(second) == ("another text", "")
     short = replace(record, completion_ids=[3, 4])  # scores of another run's rollout
-    assert TokenDifferences(run, 8, [record], errors).coloured_text(short) == ("ab", "")
-    assert TokenDifferences(run, 8, [record], errors).describe(short) == ""
+    assert TokenDifferences(run, 8, [short], errors).coloured_text(short) == ("ab", "")
+    assert TokenDifferences(run, 8, [short], errors).describe(short) == ""
 
 
 def test_tokens_of_an_episode_are_coloured_turn_by_turn(scored: Path) -> None:

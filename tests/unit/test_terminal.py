@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import math
 import unicodedata
+from collections.abc import Iterable
 
 import pytest
 
 from grpo_spmd.tools.show.overview import bar, curve, histogram, number
-from grpo_spmd.tools.terminal import Column, Line, Terminal, WrappedLine, characters, width_of
+from grpo_spmd.tools.terminal import Cell, Column, Line, Terminal, characters, join_cells, width_of
 
 TERMINAL = Terminal()
 # Each: the text, what of it a terminal is given, and its columns by the tables of Unicode.
@@ -79,10 +80,10 @@ def test_only_characters_of_the_encoding_are_written(encoding: str) -> None:
         *terminal.excerpt(text, 5, 5),
         terminal.fit(text, 20),
         terminal.pad(text, 20),
-        Line(curve([1, 2], 9, is_unicode=terminal.is_unicode)),
+        terminal.text(curve([1, 2], 9)),
     ]
     assert b"".join(line.plain.encode(encoding) for line in lines)
-    assert curve([0, 1, 2, 3, 4, 5, 6, 7], 8, is_unicode=terminal.is_unicode) == "_.:-=+*#"
+    assert terminal.text(curve([0, 1, 2, 3, 4, 5, 6, 7], 8)).plain == "_.:-=+*#"
 
 
 def test_cells_have_their_width_whatever_is_in_them() -> None:
@@ -97,37 +98,40 @@ def test_cells_have_their_width_whatever_is_in_them() -> None:
     assert TERMINAL.fit("abc", 0).plain == ""
 
 
-def _texts(lines: list[WrappedLine]) -> list[str]:
-    return [wrapped.line.plain for wrapped in lines]
+def _texts(lines: Iterable[list[Cell]], indent: int = 0) -> list[str]:
+    return [join_cells(cells, indent).plain for cells in lines]
 
 
 def test_lines_break_at_spaces_and_no_character_is_lost() -> None:
-    terminal = Terminal(12)
-    assert _texts(list(terminal.wrap("one two three\nfour", 2))) == [
+    terminal = Terminal()
+    assert _texts(terminal.wrap("one two three\nfour", 10), 2) == [
         "  one two ",
         "  three",
         "  four",
     ]
-    assert _texts(list(terminal.wrap("a" * 25))) == ["a" * 12, "a" * 12, "a"]
-    assert _texts(list(terminal.wrap("\u4f60" * 7))) == ["\u4f60" * 6, "\u4f60"]
-    assert _texts(list(terminal.wrap("e\u0301" * 13))) == [
+    assert _texts(terminal.wrap("a" * 25, 12)) == ["a" * 12, "a" * 12, "a"]
+    assert _texts(terminal.wrap("\u4f60" * 7, 12)) == ["\u4f60" * 6, "\u4f60"]
+    assert _texts(terminal.wrap("e\u0301" * 13, 12)) == [
         "e\u0301" * 12,
         "e\u0301",
     ]  # a mark stays with its letter
-    assert _texts(list(terminal.wrap("\u2764\ufe0f" * 7))) == ["\u2764\ufe0f" * 6, "\u2764\ufe0f"]
+    assert _texts(terminal.wrap("\u2764\ufe0f" * 7, 12)) == ["\u2764\ufe0f" * 6, "\u2764\ufe0f"]
     # a joiner at the end of a line joins nothing: it is left out, and is no escape
     family = "\U0001f468\u200d\U0001f469\u200d\U0001f467"
-    for wrapped in Terminal(8).wrap(4 * family):
-        assert width_of(TERMINAL.paint(wrapped.line)) <= 8
+    for cells in terminal.wrap(4 * family, 8):
+        assert width_of(TERMINAL.paint(join_cells(cells))) <= 8
     assert width_of(TERMINAL.paint(TERMINAL.fit(4 * family, 5))) <= 5
-    assert _texts(list(terminal.wrap("\n\n"))) == ["", "", ""]
+    assert _texts(terminal.wrap("\n\n", 12)) == ["", "", ""]
     text = "word \x1b \u4f60\u597d " * 500 + "\n" * 7 + "x" * 300
-    assert sum(wrapped.num_chars for wrapped in terminal.wrap(text)) == len(text)
+    assert sum(map(len, terminal.wrap(text, 12))) == len(text)
 
 
 def test_an_excerpt_says_how_much_it_leaves_out() -> None:
     lines = [line.plain for line in Terminal(60).excerpt("x" * 100_000, 2, 1)]
-    assert lines == ["x" * 60, "x" * 60, "\u2026 99,820 of 100,000 characters left out", "x" * 60]
+    note = "\u2026 99,820 of 100,000 characters left out (--full shows them)"
+    assert lines == ["x" * 60, "x" * 60, note, "x" * 60]
+    full = Terminal(60, is_full=True).excerpt("x" * 100_000, 2, 1)
+    assert "".join(line.plain for line in full) == "x" * 100_000
     assert (
         len(list(TERMINAL.excerpt("a\n" * 3, 4, 0))) == 4
     )  # three lines, and the empty one behind the last newline
@@ -137,16 +141,16 @@ def test_an_excerpt_says_how_much_it_leaves_out() -> None:
     assert lines == [
         "line 0",
         "line 1",
-        f"\u2026 {left_out} of {len(numbered)} characters left out",
+        f"\u2026 {left_out} of {len(numbered)} characters left out (--full shows them)",
         "line 98",
         "line 99",
     ]
 
 
 def test_styles_belong_to_their_characters() -> None:
-    line = next(iter(TERMINAL.wrap("ab\x1bc", 0, ["x", "y", "y", ""]))).line
+    line = join_cells(next(TERMINAL.wrap("ab\x1bc", 80, ["x", "y", "y", ""])))
     assert _pieces(line) == [("a", "x"), ("b\\x1b", "y")]
-    line = next(iter(TERMINAL.wrap("a\x1b"))).line
+    line = join_cells(next(TERMINAL.wrap("a\x1b", 80)))
     assert (line.plain, _pieces(line)) == ("a\\x1b", [("\\x1b", "escape")])
 
 
@@ -170,14 +174,13 @@ def test_styles_reach_a_terminal_with_colours_only() -> None:
 
 
 def test_a_table_has_the_widths_of_its_cells() -> None:
-    columns = [Column("row", ">"), Column("n"), Column("text")]
-    rows = [["10", "\u4f60", "a\x1bb"], ["3", "x", "y" * 90]]
+    columns = [Column("row", 3), Column(" n", 5, "<"), Column("text", align="<")]
+    rows = [["10", " \u4f60", "a\x1bb"], ["3", " x", "y" * 90]]
     lines = [line.plain for line in TERMINAL.table(columns, rows)]
-    assert lines[:2] == ["row  n   text", " 10  \u4f60  a\\x1bb"]
-    assert lines[2] == "  3  x   " + "y" * 70 + "\u2026"
-    assert [line.plain for line in TERMINAL.table([Column(), Column()], [["a", "b"]], gap=1)] == [
-        "a b"
-    ]
+    assert lines[:2] == ["row n   text", " 10 \u4f60  a\\x1bb"]
+    assert lines[2] == "  3 x   " + "y" * 71 + "\u2026"
+    untitled = [Column("", 2, "<"), Column("", 1)]
+    assert [line.plain for line in TERMINAL.table(untitled, [["a", "b"]])] == ["a b"]
 
 
 def test_words_and_labels_hang() -> None:
@@ -206,7 +209,7 @@ def test_counts_and_bars_by_hand() -> None:
     # half as high
     assert histogram([0, 0.1, 1], 0, 1) == "█      ▄"
     assert histogram([1, 1], 1, 1) == "    █   "  # all alike: in the middle
-    assert histogram([None, None], 0, 1) == " " * 8
+    assert histogram([], 0, 1) == " " * 8
     assert [bar(frac, 10) for frac in (0, 0.5, 1, 1.7)] == ["", "█" * 5, "█" * 10, "█" * 10]
 
 

@@ -85,9 +85,9 @@ def _metric_lines(replay: Replay) -> Iterator[str]:
         ]
         name_width = max([_MIN_NAME_WIDTH, *(len(row[0]) for row in rows)])
         titles = ("recorded", "replayed", "difference")
-        columns = [Column(width=name_width), *(Column(title, ">", 14) for title in titles)]
+        columns = [Column("", name_width, "<"), *(Column(title, 14) for title in titles)]
         yield ""
-        yield from (line.plain for line in Terminal().table(columns, rows, gap=0))
+        yield from (line.plain for line in Terminal().table(columns, rows))
 
 
 def _suspicious_lines(rollouts: Sequence[ReplayedRollout], top: int) -> Iterator[str]:

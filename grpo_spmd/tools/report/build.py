@@ -10,19 +10,17 @@ import os
 import signal
 import time
 import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpo_spmd
-from grpo_spmd.observe.run_folder import RunFolder
-from grpo_spmd.tools.report.overview import config_differences, overview
+from grpo_spmd.tools.report.overview import config_differences, overview, summarize_prompts
 from grpo_spmd.tools.report.page import FORMAT, json_bytes, write_page
-from grpo_spmd.tools.report.prompts import summarize_prompts
 from grpo_spmd.tools.report.run import RecordedRun, file_size
 from grpo_spmd.tools.report.steps import (
     StepCost,
@@ -30,6 +28,7 @@ from grpo_spmd.tools.report.steps import (
     StepTask,
     make_step,
     measure_step,
+    open_folder,
     spread_out,
 )
 
@@ -42,10 +41,9 @@ _PROMPTS_BYTES = 150_000
 _READING_S = 14.0
 _PATIENT_S = 20.0
 _TEXTS_S = 2.0  # for the texts of prompts
-# A run whose dumps are no larger, unpacked, is read whole however busy the machine is.
-_SMALL_BYTES = 32_000_000
+# A run whose dumps are no larger is read whole however busy the machine is.
+_SMALL_BYTES = 8_000_000
 _SMALL_S = 120.0
-_UNPACKED_RATIO = 4
 _MIN_TEXT_BYTES = 800.0  # of a completion, compressed
 _NUM_MEASURED = 3  # steps
 _MAX_STEP_BYTES = 1_500_000  # of the rollouts of a step, compressed
@@ -60,13 +58,11 @@ _IS_NICE = 10  # from this nice value on a process takes one core alone
 _PR_SET_PDEATHSIG = 1
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """Which steps of a run are read, and how much of each is shown."""
 
     tasks: list[StepTask]  # in the order in which they are made
-    steps: Collection[int]  # all dumped steps
-    num_old_dumps: int  # left out: they are from an earlier attempt
+    num_dumped_bytes: int
     deadline: float  # on the monotonic clock, after which no further step is read
 
 
@@ -87,7 +83,7 @@ def _make_chunks(runs: Sequence[RecordedRun]) -> Iterator[tuple[str, bytes]]:
         deadline = begin + seconds * (number + 1) / len(runs)
         plan = make_plan(run, max(0, num_bytes) // len(runs), deadline)
         results = []
-        for result in _make_steps(run, plan):
+        for result in _make_steps(plan):
             if result.num_rollouts:
                 yield f"{number}/{result.step}", result.content
             results.append(replace(result, content=b""))
@@ -110,40 +106,41 @@ def make_plan(run: RecordedRun, num_bytes: int, deadline: float) -> Plan:
     get more; and if even the tables of all steps are too large, some steps are left out.
     """
     begin = time.monotonic()
-    folder = RunFolder(run.folder)
-    steps = set(run.dumped_steps) & folder.rollout_files.keys()
-    sizes = [_unpacked_size(path) for step in steps for path in folder.rollout_files[step].values()]
-    for files in folder.score_files.values():
-        sizes += [_unpacked_size(path) for path in files.values()]
-    if sum(sizes) <= _SMALL_BYTES:
-        deadline = max(deadline, begin + _SMALL_S)
-    num_old = len(folder.rollout_files) - len(steps)
-    order = spread_out(steps)
+    # The folder of a run that goes on has changed since the last page.
+    open_folder.cache_clear()
+    folder, _ = open_folder(run.folder)
+    order = spread_out(set(run.dumped_steps) & folder.rollout_files.keys())
     if not order:
-        return Plan([], steps, num_old, deadline)
+        return Plan([], 0, deadline)
+    num_dumped_bytes = sum(
+        file_size(path)
+        for files in (folder.rollout_files, folder.score_files)
+        for step in order
+        for path in files.get(step, {}).values()
+    )
+    if num_dumped_bytes <= _SMALL_BYTES:
+        deadline = max(deadline, begin + _SMALL_S)
     # All steps are not measured: reading is what takes the time.
     costs: list[StepCost] = []
     for step in order[:_NUM_MEASURED]:
         # Of very large steps one is enough.
         if not costs or (time.monotonic() - begin) * _NUM_MEASURED < deadline - begin:
-            costs.append(measure_step(StepTask(run.folder, step, room=0, listed_at=begin)))
+            costs.append(measure_step(StepTask(run.folder, step, _MAX_STEP_BYTES)))
     rooms = _share_room(order, costs, num_bytes)
     tasks = [
-        StepTask(run.folder, step, room=int(min(room, _MAX_STEP_BYTES)), listed_at=begin)
-        for step, room in rooms.items()
+        StepTask(run.folder, step, int(min(room, _MAX_STEP_BYTES))) for step, room in rooms.items()
     ]
-    return Plan(tasks, steps, num_old, deadline)
+    return Plan(tasks, num_dumped_bytes, deadline)
 
 
 def _share_room(
     order: Sequence[int], costs: Sequence[StepCost], num_bytes: int
 ) -> dict[int, float]:
     """Returns the compressed bytes for rollouts of each step that is shown."""
-    table = max(cost.table for cost in costs)
-    tokens = max(cost.tokens for cost in costs)
+    table, text, tokens = (max(sizes) for sizes in zip(*costs, strict=True))
     # Long completions are cut in their middle rather than that whole steps are left out.
     bytes_per_text = (num_bytes / len(order) - table) / _MIN_ROLLOUTS
-    text = min(max(cost.text for cost in costs), max(_MIN_TEXT_BYTES, bytes_per_text))
+    text = min(text, max(_MIN_TEXT_BYTES, bytes_per_text))
     poor = _MIN_ROLLOUTS * text
     rich = _RICH_TEXTS * text + _RICH_TOKENS * tokens
     # The small number is for rounding: if `text` was cut, all steps just fit.
@@ -156,15 +153,10 @@ def _share_room(
     return {step: rich if index < num_rich else poor for index, step in enumerate(order)}
 
 
-def _make_steps(run: RecordedRun, plan: Plan) -> Iterator[StepResult]:
+def _make_steps(plan: Plan) -> Iterator[StepResult]:
     """Yields the steps for which there is time, at least the first, as they are done."""
-    folder = RunFolder(run.folder)
-    num_bytes = 0
-    for task in plan.tasks:
-        for files in (folder.rollout_files, folder.score_files):
-            num_bytes += sum(map(file_size, files.get(task.step, {}).values()))
     num_processes = min(len(os.sched_getaffinity(0)), _MAX_PROCESSES)
-    if num_processes < 2 or num_bytes < _POOL_BYTES or os.nice(0) >= _IS_NICE:
+    if num_processes < 2 or plan.num_dumped_bytes < _POOL_BYTES or os.nice(0) >= _IS_NICE:
         for number, task in enumerate(plan.tasks):
             if number and time.monotonic() > plan.deadline:
                 return
@@ -195,68 +187,38 @@ def _start_worker(parent: int) -> None:
     os.nice(_NICE)
 
 
-def _unpacked_size(path: Path) -> int:
-    return file_size(path) * (_UNPACKED_RATIO if path.suffix == ".gz" else 1)
-
-
 def _summarize(run: RecordedRun, plan: Plan, results: Sequence[StepResult]) -> dict[str, Any]:
     """Returns which steps are in the page, and in words what is left out."""
     num_read = sum(result.num_rollouts for result in results)
     num_shown = sum(result.num_shown for result in results)
     num_wanted = sum(result.num_wanted for result in results)
-    num_wanted_hidden = num_wanted - sum(result.num_wanted_shown for result in results)
+    num_hidden = num_wanted - sum(result.num_wanted_shown for result in results)
     num_broken = sum(result.num_broken for result in results)
+    num_old = len(run.files.rollout_files) - len(run.dumped_steps)
     total = num_read
     about = ""
     notes = []
-    unread_steps = set(plan.steps) - {result.step for result in results}
+    unread_steps = set(run.dumped_steps) - {result.step for result in results}
     if unread_steps:
         reason = "time" if len(results) < len(plan.tasks) else "size"
         notes.append(
-            f"{len(results):,} of {len(plan.steps):,} dumped steps are in this page, evenly, "
+            f"{len(results):,} of {len(run.dumped_steps):,} dumped steps are in this page, evenly, "
             f"for want of {reason}"
         )
-        num_unread, is_known = _count_rollouts(run, unread_steps, num_read / max(1, len(results)))
-        total += num_unread
-        about = "" if is_known else "about "
+        # Steps that were not read count as the others.
+        total += round(len(unread_steps) * num_read / max(1, len(results)))
+        about = "about "
     if num_shown < total:
         tables = "all are" if num_read == total else f"{num_read:,} are"
         notes.append(
             f"of {about}{total:,} rollouts {tables} in the tables, {num_shown:,} with their text"
         )
-    if num_wanted_hidden:
-        notes.append(
-            f"{num_wanted_hidden:,} of {num_wanted:,} best, worst, most mismatched and failed "
-            "ones are without"
-        )
-    if num_broken:
-        notes.append(f"{num_broken:,} broken lines or files of dumps are left out")
-    if plan.num_old_dumps:
-        notes.append(
-            f"{plan.num_old_dumps:,} dumps are left out: of an earlier attempt at steps that are "
-            "still to come"
-        )
+    for number, text in (
+        (num_hidden, f"of {num_wanted:,} best, worst, most mismatched and failed ones are without"),
+        (num_broken, "broken lines or files of dumps are left out"),
+        (num_old, "dumps are left out: of an earlier attempt at steps that are still to come"),
+    ):
+        if number:
+            notes.append(f"{number:,} {text}")
     steps = sorted(result.step for result in results if result.num_rollouts)
     return {"steps": steps, "shown": num_shown, "total": total, "note": "; ".join(notes)}
-
-
-def _count_rollouts(run: RecordedRun, steps: Collection[int], usual: float) -> tuple[int, bool]:
-    """Returns the number of rollouts of unread steps, and whether the metrics tell all of it.
-
-    A step whose metrics do not tell its number counts as `usual`.
-    """
-    counts: Mapping[int, int | None] = {
-        0: 0,
-        **{line["step"]: line.get("progress/completions") for line in run.steps},
-    }
-    total = 0.0
-    is_known = True
-    for step in steps:
-        begin = counts.get(step - 1)
-        end = counts.get(step)
-        if begin is None or end is None or not 0 <= begin <= end:
-            total += usual
-            is_known = False
-        else:
-            total += end - begin
-    return round(total), is_known

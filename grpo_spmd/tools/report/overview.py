@@ -1,19 +1,36 @@
-"""What the page shows of a run beside its rollouts: verdict, curves, timeline, launches, config."""
+"""What the page shows of a run beside its rollouts: verdict, curves, timeline, launches, config.
+
+And its prompts by row of the data set: which got better, which are never solved.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from typing import Any
 
-from grpo_spmd.config.describe import flatten_config
+import numpy as np
+
+from grpo_spmd.config.describe import flat, flatten_config
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import FROM_RECIPE, build_config, recipe_of
+from grpo_spmd.observe.metrics_file import LinePosition
+from grpo_spmd.observe.rollout_record import bounded_values, is_shallow
+from grpo_spmd.observe.run_folder import LineStore
 from grpo_spmd.tools.report.run import RecordedRun
-from grpo_spmd.tools.report.steps import round_digits, spread_indices
+from grpo_spmd.tools.report.steps import (
+    StepResult,
+    parse_line,
+    prompt_text,
+    round_digits,
+    shorten,
+    spread_indices,
+)
 from grpo_spmd.tools.report.verdict import Metrics, list_checks, list_findings
 
 # Points of a curve; numbers in all curves of a page.
@@ -24,16 +41,29 @@ _NUM_DIGITS = 6
 _NUM_TIMELINES = 200
 _NUM_NEWEST_TIMELINES = 20
 _MAX_SPANS = 60_000
-# A launch's JSON: its number in a page, items of a list, characters of a text, depth.
 _MAX_LAUNCHES = 50
-_MAX_ITEMS = 100
-_MAX_CHARS = 1_000
-_MAX_DEPTH = 4
 _MAX_KEYS = 2_000
 _MAX_VALUE_CHARS = 2_000
 _RUN_KEYS = ("run_dir",)  # that differ in every run
-_PLACEHOLDERS = ("-run", "-model", "-data", "exact")
+# The keys that a config must set.
+_NEEDED = {
+    "run_dir": "-run",
+    "model": {"path": "-model"},
+    "data": {"train": "-data"},
+    "rewards": [{"name": "exact"}],
+}
 _HOST_KEYS = ("world_size", "nodes", "hosts", "devices")
+
+
+_MAX_PROMPTS = 400
+_MAX_PROMPTS_PER_KIND = 80
+_MAX_PROMPT_POINTS = 100
+_MAX_PROMPT_CHARS = 400
+_MAX_COLUMNS = 8
+_MAX_COLUMN_CHARS = 80
+# Fractions of the distance between the lowest and the highest reward.
+_NEAR = 0.05
+_MOVED = 0.25
 
 
 def overview(run: RecordedRun, num_runs: int = 1) -> dict[str, Any]:
@@ -56,7 +86,9 @@ def overview(run: RecordedRun, num_runs: int = 1) -> dict[str, Any]:
         "evaluations": _curves(run.evaluations, max_points),
         "timeline": _timeline(run, _MAX_SPANS // num_runs),
         "config": config_rows(run),
-        "launches": _bounded_json(run.launches[-_MAX_LAUNCHES:]),
+        "launches": [
+            bounded_values(launch) for launch in run.launches[-_MAX_LAUNCHES:] if is_shallow(launch)
+        ],
         "versions": _versions(run),
     }
 
@@ -91,26 +123,33 @@ def _timeline(run: RecordedRun, max_spans: int) -> dict[str, Any]:
     return {"steps": [], "spans": []}
 
 
-def _bounded_json(value: Any, depth: int = _MAX_DEPTH) -> Any:
-    """Returns JSON that somebody else may have written in a size that a page can hold."""
-    if isinstance(value, dict | list) and depth == 0:
-        return "..."
-    if isinstance(value, dict):
-        items = list(value.items())[:_MAX_ITEMS]
-        return {name[:_MAX_CHARS]: _bounded_json(inner, depth - 1) for name, inner in items}
-    if isinstance(value, list):
-        return [_bounded_json(inner, depth - 1) for inner in value[:_MAX_ITEMS]]
-    return value[:_MAX_CHARS] if isinstance(value, str) else value
-
-
 def config_rows(run: RecordedRun) -> list[list[Any]]:
     """Returns [key, value, source] of each key.
 
     The source is "default", "command line" (of the newest launch), "from algorithm: NAME", or
     "set" (by a file or for the machine). config.yaml is resolved and does not tell it.
     """
-    rows = list(run.config.items())[:_MAX_KEYS]
-    return [[key, _config_value(value), _config_source(run, key, value)] for key, value in rows]
+    command = run.launch.get("command")
+    words = map(str, command if isinstance(command, list) else ())
+    overridden = [word.partition("=")[0] for word in words if "=" in word]
+    recipe: Mapping[str, Any] = {}
+    with suppress(ConfigError):  # a recipe of another version
+        recipe = recipe_of(run.config)
+    defaults = _default_values()
+    rows = []
+    for key, value in list(run.config.items())[:_MAX_KEYS]:
+        # rewards.3.weight has the default of rewards.0.weight.
+        general = re.sub(r"\.\d+(?=\.|$)", ".0", key)
+        source = "set"
+        # An override wins over file and recipe, so it is looked at first.
+        if any(key == name or key.startswith(f"{name}.") for name in overridden):
+            source = "command line"
+        elif repr(recipe.get(key)) == repr(value) and key in recipe:
+            source = f"{FROM_RECIPE} {run.config['algorithm']}"
+        elif repr(defaults.get(general)) == repr(value) and general in defaults:
+            source = "default"
+        rows.append([key, _config_value(value), source])
+    return rows
 
 
 def config_differences(runs: Sequence[RecordedRun]) -> list[list[Any]]:
@@ -125,54 +164,142 @@ def _versions(run: RecordedRun) -> dict[str, Any]:
     """Returns the newest launch's versions, commits and machines; {} if they are not known."""
     launch = run.launch
     recorded = launch.get("versions")
+    versions = dict(recorded) if isinstance(recorded, dict) else {}
     repositories = launch.get("git")
-    versions: dict[str, Any] = {}
-    for name, version in recorded.items() if isinstance(recorded, dict) else ():
-        versions[name] = _config_value(version)
     for name, state in repositories.items() if isinstance(repositories, dict) else ():
         if isinstance(state, dict) and isinstance(state.get("commit"), str):
             suffix = ", changed" if state.get("dirty") else ""
             versions[f"commit of {name}"] = state["commit"][:80] + suffix
-    versions.update({key: _config_value(launch[key]) for key in _HOST_KEYS if key in launch})
-    return versions
-
-
-def _config_source(run: RecordedRun, key: str, value: Any) -> str:
-    # An override wins over file and recipe, so it is looked at first.
-    command = run.launch.get("command")
-    for argument in command if isinstance(command, list) else ():
-        name, equals, _ = str(argument).partition("=")
-        if equals and (key == name or key.startswith(f"{name}.")):
-            return "command line"
-    recipe: Mapping[str, Any] = {}
-    with suppress(ConfigError):  # a recipe of another version
-        recipe = recipe_of(run.config)
-    if key in recipe and repr(recipe[key]) == repr(value):
-        return f"{FROM_RECIPE} {run.config['algorithm']}"
-    defaults = _default_values()
-    # rewards.3.weight has the default of rewards.0.weight.
-    if key.startswith("rewards."):
-        general = ".".join("0" if word.isdecimal() else word for word in key.split("."))
-        key = key if key in defaults else general
-    is_default = key in defaults and repr(defaults[key]) == repr(value)
-    return "default" if is_default else "set"
+    versions |= {key: launch[key] for key in _HOST_KEYS if key in launch}
+    return {name: _config_value(value) for name, value in versions.items()}
 
 
 @cache
 def _default_values() -> Mapping[str, Any]:
     """Returns all defaults, flat, without the keys that a config must set."""
-    run_dir, model, data, reward = _PLACEHOLDERS
-    needed = {
-        "run_dir": run_dir,
-        "model": {"path": model},
-        "data": {"train": data},
-        "rewards": [{"name": reward}],
-    }
-    values = flatten_config(build_config(needed))
-    return {key: value for key, value in values.items() if value not in _PLACEHOLDERS}
+    values = flatten_config(build_config(_NEEDED))
+    return {key: value for key, value in values.items() if key not in flat(_NEEDED)}
 
 
-def _config_value(value: Any) -> Any:
+def _config_value(value: Any, max_chars: int = _MAX_VALUE_CHARS) -> Any:
     if value is None or type(value) in (bool, int, float):
         return value
-    return (value if isinstance(value, str) else json.dumps(value, default=str))[:_MAX_VALUE_CHARS]
+    return shorten(value if isinstance(value, str) else json.dumps(value, default=str), max_chars)[
+        0
+    ]
+
+
+@dataclass
+class PromptRow:
+    """The groups of one row of the data set whose mean reward is known, by ascending step."""
+
+    row: int
+    newest_line: LinePosition
+    steps: list[int] = field(default_factory=list)
+    means: list[float] = field(default_factory=list)
+
+    @property
+    def mean(self) -> float:
+        return sum(self.means) / len(self.means)
+
+    @property
+    def change(self) -> float:
+        """The mean of the last third of the groups minus that of the first; 0 for one group."""
+        third = max(1, len(self.means) // 3)
+        return (sum(self.means[-third:]) - sum(self.means[:third])) / third
+
+    def kind(self, low: float, high: float) -> str:
+        """Returns one of _KIND_ORDERS; `low` and `high` are the run's lowest and highest reward.
+
+        `never`: no mean is above the lowest reward, up to 5 % of the distance. `always`: no mean
+        is below the highest, likewise. `better`, `worse`: the last third is 25 % of the distance
+        above or below the first third. `mixed`: all others.
+        """
+        distance = high - low
+        if max(self.means) <= low + _NEAR * distance:
+            return "never"
+        if min(self.means) >= high - _NEAR * distance:
+            return "always"
+        if abs(self.change) >= _MOVED * distance:
+            return "better" if self.change > 0 else "worse"
+        return "mixed"
+
+
+# Kinds in the order in which prompts are chosen for the page, and the order within a kind: unsolved
+# ones that were tried most often, those that changed most, the worst of the others, solved ones.
+_KIND_ORDERS: dict[str, Callable[[PromptRow], float]] = {
+    "never": lambda row: -len(row.means),
+    "worse": lambda row: row.change,
+    "better": lambda row: -row.change,
+    "mixed": lambda row: row.mean,
+    "always": lambda row: row.row,
+}
+
+
+def summarize_prompts(results: Sequence[StepResult], deadline: float) -> dict[str, Any]:
+    """Returns "prompts", "prompts_total" and "prompt_kinds" of the page, from all read steps.
+
+    After `deadline` on the monotonic clock, texts are left out.
+    """
+    rows: dict[int, PromptRow] = {}
+    # Results come in the order in which processes finished.
+    for result in sorted(results, key=lambda result: result.step):
+        for group in result.groups:
+            if group.mean is not None:
+                row = rows.setdefault(group.row, PromptRow(group.row, group.line))
+                row.steps.append(result.step)
+                row.means.append(group.mean)
+                row.newest_line = group.line
+    ranges = [result.rewards for result in results if result.rewards is not None]
+    # Medians over the steps: one endless penalty must not be the measure for all others.
+    low, high = np.median(ranges or [(0.0, 0.0)], axis=0).tolist()
+    counts = {}
+    ranked = []
+    for kind, order in _KIND_ORDERS.items():
+        members = [row for _, row in sorted(rows.items()) if row.kind(low, high) == kind]
+        members.sort(key=order)
+        counts[kind] = len(members)
+        # Some of each kind come first, then what is left of these.
+        ranked += [(rank >= _MAX_PROMPTS_PER_KIND, kind, row) for rank, row in enumerate(members)]
+    chosen = sorted(ranked, key=lambda entry: entry[0])[:_MAX_PROMPTS]
+    texts = _read_texts([row for *_, row in chosen], deadline)
+    prompts = []
+    for _, kind, row in chosen:
+        prompt, columns = texts.get(row.row, ("", {}))
+        indices = spread_indices(len(row.steps), _MAX_PROMPT_POINTS)
+        prompts.append(
+            {
+                "row": row.row,
+                "prompt": prompt,
+                "columns": columns,
+                "steps": [row.steps[index] for index in indices],
+                "means": [round_digits(row.means[index], 4) for index in indices],
+                "kind": kind,
+            }
+        )
+    return {"prompts": prompts, "prompts_total": len(rows), "prompt_kinds": counts}
+
+
+def _read_texts(
+    rows: Sequence[PromptRow], deadline: float
+) -> dict[int, tuple[str, dict[str, Any]]]:
+    """Returns prompt and columns by row; without those whose line is gone, or if time is over."""
+    texts = {}
+    store = LineStore()
+    # In the order of the files: a packed file is unpacked from its beginning.
+    path = None
+    for position, row in sorted((row.newest_line, row.row) for row in rows):
+        # The time is looked at between files.
+        if position.path != path and path is not None and time.monotonic() > deadline:
+            break
+        path = position.path
+        record = parse_line(store.read(position))
+        if record is not None:
+            columns = list(bounded_values(record.columns).items())[:_MAX_COLUMNS]
+            prompt = shorten(prompt_text(record.prompt), _MAX_PROMPT_CHARS)[0]
+            texts[row] = (
+                prompt,
+                {name: _config_value(value, _MAX_COLUMN_CHARS) for name, value in columns},
+            )
+    store.close()
+    return texts

@@ -13,6 +13,7 @@ import codecs
 import re
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cache
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
@@ -35,9 +36,6 @@ class _Decoder(msgspec.Struct, frozen=True):
     content: str = ""
     start: int = 0
     prepend_scheme: str = "always"
-
-    def flatten(self) -> list[_Decoder]:
-        return self.decoders if self.type == "Sequence" else [self]
 
     def strips_blank(self) -> bool:
         """Returns True if the blank before the first token is taken away."""
@@ -76,7 +74,7 @@ class TokenPieces:
     def __init__(self, content: bytes) -> None:
         """Reads a tokenizer.json. Raises ValueError if it is broken or of an unknown kind."""
         file = msgspec.json.decode(content, type=_TokenizerFile)
-        decoders = file.decoder.flatten()
+        decoders = file.decoder.decoders or [file.decoder]
         kinds = {decoder.type for decoder in decoders}
         # A decoder that only fuses leaves the tokens as they are.
         if not kinds & _KNOWN_DECODERS and kinds != {"Fuse"}:
@@ -90,7 +88,8 @@ class TokenPieces:
         self._texts.update({token.id: token.content for token in file.added_tokens})
         self._is_byte_level = "ByteLevel" in kinds
         self._strips_blank = any(decoder.strips_blank() for decoder in decoders)
-        self._tokens: dict[int, _Token] = {}
+        # Each token of the vocabulary is made once.
+        self._token = cache(self._make_token)
 
     def decode(self, token_ids: Sequence[int]) -> list[str]:
         """Returns one text for each token of a sequence."""
@@ -110,25 +109,20 @@ class TokenPieces:
             pieces[0] = pieces[0].removeprefix(" ")
         return pieces
 
-    def _token(self, token_id: int) -> _Token:
-        token = self._tokens.get(token_id)
-        if token is None:
-            token = self._tokens[token_id] = self._make_token(self._texts.get(token_id, ""))
-        return token
-
-    def _make_token(self, source: str) -> _Token:
+    def _make_token(self, token_id: int) -> _Token:
+        source = self._texts.get(token_id, "")
         match = _BYTE_TOKEN.fullmatch(source)
         if match and not self._is_byte_level:
             return _Token(bytes([int(match[1], 16)]), None)
         if not self._is_byte_level:
             source = source.replace(_SENTENCEPIECE_BLANK, " ")
-        elif all(letter in BYTE_ALPHABET for letter in source):
-            data = bytes(BYTE_ALPHABET[letter] for letter in source)
-            with suppress(UnicodeDecodeError):
-                return _Token(data, data.decode("utf-8"))
-            return _Token(data, None)
         data = source.encode("utf-8", "replace")
-        return _Token(data, data.decode("utf-8"))
+        if self._is_byte_level and all(letter in BYTE_ALPHABET for letter in source):
+            data = bytes(BYTE_ALPHABET[letter] for letter in source)
+        text = None
+        with suppress(UnicodeDecodeError):
+            text = data.decode("utf-8")
+        return _Token(data, text)
 
 
 def _decode_bytes(tokens: Sequence[_Token]) -> list[str]:

@@ -10,7 +10,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -33,6 +33,7 @@ _MAX_STEPS = 24_000
 _MAX_VALUES = 3_000_000
 _MAX_METRICS = 1_000
 _MAX_NAME_CHARS = 200
+_MAX_FINITE = 1.7e308  # larger whole numbers are no floats
 _MAX_CONFIG_BYTES = 1 << 20
 _MAX_VALUE_CHARS = 4_000
 _MAX_REPORT_CHARS = 100_000
@@ -45,6 +46,10 @@ _LATER_STEP_S = 300.0
 _RECENT_FACTOR = 10.0
 _NUM_RECENT = 20
 _LONGEST_FACTOR = 3.0
+# For those who follow a run.
+_POLL_S = 0.5
+_LOOK_AGAIN_S = 30.0
+_PAUSE_FACTOR = 10.0
 _CLOCK_SKEW_S = 5.0  # between a file's time and the clock of another host
 _EXIT_S = 30.0  # that a process may hold the folder after it wrote the end of its launch
 
@@ -97,11 +102,14 @@ def read_run(folder: Path) -> RecordedRun:
 
 def name_apart(runs: Sequence[RecordedRun]) -> list[RecordedRun]:
     """Returns the runs with different names, with the folder above or a number if needed."""
-    names = [run.name for run in runs]
-    if len(set(names)) < len(names):
-        names = [f"{run.folder.resolve().parent.name}/{run.name}" for run in runs]
-    if len(set(names)) < len(names):
-        names = [f"{run.name} ({number})" for number, run in enumerate(runs, start=1)]
+    names: list[str] = []
+    for form in ("{name}", "{parent}/{name}", "{name} ({number})"):
+        names = [
+            form.format(name=run.name, parent=run.folder.resolve().parent.name, number=number)
+            for number, run in enumerate(runs, start=1)
+        ]
+        if len(set(names)) == len(names):
+            break
     return [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
 
 
@@ -186,12 +194,14 @@ def _find_state(run: RecordedRun) -> tuple[str, str]:
     """
     launch = run.launch
     outcome = launch.get("outcome")
+    reason = launch.get("why")
+    if not run.launches:
+        outcome, reason = _find_early_outcome(run)
+    suffix = f": {reason}" if isinstance(reason, str) and reason else ""
     if outcome == "done":
         return "done", ""
     is_held = _is_locked(run.folder / "logs" / "launch")
     if outcome in ("preempted", "failed", "killed"):
-        reason = launch.get("why")
-        suffix = f": {reason}" if isinstance(reason, str) and reason else ""
         end_s = _unix_s(launch.get("end"))
         if is_held and (end_s is None or time.time() - end_s > _EXIT_S):
             return "going", f"; it starts again, and the launch before was {outcome}{suffix}"
@@ -206,9 +216,11 @@ def _find_state(run: RecordedRun) -> tuple[str, str]:
         return "silent", f"{silence}; it holds its folder"
     if is_held:
         return "going", ""
+    if not run.launches and not run.steps:
+        return "empty", ": nothing tells of a step yet"
     if not run.launches:
-        return _find_early_state(run, is_quiet)
-    host = _shorten(launch.get("host"))
+        return ("killed", ": it left no word of its end") if is_quiet else ("going", "")
+    host = str(launch.get("host"))[:200]
     # Only on the run's own machine a missing lock proves that nothing holds it.
     if host == socket.gethostname() and os.path.exists("/proc/locks"):
         return "killed", ": it left no word of its end, and no process holds its folder"
@@ -232,19 +244,16 @@ def _max_quiet_s(run: RecordedRun) -> float:
     return max(_LATER_STEP_S, recent_s, _LONGEST_FACTOR * max(durations))
 
 
-def _find_early_state(run: RecordedRun, is_quiet: bool) -> tuple[str, str]:
-    """Returns the state of a folder without launches.jsonl, from versions before 0.1."""
+def _find_early_outcome(run: RecordedRun) -> tuple[str | None, str]:
+    """Returns outcome and reason of a folder without launches.jsonl, from versions before 0.1."""
     with suppress(OSError, ConfigError):
-        reason = read_json(run.folder / "preempted.json").get("reason")
-        return "preempted", f": {_shorten(reason)}"
+        return "preempted", str(read_json(run.folder / "preempted.json").get("reason"))
     if run.steps and run.num_steps is not None and run.last_step >= run.num_steps:
         return "done", ""
     for report in run.reports.values():
-        reason = next((line for line in report.split("\n") if not line.startswith("===")), "")
-        return "failed", f": {_shorten(reason)}"
-    if not run.steps:
-        return "empty", ": nothing tells of a step yet"
-    return ("killed", ": it left no word of its end") if is_quiet else ("going", "")
+        lines = (line for line in report.split("\n") if not line.startswith("==="))
+        return "failed", next(lines, "")
+    return None, ""
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -282,7 +291,7 @@ def _read_metrics(files: RunFolder) -> tuple[list[dict[str, Any]], list[dict[str
         # Other steps are no run's: a browser could not compute with them.
         if 0 <= step < 2**53:
             kind = evaluations if is_evaluation(line.metrics) else steps
-            kind.add(step, _finite_numbers(line.metrics, names), max(100, len(names)))
+            kind.add({"step": step, **_finite_numbers(line.metrics, names)}, max(100, len(names)))
     return steps.ordered(), evaluations.ordered()
 
 
@@ -292,24 +301,22 @@ class _ThinnedLines:
     def __init__(self) -> None:
         self._lines: dict[int, dict[str, Any]] = {}
         self._stride = 1
-        self._newest = -1
+        self._newest: dict[str, Any] = {}
 
-    def add(self, step: int, values: dict[str, Any], num_names: int) -> None:
-        if self._newest % self._stride and self._newest != step:
-            self._lines.pop(self._newest, None)  # it was kept only because it was the newest
-        self._newest = step
-        self._lines[step] = {"step": step, **values}
+    def add(self, line: dict[str, Any], num_names: int) -> None:
+        self._newest = line
+        if line["step"] % self._stride == 0:
+            self._lines[line["step"]] = line
         # Halving keeps the points at even distances, whatever the run's length will be.
         if len(self._lines) > min(_MAX_STEPS, _MAX_VALUES // num_names):
             self._stride *= 2
             self._lines = {
-                old_step: line
-                for old_step, line in self._lines.items()
-                if old_step % self._stride == 0 or old_step == step
+                step: line for step, line in self._lines.items() if step % self._stride == 0
             }
 
     def ordered(self) -> list[dict[str, Any]]:
-        return [self._lines[step] for step in sorted(self._lines)]
+        lines = self._lines | {line["step"]: line for line in [self._newest] if line}
+        return [lines[step] for step in sorted(lines)]
 
 
 def _finite_numbers(metrics: Mapping[str, Any], names: dict[str, str]) -> dict[str, Any]:
@@ -319,11 +326,11 @@ def _finite_numbers(metrics: Mapping[str, Any], names: dict[str, str]) -> dict[s
     """
     numbers: dict[str, float | int | None] = {}
     for name, value in metrics.items():
-        is_number = type(value) is float or (type(value) is int and abs(value) < 2**63)
-        if name == "step" or len(name) > _MAX_NAME_CHARS or not (is_number or value is None):
-            continue
-        if name in names or len(names) < _MAX_METRICS:
-            is_finite = value is not None and math.isfinite(value)
+        is_metric = name != "step" and (value is None or type(value) in (int, float))
+        has_room = name in names or (len(names) < _MAX_METRICS and len(name) <= _MAX_NAME_CHARS)
+        if is_metric and has_room:
+            # NaN is not smaller than anything.
+            is_finite = value is not None and abs(value) < _MAX_FINITE
             numbers[names.setdefault(name, name)] = value if is_finite else None
     return numbers
 
@@ -344,15 +351,33 @@ def _is_locked(path: Path) -> bool:
             # Another device may have the same inode number, so look at the process's open files.
             with suppress(PermissionError):
                 descriptors = Path("/proc", fields[4], "fd").iterdir()
-                return any(_is_same_file(descriptor, status) for descriptor in descriptors)
+                return any(file.exists() and file.samefile(path) for file in descriptors)
             return True  # another user's process: the number must do
     return False
 
 
-def _is_same_file(path: Path, status: os.stat_result) -> bool:
-    with suppress(OSError):
-        return os.path.samestat(path.stat(), status)
-    return False
+def file_sizes(folders: Sequence[Path]) -> list[int]:
+    """Returns the sizes of the files that grow while a run goes on."""
+    names = ("metrics.jsonl", "launches.jsonl")
+    return [file_size(folder / name) for folder in folders for name in names]
+
+
+def changes(look: Callable[[], object], min_age_s: float) -> Iterator[None]:
+    """Yields at once, and again whenever `look` returns something new, at the earliest `min_age_s`
+    later.
+
+    Yields sometimes in any case, because a killed run writes nothing. What the caller does in
+    between takes at most a tenth of the time: the machine may be training.
+    """
+    while True:
+        begin = time.monotonic()
+        before = look()
+        yield
+        earliest = begin + max(min_age_s, _PAUSE_FACTOR * (time.monotonic() - begin))
+        while time.monotonic() < earliest or (
+            look() == before and time.monotonic() < begin + _LOOK_AGAIN_S
+        ):
+            time.sleep(_POLL_S)
 
 
 def file_size(path: Path) -> int:
@@ -377,7 +402,3 @@ def _format_seconds(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
-
-
-def _shorten(value: Any) -> str:
-    return str(value)[:200]

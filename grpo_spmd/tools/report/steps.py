@@ -11,17 +11,15 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache
-from itertools import groupby
+from functools import lru_cache
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.observe.metrics_file import LinePosition
@@ -39,10 +37,7 @@ from grpo_spmd.tools.report.pieces import TokenPieces, read_pieces
 MAX_PROMPT_CHARS = 12_000
 _MAX_TURNS = 200
 _MAX_MESSAGES = 200
-_MAX_MESSAGE_CHARS = 40_000  # of all messages of an episode
-# Characters of a turn: of one that was not sampled, and of any turn that is cut.
-_MAX_GIVEN_CHARS = 4_000
-_MIN_TURN_CHARS = 200
+_MIN_TURN_CHARS = 200  # of a turn that is cut
 _TABLE_FIELDS = (
     "row",
     "position",
@@ -58,7 +53,7 @@ _TABLE_FIELDS = (
 _MAX_STATUS_CHARS = 40
 _REWARD_FAILURES = ("error", "timeout")
 _FAILURES = (*_REWARD_FAILURES, "env_error", "env_timeout")
-_NUM_EARLY_FAILURES = 4  # failed rollouts that come before the tokens of other rollouts
+_NUM_EARLY = 7  # best, worst, mismatched and failed rollouts whose tokens come early
 _MAX_SHOWN = 2_000  # rollouts of a step
 _NUM_SAMPLES = 8  # rollouts that tell what those of a step cost
 # The size of a rollout beside others, relative to its size alone at the quickest level.
@@ -70,109 +65,31 @@ _MAX_COMPLETION_CHARS = 60_000
 
 @dataclass
 class PageRollout:
-    """The JSON of one rollout, in two parts so that the second one can be left out."""
+    """A rollout that the page shows."""
 
-    text: dict[str, Any]
-    prompt: str
-    make_tokens: Callable[[], dict[str, Any] | None]
+    record: RolloutRecord
+    score_line: bytes | None
+    text: dict[str, Any]  # its JSON; "tokens" are None as long as there is no room for them
 
-    @cached_property
-    def tokens(self) -> dict[str, Any] | None:
-        return self.make_tokens()
-
-
-def make_rollout(
-    line: bytes, score_line: bytes | None, pieces: TokenPieces | None, max_chars: int, reason: str
-) -> PageRollout | None:
-    """Returns the rollout of a dump's line and its line of token scores; None if it is broken.
-
-    A completion of more than `max_chars` characters is cut in its middle. `reason` says why the
-    page shows the rollout.
-    """
-    record = parse_line(line)
-    if record is None:
-        return None
-    # The keys are those of the page's scripts (page/tokens.js).
-    completion, num_cut = shorten(record.completion, max_chars)
-    text = {
-        "position": record.position,
-        "sample": record.sample,
-        "why": reason,
-        "completion": completion,
-        "cut": num_cut,
-        "reward": record.reward,
-        "rewards": record.rewards,
-        "statuses": record.statuses,
-        "advantage": record.advantage,
-        "finish_reason": record.finish_reason,
-        "columns": bounded_values(record.columns),
-        "extra": bounded_values(record.extra),
-        "tokens": None,
-    }
-    if record.status is not None:
-        text |= _episode(record, pieces, max_chars, is_cut=num_cut > 0)
-
-    def make_tokens() -> dict[str, Any] | None:
-        # An episode's turns count on all tokens. Without texts nobody sees where the middle is.
-        if num_cut and (record.status is not None or pieces is None):
-            return None
-        texts = pieces.decode(record.completion_ids) if pieces is not None else None
-        tokens = _token_columns(record, texts, score_line)
-        return _cut_middle(tokens, texts, max_chars) if num_cut and texts is not None else tokens
-
-    return PageRollout(text, prompt_text(record.prompt), make_tokens)
+    @property
+    def prompt(self) -> str:
+        return prompt_text(self.record.prompt)
 
 
-def parse_line(line: bytes) -> RolloutRecord | None:
+def parse_line(line: bytes | None) -> RolloutRecord | None:
     """Returns None for a line that is broken, or nested too deeply to be written as JSON again."""
     # Deep nesting would end json.dumps with a RecursionError.
     with suppress(ConfigError):
-        record = parse_rollout(line, "")
+        record = parse_rollout(line or b"", "")
         if is_shallow([record.columns, record.prompt, record.extra, record.environment]):
             return record
     return None
 
 
-def _token_columns(
-    record: RolloutRecord, texts: list[str] | None, score_line: bytes | None
-) -> dict[str, Any]:
-    """Returns lists with an entry for each sampled token.
-
-    A list is null if its values are not known. A null `advantage` means the rollout's; a null
-    `mask` means that all tokens count. JSON has null for numbers that are not finite.
-    """
-    tokens: dict[str, Any] = {
-        "pieces": texts,
-        "ids": record.completion_ids,
-        "logprob": np.round(record.rollout_logprobs, 3).tolist(),
-        **dict.fromkeys(("difference", "entropy", "advantage", "mask")),
-    }
-    scores = None
-    with suppress(ConfigError):
-        scores = parse_scores(score_line, "") if score_line is not None else None
-    # Scores of another length are from another run's rollout.
-    if scores is not None and len(scores.difference) == len(record.completion_ids):
-        # Three digits are what the page shows; more would only take room.
-        tokens["difference"] = _three_digits(scores.difference)
-        tokens["entropy"] = _three_digits(scores.entropy)
-        if scores.advantages is not None:
-            tokens["advantage"] = _three_digits(scores.advantages)
-        if scores.loss_mask is not None:
-            tokens["mask"] = scores.loss_mask.astype(int).tolist()
-    return tokens
-
-
-def _three_digits(values: npt.NDArray[np.float32]) -> list[float]:
-    # The values were float16, so a table of all of them is quicker than rounding each.
-    digits: list[float] = _three_digit_table()[values.astype(np.float16).view(np.uint16)].tolist()
-    return digits
-
-
-@cache
-def _three_digit_table() -> npt.NDArray[np.float64]:
-    """Returns the nearest number of three digits for each float16, by its bits."""
-    values = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float64).tolist()
-    return np.array([float(f"{value:.3g}") for value in values])
+# The values were float16: to look up each of the 65,536 is quicker than to round it again.
+@lru_cache(1 << 16)
+def _three_digits(value: float) -> float:
+    return float(f"{value:.3g}")
 
 
 def _cut_middle(tokens: dict[str, Any], texts: Sequence[str], max_chars: int) -> dict[str, Any]:
@@ -184,56 +101,10 @@ def _cut_middle(tokens: dict[str, Any], texts: Sequence[str], max_chars: int) ->
     if head_end >= tail_begin:
         return tokens
     marker = _cut_marker(sum(map(len, texts[head_end:tail_begin])))
-    shortened: dict[str, Any] = {}
-    for name, values in tokens.items():
-        middle = marker if name == "pieces" else None
-        is_known = values is not None
-        shortened[name] = [*values[:head_end], middle, *values[tail_begin:]] if is_known else None
-    return shortened
-
-
-def _episode(
-    record: RolloutRecord, pieces: TokenPieces | None, max_chars: int, *, is_cut: bool
-) -> dict[str, Any]:
-    """Returns the fields of an episode.
-
-    Given turns, sampled turns (if the completion is cut) and messages get a third of `max_chars`
-    each, since all three repeat what the completion says.
-    """
-    max_chars //= 3
-    turns = record.turns[:_MAX_TURNS]
-    num_sampled = sum(turn["sampled"] for turn in turns)
-    chars_per_given = max_chars // max(1, len(turns) - num_sampled)
-    max_given = min(_MAX_GIVEN_CHARS, max(_MIN_TURN_CHARS, chars_per_given))
-    max_sampled = max(_MIN_TURN_CHARS, max_chars // max(1, num_sampled))
-    page_turns = []
-    for turn in turns:
-        page_turn = {
-            "sampled": turn["sampled"],
-            "segment": turn["segment"],
-            "reward": turn.get("reward"),
-            "num_tokens": len(turn["token_ids"]),
-        }
-        if pieces is not None:
-            texts = pieces.decode(turn["token_ids"])
-            if not turn["sampled"] or is_cut:
-                texts = [shorten("".join(texts), max_sampled if turn["sampled"] else max_given)[0]]
-            page_turn["pieces"] = texts
-        page_turns.append(page_turn)
-    messages = []
-    # Whole messages or none: half a message would look like what was said.
-    num_chars_left = min(_MAX_MESSAGE_CHARS, max_chars)
-    for message in record.messages[:_MAX_MESSAGES]:
-        num_chars_left -= len(json.dumps(message))
-        if num_chars_left < 0:
-            messages.append({"role": "", "content": "further messages are not in this page"})
-            break
-        messages.append(message)
+    middle = {**dict.fromkeys(tokens), "pieces": marker}
     return {
-        "status": record.status,
-        "turns": page_turns,
-        "messages": messages,
-        "environment": bounded_values(record.environment),
+        name: values and [*values[:head_end], middle[name], *values[tail_begin:]]
+        for name, values in tokens.items()
     }
 
 
@@ -269,8 +140,8 @@ class ScannedRollout(NamedTuple):
     row: int
     reward: float | None
     advantage: float | None
-    num_tokens: int
-    is_cut: bool  # finish_reason is "length"
+    tokens: int  # their number
+    finish: int  # 1 if finish_reason is "length", else 0
     status: str  # how an episode ended, or how a reward failed; else "ok"
     mismatch: float | None  # largest |policy - engine| of a token
     line: LinePosition
@@ -301,20 +172,18 @@ def scan_step(folder: RunFolder, step: int) -> tuple[list[ScannedRollout], ReadE
             reward=_finite(fields.reward),
             advantage=_finite(fields.advantage),
             # Bytes of float32, or the list that earlier versions wrote.
-            num_tokens=len(logprobs) if isinstance(logprobs, list) else len(logprobs) // 4,
-            is_cut=fields.finish_reason == "length",
-            status=_status(fields.statuses, fields.status),
+            tokens=len(logprobs) if isinstance(logprobs, list) else len(logprobs) // 4,
+            finish=int(fields.finish_reason == "length"),
+            # A reward's failure counts more than how an episode ended.
+            status=next(
+                (status for status in fields.statuses.values() if status in _REWARD_FAILURES),
+                (fields.status or "ok")[:_MAX_STATUS_CHARS],
+            ),
             mismatch=mismatch,
             line=line.position,
             score_line=score_line,
         )
     return [rollouts[key] for key in sorted(rollouts)], errors
-
-
-def _status(reward_statuses: dict[str, str], episode_status: str | None) -> str:
-    # A reward's failure counts more than how an episode ended.
-    failures = [status for status in reward_statuses.values() if status in _REWARD_FAILURES]
-    return failures[0] if failures else (episode_status or "ok")[:_MAX_STATUS_CHARS]
 
 
 def _finite(value: float | None) -> float | None:
@@ -327,92 +196,8 @@ def spread_out(steps: Iterable[int]) -> list[int]:
     The newest and the first step come first.
     """
     ordered = sorted(steps)
-    if len(ordered) < 3:
-        return ordered[::-1]
-    middle = (ordered[1 + index] for index in _spread_order(len(ordered) - 2, 0))
-    return [ordered[-1], ordered[0], *middle]
-
-
-class Selection:
-    """The rollouts of a step that are shown, by their index in the scan."""
-
-    def __init__(self, reader: StepReader, room: int) -> None:
-        """`room` is the number of compressed bytes of the page that the rollouts may take."""
-        self.rollouts: dict[int, PageRollout] = {}
-        self.with_tokens: set[int] = set()
-        self.num_wanted = 0  # best, worst, most mismatched and failed ones
-        self.num_wanted_shown = 0
-        self._reader = reader
-        self._num_bytes_left = float(room)
-        self._broken: set[int] = set()
-
-    def fill(self, step: int) -> None:
-        """Chooses rollouts; the result depends on the step alone.
-
-        The most mismatched, the best, the worst and the failed rollouts come first, then their
-        tokens; then whole groups, other ones at each step; then single rollouts, spread evenly.
-        """
-        # Nothing here depends on time or on other steps, so a page can be made again.
-        wanted: dict[int, str] = {}
-        for index, reason in _wanted_rollouts(self._reader.rollouts):
-            wanted.setdefault(index, reason)
-        self.num_wanted = len(wanted)
-        failed = [index for index, reason in wanted.items() if reason == "failed"]
-        late = dict.fromkeys(failed[_NUM_EARLY_FAILURES:])
-        early = [index for index in wanted if index not in late]
-        # First all texts, then all tokens: a text without tokens is worth more than
-        # tokens without the other texts.
-        for index in early:
-            self._add_text(index, wanted[index])
-        for index in early:
-            self._add_tokens(index)
-        for index in late:
-            self._add_text(index, "failed")
-        self.num_wanted_shown = len(self.rollouts)
-        groups = self._reader.groups
-        for number in _spread_order(len(groups), step):
-            has_room = all(self._add_text(index, "group") for index in groups[number])
-            if not has_room or not all(map(self._add_tokens, groups[number])):
-                break
-        for index in _spread_order(len(self._reader.rollouts), step):
-            if not self._add_text(index, "sampled"):
-                break
-            self._add_tokens(index)
-
-    def _add_text(self, index: int, reason: str) -> bool:
-        """Shows a rollout. Returns False if there is no room; a broken line takes none."""
-        if index in self.rollouts or index in self._broken:
-            return True
-        # A browser lists a few thousand rollouts without delay.
-        if len(self.rollouts) >= _MAX_SHOWN or self._num_bytes_left <= 0:
-            return False
-        rollout = self._reader.make(index, reason)
-        if rollout is None:
-            self._broken.add(index)
-            return True
-        # The rollouts of a group share one prompt.
-        if not self._spend([rollout.text, rollout.prompt if reason != "group" else ""]):
-            return False
-        self.rollouts[index] = rollout
-        return True
-
-    def _add_tokens(self, index: int) -> bool:
-        """Shows the tokens of a shown rollout. Returns False if there is no room."""
-        rollout = self.rollouts.get(index)
-        if rollout is None or index in self.with_tokens or rollout.tokens is None:
-            return True
-        if self._num_bytes_left <= 0 or not self._spend(rollout.tokens):
-            return False
-        self.with_tokens.add(index)
-        return True
-
-    def _spend(self, value: object) -> bool:
-        # Measured one by one: texts of one policy compress very differently.
-        size = compressed_size(value)
-        if size > self._num_bytes_left:
-            return False
-        self._num_bytes_left -= size
-        return True
+    middle = [ordered[1 + index] for index in _spread_order(len(ordered) - 2, 0)]
+    return list(dict.fromkeys([*ordered[-1:], *ordered[:1], *middle]))
 
 
 def compressed_size(value: object) -> float:
@@ -420,26 +205,25 @@ def compressed_size(value: object) -> float:
     return _COMPRESSION * len(zlib.compress(json_bytes(value), 1))
 
 
-def _wanted_rollouts(rollouts: Sequence[ScannedRollout]) -> Iterator[tuple[int, str]]:
-    """Yields (index, reason); the first of equal ones."""
-    mismatches = {
-        index: rollout.mismatch
-        for index, rollout in enumerate(rollouts)
-        if rollout.mismatch is not None
-    }
-    if mismatches:
-        yield max(mismatches, key=mismatches.__getitem__), "mismatched"
-    ranks = {
-        index: (rollout.reward, rollout.advantage or 0.0)
-        for index, rollout in enumerate(rollouts)
-        if rollout.reward is not None
-    }
-    if ranks:
-        yield max(ranks, key=ranks.__getitem__), "best"
-        yield min(ranks, key=ranks.__getitem__), "worst"
+def _wanted_rollouts(rollouts: Sequence[ScannedRollout]) -> dict[int, str]:
+    """Returns by index why a rollout is worth a look; the first of equal ones."""
+    wanted: dict[int, str] = {}
+
+    def rank(index: int) -> tuple[float, float]:
+        return rollouts[index].reward or 0.0, rollouts[index].advantage or 0.0
+
+    mismatched = [i for i, rollout in enumerate(rollouts) if rollout.mismatch is not None]
+    if mismatched:
+        worst = max(mismatched, key=lambda index: rollouts[index].mismatch or 0.0)
+        wanted[worst] = "mismatched"
+    scored = [i for i, rollout in enumerate(rollouts) if rollout.reward is not None]
+    if scored:
+        wanted.setdefault(max(scored, key=rank), "best")
+        wanted.setdefault(min(scored, key=rank), "worst")
     for index, rollout in enumerate(rollouts):
         if rollout.status in _FAILURES:
-            yield index, "failed"
+            wanted.setdefault(index, "failed")
+    return wanted
 
 
 def _spread_order(num: int, step: int) -> Iterator[int]:
@@ -451,21 +235,19 @@ def _spread_order(num: int, step: int) -> Iterator[int]:
     yield from ((step * 7 + index * stride) % num for index in range(num))
 
 
-@dataclass(frozen=True)
-class StepTask:
+class StepTask(NamedTuple):
     """What a process needs in order to make the part of one step."""
 
     run_dir: Path
     step: int
     room: int  # compressed bytes for rollouts
-    listed_at: float = 0.0  # when the folder was listed: a process lists it once for all tasks
 
 
 class Group(NamedTuple):
     """A group of a step, for the table of prompts."""
 
     row: int
-    mean: float  # of the known rewards; NaN if none is known
+    mean: float | None  # of the known rewards
     line: LinePosition  # of one of its rollouts
 
 
@@ -477,16 +259,14 @@ class StepResult:
     content: bytes  # JSON of the step's chunk
     num_rollouts: int
     num_shown: int
-    num_wanted: int
+    num_wanted: int  # best, worst, most mismatched and failed ones
     num_wanted_shown: int
     num_broken: int
     groups: list[Group]
-    min_reward: float | None
-    max_reward: float | None
+    rewards: tuple[float, float] | None  # the lowest and the highest
 
 
-@dataclass(frozen=True)
-class StepCost:
+class StepCost(NamedTuple):
     """Compressed bytes that a step takes in the page."""
 
     table: float  # the figures of all its rollouts
@@ -496,120 +276,268 @@ class StepCost:
 
 def measure_step(task: StepTask) -> StepCost:
     """Returns the cost of a step, measured on some of its rollouts."""
-    reader = StepReader(task, _MAX_COMPLETION_CHARS)
-    indices = spread_indices(len(reader.rollouts), _NUM_SAMPLES)
-    samples = [reader.make(index, "sampled") for index in indices]
-    texts = [compressed_size([sample.text, sample.prompt]) for sample in samples if sample]
-    tokens = [compressed_size(sample.tokens) for sample in samples if sample]
-    table = len(zlib.compress(_chunk(reader, Selection(reader, room=0), task.step)))
-    return StepCost(table, float(np.mean(texts or [0.0])), float(np.mean(tokens or [0.0])))
+    page = StepPage(task)
+    table = len(zlib.compress(page.content()))
+    texts = [0.0]
+    tokens = [0.0]
+    for index in spread_indices(len(page.rollouts), _NUM_SAMPLES):
+        rollout = page.make(index, "sampled")
+        if rollout is not None:
+            texts.append(compressed_size([rollout.text, rollout.prompt]))
+            tokens.append(compressed_size(page.tokens(rollout)))
+    return StepCost(table, *(sum(sizes) / max(1, len(sizes) - 1) for sizes in (texts, tokens)))
 
 
 def make_step(task: StepTask) -> StepResult:
     """Makes the part of one step. Raises nothing, whatever the files hold."""
-    # A character takes less than a byte compressed, so three completions fit.
-    max_chars = min(max(task.room // 3, _MIN_COMPLETION_CHARS), _MAX_COMPLETION_CHARS)
-    reader = StepReader(task, max_chars)
-    selection = Selection(reader, task.room)
-    selection.fill(task.step)
-    rewards = [rollout.reward for rollout in reader.rollouts if rollout.reward is not None]
+    page = StepPage(task)
+    page.fill()
+    rewards = [rollout.reward for rollout in page.rollouts if rollout.reward is not None]
     return StepResult(
         step=task.step,
-        content=_chunk(reader, selection, task.step),
-        num_rollouts=len(reader.rollouts),
-        num_shown=len(selection.rollouts),
-        num_wanted=selection.num_wanted,
-        num_wanted_shown=selection.num_wanted_shown,
-        num_broken=reader.errors.num,
-        groups=reader.summarize_groups(),
-        min_reward=min(rewards, default=None),
-        max_reward=max(rewards, default=None),
+        content=page.content(),
+        num_rollouts=len(page.rollouts),
+        num_shown=len(page.shown),
+        num_wanted=page.num_wanted,
+        num_wanted_shown=page.num_wanted_shown,
+        num_broken=page.errors.num,
+        groups=page.summarize_groups(),
+        rewards=(min(rewards), max(rewards)) if rewards else None,
     )
 
 
-class StepReader:
-    """The scanned rollouts of a step, and single ones as a whole."""
+class StepPage:
+    """The scanned rollouts of a step, and those of them that are shown as a whole."""
 
-    def __init__(self, task: StepTask, max_chars: int) -> None:
-        folder, self._pieces = _open_folder(task.run_dir, task.listed_at)
+    def __init__(self, task: StepTask) -> None:
+        folder, self._pieces = open_folder(task.run_dir)
         self.rollouts, self.errors = scan_step(folder, task.step)
         indices = groupby(range(len(self.rollouts)), lambda index: self.rollouts[index].position)
         self.groups = [list(group) for _, group in indices]
+        self.shown: dict[int, PageRollout] = {}  # by the index in `rollouts`
+        self.num_wanted = 0
+        self.num_wanted_shown = 0
+        self._step = task.step
+        self._num_bytes_left = float(task.room)
+        # A character takes less than a byte compressed, so three completions fit.
+        self._max_chars = min(max(task.room // 3, _MIN_COMPLETION_CHARS), _MAX_COMPLETION_CHARS)
+        self._broken: set[int] = set()
         self._store = LineStore()
-        self._max_chars = max_chars
 
     def make(self, index: int, reason: str) -> PageRollout | None:
+        """Returns a rollout without its tokens; None if its line is broken or gone."""
         rollout = self.rollouts[index]
-        line = self._store.read(rollout.line)
-        if line is None:
-            return None
-        score_line = rollout.score_line
-        scores = self._store.read(score_line) if score_line is not None else None
-        page_rollout = make_rollout(line, scores, self._pieces, self._max_chars, reason)
-        if page_rollout is None:
+        record = parse_line(self._store.read(rollout.line))
+        if record is None:
             self.errors.add(f"{rollout.line.path}: a broken line")
-        return page_rollout
+            return None
+        scores = self._store.read(rollout.score_line) if rollout.score_line is not None else None
+        # The keys are those of the page's scripts (page/tokens.js).
+        completion, num_cut = shorten(record.completion, self._max_chars)
+        text = {
+            "position": record.position,
+            "sample": record.sample,
+            "why": reason,
+            "completion": completion,
+            "cut": num_cut,
+            "reward": record.reward,
+            "rewards": record.rewards,
+            "statuses": record.statuses,
+            "advantage": record.advantage,
+            "finish_reason": record.finish_reason,
+            "columns": bounded_values(record.columns),
+            "extra": bounded_values(record.extra),
+            "tokens": None,
+        }
+        if record.status is not None:
+            text |= self._episode(record, is_cut=num_cut > 0)
+        return PageRollout(record, scores, text)
+
+    def _episode(self, record: RolloutRecord, *, is_cut: bool) -> dict[str, Any]:
+        """Returns the fields of an episode.
+
+        Turns get two thirds of the characters (sampled ones if the completion is cut) and messages
+        one, since they repeat what the completion says.
+        """
+        turns = record.turns[:_MAX_TURNS]
+        third = self._max_chars // 3
+        max_turn_chars = max(_MIN_TURN_CHARS, 2 * third // max(1, len(turns)))
+        page_turns = []
+        for turn in turns:
+            page_turn = {
+                "sampled": turn["sampled"],
+                "segment": turn["segment"],
+                "reward": turn.get("reward"),
+                "num_tokens": len(turn["token_ids"]),
+            }
+            if self._pieces is not None:
+                texts = self._pieces.decode(turn["token_ids"])
+                if not turn["sampled"] or is_cut:
+                    texts = [shorten("".join(texts), max_turn_chars)[0]]
+                page_turn["pieces"] = texts
+            page_turns.append(page_turn)
+        # Whole messages or none: half a message would look like what was said.
+        ends = accumulate(len(json.dumps(message)) for message in record.messages[:_MAX_MESSAGES])
+        num_shown = sum(end <= third for end in ends)
+        messages = record.messages[:num_shown]
+        if num_shown < len(record.messages):
+            messages.append({"role": "", "content": "further messages are not in this page"})
+        return {
+            "status": record.status,
+            "turns": page_turns,
+            "messages": messages,
+            "environment": bounded_values(record.environment),
+        }
+
+    def tokens(self, rollout: PageRollout) -> dict[str, Any] | None:
+        """Returns lists with an entry for each sampled token; None if nobody could see where a
+        completion is cut.
+
+        A list is null if its values are not known. A null `advantage` means the rollout's; a null
+        `mask` means that all tokens count. JSON has null for numbers that are not finite.
+        """
+        record = rollout.record
+        is_cut = rollout.text["cut"] > 0
+        # An episode's turns count on all tokens. Without texts nobody sees where the middle is.
+        if is_cut and (record.status is not None or self._pieces is None):
+            return None
+        texts = self._pieces.decode(record.completion_ids) if self._pieces is not None else None
+        tokens: dict[str, Any] = {
+            "pieces": texts,
+            "ids": record.completion_ids,
+            "logprob": np.round(record.rollout_logprobs, 3).tolist(),
+            **dict.fromkeys(("difference", "entropy", "advantage", "mask")),
+        }
+        with suppress(ConfigError):
+            scores = parse_scores(rollout.score_line or b"", "")
+            # Scores of another length are from another run's rollout.
+            if len(scores.difference) == len(record.completion_ids):
+                # Three digits are what the page shows; more would only take room.
+                for name, values in (
+                    ("difference", scores.difference),
+                    ("entropy", scores.entropy),
+                    ("advantage", scores.advantages),
+                ):
+                    if values is not None:
+                        tokens[name] = list(map(_three_digits, values.tolist()))
+                if scores.loss_mask is not None:
+                    tokens["mask"] = scores.loss_mask.astype(int).tolist()
+        return _cut_middle(tokens, texts, self._max_chars) if is_cut and texts else tokens
+
+    def fill(self) -> None:
+        """Chooses rollouts; the result depends on the step alone.
+
+        The most mismatched, the best, the worst and the failed rollouts come first, then their
+        tokens; then whole groups, other ones at each step; then single rollouts, spread evenly.
+        """
+        # Nothing here depends on time or on other steps, so a page can be made again.
+        wanted = _wanted_rollouts(self.rollouts)
+        self.num_wanted = len(wanted)
+        order = list(wanted)
+        # First all texts, then all tokens: a text without tokens is worth more than
+        # tokens without the other texts.
+        for index in order[:_NUM_EARLY]:
+            self._add_text(index, wanted[index])
+        for index in order[:_NUM_EARLY]:
+            self._add_tokens(index)
+        for index in order[_NUM_EARLY:]:
+            self._add_text(index, wanted[index])
+        self.num_wanted_shown = len(self.shown)
+        for number in _spread_order(len(self.groups), self._step):
+            group = self.groups[number]
+            has_room = all(self._add_text(index, "group") for index in group)
+            if not has_room or not all(map(self._add_tokens, group)):
+                break
+        for index in _spread_order(len(self.rollouts), self._step):
+            if not self._add_text(index, "sampled"):
+                break
+            self._add_tokens(index)
+
+    def _add_text(self, index: int, reason: str) -> bool:
+        """Shows a rollout. Returns False if there is no room; a broken line takes none."""
+        if index in self.shown or index in self._broken:
+            return True
+        # A browser lists a few thousand rollouts without delay.
+        if len(self.shown) >= _MAX_SHOWN or self._num_bytes_left <= 0:
+            return False
+        rollout = self.make(index, reason)
+        if rollout is None:
+            self._broken.add(index)
+            return True
+        # The rollouts of a group share one prompt.
+        if not self._spend([rollout.text, rollout.prompt if reason != "group" else ""]):
+            return False
+        self.shown[index] = rollout
+        return True
+
+    def _add_tokens(self, index: int) -> bool:
+        """Shows the tokens of a shown rollout. Returns False if there is no room."""
+        rollout = self.shown.get(index)
+        if rollout is None or rollout.text["tokens"] is not None:
+            return True
+        if self._num_bytes_left <= 0:
+            return False
+        tokens = self.tokens(rollout)
+        if tokens is None or self._spend(tokens):
+            rollout.text["tokens"] = tokens
+            return True
+        return False
+
+    def _spend(self, value: object) -> bool:
+        # Measured one by one: texts of one policy compress very differently.
+        size = compressed_size(value)
+        if size > self._num_bytes_left:
+            return False
+        self._num_bytes_left -= size
+        return True
 
     def summarize_groups(self) -> list[Group]:
         summaries = []
         for indices in self.groups:
             rewards = [self.rollouts[index].reward for index in indices]
             known_rewards = [reward for reward in rewards if reward is not None]
-            mean = sum(known_rewards) / len(known_rewards) if known_rewards else math.nan
-            first = self.rollouts[indices[0]]
-            summaries.append(Group(first.row, mean, first.line))
+            mean = sum(known_rewards) / len(known_rewards) if known_rewards else None
+            rollout = self.rollouts[indices[0]]
+            summaries.append(Group(rollout.row, mean, rollout.line))
         return summaries
+
+    def content(self) -> bytes:
+        """Returns the JSON of the step: a table by columns, and the shown rollouts."""
+        shown_indices = sorted(self.shown)
+        shown_numbers = {index: number for number, index in enumerate(shown_indices)}
+        status_names = ["ok", *sorted({rollout.status for rollout in self.rollouts} - {"ok"})]
+        # By columns: a column of numbers compresses far better than rows of objects.
+        table = {
+            name: [getattr(rollout, name) for rollout in self.rollouts]
+            for name in ("position", "sample", "row", "tokens", "finish")
+        }
+        for name, num_digits in (("reward", 6), ("advantage", 4), ("mismatch", 3)):
+            values = (getattr(rollout, name) for rollout in self.rollouts)
+            table[name] = [round_digits(value, num_digits) for value in values]
+        status_numbers = {name: number for number, name in enumerate(status_names)}
+        table["status"] = [status_numbers[rollout.status] for rollout in self.rollouts]
+        table["shown"] = [shown_numbers.get(index, -1) for index in range(len(self.rollouts))]
+        table["prompt"] = []
+        prompts = []
+        for number, indices in enumerate(self.groups):
+            table["prompt"] += [number] * len(indices)
+            shown = [self.shown[index] for index in indices if index in self.shown]
+            prompts.append(shown[-1].prompt if shown else "")
+        return json_bytes(
+            {
+                "step": self._step,
+                "table": table,
+                "status_names": status_names,
+                "prompts": prompts,
+                "rollouts": [self.shown[index].text for index in shown_indices],
+            }
+        )
 
 
 @lru_cache(maxsize=1)
-def _open_folder(run_dir: Path, listed_at: float) -> tuple[RunFolder, TokenPieces | None]:
+def open_folder(run_dir: Path) -> tuple[RunFolder, TokenPieces | None]:
+    """Returns the readers of a run, which a process opens once for all its tasks."""
     return RunFolder(run_dir), read_pieces(run_dir)
-
-
-def _chunk(reader: StepReader, selection: Selection, step: int) -> bytes:
-    """Returns the JSON of a step: a table by columns, and the shown rollouts."""
-    rollouts = reader.rollouts
-    shown_indices = sorted(selection.rollouts)
-    shown_numbers = {index: number for number, index in enumerate(shown_indices)}
-    status_names = ["ok", *sorted({rollout.status for rollout in rollouts} - {"ok"})]
-    status_numbers = {name: number for number, name in enumerate(status_names)}
-    prompts = []
-    prompt_numbers: list[int] = []
-    for number, indices in enumerate(reader.groups):
-        prompt_numbers += [number] * len(indices)
-        shown = [selection.rollouts[index] for index in indices if index in shown_numbers]
-        prompts.append(shown[-1].prompt if shown else "")
-    # By columns: a column of numbers compresses far better than rows of objects.
-    table = {
-        "position": [rollout.position for rollout in rollouts],
-        "sample": [rollout.sample for rollout in rollouts],
-        "row": [rollout.row for rollout in rollouts],
-        "reward": [round_digits(rollout.reward, 6) for rollout in rollouts],
-        "advantage": [round_digits(rollout.advantage, 4) for rollout in rollouts],
-        "tokens": [rollout.num_tokens for rollout in rollouts],
-        "finish": [int(rollout.is_cut) for rollout in rollouts],
-        "status": [status_numbers[rollout.status] for rollout in rollouts],
-        "mismatch": [round_digits(rollout.mismatch, 3) for rollout in rollouts],
-        "shown": [shown_numbers.get(index, -1) for index in range(len(rollouts))],
-        "prompt": prompt_numbers,
-    }
-    head = json_bytes(
-        {"step": step, "table": table, "status_names": status_names, "prompts": prompts}
-    )
-    encoded = [
-        _encode_rollout(selection.rollouts[index], index in selection.with_tokens)
-        for index in shown_indices
-    ]
-    return head[:-1] + b',"rollouts":[' + b",".join(encoded) + b"]}"
-
-
-def _encode_rollout(rollout: PageRollout, with_tokens: bool) -> bytes:
-    if not with_tokens or rollout.tokens is None:
-        return json_bytes(rollout.text)
-    text = json_bytes({name: value for name, value in rollout.text.items() if name != "tokens"})
-    # Column by column: only the texts may need the slower of the two encoders.
-    columns = {name: msgspec.Raw(json_bytes(value)) for name, value in rollout.tokens.items()}
-    return text[:-1] + b',"tokens":' + msgspec.json.encode(columns) + b"}"
 
 
 def spread_indices(num: int, max_indices: int) -> list[int]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +32,7 @@ _SPIKE = 10.0  # times the gradients before it
 _NUM_BEFORE_SPIKE = 20
 _MIN_BEFORE_SPIKE = 5
 _FAILED_FRAC = 0.01  # of completions: from there on there is something to say
-_MIN_GROWTH_GIB = 0.5
+_MIN_GROWTH_GIB = 0.25  # in the second half of a run
 # With these a policy or a critic learns from groups whose rewards are alike, too.
 _OTHER_SIGNALS = {"teacher/kl", "critic/loss"}
 _MISMATCH_MEAN = "weight_sync/mismatch_abs_mean"
@@ -70,36 +70,32 @@ class Check:
     text: str
 
 
-@dataclass(frozen=True)
-class HighShare:
+class HighShare(NamedTuple):
     """A rule: from `bound` on, a share of completions, groups, episodes or time is a finding."""
 
     metric: str
     bound: float
-    subject: str  # that it is a share of
     title: str
     text: str  # what it means, and what helps
     bad_from: float = math.inf  # a share of this size at the end of the run is bad
     min_rise: float = math.inf  # a rise by so much counts before it reaches the bound
-    is_noisy: bool = False  # the mean of neighbouring steps is judged
 
 
 _ALIKE_GROUPS = HighShare(
     "reward/zero_std_groups_frac",
     0.8,
-    "groups",
-    title="groups are alike",
+    "groups are alike",
     text="All rewards of such a group are alike and teach nothing: the task is too hard, too easy, "
     "or the reward never differs. See the completions, other prompts, a larger rollout.group_size, "
     "or rollout.dynamic_sampling.",
     bad_from=0.95,
 )
 _HIGH_SHARES = (
+    _ALIKE_GROUPS,
     HighShare(
         "reward/unscored_frac",
         0.05,
-        "completions",
-        title="completions have no reward",
+        "completions have no reward",
         text="They enter no mean, and nothing is learned from them. A reward gave nothing, or the "
         "environment failed: see their statuses.",
         bad_from=0.25,
@@ -107,8 +103,7 @@ _HIGH_SHARES = (
     HighShare(
         "completion/truncated_frac",
         0.5,
-        "completions",
-        title="completions are cut off",
+        "completions are cut off",
         text="Their ends, and answers, are missing: rollout.max_completion_tokens, or a penalty "
         "for length.",
         bad_from=0.9,
@@ -116,11 +111,7 @@ _HIGH_SHARES = (
     ),
     *(
         HighShare(
-            f"episode/{status}_frac",
-            0.5,
-            "episodes",
-            title=f"episodes end by {cause}",
-            text="See their last turns.",
+            f"episode/{status}_frac", 0.5, f"episodes end by {cause}", text="See their last turns."
         )
         for status, cause in (
             ("context_overflow", "the context's end"),
@@ -131,10 +122,46 @@ _HIGH_SHARES = (
     HighShare(
         "rollout/tail_waste_frac",
         0.3,
-        "the ranks' time in rollout",
-        title="ranks wait for the slowest completion",
+        "ranks wait for the slowest completion",
         text="They wait instead of sampling: rollout.tail_batching, or a bound on lengths.",
-        is_noisy=True,
+    ),
+)
+# By the kind of the console's alarm: the finding's title and its metric.
+_ALARMS = {
+    "entropy": ("the entropy is gone", "loss/entropy"),
+    "update": ("no update is made", "optim/grad_norm"),
+    "gradient": ("the gradient is 0", "optim/grad_norm"),
+}
+
+
+class Proof(NamedTuple):
+    """A check that a run makes at some of its steps, and how its failure is worded."""
+
+    name: str
+    metric: str  # above 0 at the steps where it was made
+    failure: str  # a pattern
+    text: str
+
+
+_PROOFS = (
+    Proof(
+        "weight sync",
+        "weight_sync/proof_s",
+        r"does not hold the policy's weights|hold different weights",
+        "each engine holds the policy's weights, tensor by tensor",
+    ),
+    Proof(
+        "update",
+        "proofs/update_check_s",
+        r"plain recomputation|plain one",
+        "loss, gradient, AdamW, advantages, masks, data and rewards as a plain recomputation has "
+        "them",
+    ),
+    Proof(
+        "partition of tokens",
+        "step",
+        r"trained on \d+ tokens where rank 0 had decided",
+        "each token that rank 0 counted was trained on once, on whichever rank",
     ),
 )
 
@@ -171,13 +198,12 @@ class Curve:
     @property
     def smoothed(self) -> Floats:
         """Means over `window` values around each value."""
-        # Cumulative sums make all windows at once.
-        sums = np.concatenate([[0.0], np.cumsum(self.values)])
-        half = self.window // 2
-        indices = np.arange(len(self))
-        low = np.maximum(indices - half, 0)
-        high = np.minimum(indices + half + 1, len(self))
-        means: Floats = (sums[high] - sums[low]) / (high - low)
+        if not len(self):
+            return self.values
+        # At both ends a window is shorter.
+        window = np.ones(self.window)
+        sizes = np.convolve(np.ones(len(self)), window, "same")
+        means: Floats = np.convolve(self.values, window, "same") / sizes
         return means
 
     def moved(self, frac: float = 0.25) -> StepRange | None:
@@ -187,8 +213,7 @@ class Curve:
         return find_range(self.steps, is_beyond)
 
 
-@dataclass(frozen=True)
-class StepRange:
+class StepRange(NamedTuple):
     """Steps at nearly all of which a condition held."""
 
     first: int
@@ -201,9 +226,9 @@ class StepRange:
 
 
 def metric_curve(lines: Metrics, key: str) -> Curve:
-    points = [(line["step"], float(line[key])) for line in lines if line.get(key) is not None]
-    steps, values = zip(*points, strict=True) if points else ((), ())
-    return Curve(key, np.array(steps, np.int64), np.array(values, np.float64))
+    rows = [(line["step"], line[key]) for line in lines if line.get(key) is not None]
+    points = np.array(rows, np.float64).reshape(-1, 2)
+    return Curve(key, points[:, 0].astype(np.int64), points[:, 1])
 
 
 def find_range(steps: Steps, holds: npt.NDArray[np.bool_]) -> StepRange | None:
@@ -212,42 +237,54 @@ def find_range(steps: Steps, holds: npt.NDArray[np.bool_]) -> StepRange | None:
     That is the end of the curve with the largest majority of true over false, or else such a range
     in the middle. Returns None for fewer than three (or than all, in a short curve).
     """
-    # A majority, so that single steps against it do not end the range.
-    score = np.where(holds, 1, -1)
-    end_sums = np.cumsum(score[::-1])[::-1]
-    best = int(end_sums.max(initial=0))
-    if best >= min(_MIN_STEPS, len(score)) > 0:
-        begin = int(np.flatnonzero(end_sums == best)[-1])  # the shorter one of equal ends
-        return StepRange(int(steps[begin]), int(steps[-1]), is_open=True)
-    # The range with the largest sum (Kadane's algorithm).
-    sums = np.concatenate([[0], np.cumsum(score)])
+    # A majority, so that single steps against it do not end the range. `gains` has the largest
+    # majority of a range that ends at each step (Kadane's algorithm).
+    sums = np.concatenate([[0], np.cumsum(np.where(holds, 1, -1))])
     gains = sums[1:] - np.minimum.accumulate(sums[:-1])
-    if gains.max(initial=0) < _MIN_STEPS:
+    is_open = bool(gains[-1:].max(initial=0) >= min(_MIN_STEPS, len(gains)) > 0)
+    if not is_open and gains.max(initial=0) < _MIN_STEPS:
         return None
-    end = int(np.argmax(gains))
-    earlier_sums = sums[: end + 1]
-    begin = int(np.flatnonzero(earlier_sums == earlier_sums.min())[-1])
-    return StepRange(int(steps[begin]), int(steps[end]), is_open=False)
+    end = len(gains) - 1 if is_open else int(np.argmax(gains))
+    # The shorter one of equal ranges.
+    begin = int(np.flatnonzero(sums[: end + 1] == sums[: end + 1].min())[-1])
+    return StepRange(int(steps[begin]), int(steps[end]), is_open)
 
 
 def list_findings(run: RecordedRun) -> list[Finding]:
     """Returns the findings, the worst first; one that all is well if nothing is wrong."""
-    # The figures in other people's folders may be beyond all bounds.
-    with np.errstate(all="ignore"):
-        findings = [finding for rule in _RULES for finding in rule(run)]
-        if all(finding.level == "ok" for finding in findings):
-            findings += _findings_from_checks(run)
+    findings = [result for result in _judge(run) if isinstance(result, Finding)]
+    # Checks near their bound, so that a verdict of praise does not stand beside them.
+    if all(finding.level == "ok" for finding in findings):
+        for check in list_checks(run):
+            if check.level != "ok":
+                findings.append(
+                    Finding(
+                        check.level,
+                        f"the check of {check.name} is not far from its bound",
+                        f"{check.value}; its bound is {check.bound}: {check.text}.",
+                    )
+                )
     if run.steps and all(finding.level == "ok" for finding in findings):
-        text = f"{len(run.steps)} steps: rewards, lengths, entropy, gradients, memory and the "
-        text += "checks show no trouble."
-        findings.append(Finding("ok", "nothing stands out", text))
+        findings.append(
+            Finding(
+                "ok",
+                "nothing stands out",
+                f"{len(run.steps)} steps: rewards, lengths, entropy, gradients, memory and the "
+                "checks show no trouble.",
+            )
+        )
     return sorted(findings, key=lambda finding: _LEVELS.index(finding.level))
 
 
 def list_checks(run: RecordedRun) -> list[Check]:
     """Returns the checks that the run has made, with their margins."""
+    return [result for result in _judge(run) if isinstance(result, Check)]
+
+
+def _judge(run: RecordedRun) -> list[Finding | Check]:
+    # The figures in other people's folders may be beyond all bounds.
     with np.errstate(all="ignore"):
-        return [check for rule in _CHECK_RULES for check in rule(run)]
+        return [result for rule in _RULES for result in rule(run)]
 
 
 def _level(value: float, warning_from: float, bad_from: float) -> Level:
@@ -256,58 +293,55 @@ def _level(value: float, warning_from: float, bad_from: float) -> Level:
     return "warning" if value >= warning_from else "ok"
 
 
-def _findings_from_checks(run: RecordedRun) -> Iterator[Finding]:
-    """Yields checks near their bound, so that a verdict of praise does not stand beside them."""
-    for check in list_checks(run):
-        if check.level != "ok":
-            title = f"the check of {check.name} is not far from its bound"
-            yield Finding(
-                check.level, title, f"{check.value}; its bound is {check.bound}: {check.text}."
+def _judge_end_state(run: RecordedRun) -> Iterator[Finding]:
+    if run.state in _END_STATES:
+        yield Finding(
+            "bad", f"the run {_END_STATES[run.state]}", run.why, step=run.last_step or None
+        )
+
+
+def _judge_proofs(run: RecordedRun) -> Iterator[Check]:
+    interval = run.config.get("proofs.every_steps")
+    bound = f"at the start and every {interval} steps" if interval else "at the start"
+    for proof in _PROOFS:
+        steps = [line["step"] for line in run.steps if (line.get(proof.metric) or 0.0) > 0]
+        is_broken = run.state == "failed" and re.search(proof.failure, run.why) is not None
+        if is_broken or steps:
+            yield Check(
+                proof.name,
+                "bad" if is_broken else "ok",
+                "broken" if is_broken else f"held {len(steps)} times, last at step {steps[-1]}",
+                bound="at each step" if proof.metric == "step" else bound,
+                text=run.why if is_broken else proof.text,
             )
 
 
-def _find_end_state(run: RecordedRun) -> Iterator[Finding]:
-    if run.state in _END_STATES:
-        title = f"the run {_END_STATES[run.state]}"
-        yield Finding("bad", title, run.why, step=run.last_step or None)
-
-
-def _judge_share(rule: HighShare, lines: Metrics) -> Iterator[Finding]:
-    share = metric_curve(lines, rule.metric)
-    steps = find_range(
-        share.steps, (share.smoothed if rule.is_noisy else share.values) >= rule.bound
-    )
-    if steps is None and share.end >= share.start + rule.min_rise:
-        steps = share.moved()
-    if steps is None:
-        return
-    is_inside = (share.steps >= steps.first) & (share.steps <= steps.last)
-    text = f"{np.mean(share.values[is_inside]):.0%} of {rule.subject} {steps}, "
-    text += f"{share.values[0]:.0%} at the start. {rule.text}"
-    # A trouble that is over is a warning, however large it was.
-    level: Level = "bad" if steps.is_open and share.end >= rule.bad_from else "warning"
-    yield Finding(level, rule.title, text, step=steps.first, metric=rule.metric)
-
-
-def _find_high_shares(run: RecordedRun) -> Iterator[Finding]:
+def _judge_shares(run: RecordedRun) -> Iterator[Finding]:
     for rule in _HIGH_SHARES:
-        yield from _judge_share(rule, run.steps)
-
-
-def _find_alike_groups(run: RecordedRun) -> Iterator[Finding]:
-    # A teacher or a critic teaches from alike rewards too, so these steps do not count.
-    lines = [line for line in run.steps if not line.keys() & _OTHER_SIGNALS]
-    for finding in _judge_share(_ALIKE_GROUPS, lines):
-        reward = metric_curve(run.steps, "reward/mean")
-        if _is_solved(run, reward):
-            text = f"The reward has risen from {reward.start:.3g} to {reward.end:.3g}, so most "
-            text += "groups are alike, and what is left is little."
+        lines: Metrics = run.steps
+        if rule is _ALIKE_GROUPS:
+            # A teacher or a critic teaches from alike rewards too, so these steps do not count.
+            lines = [line for line in lines if not line.keys() & _OTHER_SIGNALS]
+        share = metric_curve(lines, rule.metric)
+        steps = find_range(share.steps, share.values >= rule.bound)
+        if steps is None and share.end >= share.start + rule.min_rise:
+            steps = share.moved()
+        if steps is None:
+            continue
+        title = rule.title
+        is_inside = (share.steps >= steps.first) & (share.steps <= steps.last)
+        text = f"{np.mean(share.values[is_inside]):.0%} {steps}, {share.values[0]:.0%} at the "
+        text += f"start. {rule.text}"
+        # A trouble that is over is a warning, however large it was.
+        level: Level = "bad" if steps.is_open and share.end >= rule.bad_from else "warning"
+        if rule is _ALIKE_GROUPS and _is_solved(run):
+            level = "ok"
             title = "the prompts are nearly solved"
-            finding = replace(finding, level="ok", title=title, text=text)
-        yield finding
+            text = "The reward has risen, so most groups are alike, and what is left is little."
+        yield Finding(level, title, text, step=steps.first, metric=rule.metric)
 
 
-def _find_reward_fall(run: RecordedRun) -> Iterator[Finding]:
+def _judge_reward(run: RecordedRun) -> Iterator[Finding]:
     reward = metric_curve(run.steps, "reward/mean")
     if len(reward) < max(6, 2 * reward.window):
         return
@@ -323,13 +357,16 @@ def _find_reward_fall(run: RecordedRun) -> Iterator[Finding]:
     # beyond the curve's own noise.
     if drop < max(0.25 * climb, 0.25 * spread, 4 * noise, 1e-9):
         return
-    is_fallen = reward.values[top:] <= peak - 0.25 * drop
-    steps = find_range(reward.steps[top:], is_fallen)
+    steps = find_range(reward.steps[top:], reward.values[top:] <= peak - 0.25 * drop)
     if steps is not None and steps.is_open:
-        text = f"It was {peak:.3g} about step {reward.steps[top]}, and is {reward.end:.3g} now."
-        text += _describe_changes(run, steps.first)
-        level: Level = "bad" if drop >= 0.5 * max(climb, spread) else "warning"
-        yield Finding(level, "the reward falls", text, step=steps.first, metric=reward.key)
+        yield Finding(
+            "bad" if drop >= 0.5 * max(climb, spread) else "warning",
+            "the reward falls",
+            f"It was {peak:.3g} about step {reward.steps[top]}, and is {reward.end:.3g} now."
+            f"{_describe_changes(run, steps.first)}",
+            step=steps.first,
+            metric=reward.key,
+        )
 
 
 def _describe_changes(run: RecordedRun, first_step: int) -> str:
@@ -348,34 +385,43 @@ def _describe_changes(run: RecordedRun, first_step: int) -> str:
     return f" With it changed {', '.join(changes)}." if changes else ""
 
 
-def _failure_metrics(run: RecordedRun) -> dict[str, str]:
-    """Returns what can fail and time out, with the beginning of its metrics' names."""
+def _judge_failures(run: RecordedRun) -> Iterator[Finding | Check]:
+    """Yields what failed or timed out: each reward, and the environment."""
+    bound = _setting(run, "reward_pool.max_error_frac", 0.3)
     names = matching_metrics(run.steps, r"reward/(.+)/error_frac")
     prefixes = {f"reward {name}": f"reward/{name}/" for name in names}
-    return prefixes | {"the environment": "episode/env_"}
-
-
-def _find_failures(run: RecordedRun) -> Iterator[Finding]:
-    bound = _max_error_frac(run)
-    for subject, prefix in _failure_metrics(run).items():
+    prefixes["the environment"] = "episode/env_"
+    for subject, prefix in prefixes.items():
         for kind, verb in (("error", "fails"), ("timeout", "times out")):
             curve = metric_curve(run.steps, f"{prefix}{kind}_frac")
-            peak = curve.values.max(initial=0.0)
             failed_steps = curve.steps[curve.values >= _FAILED_FRAC]
             if len(failed_steps):
-                text = f"{peak:.1%} of the completions of step {curve.steps[curve.values.argmax()]}"
-                text += f" at the most, and {_FAILED_FRAC:.0%} or more in {len(failed_steps)} of "
-                text += f"{len(curve)} steps; at {bound:.0%} the run stops."
+                peak = curve.values.max()
                 yield Finding(
                     _level(peak, 0.0, _NEAR_BOUND * bound),
                     f"{subject} {verb}",
-                    text,
+                    f"{peak:.1%} of a step's completions at the most, {_FAILED_FRAC:.0%} or more "
+                    f"at {len(failed_steps)} of {len(curve)} steps; at {bound:.0%} the run stops.",
                     step=int(failed_steps[0]),
                     metric=curve.key,
                 )
+        # Errors and timeouts together are what the run compares with its bound.
+        fracs = [
+            (line.get(f"{prefix}error_frac") or 0.0) + (line.get(f"{prefix}timeout_frac") or 0.0)
+            for line in run.steps
+        ]
+        if len(metric_curve(run.steps, f"{prefix}error_frac")):
+            worst = int(np.argmax(fracs))
+            yield Check(
+                subject,
+                _level(fracs[worst], _FAILED_FRAC, _NEAR_BOUND * bound),
+                value=f"{fracs[worst]:.2%} at step {run.steps[worst]['step']}",
+                bound=f"{bound:.0%}",
+                text="share of a step's completions that failed or timed out",
+            )
 
 
-def _find_length_change(run: RecordedRun) -> Iterator[Finding]:
+def _judge_lengths(run: RecordedRun) -> Iterator[Finding]:
     tokens = metric_curve(run.steps, "completion/tokens_mean")
     reward = metric_curve(run.steps, "reward/mean")
     steps = tokens.moved()
@@ -386,48 +432,82 @@ def _find_length_change(run: RecordedRun) -> Iterator[Finding]:
     threshold = 0.25 * _reward_spread(run)
     # Longer completions are no trouble if the reward rises with them.
     is_explosion = ratio >= 3 and gain < threshold
-    is_collapse = ratio <= 1 / 3 and gain < -threshold
-    if is_explosion or is_collapse:
-        text = f"{tokens.start:.0f} tokens at the start, {tokens.end:.0f} now, and the reward went "
-        text += f"from {reward.start:.3g} to {reward.end:.3g}."
-        title = f"lengths {'explode' if is_explosion else 'collapse'}"
-        yield Finding("warning", title, text, step=steps.first, metric=tokens.key)
+    if is_explosion or (ratio <= 1 / 3 and gain < -threshold):
+        yield Finding(
+            "warning",
+            "lengths explode" if is_explosion else "lengths collapse",
+            f"{tokens.start:.0f} tokens at the start, {tokens.end:.0f} now, and the reward went "
+            f"from {reward.start:.3g} to {reward.end:.3g}.",
+            step=steps.first,
+            metric=tokens.key,
+        )
 
 
-def _find_entropy_change(run: RecordedRun) -> Iterator[Finding]:
+def _judge_alarms(run: RecordedRun) -> Iterator[Finding]:
+    """Yields the alarms that most steps of some range gave, with the newest text."""
+    # Lines without these metrics are evaluations, for which `alarms` is not made.
+    keys = {"optim/updates", "optim/skipped_updates"}
+    lines = [line for line in run.steps if keys <= line.keys()]
+    texts = [dict(alarms(line)) for line in lines]
+    line_steps = np.array([line["step"] for line in lines], np.int64)
+    for kind, (title, metric) in _ALARMS.items():
+        steps = find_range(line_steps, np.array([kind in text for text in texts], np.bool_))
+        if steps is not None:
+            newest = [text[kind] for text in texts if kind in text][-1]
+            yield Finding(
+                "ok" if kind == "entropy" and _is_solved(run) else "bad",
+                title,
+                f"{newest}.",
+                step=steps.first,
+                metric=metric,
+            )
+
+
+def _judge_entropy(run: RecordedRun) -> Iterator[Finding]:
     entropy = metric_curve(run.steps, "loss/entropy")
-    is_solved = _is_solved(run, metric_curve(run.steps, "reward/mean"))
-    alarms_given = list(_find_alarm(run, "entropy", "the entropy is gone", entropy.key))
-    if alarms_given:
-        yield from (replace(alarm, level="ok") if is_solved else alarm for alarm in alarms_given)
-        return
     half_way = entropy.moved(0.5)
-    if half_way is None or len(entropy) < 6 or entropy.start <= 0 or is_solved:
+    if half_way is None or len(entropy) < 6 or entropy.start <= 0 or _is_solved(run):
         return
     ratio = entropy.end / entropy.start
     # Entropy falls in a healthy run too, so only a large change counts.
     is_collapse = ratio <= 0.1
-    if is_collapse or (ratio >= 3 and entropy.end >= 1):
-        text = f"{entropy.start:.3g} nats a token at the start, {entropy.end:.3g} now. A lower "
-        text += "optimizer.lr, a higher loss.clip_ratio_high or loss.kl_coef slow that down."
-        title = f"the entropy {'collapses' if is_collapse else 'explodes'}"
-        yield Finding("warning", title, text, step=half_way.first, metric=entropy.key)
+    is_known = any(finding.metric == entropy.key for finding in _judge_alarms(run))
+    if (is_collapse or (ratio >= 3 and entropy.end >= 1)) and not is_known:
+        yield Finding(
+            "warning",
+            "the entropy collapses" if is_collapse else "the entropy explodes",
+            f"{entropy.start:.3g} nats a token at the start, {entropy.end:.3g} now. A lower "
+            "optimizer.lr, a higher loss.clip_ratio_high or loss.kl_coef slow that down.",
+            step=half_way.first,
+            metric=entropy.key,
+        )
 
 
-def _find_skipped_updates(run: RecordedRun) -> Iterator[Finding]:
+def _judge_skipped_updates(run: RecordedRun) -> Iterator[Finding | Check]:
     skipped = metric_curve(run.steps, "optim/skipped_updates")
+    if not len(skipped):
+        return
     indices = np.flatnonzero(skipped.values)
+    num_skipped = f"{skipped.values.sum():.6g}"
+    yield Check(
+        "finite updates",
+        "warning" if len(indices) else "ok",
+        value=f"{num_skipped} skipped",
+        bound=f"fewer than {run.config.get('training.max_nonfinite_in_a_row', 3)} in a row",
+        text="updates that were not made, since loss or gradient was not finite",
+    )
     if len(indices):
-        text = f"{skipped.values.sum():.0f} updates in {len(indices)} steps, since loss or "
-        text += "gradient was not finite."
-        # One skipped update is bad luck, unless it is the newest.
-        is_bad = len(indices) > 1 or indices[0] == len(skipped) - 1
-        level: Level = "bad" if is_bad else "warning"
-        first_step = int(skipped.steps[indices[0]])
-        yield Finding(level, "updates are skipped", text, step=first_step, metric=skipped.key)
+        yield Finding(
+            # One skipped update is bad luck, unless it is the newest.
+            "bad" if len(indices) > 1 or indices[0] == len(skipped) - 1 else "warning",
+            "updates are skipped",
+            f"{num_skipped} updates in {len(indices)} steps: loss or gradient was not finite.",
+            step=int(skipped.steps[indices[0]]),
+            metric=skipped.key,
+        )
 
 
-def _find_gradient_trouble(run: RecordedRun) -> Iterator[Finding]:
+def _judge_gradient(run: RecordedRun) -> Iterator[Finding]:
     norm = metric_curve(run.steps, "optim/grad_norm")
     bound = _setting(run, "optimizer.max_grad_norm", 1.0)
     if not len(norm):
@@ -441,62 +521,83 @@ def _find_gradient_trouble(run: RecordedRun) -> Iterator[Finding]:
         if len(before) >= _MIN_BEFORE_SPIKE and norm.values[index] > _SPIKE * np.median(before):
             spikes.append(int(norm.steps[index]))
     if spikes:
-        text = f"More than {_SPIKE:.0f} times those before, and above optimizer.max_grad_norm="
-        text += f"{bound:g}, at {len(spikes)} steps, first step {spikes[0]}, last {spikes[-1]}."
-        yield Finding("warning", "the gradient spikes", text, step=spikes[0], metric=norm.key)
-    yield from _find_alarm(run, "update", "no update is made", norm.key)
-    yield from _find_alarm(run, "gradient", "the gradient is 0", norm.key)
+        yield Finding(
+            "warning",
+            "the gradient spikes",
+            f"More than {_SPIKE:.0f} times those before, and above optimizer.max_grad_norm="
+            f"{bound:g}, at {len(spikes)} steps, the last of them {spikes[-1]}.",
+            step=spikes[0],
+            metric=norm.key,
+        )
 
 
-def _find_mismatch(run: RecordedRun) -> Iterator[Finding]:
-    for key in (_MISMATCH_MEAN, _MISMATCH_MAX):
+def _judge_mismatch(run: RecordedRun) -> Iterator[Finding | Check]:
+    for index, key in enumerate((_MISMATCH_MEAN, _MISMATCH_MAX)):
         curve = metric_curve(run.steps, key)
-        if not len(curve):
+        limit = _setting(run, "proofs.max_mismatch", 0.0) or None
+        scale = run.steps[0].get(_MISMATCH_MEAN) if run.steps else None
+        bounds = np.full(len(curve), bounds_of(run.dtype, limit, scale)[index])
+        # The first step has a bound of its own: there is no scale before it.
+        bounds[:1] = bounds_of(run.dtype, limit, None)[index]
+        # With proofs.max_mismatch only the mean has a bound.
+        if not np.isfinite(bounds).any():
             continue
-        bounds = _mismatch_bounds(run, curve)
         fracs = curve.values / bounds
-        near = find_range(curve.steps, fracs >= _NEAR_BOUND)
-        text = f"{curve.end:.3g} nats now, {curve.start:.3g} at the start, {curve.values.max():.3g}"
-        text += f" at the most; at {bounds[-1]:.3g} the run stops."
-        if fracs.max() >= 1:
-            worst = int(curve.steps[np.argmax(fracs)])
-            first_step = near.first if near is not None else worst
-            yield Finding("bad", "engine and policy differ", text, step=first_step, metric=key)
-        elif near is not None:
-            title = "engine and policy near their bound"
-            yield Finding("warning", title, text, step=near.first, metric=key)
-        elif key == _MISMATCH_MEAN and curve.end >= max(3 * curve.start, 0.1 * bounds[-1]):
-            drift = curve.moved()
-            if drift is not None:
-                title = "engine and policy drift apart"
-                yield Finding("warning", title, text, step=drift.first, metric=key)
+        worst = int(np.argmax(fracs))
+        worst_step = int(curve.steps[worst])
+        yield Check(
+            f"logprobs, {('mean', 'largest')[index]}",
+            _level(fracs[worst], _NEAR_BOUND, 1.0),
+            value=f"{curve.values[worst]:.3g} at step {worst_step}",
+            bound=f"{bounds[worst]:.3g}",
+            text="|policy - engine| on the tokens just sampled, nats a token, at each step",
+        )
+        level: Level = "warning"
+        title = "engine and policy near their bound"
+        steps = find_range(curve.steps, fracs >= _NEAR_BOUND)
+        if fracs[worst] >= 1:
+            level = "bad"
+            title = "engine and policy differ"
+            steps = steps or StepRange(worst_step, worst_step, is_open=False)
+        elif steps is None and not index and curve.end >= max(3 * curve.start, 0.1 * bounds[-1]):
+            title = "engine and policy drift apart"
+            steps = curve.moved()
+        if steps is not None:
+            yield Finding(
+                level,
+                title,
+                f"{curve.end:.3g} nats now, {curve.start:.3g} at the start, "
+                f"{curve.values.max():.3g} at the most; at {bounds[-1]:.3g} the run stops.",
+                step=steps.first,
+                metric=key,
+            )
 
 
-def _find_memory_growth(run: RecordedRun) -> Iterator[Finding]:
+def _judge_memory(run: RecordedRun) -> Iterator[Finding]:
     growths: list[tuple[float, Curve]] = []
-    # Memory that stays in use, not peaks, which follow the lengths. The first steps take what they
-    # need once, so a leak must still grow in the second half.
-    for key in matching_metrics(run.steps, r"(memory/(?:sleep/left|\w+/allocated)_gib)"):
-        curve = metric_curve(run.steps[2:], key)
-        if len(curve) < 20:
-            continue
-        # The level at the beginning of the second half.
-        middle = float(np.median(curve.values[len(curve) // 2 :][: curve.window]))
+    # Memory that stays in use, not peaks, which follow the lengths. The first half of a run takes
+    # what it needs once, so a leak must still grow in the second half.
+    half = run.steps[len(run.steps) // 2 :]
+    for key in matching_metrics(half, r"(memory/(?:sleep/left|\w+/allocated)_gib)"):
+        curve = metric_curve(half, key)
         growth = curve.end - curve.start
-        is_large = growth >= max(_MIN_GROWTH_GIB, 0.1 * abs(curve.start))
-        if is_large and curve.end - middle >= 0.25 * growth:
+        if len(curve) >= 10 and growth >= max(_MIN_GROWTH_GIB, 0.05 * abs(curve.start)):
             growths.append((growth, curve))
     if growths:
         growth, curve = max(growths, key=lambda entry: entry[0])
         steps = curve.moved()
         rate = growth / max(1, curve.steps[-1] - curve.steps[0]) * 1000
-        text = f"{curve.key}: {curve.start:.2f} GiB at the start, {curve.end:.2f} now, "
-        text += f"{rate:.2g} GiB in 1,000 steps."
-        first_step = steps.first if steps is not None else int(curve.steps[0])
-        yield Finding("warning", "memory grows", text, step=first_step, metric=curve.key)
+        yield Finding(
+            "warning",
+            "memory grows",
+            f"{curve.key}: {curve.start:.2f} GiB half way, {curve.end:.2f} now, "
+            f"{rate:.2g} GiB in 1,000 steps.",
+            step=steps.first if steps is not None else int(curve.steps[0]),
+            metric=curve.key,
+        )
 
 
-def _find_evaluation_fall(run: RecordedRun) -> Iterator[Finding]:
+def _judge_evaluations(run: RecordedRun) -> Iterator[Finding]:
     """Yields evaluations whose last two are well below the best, while the reward still rose."""
     reward = metric_curve(run.steps, "reward/mean")
     for name in matching_metrics(run.evaluations, r"eval/(.+)/mean"):
@@ -513,154 +614,37 @@ def _find_evaluation_fall(run: RecordedRun) -> Iterator[Finding]:
         is_before = reward.steps <= max(scores.steps[top], reward.steps[0])
         gain = reward.end - float(np.mean(reward.values[is_before][-reward.window :]))
         if drop >= max(0.05 * abs(best), noise, 1e-9) and gain >= 0.1 * _reward_spread(run):
-            text = f"{best:.3g} after step {scores.steps[top]}, {scores.values[-1]:.3g} now, while "
-            text += f"the training reward rose by {gain:.2g}: it learns what only holds for its "
-            text += "own prompts. checkpoint.best_metric keeps a best."
-            first_step = int(scores.steps[top + 1])
-            title = f"evaluation {name} falls"
-            yield Finding("warning", title, text, step=first_step, metric=scores.key)
+            yield Finding(
+                "warning",
+                f"evaluation {name} falls",
+                f"{best:.3g} after step {scores.steps[top]}, {scores.values[-1]:.3g} now, while "
+                f"the training reward rose by {gain:.2g}: it learns what only holds for its "
+                "own prompts. checkpoint.best_metric keeps a best.",
+                step=int(scores.steps[top + 1]),
+                metric=scores.key,
+            )
 
 
-_RULES: tuple[Callable[[RecordedRun], Iterator[Finding]], ...] = (
-    _find_end_state,
-    _find_reward_fall,
-    _find_alike_groups,
-    _find_failures,
-    _find_high_shares,
-    _find_length_change,
-    _find_entropy_change,
-    _find_skipped_updates,
-    _find_gradient_trouble,
-    _find_mismatch,
-    _find_memory_growth,
-    _find_evaluation_fall,
+_RULES: tuple[Callable[[RecordedRun], Iterator[Finding | Check]], ...] = (
+    _judge_end_state,
+    _judge_proofs,
+    _judge_mismatch,
+    _judge_skipped_updates,
+    _judge_reward,
+    _judge_failures,
+    _judge_shares,
+    _judge_lengths,
+    _judge_alarms,
+    _judge_entropy,
+    _judge_gradient,
+    _judge_memory,
+    _judge_evaluations,
 )
 
 
-@dataclass(frozen=True)
-class Proof:
-    """A check that a run makes at some of its steps, and how its failure is worded."""
-
-    name: str
-    metric: str  # its seconds, above 0 at the steps where it was made
-    failure: str  # a pattern
-    text: str
-
-
-_PROOFS = (
-    Proof(
-        "weight sync",
-        "weight_sync/proof_s",
-        r"does not hold the policy's weights|hold different weights",
-        "each engine holds the policy's weights, tensor by tensor",
-    ),
-    Proof(
-        "update",
-        "proofs/update_check_s",
-        r"plain recomputation|plain one",
-        "loss, gradient, AdamW, advantages, masks, data and rewards as a plain recomputation has "
-        "them",
-    ),
-)
-
-
-def _check_proofs(run: RecordedRun) -> Iterator[Check]:
-    interval = run.config.get("proofs.every_steps")
-    bound = f"at the start and every {interval} steps" if interval else "at the start"
-    for proof in _PROOFS:
-        steps = [line["step"] for line in run.steps if (line.get(proof.metric) or 0.0) > 0]
-        if _failed_with(run, proof.failure):
-            yield Check(proof.name, "bad", "broken", bound=bound, text=run.why)
-        elif steps:
-            value = f"held {len(steps)} times, last at step {steps[-1]}"
-            yield Check(proof.name, "ok", value, bound=bound, text=proof.text)
-
-
-def _check_logprobs(run: RecordedRun) -> Iterator[Check]:
-    for name, key in (("logprobs, mean", _MISMATCH_MEAN), ("logprobs, largest", _MISMATCH_MAX)):
-        curve = metric_curve(run.steps, key)
-        bounds = _mismatch_bounds(run, curve)
-        # With proofs.max_mismatch only the mean has a bound.
-        if not np.isfinite(bounds).any():
-            continue
-        fracs = curve.values / bounds
-        worst = int(np.argmax(fracs))
-        yield Check(
-            name,
-            _level(fracs[worst], _NEAR_BOUND, 1.0),
-            value=f"{curve.values[worst]:.3g} at step {curve.steps[worst]}",
-            bound=f"{bounds[worst]:.3g}",
-            text="|policy - engine| on the tokens just sampled, nats a token, at each step",
-        )
-
-
-def _check_steps(run: RecordedRun) -> Iterator[Check]:
-    if not run.steps:
-        return
-    is_broken = _failed_with(run, r"trained on \d+ tokens where rank 0 had decided")
-    yield Check(
-        "partition of tokens",
-        "bad" if is_broken else "ok",
-        value="broken" if is_broken else f"held at {len(run.steps)} steps",
-        bound="at each step",
-        text="each token that rank 0 counted was trained on once, on whichever rank",
-    )
-    skipped = metric_curve(run.steps, "optim/skipped_updates")
-    if len(skipped):
-        num_skipped = float(skipped.values.sum())
-        limit = run.config.get("training.max_nonfinite_in_a_row", 3)
-        yield Check(
-            "finite updates",
-            "warning" if num_skipped else "ok",
-            value=f"{num_skipped:.6g} skipped",
-            bound=f"fewer than {limit} in a row",
-            text="updates that were not made, since loss or gradient was not finite",
-        )
-
-
-def _check_errors(run: RecordedRun) -> Iterator[Check]:
-    bound = _max_error_frac(run)
-    for name, prefix in _failure_metrics(run).items():
-        # Errors and timeouts together are what the run compares with its bound.
-        fracs = [
-            (line.get(f"{prefix}error_frac") or 0.0) + (line.get(f"{prefix}timeout_frac") or 0.0)
-            for line in run.steps
-        ]
-        if not len(metric_curve(run.steps, f"{prefix}error_frac")):
-            continue
-        worst = int(np.argmax(fracs))
-        yield Check(
-            name,
-            _level(fracs[worst], _FAILED_FRAC, _NEAR_BOUND * bound),
-            value=f"{fracs[worst]:.2%} at step {run.steps[worst]['step']}",
-            bound=f"{bound:.0%}",
-            text="share of a step's completions that failed or timed out",
-        )
-
-
-_CHECK_RULES: tuple[Callable[[RecordedRun], Iterator[Check]], ...] = (
-    _check_proofs,
-    _check_logprobs,
-    _check_steps,
-    _check_errors,
-)
-
-
-def _failed_with(run: RecordedRun, pattern: str) -> bool:
-    return run.state == "failed" and re.search(pattern, run.why) is not None
-
-
-def _mismatch_bounds(run: RecordedRun, curve: Curve) -> Floats:
-    """Returns the bound of a mismatch metric at each step of its curve."""
-    limit = _setting(run, "proofs.max_mismatch", 0.0) or None
-    # The first step has a bound of its own: there is no scale before it.
-    first_means = [None, *[line.get(_MISMATCH_MEAN) for line in run.steps[:1]] * len(curve)]
-    bounds = [bounds_of(run.dtype, limit, mean) for mean in first_means[: len(curve)]]
-    return np.array([bound[curve.key == _MISMATCH_MAX] for bound in bounds], np.float64)
-
-
-def _is_solved(run: RecordedRun, reward: Curve) -> bool:
+def _is_solved(run: RecordedRun) -> bool:
     """Returns True if the reward has risen, is at its best, and hardly differs within a step."""
+    reward = metric_curve(run.steps, "reward/mean")
     std = metric_curve(run.steps, "reward/std")
     has_risen = reward.end - reward.start >= 0.5 * std.start > 0
     is_best = reward.end >= 0.9 * reward.smoothed.max(initial=-math.inf)
@@ -673,30 +657,12 @@ def _reward_spread(run: RecordedRun) -> float:
     return float(np.median(std.values)) if len(std) else 0.0
 
 
-def _find_alarm(run: RecordedRun, kind: str, title: str, metric: str) -> Iterator[Finding]:
-    """Yields a finding if most steps of some range gave the alarm `kind`: the first of them, with
-    the newest text."""
-    # Lines without these metrics are evaluations, for which `alarms` is not made.
-    keys = {"optim/updates", "optim/skipped_updates"}
-    lines = [line for line in run.steps if keys <= line.keys()]
-    texts = [dict(alarms(line)).get(kind, "") for line in lines]
-    line_steps = np.array([line["step"] for line in lines], np.int64)
-    steps = find_range(line_steps, np.array(list(map(bool, texts)), np.bool_))
-    if steps is not None:
-        text = [text for text in texts if text][-1]
-        yield Finding("bad", title, f"{text}.", step=steps.first, metric=metric)
-
-
 def matching_metrics(lines: Metrics, pattern: str) -> list[str]:
     """Returns the first group of `pattern` in each metric's name, in their order."""
     # The newest lines name all metrics, and a long run has very many lines.
     keys = dict.fromkeys(key for line in lines[-200:] for key in line)
     matches = (re.fullmatch(pattern, key) for key in keys)
     return [match[1] for match in matches if match is not None]
-
-
-def _max_error_frac(run: RecordedRun) -> float:
-    return _setting(run, "reward_pool.max_error_frac", 0.3)
 
 
 def _setting(run: RecordedRun, key: str, default: float) -> float:

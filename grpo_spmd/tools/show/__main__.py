@@ -3,38 +3,52 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from argparse import ArgumentTypeError
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from grpo_spmd.config.command_line import OneLineParser
 from grpo_spmd.config.errors import ConfigError, refuse
 from grpo_spmd.files import hold_standard_streams
-from grpo_spmd.tools.report.run import RecordedRun, read_run
-from grpo_spmd.tools.show.completions import View, ranked_completions
-from grpo_spmd.tools.show.overview import overview
-from grpo_spmd.tools.show.prompts import prompt_page, search_lines
-from grpo_spmd.tools.show.step import follow, step_lines
+from grpo_spmd.tools.report.run import RecordedRun, changes, file_sizes, read_run
+from grpo_spmd.tools.show.completions import ranked_completions
+from grpo_spmd.tools.show.groups import prompt_page, search_lines, step_lines
+from grpo_spmd.tools.show.overview import newest_lines, overview, state_lines
 from grpo_spmd.tools.terminal import Line, Terminal, find_terminal
-
-_MAX_COMPLETIONS = 1000  # on one page
 
 
 def main() -> None:
     hold_standard_streams()
     args = _parse_arguments()
     try:
-        # follow() writes itself, since it looks at the terminal again before each page.
         if args.follow:
-            follow(args.run_dir, lambda run, terminal: list(_page(run, args, terminal)))
-            return
-        terminal = find_terminal()
-        terminal.write(_page(read_run(args.run_dir), args, terminal))
+            _follow(args)
+        else:
+            terminal = find_terminal(args.full)
+            terminal.write(_page(read_run(args.run_dir), args, terminal))
     except ConfigError as error:
         refuse(error)
     except KeyboardInterrupt:
         find_terminal().leave()
         # Ctrl-C is the usual end of --follow.
         raise SystemExit(0 if args.follow else 130) from None
+
+
+def _number(low: int, high: int) -> Callable[[str], int]:
+    """Returns a reader of whole numbers from low to high."""
+
+    def read(text: str) -> int:
+        if not (text.isdecimal() and low <= int(text) <= high):
+            raise ArgumentTypeError(f"must be a whole number from {low} to {high}; got {text!r}")
+        return int(text)
+
+    return read
+
+
+def _text(text: str) -> str:
+    if not text:
+        raise ArgumentTypeError("is empty; give a text to look for")
+    return text
 
 
 def _parse_arguments() -> argparse.Namespace:
@@ -46,27 +60,28 @@ def _parse_arguments() -> argparse.Namespace:
         usage="%(prog)s RUN [--step N] [--full] [--follow]\n"
         "         [--worst K | --best K | --prompt P | --grep TEXT]",
     )
+    count = _number(1, 1000)
     add = parser.add_argument
     add("run_dir", type=Path, metavar="RUN", help="the run's folder, or a copy of it")
     add(
         "--step",
-        type=int,
+        type=_number(0, 10**15),
         metavar="N",
         help="a step's metrics and groups; or the step of the completions "
         "(default: the newest with completions)",
     )
-    kind = parser.add_mutually_exclusive_group()
-    kind.add_argument(
-        "--worst", type=int, metavar="K", help="the K completions of a step with the lowest reward"
-    )
-    kind.add_argument("--best", type=int, metavar="K", help="the K with the highest reward")
-    kind.add_argument(
+    kind = parser.add_mutually_exclusive_group().add_argument
+    kind("--worst", type=count, metavar="K", help="the K completions with the lowest reward")
+    kind("--best", type=count, metavar="K", help="the K with the highest reward")
+    kind(
         "--prompt",
+        type=_text,
         metavar="P",
         help="a prompt over the steps, by its row's number or a text in it, and its completions",
     )
-    kind.add_argument(
+    kind(
         "--grep",
+        type=_text,
         metavar="TEXT",
         help="completions of all steps, or of --step, that contain TEXT in upper or lower case",
     )
@@ -77,16 +92,6 @@ def _parse_arguments() -> argparse.Namespace:
         help="draw again as the run goes on, until it ends or Ctrl-C",
     )
     args = parser.parse_args()
-    # argparse would say only "invalid value".
-    for name, smallest in (("step", 0), ("worst", 1), ("best", 1)):
-        value = getattr(args, name)
-        if value is not None and value < smallest:
-            parser.error(f"--{name} must be a whole number from {smallest} on; got {value}")
-        if name != "step" and value is not None and value > _MAX_COMPLETIONS:
-            parser.error(f"--{name} must be at most {_MAX_COMPLETIONS}; got {value}")
-    for name in ("prompt", "grep"):
-        if getattr(args, name) == "":
-            parser.error(f"--{name} is empty; give a text to look for")
     # An old step does not change, and a search of all steps takes too long to repeat.
     if args.follow and (args.step is not None or args.grep is not None):
         problem = "--follow shows the newest step, so it goes with neither --step nor --grep"
@@ -100,24 +105,57 @@ def _page(run: RecordedRun, args: argparse.Namespace, terminal: Terminal) -> Ite
     Raises ConfigError for a step or a prompt that the run does not have.
     """
     # The pages are generators: the first lines are shown while the rest is read.
-    view = View(terminal, args.full)
-    if args.step is not None:
-        _check_step(run, args.step)
-    if args.grep is not None:
-        return search_lines(run, args.grep, args.step, view)
-    if args.prompt is not None:
-        return prompt_page(run, args.prompt, args.step, view)
-    if args.worst or args.best:
-        num = args.worst or args.best
-        return ranked_completions(run, args.step, num, is_best=bool(args.best), view=view)
-    return overview(run, terminal) if args.step is None else step_lines(run, args.step, terminal)
-
-
-def _check_step(run: RecordedRun, step: int) -> None:
+    step = args.step
     steps = {line["step"] for line in [*run.steps, *run.evaluations]} | set(run.dumped_steps)
-    if step not in steps:
+    if step is not None and step not in steps:
         remark = f"it has steps {min(steps)} to {max(steps)}" if steps else "no step is through yet"
         raise ConfigError(f"--step {step}: {run.folder} has no such step; {remark}")
+    if args.grep is not None:
+        return search_lines(run, args.grep, step, terminal)
+    if args.prompt is not None:
+        return prompt_page(run, args.prompt, step, terminal)
+    num = args.worst or args.best
+    if num:
+        return ranked_completions(run, step, num, is_best=bool(args.best), terminal=terminal)
+    return overview(run, terminal) if step is None else step_lines(run, step, terminal)
+
+
+def _follow(args: argparse.Namespace) -> None:
+    """Draws the page when metrics.jsonl or the terminal changed, until the run has ended.
+
+    If stdout is no terminal, writes the page once, and then a line for each step. Raises
+    ConfigError if there is no run.
+    """
+    last_step: int | None = None
+
+    def look() -> object:
+        return file_sizes([args.run_dir]), find_terminal()
+
+    for _ in changes(look, min_age_s=0.0):
+        terminal = find_terminal(args.full)
+        run = read_run(args.run_dir)
+        has_ended = run.state not in ("going", "silent")
+        if terminal.is_tty or last_step is None:
+            try:
+                lines = list(_page(run, args, terminal))
+            except ConfigError as error:
+                if has_ended:
+                    raise
+                # The first completions may be to come.
+                warning = terminal.excerpt(str(error), 4, styles="warning")
+                lines = [*state_lines(run, terminal), *warning]
+            if terminal.is_tty:
+                terminal.redraw(lines, is_last=has_ended)
+            else:
+                terminal.write(lines)
+        else:
+            if run.last_step != last_step:
+                terminal.write(list(newest_lines(run, terminal))[-1:])
+            if has_ended:
+                terminal.write(state_lines(run, terminal))
+        if has_ended:
+            return
+        last_step = run.last_step
 
 
 if __name__ == "__main__":

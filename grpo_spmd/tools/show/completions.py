@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import heapq
 import json
-import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import numpy as np
-from rich.text import Text
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.observe.rollout_record import RolloutRecord
@@ -26,7 +23,7 @@ from grpo_spmd.observe.token_scores import TokenScores
 from grpo_spmd.proofs.logprob_check import bounds_of
 from grpo_spmd.tools.report.pieces import TokenPieces, read_pieces
 from grpo_spmd.tools.report.run import RecordedRun
-from grpo_spmd.tools.show.overview import MAX_FINITE, number
+from grpo_spmd.tools.show.overview import is_drawable, number
 from grpo_spmd.tools.terminal import Line, Styles, Terminal, width_of
 
 _MAX_LISTED_STEPS = 8
@@ -47,11 +44,10 @@ def error_lines(errors: ReadErrors, terminal: Terminal) -> Iterator[Line]:
     """Yields what could not be read from a run's dumps; nothing if all was read."""
     if errors.num_missing:
         warning = f"{errors.num_missing} rollouts of the step are not in its files"
-        warning += "; each node wrote one file"
-        yield from terminal.excerpt(warning, 2, styles="warning")
+        yield from terminal.excerpt(f"{warning}; each node wrote one file", 2, styles="warning")
     if errors.num:
-        more = f" (and {errors.num - 1} more)" if errors.num > 1 else ""
-        yield from terminal.excerpt(f"not read{more}: {errors.first}", 3, styles="warning")
+        warning = f"{errors.num} lines or files not read; the first: {errors.first}"
+        yield from terminal.excerpt(warning, 3, styles="warning")
 
 
 def contains_text(text: str) -> LineFilter | None:
@@ -94,14 +90,9 @@ def message_text(message: object) -> str:
 
 
 def as_text(value: object) -> str:
-    """Returns a text unchanged, anything else as JSON."""
-    return value if isinstance(value, str) else as_json(value)
-
-
-def as_json(value: object) -> str:
-    """Returns JSON of a value from a dump."""
+    """Returns a text unchanged, anything else from a dump as JSON."""
     try:
-        return json.dumps(value, ensure_ascii=False)
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     except (RecursionError, ValueError):  # nested more deeply than JSON can be written
         return "..."
 
@@ -138,40 +129,36 @@ class TokenDifferences:
         # The bound of a step's mean. A single token may exceed it by far in a run that is fine.
         self._bound, _ = bounds_of(run.dtype, None, None)
         self._run = run
-        rollout_ids = {record.rollout_id for record in records}
-        self._scores = {
+        num_tokens = {record.rollout_id: len(record.completion_ids) for record in records}
+        # Scores of another length are from another run's rollout.
+        self._scores: dict[int | None, TokenScores] = {
             scores.rollout_id: scores
             for scores in run.files.scores(step, errors)
-            if scores.rollout_id in rollout_ids
+            if num_tokens.get(scores.rollout_id) == len(scores.difference)
         }
 
-    @property
-    def legend(self) -> str:
-        """The meaning of the colours; "" if the run recorded no scores."""
-        if not self._scores or not self._pieces:
-            return ""
-        near = f"policy and engine {number(self._bound)} nats apart or more"
-        return f"tokens in yellow: {near}; in red: {number(10 * self._bound)}"
-
-    def is_coloured(self, record: RolloutRecord) -> bool:
-        """Returns True if any token has a colour."""
-        scores = self._scores_of(record)
-        # Written so that NaN counts as a difference.
-        return scores is not None and not bool((np.abs(scores.difference) < self._bound).all())
+    def legend_lines(self, terminal: Terminal) -> Iterator[Line]:
+        """Yields the meaning of the colours, if there are any."""
+        if terminal.has_colour and self._scores and self._pieces:
+            near = f"policy and engine {number(self._bound)} nats apart or more"
+            legend = f"tokens in yellow: {near}; in red: {number(10 * self._bound)}"
+            yield from terminal.excerpt(legend, 2, styles="dim")
 
     def describe(self, record: RolloutRecord) -> str:
         """Returns mean and largest difference and their token; "" if nothing was recorded."""
-        scores = self._scores_of(record)
+        scores = self._scores.get(record.rollout_id)
         if scores is None or not len(scores.difference):
             return ""
         sizes = np.where(np.isfinite(scores.difference), np.abs(scores.difference), np.inf)
         index = int(sizes.argmax())
         pieces = self._pieces.decode(record.completion_ids) if self._pieces else []
-        piece = f" {pieces[index]!r:.40}" if index < len(pieces) and pieces[index] else ""
-        mean = math.nan if scores.difference_mean is None else scores.difference_mean
-        largest = math.nan if scores.difference_max is None else scores.difference_max
-        figures = f"mean {number(mean)}, largest {number(largest)} nats"
-        return f"policy - engine: {figures} (token {index + 1}{piece})"
+        piece = f" {pieces[index]!r:.40}" if pieces and pieces[index] else ""
+        # None: not finite.
+        mean = "inf" if scores.difference_mean is None else number(scores.difference_mean)
+        return (
+            f"policy - engine: mean {mean}, largest {number(float(sizes[index]))} nats "
+            f"(token {index + 1}{piece})"
+        )
 
     def coloured_text(self, record: RolloutRecord) -> tuple[str, Styles]:
         """Returns the completion as the text of its tokens, and the style of each character.
@@ -179,81 +166,45 @@ class TokenDifferences:
         An episode's turns stand below each other. If the tokens do not make the recorded text,
         that text is returned without colours.
         """
-        scores = self._scores_of(record)
+        scores = self._scores.get(record.rollout_id)
         if scores is None or self._pieces is None:
             return record.completion, ""
         pieces = self._pieces.decode(record.completion_ids)
         if sum(map(len, pieces)) > _MAX_COLOURED_CHARS:
             return record.completion, ""
-        token_styles = [_style(size) for size in np.abs(scores.difference) / self._bound]
-        # A single turn is one text; an episode has one for each sampled turn.
-        num_tokens = [len(pieces)]
-        if record.status is not None:
-            num_tokens = [len(turn["token_ids"]) for turn in record.turns if turn["sampled"]]
-        turns: list[str] = []
+        # An episode has a text for each sampled turn.
+        turns = [turn for turn in record.turns if turn["sampled"]]
+        breaks = set(np.cumsum([len(turn["token_ids"]) for turn in turns])[:-1].tolist())
+        texts: list[str] = []
         styles: list[str] = []
-        begin = 0
-        for end in np.cumsum(num_tokens).tolist():
-            turns.append("".join(pieces[begin:end]))
-            for piece, style in zip(pieces[begin:end], token_styles[begin:end], strict=False):
-                styles += [style] * len(piece)
-            styles.append("")  # the line break after a turn
-            begin = end
-        text = "\n".join(turns)
+        sizes = np.abs(scores.difference) / self._bound
+        for index, (piece, size) in enumerate(zip(pieces, sizes, strict=True)):
+            if index in breaks:
+                texts.append("\n")
+                styles.append("")
+            texts.append(piece)
+            # NaN is beyond all bounds.
+            style = next((style for bound, style in _STYLES if not size < bound), "")
+            styles += [style] * len(piece)
+        text = "".join(texts)
         if record.status is None and not text.strip().startswith(record.completion.strip()):
             return record.completion, ""
-        return text, styles[:-1]
+        return text, styles
 
     @cached_property
     def _pieces(self) -> TokenPieces | None:
         return read_pieces(self._run.folder)
 
-    def _scores_of(self, record: RolloutRecord) -> TokenScores | None:
-        scores = None if record.rollout_id is None else self._scores.get(record.rollout_id)
-        # Scores of another length are from another run's rollout.
-        is_same = scores is not None and len(scores.difference) == len(record.completion_ids)
-        return scores if is_same else None
 
-
-def _style(num_bounds: float) -> str:
-    # NaN is beyond all bounds.
-    return next((style for bound, style in _STYLES if not num_bounds < bound), "")
-
-
-@dataclass(frozen=True)
-class View:
-    """How completions are shown."""
-
-    terminal: Terminal
-    is_full: bool  # nothing is left out of texts and lists
-
-    def limit(self, num: int) -> int | None:
-        """Returns the end of a slice of a list that is not shown in full."""
-        return None if self.is_full else num
-
-    def excerpt(
-        self, text: str, num_head: int, num_tail: int, indent: int, styles: Styles = ""
-    ) -> Iterator[Line]:
-        if self.is_full:
-            num_head = len(text) + 1
-        hint = " (--full shows them)"
-        return self.terminal.excerpt(text, num_head, num_tail, indent, styles, hint)
-
-    def text(self, text: str, styles: Styles = "") -> Iterator[Line]:
-        """Yields a text that a model or a data set wrote, behind a margin."""
-        # Very long lines are hard to read, so prose does not use a wide terminal.
-        terminal = self.terminal.resized(min(self.terminal.columns, _MAX_TEXT_COLUMNS))
-        view = View(terminal, self.is_full)
-        return view.excerpt(text, _HEAD_LINES, _TAIL_LINES, 2 * _INDENT, styles)
-
-    def note(self, text: str, style: str) -> Line:
-        """Returns one indented line."""
-        fitted = self.terminal.fit(text, self.terminal.columns - _INDENT, style)
-        return Text.assemble(" " * _INDENT, fitted)
+def text_lines(text: str, terminal: Terminal, styles: Styles = "") -> Iterator[Line]:
+    """Yields a text that a model or a data set wrote, behind a margin."""
+    # Very long lines are hard to read, so prose does not use a wide terminal.
+    narrow = terminal.resized(min(terminal.columns, _MAX_TEXT_COLUMNS))
+    return narrow.excerpt(text, _HEAD_LINES, _TAIL_LINES, indent=2 * _INDENT, styles=styles)
 
 
 def ranked_completions(
-    run: RecordedRun, step: int | None, num: int, is_best: bool, view: View
+    run: RecordedRun, step: int | None, num: int, is_best: bool, terminal: Terminal
 ) -> Iterator[Line]:
     """Yields the `num` completions of a step with the highest or the lowest reward.
 
@@ -277,75 +228,74 @@ def ranked_completions(
     word = "best" if is_best else "worst"
     for rank, record in enumerate(records, start=1):
         title = f"{word} {rank} of {num_records}, step {step}"
-        yield from completion_lines(record, title, differences, view)
-        yield Text()
-    yield from legend_lines(differences, view)
-    yield from error_lines(errors, view.terminal)
-    hint = f"more: --step {step}   --prompt ROW   --grep TEXT" + "   --full" * (not view.is_full)
-    yield view.terminal.fit(hint, view.terminal.columns, "dim")
+        yield from completion_lines(record, title, differences, terminal)
+        yield Line()
+    yield from differences.legend_lines(terminal)
+    yield from error_lines(errors, terminal)
+    hint = f"more: --step {step}   --prompt ROW   --grep TEXT"
+    yield terminal.line(hint + "   --full" * (not terminal.is_full), "dim")
 
 
 def _rank(record: RolloutRecord, is_best: bool) -> tuple[bool, float, float, int, int]:
     sign = -1.0 if is_best else 1.0
     # Other people's files may hold NaN, which has no place in an order.
-    reward = _finite(record.reward)
-    advantage = sign * (_finite(record.advantage) or 0.0)
-    return reward is None, sign * (reward or 0.0), advantage, record.sample, record.position
-
-
-def _finite(value: float | None) -> float | None:
-    return float(value) if value is not None and abs(value) <= MAX_FINITE else None
+    reward, advantage = (
+        sign * value if value is not None and is_drawable(value) else None
+        for value in (record.reward, record.advantage)
+    )
+    return reward is None, reward or 0.0, advantage or 0.0, record.sample, record.position
 
 
 def completion_lines(
     record: RolloutRecord,
     title: str,
     differences: TokenDifferences,
-    view: View,
+    terminal: Terminal,
     has_prompt: bool = True,
 ) -> Iterator[Line]:
     """Yields one completion with its figures, its prompt and what went wrong."""
-    terminal = view.terminal
     title += f", row {number(record.row)}, sample {number(record.sample)}"
-    yield terminal.fit(title, terminal.columns, "title")
-    yield from _flow(_facts(record), terminal)
+    yield terminal.line(title, "title")
+    # As many whole facts on a line as fit.
+    line = ""
+    for fact in _facts(record):
+        # A reward's name may be longer than the terminal is wide.
+        cell = terminal.fit(fact, terminal.columns - _INDENT).plain
+        if line and _INDENT + width_of(line + cell) > terminal.columns:
+            yield terminal.line(line.rstrip(), indent=_INDENT)
+            line = ""
+        line += f"{cell}   "
+    yield terminal.line(line.rstrip(), indent=_INDENT)
     description = differences.describe(record)
     if description:
         yield from terminal.excerpt(description, 3, indent=_INDENT)
     if has_prompt:
-        yield from prompt_lines(record, view)
+        yield from prompt_lines(record, terminal)
     if record.messages:
-        yield from _message_lines(record.messages, view)
+        yield from _message_lines(record.messages, terminal)
     text: str = record.completion
     styles: Styles = ""
     if terminal.has_colour:
         # Without colours the recorded text is shown, not the tokens' text.
         text, styles = differences.coloured_text(record)
-    if not record.messages:
-        yield view.note("completion", "role")
-        yield from view.text(text, styles)
-    elif terminal.has_colour and differences.is_coloured(record):
-        yield view.note("sampled tokens", "role")
-        yield from view.text(text, styles)
+    if not record.messages or any(styles):
+        title = "sampled tokens" if record.messages else "completion"
+        yield terminal.line(title, "role", _INDENT)
+        yield from text_lines(text, terminal, styles)
     error = record.environment.get("error")
     if error:
-        yield view.note(f"failed: {error}", "bad")
+        yield terminal.line(f"failed: {error}", "bad", _INDENT)
 
 
-def legend_lines(differences: TokenDifferences, view: View) -> Iterator[Line]:
-    if view.terminal.has_colour and differences.legend:
-        yield from view.terminal.excerpt(differences.legend, 2, styles="dim")
-
-
-def prompt_lines(record: RolloutRecord, view: View) -> Iterator[Line]:
+def prompt_lines(record: RolloutRecord, terminal: Terminal) -> Iterator[Line]:
     """Yields the prompt and the other columns of its data row."""
     if isinstance(record.prompt, str):
-        yield view.note("prompt", "role")
-        yield from view.text(record.prompt)
+        yield from _message_lines([{"role": "prompt", "content": record.prompt}], terminal)
     else:
-        yield from _message_lines(record.prompt, view)
-    for name, value in list(record.columns.items())[: view.limit(_MAX_COLUMNS)]:
-        yield from view.excerpt(f"{name} = {as_text(value)}", 3, 0, 2 * _INDENT, "dim")
+        yield from _message_lines(record.prompt, terminal)
+    for name, value in list(record.columns.items())[: terminal.limit(_MAX_COLUMNS)]:
+        text = f"{name} = {as_text(value)}"
+        yield from terminal.excerpt(text, 3, indent=2 * _INDENT, styles="dim")
 
 
 def _facts(record: RolloutRecord) -> Iterator[str]:
@@ -365,54 +315,32 @@ def _facts(record: RolloutRecord) -> Iterator[str]:
         yield "not trained on"
     for name, values in record.extra.items():
         if isinstance(values, Mapping):
-            yield from (f"{name}/{column}={as_json(value)}" for column, value in values.items())
+            yield from (f"{name}/{column}={as_text(value)}" for column, value in values.items())
 
 
-def _flow(facts: Iterable[str], terminal: Terminal) -> Iterator[Line]:
-    """Yields lines with as many whole facts on each as fit."""
-    line = Text(" " * _INDENT)
-    num_columns = _INDENT
-    for fact in facts:
-        # A reward's name may be longer than the terminal is wide.
-        cell = terminal.fit(fact, terminal.columns - _INDENT)
-        width = width_of(cell.plain)
-        if num_columns + width > terminal.columns:
-            yield line
-            line = Text(" " * _INDENT)
-            num_columns = _INDENT
-        line.append_text(cell).append("   ")
-        num_columns += width + 3
-    yield line
-
-
-def _message_lines(messages: Sequence[Any], view: View) -> Iterator[Line]:
+def _message_lines(messages: Sequence[Any], terminal: Terminal) -> Iterator[Line]:
     """Yields a conversation; the middle of a long one is left out."""
     # The beginning has the task, the end has the answer.
     half = _MAX_MESSAGES // 2
-    num_hidden = 0 if view.is_full else max(0, len(messages) - 2 * half)
-    for index, message in enumerate(messages):
-        if num_hidden and half <= index < half + num_hidden:
-            if index == half:
-                yield view.note(f"{num_hidden} messages left out (--full shows them)", "dim")
-            continue
+    if len(messages) > 2 * half and not terminal.is_full:
+        note = {"role": f"{len(messages) - 2 * half} messages left out (--full shows them)"}
+        messages = [*messages[:half], note, *messages[-half:]]
+    for message in messages:
         fields = message if isinstance(message, Mapping) else {}
         speaker = f"{as_text(fields.get('role', 'message'))} {as_text(fields.get('name', ''))}"
-        yield view.note(speaker.rstrip(), "role")
+        yield terminal.line(speaker.rstrip(), "role", _INDENT)
         # The names that chat templates use for thoughts.
         for name in ("reasoning_content", "thinking"):
             thought = fields.get(name)
             if isinstance(thought, str) and thought:
-                yield from view.text(thought, "dim")
+                yield from text_lines(thought, terminal, "dim")
         content = message_text(message)
         if content:
-            yield from view.text(content)
+            yield from text_lines(content, terminal)
         calls = fields.get("tool_calls")
         for call in calls if isinstance(calls, list) else ():
-            yield from view.text(_describe_call(call))
-
-
-def _describe_call(call: object) -> str:
-    function = call.get("function", call) if isinstance(call, Mapping) else call
-    if not isinstance(function, Mapping):
-        return f"calls {as_json(call)}"
-    return f"calls {as_text(function.get('name'))}({as_text(function.get('arguments'))})"
+            function = call.get("function", call) if isinstance(call, Mapping) else call
+            text = as_text(call)
+            if isinstance(function, Mapping):
+                text = f"{as_text(function.get('name'))}({as_text(function.get('arguments'))})"
+            yield from text_lines(f"calls {text}", terminal)

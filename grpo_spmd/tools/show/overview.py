@@ -8,23 +8,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple
 
-from rich.text import Text
+import numpy as np
 
 from grpo_spmd.observe.console import Console
 from grpo_spmd.tools.report.run import RecordedRun
 from grpo_spmd.tools.report.verdict import list_checks, list_findings, matching_metrics
-from grpo_spmd.tools.terminal import Line, Terminal
+from grpo_spmd.tools.terminal import BARS, Column, Line, Terminal
 
 Value = float | int | None
 MAX_FINITE = 1e300  # larger numbers are not drawn: sums and differences of them would be infinite
-_BARS = "▁▂▃▄▅▆▇█"
-_ASCII_BARS = "_.:-=+*#"
-_MAX_FINDINGS = 8
-_MAX_COMPONENTS = 8
-_MAX_SETS = 4
+_MAX_FINDING_LINES = 24
+_MAX_CURVES = 8  # of components of the reward; of evaluations
 _REPORT_LINES = 12
 _GOOD_STATES = ("done", "going")
 _BAD_STATES = ("failed", "killed")
@@ -32,9 +28,7 @@ _MARKS = {"bad": "!! ", "warning": "!  ", "ok": "ok "}
 _FIGURE_WIDTH = 8  # columns of a number and the space before it
 
 
-def curve(
-    values: Sequence[Value], width: int, *, is_unicode: bool = True, is_peak: bool = False
-) -> str:
+def curve(values: Sequence[Value], width: int, is_peak: bool = False) -> str:
     """Returns one character for each value, between the smallest and the largest drawn value.
 
     If there are more values than columns, a character stands for the mean of neighbours, or for
@@ -44,37 +38,26 @@ def curve(
     finite = [value for value in drawn if value is not None]
     low = min(finite, default=0.0)
     high = max(finite, default=0.0)
-    bars = _bars(is_unicode)
     return "".join(
-        " " if value is None else bars[min(7, int(fraction(value, low, high) * 8))]
+        " " if value is None else BARS[min(7, int(fraction(value, low, high) * 8))]
         for value in drawn
     )
 
 
-def bar(frac: float, width: int, *, is_unicode: bool = True) -> str:
+def bar(frac: float, width: int) -> str:
     """Returns a bar that fills `frac` of `width` columns, rounded."""
-    return _bars(is_unicode)[-1] * round(min(1.0, max(0.0, frac)) * width)
+    return BARS[-1] * round(min(1.0, max(0.0, frac)) * width)
 
 
-def histogram(
-    values: Sequence[Value], low: float, high: float, width: int = 8, *, is_unicode: bool = True
-) -> str:
+def histogram(values: Sequence[float], low: float, high: float, width: int = 8) -> str:
     """Returns the number of values in each of `width` bins of low..high as heights.
 
     A space means that the bin is empty.
     """
-    counts = [0] * width
-    for value in values:
-        if value is not None and is_drawable(value):
-            counts[min(width - 1, int(fraction(value, low, high) * width))] += 1
-    bars = _bars(is_unicode)
+    counts, _ = np.histogram(values, bins=width, range=(low, high))
     # The fullest bin has the full height, and a bin with one value is visible.
-    peak = max(1, *counts)
-    return "".join(" " if not n else bars[min(7, (n * 8 - 1) // peak)] for n in counts)
-
-
-def _bars(is_unicode: bool) -> str:
-    return _BARS if is_unicode else _ASCII_BARS
+    peak = max(1, counts.max())
+    return "".join(" " if not n else BARS[min(7, (n * 8 - 1) // peak)] for n in counts)
 
 
 def bin_values(values: Sequence[Value], width: int, is_peak: bool) -> list[float | None]:
@@ -82,22 +65,18 @@ def bin_values(values: Sequence[Value], width: int, is_peak: bool) -> list[float
 
     None stands for neighbours without a finite value.
     """
-    num = max(1, min(width, len(values)))
-    # Whole-number edges: each value is in exactly one bin.
-    edges = [index * len(values) // num for index in range(num + 1)]
+    floats = [math.nan if v is None or not is_drawable(v) else float(v) for v in values]
     bins: list[float | None] = []
-    for begin, end in pairwise(edges):
-        finite = [float(v) for v in values[begin:end] if v is not None and is_drawable(v)]
-        merged = max(finite, default=0.0) if is_peak else math.fsum(finite) / max(1, len(finite))
-        bins.append(merged if finite else None)
+    for neighbours in np.array_split(np.array(floats), max(1, min(width, len(values)))):
+        finite = neighbours[np.isfinite(neighbours)]
+        merged = np.max if is_peak else np.mean
+        bins.append(float(merged(finite)) if len(finite) else None)
     return bins
 
 
 def fraction(value: float, low: float, high: float) -> float:
     """Returns how far `value` is from `low` to `high`, 0 to 1; 0.5 if these are equal."""
-    # Halves, because the whole span may be larger than a float holds.
-    span = high / 2 - low / 2
-    return min(1.0, max(0.0, (value / 2 - low / 2) / span)) if span > 0 else 0.5
+    return min(1.0, max(0.0, (value - low) / (high - low))) if high > low else 0.5
 
 
 def is_drawable(value: float | int) -> bool:
@@ -134,6 +113,7 @@ class CurveRow(NamedTuple):
     label: str
     metric: str
     is_peak: bool = False  # of several steps the largest value is drawn, not their mean
+    is_optional: bool = False  # hidden if it was always 0: it belongs to a feature that may be off
 
 
 _CURVES = (
@@ -141,43 +121,41 @@ _CURVES = (
     CurveRow("groups alike", "reward/zero_std_groups_frac"),
     CurveRow("tokens", "completion/tokens_mean"),
     CurveRow("truncated", "completion/truncated_frac"),
-    CurveRow("turns", "episode/turns_mean"),
+    CurveRow("turns", "episode/turns_mean", is_optional=True),
     CurveRow("entropy", "loss/entropy"),
-    CurveRow("KL", "loss/kl"),
-    CurveRow("clipped", "loss/clip_frac"),
+    CurveRow("KL", "loss/kl", is_optional=True),
+    CurveRow("clipped", "loss/clip_frac", is_optional=True),
     CurveRow("grad norm", "optim/grad_norm", is_peak=True),
     CurveRow("mismatch KL", "weight_sync/mismatch_kl", is_peak=True),
-)
-_SPEED_CURVES = (
     CurveRow("tokens/s", "rollout/tokens_per_s"),
     CurveRow("step time (s)", "time/step_s", is_peak=True),
 )
-# Hidden if they were always 0, since they belong to features that may be off.
-_OPTIONAL_METRICS = ("loss/kl", "loss/clip_frac", "episode/turns_mean")
 
 
 def overview(run: RecordedRun, terminal: Terminal) -> Iterator[Line]:
     """Yields the page of a run."""
     yield from state_lines(run, terminal)
     yield from _finding_lines(run, terminal)
-    if not run.steps:
-        yield from _report_lines(run, terminal)
-        return
-    yield Text()
-    yield from curve_lines(run, terminal)
-    yield Text()
-    yield from time_lines(run.steps, terminal)
-    yield from newest_lines(run, terminal)
-    if run.state in _BAD_STATES:
-        yield from _report_lines(run, terminal)
-    commands = [f"--step {run.last_step}"]
-    if run.dumped_steps:
-        commands += ["--worst 3", "--best 3", "--prompt P", "--grep TEXT"]
-    if run.state == "going":
-        commands.append("--follow")
-    yield Text()
-    hint = f"more: {'  '.join(commands)}; python -m grpo_spmd.report makes a page of it"
-    yield from terminal.excerpt(hint, 4, styles="dim")
+    if run.steps:
+        yield Line()
+        yield from curve_lines(run, terminal)
+        yield Line()
+        yield from time_lines(run.steps, terminal)
+        yield from newest_lines(run, terminal)
+    if run.state in _BAD_STATES or not run.steps:
+        # The beginning of the reports on a failed or hanging run.
+        for name, text in run.reports.items():
+            yield Line()
+            yield terminal.line(f"logs/{name}", "bad")
+            yield from terminal.excerpt(text, _REPORT_LINES, indent=2)
+    if run.steps:
+        hint = f"more: --step {run.last_step}"
+        if run.dumped_steps:
+            hint += "  --worst 3  --best 3  --prompt P  --grep TEXT"
+        hint += "  --follow" * (run.state == "going")
+        yield Line()
+        hint += "; python -m grpo_spmd.report makes a page of it"
+        yield from terminal.excerpt(hint, 4, styles="dim")
 
 
 def state_lines(run: RecordedRun, terminal: Terminal) -> Iterator[Line]:
@@ -186,9 +164,8 @@ def state_lines(run: RecordedRun, terminal: Terminal) -> Iterator[Line]:
     style = "good" if run.state in _GOOD_STATES else "warning"
     if run.state in _BAD_STATES:
         style = "bad"
-    state = run.why if run.why.startswith(run.state) else f"{run.state}: {run.why}"
     name = terminal.fit(run.name, terminal.columns // 3, "title")
-    yield from terminal.hang(Text.assemble(name, "  "), state, style)
+    yield from terminal.hang(Line.assemble(name, "  "), run.why, style)
     facts = [str(run.config["model.path"])] if run.config.get("model.path") else []
     num_ranks = run.launch.get("world_size")
     # launches.jsonl may be another version's: facts of another type are left out.
@@ -206,65 +183,55 @@ def state_lines(run: RecordedRun, terminal: Terminal) -> Iterator[Line]:
 
 
 def _finding_lines(run: RecordedRun, terminal: Terminal) -> Iterator[Line]:
-    # The state's line has told why the run ended.
-    findings = [finding for finding in list_findings(run) if finding.text != run.why]
-    for finding in findings[:_MAX_FINDINGS]:
-        suffix = f" (from step {finding.step})" if finding.step is not None else ""
-        label = Text(_MARKS[finding.level], finding.level)
-        yield from terminal.hang(label, f"{finding.title}{suffix}: {finding.text}")
-    if len(findings) > _MAX_FINDINGS:
-        hint = f"   and {len(findings) - _MAX_FINDINGS} more in the report"
-        yield terminal.fit(hint, terminal.columns, "dim")
+    entries: list[tuple[str, str]] = []
+    for finding in list_findings(run):
+        # The state's line has told why the run ended.
+        if finding.text != run.why:
+            suffix = f" (from step {finding.step})" if finding.step is not None else ""
+            entries.append((finding.level, f"{finding.title}{suffix}: {finding.text}"))
     # Checks that are not well get a line each; all others share one.
-    checks = list_checks(run)
-    for check in checks:
-        if check.level != "ok":
+    names = []
+    for check in list_checks(run):
+        if check.level == "ok":
+            names.append(check.name)
+        else:
             text = f"{check.name}: {check.value}, bound {check.bound}: {check.text}"
-            yield from terminal.hang(Text(_MARKS[check.level], check.level), text)
-    names = [check.name for check in checks if check.level == "ok"]
+            entries.append((check.level, text))
     if names:
-        label = Text(_MARKS["ok"], "ok")
-        yield from terminal.hang(label, f"checks that hold: {'; '.join(names)}", "dim")
+        entries.append(("ok", f"checks that hold: {'; '.join(names)}"))
+    lines: list[Line] = []
+    for level, text in entries:
+        lines += terminal.hang(Line(_MARKS[level], level), text)
+    yield from terminal.elide(lines, _MAX_FINDING_LINES)
 
 
 def curve_lines(run: RecordedRun, terminal: Terminal) -> Iterator[Line]:
     """Yields a row for each metric: its label, its curve over the steps, and four numbers."""
     label_columns = label_width(terminal)
     width = terminal.columns - label_columns - 4 * _FIGURE_WIDTH
-    first_step = run.steps[0]["step"]
-    steps = f"step {first_step}"
-    if run.last_step != first_step:
-        steps += f"..{run.last_step}"
-    titles = "".join(title.rjust(_FIGURE_WIDTH) for title in ("first", "last", "min", "max"))
-    yield Text.assemble(" " * label_columns, terminal.pad(steps, width, "dim"), (titles, "dim"))
-    for row, lines in _curve_rows(run):
-        values: list[Value] = [line.get(row.metric) for line in lines]
+    steps = f"step {run.steps[0]['step']}..{run.last_step}"
+    titles = ("first", "last", "min", "max")
+    columns = [Column("", label_columns, "<"), Column(steps, width, "<", style="curve")]
+    columns += [Column(title, _FIGURE_WIDTH) for title in titles]
+    # A single component is the reward itself.
+    components = sorted(matching_metrics(run.steps, r"reward/(.+)/mean"))
+    if len(components) == 1:
+        components = []
+    curves = [CurveRow("reward", "reward/mean")]
+    curves += [CurveRow(f"  {name}", f"reward/{name}/mean") for name in components[:_MAX_CURVES]]
+    sets = sorted(matching_metrics(run.evaluations, r"eval/(.+)/mean"))[:_MAX_CURVES]
+    curves += [*_CURVES, *(CurveRow(f"eval {name}", f"eval/{name}/mean") for name in sets)]
+    rows = []
+    for label, metric, is_peak, is_optional in curves:
+        lines = run.evaluations if metric.startswith("eval/") else run.steps
+        values: list[Value] = [line.get(metric) for line in lines]
         # A metric that no step has gets no row.
         numbers = [value for value in values if value is not None]
-        if numbers:
-            drawn = curve(values, width - 1, is_unicode=terminal.is_unicode, is_peak=row.is_peak)
-            figures = [numbers[0], numbers[-1], min(numbers), max(numbers)]
-            yield Text.assemble(
-                terminal.pad(row.label, label_columns),
-                terminal.pad(drawn, width, "curve"),
-                "".join(number(figure).rjust(_FIGURE_WIDTH) for figure in figures),
-            )
-
-
-def _curve_rows(run: RecordedRun) -> Iterator[tuple[CurveRow, Sequence[Mapping[str, Any]]]]:
-    """Yields each row with the lines of metrics.jsonl that it is drawn from."""
-    yield CurveRow("reward", "reward/mean"), run.steps
-    components = sorted(matching_metrics(run.steps, r"reward/(.+)/mean"))
-    # A single component is the reward itself.
-    for name in components[:_MAX_COMPONENTS] if len(components) > 1 else ():
-        yield CurveRow(f"  {name}", f"reward/{name}/mean"), run.steps
-    for row in _CURVES:
-        if row.metric not in _OPTIONAL_METRICS or any(line.get(row.metric) for line in run.steps):
-            yield row, run.steps
-    for name in sorted(matching_metrics(run.evaluations, r"eval/(.+)/mean"))[:_MAX_SETS]:
-        yield CurveRow(f"eval {name}", f"eval/{name}/mean"), run.evaluations
-    for row in _SPEED_CURVES:
-        yield row, run.steps
+        if any(numbers) if is_optional else numbers:
+            drawn = curve(values, width - 1, is_peak)
+            figures = (numbers[0], numbers[-1], min(numbers), max(numbers))
+            rows.append([label, drawn, *map(number, figures)])
+    yield from terminal.table(columns, rows)
 
 
 def time_lines(lines: Sequence[Mapping[str, Any]], terminal: Terminal) -> Iterator[Line]:
@@ -276,27 +243,19 @@ def time_lines(lines: Sequence[Mapping[str, Any]], terminal: Terminal) -> Iterat
     names = set(matching_metrics(lines, r"time/(\w+)_s")) - {"step", "wall", "unix"}
     seconds = {name: _total_seconds(f"time/{name}_s", lines) for name in names}
     seconds["between them"] = max(0.0, total - math.fsum(seconds.values()))
-    title = "where the time goes"
     mean = number(total / len(lines))
-    yield Text.assemble(
-        (title, "role"),
-        terminal.fit(
-            f": {mean} s a step, each phase as its slowest rank took it",
-            terminal.columns - len(title),
-            "dim",
-        ),
-    )
-    label_columns = label_width(terminal)
-    width = terminal.columns - label_columns - 18
+    title = f"where the time goes: {mean} s a step, each phase as its slowest rank took it"
+    yield terminal.line(title, "role")
+    label = label_width(terminal)
+    width = terminal.columns - label - 18
+    columns = [Column("", label, "<"), Column("", width, "<", style="curve")]
+    rows = []
     for name in sorted(seconds, key=lambda name: (-seconds[name], name)):
         frac = seconds[name] / total
         if frac >= 0.005:
-            drawn = bar(frac, width, is_unicode=terminal.is_unicode)
-            yield Text.assemble(
-                terminal.pad(name, label_columns),
-                terminal.pad(drawn, width, "curve"),
-                f"{min(99.0, frac):>6.0%}{number(seconds[name] / len(lines)):>9} s",
-            )
+            mean = number(seconds[name] / len(lines))
+            rows.append([name, bar(frac, width), f"{min(99.0, frac):.0%}", f"{mean} s"])
+    yield from terminal.table([*columns, Column("", 6), Column("", 11)], rows)
 
 
 def _total_seconds(name: str, lines: Sequence[Mapping[str, Any]]) -> float:
@@ -314,14 +273,6 @@ def newest_lines(run: RecordedRun, terminal: Terminal) -> Iterator[Line]:
     metrics = {"optim/updates": None, "optim/skipped_updates": None, **run.steps[-1]}
     header, line = Console(run.num_steps or run.last_step).lines(metrics)
     if len(header) <= terminal.columns:
-        yield Text()
-        yield terminal.fit(header, terminal.columns, "dim")
-        yield terminal.fit(line, terminal.columns)
-
-
-def _report_lines(run: RecordedRun, terminal: Terminal) -> Iterator[Line]:
-    """Yields the beginning of the reports on a failed or hanging run."""
-    for name, text in run.reports.items():
-        yield Text()
-        yield terminal.fit(f"logs/{name}", terminal.columns, "bad")
-        yield from terminal.excerpt(text, _REPORT_LINES, indent=2)
+        yield Line()
+        yield terminal.line(header, "dim")
+        yield terminal.line(line)

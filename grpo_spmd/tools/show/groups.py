@@ -1,0 +1,374 @@
+"""Pages about groups: those of one step, one prompt over the steps, and a search for a text.
+
+A group is the completions of one prompt at one step; a prompt is a row of the data set. The page of
+a step also has its metrics in blocks, and memory by phase. A search shows the newest steps first,
+and counts the matches at each step.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.observe.rollout_record import RolloutRecord
+from grpo_spmd.observe.run_folder import ReadErrors
+from grpo_spmd.tools.report.run import RecordedRun
+from grpo_spmd.tools.report.verdict import matching_metrics
+from grpo_spmd.tools.show.completions import (
+    TokenDifferences,
+    completion_lines,
+    contains_text,
+    describe_steps,
+    error_lines,
+    find_dumped_step,
+    has_row,
+    message_text,
+    prompt_lines,
+    prompt_text,
+    text_lines,
+    text_pattern,
+)
+from grpo_spmd.tools.show.overview import (
+    curve,
+    histogram,
+    is_drawable,
+    label_width,
+    number,
+    time_lines,
+)
+from grpo_spmd.tools.terminal import Column, Line, Styles, Terminal
+
+_FIRST_BLOCKS = (
+    "reward",
+    "dynamic_sampling",
+    "completion",
+    "episode",
+    "environment",
+    "loss",
+    "optim",
+    "weight_sync",
+    "rollout",
+)
+_MEMORY_KINDS = ("peak", "allocated", "reserved", "driver_used", "other")
+_NUM_GROUPS = 12  # of the worst and of the best groups of a step
+GROUP_COLUMNS = (
+    Column("n", 5),
+    Column("mean", 8),
+    Column("spread", 8),
+    Column("cut", 6),
+    Column("  rewards", 10, "<", style="curve"),
+)
+PROMPT_COLUMN = Column("  prompt", align="<")
+_MAX_ROWS = 200  # that are searched for
+_NUM_ROWS = 12
+_NUM_STEPS = 12
+_MAX_PROMPT_CHARS = 400  # in a list
+_MAX_SHOWN = 20
+_MAX_SHOWN_PER_STEP = 5
+_CONTEXT_CHARS = 100  # on each side of a match
+_MAX_MARKED = 1000
+
+
+@dataclass
+class PromptGroup:
+    """The completions of one prompt at one step, as rows of figures."""
+
+    row: int
+    prompt: str
+    num: int = 0
+    rewards: list[float] = field(default_factory=list)  # the known ones
+    num_cut: int = 0
+    mismatch: float | None = None  # the largest |policy - engine| of a trained token, in nats
+
+    def add(self, record: RolloutRecord, mismatch: float | None = None) -> None:
+        self.num += 1
+        if record.reward is not None and is_drawable(record.reward):
+            self.rewards.append(record.reward)
+        self.num_cut += record.finish_reason == "length"
+        if mismatch is not None:
+            self.mismatch = max(self.mismatch or 0.0, mismatch)
+
+    @property
+    def mean(self) -> float | None:
+        return statistics.fmean(self.rewards) if self.rewards else None
+
+    def cells(self, scale: tuple[float, float]) -> list[str]:
+        """Returns what a table has of it below GROUP_COLUMNS; `scale` is low and high."""
+        # The standard deviation with n - 1, as in advantages.
+        spread = statistics.stdev(self.rewards) if len(self.rewards) > 1 else None
+        figures = [str(self.num), number(self.mean), number(spread)]
+        return [*figures, f"{self.num_cut / self.num:.0%}", f"  {histogram(self.rewards, *scale)}"]
+
+
+def reward_scale(groups: Iterable[PromptGroup]) -> tuple[float, float]:
+    """Returns the lowest and the highest reward: one scale, to compare the groups' histograms."""
+    rewards = [reward for group in groups for reward in group.rewards]
+    return min(rewards, default=0.0), max(rewards, default=0.0)
+
+
+def step_lines(run: RecordedRun, step: int, terminal: Terminal) -> Iterator[Line]:
+    """Yields the page of one step."""
+    metrics = next((line for line in run.steps if line["step"] == step), {})
+    evaluation = next((line for line in run.evaluations if line["step"] == step), {})
+    total = f" of {run.num_steps}" if run.num_steps else ""
+    yield terminal.line(f"{run.name}  step {step}{total}", "title")
+    yield from metric_blocks({**metrics, **evaluation}, terminal)
+    if metrics:
+        yield from time_lines([metrics], terminal)
+    phases = matching_metrics([metrics], r"memory/(.+)/peak_gib")
+    if phases:
+        # A row for each phase, in GiB of the fullest rank.
+        width = 12 if terminal.columns >= 78 else 9
+        titles = [kind.replace("_used", "")[: width - 1] for kind in _MEMORY_KINDS]
+        columns = [Column("memory (GiB)", 14, "<"), *(Column(title, width) for title in titles)]
+        rows = []
+        for phase in phases:
+            values = [metrics.get(f"memory/{phase}/{kind}_gib") for kind in _MEMORY_KINDS]
+            rows.append([f"  {phase}", *map(number, values)])
+        yield from terminal.table(columns, rows)
+    yield Line()
+    if step in run.dumped_steps:
+        yield from _group_lines(run, step, terminal)
+    else:
+        warning = f"no completions of step {step} are there; {describe_steps(run.dumped_steps)}"
+        yield terminal.line(warning, "warning")
+
+
+def metric_blocks(metrics: Mapping[str, Any], terminal: Terminal) -> Iterator[Line]:
+    """Yields metrics below the first part of their names, in as many columns as fit."""
+    num_columns = max(1, terminal.columns // 40)
+    label = (terminal.columns - 2) // num_columns - 12
+    # A fixed order for the usual blocks; other metrics follow as the run wrote them.
+    blocks: dict[str, list[str]] = {name: [] for name in _FIRST_BLOCKS}
+    for name in metrics:
+        block, slash, _ = name.partition("/")
+        # Memory and the phases' times have tables of their own.
+        if slash and block != "memory" and not re.fullmatch(r"time/(?!wall)\w+_s", name):
+            blocks.setdefault(block, []).append(name)
+    for block, names in blocks.items():
+        if names:
+            yield terminal.line(block, "role")
+        num_rows = -(-len(names) // num_columns)
+        for row in range(num_rows):
+            line = Line("  ")
+            for name in names[row::num_rows]:
+                line.append_text(terminal.pad(name.partition("/")[2], label, "dim"))
+                line.append(f"{number(metrics[name]):>8}    ")
+            yield line
+
+
+def _group_lines(run: RecordedRun, step: int, terminal: Terminal) -> Iterator[Line]:
+    errors = ReadErrors()
+    # A step's largest differences are one number a rollout, so they fit into memory.
+    mismatches: dict[int | None, float] = {
+        scores.rollout_id: math.inf if scores.difference_max is None else scores.difference_max
+        for scores in run.files.scores(step, errors)
+    }
+    groups_by_position: dict[int, PromptGroup] = {}
+    for record in run.files.rollouts(step, errors=errors):
+        if record.position not in groups_by_position:
+            prompt = prompt_text(record.prompt)[:_MAX_PROMPT_CHARS]
+            groups_by_position[record.position] = PromptGroup(record.row, prompt)
+        groups_by_position[record.position].add(record, mismatches.get(record.rollout_id))
+    # The prompts that need a look come first; groups without a reward last.
+    groups = [groups_by_position[position] for position in sorted(groups_by_position)]
+    groups.sort(key=lambda group: (group.mean is None, group.mean or 0.0))
+    scale = reward_scale(groups)
+    num_completions = sum(group.num for group in groups)
+    title = (
+        f"{len(groups)} groups, {num_completions} completions; rewards from {number(scale[0])} to "
+    )
+    yield terminal.line(f"{title}{number(scale[1])}, least mean first", "role")
+    columns = [Column("row", 7), *GROUP_COLUMNS, Column("mismatch", 8), PROMPT_COLUMN]
+    rows = [
+        [number(group.row), *group.cells(scale), number(group.mismatch), f"  {group.prompt}"]
+        for group in groups
+    ]
+    # Both ends are interesting: the worst and the best groups.
+    yield from terminal.elide(terminal.table(columns, rows), _NUM_GROUPS + 1, _NUM_GROUPS)
+    num_unscored = num_completions - sum(len(group.rewards) for group in groups)
+    if num_unscored:
+        yield terminal.line(f"{num_unscored} completions have no reward", "warning")
+    yield from error_lines(errors, terminal)
+    yield Line()
+    hint = f"more: --step {step} --worst 3   --step {step} --best 3   --prompt ROW   --grep TEXT"
+    yield terminal.line(hint, "dim")
+
+
+def find_prompts(run: RecordedRun, wanted: str, errors: ReadErrors) -> list[dict[int, PromptGroup]]:
+    """Returns the groups by step of each row of that number, or whose prompt contains `wanted` in
+    any case.
+
+    The number of rows is bounded.
+    """
+    # A number of at most 18 digits fits in 64 bits; a longer one is a text.
+    row = int(wanted) if wanted.isascii() and wanted.isdecimal() and len(wanted) < 19 else None
+    pattern = text_pattern(wanted)
+    line_filter = contains_text(wanted) if row is None else has_row(row)
+    prompts: dict[int, dict[int, PromptGroup]] = {}
+    for step in run.dumped_steps:
+        for record in run.files.rollouts(step, errors=errors, is_wanted=line_filter):
+            text = prompt_text(record.prompt)
+            is_match = pattern.search(text) is not None if row is None else record.row == row
+            # The bound is on rows: of a row that is known, all steps count.
+            if is_match and (record.row in prompts or len(prompts) < _MAX_ROWS):
+                groups = prompts.setdefault(record.row, {})
+                group = PromptGroup(record.row, text[:_MAX_PROMPT_CHARS])
+                groups.setdefault(step, group).add(record)
+    return [groups for _, groups in sorted(prompts.items())]
+
+
+def prompt_page(
+    run: RecordedRun, wanted: str, step: int | None, terminal: Terminal
+) -> Iterator[Line]:
+    """Yields the page of one prompt, or a list if several match.
+
+    Raises ConfigError if no dump has such a prompt.
+    """
+    errors = ReadErrors()
+    # Raises for a step without completions, before everything is read.
+    find_dumped_step(run, step)
+    prompts = find_prompts(run, wanted, errors)
+    if not prompts:
+        problem = "has that text, and no such row" if wanted.isdecimal() else "contains that text"
+        searched = f"no prompt of {len(run.dumped_steps)} steps"
+        raise ConfigError(f"--prompt {wanted!r}: {searched} {problem}")
+    if len(prompts) == 1:
+        yield from _prompt_history(run, prompts[0], step, terminal)
+    else:
+        # At the bound the search stopped adding rows.
+        more = " or more" if len(prompts) == _MAX_ROWS else ""
+        yield terminal.line(f"{len(prompts)}{more} prompts; --prompt ROW shows one", "title")
+        columns = [Column("row", 8), Column("steps", 7), Column("first", 8), Column("last", 8)]
+        rows = []
+        for groups in prompts:
+            means = [number(group.mean) for group in groups.values()]
+            newest = groups[max(groups)]
+            figures = [number(newest.row), str(len(means)), means[0], means[-1]]
+            rows.append([*figures, f"  {newest.prompt}"])
+        yield from terminal.elide(terminal.table([*columns, PROMPT_COLUMN], rows), 1 + _NUM_ROWS)
+    yield from error_lines(errors, terminal)
+
+
+def _prompt_history(
+    run: RecordedRun, groups: Mapping[int, PromptGroup], step: int | None, terminal: Terminal
+) -> Iterator[Line]:
+    """Yields the page of one prompt, whose groups are given by step."""
+    step = max(groups) if step is None else step
+    row = groups[max(groups)].row
+    errors = ReadErrors()  # counted when the prompt was looked for
+    dump = run.files.rollouts(step, errors=errors, is_wanted=has_row(row))
+    records = [record for record in dump if record.row == row]
+    title = f"row {number(row)}: sampled at {len(groups)} of "
+    yield terminal.line(f"{title}{len(run.dumped_steps)} steps with completions", "title")
+    if records:
+        yield from prompt_lines(records[0], terminal)
+    yield Line()
+    # The curve of the mean reward, and a row for each step; the newest are what one wants to see.
+    label = label_width(terminal)
+    means = [group.mean for group in groups.values()]
+    drawn = terminal.text(curve(means, terminal.columns - label - 28), "curve")
+    figures = f"  first {number(means[0])}  last {number(means[-1])}"
+    yield Line.assemble(terminal.pad("mean reward", label), drawn, figures)
+    scale = reward_scale(groups.values())
+    rows = [[str(group_step), *group.cells(scale)] for group_step, group in groups.items()]
+    table = terminal.table([Column("step", 8), *GROUP_COLUMNS], rows)
+    yield from terminal.elide(table, 1, _NUM_STEPS)
+    if not records:
+        yield terminal.line(f"not sampled at step {step}", "warning")
+    records.sort(key=lambda record: (record.position, record.sample))
+    differences = TokenDifferences(run, step, records, errors)
+    for record in records:
+        yield Line()
+        title = f"step {step}"
+        yield from completion_lines(record, title, differences, terminal, has_prompt=False)
+    yield from differences.legend_lines(terminal)
+
+
+def search_lines(
+    run: RecordedRun, text: str, step: int | None, terminal: Terminal
+) -> Iterator[Line]:
+    """Yields completions that contain `text` in upper or lower case, then how many each step has.
+
+    In an episode, what was answered to the policy is searched too. Raises ConfigError if the step
+    has no completions.
+    """
+    errors = ReadErrors()
+    pattern = text_pattern(text)
+    # The newest step first: the present policy is what matters most.
+    steps = [find_dumped_step(run, step)] if step is not None else run.dumped_steps[::-1]
+    counts: dict[int, int] = {}
+    num_shown = 0
+    for searched_step in steps or [find_dumped_step(run, None)]:
+        counts[searched_step] = 0
+        for record in run.files.rollouts(
+            searched_step, errors=errors, is_wanted=contains_text(text)
+        ):
+            # What tools answered is in messages alone.
+            texts = [record.completion, *map(message_text, record.messages)]
+            match = next(filter(None, map(pattern.search, texts)), None)
+            if match is None:
+                continue
+            counts[searched_step] += 1
+            # Each step shows a few, so that one step does not fill the page.
+            has_room = num_shown < _MAX_SHOWN and (
+                step is not None or counts[searched_step] <= _MAX_SHOWN_PER_STEP
+            )
+            if terminal.is_full or has_room:
+                num_shown += 1
+                title = f"step {searched_step}, row {number(record.row)}, sample "
+                title += f"{number(record.sample)}, reward {number(record.reward)}"
+                yield terminal.line(title, "title")
+                yield from _match_lines(match, terminal)
+    yield from _summary(counts, text, num_shown, terminal)
+    yield from error_lines(errors, terminal)
+
+
+def _match_lines(match: re.Match[str], terminal: Terminal) -> Iterator[Line]:
+    """Yields the text around the first match, with matches marked by a style, or by >> and <<."""
+    text = match.string
+    if not terminal.is_full:
+        begin = max(0, match.start() - _CONTEXT_CHARS)
+        end = match.end() + _CONTEXT_CHARS
+        prefix = terminal.ellipsis if begin else ""
+        suffix = terminal.ellipsis if end < len(text) else ""
+        text = f"{prefix}{text[begin:end]}{suffix}"
+    styles: Styles = ""
+    if terminal.has_colour:
+        styles = [""] * len(text)
+        # A pattern such as a space matches very often in a long text.
+        for marked in islice(match.re.finditer(text), _MAX_MARKED):
+            styles[marked.start() : marked.end()] = ["mark"] * len(marked[0])
+    else:
+        text = match.re.sub(r">>\g<0><<", text, count=_MAX_MARKED)
+    return text_lines(text, terminal, styles)
+
+
+def _summary(
+    counts: Mapping[int, int], text: str, num_shown: int, terminal: Terminal
+) -> Iterator[Line]:
+    steps = sorted(counts)
+    matching_steps = [step for step in steps if counts[step]]
+    total = sum(counts.values())
+    searched = f"{len(steps)} steps" if len(steps) > 1 else f"step {steps[0]}"
+    if not total:
+        yield terminal.line(f"no completion of {searched} contains {text!r}", "title")
+        return
+    yield Line()
+    note = f"{total} completions of {searched}, {num_shown} of them shown; "
+    note += f"first step {matching_steps[0]}, last {matching_steps[-1]}"
+    yield from terminal.excerpt(note, 3, styles="title")
+    if len(steps) > 1:
+        values = [counts[step] for step in steps]
+        label = label_width(terminal)
+        # Peaks, since single matches would vanish in means of many steps.
+        drawn = terminal.text(curve(values, terminal.columns - label - 16, is_peak=True), "curve")
+        yield Line.assemble(terminal.pad("of each step", label), drawn, f"  most {max(values)}")
+    if num_shown < total:
+        yield terminal.line("--step N shows those of one step, --full all of them in full", "dim")
