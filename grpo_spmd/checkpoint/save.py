@@ -348,12 +348,12 @@ class Checkpoints:
         start = self._num_metrics_bytes
         for line in read_metrics(path, start):
             self._num_metrics_bytes = line.end
-            value = line.metrics.get(name)
+            value = line.values.get(name)
             if isinstance(value, int | float):
                 # A step's own metrics measure the policy before its update, so the checkpoint of
                 # the step before; an evaluation's metrics measure the policy after it.
-                lag = 0 if is_evaluation(line.metrics) else 1
-                self._metric_by_step[line.metrics["step"] - lag] = value
+                lag = 0 if is_evaluation(line.values) else 1
+                self._metric_by_step[line.values["step"] - lag] = value
         if self._num_metrics_bytes > start and not self._metric_by_step:
             _log.warning("checkpoint.best_metric: no line of %s has a %s so far", path, name)
         steps = [

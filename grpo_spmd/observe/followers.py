@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,11 @@ _KILLED_S = 5.0
 # Bytes of address space, and of a file that it writes.
 MAX_MEMORY = 4 << 30
 MAX_FILE = 1 << 28
+_LIMITS = {
+    resource.RLIMIT_AS: MAX_MEMORY,
+    resource.RLIMIT_FSIZE: MAX_FILE,
+    resource.RLIMIT_CORE: 0,
+}
 # Variables that tell a process that it is a rank, or has a GPU: a report is neither.
 _RANK_PREFIXES = (
     "TORCHELASTIC_",
@@ -144,34 +149,29 @@ class ReportProcess:
     def _start(self, log: Path, nice: int) -> subprocess.Popen[bytes]:
         """Starts the process of one report, whose output goes to `log`."""
         log.parent.mkdir(exist_ok=True)
-        program = [sys.executable, "-P", "-m", __name__]
         arguments = [str(os.getpid()), str(nice), self._module, str(self._run_dir)]
-        # a link or a fifo in the place of the log is not followed, nor waited for
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK
-        with open(os.open(log, flags, 0o666), "wb") as file:
+        # the environment of the run without rank and GPU
+        env = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(_RANK_PREFIXES) and name not in _RANK_NAMES
+        }
+        paths = [str(Path(grpo_spmd.__file__).resolve().parents[1]), env.get("PYTHONPATH", "")]
+        env |= {
+            **dict.fromkeys(_THREAD_COUNTS, "1"),
+            "CUDA_VISIBLE_DEVICES": "",
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        }
+        with log.open("wb") as file:
             return subprocess.Popen(
-                program + arguments,
+                [sys.executable, "-P", "-m", __name__, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
                 # a group of its own: Ctrl-C at a terminal is for the run, which ends the report
                 process_group=0,
-                env=_report_environment(os.environ),
+                env=env,
             )
-
-
-def _report_environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment of a report's process: that of the run without rank and GPU."""
-    env = {
-        name: value
-        for name, value in variables.items()
-        if not name.startswith(_RANK_PREFIXES) and name not in _RANK_NAMES
-    }
-    paths = [str(Path(grpo_spmd.__file__).resolve().parents[1])]
-    if variables.get("PYTHONPATH"):
-        paths.append(variables["PYTHONPATH"])
-    env |= dict.fromkeys(_THREAD_COUNTS, "1")
-    return env | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def _limit_own_process(parent_pid: int, nice: int) -> None:
@@ -186,15 +186,10 @@ def _limit_own_process(parent_pid: int, nice: int) -> None:
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         # if memory is short, this process goes first and not the run
         file.write("1000")
-    limits = {
-        resource.RLIMIT_AS: MAX_MEMORY,
-        resource.RLIMIT_FSIZE: MAX_FILE,
-        resource.RLIMIT_CORE: 0,
-    }
-    for kind, limit in limits.items():
-        hard = resource.getrlimit(kind)[1]
-        bound = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-        resource.setrlimit(kind, (bound, bound))
+    for kind, limit in _LIMITS.items():
+        # a lower limit of the machine stays; -1 is none
+        if not 0 <= resource.getrlimit(kind)[1] < limit:
+            resource.setrlimit(kind, (limit, limit))
 
 
 class Followers:

@@ -224,7 +224,7 @@ class MetricsLog:
         """
         if not self._session.is_rank0:
             return [], []
-        lines = (line.metrics for line in read_metrics(self._path))
+        lines = (line.values for line in read_metrics(self._path))
         start = [*islice((line for line in lines if not is_evaluation(line)), 1)]
         backwards = (line for line in read_metrics_backwards(self._path) if not is_evaluation(line))
         newest = [*islice(backwards, _NUM_LAST_REWARDS)] if start else []

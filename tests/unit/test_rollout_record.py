@@ -272,7 +272,7 @@ def test_a_follower_gets_each_line_once_however_it_was_written(tmp_path: Path) -
         with path.open("a") as file:
             file.write(piece)
         for line in read_metrics(path, position):
-            seen.append(line.metrics["step"])
+            seen.append(line.values["step"])
             position = line.end
     assert seen == [0, 1, 2, 3]
 

@@ -63,7 +63,16 @@ class TrackioRun(Tracker):
         }
         if rollouts:
             values["rollouts"] = [
-                trackio.Trace(rollout.messages, metadata=_metadata(rollout)) for rollout in rollouts
+                trackio.Trace(
+                    messages,
+                    # prompt and completion are messages
+                    metadata={
+                        name: value
+                        for name, value in fields.items()
+                        if name not in ("prompt", "completion")
+                    },
+                )
+                for messages, fields in rollouts
             ]
         self._run.log(values, step=metrics["step"])
 
@@ -71,22 +80,6 @@ class TrackioRun(Tracker):
         import trackio
 
         trackio.finish()
-
-
-def _metadata(rollout: ShownRollout) -> dict[str, Any]:
-    metadata = {
-        "reward": rollout.reward,
-        **{f"reward/{name}": value for name, value in rollout.rewards.items()},
-        "advantage": rollout.advantage,
-        "finish_reason": rollout.finish_reason,
-    }
-    if rollout.status is not None:
-        metadata["status"] = rollout.status
-    return metadata | {
-        "answer": rollout.answer,
-        "position": rollout.position,
-        "sample": rollout.sample,
-    }
 
 
 def _read_stored_lines(project: str, run_id: str) -> set[tuple[int, bool]] | None:

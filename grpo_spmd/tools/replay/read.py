@@ -107,9 +107,9 @@ def read_step(
     rollouts = _read_groups(run_dir, step, config.rollout.group_size)
     metrics: dict[str, float | None] = {}
     for line in read_metrics(run_dir / "metrics.jsonl"):
-        if line.metrics["step"] == step and not is_evaluation(line.metrics):
+        if line.values["step"] == step and not is_evaluation(line.values):
             # if the step is in the file twice, the last line counts
-            metrics = line.metrics
+            metrics = line.values
     if not metrics:
         notes.append(
             f"metrics.jsonl has no line of step {step}: the run ended within it, "
