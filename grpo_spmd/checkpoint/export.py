@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 from safetensors import SafetensorError, safe_open
@@ -48,15 +48,6 @@ _ADAPTER = {
 _ADAPTER_VARIANTS = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern")
 
 
-class Readable(Protocol):
-    """Describes a tensor that can be read from files."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    def read(self, dtype: str) -> Tensor:
-        """Returns the whole tensor as "float32" or "bfloat16", rounded to nearest even."""
-
-
 @dataclass(frozen=True)
 class _Piece:
     """Locates consecutive rows of a tensor in one shard file."""
@@ -80,24 +71,32 @@ class StoredTensor:
 
     def read(self, dtype: str) -> Tensor:
         """Returns the whole tensor as `dtype`, rounded to nearest even."""
-        result = empty_tensor(self.shape, dtype)
+        result = _empty_tensor(self.shape, dtype)
         for piece in self.pieces:
-            num_bytes = 4 * math.prod(piece.shape)
-            rows_at_a_time = max(1, READ_BYTES * piece.shape[0] // max(1, num_bytes))
-            for row in range(0, piece.shape[0], rows_at_a_time):
-                # Opened each time: pages of a mapping count as resident memory until it is closed.
-                with safe_open(piece.file, framework="pt") as file:
-                    rows = file.get_slice(self.name)[row : row + rows_at_a_time]
-                    begin = piece.first_row + row
-                    result[begin : begin + len(rows)].copy_(rows)
+            for row, rows in _read_rows(piece.file, self.name):
+                result[piece.first_row + row :][: len(rows)] = rows
         return result
 
 
-def empty_tensor(shape: tuple[int, ...], dtype: str) -> Tensor:
+def _empty_tensor(shape: tuple[int, ...], dtype: str) -> Tensor:
     """Returns a tensor on the CPU without values; `dtype` is "float32" or "bfloat16"."""
     import torch
 
     return torch.empty(shape, dtype={"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype])
+
+
+def _read_rows(path: Path, name: str) -> Iterator[tuple[int, Tensor]]:
+    """Yields (index of the first row, rows) of a tensor in a file, at most READ_BYTES at a time."""
+    row = 0
+    num_rows = 1
+    while row < num_rows:
+        # Opened each time: pages of a mapping count as resident memory until it is closed.
+        with safe_open(path, framework="pt") as file:
+            tensor = file.get_slice(name)
+            num_rows, *columns = tensor.get_shape()
+            rows = tensor[row : row + max(1, READ_BYTES // (4 * max(1, math.prod(columns))))]
+        yield row, rows
+        row += max(1, len(rows))
 
 
 def stored_tensors(
@@ -206,7 +205,10 @@ def export_checkpoint(
 
 
 def save_model(
-    tensors: Mapping[str, Readable], folder: Path, dtype: str, max_file_bytes: int = FILE_BYTES
+    tensors: Mapping[str, StoredTensor | _Merged],
+    folder: Path,
+    dtype: str,
+    max_file_bytes: int = FILE_BYTES,
 ) -> None:
     """Writes the tensors to `folder`, file by file, and the dtype into its config.json."""
     config = read_json(folder / "config.json")
@@ -220,21 +222,18 @@ def save_model(
         if files[-1] and sum(sizes[member] for member in files[-1]) + size > max_file_bytes:
             files.append([])
         files[-1].append(name)
-    if len(files) == 1:
-        _save(
-            {name: tensor.read(dtype) for name, tensor in tensors.items()},
-            folder / "model.safetensors",
-        )
-        return
     weight_map: dict[str, str] = {}
     for number, names in enumerate(files, start=1):
-        file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        file = "model.safetensors"
+        if len(files) > 1:
+            file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         _save({name: tensors[name].read(dtype) for name in names}, folder / file)
         weight_map |= dict.fromkeys(names, file)
-    index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(
-        json.dumps(index, indent=1), encoding="utf-8"
-    )
+    if len(files) > 1:
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+        (folder / "model.safetensors.index.json").write_text(
+            json.dumps(index, indent=1), encoding="utf-8"
+        )
 
 
 def _save(tensors: dict[str, Tensor], path: Path) -> None:
@@ -297,18 +296,15 @@ class _Merged:
 
     def read(self, dtype: str) -> Tensor:
         """Returns the sum, computed in float32 and rounded once."""
-        merged = empty_tensor(self.shape, dtype)
+        merged = _empty_tensor(self.shape, dtype)
         a, b = (tensor.read("float32") for tensor in self.adapter) if self.adapter else (None, None)
-        row_elements = max(1, merged.numel() // max(1, len(merged)))
-        rows_at_a_time = max(1, READ_BYTES // (4 * row_elements))
-        for row in range(0, len(merged), rows_at_a_time):
-            row_range = slice(row, row + rows_at_a_time)
-            # Opened each time: the pages of a mapping count as resident memory until it is closed.
-            with safe_open(self.file, framework="pt") as file:
-                rows = file.get_slice(self.name)[row_range].float()
-                if a is not None and b is not None:
-                    rows = rows.addmm(b[row_range], a, alpha=self.scale)
-                merged[row_range] = rows
+        for row, rows in _read_rows(self.file, self.name):
+            rows_range = slice(row, row + len(rows))
+            merged[rows_range] = (
+                rows.float()
+                if a is None or b is None
+                else rows.float().addmm(b[rows_range], a, alpha=self.scale)
+            )
         return merged
 
 
@@ -325,6 +321,11 @@ def export_merged(
     `dtype` and errors are those of `export_checkpoint`. Raises ConfigError also if the checkpoint
     has no adapters, or the base model cannot be found or is another model.
     """
+    from huggingface_hub.errors import HfHubHTTPError
+
+    from grpo_spmd.checkpoint.state import model_fingerprint
+    from grpo_spmd.model.hf_files import checkpoint_folder
+
     trainer = read_trainer(checkpoint, ("world_size", "config", "dtype", "model_path"))
     # raises if a link leads out of the folder
     regular_files(checkpoint)
@@ -333,8 +334,20 @@ def export_merged(
         raise ConfigError(
             f"--merge: {checkpoint} holds a whole model and no adapters; leave --merge out"
         )
-    folder = _base_folder(str(base or trainer["model_path"]))
-    _check_is_base(folder, trainer.get("model_fingerprint"), checkpoint)
+    path = str(base or trainer["model_path"])
+    try:
+        folder = checkpoint_folder(path)
+    except (OSError, ValueError, HfHubHTTPError) as error:
+        raise ConfigError(
+            f"--merge: the base model {path} is not to be found (it is no folder here, "
+            f"and the hub gives none: {type(error).__name__}); name it with --base"
+        ) from None
+    fingerprint = trainer.get("model_fingerprint")
+    if fingerprint and model_fingerprint(folder) != fingerprint:
+        raise ConfigError(
+            f"--merge: {folder} holds another model than the adapters of {checkpoint} "
+            "were trained on; name the right one with --base"
+        )
     values = read_json(adapter_config)
     check_fields(values, _ADAPTER, adapter_config, _ADAPTER)
     for name in _ADAPTER_VARIANTS:
@@ -353,45 +366,15 @@ def copy_companions(model: Path, folder: Path) -> None:
     for path in model.iterdir():
         # The model's folder may be another run's checkpoint, whose manifest.json and trainer.json
         # must not be taken for this one's.
-        is_state = path.name.endswith(".index.json") or path.name in (
-            "manifest.json",
-            "trainer.json",
-        )
+        is_state = path.name.endswith((".index.json", "manifest.json", "trainer.json"))
         is_companion = path.suffix in (".json", ".txt", ".model", ".jinja") and not is_state
         if path.is_file() and is_companion:
             shutil.copyfile(path, folder / path.name)
 
 
-def _base_folder(path: str) -> Path:
-    """Returns the folder of the base model, from the hub if need be. Raises ConfigError."""
-    from huggingface_hub.errors import HfHubHTTPError
-
-    from grpo_spmd.model.hf_files import checkpoint_folder
-
-    try:
-        return checkpoint_folder(path)
-    except (OSError, ValueError, HfHubHTTPError) as error:
-        raise ConfigError(
-            f"--merge: the base model {path} is not to be found (it is no folder here, "
-            f"and the hub gives none: {type(error).__name__}); name it with --base"
-        ) from None
-
-
-def _check_is_base(folder: Path, fingerprint: str | None, checkpoint: Path) -> None:
-    """Raises ConfigError if the adapters were trained on another model than that in `folder`."""
-    from grpo_spmd.checkpoint.state import model_fingerprint
-
-    if fingerprint and model_fingerprint(folder) != fingerprint:
-        raise ConfigError(
-            f"--merge: {folder} holds another model than the adapters of {checkpoint} "
-            "were trained on; "
-            "name the right one with --base"
-        )
-
-
 def _merged_tensors(
     folder: Path, adapters: dict[str, StoredTensor], scale: float, checkpoint: Path
-) -> dict[str, Readable]:
+) -> dict[str, _Merged]:
     """Returns the tensors of the merged model by the names of the policy's parameters.
 
     A tied lm_head is there once. Raises ConfigError if the base model lacks a tensor, and
@@ -405,7 +388,7 @@ def _merged_tensors(
     with torch.device("meta"):
         model = build_hf_model(load_config(str(folder)), str(folder))
     files = tensor_files(folder)
-    tensors: dict[str, Readable] = {}
+    tensors: dict[str, _Merged] = {}
     num_used = 0
     for name, parameter in model.named_parameters():
         layer = name.removesuffix("weight")
@@ -415,15 +398,14 @@ def _merged_tensors(
         if name not in files:
             raise ConfigError(f"--merge: {folder} has no tensor {name}")
         # W is [out, in], A is [rank, in], B is [out, rank]
-        pair = (a, b) if a is not None and b is not None else None
-        if pair is not None and (pair[1].shape[0], pair[0].shape[1], pair[0].shape[0]) != (
-            *shape,
-            pair[1].shape[1],
-        ):
-            raise CheckpointError(
-                f"{checkpoint}: the adapter of {name} does not have the shape for {list(shape)}"
-            )
-        num_used += 2 if pair is not None else 0
+        pair = None
+        if a is not None and b is not None:
+            pair = (a, b)
+            num_used += 2
+            if a.shape[1:] + b.shape != (shape[1], shape[0], a.shape[0]):
+                raise CheckpointError(
+                    f"{checkpoint}: the adapter of {name} does not have the shape for {list(shape)}"
+                )
         tensors[name] = _Merged(files[name], name, shape, pair, scale)
     if num_used != len(adapters):
         raise CheckpointError(

@@ -14,7 +14,7 @@ import re
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.distributed.processes import read_stat
@@ -61,8 +61,7 @@ class Start:
         return list(self.trainer.get("waiting", []))
 
 
-@dataclass(frozen=True)
-class Candidates:
+class Candidates(NamedTuple):
     """Lists the checkpoints that a run may start from, the best first."""
 
     folders: list[str]

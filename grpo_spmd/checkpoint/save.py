@@ -16,6 +16,7 @@ import shutil
 import threading
 import time
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,6 @@ _SAVED_WITHIN_S = 3600.0
 class _StagedSave:
     """Describes a state that was copied to host memory and is to be written."""
 
-    step: int
     folder: Path
     first_rows: dict[str, int]
     """The tensors that this rank writes, by name, and their first row in the whole tensor."""
@@ -160,7 +160,12 @@ class Checkpoints:
         # a rank may have no row of a small tensor
         first_rows = {name: first_row(t) for name, t in shards.items() if len(t.to_local())}
         for name in first_rows:
-            self._copy_to_host(name, shards[name].to_local().detach())
+            local = shards[name].to_local().detach()
+            if name not in self._buffers:
+                buffer = host_buffer(local.nbytes, local.device)
+                self._buffers[name] = buffer.view(local.dtype).view(local.shape)
+            # a GPU copies while this returns
+            self._buffers[name].copy_(local, non_blocking=True)
         if self._session.device.type == "cuda":
             torch.cuda.synchronize()
         self._num_saves += 1
@@ -175,14 +180,7 @@ class Checkpoints:
         }
         if self._critic is not None:
             trainer["critic"] = self._critic.state()
-        self._staged = _StagedSave(step, folder, first_rows, trainer, start)
-
-    def _copy_to_host(self, name: str, local: Tensor) -> None:
-        """Copies this rank's rows of a tensor to its buffer. A GPU copies while this returns."""
-        if name not in self._buffers:
-            buffer = host_buffer(local.nbytes, local.device)
-            self._buffers[name] = buffer.view(local.dtype).view(local.shape)
-        self._buffers[name].copy_(local, non_blocking=True)
+        self._staged = _StagedSave(folder, first_rows, trainer, start)
 
     def write_staged(self) -> None:
         """Starts the background thread that writes what was staged, if anything was.
@@ -281,17 +279,10 @@ class Checkpoints:
 
     def _wait_for_results(self, key: str) -> list[dict[str, Any]]:
         """Returns every rank's result in the order of ranks, on rank 0."""
-        results = []
-        deadline = time.monotonic() + _SAVED_WITHIN_S
-        for rank in range(self._session.world_size):
-            rank_key = f"{key}/{rank}"
-            while not self._store.check([rank_key]):
-                if time.monotonic() > deadline:
-                    raise TimeoutError(
-                        f"rank {rank} has not written its part within {_SAVED_WITHIN_S:.0f} s"
-                    )
-                time.sleep(0.01)
-            results.append(json.loads(self._store.get(rank_key)))
+        keys = [f"{key}/{rank}" for rank in range(self._session.world_size)]
+        self._store.wait(keys, timedelta(seconds=_SAVED_WITHIN_S))
+        results = [json.loads(self._store.get(rank_key)) for rank_key in keys]
+        for rank_key in keys:
             self._store.delete_key(rank_key)
         return results
 
@@ -312,10 +303,16 @@ class Checkpoints:
                     f"rank 0 does not see {name}, which another rank has written: "
                     "run_dir must be a file system that all nodes share"
                 )
-        self._write_companions(temporary / "model")
+        # the files that belong to the weights: config and tokenizer, or peft's config
+        companions = temporary / "model"
+        companions.mkdir()
+        if self._policy.lora.rank:
+            write_peft_config(self._policy.model, self._facts.model_path, companions)
+        else:
+            copy_companions(checkpoint_folder(self._facts.model_path), companions)
         content = json.dumps(staged.trainer, indent=1)
         (temporary / "trainer.json").write_text(content, encoding="utf-8")
-        if self._is_export_due(staged.step):
+        if self._is_export_due(staged.trainer["step"]):
             try:
                 export_checkpoint(temporary, temporary)
             # what the run needs is saved, and a user can export it at any time
@@ -328,16 +325,8 @@ class Checkpoints:
             sync_path(metrics)
         put_in_place(temporary, staged.folder)
         self._max_save_s = max(self._max_save_s, time.perf_counter() - staged.start)
-        delete_until(self._run_dir, staged.step)
+        delete_until(self._run_dir, staged.trainer["step"])
         remove_old(self._run_dir, self._config.keep, self._best_step())
-
-    def _write_companions(self, folder: Path) -> None:
-        """Writes the files that belong to the weights: config and tokenizer, or peft's config."""
-        folder.mkdir()
-        if self._policy.lora.rank:
-            write_peft_config(self._policy.model, self._facts.model_path, folder)
-        else:
-            copy_companions(checkpoint_folder(self._facts.model_path), folder)
 
     def _best_step(self) -> int | None:
         """Returns the step of the checkpoint on disk with the highest `best_metric`."""

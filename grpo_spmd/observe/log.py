@@ -14,7 +14,6 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +29,7 @@ from grpo_spmd.observe.cards import peak_tflops
 from grpo_spmd.observe.console import Console
 from grpo_spmd.observe.followers import Followers
 from grpo_spmd.observe.memory import PhaseTimer
-from grpo_spmd.observe.metrics_file import (
-    LineFile,
-    is_evaluation,
-    read_metrics,
-    read_metrics_backwards,
-)
+from grpo_spmd.observe.metrics_file import LineFile, is_evaluation, read_metrics
 from grpo_spmd.observe.run_folder import dump_path
 from grpo_spmd.observe.timeline import TimelineFile, pack_spans, unpack_spans
 from grpo_spmd.proofs.logprob_check import LogprobCheck
@@ -204,31 +198,20 @@ class MetricsLog:
         self._generation_s: list[float] = []
         # the present step's metrics, as far as rank 0 knows them
         self._rank0_metrics: Metrics = {}
-        start, newest = self._read_earlier_steps()
-        self._num_steps = newest[-1]["step"] + 1 - start[0]["step"] if start else 0
-        # reward/mean of the first step and of the last ten, for the last line of the run
-        self._rewards = [metrics.get("reward/mean") or 0.0 for metrics in start + newest]
-        self._clock = WallClock(launch.began, newest[-1] if newest else {})
-        self._num_own_steps = 0
+        newest: dict[str, Any] = {}
+        # reward/mean of each step, for the last line of the run
+        self._rewards: list[float] = []
+        for line in read_metrics(self._path) if session.is_rank0 else ():
+            if not is_evaluation(line.values):
+                newest = line.values
+                self._rewards.append(newest.get("reward/mean") or 0.0)
+        self._num_earlier_steps = len(self._rewards)
+        self._clock = WallClock(launch.began, newest)
         self._has_ended = False
         self._run_start = time.perf_counter()
         self._console = Console(training.num_steps)
         self._file = LineFile(self._path) if session.is_rank0 else None
         self._timeline = TimelineFile(launch.run_dir) if session.is_rank0 else None
-
-    def _read_earlier_steps(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Returns the first step's line and the last ten steps' lines of earlier launches.
-
-        Both lists hold metrics, in the order of steps. They are empty on ranks other than 0, which
-        write nothing.
-        """
-        if not self._session.is_rank0:
-            return [], []
-        lines = (line.values for line in read_metrics(self._path))
-        start = [*islice((line for line in lines if not is_evaluation(line)), 1)]
-        backwards = (line for line in read_metrics_backwards(self._path) if not is_evaluation(line))
-        newest = [*islice(backwards, _NUM_LAST_REWARDS)] if start else []
-        return start, newest[::-1]
 
     def write_evaluation(self, step: int, metrics: Metrics) -> None:
         """Writes a line for an evaluation of the policy after `step`, unless `metrics` is {}."""
@@ -303,14 +286,13 @@ class MetricsLog:
         if not self._session.is_rank0 or not self._rewards:
             return
         minutes, seconds = divmod(int(time.perf_counter() - self._run_start), 60)
-        last_rewards = self._rewards[1:][-_NUM_LAST_REWARDS:]
-        own_steps = ""
-        if self._num_own_steps < self._num_steps:
-            own_steps = f", the last {self._num_own_steps} of them"
+        last_rewards = self._rewards[-_NUM_LAST_REWARDS:]
+        num_own_steps = len(self._rewards) - self._num_earlier_steps
+        own_steps = f", the last {num_own_steps} of them" if self._num_earlier_steps else ""
         _log.info(
             "done: %d steps%s in %d min %02d s, reward/mean %.3f at the first step, "
             "%.3f over the last %d; see %s",
-            self._num_steps,
+            len(self._rewards),
             own_steps,
             minutes,
             seconds,
@@ -358,11 +340,7 @@ class MetricsLog:
             # first, so that readers who follow metrics.jsonl find it
             self._timeline.write(step, self._timer.step_unix_s, world_size, spans)
         self._write(metrics)
-        reward = metrics["reward/mean"] or 0.0
-        # the first step's reward is kept apart from the last ten
-        self._rewards += [reward] if self._rewards else [reward, reward]
-        self._num_own_steps += 1
-        self._num_steps += 1
+        self._rewards.append(metrics["reward/mean"] or 0.0)
         self._console.show(metrics)
 
     def _write(self, metrics: Metrics) -> None:

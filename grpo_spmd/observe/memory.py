@@ -278,14 +278,11 @@ def remedies(
         True: "",
     }[model.offload]
     max_num_seqs = rollout.engine.get("max_num_seqs")
-    fewer_requests = "lower rollout.engine.max_num_seqs" + (
-        f" ({max_num_seqs})" if max_num_seqs else ""
-    )
-    mib = rollout.weight_sync_bucket_mib
-    smaller_buckets = "lower rollout.weight_sync_bucket_mib" + (f" ({mib})" if mib else "")
-    more_ranks = "more ranks, so that each holds less of the model"
-    if model.num_replicas > 1:
-        more_ranks = "more ranks, or fewer of model.num_replicas"
+    fewer_requests = f"lower rollout.engine.max_num_seqs ({max_num_seqs or 'vLLM chooses'})"
+    mib = rollout.weight_sync_bucket_mib or "chosen by the device"
+    smaller_buckets = f"lower rollout.weight_sync_bucket_mib ({mib})"
+    fewer_replicas = ", or fewer of model.num_replicas" if model.num_replicas > 1 else ""
+    more_ranks = f"more ranks{fewer_replicas}, so that each holds less of the model"
     by_phase = {
         "weight_sync": [offload, smaller_engine, smaller_buckets, more_ranks],
         "eval": [smaller_engine, offload, fewer_requests],

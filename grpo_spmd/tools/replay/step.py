@@ -25,7 +25,6 @@ from grpo_spmd.tools.replay.read import (
     RecordedStep,
     Replay,
     ReplayedRollout,
-    environment_rewards,
     make_completion,
     reward_weights,
     unasked_rewards,
@@ -59,15 +58,11 @@ def _repeat(
         recorded.notes.append(f"the step is refused: {error}")
         return Replay(recorded.notes, {}, _pair_rollouts(recorded, sampled, None, {}))
     update = train(recorded, checkpoint, batch, decision, session)
-    replayed = {
-        name: value
-        for name, value in update.decision.metrics.items()
-        if not name.startswith("batching/")
-    }
+    replayed = update.decision.metrics | update.metrics
     metrics = {
         name: (recorded.metrics.get(name), value)
-        for name, value in (replayed | update.metrics).items()
-        if recorded.metrics
+        for name, value in replayed.items()
+        if recorded.metrics and not name.startswith("batching/")
     }
     rollouts = _pair_rollouts(recorded, sampled, update.decision, update.logprobs)
     return Replay(recorded.notes, metrics, rollouts)
@@ -95,23 +90,16 @@ def _score(recorded: RecordedStep, sampled: SampledStep, pool: RewardPool) -> No
     notes = recorded.notes
     num_steps = recorded.config.training.num_steps
     pool.begin_step(TrainerState(recorded.step - 1, num_steps, recorded.epoch))
-    from_environments = environment_rewards(recorded)
     unasked = unasked_rewards(recorded)
-    if from_environments:
-        notes.append(
-            "rewards are those that the run recorded: environments, which are not here, gave "
-            f"{', '.join(from_environments)}"
-        )
     for reason, names in unasked.items():
         notes.append(f"rewards are those that the run recorded: {reason} {', '.join(names)}")
-    is_scored_again = recorded.columns is not None and not from_environments and not unasked
+    is_scored_again = recorded.columns is not None and not unasked
     texts = _RecordedTexts(recorded.rollouts)
     waiting = _make_groups(recorded)
     # the loop runs once, unless dynamic sampling refilled the step
     while sampled.num_missing and waiting:
-        num_missing = sampled.num_missing
-        groups = waiting[:num_missing]
-        waiting = waiting[num_missing:]
+        groups = waiting[: sampled.num_missing]
+        del waiting[: sampled.num_missing]
         scored = (
             pool.score(groups, texts) if is_scored_again else _recorded_scores(groups, recorded)
         )
@@ -174,7 +162,7 @@ def _recorded_scores(groups: Sequence[RolloutGroup], recorded: RecordedStep) -> 
             ScoredRollouts(
                 [reward],
                 {name: [value] for name, value in values.items()},
-                {name: [record.statuses[name]] for name in values},
+                {name: [status] for name, status in record.statuses.items()},
                 texts=[record.completion],
             )
         )
