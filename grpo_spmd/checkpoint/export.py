@@ -111,8 +111,17 @@ def stored_tensors(
     pieces: dict[str, list[_Piece]] = {}
     for path in sorted((checkpoint / "state").glob("shard_*.safetensors")):
         try:
-            for name, piece in _read_pieces(path, prefix):
-                pieces.setdefault(name, []).append(piece)
+            with safe_open(path, framework="np") as file:
+                offsets = json.loads(file.metadata()["DCP_SHARDING_INFO"])
+                for name in file.keys():  # noqa: SIM118 - it is no mapping
+                    if name.startswith(prefix):
+                        rows = file.get_slice(name)
+                        shape = tuple(rows.get_shape())
+                        first_row, *columns = offsets[name]["saved_offsets"]
+                        has_offsets = type(first_row) is int and 1 + len(columns) == len(shape)
+                        if rows.get_dtype() != "F32" or not has_offsets or any(columns):
+                            raise ValueError(f"{name} is not whole rows of float32")
+                        pieces.setdefault(name, []).append(_Piece(path, first_row, shape))
         except (SafetensorError, OSError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise CheckpointError(
                 f"{path}: not a checkpoint's shard ({type(error).__name__}: {error})"
@@ -128,25 +137,6 @@ def stored_tensors(
     }
 
 
-def _read_pieces(path: Path, prefix: str) -> Iterator[tuple[str, _Piece]]:
-    """Yields (tensor's name, its rows) for each tensor in a shard whose name begins with `prefix`.
-
-    Raises CheckpointError if a tensor is not whole rows of float32.
-    """
-    with safe_open(path, framework="np") as file:
-        offsets = json.loads(file.metadata()["DCP_SHARDING_INFO"])
-        for name in file.keys():  # noqa: SIM118 - it is no mapping
-            if not name.startswith(prefix):
-                continue
-            rows = file.get_slice(name)
-            shape = tuple(rows.get_shape())
-            first_row, *column_offsets = offsets[name]["saved_offsets"]
-            has_offsets = type(first_row) is int and 1 + len(column_offsets) == len(shape)
-            if rows.get_dtype() != "F32" or not has_offsets or any(column_offsets):
-                raise CheckpointError(f"{path}: {name} is not whole rows of float32")
-            yield name, _Piece(path, first_row, shape)
-
-
 def _join_pieces(
     name: str, unordered: list[_Piece], checkpoint: Path, num_ranks: int
 ) -> StoredTensor:
@@ -155,10 +145,10 @@ def _join_pieces(
     num_rows = 0
     for piece in pieces:
         if piece.first_row != num_rows or piece.shape[1:] != pieces[0].shape[1:]:
-            problem = f"from {piece.first_row} on are there twice, also in"
-            if piece.first_row > num_rows:
-                problem = f"{num_rows} to {piece.first_row - 1} are missing, those before"
-            raise CheckpointError(f"{checkpoint}: rows of {name} {problem} {piece.file.name}")
+            raise CheckpointError(
+                f"{checkpoint}: rows of {name} are missing or there twice: {piece.file.name} "
+                f"begins at row {piece.first_row}, and the rows before it end at {num_rows}"
+            )
         num_rows += piece.shape[0]
     # FSDP gives ceil(rows / ranks) rows to each rank, and fewer or none to the last ranks. So the
     # size of the first block tells whether blocks are missing at the end.
@@ -170,16 +160,14 @@ def _join_pieces(
     return StoredTensor(name, (num_rows, *pieces[0].shape[1:]), tuple(pieces))
 
 
-def export_checkpoint(
-    checkpoint: Path, out: Path, dtype: str | None = None, max_file_bytes: int = FILE_BYTES
-) -> None:
+def export_checkpoint(checkpoint: Path, out: Path, dtype: str | None = None) -> None:
     """Writes the weights of `checkpoint` to `out` in HF's format, or its adapters in peft's.
 
     Config and tokenizer are written too. The checkpoint needs no manifest yet, and any thread may
     call this. Afterwards `out` is complete, or absent after an error. `out` may be `checkpoint`
     itself while it is being made: then all files are put into it, or none. `dtype` is "float32",
     "bfloat16", or None for the dtype in which the run's engine computed; adapters are always
-    float32. No tensor is split, however small `max_file_bytes` is. Raises
+    float32. No tensor is split, however large it is. Raises
     ConfigError (`out` is taken, `dtype` does not go with adapters, or a file is a link),
     CheckpointError (damaged), and OSError or SafetensorError if nothing can be written.
     """
@@ -201,14 +189,13 @@ def export_checkpoint(
             }
             _save(adapters, folder / "adapter_model.safetensors")
         else:
-            save_model(tensors, folder, dtype or str(trainer["dtype"]), max_file_bytes)
+            save_model(tensors, folder, dtype or str(trainer["dtype"]))
 
 
 def save_model(
     tensors: Mapping[str, StoredTensor | _Merged],
     folder: Path,
     dtype: str,
-    max_file_bytes: int = FILE_BYTES,
 ) -> None:
     """Writes the tensors to `folder`, file by file, and the dtype into its config.json."""
     config = read_json(folder / "config.json")
@@ -219,7 +206,7 @@ def save_model(
     sizes = {name: math.prod(tensor.shape) * DTYPE_BYTES[dtype] for name, tensor in tensors.items()}
     files: list[list[str]] = [[]]
     for name, size in sizes.items():
-        if files[-1] and sum(sizes[member] for member in files[-1]) + size > max_file_bytes:
+        if files[-1] and sum(sizes[member] for member in files[-1]) + size > FILE_BYTES:
             files.append([])
         files[-1].append(name)
     weight_map: dict[str, str] = {}
@@ -313,7 +300,6 @@ def export_merged(
     out: Path,
     dtype: str | None = None,
     base: Path | None = None,
-    max_file_bytes: int = FILE_BYTES,
 ) -> None:
     """Writes the base model plus the adapters of `checkpoint` to `out` in HF's format.
 
@@ -358,7 +344,7 @@ def export_merged(
     )
     with complete_or_absent(out, into_existing=False) as temporary:
         copy_companions(folder, temporary)
-        save_model(tensors, temporary, dtype or str(trainer["dtype"]), max_file_bytes)
+        save_model(tensors, temporary, dtype or str(trainer["dtype"]))
 
 
 def copy_companions(model: Path, folder: Path) -> None:

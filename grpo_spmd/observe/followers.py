@@ -28,9 +28,7 @@ from typing import Any
 import grpo_spmd
 from grpo_spmd.config.schema import LoggingConfig
 from grpo_spmd.observe.trackers.feed import Tracker, TrackerFeed
-from grpo_spmd.observe.trackers.tensorboard_run import TensorboardRun
-from grpo_spmd.observe.trackers.trackio_run import TrackioRun
-from grpo_spmd.observe.trackers.wandb_run import WandbRun
+from grpo_spmd.observe.trackers.runs import TensorboardRun, TrackioRun, WandbRun
 
 _log = logging.getLogger("grpo_spmd")
 _PR_SET_PDEATHSIG = 1

@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -105,17 +106,18 @@ def host_and_device(device: torch.device) -> tuple[str, str]:
     return socket.gethostname(), name
 
 
+@dataclass
 class Launch:
     """Completes the launch that `begin_launch` wrote. Only the first reported end is written."""
 
-    def __init__(self, run_dir: Path, number: int | None, is_rank0: bool) -> None:
-        self._run_dir = run_dir
-        self._number = number
-        self._is_rank0 = is_rank0
+    run_dir: Path
+    number: int | None
+    """What `begin_launch` returned; None when the end is reported."""
+    is_rank0: bool
 
     def end(self, outcome: str, reason: str | None = None) -> None:
         """Writes the outcome "done" or "preempted". Both mean that everything is saved."""
-        if self._is_rank0:
+        if self.is_rank0:
             self._complete(outcome, reason)
 
     def fail(self, message: str) -> None:
@@ -129,15 +131,15 @@ class Launch:
 
         Only the first call writes; a line that has an outcome stays as it is.
         """
-        number = self._number
-        self._number = None
+        number = self.number
+        self.number = None
         if number is None:
             return
 
         def complete(launches: list[dict[str, Any]]) -> None:
             for launch in launches:
                 if launch["launch"] == number and launch.get("outcome") is None:
-                    lines = read_metrics_backwards(self._run_dir / "metrics.jsonl")
+                    lines = read_metrics_backwards(self.run_dir / "metrics.jsonl")
                     steps = (line["step"] for line in lines if not is_evaluation(line))
                     newest_step = next(steps, 0)
                     launch.update(
@@ -147,7 +149,7 @@ class Launch:
                         last_step=newest_step if newest_step >= launch["first_step"] else None,
                     )
 
-        _change(self._run_dir, complete)
+        _change(self.run_dir, complete)
 
 
 def read_launches(run_dir: Path) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -48,17 +49,15 @@ _GZIP_LEVEL = 1
 _BUFFER_BYTES = 1 << 18
 
 
+@dataclass(frozen=True)
 class RolloutDump:
     """Dumps the rollouts of each `every_steps`-th step (0: of none), and of steps that went
     wrong."""
 
-    def __init__(
-        self, writer: RolloutWriter, every_steps: int, score_writer: RolloutWriter | None = None
-    ) -> None:
-        """`score_writer` writes the scores of a dump's tokens beside the dump."""
-        self._writer = writer
-        self._every_steps = every_steps
-        self._score_writer = score_writer
+    writer: RolloutWriter
+    every_steps: int
+    score_writer: RolloutWriter | None = None
+    """It writes the scores of a dump's tokens beside the dump."""
 
     def write_if_due(self, step: int, sampled: SampledStep, decision: Decision) -> None:
         """Collective. Writes the dump if the step has one."""
@@ -70,7 +69,7 @@ class RolloutDump:
 
         Returns None if this step's are not written.
         """
-        if self._score_writer is None or not self._is_due(step):
+        if self.score_writer is None or not self._is_due(step):
             return None
         return KeptScores()
 
@@ -87,8 +86,8 @@ class RolloutDump:
         The rollouts are written too if an update was skipped (on all ranks alike) and the step had
         no dump.
         """
-        if scores is not None and self._score_writer is not None:
-            self._score_writer.write(step_stem(step), scores.lines())
+        if scores is not None and self.score_writer is not None:
+            self.score_writer.write(step_stem(step), scores.lines())
         if sums["optim/skipped_updates"].value and not self._is_due(step):
             self._write(step, sampled, decision)
 
@@ -103,14 +102,14 @@ class RolloutDump:
             raise
 
     def _is_due(self, step: int) -> bool:
-        return self._every_steps > 0 and step % self._every_steps == 0
+        return self.every_steps > 0 and step % self.every_steps == 0
 
     def _write(self, step: int, sampled: SampledStep, decision: Decision | None) -> None:
         # each rank's rollouts in the order of the prompt stream, dropped groups among them
         records = sorted(
             rollout_records(sampled, decision), key=lambda record: (record.position, record.sample)
         )
-        self._writer.write_step(step, map(to_line, records))
+        self.writer.write_step(step, map(to_line, records))
 
 
 def rollout_records(sampled: SampledStep, decision: Decision | None) -> Iterator[RolloutRecord]:

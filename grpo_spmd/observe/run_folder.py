@@ -44,6 +44,8 @@ from grpo_spmd.observe.token_scores import TokenScores, parse_scores
 PLAIN, PACKED = ".jsonl", ".jsonl.gz"
 # A dump's name is STEM.node_N.jsonl; the groups are stem and node.
 _FILE_NAME = re.compile(r"(.+?)(?:\.node_([1-9]\d{0,8}))?\.jsonl(?:\.gz)?")
+# After so many broken lines a file is given up.
+_MAX_BROKEN = 1000
 # An unpacked file of at most so many bytes stays in memory.
 _HELD_BYTES = 1 << 25
 # A LineStore keeps so many files open.
@@ -162,52 +164,37 @@ class RunFolder:
         fields: tuple[str, ...] = (),
         errors: ReadErrors | None = None,
         is_wanted: Callable[[bytes], bool] | None = None,
-    ) -> Iterator[RolloutRecord]:
-        """Yields the step's rollouts in the order of the files.
+    ) -> Iterator[tuple[FileLine, RolloutRecord]]:
+        """Yields pairs of a line and its rollout, in the order of the files.
 
         With `fields`, some names of RolloutRecord's fields, each object has these alone; that is
         much faster, and fields are not checked against each other (`parse_rollout_fields`).
         `is_wanted` tells from a raw line whether to parse it.
         """
-        num_read = 0
-        num_rollouts = 0
-        for _, record in self.scan_rollouts(step, fields, errors, is_wanted):
-            num_read += 1
-            if not fields:
-                num_rollouts = record.num_rollouts or 0
-            yield record
-        if errors is not None and is_wanted is None:
-            errors.num_missing += max(0, num_rollouts - num_read)
-
-    def scan_rollouts(
-        self,
-        step: int,
-        fields: tuple[str, ...] = (),
-        errors: ReadErrors | None = None,
-        is_wanted: Callable[[bytes], bool] | None = None,
-    ) -> Iterator[tuple[FileLine, RolloutRecord]]:
-        """Yields pairs of a line and its rollout, as `rollouts` does."""
 
         def parse(line: bytes, name: str) -> RolloutRecord:
             if fields:
                 return parse_rollout_fields(line, name, fields)  # type: ignore[no-any-return]
             return parse_rollout(line, name)
 
-        files = self.rollout_files.get(step, {})
+        num_read = 0
+        num_rollouts = 0
+        paths = self.rollout_files.get(step, {}).values()
         # People link the dumps of other nodes into one folder, so links to dumps are followed.
-        return _parse_files(files.values(), parse, errors, is_wanted, follow=True)
+        for line, record in _parse_files(paths, parse, errors, is_wanted, follow=True):
+            num_read += 1
+            if not fields:
+                num_rollouts = record.num_rollouts or 0
+            yield line, record
+        if errors is not None and is_wanted is None:
+            errors.num_missing += max(0, num_rollouts - num_read)
 
-    def scores(self, step: int, errors: ReadErrors | None = None) -> Iterator[TokenScores]:
-        """Yields the token scores of the step's rollouts; nothing if the run recorded none."""
-        for _, scores in self.scan_scores(step, errors):
-            yield scores
-
-    def scan_scores(
+    def scores(
         self, step: int, errors: ReadErrors | None = None
     ) -> Iterator[tuple[FileLine, TokenScores]]:
-        """Yields pairs of a line and its token scores, as `scores` does."""
-        files = self.score_files.get(step, {})
-        return _parse_files(files.values(), parse_scores, errors)
+        """Yields pairs of a line and the token scores of a rollout; nothing if the run recorded
+        none."""
+        return _parse_files(self.score_files.get(step, {}).values(), parse_scores, errors)
 
     def complete_rollouts(self, step: int) -> list[RolloutRecord]:
         """Returns all rollouts of a step in the order of the prompt stream.
@@ -222,7 +209,8 @@ class RunFolder:
                 f"steps {reprlib.repr(self.dumped_steps)} "
                 "(logging.rollouts_every_steps, rollouts_keep)"
             )
-        records = sorted(self.rollouts(step), key=lambda record: (record.position, record.sample))
+        records = [record for _, record in self.rollouts(step)]
+        records.sort(key=lambda record: (record.position, record.sample))
         paths = list(files.values())
         _check_complete(records, f"{paths[0]}" + f" and {len(paths) - 1} more" * (len(paths) > 1))
         return records
@@ -241,6 +229,7 @@ def _parse_files(
     `follow` allows symbolic links in the place of files.
     """
     for path in paths:
+        num_broken = 0
         try:
             for line in read_lines(path, follow=follow):
                 if is_wanted is not None and not is_wanted(line.text):
@@ -248,9 +237,10 @@ def _parse_files(
                 try:
                     value = parse(line.text, line.name)
                 except ConfigError as error:
-                    if errors is None:
+                    if errors is None or num_broken == _MAX_BROKEN:
                         raise
                     errors.add(str(error))
+                    num_broken += 1
                 else:
                     yield line, value
         except ConfigError as error:

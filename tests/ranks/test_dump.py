@@ -147,7 +147,7 @@ def test_scores_of_tokens_are_beside_their_dumps_on_each_node(folder: Path) -> N
     )
     for name, step in (("one", 3), ("two", 2), ("two", 3), ("shrunk", 1), ("shrunk", 2)):
         recorded = RunFolder(folder / f"{name}_scored").scores(step)
-        result = {scores.rollout_id: scores for scores in recorded}
+        result = {scores.rollout_id: scores for _, scores in recorded}
         assert sorted(result) == list(range(12))
         for rollout_id, scores in result.items():
             assert scores.difference.tolist() == [rollout_id / 8] * (rollout_id + 1)

@@ -149,7 +149,9 @@ def test_episodes_are_trained_on_as_plain_transformers_scores_them(run: Path) ->
         "episodes, of 8 those with the largest |advantage|:\n        1/2 ok: '2 turns, 5 tokens "
         "sampled'" in text
     )
-    assert " tokens, given\n    segment 1: 3 tokens, sampled, in the loss, stop, reward None" in text
+    assert (
+        " tokens, given\n    segment 1: 3 tokens, sampled, in the loss, stop, reward None" in text
+    )
     assert "'name': 'add', 'arguments': {'a': 1}" in text
     assert r"tool content: '\x1b[31m<|im_end|>\xfc'" in text
     assert r"assistant content: 'it is\n7'" in text

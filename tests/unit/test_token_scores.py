@@ -344,7 +344,7 @@ def _replaced(**changes: Any) -> bytes:
 
 
 def scores_by_id(run_dir: Path, step: int) -> dict[int, TokenScores]:
-    return {scores.rollout_id: scores for scores in RunFolder(run_dir).scores(step)}
+    return {scores.rollout_id: scores for _, scores in RunFolder(run_dir).scores(step)}
 
 
 BAD: list[tuple[Callable[[], bytes], str]] = [

@@ -31,8 +31,7 @@ from grpo_spmd.observe.trackers.feed import (
     shown_rollouts,
     spread_evenly,
 )
-from grpo_spmd.observe.trackers.tensorboard_run import TensorboardRun
-from grpo_spmd.observe.trackers.wandb_run import WandbRun
+from grpo_spmd.observe.trackers.runs import TensorboardRun, WandbRun
 from tests.support import fake_wandb
 
 fake = fake_wandb.fake  # the fixture
@@ -301,7 +300,7 @@ def test_the_traces_of_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5, "loss/kl": null}\n')
     code = (
         "import pathlib, sys; from grpo_spmd.observe.trackers.feed import TrackerFeed\n"
-        "from grpo_spmd.observe.trackers.trackio_run import TrackioRun\n"
+        "from grpo_spmd.observe.trackers.runs import TrackioRun\n"
         "run = pathlib.Path(sys.argv[1]); TrackerFeed(run, TrackioRun(run, 'p', {'a': {'b': "
         "1}}), 1).finish(60)"
     )

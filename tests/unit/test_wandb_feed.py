@@ -16,7 +16,7 @@ from grpo_spmd.config.schema import Config
 from grpo_spmd.observe.metrics_file import LineFile
 from grpo_spmd.observe.trackers import feed as feed_module
 from grpo_spmd.observe.trackers.feed import TrackerFeed
-from grpo_spmd.observe.trackers.wandb_run import WandbRun
+from grpo_spmd.observe.trackers.runs import WandbRun
 from tests.support import fake_wandb
 from tests.support.models import write_config
 

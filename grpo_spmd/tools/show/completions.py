@@ -141,7 +141,7 @@ class TokenDifferences:
         rollout_ids = {record.rollout_id for record in records}
         self._scores = {
             scores.rollout_id: scores
-            for scores in run.files.scores(step, errors)
+            for _, scores in run.files.scores(step, errors)
             if scores.rollout_id in rollout_ids
         }
 
@@ -267,7 +267,7 @@ def ranked_completions(
 
     def counted_records() -> Iterator[RolloutRecord]:
         nonlocal num_records
-        for record in run.files.rollouts(step, errors=errors):
+        for _, record in run.files.rollouts(step, errors=errors):
             num_records += 1
             yield record
 

@@ -78,7 +78,7 @@ def find_prompts(
     line_filter = contains_text(wanted) if row is None else has_row(row)
     prompts: dict[int, PromptHistory] = {}
     for dumped_step in run.dumped_steps:
-        for record in run.files.rollouts(dumped_step, errors=errors, is_wanted=line_filter):
+        for _, record in run.files.rollouts(dumped_step, errors=errors, is_wanted=line_filter):
             text = prompt_text(record.prompt)
             is_match = pattern.search(text) is not None if row is None else record.row == row
             # The bound is on rows: of a row that is known, all steps count.
@@ -192,7 +192,7 @@ def search_lines(run: RecordedRun, text: str, step: int | None, view: View) -> I
     num_shown = 0
     for searched_step in steps or [find_dumped_step(run, None)]:
         counts[searched_step] = 0
-        for record in run.files.rollouts(
+        for _, record in run.files.rollouts(
             searched_step, errors=errors, is_wanted=contains_text(text)
         ):
             matching_text = _matching_text(record, pattern)

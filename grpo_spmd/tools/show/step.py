@@ -246,10 +246,10 @@ def read_groups(run: RecordedRun, step: int, errors: ReadErrors) -> list[PromptG
     # A step's largest differences are one number a rollout, so they fit into memory.
     mismatches: dict[int | None, float] = {
         scores.rollout_id: math.nan if scores.difference_max is None else scores.difference_max
-        for scores in run.files.scores(step, errors)
+        for _, scores in run.files.scores(step, errors)
     }
     groups: dict[int, PromptGroup] = {}
-    for record in run.files.rollouts(step, errors=errors):
+    for _, record in run.files.rollouts(step, errors=errors):
         if record.position not in groups:
             prompt = prompt_text(record.prompt)[:_MAX_PROMPT_CHARS]
             groups[record.position] = PromptGroup(record.row, prompt)
