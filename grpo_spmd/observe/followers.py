@@ -22,6 +22,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -89,17 +90,17 @@ class ReportProcess:
         self._thread = threading.Thread(target=self._run, name="report", daemon=True)
         self._thread.start()
 
-    def step_written(self, step: int) -> None:
+    def line_written(self, step: int, is_evaluation: bool) -> None:
         """Asks for a report if `step` is due. Takes microseconds."""
-        if step % self._every_steps == 0:
+        if step % self._every_steps == 0 and not is_evaluation:
             self._news.set()
 
-    def end(self, makes_last: bool) -> None:
+    def end(self, has_ended: bool) -> None:
         """Ends the report that is being made, since it lacks the last steps.
 
-        With `makes_last` one more report is made.
+        If the run `has_ended`, one more report is made.
         """
-        self._makes_last = makes_last
+        self._makes_last = has_ended
         self._ended.set()
         self._news.set()
 
@@ -190,34 +191,29 @@ def _limit_own_process(parent_pid: int, nice: int) -> None:
             resource.setrlimit(kind, (limit, limit))
 
 
+@dataclass(eq=False)
 class Followers:
     """Holds the trackers' feeds and the report's thread of one run."""
 
-    def __init__(self, feeds: Sequence[TrackerFeed], report: ReportProcess | None) -> None:
-        self._feeds = feeds
-        self._report = report
+    followers: Sequence[TrackerFeed | ReportProcess]
+
+    def __post_init__(self) -> None:
         _open.add(self)
 
     def line_written(self, step: int, is_evaluation: bool) -> None:
         """Tells the followers of a new line. Takes microseconds."""
-        for feed in self._feeds:
-            feed.line_written()
-        if self._report is not None and not is_evaluation:
-            self._report.step_written(step)
+        for follower in self.followers:
+            follower.line_written(step, is_evaluation)
 
     def finish(self, has_ended: bool) -> None:
         """Ends all followers at the same time, within 60 s, or 5 s if the run was preempted."""
         _open.discard(self)
         deadline = time.monotonic() + (FINISH_S if has_ended else STOPPED_S)
         # all of them are told first, so that they finish at the same time
-        for feed in self._feeds:
-            feed.end()
-        if self._report is not None:
-            self._report.end(makes_last=has_ended)
-        for feed in self._feeds:
-            feed.finish(deadline - time.monotonic())
-        if self._report is not None:
-            self._report.finish(deadline - time.monotonic())
+        for follower in self.followers:
+            follower.end(has_ended)
+        for follower in self.followers:
+            follower.finish(deadline - time.monotonic())
 
 
 def finish_all() -> None:
@@ -239,11 +235,12 @@ def open_followers(
         "trackio": TrackioRun(run_dir, options.wandb_project, config),
     }
     every_steps = options.trackers_rollouts_every_steps
-    feeds = [TrackerFeed(run_dir, trackers[name], every_steps) for name in options.tracker_names]
-    report = None
+    followers: list[TrackerFeed | ReportProcess] = [
+        TrackerFeed(run_dir, trackers[name], every_steps) for name in options.tracker_names
+    ]
     if options.report_every_steps:
-        report = ReportProcess(run_dir, options.report_every_steps)
-    return Followers(feeds, report) if feeds or report else None
+        followers.append(ReportProcess(run_dir, options.report_every_steps))
+    return Followers(followers) if followers else None
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ def run(config: Config, steps: range, finish_s: float = 20) -> float:
     start = time.monotonic()
     for step in steps:
         file.write(json.dumps({"step": step, "x": step / 7}))
-        feed.line_written()
+        feed.line_written(1, False)
     spent = time.monotonic() - start
     feed.finish(finish_s)
     file.close()

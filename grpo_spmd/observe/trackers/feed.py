@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -81,6 +82,7 @@ class Tracker:
         """Sends what is left."""
 
 
+@dataclass
 class TrackerFeed:
     """Follows `<run_dir>/metrics.jsonl`, which is the tracker's queue.
 
@@ -91,12 +93,13 @@ class TrackerFeed:
     disk) ends the feed with a warning; a call that hangs keeps a daemon thread.
     """
 
-    def __init__(self, run_dir: Path, tracker: Tracker, rollouts_every_steps: int = 0) -> None:
-        self._run_dir = run_dir
-        self._tracker = tracker
-        self._rollouts_every_steps = rollouts_every_steps
-        self._metrics = run_dir / "metrics.jsonl"
-        self._state = run_dir / f"{tracker.name}.json"
+    run_dir: Path
+    tracker: Tracker
+    rollouts_every_steps: int = 0
+
+    def __post_init__(self) -> None:
+        self._metrics = self.run_dir / "metrics.jsonl"
+        self._state = self.run_dir / f"{self.tracker.name}.json"
         self._id, next_step = _read_state(self._state)
         # What is there already is of an earlier launch, and the tracker may have it.
         self._known_bytes = self._metrics.stat().st_size if self._metrics.exists() else 0
@@ -110,10 +113,10 @@ class TrackerFeed:
         self._has_warned = False
         self._news = threading.Event()
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=tracker.name, daemon=True)
+        self._thread = threading.Thread(target=self._run, name=self.tracker.name, daemon=True)
         self._thread.start()
 
-    def line_written(self) -> None:
+    def line_written(self, step: int, is_evaluation: bool) -> None:
         """Tells the feed of a new line. Takes microseconds."""
         self._news.set()
         # read only once, since the thread changes the attribute
@@ -124,11 +127,11 @@ class TrackerFeed:
             _log.warning(
                 "%s has not answered for %.0f s; the run goes on without it, "
                 "and metrics.jsonl is complete",
-                self._tracker.title,
+                self.tracker.title,
                 ANSWER_S,
             )
 
-    def end(self) -> None:
+    def end(self, has_ended: bool = True) -> None:
         """Tells the feed that no line comes any more."""
         self._ended.set()
         self._news.set()
@@ -141,26 +144,26 @@ class TrackerFeed:
         if self._thread.is_alive():
             _log.warning(
                 "%s did not finish within %.3g s; metrics.jsonl is complete",
-                self._tracker.title,
+                self.tracker.title,
                 max(timeout_s, 0),
             )
 
     def _run(self) -> None:
         try:
-            self._call(self._tracker.start, self._id, self._next_step)
+            self._call(self.tracker.start, self._id, self._next_step)
             self._save_state()
             for metrics in self._wanted_lines():
-                self._call(self._tracker.log, metrics, self._rollouts(metrics))
+                self._call(self.tracker.log, metrics, self._rollouts(metrics))
                 self._unsettled.append((time.monotonic(), int(metrics["step"]) + 1))
-                self._settle(time.monotonic() - self._tracker.settles_s)
-            self._call(self._tracker.finish)
+                self._settle(time.monotonic() - self.tracker.settles_s)
+            self._call(self.tracker.finish)
             self._settle(time.monotonic())
         # whatever a tracker raises, SystemExit too, the training goes on
         except BaseException as error:
             self._called_at = None
             _log.warning(
                 "%s is off from here on (%s: %s); metrics.jsonl is complete without it",
-                self._tracker.title,
+                self.tracker.title,
                 type(error).__name__,
                 error,
             )
@@ -183,7 +186,7 @@ class TrackerFeed:
                 start = line.end
                 is_new = line.end > self._known_bytes
                 step = line.values["step"]
-                if is_new or self._tracker.lacks(step, is_evaluation(line.values), self._next_step):
+                if is_new or self.tracker.lacks(step, is_evaluation(line.values), self._next_step):
                     yield line.values
             if has_ended:
                 return
@@ -192,14 +195,14 @@ class TrackerFeed:
     def _rollouts(self, metrics: dict[str, Any]) -> Sequence[ShownRollout]:
         """Returns rollouts from the step's dump, which is written before its line; none if it is
         gone or broken."""
-        every_steps = self._rollouts_every_steps
+        every_steps = self.rollouts_every_steps
         step = metrics["step"]
         if not every_steps or step % every_steps or is_evaluation(metrics):
             return ()
         try:
-            return shown_rollouts(self._run_dir, step)
+            return shown_rollouts(self.run_dir, step)
         except ConfigError as error:
-            _log.warning("%s gets no rollouts of step %d: %s", self._tracker.title, step, error)
+            _log.warning("%s gets no rollouts of step %d: %s", self.tracker.title, step, error)
             return ()
 
     def _settle(self, accepted_until: float) -> None:

@@ -32,6 +32,15 @@ from grpo_spmd.rewards.remote.servers import check_calls
 # Characters of a message in a line of the report.
 _MAX_CHARS = 160
 
+# The run's values are for several ranks and a GPU. None of these keys changes what is computed.
+_ONE_PROCESS = (
+    "model.num_replicas=1",
+    "model.offload=false",
+    "model.compile=false",
+    "model.attention=auto",
+    "rollout.tensor_parallel_size=1",
+)
+
 
 @dataclass(frozen=True)
 class RecordedStep:
@@ -88,17 +97,9 @@ def read_step(
     broken."""
     if not (run_dir / "config.yaml").is_file():
         raise ConfigError(f"RUN_DIR: {run_dir} holds no config.yaml, so it is no run folder")
-    config = load_config(run_dir / "config.yaml", overrides)
+    config = load_config(run_dir / "config.yaml", [*overrides, *_ONE_PROCESS])
     notes = [f"override: {override}" for override in overrides]
     notes += _redaction_notes(config)
-    # These were for several ranks and a GPU. None of them changes what is computed.
-    config = dataclasses.replace(
-        config,
-        model=dataclasses.replace(
-            config.model, num_replicas=1, offload=False, compile=False, attention="auto"
-        ),
-        rollout=dataclasses.replace(config.rollout, tensor_parallel_size=1),
-    )
     if config.model.dtype == "bfloat16":
         notes.append(
             "the run computed in bfloat16, whose rounding is another on another machine: "

@@ -243,15 +243,16 @@ def train(
     config = recorded.config
     notes = recorded.notes
     source, has_policy = _find_policy(recorded, checkpoint)
-    if not has_policy and config.critic.path is not None:
+    if not has_policy:
+        if config.teacher.is_on:
+            notes.append("the teacher is left out, as the policy is: the loss is that without it")
+        if config.critic.path is None:
+            loss = _loss_on_engine_logprobs(batch, config)
+            return ReplayedUpdate({"loss/policy": loss}, decision)
         notes.append(
             "the critic's advantages are not made again: it is as little to be had as the policy"
         )
         return ReplayedUpdate({}, decision)
-    if not has_policy:
-        if config.teacher.is_on:
-            notes.append("the teacher is left out, as the policy is: the loss is that without it")
-        return ReplayedUpdate({"loss/policy": _loss_on_engine_logprobs(batch, config)}, decision)
     with tempfile.TemporaryDirectory(prefix="replay_") as folder:
         model = config.model
         if source is not None and not model.lora.rank:
@@ -414,15 +415,8 @@ def _apply_teacher(
             f"the teacher is left out: {reason}; loss and gradient are those without it"
         )
         return decision
-    slots = {group[0].position: slot for slot, group in enumerate(recorded.rollouts)}
-
-    def prompt_at(position: int) -> Prompt:
-        slot = slots[position]
-        record = recorded.rollouts[slot][0]
-        row_columns = columns[slot] if columns else {}
-        return Prompt(position, record.row, record.prompt_ids, record.prompt, row_columns)
-
+    prompts = {group.prompt.position: group.prompt for group in _make_groups(recorded)}
     tokenizer = load_tokenizer(config.model.path) if config.teacher.prompt_key is not None else None
-    teacher = open_teacher(config, policy, session, reference, prompt_at, tokenizer)
+    teacher = open_teacher(config, policy, session, reference, prompts.__getitem__, tokenizer)
     assert teacher is not None, config.teacher
     return teacher.attach(batch, decision, lambda _: None)
