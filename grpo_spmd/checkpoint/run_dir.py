@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.distributed.processes import read_stat
-from grpo_spmd.files import UntrustedError, open_regular, sync_path, sync_to_disk
+from grpo_spmd.files import open_regular, sync_path, sync_to_disk
 
 _log = logging.getLogger("grpo_spmd")
 _LAUNCH = Path("logs", "launch")
@@ -168,10 +168,9 @@ def is_same_launch(run_dir: str | Path) -> bool:
     """
     try:
         with open_regular(Path(run_dir) / _LAUNCH) as file:
-            launch_id = _launch_id()
-            return launch_id != "" and file.read(4096) == launch_id.encode()
+            return file.read(4096).decode() == _launch_id() != ""
     # the first attempt did not come that far, or was refused because the folder is another run's
-    except (OSError, UntrustedError):
+    except (OSError, ValueError):
         return False
 
 

@@ -81,10 +81,7 @@ def run_facts(
         for name, rows in held_out.items():
             contents[f"data.eval.{name}"] = digests_of(rows, with_tokens=True)[1]
         contents["answers and other columns of data.train"] = row_digest
-        contents |= _model_digests(config)
-        for name, path in _watched_files(config, folder).items():
-            if path.is_file():
-                contents[name] = hashlib.sha256(path.read_bytes()).hexdigest()
+        contents |= _content_digests(config, folder)
     return RunFacts(
         model_fingerprint=model_digest,
         data_fingerprint=token_digest,
@@ -96,44 +93,39 @@ def run_facts(
     )
 
 
-def _watched_files(config: dict[str, Any], model_folder: Path) -> dict[str, Path]:
-    """Returns the paths of tokenizer files, reward functions, rubrics and templates.
+def _content_digests(config: dict[str, Any], model_folder: Path) -> dict[str, str]:
+    """Returns digests of what a flat config names: models, and files of rewards and tokenizer.
 
-    The keys are words for a message.
+    Models are teachers, the critic and reward models; files are reward functions, rubrics and
+    templates. The keys are words for a message.
     """
     tokenizer_names = re.compile(
         r"tokenizer|vocab|merges|special_tokens|added_tokens|chat_template|generation_config"
     )
-    paths = {
+    files = {
         f"{path.name} of model.path": path
         for path in model_folder.iterdir()
         if tokenizer_names.match(path.name)
     }
-    for key, value in config.items():
-        if re.fullmatch(r"rewards\.\d+\.(function|judge|template)", key):
-            # functions are FILE:FUNCTION, rubrics and templates are FILE
-            file = Path(str(value))
-            is_file = file.is_file()
-            paths[f"{key} ({value})"] = file if is_file else Path(str(value).rpartition(":")[0])
-    return paths
-
-
-def _model_digests(config: dict[str, Any]) -> dict[str, str]:
-    """Returns the fingerprints of teachers, critic and reward models of a flat config.
-
-    `config` is {"section.key": value}. Each key of the result names the model in a message, such as
-    "the model of critic.path".
-    """
     digests = {}
     for key, value in config.items():
         path = str(value)
-        is_critic = key == "critic.path" and path != "policy"
-        if value and (is_critic or re.fullmatch(r"teacher\.path(\.[^=]+)?", key)):
-            digests[f"the model of {key}"] = model_fingerprint(checkpoint_folder(path))
-        if value is not None and re.fullmatch(r"rewards\.\d+\.model", key):
+        if re.fullmatch(r"rewards\.\d+\.(function|judge|template)", key):
+            # functions are FILE:FUNCTION, rubrics and templates are FILE
+            file = Path(path)
+            files[f"{key} ({path})"] = file if file.is_file() else Path(path.rpartition(":")[0])
+        elif value and re.fullmatch(r"rewards\.\d+\.model", key):
             revision = config.get(f"{key.removesuffix('model')}revision")
             folder = checkpoint_folder(path, revision)
             digests[f"{key} ({path})"] = model_fingerprint(folder)
+        # a critic of path "policy" shares the policy's model
+        elif value and re.fullmatch(
+            r"critic\.path=(?!policy$).*|teacher\.path(\.[^=]+)?=.*", f"{key}={path}"
+        ):
+            digests[f"the model of {key}"] = model_fingerprint(checkpoint_folder(path))
+    for name, file in files.items():
+        if file.is_file():
+            digests[name] = hashlib.sha256(file.read_bytes()).hexdigest()
     return digests
 
 
