@@ -139,19 +139,15 @@ def check_same_run(checkpoint: Path, trainer: dict[str, Any], config: dict[str, 
         if repr(recorded.get(key)) != repr(config.get(key))
     ]
     for key in changed:
-        if any(key == fixed or key.startswith(f"{fixed}.") for fixed in _FIXED_KEYS):
+        is_fixed = any(key == fixed or key.startswith(f"{fixed}.") for fixed in _FIXED_KEYS)
+        # a critic may be another one, and cannot come or go
+        is_none = key == "critic.path" and None in (recorded.get(key), config.get(key))
+        if is_fixed or is_none:
             raise ConfigError(
                 f"{key} ({config.get(key)}) was {recorded.get(key)} in the run that wrote "
                 f"{checkpoint}, "
                 "and cannot change on the way; set it back, or start a new run_dir"
             )
-    has_critic = config.get("critic.path") is not None
-    if has_critic != (recorded.get("critic.path") is not None):
-        raise ConfigError(
-            f"{checkpoint} was written {'without' if has_critic else 'with'} a critic, "
-            "and a critic cannot come or go on the way; "
-            "set critic.path back, or start a new run_dir"
-        )
     return [
         f"{key} {recorded.get(key)} -> {config.get(key)}"
         for key in changed

@@ -110,6 +110,8 @@ def _content_digests(config: dict[str, Any], model_folder: Path) -> dict[str, st
     digests = {}
     for key, value in config.items():
         path = str(value)
+        # such a critic has no model of its own
+        is_shared = key == "critic.path" and path == "policy"
         if re.fullmatch(r"rewards\.\d+\.(function|judge|template)", key):
             # functions are FILE:FUNCTION, rubrics and templates are FILE
             file = Path(path)
@@ -118,10 +120,7 @@ def _content_digests(config: dict[str, Any], model_folder: Path) -> dict[str, st
             revision = config.get(f"{key.removesuffix('model')}revision")
             folder = checkpoint_folder(path, revision)
             digests[f"{key} ({path})"] = model_fingerprint(folder)
-        # a critic of path "policy" shares the policy's model
-        elif value and re.fullmatch(
-            r"critic\.path=(?!policy$).*|teacher\.path(\.[^=]+)?=.*", f"{key}={path}"
-        ):
+        elif value and re.fullmatch(r"critic\.path|teacher\.path(\.[^=]+)?", key) and not is_shared:
             digests[f"the model of {key}"] = model_fingerprint(checkpoint_folder(path))
     for name, file in files.items():
         if file.is_file():
