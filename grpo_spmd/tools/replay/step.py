@@ -21,7 +21,7 @@ from grpo_spmd.checkpoint.manifest import TO_GO_ON, read_trainer, verify_checkpo
 from grpo_spmd.checkpoint.restore import load_state
 from grpo_spmd.checkpoint.run_dir import checkpoint_path, list_checkpoints
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.config.schema import Config
+from grpo_spmd.config.schema import Config, TeacherConfig
 from grpo_spmd.distributed.exit import Rank0Error
 from grpo_spmd.distributed.session import Session, end_session, start_session
 from grpo_spmd.learn.assemble import assemble_batch, penalise_rewards_by_kl
@@ -43,7 +43,7 @@ from grpo_spmd.records import (
 from grpo_spmd.rewards.pool.pool import RewardPool
 from grpo_spmd.rewards.scorers import weighted_sum
 from grpo_spmd.rewards.trl import TrainerState
-from grpo_spmd.signals.opening import open_critic, open_teacher
+from grpo_spmd.signals.opening import open_signals
 from grpo_spmd.tools.replay.read import (
     RecordedStep,
     Replay,
@@ -268,21 +268,20 @@ def train(
             max_rollout_tokens=config.max_rollout_tokens,
         )
     reference = build_reference(policy, config.model, temperature, config.loss.kl_coef, session)
-    critic = open_critic(config, policy, session)
-    updater = _make_updater(policy, config, critic.value_head if critic is not None else None)
+    config = dataclasses.replace(config, teacher=_teacher_at_hand(recorded))
+    prompts = {group.prompt.position: group.prompt for group in _make_groups(recorded)}
+    needs_tokenizer = config.teacher.prompt_key is not None
+    tokenizer = load_tokenizer(config.model.path) if needs_tokenizer else None
+    signals = open_signals(config, policy, session, reference, prompts.__getitem__, tokenizer)
+    updater = _make_updater(policy, config, signals.value_head)
     if source is not None:
-        load_state(policy, updater, source, read_trainer(source, TO_GO_ON), critic)
+        load_state(policy, updater, source, read_trainer(source, TO_GO_ON), signals.critic)
     attach_logprobs(policy, reference, batch, config.loss, config.training.num_optimizer_steps)
     decision = penalise_rewards_by_kl(batch, decision, config.loss, config.advantage)
-    if critic is not None:
-        decision = critic.attach(batch, decision, lambda _: None)
-    if config.teacher.is_on:
-        decision = _apply_teacher(recorded, policy, reference, batch, decision, session)
+    decision = signals.attach(batch, decision, lambda _: None)
     logprobs = _compute_logprobs(policy, batch)
-    is_warming_up = critic is not None and recorded.step <= config.critic.warmup_steps
-    sums = updater.measure(batch) if is_warming_up else updater.update(batch)
-    if critic is not None:
-        sums |= critic.update(batch)
+    update = updater.measure if signals.freezes_policy(recorded.step) else updater.update
+    sums = update(batch) | signals.update(batch)
     return ReplayedUpdate(loss_metrics(sums, config.loss), decision, logprobs)
 
 
@@ -389,34 +388,23 @@ def _loss_on_engine_logprobs(batch: RolloutBatch, config: Config) -> float | Non
     return total / num_updates if num_updates else None
 
 
-def _apply_teacher(
-    recorded: RecordedStep,
-    policy: Policy,
-    reference: object,
-    batch: RolloutBatch,
-    decision: Decision,
-    session: Session,
-) -> Decision:
-    """Collective. Applies the run's teachers, if they and the rows that name them are here; else
-    adds a note."""
-    config = recorded.config
-    columns = recorded.columns
-    missing = [path for path in config.teacher.paths.values() if not has_model(path)]
-    needs_columns = "" not in config.teacher.names or config.teacher.prompt_key is not None
-    reason = None
-    if config.teacher.url and not recorded.asks_servers:
+def _teacher_at_hand(recorded: RecordedStep) -> TeacherConfig:
+    """Returns the config of the run's teachers; one without teachers, after a note, if a teacher or
+    the rows that name it are not here."""
+    teacher = recorded.config.teacher
+    missing = [path for path in teacher.paths.values() if not has_model(path)]
+    needs_columns = "" not in teacher.names or teacher.prompt_key is not None
+    if not teacher.is_on:
+        return teacher
+    if teacher.url and not recorded.asks_servers:
         reason = "it is a server, which was not asked (--ask-servers)"
     elif missing:
         reason = f"there is no folder {missing[0]}"
-    elif needs_columns and columns is None:
+    elif needs_columns and recorded.columns is None:
         reason = "the rows that name it cannot be had as they were"
-    if reason is not None:
-        recorded.notes.append(
-            f"the teacher is left out: {reason}; loss and gradient are those without it"
-        )
-        return decision
-    prompts = {group.prompt.position: group.prompt for group in _make_groups(recorded)}
-    tokenizer = load_tokenizer(config.model.path) if config.teacher.prompt_key is not None else None
-    teacher = open_teacher(config, policy, session, reference, prompts.__getitem__, tokenizer)
-    assert teacher is not None, config.teacher
-    return teacher.attach(batch, decision, lambda _: None)
+    else:
+        return teacher
+    recorded.notes.append(
+        f"the teacher is left out: {reason}; loss and gradient are those without it"
+    )
+    return TeacherConfig()
