@@ -25,13 +25,14 @@ from grpo_spmd.config.schema import Config, TeacherConfig
 from grpo_spmd.distributed.exit import Rank0Error
 from grpo_spmd.distributed.session import Session, end_session, start_session
 from grpo_spmd.learn.assemble import assemble_batch, penalise_rewards_by_kl
-from grpo_spmd.learn.sampled_step import SampledStep, StepRules
+from grpo_spmd.learn.sampled_step import SampledStep
 from grpo_spmd.learn.update import PolicyUpdater, ValueHead, attach_logprobs
 from grpo_spmd.model.hf_files import load_tokenizer
 from grpo_spmd.model.policy import Policy, build_policy, build_reference
 from grpo_spmd.observe.log import loss_metrics
 from grpo_spmd.observe.rollout_record import RolloutRecord
 from grpo_spmd.observe.rollout_writer import rollout_records
+from grpo_spmd.parts import make_step_rules
 from grpo_spmd.records import (
     Decision,
     MicroBatch,
@@ -73,7 +74,8 @@ def _repeat(
 ) -> Replay:
     # the caller's list of notes stays as it is
     recorded = dataclasses.replace(recorded, notes=list(recorded.notes))
-    sampled = SampledStep(_step_rules(recorded))
+    weights = [*reward_weights(recorded).values()]
+    sampled = SampledStep(make_step_rules(recorded.config, 1, 0.0, weights))
     try:
         _score(recorded, sampled, pool)
         batch, decision = assemble_batch(sampled, session)
@@ -89,23 +91,6 @@ def _repeat(
     }
     rollouts = _pair_rollouts(recorded, sampled, update.decision, update.logprobs)
     return Replay(recorded.notes, metrics, rollouts)
-
-
-def _step_rules(recorded: RecordedStep) -> StepRules:
-    """Returns the rules for the step under the replay's config."""
-    config = recorded.config
-    # rewards that only watch teach nothing
-    is_measured = not any(reward_weights(recorded).values())
-    return StepRules(
-        config.rollout,
-        config.advantage,
-        config.loss,
-        config.training,
-        config.reward_pool.max_error_frac,
-        1,
-        discount=None if is_measured else config.environment.discount,
-        zero_advantages=is_measured,
-    )
 
 
 def _score(recorded: RecordedStep, sampled: SampledStep, pool: RewardPool) -> None:
