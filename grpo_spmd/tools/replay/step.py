@@ -232,7 +232,8 @@ def train(
         if config.teacher.is_on:
             notes.append("the teacher is left out, as the policy is: the loss is that without it")
         if config.critic.path is None:
-            loss = _loss_on_engine_logprobs(batch, config)
+            sums = _make_updater(_EngineAsPolicy(), config).measure(batch)
+            loss = loss_metrics(sums, config.loss)["loss/policy"]
             return ReplayedUpdate({"loss/policy": loss}, decision)
         notes.append(
             "the critic's advantages are not made again: it is as little to be had as the policy"
@@ -349,28 +350,14 @@ class _EngineAsPolicy(Policy):
     def __init__(self) -> None:
         # Policy.__init__ is skipped, since there is no model
         nn.Module.__init__(self)
-        # a backward pass needs a parameter
+        # an optimizer needs a parameter
         self.zero = nn.Parameter(torch.zeros(1))
 
     def forward(self, batch: MicroBatch, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        return batch.rollout_logprobs + self.zero, torch.zeros_like(batch.rollout_logprobs)
+        return batch.rollout_logprobs, torch.zeros_like(batch.rollout_logprobs)
 
-
-def _loss_on_engine_logprobs(batch: RolloutBatch, config: Config) -> float | None:
-    """Returns the policy loss if the policy's logprobs were the engine's; None without tokens."""
-    updater = _make_updater(_EngineAsPolicy(), config)
-    denominators = zip(batch.num_loss_tokens, batch.num_loss_sequences, strict=True)
-    total = 0.0
-    num_updates = 0
-    for mini_batch, (num_tokens, num_sequences) in zip(
-        batch.mini_batches, denominators, strict=True
-    ):
-        num_updates += num_tokens > 0
-        total += sum(
-            float(updater.backward(micro_batch, num_tokens, num_sequences, True)[0]["policy"].value)
-            for micro_batch in mini_batch
-        )
-    return total / num_updates if num_updates else None
+    def reshard(self) -> None:
+        """Does nothing: no weights were gathered."""
 
 
 def _teacher_at_hand(recorded: RecordedStep) -> TeacherConfig:
