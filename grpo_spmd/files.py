@@ -18,7 +18,7 @@ import stat
 import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypedDict
 
 import msgspec
 from msgspec import Meta
@@ -244,8 +244,16 @@ TRAINER = {
     "waiting": Annotated[list[_Count], Meta(max_length=2**20)],
     "mismatch_scale": tuple[_Small, _Small] | None,
 }
-# A file in a checkpoint's manifest.
-MANIFEST_FILE = {"bytes": _Count, "sha256": _Digest}
+
+
+class ManifestFile(TypedDict):
+    """The entry of a file in a checkpoint's manifest."""
+
+    bytes: _Count
+    sha256: _Digest
+
+
+MANIFEST = {"files": dict[str, ManifestFile]}
 _EOS = {"eos_token_id": _TokenId | Annotated[list[_TokenId], Meta(max_length=1000)] | None}
 # Some sizes may be a list with one entry for each layer.
 _LayerSizes = Annotated[list[_TokenId | None], Meta(max_length=10_000)]

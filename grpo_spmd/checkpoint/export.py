@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 from safetensors import SafetensorError, safe_open
@@ -48,15 +48,6 @@ _ADAPTER = {
 _ADAPTER_VARIANTS = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern")
 
 
-class Readable(Protocol):
-    """Describes a tensor that can be read from files."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    def read(self, dtype: str) -> Tensor:
-        """Returns the whole tensor as "float32" or "bfloat16", rounded to nearest even."""
-
-
 @dataclass(frozen=True)
 class _Piece:
     """Locates consecutive rows of a tensor in one shard file."""
@@ -80,24 +71,32 @@ class StoredTensor:
 
     def read(self, dtype: str) -> Tensor:
         """Returns the whole tensor as `dtype`, rounded to nearest even."""
-        result = empty_tensor(self.shape, dtype)
+        result = _empty_tensor(self.shape, dtype)
         for piece in self.pieces:
-            num_bytes = 4 * math.prod(piece.shape)
-            rows_at_a_time = max(1, READ_BYTES * piece.shape[0] // max(1, num_bytes))
-            for row in range(0, piece.shape[0], rows_at_a_time):
-                # Opened each time: pages of a mapping count as resident memory until it is closed.
-                with safe_open(piece.file, framework="pt") as file:
-                    rows = file.get_slice(self.name)[row : row + rows_at_a_time]
-                    begin = piece.first_row + row
-                    result[begin : begin + len(rows)].copy_(rows)
+            for row, rows in _read_rows(piece.file, self.name):
+                result[piece.first_row + row :][: len(rows)] = rows
         return result
 
 
-def empty_tensor(shape: tuple[int, ...], dtype: str) -> Tensor:
+def _empty_tensor(shape: tuple[int, ...], dtype: str) -> Tensor:
     """Returns a tensor on the CPU without values; `dtype` is "float32" or "bfloat16"."""
     import torch
 
     return torch.empty(shape, dtype={"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype])
+
+
+def _read_rows(path: Path, name: str) -> Iterator[tuple[int, Tensor]]:
+    """Yields (index of the first row, rows) of a tensor in a file, at most READ_BYTES at a time."""
+    row = 0
+    num_rows = 1
+    while row < num_rows:
+        # Opened each time: pages of a mapping count as resident memory until it is closed.
+        with safe_open(path, framework="pt") as file:
+            tensor = file.get_slice(name)
+            num_rows, *columns = tensor.get_shape()
+            rows = tensor[row : row + max(1, READ_BYTES // (4 * max(1, math.prod(columns))))]
+        yield row, rows
+        row += max(1, len(rows))
 
 
 def stored_tensors(
@@ -112,8 +111,17 @@ def stored_tensors(
     pieces: dict[str, list[_Piece]] = {}
     for path in sorted((checkpoint / "state").glob("shard_*.safetensors")):
         try:
-            for name, piece in _read_pieces(path, prefix):
-                pieces.setdefault(name, []).append(piece)
+            with safe_open(path, framework="np") as file:
+                offsets = json.loads(file.metadata()["DCP_SHARDING_INFO"])
+                for name in file.keys():  # noqa: SIM118 - it is no mapping
+                    if name.startswith(prefix):
+                        rows = file.get_slice(name)
+                        shape = tuple(rows.get_shape())
+                        first_row, *columns = offsets[name]["saved_offsets"]
+                        has_offsets = type(first_row) is int and 1 + len(columns) == len(shape)
+                        if rows.get_dtype() != "F32" or not has_offsets or any(columns):
+                            raise ValueError(f"{name} is not whole rows of float32")
+                        pieces.setdefault(name, []).append(_Piece(path, first_row, shape))
         except (SafetensorError, OSError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise CheckpointError(
                 f"{path}: not a checkpoint's shard ({type(error).__name__}: {error})"
@@ -129,25 +137,6 @@ def stored_tensors(
     }
 
 
-def _read_pieces(path: Path, prefix: str) -> Iterator[tuple[str, _Piece]]:
-    """Yields (tensor's name, its rows) for each tensor in a shard whose name begins with `prefix`.
-
-    Raises CheckpointError if a tensor is not whole rows of float32.
-    """
-    with safe_open(path, framework="np") as file:
-        offsets = json.loads(file.metadata()["DCP_SHARDING_INFO"])
-        for name in file.keys():  # noqa: SIM118 - it is no mapping
-            if not name.startswith(prefix):
-                continue
-            rows = file.get_slice(name)
-            shape = tuple(rows.get_shape())
-            first_row, *column_offsets = offsets[name]["saved_offsets"]
-            has_offsets = type(first_row) is int and 1 + len(column_offsets) == len(shape)
-            if rows.get_dtype() != "F32" or not has_offsets or any(column_offsets):
-                raise CheckpointError(f"{path}: {name} is not whole rows of float32")
-            yield name, _Piece(path, first_row, shape)
-
-
 def _join_pieces(
     name: str, unordered: list[_Piece], checkpoint: Path, num_ranks: int
 ) -> StoredTensor:
@@ -156,10 +145,10 @@ def _join_pieces(
     num_rows = 0
     for piece in pieces:
         if piece.first_row != num_rows or piece.shape[1:] != pieces[0].shape[1:]:
-            problem = f"from {piece.first_row} on are there twice, also in"
-            if piece.first_row > num_rows:
-                problem = f"{num_rows} to {piece.first_row - 1} are missing, those before"
-            raise CheckpointError(f"{checkpoint}: rows of {name} {problem} {piece.file.name}")
+            raise CheckpointError(
+                f"{checkpoint}: rows of {name} are missing or there twice: {piece.file.name} "
+                f"begins at row {piece.first_row}, and the rows before it end at {num_rows}"
+            )
         num_rows += piece.shape[0]
     # FSDP gives ceil(rows / ranks) rows to each rank, and fewer or none to the last ranks. So the
     # size of the first block tells whether blocks are missing at the end.
@@ -171,16 +160,14 @@ def _join_pieces(
     return StoredTensor(name, (num_rows, *pieces[0].shape[1:]), tuple(pieces))
 
 
-def export_checkpoint(
-    checkpoint: Path, out: Path, dtype: str | None = None, max_file_bytes: int = FILE_BYTES
-) -> None:
+def export_checkpoint(checkpoint: Path, out: Path, dtype: str | None = None) -> None:
     """Writes the weights of `checkpoint` to `out` in HF's format, or its adapters in peft's.
 
     Config and tokenizer are written too. The checkpoint needs no manifest yet, and any thread may
     call this. Afterwards `out` is complete, or absent after an error. `out` may be `checkpoint`
     itself while it is being made: then all files are put into it, or none. `dtype` is "float32",
     "bfloat16", or None for the dtype in which the run's engine computed; adapters are always
-    float32. No tensor is split, however small `max_file_bytes` is. Raises
+    float32. No tensor is split, however large it is. Raises
     ConfigError (`out` is taken, `dtype` does not go with adapters, or a file is a link),
     CheckpointError (damaged), and OSError or SafetensorError if nothing can be written.
     """
@@ -202,11 +189,13 @@ def export_checkpoint(
             }
             _save(adapters, folder / "adapter_model.safetensors")
         else:
-            save_model(tensors, folder, dtype or str(trainer["dtype"]), max_file_bytes)
+            save_model(tensors, folder, dtype or str(trainer["dtype"]))
 
 
 def save_model(
-    tensors: Mapping[str, Readable], folder: Path, dtype: str, max_file_bytes: int = FILE_BYTES
+    tensors: Mapping[str, StoredTensor | _Merged],
+    folder: Path,
+    dtype: str,
 ) -> None:
     """Writes the tensors to `folder`, file by file, and the dtype into its config.json."""
     config = read_json(folder / "config.json")
@@ -217,24 +206,21 @@ def save_model(
     sizes = {name: math.prod(tensor.shape) * DTYPE_BYTES[dtype] for name, tensor in tensors.items()}
     files: list[list[str]] = [[]]
     for name, size in sizes.items():
-        if files[-1] and sum(sizes[member] for member in files[-1]) + size > max_file_bytes:
+        if files[-1] and sum(sizes[member] for member in files[-1]) + size > FILE_BYTES:
             files.append([])
         files[-1].append(name)
-    if len(files) == 1:
-        _save(
-            {name: tensor.read(dtype) for name, tensor in tensors.items()},
-            folder / "model.safetensors",
-        )
-        return
     weight_map: dict[str, str] = {}
     for number, names in enumerate(files, start=1):
-        file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        file = "model.safetensors"
+        if len(files) > 1:
+            file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         _save({name: tensors[name].read(dtype) for name in names}, folder / file)
         weight_map |= dict.fromkeys(names, file)
-    index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(
-        json.dumps(index, indent=1), encoding="utf-8"
-    )
+    if len(files) > 1:
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+        (folder / "model.safetensors.index.json").write_text(
+            json.dumps(index, indent=1), encoding="utf-8"
+        )
 
 
 def _save(tensors: dict[str, Tensor], path: Path) -> None:
@@ -297,18 +283,15 @@ class _Merged:
 
     def read(self, dtype: str) -> Tensor:
         """Returns the sum, computed in float32 and rounded once."""
-        merged = empty_tensor(self.shape, dtype)
+        merged = _empty_tensor(self.shape, dtype)
         a, b = (tensor.read("float32") for tensor in self.adapter) if self.adapter else (None, None)
-        row_elements = max(1, merged.numel() // max(1, len(merged)))
-        rows_at_a_time = max(1, READ_BYTES // (4 * row_elements))
-        for row in range(0, len(merged), rows_at_a_time):
-            row_range = slice(row, row + rows_at_a_time)
-            # Opened each time: the pages of a mapping count as resident memory until it is closed.
-            with safe_open(self.file, framework="pt") as file:
-                rows = file.get_slice(self.name)[row_range].float()
-                if a is not None and b is not None:
-                    rows = rows.addmm(b[row_range], a, alpha=self.scale)
-                merged[row_range] = rows
+        for row, rows in _read_rows(self.file, self.name):
+            rows_range = slice(row, row + len(rows))
+            merged[rows_range] = (
+                rows.float()
+                if a is None or b is None
+                else rows.float().addmm(b[rows_range], a, alpha=self.scale)
+            )
         return merged
 
 
@@ -317,7 +300,6 @@ def export_merged(
     out: Path,
     dtype: str | None = None,
     base: Path | None = None,
-    max_file_bytes: int = FILE_BYTES,
 ) -> None:
     """Writes the base model plus the adapters of `checkpoint` to `out` in HF's format.
 
@@ -325,6 +307,11 @@ def export_merged(
     `dtype` and errors are those of `export_checkpoint`. Raises ConfigError also if the checkpoint
     has no adapters, or the base model cannot be found or is another model.
     """
+    from huggingface_hub.errors import HfHubHTTPError
+
+    from grpo_spmd.checkpoint.state import model_fingerprint
+    from grpo_spmd.model.hf_files import checkpoint_folder
+
     trainer = read_trainer(checkpoint, ("world_size", "config", "dtype", "model_path"))
     # raises if a link leads out of the folder
     regular_files(checkpoint)
@@ -333,8 +320,20 @@ def export_merged(
         raise ConfigError(
             f"--merge: {checkpoint} holds a whole model and no adapters; leave --merge out"
         )
-    folder = _base_folder(str(base or trainer["model_path"]))
-    _check_is_base(folder, trainer.get("model_fingerprint"), checkpoint)
+    path = str(base or trainer["model_path"])
+    try:
+        folder = checkpoint_folder(path)
+    except (OSError, ValueError, HfHubHTTPError) as error:
+        raise ConfigError(
+            f"--merge: the base model {path} is not to be found (it is no folder here, "
+            f"and the hub gives none: {type(error).__name__}); name it with --base"
+        ) from None
+    fingerprint = trainer.get("model_fingerprint")
+    if fingerprint and model_fingerprint(folder) != fingerprint:
+        raise ConfigError(
+            f"--merge: {folder} holds another model than the adapters of {checkpoint} "
+            "were trained on; name the right one with --base"
+        )
     values = read_json(adapter_config)
     check_fields(values, _ADAPTER, adapter_config, _ADAPTER)
     for name in _ADAPTER_VARIANTS:
@@ -345,7 +344,7 @@ def export_merged(
     )
     with complete_or_absent(out, into_existing=False) as temporary:
         copy_companions(folder, temporary)
-        save_model(tensors, temporary, dtype or str(trainer["dtype"]), max_file_bytes)
+        save_model(tensors, temporary, dtype or str(trainer["dtype"]))
 
 
 def copy_companions(model: Path, folder: Path) -> None:
@@ -353,45 +352,15 @@ def copy_companions(model: Path, folder: Path) -> None:
     for path in model.iterdir():
         # The model's folder may be another run's checkpoint, whose manifest.json and trainer.json
         # must not be taken for this one's.
-        is_state = path.name.endswith(".index.json") or path.name in (
-            "manifest.json",
-            "trainer.json",
-        )
+        is_state = path.name.endswith((".index.json", "manifest.json", "trainer.json"))
         is_companion = path.suffix in (".json", ".txt", ".model", ".jinja") and not is_state
         if path.is_file() and is_companion:
             shutil.copyfile(path, folder / path.name)
 
 
-def _base_folder(path: str) -> Path:
-    """Returns the folder of the base model, from the hub if need be. Raises ConfigError."""
-    from huggingface_hub.errors import HfHubHTTPError
-
-    from grpo_spmd.model.hf_files import checkpoint_folder
-
-    try:
-        return checkpoint_folder(path)
-    except (OSError, ValueError, HfHubHTTPError) as error:
-        raise ConfigError(
-            f"--merge: the base model {path} is not to be found (it is no folder here, "
-            f"and the hub gives none: {type(error).__name__}); name it with --base"
-        ) from None
-
-
-def _check_is_base(folder: Path, fingerprint: str | None, checkpoint: Path) -> None:
-    """Raises ConfigError if the adapters were trained on another model than that in `folder`."""
-    from grpo_spmd.checkpoint.state import model_fingerprint
-
-    if fingerprint and model_fingerprint(folder) != fingerprint:
-        raise ConfigError(
-            f"--merge: {folder} holds another model than the adapters of {checkpoint} "
-            "were trained on; "
-            "name the right one with --base"
-        )
-
-
 def _merged_tensors(
     folder: Path, adapters: dict[str, StoredTensor], scale: float, checkpoint: Path
-) -> dict[str, Readable]:
+) -> dict[str, _Merged]:
     """Returns the tensors of the merged model by the names of the policy's parameters.
 
     A tied lm_head is there once. Raises ConfigError if the base model lacks a tensor, and
@@ -405,7 +374,7 @@ def _merged_tensors(
     with torch.device("meta"):
         model = build_hf_model(load_config(str(folder)), str(folder))
     files = tensor_files(folder)
-    tensors: dict[str, Readable] = {}
+    tensors: dict[str, _Merged] = {}
     num_used = 0
     for name, parameter in model.named_parameters():
         layer = name.removesuffix("weight")
@@ -415,15 +384,14 @@ def _merged_tensors(
         if name not in files:
             raise ConfigError(f"--merge: {folder} has no tensor {name}")
         # W is [out, in], A is [rank, in], B is [out, rank]
-        pair = (a, b) if a is not None and b is not None else None
-        if pair is not None and (pair[1].shape[0], pair[0].shape[1], pair[0].shape[0]) != (
-            *shape,
-            pair[1].shape[1],
-        ):
-            raise CheckpointError(
-                f"{checkpoint}: the adapter of {name} does not have the shape for {list(shape)}"
-            )
-        num_used += 2 if pair is not None else 0
+        pair = None
+        if a is not None and b is not None:
+            pair = (a, b)
+            num_used += 2
+            if a.shape[1:] + b.shape != (shape[1], shape[0], a.shape[0]):
+                raise CheckpointError(
+                    f"{checkpoint}: the adapter of {name} does not have the shape for {list(shape)}"
+                )
         tensors[name] = _Merged(files[name], name, shape, pair, scale)
     if num_used != len(adapters):
         raise CheckpointError(

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_spmd import files
-from grpo_spmd.files import MANIFEST_FILE, UntrustedError, check_fields, regular_files
+from grpo_spmd.files import MANIFEST, ManifestFile, UntrustedError, check_fields, regular_files
 
 # The fields of trainer.json that a run needs to go on.
 TO_GO_ON = ("step", "position", "num_updates", "skipped_in_a_row", "config", "world_size",
@@ -42,26 +42,22 @@ class NewerFormatError(CheckpointError):
     """
 
 
-def read_manifest(checkpoint: Path) -> dict[str, dict[str, Any]]:
+def read_manifest(checkpoint: Path) -> dict[str, ManifestFile]:
     """Returns {relative file name: {"bytes": size, "sha256": digest}}.
 
     Raises CheckpointError if the manifest is missing, damaged or newer (NewerFormatError), or names
     other files than the folder has.
     """
-    files = _read_json(checkpoint, "manifest.json").get("files")
-    if not isinstance(files, dict) or not all(isinstance(facts, dict) for facts in files.values()):
-        raise CheckpointError(f"{checkpoint}: manifest.json is damaged: it names no files")
+    manifest = _read_json(checkpoint, "manifest.json")
     try:
-        for name, facts in files.items():
-            subject = f"{checkpoint}: manifest.json is damaged: {name}"
-            check_fields(facts, MANIFEST_FILE, subject, MANIFEST_FILE)
+        check_fields(manifest, MANIFEST, f"{checkpoint}: manifest.json is damaged", MANIFEST)
         present = regular_files(checkpoint) - {"manifest.json"}
     except UntrustedError as error:
         raise CheckpointError(str(error)) from None
-    for name in sorted(files.keys() - present):
-        raise CheckpointError(f"{checkpoint}: {name} is missing")
-    for name in sorted(present - files.keys()):
-        raise CheckpointError(f"{checkpoint}: {name} is not in manifest.json")
+    files: dict[str, ManifestFile] = manifest["files"]
+    for name in sorted(files.keys() ^ present):
+        problem = "is missing" if name in files else "is not in manifest.json"
+        raise CheckpointError(f"{checkpoint}: {name} {problem}")
     # torch's reader takes every file in state/ for a shard
     for name in files:
         if name.startswith("state/") and not re.fullmatch(r"state/shard_\d{5,}\.safetensors", name):
@@ -101,9 +97,7 @@ def _read_json(checkpoint: Path, name: str) -> dict[str, Any]:
         value = files.read_json(checkpoint / name)
     except FileNotFoundError:
         raise CheckpointError(f"{checkpoint}: {name} is missing") from None
-    except OSError as error:
-        raise CheckpointError(f"{checkpoint}: cannot read {name}: {error.strerror}") from None
-    except UntrustedError as error:
+    except (OSError, UntrustedError) as error:
         raise CheckpointError(f"{checkpoint}: {name} is damaged: {error}") from None
     if type(value.get("format")) is not int or value["format"] < 0:
         raise CheckpointError(f"{checkpoint}: {name} is damaged: its format is no number")
@@ -131,10 +125,8 @@ def verify_files(checkpoint: Path, rank: int = 0, num_ranks: int = 1) -> None:
                     f"{checkpoint}: {name} has {size} bytes, and should have {files[name]['bytes']}"
                 )
             digest = _sha256(checkpoint / name)
-        except UntrustedError as error:
+        except (OSError, UntrustedError) as error:
             raise CheckpointError(f"{checkpoint}: cannot read {name}: {error}") from None
-        except OSError as error:
-            raise CheckpointError(f"{checkpoint}: cannot read {name}: {error.strerror}") from None
         if digest != files[name]["sha256"]:
             raise CheckpointError(
                 f"{checkpoint}: {name} is damaged (its SHA-256 is not the manifest's)"

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Container
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +60,7 @@ def find_start(
     """
     # Rank 0 decides: another rank may see the folder a moment later.
     candidates = Candidates(
-        **on_rank0(lambda _: asdict(find_candidates(run_dir, resume, session.is_restart)), None)
+        *on_rank0(lambda _: find_candidates(run_dir, resume, session.is_restart), None)
     )
     folder = _find_newest_good(candidates, session)
     if folder is None:
@@ -107,14 +105,16 @@ def _check_facts(folder: Path, trainer: dict[str, Any], facts: RunFacts) -> None
     ]
     if trainer["world_size"] != facts.world_size:
         changes.append(f"ranks {trainer['world_size']} -> {facts.world_size}")
-    problem = None
-    if trainer["model_fingerprint"] != facts.model_fingerprint:
-        problem = f"model.path holds another model than the run had that wrote {folder}"
-    elif trainer["data_fingerprint"] != facts.data_fingerprint:
-        problem = f"data.train gives other prompts than the run had that wrote {folder}"
-        problem += f" ({'; '.join(changes)})" if changes else ""
-    if problem is not None:
-        raise ConfigError(f"checkpoint.resume: {problem}; restore it, or start a new run_dir")
+    edits = f" ({'; '.join(changes)})" if changes else ""
+    for name, problem in (
+        ("model_fingerprint", "model.path holds another model"),
+        ("data_fingerprint", "data.train gives other prompts"),
+    ):
+        if trainer[name] != getattr(facts, name):
+            raise ConfigError(
+                f"checkpoint.resume: {problem} than the run had that wrote {folder}{edits}; "
+                "restore it, or start a new run_dir"
+            )
     if changes:
         _log.info("changed since %s was written: %s", folder, "; ".join(changes))
     new_schedule = changed_schedule(trainer["config"], facts.config, int(trainer["num_updates"]))
@@ -155,28 +155,25 @@ def _find_damage(folder: Path, session: Session) -> str | None:
 
     Raises ConfigError if a later version wrote the checkpoint.
     """
-    damage = ""
-    is_newer = False
     # errors are kept, not raised: every rank must reach the collective below
+    result = (False, "")
     try:
         verify_files(folder, session.rank, session.world_size)
         trainer = read_trainer(folder, TO_GO_ON)
         if session.is_rank0:
             # torch's reader would trust the rows that the shards claim to have
             stored_tensors(folder, trainer, prefix="")
-    except CheckpointError as error:
-        damage = str(error)
-        is_newer = isinstance(error, NewerFormatError)
-    except OSError as error:
-        damage = f"{folder}: cannot be read: {error}"
+    except (CheckpointError, OSError) as error:
+        result = (isinstance(error, NewerFormatError), str(error))
 
-    def choose(damages: list[tuple[str, bool]]) -> str | None:
-        for text, is_newer in damages:
-            if is_newer:
-                raise ConfigError(f"checkpoint.resume: {text}")
-        return next((text for text, _ in damages if text), None)
+    def choose(results: list[tuple[bool, str]]) -> str | None:
+        # a newer format first, then any damage
+        is_newer, damage = max(results)
+        if is_newer:
+            raise ConfigError(f"checkpoint.resume: {damage}")
+        return damage or None
 
-    return on_rank0(choose, (damage, is_newer))
+    return on_rank0(choose, result)
 
 
 @torch.no_grad()
@@ -196,22 +193,28 @@ def load_state(
     reader = dcp.HuggingFaceStorageReader(str(folder / "state"))
     metadata = reader.read_metadata().state_dict_metadata
     stored = {name: list(getattr(tensor, "size", [])) for name, tensor in metadata.items()}
-    parameters = trained_parameters(policy)
-    _make_moments(parameters, updater.optimizer, trainer["num_updates"], "", stored)
-    updater.restore(trainer)
+    models: list[tuple[str, dict[str, DTensor], PolicyUpdater | TrainedSignal, dict[str, Any]]] = [
+        ("", trained_parameters(policy), updater, trainer)
+    ]
     # tensors of a critic that the run no longer has are not read
     prefixes: tuple[str, ...] = ("policy.",)
     if critic is not None:
-        counts = trainer.get("critic")
-        if counts is None:
+        if trainer.get("critic") is None:
             raise ConfigError(
                 f"checkpoint.resume: {folder} holds no critic; "
                 "leave critic.path out, or start a new run_dir"
             )
-        parameters = critic.trained_parameters()
-        _make_moments(parameters, critic.optimizer, counts["num_updates"], "critic_", stored)
-        critic.restore(counts)
+        models.append(("critic_", critic.trained_parameters(), critic, trainer["critic"]))
         prefixes = ("policy.", "critic.")
+    for prefix, parameters, model, counts in models:
+        for name, parameter in parameters.items():
+            # `dcp.load` fills only tensors that exist
+            if f"{prefix}exp_avg.{name}" in stored:
+                # the fused kernel needs the count on the device
+                num_steps = torch.tensor(float(counts["num_updates"]), device=parameter.device)
+                moments = {moment: torch.zeros_like(parameter) for moment in MOMENTS}
+                model.optimizer.state[parameter] = {"step": num_steps, **moments}
+        model.restore(counts)
     tensors = state_tensors(policy, updater, critic)
     expected = {name: list(tensor.shape) for name, tensor in tensors.items()}
     for name in sorted(expected.keys() | {name for name in stored if name.startswith(prefixes)}):
@@ -225,22 +228,3 @@ def load_state(
         # Each rank reads its own rows, so nothing needs to be agreed on. DCP's collectives would
         # send pickles.
         dcp.load(dict(tensors), storage_reader=reader, no_dist=True)
-
-
-def _make_moments(
-    parameters: dict[str, DTensor],
-    optimizer: torch.optim.Optimizer,
-    num_updates: int,
-    prefix: str,
-    stored: Container[str],
-) -> None:
-    """Makes optimizer moments of zeros for each parameter whose moments the checkpoint has.
-
-    `dcp.load` fills only tensors that exist. `prefix` is "" for the policy, "critic_" for a critic.
-    """
-    for name, parameter in parameters.items():
-        if f"{prefix}exp_avg.{name}" in stored:
-            # the fused kernel needs the count on the device
-            num_steps = torch.tensor(float(num_updates), device=parameter.device)
-            moments = {moment: torch.zeros_like(parameter) for moment in MOMENTS}
-            optimizer.state[parameter] = {"step": num_steps, **moments}

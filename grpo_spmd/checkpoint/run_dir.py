@@ -14,11 +14,11 @@ import re
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.distributed.processes import read_stat
-from grpo_spmd.files import UntrustedError, open_regular, sync_path, sync_to_disk
+from grpo_spmd.files import open_regular, sync_path, sync_to_disk
 
 _log = logging.getLogger("grpo_spmd")
 _LAUNCH = Path("logs", "launch")
@@ -61,8 +61,7 @@ class Start:
         return list(self.trainer.get("waiting", []))
 
 
-@dataclass(frozen=True)
-class Candidates:
+class Candidates(NamedTuple):
     """Lists the checkpoints that a run may start from, the best first."""
 
     folders: list[str]
@@ -140,19 +139,15 @@ def check_same_run(checkpoint: Path, trainer: dict[str, Any], config: dict[str, 
         if repr(recorded.get(key)) != repr(config.get(key))
     ]
     for key in changed:
-        if any(key == fixed or key.startswith(f"{fixed}.") for fixed in _FIXED_KEYS):
+        is_fixed = any(key == fixed or key.startswith(f"{fixed}.") for fixed in _FIXED_KEYS)
+        # a critic may be another one, and cannot come or go
+        is_none = key == "critic.path" and None in (recorded.get(key), config.get(key))
+        if is_fixed or is_none:
             raise ConfigError(
                 f"{key} ({config.get(key)}) was {recorded.get(key)} in the run that wrote "
                 f"{checkpoint}, "
                 "and cannot change on the way; set it back, or start a new run_dir"
             )
-    has_critic = config.get("critic.path") is not None
-    if has_critic != (recorded.get("critic.path") is not None):
-        raise ConfigError(
-            f"{checkpoint} was written {'without' if has_critic else 'with'} a critic, "
-            "and a critic cannot come or go on the way; "
-            "set critic.path back, or start a new run_dir"
-        )
     return [
         f"{key} {recorded.get(key)} -> {config.get(key)}"
         for key in changed
@@ -169,10 +164,9 @@ def is_same_launch(run_dir: str | Path) -> bool:
     """
     try:
         with open_regular(Path(run_dir) / _LAUNCH) as file:
-            launch_id = _launch_id()
-            return launch_id != "" and file.read(4096) == launch_id.encode()
+            return file.read(4096).decode() == _launch_id() != ""
     # the first attempt did not come that far, or was refused because the folder is another run's
-    except (OSError, UntrustedError):
+    except (OSError, ValueError):
         return False
 
 

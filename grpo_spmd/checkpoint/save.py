@@ -16,6 +16,7 @@ import shutil
 import threading
 import time
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,6 @@ _SAVED_WITHIN_S = 3600.0
 class _StagedSave:
     """Describes a state that was copied to host memory and is to be written."""
 
-    step: int
     folder: Path
     first_rows: dict[str, int]
     """The tensors that this rank writes, by name, and their first row in the whole tensor."""
@@ -66,6 +66,7 @@ class _StagedSave:
     """The time when the copy began, as time.perf_counter() gives it."""
 
 
+@dataclass
 class Checkpoints:
     """Saves the run's state each `every_steps`, at the end, and when the run is preempted.
 
@@ -75,29 +76,18 @@ class Checkpoints:
     next save. Only the last save of a run must succeed.
     """
 
-    def __init__(
-        self,
-        run_dir: Path,
-        config: CheckpointConfig,
-        num_steps: int,
-        session: Session,
-        policy: Policy,
-        updater: PolicyUpdater,
-        facts: RunFacts,
-        critic: TrainedSignal | None = None,
-    ) -> None:
-        """Saves the state at the latest after `num_steps`, the number of steps of the whole run.
+    run_dir: Path
+    config: CheckpointConfig
+    num_steps: int
+    """The number of steps of the whole run; the state after the last one is saved in any case."""
+    session: Session
+    policy: Policy
+    updater: PolicyUpdater
+    facts: RunFacts
+    """They are saved with the state."""
+    critic: TrainedSignal | None = None
 
-        `facts` are saved with the state.
-        """
-        self._run_dir = run_dir
-        self._config = config
-        self._num_steps = num_steps
-        self._facts = facts
-        self._session = session
-        self._policy = policy
-        self._updater = updater
-        self._critic = critic
+    def __post_init__(self) -> None:
         # In host memory, allocated once: pinned memory is slow to get.
         self._buffers: dict[str, Tensor] = {}
         self._staged: _StagedSave | None = None
@@ -117,10 +107,10 @@ class Checkpoints:
     def load(self, start: Start) -> None:
         """Collective. Restores policy, optimizer and schedule if `start` has a checkpoint."""
         self._saved_step = start.step
-        remove_marker(self._run_dir)
+        remove_marker(self.run_dir)
         if start.folder is not None:
-            load_state(self._policy, self._updater, start.folder, start.trainer, self._critic)
-            if self._session.is_rank0:
+            load_state(self.policy, self.updater, start.folder, start.trainer, self.critic)
+            if self.session.is_rank0:
                 _log.info("goes on from %s", start.folder)
 
     @property
@@ -137,15 +127,15 @@ class Checkpoints:
 
         `position` is the next index in the prompt stream; `log_state` is LogprobCheck.state.
         """
-        if self._is_due(step, self._config.every_steps):
+        if self._is_due(step, self.config.every_steps):
             self.stage(step, position, log_state)
 
     def stage(self, step: int, position: int, log_state: dict[str, Any]) -> None:
         """Collective. Copies the state into host memory, once the save before is written."""
         self._wait_for_writer()
         start = time.perf_counter()
-        folder = checkpoint_path(self._run_dir, step)
-        tensors = state_tensors(self._policy, self._updater, self._critic)
+        folder = checkpoint_path(self.run_dir, step)
+        tensors = state_tensors(self.policy, self.updater, self.critic)
         # of replicas that hold the same rows, the first writes them
         shards = {name: tensor for name, tensor in tensors.items() if is_first_replica(tensor)}
         num_bytes = 0
@@ -160,8 +150,13 @@ class Checkpoints:
         # a rank may have no row of a small tensor
         first_rows = {name: first_row(t) for name, t in shards.items() if len(t.to_local())}
         for name in first_rows:
-            self._copy_to_host(name, shards[name].to_local().detach())
-        if self._session.device.type == "cuda":
+            local = shards[name].to_local().detach()
+            if name not in self._buffers:
+                buffer = host_buffer(local.nbytes, local.device)
+                self._buffers[name] = buffer.view(local.dtype).view(local.shape)
+            # a GPU copies while this returns
+            self._buffers[name].copy_(local, non_blocking=True)
+        if self.session.device.type == "cuda":
             torch.cuda.synchronize()
         self._num_saves += 1
         self._saved_step = step
@@ -169,20 +164,13 @@ class Checkpoints:
             "format": FORMAT,
             "step": step,
             "position": position,
-            **self._updater.state(),
+            **self.updater.state(),
             **log_state,
-            **asdict(self._facts),
+            **asdict(self.facts),
         }
-        if self._critic is not None:
-            trainer["critic"] = self._critic.state()
-        self._staged = _StagedSave(step, folder, first_rows, trainer, start)
-
-    def _copy_to_host(self, name: str, local: Tensor) -> None:
-        """Copies this rank's rows of a tensor to its buffer. A GPU copies while this returns."""
-        if name not in self._buffers:
-            buffer = host_buffer(local.nbytes, local.device)
-            self._buffers[name] = buffer.view(local.dtype).view(local.shape)
-        self._buffers[name].copy_(local, non_blocking=True)
+        if self.critic is not None:
+            trainer["critic"] = self.critic.state()
+        self._staged = _StagedSave(folder, first_rows, trainer, start)
 
     def write_staged(self) -> None:
         """Starts the background thread that writes what was staged, if anything was.
@@ -217,16 +205,16 @@ class Checkpoints:
             self.stage(step, position, log_state)
             self.write_staged()
         self.wait()
-        write_marker(self._run_dir, step, reason)
-        if self._session.is_rank0:
+        write_marker(self.run_dir, step, reason)
+        if self.session.is_rank0:
             _log.info("preempted (%s): everything is saved, up to step %d", reason, step)
             _log.info("to go on: the same command with checkpoint.resume=auto")
 
     def _is_due(self, step: int, every_steps: int) -> bool:
-        return step == self._num_steps or (every_steps > 0 and step % every_steps == 0)
+        return step == self.num_steps or (every_steps > 0 and step % every_steps == 0)
 
     def _is_export_due(self, step: int) -> bool:
-        return self._is_due(step, self._config.export_every_steps)
+        return self._is_due(step, self.config.export_every_steps)
 
     def _wait_for_writer(self) -> None:
         if self._writer is not None:
@@ -259,7 +247,7 @@ class Checkpoints:
         Nothing is raised: errors go to rank 0 through the store.
         """
         key = f"checkpoint/{self._num_saves}"
-        rank = self._session.rank
+        rank = self.session.rank
         result: dict[str, Any] = {"file": None}
         try:
             if staged.first_rows:
@@ -271,7 +259,7 @@ class Checkpoints:
             result = {"error": f"rank {rank}: {type(error).__name__}: {error}"}
         # the store works in threads, where collectives would mix with those of the training
         self._store.set(f"{key}/{rank}", json.dumps(result))
-        if self._session.is_rank0:
+        if self.session.is_rank0:
             try:
                 self._complete(staged, self._wait_for_results(key))
             except Exception as error:
@@ -281,17 +269,10 @@ class Checkpoints:
 
     def _wait_for_results(self, key: str) -> list[dict[str, Any]]:
         """Returns every rank's result in the order of ranks, on rank 0."""
-        results = []
-        deadline = time.monotonic() + _SAVED_WITHIN_S
-        for rank in range(self._session.world_size):
-            rank_key = f"{key}/{rank}"
-            while not self._store.check([rank_key]):
-                if time.monotonic() > deadline:
-                    raise TimeoutError(
-                        f"rank {rank} has not written its part within {_SAVED_WITHIN_S:.0f} s"
-                    )
-                time.sleep(0.01)
-            results.append(json.loads(self._store.get(rank_key)))
+        keys = [f"{key}/{rank}" for rank in range(self.session.world_size)]
+        self._store.wait(keys, timedelta(seconds=_SAVED_WITHIN_S))
+        results = [json.loads(self._store.get(rank_key)) for rank_key in keys]
+        for rank_key in keys:
             self._store.delete_key(rank_key)
         return results
 
@@ -312,54 +293,52 @@ class Checkpoints:
                     f"rank 0 does not see {name}, which another rank has written: "
                     "run_dir must be a file system that all nodes share"
                 )
-        self._write_companions(temporary / "model")
+        # the files that belong to the weights: config and tokenizer, or peft's config
+        companions = temporary / "model"
+        companions.mkdir()
+        if self.policy.lora.rank:
+            write_peft_config(self.policy.model, self.facts.model_path, companions)
+        else:
+            copy_companions(checkpoint_folder(self.facts.model_path), companions)
         content = json.dumps(staged.trainer, indent=1)
         (temporary / "trainer.json").write_text(content, encoding="utf-8")
-        if self._is_export_due(staged.step):
+        if self._is_export_due(staged.trainer["step"]):
             try:
                 export_checkpoint(temporary, temporary)
             # what the run needs is saved, and a user can export it at any time
             except Exception as error:
                 _log.error("%s is saved, but not exported: %s", staged.folder, error)
         write_manifest(temporary, digests)
-        metrics = self._run_dir / "metrics.jsonl"
+        metrics = self.run_dir / "metrics.jsonl"
         if metrics.exists():
             # a run that goes on from this checkpoint does not write these lines again
             sync_path(metrics)
         put_in_place(temporary, staged.folder)
         self._max_save_s = max(self._max_save_s, time.perf_counter() - staged.start)
-        delete_until(self._run_dir, staged.step)
-        remove_old(self._run_dir, self._config.keep, self._best_step())
-
-    def _write_companions(self, folder: Path) -> None:
-        """Writes the files that belong to the weights: config and tokenizer, or peft's config."""
-        folder.mkdir()
-        if self._policy.lora.rank:
-            write_peft_config(self._policy.model, self._facts.model_path, folder)
-        else:
-            copy_companions(checkpoint_folder(self._facts.model_path), folder)
+        delete_until(self.run_dir, staged.trainer["step"])
+        remove_old(self.run_dir, self.config.keep, self._best_step())
 
     def _best_step(self) -> int | None:
         """Returns the step of the checkpoint on disk with the highest `best_metric`."""
-        name = self._config.best_metric
-        path = self._run_dir / "metrics.jsonl"
+        name = self.config.best_metric
+        path = self.run_dir / "metrics.jsonl"
         if name is None:
             return None
         start = self._num_metrics_bytes
         for line in read_metrics(path, start):
             self._num_metrics_bytes = line.end
-            value = line.metrics.get(name)
+            value = line.values.get(name)
             if isinstance(value, int | float):
                 # A step's own metrics measure the policy before its update, so the checkpoint of
                 # the step before; an evaluation's metrics measure the policy after it.
-                lag = 0 if is_evaluation(line.metrics) else 1
-                self._metric_by_step[line.metrics["step"] - lag] = value
+                lag = 0 if is_evaluation(line.values) else 1
+                self._metric_by_step[line.values["step"] - lag] = value
         if self._num_metrics_bytes > start and not self._metric_by_step:
             _log.warning("checkpoint.best_metric: no line of %s has a %s so far", path, name)
         steps = [
             step
             for step in sorted(self._metric_by_step)
-            if checkpoint_path(self._run_dir, step).exists()
+            if checkpoint_path(self.run_dir, step).exists()
         ]
         return max(steps, key=self._metric_by_step.__getitem__, default=None)
 

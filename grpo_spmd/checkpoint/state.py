@@ -12,7 +12,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -71,74 +71,60 @@ def run_facts(
 
     `config` is the whole config, flat; `held_out` has the prompts of each evaluation set.
     """
-    facts = RunFacts(
-        model_fingerprint="",
-        data_fingerprint="",
+    model_digest = ""
+    token_digest = ""
+    contents: dict[str, str] = {}
+    if session.is_rank0:
+        folder = checkpoint_folder(config["model.path"])
+        model_digest = model_fingerprint(folder)
+        token_digest, row_digest = digests_of(prompts, with_tokens=False)
+        for name, rows in held_out.items():
+            contents[f"data.eval.{name}"] = digests_of(rows, with_tokens=True)[1]
+        contents["answers and other columns of data.train"] = row_digest
+        contents |= _content_digests(config, folder)
+    return RunFacts(
+        model_fingerprint=model_digest,
+        data_fingerprint=token_digest,
         config=config,
         model_path=str(config["model.path"]),
         dtype=config["model.dtype"],
         world_size=session.world_size,
-    )
-    if not session.is_rank0:
-        return facts
-    token_digest, row_digest = digests_of(prompts, with_tokens=False)
-    folder = checkpoint_folder(facts.model_path)
-    contents = {
-        f"data.eval.{name}": digests_of(rows, with_tokens=True)[1]
-        for name, rows in held_out.items()
-    }
-    contents["answers and other columns of data.train"] = row_digest
-    contents |= _model_digests(config)
-    for name, path in _watched_files(config, folder).items():
-        if path.is_file():
-            contents[name] = hashlib.sha256(path.read_bytes()).hexdigest()
-    return replace(
-        facts,
-        model_fingerprint=model_fingerprint(folder),
-        data_fingerprint=token_digest,
         contents=contents,
     )
 
 
-def _watched_files(config: dict[str, Any], model_folder: Path) -> dict[str, Path]:
-    """Returns the paths of tokenizer files, reward functions, rubrics and templates.
+def _content_digests(config: dict[str, Any], model_folder: Path) -> dict[str, str]:
+    """Returns digests of what a flat config names: models, and files of rewards and tokenizer.
 
-    The keys are words for a message.
+    Models are teachers, the critic and reward models; files are reward functions, rubrics and
+    templates. The keys are words for a message.
     """
     tokenizer_names = re.compile(
         r"tokenizer|vocab|merges|special_tokens|added_tokens|chat_template|generation_config"
     )
-    paths = {
+    files = {
         f"{path.name} of model.path": path
         for path in model_folder.iterdir()
         if tokenizer_names.match(path.name)
     }
-    # functions are FILE:FUNCTION, rubrics and templates are FILE
-    for pattern in (r"rewards\.\d+\.(function|judge)", r"rewards\.\d+\.template"):
-        for key, value in config.items():
-            if value is not None and re.fullmatch(pattern, key):
-                is_template = key.endswith(".template")
-                file = str(value) if is_template else str(value).rpartition(":")[0] or str(value)
-                paths[f"{key} ({value})"] = Path(file)
-    return paths
-
-
-def _model_digests(config: dict[str, Any]) -> dict[str, str]:
-    """Returns the fingerprints of teachers, critic and reward models of a flat config.
-
-    `config` is {"section.key": value}. Each key of the result names the model in a message, such as
-    "the model of critic.path".
-    """
     digests = {}
     for key, value in config.items():
         path = str(value)
-        is_critic = key == "critic.path" and path != "policy"
-        if value and (is_critic or re.fullmatch(r"teacher\.path(\.[^=]+)?", key)):
-            digests[f"the model of {key}"] = model_fingerprint(checkpoint_folder(path))
-        if value is not None and re.fullmatch(r"rewards\.\d+\.model", key):
+        # such a critic has no model of its own
+        is_shared = key == "critic.path" and path == "policy"
+        if re.fullmatch(r"rewards\.\d+\.(function|judge|template)", key):
+            # functions are FILE:FUNCTION, rubrics and templates are FILE
+            file = Path(path)
+            files[f"{key} ({path})"] = file if file.is_file() else Path(path.rpartition(":")[0])
+        elif value and re.fullmatch(r"rewards\.\d+\.model", key):
             revision = config.get(f"{key.removesuffix('model')}revision")
             folder = checkpoint_folder(path, revision)
             digests[f"{key} ({path})"] = model_fingerprint(folder)
+        elif value and re.fullmatch(r"critic\.path|teacher\.path(\.[^=]+)?", key) and not is_shared:
+            digests[f"the model of {key}"] = model_fingerprint(checkpoint_folder(path))
+    for name, file in files.items():
+        if file.is_file():
+            digests[name] = hashlib.sha256(file.read_bytes()).hexdigest()
     return digests
 
 
@@ -164,27 +150,19 @@ def state_tensors(
     policy: Policy, updater: PolicyUpdater, critic: TrainedSignal | None = None
 ) -> dict[str, DTensor]:
     """Returns the trained tensors, and their moments if there are any, by name in a checkpoint."""
-    tensors = _with_moments(trained_parameters(policy), updater.optimizer, "policy.", "")
+    models: list[tuple[str, str, dict[str, DTensor], torch.optim.Optimizer]] = [
+        ("policy.", "", trained_parameters(policy), updater.optimizer)
+    ]
     if critic is not None:
-        parameters = critic.trained_parameters()
-        tensors |= _with_moments(parameters, critic.optimizer, "critic.", "critic_")
-    return tensors
-
-
-def _with_moments(
-    parameters: dict[str, DTensor],
-    optimizer: torch.optim.Optimizer,
-    prefix: str,
-    moment_prefix: str,
-) -> dict[str, DTensor]:
-    """Returns PREFIX + NAME: parameter, and MOMENT_PREFIX + MOMENT.NAME: moment, for each name."""
+        models.append(("critic.", "critic_", critic.trained_parameters(), critic.optimizer))
     tensors: dict[str, DTensor] = {}
-    for name, parameter in parameters.items():
-        tensors[prefix + name] = parameter
-        moments = optimizer.state.get(parameter, {})
-        for moment in MOMENTS:
-            if moment in moments:
-                tensors[f"{moment_prefix}{moment}.{name}"] = moments[moment]
+    for prefix, moment_prefix, parameters, optimizer in models:
+        for name, parameter in parameters.items():
+            tensors[prefix + name] = parameter
+            moments = optimizer.state.get(parameter, {})
+            for moment in MOMENTS:
+                if moment in moments:
+                    tensors[f"{moment_prefix}{moment}.{name}"] = moments[moment]
     return tensors
 
 

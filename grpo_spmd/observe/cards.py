@@ -5,7 +5,6 @@ The figures serve MFU and the planning of runs. Imports no torch.
 
 from __future__ import annotations
 
-import difflib
 import re
 from dataclasses import dataclass
 
@@ -81,25 +80,17 @@ def find_card(text: str) -> Card:
     "450GB/s", is the link to other GPUs. Raises ConfigError for anything else.
     """
     plain = re.sub(r"[\s_]", "", text).lower()
-    if "," in plain or plain.endswith("gib"):
-        figures = _FIGURES.fullmatch(plain)
-        values = [float(figure) for figure in figures.groups("25")] if figures else []
-        if not values or not all(0 < value < 1e7 for value in values):
-            raise ConfigError(
-                f"--gpu: {text!r} is not GiB, TFLOP/s and GB/s of a card, all above 0, "
-                f"as in {_CUSTOM}"
-            )
-        return Card(text, *values)
-    names = {name.lower(): card for name, card in CARDS.items()}
-    fitting = [
-        card for name, card in names.items() if name == plain or name.partition("-")[0] == plain
-    ]
-    if plain == "a100":
-        raise ConfigError("--gpu: A100 is sold with 40 and with 80 GB; say A100-40GB or A100-80GB")
-    if fitting:
-        return fitting[0]
-    close = difflib.get_close_matches(plain, names, n=1)
-    hint = f"; did you mean {names[close[0]].name}?" if close else "."
+    figures = _FIGURES.fullmatch(plain)
+    if figures:
+        values = [float(figure) for figure in figures.groups("25")]
+        if all(0 < value < 1e7 for value in values):
+            return Card(text, *values)
+    # a model that is sold in two sizes needs the whole name
+    fitting = [name for name in CARDS if name.lower().startswith(plain + "-")]
+    fitting += [name for name in CARDS if name.lower() == plain]
+    if len(fitting) == 1:
+        return CARDS[fitting[0]]
     raise ConfigError(
-        f"--gpu: no card {text!r}{hint} Known are {', '.join(CARDS)}, or give figures: {_CUSTOM}"
+        f"--gpu: no card {text!r}. Known are {', '.join(CARDS)}, "
+        f"or give GiB, TFLOP/s and GB/s, all above 0, as in {_CUSTOM}"
     )

@@ -56,11 +56,11 @@ _COLUMNS = (
     _Column("cut", 5, "completion/truncated_frac", "{:.0%}".format),
     _Column("loss", 9, "loss/total", lambda x: f"{x:+.4f}" if abs(x) < 100 else f"{x:+.1e}"),
     _Column("grad", 7, "optim/grad_norm", lambda x: f"{x:.3f}" if x < 100 else f"{x:.0e}"),
+    # in wide terminals only
+    _Column("entropy", 8, "loss/entropy", "{:.3f}".format),
     _Column("mismatch", 9, "weight_sync/mismatch_kl", "{:.0e}".format),
     _Column("time", 6, "time/step_s", _duration),
 )
-# This column is shown in wide terminals only.
-_ENTROPY = _Column("entropy", 8, "loss/entropy", "{:.3f}".format)
 _LEFT_WIDTH = 6
 
 
@@ -124,7 +124,7 @@ class Console:
     def __init__(self, num_steps: int) -> None:
         self._num_steps = num_steps
         self._num_lines = 0
-        self._columns: tuple[_Column, ...] = _COLUMNS
+        self._columns: list[_Column] = []
         self._step_width = len(f"step {num_steps}/{num_steps}")
         # columns of the terminal that are free behind the fixed columns
         self._room = 0
@@ -164,10 +164,8 @@ class Console:
         # measured at each header: the user may have resized the terminal
         width = shutil.get_terminal_size((80, 24)).columns
         fixed_width = self._step_width + sum(column.width for column in _COLUMNS) + _LEFT_WIDTH
-        self._room = width - fixed_width - _ENTROPY.width
-        self._columns = _COLUMNS
-        if self._room >= 0:
-            self._columns = (*_COLUMNS[:-2], _ENTROPY, *_COLUMNS[-2:])
+        self._room = width - fixed_width
+        self._columns = [c for c in _COLUMNS if self._room >= 0 or c.title != "entropy"]
         titles = "".join(column.title.rjust(column.width) for column in self._columns)
         return " " * self._step_width + titles + "left".rjust(_LEFT_WIDTH)
 

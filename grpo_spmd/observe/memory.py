@@ -107,19 +107,17 @@ def _read_proc_bytes(path: str) -> dict[str, int]:
     return {name: int(value.split()[0]) << 10 for name, value in pairs if value.endswith(" kB")}
 
 
+@dataclass
 class MemoryLedger:
     """Keeps the memory of each phase, for metrics and for messages of out-of-memory errors."""
 
-    def __init__(
-        self, device: torch.device, pool_bytes: Callable[[], int], remedies: dict[str, list[str]]
-    ) -> None:
-        """`pool_bytes` returns the size of the engine's pool, see MemoryUse.
+    device: torch.device
+    pool_bytes: Callable[[], int]
+    """It returns the size of the engine's pool, see MemoryUse."""
+    remedies: dict[str, list[str]]
+    """Texts for each phase, the likeliest remedy first."""
 
-        `remedies` has texts for each phase, the likeliest remedy first.
-        """
-        self._device = device
-        self._pool_bytes = pool_bytes
-        self._remedies = remedies
+    def __post_init__(self) -> None:
         self._step: dict[str, MemoryUse] = {}
         # the figures of earlier steps, for phases that this step has not reached
         self._earlier: dict[str, MemoryUse] = {}
@@ -132,14 +130,14 @@ class MemoryLedger:
 
         An out-of-memory error in the block gets `explain` as a note.
         """
-        reset_peak(self._device)
+        reset_peak(self.device)
         try:
             yield
         except Exception as error:
             if is_out_of_memory(error):
                 error.add_note(self.explain(name))
             raise
-        use = measure(self._device, self._pool_bytes())
+        use = measure(self.device, self.pool_bytes())
         self.last_peak_gib = use.peak / _GIB
         # a step can enter a phase several times (dynamic sampling): each figure is the largest
         earlier = self._step.get(name, use)
@@ -163,20 +161,20 @@ class MemoryLedger:
 
         The last row has the figures of this moment.
         """
-        use_now = measure(self._device, self._pool_bytes())
+        use_now = measure(self.device, self.pool_bytes())
         rows = self._earlier | self._step | {f"{name}, when it failed": use_now}
         lines = [f"{'GiB':24}" + "".join(f"{field:>12}" for field in vars(use_now))]
         for phase, use in rows.items():
             lines.append(f"{phase:24}" + "".join(f"{size / _GIB:12.2f}" for size in astuple(use)))
         table = "\n  ".join(lines)
         rank = os.environ.get("RANK", "0")
-        device = "the device" if self._device.type == "cuda" else "the host"
-        remedies = "; ".join(self._remedies[name])
+        device = "the device" if self.device.type == "cuda" else "the host"
+        remedies = "; ".join(self.remedies[name])
         return (
             f"rank {rank} ran out of memory in phase {name}; "
-            f"{device} has {total_bytes(self._device) / _GIB:.1f} GiB, "
+            f"{device} has {total_bytes(self.device) / _GIB:.1f} GiB, "
             f"the engine's pool of weights "
-            f"and KV cache is {self._pool_bytes() / _GIB:.1f} GiB:\n  {table}\n"
+            f"and KV cache is {self.pool_bytes() / _GIB:.1f} GiB:\n  {table}\n"
             f"what may help, the likeliest first: {remedies}"
         )
 
@@ -278,14 +276,11 @@ def remedies(
         True: "",
     }[model.offload]
     max_num_seqs = rollout.engine.get("max_num_seqs")
-    fewer_requests = "lower rollout.engine.max_num_seqs" + (
-        f" ({max_num_seqs})" if max_num_seqs else ""
-    )
-    mib = rollout.weight_sync_bucket_mib
-    smaller_buckets = "lower rollout.weight_sync_bucket_mib" + (f" ({mib})" if mib else "")
-    more_ranks = "more ranks, so that each holds less of the model"
-    if model.num_replicas > 1:
-        more_ranks = "more ranks, or fewer of model.num_replicas"
+    fewer_requests = f"lower rollout.engine.max_num_seqs ({max_num_seqs or 'vLLM chooses'})"
+    mib = rollout.weight_sync_bucket_mib or "chosen by the device"
+    smaller_buckets = f"lower rollout.weight_sync_bucket_mib ({mib})"
+    fewer_replicas = ", or fewer of model.num_replicas" if model.num_replicas > 1 else ""
+    more_ranks = f"more ranks{fewer_replicas}, so that each holds less of the model"
     by_phase = {
         "weight_sync": [offload, smaller_engine, smaller_buckets, more_ranks],
         "eval": [smaller_engine, offload, fewer_requests],

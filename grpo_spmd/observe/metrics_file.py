@@ -6,25 +6,25 @@ A run folder may be somebody else's, half written, or on a disk that is full. Im
 from __future__ import annotations
 
 import gzip
-import io
 import json
 import logging
 import os
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.files import open_regular, sync_path, write_durably
+from grpo_spmd.files import open_regular, write_durably
 
 _log = logging.getLogger("grpo_spmd")
 # A line with a million tokens takes about 20 MiB; a month of steps is 100,000 lines.
-MAX_LINE_BYTES = 1 << 25
+_MAX_LINE_BYTES = 1 << 25
 # This bounds unpacked bytes: a few megabytes of gzip can hold very much more.
-MAX_FILE_BYTES = 1 << 32
+_MAX_FILE_BYTES = 1 << 32
 MAX_LINES = 1 << 20
 _BLOCK_BYTES = 1 << 16
 
@@ -83,58 +83,39 @@ class LinePosition(NamedTuple):
 class FileLine(NamedTuple):
     """Holds a line of a file, without its line break, and where the line was."""
 
-    path: Path
     number: int
     """The number of the line, from 1 on."""
-    start: int
-    """The line's first byte in the unpacked file."""
-    end: int
-    """The byte behind the line break, where a follower reads on."""
     text: bytes
+    position: LinePosition
 
     @property
     def name(self) -> str:
         """Returns "FILE:NUMBER" for messages."""
-        return f"{self.path}:{self.number}"
-
-    @property
-    def position(self) -> LinePosition:
-        return LinePosition(self.path, self.start, self.end)
+        return f"{self.position.path}:{self.number}"
 
 
-def read_lines(
-    path: Path, start: int = 0, *, follow: bool = False, skip_longer_than: int | None = None
-) -> Iterator[FileLine]:
+def read_lines(path: Path, start: int = 0, *, follow: bool = False) -> Iterator[FileLine]:
     """Yields the lines of a plain or .gz file from byte `start` on, one in memory at a time.
 
-    `follow` allows a symbolic link in the place of a file. Lines of at least `skip_longer_than`
-    bytes are skipped; without it, a line of 32 MiB is an error. Raises ConfigError, in one line,
-    for a path that is missing, not a regular file, not a whole gzip file or larger than any file
-    that a run writes. The lines before the damage are yielded first.
+    `follow` allows a symbolic link in the place of a file. Raises ConfigError, in one line, for a
+    path that is missing, not a regular file, not a whole gzip file or larger than any file that a
+    run writes. The lines before the damage are yielded first.
     """
-    max_line_bytes = skip_longer_than or MAX_LINE_BYTES
     try:
         with open_lines(path, follow=follow) as file:
             end = file.seek(start)
-            for number in range(1, MAX_LINES + 2):
-                line = file.readline(max_line_bytes)
-                if not line:
-                    return
+            lines = iter(partial(file.readline, _MAX_LINE_BYTES), b"")
+            for number, line in enumerate(lines, start=1):
                 begin = end
                 end += len(line)
-                is_long = len(line) == max_line_bytes
-                if is_long and skip_longer_than is None:
-                    size = f"{MAX_LINE_BYTES >> 20} MiB"
-                    raise ConfigError(f"{path}:{number}: a line of more than {size}")
-                # The rest of a long line is read in chunks, so that it is never in memory whole.
-                while is_long and line and not line.endswith(b"\n") and end <= MAX_FILE_BYTES:
-                    line = file.readline(max_line_bytes)
-                    end += len(line)
-                if number > MAX_LINES or end > MAX_FILE_BYTES:
-                    size = f"{MAX_LINES:,} lines or {MAX_FILE_BYTES >> 30} GiB"
-                    raise ConfigError(f"{path} has more than {size}, as no run writes")
-                if not is_long:
-                    yield FileLine(path, number, begin, end, line.removesuffix(b"\n"))
+                is_long = len(line) == _MAX_LINE_BYTES
+                if is_long or number > MAX_LINES or end > _MAX_FILE_BYTES:
+                    raise ConfigError(
+                        f"{path}:{number}: no run writes a line of {_MAX_LINE_BYTES >> 20} MiB, "
+                        f"nor more than {MAX_LINES:,} lines or {_MAX_FILE_BYTES >> 30} GiB"
+                    )
+                text = line.removesuffix(b"\n")
+                yield FileLine(number, text, LinePosition(path, begin, end))
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ConfigError(f"{path}: not a whole gzip file: {error}") from None
     except OSError as error:
@@ -150,48 +131,49 @@ def open_lines(path: Path, *, follow: bool = False) -> IO[bytes]:
     return gzip.GzipFile(fileobj=file)  # type: ignore[return-value]
 
 
-class MetricsLine(NamedTuple):
-    """Holds one parsed line of metrics.jsonl and its text."""
+class JsonLine(NamedTuple):
+    """Holds one parsed line of JSON, such as a line of metrics.jsonl, and its text."""
 
-    metrics: dict[str, Any]
+    values: dict[str, Any]
     text: bytes
     end: int
     """The byte of the file behind the line, where a follower reads on."""
 
 
-def read_metrics(path: Path, start: int = 0) -> Iterator[MetricsLine]:
+def read_metrics(path: Path, start: int = 0) -> Iterator[JsonLine]:
     """Yields the lines of a metrics.jsonl from byte `start` on; nothing if there is no file.
 
     Lines that are no metrics object are skipped: a kill may have cut the last line, or it is being
     written.
     """
-    if not os.path.lexists(path):
-        return
-    for line in read_lines(path, start):
-        metrics = _parse_metrics(line.text)
-        if metrics is not None:
-            yield MetricsLine(metrics, line.text, line.end)
+    return read_objects(path, "step", start)
 
 
-def _open_metrics(path: Path) -> io.BufferedReader:
-    """Opens a metrics.jsonl for reading; a missing file is an empty one."""
-    return open_regular(path) if os.path.lexists(path) else open(os.devnull, "rb")
+def read_objects(path: Path, key: str, start: int = 0) -> Iterator[JsonLine]:
+    """Yields the lines that are JSON objects with a whole number as `key`; see `read_metrics`."""
+    if os.path.lexists(path):
+        for line in read_lines(path, start):
+            values = _parse_object(line.text, key)
+            if values is not None:
+                yield JsonLine(values, line.text, line.position.end)
 
 
-def _parse_metrics(text: bytes) -> dict[str, Any] | None:
+def _parse_object(text: bytes, key: str) -> dict[str, Any] | None:
     with suppress(ValueError, RecursionError):
-        metrics = json.loads(text)
-        if isinstance(metrics, dict) and type(metrics.get("step")) is int:
-            return metrics
+        values = json.loads(text)
+        if isinstance(values, dict) and type(values.get(key)) is int:
+            return values
     return None
 
 
 def read_metrics_backwards(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the metrics of a metrics.jsonl from the last line to the first.
+    """Yields the metrics of a metrics.jsonl from the last line to the first; none without a file.
 
     Reads only as much of the file as the caller takes.
     """
-    with _open_metrics(path) as file:
+    if not os.path.lexists(path):
+        return
+    with open_regular(path) as file:
         position = file.seek(0, os.SEEK_END)
         rest = b""
         # `rest` is the beginning of the block that was read last: the end of an unfinished line
@@ -199,10 +181,9 @@ def read_metrics_backwards(path: Path) -> Iterator[dict[str, Any]]:
             size = min(_BLOCK_BYTES, position)
             position = file.seek(position - size)
             # the block's first line may begin in the block before it
-            rest, *lines = (file.read(size) + rest[:MAX_LINE_BYTES]).split(b"\n")
-            texts = lines if position else [rest, *lines]
-            for text in reversed(texts):
-                metrics = _parse_metrics(text)
+            rest, *lines = (file.read(size) + rest[:_MAX_LINE_BYTES]).split(b"\n")
+            for text in reversed(lines if position else [rest, *lines]):
+                metrics = _parse_object(text, "step")
                 if metrics is not None:
                     yield metrics
 
@@ -225,47 +206,24 @@ def ends_with_evaluation(path: Path, step: int) -> bool:
 def cut_metrics(path: Path, num_steps: int) -> None:
     """Keeps the whole lines up to that of step `num_steps`, and warns if one is missing.
 
-    The evaluation after that step is removed: the run that goes on makes it again.
+    The evaluation after that step is removed: the run that goes on makes it again. Of a step that
+    is there twice, the last line is kept.
     """
     if not os.path.lexists(path):
         return
-    if _truncate_ordered(path, num_steps):
-        return
     lines: dict[tuple[int, bool], bytes] = {}
     for line in read_metrics(path):
-        key = line.metrics["step"], is_evaluation(line.metrics)
+        key = line.values["step"], is_evaluation(line.values)
         # False < True: the step's own line is kept, its evaluation is not
         if key <= (num_steps, False) and key != (0, False):
             lines[key] = line.text + b"\n"
     write_durably(path, b"".join(lines.values()))
-    missing = sorted({(step, False) for step in range(1, num_steps + 1)} - lines.keys())
+    missing = [step for step in range(1, num_steps + 1) if (step, False) not in lines]
     if missing:
         _log.warning(
             "%s lacks %d of the first %d steps, first step %d",
             path,
             len(missing),
             num_steps,
-            missing[0][0],
+            missing[0],
         )
-
-
-def _truncate_ordered(path: Path, num_steps: int) -> bool:
-    """Cuts a file whose lines are in order, as a run leaves them, without parsing; else returns
-    False."""
-    with _open_metrics(path) as file:
-        step = 0
-        while step < num_steps:
-            line = file.readline(MAX_LINE_BYTES)
-            if not line.endswith(b"}\n"):
-                return False
-            if line.startswith(b'{"step": %d,' % (step + 1)):
-                step += 1
-            elif not line.startswith(b'{"step": %d, "eval/' % step):
-                return False
-        end = file.tell()
-        next_line = _parse_metrics(file.readline(MAX_LINE_BYTES))
-    if next_line is not None and next_line["step"] < num_steps:
-        return False
-    os.truncate(path, end)
-    sync_path(path)
-    return True

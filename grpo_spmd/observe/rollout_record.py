@@ -7,12 +7,10 @@ torch.
 
 from __future__ import annotations
 
-import binascii
+import base64
 import json
 import math
-import struct
 import typing
-from array import array
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -44,7 +42,6 @@ _GOLD_COLUMNS = (
     "expected",
     "output",
 )
-_ENCODER = msgspec.json.Encoder()
 
 # Whole numbers stay exact in a browser, which computes with doubles.
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**53 - 1)]
@@ -140,11 +137,10 @@ def to_line(record: RolloutRecord | EvalRecord) -> bytes:
         if record.status is None:
             for name in EPISODE_FIELDS:
                 del values[name]
-        logprobs = record.rollout_logprobs
-        packed = struct.pack(f"<{len(logprobs)}f", *logprobs)
-        values["rollout_logprobs"] = binascii.b2a_base64(packed, newline=False).decode("ascii")
+        packed = np.array(record.rollout_logprobs, "<f4").tobytes()
+        values["rollout_logprobs"] = base64.b64encode(packed).decode()
     try:
-        return _ENCODER.encode(values)
+        return msgspec.json.encode(values)
     except (ValueError, TypeError):
         # msgspec refuses half a surrogate pair, which a prompt may hold, and keys that are not
         # text. json writes both; backslashreplace turns the half pair into JSON's own escape.
@@ -155,23 +151,26 @@ def to_line(record: RolloutRecord | EvalRecord) -> bytes:
 def parse_rollout(line: bytes, line_name: str) -> RolloutRecord:
     """Returns the checked record of one line, also of earlier versions; unknown fields are skipped.
 
-    Raises ConfigError, which begins with `where`.
+    Raises ConfigError, which begins with `line_name`.
     """
-    values = msgspec.structs.asdict(_decode_line(line, line_name, _ALL_FIELDS))
-    values["rollout_logprobs"] = _unpack_logprobs(values["rollout_logprobs"], line_name)
-    record = RolloutRecord(**values)
-    num_tokens, num_logprobs = len(record.completion_ids), len(record.rollout_logprobs)
-    if num_tokens != num_logprobs:
-        raise ConfigError(
-            f"{line_name}: {num_tokens} completion_ids, but {num_logprobs} rollout_logprobs"
-        )
-    if record.status is not None or record.turns or record.messages or record.environment:
-        try:
+    values = msgspec.structs.asdict(parse_rollout_fields(line, line_name, _ALL_FIELDS))
+    logprobs = values["rollout_logprobs"]
+    try:
+        if isinstance(logprobs, bytes):
+            # ValueError if the bytes are no whole number of values
+            floats = np.frombuffer(logprobs, "<f4")
+        else:
+            # An earlier version's null becomes NaN: not finite. Its decimals name the float32 that
+            # is nearest to them.
+            floats = np.array(logprobs, np.float32)
+        record = RolloutRecord(**values | {"rollout_logprobs": floats.tolist()})
+        num_tokens = len(record.completion_ids)
+        if num_tokens != len(floats):
+            raise ValueError(f"{num_tokens} completion_ids, but {len(floats)} rollout_logprobs")
+        if record.status is not None or record.turns or record.messages or record.environment:
             read_episode(vars(record), record.completion_ids)
-        except ValueError as error:
-            raise ConfigError(
-                f"{line_name}: an episode: {error}; this is no rollout dump"
-            ) from None
+    except ValueError as error:
+        raise ConfigError(f"{line_name}: {error}; this is no rollout dump") from None
     return record
 
 
@@ -179,12 +178,9 @@ def parse_rollout_fields(line: bytes, line_name: str, fields: tuple[str, ...]) -
     """Returns an object with these fields of RolloutRecord alone, much faster.
 
     Fields that the line lacks have their default. `rollout_logprobs` is bytes of float32, 4 per
-    token, or the list that earlier versions wrote. Raises ConfigError, which begins with `where`.
+    token, or the list that earlier versions wrote. Raises ConfigError, which begins with
+    `line_name`.
     """
-    return _decode_line(line, line_name, fields)
-
-
-def _decode_line(line: bytes, line_name: str, fields: tuple[str, ...]) -> Any:
     decoder = _line_decoder(fields)
     try:
         try:
@@ -204,25 +200,9 @@ def _line_decoder(fields: tuple[str, ...]) -> msgspec.json.Decoder[Any]:
     of them."""
     hints = typing.get_type_hints(RolloutRecord, include_extras=True)
     hints["rollout_logprobs"] = bytes | list[float | None]
-    required = [(name, hints[name]) for name in fields if name not in _DEFAULTS]
-    optional = [(name, hints[name], _DEFAULTS[name]) for name in fields if name in _DEFAULTS]
-    record_type = msgspec.defstruct("RolloutFields", [*required, *optional], kw_only=True, gc=False)
+    members = [(name, hints[name], _DEFAULTS.get(name, msgspec.NODEFAULT)) for name in fields]
+    record_type = msgspec.defstruct("RolloutFields", members, kw_only=True, gc=False)
     return msgspec.json.Decoder(record_type)
-
-
-def _unpack_logprobs(values: bytes | list[float | None], line_name: str) -> list[float]:
-    """Returns float32 values as Python floats; an earlier version's null becomes NaN: not
-    finite."""
-    if isinstance(values, list):
-        # the decimals of that version name the float32 that is nearest to them
-        return array("f", [math.nan if value is None else value for value in values]).tolist()
-    if len(values) % 4:
-        raise ConfigError(
-            f"{line_name}: rollout_logprobs has {len(values)} bytes, but a float32 has 4; "
-            "this is no rollout dump"
-        )
-    logprobs: list[float] = np.frombuffer(values, "<f4").tolist()
-    return logprobs
 
 
 class _TurnFields(msgspec.Struct):
@@ -284,11 +264,7 @@ def dumped_episode_fields(episode: Episode) -> dict[str, Any]:
     """Returns `episode_fields` with everything that policies, tools and environments wrote as plain
     JSON."""
     fields = episode_fields(episode)
-    return {
-        **fields,
-        "messages": _as_json_value(fields["messages"]),
-        "environment": _as_json_value(fields["environment"]),
-    }
+    return fields | {name: _as_json_value(fields[name]) for name in ("messages", "environment")}
 
 
 def _turn_fields(segment: int, turn: Turn, token_ids: list[int]) -> dict[str, Any]:
@@ -404,11 +380,14 @@ def bounded_values(columns: Mapping[str, Any]) -> dict[str, Any]:
 def gold_answer(columns: Mapping[str, Any]) -> str:
     """Returns "name=value" of the column that most likely holds the right answer, else of the first
     column."""
-    name = next((name for name in _GOLD_COLUMNS if name in columns), next(iter(columns), None))
-    if name is None:
-        return ""
-    text, _ = _to_text(columns[name])
-    return f"{name}={text if len(text) <= 40 else f'{text[:18]} ... {text[-18:]}'!r}"
+    names = [name for name in (*_GOLD_COLUMNS, *columns) if name in columns]
+    return f"{names[0]}={cut_middle(_to_text(columns[names[0]])[0])!r}" if names else ""
+
+
+def cut_middle(text: str, num_chars: int = 40) -> str:
+    """Returns the text, or both its ends if it has more than `num_chars` characters."""
+    half = num_chars // 2 - 2
+    return text if len(text) <= num_chars else f"{text[:half]} ... {text[-half:]}"
 
 
 def _to_text(value: Any) -> tuple[str, bool]:

@@ -10,18 +10,18 @@ import errno
 import hashlib
 import logging
 import os
-import socket
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from grpo_spmd.config.schema import LoggingConfig
 from grpo_spmd.distributed.collectives import all_gather_numbers
 from grpo_spmd.distributed.exit import Rank0Error
+from grpo_spmd.distributed.processes import host_identity
 from grpo_spmd.distributed.reductions import Reductions
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.files import UntrustedError, open_regular, write_durably
@@ -36,7 +36,6 @@ from grpo_spmd.observe.run_folder import (
     PACKED,
     PLAIN,
     list_dumps,
-    list_unfinished,
     node_stem,
     step_of_stem,
     step_stem,
@@ -48,20 +47,17 @@ _log = logging.getLogger("grpo_spmd")
 # Level 6 would take four times as long for a tenth fewer bytes.
 _GZIP_LEVEL = 1
 _BUFFER_BYTES = 1 << 18
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
+@dataclass(frozen=True)
 class RolloutDump:
     """Dumps the rollouts of each `every_steps`-th step (0: of none), and of steps that went
     wrong."""
 
-    def __init__(
-        self, writer: RolloutWriter, every_steps: int, score_writer: RolloutWriter | None = None
-    ) -> None:
-        """`score_writer` writes the scores of a dump's tokens beside the dump."""
-        self._writer = writer
-        self._every_steps = every_steps
-        self._score_writer = score_writer
+    writer: RolloutWriter
+    every_steps: int
+    score_writer: RolloutWriter | None = None
+    """It writes the scores of a dump's tokens beside the dump."""
 
     def write_if_due(self, step: int, sampled: SampledStep, decision: Decision) -> None:
         """Collective. Writes the dump if the step has one."""
@@ -73,7 +69,7 @@ class RolloutDump:
 
         Returns None if this step's are not written.
         """
-        if self._score_writer is None or not self._is_due(step):
+        if self.score_writer is None or not self._is_due(step):
             return None
         return KeptScores()
 
@@ -90,8 +86,8 @@ class RolloutDump:
         The rollouts are written too if an update was skipped (on all ranks alike) and the step had
         no dump.
         """
-        if scores is not None and self._score_writer is not None:
-            self._score_writer.write(step_stem(step), scores.lines())
+        if scores is not None and self.score_writer is not None:
+            self.score_writer.write(step_stem(step), scores.lines())
         if sums["optim/skipped_updates"].value and not self._is_due(step):
             self._write(step, sampled, decision)
 
@@ -106,14 +102,14 @@ class RolloutDump:
             raise
 
     def _is_due(self, step: int) -> bool:
-        return self._every_steps > 0 and step % self._every_steps == 0
+        return self.every_steps > 0 and step % self.every_steps == 0
 
     def _write(self, step: int, sampled: SampledStep, decision: Decision | None) -> None:
         # each rank's rollouts in the order of the prompt stream, dropped groups among them
         records = sorted(
             rollout_records(sampled, decision), key=lambda record: (record.position, record.sample)
         )
-        self._writer.write_step(step, map(to_line, records))
+        self.writer.write_step(step, map(to_line, records))
 
 
 def rollout_records(sampled: SampledStep, decision: Decision | None) -> Iterator[RolloutRecord]:
@@ -157,22 +153,6 @@ def rollout_records(sampled: SampledStep, decision: Decision | None) -> Iterator
             )
 
 
-@dataclass(frozen=True)
-class _Nodes:
-    """Which ranks write into which file."""
-
-    ranks: list[range]
-    """The ranks of each node."""
-    rank: int
-    own: int
-    """The node of `rank`."""
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this rank creates its node's file and gives it its name."""
-        return self.rank == self.ranks[self.own].start
-
-
 class RolloutWriter:
     """Writes the files of one folder of a run: rollouts/, or token_scores/ beside it.
 
@@ -185,15 +165,18 @@ class RolloutWriter:
     ) -> None:
         self._folder = run_dir / folder
         self._session = session
-        self._scores = run_dir / "token_scores" if folder == "rollouts" else self._folder
+        # the folders whose files go with those of this one
+        self._folders = {self._folder, run_dir / "token_scores"}
         self._is_packed = options.rollouts_compression == "gzip"
         self._keep = options.rollouts_keep
-        self._ending = PACKED if self._is_packed else PLAIN
-        self._other_ending = PLAIN if self._is_packed else PACKED
-        self._known_nodes: _Nodes | None = None
-        # On a node's first rank: the nodes that have a file of each stem, listed at the first
-        # write.
-        self._nodes_by_stem: dict[str, set[int]] | None = None
+        # the ranks of each node, and this rank's node; known from the first write on
+        self._nodes: list[range] = []
+        self._node = 0
+
+    @property
+    def _is_first_in_node(self) -> bool:
+        """Whether this rank creates its node's file and gives it its name."""
+        return self._session.rank == self._nodes[self._node].start
 
     def write_step(self, step: int, lines: Iterable[bytes]) -> None:
         """Collective. Writes the dump of `step` and keeps the newest `logging.rollouts_keep` dumps.
@@ -202,16 +185,11 @@ class RolloutWriter:
         then.
         """
         self.write(step_stem(step), lines)
-        if self._keep is None or self._nodes_by_stem is None:
+        if self._keep is None or not self._is_first_in_node:
             return
-        stems = {}
-        for stem in self._nodes_by_stem:
-            number = step_of_stem(stem)
-            if number is not None and number <= step:
-                stems[number] = stem
-        for number in sorted(stems)[: -self._keep]:
-            self._remove(stems[number], also=self._nodes().own)
-            del self._nodes_by_stem[stems[number]]
+        numbers = {step_of_stem(stem) for stem, _, _ in list_dumps(self._folder)}
+        earlier = sorted(number for number in numbers if number is not None and number <= step)
+        self._remove([step_stem(number) for number in earlier[: -self._keep]])
 
     def write(self, stem: str, lines: Iterable[bytes]) -> None:
         """Collective. Puts all ranks' lines into the files of `stem`, rank by rank.
@@ -220,19 +198,20 @@ class RolloutWriter:
         before. A rank holds its own encoded lines and nothing of the others. A disk that fails
         raises nothing.
         """
-        nodes = self._nodes()
-        path = self._path(stem, nodes.own)
+        if not self._nodes:
+            self._find_nodes()
+        path = self._path(stem, self._node)
         temporary = path.with_name(path.name + ".tmp")
         chunks = _pack(lines) if self._is_packed else [line + b"\n" for line in lines]
-        error = _error_number(_make_room, temporary) if nodes.is_first else 0
+        error = _error_number(_make_room, temporary) if self._is_first_in_node else 0
         # After this collective the folder is there, and no old temporary file.
         sizes = all_gather_numbers(sum(map(len, chunks)))
-        if not error and (chunks or nodes.is_first):
-            offset = sum(sizes[nodes.ranks[nodes.own].start : nodes.rank])
+        if not error and (chunks or self._is_first_in_node):
+            offset = sum(sizes[self._nodes[self._node].start : self._session.rank])
             error = _error_number(_write_at, temporary, offset, chunks)
         # After this collective every rank has written.
         errors = all_gather_numbers(error)
-        if nodes.is_first:
+        if self._is_first_in_node:
             self._finish(stem, temporary, errors)
 
     def _finish(self, stem: str, temporary: Path, errors: Sequence[int]) -> None:
@@ -241,97 +220,60 @@ class RolloutWriter:
         Earlier files of `stem` are removed: they may be packed, or of another number of nodes,
         and say something else.
         """
-        nodes = self._nodes()
-        path = self._path(stem, nodes.own)
-        written = {
-            node
-            for node, ranks in enumerate(nodes.ranks)
-            if not any(errors[rank] for rank in ranks)
-        }
-        if nodes.rank == 0:
-            self._warn_of_failures(stem, written, errors)
-        own_name = node_stem(stem, nodes.own)
-        # The scores go first: a kill in between must not leave them beside another attempt's
-        # rollouts.
-        if self._scores != self._folder:
-            _unlink(self._scores / f"{own_name}{ending}" for ending in (PLAIN, PACKED))
-        if nodes.own in written:
+        failed = [rank for rank, error in enumerate(errors) if error]
+        if failed and self._session.rank == 0:
+            path = self._path(stem, self._node_of(failed[0]))
+            reason = os.strerror(errors[failed[0]])
+            _log.warning("%s is not written: %s (on rank %d)", path, reason, failed[0])
+        # All goes first: a kill in between must not leave scores beside another attempt's rollouts.
+        self._remove([stem])
+        if any(rank in self._nodes[self._node] for rank in failed):
+            _unlink([temporary])
+        else:
+            path = self._path(stem, self._node)
             error = _error_number(temporary.replace, path)
             if error:
-                written.remove(nodes.own)
                 _log.warning("%s is not written: %s", path, os.strerror(error))
-        stale_path = path.with_name(own_name + self._other_ending)
-        _unlink([stale_path] if nodes.own in written else [temporary, path, stale_path])
-        # the folder is listed only once, since a run may have very many files
-        if self._nodes_by_stem is None:
-            self._nodes_by_stem = {}
-            for known_stem, node, _ in list_dumps(self._folder):
-                self._nodes_by_stem.setdefault(known_stem, set()).add(node)
-            self._remove_unfinished()
-        self._remove(stem)
-        self._nodes_by_stem.pop(stem, None)
-        if written:
-            self._nodes_by_stem[stem] = written
-
-    def _warn_of_failures(self, stem: str, written: set[int], errors: Sequence[int]) -> None:
-        failed = sorted(set(range(len(self._nodes().ranks))) - written)
-        if not failed:
-            return
-        rank = next(rank for rank, error in enumerate(errors) if error)
-        more = f", nor are the files of {len(failed) - 1} more nodes" if len(failed) > 1 else ""
-        reason = f"{os.strerror(errors[rank])} (on rank {rank})"
-        _log.warning("%s is not written%s: %s", self._path(stem, failed[0]), more, reason)
-
-    def _remove_unfinished(self) -> None:
-        """Removes what killed processes had begun, but nothing that another node may be writing
-        now."""
-        nodes = self._nodes()
+        # what killed processes had begun, but nothing that another node may be writing now
         _unlink(
             path
-            for path, node in list_unfinished(self._folder)
-            if node == nodes.own or node >= len(nodes.ranks)
+            for _, node, path in list_dumps(self._folder, ".tmp")
+            if node == self._node or node >= len(self._nodes)
         )
 
-    def _remove(self, stem: str, also: int | None = None) -> None:
-        """Removes the files of `stem` of nodes that the run no longer has, and of the node
-        `also`."""
-        known_nodes = (self._nodes_by_stem or {}).get(stem, ())
-        nodes = {node for node in known_nodes if node >= len(self._nodes().ranks)}
-        if also is not None:
-            nodes.add(also)
-        for node in sorted(nodes):
-            for folder, ending in product({self._folder, self._scores}, (PLAIN, PACKED)):
-                path = folder / f"{node_stem(stem, node)}{ending}"
-                try:
-                    path.unlink(missing_ok=True)
-                except OSError as error:
-                    _log.warning("could not remove %s: %s", path, error.strerror)
+    def _remove(self, stems: Sequence[str]) -> None:
+        """Removes the files of `stems` of this node, and of nodes that the run no longer has."""
+        _unlink(
+            path
+            for folder in self._folders
+            for stem, node, path in list_dumps(folder)
+            if stem in stems and (node == self._node or node >= len(self._nodes))
+        )
 
     def _path(self, stem: str, node: int) -> Path:
-        return self._folder / f"{node_stem(stem, node)}{self._ending}"
+        return self._folder / f"{node_stem(stem, node)}{PACKED if self._is_packed else PLAIN}"
 
-    def _nodes(self) -> _Nodes:
-        """Collective at the first call, which `write` makes.
+    def _node_of(self, rank: int) -> int:
+        return next(node for node, ranks in enumerate(self._nodes) if rank in ranks)
+
+    def _find_nodes(self) -> None:
+        """Collective. Finds the ranks of each node.
 
         A node here is a stretch of consecutive ranks of one host and one launcher: what they write
         into a file meets in one kernel.
         """
-        if self._known_nodes is None:
-            # the boot id tells two containers of one name apart
-            host = socket.gethostname().encode()
-            host += _BOOT_ID.read_bytes() if _BOOT_ID.exists() else b""
-            number = int.from_bytes(hashlib.blake2b(host, digest_size=7).digest(), "big")
-            # the lowest bit marks the first rank of a launcher
-            hosts = all_gather_numbers(2 * number + (self._session.local_rank == 0))
-            begins = [
-                rank
-                for rank in range(1, len(hosts))
-                if hosts[rank] % 2 or hosts[rank] // 2 != hosts[rank - 1] // 2
-            ]
-            ranks = [range(*ends) for ends in pairwise([0, *begins, len(hosts)])]
-            own_node = next(i for i, node in enumerate(ranks) if self._session.rank in node)
-            self._known_nodes = _Nodes(ranks, self._session.rank, own_node)
-        return self._known_nodes
+        digest = hashlib.blake2b(host_identity().encode(), digest_size=7).digest()
+        # the lowest bit marks the first rank of a launcher
+        hosts = all_gather_numbers(
+            2 * int.from_bytes(digest, "big") + (self._session.local_rank == 0)
+        )
+        begins = [
+            rank
+            for rank in range(1, len(hosts))
+            if hosts[rank] % 2 or hosts[rank] // 2 != hosts[rank - 1] // 2
+        ]
+        self._nodes = [range(*ends) for ends in pairwise([0, *begins, len(hosts)])]
+        self._node = self._node_of(self._session.rank)
 
 
 def save_tokenizer(run_dir: Path, tokenizer: Any) -> None:
@@ -345,17 +287,13 @@ def save_tokenizer(run_dir: Path, tokenizer: Any) -> None:
     path = run_dir / "tokenizer.json"
     content = tokenizer.backend_tokenizer.to_str().encode("utf-8", "surrogatepass")
     try:
-        if _read_if_regular(path) != content:
-            write_durably(path, content)
+        # a link or a fifo is replaced, and what it leads to stays
+        with suppress(UntrustedError, FileNotFoundError), open_regular(path) as file:
+            if file.read() == content:
+                return
+        write_durably(path, content)
     except OSError as error:
         _log.warning("%s is not written: %s", path, error.strerror)
-
-
-def _read_if_regular(path: Path) -> bytes | None:
-    # a link or a fifo is replaced, and what it leads to stays
-    with suppress(UntrustedError, FileNotFoundError), open_regular(path) as file:
-        return file.read()
-    return None
 
 
 def _pack(lines: Iterable[bytes]) -> list[bytes]:

@@ -14,8 +14,9 @@ from __future__ import annotations
 import io
 import os
 import re
+import reprlib
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,8 +27,8 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.observe.launches import read_launches
 from grpo_spmd.observe.metrics_file import (
     FileLine,
+    JsonLine,
     LinePosition,
-    MetricsLine,
     open_lines,
     read_lines,
     read_metrics,
@@ -44,9 +45,7 @@ PLAIN, PACKED = ".jsonl", ".jsonl.gz"
 # A dump's name is STEM.node_N.jsonl; the groups are stem and node.
 _FILE_NAME = re.compile(r"(.+?)(?:\.node_([1-9]\d{0,8}))?\.jsonl(?:\.gz)?")
 # After so many broken lines a file is given up.
-_MAX_ERRORS = 1000
-# A message lists at most so many names.
-_MAX_LISTED = 8
+_MAX_BROKEN = 1000
 # An unpacked file of at most so many bytes stays in memory.
 _HELD_BYTES = 1 << 25
 # A LineStore keeps so many files open.
@@ -70,41 +69,28 @@ def node_stem(stem: str, node: int) -> str:
     return f"{stem}.node_{node}" if node else stem
 
 
-def list_dumps(folder: Path) -> Iterator[tuple[str, int, Path]]:
+def list_dumps(folder: Path, ending: str = "") -> Iterator[tuple[str, int, Path]]:
     """Yields (stem, node, path) for each dump in `folder`.
 
-    A dump that is there plain and packed (.gz) is yielded twice.
+    A dump that is there plain and packed (.gz) is yielded twice. With the ending ".tmp" these are
+    the files that a process was writing, or is still writing.
     """
     with suppress(OSError):
         for name in os.listdir(folder):
-            match = _FILE_NAME.fullmatch(name)
-            if match:
+            match = _FILE_NAME.fullmatch(name.removesuffix(ending))
+            if match and name.endswith(ending):
                 yield match[1], int(match[2] or 0), folder / name
-
-
-def list_unfinished(folder: Path) -> Iterator[tuple[Path, int]]:
-    """Yields (path, node) for each file that a process was writing, or is still writing."""
-    for path in folder.glob("*.tmp"):
-        match = _FILE_NAME.fullmatch(path.stem)
-        if match:
-            yield path, int(match[2] or 0)
 
 
 def dump_path(run_dir: Path, step: int) -> Path:
     """Returns the first node's dump of `step`; the plain name if there is none."""
     plain = run_dir / "rollouts" / f"{step_stem(step)}{PLAIN}"
-    return _newer(plain, plain.with_name(plain.name + ".gz"))
-
-
-def _newer(path: Path, other_path: Path) -> Path:
-    """Returns the file that changed last.
-
-    A kill can leave a dump both plain and packed, and then the newer file counts.
-    """
-    return max(path, other_path, key=_change_time)
+    return max(plain, plain.with_name(plain.name + ".gz"), key=_change_time)
 
 
 def _change_time(path: Path) -> int:
+    """Returns the time by which the newest file is chosen: a kill can leave a dump both plain and
+    packed."""
     with suppress(OSError):
         return path.stat().st_mtime_ns
     return -1
@@ -157,10 +143,10 @@ class RunFolder:
             step = step_of_stem(stem)
             if step is not None and stem == step_stem(step):
                 nodes = files.setdefault(step, {})
-                nodes[node] = _newer(nodes[node], path) if node in nodes else path
+                nodes[node] = max(nodes.get(node, path), path, key=_change_time)
         return {step: dict(sorted(nodes.items())) for step, nodes in sorted(files.items())}
 
-    def metrics(self, start: int = 0) -> Iterator[MetricsLine]:
+    def metrics(self, start: int = 0) -> Iterator[JsonLine]:
         """Yields the lines of metrics.jsonl from byte `start` on."""
         return read_metrics(self.path / "metrics.jsonl", start)
 
@@ -178,65 +164,37 @@ class RunFolder:
         fields: tuple[str, ...] = (),
         errors: ReadErrors | None = None,
         is_wanted: Callable[[bytes], bool] | None = None,
-    ) -> Iterator[RolloutRecord]:
-        """Yields the step's rollouts in the order of the files.
+    ) -> Iterator[tuple[FileLine, RolloutRecord]]:
+        """Yields pairs of a line and its rollout, in the order of the files.
 
         With `fields`, some names of RolloutRecord's fields, each object has these alone; that is
         much faster, and fields are not checked against each other (`parse_rollout_fields`).
         `is_wanted` tells from a raw line whether to parse it.
         """
-        num_read = 0
-        sizes = set[int]()
-        for _, record in self.scan_rollouts(step, fields, errors, is_wanted):
-            num_read += 1
-            if not fields and record.num_rollouts is not None:
-                sizes.add(record.num_rollouts)
-            yield record
-        if errors is not None and is_wanted is None and len(sizes) == 1:
-            errors.num_missing += max(0, sizes.pop() - num_read)
-
-    def scan_rollouts(
-        self,
-        step: int,
-        fields: tuple[str, ...] = (),
-        errors: ReadErrors | None = None,
-        is_wanted: Callable[[bytes], bool] | None = None,
-    ) -> Iterator[tuple[FileLine, RolloutRecord]]:
-        """Yields pairs of a line and its rollout, as `rollouts` does."""
 
         def parse(line: bytes, name: str) -> RolloutRecord:
             if fields:
                 return parse_rollout_fields(line, name, fields)  # type: ignore[no-any-return]
             return parse_rollout(line, name)
 
-        files = self.rollout_files.get(step, {})
+        num_read = 0
+        num_rollouts = 0
+        paths = self.rollout_files.get(step, {}).values()
         # People link the dumps of other nodes into one folder, so links to dumps are followed.
-        return _parse_files(list(files.values()), parse, errors, is_wanted, follow=True)
+        for line, record in _parse_files(paths, parse, errors, is_wanted, follow=True):
+            num_read += 1
+            if not fields:
+                num_rollouts = record.num_rollouts or 0
+            yield line, record
+        if errors is not None and is_wanted is None:
+            errors.num_missing += max(0, num_rollouts - num_read)
 
-    def scores(self, step: int, errors: ReadErrors | None = None) -> Iterator[TokenScores]:
-        """Yields the token scores of the step's rollouts; nothing if the run recorded none."""
-        for _, scores in self.scan_scores(step, errors):
-            yield scores
-
-    def scan_scores(
+    def scores(
         self, step: int, errors: ReadErrors | None = None
     ) -> Iterator[tuple[FileLine, TokenScores]]:
-        """Yields pairs of a line and its token scores, as `scores` does."""
-        files = self.score_files.get(step, {})
-        return _parse_files(list(files.values()), parse_scores, errors)
-
-    def scores_by_id(self, step: int) -> dict[int, TokenScores]:
-        """Returns the step's token scores by rollout id. Raises ConfigError if a line is broken or
-        repeated."""
-        scores_by_id: dict[int, TokenScores] = {}
-        for line, scores in self.scan_scores(step):
-            if scores.rollout_id in scores_by_id:
-                raise ConfigError(
-                    f"{line.name}: the rollout id {scores.rollout_id} is there twice; "
-                    "is one of the files another run's?"
-                )
-            scores_by_id[scores.rollout_id] = scores
-        return scores_by_id
+        """Yields pairs of a line and the token scores of a rollout; nothing if the run recorded
+        none."""
+        return _parse_files(self.score_files.get(step, {}).values(), parse_scores, errors)
 
     def complete_rollouts(self, step: int) -> list[RolloutRecord]:
         """Returns all rollouts of a step in the order of the prompt stream.
@@ -246,32 +204,20 @@ class RunFolder:
         """
         files = self.rollout_files.get(step)
         if not files:
-            steps = _list_names(self.dumped_steps)
-            hint = f"there are dumps of the steps {steps}" if steps else "there are no dumps"
             raise ConfigError(
-                f"{dump_path(self.path, step)}: No such file or directory; {hint} "
+                f"{dump_path(self.path, step)}: No such file or directory; there are dumps of the "
+                f"steps {reprlib.repr(self.dumped_steps)} "
                 "(logging.rollouts_every_steps, rollouts_keep)"
             )
-        records = []
-        seen: dict[str, str] = {}
-        for line, record in self.scan_rollouts(step):
-            keys = [f"the rollout {record.position}/{record.sample} (position/sample)"]
-            if record.rollout_id is not None:
-                keys.append(f"the rollout id {record.rollout_id}")
-            for key in keys:
-                earlier = seen.setdefault(key, line.name)
-                if earlier != line.name:
-                    raise ConfigError(
-                        f"{line.name}: {key} is in {earlier} too; "
-                        "is one of these files of another run?"
-                    )
-            records.append(record)
-        _check_complete(records, files, step)
-        return sorted(records, key=lambda record: (record.position, record.sample))
+        records = [record for _, record in self.rollouts(step)]
+        records.sort(key=lambda record: (record.position, record.sample))
+        paths = list(files.values())
+        _check_complete(records, f"{paths[0]}" + f" and {len(paths) - 1} more" * (len(paths) > 1))
+        return records
 
 
 def _parse_files(
-    paths: Sequence[Path],
+    paths: Iterable[Path],
     parse: Callable[[bytes, str], T],
     errors: ReadErrors | None,
     is_wanted: Callable[[bytes], bool] | None = None,
@@ -280,11 +226,10 @@ def _parse_files(
 ) -> Iterator[tuple[FileLine, T]]:
     """Yields each line of the files with its parsed value; see RunFolder for `errors`.
 
-    With `errors`, a file with more than _MAX_ERRORS broken lines is left there, and one that has
-    been removed is passed over. `follow` allows symbolic links in the place of files.
+    `follow` allows symbolic links in the place of files.
     """
     for path in paths:
-        num_errors_before = errors.num if errors is not None else 0
+        num_broken = 0
         try:
             for line in read_lines(path, follow=follow):
                 if is_wanted is not None and not is_wanted(line.text):
@@ -292,17 +237,12 @@ def _parse_files(
                 try:
                     value = parse(line.text, line.name)
                 except ConfigError as error:
-                    if errors is None:
+                    if errors is None or num_broken == _MAX_BROKEN:
                         raise
                     errors.add(str(error))
-                    if errors.num - num_errors_before > _MAX_ERRORS:
-                        # Ends this file only: it is caught and counted below.
-                        raise ConfigError(
-                            f"{path}: more than {_MAX_ERRORS} lines are broken; "
-                            "this is no rollout dump"
-                        ) from None
-                    continue
-                yield line, value
+                    num_broken += 1
+                else:
+                    yield line, value
         except ConfigError as error:
             if errors is None:
                 raise
@@ -311,43 +251,35 @@ def _parse_files(
                 errors.add(str(error))
 
 
-def _check_complete(records: Sequence[RolloutRecord], files: Mapping[int, Path], step: int) -> None:
-    """Raises ConfigError if rollouts are missing.
+def _check_complete(records: Sequence[RolloutRecord], name: str) -> None:
+    """Raises ConfigError if rollouts are missing, or there twice.
 
     Lines have the step's number of rollouts and their ids, which have no gap. Dumps of earlier
     versions have the ids alone; those of a step that rank 0 refused have neither.
     """
-    first_path, *other_paths = files.values()
-    name = f"{first_path} and {len(other_paths)} more" if other_paths else f"{first_path}"
-    sizes = sorted({record.num_rollouts for record in records if record.num_rollouts is not None})
-    if len(sizes) > 1 or (sizes and sizes[0] < len(records)):
+    numbers = {(record.position, record.sample) for record in records}
+    ids = [record.rollout_id for record in records if record.rollout_id is not None]
+    sizes = {record.num_rollouts for record in records if record.num_rollouts is not None}
+    size = max(sizes, default=len(records))
+    is_mixed = len(numbers) < len(records) or len({*ids}) < len(ids) or len(sizes) > 1
+    if is_mixed or size < len(records):
         raise ConfigError(
-            f"{name}: {len(records)} rollouts of a step that had {_list_names(sizes)}; "
+            f"{name}: {len(records)} rollouts of a step that had {size}, or some of them twice; "
             "is one of these files of another run?"
         )
-    ids = {record.rollout_id for record in records if record.rollout_id is not None}
     num_ids = max(ids, default=-1) + 1
     # every rollout has an id, so dynamic sampling dropped none
-    if sizes and len(ids) == len(records):
-        num_ids = max(num_ids, sizes[0])
-    num_missing = max(num_ids - len(ids), sizes[0] - len(records) if sizes else 0)
-    if num_missing <= 0:
-        return
-    message = f"{name}: {num_missing} rollouts are missing"
-    # an id can be as large as a hostile line says: look at no more than a message can name
-    missing_ids = [i for i in range(min(num_ids, len(ids) + _MAX_LISTED + 1)) if i not in ids]
-    if missing_ids:
-        message += f", with the ids {_list_names(missing_ids)}"
-    nodes = range(min(max(files), len(files) + _MAX_LISTED))
-    missing_files = [f"{node_stem(step_stem(step), n)}.jsonl" for n in nodes if n not in files]
-    if missing_files:
-        message += f"; there is no {_list_names(missing_files)}"
-    raise ConfigError(f"{message}; each node wrote a file, and all of them must be in one folder")
-
-
-def _list_names(values: Sequence[object]) -> str:
-    names = ", ".join(map(str, values[:_MAX_LISTED]))
-    return f"{names}, ..." if len(values) > _MAX_LISTED else names
+    if len(ids) == len(records):
+        num_ids = max(num_ids, size)
+    num_missing = max(size - len(records), num_ids - len(ids))
+    if num_missing:
+        # an id can be as large as a hostile line says: look at a few more than there are lines
+        missing_ids = sorted(set(range(min(num_ids, len(ids) + 10))).difference(ids))
+        raise ConfigError(
+            f"{name}: {num_missing} rollouts are missing, among them the ids "
+            f"{reprlib.repr(missing_ids)}; each node wrote a file, and all of them must be in one "
+            "folder"
+        )
 
 
 class LineStore:
@@ -379,19 +311,13 @@ class LineStore:
 
     def _open(self, path: Path) -> IO[bytes]:
         file = open_lines(path, follow=True)
-        if path.suffix != ".gz":
-            return file
-        # a packed file cannot be read from its middle, so a small one is kept unpacked
-        content = bytearray()
-        # keep the lines before the damage
-        with suppress(EOFError, zlib.error, OSError):
-            while len(content) <= _HELD_BYTES:
-                block = file.read1(1 << 17)  # type: ignore[attr-defined]
-                if not block:
-                    break
-                content += block
-        if len(content) > _HELD_BYTES:
+        if path.suffix == ".gz":
+            # a packed file cannot be read from its middle, so a small one is kept unpacked
+            with suppress(EOFError, zlib.error, OSError):
+                content = file.read(_HELD_BYTES + 1)
+                if len(content) <= _HELD_BYTES:
+                    file.close()
+                    return io.BytesIO(content)
+            # of a damaged file the lines before the damage can be read
             file.seek(0)
-            return file
-        file.close()
-        return io.BytesIO(content)
+        return file

@@ -12,9 +12,10 @@ import logging
 import os
 import re
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -30,26 +31,23 @@ _NAME = "timeline.jsonl"
 # Ranks in a line, and spans that a rank sends for a step: a line has at most 0.3 MB.
 _MAX_RANKS = 64
 _MAX_SPANS = 64
-# A longer line is not ours, and is not read into memory.
-_MAX_LINE_BYTES = 1 << 22
 # The step of a raw line, so that lines of other steps need not be parsed.
 _STEP = re.compile(rb'{"step": ?(\d{1,15}),')
-_Number = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
-_Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+# What ranks send of a span: index in PHASES, start ms, end ms, peak MiB, busy ms.
+_UNITS = (1, 1000, 1000, 1024, 1000)
 _SpanNumbers = npt.NDArray[np.int32]
-"""[spans, 5] as ranks send them: index in PHASES, start ms, end ms, peak MiB, busy ms; -1 for
-None."""
+"""[spans, 5] as ranks send them, in _UNITS; -1 for None."""
 
 
 class Span(NamedTuple):
     """Holds one stay of a rank in a phase, in seconds since the step began on the rank."""
 
-    phase: Annotated[str, msgspec.Meta(max_length=100)]
-    start_s: _Number
-    end_s: _Number
-    peak_gib: _Number | None
+    phase: str
+    start_s: float
+    end_s: float
+    peak_gib: float | None
     """The peak of memory, as memory/PHASE/peak_gib in the metrics."""
-    busy_s: _Number | None
+    busy_s: float | None
     """How long this rank's engine generated in a rollout phase; None if it did not."""
 
 
@@ -57,11 +55,11 @@ class Span(NamedTuple):
 class Timeline:
     """Holds the timeline of one step. In JSON a span is a list."""
 
-    step: _Count
-    unix_s: _Number
+    step: int
+    unix_s: float
     """When the step began on rank 0."""
-    world_size: _Count
-    ranks: list[_Count]
+    world_size: int
+    ranks: list[int]
     """The ranks whose spans are in the line."""
     spans: list[list[Span]]
     """The spans of each rank in `ranks`, in time order."""
@@ -79,18 +77,17 @@ def pack_spans(spans: Sequence[Span], generation_s: Sequence[float]) -> bytes:
     rows = []
     for span in spans:
         busy_s = next(busy, None) if span.phase == "rollout" else None
-        peak_mib = -1 if span.peak_gib is None else 1024 * span.peak_gib
-        busy_ms = -1 if busy_s is None else 1000 * busy_s
-        phase = PHASES.index(span.phase)
-        rows.append([phase, 1000 * span.start_s, 1000 * span.end_s, peak_mib, busy_ms])
+        rows.append([PHASES.index(span.phase), span.start_s, span.end_s, span.peak_gib, busy_s])
     if len(rows) > _MAX_SPANS:
         rows = rows[: _MAX_SPANS // 2] + rows[-_MAX_SPANS // 2 :]
-    return pack(len(rows), [np.array(rows, np.float64).round().astype(np.int32)])
+    # None becomes NaN here
+    numbers = np.array(rows, np.float64).reshape(-1, len(_UNITS)) * _UNITS
+    return pack(len(rows), [np.nan_to_num(numbers, nan=-1).round().astype(np.int32)])
 
 
 def unpack_spans(reader: PackedReader) -> _SpanNumbers:
     """Returns the [spans, 5] numbers that `pack_spans` packed, and moves `reader` behind them."""
-    return reader.array(np.int32, 5 * reader.header).reshape(-1, 5)
+    return reader.array(np.int32, len(_UNITS) * reader.header).reshape(-1, len(_UNITS))
 
 
 class TimelineFile:
@@ -100,19 +97,18 @@ class TimelineFile:
         path = run_dir / _NAME
         self._file: LineFile | None = None
         try:
-            last_byte = b""
+            end = b""
             if os.path.lexists(path):
                 # opening a fifo for writing would wait for a reader
                 with open_regular(path) as file:
                     file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
-                    last_byte = file.read()
+                    end = file.read()
             self._file = LineFile(path)
-            if last_byte not in (b"", b"\n"):
+            if end not in (b"", b"\n"):
                 # a kill has cut the last line short: the next line must not continue it
                 self._file.write("")
         except (OSError, UntrustedError) as error:
-            reason = error.strerror if isinstance(error, OSError) else error
-            _log.warning("%s is not written: %s", path, reason)
+            _log.warning("%s is not written: %s", path, error)
 
     def write(
         self, step: int, unix_s: float, world_size: int, rank_spans: Sequence[_SpanNumbers]
@@ -149,8 +145,7 @@ def shown_ranks(busy_s: Sequence[float]) -> list[int]:
 
 
 def _to_spans(numbers: _SpanNumbers) -> list[Span]:
-    # back from index, ms, ms, MiB, ms
-    rows = (numbers / (1, 1000, 1000, 1024, 1000)).round(3).tolist()
+    rows = (numbers / _UNITS).round(3).tolist()
     return [
         Span(PHASES[int(phase)], start, end, None if peak < 0 else peak, None if busy < 0 else busy)
         for phase, start, end, peak, busy in rows
@@ -161,31 +156,15 @@ def read_timeline(run_dir: Path, steps: Collection[int] | None = None) -> dict[i
     """Returns the timelines by step, in the order of the file; {} if there is no file.
 
     With `steps`, lines of other steps are not parsed. Steps that a run will make again are there
-    too. Broken lines and lines of 4 MiB or more are skipped: a kill may have cut one. Raises
-    ConfigError for a file that cannot be read.
+    too. Broken lines are skipped: a kill may have cut one. Raises ConfigError for a file that
+    cannot be read.
     """
     path = run_dir / _NAME
     timelines: dict[int, Timeline] = {}
-    if not os.path.lexists(path):
-        return timelines
-    for line in read_lines(path, skip_longer_than=_MAX_LINE_BYTES):
+    for line in read_lines(path) if os.path.lexists(path) else ():
         step = _STEP.match(line.text)
         if step is not None and (steps is None or int(step[1]) in steps):
-            timeline = _parse(line.text)
-            if timeline is not None:
+            with suppress(ValueError, RecursionError):
+                timeline = msgspec.json.decode(line.text, type=Timeline)
                 timelines[timeline.step] = timeline
     return timelines
-
-
-def _parse(line: bytes) -> Timeline | None:
-    """Returns the timeline of a line; None if the line is broken or contradicts itself."""
-    try:
-        timeline = msgspec.json.decode(line, type=Timeline)
-    except (ValueError, RecursionError):
-        return None
-    is_sound = (
-        len(timeline.ranks) == len(timeline.spans)
-        and all(rank < timeline.world_size for rank in timeline.ranks)
-        and all(span.start_s <= span.end_s for spans in timeline.spans for span in spans)
-    )
-    return timeline if is_sound else None

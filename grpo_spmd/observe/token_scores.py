@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import numpy as np
@@ -27,7 +27,6 @@ from grpo_spmd.records import MicroBatch
 if TYPE_CHECKING:
     from torch import Tensor
 
-_ENCODER = msgspec.json.Encoder()
 _Floats = npt.NDArray[np.float32]
 _Size = Annotated[float, msgspec.Meta(ge=0, le=1e39)]
 
@@ -77,7 +76,7 @@ class KeptScores:
             return []
         rows = []
         for micro_batch, logprobs, entropy in entries:
-            columns = (
+            scores = (
                 logprobs - micro_batch.rollout_logprobs,
                 entropy,
                 micro_batch.advantages,
@@ -85,56 +84,40 @@ class KeptScores:
                 micro_batch.sequence_index,
             )
             # one float32 tensor, one copy: it holds sequence indices below 2^24 exactly
-            rows.append(torch.stack([column.float() for column in columns]))
-        difference, entropies, advantages, loss_mask, sequence_index = (
-            torch.cat(rows, dim=1).cpu().numpy()
-        )
+            rows.append(torch.stack([column.float() for column in scores]))
+        *columns, sequence_index = torch.cat(rows, dim=1).cpu().numpy()
         # every micro-batch counts its sequences from 0, so its first token begins a rollout too
         is_begin = np.diff(sequence_index, prepend=-1) != 0
         is_begin[np.cumsum([0, *(len(logprobs) for _, logprobs, _ in entries[:-1])])] = True
-        ids = [
-            rollout_id for micro_batch, _, _ in entries for rollout_id in micro_batch.rollout_ids
-        ]
-        begins = np.flatnonzero(is_begin)
-        lines = _encode_lines(
-            ids,
-            begins,
-            difference=difference,
-            entropy=entropies,
-            advantages=advantages,
-            loss_mask=loss_mask,
-        )
+        ids = [rollout_id for entry in entries for rollout_id in entry[0].rollout_ids]
+        names = [name for name, _, _ in _ARRAYS]
+        by_name = dict(zip(names, columns, strict=True))
+        lines = _encode_lines(ids, np.flatnonzero(is_begin), by_name)
         return [line for _, line in sorted(zip(ids, lines, strict=True))]
 
 
 def _encode_lines(
-    ids: Sequence[int],
-    begins: npt.NDArray[np.int64],
-    difference: _Floats,
-    entropy: _Floats,
-    advantages: _Floats,
-    loss_mask: _Floats,
+    ids: Sequence[int], begins: npt.NDArray[np.int64], columns: dict[str, _Floats]
 ) -> Iterator[bytes]:
-    """Yields the line of each rollout; rollout i begins at token begins[i].
+    """Yields the line of each rollout; rollout i begins at token begins[i] of the columns.
 
     Figures are computed over all tokens at once, since a rollout may have very few.
     """
-    sizes = np.abs(difference)
-    ends = np.append(begins[1:], len(difference))
+    sizes = np.abs(columns["difference"])
+    ends = np.append(begins[1:], len(sizes))
     means = np.add.reduceat(sizes, begins, dtype=np.float64) / (ends - begins)
     maxima = np.maximum.reduceat(sizes, begins)
-    differ = np.maximum.reduceat(advantages, begins) != np.minimum.reduceat(advantages, begins)
-    masked = np.minimum.reduceat(loss_mask, begins) == 0
+    advantages = columns["advantages"]
+    # columns that not every line has
+    is_written = {
+        "advantages": np.maximum.reduceat(advantages, begins)
+        != np.minimum.reduceat(advantages, begins),
+        "loss_mask": np.minimum.reduceat(columns["loss_mask"], begins) == 0,
+    }
     # values beyond 65504 become infinite
     with np.errstate(over="ignore"):
-        packed = {
-            "difference": difference.astype("<f2"),
-            "entropy": entropy.astype("<f2"),
-            "advantages": advantages.astype("<f2"),
-            "loss_mask": loss_mask.astype(np.uint8),
-        }
+        packed = {name: columns[name].astype(stored) for name, stored, _ in _ARRAYS}
     for i, rollout_id in enumerate(ids):
-        tokens = slice(begins[i], ends[i])
         values: dict[str, object] = {
             "rollout_id": rollout_id,
             # what is not finite becomes null
@@ -142,11 +125,10 @@ def _encode_lines(
             "difference_max": float(maxima[i]),
         }
         for name, array in packed.items():
-            if (name == "advantages" and not differ[i]) or (name == "loss_mask" and not masked[i]):
-                continue
-            # msgspec writes bytes as base64, and reads them so
-            values[name] = array[tokens].tobytes()
-        yield _ENCODER.encode(values)
+            if name not in is_written or is_written[name][i]:
+                # msgspec writes bytes as base64, and reads them so
+                values[name] = array[begins[i] : ends[i]].tobytes()
+        yield msgspec.json.encode(values)
 
 
 class _ScoresLine(msgspec.Struct, gc=False):
@@ -174,18 +156,17 @@ def parse_scores(line: bytes, line_name: str) -> TokenScores:
 
     Raises ConfigError, whose message begins with `line_name` ("FILE:NUMBER").
     """
-    arrays: dict[str, npt.NDArray[Any] | None] = {}
     try:
-        values = _DECODER.decode(line)
-        for name, stored, loaded in _ARRAYS:
-            packed = getattr(values, name)
-            arrays[name] = None
-            if packed is not None:
-                # ValueError if the bytes are no whole number of values
-                arrays[name] = np.frombuffer(packed, stored).astype(loaded)
-        lengths = {name: len(array) for name, array in arrays.items() if array is not None}
+        values = msgspec.structs.asdict(_DECODER.decode(line))
+        arrays = {
+            # ValueError if the bytes are no whole number of values
+            name: np.frombuffer(values[name], stored).astype(loaded)
+            for name, stored, loaded in _ARRAYS
+            if values[name] is not None
+        }
+        lengths = {name: len(array) for name, array in arrays.items()}
         if len(set(lengths.values())) > 1:
             raise ValueError(f"the numbers of tokens differ: {lengths}")
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{line_name}: {error}; this is no file of token scores") from None
-    return TokenScores(**(msgspec.structs.asdict(values) | arrays))
+    return TokenScores(**values | arrays)

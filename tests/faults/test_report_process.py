@@ -48,7 +48,7 @@ RUN = """
 import pathlib, sys, time
 from grpo_spmd.observe.followers import ReportProcess
 report = ReportProcess(pathlib.Path(sys.argv[1]), 1, sys.argv[2])
-report.step_written(1)
+report.line_written(1, False)
 print("on", flush=True)
 time.sleep(600)
 """
@@ -106,13 +106,13 @@ def test_it_has_nothing_of_the_run_and_the_last_one_is_made_at_the_end(
     os.set_inheritable(retained, True)
     report = ReportProcess(tmp_path, 10, "report_that_facts")
     for step in range(1, 20):
-        report.step_written(step)
+        report.line_written(step, False)
     wait_for(tmp_path / "facts.jsonl", "\n")
     deadline = time.monotonic() + 20
     while children() != old and time.monotonic() < deadline:  # it is reaped while the run goes on
         time.sleep(0.02)
     assert children() == old
-    report.end(makes_last=True)
+    report.end(has_ended=True)
     report.finish(60)
     os.close(retained)
     lines = [json.loads(line) for line in (tmp_path / "facts.jsonl").read_text().splitlines()]
@@ -138,9 +138,9 @@ def test_it_has_nothing_of_the_run_and_the_last_one_is_made_at_the_end(
 def test_there_are_never_two_and_a_slow_one_is_not_queued(tmp_path: Path) -> None:
     report = ReportProcess(tmp_path, 1, "report_that_slow")
     for step in range(1, 100):
-        report.step_written(step)
+        report.line_written(step, False)
         time.sleep(0.01)
-    report.end(makes_last=True)
+    report.end(has_ended=True)
     report.finish(60)
     words = (tmp_path / "slow.txt").read_text().split()
     ends = [i for i, word in enumerate(words) if word == "end"]
@@ -160,12 +160,12 @@ def test_one_that_hangs_is_killed_and_the_next_is_made(
     report = ReportProcess(tmp_path, 1, "report_that_hangs")
     deadline = time.monotonic() + 60
     while len(pids) < 2 and time.monotonic() < deadline:
-        report.step_written(1)
+        report.line_written(1, False)
         with_pid = tmp_path / "pid"
         pids |= {with_pid.read_text()} - {""} if with_pid.exists() else set()
         time.sleep(0.02)
     assert len(pids) == 2
-    report.end(makes_last=True)
+    report.end(has_ended=True)
     report.finish(30)
     assert children() == old
     assert caplog.text.count("report.html is not made (it took more than 1 s)") == 1
@@ -186,9 +186,9 @@ def test_one_that_fails_costs_one_warning(
     old = children()
     report = ReportProcess(tmp_path, 1, f"report_that_{name}")
     for _ in range(2):
-        report.step_written(1)
+        report.line_written(1, False)
         time.sleep(0.5)
-    report.end(makes_last=True)
+    report.end(has_ended=True)
     report.finish(60)
     assert caplog.text.count(f"report.html is not made ({says})") == 1
     assert children() == old
@@ -200,9 +200,9 @@ def test_one_that_fails_costs_one_warning(
 def test_a_preempted_run_makes_no_last_one_and_waits_for_none(tmp_path: Path) -> None:
     old = children()
     report = ReportProcess(tmp_path, 1, "report_that_hangs")
-    report.step_written(1)
+    report.line_written(1, False)
     wait_for(tmp_path / "pid")
-    report.end(makes_last=False)
+    report.end(has_ended=False)
     report.finish(5)
     assert children() == old
     (tmp_path / "pid").unlink()
@@ -215,7 +215,7 @@ def test_a_folder_that_cannot_be_written_costs_one_warning(
 ) -> None:
     (tmp_path / "logs").write_text("a file")
     report = ReportProcess(tmp_path, 1, "report_that_facts")
-    report.step_written(1)
+    report.line_written(1, False)
     report.finish(10)
     assert "no report is made any more" in caplog.text
 

@@ -68,11 +68,11 @@ def test_it_needs_no_more_memory_than_one_file(tmp_path: Path) -> None:
     script = (
         "import resource, sys, torch, safetensors.torch\n"
         "from pathlib import Path\n"
-        "from grpo_spmd.tools.export import export_checkpoint\n"
+        "from grpo_spmd.checkpoint import export\n"
+        f"export.FILE_BYTES = {33 * mib}\n"
         "torch.zeros(1 << 20).bfloat16()\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        "export_checkpoint(Path(sys.argv[1]), Path(sys.argv[2]), 'float32', "
-        f"max_file_bytes={33 * mib})\n"
+        "export.export_checkpoint(Path(sys.argv[1]), Path(sys.argv[2]), 'float32')\n"
         "print('grew', resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)\n"
     )
     code, output = Job(

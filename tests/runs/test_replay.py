@@ -93,7 +93,7 @@ def test_a_step_is_what_it_was(run: Path, step: int) -> None:
         assert current.advantage == was.advantage
         if current.advantage is not None:
             assert rollout.logprobs == pytest.approx(was.rollout_logprobs, abs=1e-5)
-    assert "differ: reward 0, statuses 0, advantage 0, reward format 0, reward odd 0" in text
+    assert "differ: reward 0, advantage 0, reward format 0, reward odd 0, status format 0" in text
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == old  # nothing was written
 
 
@@ -358,8 +358,7 @@ def _change(**values: Any) -> Callable[[list[bytes]], None]:
         ),
         (
             _change(sample=3),
-            r"step_000002\.jsonl:\d+: the rollout \d+/3 \(position/sample\) is in "
-            r".*/step_000002\.jsonl:\d+ too",
+            r"step_000002\.jsonl: \d+ rollouts of a step that had \d+, or some of them twice",
         ),
         (
             lambda lines: lines.__setitem__(0, b"[]"),
@@ -397,8 +396,8 @@ def test_what_is_not_there_is_said(run: Path, tmp_path: Path) -> None:
         read_step(tmp_path, 1)
     with pytest.raises(
         ConfigError,
-        match=r"step_000010\.jsonl: No such file or directory; there are dumps of the steps 1, "
-        r"2, 3 ",
+        match=r"step_000010\.jsonl: No such file or directory; there are dumps of the steps "
+        r"\[1, 2, 3\] ",
     ):
         read_step(run, 10)
     with pytest.raises(ConfigError, match=r"^rewards\.1\.function: there is no file /nowhere\.py$"):
@@ -455,7 +454,7 @@ def test_the_command_stops_at_a_breakpoint_and_needs_no_vllm(run: Path, tmp_path
     assert code == 0, output
     assert "(Pdb) 4000" in output
     assert "of 3" in output
-    assert "differ: reward 0, statuses 0, advantage 0" in output
+    assert "differ: reward 0, advantage 0" in output
     assert "Traceback" not in output
 
 

@@ -149,11 +149,13 @@ def test_episodes_are_trained_on_as_plain_transformers_scores_them(run: Path) ->
         "episodes, of 8 those with the largest |advantage|:\n        1/2 ok: '2 turns, 5 tokens "
         "sampled'" in text
     )
-    assert "tokens given, 3 sampled, in the loss, stop, logprob -" in text
-    assert "calls 'add' {'a': 1}" in text
-    assert r"tool add: '\x1b[31m<|im_end|>\xfc'" in text
-    assert r"assistant: 'it is\n7'" in text
-    assert "2 sampled, in the loss, stop, reward 0.5, logprob -" in text
+    assert (
+        " tokens, given\n    segment 1: 3 tokens, sampled, in the loss, stop, reward None" in text
+    )
+    assert "'name': 'add', 'arguments': {'a': 1}" in text
+    assert r"tool content: '\x1b[31m<|im_end|>\xfc'" in text
+    assert r"assistant content: 'it is\n7'" in text
+    assert ": 2 tokens, sampled, in the loss, stop, reward 0.5, logprob -" in text
 
 
 def test_an_answer_given_to_a_sibling_shows_in_the_logprobs(run: Path, tmp_path: Path) -> None:
@@ -182,6 +184,6 @@ def test_a_mask_that_is_off_by_one_is_refused(run: Path, tmp_path: Path) -> None
         values["turns"][sampled]["token_ids"].append(inputs.pop(0))
 
     with pytest.raises(
-        ConfigError, match=r"step_000001\.jsonl:5: an episode: the tokens that its segments have as"
+        ConfigError, match=r"step_000001\.jsonl:5: the tokens that its segments have as"
     ):
         read_step(changed(run, tmp_path, 4, late), 1)

@@ -19,7 +19,7 @@ from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config
 from grpo_spmd.observe.metrics_file import LineFile
 from grpo_spmd.observe.trackers.feed import TrackerFeed
-from grpo_spmd.observe.trackers.wandb_run import WandbRun
+from grpo_spmd.observe.trackers.runs import WandbRun
 from tests.support import fake_wandb
 from tests.support.models import write_config
 from tests.support.ranks import RanksJob
@@ -40,7 +40,7 @@ def run(config: Config, steps: range, finish_s: float = 20) -> float:
     start = time.monotonic()
     for step in steps:
         file.write(json.dumps({"step": step, "x": step / 7}))
-        feed.line_written()
+        feed.line_written(1, False)
     spent = time.monotonic() - start
     feed.finish(finish_s)
     file.close()

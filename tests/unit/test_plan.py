@@ -156,10 +156,10 @@ def test_cards_by_name_and_by_figures() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("H100-80G", "did you mean H100-80GB"),
-        ("A100", "A100-40GB or A100-80GB"),
-        ("80GiB", "is not GiB, TFLOP/s and GB/s"),
-        ("80GiB,989GB/s,3350TFLOPS", "is not GiB, TFLOP/s and GB/s"),
+        ("H100-80G", "no card 'H100-80G'. Known are .* H100-80GB"),
+        ("A100", "no card 'A100'. Known are A100-40GB, A100-80GB"),
+        ("80GiB", "or give GiB, TFLOP/s and GB/s"),
+        ("80GiB,989GB/s,3350TFLOPS", "or give GiB, TFLOP/s and GB/s"),
         ("0GiB,989TFLOPS,3350GB/s", "all above 0"),
         ("nanGiB,989TFLOPS,3350GB/s", "all above 0"),
         ("xGiB,989TFLOPS,3350GB/s", "all above 0"),

@@ -401,7 +401,7 @@ def test_a_file_of_millions_of_broken_lines_is_given_up(line: bytes, tmp_path: P
     )
     (run,) = _chunks(out)["main"]["runs"]
     assert (run["rollouts"]["shown"], run["rollouts"]["note"]) == (
-        16, "1,002 broken lines or files of dumps are left out",  # the file is given up after 1,000
+        16, "1,001 broken lines or files of dumps are left out",  # the file is given up after 1,000
     )  # fmt: skip
 
 

@@ -330,5 +330,5 @@ def test_more_lines_than_a_run_writes_are_refused_in_time(
         assert read_run(folder).last_step == 1
     with (folder / "metrics.jsonl").open("ab") as file:
         file.write(line)
-    with pytest.raises(ConfigError, match="has more than 1,000 lines or 4 GiB"):
+    with pytest.raises(ConfigError, match="nor more than 1,000 lines or 4 GiB"):
         read_run(folder)

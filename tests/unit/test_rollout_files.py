@@ -19,7 +19,7 @@ from grpo_spmd.config.schema import LoggingConfig
 from grpo_spmd.distributed.session import Session, end_session, start_session
 from grpo_spmd.observe.metrics_file import read_lines
 from grpo_spmd.observe.rollout_record import RolloutRecord, to_line
-from grpo_spmd.observe.rollout_writer import RolloutWriter, _Nodes
+from grpo_spmd.observe.rollout_writer import RolloutWriter
 from grpo_spmd.observe.run_folder import RunFolder, dump_path
 
 LINES = [b'{"a": 1}', '{"b": "häh\u2028"}'.encode(), b'{"c": "\\n"}']
@@ -105,7 +105,7 @@ def test_what_killed_processes_had_begun_goes_but_not_what_another_node_may_be_a
         (folder / f"{name}.tmp").touch()
     (folder / "step_000008.jsonl.tmp").mkdir()
     two_nodes = files(tmp_path)
-    two_nodes._known_nodes = _Nodes([range(1), range(1, 2)], 0, 0)
+    two_nodes._nodes = [range(1), range(1, 2)]
     two_nodes._finish("step_000003", folder / "step_000003.jsonl.tmp", [0, 0])
     rest = ["notes.tmp", "step_000008.jsonl.tmp", "step_000009.jsonl.bak.tmp"]
     assert names(tmp_path) == [rest[0], "step_000001.node_1.jsonl.tmp", *rest[1:]]
@@ -245,23 +245,17 @@ def test_the_parts_of_nodes_are_one_dump_to_a_reader(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("pieces", "expected"),
     [
-        ({0: [0, 1, 2, 4, 5, 6, 7]}, r"1 rollouts are missing, with the ids 3; each node wrote a "
-                                     r"file"),
-        ({0: [0, 1], 3: [6, 7]}, r".* and 1 more: 4 rollouts are missing, with the ids 2, 3, 4, "
-                                 r"5; there is no "
-         r"step_000001\.node_1\.jsonl, step_000001\.node_2\.jsonl; each"),
-        ({1: [4, 5, 6, 7]}, r"4 rollouts are missing, with the ids 0, 1, 2, 3; there is no "
-                            r"step_000001\.jsonl; each"),
+        ({0: [0, 1, 2, 4, 5, 6, 7]}, r"1 rollouts are missing, among them the ids \[3\]; each"),
+        ({0: [0, 1], 3: [6, 7]}, r".* and 1 more: 4 rollouts .* the ids \[2, 3, 4, 5\]; each"),
+        ({1: [4, 5, 6, 7]}, r"4 rollouts are missing, .* the ids \[0, 1, 2, 3\]; each"),
         # whose ids have no gap
-        ({0: [0, 1, 2, 3]}, r"4 rollouts are missing, with the ids 4, 5, 6, 7; each"),
-        ({0: [0, 1, None]}, r"5 rollouts are missing; each node"),  # of which nothing tells the ids
-        ({0: [0], 1: [10**15]}, r"\d+ rollouts are missing, with the ids 1, 2, 3, 4, 5, 6, 7, 8, "
-                                r"\.\.\.; each"),
-        ({0: range(8), 1: [5]}, r"node_1\.jsonl:1: the rollout 12/1 \(position/sample\) is in "
-                                r".*step_000001\.jsonl:6 "
-         r"too; is one of these files of another run\?"),
-        ({0: range(8), 1: [8]}, r"9 rollouts of a step that had 8; is one of these files of "
-                                r"another run\?"),
+        ({0: [0, 1, 2, 3]}, r"4 rollouts are missing, .* the ids \[4, 5, 6, 7\]; each"),
+        # of which nothing tells the ids
+        ({0: [0, 1, None]}, r"5 rollouts are missing, .* the ids \[\]; each node"),
+        ({0: [0], 1: [10**15]}, r"\d+ rollouts are missing, .* \[1, 2, 3, 4, 5, 6, \.\.\.\]; each"),
+        ({0: range(8), 1: [5]}, r"9 rollouts of a step that had 8, or some of them twice; is one"),
+        ({0: range(7), 1: [5]}, r"8 rollouts of a step that had 8, or some of them twice; is one"),
+        ({0: range(8), 1: [8]}, r"9 rollouts of a step that had 8, .*; is one of these files of"),
     ],
 )  # fmt: skip
 def test_rollouts_that_are_missing_or_there_twice_are_named_in_a_line(
@@ -286,7 +280,7 @@ def test_parts_of_two_steps_and_dumps_of_earlier_versions(tmp_path: Path) -> Non
     second.write_bytes(_record(1, of=4))
     with pytest.raises(
         ConfigError,
-        match=r"2 rollouts of a step that had 2, 4; is one of these files of another run",
+        match=r"2 rollouts of a step that had 4, .*; is one of these files of another run",
     ):
         RunFolder(tmp_path).complete_rollouts(1)
     second.unlink()
@@ -295,7 +289,7 @@ def test_parts_of_two_steps_and_dumps_of_earlier_versions(tmp_path: Path) -> Non
     )  # they have only ids
     assert len(RunFolder(tmp_path).complete_rollouts(1)) == 3
     initial.write_bytes(_record(0, of=None) + _record(2, of=None))
-    with pytest.raises(ConfigError, match="1 rollouts are missing, with the ids 1;"):
+    with pytest.raises(ConfigError, match=r"1 rollouts are missing, among them the ids \[1\];"):
         RunFolder(tmp_path).complete_rollouts(1)
     initial.write_bytes(_record(None, of=None))  # a step that was refused has no ids
     assert len(RunFolder(tmp_path).complete_rollouts(1)) == 1

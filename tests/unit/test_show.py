@@ -403,7 +403,7 @@ def test_differences_of_tokens_are_said(scored: Path, shown: Shown) -> None:
 def test_tokens_are_coloured_by_their_difference(scored: Path) -> None:
     """In float32 from 1e-4 nats on: 0.5 is beyond all, 0.001 is ten times that."""
     run, errors = read_run(scored), ReadErrors()
-    [record, _] = run.files.rollouts(8, errors=errors)
+    [(_, record), _] = run.files.rollouts(8, errors=errors)
     text, styles = TokenDifferences(run, 8, [record], errors).coloured_text(record)
     assert text == "ab<end>"
     assert styles == ["", "far", *["over"] * 5]
@@ -415,7 +415,7 @@ def test_tokens_are_coloured_by_their_difference(scored: Path) -> None:
 
 
 def test_tokens_of_an_episode_are_coloured_turn_by_turn(scored: Path) -> None:
-    [record, _] = read_run(scored).files.rollouts(8)
+    [(_, record), _] = read_run(scored).files.rollouts(8)
     turns: list[dict[str, Any]] = [
         {"sampled": True, "token_ids": [3]},
         {"sampled": False, "token_ids": [9, 9]},

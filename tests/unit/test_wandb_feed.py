@@ -16,7 +16,7 @@ from grpo_spmd.config.schema import Config
 from grpo_spmd.observe.metrics_file import LineFile
 from grpo_spmd.observe.trackers import feed as feed_module
 from grpo_spmd.observe.trackers.feed import TrackerFeed
-from grpo_spmd.observe.trackers.wandb_run import WandbRun
+from grpo_spmd.observe.trackers.runs import WandbRun
 from tests.support import fake_wandb
 from tests.support.models import write_config
 
@@ -41,7 +41,7 @@ def run(config: Config, steps: range, finish_s: float = 20) -> float:
     start = time.monotonic()
     for step in steps:
         file.write(json.dumps({"step": step, "x": step / 7}))
-        feed.line_written()
+        feed.line_written(1, False)
     spent = time.monotonic() - start
     feed.finish(finish_s)
     file.close()
@@ -124,5 +124,5 @@ def test_a_tracker_that_does_not_answer_is_said_once(
     feed = TrackerFeed(folder, WandbRun(folder, config.logging, config_to_dict(config)))
     for _ in range(3):
         time.sleep(0.1)
-        feed.line_written()
+        feed.line_written(1, False)
     assert caplog.text.count("W&B has not answered for") == 1

@@ -12,14 +12,13 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.files import UntrustedError, check_fields, read_json
 from grpo_spmd.observe.metrics_file import (
     is_evaluation,
     read_lines,
@@ -34,7 +33,6 @@ _log = logging.getLogger("grpo_spmd")
 ANSWER_S = 60.0
 MAX_ROLLOUTS = 64
 MAX_MESSAGES = 32
-MAX_REWARDS = 16
 # The bound for a prompt, for a completion and for a message.
 MAX_TEXT_CHARS = 4_000
 # Characters that a browser obeys instead of showing them: control characters, writing directions,
@@ -48,25 +46,14 @@ _FIELDS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class ShownRollout:
+class ShownRollout(NamedTuple):
     """A rollout as trackers show it. All texts are cut and escaped."""
 
-    position: int
-    sample: int
-    prompt: str
-    completion: str
     messages: list[dict[str, str]]
     """Role and content: the prompt's messages, then the episode's."""
-    rewards: dict[str, float | None]
-    """By name, before weighting."""
-    reward: float | None
-    advantage: float | None
-    finish_reason: str
-    status: str | None
-    """How an episode ended."""
-    answer: str
-    """The column that most likely holds the right answer, as "name=value"; "" if there is none."""
+    fields: dict[str, Any]
+    """Texts, numbers and None by the column of a table: prompt, completion, reward, each
+    reward/NAME before weighting, and so on."""
 
 
 class Tracker:
@@ -82,7 +69,6 @@ class Tracker:
 
     def start(self, run_id: str, next_step: int) -> None:
         """`next_step` is the first step that the tracker lacks, as far as our own notes tell."""
-        raise NotImplementedError
 
     def lacks(self, step: int, is_evaluation: bool, next_step: int) -> bool:
         """Whether it needs a line that an earlier launch wrote. An evaluation follows the line of
@@ -91,12 +77,12 @@ class Tracker:
 
     def log(self, metrics: dict[str, Any], rollouts: Sequence[ShownRollout]) -> None:
         """Takes a line of metrics.jsonl, with `step`, and some rollouts of the step or none."""
-        raise NotImplementedError
 
     def finish(self) -> None:
-        raise NotImplementedError
+        """Sends what is left."""
 
 
+@dataclass
 class TrackerFeed:
     """Follows `<run_dir>/metrics.jsonl`, which is the tracker's queue.
 
@@ -107,12 +93,13 @@ class TrackerFeed:
     disk) ends the feed with a warning; a call that hangs keeps a daemon thread.
     """
 
-    def __init__(self, run_dir: Path, tracker: Tracker, rollouts_every_steps: int = 0) -> None:
-        self._run_dir = run_dir
-        self._tracker = tracker
-        self._rollouts_every_steps = rollouts_every_steps
-        self._metrics = run_dir / "metrics.jsonl"
-        self._state = run_dir / f"{tracker.name}.json"
+    run_dir: Path
+    tracker: Tracker
+    rollouts_every_steps: int = 0
+
+    def __post_init__(self) -> None:
+        self._metrics = self.run_dir / "metrics.jsonl"
+        self._state = self.run_dir / f"{self.tracker.name}.json"
         self._id, next_step = _read_state(self._state)
         # What is there already is of an earlier launch, and the tracker may have it.
         self._known_bytes = self._metrics.stat().st_size if self._metrics.exists() else 0
@@ -121,19 +108,16 @@ class TrackerFeed:
         self._next_step = min(next_step, newest["step"] + 1)
         # (time, next step) of lines that a kill could still take from the tracker
         self._unsettled = deque[tuple[float, int]]()
-        self._num_taken = 0
-        self._num_written = 0
         # when the tracker's present call began
         self._called_at: float | None = None
         self._has_warned = False
         self._news = threading.Event()
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=tracker.name, daemon=True)
+        self._thread = threading.Thread(target=self._run, name=self.tracker.name, daemon=True)
         self._thread.start()
 
-    def line_written(self) -> None:
+    def line_written(self, step: int, is_evaluation: bool) -> None:
         """Tells the feed of a new line. Takes microseconds."""
-        self._num_written += 1
         self._news.set()
         # read only once, since the thread changes the attribute
         called_at = self._called_at
@@ -143,11 +127,11 @@ class TrackerFeed:
             _log.warning(
                 "%s has not answered for %.0f s; the run goes on without it, "
                 "and metrics.jsonl is complete",
-                self._tracker.title,
+                self.tracker.title,
                 ANSWER_S,
             )
 
-    def end(self) -> None:
+    def end(self, has_ended: bool = True) -> None:
         """Tells the feed that no line comes any more."""
         self._ended.set()
         self._news.set()
@@ -159,43 +143,35 @@ class TrackerFeed:
         self._thread.join(max(timeout_s, 0))
         if self._thread.is_alive():
             _log.warning(
-                "%s did not finish within %.3g s, %d lines short; metrics.jsonl is complete",
-                self._tracker.title,
+                "%s did not finish within %.3g s; metrics.jsonl is complete",
+                self.tracker.title,
                 max(timeout_s, 0),
-                self._num_written - self._num_taken,
             )
 
     def _run(self) -> None:
         try:
-            with self._call():
-                self._tracker.start(self._id, self._next_step)
+            self._call(self.tracker.start, self._id, self._next_step)
             self._save_state()
             for metrics in self._wanted_lines():
-                rollouts = self._rollouts(metrics)
-                with self._call():
-                    self._tracker.log(metrics, rollouts)
-                self._num_taken += 1
+                self._call(self.tracker.log, metrics, self._rollouts(metrics))
                 self._unsettled.append((time.monotonic(), int(metrics["step"]) + 1))
-                self._settle(time.monotonic() - self._tracker.settles_s)
-            with self._call():
-                self._tracker.finish()
+                self._settle(time.monotonic() - self.tracker.settles_s)
+            self._call(self.tracker.finish)
             self._settle(time.monotonic())
         # whatever a tracker raises, SystemExit too, the training goes on
         except BaseException as error:
+            self._called_at = None
             _log.warning(
                 "%s is off from here on (%s: %s); metrics.jsonl is complete without it",
-                self._tracker.title,
+                self.tracker.title,
                 type(error).__name__,
                 error,
             )
 
-    @contextmanager
-    def _call(self) -> Iterator[None]:
+    def _call(self, method: Callable[..., None], *arguments: object) -> None:
         self._called_at = time.monotonic()
-        try:
-            yield
-        finally:
-            self._called_at = None
+        method(*arguments)
+        self._called_at = None
 
     def _wanted_lines(self) -> Iterator[dict[str, Any]]:
         """Yields the lines of metrics.jsonl that the tracker lacks, as they come; ends after
@@ -209,11 +185,9 @@ class TrackerFeed:
             for line in read_metrics(self._metrics, start):
                 start = line.end
                 is_new = line.end > self._known_bytes
-                step = line.metrics["step"]
-                if is_new or self._tracker.lacks(
-                    step, is_evaluation(line.metrics), self._next_step
-                ):
-                    yield line.metrics
+                step = line.values["step"]
+                if is_new or self.tracker.lacks(step, is_evaluation(line.values), self._next_step):
+                    yield line.values
             if has_ended:
                 return
             self._news.wait()
@@ -221,14 +195,14 @@ class TrackerFeed:
     def _rollouts(self, metrics: dict[str, Any]) -> Sequence[ShownRollout]:
         """Returns rollouts from the step's dump, which is written before its line; none if it is
         gone or broken."""
-        every_steps = self._rollouts_every_steps
+        every_steps = self.rollouts_every_steps
         step = metrics["step"]
         if not every_steps or step % every_steps or is_evaluation(metrics):
             return ()
         try:
-            return shown_rollouts(self._run_dir, step)
+            return shown_rollouts(self.run_dir, step)
         except ConfigError as error:
-            _log.warning("%s gets no rollouts of step %d: %s", self._tracker.title, step, error)
+            _log.warning("%s gets no rollouts of step %d: %s", self.tracker.title, step, error)
             return ()
 
     def _settle(self, accepted_until: float) -> None:
@@ -241,19 +215,16 @@ class TrackerFeed:
         temporary = self._state.with_name(self._state.name + ".tmp")
         # on a full disk lines are sent twice, which is better than not at all
         with suppress(OSError):
-            content = json.dumps({"id": self._id, "next_step": self._next_step})
-            temporary.write_text(content, encoding="utf-8")
+            temporary.write_text(json.dumps({"id": self._id, "next_step": self._next_step}))
             temporary.replace(self._state)
 
 
 def _read_state(path: Path) -> tuple[str, int]:
     """Returns the tracker's id of the run and its next step; a new id if there is no sound file."""
-    types = {"id": str, "next_step": int}
     try:
-        state = read_json(path)
-        check_fields(state, types, path, types)
-        return state["id"], state["next_step"]
-    except (OSError, UntrustedError):
+        state = json.loads(path.read_bytes())
+        return str(state["id"]), int(state["next_step"])
+    except (OSError, ValueError, TypeError, KeyError):
         return secrets.token_hex(8), 0
 
 
@@ -288,47 +259,44 @@ def spread_evenly(lines: Iterable[bytes], max_lines: int) -> list[bytes]:
 
 
 def _show(record: RolloutRecord) -> ShownRollout:
-    is_chat = isinstance(record.prompt, list)
-    prompt = record.prompt if is_chat else [{"role": "user", "content": record.prompt}]
+    prompt = record.prompt
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
     answers = record.messages or [{"role": "assistant", "content": record.completion}]
     messages = [_show_message(message) for message in [*prompt, *answers][:MAX_MESSAGES]]
     prompt_text = record.prompt
-    if is_chat:
+    if not isinstance(prompt_text, str):
         prompt_messages = messages[: len(prompt)]
         prompt_text = "\n\n".join(f"{item['role']}: {item['content']}" for item in prompt_messages)
-    return ShownRollout(
-        position=record.position,
-        sample=record.sample,
-        prompt=show_text(str(prompt_text)),
-        completion=show_text(record.completion),
-        messages=messages,
-        rewards={
-            show_text(name)[:100]: record.rewards[name] for name in [*record.rewards][:MAX_REWARDS]
-        },
-        reward=record.reward,
-        advantage=record.advantage,
-        finish_reason=show_text(record.finish_reason),
-        status=None if record.status is None else show_text(record.status),
-        answer=show_text(gold_answer(record.columns)),
-    )
+    rewards = {f"reward/{show_text(name)}": value for name, value in record.rewards.items()}
+    fields = {
+        "prompt": show_text(prompt_text),
+        "completion": show_text(record.completion),
+        "reward": record.reward,
+        **rewards,
+        "advantage": record.advantage,
+        "finish_reason": show_text(record.finish_reason),
+        # how an episode ended
+        "status": None if record.status is None else show_text(record.status),
+        # the column that most likely holds the right answer, as "name=value"
+        "answer": show_text(gold_answer(record.columns)),
+        "position": record.position,
+        "sample": record.sample,
+    }
+    return ShownRollout(messages, fields)
 
 
 def _show_message(message: Any) -> dict[str, str]:
     """Returns role and content; other fields, such as tool calls, follow the content as JSON."""
-    if not isinstance(message, Mapping):
-        return {"role": "unknown", "content": show_text(json.dumps(message))}
-    content = message.get("content")
-    role = message.get("role")
-    texts = []
-    if content:
-        texts.append(content if isinstance(content, str) else json.dumps(content))
-    other_fields = {
-        name: value for name, value in message.items() if name not in ("role", "content") and value
-    }
-    if other_fields:
-        texts.append(json.dumps(other_fields, ensure_ascii=False))
-    shown_role = show_text(role)[:40] if isinstance(role, str) else "unknown"
-    return {"role": shown_role, "content": show_text("\n".join(texts))}
+    fields = {**message} if isinstance(message, dict) else {"content": message}
+    role = fields.pop("role", "unknown")
+    texts = [fields.pop("content", None), {name: value for name, value in fields.items() if value}]
+    content = "\n".join(
+        text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)
+        for text in texts
+        if text
+    )
+    return {"role": show_text(str(role))[:40], "content": show_text(content)}
 
 
 def show_text(text: str) -> str:
@@ -341,13 +309,5 @@ def show_text(text: str) -> str:
 
 def as_table(rollouts: Sequence[ShownRollout]) -> tuple[list[str], list[list[Any]]]:
     """Returns column names and rows of texts, numbers and None."""
-    names = sorted({name for rollout in rollouts for name in rollout.rewards})[:MAX_REWARDS]
-    first_names = ["prompt", "completion", "reward"]
-    last_names = ["advantage", "finish_reason", "status", "answer", "position", "sample"]
-    columns = [*first_names, *(f"reward/{name}" for name in names), *last_names]
-    rows = []
-    for rollout in rollouts:
-        values = vars(rollout)
-        rewards = [rollout.rewards.get(name) for name in names]
-        rows.append([*map(values.get, first_names), *rewards, *map(values.get, last_names)])
-    return columns, rows
+    columns = list(dict.fromkeys(name for rollout in rollouts for name in rollout.fields))
+    return columns, [[rollout.fields.get(name) for name in columns] for rollout in rollouts]

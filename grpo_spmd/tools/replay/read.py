@@ -8,26 +8,38 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from grpo_spmd.config.describe import flat
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config, RewardConfig
 from grpo_spmd.data.rows import PromptRow, overview_of, read_rows
 from grpo_spmd.observe.launches import other_versions
 from grpo_spmd.observe.metrics_file import is_evaluation, read_metrics
-from grpo_spmd.observe.rollout_record import RolloutRecord, read_episode
+from grpo_spmd.observe.rollout_record import RolloutRecord, cut_middle, read_episode
 from grpo_spmd.observe.run_folder import RunFolder, dump_path
 from grpo_spmd.records import Completion
 from grpo_spmd.rewards.protocol import load_rewards
 from grpo_spmd.rewards.remote.servers import check_calls
 
 # Characters of a message in a line of the report.
-_MAX_CHARS = 100
+_MAX_CHARS = 160
+
+# The run's values are for several ranks and a GPU. None of these keys changes what is computed.
+_ONE_PROCESS = (
+    "model.num_replicas=1",
+    "model.offload=false",
+    "model.compile=false",
+    "model.attention=auto",
+    "rollout.tensor_parallel_size=1",
+)
 
 
 @dataclass(frozen=True)
@@ -85,17 +97,9 @@ def read_step(
     broken."""
     if not (run_dir / "config.yaml").is_file():
         raise ConfigError(f"RUN_DIR: {run_dir} holds no config.yaml, so it is no run folder")
-    config = load_config(run_dir / "config.yaml", overrides)
+    config = load_config(run_dir / "config.yaml", [*overrides, *_ONE_PROCESS])
     notes = [f"override: {override}" for override in overrides]
     notes += _redaction_notes(config)
-    # These were for several ranks and a GPU. None of them changes what is computed.
-    config = dataclasses.replace(
-        config,
-        model=dataclasses.replace(
-            config.model, num_replicas=1, offload=False, compile=False, attention="auto"
-        ),
-        rollout=dataclasses.replace(config.rollout, tensor_parallel_size=1),
-    )
     if config.model.dtype == "bfloat16":
         notes.append(
             "the run computed in bfloat16, whose rounding is another on another machine: "
@@ -107,9 +111,9 @@ def read_step(
     rollouts = _read_groups(run_dir, step, config.rollout.group_size)
     metrics: dict[str, float | None] = {}
     for line in read_metrics(run_dir / "metrics.jsonl"):
-        if line.metrics["step"] == step and not is_evaluation(line.metrics):
+        if line.values["step"] == step and not is_evaluation(line.values):
             # if the step is in the file twice, the last line counts
-            metrics = line.metrics
+            metrics = line.values
     if not metrics:
         notes.append(
             f"metrics.jsonl has no line of step {step}: the run ended within it, "
@@ -150,13 +154,12 @@ def read_step(
 
 def _redaction_notes(config: Config) -> list[str]:
     arguments = {
-        f"rewards.{index}.args": reward.args for index, reward in enumerate(config.rewards)
+        "rewards": [{"args": reward.args} for reward in config.rewards],
+        "rollout.engine": config.rollout.engine,
     }
-    arguments["rollout.engine"] = config.rollout.engine
     return [
-        f"{key}.{name} is redacted in config.yaml; give it as an override, if a reward needs it"
-        for key, args in arguments.items()
-        for name, value in args.items()
+        f"{key} is redacted in config.yaml; give it as an override, if a reward needs it"
+        for key, value in flat(arguments).items()
         if value == "<redacted>"
     ]
 
@@ -174,26 +177,19 @@ def _without_rubrics(rewards: Iterable[RewardConfig]) -> tuple[RewardConfig, ...
 
 def _read_groups(run_dir: Path, step: int, group_size: int) -> list[list[RolloutRecord]]:
     """Returns the step's rollouts by group. Raises ConfigError if a group is not complete."""
-    folder = RunFolder(run_dir)
-    path = dump_path(run_dir, step)
-    try:
-        records = folder.complete_rollouts(step)
-    except ConfigError as error:
-        argument = "" if step in folder.rollout_files else "--step: "
-        raise ConfigError(f"{argument}{error}") from None
-    groups: dict[int, list[RolloutRecord]] = {}
-    for record in records:
-        groups.setdefault(record.position, []).append(record)
-    for position, group in groups.items():
+    records = RunFolder(run_dir).complete_rollouts(step)
+    groups = [list(group) for _, group in groupby(records, key=attrgetter("position"))]
+    for group in groups:
         samples = [record.sample for record in group]
         if samples != list(range(group_size)):
             raise ConfigError(
-                f"{path}: the group at position {position} has the samples {samples}, and should "
-                f"have 0 to {group_size - 1} (rollout.group_size={group_size})"
+                f"{dump_path(run_dir, step)}: the group at position {group[0].position} has the "
+                f"samples {samples}, and should have 0 to {group_size - 1} "
+                f"(rollout.group_size={group_size})"
             )
     if not groups:
-        raise ConfigError(f"{path}: no rollouts")
-    return list(groups.values())
+        raise ConfigError(f"{dump_path(run_dir, step)}: no rollouts")
+    return groups
 
 
 def _group_columns(
@@ -232,11 +228,12 @@ def _all_columns(rows: Sequence[PromptRow], config: Config) -> set[str]:
 def unasked_rewards(recorded: RecordedStep) -> dict[str, list[str]]:
     """Returns the names of rewards that cannot be had again, by a reason in words.
 
-    Servers cost money and may be gone, so they are asked only with --ask-servers; reward models
-    took the run's devices; and the run's own engine is not here.
+    Environments and the run's engine are not here. Servers cost money and may be gone, so they are
+    asked only with --ask-servers. Reward models took the run's devices.
     """
     rewards = recorded.config.rewards
     names = {
+        "environments, which are not here, gave": environment_rewards(recorded),
         "servers, which were not asked (--ask-servers), gave": [
             reward.metric_name
             for reward in rewards
@@ -284,7 +281,7 @@ def reward_weights(recorded: RecordedStep) -> dict[str, float]:
 def callable_rewards(recorded: RecordedStep) -> list[RewardConfig]:
     """Returns the rewards that can be called again: not those of environments, servers and
     models."""
-    unavailable = set(environment_rewards(recorded)).union(*unasked_rewards(recorded).values())
+    unavailable = set[str]().union(*unasked_rewards(recorded).values())
     configs = recorded.config.pool_rewards
     return [
         config
@@ -313,61 +310,38 @@ def describe_episodes(rollouts: Sequence[ReplayedRollout], top: int) -> list[str
 
 
 def _describe_episode(rollout: ReplayedRollout) -> list[str]:
-    """Returns what was said, called and answered, and which tokens count."""
+    """Returns which tokens were given, sampled and count, and what was said and called."""
     record = rollout.recorded
     logprobs = rollout.logprobs or record.rollout_logprobs
-    # one heading for each sampled turn
-    turns: list[str] = []
-    num_sampled = 0
-    # the given tokens (of prompts and tools) since the last sampled turn
-    num_given = 0
+    num_turns = sum(turn["sampled"] for turn in record.turns)
+    summary = f"{num_turns} turns, {len(logprobs)} tokens sampled"
+    error = record.environment.get("error")
+    lines = [f"  {rollout.name:>9} {record.status}: {_one_line(error or summary)}"]
+    begin = 0
     for turn in record.turns:
-        if not turn["sampled"]:
-            num_given += len(turn["token_ids"])
-            continue
-        end = num_sampled + len(turn["token_ids"])
-        counts = "in the loss" if rollout.in_loss else "not in the loss"
-        reward = f", reward {turn['reward']:.6g}" if turn.get("reward") is not None else ""
-        turns.append(
-            f"segment {turn['segment'] + 1}, {num_given} tokens given, "
-            f"{end - num_sampled} sampled, "
-            f"{counts}, {turn['finish_reason']}{reward}, "
-            f"logprob {sum(logprobs[num_sampled:end]):.6g}"
-        )
-        num_sampled = end
-        num_given = 0
-    summary = record.environment.get("error") or f"{len(turns)} turns, {num_sampled} tokens sampled"
-    lines = [f"  {rollout.name:>9} {record.status}: {_shorten(summary)}"]
-    headings = [f"    turn {number}: {text}" for number, text in enumerate(turns, start=1)]
+        num_tokens = len(turn["token_ids"])
+        facts = [f"    segment {turn['segment'] + 1}: {num_tokens} tokens"]
+        if turn["sampled"]:
+            logprob = sum(logprobs[begin : begin + num_tokens])
+            begin += num_tokens
+            facts += ["sampled", "in the loss" if rollout.in_loss else "not in the loss"]
+            facts += [
+                turn["finish_reason"],
+                f"reward {turn.get('reward')}",
+                f"logprob {logprob:.6g}",
+            ]
+        else:
+            facts.append("given")
+        lines.append(", ".join(facts))
     for message in record.messages:
-        # each sampled turn became an assistant's message
-        if message.get("role") == "assistant" and headings:
-            lines.append(headings.pop(0))
-        lines += [f"      {line}" for line in _describe_message(message)]
-    lines += headings
-    if num_given:
-        lines.append(f"    {num_given} tokens given behind the last turn")
+        lines += [
+            f"      {message.get('role')} {name}: {_one_line(value)}"
+            for name, value in message.items()
+            if name != "role" and value
+        ]
     return lines
 
 
-def _describe_message(message: Mapping[str, Any]) -> list[str]:
-    calls = message.get("tool_calls")
-    lines = []
-    if message.get("content") or not calls:
-        name = f" {message['name']}" if isinstance(message.get("name"), str) else ""
-        lines.append(f"{message.get('role')}{name}: {_shorten(message.get('content'))}")
-    for call in calls if isinstance(calls, list) else ():
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict):
-            function = {}
-        arguments = _shorten(function.get("arguments"))
-        lines.append(f"calls {_shorten(function.get('name'))} {arguments}")
-    return lines
-
-
-def _shorten(value: Any) -> str:
+def _one_line(value: Any) -> str:
     """Returns one line of ASCII, whatever a policy or a tool wrote."""
-    text = ascii(value) if isinstance(value, str) else ascii(str(value))[1:-1]
-    if len(text) <= _MAX_CHARS:
-        return text
-    return f"{text[: _MAX_CHARS // 2]} ... {text[-_MAX_CHARS // 2 :]}"
+    return cut_middle(ascii(value), _MAX_CHARS)

@@ -14,8 +14,9 @@ import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from grpo_spmd.observe.rollout_record import gold_answer
+from grpo_spmd.observe.rollout_record import RolloutRecord, cut_middle, gold_answer
 from grpo_spmd.rewards.pool.pool import RewardPool
 from grpo_spmd.tools.replay.read import (
     RecordedStep,
@@ -96,71 +97,66 @@ def _suspicious_lines(rollouts: Sequence[ReplayedRollout], top: int) -> Iterator
         for rollout in rollouts
         if rollout.in_loss
     ]
-    yield from _ranked_lines("most weight in the loss, |advantage| x tokens", weights, top)
-    finite = [rollout for rollout in rollouts if _has_finite_logprobs(rollout)]
-    source = "policy" if any(rollout.logprobs is not None for rollout in rollouts) else "engine"
-    unlikely = [
-        (-min(rollout.logprobs or rollout.recorded.rollout_logprobs, default=0.0), rollout)
-        for rollout in finite
-    ]
-    yield from _ranked_lines(f"least likely token, -logprob of the {source}", unlikely, top)
-    mismatches = []
-    for rollout in finite:
-        if rollout.logprobs:
-            pairs = zip(rollout.logprobs, rollout.recorded.rollout_logprobs, strict=True)
-            mismatches.append((max(abs(policy - engine) for policy, engine in pairs), rollout))
+    unlikely: list[Ranked] = []
+    mismatches: list[Ranked] = []
+    broken: list[Ranked] = []
+    source = "engine"
+    for rollout in rollouts:
+        engine = rollout.recorded.rollout_logprobs
+        policy = rollout.logprobs or []
+        if rollout.logprobs is not None:
+            source = "policy"
+        if not all(map(math.isfinite, [*engine, *policy])):
+            broken.append((1.0, rollout))
+            continue
+        unlikely.append((-min(policy or engine, default=0.0), rollout))
+        if policy:
+            differences = [abs(new - old) for new, old in zip(policy, engine, strict=True)]
+            mismatches.append((max(differences), rollout))
     title = "furthest from the engine, largest |policy - engine| of a token"
+    yield from _ranked_lines("most weight in the loss, |advantage| x tokens", weights, top)
+    yield from _ranked_lines(f"least likely token, -logprob of the {source}", unlikely, top)
     yield from _ranked_lines(title, mismatches, top)
-    broken = [(1.0, rollout) for rollout in rollouts if not _has_finite_logprobs(rollout)]
     title = f"{len(broken)} rollouts with a logprob that is not finite"
     yield from _ranked_lines(title, broken, top)
 
 
 def _difference_lines(rollouts: Sequence[ReplayedRollout], top: int) -> Iterator[str]:
     """Yields how many rollouts differ in what, and those that differ most."""
-    names = dict.fromkeys(
-        name
-        for rollout in rollouts
-        for name in (*rollout.recorded.rewards, *rollout.replayed.rewards)
-    )
-    # A single reward is the reward itself, and is not listed twice.
-    components = list(names) if len(names) > 1 else []
-    kinds = ["reward", "statuses", "advantage", *(f"reward {name}" for name in components)]
-    counts = dict.fromkeys(kinds, 0)
+    counts: dict[str, int] = {}
     ranked: list[tuple[list[float], str]] = []
     for rollout in rollouts:
-        old = rollout.recorded
-        new = rollout.replayed
-        changes: list[str] = []
-        if _differ(old.reward, new.reward):
-            counts["reward"] += 1
-            changes.append(f"reward {_number(old.reward)} -> {_number(new.reward)}")
-        for name in names:
-            old_reward = old.rewards.get(name)
-            new_reward = new.rewards.get(name)
-            if name in components and _differ(old_reward, new_reward):
-                counts[f"reward {name}"] += 1
-                changes.append(f"{name} {_number(old_reward)} -> {_number(new_reward)}")
-            old_status = old.statuses.get(name, "-")
-            new_status = new.statuses.get(name, "-")
-            if old_status != new_status:
-                counts["statuses"] += 1
-                changes.append(f"{name} {old_status} -> {new_status}")
-        if _differ(old.advantage, new.advantage):
-            counts["advantage"] += 1
-            changes.append(f"advantage {_number(old.advantage)} -> {_number(new.advantage)}")
+        old = _outcomes(rollout.recorded)
+        new = _outcomes(rollout.replayed)
+        changes = []
+        for name in old | new:
+            old_value = old.get(name)
+            new_value = new.get(name)
+            is_other = _differ(old_value, new_value)
+            counts[name] = counts.get(name, 0) + is_other
+            if is_other:
+                changes.append(f"{name} {_number(old_value)} -> {_number(new_value)}")
         if changes:
             distances = [
-                abs((old.advantage or 0.0) - (new.advantage or 0.0)),
-                abs((old.reward or 0.0) - (new.reward or 0.0)),
+                abs((old[name] or 0.0) - (new[name] or 0.0)) for name in ("advantage", "reward")
             ]
             ranked.append((distances, _rollout_line(rollout, f" {'; '.join(changes)}")))
-    totals = ", ".join(f"{kind} {num}" for kind, num in counts.items())
+    totals = ", ".join(f"{name} {num}" for name, num in counts.items())
     yield f"of {len(rollouts)} rollouts differ: {totals}"
     if ranked:
         yield "largest differences (position/sample):"
         ranked.sort(key=lambda entry: entry[0], reverse=True)
         yield from (line for _, line in ranked[:top])
+
+
+def _outcomes(record: RolloutRecord) -> dict[str, Any]:
+    """Returns what a replay may change, by its name in the report."""
+    return {
+        "reward": record.reward,
+        "advantage": record.advantage,
+        **{f"reward {name}": value for name, value in record.rewards.items()},
+        **{f"status {name}": status for name, status in record.statuses.items()},
+    }
 
 
 def _ranked_lines(title: str, ranked: Sequence[Ranked], top: int) -> Iterator[str]:
@@ -184,27 +180,20 @@ def _ranked_lines(title: str, ranked: Sequence[Ranked], top: int) -> Iterator[st
 
 def _rollout_line(rollout: ReplayedRollout, facts: str) -> str:
     """Returns one line about a rollout, with its completion and the answer of its data row."""
-    completion = rollout.recorded.completion
-    if len(completion) > 40:
-        completion = f"{completion[:18]} ... {completion[-18:]}"
+    completion = cut_middle(rollout.recorded.completion)
     # Dumps of earlier versions have no columns; then those of the data set are there, if it is.
     gold = gold_answer(rollout.recorded.columns or rollout.replayed.columns)
     return f"  {rollout.name:>9} {facts}  {completion!r}  {gold}".rstrip()
 
 
-def _has_finite_logprobs(rollout: ReplayedRollout) -> bool:
-    logprobs = (*rollout.recorded.rollout_logprobs, *(rollout.logprobs or ()))
-    return all(map(math.isfinite, logprobs))
+def _differ(old: Any, new: Any) -> bool:
+    if isinstance(old, float | int) and isinstance(new, float | int):
+        return not abs(old - new) <= _ROUNDING * max(1.0, abs(old))
+    return bool(old != new)
 
 
-def _differ(old: float | None, new: float | None) -> bool:
-    if old is None or new is None:
-        return old is not new
-    return not abs(old - new) <= _ROUNDING * max(1.0, abs(old))
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.6g}"
+def _number(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float | int) else str(value or "-")
 
 
 def _difference(old: float | None, new: float | None) -> str:

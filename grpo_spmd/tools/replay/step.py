@@ -1,4 +1,4 @@
-"""Repeats a recorded step: its rewards, its advantages and its update, by the trainer's own code.
+"""Repeats a recorded step: rewards, advantages, logprobs, loss and gradient, by the trainer's code.
 
 Imports torch, so that redo.py imports it only after the GPUs are hidden.
 """
@@ -7,30 +7,53 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import torch
+from torch import Tensor, nn
+
+from grpo_spmd.checkpoint.export import export_checkpoint
+from grpo_spmd.checkpoint.manifest import TO_GO_ON, read_trainer, verify_checkpoint
+from grpo_spmd.checkpoint.restore import load_state
+from grpo_spmd.checkpoint.run_dir import checkpoint_path, list_checkpoints
 from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.config.schema import Config, TeacherConfig
 from grpo_spmd.distributed.exit import Rank0Error
 from grpo_spmd.distributed.session import Session, end_session, start_session
-from grpo_spmd.learn.assemble import assemble_batch
-from grpo_spmd.learn.sampled_step import SampledStep, StepRules
+from grpo_spmd.learn.assemble import assemble_batch, penalise_rewards_by_kl
+from grpo_spmd.learn.sampled_step import SampledStep
+from grpo_spmd.learn.update import PolicyUpdater, ValueHead, attach_logprobs
+from grpo_spmd.model.hf_files import load_tokenizer
+from grpo_spmd.model.policy import Policy, build_policy, build_reference
+from grpo_spmd.observe.log import loss_metrics
 from grpo_spmd.observe.rollout_record import RolloutRecord
 from grpo_spmd.observe.rollout_writer import rollout_records
-from grpo_spmd.records import Decision, Prompt, RolloutGroup, ScoredRollouts
+from grpo_spmd.parts import make_step_rules
+from grpo_spmd.records import (
+    Decision,
+    MicroBatch,
+    Prompt,
+    RolloutBatch,
+    RolloutGroup,
+    ScoredRollouts,
+)
 from grpo_spmd.rewards.pool.pool import RewardPool
 from grpo_spmd.rewards.scorers import weighted_sum
 from grpo_spmd.rewards.trl import TrainerState
+from grpo_spmd.signals.opening import open_signals
 from grpo_spmd.tools.replay.read import (
     RecordedStep,
     Replay,
     ReplayedRollout,
-    environment_rewards,
+    has_model,
     make_completion,
     reward_weights,
     unasked_rewards,
 )
-from grpo_spmd.tools.replay.update import train
 
 
 def repeat_step(recorded: RecordedStep, checkpoint: Path | None, pool: RewardPool) -> Replay:
@@ -51,7 +74,8 @@ def _repeat(
 ) -> Replay:
     # the caller's list of notes stays as it is
     recorded = dataclasses.replace(recorded, notes=list(recorded.notes))
-    sampled = SampledStep(_step_rules(recorded))
+    weights = [*reward_weights(recorded).values()]
+    sampled = SampledStep(make_step_rules(recorded.config, 1, 0.0, weights))
     try:
         _score(recorded, sampled, pool)
         batch, decision = assemble_batch(sampled, session)
@@ -59,35 +83,14 @@ def _repeat(
         recorded.notes.append(f"the step is refused: {error}")
         return Replay(recorded.notes, {}, _pair_rollouts(recorded, sampled, None, {}))
     update = train(recorded, checkpoint, batch, decision, session)
-    replayed = {
-        name: value
-        for name, value in update.decision.metrics.items()
-        if not name.startswith("batching/")
-    }
+    replayed = update.decision.metrics | update.metrics
     metrics = {
         name: (recorded.metrics.get(name), value)
-        for name, value in (replayed | update.metrics).items()
-        if recorded.metrics
+        for name, value in replayed.items()
+        if recorded.metrics and not name.startswith("batching/")
     }
     rollouts = _pair_rollouts(recorded, sampled, update.decision, update.logprobs)
     return Replay(recorded.notes, metrics, rollouts)
-
-
-def _step_rules(recorded: RecordedStep) -> StepRules:
-    """Returns the rules for the step under the replay's config."""
-    config = recorded.config
-    # rewards that only watch teach nothing
-    is_measured = not any(reward_weights(recorded).values())
-    return StepRules(
-        config.rollout,
-        config.advantage,
-        config.loss,
-        config.training,
-        config.reward_pool.max_error_frac,
-        1,
-        discount=None if is_measured else config.environment.discount,
-        zero_advantages=is_measured,
-    )
 
 
 def _score(recorded: RecordedStep, sampled: SampledStep, pool: RewardPool) -> None:
@@ -95,23 +98,16 @@ def _score(recorded: RecordedStep, sampled: SampledStep, pool: RewardPool) -> No
     notes = recorded.notes
     num_steps = recorded.config.training.num_steps
     pool.begin_step(TrainerState(recorded.step - 1, num_steps, recorded.epoch))
-    from_environments = environment_rewards(recorded)
     unasked = unasked_rewards(recorded)
-    if from_environments:
-        notes.append(
-            "rewards are those that the run recorded: environments, which are not here, gave "
-            f"{', '.join(from_environments)}"
-        )
     for reason, names in unasked.items():
         notes.append(f"rewards are those that the run recorded: {reason} {', '.join(names)}")
-    is_scored_again = recorded.columns is not None and not from_environments and not unasked
+    is_scored_again = recorded.columns is not None and not unasked
     texts = _RecordedTexts(recorded.rollouts)
     waiting = _make_groups(recorded)
     # the loop runs once, unless dynamic sampling refilled the step
     while sampled.num_missing and waiting:
-        num_missing = sampled.num_missing
-        groups = waiting[:num_missing]
-        waiting = waiting[num_missing:]
+        groups = waiting[: sampled.num_missing]
+        del waiting[: sampled.num_missing]
         scored = (
             pool.score(groups, texts) if is_scored_again else _recorded_scores(groups, recorded)
         )
@@ -174,7 +170,7 @@ def _recorded_scores(groups: Sequence[RolloutGroup], recorded: RecordedStep) -> 
             ScoredRollouts(
                 [reward],
                 {name: [value] for name, value in values.items()},
-                {name: [record.statuses[name]] for name in values},
+                {name: [status] for name, status in record.statuses.items()},
                 texts=[record.completion],
             )
         )
@@ -203,3 +199,184 @@ def _pair_rollouts(
             )
         )
     return rollouts
+
+
+@dataclass(frozen=True)
+class ReplayedUpdate:
+    """Holds the results of the repeated update."""
+
+    metrics: dict[str, float | None]
+    """The metrics of the update; fewer if there was no policy."""
+    decision: Decision
+    """The step's decision, with the KL penalty in its rewards if the config has one."""
+    logprobs: dict[int, list[float]] = field(default_factory=dict)
+    """The policy's logprobs by rollout id."""
+
+
+def train(
+    recorded: RecordedStep,
+    checkpoint: Path | None,
+    batch: RolloutBatch,
+    decision: Decision,
+    session: Session,
+) -> ReplayedUpdate:
+    """Collective. Repeats the step's update with the step's policy, or as much of it as can be had.
+
+    Adds to `recorded.notes`. A ConfigError or CheckpointError says what is missing or damaged, and
+    the remedy.
+    """
+    config = recorded.config
+    notes = recorded.notes
+    source, has_policy = _find_policy(recorded, checkpoint)
+    if not has_policy:
+        if config.teacher.is_on:
+            notes.append("the teacher is left out, as the policy is: the loss is that without it")
+        if config.critic.path is None:
+            sums = _make_updater(_EngineAsPolicy(), config).measure(batch)
+            loss = loss_metrics(sums, config.loss)["loss/policy"]
+            return ReplayedUpdate({"loss/policy": loss}, decision)
+        notes.append(
+            "the critic's advantages are not made again: it is as little to be had as the policy"
+        )
+        return ReplayedUpdate({}, decision)
+    with tempfile.TemporaryDirectory(prefix="replay_") as folder:
+        model = config.model
+        if source is not None and not model.lora.rank:
+            # the checkpoint has all weights: model.path need not be on this machine
+            export_checkpoint(source, Path(folder, "model"), "float32")
+            model = dataclasses.replace(model, path=str(Path(folder, "model")))
+        temperature = config.rollout.temperature
+        policy = build_policy(
+            model,
+            temperature,
+            session,
+            seed=config.seed,
+            max_rollout_tokens=config.max_rollout_tokens,
+        )
+    reference = build_reference(policy, config.model, temperature, config.loss.kl_coef, session)
+    config = dataclasses.replace(config, teacher=_teacher_at_hand(recorded))
+    prompts = {group.prompt.position: group.prompt for group in _make_groups(recorded)}
+    needs_tokenizer = config.teacher.prompt_key is not None
+    tokenizer = load_tokenizer(config.model.path) if needs_tokenizer else None
+    signals = open_signals(config, policy, session, reference, prompts.__getitem__, tokenizer)
+    updater = _make_updater(policy, config, signals.value_head)
+    if source is not None:
+        load_state(policy, updater, source, read_trainer(source, TO_GO_ON), signals.critic)
+    attach_logprobs(policy, reference, batch, config.loss, config.training.num_optimizer_steps)
+    decision = penalise_rewards_by_kl(batch, decision, config.loss, config.advantage)
+    decision = signals.attach(batch, decision, lambda _: None)
+    logprobs = _compute_logprobs(policy, batch)
+    update = updater.measure if signals.freezes_policy(recorded.step) else updater.update
+    sums = update(batch) | signals.update(batch)
+    return ReplayedUpdate(loss_metrics(sums, config.loss), decision, logprobs)
+
+
+def _compute_logprobs(policy: Policy, batch: RolloutBatch) -> dict[int, list[float]]:
+    logprobs: dict[int, list[float]] = {}
+    with torch.no_grad():
+        for micro_batch in batch.micro_batches:
+            scores, _ = policy(micro_batch)
+            for index, rollout_id in enumerate(micro_batch.rollout_ids):
+                logprobs[rollout_id] = scores[micro_batch.sequence_index == index].tolist()
+    return logprobs
+
+
+def _make_updater(policy: Policy, config: Config, head: ValueHead | None = None) -> PolicyUpdater:
+    return PolicyUpdater(
+        policy,
+        config.optimizer,
+        config.loss,
+        config.training,
+        config.rollout.max_completion_tokens,
+        head,
+    )
+
+
+def _find_policy(recorded: RecordedStep, checkpoint: Path | None) -> tuple[Path | None, bool]:
+    """Returns (checkpoint, has_policy): where the policy is, and whether there is one.
+
+    The checkpoint is None if the policy is the model at model.path.
+    """
+    step = recorded.step
+    model_path = Path(recorded.config.model.path)
+    is_model_here = has_model(recorded.config.model.path)
+    notes = recorded.notes
+    previous_checkpoint = checkpoint_path(recorded.run_dir, step - 1)
+    source = checkpoint or (previous_checkpoint if previous_checkpoint.is_dir() else None)
+    if source is not None:
+        _check_source(source, recorded.config, is_model_here)
+        saved_step = int(read_trainer(source)["step"])
+        notes.append(f"policy: {source}, after {saved_step} finished steps")
+        if saved_step != step - 1:
+            notes.append(
+                f"that is not the policy that sampled step {step}: "
+                "loss, entropy, gradient and mismatch differ for that alone"
+            )
+        return source, True
+    if step == 1 and is_model_here:
+        notes.append(f"policy: {model_path}, with which the run started")
+        return None, True
+    names = ", ".join(path.name for path in list_checkpoints(recorded.run_dir)) or "none"
+    reason = f"no {previous_checkpoint} (there are: {names}; --checkpoint takes another)"
+    if step == 1:
+        reason = f"there is no folder {model_path} (model.path)"
+    notes.append(
+        f"policy: {reason}, so the engine's recorded logprobs stand in for the policy's: "
+        "every ratio is 1, and there is no entropy, KL, gradient or mismatch"
+    )
+    return None, False
+
+
+def _check_source(source: Path, config: Config, is_model_here: bool) -> None:
+    """Raises ConfigError or CheckpointError if the checkpoint cannot give the config's policy."""
+    verify_checkpoint(source)
+    rank = config.model.lora.rank
+    if (config.loss.kl_coef or rank) and not is_model_here:
+        raise ConfigError(
+            f"model.path: there is no folder {config.model.path}, "
+            "and the reference or the adapters need it; set model.path"
+        )
+    has_adapters = (source / "model" / "adapter_config.json").is_file()
+    if has_adapters != (rank > 0):
+        contents = "adapters" if has_adapters else "a whole model"
+        raise ConfigError(
+            f"model.lora.rank: {rank} does not go with {source}, which holds {contents}"
+        )
+
+
+class _EngineAsPolicy(Policy):
+    """Stands in for a policy that is not there: its logprobs are the engine's."""
+
+    def __init__(self) -> None:
+        # Policy.__init__ is skipped, since there is no model
+        nn.Module.__init__(self)
+        # an optimizer needs a parameter
+        self.zero = nn.Parameter(torch.zeros(1))
+
+    def forward(self, batch: MicroBatch, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        return batch.rollout_logprobs, torch.zeros_like(batch.rollout_logprobs)
+
+    def reshard(self) -> None:
+        """Does nothing: no weights were gathered."""
+
+
+def _teacher_at_hand(recorded: RecordedStep) -> TeacherConfig:
+    """Returns the config of the run's teachers; one without teachers, after a note, if a teacher or
+    the rows that name it are not here."""
+    teacher = recorded.config.teacher
+    missing = [path for path in teacher.paths.values() if not has_model(path)]
+    needs_columns = "" not in teacher.names or teacher.prompt_key is not None
+    if not teacher.is_on:
+        return teacher
+    if teacher.url and not recorded.asks_servers:
+        reason = "it is a server, which was not asked (--ask-servers)"
+    elif missing:
+        reason = f"there is no folder {missing[0]}"
+    elif needs_columns and recorded.columns is None:
+        reason = "the rows that name it cannot be had as they were"
+    else:
+        return teacher
+    recorded.notes.append(
+        f"the teacher is left out: {reason}; loss and gradient are those without it"
+    )
+    return TeacherConfig()

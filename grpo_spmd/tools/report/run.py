@@ -287,11 +287,11 @@ def _read_metrics(files: RunFolder) -> tuple[list[dict[str, Any]], list[dict[str
     # A metric's name is the same object in all lines, which halves the memory.
     names: dict[str, str] = {}
     for line in files.metrics():
-        step = line.metrics["step"]
+        step = line.values["step"]
         # Other steps are no run's: a browser could not compute with them.
         if 0 <= step < 2**53:
-            kind = evaluations if is_evaluation(line.metrics) else steps
-            kind.add({"step": step, **_finite_numbers(line.metrics, names)}, max(100, len(names)))
+            kind = evaluations if is_evaluation(line.values) else steps
+            kind.add({"step": step, **_finite_numbers(line.values, names)}, max(100, len(names)))
     return steps.ordered(), evaluations.ordered()
 
 

@@ -154,10 +154,10 @@ def scan_step(folder: RunFolder, step: int) -> tuple[list[ScannedRollout], ReadE
     # Of token scores the table has only the largest difference.
     scores: dict[int | None, tuple[float | None, LinePosition | None]] = {
         values.rollout_id: (values.difference_max, line.position)
-        for line, values in folder.scan_scores(step, errors)
+        for line, values in folder.scores(step, errors)
     }
     rollouts: dict[tuple[int, int], ScannedRollout] = {}
-    for line, fields in folder.scan_rollouts(step, _TABLE_FIELDS, errors):
+    for line, fields in folder.rollouts(step, _TABLE_FIELDS, errors):
         # Files of several runs in one folder repeat these two.
         key = (fields.position, fields.sample)
         if key in rollouts:

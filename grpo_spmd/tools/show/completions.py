@@ -133,7 +133,7 @@ class TokenDifferences:
         # Scores of another length are from another run's rollout.
         self._scores: dict[int | None, TokenScores] = {
             scores.rollout_id: scores
-            for scores in run.files.scores(step, errors)
+            for _, scores in run.files.scores(step, errors)
             if num_tokens.get(scores.rollout_id) == len(scores.difference)
         }
 
@@ -218,7 +218,7 @@ def ranked_completions(
 
     def counted_records() -> Iterator[RolloutRecord]:
         nonlocal num_records
-        for record in run.files.rollouts(step, errors=errors):
+        for _, record in run.files.rollouts(step, errors=errors):
             num_records += 1
             yield record
 

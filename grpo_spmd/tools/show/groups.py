@@ -168,10 +168,10 @@ def _group_lines(run: RecordedRun, step: int, terminal: Terminal) -> Iterator[Li
     # A step's largest differences are one number a rollout, so they fit into memory.
     mismatches: dict[int | None, float] = {
         scores.rollout_id: math.inf if scores.difference_max is None else scores.difference_max
-        for scores in run.files.scores(step, errors)
+        for _, scores in run.files.scores(step, errors)
     }
     groups_by_position: dict[int, PromptGroup] = {}
-    for record in run.files.rollouts(step, errors=errors):
+    for _, record in run.files.rollouts(step, errors=errors):
         if record.position not in groups_by_position:
             prompt = prompt_text(record.prompt)[:_MAX_PROMPT_CHARS]
             groups_by_position[record.position] = PromptGroup(record.row, prompt)
@@ -213,7 +213,7 @@ def find_prompts(run: RecordedRun, wanted: str, errors: ReadErrors) -> list[dict
     line_filter = contains_text(wanted) if row is None else has_row(row)
     prompts: dict[int, dict[int, PromptGroup]] = {}
     for step in run.dumped_steps:
-        for record in run.files.rollouts(step, errors=errors, is_wanted=line_filter):
+        for _, record in run.files.rollouts(step, errors=errors, is_wanted=line_filter):
             text = prompt_text(record.prompt)
             is_match = pattern.search(text) is not None if row is None else record.row == row
             # The bound is on rows: of a row that is known, all steps count.
@@ -264,7 +264,7 @@ def _prompt_history(
     row = groups[max(groups)].row
     errors = ReadErrors()  # counted when the prompt was looked for
     dump = run.files.rollouts(step, errors=errors, is_wanted=has_row(row))
-    records = [record for record in dump if record.row == row]
+    records = [record for _, record in dump if record.row == row]
     title = f"row {number(row)}: sampled at {len(groups)} of "
     yield terminal.line(f"{title}{len(run.dumped_steps)} steps with completions", "title")
     if records:
@@ -307,7 +307,7 @@ def search_lines(
     num_shown = 0
     for searched_step in steps or [find_dumped_step(run, None)]:
         counts[searched_step] = 0
-        for record in run.files.rollouts(
+        for _, record in run.files.rollouts(
             searched_step, errors=errors, is_wanted=contains_text(text)
         ):
             # What tools answered is in messages alone.

@@ -371,7 +371,7 @@ class Trials:
         with patch.object(dist, "init_process_group", _fake_group):
             assert loop.train(config, check_inputs(config, num_ranks=1))
         lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-        scored = [len(RunFolder(run_dir).scores_by_id(step)) for step in (1, 2)]
+        scored = [len(list(RunFolder(run_dir).scores(step))) for step in (1, 2)]
         return {"lines": lines, "told": StandInLLM.last.calls, "scored": scored}
 
 
