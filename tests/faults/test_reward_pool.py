@@ -422,7 +422,7 @@ def test_columns_arrive_as_they_are(tmp_path: Path) -> None:
         assert scored.rewards == [1.0, 2.0]
         group.prompt.columns["answer"] = object()
         with pytest.raises(
-            TypeError, match="a value of type object cannot be sent to a reward worker"
+            TypeError, match="a value of type object cannot be sent to a worker process"
         ):
             pool.score([group], CharacterTokenizer())
 
