@@ -61,6 +61,12 @@ def act(text):
             try: os.write(fd, b"\\xff" * 64)
             except OSError: pass
         time.sleep(1000)
+    if text == "odd number":
+        frame = b'{"values": {"__grpo_spmd_type__": "Decimal", "value": "x"}}'
+        for fd in range(3, 64):
+            try: os.write(fd, len(frame).to_bytes(4, "big") + frame)
+            except OSError: pass
+        time.sleep(1000)
     if text == "fork returns" and os.fork() == 0: pass
     if text == "fork raises" and os.fork() == 0: raise ValueError("in the child")
     if text == "fork lingers" and os.fork() == 0: time.sleep(1000)
@@ -119,6 +125,7 @@ FAILS = {
             "segfault",
             "close",
             "garbage",
+            "odd number",
             "fork lingers and dies",
         ],
         "error",
