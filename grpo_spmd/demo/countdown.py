@@ -16,8 +16,9 @@ on its own completions.
 from __future__ import annotations
 
 import functools
+import operator
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,11 @@ _LONG_ROWS = 4096
 # The teacher of the distillation demo trains longer than the student.
 _TEACHER_STEPS = 600
 _TEACHER_LR = 5e-3
+_SIGNS: dict[str, Callable[[int, int], int]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+}
 # A task is two numbers and the target.
 Task = tuple[int, int, int]
 
@@ -46,8 +52,8 @@ Task = tuple[int, int, int]
 def solvable_tasks() -> list[Task]:
     """Returns all tasks with numbers from 1 to 9 and a positive target that +, - or * reaches."""
     numbers = range(1, MAX_NUMBER + 1)
-    targets = {(a, b, target) for a in numbers for b in numbers for target in (a + b, a - b, a * b)}
-    return sorted(task for task in targets if task[2] > 0)
+    tasks = {(a, b, compute(a, b)) for a in numbers for b in numbers for compute in _SIGNS.values()}
+    return sorted(task for task in tasks if task[2] > 0)
 
 
 def prompt_text(*nums_and_target: int) -> str:
@@ -70,26 +76,25 @@ def long_task(rng: random.Random) -> tuple[list[int], int, str]:
 
 def make_rows(numbers: str, seed: int) -> list[dict[str, Any]]:
     """Returns the data set: one row for each task, with the columns prompt, nums and target."""
-    if numbers == "2":
-        return [
-            {"prompt": prompt_text(*task), "nums": task[:2], "target": task[2]}
-            for task in solvable_tasks()
-        ]
-    # A generator of its own, so that the rows do not depend on the warm start.
-    rng = random.Random(f"rows/{seed}")
-    tasks = [long_task(rng) for _ in range(_LONG_ROWS)]
+    tasks: list[tuple[Sequence[int], int]] = [(task[:2], task[2]) for task in solvable_tasks()]
+    if numbers != "2":
+        # A generator of its own, so that the rows do not depend on the warm start.
+        rng = random.Random(f"rows/{seed}")
+        tasks = [long_task(rng)[:2] for _ in range(_LONG_ROWS)]
     return [
         {"prompt": prompt_text(*nums, target), "nums": nums, "target": target}
-        for nums, target, _ in tasks
+        for nums, target in tasks
     ]
 
 
 def correct_equations(a: int, b: int, target: int) -> list[str]:
     """Returns every equation over both numbers that reaches the target."""
-    pairs = {(a, b), (b, a)}
-    equations = [f"{x}+{y}" for x, y in pairs if x + y == target]
-    equations += [f"{x}-{y}" for x, y in pairs if x - y == target]
-    return sorted(equations + [f"{x}*{y}" for x, y in pairs if x * y == target])
+    return sorted(
+        f"{x}{sign}{y}"
+        for x, y in {(a, b), (b, a)}
+        for sign, compute in _SIGNS.items()
+        if compute(x, y) == target
+    )
 
 
 def random_equation(rng: random.Random) -> str:

@@ -6,12 +6,12 @@ configs/demo-judge.md makes, and knows countdown.
 
 from __future__ import annotations
 
-import json
+import asyncio
 import os
 import re
 import signal
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+
+from aiohttp import web
 
 from grpo_spmd.rewards.verifiers import countdown
 
@@ -29,35 +29,26 @@ def reply_to(prompt: str) -> str:
     return f"I have worked it out.\nScore: {10 if reward == 1.0 else 0}"
 
 
-class _Handler(BaseHTTPRequestHandler):
-    def do_POST(self) -> None:
-        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        message = {"role": "assistant", "content": reply_to(request["messages"][-1]["content"])}
-        choice = {"index": 0, "message": message, "finish_reason": "stop"}
-        content = json.dumps({"choices": [choice]}).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, *_: Any) -> None:
-        """Prints nothing; there are thousands of requests."""
+async def _answer(request: web.Request) -> web.Response:
+    question = await request.json()
+    message = {"role": "assistant", "content": reply_to(question["messages"][-1]["content"])}
+    choice = {"index": 0, "message": message, "finish_reason": "stop"}
+    return web.json_response({"choices": [choice]})
 
 
-class _Server(ThreadingHTTPServer):
-    # The completions of a step are judged at the same time.
-    request_queue_size = 128
-
-    def service_actions(self) -> None:
-        # Whoever started this process is gone.
-        if os.getppid() != _PARENT:
-            os._exit(0)
+async def _serve() -> None:
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", _answer)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    print(f"http://127.0.0.1:{runner.addresses[0][1]}/v1/chat/completions", flush=True)
+    while os.getppid() == _PARENT:
+        await asyncio.sleep(0.5)
 
 
 def serve() -> None:
     """Prints the address, and answers until the process that started this one ends."""
     # Ctrl-C is for the run, which still has completions to score.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with _Server(("127.0.0.1", 0), _Handler) as server:
-        print(f"http://127.0.0.1:{server.server_address[1]}/v1/chat/completions", flush=True)
-        server.serve_forever()
+    asyncio.run(_serve())

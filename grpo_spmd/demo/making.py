@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,10 +77,8 @@ def make_model(
 
     def loss_of(step: int) -> torch.Tensor:
         batch = batch_of(step)
-        length = max(len(example.token_ids) for example in batch)
-        # Padding is on the right: under a causal mask no trained token sees it.
-        input_ids = torch.tensor([_pad(example.token_ids, 0, length) for example in batch])
-        is_trained = torch.tensor([_pad(example.is_trained, False, length) for example in batch])
+        input_ids = padded(example.token_ids for example in batch)
+        is_trained = padded(example.is_trained for example in batch)
         # The model's own loss leaves out tokens with the label -100.
         labels = input_ids.where(is_trained, -100)
         loss: torch.Tensor = model(input_ids=input_ids, labels=labels).loss
@@ -109,9 +107,12 @@ def train(
         optimizer.step()
 
 
-def _pad(values: list[Any], padding: Any, length: int) -> list[Any]:
-    """Returns `values` with `padding` on the right side, up to `length`."""
-    return values + [padding] * (length - len(values))
+def padded(rows: Iterable[list[Any]]) -> Any:
+    """Returns rows as a tensor, with zeros on the right: under a causal mask nothing sees them."""
+    import torch
+
+    tensors = [torch.tensor(row) for row in rows]
+    return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True)
 
 
 def make_folder(

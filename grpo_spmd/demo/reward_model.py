@@ -22,7 +22,7 @@ from grpo_spmd.demo.countdown import (
     solvable_tasks,
     token_ids,
 )
-from grpo_spmd.demo.making import model_config, rise_and_fall, train
+from grpo_spmd.demo.making import model_config, padded, rise_and_fall, train
 from grpo_spmd.rewards.verifiers import countdown
 
 _TASKS_PER_STEP = 32
@@ -100,9 +100,7 @@ def make_reward_model(folder: Path, base: Path, seed: int) -> None:
 
     def scores_of(texts: list[list[int]]) -> torch.Tensor:
         lengths = [len(ids) for ids in texts]
-        # Padding after the end is not seen: the mask is causal.
-        rows = torch.tensor([ids + [0] * (max(lengths) - len(ids)) for ids in texts])
-        hidden = model.model(input_ids=rows, use_cache=False).last_hidden_state
+        hidden = model.model(input_ids=padded(texts), use_cache=False).last_hidden_state
         ends = torch.tensor(lengths) - 1
         scores: torch.Tensor = model.score(hidden[torch.arange(len(texts)), ends])
         return scores.squeeze(-1)

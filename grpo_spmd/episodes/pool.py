@@ -270,7 +270,7 @@ class EnvironmentPool(ProcessPool):
         self._num_calls += 1
         call = _Call(conversation, method, self._num_calls, location)
         fields = {"method": method, "conversation": conversation, "serial": call.serial, **message}
-        frame = encode_frame(fields, "an environment")
+        frame = encode_frame(fields)
         seconds = max(self._config.timeout_s - episode.used_s, 0.0)
         # An agent's one call is its whole episode.
         if not message.get("access"):

@@ -122,14 +122,20 @@ def _load_reward(
             one_at_a_time=asks.form.one_at_a_time,
             function=asks,
         )
-    if config.function is not None:
-        function = _load_function(config.function, entry, modules)
-    elif name in SHIPPED:
+    spec = config.function
+    if spec is None:
+        if name not in SHIPPED:
+            rule = f"no shipped reward {name!r}; there are {', '.join(sorted(SHIPPED))}"
+            raise ConfigError(f"{entry}.name: {rule}")
         function = SHIPPED[name]
+    elif spec.startswith(PYTHON_MARK):
+        function = registered_function(spec, entry)
     else:
-        raise ConfigError(
-            f"{entry}.name: no shipped reward {name!r}; there are {', '.join(sorted(SHIPPED))}"
-        )
+        function = load_named(spec, f"{entry}.function", "function", modules)
+        if inspect.isclass(function):
+            file, _, class_name = spec.rpartition(":")
+            rule = f"{class_name} is a class; make an object of it in {file}, and name that"
+            raise ConfigError(f"{entry}.function: {rule}")
     return _with_args(name, function, config, entry=entry, timeout_s=timeout_s)
 
 
@@ -146,7 +152,9 @@ def check_error_rate(
     """
     metrics: dict[str, float] = {}
     for name in dict.fromkeys(name for by_name in statuses for name in by_name):
-        counts = sum((Counter(by_name.get(name, {})) for by_name in statuses), Counter[str]())
+        counts = Counter[str]()
+        for by_name in statuses:
+            counts.update(by_name.get(name, {}))
         num_completions = max(counts.total(), 1)
         num_failed = counts["error"] + counts["timeout"]
         if num_failed and num_failed / num_completions >= max_error_frac:
@@ -163,18 +171,6 @@ def check_error_rate(
         for status in ("error", "timeout", "not_applicable"):
             metrics[f"reward/{name}/{status}_frac"] = counts[status] / num_completions
     return metrics
-
-
-def _load_function(spec: str, entry: str, modules: Modules | None) -> Callable[..., Any]:
-    if spec.startswith(PYTHON_MARK):
-        return registered_function(spec, entry)
-    function = load_named(spec, f"{entry}.function", "function", modules)
-    if inspect.isclass(function):
-        file, _, name = spec.rpartition(":")
-        raise ConfigError(
-            f"{entry}.function: {name} is a class; make an object of it in {file}, and name that"
-        )
-    return function
 
 
 def _with_args(
@@ -212,8 +208,12 @@ def _with_args(
     if is_shipped:
         _check_values(f"{entry}.args", args, function)
     if function is run_tests:
-        if args.get("isolation") != "none":
-            _check_isolation(entry)
+        try:
+            if args.get("isolation") != "none":
+                check_isolation()
+        except SandboxError as error:
+            rule = f'{error}; to run it unprotected, set args.isolation to "none"'
+            raise ConfigError(f"{entry}: {rule}") from None
         needs = (args.get("tests_column", "tests"),)
         args = {**args, "_wall_s": timeout_s - 1}
 
@@ -300,12 +300,3 @@ def _check_values(key: str, args: Mapping[str, Any], function: Callable[..., Any
         except (msgspec.ValidationError, re.error) as error:
             rule = "is not a regular expression: " if isinstance(error, re.error) else ""
             raise ConfigError(f"{key}.{name} ({value!r}): {rule}{error}") from None
-
-
-def _check_isolation(entry: str) -> None:
-    try:
-        check_isolation()
-    except SandboxError as error:
-        raise ConfigError(
-            f'{entry}: {error}; to run it unprotected, set args.isolation to "none"'
-        ) from None

@@ -70,10 +70,8 @@ class Scorers:
 
         def spread(values: Sequence[Any], default: Any) -> list[Any]:
             """Returns one entry for each completion: from `values` if it was played."""
-            full = [default] * len(completions)
-            for i, value in zip(played, values, strict=True):
-                full[i] = value
-            return full
+            by_completion = dict(zip(played, values, strict=True))
+            return [by_completion.get(i, default) for i in range(len(completions))]
 
         merged = merge_results(results)
         # Where every episode failed, the functions have said nothing at all.

@@ -18,7 +18,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +43,7 @@ class RewardError(RuntimeError):
     """Rewards fail in a way that would stay hidden if completions were just left out."""
 
 
+@dataclass(eq=False)
 class FailedCallError(Exception):
     """A call failed for a reason outside itself; the message is one line.
 
@@ -50,18 +51,13 @@ class FailedCallError(Exception):
     `status` is the HTTP status.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        may_retry: bool = False,
-        wait_s: float | None = None,
-        status: int | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.may_retry = may_retry
-        self.wait_s = wait_s
-        self.status = status
+    message: str
+    may_retry: bool = False
+    wait_s: float | None = None
+    status: int | None = None
+
+    def __str__(self) -> str:
+        return self.message
 
 
 class BrokenContractError(Exception):
@@ -210,17 +206,6 @@ def retried_fracs(
     return metrics
 
 
-def trl_values(names: Collection[str], state: TrainerState, log: CallLog) -> dict[str, Any]:
-    """Returns the values of TRL's extra arguments."""
-    values = {
-        "trainer_state": state,
-        "log_metric": log.metric,
-        "log_extra": log.extra,
-        "environments": None,
-    }
-    return {name: values[name] for name in names}
-
-
 def unwrap_partial(function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the function inside of functools.partial objects."""
     while isinstance(function, functools.partial):
@@ -254,8 +239,7 @@ def merge_logged(into: Logged, added: Logged) -> None:
         merged = into.setdefault(reward, {})
         for name, (sums, number) in metrics.items():
             known_sums, known_number = merged.get(name, ([], 0))
-            known_sums.extend(sums)
-            merged[name] = (known_sums, known_number + number)
+            merged[name] = (known_sums + sums, known_number + number)
 
 
 def mean_metrics(logged: Logged) -> dict[str, float | None]:
@@ -266,33 +250,37 @@ def mean_metrics(logged: Logged) -> dict[str, float | None]:
     means: dict[str, float | None] = {}
     for reward, metrics in sorted(logged.items()):
         # Names with a dot in front are what call_limits.py measured.
-        by_function = {name: value for name, value in metrics.items() if not name.startswith(".")}
-        values: dict[str, float | None] = {
+        by_function = {name: value for name, value in metrics.items() if name[0] != "."}
+        values = {
             name: math.fsum(sums) / number
             for name, (sums, number) in limit_names(by_function).items()
         }
-        if len(by_function) < len(metrics):
+        if ".requests" in metrics:
             values |= call_metrics(metrics)
         means |= {f"reward/{reward}/{name}": value for name, value in values.items()}
     return means
 
 
-def call_metrics(metrics: Mapping[str, tuple[list[float], int]]) -> dict[str, float | None]:
+def call_metrics(metrics: Mapping[str, tuple[list[float], int]]) -> dict[str, float]:
     """Returns metrics of the measurements of pool/call_limits.py.
 
     They are percentiles of the calls' seconds (linear interpolation), the number of retries, and
     the fraction of requests that were answered with each HTTP error.
     """
-    seconds = sorted(metrics[".s"][0])
+    # The processes that score do without numpy.
+    import numpy as np
+
+    p50, p95 = np.percentile(metrics[".s"][0], (50, 95)).tolist()
     requests, num_calls = metrics[".requests"]
     num_requests = math.fsum(requests)
-    values: dict[str, float | None] = {}
-    for percent in (50, 95):
-        rank = (len(seconds) - 1) * percent / 100
-        low = seconds[math.floor(rank)]
-        values[f"call_s_p{percent}"] = low + (seconds[math.ceil(rank)] - low) * (rank % 1)
-    values["retries"] = num_requests - num_calls
-    for name, (sums, _) in sorted(metrics.items()):
-        if name.startswith(".http_"):
-            values[f"{name[1:]}_frac"] = math.fsum(sums) / num_requests
-    return values
+    fractions = {
+        f"{name[1:]}_frac": math.fsum(sums) / num_requests
+        for name, (sums, _) in sorted(metrics.items())
+        if name.startswith(".http_")
+    }
+    return {
+        "call_s_p50": p50,
+        "call_s_p95": p95,
+        "retries": num_requests - num_calls,
+        **fractions,
+    }

@@ -70,10 +70,7 @@ def matches_format(completions: Completions, *, pattern: str, **_: Any) -> Score
     """
     compiled = re.compile(pattern, re.DOTALL)
     texts = [completion_text(completion) for completion in completions]
-    scores = each_within(
-        _TEXT_S, lambda i: float(compiled.fullmatch(texts[i]) is not None), len(texts)
-    )
-    return [*scores]
+    return [*each_within(_TEXT_S, lambda text: compiled.fullmatch(text) is not None, texts)]
 
 
 def gsm8k(completions: Completions, answer: Column, **_: Any) -> Scores:
@@ -107,18 +104,26 @@ def countdown(
     The equation stands in the last <answer>...</answer>; with `answer_tag: null` it is the whole
     completion.
     """
-    tasks = [
-        None
-        if numbers is None or goal is None
-        else ([int(number) for number in numbers], Fraction(goal))
-        for numbers, goal in zip(nums, target, strict=True)
-    ]
+    tasks = [countdown_task(numbers, goal) for numbers, goal in zip(nums, target, strict=True)]
 
     def is_solved(text: str, task: tuple[list[int], Fraction]) -> bool:
         equation = tagged(text, answer_tag)
         return equation is not None and _reaches(equation, *task)
 
     return _compare(completions, tasks, is_solved)
+
+
+def countdown_task(nums: Any, target: Any) -> tuple[list[int], Fraction] | None:
+    """Returns the numbers and the target of a row, None without them.
+
+    Raises ValueError, TypeError or ArithmeticError for other values.
+    """
+    if nums is None or target is None:
+        return None
+    is_list = isinstance(nums, list | tuple)
+    if not is_list or any(isinstance(number, float) and number % 1 for number in nums):
+        raise ValueError(f"'nums' must be a list of whole numbers; got {nums!r:.60}")
+    return [int(number) for number in nums], Fraction(target)
 
 
 def tagged(text: str, tag: str | None) -> str | None:
@@ -142,12 +147,10 @@ def _reaches(equation: str, numbers: Sequence[int], target: Fraction) -> bool:
     if len(equation) > _MAX_EQUATION_CHARS or not re.fullmatch(r"[\d+\-*/() ]+", equation):
         return False
     try:
-        tree = ast.parse(equation.strip(), mode="eval").body
-        is_reached = _value(tree) == target
+        is_reached = evaluate(equation) == target
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
         return False
-    used = Counter(node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
-    return is_reached and used == Counter(numbers)
+    return is_reached and Counter(map(int, re.findall(r"\d+", equation))) == Counter(numbers)
 
 
 def evaluate(equation: str) -> Fraction:
@@ -190,23 +193,18 @@ def equal_by_math_verify(completions: Completions, answer: Column, **_: Any) -> 
     """
     parse = load_math_verify()
     texts = [completion_text(completion) for completion in completions]
-    scores: Scores = []
+    scores: dict[int, float | None] = {}
     # Of completions that math-verify must compare, as sympy has them.
     golds: dict[int, Any] = {}
     for number, (text, gold) in enumerate(zip(texts, answer, strict=True)):
         # A bare "x^2" is prose to the parser; boxed it is one expression.
         parsed_gold = [] if gold is None else parse(f"\\boxed{{{gold}}}") or parse(str(gold))
         boxed = last_boxed(text) or ""
-        scores.append(float(boxed.strip() == str(gold).strip()) if parsed_gold else None)
+        scores[number] = float(boxed.strip() == str(gold).strip()) if parsed_gold else None
         if parsed_gold and len(boxed) < 2000 + 4 * len(str(gold)) and not _keeps_sympy_busy(boxed):
             golds[number] = parsed_gold
-    numbers = list(golds)
-    equal = each_within(
-        _TEXT_S, lambda i: _equals(golds[numbers[i]], texts[numbers[i]]), len(numbers)
-    )
-    for number, score in zip(numbers, equal, strict=True):
-        scores[number] = score
-    return scores
+    equal = each_within(_TEXT_S, lambda number: _equals(golds[number], texts[number]), [*golds])
+    return [*(scores | dict(zip(golds, equal, strict=True))).values()]
 
 
 def _equals(parsed_gold: Any, text: str) -> float:

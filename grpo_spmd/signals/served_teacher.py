@@ -36,8 +36,7 @@ from grpo_spmd.proofs.gradient_check import (
 )
 from grpo_spmd.records import Decision, MicroBatch, Prompt, RolloutBatch
 from grpo_spmd.rewards.pool.call_limits import CallLimits
-from grpo_spmd.rewards.remote.client import PositionLogprobs, PromptLogprobs
-from grpo_spmd.rewards.remote.server_calls import ServerCalls
+from grpo_spmd.rewards.remote.client import PositionLogprobs, PromptLogprobs, ServerCalls
 from grpo_spmd.rewards.trl import FailedCallError, RewardError
 from grpo_spmd.signals.teacher import (
     Teacher,

@@ -19,7 +19,7 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import EnvironmentConfig, RewardConfig
 from grpo_spmd.episodes.pool import EnvironmentPool, Failure, Reply
 from grpo_spmd.rewards.trl import RewardError
-from tests.faults.test_reward_pool import _alive, _descendants, _wait_until_gone
+from tests.faults.test_reward_pool import _alive, _wait_for_descendants, _wait_until_gone
 from tests.support.processes import ROOT
 
 # The row's `how`, and what the tool is given, say what it does.
@@ -218,10 +218,7 @@ def test_what_hangs_is_killed_with_all_that_it_started(pools: Pools, method: str
     reason = "took longer than environment.call_timeout_s=1.5"
     assert _failure(_played(pool, (0, 0), {"how": method})) == ("env_timeout", f"reset() {reason}")
     assert _failure(_played(pool, (0, 0), {}, method)) == ("env_timeout", f"tool 'do' {reason}")
-    deadline = time.monotonic() + 20
-    while len(alive := _alive(_descendants(pool._process.pid))) > 0:
-        assert time.monotonic() < deadline, alive
-        time.sleep(0.02)
+    _wait_for_descendants(pool._process.pid, 0)
 
 
 def test_all_calls_of_an_episode_have_one_deadline_together(pools: Pools, tmp_path: Path) -> None:
@@ -333,7 +330,8 @@ def test_more_episodes_than_workers_and_dropped_ones(pools: Pools) -> None:
             pool.release(position)
     assert sorted(result) == [(1, 0), (2, 0), (2, 1)]
     assert pool.where() == ""
-    assert len(_alive(_descendants(pool._process.pid))) == 2
+    # The dropped episode's worker was sent SIGKILL, and may take a while to die.
+    _wait_for_descendants(pool._process.pid, 2)
 
 
 def test_a_worker_that_dies_between_calls(pools: Pools) -> None:
@@ -341,13 +339,13 @@ def test_a_worker_that_dies_between_calls(pools: Pools) -> None:
     before."""
     pool = pools(num_workers=1)
     assert isinstance(_played(pool, (0, 0), {}), Reply)
-    (worker,) = _descendants(pool._process.pid)
+    (worker,) = _wait_for_descendants(pool._process.pid, 1)
     os.kill(worker, signal.SIGKILL)
     _wait_until_gone({worker})
     time.sleep(0.1)
     pool.begin((0, 1), {}, 1)
     assert isinstance(_next(pool)[0, 1], Reply)
-    (worker,) = _descendants(pool._process.pid)
+    (worker,) = _wait_for_descendants(pool._process.pid, 1)
     os.kill(worker, signal.SIGKILL)
     _wait_until_gone({worker})
     assert pool.poll(0.3) == []
@@ -364,8 +362,7 @@ def test_a_dead_nursery_and_a_closed_pool(pools: Pools) -> None:
     pool = pools()
     pool.begin((0, 0), {}, 1)
     _next(pool)
-    processes = _descendants(pool._process.pid)
-    assert len(processes) == 1
+    processes = _wait_for_descendants(pool._process.pid, 1)
     os.kill(pool._process.pid, signal.SIGKILL)
     with pytest.raises(
         RewardError, match="the process that starts the environment workers ended with code -9"
@@ -374,10 +371,7 @@ def test_a_dead_nursery_and_a_closed_pool(pools: Pools) -> None:
     _wait_until_gone(processes)
     second = pools()
     second.begin((0, 0), {"how": "daemon hangs"}, 1)
-    deadline = time.monotonic() + 20
-    while len(processes := _descendants(second._process.pid)) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    processes = _wait_for_descendants(second._process.pid, 2)
     second.close()
     assert not _alive(processes)
 

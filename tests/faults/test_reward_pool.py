@@ -61,6 +61,12 @@ def act(text):
             try: os.write(fd, b"\\xff" * 64)
             except OSError: pass
         time.sleep(1000)
+    if text == "odd number":
+        frame = b'{"values": {"__grpo_spmd_type__": "Decimal", "value": "x"}}'
+        for fd in range(3, 64):
+            try: os.write(fd, len(frame).to_bytes(4, "big") + frame)
+            except OSError: pass
+        time.sleep(1000)
     if text == "fork returns" and os.fork() == 0: pass
     if text == "fork raises" and os.fork() == 0: raise ValueError("in the child")
     if text == "fork lingers" and os.fork() == 0: time.sleep(1000)
@@ -119,6 +125,7 @@ FAILS = {
             "segfault",
             "close",
             "garbage",
+            "odd number",
             "fork lingers and dies",
         ],
         "error",
@@ -196,11 +203,14 @@ def _children(pid: int) -> set[int]:
 
 
 def _alive(pids: set[int]) -> set[int]:
-    return {
-        pid
-        for pid in pids
-        if Path(f"/proc/{pid}").exists() and ") Z " not in Path(f"/proc/{pid}/stat").read_text()
-    }
+    return {pid for pid in pids if _is_alive(pid)}
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except OSError:  # it has been reaped, perhaps while its file was read
+        return False
 
 
 def _wait_until_gone(pids: set[int]) -> None:
@@ -208,6 +218,16 @@ def _wait_until_gone(pids: set[int]) -> None:
     while alive := _alive(pids):
         assert time.monotonic() < deadline, alive
         time.sleep(0.02)
+
+
+def _wait_for_descendants(pid: int, number: int) -> set[int]:
+    """The living descendants, once there are exactly so many. A killed process lives until the
+    machine has had time to end it, and a helper is not there as soon as its worker is."""
+    deadline = time.monotonic() + 20
+    while len(alive := _alive(_descendants(pid))) != number:
+        assert time.monotonic() < deadline, alive
+        time.sleep(0.02)
+    return alive
 
 
 @pytest.mark.parametrize(("name", "num_steps"), [("one", 2), ("late", 1)])
@@ -409,7 +429,7 @@ def test_columns_arrive_as_they_are(tmp_path: Path) -> None:
         assert scored.rewards == [1.0, 2.0]
         group.prompt.columns["answer"] = object()
         with pytest.raises(
-            TypeError, match="a value of type object cannot be sent to a reward worker"
+            TypeError, match="a value of type object cannot be sent to a worker process"
         ):
             pool.score([group], CharacterTokenizer())
 
@@ -564,10 +584,8 @@ def test_a_killed_rank_leaves_no_process(tmp_path: Path, when: str) -> None:
         assert rank.stdout is not None
         for _ in range(2 if when == "idle" else 1):
             rank.stdout.readline()
-        deadline = time.monotonic() + 20
-        while len(processes := _descendants(rank.pid)) < 4:
-            assert time.monotonic() < deadline, processes
-            time.sleep(0.05)
+        # The nursery, three workers, and a helper of each of two workers.
+        processes = _wait_for_descendants(rank.pid, 6)
         # the kernel then ends the nursery's connection with an error instead of an end of file
         if when == "a worker's death unheard":
             os.kill(rank.pid, signal.SIGSTOP)

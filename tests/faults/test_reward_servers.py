@@ -162,7 +162,8 @@ def test_two_ranks_together_hold_the_limits(tmp_path: Path) -> None:
     """3 at once: rank 0 has two places, rank 1 one. 1,200 a minute: 0.1 s between two of a rank's
     calls."""
     pools = []
-    with stub_server(worth_of, lambda body: "slow") as server:
+    # Long enough that three calls meet there, however slowly a busy machine starts them.
+    with stub_server(worth_of, lambda body: "slower") as server:
         for config in (
             RewardConfig(url=server.url, max_concurrent=3),
             RewardConfig(url=server.url, max_per_minute=1200),

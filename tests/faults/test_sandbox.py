@@ -507,7 +507,7 @@ def f(x): return 0
 import os, json
 for fd in range(64):
     for n in range(8):
-        try: os.write(fd, json.dumps({"statement": n, "secret": "0" * 32, "value": ["c", True]}).encode() + b"\\n")
+        try: os.write(fd, json.dumps({"statement": n, "secret": "0" * 32, "value": True}).encode() + b"\\n")
         except OSError: pass
 def f(x): return 0
 """,  # noqa: E501

@@ -768,16 +768,16 @@ gold(
 )
 COUNTDOWN = {"nums": [3, 8], "target": 24}
 gold("numbers as text", "countdown", [COUNTDOWN, {"nums": "3,8", "target": "24"}, COUNTDOWN, COUNTDOWN],  # noqa: E501
-     "train.jsonl:2: rewards.0: 'countdown' cannot read 'nums', which must be a list "
+     "train.jsonl:2: rewards.0: 'countdown' cannot read the row: 'nums' must be a list "
      "of", "got '3,8'")  # fmt: skip
 gold("numbers with a "
      "fraction", "countdown", [COUNTDOWN] * 3 + [{"nums": [1.5], "target": 1}], "train.jsonl:4: ",
      "a list of whole numbers; got [1.5]")  # fmt: skip
 gold("a target that is no number", "countdown", [{"nums": ["3", 8.0], "target": "x"}] * 4,
-     "train.jsonl:1: rewards.0: 'countdown' cannot read 'target', which must be a number; got "
+     "train.jsonl:1: rewards.0: 'countdown' cannot read the row: Invalid literal for Fraction: "
      "'x'")  # fmt: skip
 gold("a test that is a number", "code", [{"tests": ["assert f(2) == 4"]}] * 3 + [{"tests": 5}],
-     "train.jsonl:4: rewards.0: 'code' cannot read 'tests': a test is a statement or "
+     "train.jsonl:4: rewards.0: 'code' cannot read the row: a test is a statement or "
      "{\"input\"")  # fmt: skip
 gold(
     "tests by other names",

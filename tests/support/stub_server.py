@@ -112,8 +112,8 @@ class StubServer:
             connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
             while not self._stop.wait(0.05):
                 connection.sendall(b" ")
-        elif method == "slow":
-            time.sleep(0.02)
+        elif method in ("slow", "slower"):
+            time.sleep(0.02 if method == "slow" else 0.2)
 
     def _give(self, connection: socket.socket, correct: bytes, method: str) -> bool:
         """Whether the connection is kept."""

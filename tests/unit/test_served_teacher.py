@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -32,8 +33,7 @@ from grpo_spmd.model.logprobs import MIN_LOGPROB
 from grpo_spmd.records import Rollout, Segment, TeacherSignal
 from grpo_spmd.rewards.pool import call_limits
 from grpo_spmd.rewards.pool.call_limits import CallLimits
-from grpo_spmd.rewards.remote.client import PositionLogprobs, PromptLogprobs
-from grpo_spmd.rewards.remote.server_calls import ServerCalls
+from grpo_spmd.rewards.remote.client import PositionLogprobs, PromptLogprobs, ServerCalls
 from grpo_spmd.rewards.trl import FailedCallError
 from grpo_spmd.signals.served_teacher import compact_answer, rest_logprob
 from grpo_spmd.signals.teacher import TeacherRequest, teacher_contexts
@@ -279,17 +279,22 @@ def test_every_way_to_fail_costs_its_own_rollout_alone() -> None:
         assert calls.num_retries == len(server.asked) - len(ways)
 
 
-def test_a_thread_that_does_not_come_back_is_not_waited_for() -> None:
-    """As a name that is looked up without end: nothing can cut that."""
-    comes = threading.Event()
-    limits = CallLimits([RewardConfig(url="", timeout_s=0.2)], 10.0, 0, 1)
-    calls = ServerCalls(limits, [(0, lambda limit_s: comes.wait(60) and 7), (0, lambda limit_s: 5)])
+def test_a_lookup_that_does_not_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing can cut the lookup of a name."""
+    comes, lookup = threading.Event(), socket.getaddrinfo
+
+    def hang(host: Any, *rest: Any, **options: Any) -> Any:
+        return comes.wait(60) if host == "nowhere.test" else lookup(host, *rest, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", hang)
+    client = PromptLogprobs("http://nowhere.test/v1/completions", {}, NAME)
+    limits = CallLimits([RewardConfig(url="", timeout_s=0.2, retries=0)], 10.0, 0, 1)
+    calls = ServerCalls(limits, [(0, partial(client.ask, IDS, 0)), (0, lambda limit_s: 5)])
     while calls.run_for(0.1):
         pass
-    assert (calls.answers, calls.errors) == ({1: 5}, {0: "did not answer within timeout_s=0.2"})
+    assert (calls.answers, calls.errors) == ({1: 5}, {0: "did not answer (TimeoutError)"})
     comes.set()
     assert not calls.run_for(0.1)
-    assert calls.answers == {1: 5}  # what comes late is nobody's
 
 
 def test_a_server_that_is_gone_is_not_asked_of_every_rollout(

@@ -389,7 +389,7 @@ def test_a_text_that_ends_its_process_costs_itself_alone() -> None:
             return float(len(bytearray(1 << 31)))  # more memory than it may have
         return 1.0
 
-    assert each_within(0.2, function, 6) == [1.0, 0.0, 0.0, 0.0, 0.0, 1.0]
+    assert each_within(0.2, function, range(6)) == [1.0, 0.0, 0.0, 0.0, 0.0, 1.0]
 
 
 @pytest.mark.parametrize(

@@ -16,13 +16,12 @@ without a pause.
 
 from __future__ import annotations
 
-import heapq
 import math
 import random
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from grpo_spmd.config.schema import RewardConfig
@@ -57,9 +56,16 @@ class Call:
 
 
 @dataclass
-class _Scoring:
-    """Counts and pauses of one reward's calls in this scoring."""
+class _Limit:
+    """The limits of one reward on this rank, with the counts and pauses of this scoring."""
 
+    timeout_s: float
+    config: RewardConfig
+    max_concurrent: float
+    # Seconds between the starts of two calls.
+    interval_s: float
+    # This time holds from one scoring to the next, so that no minute has too many calls.
+    next_start: float = -math.inf
     num_running: int = 0
     # Failures in a row.
     num_failed: int = 0
@@ -69,29 +75,15 @@ class _Scoring:
     probe: Call | None = None
     has_given_up: bool = False
 
-
-@dataclass
-class _Limit:
-    """The limits of one reward on this rank."""
-
-    timeout_s: float
-    config: RewardConfig
-    max_concurrent: float
-    # Seconds between the starts of two calls.
-    interval_s: float
-    # This time holds from one scoring to the next, so that no minute has too many calls.
-    next_start: float = -math.inf
-    scoring: _Scoring = field(default_factory=_Scoring)
-
     @property
     def ready_at(self) -> float:
         """Returns the earliest time at which a call may start."""
-        return max(self.next_start, self.scoring.paused_until)
+        return max(self.next_start, self.paused_until)
 
     def can_start(self, now_s: float) -> bool:
         """Returns True if a call may start now."""
-        max_running = 1 if self.scoring.is_probing else self.max_concurrent
-        return self.scoring.num_running < max_running and self.ready_at <= now_s
+        max_running = 1 if self.is_probing else self.max_concurrent
+        return self.num_running < max_running and self.ready_at <= now_s
 
 
 class CallLimits:
@@ -114,7 +106,7 @@ class CallLimits:
             )
             for reward in rewards
         ]
-        # The start times of waiting retries, as a heap.
+        # The start times of waiting retries.
         self._retry_times: list[float] = []
         self._random = random.Random()
         self._is_waited_for = True
@@ -123,7 +115,12 @@ class CallLimits:
         """Forgets the failures and pauses of the previous scoring."""
         self._is_waited_for = False
         for limit in self._limits:
-            limit.scoring = _Scoring()
+            limit.num_running = 0
+            limit.num_failed = 0
+            limit.paused_until = -math.inf
+            limit.is_probing = False
+            limit.probe = None
+            limit.has_given_up = False
         self._retry_times.clear()
 
     def wait_for_all(self) -> None:
@@ -150,10 +147,10 @@ class CallLimits:
                 del calls[i]
                 started = replace(call, num_made=call.num_made + 1, start=now_s)
                 limit = self._limits[call.reward]
-                limit.scoring.num_running += 1
+                limit.num_running += 1
                 limit.next_start = now_s + limit.interval_s
-                if limit.scoring.is_probing:
-                    limit.scoring.probe = started
+                if limit.is_probing:
+                    limit.probe = started
                 return started
         return None
 
@@ -161,40 +158,38 @@ class CallLimits:
         """Returns the seconds until a call may start without a new answer, half a second at
         most."""
         now_s = time.monotonic()
-        while self._retry_times and self._retry_times[0] <= now_s:
-            heapq.heappop(self._retry_times)
-        times = [*self._retry_times[:1], *(limit.ready_at for limit in self._limits)]
+        self._retry_times = [at for at in self._retry_times if at > now_s]
+        times = [*self._retry_times, *(limit.ready_at for limit in self._limits)]
         return min([_MAX_WAIT_S, *(at - now_s for at in times if at > now_s)])
 
     def put_back(self, call: Call) -> Call:
         """Returns a started call as it was before the start: its worker had died before the call
         began."""
-        self._limits[call.reward].scoring.num_running -= 1
+        self._limits[call.reward].num_running -= 1
         return replace(call, num_made=call.num_made - 1)
 
     def end(self, call: Call, outcome: Outcome) -> None:
         """Notes how a started call has ended."""
         limit = self._limits[call.reward]
-        scoring = limit.scoring
-        scoring.num_running -= 1
+        limit.num_running -= 1
         if outcome == "ok":
-            scoring.num_failed = 0
-            scoring.is_probing = False
-            scoring.probe = None
+            limit.num_failed = 0
+            limit.is_probing = False
+            limit.probe = None
         elif outcome == "failed":
-            scoring.num_failed += 1
-            is_probe = call is scoring.probe
+            limit.num_failed += 1
+            is_probe = call is limit.probe
             is_down = (
-                scoring.num_failed >= _MAX_FAILURES_IN_A_ROW
-                and not scoring.is_probing
+                limit.num_failed >= _MAX_FAILURES_IN_A_ROW
+                and not limit.is_probing
                 and limit.config.url is not None
             )
             # Nobody samples any more, so further pauses would only make the run wait.
             if is_probe and self._is_waited_for:
-                scoring.has_given_up = True
+                limit.has_given_up = True
             elif is_probe or is_down:
-                scoring.is_probing = True
-                scoring.paused_until = time.monotonic() + _PAUSE_S
+                limit.is_probing = True
+                limit.paused_until = time.monotonic() + _PAUSE_S
 
     def retry(self, call: Call, error: FailedCallError, seconds: float) -> Call:
         """Notes that a started call has failed after `seconds`. Returns the call that retries it;
@@ -219,30 +214,24 @@ class CallLimits:
             )
             return replace(call, error=reason)
         retry_at = time.monotonic() + pause_s
-        heapq.heappush(self._retry_times, retry_at)
+        self._retry_times.append(retry_at)
         return replace(call, spent_s=spent_s, not_before=retry_at)
 
     def take_given_up(self, calls: deque[Call]) -> list[Call]:
-        """Removes from `calls` those of rewards that were given up in this scoring; returns them.
-
-        `why_given_up` is their error.
-        """
-        hopeless = [limit.scoring.has_given_up for limit in self._limits]
-        if not any(hopeless):
+        """Removes from `calls` those of rewards that were given up in this scoring; returns them
+        with their error."""
+        hopeless = {i for i, limit in enumerate(self._limits) if limit.has_given_up}
+        if not hopeless:
             return []
-        given_up = [call for call in calls if hopeless[call.reward]]
-        remaining = [call for call in calls if not hopeless[call.reward]]
-        calls.clear()
-        calls.extend(remaining)
-        return given_up
-
-    @property
-    def why_given_up(self) -> str:
-        """Returns the error of a call that was not made."""
-        return (
+        error = (
             f"was not asked: {_MAX_FAILURES_IN_A_ROW} calls had failed in a row, "
             f"and one more {_PAUSE_S:g} s later"
         )
+        given_up = [replace(call, error=error) for call in calls if call.reward in hopeless]
+        remaining = [call for call in calls if call.reward not in hopeless]
+        calls.clear()
+        calls.extend(remaining)
+        return given_up
 
     def measure(self, call: Call, seconds: float) -> dict[str, list[float]]:
         """Returns the metrics of a call that ended, in the form of notes of ScoredRollouts.

@@ -14,7 +14,6 @@ helper processes that the user's code started.
 
 from __future__ import annotations
 
-import base64
 import ctypes
 import datetime
 import decimal
@@ -44,36 +43,35 @@ Load = Callable[[dict[str, Any]], tuple[Any, Callable[["Worker"], Answer]]]
 MAX_FRAME_BYTES, MAX_ERROR_CHARS = 1 << 30, 4000
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _SIGNALS = {number.value: number.name for number in signal.Signals}
-# Types of parquet columns that JSON does not know: functions to JSON and back.
-_BEYOND_JSON: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
-    bytes: (lambda value: base64.b64encode(value).decode(), base64.b64decode),
-    decimal.Decimal: (str, decimal.Decimal),
-    datetime.datetime: (datetime.datetime.isoformat, datetime.datetime.fromisoformat),
-    datetime.date: (datetime.date.isoformat, datetime.date.fromisoformat),
-    datetime.time: (datetime.time.isoformat, datetime.time.fromisoformat),
-    datetime.timedelta: (
+# Types of parquet columns that JSON does not know, by name: functions to JSON and back.
+_BEYOND_JSON: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "bytes": (bytes.hex, bytes.fromhex),
+    "Decimal": (str, decimal.Decimal),
+    "datetime": (str, datetime.datetime.fromisoformat),
+    "date": (str, datetime.date.fromisoformat),
+    "time": (str, datetime.time.fromisoformat),
+    "timedelta": (
         datetime.timedelta.total_seconds,
         lambda seconds: datetime.timedelta(seconds=seconds),
     ),
 }
-_DECODERS = {kind.__name__: decode for kind, (_, decode) in _BEYOND_JSON.items()}
 _TAG = "__grpo_spmd_type__"
 
 
-def encode_frame(message: dict[str, Any], to: str = "a reward worker") -> bytes:
+def encode_frame(message: dict[str, Any]) -> bytes:
     """Returns a frame: a message as JSON after its length in four bytes.
 
-    Raises TypeError for a value whose type is neither JSON's nor in `_BEYOND_JSON`. `to` is the
-    receiver's name in that error.
+    Raises TypeError for a value whose type is neither JSON's nor in `_BEYOND_JSON`.
     """
 
     def encode(value: Any) -> Any:
         kind = type(value).__name__
-        if type(value) not in _BEYOND_JSON:
+        if kind not in _BEYOND_JSON:
             raise TypeError(
-                f"a value of type {kind} cannot be sent to {to}; make it JSON in the data"
+                f"a value of type {kind} cannot be sent to a worker process; make it JSON in the "
+                "data"
             )
-        return {_TAG: kind, "value": _BEYOND_JSON[type(value)][0](value)}
+        return {_TAG: kind, "value": _BEYOND_JSON[kind][0](value)}
 
     payload = json.dumps(message, default=encode).encode()
     return len(payload).to_bytes(4, "big") + payload
@@ -93,8 +91,8 @@ def decode_frame(buffer: bytearray, most_bytes: int = MAX_FRAME_BYTES) -> dict[s
         return None
     message = json.loads(
         buffer[4:end],
-        object_hook=lambda matches: (
-            _DECODERS[matches[_TAG]](matches["value"]) if _TAG in matches else matches
+        object_hook=lambda value: (
+            _BEYOND_JSON[value[_TAG]][1](value["value"]) if _TAG in value else value
         ),
     )
     del buffer[:end]
@@ -129,9 +127,6 @@ class Worker:
         """Answers one message after the other until the pool closes the socket."""
         while (message := self._receive()) is not None:
             reply = answer(message)
-            # A child that the user's code forked returns here too: only its parent answers.
-            if os.getpid() != self._pid:
-                os._exit(0)
             # The user's code may have closed or replaced these streams.
             with suppress(Exception):
                 sys.stdout.flush()
@@ -142,8 +137,8 @@ class Worker:
     def say(self, message: dict[str, Any]) -> None:
         """Sends a message to the pool.
 
-        A child that the user's code forked, and that returns from the user's code, ends here
-        instead.
+        A child that the user's code forked returns from it too, and ends here instead: only its
+        parent answers.
         """
         if os.getpid() != self._pid:
             os._exit(0)
@@ -260,10 +255,9 @@ class _Nursery:
                 if "spawn" in message:
                     self._spawn(make, message["spawn"], *fds)
                 else:
-                    for pid in [
-                        pid for pid, number in self._workers.items() if number == message["kill"]
-                    ]:
-                        _kill_group(pid)
+                    for pid, number in self._workers.items():
+                        if number == message["kill"]:
+                            _kill_group(pid)
 
     def _spawn(
         self, make: Callable[[Worker], Answer], number: int, sock_fd: int, log_fd: int
@@ -302,9 +296,6 @@ class _Nursery:
                 traceback.print_exc()
             finally:
                 os._exit(status)
-        # Parent and child both make the group: nobody knows which one runs first.
-        with suppress(OSError):
-            os.setpgid(pid, pid)
         os.close(sock_fd)
         os.close(log_fd)
         # This thread also reaps, so the worker cannot have died unnoticed before this line.
@@ -320,14 +311,12 @@ class _Nursery:
             if ended.si_pid in self._workers:
                 _kill_group(ended.si_pid)
                 os.waitpid(ended.si_pid, 0)
-                code, has_exited = ended.si_status, ended.si_code == os.CLD_EXITED
-                method = (
-                    f"exited with code {code}"
-                    if has_exited
-                    else f"died of {_SIGNALS.get(code, f'signal {code}')}"
-                )
+                code = ended.si_status
+                how = f"died of {_SIGNALS.get(code, f'signal {code}')}"
+                if ended.si_code == os.CLD_EXITED:
+                    how = f"exited with code {code}"
                 self._kill_adopted()
-                self._tell({"died": self._workers.pop(ended.si_pid), "how": method})
+                self._tell({"died": self._workers.pop(ended.si_pid), "how": how})
             else:
                 os.waitpid(ended.si_pid, 0)
 

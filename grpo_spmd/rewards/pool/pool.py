@@ -13,10 +13,10 @@ import logging
 import math
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -43,30 +43,34 @@ class _Reply(msgspec.Struct):
     metrics: dict[str, tuple[float, int]] = {}
     extra: dict[str, list[Any]] = {}
     left_out: list[str] = []
-    seconds: float | None = None
+    seconds: float = math.inf
     failed: str | None = None
     broken: str | None = None
     quit: bool = False
-    # This field and the two below are set after a FailedCallError.
-    again: bool | None = None
-    wait_s: float | None = None
-    status: int | None = None
+    failure: FailedCallError | None = None
+
+
+class _Result(NamedTuple):
+    """What a reward gave a completion."""
+
+    # NaN marks a failed reward; None means that the reward does not apply.
+    value: float | None
+    status: str
+    error: str = ""
 
 
 @dataclass(eq=False)
 class _Sample:
-    """One completion to score. Lists and dicts are indexed by the number of a reward."""
+    """One completion to score. Dicts are indexed by the number of a reward."""
 
     text: str
     inputs: dict[str, Any]
     """The keyword arguments of the reward functions."""
-    values: list[float | None]
-    statuses: list[str]
-    errors: dict[int, str] = field(default_factory=dict)
+    results: dict[int, _Result] = field(default_factory=dict)
     group_errors: dict[int, str] = field(default_factory=dict)
     """The errors of calls for a whole group, kept at the group's first completion."""
-    notes: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Notes as in ScoredRollouts."""
+    notes: defaultdict[str, dict[str, Any]] = field(default_factory=lambda: defaultdict(dict))
+    """Notes as in ScoredRollouts, by kind and reward."""
 
 
 class RewardPool(ProcessPool):
@@ -107,6 +111,8 @@ class RewardPool(ProcessPool):
         self._state = TrainerState()
         self._slow = SlowRewards([waits_for_others(reward) for reward in rewards])
         self._limits = CallLimits(rewards, pool.timeout_s, *ranks)
+        # The completions of the step over all ranks, while `score` waits for a step.
+        self._num_step_completions: int | None = None
         self._early_error: Exception | None = None
         self._start_over()
 
@@ -130,7 +136,7 @@ class RewardPool(ProcessPool):
         try:
             if self._is_ready or self._selector.select(0.0):
                 self._begin()
-                self._current.queue(self._current.add(group, tokenizer), self._slow.early)
+                self._current.queue(group, tokenizer, self._slow.early)
         except Exception as error:
             self._early_error = error
 
@@ -172,8 +178,17 @@ class RewardPool(ProcessPool):
                 return ScoredRollouts()
             self._begin()
             self._limits.wait_for_all()
-            samples = [sample for group in groups for sample in self._queue_rest(group, tokenizer)]
-            self._run(num_step_completions)
+            rewards = range(len(self._rewards))
+            samples = [
+                sample for group in groups for sample in scoring.queue(group, tokenizer, rewards)
+            ]
+            self._num_step_completions = num_step_completions
+            # Calls that were begun early may have timed out already.
+            self._stop_if_hopeless()
+            while self._is_busy():
+                self._check()
+                self._dispatch()
+                self._listen(self._limits.wait_s())
         finally:
             for worker in list(self._workers.values()):
                 # Calls are still running only after an exception.
@@ -189,6 +204,7 @@ class RewardPool(ProcessPool):
     def _start_over(self) -> None:
         """Forgets the scoring that has ended, for the next one."""
         self._current = _Scoring(self._rewards, self._columns)
+        self._num_step_completions = None
         self._early_error = None
         self._limits.begin_scoring()
 
@@ -201,32 +217,10 @@ class RewardPool(ProcessPool):
             self._rewards += [RewardFacts(**facts) for facts in self._wait_until_ready()]
         self._open_log()
 
-    def _queue_rest(self, group: RolloutGroup, tokenizer: Any) -> list[_Sample]:
-        """Returns the samples of a group; queues all calls that were not queued early."""
-        scoring = self._current
-        samples = scoring.samples_of(group)
-        queued = self._slow.early
-        if samples is None:
-            samples = scoring.add(group, tokenizer)
-            queued = frozenset()
-        scoring.queue(samples, set(range(len(self._rewards))) - queued)
-        return samples
-
     def _is_busy(self) -> bool:
         """Returns True while calls are queued or running."""
-        calls = [worker.call for worker in self._workers.values() if worker.call is not None]
-        return bool(self._current.calls or calls)
-
-    def _run(self, num_step_completions: int | None) -> None:
-        """Makes all queued calls and waits for their ends."""
-        while True:
-            if num_step_completions is not None and self._current.has_new_timeout:
-                self._stop_if_hopeless(num_step_completions)
-            if not self._is_busy():
-                return
-            self._check()
-            self._dispatch()
-            self._listen(self._limits.wait_s())
+        running = [worker for worker in self._workers.values() if worker.call is not None]
+        return bool(self._current.calls or running)
 
     def _dispatch(self) -> None:
         """Starts the calls that may start now, in free workers and in new ones."""
@@ -234,7 +228,7 @@ class RewardPool(ProcessPool):
         limits = self._limits
         for call in limits.take_given_up(scoring.calls):
             for sample in call.samples:
-                scoring.fail(replace(call, samples=[sample]), "error", limits.why_given_up)
+                scoring.fail(Call(call.reward, [sample]), "error", call.error)
         free = [
             worker
             for worker in self._workers.values()
@@ -269,28 +263,23 @@ class RewardPool(ProcessPool):
             # Errors of msgspec are ValueErrors too.
             self._fail(worker, "error", f"answered with what is no reply: {error!s:.300}")
             return
+        # The pool does not listen while the engine makes a step: this time is not the call's.
+        seconds = min(time.monotonic() - call.start, reply.seconds)
         # The time counts for failed calls too: a slow failure also keeps a worker busy.
-        self._slow.add_call(call.reward, reply.seconds or 0.0, len(call.samples))
+        self._slow.add_call(call.reward, seconds, len(call.samples))
         if reply.quit:
             raise RewardError(f"the debugger was left in reward {name!r}")
         if reply.broken is not None:
             raise RewardError(f"reward {name!r} {reply.broken}")
         self._release(worker)
-        if reply.values is None and reply.again is None:
-            self._failed(worker, call, "error", str(reply.failed))
-            return
-        seconds = _elapsed(call, reply.seconds)
         if reply.values is not None:
             self._current.record(call, reply)
             self._limits.end(call, "ok")
+        elif reply.failure is None:
+            self._failed(worker, call, "error", str(reply.failed))
+            return
         else:
-            failure = FailedCallError(
-                str(reply.failed),
-                may_retry=bool(reply.again),
-                wait_s=reply.wait_s,
-                status=reply.status,
-            )
-            call = self._limits.retry(call, failure, seconds)
+            call = self._limits.retry(call, reply.failure, seconds)
             if not call.error:
                 self._current.calls.append(call)
                 return
@@ -304,10 +293,12 @@ class RewardPool(ProcessPool):
         if call is None:
             return
         self._limits.end(call, "failed")
-        self._current.measure(call, self._limits.measure(call, _elapsed(call)))
+        seconds = time.monotonic() - call.start
+        self._current.measure(call, self._limits.measure(call, seconds))
         self._current.fail(call, kind, reason)
         if kind == "timeout":
             self._slow.add_call(call.reward, self._pool.timeout_s, len(call.samples))
+            self._stop_if_hopeless()
 
     def _too_long(self, worker: WorkerProcess) -> str:
         return f"took longer than timeout_s={self._limits.timeout_s(worker.call):g}"
@@ -315,27 +306,28 @@ class RewardPool(ProcessPool):
     def _ended(self, reason: str) -> RewardError:
         return RewardError(reason)
 
-    def _stop_if_hopeless(self, num_step_completions: int) -> None:
-        """Raises RewardError if the timeouts so far are already too many."""
+    def _stop_if_hopeless(self) -> None:
+        """Raises RewardError if the timeouts so far are already too many for the step."""
         scoring = self._current
-        scoring.has_new_timeout = False
+        number = self._num_step_completions
+        if number is None:
+            return
         for index, reward in enumerate(self._rewards):
             num_failed = scoring.count(index)["timeout"]
-            statuses = {"timeout": num_failed, "ok": num_step_completions - num_failed}
+            statuses = {"timeout": num_failed, "ok": number - num_failed}
             check_error_rate(
                 [{reward.name: statuses}], [scoring.first_error()], self._pool.max_error_frac
             )
 
 
-def _elapsed(call: Call, seconds: float | None = None) -> float:
-    """Returns the seconds of a call that has ended just now, or after `seconds` by its worker's
-    clock.
+@dataclass
+class _Queued:
+    """A group whose calls are queued, for some rewards or for all."""
 
-    The pool does not listen while the engine makes a step, and this time does not belong to the
-    call.
-    """
-    elapsed_s = time.monotonic() - call.start
-    return elapsed_s if seconds is None else min(elapsed_s, seconds)
+    # It is kept alive, so that no other object gets its id().
+    group: RolloutGroup
+    samples: list[_Sample]
+    rewards: set[int] = field(default_factory=set)
 
 
 class _Scoring:
@@ -343,22 +335,36 @@ class _Scoring:
 
     def __init__(self, rewards: Sequence[RewardFacts], columns: Collection[str]) -> None:
         self._rewards = rewards
-        # The groups are kept alive, so that no other object gets the id() of one.
-        self._groups: dict[int, tuple[RolloutGroup, list[_Sample]]] = {}
+        # By id(): slots cannot identify groups, as they start at 0 in each round of a step.
+        self._groups: dict[int, _Queued] = {}
         self._columns = columns
         # Reasons why something could not be logged, by reward (a dict keeps their order).
         self._left_out: defaultdict[int, dict[str, None]] = defaultdict(dict)
         self.samples: list[_Sample] = []
         # The calls that are still to be made.
         self.calls: deque[Call] = deque()
-        self.has_new_timeout = False
 
-    def add(self, group: RolloutGroup, tokenizer: Any) -> list[_Sample]:
-        """Returns the samples of a new group, for which no call is queued yet."""
+    def queue(self, group: RolloutGroup, tokenizer: Any, rewards: Collection[int]) -> list[_Sample]:
+        """Queues the calls of `rewards` for this very group, except those that were queued before.
+
+        Returns the group's samples.
+        """
+        if id(group) not in self._groups:
+            samples = self._make_samples(group, tokenizer)
+            self._groups[id(group)] = _Queued(group, samples)
+            self.samples += samples
+        queued = self._groups[id(group)]
+        for index in sorted({*rewards} - queued.rewards):
+            is_alone = self._rewards[index].one_at_a_time
+            batches = [[sample] for sample in queued.samples] if is_alone else [[*queued.samples]]
+            self.calls.extend(Call(index, batch) for batch in batches)
+        queued.rewards.update(rewards)
+        return queued.samples
+
+    def _make_samples(self, group: RolloutGroup, tokenizer: Any) -> list[_Sample]:
         token_ids = [completion.token_ids for completion in group.completions]
         texts = tokenizer.batch_decode(token_ids, skip_special_tokens=True)
         prompt = group.prompt.text
-        num_rewards = len(self._rewards)
         needed = [name for reward in self._rewards for name in reward.needs]
         absent = dict.fromkeys([*self._columns, *needed])
         samples: list[_Sample] = []
@@ -372,25 +378,8 @@ class _Scoring:
                 "completion_ids": completion.token_ids,
             }
             inputs = absent | group.prompt.columns | call_columns
-            samples.append(_Sample(text, inputs, [None] * num_rewards, [""] * num_rewards))
-        self._groups[id(group)] = (group, samples)
-        self.samples += samples
+            samples.append(_Sample(text, inputs))
         return samples
-
-    def samples_of(self, group: RolloutGroup) -> list[_Sample] | None:
-        """Returns the samples of this very object, or None if it was not added.
-
-        Slots cannot identify groups: they start at 0 in each round of a step.
-        """
-        entry = self._groups.get(id(group))
-        return None if entry is None else entry[1]
-
-    def queue(self, samples: Sequence[_Sample], rewards: Iterable[int]) -> None:
-        """Queues the calls of these rewards for the samples of a group."""
-        for index in sorted(rewards):
-            is_alone = self._rewards[index].one_at_a_time
-            batches = [[sample] for sample in samples] if is_alone else [[*samples]]
-            self.calls.extend(Call(index, batch) for batch in batches)
 
     def keywords(self, call: Call) -> dict[str, list[Any]]:
         """Returns the keyword arguments of a call: all columns of the data set, the functions and
@@ -405,16 +394,17 @@ class _Scoring:
             if isinstance(value, str):
                 self.fail(Call(call.reward, [sample]), "error", value)
             else:
-                sample.values[call.reward] = value
-                sample.statuses[call.reward] = "not_applicable" if value is None else "ok"
+                status = "not_applicable" if value is None else "ok"
+                sample.results[call.reward] = _Result(value, status)
         self._left_out[call.reward] |= dict.fromkeys(reply.left_out)
+        name = self._rewards[call.reward].name
         if reply.metrics:
-            metrics = {name: [*pair] for name, pair in reply.metrics.items()}
-            self._add_note(call.samples[0], "logged", call, metrics)
+            logged = call.samples[0].notes["logged"].setdefault(name, {})
+            logged |= {metric: [*pair] for metric, pair in reply.metrics.items()}
         if reply.extra:
             for i, sample in enumerate(call.samples):
                 extra = {column: values[i] for column, values in reply.extra.items()}
-                self._add_note(sample, "extra", call, extra)
+                sample.notes["extra"][name] = extra
 
     def measure(self, call: Call, metrics: Mapping[str, list[float]]) -> None:
         """Keeps the metrics of a call next to the values that its function logged.
@@ -424,16 +414,11 @@ class _Scoring:
         """
         if not metrics:
             return
-        sample = call.samples[0]
         name = self._rewards[call.reward].name
-        logged = sample.notes.get("logged", {}).get(name, {})
-        merged = {**logged, **metrics}
-        for key in logged.keys() & metrics.keys() - {".s"}:
-            merged[key] = [a + b for a, b in zip(metrics[key], logged[key], strict=True)]
-        self._add_note(sample, "logged", call, merged)
-
-    def _add_note(self, sample: _Sample, kind: str, call: Call, value: Any) -> None:
-        sample.notes.setdefault(kind, {})[self._rewards[call.reward].name] = value
+        logged = call.samples[0].notes["logged"].setdefault(name, {})
+        for metric, (value, number) in metrics.items():
+            known_value, known_number = logged.get(metric, (0, 0)) if metric != ".s" else (0, 0)
+            logged[metric] = [known_value + value, known_number + number]
 
     def fail(
         self, call: Call, status: HowItFailed, reason: str, *, by_function: bool = True
@@ -448,22 +433,22 @@ class _Scoring:
         if len(call.samples) > 1:
             sample.group_errors[call.reward] = reason
             if by_function:
-                self._add_note(sample, "retried", call, status)
+                sample.notes["retried"][self._rewards[call.reward].name] = status
             self.calls.extend(Call(call.reward, [sample]) for sample in call.samples)
             return
-        # NaN marks a failed reward; None would mean that the reward does not apply.
-        sample.values[call.reward] = math.nan
-        sample.statuses[call.reward] = status
-        sample.errors[call.reward] = reason
-        self.has_new_timeout |= status == "timeout"
+        sample.results[call.reward] = _Result(math.nan, status, reason)
+
+    def results(self, reward: int) -> list[_Result]:
+        """Returns the results of a reward so far, in the order of completions."""
+        return [sample.results[reward] for sample in self.samples if reward in sample.results]
 
     def count(self, reward: int) -> Counter[str]:
         """Returns how often a reward gave each status so far."""
-        return Counter(sample.statuses[reward] for sample in self.samples)
+        return Counter(result.status for result in self.results(reward))
 
     def errors(self, reward: int) -> list[str]:
         """Returns the errors of a reward, in the order of completions."""
-        return [sample.errors[reward] for sample in self.samples if reward in sample.errors]
+        return [result.error for result in self.results(reward) if result.error]
 
     def group_errors(self, reward: int) -> list[str]:
         """Returns why calls for whole groups failed, in the order of groups."""
@@ -473,22 +458,18 @@ class _Scoring:
         """Returns the first error of the reward that failed most, None if none did."""
         rewards = range(len(self._rewards))
         errors = max(map(self.errors, rewards), key=len, default=[])
-        for reward in rewards:
-            errors = errors or self.group_errors(reward)
-        return errors[0] if errors else None
+        group_errors = [error for reward in rewards for error in self.group_errors(reward)]
+        return next(iter([*errors, *group_errors]), None)
 
     def scores(self) -> ScoredRollouts:
         """Returns the scores of all samples."""
-        names = [reward.name for reward in self._rewards]
-        by_name = {name: [s.values[i] for s in self.samples] for i, name in enumerate(names)}
+        results = {reward.name: self.results(i) for i, reward in enumerate(self._rewards)}
+        by_name = {name: [result.value for result in row] for name, row in results.items()}
         weights = {reward.name: reward.weight for reward in self._rewards}
         return ScoredRollouts(
             rewards=sum_rewards(by_name, weights, len(self.samples)),
             by_name=by_name,
-            statuses={
-                name: [sample.statuses[i] for sample in self.samples]
-                for i, name in enumerate(names)
-            },
+            statuses={name: [result.status for result in row] for name, row in results.items()},
             first_error=self.first_error(),
             texts=[sample.text for sample in self.samples],
             reward_inputs=[sample.inputs for sample in self.samples],
@@ -512,20 +493,18 @@ class _Scoring:
             counts = self.count(index)
             errors = self.errors(index)
             group_errors = self.group_errors(index)
-            if errors:
-                result = (
-                    f"{len(errors)} of {len(self.samples)} completions failed "
-                    f"({counts['timeout']} timeout, {counts['error']} error)"
-                )
-            elif group_errors:
-                result = (
+            failures = (
+                f"{len(errors)} of {len(self.samples)} completions failed "
+                f"({counts['timeout']} timeout, {counts['error']} error)"
+            )
+            if not errors:
+                failures = (
                     f"it failed for {len(group_errors)} groups and was called again "
                     "for each of their completions"
                 )
-            else:
-                continue
-            first_line = [*errors, *group_errors][0].partition("\n")[0]
-            _log.warning("reward %r: %s; first: %s", reward.name, result, first_line)
+            for error in [*errors, *group_errors][:1]:
+                summary = error.partition("\n")[0]
+                _log.warning("reward %r: %s; first: %s", reward.name, failures, summary)
 
 
 class SlowRewards:
@@ -542,14 +521,15 @@ class SlowRewards:
         """`always` has True, by the number of a reward, if the reward is slow before any call of
         it."""
         self._always = frozenset(reward for reward, is_slow in enumerate(always) if is_slow)
-        # Of the calls since the last scoring: (seconds, completions).
-        self._calls = [(0.0, 0)] * len(always)
         self.early = self._always
+        # Of the calls since the last scoring, by reward.
+        self._seconds = defaultdict[int, float](float)
+        self._num_completions = Counter[int]()
 
     def add_call(self, reward: int, seconds: float, num_completions: int) -> None:
         """Adds the seconds of a call for `num_completions` completions."""
-        total_s, total = self._calls[reward]
-        self._calls[reward] = (total_s + seconds, total + num_completions)
+        self._seconds[reward] += seconds
+        self._num_completions[reward] += num_completions
 
     def end_scoring(self) -> None:
         """Chooses the rewards that are called early from now on: those that were slow in this
@@ -557,19 +537,14 @@ class SlowRewards:
 
         A reward that was not called stays as it was.
         """
-        slow = {
-            reward
-            for reward, (seconds, number) in enumerate(self._calls)
-            if (seconds > _SLOW_S * number if number else reward in self.early)
-        }
-        self.early = self._always | slow
-        self._calls = [(0.0, 0)] * len(self._calls)
+        called = self._num_completions
+        slow = {reward for reward in called if self._seconds[reward] > _SLOW_S * called[reward]}
+        self.early = self._always | slow | (self.early - called.keys())
+        self._seconds.clear()
+        called.clear()
 
 
 def waits_for_others(reward: RewardConfig) -> bool:
     """Returns True for a reward that mostly waits: for its server, or for its limits of calls."""
-    return (
-        reward.url is not None
-        or reward.max_concurrent is not None
-        or reward.max_per_minute is not None
-    )
+    limits = (reward.url, reward.max_concurrent, reward.max_per_minute)
+    return any(limit is not None for limit in limits)

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -60,9 +60,8 @@ class WorkerProcess:
     call: Any = None
     deadline: float = math.inf
     has_hung_up: bool = False
-    wants_terminal: bool = False
-    # The worker's pid, which is known when the worker asks for the terminal.
-    pid: int = 0
+    # The worker's pid while it waits for the terminal, else 0.
+    waiting_pid: int = 0
 
 
 def allow_workers(num_workers: int, key: str) -> None:
@@ -82,7 +81,7 @@ def allow_workers(num_workers: int, key: str) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
-class ProcessPool(AbstractContextManager["ProcessPool"]):
+class ProcessPool:
     """The workers of one nursery, which `close()` ends.
 
     Only the thread that made the pool may use it.
@@ -194,7 +193,7 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
             (worker.deadline for worker in self._workers.values()), default=math.inf
         )
         for key, _ in self._selector.select(min(max(next_deadline - time.monotonic(), 0.0), max_s)):
-            if isinstance(key.data, WorkerProcess) and key.data.number in self._workers:
+            if isinstance(key.data, WorkerProcess):
                 self._hear(key.data)
         # All messages are read, because the next look may be much later.
         while any(key.fileobj is self._nursery for key, _ in self._selector.select(0.0)):
@@ -235,7 +234,7 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
                     worker.buffer += chunk
             except (BlockingIOError, TimeoutError):
                 return
-            except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            except (OSError, ArithmeticError, ValueError, KeyError, TypeError, RecursionError):
                 reply = None
             if reply is not None:
                 self._take(worker, reply)
@@ -250,8 +249,7 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
         """Handles one message: a request for the terminal, or an answer to the running call."""
         pid = reply.get("breakpoint")
         if isinstance(pid, int):
-            worker.pid = pid
-            worker.wants_terminal = True
+            worker.waiting_pid = pid
             # The clock of the call stops while a person is at the prompt.
             worker.deadline = math.inf
             self._lend_terminal()
@@ -320,7 +318,7 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
         """Marks a worker as idle. If it had the terminal, the next worker that waits gets it."""
         worker.call = None
         worker.deadline = math.inf
-        worker.wants_terminal = False
+        worker.waiting_pid = 0
         if worker is self._debugged:
             self._debugged = None
             doctor.count_debugger(is_open=False)
@@ -332,11 +330,12 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
 
         The other workers wait at their breakpoints with their clocks stopped.
         """
-        waiting = [worker for worker in self._workers.values() if worker.wants_terminal]
+        waiting = [worker for worker in self._workers.values() if worker.waiting_pid]
         if self._debugged is None and waiting:
-            self._debugged, waiting[0].wants_terminal = waiting[0], False
+            self._debugged = waiting[0]
             doctor.count_debugger(is_open=True)
-            _give_terminal_to(waiting[0].pid)
+            _give_terminal_to(waiting[0].waiting_pid)
+            waiting[0].waiting_pid = 0
             # An error means that the worker is dead, which the process that starts them (the
             # nursery) reports.
             with suppress(OSError):

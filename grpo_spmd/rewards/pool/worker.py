@@ -12,7 +12,7 @@ import inspect
 import time
 import traceback
 from collections.abc import Awaitable, Callable
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any
 
 from grpo_spmd.config.schema import RewardConfig
@@ -24,7 +24,6 @@ from grpo_spmd.rewards.trl import (
     FailedCallError,
     TrainerState,
     as_reward,
-    trl_values,
 )
 from grpo_spmd.rewards.verifiers import load_math_verify
 
@@ -46,8 +45,7 @@ def load(setup: dict[str, Any]) -> tuple[list[dict[str, Any]], Callable[[Worker]
         return {**reply, "seconds": time.perf_counter() - start}
 
     names = [field.name for field in fields(RewardFacts)]
-    facts = [{name: getattr(reward, name) for name in names} for reward in rewards]
-    return facts, lambda _: answer
+    return [{name: getattr(reward, name) for name in names} for reward in rewards], lambda _: answer
 
 
 def call_reward(
@@ -57,37 +55,38 @@ def call_reward(
 
     * {"values": ...}, one a completion: a finite number, None (does not apply), or a text that says
       why it is unusable; with what the function logged (trl.CallLog.reply).
-    * {"failed": what the function did, with the traceback}; with "again", "wait_s" and "status" it
-      was a FailedCallError.
+    * {"failed": what the function did, with the traceback}.
+    * {"failed": ..., "failure": the fields of a FailedCallError}.
     * {"broken": what is wrong whatever the completions are}.
     * {"quit": True}: the user left the debugger.
     """
     num_completions = len(keywords["prompts"])
     log = CallLog(num_completions)
-    arguments = trl_values(reward.takes, TrainerState(**state or {}), log)
+    # TRL's extra arguments: the reward pool has no environments.
+    extra = {
+        "trainer_state": TrainerState(**state or {}),
+        "log_metric": log.metric,
+        "log_extra": log.extra,
+        "environments": None,
+    }
     try:
-        values = reward.function(**keywords | arguments)
+        values = reward.function(**keywords | {name: extra[name] for name in reward.takes})
         if inspect.isawaitable(values):
             values = asyncio.run(_finish(values))
-        rule = f"must return a list of numbers or None; got {type(values).__name__}"
-        if isinstance(values, str | bytes | dict | set):
-            return {"failed": rule}
         try:
             # A generator has no length, nor has a tensor without dimensions.
-            num_values = len(values)
-            values = list(values)
+            is_list = len(values) >= 0 and not isinstance(values, str | bytes | dict | set)
         except TypeError:
+            is_list = False
+        if not is_list:
+            rule = f"must return a list of numbers or None; got {type(values).__name__}"
             return {"failed": rule}
-        if num_values != num_completions:
-            return {"broken": f"returned {num_values} values for {num_completions} completions"}
+        values = list(values)
+        if len(values) != num_completions:
+            return {"broken": f"returned {len(values)} values for {num_completions} completions"}
         return {"values": [as_reward(value) for value in values], **log.reply()}
     except FailedCallError as error:
-        return {
-            "failed": str(error),
-            "again": error.may_retry,
-            "wait_s": error.wait_s,
-            "status": error.status,
-        }
+        return {"failed": error.message, "failure": asdict(error)}
     # SystemExit and KeyboardInterrupt too: the function fails, not the worker.
     except BaseException as error:
         return reply_to_error(error)

@@ -1,46 +1,47 @@
-"""This module has a client that sends one JSON request and reads the JSON answer, and a client for
-vLLM's prompt logprobs.
+"""This module has a client that sends one JSON request and reads the JSON answer, a client for
+vLLM's prompt logprobs, and the calls of many such requests under limits.
 
 Each request has a connection of its own: the rest of an earlier answer, or a late answer, cannot be
-mistaken for another request's. A request with a time limit ends within it. Without one, the pool
-kills a worker whose server hangs or sends its bytes too slowly. Errors are one line and show no
-secret.
+mistaken for another request's. A request with a time limit ends within it, however slowly the
+server sends. Without one, the pool kills a worker whose server hangs or sends its bytes too slowly.
+Errors are one line and show no secret.
 """
 
 from __future__ import annotations
 
-import datetime
+import asyncio
+import calendar
 import email.utils
-import functools
-import http.client
 import json
 import math
 import os
+import queue
 import re
-import socket
-import ssl
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any
-from urllib.parse import urlsplit
 
+import aiohttp
 import msgspec
 
 from grpo_spmd.config.describe import redact
-from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.config.errors import ConfigError, within
+from grpo_spmd.rewards.pool.call_limits import Call, CallLimits
 from grpo_spmd.rewards.trl import FailedCallError
 
 MAX_ANSWER_BYTES = 1 << 20
 # HTTP statuses after which a call is repeated; all 5xx are repeated too.
 _RETRIED_STATUSES = (408, 429)
+# Extra seconds in which a request may end by its own time limit.
+_GRACE_S = 1.0
 # How many characters of a refusing answer an error shows.
 _MAX_SHOWN_CHARS = 200
 _MAX_ERROR_BYTES = 8192
-# Prompt logprobs.
-# The bound of an answer's size for one token at one position.
+# Prompt logprobs: the bound of an answer's size for one token at one position.
 _BYTES_A_TOKEN = 256
 # Rounding may bring a probability this far above 1.
 _ROUNDING = 1e-4
@@ -54,15 +55,10 @@ def headers_of(headers_env: Mapping[str, str], entry: str) -> dict[str, str]:
     headers = {}
     for name, variable in headers_env.items():
         value = os.environ.get(variable, "").strip()
-        if not value:
+        if not (value and value.isascii() and value.isprintable()):
             raise ConfigError(
-                f"{entry}.{name}: the environment variable {variable} is not set, or empty; "
-                "export it"
-            )
-        if not (value.isascii() and value.isprintable()):
-            raise ConfigError(
-                f"{entry}.{name}: what {variable} holds cannot be sent as a header: it is no plain "
-                "text"
+                f"{entry}.{name}: the environment variable {variable} is not set, or holds what is "
+                "no plain text and cannot be sent as a header; export it"
             )
         headers[name] = value
     return headers
@@ -85,12 +81,7 @@ class JsonClient:
 
     def __init__(self, url: str, headers: Mapping[str, str]) -> None:
         """`headers` may hold secrets: no error shows their values."""
-        address = urlsplit(url)
-        self._host = str(address.hostname)
-        self._is_https = address.scheme == "https"
-        # Without a port http.client looks for one in the host, and finds it in an IPv6 address.
-        self._port = address.port or (443 if self._is_https else 80)
-        self._target = (address.path or "/") + (f"?{address.query}" if address.query else "")
+        self._url = url
         self._headers = {
             **headers,
             "Content-Type": "application/json",
@@ -99,8 +90,7 @@ class JsonClient:
         }
         secrets = set(headers.values())
         # "Bearer abc": abc alone is one too.
-        for value in headers.values():
-            secrets |= {word for word in (value, *value.split()) if len(word) > 3}
+        secrets |= {word for value in secrets for word in value.split() if len(word) > 3}
         # As it stands in JSON.
         secrets |= {json.dumps(secret)[1:-1] for secret in secrets}
         # The longest first: one may be a part of another.
@@ -113,7 +103,7 @@ class JsonClient:
         limit_s: float | None = None,
         max_bytes: int = MAX_ANSWER_BYTES,
     ) -> Any:
-        """Returns the answer to `body`, or to a GET request if it is None, within twice `limit_s`
+        """Returns the answer to `body`, or to a GET request if it is None, within `limit_s`
         seconds.
 
         Raises FailedCallError.
@@ -124,66 +114,74 @@ class JsonClient:
                 payload = json.dumps(body, allow_nan=False, default=str).encode()
             except (ValueError, RecursionError) as error:
                 raise FailedCallError(f"cannot be asked: the data is not JSON ({error})") from None
-        connection = self._connection()
+
+        def ask() -> Any:
+            return asyncio.run(self._ask(payload, limit_s, max_bytes))
+
         try:
-            with _closed_after(connection, limit_s):
-                method = "GET" if payload is None else "POST"
-                connection.request(method, self._target, payload, self._headers)
-                return self._read(connection.getresponse(), max_bytes)
-        except ssl.SSLCertVerificationError as error:
-            raise FailedCallError(f"cannot be asked: {error.verify_message}") from None
-        except (OSError, http.client.HTTPException, UnicodeError) as error:
+            # A thread of its own: a notebook has an event loop in the thread that asks, and nothing
+            # but the caller's patience ends the lookup of a name.
+            return ask() if limit_s is None else within(limit_s + _GRACE_S, ask)
+        except aiohttp.ClientConnectorCertificateError as error:
+            raise FailedCallError(f"cannot be asked: {error.certificate_error}") from None
+        except (aiohttp.ClientError, OSError, UnicodeError) as error:
             reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             message = f"did not answer ({self._redact(reason)})"
             raise FailedCallError(message, may_retry=True) from None
-        finally:
-            connection.close()
 
-    def _connection(self) -> http.client.HTTPConnection:
-        if self._is_https:
-            return http.client.HTTPSConnection(self._host, self._port, context=_tls())
-        return http.client.HTTPConnection(self._host, self._port)
+    async def _ask(self, payload: bytes | None, limit_s: float | None, max_bytes: int) -> Any:
+        async with (
+            aiohttp.ClientSession(
+                timeout=aiohttp.ClientTimeout(total=limit_s), auto_decompress=False
+            ) as session,
+            session.request(
+                "GET" if payload is None else "POST",
+                self._url,
+                data=payload,
+                headers=self._headers,
+                allow_redirects=False,
+            ) as response,
+        ):
+            try:
+                return await self._read(response, max_bytes)
+            except aiohttp.ClientPayloadError:
+                message = "did not answer to the end"
+                raise FailedCallError(message, may_retry=True, status=response.status) from None
 
-    def _read(self, response: http.client.HTTPResponse, max_bytes: int) -> Any:
+    async def _read(self, response: aiohttp.ClientResponse, max_bytes: int) -> Any:
+        """Returns the JSON of a response. Raises FailedCallError."""
         status = response.status
-        encoding = response.getheader("Content-Encoding", "identity").lower()
+        length = response.content_length or 0
+        is_plain = response.headers.get("Content-Encoding", "").lower() in ("", "identity")
+        content = bytearray()
+        if is_plain and length <= max_bytes:
+            async for chunk in response.content.iter_any():
+                content += chunk
+                if len(content) > max_bytes:
+                    break
+        excerpt = self._redact(content[:_MAX_ERROR_BYTES].decode(errors="replace"))
         if not 200 <= status < 300:
-            raise self._refusal(response, encoding)
-        if encoding not in ("", "identity"):
+            message = f"answered {status} {self._redact(response.reason or '')}"
+            message += f": {excerpt!r}" if excerpt.strip() else ""
+            may_retry = status in _RETRIED_STATUSES or status >= 500
+            wait_s = retry_after_s(response.headers.get("Retry-After", "")) if may_retry else None
+            raise FailedCallError(message, may_retry=may_retry, wait_s=wait_s, status=status)
+        if not is_plain:
             message = "answered with compressed data, which was not asked for"
             raise FailedCallError(message, status=status)
-        length = response.length or 0
-        content = b"" if length > max_bytes else response.read(max_bytes + 1)
         if max(length, len(content)) > max_bytes:
             raise FailedCallError(f"answered with more than {max_bytes >> 20} MiB", status=status)
-        # What is missing of it: read() says nothing where it is given a number.
-        if response.length:
-            raise FailedCallError("did not answer to the end", may_retry=True, status=status)
         try:
             return json.loads(content)
         except (ValueError, RecursionError):
-            excerpt = self._redact(content[:_MAX_ERROR_BYTES].decode(errors="replace"))
             message = f"answered what is no JSON: {excerpt!r}"
             raise FailedCallError(message, may_retry=True, status=status) from None
-
-    def _refusal(self, response: http.client.HTTPResponse, encoding: str) -> FailedCallError:
-        """Returns the error for a status other than 2xx."""
-        status = response.status
-        message = f"answered {status} {self._redact(response.reason)}"
-        if encoding == "identity":
-            excerpt = self._redact(response.read(_MAX_ERROR_BYTES).decode(errors="replace"))
-            message += f": {excerpt!r}" if excerpt.strip() else ""
-        may_retry = status in _RETRIED_STATUSES or status >= 500
-        wait_s = retry_after_s(response.getheader("Retry-After")) if may_retry else None
-        return FailedCallError(message, may_retry=may_retry, wait_s=wait_s, status=status)
 
     def malformed(self, error: UnexpectedError) -> FailedCallError:
         """Returns the failure of a call whose answer has an unexpected form."""
         message = f"answered {error}"
-        if not isinstance(error.content, str):
+        if error.content != "":
             message += f": {self._redact(json.dumps(error.content, ensure_ascii=False))}"
-        elif error.content:
-            message += f": {self._redact(error.content)!r}"
         return FailedCallError(message, may_retry=True, status=200)
 
     def _redact(self, text: str) -> str:
@@ -192,46 +190,14 @@ class JsonClient:
         return redact(text)[:_MAX_SHOWN_CHARS]
 
 
-@contextmanager
-def _closed_after(connection: http.client.HTTPConnection, limit_s: float | None) -> Iterator[None]:
-    """Connects, and shuts the connection down after `limit_s` seconds.
-
-    A socket's own timeout starts again with each byte, so that a server could send slowly for ever.
-    """
-    if limit_s is None:
-        yield
-        return
-    connection.timeout = limit_s
-    connection.connect()
-    # The connection forgets its socket once the headers are read, so the timer keeps it.
-    timer = threading.Timer(limit_s, _shut, [connection.sock])
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
-def _shut(sock: socket.socket) -> None:
-    with suppress(OSError):
-        # Not TLS's own, which waits.
-        socket.socket.shutdown(sock, socket.SHUT_RDWR)
-
-
-def retry_after_s(value: str | None) -> float | None:
+def retry_after_s(value: str) -> float | None:
     """Returns the seconds of a Retry-After header: a number or a date (RFC 9110, 10.2.3); None
     otherwise."""
-    if value is None:
-        return None
-    value = value.strip()
-    if re.fullmatch(r"\d{1,9}", value):
+    if re.fullmatch(r"\s*\d{1,9}\s*", value):
         return float(value)
     try:
-        date = email.utils.parsedate_to_datetime(value)
-        if date.tzinfo is None:
-            date = date.replace(tzinfo=datetime.UTC)
-        return max(date.timestamp() - time.time(), 0.0)
+        date = email.utils.parsedate(value)
+        return None if date is None else max(calendar.timegm(date) - time.time(), 0.0)
     except (ValueError, OverflowError):
         return None
 
@@ -244,11 +210,6 @@ def as_finite(value: Any) -> float:
     if not isinstance(value, int | float) or abs(value) > 1e300 or not math.isfinite(value):
         raise UnexpectedError("what is no finite number", value)
     return float(value)
-
-
-@functools.cache
-def _tls() -> ssl.SSLContext:
-    return ssl.create_default_context()
 
 
 # Prompt logprobs: the logprobs that a vLLM server returns for tokens that it did not sample. The
@@ -389,3 +350,82 @@ def _read_position(tokens: Mapping[str, _Token], prompt_token: str, top_k: int) 
     )
     text = tokens[prompt_token].decoded_token or ""
     return PositionLogprobs(logprobs[prompt_token], in_order, text)
+
+
+# Calls from threads of this process, under the limits of pool/call_limits.py.
+
+
+class ServerCalls:
+    """Makes a list of calls, some seconds at a time."""
+
+    def __init__(
+        self, limits: CallLimits, jobs: Sequence[tuple[int, Callable[[float], Any]]]
+    ) -> None:
+        """A job is (index of its limit, function that takes the seconds of its deadline and returns
+        the answer).
+
+        The function ends by its deadline. It may raise FailedCallError.
+        """
+        limits.begin_scoring()
+        limits.wait_for_all()
+        self._limits = limits
+        self._jobs = jobs
+        # The one sample of each call is the number of its job.
+        self._waiting = deque(Call(limit, [job]) for job, (limit, _) in enumerate(jobs))
+        self._num_running = 0
+        self._replies: queue.SimpleQueue[tuple[Call, Any]] = queue.SimpleQueue()
+        # The answers and errors of finished jobs, by job.
+        self.answers: dict[int, Any] = {}
+        self.errors: dict[int, str] = {}
+        # The seconds of each request.
+        self.seconds: list[float] = []
+        self.num_retries = 0
+
+    def run_for(self, seconds: float) -> bool:
+        """Makes calls for at most `seconds` seconds. Returns True if some are left."""
+        end = time.monotonic() + seconds
+        while self._waiting or self._num_running:
+            for call in self._limits.take_given_up(self._waiting):
+                self.errors[call.samples[0]] = call.error
+            for call in iter(partial(self._limits.take_next, self._waiting), None):
+                self._num_running += 1
+                threading.Thread(target=self._ask, args=[call], daemon=True).start()
+            remaining_s = end - time.monotonic()
+            if remaining_s <= 0:
+                return True
+            try:
+                wait_s = min(self._limits.wait_s(), remaining_s)
+                self._take(*self._replies.get(timeout=wait_s))
+            except queue.Empty:
+                pass
+        return False
+
+    def _ask(self, call: Call) -> None:
+        """Runs in a thread. Every error is passed to the thread that waits for the reply."""
+        try:
+            reply = self._jobs[call.samples[0]][1](self._limits.remaining_s(call))
+        except BaseException as error:
+            reply = error
+        self._replies.put((call, reply))
+
+    def _take(self, call: Call, reply: Any) -> None:
+        """Stores the answer of a call, or lets it wait for another try, or stores its last error.
+
+        Raises what is no failure of a call, which is a fault of the program.
+        """
+        [job] = call.samples
+        seconds = time.monotonic() - call.start
+        self.seconds.append(seconds)
+        self._num_running -= 1
+        self.num_retries += call.num_made > 1
+        if isinstance(reply, FailedCallError):
+            call = self._limits.retry(call, reply, seconds)
+            if call.error:
+                self.errors[job] = call.error
+            else:
+                self._waiting.append(call)
+        elif isinstance(reply, BaseException):
+            raise reply
+        else:
+            self._limits.end(call, "ok")
+            self.answers[job] = reply

@@ -18,7 +18,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -45,24 +45,28 @@ _SCORE = re.compile(
     rf"(?:.*\bscore\b[\s:=*_`\"']*)?({_NUMBER})(?:\s*/\s*({_NUMBER}))?", re.IGNORECASE
 )
 _MAX_RUBRIC_BYTES = 1 << 20
+# As JsonClient encodes a body.
+_ENCODER = json.JSONEncoder(allow_nan=False, default=str)
 
 
-class Form(Protocol):
+class Form:
     """One kind of server: how it is asked, and how its answer is read."""
 
     fields: tuple[str, ...]
     """The names in a body that belong to the form and must not stand in `args`."""
-    needs: tuple[str, ...]
+    needs: tuple[str, ...] = ()
     """The columns without which the server cannot be asked."""
-    one_at_a_time: bool
+    one_at_a_time = True
     """True if a request is about one completion."""
 
     def body(self, prompts: Sequence[Any], completions: Sequence[Any], columns: Columns) -> Any:
         """Returns the JSON to send."""
+        raise NotImplementedError
 
     def scores(self, answer: Any, number: int) -> list[float]:
         """Returns the scores of `number` completions. Raises UnexpectedError for any other
         answer."""
+        raise NotImplementedError
 
 
 class ServerFunction:
@@ -114,55 +118,49 @@ def assistant_text(completion: Any) -> Any:
     return completion
 
 
-def _labels(columns: Columns, number: int) -> list[Any]:
-    # A row that lacks a column which others have holds None for it.
-    nothing = [None] * number
-    labels, answers = (columns.get(name, nothing) for name in LABELS)
-    return [
-        answer if label is None else label for label, answer in zip(labels, answers, strict=True)
-    ]
+def _label(columns: Columns, number: int) -> Any:
+    """Returns the label of a completion; a row that lacks a column holds None for it."""
+    labels = [columns[name][number] for name in LABELS if name in columns]
+    return next((label for label in labels if label is not None), None)
 
 
-class _Slime:
+class _Slime(Form):
     """slime's `--rm-url`: a request has one completion; the answer is the reward, or an object
     with it."""
 
-    fields: tuple[str, ...] = ("prompt", "response", "label", "metadata")
-    needs: tuple[str, ...] = ()
-    one_at_a_time = True
+    fields = ("prompt", "response", "label", "metadata")
 
     def body(self, prompts: Sequence[Any], completions: Sequence[Any], columns: Columns) -> Any:
         return {
             "prompt": prompts[0],
             "response": completions[0],
-            "label": _labels(columns, 1)[0],
+            "label": _label(columns, 0),
             "metadata": {name: values[0] for name, values in columns.items()},
         }
 
     def scores(self, answer: Any, number: int) -> list[float]:
         if isinstance(answer, dict):
-            answers = [answer[name] for name in ("score", "reward", "rewards") if name in answer]
-            if not answers:
+            names = [name for name in ("score", "reward", "rewards") if name in answer]
+            if not names:
                 raise UnexpectedError("an object without score, reward, rewards")
-            answer = answers[0]
+            answer = answer[names[0]]
         if isinstance(answer, list) and len(answer) == 1:
             answer = answer[0]
         return [as_finite(answer)]
 
 
-class _OpenRlhf:
+class _OpenRlhf(Form):
     """OpenRLHF's `--remote_rm_url`: a request has all completions of a call, and as many
     `rewards`."""
 
-    fields: tuple[str, ...] = ("query", "prompts", "labels")
-    needs: tuple[str, ...] = ()
+    fields = ("query", "prompts", "labels")
     one_at_a_time = False
 
     def body(self, prompts: Sequence[Any], completions: Sequence[Any], columns: Columns) -> Any:
         return {
             "query": [_join(p, c) for p, c in zip(prompts, completions, strict=True)],
             "prompts": list(prompts),
-            "labels": _labels(columns, len(prompts)),
+            "labels": [_label(columns, number) for number in range(len(prompts))],
         }
 
     def scores(self, answer: Any, number: int) -> list[float]:
@@ -199,11 +197,10 @@ class _ChatAnswer(msgspec.Struct):
     choices: list[_Choice]
 
 
-class Judge:
+class Judge(Form):
     """The form of a judge's requests and answers."""
 
-    fields: tuple[str, ...] = ("model", "messages", "stream", "n")
-    one_at_a_time = True
+    fields = ("model", "messages", "stream", "n")
 
     def __init__(self, config: RewardConfig, entry: str) -> None:
         """Raises ConfigError for a bad rubric."""
@@ -277,21 +274,15 @@ def read_rubric(file: str, entry: str) -> str:
     try:
         # A device has no end, and a fifo waits for ever.
         with open_regular(Path(file), follow=True) as opened:
-            content = opened.read(_MAX_RUBRIC_BYTES + 1)
-        if len(content) > _MAX_RUBRIC_BYTES:
-            raise ConfigError(
-                f"{entry}: {file} is larger than {_MAX_RUBRIC_BYTES >> 20} MiB; "
-                "a rubric is a page of text"
-            )
-        rubric = content.decode()
-    except UntrustedError as error:
-        raise ConfigError(f"{entry}: {error}; give a file with a rubric") from None
+            rubric = opened.read(_MAX_RUBRIC_BYTES).decode()
+            if opened.read(1):
+                raise UntrustedError(f"{file} is larger than {_MAX_RUBRIC_BYTES >> 20} MiB")
+    except (UntrustedError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{entry}: {error}; {file} must be a page of UTF-8 text") from None
     except OSError as error:
         raise ConfigError(
             f"{entry}: cannot read {file}: {error.strerror}{path_remark(Path(file))}"
         ) from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{entry}: {file} is not UTF-8 text") from None
     if "completion" not in fields_in(rubric):
         raise ConfigError(
             f"{entry}: {file} does not say {{completion}}, where the judge is to see it; add it"
@@ -313,12 +304,12 @@ def _as_text(value: Any) -> str:
     if isinstance(value, str):
         return value
     is_chat = isinstance(value, list) and all(isinstance(m, dict) and "role" in m for m in value)
-    if not is_chat or not value:
-        return json.dumps(value, ensure_ascii=False, default=str)
-    content = value[0].get("content")
-    if len(value) == 1 and value[0].keys() <= {"role", "content"} and isinstance(content, str):
-        return content
-    return "\n".join(json.dumps(message, ensure_ascii=False, default=str) for message in value)
+    messages = value if is_chat and value else [value]
+    if is_chat and len(value) == 1 and value[0].keys() <= {"role", "content"}:
+        content = value[0].get("content")
+        if isinstance(content, str):
+            return content
+    return "\n".join(json.dumps(message, ensure_ascii=False, default=str) for message in messages)
 
 
 # Checks that run before any server is asked.
@@ -349,24 +340,13 @@ def check_sent(configs: Sequence[RewardConfig], rows: Sequence[PromptRow]) -> No
             # slime's servers get all columns as metadata, OpenRLHF's the label alone.
             names = row.columns if config.form == "slime" else LABELS
             for name in names:
-                if not _is_json(row.columns.get(name)):
+                try:
+                    _ENCODER.encode(row.columns.get(name))
+                except (ValueError, RecursionError):
                     raise ConfigError(
                         f"{row.where}: the column {name!r} holds NaN or infinity, which JSON has "
                         f"not, and rewards.{index}.url is sent it; fill it, or take it out"
-                    )
-
-
-def _is_json(value: Any) -> bool:
-    # These come first, for the sake of speed.
-    if value is None or isinstance(value, str | int):
-        return True
-    if isinstance(value, float):
-        return math.isfinite(value)
-    try:
-        json.dumps(value, allow_nan=False, default=str)
-    except (ValueError, RecursionError):
-        return False
-    return True
+                    ) from None
 
 
 def check_pace(
@@ -387,13 +367,11 @@ def check_pace(
         limit = config.max_per_minute
         if limit is None:
             continue
-        is_call_a_group = config.url is not None and config.form == "openrlhf"
-        calls_a_group = 1 if is_call_a_group else group_size
-        phases = {
-            "reward": ("a step", num_groups, calls_a_group),
-            "eval": ("an evaluation", num_evaluated, 1),
-        }
-        for phase, (scope, number, calls_each) in phases.items():
+        phases = (
+            ("reward", "a step", num_groups, 1 if config.form == "openrlhf" else group_size),
+            ("eval", "an evaluation", num_evaluated, 1),
+        )
+        for phase, scope, number, calls_each in phases:
             # The slowest rank: the groups it may have to score, at its share of the pace.
             seconds = max(
                 (share_of(number, rank, num_ranks) * calls_each - 1)

@@ -80,6 +80,10 @@ _LANDLOCK_READ_FILE, _LANDLOCK_READ_DIR = 1 << 2, 1 << 3
 _LANDLOCK_WRITE = 1 << 1 | 1 << 4 | 1 << 5 | 1 << 7 | 1 << 8 | 1 << 12 | 1 << 14
 
 
+# An instruction of the filter: code, jump if true, jump if false, operand.
+_Instruction = tuple[int, int, int, int]
+
+
 class Refused(Exception):
     """Says that this machine cannot isolate code."""
 
@@ -230,43 +234,48 @@ def _seccomp(*, allow_threads: bool) -> None:
     )
     # Offsets of the low halves of the first two arguments in seccomp_data.
     arg0, arg1 = 16, 24
+    # What a rule answers: (to other values of the argument, to the values that it names).
+    only = (refuse, allow)
+    never = (allow, refuse)
+    pid = os.getpid()
 
-    def load(offset: int) -> tuple[int, int, int, int]:
+    def load(offset: int) -> _Instruction:
         return 0x20, 0, 0, offset
 
-    def only_if(
-        call: tuple[int, int], *tests: tuple[int, int, int, int]
-    ) -> list[tuple[int, int, int, int]]:
-        """Allow `call` if the tests fall through; each jumps one further when it does not hold."""
-        return [(0x15, 0, len(tests) + 2, call[column]), *tests, allow, refuse]
+    # "and": the next rule decides; it reads the number of the call again.
+    only_and = (refuse, load(0))
 
-    def not_with(call: tuple[int, int], *commands: int) -> list[tuple[int, int, int, int]]:
-        """Refuse `call` with one of these as its second argument."""
-        return only_if(
-            call,
-            load(arg1),
-            *((0x15, len(commands) - i, 0, command) for i, command in enumerate(commands)),
-        )
+    def rule(
+        call: tuple[int, int],
+        argument: int,
+        values: Sequence[int],
+        answers: tuple[_Instruction, _Instruction] = only,
+        *,
+        test: int = 0x15,
+    ) -> list[_Instruction]:
+        """Answers `call` by an argument: `test` 0x15 compares it, 0x45 looks for a bit."""
+        tests = [(test, len(values) - i, 0, value) for i, value in enumerate(values)]
+        return [(0x15, 0, len(values) + 3, call[column]), load(argument), *tests, *answers]
 
-    pid = os.getpid()
-    threads = only_if(_CLONE, load(arg0), (0x45, 0, 1, 0x10000))
     program = [
         # A call of another architecture: kill the process.
         load(4), (0x15, 1, 0, architecture), (0x06, 0, 0, 0x80000000),
         load(0), (0x25, 0, 1, _LAST_KNOWN_SYSCALL), unknown,  # x32 calls as well
         (0x15, 0, 1, _CLONE3[column]), unknown,  # its flags are out of reach; libc uses clone
-        *(threads if allow_threads else [(0x15, 0, 1, _CLONE[column]), refuse]),
-        *only_if(_KILL, load(arg0), (0x15, 0, 1, pid)),
-        *only_if(_TGKILL, load(arg0), (0x15, 0, 1, pid)),
-        *only_if(_PRLIMIT, load(arg0), (0x15, 1, 0, 0), (0x15, 0, 1, pid)),
-        *only_if(_PRCTL, load(arg0), (0x15, 1, 0, 1)),  # not PDEATHSIG, which ends it with us
+        # CLONE_THREAD: no process.
+        *rule(_CLONE, arg0, [0x10000] if allow_threads else [], test=0x45),
+        *rule(_KILL, arg0, [pid]),
+        *rule(_TGKILL, arg0, [pid]),
+        *rule(_PRLIMIT, arg0, [0, pid]),
+        *rule(_PRCTL, arg0, [1], never),  # not PDEATHSIG, which ends it with us
         # F_SETOWN, F_SETSIG, F_SETOWN_EX, FIOSETOWN, SIOCSPGRP: a signal of one's choice to any
         # process of this user.
-        *not_with(_FCNTL, 8, 10, 15),
-        *not_with(_IOCTL, 0x8901, 0x8902),
-        # What asyncio needs; not datagrams, which could be sent to a name.
-        *only_if(_SOCKETPAIR, load(arg0), (0x15, 0, 4, 1), load(arg1), (0x54, 0, 0, 0xF),
-                 (0x15, 0, 1, 1)),
+        *rule(_FCNTL, arg1, [8, 10, 15], never),
+        *rule(_IOCTL, arg1, [0x8901, 0x8902], never),
+        # What asyncio needs: AF_UNIX, and SOCK_STREAM with or without SOCK_NONBLOCK and
+        # SOCK_CLOEXEC; not datagrams, which could be sent to a name.
+        *rule(_SOCKETPAIR, arg0, [1], only_and),
+        *rule(_SOCKETPAIR, arg1, [1, 0x801, 0x80001, 0x80801]),
     ]  # fmt: skip
     for call in _REFUSED.split(","):
         number = int(call.split()[1 + column])
@@ -309,20 +318,26 @@ def _run_module(name: str, text: str) -> dict[str, Any]:
     """Runs `text` as the module `name` and returns the module's names."""
     module = types.ModuleType(name)
     sys.modules[name] = module
-    # FunctionType runs a code object in a given scope, as exec does.
-    types.FunctionType(compile(text, f"<{name}>", "exec", dont_inherit=True), module.__dict__)()
+    _run_source(text, f"<{name}>", "exec", module.__dict__)
     return module.__dict__
 
 
+def _run_source(text: str, name: str, mode: str, scope: dict[str, Any]) -> Any:
+    """Runs `text` in a given scope, as exec and eval do. Returns an expression's value."""
+    return types.FunctionType(compile(text, name, mode, dont_inherit=True), scope)()
+
+
 def encode_value(value: Any) -> Any:
-    """Returns a value of plain types as JSON, [type, content].
+    """Returns a value of plain types as JSON: itself, or [type, content].
 
     Raises TypeError for other values: an object could compare as it likes.
     """
-    if value is None or isinstance(value, bool) or type(value).__name__ in ("bool", "bool_"):
-        return ["c", None if value is None else bool(value)]
+    if value is None:
+        return None
+    if type(value).__name__ in ("bool", "bool_"):
+        return bool(value)
     if isinstance(value, str):
-        return ["s", "".join(value)]
+        return "".join(value)
     if isinstance(value, bytes | bytearray):
         return ["b", bytes(value).hex()]
     if isinstance(value, dict):
@@ -347,21 +362,16 @@ def _run_statements(code: str, read: Callable[[], Any], write: Callable[[Any], N
     write({"loaded": True})
     statements = read()
     # Where a statement judges by itself, what the code made of `abs` or `all` has no say.
-    is_judged_here = any("value" not in statement for statement in statements)
+    is_judged_here = any(statement["mode"] == "exec" for statement in statements)
     scope = {
         name: item for name, item in names.items() if not (is_judged_here and name in pristine)
     }
     scope |= {"__builtins__": pristine, "__name__": "tests"}
     for number, statement in enumerate(statements):
         try:
-            if "value" in statement:
-                # FunctionType runs a code object in a given scope, as exec does, and gives back an
-                # expression's value.
-                value = types.FunctionType(compile(statement["value"], "<test>", "eval"), scope)()
-                write({"statement": number, "value": encode_value(value)})
-            else:
-                types.FunctionType(compile(statement["run"], "<test>", "exec"), scope)()
-                write({"statement": number, "secret": statement["secret"]})
+            value = _run_source(statement["source"], "<test>", statement["mode"], scope)
+            answer = {"value": encode_value(value), "secret": statement["secret"]}
+            write({"statement": number, **answer})
         except BaseException:
             write({"statement": number})
     os._exit(0)

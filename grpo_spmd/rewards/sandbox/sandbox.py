@@ -48,7 +48,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil  # type: ignore[import-untyped]
+
+from grpo_spmd.files import hold_standard_streams
 
 # Seconds for the interpreter and the walls to start, before the code's own time begins.
 _START_S = 20.0
@@ -130,8 +133,12 @@ def passes_statements(code: str, tests: Sequence[str], limits: Limits) -> list[b
         if jail.read() == {"loaded": True}:
             jail.write(
                 [
-                    {"value": s.source} if s.is_compared_here else {"run": s.source, "secret": x}
-                    for _, s, x in flat
+                    {
+                        "source": statement.source,
+                        "mode": "eval" if statement.is_compared_here else "exec",
+                        "secret": secret,
+                    }
+                    for _, statement, secret in flat
                 ]
             )
             for number, (test, statement, secret) in enumerate(flat):
@@ -147,15 +154,17 @@ def passes_statements(code: str, tests: Sequence[str], limits: Limits) -> list[b
     return [num_held[test] == len(statements) for test, statements in enumerate(parsed)]
 
 
-def each_within(cpu_s: float, function: Callable[[int], float], count: int) -> list[float]:
-    """Returns `function(i)` for each i < `count`, computed in a child process.
+def each_within(
+    cpu_s: float, function: Callable[[Any], float], arguments: Sequence[Any]
+) -> list[float]:
+    """Returns `function(argument)` for each argument, computed in a child process.
 
     The value is 0.0 where the function raises, or takes more than `cpu_s` seconds of CPU time (wall
     time would let a busy machine decide) or 1 GiB of memory. The kernel ends the child even in the
-    middle of C code; another child then continues with the next i.
+    middle of C code; another child then continues with the next one.
     """
     values: list[float] = []
-    while len(values) < count:
+    while len(values) < len(arguments):
         read_fd, write_fd = os.pipe()
         if (pid := os.fork()) == 0:
             try:
@@ -164,17 +173,18 @@ def each_within(cpu_s: float, function: Callable[[int], float], count: int) -> l
                 # An infinite hard limit is -1; modulo 2**64 it becomes the largest number.
                 resource.setrlimit(_AS, (min(max_bytes, hard % 2**64), hard))
                 signal.signal(signal.SIGPROF, signal.SIG_DFL)
-                for number in range(len(values), count):
+                for argument in arguments[len(values) :]:
                     signal.setitimer(signal.ITIMER_PROF, cpu_s)
-                    os.write(write_fd, struct.pack("d", function(number)))
+                    os.write(write_fd, struct.pack("d", function(argument)))
             finally:
                 os._exit(0)
         os.close(write_fd)
         with open(read_fd, "rb") as pipe:
             values += [value for (value,) in struct.iter_unpack("d", pipe.read())]
         os.waitpid(pid, 0)
-        values += [0.0] if len(values) < count else []
-    return values
+        # The child was ended in the middle of the next one.
+        values += [0.0]
+    return values[: len(arguments)]
 
 
 def _parse(test: str) -> list[_Statement]:
@@ -222,12 +232,10 @@ def _equals(encoded: Any, expected: Any) -> bool:
 def _decode(encoded: Any) -> Any:
     """Returns the value that jail.encode_value wrote. Only plain types come out, whoever wrote the
     text."""
+    if encoded is None or isinstance(encoded, bool | str):
+        return encoded
     tag, content = encoded
     match tag:
-        case "c" if content is None or isinstance(content, bool):
-            return content
-        case "s" if isinstance(content, str):
-            return content
         case "b":
             return bytes.fromhex(content)
         case "i":
@@ -252,6 +260,8 @@ class Jail(AbstractContextManager["Jail"]):
     def __init__(self, code: str, mode: str, limits: Limits, stdin: str) -> None:
         # A killed trainer cannot remove its scratch folders, so the next process does.
         _remove_left_behind()
+        # Popen replaces descriptors 0 to 2 in the child: the child's end must not be one of them.
+        hold_standard_streams()
         self._scratch = tempfile.mkdtemp(prefix=_SCRATCH)
         # The lock says that a living process will remove the folder.
         self._lock = os.open(self._scratch, os.O_RDONLY)
@@ -261,13 +271,8 @@ class Jail(AbstractContextManager["Jail"]):
         self._stdout = tempfile.TemporaryFile()  # noqa: SIM115
         self._stdin.write(stdin.encode(errors="surrogatepass"))
         self._stdin.seek(0)
-        self._connection, pair = socket.socketpair()
-        # File descriptors 0 to 2 may be closed in this process; the child's end must not be one of
-        # them, because Popen replaces them.
-        with (
-            pair,
-            socket.socket(fileno=fcntl.fcntl(pair, fcntl.F_DUPFD_CLOEXEC, 3)) as theirs,
-        ):
+        self._connection, theirs = socket.socketpair()
+        with theirs:
             fd = theirs.fileno()
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-X", "utf8", str(_JAIL), str(fd)],
@@ -323,10 +328,13 @@ class Jail(AbstractContextManager["Jail"]):
         _remove(self._scratch)
         os.close(self._lock)
 
+    def _remaining_s(self) -> float:
+        return max(self._deadline - time.monotonic(), 0.001)
+
     def write(self, message: Any) -> None:
         # An OSError means that the process has ended; the next read reports it as None.
         with suppress(OSError):
-            self._connection.settimeout(max(self._deadline - time.monotonic(), 0.001))
+            self._connection.settimeout(self._remaining_s())
             self._connection.sendall(json.dumps(message).encode() + b"\n")
 
     def read(self) -> Any:
@@ -334,7 +342,7 @@ class Jail(AbstractContextManager["Jail"]):
         JSON."""
         while b"\n" not in self._buffer:
             try:
-                self._connection.settimeout(max(self._deadline - time.monotonic(), 0.001))
+                self._connection.settimeout(self._remaining_s())
                 chunk = self._connection.recv(1 << 16)
             except OSError:
                 return None
@@ -356,7 +364,7 @@ class Jail(AbstractContextManager["Jail"]):
         Returns None if the process did not end with code 0 in time.
         """
         try:
-            code = self._process.wait(max(self._deadline - time.monotonic(), 0.001))
+            code = self._process.wait(self._remaining_s())
         except subprocess.TimeoutExpired:
             return None
         self._stdout.seek(0)
@@ -411,6 +419,15 @@ def _readable() -> list[str]:
     return [path for path in dict.fromkeys([*library, *_site(), *system]) if os.path.exists(path)]
 
 
+class _CellAnswer(msgspec.Struct):
+    """The answer of cells.run_cells, or of code that forges it."""
+
+    number: int
+    printed: str
+    num_cut: int
+    error: str
+
+
 class Session(Jail):
     """One interpreter in the jail that is kept for several pieces of model-written code.
 
@@ -433,11 +450,12 @@ class Session(Jail):
         self._number += 1
         self.write({"code": code, "number": self._number, "limit": max_chars})
         # The number tells this call's answer from an answer that earlier code forged in advance.
-        answer = self.read()
-        if not isinstance(answer, dict) or answer.get("number") != self._number:
+        try:
+            answer = msgspec.convert(self.read(), _CellAnswer)
+        except ValueError:
             return None
-        printed, error, num_cut = answer.get("printed"), answer.get("error"), answer.get("num_cut")
-        if not (isinstance(printed, str) and isinstance(error, str) and isinstance(num_cut, int)):
+        if answer.number != self._number:
             return None
-        note = f"\n... [{num_cut:,} more characters were cut]\n" if num_cut > 0 else ""
-        return f"{printed[:max_chars]}{note}{error[: max_chars + 100]}"
+        cut = answer.num_cut
+        note = f"\n... [{cut:,} more characters were cut]\n" if cut > 0 else ""
+        return f"{answer.printed[:max_chars]}{note}{answer.error[: max_chars + 100]}"
