@@ -128,13 +128,7 @@ class Environments(AbstractContextManager["Environments"]):
         if duplicates:
             rule = f"its reward is called {duplicates[0]!r}, as one of `rewards` is"
             raise ConfigError(f"environment: {rule}; give that one another name")
-        chat = ChatFormat(
-            tokenizer,
-            self._config.history,
-            facts.tools,
-            has_user_turns=facts.kind == "gym",
-            has_tool_results=facts.kind == "tools",
-        )
+        chat = ChatFormat(tokenizer, self._config.history, facts.tools, environment=facts.kind)
         _log.info("chat template: %s", chat.note)
         return chat
 

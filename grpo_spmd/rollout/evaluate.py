@@ -12,22 +12,24 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import islice
+from statistics import multimode
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from grpo_spmd.config.schema import EvalConfig
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.engine.engine import RolloutEngine
-from grpo_spmd.engine.requests import ConversationId, EpisodeTask, GenerationHooks, Request
+from grpo_spmd.engine.requests import ConversationId, EpisodeTask
 from grpo_spmd.observe.rollout_record import EvalRecord, bounded_values, to_line
 from grpo_spmd.observe.rollout_writer import RolloutWriter
-from grpo_spmd.records import Completion, Prompt, RolloutGroup, ScoredRollouts, rollout_seed
+from grpo_spmd.records import Prompt, RolloutGroup, ScoredRollouts, rollout_seed
 from grpo_spmd.rewards.protocol import check_error_rate
 from grpo_spmd.rewards.scorers import Score
 from grpo_spmd.rewards.trl import logged_in, mean_metrics
 from grpo_spmd.rewards.verifiers import final_answer
+from grpo_spmd.rollout.sample import generate
 
 if TYPE_CHECKING:
     from grpo_spmd.episodes.environments import Environments
@@ -114,14 +116,12 @@ class Evaluator:
         if self._environments is not None:
             statuses |= self._environments.statuses(groups)
         report = {
-            "outcomes": outcomes,
+            "outcomes": [
+                (group.slot, outcomes[group.slot], scored.notes.get(number, {}).get("logged", {}))
+                for number, group in enumerate(groups)
+            ],
             "statuses": statuses,
             "first_error": scored.first_error,
-            "notes": {
-                groups[i].slot: {"logged": note["logged"]}
-                for i, note in scored.notes.items()
-                if "logged" in note
-            },
         }
         by_set: dict[str, Metrics] = on_rank0(self._summarise_sets, report)
         for name, metrics in by_set.items():
@@ -143,19 +143,14 @@ class Evaluator:
     def _sample(self, policy_version: int) -> list[RolloutGroup]:
         """Collective. Returns this rank's completions, each as a group."""
         engine = self._engine
-        sizes = [1] * len(self._samples)
-        if self._environments is None:
-            conversations = engine.generate_shared(
-                sizes, GenerationHooks(self._request), policy_version
-            )
-        else:
-            conversations = self._environments.generate(
-                engine,
-                sizes,
-                self._task,
-                policy_version,
-                temperature=self._config.temperature,
-            )
+        conversations = generate(
+            engine,
+            self._environments,
+            [1] * len(self._samples),
+            task=self._task,
+            policy_version=policy_version,
+            temperature=self._config.temperature,
+        )
         # A training prompt with a cached prefix would be computed in chunks of other sizes, which
         # rounds differently.
         engine.reset_prefix_cache()
@@ -164,12 +159,6 @@ class Evaluator:
         ]
         # Ranks of an engine all have its completions, but only the first one has its episodes.
         return groups[engine.tp_rank :: engine.tp_size] if self._environments is None else groups
-
-    def _request(self, slot: int, _: int, turns: Sequence[Completion]) -> Request | None:
-        if turns:
-            return None
-        prompt, seed = self._task((slot, 0))
-        return Request(prompt.token_ids, seed(), self._config.temperature)
 
     def _task(self, conversation: ConversationId) -> EpisodeTask:
         slot = conversation[0]
@@ -193,21 +182,16 @@ class Evaluator:
             [report["first_error"] for report in reports],
             self._max_error_frac,
         )
-        outcomes: dict[int, Outcome] = {}
-        notes: dict[str, list[Mapping[str, Any]]] = {name: [] for name in self._held_out}
-        for report in reports:
-            # Keys are strings, because the reports crossed ranks as JSON.
-            for slot, outcome in report["outcomes"].items():
-                assert int(slot) not in outcomes, slot
-                outcomes[int(slot)] = Outcome(*outcome)
-            for slot, note in report["notes"].items():
-                notes[self._samples[int(slot)][0]].append(note)
-        assert len(outcomes) == len(self._samples), (len(outcomes), len(self._samples))
-        in_order = (outcomes[slot] for slot in range(len(self._samples)))
+        rows = [row for report in reports for row in report["outcomes"]]
+        rows.sort(key=lambda row: row[0])
+        assert [slot for slot, *_ in rows] == list(range(len(self._samples))), len(rows)
+        in_order = iter(rows)
         metrics: dict[str, Metrics] = {}
         for name, prompts in self._held_out.items():
-            by_prompt = [[next(in_order) for _ in range(self._config.num_samples)] for _ in prompts]
-            metrics[name] = summarise(by_prompt) | mean_metrics(logged_in(notes[name]))
+            rows_of_set = list(islice(in_order, len(prompts) * self._config.num_samples))
+            outcomes = [Outcome(*outcome) for _, outcome, _ in rows_of_set]
+            logged = logged_in({"logged": logged} for *_, logged in rows_of_set)
+            metrics[name] = summarise(outcomes, self._config.num_samples) | mean_metrics(logged)
         return metrics
 
     def _lines(
@@ -262,14 +246,14 @@ def outcomes_by_slot(groups: Sequence[RolloutGroup], scored: ScoredRollouts) -> 
     return outcomes
 
 
-def summarise(prompts: Sequence[Sequence[Outcome]]) -> Metrics:
-    """Returns the metrics of one set from the outcomes of each prompt's n completions.
+def summarise(outcomes: Sequence[Outcome], num_samples: int) -> Metrics:
+    """Returns the metrics of one set from the outcomes of its completions, `num_samples` for each
+    prompt.
 
     The k of `pass_at_<k>` is 1, 2, 4, ... below n, and n. `mean` leaves out unknown rewards; it is
     None if all are unknown.
     """
-    num_samples = len(prompts[0])
-    outcomes = [outcome for prompt in prompts for outcome in prompt]
+    prompts = [outcomes[i : i + num_samples] for i in range(0, len(outcomes), num_samples)]
     rewards = [outcome.reward for outcome in outcomes if outcome.reward is not None]
     ks = [2**i for i in range(num_samples.bit_length()) if 2**i < num_samples] + [num_samples]
     nums_correct = [sum(outcome.correct for outcome in prompt) for prompt in prompts]
@@ -303,11 +287,8 @@ def majority(answers: Sequence[str], correct: Sequence[bool]) -> float:
 
     On a tie the completions of all most common answers count.
     """
-    votes = Counter(answers)
-    most_votes = max(votes.values())
+    modes = multimode(answers)
     winners = [
-        is_correct
-        for answer, is_correct in zip(answers, correct, strict=True)
-        if votes[answer] == most_votes
+        is_correct for answer, is_correct in zip(answers, correct, strict=True) if answer in modes
     ]
     return sum(winners) / len(winners)

@@ -34,12 +34,10 @@ WITH_USERS = ["qwen2.5", "qwen3", "llama3.1", "mistral", "gemma"]
 
 
 def chat(name: str, history: Any = "append", kind: str = "tool") -> ChatFormat:
-    tools = TOOLS if kind == "tool" else []
-    is_tool = kind == "tool"
     tokenizer = make_chat_tokenizer(name)
-    return ChatFormat(
-        tokenizer, history, tools, has_user_turns=not is_tool, has_tool_results=is_tool
-    )
+    if kind == "tool":
+        return ChatFormat(tokenizer, history, TOOLS, "tools")
+    return ChatFormat(tokenizer, history, [], "gym")
 
 
 def rendered(
@@ -255,33 +253,22 @@ def test_thinking_stays_or_forks() -> None:
 
 
 REFUSED = [
-    ("gemma", "append", True, False, "has no place for results of tools: .*roles must alternate"),
-    (
-        "gpt-oss",
-        "append",
-        False,
-        True,
-        "puts '<|end|>' in the place of '<|return|>'.*set environment.history: fork",
-    ),
-    (
-        "mistral",
-        "append",
-        True,
-        True,
-        "rewrites what came before a user's messages.*set environment.history: fork",
-    ),
+    ("gemma", "append", "tools", "has no place for results of tools: .*roles must alternate"),
+    ("gpt-oss", "append", "gym", "rewrites what came before.*set environment.history: fork"),
+    ("mistral", "append", "gym", "rewrites what came before a user's messages.*history: fork"),
 ]
 
 
-@pytest.mark.parametrize(("name", "history", "tools", "users", "reason"), REFUSED)
+@pytest.mark.parametrize(("name", "history", "environment", "reason"), REFUSED)
 def test_what_cannot_be_proved_is_refused_at_start(
-    name: str, history: Any, tools: bool, users: bool, reason: str
+    name: str, history: Any, environment: Any, reason: str
 ) -> None:
-    tokenizer, inputs = make_chat_tokenizer(name), TOOLS if tools else []
+    tokenizer = make_chat_tokenizer(name)
+    tools = TOOLS if environment == "tools" or name == "mistral" else []
     with pytest.raises(ConfigError, match=reason):
-        ChatFormat(tokenizer, history, inputs, has_user_turns=users, has_tool_results=tools)
+        ChatFormat(tokenizer, history, tools, environment)
     if "fork" in reason:
-        ChatFormat(tokenizer, "fork", inputs, has_user_turns=users, has_tool_results=tools)
+        ChatFormat(tokenizer, "fork", [], environment)
 
 
 REWRITES = {
@@ -289,8 +276,8 @@ REWRITES = {
                                                                  "'<|im_start|>ass"),
     "no place for results of tools.*leaves "
     "out": ("+ m.content + '\\n</tool_response>'", "+ '\\n</tool_response>'"),
-    "no format that is known": ("tool_call>", "kall>"),
-    "does not read that back": ('"arguments": \' +', '"arguments": \' + "x" +'),
+    "which no known format of calls reads back": ("tool_call>", "kall>"),
+    "nor its own response_template": ('"arguments": \' +', '"arguments": \' + "x" +'),
     "no place for results of tools.*refused": (
         "m.role == 'tool' %}", "m.role == 'tool' %}{{ raise_exception('refused') }}",
     ),
@@ -303,14 +290,14 @@ def test_a_template_that_does_otherwise_is_refused(reason: str) -> None:
     assert template != QWEN25
     tokenizer = make_chat_tokenizer("qwen2.5", chat_template=template)
     with pytest.raises(ConfigError, match=reason):
-        ChatFormat(tokenizer, "append", TOOLS, has_user_turns=False, has_tool_results=True)
+        ChatFormat(tokenizer, "append", TOOLS, "tools")
 
 
 def test_a_policy_that_knows_its_tools_from_its_training_need_not_be_told_of_them() -> None:
     tokenizer = make_chat_tokenizer(
         "qwen2.5", chat_template=QWEN25.replace("{%- if tools %}", "{%- if false %}")
     )
-    form = ChatFormat(tokenizer, "append", TOOLS, has_user_turns=False, has_tool_results=True)
+    form = ChatFormat(tokenizer, "append", TOOLS, "tools")
     assert "does not tell the policy of its tools (add)" in form.note
     assert "does not tell" not in chat("qwen2.5").note
 
@@ -474,7 +461,7 @@ def test_another_form_of_a_letter_does_not_make_a_special_token() -> None:
     )
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tree, eos_token="<|im_end|>")
     tokenizer.chat_template = QWEN25
-    form = ChatFormat(tokenizer, "append", TOOLS, has_user_turns=False, has_tool_results=True)
+    form = ChatFormat(tokenizer, "append", TOOLS, "tools")
     text, call = "\uff1ctool_call\uff1e", tokenizer.convert_tokens_to_ids("<tool_call>")
     assert call in tokenizer(text)["input_ids"]
     ids = form.suffix_ids(

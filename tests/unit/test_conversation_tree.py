@@ -458,7 +458,7 @@ def test_with_the_chat_format_of_a_tokenizer_nothing_sampled_is_made_anew(
     and tokens sampled
     that no text gives."""
     tokenizer = make_tokenizer(tmp_path)
-    chat = ChatFormat(tokenizer, history, [], has_user_turns=True, has_tool_results=True)
+    chat = ChatFormat(tokenizer, history, [], "agent")
     limits = EpisodeLimits(
         max_turns=9,
         max_tokens=1000,

@@ -97,14 +97,7 @@ class Bed:
 
     def __init__(self, pool: EnvironmentPool, tokenizer: Any) -> None:
         self.pool, self.tokenizer = pool, tokenizer
-        kind = pool.facts.kind
-        self.chat = ChatFormat(
-            tokenizer,
-            "append",
-            pool.facts.tools,
-            has_user_turns=kind == "gym",
-            has_tool_results=kind == "tools",
-        )
+        self.chat = ChatFormat(tokenizer, "append", pool.facts.tools, pool.facts.kind)
 
     def ids(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text))
