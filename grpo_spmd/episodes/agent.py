@@ -16,18 +16,20 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.records import Fields
 from grpo_spmd.rewards.trl import BrokenContractError, as_reward
 
 REWARD = "agent"
 _ACCESS = ("base_url", "api_key", "model")
+# OpenAI's own code.
+TOO_LONG = "context_length_exceeded"
 # Error codes of the endpoint that end an episode, with the status of the episode.
 LIMITS = {
     "episode_max_turns": "max_turns",
     "episode_max_tokens": "max_tokens",
     "episode_max_all_tokens": "context_overflow",
+    TOO_LONG: "context_overflow",
 }
-# OpenAI's own code.
-TOO_LONG = "context_length_exceeded"
 
 
 class AgentDriver:
@@ -46,7 +48,7 @@ class AgentDriver:
         self._runner: asyncio.Runner | None = None
         _bypass_proxies()
 
-    def begin(self, row: Mapping[str, Any], access: Mapping[str, str]) -> dict[str, Any]:
+    def begin(self, row: Mapping[str, Any], access: Mapping[str, str]) -> Fields:
         """Runs the agent to its end.
 
         Returns {"rewards": {"agent": a number, None, or a string that says why it is unusable}}.
@@ -100,11 +102,11 @@ def _reward(result: Any) -> float | str | None:
 def _limit_code(error: BaseException | None) -> str | None:
     """Returns the code of the endpoint's refusal, if an error or one of its causes is such a
     refusal."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        seen.append(error)
         code = getattr(error, "code", None)
-        if isinstance(code, str) and code in (*LIMITS, TOO_LONG):
+        if isinstance(code, str) and code in LIMITS:
             return code
         error = error.__cause__ or error.__context__
     return None

@@ -25,10 +25,10 @@ from typing import Any, Literal
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.episodes.reply_parser import ReplyParser, decode
+from grpo_spmd.records import Fields, Message
 
 Span = tuple[int, int]
-Message = dict[str, Any]
-Tools = Sequence[dict[str, Any]]
+Tools = Sequence[Fields]
 Kind = Literal["tool", "user"]
 
 # Nobody's text contains this word, as nobody knows it before the process starts.

@@ -25,11 +25,11 @@ import numpy as np
 
 from grpo_spmd.episodes.agent import LIMITS, TOO_LONG
 from grpo_spmd.episodes.chat_format import ChatFormat, TemplateError
-from grpo_spmd.episodes.open_episode import EpisodeLimits
-from grpo_spmd.episodes.openai_api import ApiError, Message, is_plain, num_chars
-from grpo_spmd.records import Completion, Segment, Turn
+from grpo_spmd.episodes.open_episode import EpisodeLimits, finish_reason
+from grpo_spmd.episodes.openai_api import ApiError, is_plain, num_chars
+from grpo_spmd.records import Completion, Episode, Fields, Message, Segment, Turn
 
-Tools = list[dict[str, Any]]
+Tools = list[Fields]
 
 
 @dataclass(frozen=True)
@@ -52,21 +52,6 @@ class TurnAnswer:
     finish_reason: str
     """The reason why the turn ended: "stop", "length" or "tool_calls"."""
     usage: dict[str, int]
-    num_invalid: int
-    """The number of calls that could not be read; they are not in the message."""
-
-
-@dataclass(frozen=True)
-class SessionRecord:
-    """The turns of a session for the records, segment after segment."""
-
-    token_ids: list[int]
-    """The sampled tokens of all turns."""
-    logprobs: list[float]
-    segments: tuple[Segment, ...]
-    turns: tuple[Turn, ...]
-    messages: list[Message]
-    """The messages of the longest conversation, without those of its first request."""
 
 
 @dataclass(eq=False)
@@ -187,18 +172,17 @@ class ConversationTree:
         assert turn.completion is None, f"turn {number} has its completion"
         context_ids = turn.token_ids()
         parsed = self._chat.parse(completion.token_ids, context_ids, turn.tools)
-        message = dict(parsed.message)
-        parsed_calls = message.pop("tool_calls", None) or []
-        calls, num_invalid = [], 0
         # The calls of a turn that was cut off may be incomplete, so only a finished turn has calls.
-        if completion.finish_reason == "stop":
-            # Templates and clients could not read the other calls.
-            calls = [call for call in parsed_calls if is_plain(call)]
-            num_invalid = parsed.num_invalid + len(parsed_calls) - len(calls)
+        is_finished = completion.finish_reason == "stop"
+        message = dict(parsed.message)
+        # Templates and clients could not read the other calls.
+        calls = [
+            {**call, "id": _call_id(turn.key, number)}
+            for number, call in enumerate(filter(is_plain, message.pop("tool_calls", ())))
+            if is_finished
+        ]
         if calls:
-            message["tool_calls"] = [
-                {**call, "id": _call_id(turn.key, i)} for i, call in enumerate(calls)
-            ]
+            message["tool_calls"] = calls
         turn.completion = completion
         turn.policy_messages |= {len(turn.messages)}
         turn.messages = [*turn.messages, message]
@@ -209,10 +193,16 @@ class ConversationTree:
             "total_tokens": len(context_ids) + num_sampled,
         }
         finish_reason = "tool_calls" if calls else completion.finish_reason
-        return TurnAnswer(message, finish_reason, usage, num_invalid)
+        return TurnAnswer(message, finish_reason, usage)
 
-    def record(self) -> SessionRecord:
-        """Returns the finished turns. A turn whose client had disconnected has no completion."""
+    def completion(
+        self, rewards: dict[str, float | str | None], calls_s: list[float]
+    ) -> Completion:
+        """Returns the finished turns as an episode, segment after segment.
+
+        Its messages are those of the longest conversation, without those of its first request. A
+        turn whose client had disconnected is not in it.
+        """
         token_ids: list[int] = []
         logprobs: list[float] = []
         segments: list[Segment] = []
@@ -238,7 +228,15 @@ class ConversationTree:
             segments.append(Segment(ids, np.asarray(sampled, np.bool_)))
         longest_leaf = _longest(leaves)
         messages = longest_leaf.messages[longest_leaf.num_first_messages :] if longest_leaf else []
-        return SessionRecord(token_ids, logprobs, tuple(segments), tuple(turns), messages)
+        episode = Episode(
+            status=self.status,
+            segments=tuple(segments),
+            turns=tuple(turns),
+            messages=messages,
+            rewards=rewards,
+            calls_s=calls_s,
+        )
+        return Completion(token_ids, logprobs, finish_reason(episode.status), episode)
 
     def _leaves(self) -> list[_Turn]:
         """Returns the finished turns that no finished turn continues.
@@ -266,8 +264,7 @@ class ConversationTree:
             # The tokens decide which turn is the parent in the tree; the messages only suggest one.
             ids, continues = self._context_ids(parent, messages, tools)
         except TemplateError as error:
-            rule = f"the chat template refuses the messages: {error}"
-            raise ApiError(400, "invalid_messages", rule) from None
+            raise ApiError(400, "invalid_messages", str(error)) from None
         # The text of a conversation may tokenize to what an earlier turn has sampled.
         prefix = parent if continues else self._longest_prefix(ids)
         if prefix is not None:
@@ -356,9 +353,8 @@ class ConversationTree:
         )
 
     def _too_long_error(self, length: str) -> ApiError:
-        self._refused_status = self._refused_status or "context_overflow"
         rule = f"This model's maximum context length is {self._limits.max_model_len} tokens"
-        return ApiError(400, TOO_LONG, f"{rule}, and the messages have {length}.")
+        return self._limit_error(TOO_LONG, f"{rule}, and the messages have {length}")
 
     def _limit_error(self, code: str, rule: str) -> ApiError:
         self._refused_status = self._refused_status or LIMITS[code]
@@ -380,29 +376,25 @@ def _is_same(stored: Message, received: Message, *, is_policys: bool) -> bool:
     The ids of calls, and the thinking in the policy's messages, may be missing; if they are there,
     they must be equal.
     """
-    names = {*stored, *received} - {"tool_calls"}
-    if is_policys:
-        names -= {"reasoning_content"}
-        thinking = received.get("reasoning_content")
-        if thinking not in (None, stored.get("reasoning_content")):
-            return False
-    if any((stored.get(name) or "") != (received.get(name) or "") for name in names):
-        return False
     known_calls = stored.get("tool_calls") or []
-    received_calls = received.get("tool_calls") or []
-    return len(known_calls) == len(received_calls) and all(
-        map(_is_same_call, known_calls, received_calls)
-    )
+    calls = received.get("tool_calls") or []
+    if len(calls) != len(known_calls):
+        return False
+    thinking = {"reasoning_content": stored.get("reasoning_content")} if is_policys else {}
+    calls = [
+        {"id": known_call.get("id"), **call}
+        for known_call, call in zip(known_calls, calls, strict=True)
+    ]
+    return _comparable(stored) == _comparable({**thinking, **received, "tool_calls": calls})
 
 
-def _is_same_call(stored: dict[str, Any], received: dict[str, Any]) -> bool:
-    known_function = stored["function"]
-    received_function = received["function"]
-    return (
-        known_function["name"] == received_function["name"]
-        and _canonical(known_function["arguments"]) == _canonical(received_function["arguments"])
-        and received.get("id") in (None, stored.get("id"))
-    )
+def _comparable(message: Message) -> Message:
+    """Returns what must be equal in equal messages: no empty fields, and calls in one form."""
+    calls = [
+        (call.get("id"), call["function"]["name"], _canonical(call["function"]["arguments"]))
+        for call in message.get("tool_calls") or ()
+    ]
+    return {name: value for name, value in {**message, "tool_calls": calls}.items() if value}
 
 
 def _canonical(arguments: Any) -> str:

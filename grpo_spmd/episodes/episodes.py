@@ -2,12 +2,14 @@
 processes.
 
 The engine samples turns. A finished turn goes to its environment's process. Meanwhile the engine
-continues with other turns, and the next turn enters when the environment has answered. On an engine
-of several ranks the first rank does all of this and has the records.
+continues with other turns, and the next turn enters when the environment has answered. An agent's
+own code asks for its turns (AgentEpisodes). On an engine of several ranks the first rank does all
+of this and has the records.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,9 +23,12 @@ from grpo_spmd.engine.requests import (
     Request,
 )
 from grpo_spmd.episodes.chat_format import ChatFormat
-from grpo_spmd.episodes.open_episode import EpisodeLimits, Message, OpenEpisode, finish_reason
+from grpo_spmd.episodes.conversation_tree import ConversationTree, TurnRequest
+from grpo_spmd.episodes.endpoint import Call, Endpoint
+from grpo_spmd.episodes.open_episode import EpisodeLimits, OpenEpisode, finish_reason
+from grpo_spmd.episodes.openai_api import ApiError
 from grpo_spmd.episodes.pool import EnvironmentPool, Failure, Reply
-from grpo_spmd.records import Completion, Episode, Prompt
+from grpo_spmd.records import Completion, Episode, Fields, Message, Prompt
 
 # An episode whose environment fails is run once more, from the start and with the same seeds.
 _MAX_ATTEMPTS = 2
@@ -38,26 +43,29 @@ class RunningEpisode:
     seed: Callable[..., int]
     """A function from a turn's number to its seed; the environment's seed is that of turn -1."""
     attempt: int = 1
-    open: OpenEpisode | None = None
+    open: OpenEpisode = field(init=False)
     """The state of the episode, after the environment has begun."""
     calls_s: list[float] = field(default_factory=list)
 
     @property
-    def row(self) -> dict[str, Any]:
+    def row(self) -> Fields:
         """Returns the data set's row for the environment."""
         return {**self.prompt.columns, "prompt": self.prompt.text}
+
+
+# Requests of conversations; None for one that is over.
+Requests = list[tuple[ConversationId, Request | None]]
 
 
 class FollowerEpisodes:
     """Episodes on the other ranks of an engine, which sample what the first rank tells them."""
 
-    def __init__(self) -> None:
-        self.completions: dict[ConversationId, Completion] = {}
+    completions: dict[ConversationId, Completion]
 
     def next_request(self, job: int, number: int, turns: Sequence[Completion]) -> Later:
         return LATER
 
-    def ready(self, timeout_s: float, /) -> list[tuple[ConversationId, Request | None]]:
+    def ready(self, timeout_s: float, /) -> Requests:
         raise AssertionError("asked on the first rank of an engine alone")
 
     def close(self) -> None:
@@ -83,7 +91,6 @@ class Episodes(FollowerEpisodes):
     ) -> None:
         """`task` returns a conversation's prompt and seeds; `finished` is called with each
         completion."""
-        super().__init__()
         self._pool = pool
         self._chat = chat
         self._limits = limits
@@ -92,8 +99,9 @@ class Episodes(FollowerEpisodes):
         self._discount = discount
         self._finished = finished
         self._running: dict[ConversationId, RunningEpisode] = {}
+        self.completions = {}
         # The requests that the engine has not received yet.
-        self._requests: list[tuple[ConversationId, Request | None]] = []
+        self._requests: Requests = []
 
     def next_request(self, job: int, number: int, turns: Sequence[Completion]) -> Later:
         """Takes a finished turn. Returns LATER, as all ranks of an engine must agree on the next
@@ -107,7 +115,7 @@ class Episodes(FollowerEpisodes):
             self._begin(episode)
         return LATER
 
-    def ready(self, timeout_s: float, /) -> list[tuple[ConversationId, Request | None]]:
+    def ready(self, timeout_s: float, /) -> Requests:
         """Returns the requests that are known now; see LateRequests."""
         # The pool does not wait where the engine has work already.
         for conversation, reply in self._pool.poll(0.0 if self._requests else timeout_s):
@@ -159,13 +167,11 @@ class Episodes(FollowerEpisodes):
             prompt_ids = self._chat.prompt_ids(messages, tools)
             episode.open = OpenEpisode(self._limits, messages, tools, prompt_ids)
         else:
-            assert episode.open is not None
             episode.open.add_answer(reply.values, self._chat)
 
     def _continue(self, episode: RunningEpisode) -> None:
         """Asks the engine for the next turn, or the environment for the rewards of all turns."""
         state = episode.open
-        assert state is not None
         # A status means that the episode is over: it needs rewards, and no further turn.
         if state.status is None:
             request = Request(
@@ -182,8 +188,7 @@ class Episodes(FollowerEpisodes):
                 "completions": state.messages,
                 "completion_ids": state.token_ids,
             }
-            columns = {name: [value] for name, value in arguments.items()}
-            self._pool.end(episode.conversation, columns)
+            self._pool.end(episode.conversation, arguments)
         else:
             # There was no room for a single turn, so there is nothing to reward.
             self._pool.release(episode.conversation)
@@ -192,7 +197,6 @@ class Episodes(FollowerEpisodes):
     def _end_turn(self, episode: RunningEpisode, completion: Completion) -> None:
         """Adds a sampled turn and sends it to the environment, or ends the episode."""
         state = episode.open
-        assert state is not None
         parsed = self._chat.parse(completion.token_ids, state.context_ids, state.tools)
         # Only tools answer calls; a gym environment answers any text.
         ends_without_call = self._pool.facts.kind == "tools"
@@ -206,12 +210,11 @@ class Episodes(FollowerEpisodes):
     def _end(self, episode: RunningEpisode, rewards: Mapping[str, float | str | None]) -> None:
         """Builds the completion of an episode that has its rewards."""
         state = episode.open
-        assert state is not None
         facts = self._pool.facts
-        values = {name: rewards.get(name) for name in facts.reward_names}
+        values = {name: rewards.get(name) for name in facts.weights}
         # A gym environment has one reward of its own, which is the first: the sum of its steps.
         if facts.kind == "gym" and state.turns:
-            values[facts.reward_names[0]] = episode_return(state, self._discount)
+            values[next(iter(values))] = episode_return(state, self._discount)
         completion = Completion(
             token_ids=state.token_ids,
             logprobs=state.logprobs,
@@ -225,20 +228,11 @@ class Episodes(FollowerEpisodes):
         # The second attempt has the same seeds, so a failure by chance does not change the samples.
         if episode.attempt < _MAX_ATTEMPTS:
             episode.attempt += 1
-            episode.open = None
             self._begin(episode)
             return
-        _, number = episode.conversation
-        error = f"environment (row {episode.prompt.row}, sample {number}): {failure.error}"
-        record = Episode(
-            status=failure.status,
-            segments=(),
-            turns=(),
-            messages=[],
-            rewards={},
-            calls_s=episode.calls_s,
-            error=error,
-        )
+        sample = episode.conversation[1]
+        error = f"environment (row {episode.prompt.row}, sample {sample}): {failure.error}"
+        record = Episode(failure.status, calls_s=episode.calls_s, error=error)
         self._finish(episode, Completion([], [], "stop", record))
 
     def _finish(self, episode: RunningEpisode, completion: Completion) -> None:
@@ -250,6 +244,125 @@ class Episodes(FollowerEpisodes):
         self._requests.append((episode.conversation, None))
         if self._finished is not None:
             self._finished(*episode.conversation, completion)
+
+
+@dataclass
+class _Session:
+    """One attempt of an episode: the agent's session and its turns."""
+
+    conversations: ConversationTree
+    waiting: deque[Call] = field(default_factory=deque)
+    sampling: tuple[Call, TurnRequest] | None = None
+    """The turn that the engine samples now."""
+    outcome: Reply | Failure | None = None
+    """The result of the agent's code; None while it runs."""
+
+
+class AgentEpisodes(Episodes):
+    """The agents' episodes of one generation.
+
+    The engine samples one turn of a session at a time; the session's other requests wait.
+    """
+
+    def __init__(self, endpoint: Endpoint, **shared: Any) -> None:
+        """`shared` are the arguments of Episodes."""
+        super().__init__(**shared)
+        self._endpoint = endpoint
+        self._sessions: dict[ConversationId, _Session] = {}
+
+    def ready(self, timeout_s: float, /) -> Requests:
+        """Returns the requests that are known now; see LateRequests."""
+        # Calls that came since the last look may start a turn now.
+        self._take_calls()
+        requests = super().ready(timeout_s)
+        # A readable endpoint ends the wait, so its calls are taken now.
+        if not requests:
+            self._take_calls()
+            requests = self._requests
+            self._requests = []
+        return requests
+
+    def close(self) -> None:
+        for conversation in self._sessions:
+            self._endpoint.close(conversation)
+        self._sessions.clear()
+        super().close()
+
+    def _begin(self, episode: RunningEpisode) -> None:
+        self._sessions[episode.conversation] = _Session(ConversationTree(self._chat, self._limits))
+        access = self._endpoint.open(episode.conversation)
+        self._pool.begin(episode.conversation, episode.row, episode.seed(-1), access)
+
+    def _take_calls(self) -> None:
+        for call in self._endpoint.take():
+            session = self._sessions.get(call.conversation)
+            if session is None or session.outcome is not None:
+                error = ApiError(404, "session_not_found", "the session has ended")
+                self._endpoint.refuse(call, error)
+                continue
+            session.waiting.append(call)
+            if session.sampling is None:
+                self._sample_next(call.conversation, session)
+
+    def _sample_next(self, conversation: ConversationId, session: _Session) -> None:
+        """Asks the engine for the next turn that a client waits for."""
+        while session.waiting:
+            call = session.waiting.popleft()
+            # The client has disconnected, so nobody would read the turn.
+            if call.is_over:
+                continue
+            chat_request = call.request
+            try:
+                turn = session.conversations.begin(
+                    chat_request.messages, chat_request.tools, chat_request.max_tokens
+                )
+            except ApiError as error:
+                self._endpoint.refuse(call, error)
+                continue
+            session.sampling = (call, turn)
+            request = Request(
+                prompt_ids=turn.context_ids,
+                seed=self._running[conversation].seed(turn.key),
+                temperature=self._temperature,
+                max_tokens=min(turn.max_tokens, self._limits.max_turn_tokens),
+            )
+            self._requests.append((conversation, request))
+            return
+
+    def _end_turn(self, episode: RunningEpisode, completion: Completion) -> None:
+        session = self._sessions[episode.conversation]
+        assert session.sampling is not None
+        call, turn = session.sampling
+        session.sampling = None
+        # A turn whose client has disconnected was seen by nobody, and is not trained on.
+        if not call.is_over:
+            answer = session.conversations.finish(turn.number, completion)
+            self._endpoint.answer(call, answer.message, answer.finish_reason, answer.usage)
+        # The agent had ended before its turn was there.
+        if session.outcome is not None:
+            self._settle(episode, session, session.outcome)
+        else:
+            self._sample_next(episode.conversation, session)
+
+    def _take_reply(self, episode: RunningEpisode, reply: Reply | Failure) -> None:
+        session = self._sessions[episode.conversation]
+        # The agent's code has ended: nobody reads further answers.
+        self._endpoint.close(episode.conversation)
+        session.waiting.clear()
+        session.outcome = reply
+        if session.sampling is None:
+            self._settle(episode, session, reply)
+
+    def _settle(self, episode: RunningEpisode, session: _Session, outcome: Reply | Failure) -> None:
+        """Ends an attempt whose code has ended and which has no turn in the engine."""
+        episode.calls_s.append(outcome.seconds)
+        if isinstance(outcome, Failure):
+            self._fail(episode, outcome)
+            return
+        self._pool.release(episode.conversation)
+        rewards = outcome.values["rewards"]
+        values = {name: rewards.get(name) for name in self._pool.facts.weights}
+        self._finish(episode, session.conversations.completion(values, episode.calls_s))
 
 
 def opening(prompt: str | list[Message], addition: Any) -> list[Message]:

@@ -16,6 +16,7 @@ from typing import Any
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.episodes.trl import resolve
+from grpo_spmd.records import Fields, Message
 from grpo_spmd.rewards.trl import BrokenContractError, as_reward
 
 # The name of the reward: the sum of the steps' rewards.
@@ -36,9 +37,9 @@ class GymDriver:
                 if not any(callable(getattr(make, name, None)) for name in names):
                     raise ConfigError(f"{key}: {make.__name__} has no method {' or '.join(names)}")
         self.environment: Any = None
-        self._messages: list[dict[str, Any]] = []
+        self._messages: list[Message] = []
 
-    def begin(self, row: dict[str, Any]) -> dict[str, Any]:
+    def begin(self, row: Fields) -> Fields:
         """Begins an episode. Returns {"messages": the messages after the prompt}."""
         prompt = row.get("prompt")
         if isinstance(prompt, str):
@@ -66,14 +67,14 @@ class GymDriver:
             result = result.observation
         return {"messages": to_messages(result)}
 
-    def _init(self) -> list[dict[str, Any]]:
+    def _init(self) -> list[Message]:
         """Begins a SkyRL environment, which returns the whole prompt with its own additions."""
         prompt, _ = resolve(self.environment.init(self._messages))
         messages = to_messages(prompt)
         num_known = len(self._messages)
         return messages[num_known:] if messages[:num_known] == self._messages else messages
 
-    def act(self, message: Mapping[str, Any]) -> dict[str, Any]:
+    def act(self, message: Mapping[str, Any]) -> Fields:
         """Runs one step with the policy's turn."""
         self._messages.append(dict(message))
         step = self.environment.step
@@ -87,7 +88,7 @@ class GymDriver:
         return {}
 
 
-def read_step(result: Any) -> dict[str, Any]:
+def read_step(result: Any) -> Fields:
     """Returns {"messages", "reward", "done"} from what a step returned.
 
     Raises BrokenContractError for another form, ValueError for a reward that is no finite number.
@@ -119,7 +120,7 @@ def read_step(result: Any) -> dict[str, Any]:
     return {"messages": to_messages(observation), "reward": number, "done": bool(done)}
 
 
-def to_messages(observation: Any) -> list[dict[str, Any]]:
+def to_messages(observation: Any) -> list[Message]:
     """Returns an observation as messages. Raises BrokenContractError."""
     if observation is None:
         return []
@@ -140,7 +141,7 @@ def to_messages(observation: Any) -> list[dict[str, Any]]:
     raise BrokenContractError(f"an observation is {type(observation).__name__}: {rule}")
 
 
-def _action(step: Callable[..., Any], text: str, messages: list[dict[str, Any]]) -> Any:
+def _action(step: Callable[..., Any], text: str, messages: list[Message]) -> Any:
     """Returns the argument of `step`, chosen by its annotation.
 
     It is the policy's text; or all messages so far; or an object of a class whose first field is a

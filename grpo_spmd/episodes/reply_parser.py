@@ -17,6 +17,7 @@ import msgspec
 import yaml
 
 from grpo_spmd.episodes.openai_api import is_plain
+from grpo_spmd.records import Fields, Message
 
 # The known formats of calls, as data.
 _FORMATS = Path(__file__).with_name("call_formats.yaml")
@@ -38,7 +39,7 @@ _NUM_TAIL_TOKENS = 256
 class Parsed:
     """The parsed message of a turn."""
 
-    message: dict[str, Any]
+    message: Message
     """role, content, reasoning_content (thinking: gpt-oss) and tool_calls, if there are any:
     {type, function: {name, arguments}, id?} with a dict of arguments."""
     num_invalid: int
@@ -69,13 +70,13 @@ class ReplyParser:
         self._call_begin = re.compile(pattern or "(?!)", re.DOTALL)
 
     def parse(
-        self, token_ids: list[int], context_ids: list[int], tools: Sequence[dict[str, Any]]
+        self, token_ids: list[int], context_ids: list[int], tools: Sequence[Fields]
     ) -> Parsed:
         """Returns the message of a turn. Never raises for any text of the policy."""
         # Special tokens stay in the text, because response templates search for them.
         text = decode(self._tokenizer, token_ids)
         prefix = self._prefix(context_ids)
-        message: dict[str, Any] | None
+        message: Message | None
         try:
             message, calls, num_invalid = self._read(text, prefix, tools)
         except _UNREADABLE:
@@ -88,16 +89,16 @@ class ReplyParser:
         return Parsed({**message, "tool_calls": calls} if calls else message, num_invalid)
 
     def _read_calls_alone(
-        self, text: str, prefix: str, tools: Sequence[dict[str, Any]]
-    ) -> tuple[dict[str, Any] | None, list[dict[str, Any]], int]:
+        self, text: str, prefix: str, tools: Sequence[Fields]
+    ) -> tuple[Fields | None, list[Fields], int]:
         """Returns (message, calls, number of unreadable calls), with each call read separately.
 
         One unreadable call would otherwise make the whole turn unreadable. The message is None if
         no call can be read.
         """
         begins = [match.start() for match in self._call_begin.finditer(text)]
-        message: dict[str, Any] = {}
-        calls: list[dict[str, Any]] = []
+        message: Message = {}
+        calls: list[Fields] = []
         num_invalid = 0
         # The text before the first call may have thinking and content; it is read on its own.
         try:
@@ -117,11 +118,11 @@ class ReplyParser:
         return message if calls else None, calls, num_invalid
 
     def _read(
-        self, text: str, prefix: str, tools: Sequence[dict[str, Any]]
-    ) -> tuple[dict[str, Any], list[dict[str, Any]], int]:
+        self, text: str, prefix: str, tools: Sequence[Fields]
+    ) -> tuple[Fields, list[Fields], int]:
         """Returns (message without calls, calls in the form of templates and tools, number of
         invalid calls)."""
-        message: dict[str, Any] = self._tokenizer.parse_response(
+        message: Message = self._tokenizer.parse_response(
             text, self._template, prefix=prefix, tools=[*tools] or None
         )
         content = message.get("content")
@@ -159,7 +160,7 @@ def _as_list(value: str | list[str] | None) -> list[str]:
     return [value] if isinstance(value, str) else value or []
 
 
-def _response_template(chat_template: str, anchors: list[str], ends: list[str]) -> dict[str, Any]:
+def _response_template(chat_template: str, anchors: list[str], ends: list[str]) -> Fields:
     """Returns the response template for the first format that fits the chat template."""
     # The last format has no words, and fits every template.
     formats = yaml.safe_load(_FORMATS.read_text(encoding="utf-8"))
@@ -180,17 +181,17 @@ class _Function(msgspec.Struct):
     """The form that a call's name and arguments must have."""
 
     name: Annotated[str, msgspec.Meta(min_length=1)]
-    arguments: dict[str, Any] | str | None = None
+    arguments: Fields | str | None = None
 
 
-def _read_call(raw_call: Any) -> dict[str, Any] | None:
+def _read_call(raw_call: Any) -> Fields | None:
     """Returns a call in the form of templates and tools, or None where the policy wrote none."""
     try:
         function = msgspec.convert(raw_call.get("function", raw_call), _Function)
         arguments: Any = function.arguments
         # Some formats have the arguments as JSON inside of JSON.
         if isinstance(arguments, str):
-            arguments = msgspec.convert(json.loads(arguments), dict[str, Any] | None)
+            arguments = msgspec.convert(json.loads(arguments), Fields | None)
     except (ValueError, AttributeError, RecursionError):
         return None
     arguments = arguments or {}

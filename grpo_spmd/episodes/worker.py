@@ -21,8 +21,9 @@ from grpo_spmd.config.schema import EnvironmentConfig, RewardConfig
 from grpo_spmd.episodes.agent import REWARD as AGENT_REWARD
 from grpo_spmd.episodes.agent import AgentDriver
 from grpo_spmd.episodes.gym import REWARD, GymDriver
-from grpo_spmd.episodes.shipped.catalog import shipped_factory
+from grpo_spmd.episodes.shipped.catalog import Factory, shipped_factory
 from grpo_spmd.episodes.trl import TrlDriver, check_class, checked_schema, class_schemas
+from grpo_spmd.records import Fields
 from grpo_spmd.rewards.named import Modules, load_named
 from grpo_spmd.rewards.pool.nursery import Answer, Worker, run_nursery
 from grpo_spmd.rewards.pool.worker import call_reward, reply_to_error
@@ -39,11 +40,11 @@ class _Environment:
     kind: str
     reward_names: list[str]
     make_driver: Callable[[Worker], Driver]
-    tools: list[dict[str, Any]]
+    tools: list[Fields]
     """The tools' JSON schemas."""
 
 
-def load(setup: dict[str, Any]) -> tuple[dict[str, Any], Callable[[Worker], Answer]]:
+def load(setup: Fields) -> tuple[Fields, Callable[[Worker], Answer]]:
     """Runs in the nursery. Returns EnvironmentFacts, and a function that makes a worker's answers.
 
     Raises ConfigError.
@@ -61,20 +62,13 @@ def load(setup: dict[str, Any]) -> tuple[dict[str, Any], Callable[[Worker], Answ
     if environment.kind == "agent" and rewards:
         rule = "takes `environments`, and an agent has none; return the reward in rollout()"
         raise ConfigError(f"environment.agent: reward {rewards[0].name!r} {rule}")
-    names = [*environment.reward_names, *(reward.name for reward in rewards)]
-    duplicates = [name for name in names if names.count(name) > 1]
-    if duplicates:
-        rule = f"two rewards are called {duplicates[0]!r}; give one another name"
-        raise ConfigError(f"environment: {rule}")
-    facts = {
-        "kind": environment.kind,
-        "reward_names": names,
-        "weights": [
-            *(1.0 for _ in environment.reward_names),
-            *(reward.weight for reward in rewards),
-        ],
-        "tools": environment.tools,
-    }
+    weights = dict.fromkeys(environment.reward_names, 1.0)
+    for reward in rewards:
+        if reward.name in weights:
+            rule = f"two rewards are called {reward.name!r}; give one another name"
+            raise ConfigError(f"environment: {rule}")
+        weights[reward.name] = reward.weight
+    facts = {"kind": environment.kind, "weights": weights, "tools": environment.tools}
 
     def make_answer(worker: Worker) -> Answer:
         driver = environment.make_driver(worker)
@@ -98,8 +92,8 @@ def _load_environment(config: EnvironmentConfig, modules: Modules) -> _Environme
 
 def _load_tools(config: EnvironmentConfig, modules: Modules) -> _Environment:
     tools: dict[str, Callable[..., Any]] = {}
-    helpers: list[Callable[[], Any]] = []
-    schemas: list[dict[str, Any]] = []
+    helpers: list[Factory] = []
+    schemas: list[Fields] = []
     for number, spec in enumerate(config.tools):
         key = f"environment.tools.{number}"
         factory = shipped_factory(spec)
@@ -115,15 +109,15 @@ def _load_tools(config: EnvironmentConfig, modules: Modules) -> _Environment:
         schemas.append(checked_schema(tool, key))
     by_column = isinstance(config.factory, Mapping)
     specs = config.factory if isinstance(config.factory, Mapping) else {"": config.factory}
-    factories: dict[str, Callable[[], Any]] = {}
-    reward_names: dict[str, None] = {}
+    factories: dict[str, Factory] = {}
+    reward_names: list[str] = []
     for name, spec in specs.items():
         key = f"environment.factory.{name}" if name else "environment.factory"
         factories[name] = shipped_factory(spec) or load_named(spec, key, "Class", modules)
         environment_class = check_class(factories[name], key)
         schemas += class_schemas(environment_class, key)
         if hasattr(environment_class, "get_reward"):
-            reward_names[environment_class.__name__] = None
+            reward_names.append(environment_class.__name__)
     if not schemas:
         rule = "there is no tool; a factory's class needs public methods, or name some in tools"
         raise ConfigError(f"environment: {rule}")
@@ -134,18 +128,16 @@ def _load_tools(config: EnvironmentConfig, modules: Modules) -> _Environment:
 
         return TrlDriver(tools, helpers, factories, by_column, report_tool)
 
-    return _Environment("tools", list(reward_names), make_driver, schemas)
+    return _Environment("tools", reward_names, make_driver, schemas)
 
 
-def answer(
-    driver: Driver, rewards: list[Reward], max_chars: int, message: dict[str, Any]
-) -> dict[str, Any]:
-    """Returns the reply to a call, with the conversation and the serial number of the call.
+def answer(driver: Driver, rewards: list[Reward], max_chars: int, message: Fields) -> Fields:
+    """Returns the reply to a call, with the serial number of the call.
 
     The reply is one of {"values": ...}, {"failed": error with its traceback}, {"broken": an error
     of every episode}, {"quit": True} where the user left the debugger.
     """
-    call = {"conversation": message["conversation"], "serial": message["serial"]}
+    call = {"serial": message["serial"]}
     try:
         values = _values(driver, rewards, message)
         # A huge result is replaced by its size, so that the frame stays within its bound.
@@ -163,7 +155,7 @@ def answer(
         return {**reply_to_error(error), **call}
 
 
-def _values(driver: Driver, rewards: list[Reward], message: dict[str, Any]) -> dict[str, Any]:
+def _values(driver: Driver, rewards: list[Reward], message: Fields) -> Fields:
     """Runs one method of the driver and returns the values of the reply."""
     if message["method"] == "begin":
         # The same seeds in a second attempt, and whichever process runs the episode.

@@ -13,6 +13,7 @@ import hashlib
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from statistics import multimode
@@ -55,40 +56,30 @@ class Outcome(NamedTuple):
     answer: str
 
 
+@dataclass
 class Evaluator:
     """Evaluates the policy on every held-out set."""
 
-    def __init__(
-        self,
-        held_out: HeldOut,
-        engine: RolloutEngine,
-        score: Score,
-        config: EvalConfig,
-        seed: int,
-        max_error_frac: float,
-        writer: RolloutWriter | None,
-        environments: Environments | None = None,
-    ) -> None:
-        """`score` scores on this rank. Here a group is one completion, and its slot is its number
-        over all sets.
+    held_out: HeldOut
+    engine: RolloutEngine
+    score: Score
+    """Scores on this rank. Here a group is one completion, and its slot is its number over all
+    sets."""
+    config: EvalConfig
+    seed: int
+    max_error_frac: float
+    """That of `reward_pool`."""
+    writer: RolloutWriter | None
+    """Makes eval_<set>_step_<step>.jsonl; with None there is no dump."""
+    environments: Environments | None = None
 
-        `max_error_frac` is that of `reward_pool`. `writer` makes eval_<set>_step_<step>.jsonl; with
-        None there is no dump.
-        """
-        self._held_out = held_out
-        self._engine = engine
-        self._score = score
-        self._config = config
-        self._seed = seed
-        self._max_error_frac = max_error_frac
-        self._writer = writer
-        self._environments = environments
+    def __post_init__(self) -> None:
         # By slot: (set, the prompt's index in the set, the sample's number).
         self._samples = [
             (name, index, sample)
-            for name in held_out
-            for index in range(len(held_out[name]))
-            for sample in range(config.num_samples)
+            for name, prompts in self.held_out.items()
+            for index in range(len(prompts))
+            for sample in range(self.config.num_samples)
         ]
 
     def evaluate_if_due(self, step: int) -> Metrics:
@@ -96,7 +87,7 @@ class Evaluator:
 
         It is due before the training and after each `eval.every_steps`-th step.
         """
-        every = self._config.every_steps
+        every = self.config.every_steps
         return {} if every == 0 or step % every else self.evaluate(step)
 
     def evaluate(self, step: int) -> Metrics:
@@ -110,11 +101,11 @@ class Evaluator:
         """
         # The engine already has the weights for the next step, so its version is step + 1.
         groups = self._sample(step + 1)
-        scored = self._score(groups, num_step_completions=len(self._samples))
+        scored = self.score(groups, num_step_completions=len(self._samples))
         outcomes = outcomes_by_slot(groups, scored)
         statuses = scored.num_statuses()
-        if self._environments is not None:
-            statuses |= self._environments.statuses(groups)
+        if self.environments is not None:
+            statuses |= self.environments.statuses(groups)
         report = {
             "outcomes": [
                 (group.slot, outcomes[group.slot], scored.notes.get(number, {}).get("logged", {}))
@@ -125,9 +116,9 @@ class Evaluator:
         }
         by_set: dict[str, Metrics] = on_rank0(self._summarise_sets, report)
         for name, metrics in by_set.items():
-            if self._writer is not None:
+            if self.writer is not None:
                 lines = self._lines(name, groups, outcomes, scored=scored)
-                self._writer.write(f"eval_{name}_step_{step:06d}", lines)
+                self.writer.write(f"eval_{name}_step_{step:06d}", lines)
             values = "  ".join(
                 f"{key} {math.nan if value is None else value:.4g}"
                 for key, value in metrics.items()
@@ -142,14 +133,14 @@ class Evaluator:
 
     def _sample(self, policy_version: int) -> list[RolloutGroup]:
         """Collective. Returns this rank's completions, each as a group."""
-        engine = self._engine
+        engine = self.engine
         conversations = generate(
             engine,
-            self._environments,
+            self.environments,
             [1] * len(self._samples),
             task=self._task,
             policy_version=policy_version,
-            temperature=self._config.temperature,
+            temperature=self.config.temperature,
         )
         # A training prompt with a cached prefix would be computed in chunks of other sizes, which
         # rounds differently.
@@ -158,18 +149,18 @@ class Evaluator:
             RolloutGroup(slot, self._prompt(slot), turns) for slot, [turns] in conversations.items()
         ]
         # Ranks of an engine all have its completions, but only the first one has its episodes.
-        return groups[engine.tp_rank :: engine.tp_size] if self._environments is None else groups
+        return groups[engine.tp_rank :: engine.tp_size] if self.environments is None else groups
 
     def _task(self, conversation: ConversationId) -> EpisodeTask:
         slot = conversation[0]
         name, _, sample = self._samples[slot]
         prompt = self._prompt(slot)
-        return prompt, partial(rollout_seed, self._seed, f"eval/{name}", prompt.row, sample)
+        return prompt, partial(rollout_seed, self.seed, f"eval/{name}", prompt.row, sample)
 
     def _prompt(self, slot: int) -> Prompt:
         name, index, _ = self._samples[slot]
         # The prompts may lie in a file, so only one is read.
-        return self._held_out[name][index]
+        return self.held_out[name][index]
 
     def _summarise_sets(self, reports: Sequence[Mapping[str, Any]]) -> dict[str, Metrics]:
         """Returns the metrics of each set from the scores of all ranks; runs on rank 0.
@@ -180,18 +171,18 @@ class Evaluator:
         check_error_rate(
             [report["statuses"] for report in reports],
             [report["first_error"] for report in reports],
-            self._max_error_frac,
+            self.max_error_frac,
         )
         rows = [row for report in reports for row in report["outcomes"]]
         rows.sort(key=lambda row: row[0])
         assert [slot for slot, *_ in rows] == list(range(len(self._samples))), len(rows)
         in_order = iter(rows)
         metrics: dict[str, Metrics] = {}
-        for name, prompts in self._held_out.items():
-            rows_of_set = list(islice(in_order, len(prompts) * self._config.num_samples))
+        for name, prompts in self.held_out.items():
+            rows_of_set = list(islice(in_order, len(prompts) * self.config.num_samples))
             outcomes = [Outcome(*outcome) for _, outcome, _ in rows_of_set]
             logged = logged_in({"logged": logged} for *_, logged in rows_of_set)
-            metrics[name] = summarise(outcomes, self._config.num_samples) | mean_metrics(logged)
+            metrics[name] = summarise(outcomes, self.config.num_samples) | mean_metrics(logged)
         return metrics
 
     def _lines(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -93,43 +94,37 @@ class ModelReward:
         return scores
 
 
+@dataclass
 class RewardModels:
     """Scores with all reward models of the run; it is a Scorer.
 
     They score after the engine has finished.
     """
 
-    def __init__(
-        self,
-        models: Sequence[ModelReward],
-        engine: RolloutEngine,
-        checks: Mapping[str, RewardModelCheck],
-        check_every_steps: int,
-    ) -> None:
-        """`checks` are by the model's name.
+    models: Sequence[ModelReward]
+    engine: RolloutEngine
+    checks: Mapping[str, RewardModelCheck]
+    """The checks by the model's name.
 
-        They run at each scoring (also of an evaluation) in the process's first step and in steps
-        that `check_every_steps` divides; with 0 they run in the first step alone.
-        """
-        self._models = list(models)
-        self._engine = engine
-        self._checks = checks
-        self._check_every_steps = check_every_steps
-        self._first_version: int | None = None
+    They run at each scoring (also of an evaluation) in the process's first step and in steps that
+    `check_every_steps` divides; with 0 they run in the first step alone."""
+    check_every_steps: int
+    first_version: int | None = None
+    """The engine's version at the first scoring."""
 
     def score(self, groups: Sequence[RolloutGroup], scored: ScoredRollouts) -> ScoredRollouts:
         """Collective. Returns the models' scores, as a Scorer does."""
-        version = self._engine.policy_version or 0
-        if self._first_version is None:
-            self._first_version = version
-        every = self._check_every_steps
-        is_due = version == self._first_version or (every > 0 and version % every == 0)
+        version = self.engine.policy_version or 0
+        if self.first_version is None:
+            self.first_version = version
+        every = self.check_every_steps
+        is_due = version == self.first_version or (every > 0 and version % every == 0)
         # From here on the device's memory belongs to the models.
-        self._engine.rest()
+        self.engine.rest()
         return merge_results(
             [
-                model.score(groups, scored.texts, self._checks[model.name] if is_due else None)
-                for model in self._models
+                model.score(groups, scored.texts, self.checks[model.name] if is_due else None)
+                for model in self.models
             ]
         )
 

@@ -396,6 +396,7 @@ class TailRace:
         }
 
 
+@dataclass
 class TailBatching:
     """Fills a step with the groups that are complete first; the other prompts wait for a later
     step.
@@ -404,11 +405,10 @@ class TailBatching:
     trains on it.
     """
 
-    def __init__(self, stream: TailStream, num_prompts: int) -> None:
-        """`num_prompts` is the number of prompts of a step."""
-        self._stream = stream
-        self._num_prompts = num_prompts
-        self._num_races = 0
+    stream: TailStream
+    num_prompts: int
+    """The number of prompts of a step."""
+    num_races: int = 0
 
     def begin(
         self,
@@ -421,12 +421,12 @@ class TailBatching:
         Returns None if `missing` has no more prompts than the step needs. The arguments are
         those of TailRace.
         """
-        if len(missing) <= self._num_prompts:
+        if len(missing) <= self.num_prompts:
             return None
-        self._num_races += 1
+        self.num_races += 1
         return TailRace(
-            f"complete/{self._num_races}",
-            self._num_prompts,
+            f"complete/{self.num_races}",
+            self.num_prompts,
             missing,
             stored_lengths=stored_lengths,
             is_first=is_first,
@@ -437,7 +437,7 @@ class TailBatching:
         chosen, metrics = on_rank0(race.decide, race.report())
         slots = set(chosen)
         waiting = [prompt for slot, prompt in enumerate(prompts) if slot not in slots]
-        self._stream.leave(waiting, metrics)
+        self.stream.leave(waiting, metrics)
         return slots
 
 
