@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from grpo_spmd.config.errors import ConfigError
@@ -35,7 +35,11 @@ LIMITS = {
 class AgentDriver:
     """Runs one episode at a time; an agent's episode is one call of the user's function."""
 
-    def __init__(self, rollout: Callable[..., Any], key: str = "environment.agent") -> None:
+    kind = "agent"
+    reward_names = (REWARD,)
+    schemas: Sequence[Fields] = ()
+
+    def __init__(self, rollout: Callable[..., Any]) -> None:
         """Raises ConfigError if `rollout` does not take these arguments."""
         self._rollout = rollout
         parameters = ("task", *_ACCESS)
@@ -43,10 +47,15 @@ class AgentDriver:
             inspect.signature(rollout).bind(**dict.fromkeys(parameters))
         except TypeError as error:
             name = getattr(rollout, "__name__", rollout)
-            rule = f"must be called as rollout({', '.join(parameters)})"
-            raise ConfigError(f"{key}: {name!r} {rule}: {error}") from None
+            raise ConfigError(
+                f"environment.agent: {name!r} must be called as rollout({', '.join(parameters)}): "
+                f"{error}"
+            ) from None
         self._runner: asyncio.Runner | None = None
-        _bypass_proxies()
+        # A cluster's proxy cannot reach this host's loopback.
+        for variable in ("no_proxy", "NO_PROXY"):
+            hosts = [host for host in os.environ.get(variable, "").split(",") if host]
+            os.environ[variable] = ",".join(dict.fromkeys([*hosts, "127.0.0.1"]))
 
     def begin(self, row: Mapping[str, Any], access: Mapping[str, str]) -> Fields:
         """Runs the agent to its end.
@@ -67,9 +76,12 @@ class AgentDriver:
             code = _limit_code(error)
             if code is None:
                 raise
-            remedy = "catch openai.BadRequestError in it and return a reward"
-            reason = f"is unknown: rollout() was refused a turn ({code}) and raised; {remedy}"
-            return {"rewards": {REWARD: reason}}
+            return {
+                "rewards": {
+                    REWARD: f"is unknown: rollout() was refused a turn ({code}) and raised; catch "
+                    "openai.BadRequestError in it and return a reward"
+                }
+            }
         return {"rewards": {REWARD: _reward(result)}}
 
 
@@ -110,10 +122,3 @@ def _limit_code(error: BaseException | None) -> str | None:
             return code
         error = error.__cause__ or error.__context__
     return None
-
-
-def _bypass_proxies() -> None:
-    """Excludes loopback from HTTP proxies: a cluster's proxy cannot reach this host's loopback."""
-    for name in ("no_proxy", "NO_PROXY"):
-        hosts = [host for host in os.environ.get(name, "").split(",") if host]
-        os.environ[name] = ",".join(dict.fromkeys([*hosts, "127.0.0.1"]))

@@ -78,8 +78,9 @@ def render(
         )
     except Exception as error:
         # A template may refuse with any error.
-        rule = "the chat template of model.path refuses the messages"
-        raise TemplateError(f"{rule}: {type(error).__name__}: {error}") from None
+        raise TemplateError(
+            f"the chat template of model.path refuses the messages: {type(error).__name__}: {error}"
+        ) from None
     return str(text)
 
 
@@ -99,8 +100,10 @@ class PlainText:
     def __init__(self, tokenizer: Any) -> None:
         """Raises ConfigError for a tokenizer in Python."""
         if not getattr(tokenizer, "is_fast", False):
-            rule = "is not a fast one, which alone says where in a text a token stands"
-            raise ConfigError(f"the tokenizer of model.path {rule}; save it as tokenizer.json")
+            raise ConfigError(
+                "the tokenizer of model.path is not a fast one, which alone says where in a "
+                "text a token stands; save it as tokenizer.json"
+            )
         self._tokenizer = tokenizer
         # Data with letters outside the vocabulary may become the unknown token.
         allowed = {tokenizer.unk_token_id}
@@ -157,9 +160,11 @@ class PlainText:
         # the begin after the last one.
         offsets = [*encoded["offset_mapping"], (len(text), 0)]
         special = [i for i, token_id in enumerate(ids) if token_id in self._texts] if data else []
-        trusted = [
-            i for i in special if not _overlaps(self._text_span(text, ids[i], offsets[i]), data)
-        ]
+        trusted = []
+        for i in special:
+            begin, end = self._text_span(text, ids[i], offsets[i])
+            if not any(begin < data_end and data_begin < end for data_begin, data_end in data):
+                trusted.append(i)
         if len(trusted) == len(special):
             return ids
         result: list[int] = []
@@ -195,16 +200,17 @@ class PlainText:
         encoding = copy.encode(_MARK + text, add_special_tokens=False)
         ids: list[int] = encoding.ids[1:]
         if encoding.ids[:1] != [mark_id] or mark_id in ids:
-            rule = f"does not keep {text[:40]!r} apart from what is before it"
-            raise TemplateError(f"the tokenizer {rule}")
+            raise TemplateError(
+                f"the tokenizer does not keep {text[:40]!r} apart from what is before it"
+            )
         cuts: list[int] = []
         for token_id, offset in zip(ids, encoding.offsets[1:], strict=True):
             if token_id in self._texts:
                 begin, end = (place - len(_MARK) for place in offset)
                 if end - begin < 2:
-                    rule = f"{text[begin:end]!r} becomes {self._texts[token_id]!r}"
                     raise TemplateError(
-                        f"the tokenizer cannot write it without special tokens: {rule}"
+                        "the tokenizer cannot write it without special tokens: "
+                        f"{text[begin:end]!r} becomes {self._texts[token_id]!r}"
                     )
                 cuts.append(begin + 1)
         if cuts:
@@ -356,8 +362,9 @@ class ChatFormat:
         end = begin + len(rule.end_text)
         ids = self._encode_from(end - len(rule.end_token), text, data)
         if text[begin:end] != rule.end_text or ids[:1] != [rule.end_id]:
-            change = "ends the assistant's turn otherwise before these messages"
-            raise TemplateError(f"the chat template {change}")
+            raise TemplateError(
+                "the chat template ends the assistant's turn otherwise before these messages"
+            )
         return ids[1:]
 
     def next_ids(
@@ -421,8 +428,10 @@ class ChatFormat:
             # Without its marks this must be the real rendering, or else the spans would be wrong.
             if "".join(pieces) == text:
                 return text, [(end - 1, end) for end in accumulate(map(len, pieces[:-1]))]
-        rule = "looks into, or rewrites, a message that has the text of special tokens in it"
-        raise TemplateError(f"the chat template {rule}")
+        raise TemplateError(
+            "the chat template looks into, or rewrites, a message that has the text of special "
+            "tokens in it"
+        )
 
     def _encode_from(self, begin: int, text: str, data: Sequence[Span]) -> list[int]:
         """Returns the tokens of a text from a special token on; blanks behind that token may belong
@@ -460,8 +469,10 @@ class ChatFormat:
             return
         subject = _WORDS[kind]
         if isinstance(rule, TemplateError):
-            remedy = "give the model's folder another (chat_template.jinja)"
-            raise ConfigError(f"{_KEY} has no place for {subject}: {rule}; {remedy}")
+            raise ConfigError(
+                f"{_KEY} has no place for {subject}: {rule}; give the model's folder another "
+                "(chat_template.jinja)"
+            )
         if self._history == "append" and not rule.may_append:
             raise ConfigError(
                 f"{_KEY} rewrites what came before {subject}, so that earlier turns cannot stay as "
@@ -506,8 +517,9 @@ class ChatFormat:
         fields = {"reasoning_content": _THINKING_WORD, "thinking": _THINKING_WORD}
         thinking_turns = [{**turn, **fields}]
         if kind == "user":
-            content = f"<think>\n{_THINKING_WORD}\n</think>\n\n{turn['content']}"
-            thinking_turns.append({**turn, "content": content})
+            thinking_turns.append(
+                {**turn, "content": f"<think>\n{_THINKING_WORD}\n</think>\n\n{turn['content']}"}
+            )
         alone_spans = self._ending_spans(alone)
         # Phi-3 writes one more token where the conversation ends.
         kept_spans = [span for span in alone_spans if followed.startswith(alone[: span[1]])]
@@ -644,7 +656,3 @@ def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
 
 def _cut(text: str, cuts: Sequence[int]) -> list[str]:
     return [text[begin:end] for begin, end in pairwise([0, *cuts, len(text)])]
-
-
-def _overlaps(span: Span, others: Collection[Span]) -> bool:
-    return any(span[0] < end and begin < span[1] for begin, end in others)

@@ -33,18 +33,6 @@ Tools = list[Fields]
 
 
 @dataclass(frozen=True)
-class TurnRequest:
-    """A turn to sample."""
-
-    number: int
-    """The turn's number, in the order of requests."""
-    key: str
-    """A key for the turn's seed that does not depend on the order of requests."""
-    context_ids: list[int]
-    max_tokens: int
-
-
-@dataclass(frozen=True)
 class TurnAnswer:
     """The answer to one request of the agent."""
 
@@ -55,10 +43,10 @@ class TurnAnswer:
 
 
 @dataclass(eq=False)
-class _Turn:
+class TreeTurn:
     """A node of the tree: the new context after the parent's tokens, and the sampled tokens."""
 
-    parent: _Turn | None
+    parent: TreeTurn | None
     new_ids: list[int]
     messages: list[Message]
     """The messages of the request; the answer follows when there is one."""
@@ -70,13 +58,14 @@ class _Turn:
     num_prompt_tokens: int
     """The tokens of the conversation that do not count against `max_tokens`."""
     key: str = ""
+    """A key for the turn's seed that does not depend on the order of requests."""
     completion: Completion | None = None
     max_tokens: int = 0
-    """The tokens that are reserved while the turn is sampled."""
+    """The most tokens to sample, which are reserved until the turn is there."""
     requested_tokens: int | None = None
     """The agent's own limit of tokens."""
     num_children: int = 0
-    path: list[_Turn] = field(default_factory=list)
+    path: list[TreeTurn] = field(default_factory=list)
     """The turns from the root to this turn."""
 
     def __post_init__(self) -> None:
@@ -93,6 +82,12 @@ class _Turn:
     @property
     def sampled_ids(self) -> list[int]:
         return self.completion.token_ids if self.completion else []
+
+    @property
+    def context_ids(self) -> list[int]:
+        """Returns the tokens that the turn is sampled after."""
+        ids = self.token_ids()
+        return ids[: len(ids) - len(self.sampled_ids)]
 
     def token_ids(self) -> list[int]:
         """Returns all tokens from the prompt on, including the sampled ones."""
@@ -114,7 +109,7 @@ class ConversationTree:
     def __init__(self, chat: ChatFormat, limits: EpisodeLimits) -> None:
         self._chat = chat
         self._limits = limits
-        self._turns: list[_Turn] = []
+        self._turns: list[TreeTurn] = []
         self._num_equal_contexts = Counter[bytes]()
         self._refused_status: str | None = None
 
@@ -131,7 +126,7 @@ class ConversationTree:
 
     def begin(
         self, messages: list[Message], tools: Tools, max_tokens: int | None = None
-    ) -> TurnRequest:
+    ) -> TreeTurn:
         """Returns the turn to sample for a request.
 
         Messages are as read_request returns them. `max_tokens` is the agent's own limit. Raises
@@ -139,8 +134,10 @@ class ConversationTree:
         messages.
         """
         if len(self._turns) >= self._limits.max_turns:
-            rule = f"the episode has had its environment.max_turns={self._limits.max_turns}"
-            raise self._limit_error("episode_max_turns", rule)
+            raise self._limit_error(
+                "episode_max_turns",
+                f"the episode has had its environment.max_turns={self._limits.max_turns}",
+            )
         # A text that cannot fit is refused before it is tokenized.
         if num_chars(messages) > self._limits.max_model_len * self._chat.max_token_chars:
             raise self._too_long_error("far more")
@@ -161,15 +158,14 @@ class ConversationTree:
         # The agent has found a way to continue, so the earlier refusal no longer counts.
         self._refused_status = None
         self._turns.append(turn)
-        return TurnRequest(len(self._turns) - 1, turn.key, context_ids, turn.max_tokens)
+        return turn
 
-    def finish(self, number: int, completion: Completion) -> TurnAnswer:
+    def finish(self, turn: TreeTurn, completion: Completion) -> TurnAnswer:
         """Stores what was sampled for a turn and returns the answer for the agent.
 
         A turn that was cut off has no calls: they may be incomplete.
         """
-        turn = self._turns[number]
-        assert turn.completion is None, f"turn {number} has its completion"
+        assert turn.completion is None, f"turn {turn.key} has its completion"
         context_ids = turn.token_ids()
         parsed = self._chat.parse(completion.token_ids, context_ids, turn.tools)
         # The calls of a turn that was cut off may be incomplete, so only a finished turn has calls.
@@ -207,7 +203,7 @@ class ConversationTree:
         logprobs: list[float] = []
         segments: list[Segment] = []
         turns: list[Turn] = []
-        trained: set[_Turn] = set()
+        trained: set[TreeTurn] = set()
         leaves = self._leaves()
         for leaf in leaves:
             sampled: list[bool] = []
@@ -238,7 +234,7 @@ class ConversationTree:
         )
         return Completion(token_ids, logprobs, finish_reason(episode.status), episode)
 
-    def _leaves(self) -> list[_Turn]:
+    def _leaves(self) -> list[TreeTurn]:
         """Returns the finished turns that no finished turn continues.
 
         Their order depends on their content alone, not on the times of requests.
@@ -251,7 +247,7 @@ class ConversationTree:
             leaves, key=lambda leaf: (leaf.num_first_messages, len(leaf.messages), leaf.token_ids())
         )
 
-    def _new_turn(self, messages: list[Message], tools: Tools) -> _Turn:
+    def _new_turn(self, messages: list[Message], tools: Tools) -> TreeTurn:
         """Returns the turn of a request; it is not in the tree yet. Raises ApiError."""
         parent = self._earlier_turn(messages, tools)
         policy_messages = frozenset[int]()
@@ -278,7 +274,7 @@ class ConversationTree:
         else:
             num_first = len(messages)
             num_prompt = len(ids)
-        return _Turn(
+        return TreeTurn(
             parent=prefix,
             new_ids=ids,
             messages=messages,
@@ -289,7 +285,7 @@ class ConversationTree:
         )
 
     def _context_ids(
-        self, parent: _Turn | None, messages: list[Message], tools: Tools
+        self, parent: TreeTurn | None, messages: list[Message], tools: Tools
     ) -> tuple[list[int], bool]:
         """Returns (tokens, continues): a conversation's tokens, and whether they continue those
         of `parent`."""
@@ -303,15 +299,17 @@ class ConversationTree:
         # The sampled ids of the parent are kept; only the new messages are encoded.
         return self._chat.next_ids(parent.token_ids(), parent.messages, new_messages, tools)
 
-    def _room(self, turn: _Turn, length: int) -> int:
+    def _room(self, turn: TreeTurn, length: int) -> int:
         """Returns the room for a turn after a context of `length` tokens. Raises ApiError."""
         room = self._limits.max_model_len - length
         if room < 1:
             raise self._too_long_error(str(length))
         conversation_room = self._limits.max_tokens - (length - turn.num_prompt_tokens)
         if conversation_room < 1:
-            rule = f"the conversation has had its environment.max_tokens={self._limits.max_tokens}"
-            raise self._limit_error("episode_max_tokens", rule)
+            raise self._limit_error(
+                "episode_max_tokens",
+                f"the conversation has had its environment.max_tokens={self._limits.max_tokens}",
+            )
         # This turn extends its parent's segment; all other segments keep their tokens.
         num_other_tokens = sum(
             len(leaf.token_ids()) + (0 if leaf.completion else leaf.max_tokens)
@@ -320,11 +318,14 @@ class ConversationTree:
         )
         session_room = self._limits.max_all_tokens - num_other_tokens - length
         if session_room < 1:
-            rule = f"the {self._limits.max_all_tokens} tokens that fit into one micro-batch"
-            raise self._limit_error("episode_max_all_tokens", f"its conversations have had {rule}")
+            raise self._limit_error(
+                "episode_max_all_tokens",
+                f"its conversations have had the {self._limits.max_all_tokens} tokens that fit "
+                "into one micro-batch",
+            )
         return min(room, conversation_room, session_room)
 
-    def _earlier_turn(self, messages: list[Message], tools: Tools) -> _Turn | None:
+    def _earlier_turn(self, messages: list[Message], tools: Tools) -> TreeTurn | None:
         """Returns the last turn that a conversation contains; among several, one without a
         child."""
         candidates = [
@@ -342,7 +343,7 @@ class ConversationTree:
             candidates, key=lambda turn: (len(turn.messages), not turn.num_children), default=None
         )
 
-    def _longest_prefix(self, ids: list[int]) -> _Turn | None:
+    def _longest_prefix(self, ids: list[int]) -> TreeTurn | None:
         """Returns the finished turn with the most tokens that `ids` begin with."""
         # Tokens decide, not text: sampled tokens may differ from those that their text gives.
         candidates = [turn for turn in self._turns if turn.sampled_ids and turn.is_prefix_of(ids)]
@@ -353,8 +354,11 @@ class ConversationTree:
         )
 
     def _too_long_error(self, length: str) -> ApiError:
-        rule = f"This model's maximum context length is {self._limits.max_model_len} tokens"
-        return self._limit_error(TOO_LONG, f"{rule}, and the messages have {length}")
+        return self._limit_error(
+            TOO_LONG,
+            f"This model's maximum context length is {self._limits.max_model_len} tokens, and "
+            f"the messages have {length}",
+        )
 
     def _limit_error(self, code: str, rule: str) -> ApiError:
         self._refused_status = self._refused_status or LIMITS[code]
@@ -366,7 +370,7 @@ def _call_id(turn_key: str, number: int) -> str:
     return hashlib.blake2b(f"{turn_key}.{number}".encode()).hexdigest()[:9]
 
 
-def _longest(leaves: Sequence[_Turn]) -> _Turn | None:
+def _longest(leaves: Sequence[TreeTurn]) -> TreeTurn | None:
     return max(leaves, key=lambda leaf: len(leaf.messages), default=None)
 
 

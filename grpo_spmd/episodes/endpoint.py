@@ -219,19 +219,17 @@ class Endpoint(AbstractContextManager["Endpoint"]):
 
     def answer(
         self, call: Call, message: Message, finish_reason: str, usage: Mapping[str, int]
-    ) -> bool:
-        """Answers a call. Returns False if its client is known to have disconnected.
+    ) -> None:
+        """Answers a call.
 
         `message` is as ChatFormat.parse returns it, with an id in each of its tool calls.
         """
-        is_waiting = not call.is_over
         if call.request.is_stream:
             body = stream_body(message, finish_reason, call.request.streams_usage and usage)
             response = web.Response(body=body, content_type="text/event-stream")
         else:
             response = _json_response(completion_body(message, finish_reason, usage))
         self._call_in_thread(_set_reply, call, response)
-        return is_waiting
 
     def refuse(self, call: Call, error: ApiError) -> None:
         """Answers a call with an error."""
@@ -339,8 +337,11 @@ class Endpoint(AbstractContextManager["Endpoint"]):
         """Returns the session that a request head names. Raises ApiError."""
         path = _PATH.fullmatch(request.raw_path.partition("?")[0])
         if path is None:
-            paths = "/sessions/<id>/v1/chat/completions and /sessions/<id>/v1/models"
-            raise ApiError(404, "not_found", f"there are {paths}")
+            raise ApiError(
+                404,
+                "not_found",
+                "there are /sessions/<id>/v1/chat/completions and /sessions/<id>/v1/models",
+            )
         name, resource = path.groups()
         session = self._sessions.get(name)
         if session is None:
@@ -356,8 +357,11 @@ class Endpoint(AbstractContextManager["Endpoint"]):
             raise ApiError(405, "method_not_allowed", f"{resource} takes {_METHODS[resource]}")
         # Without Content-Length the size of a body could not be counted before it is read.
         if "Transfer-Encoding" in request.headers:
-            rule = "a body must come with its Content-Length, and not in chunks"
-            raise ApiError(411, "length_required", rule)
+            raise ApiError(
+                411,
+                "length_required",
+                "a body must come with its Content-Length, and not in chunks",
+            )
         if (request.content_length or 0) > _MAX_BODY_BYTES:
             raise ApiError(413, "body_too_large", f"a body may have {_MAX_BODY_BYTES} bytes")
         return session
@@ -387,8 +391,9 @@ class Endpoint(AbstractContextManager["Endpoint"]):
         if session.has_ended:
             raise _SESSION_ENDED
         if len(session.waiting) >= self.max_waiting:
-            rule = f"{self.max_waiting} requests of this session wait already; try again"
-            raise ApiError(429, "busy", rule)
+            raise ApiError(
+                429, "busy", f"{self.max_waiting} requests of this session wait already; try again"
+            )
         # The rank's thread takes calls out of this queue, and is woken by a byte in the pipe.
         call = Call(session.conversation, chat_request, session, self._loop.create_future())
         session.waiting[call] = None

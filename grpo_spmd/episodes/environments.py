@@ -111,8 +111,10 @@ class Environments:
             facts = pool.facts
             duplicates = sorted(names.intersection(facts.weights))
             if duplicates:
-                rule = f"its reward is called {duplicates[0]!r}, as one of `rewards` is"
-                raise ConfigError(f"environment: {rule}; give that one another name")
+                raise ConfigError(
+                    f"environment: its reward is called {duplicates[0]!r}, as one of `rewards` "
+                    "is; give that one another name"
+                )
             self._chat = ChatFormat(tokenizer, config.history, facts.tools, environment=facts.kind)
             _log.info("chat template: %s", self._chat.note)
             if facts.kind == "agent":

@@ -23,7 +23,7 @@ from grpo_spmd.engine.requests import (
     Request,
 )
 from grpo_spmd.episodes.chat_format import ChatFormat
-from grpo_spmd.episodes.conversation_tree import ConversationTree, TurnRequest
+from grpo_spmd.episodes.conversation_tree import ConversationTree, TreeTurn
 from grpo_spmd.episodes.endpoint import Call, Endpoint
 from grpo_spmd.episodes.open_episode import EpisodeLimits, OpenEpisode, finish_reason
 from grpo_spmd.episodes.openai_api import ApiError
@@ -149,25 +149,23 @@ class Episodes(FollowerEpisodes):
             self._pool.release(episode.conversation)
             self._end(episode, reply.values["rewards"])
         else:
+            values = reply.values
             try:
-                self._add_reply(episode, reply)
+                if reply.method == "begin":
+                    messages = opening(episode.prompt.text, values["messages"])
+                    prompt_ids = self._chat.prompt_ids(messages, values["tools"])
+                    episode.open = OpenEpisode(self._limits, messages, values["tools"], prompt_ids)
+                else:
+                    episode.open.add_answer(values, self._chat)
             except ValueError as error:
                 # The template refuses messages that the environment made.
                 self._pool.drop(episode.conversation)
-                reason = f"gave what cannot be told to the policy: {error}"
-                self._fail(episode, Failure("env_error", reason, 0.0))
+                self._fail(
+                    episode,
+                    Failure("env_error", f"gave what cannot be told to the policy: {error}", 0.0),
+                )
             else:
                 self._continue(episode)
-
-    def _add_reply(self, episode: RunningEpisode, reply: Reply) -> None:
-        """Adds the environment's messages to the state of the episode."""
-        if reply.method == "begin":
-            messages = opening(episode.prompt.text, reply.values["messages"])
-            tools = reply.values["tools"]
-            prompt_ids = self._chat.prompt_ids(messages, tools)
-            episode.open = OpenEpisode(self._limits, messages, tools, prompt_ids)
-        else:
-            episode.open.add_answer(reply.values, self._chat)
 
     def _continue(self, episode: RunningEpisode) -> None:
         """Asks the engine for the next turn, or the environment for the rewards of all turns."""
@@ -214,7 +212,13 @@ class Episodes(FollowerEpisodes):
         values = {name: rewards.get(name) for name in facts.weights}
         # A gym environment has one reward of its own, which is the first: the sum of its steps.
         if facts.kind == "gym" and state.turns:
-            values[next(iter(values))] = episode_return(state, self._discount)
+            factor = 1.0 if self._discount is None else self._discount
+            rewards_by_turn = [
+                (i, turn.reward) for i, turn in enumerate(state.turns) if turn.reward is not None
+            ]
+            # Discounted from the first turn on. None if no turn had a reward.
+            total = sum(reward * factor**i for i, reward in rewards_by_turn)
+            values[next(iter(values))] = total if rewards_by_turn else None
         completion = Completion(
             token_ids=state.token_ids,
             logprobs=state.logprobs,
@@ -231,8 +235,11 @@ class Episodes(FollowerEpisodes):
             self._begin(episode)
             return
         sample = episode.conversation[1]
-        error = f"environment (row {episode.prompt.row}, sample {sample}): {failure.error}"
-        record = Episode(failure.status, calls_s=episode.calls_s, error=error)
+        record = Episode(
+            failure.status,
+            calls_s=episode.calls_s,
+            error=f"environment (row {episode.prompt.row}, sample {sample}): {failure.error}",
+        )
         self._finish(episode, Completion([], [], "stop", record))
 
     def _finish(self, episode: RunningEpisode, completion: Completion) -> None:
@@ -252,7 +259,7 @@ class _Session:
 
     conversations: ConversationTree
     waiting: deque[Call] = field(default_factory=deque)
-    sampling: tuple[Call, TurnRequest] | None = None
+    sampling: tuple[Call, TreeTurn] | None = None
     """The turn that the engine samples now."""
     outcome: Reply | Failure | None = None
     """The result of the agent's code; None while it runs."""
@@ -336,7 +343,7 @@ class AgentEpisodes(Episodes):
         session.sampling = None
         # A turn whose client has disconnected was seen by nobody, and is not trained on.
         if not call.is_over:
-            answer = session.conversations.finish(turn.number, completion)
+            answer = session.conversations.finish(turn, completion)
             self._endpoint.answer(call, answer.message, answer.finish_reason, answer.usage)
         # The agent had ended before its turn was there.
         if session.outcome is not None:
@@ -381,8 +388,9 @@ def opening(prompt: str | list[Message], addition: Any) -> list[Message]:
         return [*messages, *addition]
     user_indices = [i for i, message in enumerate(messages) if message.get("role") == "user"]
     if not user_indices:
-        rule = "the prompt has no user message that it could go to"
-        raise ValueError(f"reset() gave text, and {rule}")
+        raise ValueError(
+            "reset() gave text, and the prompt has no user message that it could go to"
+        )
     message = messages[user_indices[-1]]
     content: Any = message.get("content") or ""
     if isinstance(content, str) and isinstance(addition, str):
@@ -395,13 +403,3 @@ def opening(prompt: str | list[Message], addition: Any) -> list[Message]:
 
 def _blocks(content: Any) -> list[Any]:
     return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
-
-
-def episode_return(episode: OpenEpisode, discount: float | None) -> float | None:
-    """Returns the sum of the turns' rewards, discounted from the first turn on.
-
-    A `discount` of None means 1. The result is None if no turn had a reward.
-    """
-    rewards = [(i, turn.reward) for i, turn in enumerate(episode.turns) if turn.reward is not None]
-    factor = 1.0 if discount is None else discount
-    return sum(reward * factor**i for i, reward in rewards) if rewards else None

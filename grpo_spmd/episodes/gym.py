@@ -11,16 +11,13 @@ from __future__ import annotations
 
 import inspect
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.episodes.trl import resolve
 from grpo_spmd.records import Fields, Message
 from grpo_spmd.rewards.trl import BrokenContractError, as_reward
-
-# The name of the reward: the sum of the steps' rewards.
-REWARD = "environment"
 
 
 class GymDriver:
@@ -29,13 +26,20 @@ class GymDriver:
     An environment that begins with `init` (SkyRL) is made for each episode; others are made once.
     """
 
-    def __init__(self, make: Callable[[], Any], key: str = "environment.gym") -> None:
+    kind = "gym"
+    # The sum of the steps' rewards.
+    reward_names = ("environment",)
+    schemas: Sequence[Fields] = ()
+
+    def __init__(self, make: Callable[[], Any]) -> None:
         """Raises ConfigError for a class that cannot be an environment."""
         self._make = make
         if inspect.isclass(make):
             for names in (("reset", "init"), ("step",)):
                 if not any(callable(getattr(make, name, None)) for name in names):
-                    raise ConfigError(f"{key}: {make.__name__} has no method {' or '.join(names)}")
+                    raise ConfigError(
+                        f"environment.gym: {make.__name__} has no method {' or '.join(names)}"
+                    )
         self.environment: Any = None
         self._messages: list[Message] = []
 
@@ -52,7 +56,12 @@ class GymDriver:
         if self.environment is None:
             self.environment = self._make()
         if not hasattr(self.environment, "reset"):
-            return {"messages": self._init()}
+            # SkyRL returns the whole prompt with its own additions.
+            start, _ = resolve(self.environment.init(self._messages))
+            messages = to_messages(start)
+            num_known = len(self._messages)
+            is_known = messages[:num_known] == self._messages
+            return {"messages": messages[num_known:] if is_known else messages}
         parameters = [*inspect.signature(self.environment.reset).parameters]
         # ms-swift: the system prompt comes before the observation.
         if parameters == ["config"]:
@@ -66,13 +75,6 @@ class GymDriver:
         elif hasattr(result, "observation"):
             result = result.observation
         return {"messages": to_messages(result)}
-
-    def _init(self) -> list[Message]:
-        """Begins a SkyRL environment, which returns the whole prompt with its own additions."""
-        prompt, _ = resolve(self.environment.init(self._messages))
-        messages = to_messages(prompt)
-        num_known = len(self._messages)
-        return messages[num_known:] if messages[:num_known] == self._messages else messages
 
     def act(self, message: Mapping[str, Any]) -> Fields:
         """Runs one step with the policy's turn."""
@@ -108,11 +110,11 @@ def read_step(result: Any) -> Fields:
     elif isinstance(result, tuple) and len(result) in (3, 4):
         observation, reward, done = result[:3]
     else:
-        forms = (
-            "(observation, reward, terminated, truncated, info), "
-            "(observation, reward, done, info), a dict or an object with these"
+        raise BrokenContractError(
+            f"step() returned {type(result).__name__}, and not (observation, reward, terminated, "
+            "truncated, info), (observation, reward, done, info), a dict or an object with "
+            "these"
         )
-        raise BrokenContractError(f"step() returned {type(result).__name__}, and not {forms}")
     # Rewards may be numpy's or torch's numbers.
     number = as_reward(reward)
     if isinstance(number, str):
@@ -137,8 +139,10 @@ def to_messages(observation: Any) -> list[Message]:
             inner = getattr(observation, name, None)
         if isinstance(inner, str | list):
             return to_messages(inner)
-    rule = "it must be text, messages, or have an attribute `messages` or `text`"
-    raise BrokenContractError(f"an observation is {type(observation).__name__}: {rule}")
+    raise BrokenContractError(
+        f"an observation is {type(observation).__name__}: it must be text, messages, or have an "
+        "attribute `messages` or `text`"
+    )
 
 
 def _action(step: Callable[..., Any], text: str, messages: list[Message]) -> Any:

@@ -35,7 +35,7 @@ _IGNORED = (
     "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "parallel_tool_calls", "reasoning_effort", "verbosity",
 )  # fmt: skip
-# Values of other options that have no effect.
+# Values of options that would change the form of the answer, with which they have no effect.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
@@ -45,13 +45,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("auto",),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
-    "top_p": (1,),
-    "top_k": (-1, 0),
-    "min_p": (0,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "parallel_tool_calls": (True,),
 }
 
 
@@ -144,12 +137,18 @@ def read_request(body: bytes) -> ChatRequest:
         for name, value in fields.items():
             # An option that is unknown is refused by name, unless its value has no effect.
             if name not in _KNOWN and value not in _NEUTRAL.get(name, ()):
-                rule = f"`{name:.100}`={value!r:.100} is not done here; leave it out"
-                raise ApiError(400, "unsupported_parameter", rule)
+                raise ApiError(
+                    400,
+                    "unsupported_parameter",
+                    f"`{name:.100}`={value!r:.100} is not done here; leave it out",
+                )
         request = msgspec.convert(fields, _Body)
         if request.model != MODEL:
-            rule = f"there is one model here, {MODEL!r}; got {request.model!r:.100}"
-            raise ApiError(404, "model_not_found", rule)
+            raise ApiError(
+                404,
+                "model_not_found",
+                f"there is one model here, {MODEL!r}; got {request.model!r:.100}",
+            )
     except ApiError:
         raise
     # msgspec reports malformed JSON and wrong types as ValueError, deep nesting as RecursionError.
@@ -168,11 +167,7 @@ def read_request(body: bytes) -> ChatRequest:
         max_tokens=min(limits, default=None),
         is_stream=request.stream,
         streams_usage=bool(request.stream_options.include_usage),
-        ignored=[
-            name
-            for name in _IGNORED
-            if name in fields and fields[name] not in _NEUTRAL.get(name, ())
-        ],
+        ignored=[name for name in _IGNORED if name in fields],
     )
 
 
@@ -188,14 +183,18 @@ def _template_message(message: _Message) -> Message:
         if value:
             fields[name] = value
     if message.role == "assistant" and message.tool_calls:
-        fields["tool_calls"] = [_template_call(call) for call in message.tool_calls]
+        fields["tool_calls"] = [
+            {
+                "type": "function",
+                "function": {
+                    "name": call.function.name,
+                    "arguments": _arguments(call.function.arguments),
+                },
+                **({} if call.id is None else {"id": call.id}),
+            }
+            for call in message.tool_calls
+        ]
     return fields
-
-
-def _template_call(call: _ToolCall) -> Fields:
-    function = {"name": call.function.name, "arguments": _arguments(call.function.arguments)}
-    fields: Fields = {"type": "function", "function": function}
-    return fields if call.id is None else {**fields, "id": call.id}
 
 
 def _arguments(arguments: Any) -> Any:
@@ -293,8 +292,12 @@ def models_body() -> bytes:
 
 
 def _header(kind: str) -> Fields:
-    name = f"chatcmpl-{secrets.token_hex(8)}"
-    return {"id": name, "object": kind, "created": int(time.time()), "model": MODEL}
+    return {
+        "id": f"chatcmpl-{secrets.token_hex(8)}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": MODEL,
+    }
 
 
 def _wire_message(message: Message) -> Message:

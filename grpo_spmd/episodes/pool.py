@@ -276,8 +276,11 @@ class EnvironmentPool(ProcessPool):
             # The worker has died, or does not read its socket.
             if method == "begin" and not is_new_worker:
                 return False
-            error = "does not take a call: its process has ended, or is stopped"
-            self._fail(episode.worker, "error", error)
+            self._fail(
+                episode.worker,
+                "error",
+                "does not take a call: its process has ended, or is stopped",
+            )
         return True
 
     def _take(self, worker: WorkerProcess, reply: Fields) -> None:
@@ -313,15 +316,23 @@ class EnvironmentPool(ProcessPool):
         # An agent's only call also ends the episode, so its values are those of "end".
         method: Method = "end" if self.facts.kind == "agent" else call.method
         try:
-            checked_values = check_values(method, values)
-        except (ValueError, OverflowError) as error:
+            fields = msgspec.structs.asdict(msgspec.convert(values, _FORMS[method]))
+            messages = fields.get("messages")
+            if isinstance(messages, list):
+                # reset() may return blocks of text in place of messages.
+                if method == "begin":
+                    messages = [
+                        item for item in messages if isinstance(item, dict) and "role" in item
+                    ]
+                msgspec.convert(messages, list[_MessageForm])
+        except ValueError as error:
             self._fail(worker, "error", f"answered with what is no reply: {error!s:.300}")
             return
         self._release(worker)
         # Time at a breakpoint does not count against the episode's deadline.
         if not call.is_debugged:
             self._live[call.conversation].used_s += seconds
-        self._replies.append((call.conversation, Reply(call.method, checked_values, seconds)))
+        self._replies.append((call.conversation, Reply(call.method, fields, seconds)))
 
     def _failed(
         self, worker: WorkerProcess, call: _Call | None, method: HowItFailed, reason: str
@@ -383,15 +394,3 @@ class _EndValues(msgspec.Struct):
 
 
 _FORMS = {"begin": _BeginValues, "act": _ActValues, "end": _EndValues}
-
-
-def check_values(method: Method, values: Any) -> Fields:
-    """Returns a reply's values if they have the form that a driver returns. Raises ValueError."""
-    reply = msgspec.structs.asdict(msgspec.convert(values, _FORMS[method]))
-    messages = reply.get("messages")
-    if isinstance(messages, list):
-        # reset() may return blocks of text in place of messages.
-        if method == "begin":
-            messages = [item for item in messages if isinstance(item, dict) and "role" in item]
-        msgspec.convert(messages, list[_MessageForm])
-    return reply

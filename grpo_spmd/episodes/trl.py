@@ -36,12 +36,15 @@ class TrlDriver:
     An environment is made once in a worker and reset for each episode, as in TRL.
     """
 
+    kind = "tools"
     tools: Mapping[str, Tool]
     helper_factories: Sequence[Factory]
     """They make environments that only have tools, for every episode."""
     factories: Mapping[str, Factory]
-    """One entry, or several of which each row names one (`by_column`)."""
-    by_column: bool
+    """One entry with the name "", or several of which each row names one."""
+    reward_names: Sequence[str] = ()
+    schemas: Sequence[Fields] = ()
+    """JSON schemas of all tools."""
     report_tool: Callable[[str], None] = lambda name: None
     """It gets the name of each called tool."""
     environment: Any = None
@@ -74,11 +77,12 @@ class TrlDriver:
 
     def _environment_of(self, row: Fields) -> Any:
         """Returns a row's environment; takes the column that names it out of the row."""
-        name = str(row.pop(COLUMN, None)) if self.by_column else next(iter(self.factories))
+        name = "" if "" in self.factories else str(row.pop(COLUMN, None))
         if name not in self.factories:
             factories = ", ".join(self.factories)
-            rule = f"environment.factory has {factories}"
-            raise ValueError(f"the row's column {COLUMN!r} is {name!r}, and {rule}")
+            raise ValueError(
+                f"the row's column {COLUMN!r} is {name!r}, and environment.factory has {factories}"
+            )
         if name not in self.environments:
             self.environments[name] = self.factories[name]()
         return self.environments[name]
@@ -172,9 +176,10 @@ def checked_schema(tool: Tool, key: str) -> Fields:
         return tool_schema(tool)
     # transformers raises several kinds, for types and docstrings that say too little.
     except Exception as error:
-        rule = f"{callable_name(tool)} has no schema: {' '.join(str(error).split())}"
-        remedy = "give it types and a docstring of Google's style"
-        raise ConfigError(f"{key}: {rule}; {remedy}") from None
+        raise ConfigError(
+            f"{key}: {callable_name(tool)} has no schema: {' '.join(str(error).split())}; give "
+            "it types and a docstring of Google's style"
+        ) from None
 
 
 def tool_schema(tool: Tool) -> Fields:

@@ -11,16 +11,15 @@ import functools
 import json
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import EnvironmentConfig, RewardConfig
-from grpo_spmd.episodes.agent import REWARD as AGENT_REWARD
 from grpo_spmd.episodes.agent import AgentDriver
-from grpo_spmd.episodes.gym import REWARD, GymDriver
+from grpo_spmd.episodes.gym import GymDriver
 from grpo_spmd.episodes.shipped.catalog import Factory, shipped_factory
 from grpo_spmd.episodes.trl import TrlDriver, check_class, checked_schema, class_schemas
 from grpo_spmd.records import Fields
@@ -31,17 +30,6 @@ from grpo_spmd.rewards.protocol import Reward, load_rewards
 from grpo_spmd.rewards.trl import BrokenContractError, as_reward, callable_name
 
 Driver = TrlDriver | GymDriver | AgentDriver
-
-
-@dataclass
-class _Environment:
-    """The environment that the config describes."""
-
-    kind: str
-    reward_names: list[str]
-    make_driver: Callable[[Worker], Driver]
-    tools: list[Fields]
-    """The tools' JSON schemas."""
 
 
 def load(setup: Fields) -> tuple[Fields, Callable[[Worker], Answer]]:
@@ -58,39 +46,36 @@ def load(setup: Fields) -> tuple[Fields, Callable[[Worker], Answer]]:
         replace(reward, takes=[name for name in reward.takes if name != "environments"])
         for reward in rewards
     ]
-    environment = _load_environment(config, modules)
-    if environment.kind == "agent" and rewards:
-        rule = "takes `environments`, and an agent has none; return the reward in rollout()"
-        raise ConfigError(f"environment.agent: reward {rewards[0].name!r} {rule}")
-    weights = dict.fromkeys(environment.reward_names, 1.0)
+    driver = _load_driver(config, modules)
+    if driver.kind == "agent" and rewards:
+        raise ConfigError(
+            f"environment.agent: reward {rewards[0].name!r} takes `environments`, and an agent "
+            "has none; return the reward in rollout()"
+        )
+    weights = dict.fromkeys(driver.reward_names, 1.0)
     for reward in rewards:
         if reward.name in weights:
-            rule = f"two rewards are called {reward.name!r}; give one another name"
-            raise ConfigError(f"environment: {rule}")
+            raise ConfigError(
+                f"environment: two rewards are called {reward.name!r}; give one another name"
+            )
         weights[reward.name] = reward.weight
-    facts = {"kind": environment.kind, "weights": weights, "tools": environment.tools}
+    facts = {"kind": driver.kind, "weights": weights, "tools": driver.schemas}
 
     def make_answer(worker: Worker) -> Answer:
-        driver = environment.make_driver(worker)
-        return functools.partial(answer, driver, rewards, setup["max_chars"])
+        reporting: Driver = driver
+        if isinstance(driver, TrlDriver):
+            reporting = replace(driver, report_tool=lambda name: worker.say({"tool": name}))
+        return functools.partial(answer, reporting, rewards, setup["max_chars"])
 
     return facts, make_answer
 
 
-def _load_environment(config: EnvironmentConfig, modules: Modules) -> _Environment:
+def _load_driver(config: EnvironmentConfig, modules: Modules) -> Driver:
+    """Returns the driver of the environment that the config describes; each worker has a copy."""
     if config.agent:
-        rollout = load_named(config.agent, "environment.agent", "function", modules)
-        agent = AgentDriver(rollout)
-        return _Environment("agent", [AGENT_REWARD], lambda worker: agent, [])
+        return AgentDriver(load_named(config.agent, "environment.agent", "function", modules))
     if config.gym:
-        make_gym = load_named(config.gym, "environment.gym", "Class", modules)
-        # Raises ConfigError for a class that is no environment.
-        GymDriver(make_gym)
-        return _Environment("gym", [REWARD], lambda worker: GymDriver(make_gym), [])
-    return _load_tools(config, modules)
-
-
-def _load_tools(config: EnvironmentConfig, modules: Modules) -> _Environment:
+        return GymDriver(load_named(config.gym, "environment.gym", "Class", modules))
     tools: dict[str, Callable[..., Any]] = {}
     helpers: list[Factory] = []
     schemas: list[Fields] = []
@@ -107,7 +92,6 @@ def _load_tools(config: EnvironmentConfig, modules: Modules) -> _Environment:
             raise ConfigError(f"{key}: there is a tool {name!r} already")
         tools[name] = tool
         schemas.append(checked_schema(tool, key))
-    by_column = isinstance(config.factory, Mapping)
     specs = config.factory if isinstance(config.factory, Mapping) else {"": config.factory}
     factories: dict[str, Factory] = {}
     reward_names: list[str] = []
@@ -119,16 +103,11 @@ def _load_tools(config: EnvironmentConfig, modules: Modules) -> _Environment:
         if hasattr(environment_class, "get_reward"):
             reward_names.append(environment_class.__name__)
     if not schemas:
-        rule = "there is no tool; a factory's class needs public methods, or name some in tools"
-        raise ConfigError(f"environment: {rule}")
-
-    def make_driver(worker: Worker) -> Driver:
-        def report_tool(name: str) -> None:
-            worker.say({"tool": name})
-
-        return TrlDriver(tools, helpers, factories, by_column, report_tool)
-
-    return _Environment("tools", reward_names, make_driver, schemas)
+        raise ConfigError(
+            "environment: there is no tool; a factory's class needs public methods, or name "
+            "some in tools"
+        )
+    return TrlDriver(tools, helpers, factories, reward_names=reward_names, schemas=schemas)
 
 
 def answer(driver: Driver, rewards: list[Reward], max_chars: int, message: Fields) -> Fields:
@@ -144,8 +123,9 @@ def answer(driver: Driver, rewards: list[Reward], max_chars: int, message: Field
         num_chars = len(str(values.get("messages")))
         if num_chars > max_chars:
             if message["method"] != "act":
-                rule = f"{max_chars:,} are the most"
-                raise ValueError(f"reset() gave {num_chars:,} characters, and {rule}")
+                raise ValueError(
+                    f"reset() gave {num_chars:,} characters, and {max_chars:,} are the most"
+                )
             values = {**values, "messages": [], "too_long": num_chars}
         # Raises here, in the user's traceback, and not in the sending of the frame.
         json.dumps(values)

@@ -172,8 +172,22 @@ class RolloutBuffer:
         # not used.
         entries: list[tuple[Key, StoredCompletion]] = []
         for path in sorted(self._step_folder.glob("*.msgpack")):
-            if zlib.crc32(path.name.encode()) % self._session.world_size == self._session.rank:
-                entries += self._read_file(path)
+            if zlib.crc32(path.name.encode()) % self._session.world_size != self._session.rank:
+                continue
+            try:
+                with open_regular(path) as opened:
+                    if hashlib.file_digest(opened, "sha256").hexdigest() != path.stem:
+                        raise OSError("its contents are damaged")
+                file = self._map_file(path.name)
+                if file.identity != self._identity:
+                    raise ValueError("it was sampled from other weights or with other settings")
+            except (OSError, ValueError) as error:
+                _log.warning("step %d: %s is not used: %s", step, path, error)
+                continue
+            for number, record in enumerate(file.records):
+                key = (record.position, record.sample, record.prompt_digest)
+                stored = StoredCompletion(path.name, number, record.token_ids.nbytes // 4)
+                entries.append((key, stored))
         by_rank: list[list[Any]] = on_rank0(list, entries)
         for pairs in by_rank:
             self._stored |= {tuple(key): StoredCompletion(*entry) for key, entry in pairs}
@@ -244,32 +258,13 @@ class RolloutBuffer:
             # Checkpoints need the free space more than this buffer does.
             if shutil.disk_usage(self._step_folder).free < 10 * len(payload):
                 raise OSError("the disk is nearly full")
-            name = f"{hashlib.sha256(payload).hexdigest()}.msgpack"
-            write_durably(self._step_folder / name, payload)
+            write_durably(
+                self._step_folder / f"{hashlib.sha256(payload).hexdigest()}.msgpack", payload
+            )
         except OSError as error:
             _log.warning(
                 "step %d: %d completions are not kept on disk (%s)", self._step, len(pending), error
             )
-
-    def _read_file(self, path: Path) -> list[tuple[Key, StoredCompletion]]:
-        """Returns the completions of a file; none if it is damaged or from another policy."""
-        try:
-            with open_regular(path) as opened:
-                if hashlib.file_digest(opened, "sha256").hexdigest() != path.stem:
-                    raise OSError("its contents are damaged")
-            file = self._map_file(path.name)
-            if file.identity != self._identity:
-                raise ValueError("it was sampled from other weights or with other settings")
-        except (OSError, ValueError) as error:
-            _log.warning("step %d: %s is not used: %s", self._step, path, error)
-            return []
-        return [
-            (
-                (record.position, record.sample, record.prompt_digest),
-                StoredCompletion(path.name, number, record.token_ids.nbytes // 4),
-            )
-            for number, record in enumerate(file.records)
-        ]
 
 
 def steps_on_disk(run_dir: str | Path) -> list[int]:

@@ -76,8 +76,9 @@ class EngineJudge:
         # The whole rubric is data: a completion that imitates the end of a turn must not end the
         # judge's turn, and reply to itself.
         start = len(self._prefix)
-        text = f"{self._prefix}{content}{self._suffix}"
-        return self._plain.encode(text, [(start, start + len(content))])
+        return self._plain.encode(
+            f"{self._prefix}{content}{self._suffix}", [(start, start + len(content))]
+        )
 
     def text_of(self, reply: Completion) -> str:
         """Returns the text of a reply."""

@@ -60,7 +60,7 @@ def _session(
         ids = CHAT.sampled(policy(call))
         reason = "stop" if len(ids) <= wanted.max_tokens else "length"
         ids = ids[: wanted.max_tokens]
-        answered = contexts.finish(wanted.number, Completion(ids, [-0.5] * len(ids), reason))
+        answered = contexts.finish(wanted, Completion(ids, [-0.5] * len(ids), reason))
         endpoint.answer(call, answered.message, answered.finish_reason, answered.usage)
 
     with Endpoint() as endpoint, answered(endpoint, answer):

