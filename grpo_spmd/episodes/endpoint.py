@@ -20,7 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, closing, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,7 +105,7 @@ class _Connection(web.RequestHandler):
         self.is_known = False
         self._endpoint = endpoint
         error = _too_slow(endpoint.request_s)
-        self._deadline = loop.call_later(endpoint.request_s, self._refuse, error)
+        self.deadline = loop.call_later(endpoint.request_s, self._refuse, error)
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -115,7 +115,7 @@ class _Connection(web.RequestHandler):
             self._refuse(_BUSY)
 
     def connection_lost(self, error: BaseException | None) -> None:
-        self.stop_deadline()
+        self.deadline.cancel()
         self._endpoint.connections.pop(self, None)
         super().connection_lost(error)
 
@@ -129,12 +129,9 @@ class _Connection(web.RequestHandler):
         if status != 400:
             return super().handle_error(request, status, exc, message)
         # aiohttp would log a traceback for each malformed request, which any process can send.
-        self.stop_deadline()
+        self.deadline.cancel()
         rule = f"this is not a request of HTTP/1.1, with {_MAX_HEADER_BYTES} bytes a header at most"
         return _error_response(ApiError(400, "bad_http", rule), closes=True)
-
-    def stop_deadline(self) -> None:
-        self._deadline.cancel()
 
     def _refuse(self, error: ApiError) -> None:
         """Answers with an error before there is a request, and closes the connection."""
@@ -174,13 +171,19 @@ class Endpoint(AbstractContextManager["Endpoint"]):
         self._loop = asyncio.new_event_loop()
         # Set in the loop's thread alone, as asyncio's objects are not safe for threads.
         self._is_stopping = asyncio.Event()
-        self._thread = threading.Thread(target=self._run, name="agents' endpoint", daemon=True)
+        self._thread = threading.Thread(
+            target=self._loop.run_until_complete,
+            args=[self._serve()],
+            name="agents' endpoint",
+            daemon=True,
+        )
         self._thread.start()
 
     def __exit__(self, *_: object) -> None:
         """Ends the server and all connections."""
         self._call_in_thread(self._is_stopping.set)
         self._thread.join()
+        self._loop.close()
         self._listening.close()
         os.close(self._wakeup_read)
         os.close(self._wakeup_write)
@@ -253,10 +256,6 @@ class Endpoint(AbstractContextManager["Endpoint"]):
 
     # The methods below run in the server's own thread.
 
-    def _run(self) -> None:
-        with closing(self._loop):
-            self._loop.run_until_complete(self._serve())
-
     async def _serve(self) -> None:
         # With handler_cancellation aiohttp (3.14) cancels a handler as soon as its client leaves.
         server = web.Server(self._handle, handler_cancellation=True)
@@ -306,7 +305,7 @@ class Endpoint(AbstractContextManager["Endpoint"]):
     async def _handle(self, request: web.BaseRequest) -> web.Response:
         connection = request.protocol
         assert isinstance(connection, _Connection)
-        connection.stop_deadline()
+        connection.deadline.cancel()
         # After a request that was not read whole, nothing on this connection can be trusted.
         closes = True
         num_bytes = request.content_length or 0

@@ -20,10 +20,16 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import EnvironmentConfig, RewardConfig
 from grpo_spmd.distributed import doctor
 from grpo_spmd.engine.engine import RolloutEngine
-from grpo_spmd.engine.requests import ConversationId, EpisodeTask, GenerationHooks, OnCompletion
+from grpo_spmd.engine.requests import (
+    LATER,
+    ConversationId,
+    EpisodeTask,
+    GenerationHooks,
+    OnCompletion,
+)
 from grpo_spmd.episodes.chat_format import ChatFormat
 from grpo_spmd.episodes.endpoint import Endpoint
-from grpo_spmd.episodes.episodes import AgentEpisodes, Episodes, FollowerEpisodes
+from grpo_spmd.episodes.episodes import AgentEpisodes, Episodes
 from grpo_spmd.episodes.open_episode import EpisodeLimits
 from grpo_spmd.episodes.pool import EnvironmentPool
 from grpo_spmd.records import Completion, RolloutGroup, ScoredRollouts
@@ -164,32 +170,29 @@ class Environments:
         jobs of the engine, the other ranks have none.
         """
         if self._pool is None:
-            # Only the first rank of an engine runs episodes; the others follow what it sends.
-            episodes = FollowerEpisodes()
-        else:
-            shared: dict[str, Any] = {
-                "pool": self._pool,
-                "chat": self._chat,
-                "limits": self._limits,
-                "task": task,
-                "temperature": temperature,
-                "discount": self._config.discount,
-                "finished": finished,
-            }
-            # Agents ask for turns themselves; tools and gyms answer each turn of the policy.
-            endpoint = self._endpoint
-            episodes = AgentEpisodes(endpoint, **shared) if endpoint else Episodes(**shared)
+            # Only the first rank of an engine runs episodes, and is asked for late requests; the
+            # others follow what it sends.
+            nobody: Any = object()
+            hooks = GenerationHooks(lambda *_: LATER, late_requests=nobody)
+            engine.generate_shared(job_sizes, hooks, policy_version, expected)
+            return {}
+        shared: dict[str, Any] = {
+            "pool": self._pool,
+            "chat": self._chat,
+            "limits": self._limits,
+            "task": task,
+            "temperature": temperature,
+            "discount": self._config.discount,
+            "finished": finished,
+        }
+        # Agents ask for turns themselves; tools and gyms answer each turn of the policy.
+        endpoint = self._endpoint
+        episodes = AgentEpisodes(endpoint, **shared) if endpoint else Episodes(**shared)
         try:
-            jobs = engine.generate_shared(
-                job_sizes,
-                GenerationHooks(episodes.next_request, late_requests=episodes),
-                policy_version,
-                expected,
-            )
+            hooks = GenerationHooks(episodes.next_request, late_requests=episodes)
+            jobs = engine.generate_shared(job_sizes, hooks, policy_version, expected)
         finally:
             episodes.close()
-        if self._pool is None:
-            return {}
         return {
             job: [[episodes.completions[job, number]] for number in range(len(completions))]
             for job, completions in jobs.items()

@@ -57,22 +57,7 @@ class RunningEpisode:
 Requests = list[tuple[ConversationId, Request | None]]
 
 
-class FollowerEpisodes:
-    """Episodes on the other ranks of an engine, which sample what the first rank tells them."""
-
-    completions: dict[ConversationId, Completion]
-
-    def next_request(self, job: int, number: int, turns: Sequence[Completion]) -> Later:
-        return LATER
-
-    def ready(self, timeout_s: float, /) -> Requests:
-        raise AssertionError("asked on the first rank of an engine alone")
-
-    def close(self) -> None:
-        pass
-
-
-class Episodes(FollowerEpisodes):
+class Episodes:
     """The episodes of one generation, with environments that answer turns (tools, gym).
 
     The engine calls `next_request` and `ready`. `completions` has each finished episode.
@@ -99,7 +84,7 @@ class Episodes(FollowerEpisodes):
         self._discount = discount
         self._finished = finished
         self._running: dict[ConversationId, RunningEpisode] = {}
-        self.completions = {}
+        self.completions: dict[ConversationId, Completion] = {}
         # The requests that the engine has not received yet.
         self._requests: Requests = []
 

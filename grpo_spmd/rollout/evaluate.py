@@ -224,12 +224,12 @@ def outcomes_by_slot(groups: Sequence[RolloutGroup], scored: ScoredRollouts) -> 
         groups, scored.texts, scored.rewards, verdicts, strict=True
     ):
         [completion] = group.completions
-        is_known = verdict is not None and not math.isnan(verdict)
+        verdict = math.nan if verdict is None else verdict
         outcomes[group.slot] = Outcome(
             reward=reward,
             # The comparison is False for NaN.
-            correct=verdict is not None and verdict > 0.5,
-            unscored=reward is None or not is_known,
+            correct=verdict > 0.5,
+            unscored=reward is None or math.isnan(verdict),
             truncated=completion.finish_reason == "length",
             num_tokens=len(completion.token_ids),
             answer=hashlib.blake2b(final_answer(text).encode(), digest_size=16).hexdigest(),
