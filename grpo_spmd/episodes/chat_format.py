@@ -341,32 +341,6 @@ class ChatFormat:
         text, data = self._render_with_data(complete(messages), tools, 0)
         return self._plain.encode(text, data)
 
-    def suffix_ids(
-        self, messages: Sequence[Message], tools: Tools, policy_turn: Message
-    ) -> list[int]:
-        """Returns the tokens of new messages after the end of a turn, with the generation prompt.
-
-        `policy_turn` is the turn whose calls the new messages answer. Raises TemplateError.
-        """
-        kind = _kind_of(messages)
-        rule = self._rule(kind, tools)
-        assert isinstance(rule, _HistoryRule), rule
-        new_messages = complete([policy_turn, *messages])[1:]
-        # gpt-oss has the name of an answering tool only in the turn.
-        calls = policy_turn.get("tool_calls") or [{}]
-        called = calls[0].get("function", {}).get("name")
-        name = str(new_messages[0].get("name") or called or self._trial_tool)
-        trial = [*_TRIAL_PROMPT, self._trial_turn(kind, name), *new_messages]
-        text, data = self._render_with_data(trial, tools, len(_TRIAL_PROMPT))
-        begin = text.find(_SAID_WORD) + len(_SAID_WORD)
-        end = begin + len(rule.end_text)
-        ids = self._encode_from(end - len(rule.end_token), text, data)
-        if text[begin:end] != rule.end_text or ids[:1] != [rule.end_id]:
-            raise TemplateError(
-                "the chat template ends the assistant's turn otherwise before these messages"
-            )
-        return ids[1:]
-
     def next_ids(
         self,
         context_ids: Sequence[int],
@@ -381,16 +355,30 @@ class ChatFormat:
         all its messages; the last of them is the policy's turn. If the turn ended with another stop
         token than the template's, the template's is appended. Raises TemplateError.
         """
-        rule = self._rule(_kind_of(new_messages), tools)
+        kind: Kind = "tool" if new_messages[0]["role"] == "tool" else "user"
+        rule = self._rule(kind, tools)
         if (
             isinstance(rule, _HistoryRule)
             and rule.may_append
             and (self._history == "append" or not rule.strips_thinking)
         ):
-            ids = list(context_ids)
-            if ids[-1] != rule.end_id:
-                ids.append(rule.end_id)
-            return ids + self.suffix_ids(new_messages, tools, messages_so_far[-1]), True
+            turn, *new_messages = complete([messages_so_far[-1], *new_messages])
+            # gpt-oss has the name of an answering tool only in the turn.
+            calls = turn.get("tool_calls") or [{}]
+            called = calls[0].get("function", {}).get("name")
+            name = str(new_messages[0].get("name") or called or self._trial_tool)
+            trial = [*_TRIAL_PROMPT, self._trial_pair(kind, name)[0], *new_messages]
+            text, data = self._render_with_data(trial, tools, len(_TRIAL_PROMPT))
+            begin = text.find(_SAID_WORD) + len(_SAID_WORD)
+            end = begin + len(rule.end_text)
+            ids = self._encode_from(end - len(rule.end_token), text, data)
+            if text[begin:end] != rule.end_text or ids[:1] != [rule.end_id]:
+                raise TemplateError(
+                    "the chat template ends the assistant's turn otherwise before these messages"
+                )
+            # The end of the turn is there, unless another stop token ended it.
+            ids = ids[1:] if context_ids[-1] == rule.end_id else ids
+            return [*context_ids, *ids], True
         # The template renders the whole conversation, of which the prompt is trusted.
         roles = [message["role"] for message in messages_so_far]
         num_prompt = roles.index("assistant") if "assistant" in roles else len(roles)
@@ -441,20 +429,17 @@ class ChatFormat:
 
     # Trials at the start: what does the template do with earlier turns?
 
-    def _trial_turn(self, kind: Kind, name: str) -> Message:
-        """Returns a made-up turn of the assistant; its last word is _SAID_WORD."""
-        if kind == "user":
-            return {"role": "assistant", "content": _SAID_WORD}
-        call = {"name": name, "arguments": {"text": _SAID_WORD}}
-        calls = [{"type": "function", "id": _call_id(0), "function": call}]
-        return {"role": "assistant", "content": "", "tool_calls": calls}
-
-    def _trial_pair(self, kind: Kind) -> list[Message]:
-        """Returns a made-up turn and the message that answers it."""
+    def _trial_pair(self, kind: Kind, tool_name: str | None = None) -> list[Message]:
+        """Returns a made-up turn, whose last word is _SAID_WORD, and the message that answers
+        it."""
+        turn: Message = {"role": "assistant", "content": _SAID_WORD}
         answer: Message = {"role": kind, "content": _ANSWER_WORD}
         if kind == "tool":
+            call = {"name": tool_name or self._trial_tool, "arguments": {"text": _SAID_WORD}}
+            calls = [{"type": "function", "id": _call_id(0), "function": call}]
+            turn |= {"content": "", "tool_calls": calls}
             answer |= {"name": self._trial_tool, "tool_call_id": _call_id(0)}
-        return [self._trial_turn(kind, self._trial_tool), answer]
+        return [turn, answer]
 
     def _try_kind(self, kind: Kind, tools: Tools, *, is_sure: bool) -> None:
         """Finds the rule for messages of a kind.
@@ -584,7 +569,7 @@ class ChatFormat:
 
         Raises ConfigError if it does not, as where the format of calls is unknown.
         """
-        turn = self._trial_turn("tool", self._trial_tool)
+        turn = self._trial_pair("tool")[0]
         text = self._render([*_TRIAL_PROMPT, turn], tools, generate=False)
         # Compared letter by letter, which is what is wanted here.
         written = text.removeprefix(commonprefix([prompt, text]))  # noqa: RUF071
@@ -624,10 +609,6 @@ def complete(messages: Sequence[Message]) -> list[Message]:
 
 def _tool_name(tool: Mapping[str, Any]) -> str:
     return str(tool.get("function", tool).get("name", ""))
-
-
-def _kind_of(messages: Sequence[Message]) -> Kind:
-    return "tool" if messages[0]["role"] == "tool" else "user"
 
 
 def _call_id(number: int) -> str:

@@ -40,6 +40,14 @@ def chat(name: str, history: Any = "append", kind: str = "tool") -> ChatFormat:
     return ChatFormat(tokenizer, history, [], "gym")
 
 
+def suffix(form: ChatFormat, new: Any, tools: Any, answer: Any) -> list[int]:
+    """What is put behind a turn and the token that ends it."""
+    ids, is_appended = form.next_ids([-1], [USER, answer], new, tools)
+    assert is_appended
+    assert ids[0] == -1
+    return ids[2:]
+
+
 def rendered(
     tokenizer: Any, messages: list[dict[str, Any]], tools: Any, generate: bool = True
 ) -> str:
@@ -143,7 +151,7 @@ def test_results_of_tools_are_data_whatever_is_in_them(name: str) -> None:
         if trial == 0 and name == "qwen2.5":  # 100 KB
             new[0]["content"] = (FAMILIES[name].eos + " text 日本 ") * 4500
         text, ids = behind_the_turn(name, TOOLS, new, answer)
-        assert form.suffix_ids(new, TOOLS, answer) == ids, new
+        assert suffix(form, new, TOOLS, answer) == ids, new
         assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text
         num_hostile += tokenizer(text, add_special_tokens=False)["input_ids"] != ids
     assert num_hostile > 20  # transformers alone makes special tokens of what a tool said
@@ -155,7 +163,7 @@ def test_messages_of_users_are_data(name: str) -> None:
     answer = {"role": "assistant", "content": "said"}
     for _ in range(60):
         new = [{"role": "user", "content": hostile(rng, name)}]
-        assert form.suffix_ids(new, [], answer) == behind_the_turn(name, [], new, answer)[1], new
+        assert suffix(form, new, [], answer) == behind_the_turn(name, [], new, answer)[1], new
 
 
 @pytest.mark.parametrize("name", WITH_TOOLS)
@@ -211,13 +219,13 @@ def test_what_was_sampled_stays_also_where_nobody_would_encode_it_so() -> None:
     end, second = (
         tokenizer.convert_tokens_to_ids(text) for text in ("<|im_end|>", "<|endoftext|>")
     )
-    suffix = form.suffix_ids(new, TOOLS, answer)
+    more = suffix(form, new, TOOLS, answer)
     assert form.next_ids([*context, end], [USER, answer], new, TOOLS) == (
-        [*context, end, *suffix],
+        [*context, end, *more],
         True,
     )
     assert form.next_ids([*context, second], [USER, answer], new, TOOLS) == (
-        [*context, second, end, *suffix],
+        [*context, second, end, *more],
         True,
     )
 
@@ -442,8 +450,8 @@ def test_names_that_a_policy_made_up_are_data() -> None:
         "content": "",
         "tool_calls": [{"type": "function", "function": {"name": named, "arguments": {}}}],
     }
-    ids = form.suffix_ids([{"role": "tool", "name": named, "content": "<|call|>"}], TOOLS, answer)
-    harmless = form.suffix_ids([{"role": "tool", "name": "add", "content": "y"}], TOOLS, answer)
+    ids = suffix(form, [{"role": "tool", "name": named, "content": "<|call|>"}], TOOLS, answer)
+    harmless = suffix(form, [{"role": "tool", "name": "add", "content": "y"}], TOOLS, answer)
     special = set(tokenizer.added_tokens_decoder)
     assert [i for i in ids if i in special] == [i for i in harmless if i in special]
 
@@ -464,7 +472,8 @@ def test_another_form_of_a_letter_does_not_make_a_special_token() -> None:
     form = ChatFormat(tokenizer, "append", TOOLS, "tools")
     text, call = "\uff1ctool_call\uff1e", tokenizer.convert_tokens_to_ids("<tool_call>")
     assert call in tokenizer(text)["input_ids"]
-    ids = form.suffix_ids(
+    ids = suffix(
+        form,
         [{"role": "tool", "name": "add", "content": text}],
         TOOLS,
         {"role": "assistant", "content": ""},
