@@ -186,8 +186,11 @@ class Environments:
             "finished": finished,
         }
         # Agents ask for turns themselves; tools and gyms answer each turn of the policy.
-        endpoint = self._endpoint
-        episodes = AgentEpisodes(endpoint, **shared) if endpoint else Episodes(**shared)
+        episodes = (
+            AgentEpisodes(endpoint=self._endpoint, **shared)
+            if self._endpoint is not None
+            else Episodes(**shared)
+        )
         try:
             hooks = GenerationHooks(episodes.next_request, late_requests=episodes)
             jobs = engine.generate_shared(job_sizes, hooks, policy_version, expected)

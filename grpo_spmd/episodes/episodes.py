@@ -57,70 +57,60 @@ class RunningEpisode:
 Requests = list[tuple[ConversationId, Request | None]]
 
 
+@dataclass(kw_only=True)
 class Episodes:
     """The episodes of one generation, with environments that answer turns (tools, gym).
 
     The engine calls `next_request` and `ready`. `completions` has each finished episode.
     """
 
-    def __init__(
-        self,
-        pool: EnvironmentPool,
-        chat: ChatFormat,
-        limits: EpisodeLimits,
-        task: Callable[[ConversationId], EpisodeTask],
-        *,
-        temperature: float | None,
-        discount: float | None,
-        finished: OnCompletion | None = None,
-    ) -> None:
-        """`task` returns a conversation's prompt and seeds; `finished` is called with each
-        completion."""
-        self._pool = pool
-        self._chat = chat
-        self._limits = limits
-        self._task = task
-        self._temperature = temperature
-        self._discount = discount
-        self._finished = finished
-        self._running: dict[ConversationId, RunningEpisode] = {}
-        self.completions: dict[ConversationId, Completion] = {}
-        # The requests that the engine has not received yet.
-        self._requests: Requests = []
+    pool: EnvironmentPool
+    chat: ChatFormat
+    limits: EpisodeLimits
+    task: Callable[[ConversationId], EpisodeTask]
+    """It returns a conversation's prompt and seeds."""
+    temperature: float | None
+    discount: float | None
+    finished: OnCompletion | None = None
+    """It is called with each completion."""
+    completions: dict[ConversationId, Completion] = field(default_factory=dict)
+    running: dict[ConversationId, RunningEpisode] = field(default_factory=dict)
+    requests: Requests = field(default_factory=list)
+    """The requests that the engine has not received yet."""
 
     def next_request(self, job: int, number: int, turns: Sequence[Completion]) -> Later:
         """Takes a finished turn. Returns LATER, as all ranks of an engine must agree on the next
         request."""
         conversation = (job, number)
         if turns:
-            self._end_turn(self._running[conversation], turns[-1])
+            self._end_turn(self.running[conversation], turns[-1])
         else:
-            episode = RunningEpisode(conversation, *self._task(conversation))
-            self._running[conversation] = episode
+            episode = RunningEpisode(conversation, *self.task(conversation))
+            self.running[conversation] = episode
             self._begin(episode)
         return LATER
 
     def ready(self, timeout_s: float, /) -> Requests:
         """Returns the requests that are known now; see LateRequests."""
         # The pool does not wait where the engine has work already.
-        for conversation, reply in self._pool.poll(0.0 if self._requests else timeout_s):
+        for conversation, reply in self.pool.poll(0.0 if self.requests else timeout_s):
             # A reply may belong to a generation that was stopped.
-            episode = self._running.get(conversation)
+            episode = self.running.get(conversation)
             if episode is not None:
                 self._take_reply(episode, reply)
-        requests = self._requests
-        self._requests = []
+        requests = self.requests
+        self.requests = []
         return requests
 
     def close(self) -> None:
         """Ends the episodes that still run, because the generation was stopped."""
-        for conversation in self._running:
-            self._pool.drop(conversation)
-        self._running.clear()
+        for conversation in self.running:
+            self.pool.drop(conversation)
+        self.running.clear()
 
     def _begin(self, episode: RunningEpisode) -> None:
         """Starts the environment of an episode, with the seed of turn -1."""
-        self._pool.begin(episode.conversation, episode.row, episode.seed(-1))
+        self.pool.begin(episode.conversation, episode.row, episode.seed(-1))
 
     def _take_reply(self, episode: RunningEpisode, reply: Reply | Failure) -> None:
         """Handles the environment's answer or failure.
@@ -131,20 +121,20 @@ class Episodes:
         if isinstance(reply, Failure):
             self._fail(episode, reply)
         elif reply.method == "end":
-            self._pool.release(episode.conversation)
+            self.pool.release(episode.conversation)
             self._end(episode, reply.values["rewards"])
         else:
             values = reply.values
             try:
                 if reply.method == "begin":
                     messages = opening(episode.prompt.text, values["messages"])
-                    prompt_ids = self._chat.prompt_ids(messages, values["tools"])
-                    episode.open = OpenEpisode(self._limits, messages, values["tools"], prompt_ids)
+                    prompt_ids = self.chat.prompt_ids(messages, values["tools"])
+                    episode.open = OpenEpisode(self.limits, messages, values["tools"], prompt_ids)
                 else:
-                    episode.open.add_answer(values, self._chat)
+                    episode.open.add_answer(values, self.chat)
             except ValueError as error:
                 # The template refuses messages that the environment made.
-                self._pool.drop(episode.conversation)
+                self.pool.drop(episode.conversation)
                 self._fail(
                     episode,
                     Failure("env_error", f"gave what cannot be told to the policy: {error}", 0.0),
@@ -160,10 +150,10 @@ class Episodes:
             request = Request(
                 prompt_ids=list(state.context_ids),
                 seed=episode.seed(len(state.turns)),
-                temperature=self._temperature,
+                temperature=self.temperature,
                 max_tokens=state.max_turn_tokens(),
             )
-            self._requests.append((episode.conversation, request))
+            self.requests.append((episode.conversation, request))
         elif state.turns:
             arguments = {
                 **episode.prompt.columns,
@@ -171,33 +161,33 @@ class Episodes:
                 "completions": state.messages,
                 "completion_ids": state.token_ids,
             }
-            self._pool.end(episode.conversation, arguments)
+            self.pool.end(episode.conversation, arguments)
         else:
             # There was no room for a single turn, so there is nothing to reward.
-            self._pool.release(episode.conversation)
+            self.pool.release(episode.conversation)
             self._end(episode, {})
 
     def _end_turn(self, episode: RunningEpisode, completion: Completion) -> None:
         """Adds a sampled turn and sends it to the environment, or ends the episode."""
         state = episode.open
-        parsed = self._chat.parse(completion.token_ids, state.context_ids, state.tools)
+        parsed = self.chat.parse(completion.token_ids, state.context_ids, state.tools)
         # Only tools answer calls; a gym environment answers any text.
-        ends_without_call = self._pool.facts.kind == "tools"
+        ends_without_call = self.pool.facts.kind == "tools"
         state.add_turn(completion, parsed.message, parsed.num_invalid, ends_without_call)
         # add_turn sets a status where this turn was the last one.
         if state.status is None:
-            self._pool.act(episode.conversation, parsed.message)
+            self.pool.act(episode.conversation, parsed.message)
         else:
             self._continue(episode)
 
     def _end(self, episode: RunningEpisode, rewards: Mapping[str, float | str | None]) -> None:
         """Builds the completion of an episode that has its rewards."""
         state = episode.open
-        facts = self._pool.facts
+        facts = self.pool.facts
         values = {name: rewards.get(name) for name in facts.weights}
         # A gym environment has one reward of its own, which is the first: the sum of its steps.
         if facts.kind == "gym" and state.turns:
-            factor = 1.0 if self._discount is None else self._discount
+            factor = 1.0 if self.discount is None else self.discount
             rewards_by_turn = [
                 (i, turn.reward) for i, turn in enumerate(state.turns) if turn.reward is not None
             ]
@@ -230,12 +220,12 @@ class Episodes:
     def _finish(self, episode: RunningEpisode, completion: Completion) -> None:
         """Stores the completion of an episode and tells the engine that the conversation is
         over."""
-        del self._running[episode.conversation]
+        del self.running[episode.conversation]
         self.completions[episode.conversation] = completion
         # None tells the engine that the conversation has no further request.
-        self._requests.append((episode.conversation, None))
-        if self._finished is not None:
-            self._finished(*episode.conversation, completion)
+        self.requests.append((episode.conversation, None))
+        if self.finished is not None:
+            self.finished(*episode.conversation, completion)
 
 
 @dataclass
@@ -250,17 +240,15 @@ class _Session:
     """The result of the agent's code; None while it runs."""
 
 
+@dataclass(kw_only=True)
 class AgentEpisodes(Episodes):
     """The agents' episodes of one generation.
 
     The engine samples one turn of a session at a time; the session's other requests wait.
     """
 
-    def __init__(self, endpoint: Endpoint, **shared: Any) -> None:
-        """`shared` are the arguments of Episodes."""
-        super().__init__(**shared)
-        self._endpoint = endpoint
-        self._sessions: dict[ConversationId, _Session] = {}
+    endpoint: Endpoint
+    sessions: dict[ConversationId, _Session] = field(default_factory=dict)
 
     def ready(self, timeout_s: float, /) -> Requests:
         """Returns the requests that are known now; see LateRequests."""
@@ -270,27 +258,27 @@ class AgentEpisodes(Episodes):
         # A readable endpoint ends the wait, so its calls are taken now.
         if not requests:
             self._take_calls()
-            requests = self._requests
-            self._requests = []
+            requests = self.requests
+            self.requests = []
         return requests
 
     def close(self) -> None:
-        for conversation in self._sessions:
-            self._endpoint.close(conversation)
-        self._sessions.clear()
+        for conversation in self.sessions:
+            self.endpoint.close(conversation)
+        self.sessions.clear()
         super().close()
 
     def _begin(self, episode: RunningEpisode) -> None:
-        self._sessions[episode.conversation] = _Session(ConversationTree(self._chat, self._limits))
-        access = self._endpoint.open(episode.conversation)
-        self._pool.begin(episode.conversation, episode.row, episode.seed(-1), access)
+        self.sessions[episode.conversation] = _Session(ConversationTree(self.chat, self.limits))
+        access = self.endpoint.open(episode.conversation)
+        self.pool.begin(episode.conversation, episode.row, episode.seed(-1), access)
 
     def _take_calls(self) -> None:
-        for call in self._endpoint.take():
-            session = self._sessions.get(call.conversation)
+        for call in self.endpoint.take():
+            session = self.sessions.get(call.conversation)
             if session is None or session.outcome is not None:
                 error = ApiError(404, "session_not_found", "the session has ended")
-                self._endpoint.refuse(call, error)
+                self.endpoint.refuse(call, error)
                 continue
             session.waiting.append(call)
             if session.sampling is None:
@@ -309,27 +297,27 @@ class AgentEpisodes(Episodes):
                     chat_request.messages, chat_request.tools, chat_request.max_tokens
                 )
             except ApiError as error:
-                self._endpoint.refuse(call, error)
+                self.endpoint.refuse(call, error)
                 continue
             session.sampling = (call, turn)
             request = Request(
                 prompt_ids=turn.context_ids,
-                seed=self._running[conversation].seed(turn.key),
-                temperature=self._temperature,
-                max_tokens=min(turn.max_tokens, self._limits.max_turn_tokens),
+                seed=self.running[conversation].seed(turn.key),
+                temperature=self.temperature,
+                max_tokens=min(turn.max_tokens, self.limits.max_turn_tokens),
             )
-            self._requests.append((conversation, request))
+            self.requests.append((conversation, request))
             return
 
     def _end_turn(self, episode: RunningEpisode, completion: Completion) -> None:
-        session = self._sessions[episode.conversation]
+        session = self.sessions[episode.conversation]
         assert session.sampling is not None
         call, turn = session.sampling
         session.sampling = None
         # A turn whose client has disconnected was seen by nobody, and is not trained on.
         if not call.is_over:
             answer = session.conversations.finish(turn, completion)
-            self._endpoint.answer(call, answer.message, answer.finish_reason, answer.usage)
+            self.endpoint.answer(call, answer.message, answer.finish_reason, answer.usage)
         # The agent had ended before its turn was there.
         if session.outcome is not None:
             self._settle(episode, session, session.outcome)
@@ -337,9 +325,9 @@ class AgentEpisodes(Episodes):
             self._sample_next(episode.conversation, session)
 
     def _take_reply(self, episode: RunningEpisode, reply: Reply | Failure) -> None:
-        session = self._sessions[episode.conversation]
+        session = self.sessions[episode.conversation]
         # The agent's code has ended: nobody reads further answers.
-        self._endpoint.close(episode.conversation)
+        self.endpoint.close(episode.conversation)
         session.waiting.clear()
         session.outcome = reply
         if session.sampling is None:
@@ -351,9 +339,9 @@ class AgentEpisodes(Episodes):
         if isinstance(outcome, Failure):
             self._fail(episode, outcome)
             return
-        self._pool.release(episode.conversation)
+        self.pool.release(episode.conversation)
         rewards = outcome.values["rewards"]
-        values = {name: rewards.get(name) for name in self._pool.facts.weights}
+        values = {name: rewards.get(name) for name in self.pool.facts.weights}
         self._finish(episode, session.conversations.completion(values, episode.calls_s))
 
 

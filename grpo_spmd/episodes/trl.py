@@ -49,15 +49,16 @@ class TrlDriver:
     """It gets the name of each called tool."""
     environment: Any = None
     """The environment of the running episode."""
-    helpers: list[Any] | None = None
     environments: dict[str, Any] = field(default_factory=dict)
     episode_tools: dict[str, Tool] = field(default_factory=dict)
 
+    @functools.cached_property
+    def helpers(self) -> list[Any]:
+        """Returns the helpers, which are made in the worker once for all of its episodes."""
+        return [make() for make in self.helper_factories]
+
     def begin(self, row: Fields) -> Fields:
         """Returns {"messages": what reset returned, "tools": the schemas of this episode}."""
-        # Helpers are made in the worker, once for all of its episodes.
-        if self.helpers is None:
-            self.helpers = [make() for make in self.helper_factories]
         # Shipped tools keep state for one episode alone.
         for helper in self.helpers:
             resolve(helper.reset(**row))
@@ -72,8 +73,8 @@ class TrlDriver:
         self.episode_tools = dict(self.tools)
         for owner in owners:
             self.episode_tools |= {name: getattr(owner, name) for name in tool_names(type(owner))}
-        schemas = [tool_schema(tool) for tool in self.episode_tools.values()]
-        return {"messages": messages, "tools": schemas}
+        tools = self.episode_tools.values()
+        return {"messages": messages, "tools": [checked_schema(tool, "tools") for tool in tools]}
 
     def _environment_of(self, row: Fields) -> Any:
         """Returns a row's environment; takes the column that names it out of the row."""
@@ -172,21 +173,17 @@ def class_schemas(environment_class: type, key: str) -> list[Fields]:
 
 def checked_schema(tool: Tool, key: str) -> Fields:
     """Returns the schema of a tool. Raises ConfigError if it has none."""
+    # Imported late: transformers takes seconds, and a gym environment or an agent has no tools.
+    from transformers.utils import get_json_schema
+
     try:
-        return tool_schema(tool)
+        schema: Fields = get_json_schema(tool)
     # transformers raises several kinds, for types and docstrings that say too little.
     except Exception as error:
         raise ConfigError(
             f"{key}: {callable_name(tool)} has no schema: {' '.join(str(error).split())}; give "
             "it types and a docstring of Google's style"
         ) from None
-
-
-def tool_schema(tool: Tool) -> Fields:
-    # Imported late: transformers takes seconds, and a gym environment or an agent has no tools.
-    from transformers.utils import get_json_schema
-
-    schema: Fields = get_json_schema(tool)
     return schema
 
 

@@ -114,7 +114,14 @@ class Bed:
                 rollout_seed, 5, 2, 7, position[1]
             )
 
-        return Episodes(self.pool, self.chat, limits, task, temperature=0.7, discount=discount)
+        return Episodes(
+            pool=self.pool,
+            chat=self.chat,
+            limits=limits,
+            task=task,
+            temperature=0.7,
+            discount=discount,
+        )
 
     def play(
         self,
