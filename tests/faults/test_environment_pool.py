@@ -215,7 +215,10 @@ def test_what_ends_a_process_costs_its_own_episode_alone(pools: Pools) -> None:
 @pytest.mark.parametrize("method", ["hang", "ignore", "daemon hangs"])
 def test_what_hangs_is_killed_with_all_that_it_started(pools: Pools, method: str) -> None:
     pool = pools(call_timeout_s=1.5)
-    reason = "took longer than environment.call_timeout_s=1.5"
+    reason = (
+        "took longer than environment.call_timeout_s=1.5, or with all calls of its episode longer "
+        "than environment.timeout_s=600"
+    )
     assert _failure(_played(pool, (0, 0), {"how": method})) == ("env_timeout", f"reset() {reason}")
     assert _failure(_played(pool, (0, 0), {}, method)) == ("env_timeout", f"tool 'do' {reason}")
     deadline = time.monotonic() + 20
@@ -240,7 +243,7 @@ def test_all_calls_of_an_episode_have_one_deadline_together(pools: Pools, tmp_pa
         seconds.append(reply.seconds)
     assert _failure(reply) == (
         "env_timeout",
-        "step() took longer than environment.call_timeout_s=60, or with all calls of its episode "
+        "step() took longer than environment.call_timeout_s=20, or with all calls of its episode "
         "longer than environment.timeout_s=2",
     )
     assert sum(seconds) > 1.9
