@@ -100,7 +100,6 @@ class EntryWriter:
         text = json.dumps(header).encode()
         # The header comes last with its length, so that an entry can be written in one pass.
         self._file.write(text + len(text).to_bytes(_LENGTH_BYTES, "little"))
-        self._file.flush()
 
 
 Make = Callable[[EntryWriter], None]
@@ -192,14 +191,16 @@ def _make_on_disk(
             continue
         try:
             _sweep(folder)
-            _make_in_folder(folder, name, make)
+            _replace_file(folder, name, lambda file: _write_entry(file, make))
+            # The rename changes the stamp, so the note comes after it.
+            _write_note(folder, name, os.stat(folder / name), "")
         except OSError as error:
             failures.append(f"{folder}: {error.strerror or error}")
             continue
         # An error of the data is stored, so that the waiting ranks raise it without reading again.
         except ConfigError as error:
             with contextlib.suppress(OSError):
-                _write_file(folder, error_name, str(error).encode())
+                _replace_text(folder, error_name, str(error))
             raise
         # Only the rank that made the entry comes here.
         if failures:
@@ -211,31 +212,34 @@ def _make_on_disk(
 
 def _make_in_memory(make: Make) -> Entry:
     file = io.BytesIO()
-    writer = EntryWriter(file)
-    make(writer)
-    writer.finish()
+    _write_entry(file, make)
     return Entry(file.getbuffer())
 
 
-def _make_in_folder(folder: Path, name: str, make: Make) -> None:
-    """Makes the entry as a file of this folder. Raises OSError, and any error of `make`."""
+def _write_entry(file: BinaryIO, make: Make) -> None:
+    writer = EntryWriter(file)
+    make(writer)
+    writer.finish()
+
+
+def _replace_file(folder: Path, name: str, write: Callable[[BinaryIO], object]) -> None:
+    """Makes a file of this folder with what `write` writes; other processes see all of it or none.
+
+    Raises OSError, and any error of `write`.
+    """
     # Only this user can open it: mkstemp's mode is 0600.
     descriptor, temporary = tempfile.mkstemp(prefix=f"{name}.", suffix=".tmp", dir=folder)
     try:
         with open(descriptor, "wb") as file:
-            writer = EntryWriter(file)
-            make(writer)
-            writer.finish()
+            write(file)
+            file.flush()
             # Without fsync a power cut could leave a file of the right size and time, but empty.
             os.fsync(descriptor)
-        # The rename is atomic: other processes see the whole entry or none.
         os.replace(temporary, folder / name)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
-    # The rename changes the stamp, so the note comes after it.
-    _write_note(folder, name, os.stat(folder / name), "")
 
 
 # Digests of files, and notes.
@@ -280,14 +284,11 @@ def _read_note(folder: Path, name: str, state: os.stat_result) -> str | None:
 
 
 def _write_note(folder: Path, name: str, state: os.stat_result, text: str) -> None:
-    _write_file(folder, f"{name}.note", json.dumps([stamp(state), text]).encode())
+    _replace_text(folder, f"{name}.note", json.dumps([stamp(state), text]))
 
 
-def _write_file(folder: Path, name: str, content: bytes) -> None:
-    descriptor, temporary = tempfile.mkstemp(prefix=f"{name}.", suffix=".tmp", dir=folder)
-    with open(descriptor, "wb") as file:
-        file.write(content)
-    os.replace(temporary, folder / name)
+def _replace_text(folder: Path, name: str, text: str) -> None:
+    _replace_file(folder, name, lambda file: file.write(text.encode()))
 
 
 # Folders.
@@ -337,11 +338,8 @@ def is_own_folder(folder: Path) -> bool:
     In /tmp anyone may have put a link or a folder of their own at this path.
     """
     state = folder.lstat()
-    return stat.S_ISDIR(state.st_mode) and _is_private(state)
-
-
-def _is_private(state: os.stat_result) -> bool:
-    return state.st_uid == os.geteuid() and not state.st_mode & 0o022
+    is_private = state.st_uid == os.geteuid() and not state.st_mode & 0o022
+    return is_private and stat.S_ISDIR(state.st_mode)
 
 
 def is_of_this_host(folder: Path) -> bool:

@@ -37,9 +37,8 @@ def check_reachable(kind: Literal["models", "datasets"], name: str, key: str) ->
 
     Raises ConfigError. Only the first rank of each node asks, so that a thousand ranks do not.
     """
-    local = "folder" if kind == "models" else "file"
     command = "run `python -m grpo_spmd.prefetch --config ...` on a node with network"
-    remedy = f"{command}, or give a local {local}"
+    remedy = f"{command}, or give a local path"
     if is_offline():
         rule = "is not in the local Hugging Face cache, and HF_HUB_OFFLINE is set"
         raise ConfigError(f"{key}: {name} {rule}; {remedy}")
@@ -48,12 +47,9 @@ def check_reachable(kind: Literal["models", "datasets"], name: str, key: str) ->
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
     if not re.match(r"https?://[^/]", endpoint):
         raise ConfigError(f"{key}: HF_ENDPOINT must begin with https://; got {endpoint!r}")
-    if kind == "models":
-        page = f"{endpoint}/{name}"
-        answer = ask(f"{page}/resolve/main/config.json")
-    else:
-        page = f"{endpoint}/datasets/{name}"
-        answer = ask(f"{page}/resolve/main/README.md")
+    is_model = kind == "models"
+    page = f"{endpoint}/{name}" if is_model else f"{endpoint}/datasets/{name}"
+    answer = ask(f"{page}/resolve/main/{'config.json' if is_model else 'README.md'}")
     if answer.status is None:
         rule = f"is not in the local cache, and {endpoint} gives no answer ({answer.reason})"
         raise ConfigError(f"{key}: {name} {rule}; {remedy}")
@@ -62,7 +58,7 @@ def check_reachable(kind: Literal["models", "datasets"], name: str, key: str) ->
         raise ConfigError(f"{key}: {name} is gated: {gated_remedy}")
     if answer.status == 404 and answer.reason == "EntryNotFound":
         # A data set without README.md is fine.
-        if kind == "models":
+        if is_model:
             rule = "has no config.json on the hub; a model in transformers' format has one"
             raise ConfigError(f"{key}: {name} {rule}")
     # The hub gives the same answer for a private name and for a name that does not exist.

@@ -77,22 +77,30 @@ class Overview:
 
     columns: dict[str, None] = field(default_factory=dict)
     """Names of the columns, in the order of their first row."""
-    sizes: Sequence[int] = field(default_factory=lambda: array("q"))
+    sizes: array[int] = field(default_factory=lambda: array("q"))
     """The number of characters of each prompt."""
     first_chat: int | None = None
     """The index of the first row whose prompt is a list of messages."""
+    first_refused: int | None = None
+    """The index of the first row that `check_row` refuses."""
 
     def add(self, row: PromptRow) -> None:
-        assert isinstance(self.sizes, array)
+        index = len(self.sizes)
         if isinstance(row.prompt, str):
             num_chars = len(row.prompt)
         else:
             num_chars = sum(len(str(message.get("content"))) for message in row.prompt)
             if self.first_chat is None:
-                self.first_chat = len(self.sizes)
+                self.first_chat = index
         self.sizes.append(num_chars)
         if not row.columns.keys() <= self.columns.keys():
             self.columns |= dict.fromkeys(row.columns)
+        # It is an error only when the rows are checked.
+        if self.first_refused is None:
+            try:
+                check_row(row)
+            except ConfigError:
+                self.first_refused = index
 
 
 class CachedRows(Sequence[PromptRow]):
@@ -114,10 +122,11 @@ class CachedRows(Sequence[PromptRow]):
         self._bounds = entry.arrays["bounds"]
         self._numbers = entry.arrays["numbers"]
         self.overview = Overview(
-            dict.fromkeys(entry.facts["columns"]), entry.arrays["sizes"], entry.facts["first_chat"]
+            columns=dict.fromkeys(entry.facts["columns"]),
+            sizes=array("q", entry.arrays["sizes"]),
+            first_chat=entry.facts["first_chat"],
+            first_refused=entry.facts["first_odd"],
         )
-        self.first_refused: int | None = entry.facts["first_odd"]
-        """The index of the first row that `check_row` refuses."""
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -183,24 +192,14 @@ def read_rows(config: DataConfig, eval_set: str | None = None) -> Sequence[Promp
 def _write_rows(
     writer: EntryWriter, source: Source, make_row: Callable[[dict[str, Any], str], PromptRow]
 ) -> None:
-    """Reads, checks and writes all rows. Raises ConfigError for a row without a usable prompt.
-
-    The first row that `check_row` refuses is noted; it is an error only when the rows are checked.
-    """
+    """Reads and writes all rows. Raises ConfigError for a row without a usable prompt."""
     # The line of row i is in the blob from bounds[i] to bounds[i + 1].
     bounds = array("q", [0])
     numbers = array("q")
     overview = Overview()
-    first_refused = None
     writer.facts["is_json"] = True
     for number, record, line in source.read():
-        row = make_row(record, f"{source.prefix}{number}")
-        overview.add(row)
-        if first_refused is None:
-            try:
-                check_row(row)
-            except ConfigError:
-                first_refused = len(numbers)
+        overview.add(make_row(record, f"{source.prefix}{number}"))
         if line is None:
             if not _is_json(record):
                 writer.facts["is_json"] = False
@@ -209,12 +208,11 @@ def _write_rows(
         writer.add(line)
         bounds.append(bounds[-1] + len(line))
         numbers.append(number)
-    assert isinstance(overview.sizes, array)
     writer.arrays.update(bounds=bounds, numbers=numbers, sizes=overview.sizes)
     writer.facts.update(
         columns=list(overview.columns),
         first_chat=overview.first_chat,
-        first_odd=first_refused,
+        first_odd=overview.first_refused,
     )
 
 
@@ -381,13 +379,11 @@ def _read_line(line: bytes, number: int, location: str) -> dict[str, Any]:
         text = line.decode("utf-8-sig" if number == 1 else "utf-8")
         record = json.loads(text, object_pairs_hook=reject_duplicates)
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{location}: not UTF-8 ({error.reason} at byte {error.start})") from None
-    except json.JSONDecodeError as error:
-        reason = f"{error.msg} at column {error.colno}"
-        raise ConfigError(f"{location}: not valid JSON: {reason}{array_hint}") from None
-    # Too deep; a number of more digits than Python reads.
+        raise ConfigError(f"{location}: not UTF-8: {error}") from None
+    # Also too deep; a number of more digits than Python reads.
     except (RecursionError, ValueError) as error:
-        raise ConfigError(f"{location}: not valid JSON: {error}") from None
+        reason = str(error).replace(": line 1 column", " at column")
+        raise ConfigError(f"{location}: not valid JSON: {reason}{array_hint}") from None
     if not isinstance(record, dict):
         kind = type(record).__name__
         raise ConfigError(f"{location}: expected a JSON object, got {kind}{array_hint}")
@@ -525,11 +521,9 @@ def check_prompts(rows: Sequence[PromptRow], config: DataConfig) -> None:
             if name in rows[0].columns:
                 rule = f"{match[0]} is not how a column is written: write {{{name}}}"
                 raise ConfigError(f"data.prompt_template: {rule}")
-    # Cached rows were all checked when they were read.
-    if isinstance(rows, CachedRows):
-        rows = [] if rows.first_refused is None else [rows[rows.first_refused]]
-    for row in rows:
-        check_row(row)
+    first_refused = overview_of(rows).first_refused
+    if first_refused is not None:
+        check_row(rows[first_refused])
 
 
 def check_row(row: PromptRow) -> None:

@@ -119,7 +119,7 @@ def build_prompts(
         bounds = array("q", [0])
         numbers = array("q")
         digests = _Digests(with_tokens=is_eval)
-        for number, row, token_ids in _tokenize(rows, tokenizer, config):
+        for number, row, token_ids in _tokenize(rows, tokenizer):
             if len(token_ids) > config.max_prompt_tokens:
                 if config.on_long_prompt == "error":
                     raise ConfigError(too_long(row, len(token_ids), config))
@@ -175,9 +175,7 @@ def _tokenizer_inputs(tokenizer: Any) -> list[Any] | None:
     ]
 
 
-def _tokenize(
-    rows: Sequence[PromptRow], tokenizer: Any, config: DataConfig
-) -> Iterator[tuple[int, PromptRow, Tokens]]:
+def _tokenize(rows: Sequence[PromptRow], tokenizer: Any) -> Iterator[tuple[int, PromptRow, Tokens]]:
     """Yields (row number, row, its tokens).
 
     Raises ConfigError for the first row that cannot be tokenized.
@@ -191,7 +189,7 @@ def _tokenize(
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             # One by one, to find the first that fails.
-            tokens = (array("i", _tokenize_row(row, tokenizer, config)) for row in batch)
+            tokens = (_tokenize_row(row, tokenizer) for row in batch)
         yield from zip(range(start, start + len(batch)), batch, tokens, strict=True)
         startup.note(f", {start + len(batch):,} of {len(rows):,} prompts tokenized")
     startup.note("")
@@ -256,21 +254,19 @@ def _one_thread() -> Iterator[None]:
         del os.environ[name]
 
 
-def _tokenize_row(row: PromptRow, tokenizer: Any, config: DataConfig) -> list[int]:
+def _tokenize_row(row: PromptRow, tokenizer: Any) -> Tokens:
+    is_chat = not isinstance(row.prompt, str)
+    if is_chat and getattr(tokenizer, "chat_template", None) is None:
+        raise ConfigError(no_template(row.where))
     with panics_named(row.where):
-        if isinstance(row.prompt, str):
-            return list(tokenizer(row.prompt)["input_ids"])
-        if getattr(tokenizer, "chat_template", None) is None:
-            raise ConfigError(no_template(row.where, config))
         try:
-            text = tokenizer.apply_chat_template(
-                row.prompt, tokenize=False, add_generation_prompt=True
-            )
+            return _tokenize_batch([row], tokenizer)[0]
         # A template may refuse with any error, e.g. for an unknown order of roles.
         except Exception as error:
+            if not is_chat:
+                raise
             reason = f"{type(error).__name__}: {error}"
             raise ConfigError(refused_by_template(row.where, reason)) from None
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 @contextmanager
@@ -288,18 +284,12 @@ def panics_named(location: str) -> Iterator[None]:
         raise ConfigError(f"model.path: {reason}") from None
 
 
-def no_template(location: str, config: DataConfig) -> str:
+def no_template(location: str) -> str:
     """Returns the error message for chat messages without a chat template."""
-    key = None
-    if config.as_chat:
-        key = "data.as_chat"
-    elif config.system_prompt:
-        key = "data.system_prompt"
-    cause = f" ({key} makes plain text one)" if key else ""
-    rule = "but the tokenizer of model.path has no chat template"
-    remedy = "take an instruct model, put a chat_template.jinja into its folder, or give plain text"
     return (
-        f"{location}: the prompt is chat messages{cause}, {rule}; {remedy} (data.prompt_template)"
+        f"{location}: the prompt is chat messages (data.as_chat and data.system_prompt make plain "
+        "text some), but the tokenizer of model.path has no chat template; take an instruct model, "
+        "put a chat_template.jinja into its folder, or give plain text (data.prompt_template)"
     )
 
 
