@@ -142,25 +142,21 @@ class Preemption:
         """
         if self._aborting is None:
             self._aborting = self._reason_to_give_up()
-            if self._aborting is not None:
-                post_notice(_NOTICE, self._aborting)
-            else:
-                self._poll_notice()
+            self._share_notice(self._aborting)
         return self._aborting is not None
 
     def check_scoring(self) -> None:
         """Stops the scoring in `guard` if some rank was signalled. Waits for nobody."""
-        if self._signal is not None:
-            post_notice(_NOTICE, self._signal)
-        else:
-            self._poll_notice()
+        self._share_notice(self._signal)
         if self._signal is not None or self._aborting is not None:
             raise _ScoringStoppedError
 
-    def _poll_notice(self) -> None:
-        """Reads from time to time what another rank has posted."""
+    def _share_notice(self, reason: str | None) -> None:
+        """Posts the reason, or else reads from time to time what another rank has posted."""
         time_s = time.monotonic()
-        if time_s >= self._next_poll:
+        if reason is not None:
+            post_notice(_NOTICE, reason)
+        elif time_s >= self._next_poll:
             self._next_poll = time_s + _NOTICE_POLL_S
             self._aborting = self._aborting or read_notice(_NOTICE)
 
