@@ -143,8 +143,10 @@ def regular_files(folder: Path) -> set[str]:
         if stat.S_ISREG(mode):
             names.add(str(path.relative_to(folder)))
         elif not stat.S_ISDIR(mode):
-            rule = "only regular files of the folder itself are read"
-            raise UntrustedError(f"{path} is a link, a fifo, a socket or a device; {rule}")
+            raise UntrustedError(
+                f"{path} is a link, a fifo, a socket or a device; only regular files of the "
+                "folder itself are read"
+            )
     return names
 
 

@@ -29,6 +29,7 @@ from grpo_spmd.config.describe import (
     default_of,
     flat,
     help_texts,
+    is_section,
     join_key,
     type_name,
 )
@@ -72,8 +73,8 @@ def build(cls: type, tree: Any, prefix: str) -> Any:
                     values[name] = _expand_paths(values[name], key)
             except ConfigError as error:
                 raise ConfigError(f"{error}{_value_remedy(key, tree[name], hints[name])}") from None
-        elif dataclasses.is_dataclass(hints[name]):
-            values[name] = build(typing.cast(type, hints[name]), {}, key)
+        elif is_section(hints[name]):
+            values[name] = build(hints[name], {}, key)
         elif default_of(field) is dataclasses.MISSING:
             raise ConfigError(f"{key} is required and missing: {help_texts(cls)[name]}")
     return cls(**values)
@@ -81,13 +82,12 @@ def build(cls: type, tree: Any, prefix: str) -> Any:
 
 def coerce(hint: Any, value: Any, key: str) -> Any:
     """Returns `value` as the declared type. PyYAML reads "lr: 1e-6" as text; here it is a float."""
-    if dataclasses.is_dataclass(hint):
-        return build(typing.cast(type, hint), value, key)
+    if is_section(hint):
+        return build(hint, value, key)
     value = _interpret(hint, value)
     [item_hint, *_] = typing.get_args(hint) or [None]
-    if dataclasses.is_dataclass(item_hint) and isinstance(value, list | tuple):
-        section = typing.cast(type, item_hint)
-        return tuple(build(section, item, f"{key}.{i}") for i, item in enumerate(value))
+    if is_section(item_hint) and isinstance(value, list | tuple):
+        return tuple(build(item_hint, item, f"{key}.{i}") for i, item in enumerate(value))
     # strict=False lets msgspec read numbers from text and whole numbers from floats.
     with suppress(msgspec.ValidationError):
         result = msgspec.convert(value, hint, strict=False)
@@ -149,8 +149,9 @@ def _checked(value: Any, field: dataclasses.Field[Any], key: str) -> Any:
         if isinstance(leaf, int | float) and not abs(leaf) < _MAX_NUMBER:
             raise ConfigError(f"{name} must be a finite number, and below 2^63; got {leaf}")
         if isinstance(leaf, str) and field.name not in _MULTILINE_KEYS and CONTROL.search(leaf):
-            rule = f"must not contain a control character, as a line break is; got {leaf!r}"
-            raise ConfigError(f"{name} {rule}")
+            raise ConfigError(
+                f"{name} must not contain a control character, as a line break is; got {leaf!r}"
+            )
     is_required = default_of(field) is dataclasses.MISSING
     if is_required and isinstance(value, str) and not value.strip():
         raise ConfigError(f"{key} must not be empty; got {value!r}")
@@ -186,8 +187,8 @@ def key_names(cls: type, prefix: str = "") -> list[str]:
     names = []
     for name, hint in typing.get_type_hints(cls).items():
         names.append(join_key(prefix, name))
-        if dataclasses.is_dataclass(hint):
-            names += key_names(typing.cast(type, hint), names[-1])
+        if is_section(hint):
+            names += key_names(hint, names[-1])
     return names
 
 
@@ -200,8 +201,10 @@ def unknown_key(key: str, prefix: str, value: Any) -> str:
     # In the order of how sure the answer is: a name of another trainer comes before a guess.
     if "." in name and (key in key_names(Config) or name.startswith("rewards.")):
         section, _, last_name = key.rpartition(".")
-        rule = "a key with a dot is for the command line; in the file write"
-        return f"{key}: {rule} {section}: {{{last_name}: {value}}}"
+        return (
+            f"{key}: a key with a dot is for the command line; in the file write {section}: "
+            f"{{{last_name}: {value}}}"
+        )
     if translation := translate_key(key, value):
         return translation
     if not keys_named(name, key_names(Config)) and (translation := translate_last_part(key)):

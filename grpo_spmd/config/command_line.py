@@ -61,8 +61,10 @@ def number_of_ranks(num_ranks: int | None = None) -> int:
 def _check_repeated_keys(words: Sequence[str], overrides: Sequence[str]) -> None:
     """Raises ConfigError for a key with two values: nobody can know which one was meant."""
     if sum(word.partition("=")[0] == "--config" for word in words) > 1:
-        rule = "a run has one file, whose values overrides replace: section.key=value"
-        raise ConfigError(f"--config is given twice; {rule}")
+        raise ConfigError(
+            "--config is given twice; a run has one file, whose values overrides replace: "
+            "section.key=value"
+        )
     values: dict[str, str] = {}
     for override in overrides:
         name, _, value = override.partition("=")

@@ -16,7 +16,7 @@ import textwrap
 import types
 import typing
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal, NamedTuple, Union
+from typing import Annotated, Any, Literal, NamedTuple, TypeGuard, Union
 
 from grpo_spmd.config.schema import Config, RewardConfig
 
@@ -101,6 +101,11 @@ def _bounds(hint: Any) -> str:
     return " and".join(f" {sign} {bound:g}" for sign, bound in bounds.items() if bound is not None)
 
 
+def is_section(hint: Any) -> TypeGuard[type]:
+    """Returns True for the type of a section or of an entry in a list of them."""
+    return dataclasses.is_dataclass(hint)
+
+
 @functools.cache
 def help_texts(cls: type) -> dict[str, str]:
     """Returns the help text of each key of a section: the string below its field in the source."""
@@ -126,8 +131,8 @@ def _key_texts(cls: type, prefix: str) -> Iterator[KeyText]:
     for field in dataclasses.fields(cls):
         hint = hints[field.name]
         name = join_key(prefix, field.name)
-        if dataclasses.is_dataclass(hint):
-            yield from _key_texts(typing.cast(type, hint), name)
+        if is_section(hint):
+            yield from _key_texts(hint, name)
         elif name == "rewards":
             yield from _key_texts(RewardConfig, "rewards.N")
         else:

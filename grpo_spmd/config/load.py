@@ -91,8 +91,9 @@ def read_tree(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"--config: cannot read {path}: {reason}{path_remark(path)}") from None
     if len(text) > _MAX_FILE_BYTES:
-        limit = f"{_MAX_FILE_BYTES >> 20} MiB, which no config is"
-        raise ConfigError(f"--config: {path} is larger than {limit}")
+        raise ConfigError(
+            f"--config: {path} is larger than {_MAX_FILE_BYTES >> 20} MiB, which no config is"
+        )
     sources: dict[str, str] = {}
     try:
         loader = StrictLoader(text)
@@ -129,8 +130,10 @@ def path_remark(path: Path) -> str:
         return ""
     # A shell expands variables, and a YAML file does not.
     if "$" in str(path):
-        remedy = "give it on the command line, where the shell does"
-        return f" (variables are not expanded in a config: {remedy})"
+        return (
+            " (variables are not expanded in a config: give it on the command line, where the "
+            "shell does)"
+        )
     if path.is_absolute():
         return ""
     try:
@@ -309,8 +312,9 @@ def _check_recipe_needs(config: Config) -> None:
         section, _, name = key.partition(".")
         is_served = section == "teacher" and config.teacher.is_on
         if not getattr(getattr(config, section), name) and not is_served:
-            remedy = "set it to a model's folder or hub id"
-            raise ConfigError(f"algorithm: {config.algorithm} needs {key}; {remedy}")
+            raise ConfigError(
+                f"algorithm: {config.algorithm} needs {key}; set it to a model's folder or hub id"
+            )
 
 
 def _recipe_remark(error: str, tree: Mapping[str, Any], recipe: Mapping[str, Any]) -> str:

@@ -209,8 +209,10 @@ def _evaluation_errors(config: Config) -> Iterator[str]:
         )
     for name, source in sets.items():
         if not isinstance(source, str) or not re.fullmatch(r"[\w.-]+", name):
-            rule = "must be a name (letters, digits, . _ -) with a source as in data.train"
-            yield f"data.eval.{name} {rule}; got {source!r}"
+            yield (
+                f"data.eval.{name} must be a name (letters, digits, . _ -) with a source as in "
+                f"data.train; got {source!r}"
+            )
 
 
 def _environment_errors(config: Config) -> Iterator[str]:
@@ -440,8 +442,10 @@ def _header_errors(prefix: str, headers: Mapping[str, str]) -> Iterator[str]:
             yield f"{prefix}: {name!r:.100} is no header that can be given"
         # Somebody may have written the secret itself: it is not shown.
         if not _VARIABLE.fullmatch(variable) or SECRET.search(variable):
-            rule = "must be the name of an environment variable, in capitals, and not what it holds"
-            yield f"{prefix}.{name} {rule} (not shown here)"
+            yield (
+                f"{prefix}.{name} must be the name of an environment variable, in capitals, and "
+                "not what it holds (not shown here)"
+            )
     # HTTP does not tell upper from lower case in names of headers.
     if len({name.lower() for name in headers}) < len(headers):
         yield f"{prefix} names a header twice: {', '.join(headers)}"

@@ -11,7 +11,6 @@ an entry, each rank keeps its own in memory.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import hashlib
 import importlib.metadata
@@ -25,6 +24,7 @@ import tempfile
 import time
 from array import array
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -142,9 +142,9 @@ def load_or_make(kind: str, inputs: Any, num_bytes: int, make: Make, source: str
     folders = cache_folders(failures)
     entry = _find(folders, name)
     if entry is None and folders:
-        with contextlib.ExitStack() as stack:
+        with ExitStack() as stack:
             # Without a lock each process makes an entry, and the last one stays.
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 lock = stack.enter_context(open(folders[0] / f"{name}.lock", "ab"))
                 _wait_for_lock(lock, name)
             entry = _find(folders, name)
@@ -166,7 +166,7 @@ def _find(folders: list[Path], name: str) -> Entry | None:
     """Returns an entry that is in one of the folders, and that nobody changed since it was made."""
     for folder in folders:
         with (
-            contextlib.suppress(OSError, UntrustedError),
+            suppress(OSError, UntrustedError),
             open_regular(folder / name) as file,
         ):
             if _read_note(folder, name, os.fstat(file.fileno())) is not None:
@@ -199,7 +199,7 @@ def _make_on_disk(
             continue
         # An error of the data is stored, so that the waiting ranks raise it without reading again.
         except ConfigError as error:
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 _replace_text(folder, error_name, str(error))
             raise
         # Only the rank that made the entry comes here.
@@ -237,7 +237,7 @@ def _replace_file(folder: Path, name: str, write: Callable[[BinaryIO], object]) 
             os.fsync(descriptor)
         os.replace(temporary, folder / name)
     except BaseException:
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             os.unlink(temporary)
         raise
 
@@ -261,7 +261,7 @@ def digest_of(path: Path) -> str:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             is_settled = start - max(state.st_mtime, state.st_ctime) > _RECENT_S
             if folders and is_settled and stamp(os.fstat(file.fileno())) == stamp(state):
-                with contextlib.suppress(OSError):
+                with suppress(OSError):
                     _write_note(folders[0], name, state, digest)
         return digest
 
@@ -302,9 +302,9 @@ def cache_folders(failures: list[str] | None = None) -> list[Path]:
     """
     folders: list[Path] = []
     for folder in _candidate_folders():
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             folder.parent.mkdir(parents=True, exist_ok=True)
-            with contextlib.suppress(FileExistsError):
+            with suppress(FileExistsError):
                 folder.mkdir(mode=0o700)
             file_system = _file_system_of(folder)
             if not (is_own_folder(folder) and os.access(folder, os.W_OK | os.X_OK)):
@@ -327,7 +327,7 @@ def _candidate_folders() -> Iterator[Path]:
     elif os.path.isabs(home):
         yield Path(home, ".cache", "grpo_spmd")
     # There may be no temporary folder.
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         yield Path(tempfile.gettempdir(), f"grpo_spmd-{os.geteuid()}")
 
 
@@ -387,7 +387,7 @@ def _raise_error_of_maker(folders: list[Path], error_name: str, start: int) -> N
     """Raises the error that another process of this node has stored since `start`."""
     for folder in folders:
         with (
-            contextlib.suppress(OSError, UntrustedError),
+            suppress(OSError, UntrustedError),
             open_regular(folder / error_name) as file,
         ):
             if os.fstat(file.fileno()).st_mtime_ns >= start:
@@ -401,7 +401,7 @@ def _sweep(folder: Path) -> None:
     """
     time_now = time.time()
     for path in folder.iterdir():
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             note = folder / f"{path.name.partition('.')[0]}.note"
             is_temporary = path.suffix == ".tmp"
             last_used = path.lstat().st_mtime

@@ -175,8 +175,10 @@ def read_rows(config: DataConfig, eval_set: str | None = None) -> Sequence[Promp
     elif name.endswith((".jsonl", ".parquet")):
         source = _find_file(Path(name), key)
     else:
-        rule = f"{key} must end in .jsonl or .parquet, or be hub:REPO:SUBSET:SPLIT; got {name!r}"
-        raise ConfigError(f"{rule}{_conversion_hint(name)}")
+        raise ConfigError(
+            f"{key} must end in .jsonl or .parquet, or be hub:REPO:SUBSET:SPLIT; got "
+            f"{name!r}{_conversion_hint(name)}"
+        )
     make_row = functools.partial(_make_row, config=config)
     # A row depends on the data and on these settings, and on nothing else.
     keys = [config.prompt_key, config.prompt_template, config.as_chat, config.system_prompt]
@@ -300,9 +302,10 @@ def _prompt_of(record: dict[str, Any], location: str, config: DataConfig) -> Any
 
 def _checked_messages(prompt: Any, location: str, config: DataConfig) -> Messages:
     if not isinstance(prompt, list) or not all(map(_is_message, prompt)):
-        rule = 'must be a string or a list of {"role": text, "content": text} messages'
-        value = f"the prompt in column {config.prompt_key!r}"
-        raise ConfigError(f"{location}: {value} {rule}; got {str(prompt)[:80]}")
+        raise ConfigError(
+            f"{location}: the prompt in column {config.prompt_key!r} must be a string or a list "
+            f'of {{"role": text, "content": text}} messages; got {str(prompt)[:80]}'
+        )
     if prompt and config.system_prompt and prompt[0]["role"] != "system":
         return [{"role": "system", "content": config.system_prompt}, *prompt]
     return prompt
@@ -348,8 +351,9 @@ def _find_file(path: Path, key: str) -> Source:
         try:
             yield from _read_jsonl(path) if is_jsonl else _read_parquet(path, key)
             if is_file and stamp(path.stat()) != stamp(state):
-                rule = "was changed while it was read; start again when it is whole"
-                raise ConfigError(f"{key}: {path} {rule}")
+                raise ConfigError(
+                    f"{key}: {path} was changed while it was read; start again when it is whole"
+                )
         except OSError as error:
             raise _read_error(path, key, error) from None
 
@@ -396,8 +400,10 @@ def _conversion_hint(source: str) -> str:
     readers = {".json": "json.load(sys.stdin)", ".csv": "csv.DictReader(sys.stdin)"}
     reader = readers.get(Path(source).suffix)
     if reader:
-        program = f"import csv,json,sys; [print(json.dumps(row)) for row in {reader}]"
-        return f': python -c "{program}" < {source} > {Path(source).stem}.jsonl'
+        return (
+            f': python -c "import csv,json,sys; [print(json.dumps(row)) for row in {reader}]" < '
+            f"{source} > {Path(source).stem}.jsonl"
+        )
     return f"; of the hub: hub:{source}::train" if re.fullmatch(r"[\w.-]+/[\w-]+", source) else ""
 
 
@@ -433,8 +439,9 @@ def _find_hub(source: str, key: str) -> Source:
     # A split may hold a colon: train[:100].
     fields = source.split(":", 3)
     if len(fields) != 4 or not fields[1] or not fields[3]:
-        rule = "a hub data set is hub:REPO:SUBSET:SPLIT (SUBSET may be empty)"
-        raise ConfigError(f"{key}: {rule}; got {source!r}")
+        raise ConfigError(
+            f"{key}: a hub data set is hub:REPO:SUBSET:SPLIT (SUBSET may be empty); got {source!r}"
+        )
     _, repo, subset, split = fields
     need_datasets(source, key)
     if not is_offline() and not _is_cached(repo):
@@ -449,8 +456,9 @@ def _find_hub(source: str, key: str) -> Source:
         remedy = ""
         if is_offline():
             remedy = "; `python -m grpo_spmd.prefetch` brings it where there is network"
-        reason = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"{key}: cannot load {source}: {reason}{remedy}") from None
+        raise ConfigError(
+            f"{key}: cannot load {source}: {type(error).__name__}: {error}{remedy}"
+        ) from None
     files = [Path(file["filename"]) for file in getattr(dataset, "cache_files", ())]
     inputs = None
     if files:
@@ -504,8 +512,10 @@ def check_enough_rows(
         note = f" ({num_dropped} longer than {limit} were dropped)"
     prompts = f"{source} has {num_rows} usable prompts{note}"
     if eval_set is None and num_rows < num_prompts_per_step:
-        need = f"one step takes rollout.num_prompts_per_step={num_prompts_per_step}"
-        raise ConfigError(f"{key}: {prompts}, but {need}; lower that or add prompts")
+        raise ConfigError(
+            f"{key}: {prompts}, but one step takes "
+            f"rollout.num_prompts_per_step={num_prompts_per_step}; lower that or add prompts"
+        )
     if num_rows == 0:
         raise ConfigError(f"{key}: {prompts}; add prompts or leave the set out")
 
@@ -519,8 +529,10 @@ def check_prompts(rows: Sequence[PromptRow], config: DataConfig) -> None:
         for match in _FOREIGN_COLUMN.finditer(config.prompt_template):
             name = next(filter(None, match.groups()))
             if name in rows[0].columns:
-                rule = f"{match[0]} is not how a column is written: write {{{name}}}"
-                raise ConfigError(f"data.prompt_template: {rule}")
+                raise ConfigError(
+                    f"data.prompt_template: {match[0]} is not how a column is written: write "
+                    f"{{{name}}}"
+                )
     first_refused = overview_of(rows).first_refused
     if first_refused is not None:
         check_row(rows[first_refused])
@@ -538,8 +550,10 @@ def _check_text(text: str, location: str) -> None:
     if not text.strip():
         raise ConfigError(f"{location}: the prompt is nothing but white space")
     if text.lstrip()[:1] == "[" and '"role"' in text and _is_json_messages(text):
-        rule = "the prompt is a JSON text of chat messages, and would be shown as such"
-        raise ConfigError(f"{location}: {rule}; make it a list in the file (json.loads)")
+        raise ConfigError(
+            f"{location}: the prompt is a JSON text of chat messages, and would be shown as such; "
+            "make it a list in the file (json.loads)"
+        )
 
 
 def _is_json_messages(text: str) -> bool:
@@ -555,10 +569,10 @@ def _is_json_messages(text: str) -> bool:
 def _check_messages(messages: Sequence[dict[str, Any]], location: str) -> None:
     last_message = messages[-1]
     if last_message["role"] == "assistant":
-        rule = "the chat prompt ends with an assistant's message"
-        effect = "so that the model would be shown the answer"
-        remedy = "take it out of the prompt, e.g. into a column of its own"
-        raise ConfigError(f"{location}: {rule}, {effect}; {remedy}")
+        raise ConfigError(
+            f"{location}: the chat prompt ends with an assistant's message, so that the model "
+            "would be shown the answer; take it out of the prompt, e.g. into a column of its own"
+        )
     texts: list[str] = []
     for message in messages:
         content = message.get("content")
@@ -574,6 +588,7 @@ def _block_texts(blocks: list[Any], location: str) -> Iterator[str]:
     for block in blocks:
         kind = block.get("type", "text") if isinstance(block, dict) else type(block).__name__
         if kind != "text":
-            rule = f"the prompt has a part of type {kind!r}, and only text is trained on"
-            raise ConfigError(f"{location}: {rule}")
+            raise ConfigError(
+                f"{location}: the prompt has a part of type {kind!r}, and only text is trained on"
+            )
         yield str(block.get("text") or "")

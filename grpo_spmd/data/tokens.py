@@ -280,8 +280,9 @@ def panics_named(location: str) -> Iterator[None]:
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
-        reason = f"its tokenizer fails on a prompt from {location} on: {error}"
-        raise ConfigError(f"model.path: {reason}") from None
+        raise ConfigError(
+            f"model.path: its tokenizer fails on a prompt from {location} on: {error}"
+        ) from None
 
 
 def no_template(location: str) -> str:
@@ -300,6 +301,8 @@ def refused_by_template(location: str, error: str) -> str:
 
 def too_long(row: PromptRow, num_tokens: int, config: DataConfig) -> str:
     """Returns the error message for a prompt with too many tokens."""
-    limit = f"data.max_prompt_tokens={config.max_prompt_tokens}"
-    rule = f"the prompt has {num_tokens} tokens, over {limit}"
-    return f"{row.where}: {rule}; raise that, or set data.on_long_prompt: drop"
+    return (
+        f"{row.where}: the prompt has {num_tokens} tokens, over "
+        f"data.max_prompt_tokens={config.max_prompt_tokens}; raise that, or set "
+        "data.on_long_prompt: drop"
+    )

@@ -42,8 +42,10 @@ def embedded_run(release: Callable[[], None]) -> Iterator[None]:
     """
     if threading.current_thread() is not threading.main_thread():
         name = threading.current_thread().name
-        rule = "must be called in the main thread, the only one that hears signals"
-        raise ConfigError(f"grpo_spmd.run {rule}; this is {name}")
+        raise ConfigError(
+            "grpo_spmd.run must be called in the main thread, the only one that hears signals; "
+            f"this is {name}"
+        )
     with _restored_process():
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             interrupt.listen()

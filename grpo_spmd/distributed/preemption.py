@@ -203,8 +203,10 @@ class Preemption:
         left_s = self._deadline - time.monotonic()
         if left_s >= _SPREAD * needed_s + self._save_s:
             return None
-        needs = f"{remaining_work} takes {needed_s:.0f} s and a save {self._save_s:.0f} s"
-        return f"deadline: {left_s:.0f} s left, {needs}"
+        return (
+            f"deadline: {left_s:.0f} s left, {remaining_work} takes {needed_s:.0f} s and a save "
+            f"{self._save_s:.0f} s"
+        )
 
     def _agree(self, reason: str | None) -> None:
         """Collective. Raises Preempted with the reason of the first rank that has one."""

@@ -80,7 +80,7 @@ def build_config(folder: Path, models: Path, *rewards: dict[str, Any], **section
         ),
         (
             {"model": "x", "max_tokens": 0},
-            "rewards.0.max_tokens must be a whole number >= 1; got 0",
+            "rewards.0.max_tokens must be a whole number >= 1 or null; got 0",
         ),
         ({"model": "."}, "rewards.0.name: '.' ends with no name, which its metrics bear; set name"),
         ({"model": "../.."}, "rewards.0.name: '../..' ends with no name"),
