@@ -15,7 +15,7 @@ import os
 import re
 import stat
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -83,24 +83,6 @@ class Overview:
     """The index of the first row whose prompt is a list of messages."""
     first_refused: int | None = None
     """The index of the first row that `check_row` refuses."""
-
-    def add(self, row: PromptRow) -> None:
-        index = len(self.sizes)
-        if isinstance(row.prompt, str):
-            num_chars = len(row.prompt)
-        else:
-            num_chars = sum(len(str(message.get("content"))) for message in row.prompt)
-            if self.first_chat is None:
-                self.first_chat = index
-        self.sizes.append(num_chars)
-        if not row.columns.keys() <= self.columns.keys():
-            self.columns |= dict.fromkeys(row.columns)
-        # It is an error only when the rows are checked.
-        if self.first_refused is None:
-            try:
-                check_row(row)
-            except ConfigError:
-                self.first_refused = index
 
 
 class CachedRows(Sequence[PromptRow]):
@@ -198,18 +180,21 @@ def _write_rows(
     # The line of row i is in the blob from bounds[i] to bounds[i + 1].
     bounds = array("q", [0])
     numbers = array("q")
-    overview = Overview()
     writer.facts["is_json"] = True
-    for number, record, line in source.read():
-        overview.add(make_row(record, f"{source.prefix}{number}"))
-        if line is None:
-            if not _is_json(record):
-                writer.facts["is_json"] = False
-                return
-            line = json.dumps(record).encode()
-        writer.add(line)
-        bounds.append(bounds[-1] + len(line))
-        numbers.append(number)
+
+    def write() -> Iterator[PromptRow]:
+        for number, record, line in source.read():
+            yield make_row(record, f"{source.prefix}{number}")
+            if line is None:
+                if not _is_json(record):
+                    writer.facts["is_json"] = False
+                    return
+                line = json.dumps(record).encode()
+            writer.add(line)
+            bounds.append(bounds[-1] + len(line))
+            numbers.append(number)
+
+    overview = overview_of(write())
     writer.arrays.update(bounds=bounds, numbers=numbers, sizes=overview.sizes)
     writer.facts.update(
         columns=list(overview.columns),
@@ -228,13 +213,27 @@ def _is_json(value: Any) -> bool:
     return kind in (str, int, float, bool, type(None))
 
 
-def overview_of(rows: Sequence[PromptRow]) -> Overview:
+def overview_of(rows: Iterable[PromptRow]) -> Overview:
     """Returns the facts of all rows together."""
     if isinstance(rows, CachedRows):
         return rows.overview
     overview = Overview()
-    for row in rows:
-        overview.add(row)
+    for index, row in enumerate(rows):
+        if isinstance(row.prompt, str):
+            num_chars = len(row.prompt)
+        else:
+            num_chars = sum(len(str(message.get("content"))) for message in row.prompt)
+            if overview.first_chat is None:
+                overview.first_chat = index
+        overview.sizes.append(num_chars)
+        if not row.columns.keys() <= overview.columns.keys():
+            overview.columns |= dict.fromkeys(row.columns)
+        # It is an error only when the rows are checked.
+        if overview.first_refused is None:
+            try:
+                check_row(row)
+            except ConfigError:
+                overview.first_refused = index
     return overview
 
 

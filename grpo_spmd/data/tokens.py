@@ -63,25 +63,19 @@ class Prompts(Sequence[Prompt]):
         )
 
 
-class _Digests:
-    """Computes the SHA-256 of prompts' tokens in their order, and of their rows' columns."""
-
-    def __init__(self, *, with_tokens: bool) -> None:
-        """With `with_tokens` a row's digest covers its tokens too."""
-        self._with_tokens = with_tokens
-        self._token_digest = hashlib.sha256()
-        self._row_digest = hashlib.sha256()
-        # One encoder serves all rows; json.dumps would make one for each.
-        self._encode = json.JSONEncoder(sort_keys=True, default=str).encode
-
-    def add(self, number: int, columns: dict[str, Any], token_ids: Sequence[int]) -> None:
-        """Adds one row."""
-        self._token_digest.update(array("q", [len(token_ids), *token_ids]))
-        row = [number, columns, list(token_ids) if self._with_tokens else None]
-        self._row_digest.update(self._encode(row).encode())
-
-    def hexdigests(self) -> tuple[str, str]:
-        return self._token_digest.hexdigest(), self._row_digest.hexdigest()
+def _digest(
+    rows: Iterable[tuple[int, dict[str, Any], Sequence[int]]], *, with_tokens: bool
+) -> tuple[str, str]:
+    """Does the same as `digests_of`, for rows as (row number, columns, tokens)."""
+    token_digest = hashlib.sha256()
+    row_digest = hashlib.sha256()
+    # One encoder serves all rows; json.dumps would make one for each.
+    encode = json.JSONEncoder(sort_keys=True, default=str).encode
+    for number, columns, token_ids in rows:
+        token_digest.update(array("q", [len(token_ids), *token_ids]))
+        row = [number, columns, list(token_ids) if with_tokens else None]
+        row_digest.update(encode(row).encode())
+    return token_digest.hexdigest(), row_digest.hexdigest()
 
 
 def digests_of(prompts: Sequence[Prompt], *, with_tokens: bool) -> tuple[str, str]:
@@ -92,10 +86,8 @@ def digests_of(prompts: Sequence[Prompt], *, with_tokens: bool) -> tuple[str, st
     """
     if isinstance(prompts, Prompts):
         return prompts.digests
-    digests = _Digests(with_tokens=with_tokens)
-    for prompt in prompts:
-        digests.add(prompt.row, prompt.columns, prompt.token_ids)
-    return digests.hexdigests()
+    rows = ((prompt.row, prompt.columns, prompt.token_ids) for prompt in prompts)
+    return _digest(rows, with_tokens=with_tokens)
 
 
 def build_prompts(
@@ -118,21 +110,24 @@ def build_prompts(
         # The tokens of prompt i are those from bounds[i] to bounds[i + 1].
         bounds = array("q", [0])
         numbers = array("q")
-        digests = _Digests(with_tokens=is_eval)
-        for number, row, token_ids in _tokenize(rows, tokenizer):
-            if len(token_ids) > config.max_prompt_tokens:
-                if config.on_long_prompt == "error":
-                    raise ConfigError(too_long(row, len(token_ids), config))
-                continue
-            if not token_ids:
-                raise ConfigError(f"{row.where}: the prompt has no tokens")
-            digests.add(number, row.columns, token_ids)
-            writer.add(token_ids)
-            bounds.append(bounds[-1] + len(token_ids))
-            numbers.append(number)
+
+        def write() -> Iterator[tuple[int, dict[str, Any], Tokens]]:
+            for number, row, token_ids in _tokenize(rows, tokenizer):
+                if len(token_ids) > config.max_prompt_tokens:
+                    if config.on_long_prompt == "error":
+                        raise ConfigError(too_long(row, len(token_ids), config))
+                    continue
+                if not token_ids:
+                    raise ConfigError(f"{row.where}: the prompt has no tokens")
+                writer.add(token_ids)
+                bounds.append(bounds[-1] + len(token_ids))
+                numbers.append(number)
+                yield number, row.columns, token_ids
+
         # Checkpoints need the digests, which are stored so that they need not read all prompts.
+        digests = _digest(write(), with_tokens=is_eval)
+        writer.facts["tokens"], writer.facts["rows"] = digests
         writer.arrays.update(bounds=bounds, numbers=numbers)
-        writer.facts["tokens"], writer.facts["rows"] = digests.hexdigests()
 
     inputs = None
     num_bytes = 0

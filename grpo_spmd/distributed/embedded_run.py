@@ -23,7 +23,7 @@ from grpo_spmd.distributed import doctor, exit, interrupt
 # Our own signal: it interrupts the main thread after the doctor has ended the run, whatever that
 # thread waits for.
 _STOP_SIGNAL = signal.SIGURG
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, _STOP_SIGNAL)
+_SIGNALS = (signal.SIGINT, *interrupt.SIGNALS, _STOP_SIGNAL)
 # What start_session sets if torchrun has not. A later run has its own port.
 _LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

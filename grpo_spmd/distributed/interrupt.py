@@ -25,6 +25,8 @@ from grpo_spmd.distributed.processes import in_debugger
 
 # Called with 1 at the first press, 2 at the second, ...
 Answer = Callable[[int], None]
+# Other signals that stop a run. SIGHUP: the terminal was closed, or its ssh connection has ended.
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 # One press may arrive as several signals: from the terminal and from torchrun, or from a held key.
 _ONE_PRESS_S = 1.0
 # The first rank of a node prints before the others exit.

@@ -30,8 +30,6 @@ from grpo_spmd.files import write_durably
 from grpo_spmd.records import ScoredRollouts
 
 _log = logging.getLogger("grpo_spmd")
-# SIGHUP: the terminal was closed, or its ssh connection has ended.
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 MARKER = "preempted.json"
 # Steps whose times count; most likely more than lie between two evaluations.
 _NUM_RECENT = 200
@@ -217,7 +215,7 @@ class Preemption:
             raise Preempted(agreed_reason)
 
     def _take_signals(self) -> None:
-        for number in SIGNALS:
+        for number in interrupt.SIGNALS:
             handler = signal.getsignal(number)
             is_nohup = number == signal.SIGHUP and handler == signal.SIG_IGN
             if handler != self._on_signal and not is_nohup:
