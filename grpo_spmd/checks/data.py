@@ -14,7 +14,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from grpo_spmd.config.coerce import foreign_parameter_hint
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import DataConfig
 from grpo_spmd.data.cache import digest_of, versions_of
@@ -45,7 +44,7 @@ def check_prompts_early(
         if settings is None or template is None:
             # A template that cannot be read here may still be one that transformers reads.
             if settings is not None and not any(folder.glob("*chat_template*")):
-                raise ConfigError(no_template(rows[first_chat].where, config))
+                raise ConfigError(no_template(rows[first_chat].where))
             return
         render = renderer(template, settings)
         if render is None:
@@ -118,7 +117,8 @@ def check_columns(
             available = ", ".join(sorted(columns)) or "none"
             raise ConfigError(
                 f"{reader} needs the column {name!r}, which {source} does not have; besides the "
-                f"prompt it has {available}{foreign_parameter_hint(name)}"
+                f"prompt it has {available}; a reward function is fn(prompts, completions, "
+                "completion_ids, **columns), lists in, a list of numbers out"
             )
 
 

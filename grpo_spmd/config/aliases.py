@@ -7,24 +7,14 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Iterator, Mapping
+import re
 from pathlib import Path
 from typing import NamedTuple
 
+from grpo_spmd.config.describe import flat
+
 # Last parts of their names that say too little without the section before them.
-_AMBIGUOUS_NAMES = [
-    "name",
-    "path",
-    "enable",
-    "interval",
-    "type",
-    "len",
-    "dataset",
-    "env",
-    "freq",
-    "offline",
-    "steps",
-]
+_AMBIGUOUS_NAME = re.compile(r"name|path|enable|interval|type|len|dataset|env|freq|offline|steps")
 
 
 class Alias(NamedTuple):
@@ -60,7 +50,7 @@ def translate_key(key: str, value: object = None) -> str | None:
     """Returns the error line for an unknown key, or for a key inside the section `value`, that some
     trainer knows; None if no trainer knows it."""
     # A key inside the section says more than the section; a longer suffix more than a shorter one.
-    for name in (*_keys_below(key, value), key):
+    for name in (*flat(value, key), key):
         for suffix in _suffixes(name):
             if line := _error_line(name, _find_aliases(suffix)):
                 return line
@@ -70,7 +60,7 @@ def translate_key(key: str, value: object = None) -> str | None:
 def translate_last_part(key: str) -> str | None:
     """Does the same for a key without a section, by the last part of their names: "train_files" is
     verl's data.train_files."""
-    if "." in key or key in _AMBIGUOUS_NAMES:
+    if "." in key or _AMBIGUOUS_NAME.fullmatch(key):
         return None
     return _error_line(key, _find_aliases(key.replace("-", "_"), by_last_part=True))
 
@@ -85,33 +75,13 @@ def translate_misspelt_key(key: str) -> str | None:
     return None
 
 
-def equivalent_key(name: str) -> str | None:
-    """Returns our key that takes the value of their key `name` unchanged; None if there is none.
-
-    That needs one key only, without a note, and the same in every trainer that has the name.
-    """
-    for suffix in _suffixes(name):
-        if aliases := _find_aliases(suffix):
-            targets = {str(alias) for alias in aliases}
-            is_same = len(targets) == 1 and len(aliases[0].keys) == 1 and not aliases[0].note
-            return aliases[0].keys[0] if is_same else None
-    return None
-
-
 def _suffixes(name: str) -> list[str]:
     """Returns the dotted name, and its ends without the first section, the first two, ...
 
-    They are written as ours are: no dash in front, and "_" for "-".
+    They are written as ours are: no dash in front, "_" for "-", and no index at the end.
     """
-    names = name.removeprefix("-").replace("-", "_").split(".")
+    names = re.sub(r"^-|(\.\d+)+$", "", name).replace("-", "_").split(".")
     return [".".join(names[start:]) for start in range(len(names))]
-
-
-def _keys_below(key: str, value: object) -> Iterator[str]:
-    """Yields the dotted names of all values in a section."""
-    for name, inner in value.items() if isinstance(value, Mapping) else ():
-        below = f"{key}.{name}"
-        yield from _keys_below(below, inner) if isinstance(inner, Mapping) and inner else (below,)
 
 
 def _find_aliases(name: str, *, by_last_part: bool = False) -> list[Alias]:

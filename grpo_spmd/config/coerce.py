@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
-import operator
 import os
 import re
-import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import date
-from typing import Any, Union
+from typing import Any
 
 import msgspec
 
@@ -26,31 +24,41 @@ from grpo_spmd.config.aliases import (
     translate_last_part,
     translate_misspelt_key,
 )
-from grpo_spmd.config.describe import default_of, flat, help_texts, join_key, type_name
+from grpo_spmd.config.describe import (
+    UNIONS,
+    default_of,
+    flat,
+    help_texts,
+    is_section,
+    join_key,
+    type_name,
+)
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.config.schema import Config, RewardConfig
+from grpo_spmd.config.schema import Config, FilePath, RewardConfig
 
 # Control characters and line separators. In a path or a name they only mislead.
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _MULTILINE_KEYS = ("prompt_template", "system_prompt", "args", "rewards", "engine")
-_COMPARISONS = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
-_NULLS = (None, "None", "null")
-_MAX_INT = 1 << 63
+NULLS = (None, "None", "null")
+_MAX_NUMBER = 1 << 63
 # The limits of Linux.
 _MAX_PATH_BYTES = 4000
 _MAX_NAME_BYTES = 255
-_CURLY_QUOTES = ("\u201c\u201d", "\u2018\u2019", "\u201e\u201c")
+_CURLY_QUOTES = ("\u201c", "\u2018", "\u201e")
+# A run_dir that is a URL or holds a variable. A `~` is still there only if its user is unknown.
+_NO_FOLDER = re.compile(r"~|[a-zA-Z][\w+.-]*://|.*\$[{\w]")
 
 
 def build(cls: type, tree: Any, prefix: str) -> Any:
     """Returns dataclass `cls` built from a mapping; `prefix` is its dotted key, "" at the root."""
-    tree = {} if tree in _NULLS else tree
+    tree = {} if tree in NULLS else tree
     if not isinstance(tree, Mapping):
-        remedy = _section_remedy(prefix, tree)
+        is_reward = prefix.startswith("rewards.")
+        remedy = "; write {name: NAME} or {function: 'file.py:fn'}" if is_reward else ""
         raise ConfigError(f"{prefix}: expected a section (a mapping), got {tree!r}{remedy}")
     # Hints are strings in the source, so they are evaluated in the schema's module.
     fields = {field.name: field for field in dataclasses.fields(cls)}
-    hints = typing.get_type_hints(cls)
+    hints = typing.get_type_hints(cls, include_extras=True)
     # Unknown keys first: a misspelt key would else be reported as one that is missing.
     for name in tree:
         if name not in fields:
@@ -61,10 +69,12 @@ def build(cls: type, tree: Any, prefix: str) -> Any:
         if name in tree:
             try:
                 values[name] = _checked(coerce(hints[name], tree[name], key), field, key)
+                if FilePath in _options(hints[name]):
+                    values[name] = _expand_paths(values[name], key)
             except ConfigError as error:
                 raise ConfigError(f"{error}{_value_remedy(key, tree[name], hints[name])}") from None
-        elif dataclasses.is_dataclass(hints[name]):
-            values[name] = build(typing.cast(type, hints[name]), {}, key)
+        elif is_section(hints[name]):
+            values[name] = build(hints[name], {}, key)
         elif default_of(field) is dataclasses.MISSING:
             raise ConfigError(f"{key} is required and missing: {help_texts(cls)[name]}")
     return cls(**values)
@@ -72,24 +82,19 @@ def build(cls: type, tree: Any, prefix: str) -> Any:
 
 def coerce(hint: Any, value: Any, key: str) -> Any:
     """Returns `value` as the declared type. PyYAML reads "lr: 1e-6" as text; here it is a float."""
-    if dataclasses.is_dataclass(hint):
-        return build(typing.cast(type, hint), value, key)
+    if is_section(hint):
+        return build(hint, value, key)
     value = _interpret(hint, value)
     [item_hint, *_] = typing.get_args(hint) or [None]
-    is_wrong = False
-    if dataclasses.is_dataclass(item_hint) and isinstance(value, list | tuple):
-        section = typing.cast(type, item_hint)
-        return tuple(build(section, item, f"{key}.{i}") for i, item in enumerate(value))
+    if is_section(item_hint) and isinstance(value, list | tuple):
+        return tuple(build(item_hint, item, f"{key}.{i}") for i, item in enumerate(value))
     # strict=False lets msgspec read numbers from text and whole numbers from floats.
-    try:
+    with suppress(msgspec.ValidationError):
         result = msgspec.convert(value, hint, strict=False)
         # 0, 1 and "true" are bools for msgspec.
-        is_wrong = isinstance(result, bool) and not isinstance(value, bool)
-    except msgspec.ValidationError:
-        is_wrong = True
-    if is_wrong:
-        raise ConfigError(f"{key} must be {type_name(hint)}; got {value!r}")
-    return result
+        if isinstance(value, bool) or not isinstance(result, bool):
+            return result
+    raise ConfigError(f"{key} must be {type_name(hint)}; got {value!r}")
 
 
 _DTYPES = {
@@ -117,13 +122,13 @@ def _interpret(hint: Any, value: Any) -> Any:
     if value is None and any(typing.get_origin(option) is dict for option in options):
         return {}
     is_number = isinstance(value, int | float | date) and not isinstance(value, bool)
-    return str(value) if str in options and is_number else value
+    is_text = str in options or FilePath in options
+    return str(value) if is_text and is_number else value
 
 
 def _options(hint: Any) -> Sequence[Any]:
     """Returns the types of a union, or the one type."""
-    is_union = typing.get_origin(hint) in (Union, types.UnionType)
-    return typing.get_args(hint) if is_union else (hint,)
+    return typing.get_args(hint) if typing.get_origin(hint) in UNIONS else (hint,)
 
 
 def _words(hint: Any) -> list[Any]:
@@ -132,30 +137,25 @@ def _words(hint: Any) -> list[Any]:
 
 
 def _checked(value: Any, field: dataclasses.Field[Any], key: str) -> Any:
-    """Returns the checked value of a declared key, with `~` in paths replaced.
+    """Returns the checked value of a declared key.
 
-    All numbers must be finite and in bounds, required text must not be empty, and no text may hold
-    control characters. Raises ConfigError.
+    All numbers must be finite, required text must not be empty, and no text may hold control
+    characters. Raises ConfigError.
     """
-    bounds = field.metadata.get("bounds", {})
     for name, leaf in flat(list(value) if isinstance(value, tuple) else value, key).items():
         # YAML also has dates, sets and bytes, which JSON has not.
         if isinstance(leaf, date | set | bytes):
             raise ConfigError(f"{name} must be text or a number; got {leaf!r}")
-        if isinstance(leaf, int | float):
-            if not abs(leaf) < (_MAX_INT if isinstance(leaf, int) else math.inf):
-                rule = "must be a finite number, and below 2^63 if it is whole"
-                raise ConfigError(f"{name} {rule}; got {leaf}")
-            if not all(_COMPARISONS[sign](leaf, bound) for sign, bound in bounds.items()):
-                rule = " and ".join(f"{sign} {bound:g}" for sign, bound in bounds.items())
-                raise ConfigError(f"{name} must be {rule}; got {leaf}")
+        if isinstance(leaf, int | float) and not abs(leaf) < _MAX_NUMBER:
+            raise ConfigError(f"{name} must be a finite number, and below 2^63; got {leaf}")
         if isinstance(leaf, str) and field.name not in _MULTILINE_KEYS and CONTROL.search(leaf):
-            rule = "must not contain a control character, as a line break is"
-            raise ConfigError(f"{name} {rule}; got {leaf!r}")
+            raise ConfigError(
+                f"{name} must not contain a control character, as a line break is; got {leaf!r}"
+            )
     is_required = default_of(field) is dataclasses.MISSING
     if is_required and isinstance(value, str) and not value.strip():
         raise ConfigError(f"{key} must not be empty; got {value!r}")
-    return _expand_paths(value, key) if field.metadata.get("is_path") else value
+    return value
 
 
 def _expand_paths(value: Any, key: str) -> Any:
@@ -168,40 +168,18 @@ def _expand_paths(value: Any, key: str) -> Any:
         return {name: _expand_paths(path, join_key(key, name)) for name, path in value.items()}
     if not isinstance(value, str):
         return value
-    names = value.split("/")
-    if len(os.fsencode(value)) > _MAX_PATH_BYTES or any(
-        len(os.fsencode(name)) > _MAX_NAME_BYTES for name in names
-    ):
+    sizes = [len(os.fsencode(name)) for name in value.split("/")]
+    if max(sizes) > _MAX_NAME_BYTES or sum(sizes) > _MAX_PATH_BYTES:
         rule = f"a path has {_MAX_PATH_BYTES} bytes at the most, and a name in it {_MAX_NAME_BYTES}"
         raise ConfigError(f"{key}: {value[:40]}... is too long for a path: {rule}")
-    if value[:1] + value[-1:] in _CURLY_QUOTES:
+    if value.startswith(_CURLY_QUOTES):
         rule = "has the quotes of a text processor around it; write it without"
         raise ConfigError(f"{key}: {value} {rule}")
     expanded = os.path.expanduser(value)
-    if key == "run_dir":
-        _check_run_dir(expanded)
+    if key == "run_dir" and _NO_FOLDER.match(expanded):
+        rule = "must be a folder: no URL, no variable (the shell expands it on the command line)"
+        raise ConfigError(f"run_dir: {expanded} {rule}, and no unknown user's home")
     return expanded
-
-
-# What a run_dir cannot be, and why. A `~` is still there only if its user is unknown.
-_REFUSED_RUN_DIRS = (
-    (
-        r"[a-zA-Z][\w+.-]*://.*",
-        "it is a URL, and checkpoints are written to a folder; mount it, and name that",
-    ),
-    (
-        r".*\$[{\w].*",
-        "variables are not expanded in a config: give it on the command line, where the shell does",
-    ),
-    (r"~.*", "there is no such user, or it has no home; name the folder itself"),
-)
-
-
-def _check_run_dir(expanded: str) -> None:
-    """Raises ConfigError for a run_dir that names another place than its text says, or none."""
-    for pattern, rule in _REFUSED_RUN_DIRS:
-        if re.fullmatch(pattern, expanded):
-            raise ConfigError(f"run_dir: {expanded}: {rule}")
 
 
 def key_names(cls: type, prefix: str = "") -> list[str]:
@@ -209,8 +187,8 @@ def key_names(cls: type, prefix: str = "") -> list[str]:
     names = []
     for name, hint in typing.get_type_hints(cls).items():
         names.append(join_key(prefix, name))
-        if dataclasses.is_dataclass(hint):
-            names += key_names(typing.cast(type, hint), names[-1])
+        if is_section(hint):
+            names += key_names(hint, names[-1])
     return names
 
 
@@ -223,8 +201,10 @@ def unknown_key(key: str, prefix: str, value: Any) -> str:
     # In the order of how sure the answer is: a name of another trainer comes before a guess.
     if "." in name and (key in key_names(Config) or name.startswith("rewards.")):
         section, _, last_name = key.rpartition(".")
-        rule = "a key with a dot is for the command line; in the file write"
-        return f"{key}: {rule} {section}: {{{last_name}: {value}}}"
+        return (
+            f"{key}: a key with a dot is for the command line; in the file write {section}: "
+            f"{{{last_name}: {value}}}"
+        )
     if translation := translate_key(key, value):
         return translation
     if not keys_named(name, key_names(Config)) and (translation := translate_last_part(key)):
@@ -277,72 +257,18 @@ def _extremes(name: str) -> list[str]:
     return re.findall(r"min|max|low|high", name)
 
 
-# How people write numbers, for any key: a pattern and the number as YAML has it.
-_NUMBERS = (
-    (r"[+-]?[1-9]\d{0,2}([,_ ]\d{3})+", lambda text: re.sub(r"[,_ ]", "", text)),
-    (r"[+-]?\d+,\d+", lambda text: f"{text.replace(',', '.')}, with a point"),
-    (
-        r"\d+(\.\d+)?[kK]",
-        lambda text: f"{float(text[:-1]) * 1000:.0f}, or {float(text[:-1]) * 1024:.0f}",
-    ),
-    (r"\d+(\.\d+)?[mM]", lambda text: f"{float(text[:-1]) * 1e6:.0f}"),
-    (r"\d+(\.\d+)? ?%", lambda text: f"{float(text.rstrip(' %')) / 100:g}, as a share"),
-)
-
-
 def find_remedy(key: str, value: str) -> str | None:
     """Returns what remedies.tsv advises for this value of a key; "--" is the key of options."""
     for known_key, pattern, remedy in read_table("remedies.tsv"):
-        if known_key == key and re.fullmatch(pattern, value, re.DOTALL):
+        if known_key in (key, "*") and re.fullmatch(pattern, value, re.DOTALL):
             return remedy.replace("VALUE", value)
     return None
 
 
 def _value_remedy(key: str, value: Any, hint: Any) -> str:
     """Returns what is added to the line that refuses this value; "" where its rule is enough."""
-    # The table knows this key, and the rules below only the form of the value.
     if remedy := find_remedy(key, str(value)):
         return f"; {remedy}"
-    for pattern, rewrite in _NUMBERS:
-        if isinstance(value, str) and re.fullmatch(pattern, value):
-            return f"; write {rewrite(value)}"
     words = [word for word in _words(hint) if isinstance(word, str)]
     similar = difflib.get_close_matches(str(value).lower(), words, n=1)
     return f"; did you mean {similar[0]}?" if similar and value not in words else ""
-
-
-def _section_remedy(prefix: str, value: Any) -> str:
-    """Returns what is added where a section is expected and something else is written."""
-    if not isinstance(value, str):
-        return ""
-    if prefix.startswith("rewards."):
-        return f"; {{function: '{value}'}}" if ".py:" in value else f"; {{name: {value}}}"
-    match = re.fullmatch(r"(\w+):(\S+)", value)
-    return f"; a blank is missing after the colon: {match[1]}: {match[2]}" if match else ""
-
-
-# Parameters of reward functions in other trainers. No column of a row has such a name.
-_FOREIGN_PARAMETERS = [
-    "data_source",
-    "solution_str",
-    "ground_truth",
-    "extra_info",
-    "queries",
-    "labels",
-    "completion",
-    "prompt",
-    "response",
-    "responses",
-    "reward_kwargs",
-]
-
-
-def foreign_parameter_hint(parameter: str) -> str:
-    """Returns what is added to the line for a reward function that asks for an unknown column."""
-    if parameter not in _FOREIGN_PARAMETERS:
-        return ""
-    signature = "fn(prompts, completions, completion_ids, **columns)"
-    return (
-        f"; {parameter!r} is of another trainer's signature: "
-        f"here it is {signature}, lists in, a list of numbers out"
-    )

@@ -9,10 +9,9 @@ import re
 import shlex
 import sys
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 
-from grpo_spmd.config.aliases import equivalent_key, translate_key
-from grpo_spmd.config.coerce import find_remedy, key_names, keys_named
+from grpo_spmd.config.coerce import find_remedy, key_names, unknown_key
 from grpo_spmd.config.errors import ConfigError, refuse
 from grpo_spmd.config.schema import Config
 
@@ -35,11 +34,12 @@ class OverridesParser(OneLineParser):
         takes_value = {
             name: action.nargs != 0 for name, action in self._option_string_actions.items()
         }
-        for error in _misspelt_words(words, takes_value):
-            refuse(ConfigError(error))
-        args = self.parse_intermixed_args(words)
-        for error in _repeated_keys(words, args.overrides):
-            refuse(ConfigError(error))
+        try:
+            _check_words(words, takes_value)
+            args = self.parse_intermixed_args(words)
+            _check_repeated_keys(words, args.overrides)
+        except ConfigError as error:
+            refuse(error)
         return args
 
 
@@ -58,81 +58,52 @@ def number_of_ranks(num_ranks: int | None = None) -> int:
     return num_ranks or int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def _repeated_keys(words: Sequence[str], overrides: Sequence[str]) -> Iterator[str]:
-    """Yields an error for each key with two values: nobody can know which one was meant."""
+def _check_repeated_keys(words: Sequence[str], overrides: Sequence[str]) -> None:
+    """Raises ConfigError for a key with two values: nobody can know which one was meant."""
     if sum(word.partition("=")[0] == "--config" for word in words) > 1:
-        rule = "a run has one file, whose values overrides replace: section.key=value"
-        yield f"--config is given twice; {rule}"
+        raise ConfigError(
+            "--config is given twice; a run has one file, whose values overrides replace: "
+            "section.key=value"
+        )
     values: dict[str, str] = {}
     for override in overrides:
         name, _, value = override.partition("=")
         if values.setdefault(name, value) != value and name not in _REPEATABLE_KEYS:
-            yield f"{name} is given twice, with two values; leave one out"
+            raise ConfigError(f"{name} is given twice, with two values; leave one out")
 
 
-def _misspelt_words(words: Sequence[str], takes_value: dict[str, bool]) -> Iterator[str]:
-    """Yields an error for each word that is no option, no value of an option and no override."""
+def _check_words(words: Sequence[str], takes_value: Mapping[str, bool]) -> None:
+    """Raises ConfigError for a word that is no option, no value of an option and no override."""
     # Words are taken from the front; an option takes its value with it.
     remaining_words = list(words)
     while remaining_words:
-        word = remaining_words.pop(0)
-        name, equals, text = word.partition("=")
+        name, equals, text = remaining_words.pop(0).partition("=")
+        next_word = remaining_words[0] if remaining_words else ""
         option = re.fullmatch(r"--?([A-Za-z][\w.-]*)", name)
-        is_key = not text and re.fullmatch(r"[A-Za-z_][\w.]*", name)
-        if word in takes_value or name in takes_value:
-            if takes_value.get(name) and not equals and remaining_words:
-                remaining_words.pop(0)
+        # Anything but an option or another override.
+        is_value = next_word and not re.match(r"-{1,2}[A-Za-z]|[A-Za-z_][\w.]*=", next_word)
+        if name in takes_value:
+            if takes_value[name] and not equals:
+                del remaining_words[:1]
         elif option:
-            value = text if equals else _pop_value(remaining_words)
             # A similar option counts more than a fixed remedy.
             similar = difflib.get_close_matches(name, takes_value, n=1, cutoff=0.8)
             remedy = find_remedy("--", option[1].replace("-", "_"))
             if similar:
                 remedy = f"did you mean {similar[0]}?"
-            rule = f"{name}: no such option; {remedy}"
-            yield rule if remedy else _advise(option[1], value, "an override has no dashes")
-        elif is_key and (remaining_words[:1] == ["="] or _is_value(remaining_words)):
+            if remedy:
+                raise ConfigError(f"{name}: no such option; {remedy}")
+            value = text if equals else next_word if is_value else "value"
+            raise ConfigError(_advise(option[1], value, "an override has no dashes"))
+        elif is_value and not text and re.fullmatch(r"[A-Za-z_][\w.]*", name):
             # "key = value", "key =value", "key= value" or "key value"
-            value = remaining_words.pop(0)[1:] if remaining_words[0].startswith("=") else ""
-            value = value or _pop_value(remaining_words)
-            yield _advise(name, value, "no spaces around the equals sign")
+            value = "".join(remaining_words[:2]) if next_word == "=" else next_word
+            raise ConfigError(_advise(name, value.lstrip("="), "no spaces around the equals sign"))
 
 
-def _is_value(words: Sequence[str]) -> bool:
-    """Returns True if the first of `words` can only be the value of the word before it."""
-    if not words:
-        return False
-    is_option_or_override = re.match(r"-{1,2}[A-Za-z]|[A-Za-z_][\w.]*=", words[0])
-    return words[0].startswith("=") or not is_option_or_override
-
-
-def _pop_value(words: list[str]) -> str | None:
-    """Removes the first of `words` if it is a value, and returns it; else returns None."""
-    return words.pop(0) if _is_value(words) else None
-
-
-def _advise(name: str, value: str | None, rule: str) -> str:
-    """Returns the error with the override that was probably meant, under our key's name."""
-    all_keys = key_names(Config)
-    key = name
-    translation = None
-    if name not in all_keys and not name.startswith("rewards."):
-        translation = translate_key(name)
-        if translation is None:
-            key = name.replace("-", "_")
-            same_name = keys_named(key.rpartition(".")[2], all_keys)
-            if len(same_name) == 1:
-                key = same_name[0]
-            elif "." not in name:
-                return f"{name}: neither an option nor a key; --help lists both"
-    if translation is not None:
-        if "nothing here" in translation:
-            return translation
-        # The line names our keys: "here optimizer.lr (...)". The value is copied only where it
-        # means the same.
-        lists = re.findall(r"here ([\w., ]+?)(?= \(|;|$)", translation)
-        keys = {key for names in lists for key in names.split(", ")}
-        key = keys.pop() if len(keys) == 1 else "section.key"
-        value = value if equivalent_key(name) else None
-    example = shlex.quote(f"{key}={'value' if value is None else value}")
-    return f"{translation}; {rule}: {example}" if translation else f"{name}: {rule}: {example}"
+def _advise(name: str, value: str, rule: str) -> str:
+    """Returns the error with the override that was probably meant."""
+    if name in key_names(Config) or name.startswith("rewards."):
+        return f"{name}: {rule}: {shlex.quote(f'{name}={value}')}"
+    error = unknown_key(name, name.rpartition(".")[0], value)
+    return f"{error}; {rule}: section.key=value"

@@ -16,7 +16,7 @@ import textwrap
 import types
 import typing
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple, Union
+from typing import Annotated, Any, Literal, NamedTuple, TypeGuard, Union
 
 from grpo_spmd.config.schema import Config, RewardConfig
 
@@ -30,17 +30,12 @@ class KeyText(NamedTuple):
     meaning: str
 
 
-# A longer word is broken at its bars, or no line could hold it.
-_MAX_WORD_LENGTH = 50
-
-
 def describe_keys(columns: int = 80) -> str:
     """Returns all keys for `--help`, in lines of at most `columns` characters."""
     lines = []
     for key in _key_texts(Config, ""):
-        values = key.values
-        if len(values) > _MAX_WORD_LENGTH:
-            values = values.replace("|", " | ")
+        # A long list of words is broken at its bars, or no line could hold it.
+        values = key.values.replace("|", " | ")
         default = f"default {key.default}" if key.default else "required"
         head = f"{key.name}  ({values}; {default})"
         for text, indent in ((head, "  "), (key.meaning, "      ")):
@@ -58,8 +53,8 @@ def describe_keys(columns: int = 80) -> str:
 def keys_as_markdown() -> str:
     """Returns all keys as Markdown tables: the keys without a section, then one table a section."""
     lines = []
-    # Keys without a section come first; the sort is stable.
     section = None
+    # Keys without a section come first; the sort is stable.
     for key in sorted(_key_texts(Config, ""), key=lambda key: "." in key.name):
         heading = key.name.split(".")[0] if "." in key.name else "Without a section"
         if heading != section:
@@ -72,23 +67,43 @@ def keys_as_markdown() -> str:
     return "\n".join(lines[1:])
 
 
+UNIONS = (Union, types.UnionType)
+_SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+
+
 def type_name(hint: Any) -> str:
-    """Returns a type in words that a user of YAML knows."""
+    """Returns a type, with its bounds, in words that a user of YAML knows."""
     origin = typing.get_origin(hint)
+    args = typing.get_args(hint)
     if origin is Literal:
-        return "|".join(map(str, typing.get_args(hint)))
-    if origin in (Union, types.UnionType):
-        return " or ".join(type_name(arg) for arg in typing.get_args(hint))
+        return "|".join(map(str, args))
+    if origin in UNIONS:
+        return " or ".join(map(type_name, args))
+    if origin is Annotated:
+        return type_name(args[0]) + _bounds(hint)
     names = {
         bool: "true or false",
         int: "a whole number",
         float: "a number",
         str: "text",
         type(None): "null",
-        tuple: "a list" if ... in typing.get_args(hint) else "a list of 2 numbers",
+        tuple: "a list" if ... in args else "a list of 2 numbers",
         dict: "a mapping",
     }
-    return names[origin or hint]
+    # The bounds of numbers in a list or a mapping.
+    return names[origin or hint] + "".join(_bounds(arg) for arg in args[-1:])
+
+
+def _bounds(hint: Any) -> str:
+    """Returns " >= 0 and < 1" for a type of numbers with these bounds; "" for other types."""
+    metadata = getattr(hint, "__metadata__", [None])[0]
+    bounds = {sign: getattr(metadata, name, None) for name, sign in _SIGNS.items()}
+    return " and".join(f" {sign} {bound:g}" for sign, bound in bounds.items() if bound is not None)
+
+
+def is_section(hint: Any) -> TypeGuard[type]:
+    """Returns True for the type of a section or of an entry in a list of them."""
+    return dataclasses.is_dataclass(hint)
 
 
 @functools.cache
@@ -111,26 +126,22 @@ def default_of(field: dataclasses.Field[Any]) -> Any:
 
 
 def _key_texts(cls: type, prefix: str) -> Iterator[KeyText]:
-    hints, meanings = typing.get_type_hints(cls), help_texts(cls)
+    hints = typing.get_type_hints(cls, include_extras=True)
+    meanings = help_texts(cls)
     for field in dataclasses.fields(cls):
         hint = hints[field.name]
         name = join_key(prefix, field.name)
-        if dataclasses.is_dataclass(hint):
-            yield from _key_texts(typing.cast(type, hint), name)
+        if is_section(hint):
+            yield from _key_texts(hint, name)
         elif name == "rewards":
             yield from _key_texts(RewardConfig, "rewards.N")
         else:
-            # "text or null" with bounds reads "text >= 1 or null".
-            kind, null, _ = type_name(hint).partition(" or null")
-            bounds = " and".join(
-                f" {sign} {bound:g}" for sign, bound in field.metadata.get("bounds", {}).items()
-            )
             default = default_of(field)
             if default is dataclasses.MISSING:
                 default = ""
             elif not isinstance(default, str):
                 default = json.dumps(default)
-            yield KeyText(name, default, f"{kind}{bounds}{null}", meanings[field.name])
+            yield KeyText(name, default, type_name(hint), meanings[field.name])
 
 
 def join_key(prefix: str, name: str) -> str:
@@ -233,27 +244,21 @@ def redact_arguments(arguments: Sequence[str]) -> list[str]:
     In `--api-key VALUE` the secret is an argument of its own.
     """
     arguments_shown = []
-    previous = ""
     # The line goes into the run folder, so that its length is bounded.
-    for argument in arguments[:_MAX_ARGUMENTS]:
-        is_option = previous.startswith("-") and "=" not in previous
-        is_value = is_option and not argument.startswith("-")
+    for previous, argument in itertools.pairwise(["", *arguments[:_MAX_ARGUMENTS]]):
+        is_value = re.match(r"-[^=]*$", previous) and not argument.startswith("-")
         is_secret = is_value and _is_secret(previous, argument)
         arguments_shown.append(
             "<redacted>" if is_secret else redact(argument[:_MAX_ARGUMENT_LENGTH])
         )
-        previous = argument
     return arguments_shown
 
 
 def _is_secret(name: str, value: str) -> bool:
-    name_parts = name.strip("-").split(".")
+    name_parts = {*name.strip("-").split(".")} - _declared_names()
     # "max_tokens 512" is a number of tokens, not a token.
-    is_named = any(
-        SECRET_NAME.search(name_part) and name_part not in _declared_names()
-        for name_part in name_parts
-    )
-    return is_named and not (name.endswith("tokens") and re.fullmatch(r"[\d.e+-]+", value))
+    is_count = name.endswith("tokens") and re.fullmatch(r"[\d.e+-]+", value)
+    return not is_count and any(map(SECRET_NAME.search, name_parts))
 
 
 @functools.cache

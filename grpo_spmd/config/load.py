@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from grpo_spmd.config.coerce import CONTROL, build, unknown_key
+from grpo_spmd.config.coerce import CONTROL, NULLS, build, unknown_key
 from grpo_spmd.config.describe import flat, flatten_config, join_key
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.recipes import read_recipes
@@ -50,18 +50,17 @@ def load_config_with_sources(
     for override in overrides:
         name, value = apply_override(tree, override)
         # Sources below this key are gone with the value that held them.
-        sources = {
-            key: source
-            for key, source in sources.items()
-            if key != name and not key.startswith(f"{name}.")
-        }
-        for inner in flat(value):
-            sources[join_key(name, inner) if inner else name] = "command line"
+        sources = {key: sources[key] for key in sources if not f"{key}.".startswith(f"{name}.")}
+        sources |= dict.fromkeys(flat(value, name), "command line")
     config = build_config(tree, on_cpu=on_cpu)
-    return config, {
-        key: _describe_source(key, value, sources.get(key, "default"), tree)
-        for key, value in flatten_config(config).items()
-    }
+    recipe = recipe_of(tree)
+    origin = f"{FROM_RECIPE} {tree.get('algorithm')}"
+    final_sources = {}
+    for key, value in flatten_config(config).items():
+        final_sources[key] = sources.get(key, origin if key in recipe else "default")
+        if key in sources and recipe.get(key, value) != value:
+            final_sources[key] += f", in place of {json.dumps(recipe[key])} {origin}"
+    return config, final_sources
 
 
 def build_config(tree: dict[str, Any], *, on_cpu: bool = False) -> Config:
@@ -92,8 +91,9 @@ def read_tree(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"--config: cannot read {path}: {reason}{path_remark(path)}") from None
     if len(text) > _MAX_FILE_BYTES:
-        limit = f"{_MAX_FILE_BYTES >> 20} MiB, which no config is"
-        raise ConfigError(f"--config: {path} is larger than {limit}")
+        raise ConfigError(
+            f"--config: {path} is larger than {_MAX_FILE_BYTES >> 20} MiB, which no config is"
+        )
     sources: dict[str, str] = {}
     try:
         loader = StrictLoader(text)
@@ -130,8 +130,10 @@ def path_remark(path: Path) -> str:
         return ""
     # A shell expands variables, and a YAML file does not.
     if "$" in str(path):
-        remedy = "give it on the command line, where the shell does"
-        return f" (variables are not expanded in a config: {remedy})"
+        return (
+            " (variables are not expanded in a config: give it on the command line, where the "
+            "shell does)"
+        )
     if path.is_absolute():
         return ""
     try:
@@ -156,33 +158,32 @@ def apply_override(tree: dict[str, Any], override: str) -> tuple[str, Any]:
     try:
         value = yaml.load(text, Loader=StrictLoader)
     except YAML_ERRORS as error:
-        problem = getattr(error, "problem", None) or ""
-        reason = f": {problem}" if "base 8" in problem else ""
-        raise ConfigError(f"{name}: the value {text!r} is not valid YAML{reason}") from None
+        problem = getattr(error, "problem", None) or error
+        raise ConfigError(f"{name}: the value {text!r} is not valid YAML: {problem}") from None
     # Values are YAML as in the file, so that a list or a mapping can be given.
     # Walk down to the mapping or list that holds the key; missing sections are created.
     node: Any = tree
+    prefix = ""
     *parents, last_name = name.split(".")
-    for depth, parent in enumerate(parents):
-        prefix = ".".join(parents[: depth + 1])
-        if isinstance(node, list):
-            node = node[_list_index(node, parent, prefix)]
-        elif isinstance(node, dict):
-            if node.get(parent) is None:
-                node[parent] = {}
-            node = node[parent]
+    for parent in parents:
+        prefix = join_key(prefix, parent)
+        if isinstance(node, dict) and node.get(parent) is None:
+            node[parent] = {}
+        node = node[_index(node, parent, prefix)]
         if not isinstance(node, dict | list):
             raise ConfigError(f"{name}: {prefix} is a value, not a section")
-    node[_list_index(node, last_name, name) if isinstance(node, list) else last_name] = value
+    node[_index(node, last_name, name)] = value
     return name, value
 
 
-def _list_index(node: list[Any], text: str, prefix: str) -> int:
+def _index(node: dict[str, Any] | list[Any], text: str, key: str) -> Any:
+    """Returns the index in a list, or the name in a mapping, that `text` is."""
+    if isinstance(node, dict):
+        return text
     if not text.isdecimal() or int(text) >= len(node):
-        example = "[{name: exact}, {name: gsm8k}]" if prefix.startswith("rewards.") else "[...]"
         raise ConfigError(
-            f"{prefix}: {text!r} is not an index into a list of {len(node)}; "
-            f"to add one, give the whole list: {prefix.split('.')[0]}={example}"
+            f"{key}: {text!r} is not an index into a list of {len(node)}; "
+            f"to add one, give the whole list: {key.split('.')[0]}=[...]"
         )
     return int(text)
 
@@ -222,32 +223,28 @@ class StrictLoader(yaml.SafeLoader):
         # An alias inside the node that it stands for has no size yet: it never ends.
         self._num_values += self._sizes.get(node, _MAX_VALUES) if is_alias else 1
         self._sizes[node] = self._num_values - values_before
-        is_int = isinstance(node, yaml.ScalarNode) and node.tag.endswith(":int")
-        if node is not None and is_int and re.match(r"[-+]?0\d", node.value):
-            remedy = "leave the zeros at its front out, or put text in quotes"
-            rule = f"{node.value} is to the base 8 for YAML; {remedy}"
-            raise yaml.composer.ComposerError(None, None, rule, node.start_mark)
-        # Python takes long to read "1:2:3:...", and refuses to print a long hexadecimal number.
-        is_long = node is not None and is_int and len(node.value) > _MAX_DIGITS
-        if node is not None and (is_long or self._num_values > _MAX_VALUES):
-            rule = (
-                f"more than {_MAX_VALUES} values, aliases written out, "
-                f"or a number of more than {_MAX_DIGITS} digits"
-            )
+        rule = ""
+        if isinstance(node, yaml.ScalarNode) and node.tag.endswith(":int"):
+            # Python takes long to read "1:2:3:...", and refuses to print a long hexadecimal number.
+            if len(node.value) > _MAX_DIGITS:
+                rule = f"a number of more than {_MAX_DIGITS} digits"
+            elif re.match(r"[-+]?0\d", node.value):
+                remedy = "leave the zeros at its front out, or put text in quotes"
+                rule = f"{node.value} is to the base 8 for YAML; {remedy}"
+        if self._num_values > _MAX_VALUES:
+            rule = f"more than {_MAX_VALUES} values, aliases written out"
+        if node is not None and rule:
             raise yaml.composer.ComposerError(None, None, rule, node.start_mark)
         return node
 
 
 def _construct_mapping(loader: StrictLoader, node: yaml.MappingNode) -> dict[Any, Any]:
-    names: set[Any] = set()
+    # The keys of a merged mapping ("<<: *anchor"), which may be given again, are not there yet.
+    names: set[str] = set()
     for key_node, _ in node.value:
-        # The keys of a merged mapping ("<<: *anchor") may be given again.
-        if key_node.tag == "tag:yaml.org,2002:merge":
-            continue
-        name = loader.construct_object(key_node)
-        is_name = not isinstance(name, list | dict)
-        if not is_name or name in names:
-            rule = f"the key {name!r} is given twice" if is_name else "a key must be a name"
+        name = str(key_node.value)
+        if name in names:
+            rule = f"the key {name!r} is given twice"
             raise yaml.constructor.ConstructorError(None, None, rule, key_node.start_mark)
         names.add(name)
     return loader.construct_mapping(node, deep=True)
@@ -302,11 +299,10 @@ def _fill_in_recipe(tree: Mapping[str, Any], recipe: Mapping[str, Any]) -> dict[
     filled = dict(tree)
     for key, value in recipe.items():
         section, _, name = key.partition(".")
-        values = filled.get(section)
-        values = {} if values in (None, "None", "null") else values
+        values = {} if filled.get(section) in NULLS else filled[section]
         # Anything else is refused later, because it is no section.
         if isinstance(values, Mapping):
-            filled[section] = {name: value} | dict(values)
+            filled[section] = {name: value, **values}
     return filled
 
 
@@ -316,8 +312,9 @@ def _check_recipe_needs(config: Config) -> None:
         section, _, name = key.partition(".")
         is_served = section == "teacher" and config.teacher.is_on
         if not getattr(getattr(config, section), name) and not is_served:
-            remedy = "set it to a model's folder or hub id"
-            raise ConfigError(f"algorithm: {config.algorithm} needs {key}; {remedy}")
+            raise ConfigError(
+                f"algorithm: {config.algorithm} needs {key}; set it to a model's folder or hub id"
+            )
 
 
 def _recipe_remark(error: str, tree: Mapping[str, Any], recipe: Mapping[str, Any]) -> str:
@@ -330,18 +327,6 @@ def _recipe_remark(error: str, tree: Mapping[str, Any], recipe: Mapping[str, Any
         if key not in set_keys and re.search(rf"\b{re.escape(key)}\b", error)
     ]
     return f" (algorithm: {tree['algorithm']} sets {', '.join(values)})" if values else ""
-
-
-def _describe_source(key: str, value: Any, source: str, tree: Mapping[str, Any]) -> str:
-    """Returns where the value of `key` came from; `source` does not know of recipes yet."""
-    recipe = recipe_of(tree)
-    if key not in recipe:
-        return source
-    origin = f"{FROM_RECIPE} {tree['algorithm']}"
-    if source == "default":
-        return origin
-    is_same = recipe[key] == value
-    return source if is_same else f"{source}, in place of {json.dumps(recipe[key])} {origin}"
 
 
 # Under Windows (WSL 2) the device file is there for GPUs of any maker; the library is NVIDIA's.

@@ -12,7 +12,9 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
 
 from grpo_spmd.config.recipes import Algorithm
 
@@ -27,31 +29,31 @@ TRACKERS = ("wandb", "tensorboard", "trackio")
 # Names of the value head in checkpoints: in transformers' classifiers, in TRL, elsewhere.
 VALUE_HEADS = ("score", "value_head", "v_head", "v_head.summary")
 
-_SIGNS = {"above": ">", "at_least": ">=", "below": "<", "at_most": "<="}
+# Types of numbers with bounds.
+PositiveInt = Annotated[int, Meta(ge=1)]
+NonNegativeInt = Annotated[int, Meta(ge=0)]
+PositiveFloat = Annotated[float, Meta(gt=0)]
+NonNegativeFloat = Annotated[float, Meta(ge=0)]
+Fraction = Annotated[float, Meta(ge=0, le=1)]
+Beta = Annotated[float, Meta(ge=0, lt=1)]
 
 
-def key(default: Any = dataclasses.MISSING, *, is_path: bool = False, **bounds: float) -> Any:
-    """Returns the field of a key that has more than a default: bounds of every number in it, or a
-    path as its value.
+# The name of a file or folder.
+FilePath = Annotated[str, Meta(title="path")]
 
-    Without a default the user must set the key. `bounds` are named as in _SIGNS. `is_path`: the
-    value names a file or folder, or several.
-    """
-    signs = {_SIGNS[name]: bound for name, bound in bounds.items()}
-    metadata = {"bounds": signs, "is_path": is_path}
-    # Each config gets its own dict; frozen sections are shared.
-    if default == {}:
-        return dataclasses.field(default_factory=dict, metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
+
+def _no_entries() -> Any:
+    """Returns the field of a key that is an empty mapping by default; each config gets its own."""
+    return dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
     """Section `model.lora`: LoRA adapters, and how the engine gets them."""
 
-    rank: int = key(0, at_least=0)
+    rank: NonNegativeInt = 0
     """rank of the LoRA adapters; 0: full fine-tuning"""
-    alpha: float = key(32.0, above=0)
+    alpha: PositiveFloat = 32.0
     """the adapters' product is scaled by alpha / rank"""
     target_modules: tuple[str, ...] | Literal["all-linear"] = "all-linear"
     """names of the layers that get an adapter; all-linear: every linear layer but lm_head"""
@@ -69,7 +71,7 @@ class LoraConfig:
 class ModelConfig:
     """Section `model`: the policy, its precision and memory."""
 
-    path: str = key(is_path=True)
+    path: FilePath
     """model folder with config.json, safetensors files and a tokenizer, or a hub id"""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """compute dtype of policy and engine; the master weights are float32"""
@@ -85,9 +87,9 @@ class ModelConfig:
     policy's parameters too"""
     compile: bool = False
     """run torch.compile on the layers"""
-    num_replicas: int = key(1, at_least=1)
+    num_replicas: PositiveInt = 1
     """copies of the policy (HSDP); each is sharded over ranks / num_replicas consecutive ranks"""
-    logprob_chunk_tokens: int = key(1024, at_least=1)
+    logprob_chunk_tokens: PositiveInt = 1024
     """most tokens whose logits [tokens, vocabulary] are in memory at one time"""
 
 
@@ -95,9 +97,9 @@ class ModelConfig:
 class DataConfig:
     """Section `data`: prompts for training and evaluation."""
 
-    train: str = key(is_path=True)
+    train: FilePath
     """a .jsonl or .parquet file, or hub:REPO:SUBSET:SPLIT (SUBSET may be empty)"""
-    eval: dict[str, Any] | str = key({}, is_path=True)
+    eval: dict[str, Any] | FilePath = _no_entries()
     """held-out sets {name: source as in data.train}, or one source"""
     prompt_key: str = "prompt"
     """column with the prompt: a string or a list of chat messages"""
@@ -108,7 +110,7 @@ class DataConfig:
     """render a string prompt with the tokenizer's chat template, as one user message"""
     system_prompt: str | None = None
     """system message for chat prompts that have none"""
-    max_prompt_tokens: int = key(512, at_least=1)
+    max_prompt_tokens: PositiveInt = 512
     """most tokens of a prompt"""
     on_long_prompt: Literal["error", "drop"] = "error"
     """what happens to a longer prompt. error: the run does not start; drop: it is left out and
@@ -130,25 +132,25 @@ class DataConfig:
 class RolloutConfig:
     """Section `rollout`: how completions are sampled, and the engine."""
 
-    num_prompts_per_step: int = key(64, at_least=1)
+    num_prompts_per_step: PositiveInt = 64
     """prompts in a step, over all ranks (P)"""
-    group_size: int = key(8, at_least=2)
+    group_size: Annotated[int, Meta(ge=2)] = 8
     """completions for each prompt (G)"""
-    max_completion_tokens: int = key(1024, at_least=1)
+    max_completion_tokens: PositiveInt = 1024
     """most tokens of a completion"""
     # vLLM silently samples at 0.01 where less is asked for.
-    temperature: float = key(1.0, at_least=0.01)
+    temperature: Annotated[float, Meta(ge=0.01)] = 1.0
     """sampling temperature; the policy's logprobs are computed at the same one"""
-    tensor_parallel_size: int = key(1, at_least=1)
+    tensor_parallel_size: PositiveInt = 1
     """ranks that share one engine"""
     dynamic_sampling: bool = False
     """drop groups whose rewards are all equal, and sample further prompts in their place"""
-    dynamic_sampling_max_rounds: int = key(10, at_least=1)
+    dynamic_sampling_max_rounds: PositiveInt = 10
     """rounds of generation in a step; after the last one the step trains on the groups it has"""
-    tail_batching: float = key(1.0, at_least=1)
+    tail_batching: Annotated[float, Meta(ge=1)] = 1.0
     """start this many times num_prompts_per_step, train on the groups that finish first, and defer
     the others to a later step; 1: off"""
-    gpu_memory_utilization: float = key(0.6, above=0, below=1)
+    gpu_memory_utilization: Annotated[float, Meta(gt=0, lt=1)] = 0.6
     """fraction of the GPU's memory that the engine may use (GPU only)"""
     schedule: Literal["shared_queue", "static"] = "shared_queue"
     """shared_queue: an engine that has room takes the next group, those expected to be longest
@@ -156,10 +158,10 @@ class RolloutConfig:
     sleep_level: Literal[1, 2] | None = None
     """what a sleeping engine on a GPU does with its weights. 1: keep them in host memory; 2: drop
     them; null: what the weight sync needs"""
-    weight_sync_bucket_mib: int | None = key(None, at_least=1)
+    weight_sync_bucket_mib: PositiveInt | None = None
     """MiB gathered at a time in the weight sync, over all ranks of a gather; null: 256 on GPUs, 16
     on a CPU"""
-    engine: dict[str, Any] = key({})
+    engine: dict[str, Any] = _no_entries()
     """further arguments for vllm.LLM"""
 
     @property
@@ -184,54 +186,54 @@ class RewardConfig:
     name: str | None = None
     """a shipped reward (math, gsm8k, countdown, code, format, exact), or a name for another reward
     """
-    function: str | None = key(None, is_path=True)
+    function: FilePath | None = None
     """"file.py:function" with the signature fn(prompts, completions, completion_ids, **columns)"""
     url: str | None = None
     """http(s) address of a reward server, which gets JSON by POST; engine: the policy is the judge
     """
-    model: str | None = key(None, is_path=True)
+    model: FilePath | None = None
     """folder or hub id of a reward model: a decoder (qwen3, llama, ...) with a sequence
     classification head"""
     weight: float = 1.0
     """factor of this reward in the sum"""
-    args: dict[str, Any] = key({})
+    args: dict[str, Any] = _no_entries()
     """further keyword arguments of the function, or further fields of the JSON sent to a url"""
-    timeout_s: float | None = key(None, above=0)
+    timeout_s: PositiveFloat | None = None
     """seconds for one completion, with all requests and the pauses between them; for a function or
     a url; null: reward_pool.timeout_s"""
-    max_concurrent: int | None = key(None, at_least=1)
+    max_concurrent: PositiveInt | None = None
     """most calls of this function or url at one time, over all ranks; a function with a limit is
     called with one completion at a time"""
-    max_per_minute: int | None = key(None, at_least=1)
+    max_per_minute: PositiveInt | None = None
     """most calls started in a minute, over all ranks, evenly spaced"""
-    retries: int = key(3, at_least=0, at_most=20)
+    retries: Annotated[int, Meta(ge=0, le=20)] = 3
     """repeated requests to a url for one completion after 408, 429, 5xx, a lost connection or a
     malformed answer; the pauses grow, or are what the server asks for"""
-    headers_env: dict[str, str] = key({})
+    headers_env: dict[str, str] = _no_entries()
     """headers sent to a url, each with the environment variable that holds its value:
     {Authorization: MY_TOKEN}"""
     form: Literal["slime", "openrlhf"] = "slime"
     """JSON sent to a url. slime: {prompt, response, label, metadata} for one completion; openrlhf:
     {query, prompts, labels} for a group"""
-    judge: str | None = key(None, is_path=True)
+    judge: FilePath | None = None
     """file with a rubric over {prompt}, {completion} and columns; url is then an OpenAI-compatible
     .../v1/chat/completions whose reply ends with a score"""
     judge_model: str | None = None
     """name of the judge's model at its server"""
     judge_scale: tuple[float, float] = (0.0, 10.0)
     """lowest and highest score of the rubric; they become rewards 0 and 1"""
-    judge_tokens: int = key(256, at_least=1)
+    judge_tokens: PositiveInt = 256
     """most tokens in a reply of a judge with url: engine; a longer reply gives no score"""
     label: str | None = None
     """label whose score is the reward, if `model` has several: its name or number"""
-    max_tokens: int | None = key(None, at_least=1)
+    max_tokens: PositiveInt | None = None
     """most tokens of a text for `model`; null: its positions, and at most
     training.max_tokens_per_micro_batch. For a judge with url: engine the most tokens of its prompt;
     null: computed from its rubric and the limits of prompt and completion"""
     on_long: Literal["not_applicable", "drop_start"] = "not_applicable"
     """what `model` does with a longer text. not_applicable: no score; drop_start: it reads the last
     max_tokens only"""
-    template: str | None = key(None, is_path=True)
+    template: FilePath | None = None
     """file with a chat template (jinja) for `model`, in place of its own"""
     revision: str | None = None
     """branch, tag or commit of a `model` on the hub"""
@@ -272,11 +274,11 @@ class RewardConfig:
 class RewardPoolConfig:
     """Section `reward_pool`: the processes that compute rewards."""
 
-    num_workers: int = key(4, at_least=1, at_most=4096)
+    num_workers: Annotated[int, Meta(ge=1, le=4096)] = 4
     """processes on each rank that compute rewards"""
-    timeout_s: float = key(10.0, above=0)
+    timeout_s: PositiveFloat = 10.0
     """seconds for scoring one completion; after that its process is killed"""
-    max_error_frac: float = key(0.3, above=0, at_most=1)
+    max_error_frac: Annotated[float, Meta(gt=0, le=1)] = 0.3
     """fraction of a step's completions without a usable reward at which the run stops"""
 
 
@@ -287,7 +289,7 @@ class EnvironmentConfig:
     tools: tuple[str, ...] = ()
     """functions that the policy may call, as in TRL: "file.py:function", or a shipped one (python)
     """
-    factory: dict[str, str] | str = key({})
+    factory: dict[str, str] | str = _no_entries()
     """TRL's environment_factory: "file.py:Class" or a shipped one (countdown, search:CORPUS); or
     {name: ...}, and the row's column `environment` chooses by name"""
     gym: str | None = None
@@ -295,21 +297,21 @@ class EnvironmentConfig:
     agent: str | None = None
     """"file.py:function": async def rollout(task, base_url, api_key, model), which talks to an
     OpenAI-compatible server"""
-    max_turns: int = key(8, at_least=1)
+    max_turns: PositiveInt = 8
     """most turns of the policy in an episode"""
-    max_tokens: int | None = key(None, at_least=1)
+    max_tokens: PositiveInt | None = None
     """most tokens of an episode after its prompt, sampled and environment tokens together; null:
     rollout.max_completion_tokens, which also bounds each turn"""
-    call_timeout_s: float = key(30.0, above=0)
+    call_timeout_s: PositiveFloat = 30.0
     """seconds for one call of an environment; after that it is killed"""
-    timeout_s: float = key(600.0, above=0)
+    timeout_s: PositiveFloat = 600.0
     """seconds for all calls of one episode together, without the time in the engine"""
     history: Literal["append", "fork"] = "append"
     """what happens if the chat template rewrites earlier turns. append: the context keeps them as
     they were; fork: a new segment begins, with the same rollout and reward"""
-    num_workers: int = key(16, at_least=1, at_most=4096)
+    num_workers: Annotated[int, Meta(ge=1, le=4096)] = 16
     """environment processes on each rank; each runs one episode at a time"""
-    discount: float | None = key(None, at_least=0, at_most=1)
+    discount: Fraction | None = None
     """null: the reward of an episode is the sum over its turns. A number: each turn is credited
     with its own and later rewards, and one k turns later is multiplied by discount^k"""
 
@@ -328,34 +330,34 @@ class EnvironmentConfig:
 class TeacherConfig:
     """Section `teacher`: on-policy distillation from a model here or behind a server."""
 
-    path: dict[str, str] | str = key({}, is_path=True)
+    path: dict[str, str] | FilePath = _no_entries()
     """teacher model for distillation on the policy's own rollouts: a folder or hub id, which may be
     model.path itself; or {name: path}, and the row's column `teacher` chooses by name"""
-    url: dict[str, str] | str = key({})
+    url: dict[str, str] | str = _no_entries()
     """address of a vLLM server, http(s)://host:port/v1/completions, in place of path; it is asked
     for the logprobs of prompt and completion as token ids; or {name: address}"""
-    coef: float = key(1.0, above=0)
+    coef: PositiveFloat = 1.0
     """weight of the teacher's term"""
     loss: Literal["sampled", "topk", "full"] = "sampled"
     """sampled: coef * log(policy / teacher) of each sampled token is subtracted from its advantage;
     full: the divergence of both distributions is a term of the loss; topk: the same over the
     teacher's most likely tokens, with all others as one"""
-    beta: float = key(1.0, at_least=0, at_most=1)
+    beta: Fraction = 1.0
     """divergence of full and topk. 0: KL(teacher || policy); 1: KL(policy || teacher); between: the
     generalized Jensen-Shannon divergence"""
-    top_k: int = key(32, at_least=1)
+    top_k: PositiveInt = 32
     """number of tokens for loss: topk"""
     prompt_key: str | None = None
     """column with another prompt for the teacher, e.g. one that includes the solution"""
     model: str | None = None
     """name of the model at the server; null: the only one it has"""
-    timeout_s: float = key(120.0, above=0)
+    timeout_s: PositiveFloat = 120.0
     """seconds for one context at a url, with all requests and the pauses between them"""
-    max_concurrent: int = key(64, at_least=1)
+    max_concurrent: PositiveInt = 64
     """most requests to a url at one time, over all ranks"""
-    retries: int = key(3, at_least=0, at_most=20)
+    retries: Annotated[int, Meta(ge=0, le=20)] = 3
     """repeated requests for one context, as rewards.N.retries"""
-    headers_env: dict[str, str] = key({})
+    headers_env: dict[str, str] = _no_entries()
     """headers sent to a url, as rewards.N.headers_env"""
 
     @property
@@ -395,10 +397,10 @@ class AdvantageConfig:
     PPO's, for each token, from the critic's values"""
     normalize_std: Literal["group", "batch", "none"] = "group"
     """which standard deviation grpo divides by; for gae, batch whitens over the step's tokens"""
-    overlong_buffer_tokens: int = key(0, at_least=0)
+    overlong_buffer_tokens: NonNegativeInt = 0
     """a completion that ends within this many tokens of the maximum loses reward, linearly; 0: off
     """
-    overlong_penalty: float = key(1.0, at_least=0)
+    overlong_penalty: NonNegativeFloat = 1.0
     """reward that a completion of the maximum length loses"""
 
 
@@ -406,27 +408,27 @@ class AdvantageConfig:
 class CriticConfig:
     """Section `critic`: a model of each token's value (PPO)."""
 
-    path: str | None = key(None, is_path=True)
+    path: FilePath | None = None
     """folder or hub id of a causal LM, or of a classifier with one label; a value head is put on
     its decoder. policy: the value head is on the policy itself. Needs advantage.estimator: gae.
     null: no critic"""
-    lr: float = key(1e-5, above=0)
+    lr: PositiveFloat = 1e-5
     """learning rate of the critic; schedule, betas, weight decay and clipping are those of
     `optimizer`"""
-    coef: float = key(0.1, above=0)
+    coef: PositiveFloat = 0.1
     """weight of the value loss beside the policy loss, with path: policy (TRL's vf_coef)"""
-    gamma: float = key(1.0, at_least=0, at_most=1)
+    gamma: Fraction = 1.0
     """discount of a token"""
-    lam: float = key(1.0, at_least=0, at_most=1)
+    lam: Fraction = 1.0
     """GAE's lambda for the returns that the values are trained on"""
-    lam_policy: float | Literal["length"] = key(0.95, at_least=0, at_most=1)
+    lam_policy: Fraction | Literal["length"] = 0.95
     """GAE's lambda for the policy's advantages; length: 1 - 1 / (length_alpha * tokens) of a
     completion, as in VAPO"""
-    length_alpha: float = key(0.05, above=0)
+    length_alpha: PositiveFloat = 0.05
     """the factor in lam_policy: length"""
-    warmup_steps: int = key(0, at_least=0)
+    warmup_steps: NonNegativeInt = 0
     """first steps of the run, in which only the critic is trained"""
-    clip_value: float | None = key(0.2, above=0)
+    clip_value: PositiveFloat | None = 0.2
     """most that an update may move a value; beyond it the loss has no gradient; null: no bound"""
 
     @property
@@ -442,11 +444,11 @@ class LossConfig:
     policy: Literal["clip", "gspo", "cispo"] = "clip"
     """clip: PPO's loss with a ratio for each token; gspo: with a ratio for each sequence; cispo: a
     clipped, detached ratio is the weight of each token"""
-    clip_ratio_low: float = key(0.2, above=0, at_most=1)
+    clip_ratio_low: Annotated[float, Meta(gt=0, le=1)] = 0.2
     """the ratio is clipped below at 1 - clip_ratio_low; 1: never"""
-    clip_ratio_high: float = key(0.28, above=0)
+    clip_ratio_high: PositiveFloat = 0.28
     """the ratio is clipped above at 1 + clip_ratio_high"""
-    dual_clip: float | None = key(3.0, above=1)
+    dual_clip: Annotated[float, Meta(gt=1)] | None = 3.0
     """upper bound of the ratio where the advantage is negative (clip, gspo); null: no bound"""
     aggregation: Literal["token", "sequence", "constant"] = "token"
     """token: mean over all tokens; sequence: mean over sequences of their token means; constant:
@@ -460,16 +462,16 @@ class LossConfig:
     """weight that corrects for the difference between engine and policy, with r = policy / engine.
     token_tis: min(r, cap) for each token; sequence_tis: for each sequence; icepop: r for each
     token, 0 outside [1/cap, cap]"""
-    rollout_correction_cap: float = key(2.0, above=1)
+    rollout_correction_cap: Annotated[float, Meta(gt=1)] = 2.0
     """the cap in rollout_correction"""
-    kl_coef: float = key(0.0, at_least=0)
+    kl_coef: NonNegativeFloat = 0.0
     """weight of the KL to the reference model; 0: there is no reference model"""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """estimator of that KL for each token (Schulman's names)"""
     kl_in: Literal["loss", "reward"] = "loss"
     """loss: the KL is a term of the loss; reward: its sum over a completion's tokens is subtracted
     from the completion's reward"""
-    entropy_coef: float = key(0.0, at_least=0)
+    entropy_coef: NonNegativeFloat = 0.0
     """weight of an entropy bonus"""
 
 
@@ -477,20 +479,20 @@ class LossConfig:
 class OptimizerConfig:
     """Section `optimizer`: AdamW and its learning rate."""
 
-    lr: float = key(1e-6, at_least=0)
+    lr: NonNegativeFloat = 1e-6
     """learning rate after the warm-up"""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """learning rate after the warm-up: constant, or falling to min_lr at the end of the run along a
     line or half a cosine"""
-    min_lr: float = key(0.0, at_least=0)
+    min_lr: NonNegativeFloat = 0.0
     """last learning rate of schedule linear or cosine"""
-    weight_decay: float = key(0.01, at_least=0)
+    weight_decay: NonNegativeFloat = 0.01
     """decoupled weight decay, on matrices only"""
-    betas: tuple[float, float] = key((0.9, 0.95), at_least=0, below=1)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     """AdamW's two betas"""
-    max_grad_norm: float = key(1.0, above=0)
+    max_grad_norm: PositiveFloat = 1.0
     """global gradient norm above which gradients are scaled down"""
-    warmup_steps: int = key(0, at_least=0)
+    warmup_steps: NonNegativeInt = 0
     """optimizer steps over which lr rises linearly"""
 
 
@@ -498,19 +500,19 @@ class OptimizerConfig:
 class TrainingConfig:
     """Section `training`: the length of the run and the size of its updates."""
 
-    num_steps: int = key(100, at_least=1)
+    num_steps: PositiveInt = 100
     """steps of the run; a step is one rollout and its updates"""
-    num_mini_batches: int = key(1, at_least=1)
+    num_mini_batches: PositiveInt = 1
     """optimizer steps in each epoch over a rollout"""
-    num_epochs: int = key(1, at_least=1)
+    num_epochs: PositiveInt = 1
     """passes over the rollouts of a step"""
     max_tokens_per_micro_batch: int = 16384
     """most prompt and completion tokens in one forward-backward pass on one rank; the default on a
     CPU is 2048, or 2 rollouts if that is more"""
-    max_nonfinite_in_a_row: int = key(3, at_least=1)
+    max_nonfinite_in_a_row: PositiveInt = 3
     """the run stops after this many updates in a row were skipped because loss or gradient was not
     finite"""
-    max_time_s: float | None = key(None, above=0)
+    max_time_s: PositiveFloat | None = None
     """seconds after which the run saves and ends as preempted; null: when the Slurm job's time ends
     """
 
@@ -528,9 +530,9 @@ class TrainingConfig:
 class ProofConfig:
     """Section `proofs`: checks of engine and update while the run goes on."""
 
-    every_steps: int = key(50, at_least=0)
+    every_steps: NonNegativeInt = 50
     """steps between two checks of the engine's weights and of the update; 0: only at the start"""
-    max_mismatch: float | None = key(None, above=0)
+    max_mismatch: PositiveFloat | None = None
     """mean |policy - engine| of a token's logprob, in nats, above which the run stops; null:
     derived from the first step"""
 
@@ -539,17 +541,17 @@ class ProofConfig:
 class CheckpointConfig:
     """Section `checkpoint`: what is saved, when, and where a run starts."""
 
-    every_steps: int = key(100, at_least=0)
+    every_steps: NonNegativeInt = 100
     """steps between two checkpoints, from which a run can go on; 0: only at the end and when
     preempted"""
-    keep: int = key(2, at_least=1)
+    keep: PositiveInt = 2
     """number of the newest checkpoints that stay on disk"""
     best_metric: str | None = None
     """metric, e.g. eval/gsm8k/mean; the checkpoint with its highest value stays on disk too"""
-    export_every_steps: int = key(0, at_least=0)
+    export_every_steps: NonNegativeInt = 0
     """also write the model in Hugging Face format (adapters: PEFT) into the checkpoint of each N-th
     step; 0: the last one only"""
-    resume: str = key("never", is_path=True)
+    resume: FilePath = "never"
     """auto: go on from the newest good checkpoint in run_dir, if there is one; never: refuse a
     run_dir in use; or the folder of a checkpoint to start from"""
     rollout_buffer: bool = True
@@ -561,9 +563,9 @@ class CheckpointConfig:
 class WatchdogConfig:
     """Section `watchdog`: time limits of the phases."""
 
-    timeout_s: float = key(1800.0, above=0)
+    timeout_s: PositiveFloat = 1800.0
     """seconds in one phase after which the run stops with a report of where each rank is"""
-    phase_timeouts_s: dict[str, float] = key({}, above=0)
+    phase_timeouts_s: dict[str, PositiveFloat] = _no_entries()
     """limits for single phases: {rollout: 3600}; the limit for start grows by 10 s for each rank
     after the 8th"""
 
@@ -572,11 +574,11 @@ class WatchdogConfig:
 class EvalConfig:
     """Section `eval`: evaluation on held-out sets."""
 
-    every_steps: int = key(0, at_least=0)
+    every_steps: NonNegativeInt = 0
     """evaluate before training, after each N-th step and after the last; 0: never"""
-    num_samples: int = key(4, at_least=1)
+    num_samples: PositiveInt = 4
     """completions for each prompt"""
-    temperature: float = key(1.0, at_least=0)
+    temperature: NonNegativeFloat = 1.0
     """sampling temperature of the evaluation; 0: greedy"""
 
 
@@ -586,20 +588,20 @@ class LoggingConfig:
 
     trackers: tuple[str, ...] = ()
     """also send the metrics to these: wandb, tensorboard, trackio"""
-    trackers_rollouts_every_steps: int = key(0, at_least=0)
+    trackers_rollouts_every_steps: NonNegativeInt = 0
     """show up to 64 rollouts of each N-th step in the trackers, from the dumped ones; 0: never"""
     wandb: bool | Literal["online", "offline"] = False
     """use wandb as a tracker; online and offline set its mode"""
     wandb_project: str = "grpo_spmd"
     """name of the project in wandb and trackio"""
-    report_every_steps: int = key(0, at_least=0)
+    report_every_steps: NonNegativeInt = 0
     """write run_dir/report.html after each N-th step and at the end, in a separate process; 0:
     never"""
-    rollouts_every_steps: int = key(1, at_least=0)
+    rollouts_every_steps: NonNegativeInt = 1
     """write each N-th step's rollouts as jsonl; 0: never"""
     rollouts_compression: Literal["none", "gzip"] = "none"
     """gzip: write step_N.jsonl.gz, which is less than half the size"""
-    rollouts_keep: int | None = key(None, at_least=1)
+    rollouts_keep: PositiveInt | None = None
     """number of the newest steps whose rollouts stay on disk; null: all (those of evaluations
     always stay)"""
 
@@ -615,9 +617,9 @@ class LoggingConfig:
 class Config:
     """The whole config. Its sections are in the order of the printed one."""
 
-    run_dir: str = key(is_path=True)
+    run_dir: FilePath
     """folder of this run: config, metrics, rollouts, logs, checkpoints"""
-    seed: int = key(0, at_least=0)
+    seed: NonNegativeInt = 0
     """the run is a function of config and seed"""
     algorithm: Algorithm | None = None
     """sets the keys that define this algorithm where nothing else sets them (configs/README.md has

@@ -11,7 +11,6 @@ an entry, each rank keeps its own in memory.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import hashlib
 import importlib.metadata
@@ -25,6 +24,7 @@ import tempfile
 import time
 from array import array
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -100,7 +100,6 @@ class EntryWriter:
         text = json.dumps(header).encode()
         # The header comes last with its length, so that an entry can be written in one pass.
         self._file.write(text + len(text).to_bytes(_LENGTH_BYTES, "little"))
-        self._file.flush()
 
 
 Make = Callable[[EntryWriter], None]
@@ -143,9 +142,9 @@ def load_or_make(kind: str, inputs: Any, num_bytes: int, make: Make, source: str
     folders = cache_folders(failures)
     entry = _find(folders, name)
     if entry is None and folders:
-        with contextlib.ExitStack() as stack:
+        with ExitStack() as stack:
             # Without a lock each process makes an entry, and the last one stays.
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 lock = stack.enter_context(open(folders[0] / f"{name}.lock", "ab"))
                 _wait_for_lock(lock, name)
             entry = _find(folders, name)
@@ -167,7 +166,7 @@ def _find(folders: list[Path], name: str) -> Entry | None:
     """Returns an entry that is in one of the folders, and that nobody changed since it was made."""
     for folder in folders:
         with (
-            contextlib.suppress(OSError, UntrustedError),
+            suppress(OSError, UntrustedError),
             open_regular(folder / name) as file,
         ):
             if _read_note(folder, name, os.fstat(file.fileno())) is not None:
@@ -192,14 +191,16 @@ def _make_on_disk(
             continue
         try:
             _sweep(folder)
-            _make_in_folder(folder, name, make)
+            _replace_file(folder, name, lambda file: _write_entry(file, make))
+            # The rename changes the stamp, so the note comes after it.
+            _write_note(folder, name, os.stat(folder / name), "")
         except OSError as error:
             failures.append(f"{folder}: {error.strerror or error}")
             continue
         # An error of the data is stored, so that the waiting ranks raise it without reading again.
         except ConfigError as error:
-            with contextlib.suppress(OSError):
-                _write_file(folder, error_name, str(error).encode())
+            with suppress(OSError):
+                _replace_text(folder, error_name, str(error))
             raise
         # Only the rank that made the entry comes here.
         if failures:
@@ -211,31 +212,34 @@ def _make_on_disk(
 
 def _make_in_memory(make: Make) -> Entry:
     file = io.BytesIO()
-    writer = EntryWriter(file)
-    make(writer)
-    writer.finish()
+    _write_entry(file, make)
     return Entry(file.getbuffer())
 
 
-def _make_in_folder(folder: Path, name: str, make: Make) -> None:
-    """Makes the entry as a file of this folder. Raises OSError, and any error of `make`."""
+def _write_entry(file: BinaryIO, make: Make) -> None:
+    writer = EntryWriter(file)
+    make(writer)
+    writer.finish()
+
+
+def _replace_file(folder: Path, name: str, write: Callable[[BinaryIO], object]) -> None:
+    """Makes a file of this folder with what `write` writes; other processes see all of it or none.
+
+    Raises OSError, and any error of `write`.
+    """
     # Only this user can open it: mkstemp's mode is 0600.
     descriptor, temporary = tempfile.mkstemp(prefix=f"{name}.", suffix=".tmp", dir=folder)
     try:
         with open(descriptor, "wb") as file:
-            writer = EntryWriter(file)
-            make(writer)
-            writer.finish()
+            write(file)
+            file.flush()
             # Without fsync a power cut could leave a file of the right size and time, but empty.
             os.fsync(descriptor)
-        # The rename is atomic: other processes see the whole entry or none.
         os.replace(temporary, folder / name)
     except BaseException:
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             os.unlink(temporary)
         raise
-    # The rename changes the stamp, so the note comes after it.
-    _write_note(folder, name, os.stat(folder / name), "")
 
 
 # Digests of files, and notes.
@@ -257,7 +261,7 @@ def digest_of(path: Path) -> str:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             is_settled = start - max(state.st_mtime, state.st_ctime) > _RECENT_S
             if folders and is_settled and stamp(os.fstat(file.fileno())) == stamp(state):
-                with contextlib.suppress(OSError):
+                with suppress(OSError):
                     _write_note(folders[0], name, state, digest)
         return digest
 
@@ -280,14 +284,11 @@ def _read_note(folder: Path, name: str, state: os.stat_result) -> str | None:
 
 
 def _write_note(folder: Path, name: str, state: os.stat_result, text: str) -> None:
-    _write_file(folder, f"{name}.note", json.dumps([stamp(state), text]).encode())
+    _replace_text(folder, f"{name}.note", json.dumps([stamp(state), text]))
 
 
-def _write_file(folder: Path, name: str, content: bytes) -> None:
-    descriptor, temporary = tempfile.mkstemp(prefix=f"{name}.", suffix=".tmp", dir=folder)
-    with open(descriptor, "wb") as file:
-        file.write(content)
-    os.replace(temporary, folder / name)
+def _replace_text(folder: Path, name: str, text: str) -> None:
+    _replace_file(folder, name, lambda file: file.write(text.encode()))
 
 
 # Folders.
@@ -301,9 +302,9 @@ def cache_folders(failures: list[str] | None = None) -> list[Path]:
     """
     folders: list[Path] = []
     for folder in _candidate_folders():
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             folder.parent.mkdir(parents=True, exist_ok=True)
-            with contextlib.suppress(FileExistsError):
+            with suppress(FileExistsError):
                 folder.mkdir(mode=0o700)
             file_system = _file_system_of(folder)
             if not (is_own_folder(folder) and os.access(folder, os.W_OK | os.X_OK)):
@@ -326,7 +327,7 @@ def _candidate_folders() -> Iterator[Path]:
     elif os.path.isabs(home):
         yield Path(home, ".cache", "grpo_spmd")
     # There may be no temporary folder.
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         yield Path(tempfile.gettempdir(), f"grpo_spmd-{os.geteuid()}")
 
 
@@ -337,11 +338,8 @@ def is_own_folder(folder: Path) -> bool:
     In /tmp anyone may have put a link or a folder of their own at this path.
     """
     state = folder.lstat()
-    return stat.S_ISDIR(state.st_mode) and _is_private(state)
-
-
-def _is_private(state: os.stat_result) -> bool:
-    return state.st_uid == os.geteuid() and not state.st_mode & 0o022
+    is_private = state.st_uid == os.geteuid() and not state.st_mode & 0o022
+    return is_private and stat.S_ISDIR(state.st_mode)
 
 
 def is_of_this_host(folder: Path) -> bool:
@@ -389,7 +387,7 @@ def _raise_error_of_maker(folders: list[Path], error_name: str, start: int) -> N
     """Raises the error that another process of this node has stored since `start`."""
     for folder in folders:
         with (
-            contextlib.suppress(OSError, UntrustedError),
+            suppress(OSError, UntrustedError),
             open_regular(folder / error_name) as file,
         ):
             if os.fstat(file.fileno()).st_mtime_ns >= start:
@@ -403,7 +401,7 @@ def _sweep(folder: Path) -> None:
     """
     time_now = time.time()
     for path in folder.iterdir():
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             note = folder / f"{path.name.partition('.')[0]}.note"
             is_temporary = path.suffix == ".tmp"
             last_used = path.lstat().st_mtime

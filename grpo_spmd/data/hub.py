@@ -37,9 +37,8 @@ def check_reachable(kind: Literal["models", "datasets"], name: str, key: str) ->
 
     Raises ConfigError. Only the first rank of each node asks, so that a thousand ranks do not.
     """
-    local = "folder" if kind == "models" else "file"
     command = "run `python -m grpo_spmd.prefetch --config ...` on a node with network"
-    remedy = f"{command}, or give a local {local}"
+    remedy = f"{command}, or give a local file or local folder"
     if is_offline():
         rule = "is not in the local Hugging Face cache, and HF_HUB_OFFLINE is set"
         raise ConfigError(f"{key}: {name} {rule}; {remedy}")
@@ -48,21 +47,20 @@ def check_reachable(kind: Literal["models", "datasets"], name: str, key: str) ->
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
     if not re.match(r"https?://[^/]", endpoint):
         raise ConfigError(f"{key}: HF_ENDPOINT must begin with https://; got {endpoint!r}")
-    if kind == "models":
-        page = f"{endpoint}/{name}"
-        answer = ask(f"{page}/resolve/main/config.json")
-    else:
-        page = f"{endpoint}/datasets/{name}"
-        answer = ask(f"{page}/resolve/main/README.md")
+    is_model = kind == "models"
+    page = f"{endpoint}/{name}" if is_model else f"{endpoint}/datasets/{name}"
+    answer = ask(f"{page}/resolve/main/{'config.json' if is_model else 'README.md'}")
     if answer.status is None:
         rule = f"is not in the local cache, and {endpoint} gives no answer ({answer.reason})"
         raise ConfigError(f"{key}: {name} {rule}; {remedy}")
     if answer.reason == "GatedRepo" or answer.status == 403:
-        gated_remedy = f"accept its terms on {page}, and set HF_TOKEN (or `hf auth login`)"
-        raise ConfigError(f"{key}: {name} is gated: {gated_remedy}")
+        raise ConfigError(
+            f"{key}: {name} is gated: accept its terms on {page}, and set HF_TOKEN (or `hf auth "
+            "login`)"
+        )
     if answer.status == 404 and answer.reason == "EntryNotFound":
         # A data set without README.md is fine.
-        if kind == "models":
+        if is_model:
             rule = "has no config.json on the hub; a model in transformers' format has one"
             raise ConfigError(f"{key}: {name} {rule}")
     # The hub gives the same answer for a private name and for a name that does not exist.
@@ -122,15 +120,17 @@ def _checked_token(token: str, origin: str) -> str:
     """
     token = re.sub(r"[\r\n]", "", token).strip()
     if not re.fullmatch(r"[!#-&(-~]*", token):
-        rule = "holds a character that no token has (a blank, a quote, a letter beyond ASCII)"
-        remedy = "copy it again from https://huggingface.co/settings/tokens"
-        raise ConfigError(f"{origin} {rule}; {remedy}")
+        raise ConfigError(
+            f"{origin} holds a character that no token has (a blank, a quote, a letter beyond "
+            "ASCII); copy it again from https://huggingface.co/settings/tokens"
+        )
     return token
 
 
 def need_datasets(source: str, key: str) -> None:
     """Raises ConfigError if the package that reads the hub's data sets is not installed."""
     if importlib.util.find_spec("datasets") is None:
-        rule = "needs the package datasets, which is not installed"
-        remedy = "pip install 'grpo_spmd[datasets]', or give a .jsonl or .parquet file"
-        raise ConfigError(f"{key}: {source} {rule}; {remedy}")
+        raise ConfigError(
+            f"{key}: {source} needs the package datasets, which is not installed; pip install "
+            "'grpo_spmd[datasets]', or give a .jsonl or .parquet file"
+        )

@@ -93,8 +93,10 @@ class TailStream:
         self._waiting = list(waiting)
         self._round_metrics: dict[str, float] = {}
         if [*self._waiting, self.position] != sorted({*self._waiting, self.position}):
-            rule = "waiting must hold places of the prompt stream before its position, in order"
-            raise ConfigError(f"checkpoint.resume: trainer.json: {rule}; take another checkpoint")
+            raise ConfigError(
+                "checkpoint.resume: trainer.json: waiting must hold places of the prompt stream "
+                "before its position, in order; take another checkpoint"
+            )
 
     @property
     def position(self) -> int:
@@ -150,6 +152,7 @@ def check_enough_to_launch(num_rows: int, rollout: RolloutConfig) -> None:
     """Raises ConfigError for a training set with fewer prompts than a short round launches."""
     num_launched = rollout.num_launched_prompts
     if num_launched > num_rows:
-        rule = f"rollout.tail_batching ({rollout.tail_batching:g}) launches {num_launched} prompts"
-        remedy = "lower it, or leave it out"
-        raise ConfigError(f"{rule}, and data.train has {num_rows} usable ones; {remedy}")
+        raise ConfigError(
+            f"rollout.tail_batching ({rollout.tail_batching:g}) launches {num_launched} prompts, "
+            f"and data.train has {num_rows} usable ones; lower it, or leave it out"
+        )

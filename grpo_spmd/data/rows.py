@@ -15,7 +15,7 @@ import os
 import re
 import stat
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -77,22 +77,12 @@ class Overview:
 
     columns: dict[str, None] = field(default_factory=dict)
     """Names of the columns, in the order of their first row."""
-    sizes: Sequence[int] = field(default_factory=lambda: array("q"))
+    sizes: array[int] = field(default_factory=lambda: array("q"))
     """The number of characters of each prompt."""
     first_chat: int | None = None
     """The index of the first row whose prompt is a list of messages."""
-
-    def add(self, row: PromptRow) -> None:
-        assert isinstance(self.sizes, array)
-        if isinstance(row.prompt, str):
-            num_chars = len(row.prompt)
-        else:
-            num_chars = sum(len(str(message.get("content"))) for message in row.prompt)
-            if self.first_chat is None:
-                self.first_chat = len(self.sizes)
-        self.sizes.append(num_chars)
-        if not row.columns.keys() <= self.columns.keys():
-            self.columns |= dict.fromkeys(row.columns)
+    first_refused: int | None = None
+    """The index of the first row that `check_row` refuses."""
 
 
 class CachedRows(Sequence[PromptRow]):
@@ -114,10 +104,11 @@ class CachedRows(Sequence[PromptRow]):
         self._bounds = entry.arrays["bounds"]
         self._numbers = entry.arrays["numbers"]
         self.overview = Overview(
-            dict.fromkeys(entry.facts["columns"]), entry.arrays["sizes"], entry.facts["first_chat"]
+            columns=dict.fromkeys(entry.facts["columns"]),
+            sizes=array("q", entry.arrays["sizes"]),
+            first_chat=entry.facts["first_chat"],
+            first_refused=entry.facts["first_odd"],
         )
-        self.first_refused: int | None = entry.facts["first_odd"]
-        """The index of the first row that `check_row` refuses."""
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -166,8 +157,10 @@ def read_rows(config: DataConfig, eval_set: str | None = None) -> Sequence[Promp
     elif name.endswith((".jsonl", ".parquet")):
         source = _find_file(Path(name), key)
     else:
-        rule = f"{key} must end in .jsonl or .parquet, or be hub:REPO:SUBSET:SPLIT; got {name!r}"
-        raise ConfigError(f"{rule}{_conversion_hint(name)}")
+        raise ConfigError(
+            f"{key} must end in .jsonl or .parquet, or be hub:REPO:SUBSET:SPLIT; got "
+            f"{name!r}{_conversion_hint(name)}"
+        )
     make_row = functools.partial(_make_row, config=config)
     # A row depends on the data and on these settings, and on nothing else.
     keys = [config.prompt_key, config.prompt_template, config.as_chat, config.system_prompt]
@@ -183,38 +176,30 @@ def read_rows(config: DataConfig, eval_set: str | None = None) -> Sequence[Promp
 def _write_rows(
     writer: EntryWriter, source: Source, make_row: Callable[[dict[str, Any], str], PromptRow]
 ) -> None:
-    """Reads, checks and writes all rows. Raises ConfigError for a row without a usable prompt.
-
-    The first row that `check_row` refuses is noted; it is an error only when the rows are checked.
-    """
+    """Reads and writes all rows. Raises ConfigError for a row without a usable prompt."""
     # The line of row i is in the blob from bounds[i] to bounds[i + 1].
     bounds = array("q", [0])
     numbers = array("q")
-    overview = Overview()
-    first_refused = None
     writer.facts["is_json"] = True
-    for number, record, line in source.read():
-        row = make_row(record, f"{source.prefix}{number}")
-        overview.add(row)
-        if first_refused is None:
-            try:
-                check_row(row)
-            except ConfigError:
-                first_refused = len(numbers)
-        if line is None:
-            if not _is_json(record):
-                writer.facts["is_json"] = False
-                return
-            line = json.dumps(record).encode()
-        writer.add(line)
-        bounds.append(bounds[-1] + len(line))
-        numbers.append(number)
-    assert isinstance(overview.sizes, array)
+
+    def write() -> Iterator[PromptRow]:
+        for number, record, line in source.read():
+            yield make_row(record, f"{source.prefix}{number}")
+            if line is None:
+                if not _is_json(record):
+                    writer.facts["is_json"] = False
+                    return
+                line = json.dumps(record).encode()
+            writer.add(line)
+            bounds.append(bounds[-1] + len(line))
+            numbers.append(number)
+
+    overview = overview_of(write())
     writer.arrays.update(bounds=bounds, numbers=numbers, sizes=overview.sizes)
     writer.facts.update(
         columns=list(overview.columns),
         first_chat=overview.first_chat,
-        first_odd=first_refused,
+        first_odd=overview.first_refused,
     )
 
 
@@ -228,13 +213,27 @@ def _is_json(value: Any) -> bool:
     return kind in (str, int, float, bool, type(None))
 
 
-def overview_of(rows: Sequence[PromptRow]) -> Overview:
+def overview_of(rows: Iterable[PromptRow]) -> Overview:
     """Returns the facts of all rows together."""
     if isinstance(rows, CachedRows):
         return rows.overview
     overview = Overview()
-    for row in rows:
-        overview.add(row)
+    for index, row in enumerate(rows):
+        if isinstance(row.prompt, str):
+            num_chars = len(row.prompt)
+        else:
+            num_chars = sum(len(str(message.get("content"))) for message in row.prompt)
+            if overview.first_chat is None:
+                overview.first_chat = index
+        overview.sizes.append(num_chars)
+        if not row.columns.keys() <= overview.columns.keys():
+            overview.columns |= dict.fromkeys(row.columns)
+        # It is an error only when the rows are checked.
+        if overview.first_refused is None:
+            try:
+                check_row(row)
+            except ConfigError:
+                overview.first_refused = index
     return overview
 
 
@@ -302,9 +301,10 @@ def _prompt_of(record: dict[str, Any], location: str, config: DataConfig) -> Any
 
 def _checked_messages(prompt: Any, location: str, config: DataConfig) -> Messages:
     if not isinstance(prompt, list) or not all(map(_is_message, prompt)):
-        rule = 'must be a string or a list of {"role": text, "content": text} messages'
-        value = f"the prompt in column {config.prompt_key!r}"
-        raise ConfigError(f"{location}: {value} {rule}; got {str(prompt)[:80]}")
+        raise ConfigError(
+            f"{location}: the prompt in column {config.prompt_key!r} must be a string or a list "
+            f'of {{"role": text, "content": text}} messages; got {str(prompt)[:80]}'
+        )
     if prompt and config.system_prompt and prompt[0]["role"] != "system":
         return [{"role": "system", "content": config.system_prompt}, *prompt]
     return prompt
@@ -350,8 +350,9 @@ def _find_file(path: Path, key: str) -> Source:
         try:
             yield from _read_jsonl(path) if is_jsonl else _read_parquet(path, key)
             if is_file and stamp(path.stat()) != stamp(state):
-                rule = "was changed while it was read; start again when it is whole"
-                raise ConfigError(f"{key}: {path} {rule}")
+                raise ConfigError(
+                    f"{key}: {path} was changed while it was read; start again when it is whole"
+                )
         except OSError as error:
             raise _read_error(path, key, error) from None
 
@@ -381,13 +382,11 @@ def _read_line(line: bytes, number: int, location: str) -> dict[str, Any]:
         text = line.decode("utf-8-sig" if number == 1 else "utf-8")
         record = json.loads(text, object_pairs_hook=reject_duplicates)
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{location}: not UTF-8 ({error.reason} at byte {error.start})") from None
-    except json.JSONDecodeError as error:
-        reason = f"{error.msg} at column {error.colno}"
-        raise ConfigError(f"{location}: not valid JSON: {reason}{array_hint}") from None
-    # Too deep; a number of more digits than Python reads.
+        raise ConfigError(f"{location}: not UTF-8: {error}") from None
+    # Also too deep; a number of more digits than Python reads.
     except (RecursionError, ValueError) as error:
-        raise ConfigError(f"{location}: not valid JSON: {error}") from None
+        reason = str(error).replace(": line 1 column", " at column")
+        raise ConfigError(f"{location}: not valid JSON: {reason}{array_hint}") from None
     if not isinstance(record, dict):
         kind = type(record).__name__
         raise ConfigError(f"{location}: expected a JSON object, got {kind}{array_hint}")
@@ -400,8 +399,10 @@ def _conversion_hint(source: str) -> str:
     readers = {".json": "json.load(sys.stdin)", ".csv": "csv.DictReader(sys.stdin)"}
     reader = readers.get(Path(source).suffix)
     if reader:
-        program = f"import csv,json,sys; [print(json.dumps(row)) for row in {reader}]"
-        return f': python -c "{program}" < {source} > {Path(source).stem}.jsonl'
+        return (
+            f': python -c "import csv,json,sys; [print(json.dumps(row)) for row in {reader}]" < '
+            f"{source} > {Path(source).stem}.jsonl"
+        )
     return f"; of the hub: hub:{source}::train" if re.fullmatch(r"[\w.-]+/[\w-]+", source) else ""
 
 
@@ -437,8 +438,9 @@ def _find_hub(source: str, key: str) -> Source:
     # A split may hold a colon: train[:100].
     fields = source.split(":", 3)
     if len(fields) != 4 or not fields[1] or not fields[3]:
-        rule = "a hub data set is hub:REPO:SUBSET:SPLIT (SUBSET may be empty)"
-        raise ConfigError(f"{key}: {rule}; got {source!r}")
+        raise ConfigError(
+            f"{key}: a hub data set is hub:REPO:SUBSET:SPLIT (SUBSET may be empty); got {source!r}"
+        )
     _, repo, subset, split = fields
     need_datasets(source, key)
     if not is_offline() and not _is_cached(repo):
@@ -453,8 +455,9 @@ def _find_hub(source: str, key: str) -> Source:
         remedy = ""
         if is_offline():
             remedy = "; `python -m grpo_spmd.prefetch` brings it where there is network"
-        reason = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"{key}: cannot load {source}: {reason}{remedy}") from None
+        raise ConfigError(
+            f"{key}: cannot load {source}: {type(error).__name__}: {error}{remedy}"
+        ) from None
     files = [Path(file["filename"]) for file in getattr(dataset, "cache_files", ())]
     inputs = None
     if files:
@@ -508,8 +511,10 @@ def check_enough_rows(
         note = f" ({num_dropped} longer than {limit} were dropped)"
     prompts = f"{source} has {num_rows} usable prompts{note}"
     if eval_set is None and num_rows < num_prompts_per_step:
-        need = f"one step takes rollout.num_prompts_per_step={num_prompts_per_step}"
-        raise ConfigError(f"{key}: {prompts}, but {need}; lower that or add prompts")
+        raise ConfigError(
+            f"{key}: {prompts}, but one step takes "
+            f"rollout.num_prompts_per_step={num_prompts_per_step}; lower that or add prompts"
+        )
     if num_rows == 0:
         raise ConfigError(f"{key}: {prompts}; add prompts or leave the set out")
 
@@ -523,13 +528,13 @@ def check_prompts(rows: Sequence[PromptRow], config: DataConfig) -> None:
         for match in _FOREIGN_COLUMN.finditer(config.prompt_template):
             name = next(filter(None, match.groups()))
             if name in rows[0].columns:
-                rule = f"{match[0]} is not how a column is written: write {{{name}}}"
-                raise ConfigError(f"data.prompt_template: {rule}")
-    # Cached rows were all checked when they were read.
-    if isinstance(rows, CachedRows):
-        rows = [] if rows.first_refused is None else [rows[rows.first_refused]]
-    for row in rows:
-        check_row(row)
+                raise ConfigError(
+                    f"data.prompt_template: {match[0]} is not how a column is written: write "
+                    f"{{{name}}}"
+                )
+    first_refused = overview_of(rows).first_refused
+    if first_refused is not None:
+        check_row(rows[first_refused])
 
 
 def check_row(row: PromptRow) -> None:
@@ -544,8 +549,10 @@ def _check_text(text: str, location: str) -> None:
     if not text.strip():
         raise ConfigError(f"{location}: the prompt is nothing but white space")
     if text.lstrip()[:1] == "[" and '"role"' in text and _is_json_messages(text):
-        rule = "the prompt is a JSON text of chat messages, and would be shown as such"
-        raise ConfigError(f"{location}: {rule}; make it a list in the file (json.loads)")
+        raise ConfigError(
+            f"{location}: the prompt is a JSON text of chat messages, and would be shown as such; "
+            "make it a list in the file (json.loads)"
+        )
 
 
 def _is_json_messages(text: str) -> bool:
@@ -561,10 +568,10 @@ def _is_json_messages(text: str) -> bool:
 def _check_messages(messages: Sequence[dict[str, Any]], location: str) -> None:
     last_message = messages[-1]
     if last_message["role"] == "assistant":
-        rule = "the chat prompt ends with an assistant's message"
-        effect = "so that the model would be shown the answer"
-        remedy = "take it out of the prompt, e.g. into a column of its own"
-        raise ConfigError(f"{location}: {rule}, {effect}; {remedy}")
+        raise ConfigError(
+            f"{location}: the chat prompt ends with an assistant's message, so that the model "
+            "would be shown the answer; take it out of the prompt, e.g. into a column of its own"
+        )
     texts: list[str] = []
     for message in messages:
         content = message.get("content")
@@ -580,6 +587,7 @@ def _block_texts(blocks: list[Any], location: str) -> Iterator[str]:
     for block in blocks:
         kind = block.get("type", "text") if isinstance(block, dict) else type(block).__name__
         if kind != "text":
-            rule = f"the prompt has a part of type {kind!r}, and only text is trained on"
-            raise ConfigError(f"{location}: {rule}")
+            raise ConfigError(
+                f"{location}: the prompt has a part of type {kind!r}, and only text is trained on"
+            )
         yield str(block.get("text") or "")

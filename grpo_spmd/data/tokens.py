@@ -63,25 +63,19 @@ class Prompts(Sequence[Prompt]):
         )
 
 
-class _Digests:
-    """Computes the SHA-256 of prompts' tokens in their order, and of their rows' columns."""
-
-    def __init__(self, *, with_tokens: bool) -> None:
-        """With `with_tokens` a row's digest covers its tokens too."""
-        self._with_tokens = with_tokens
-        self._token_digest = hashlib.sha256()
-        self._row_digest = hashlib.sha256()
-        # One encoder serves all rows; json.dumps would make one for each.
-        self._encode = json.JSONEncoder(sort_keys=True, default=str).encode
-
-    def add(self, number: int, columns: dict[str, Any], token_ids: Sequence[int]) -> None:
-        """Adds one row."""
-        self._token_digest.update(array("q", [len(token_ids), *token_ids]))
-        row = [number, columns, list(token_ids) if self._with_tokens else None]
-        self._row_digest.update(self._encode(row).encode())
-
-    def hexdigests(self) -> tuple[str, str]:
-        return self._token_digest.hexdigest(), self._row_digest.hexdigest()
+def _digest(
+    rows: Iterable[tuple[int, dict[str, Any], Sequence[int]]], *, with_tokens: bool
+) -> tuple[str, str]:
+    """Does the same as `digests_of`, for rows as (row number, columns, tokens)."""
+    token_digest = hashlib.sha256()
+    row_digest = hashlib.sha256()
+    # One encoder serves all rows; json.dumps would make one for each.
+    encode = json.JSONEncoder(sort_keys=True, default=str).encode
+    for number, columns, token_ids in rows:
+        token_digest.update(array("q", [len(token_ids), *token_ids]))
+        row = [number, columns, list(token_ids) if with_tokens else None]
+        row_digest.update(encode(row).encode())
+    return token_digest.hexdigest(), row_digest.hexdigest()
 
 
 def digests_of(prompts: Sequence[Prompt], *, with_tokens: bool) -> tuple[str, str]:
@@ -92,10 +86,8 @@ def digests_of(prompts: Sequence[Prompt], *, with_tokens: bool) -> tuple[str, st
     """
     if isinstance(prompts, Prompts):
         return prompts.digests
-    digests = _Digests(with_tokens=with_tokens)
-    for prompt in prompts:
-        digests.add(prompt.row, prompt.columns, prompt.token_ids)
-    return digests.hexdigests()
+    rows = ((prompt.row, prompt.columns, prompt.token_ids) for prompt in prompts)
+    return _digest(rows, with_tokens=with_tokens)
 
 
 def build_prompts(
@@ -118,21 +110,24 @@ def build_prompts(
         # The tokens of prompt i are those from bounds[i] to bounds[i + 1].
         bounds = array("q", [0])
         numbers = array("q")
-        digests = _Digests(with_tokens=is_eval)
-        for number, row, token_ids in _tokenize(rows, tokenizer, config):
-            if len(token_ids) > config.max_prompt_tokens:
-                if config.on_long_prompt == "error":
-                    raise ConfigError(too_long(row, len(token_ids), config))
-                continue
-            if not token_ids:
-                raise ConfigError(f"{row.where}: the prompt has no tokens")
-            digests.add(number, row.columns, token_ids)
-            writer.add(token_ids)
-            bounds.append(bounds[-1] + len(token_ids))
-            numbers.append(number)
+
+        def write() -> Iterator[tuple[int, dict[str, Any], Tokens]]:
+            for number, row, token_ids in _tokenize(rows, tokenizer):
+                if len(token_ids) > config.max_prompt_tokens:
+                    if config.on_long_prompt == "error":
+                        raise ConfigError(too_long(row, len(token_ids), config))
+                    continue
+                if not token_ids:
+                    raise ConfigError(f"{row.where}: the prompt has no tokens")
+                writer.add(token_ids)
+                bounds.append(bounds[-1] + len(token_ids))
+                numbers.append(number)
+                yield number, row.columns, token_ids
+
         # Checkpoints need the digests, which are stored so that they need not read all prompts.
+        digests = _digest(write(), with_tokens=is_eval)
+        writer.facts["tokens"], writer.facts["rows"] = digests
         writer.arrays.update(bounds=bounds, numbers=numbers)
-        writer.facts["tokens"], writer.facts["rows"] = digests.hexdigests()
 
     inputs = None
     num_bytes = 0
@@ -175,9 +170,7 @@ def _tokenizer_inputs(tokenizer: Any) -> list[Any] | None:
     ]
 
 
-def _tokenize(
-    rows: Sequence[PromptRow], tokenizer: Any, config: DataConfig
-) -> Iterator[tuple[int, PromptRow, Tokens]]:
+def _tokenize(rows: Sequence[PromptRow], tokenizer: Any) -> Iterator[tuple[int, PromptRow, Tokens]]:
     """Yields (row number, row, its tokens).
 
     Raises ConfigError for the first row that cannot be tokenized.
@@ -191,7 +184,7 @@ def _tokenize(
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             # One by one, to find the first that fails.
-            tokens = (array("i", _tokenize_row(row, tokenizer, config)) for row in batch)
+            tokens = (_tokenize_row(row, tokenizer) for row in batch)
         yield from zip(range(start, start + len(batch)), batch, tokens, strict=True)
         startup.note(f", {start + len(batch):,} of {len(rows):,} prompts tokenized")
     startup.note("")
@@ -256,21 +249,19 @@ def _one_thread() -> Iterator[None]:
         del os.environ[name]
 
 
-def _tokenize_row(row: PromptRow, tokenizer: Any, config: DataConfig) -> list[int]:
+def _tokenize_row(row: PromptRow, tokenizer: Any) -> Tokens:
+    is_chat = not isinstance(row.prompt, str)
+    if is_chat and getattr(tokenizer, "chat_template", None) is None:
+        raise ConfigError(no_template(row.where))
     with panics_named(row.where):
-        if isinstance(row.prompt, str):
-            return list(tokenizer(row.prompt)["input_ids"])
-        if getattr(tokenizer, "chat_template", None) is None:
-            raise ConfigError(no_template(row.where, config))
         try:
-            text = tokenizer.apply_chat_template(
-                row.prompt, tokenize=False, add_generation_prompt=True
-            )
+            return _tokenize_batch([row], tokenizer)[0]
         # A template may refuse with any error, e.g. for an unknown order of roles.
         except Exception as error:
+            if not is_chat:
+                raise
             reason = f"{type(error).__name__}: {error}"
             raise ConfigError(refused_by_template(row.where, reason)) from None
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 @contextmanager
@@ -284,22 +275,17 @@ def panics_named(location: str) -> Iterator[None]:
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
-        reason = f"its tokenizer fails on a prompt from {location} on: {error}"
-        raise ConfigError(f"model.path: {reason}") from None
+        raise ConfigError(
+            f"model.path: its tokenizer fails on a prompt from {location} on: {error}"
+        ) from None
 
 
-def no_template(location: str, config: DataConfig) -> str:
+def no_template(location: str) -> str:
     """Returns the error message for chat messages without a chat template."""
-    key = None
-    if config.as_chat:
-        key = "data.as_chat"
-    elif config.system_prompt:
-        key = "data.system_prompt"
-    cause = f" ({key} makes plain text one)" if key else ""
-    rule = "but the tokenizer of model.path has no chat template"
-    remedy = "take an instruct model, put a chat_template.jinja into its folder, or give plain text"
     return (
-        f"{location}: the prompt is chat messages{cause}, {rule}; {remedy} (data.prompt_template)"
+        f"{location}: the prompt is chat messages (data.as_chat and data.system_prompt make plain "
+        "text some), but the tokenizer of model.path has no chat template; take an instruct model, "
+        "put a chat_template.jinja into its folder, or give plain text (data.prompt_template)"
     )
 
 
@@ -310,6 +296,8 @@ def refused_by_template(location: str, error: str) -> str:
 
 def too_long(row: PromptRow, num_tokens: int, config: DataConfig) -> str:
     """Returns the error message for a prompt with too many tokens."""
-    limit = f"data.max_prompt_tokens={config.max_prompt_tokens}"
-    rule = f"the prompt has {num_tokens} tokens, over {limit}"
-    return f"{row.where}: {rule}; raise that, or set data.on_long_prompt: drop"
+    return (
+        f"{row.where}: the prompt has {num_tokens} tokens, over "
+        f"data.max_prompt_tokens={config.max_prompt_tokens}; raise that, or set "
+        "data.on_long_prompt: drop"
+    )

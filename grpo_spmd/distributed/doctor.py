@@ -19,13 +19,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import msgspec
 
@@ -87,8 +87,8 @@ class Position:
 class Fault:
     """A Fault tells how one rank failed."""
 
-    # "stopped": by Ctrl-C or SIGTERM; "follows": because another rank failed.
-    kind: Literal["raise", "config", "stopped", "follows"]
+    # "raise", "config", "stopped" (by Ctrl-C or SIGTERM) or "follows" (another rank failed)
+    kind: str
     headline: str
     traceback: str = ""
 
@@ -97,7 +97,7 @@ class Fault:
 class Alarm:
     """An Alarm tells what a rank has noticed. Only the first alarm of a run counts."""
 
-    why: Literal["raise", "config", "stopped", "follows", "timeout", "dead", "silent"]
+    why: str  # the kind of its own fault, or "timeout", "dead" or "silent"
     by: int  # the rank that raised the alarm
     limit_s: float = 0.0
 
@@ -109,7 +109,7 @@ class Answer:
     position: Position
     answers: bool = True  # False: its Python does not run
     fault: Fault | None = None
-    waits: Literal["collective", "device", ""] = ""  # what its main thread waits for
+    waits: str = ""  # what its main thread waits for: "collective", "device" or ""
     line: str = ""  # the innermost line of our code or the user's
     stacks: str = ""
     # Collectives by process group, from torch's flight recorder.
@@ -146,9 +146,7 @@ def fault_of(error: BaseException, rank: int) -> Fault:
     cause = error.__cause__ if is_from_rank0 and error.__cause__ else error
     # The message of a failed proof is complete; where it was raised tells nobody anything.
     is_complete = getattr(cause, "says_all", False)
-    text = "" if is_complete else "".join(traceback.format_exception(cause))
-    if len(text) > MAX_TEXT:
-        text = f"{text[: MAX_TEXT // 2]}\n...\n{text[-MAX_TEXT // 2 :]}"
+    text = "" if is_complete else "".join(traceback.format_exception(cause))[-MAX_TEXT:]
     # A lost peer shows as torch's own error, raised from within a collective.
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     is_lost_peer = (
@@ -167,30 +165,28 @@ def write_report(alarm: Alarm, answers: list[Answer], hosts: list[str]) -> Repor
     answer = answers[culprit]
     fault = answer.fault
     if fault is not None and fault.kind == "config":
-        is_common = all(a.outcome == "config" for a in answers)
+        is_common = all(answer.outcome == "config" for answer in answers)
         origin = "" if is_common else f" (said by rank {culprit} on {hosts[culprit]})"
         text = f"error: {fault.headline}{origin}"
         return Report(text, text, "", 2, culprit)
-    host = f" ({hosts[culprit]})" if len(answers) > 1 else ""
-    headline = f"rank {culprit}{host} {reason}"
+    headline = f"rank {culprit} ({hosts[culprit]}) {reason}"
     lines = [headline]
-    if fault is not None and fault.traceback:
-        lines.append(fault.traceback.rstrip())
-    elif answer.stacks and fault is None:
-        # With a fault it was stopped, or its message is complete: stacks would say nothing more.
+    # A fault without a traceback was a signal, or its message is complete: stacks say nothing more.
+    if fault is None and answer.stacks:
         lines += ["its stacks:", answer.stacks.rstrip()]
+    elif fault is not None and fault.traceback:
+        lines.append(fault.traceback.rstrip())
     ranks_by_text: dict[str, list[int]] = {}
     details = []
     for rank, answer in enumerate(answers):
         text = _describe(answer)
         if rank != culprit:
             ranks_by_text.setdefault(text, []).append(rank)
-        flight = f"flight recorder: {answer.flight}\n" if answer.flight else ""
         head = f"--- rank {rank} ({hosts[rank]}): {text}, sequence {answer.position.sequence}"
-        details.append(f"{head}\n{answer.stacks}\n{flight}")
+        details.append(f"{head}\n{answer.stacks}\nflight recorder: {answer.flight}\n")
     if ranks_by_text:
         lines.append("where the other ranks were:")
-        lines += [f"  {format_ranks(ranks)}: {text}" for text, ranks in ranks_by_text.items()]
+    lines += [f"  {format_ranks(ranks)}: {text}" for text, ranks in ranks_by_text.items()]
     lines.append("all ranks stop with exit code 1")
     return Report(headline, "\n".join(lines), "\n".join(details), 1, culprit)
 
@@ -198,25 +194,22 @@ def write_report(alarm: Alarm, answers: list[Answer], hosts: list[str]) -> Repor
 def find_culprit(alarm: Alarm, answers: list[Answer]) -> tuple[int, str]:
     """Returns the rank to blame and the reason: a rank that raised, else one that is gone, else one
     that is silent, else one that was stopped; for a hang the slowest rank."""
-
-    def order(rank: int) -> tuple[int, bool]:
-        # Of several ranks with the same outcome, the one that raised the alarm was first.
-        return _OUTCOMES.index(answers[rank].outcome), rank != alarm.by
-
-    rank = min(range(len(answers)), key=order)
+    # Of several ranks with the same outcome, the one that raised the alarm was first.
+    rank = min(
+        range(len(answers)),
+        key=lambda rank: (_OUTCOMES.index(answers[rank].outcome), rank != alarm.by),
+    )
     answer = answers[rank]
     if answer.fault is not None:
         return rank, f"failed first, in {answer.position}: {answer.fault.headline}"
     if not answer.answers:
         return rank, f"went silent in {answer.position}: {_STATES[answer.state]}"
-    slowest = _slowest_ranks(answers)
-    rank = slowest[0]
-    line = f", at {answers[rank].line}" if answers[rank].line else ""
-    ending = ", and the others wait for it" if len(answers) > 1 else ""
-    if len(slowest) > 1:
-        ending = ", as do others: no rank can be told to be the one that the others wait for"
+    rank, *equals = _slowest_ranks(answers)
+    ending = "and the others wait for it"
+    if equals:
+        ending = "as do others: no rank can be told to be the one that the others wait for"
     limit = f"{alarm.limit_s:g} s here (watchdog.timeout_s, watchdog.phase_timeouts_s)"
-    hang = f"hangs in {answers[rank].position}{line}{ending}"
+    hang = f"hangs in {answers[rank].position}, at {answers[rank].line or '?'}, {ending}"
     return rank, f"{hang}; no phase may take longer than {limit}"
 
 
@@ -226,18 +219,16 @@ def _slowest_ranks(answers: list[Answer]) -> list[int]:
     They entered the fewest phases and collectives; among equals they enqueued the fewest
     collectives in torch's flight recorder; among equals their main threads wait for nobody.
     """
-    ranks = _ranks_with_min(range(len(answers)), lambda rank: answers[rank].position.sequence)
-    groups = set.intersection(*(set(answers[rank].enqueued) for rank in ranks))
-    for group in sorted(groups):
-        counts = {rank: answers[rank].enqueued[group] for rank in ranks}
-        ranks = _ranks_with_min(ranks, counts.__getitem__)
-    order = ("", "device", "collective")
-    return _ranks_with_min(ranks, lambda rank: order.index(answers[rank].waits))
+    low = min(answer.position.sequence for answer in answers)
+    slowest = {rank: a for rank, a in enumerate(answers) if a.position.sequence == low}
+    groups = sorted(set.intersection(*(set(answer.enqueued) for answer in slowest.values())))
 
+    def order(rank: int) -> list[int]:
+        answer = answers[rank]
+        waits = ("", "device", "collective").index(answer.waits)
+        return [*(answer.enqueued[group] for group in groups), waits]
 
-def _ranks_with_min(ranks: Sequence[int], key: Callable[[int], int]) -> list[int]:
-    low = min(map(key, ranks))
-    return [rank for rank in ranks if key(rank) == low]
+    return [rank for rank in slowest if order(rank) == min(map(order, slowest))]
 
 
 def _describe(answer: Answer) -> str:
@@ -246,7 +237,7 @@ def _describe(answer: Answer) -> str:
     if answer.fault is not None and answer.fault.kind == "raise":
         return f"{answer.position}, failed too: {answer.fault.headline}"
     waits = {"collective": ", waits in a collective", "device": ", waits for its device", "": ""}
-    line = f", at {answer.line}" if answer.line and answer.fault is None else ""
+    line = f", at {answer.line}" if answer.line else ""
     return f"{answer.position}{waits[answer.waits]}{line}"
 
 

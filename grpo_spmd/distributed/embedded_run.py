@@ -23,7 +23,7 @@ from grpo_spmd.distributed import doctor, exit, interrupt
 # Our own signal: it interrupts the main thread after the doctor has ended the run, whatever that
 # thread waits for.
 _STOP_SIGNAL = signal.SIGURG
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, _STOP_SIGNAL)
+_SIGNALS = (signal.SIGINT, *interrupt.SIGNALS, _STOP_SIGNAL)
 # What start_session sets if torchrun has not. A later run has its own port.
 _LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -42,8 +42,10 @@ def embedded_run(release: Callable[[], None]) -> Iterator[None]:
     """
     if threading.current_thread() is not threading.main_thread():
         name = threading.current_thread().name
-        rule = "must be called in the main thread, the only one that hears signals"
-        raise ConfigError(f"grpo_spmd.run {rule}; this is {name}")
+        raise ConfigError(
+            "grpo_spmd.run must be called in the main thread, the only one that hears signals; "
+            f"this is {name}"
+        )
     with _restored_process():
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             interrupt.listen()

@@ -119,21 +119,20 @@ def killed_after(seconds: float) -> Iterator[None]:
     It also ends a process that is stopped or stuck in C, which no thread of its own could.
     """
     libc = ctypes.CDLL(None)
-    timer = ctypes.c_void_p()
-    is_set = False
     # Only Linux has it, with a glibc that is not old.
-    if _owner is None and hasattr(libc, "timer_create"):
-        # struct sigevent: value, signal, SIGEV_SIGNAL, padding.
-        event = struct.pack("Pii48x", 0, signal.SIGKILL, 0)
-        is_set = libc.timer_create(time.CLOCK_MONOTONIC, event, ctypes.byref(timer)) == 0
-    if is_set:
-        # struct itimerspec: no interval, then seconds and nanoseconds.
-        libc.timer_settime(timer, 0, struct.pack("4l", 0, 0, int(seconds), 0), None)
+    if _owner is not None or not hasattr(libc, "timer_create"):
+        yield
+        return
+    timer = ctypes.c_void_p()
+    # struct sigevent: value, signal, SIGEV_SIGNAL, padding.
+    event = struct.pack("Pii48x", 0, signal.SIGKILL, 0)
+    libc.timer_create(time.CLOCK_MONOTONIC, event, ctypes.byref(timer))
+    # struct itimerspec: no interval, then seconds and nanoseconds.
+    libc.timer_settime(timer, 0, struct.pack("4l", 0, 0, int(seconds), 0), None)
     try:
         yield
     finally:
-        if is_set:
-            libc.timer_delete(timer)
+        libc.timer_delete(timer)
 
 
 @contextmanager

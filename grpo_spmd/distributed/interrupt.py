@@ -25,6 +25,8 @@ from grpo_spmd.distributed.processes import in_debugger
 
 # Called with 1 at the first press, 2 at the second, ...
 Answer = Callable[[int], None]
+# Other signals that stop a run. SIGHUP: the terminal was closed, or its ssh connection has ended.
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 # One press may arrive as several signals: from the terminal and from torchrun, or from a held key.
 _ONE_PRESS_S = 1.0
 # The first rank of a node prints before the others exit.
@@ -64,9 +66,7 @@ def stop_with(stop: Callable[[], bool]) -> None:
 
     def answer(number: int) -> None:
         if number > 1:
-            newest = _newest_checkpoint()
-            saved = f"{newest} stands (checkpoint.resume=auto)"
-            _quit(f"Ctrl-C: out at once; {saved if newest else 'no checkpoint was saved'}")
+            _quit(f"Ctrl-C: out at once; {_newest_checkpoint()}")
         update = "finishing the update, then " if stop() else ""
         print_notice(f"Ctrl-C: {update}saving; again to quit now")
 
@@ -98,9 +98,7 @@ def print_notice(text: str) -> None:
 
 
 def quit_before_training(_: int) -> None:
-    newest = _newest_checkpoint()
-    outcome = f"{newest} stands" if newest else "nothing was trained"
-    _quit(f"stopped by Ctrl-C before the first step; {outcome}")
+    _quit(f"stopped by Ctrl-C before the first step; {_newest_checkpoint()}")
 
 
 def _quit(text: str) -> NoReturn:
@@ -111,16 +109,14 @@ def _quit(text: str) -> NoReturn:
     exit_process(1)
 
 
-def _newest_checkpoint() -> Path | None:
-    """Returns the newest checkpoint's path relative to the run's folder; None if there is none."""
-    if _run_dir is None:
-        return None
-    paths = {}
-    for path in (_run_dir / "checkpoints").glob("step_*"):
-        number = path.name.removeprefix("step_")
-        if number.isdecimal():
-            paths[int(number)] = path
-    return paths[max(paths)].relative_to(_run_dir) if paths else None
+def _newest_checkpoint() -> str:
+    """Returns in words which checkpoint of the run's folder is the newest."""
+    folder = (_run_dir or Path()) / "checkpoints"
+    # Folders that are being written have another ending.
+    steps = [int(path.name[5:]) for path in folder.glob("step_*") if path.name[5:].isdecimal()]
+    if _run_dir is None or not steps:
+        return "no checkpoint was saved"
+    return f"checkpoints/step_{max(steps):06} stands (checkpoint.resume=auto)"
 
 
 class _Listener:

@@ -23,8 +23,6 @@ from grpo_spmd.config.errors import say
 from grpo_spmd.distributed import interrupt, startup
 from grpo_spmd.distributed.exit import exit_process
 
-_FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-
 
 def main() -> None:
     """Runs torchrun on the arguments, and exits with the ranks' code."""
@@ -66,7 +64,7 @@ def _run(arguments: list[str], folder: str) -> int:
                 workers = super()._start_workers(*args, **options)
             finally:
                 interrupt.listen(self._on_press)
-            for number in _FORWARDED:
+            for number in interrupt.SIGNALS:
                 # nohup ignores SIGHUP, and so must the ranks.
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     signal.signal(number, self._on_signal)

@@ -30,8 +30,6 @@ from grpo_spmd.files import write_durably
 from grpo_spmd.records import ScoredRollouts
 
 _log = logging.getLogger("grpo_spmd")
-# SIGHUP: the terminal was closed, or its ssh connection has ended.
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 MARKER = "preempted.json"
 # Steps whose times count; most likely more than lie between two evaluations.
 _NUM_RECENT = 200
@@ -142,25 +140,21 @@ class Preemption:
         """
         if self._aborting is None:
             self._aborting = self._reason_to_give_up()
-            if self._aborting is not None:
-                post_notice(_NOTICE, self._aborting)
-            else:
-                self._poll_notice()
+            self._share_notice(self._aborting)
         return self._aborting is not None
 
     def check_scoring(self) -> None:
         """Stops the scoring in `guard` if some rank was signalled. Waits for nobody."""
-        if self._signal is not None:
-            post_notice(_NOTICE, self._signal)
-        else:
-            self._poll_notice()
+        self._share_notice(self._signal)
         if self._signal is not None or self._aborting is not None:
             raise _ScoringStoppedError
 
-    def _poll_notice(self) -> None:
-        """Reads from time to time what another rank has posted."""
+    def _share_notice(self, reason: str | None) -> None:
+        """Posts the reason, or else reads from time to time what another rank has posted."""
         time_s = time.monotonic()
-        if time_s >= self._next_poll:
+        if reason is not None:
+            post_notice(_NOTICE, reason)
+        elif time_s >= self._next_poll:
             self._next_poll = time_s + _NOTICE_POLL_S
             self._aborting = self._aborting or read_notice(_NOTICE)
 
@@ -207,8 +201,10 @@ class Preemption:
         left_s = self._deadline - time.monotonic()
         if left_s >= _SPREAD * needed_s + self._save_s:
             return None
-        needs = f"{remaining_work} takes {needed_s:.0f} s and a save {self._save_s:.0f} s"
-        return f"deadline: {left_s:.0f} s left, {needs}"
+        return (
+            f"deadline: {left_s:.0f} s left, {remaining_work} takes {needed_s:.0f} s and a save "
+            f"{self._save_s:.0f} s"
+        )
 
     def _agree(self, reason: str | None) -> None:
         """Collective. Raises Preempted with the reason of the first rank that has one."""
@@ -219,7 +215,7 @@ class Preemption:
             raise Preempted(agreed_reason)
 
     def _take_signals(self) -> None:
-        for number in SIGNALS:
+        for number in interrupt.SIGNALS:
             handler = signal.getsignal(number)
             is_nohup = number == signal.SIGHUP and handler == signal.SIG_IGN
             if handler != self._on_signal and not is_nohup:

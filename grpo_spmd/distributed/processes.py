@@ -184,12 +184,11 @@ def stacks_of(threads: dict[int, FrameType], main_thread: int) -> str:
     The calling thread is left out.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    main_frame = threads.get(main_thread)
-    stack = "".join(traceback.format_stack(main_frame)) if main_frame else "  (no Python frame)\n"
-    texts = [f"main thread:\n{stack}"]
-    for thread, frame in threads.items():
-        if thread not in (main_thread, threading.get_ident()):
-            stack = "".join(traceback.format_stack(frame))
+    texts = []
+    # The main thread first.
+    for thread in sorted(threads, key=lambda thread: thread != main_thread):
+        if thread != threading.get_ident():
+            stack = "".join(traceback.format_stack(threads[thread]))
             texts.append(f"thread {names.get(thread, thread)}:\n{stack}")
     return "\n".join(texts)[:MAX_TEXT]
 
@@ -234,9 +233,7 @@ def flight_recorder() -> tuple[dict[str, int], str]:
                 if not entry["retired"]:
                     text = f"{entry['profiling_name']} number {number} of group {group}"
                     pending.append(f"not finished: {text} ({entry['state']})")
-    counts = [
-        f"group {group}: {enqueued[group]} collectives enqueued" for group in sorted(enqueued)
-    ]
+    counts = [f"group {group}: {number} collectives enqueued" for group, number in enqueued.items()]
     return enqueued, "; ".join(counts + pending[-_MAX_PENDING:])
 
 

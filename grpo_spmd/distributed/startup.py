@@ -16,29 +16,55 @@ from contextlib import contextmanager, suppress
 # Three processes follow each other before the first log line, each with a first line of its own.
 _FIRST_LINE_S = 3.0
 _LINE_EVERY_S = 7.0
-_heartbeat: _Heartbeat | None = None
+
+
+class _Heartbeat:
+    """Thread that prints a line when nothing else was printed for a while."""
+
+    is_on = False
+    last_line = 0.0
+    progress = ""
+
+    def change(self, activity: str) -> None:
+        self.progress = ""
+        self._activity = activity
+        self._start = time.monotonic()
+
+    def print_if_due(self) -> None:
+        time_s = time.monotonic()
+        if self.is_on and time_s - self.last_line >= _LINE_EVERY_S:
+            self.last_line = time_s
+            with suppress(OSError, ValueError):  # whoever read it is gone
+                text = f"{self._activity}{self.progress} ... {time_s - self._start:.0f} s"
+                print(text, flush=True)
+
+    def run(self) -> None:
+        while self.is_on:
+            time.sleep(0.5)
+            self.print_if_due()
+
+
+_heartbeat = _Heartbeat()
 
 
 def begin(activity: str) -> None:
     """From now on rank 0 prints from time to time what it is doing: "starting vLLM ... 20 s"."""
-    global _heartbeat
     if os.environ.get("RANK", "0") != "0":
         return
-    if _heartbeat is None:
-        _heartbeat = _Heartbeat()
     _heartbeat.change(activity)
+    if not _heartbeat.is_on:
+        _heartbeat.is_on = True
+        _heartbeat.last_line = time.monotonic() - _LINE_EVERY_S + _FIRST_LINE_S
+        threading.Thread(target=_heartbeat.run, name="heartbeat", daemon=True).start()
 
 
 def note(progress: str) -> None:
     """Adds how far the activity has come to the next line."""
-    if _heartbeat is not None:
-        _heartbeat.progress = progress
+    _heartbeat.progress = progress
 
 
 def follow(line: str) -> None:
     """Takes the activity from a log line that is shown; the line of the first step ends it."""
-    if _heartbeat is None:
-        return
     _heartbeat.last_line = time.monotonic()
     if line.startswith("step"):
         end()
@@ -49,37 +75,7 @@ def follow(line: str) -> None:
 
 def end() -> None:
     """Prints no more lines."""
-    global _heartbeat
-    if _heartbeat is not None:
-        _heartbeat.stop.set()
-    _heartbeat = None
-
-
-class _Heartbeat:
-    """Thread that prints a line when nothing else was printed for a while."""
-
-    def __init__(self) -> None:
-        self.stop = threading.Event()
-        self.last_line = time.monotonic() - _LINE_EVERY_S + _FIRST_LINE_S
-        self.change("")
-        threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
-
-    def change(self, activity: str) -> None:
-        self.progress = ""
-        self._activity = activity
-        self._start = time.monotonic()
-
-    def print_if_due(self) -> None:
-        time_s = time.monotonic()
-        if time_s - self.last_line >= _LINE_EVERY_S:
-            self.last_line = time_s
-            with suppress(OSError, ValueError):  # whoever read it is gone
-                text = f"{self._activity}{self.progress} ... {time_s - self._start:.0f} s"
-                print(text, flush=True)
-
-    def _run(self) -> None:
-        while not self.stop.wait(0.5):
-            self.print_if_due()
+    _heartbeat.is_on = False
 
 
 @contextmanager

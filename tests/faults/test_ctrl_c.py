@@ -91,7 +91,7 @@ def test_it_leaves_in_time_and_without_a_trace(
     assert "Traceback" not in text
     assert "torch" not in text
     message = {
-        "set-up": (1, ["stopped by Ctrl-C before the first step; nothing was trained"]),
+        "set-up": (1, ["stopped by Ctrl-C before the first step; no checkpoint was saved"]),
         "update": (
             0,
             [

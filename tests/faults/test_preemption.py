@@ -15,7 +15,7 @@ import pytest
 
 from grpo_spmd.distributed import processes as module
 from grpo_spmd.distributed import store
-from grpo_spmd.distributed.preemption import SIGNALS
+from grpo_spmd.distributed.interrupt import SIGNALS
 from tests.support.models import write_config
 from tests.support.processes import Job, full_pipe, torchrun
 

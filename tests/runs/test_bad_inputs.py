@@ -47,7 +47,7 @@ def test_one_rank_of_a_node_speaks_for_all(folder: Path) -> None:
         torchrun(2, "-m", "grpo_spmd.train", "--config", "config.yaml", "seed=-1"), cwd=folder
     )
     assert done.returncode == 1  # torchrun's own exit code for ranks that ended with 2
-    assert done.stderr.splitlines().count("error: seed must be >= 0; got -1") == 1
+    assert done.stderr.splitlines().count("error: seed must be a whole number >= 0; got -1") == 1
 
 
 def test_who_reads_a_part_of_the_answer_or_cannot_gets_no_traceback(folder: Path) -> None:

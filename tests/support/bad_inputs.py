@@ -202,7 +202,7 @@ for name, text, expected in (
 ):
     bad_file(f"yaml: {name}", "config.yaml", text, expected)
 bad_value("seed must be a finite number, and below 2^63", "seed=" + "9" * 30)
-bad_value("seed must be a whole number; got '99999", 'seed="' + "9" * 6000 + '"')
+bad_value("seed must be a whole number >= 0; got '99999", 'seed="' + "9" * 6000 + '"')
 bad_value("run_dir: the value 'a\\nb' holds a control character", "run_dir=a\nb")
 bad_value("run_dir: the value 'a\\x1b[2Jb' holds a control character", "run_dir=a\x1b[2Jb")
 bad_value(
@@ -267,32 +267,41 @@ bad_value("rewards.0.wait: unknown key", "rewards.0.wait=2")
 bad_value("an override is section.key=value, got 'seed'", "seed")
 bad_value("seed: the value '[' is not valid YAML", "seed=[")
 bad_value("rewards.3", "rewards.3.weight=1")
-bad_value("optimizer.lr must be a finite number", "optimizer.lr=.nan")
+bad_value("optimizer.lr must be a number >= 0; got nan", "optimizer.lr=.nan")
 bad_value("optimizer.lr must be a finite number", "optimizer.lr=.inf")
-bad_value("optimizer.lr must be a number; got 'small'", "optimizer.lr=small")
-bad_value("optimizer.lr must be >= 0; got -0.1", "optimizer.lr=-0.1")
+bad_value("optimizer.lr must be a number >= 0; got 'small'", "optimizer.lr=small")
+bad_value("optimizer.lr must be a number >= 0; got -0.1", "optimizer.lr=-0.1")
 bad_value("rewards.0.weight must be a finite number", "rewards.0.weight=.nan")
-bad_value("training.num_steps must be >= 1; got 0", "training.num_steps=0")
-bad_value("training.num_steps must be a whole number; got 2.5", "training.num_steps=2.5")
-bad_value("rollout.num_prompts_per_step must be >= 1; got -4", "rollout.num_prompts_per_step=-4")
-bad_value("rollout.group_size must be >= 2; got 1", "rollout.group_size=1")
-bad_value("rollout.max_completion_tokens must be >= 1; got -1", "rollout.max_completion_tokens=-1")
-bad_value("rollout.temperature must be >= 0.01; got 0", "rollout.temperature=0")
+bad_value("training.num_steps must be a whole number >= 1; got 0", "training.num_steps=0")
+bad_value("training.num_steps must be a whole number >= 1; got 2.5", "training.num_steps=2.5")
+bad_value(
+    "rollout.num_prompts_per_step must be a whole number >= 1; got -4",
+    "rollout.num_prompts_per_step=-4",
+)
+bad_value("rollout.group_size must be a whole number >= 2; got 1", "rollout.group_size=1")
+bad_value(
+    "rollout.max_completion_tokens must be a whole number >= 1; got -1",
+    "rollout.max_completion_tokens=-1",
+)
+bad_value("rollout.temperature must be a number >= 0.01; got 0", "rollout.temperature=0")
 bad_value(
     "rollout.engine.max_num_seq: vllm.LLM of the installed version has no such argument; did you "
     "mean max_num_seqs?",
     "rollout.engine={max_num_seq: 8}",
 )
 bad_value(
-    "rollout.gpu_memory_utilization must be > 0 and < 1; got 1.5",
+    "rollout.gpu_memory_utilization must be a number > 0 and < 1; got 1.5",
     "rollout.gpu_memory_utilization=1.5",
 )
-bad_value("loss.clip_ratio_low must be > 0 and <= 1; got 1.5", "loss.clip_ratio_low=1.5")
-bad_value("loss.kl_coef must be >= 0; got -0.1", "loss.kl_coef=-0.1")
+bad_value("loss.clip_ratio_low must be a number > 0 and <= 1; got 1.5", "loss.clip_ratio_low=1.5")
+bad_value("loss.kl_coef must be a number >= 0; got -0.1", "loss.kl_coef=-0.1")
 bad_value("loss.kl_estimator must be k1|k2|k3; got 'k4'", "loss.kl_estimator=k4")
 bad_value("optimizer.betas must be a list of 2 numbers", "optimizer.betas=[0.9, 0.95, 0.99]")
-bad_value("optimizer.betas.1 must be >= 0 and < 1; got 1", "optimizer.betas=[0.9, 1]")
-bad_value("seed must be >= 0; got -1", "seed=-1")
+bad_value(
+    "optimizer.betas must be a list of 2 numbers >= 0 and < 1; got [0.9, 1]",
+    "optimizer.betas=[0.9, 1]",
+)
+bad_value("seed must be a whole number >= 0; got -1", "seed=-1")
 bad_value("data.shuffle must be true or false; got 'maybe'", "data.shuffle=maybe")
 bad_value("run_dir must not be empty", "run_dir=''")
 bad_value("run_dir must not contain a control character", 'run_dir="a\\0b"')
@@ -328,7 +337,7 @@ bad_value(
 bad_value(
     "model.num_replicas (2) must divide the number of ranks (1): 1 would", "model.num_replicas=2"
 )
-bad_value("model.num_replicas must be >= 1; got 0", "model.num_replicas=0")
+bad_value("model.num_replicas must be a whole number >= 1; got 0", "model.num_replicas=0")
 bad_value(
     "rollout.tensor_parallel_size (4) must divide the ranks of a node, since an engine stays on "
     "one (6): 1, 2, 3, 6 "
@@ -350,7 +359,7 @@ for name, text, expected in (
         "the colon: seed: 3"),
     ("no blank in a section", "run_dir: a\nmodel:\n  path:x\n",
         "model: expected a section (a mapping), got 'path:x'; a blank is missing after the "
-        "colon: path: x"),
+        "colon"),
     ("TOML", '[model]\npath = "x"\n', "config.yaml:2: not valid YAML: expected '<document "
                                       "start>', but found "
         "'<scalar>'; it looks like TOML"),
@@ -372,10 +381,10 @@ for expected, override in (
     ("model.path: “model” has the quotes of a text processor", "model.path=“model”"),
     ("rewards[0].weight: an index stands after a dot: rewards.0.weight=2", "rewards[0].weight=2"),
     ("+optimizer.lr: no + or ~ stands before a key: optimizer.lr=1e-6", "+optimizer.lr=1e-6"),
-    ("to add one, give the whole list: rewards=[{name: exact}, {name: "
-     "gsm8k}]", "rewards.1.name=gsm8k"),
-    ("rewards.0: expected a section (a mapping), got 'exact'; {name: exact}", "rewards=[exact]"),
-    ("got 'r.py:fn'; {function: 'r.py:fn'}", "rewards=[r.py:fn]"),
+    ("to add one, give the whole list: rewards=[...]", "rewards.1.name=gsm8k"),
+    ("rewards.0: expected a section (a mapping), got 'exact'; write {name: "
+     "NAME}", "rewards=[exact]"),
+    ("got 'r.py:fn'; write {name: NAME} or {function: 'file.py:fn'}", "rewards=[r.py:fn]"),
     ("loss.aggregation must be token|sequence|constant; got 'token-mean'; token-mean is "
      "token",
      "loss.aggregation=token-mean"),
@@ -390,18 +399,18 @@ for expected, override in (
     ("full is true", "model.activation_checkpointing=full"),
     ("drop leaves it out", "data.on_long_prompt=truncate"),
     ("ppo is clip", "loss.policy=ppo"),
-    ("got '1,024'; write 1024", "training.num_steps=1,024"),
-    ("got '16k'; write 16000, or 16384", "training.num_steps=16k"),
-    ("got '0,001'; write 0.001, with a point", "optimizer.lr=0,001"),
-    ("got '60%'; write 0.6, as a share", "rollout.gpu_memory_utilization=60%"),
+    ("got '1,024'; write the digits alone, with a point", "training.num_steps=1,024"),
+    ("got '16k'; write the digits alone", "training.num_steps=16k"),
+    ("got '0,001'; write the digits alone, with a point", "optimizer.lr=0,001"),
+    ("got '60%'; write the digits alone", "rollout.gpu_memory_utilization=60%"),
     ("in seconds, or as 12:00:00", "training.max_time_s=12h"),
     ("got 'Qwen/Qwen3'; model.path=Qwen/Qwen3", "model=Qwen/Qwen3"),
     ("auto goes on from run_dir's newest checkpoint", "checkpoint.resume=null"),
     ("010 is to the base 8", "seed=010"),
-    ("run_dir: $SCRATCH/x: variables are not expanded", "run_dir=$SCRATCH/x"),
-    ("run_dir: ${HOME}/x: variables are not expanded", "run_dir=${HOME}/x"),
-    ("run_dir: ~nobody_here/x: there is no such user", "run_dir=~nobody_here/x"),
-    ("run_dir: s3://bucket/x: it is a URL", "run_dir=s3://bucket/x"),
+    ("run_dir: $SCRATCH/x must be a folder: no URL, no variable", "run_dir=$SCRATCH/x"),
+    ("run_dir: ${HOME}/x must be a folder", "run_dir=${HOME}/x"),
+    ("run_dir: ~nobody_here/x must be a folder", "run_dir=~nobody_here/x"),
+    ("run_dir: s3://bucket/x must be a folder", "run_dir=s3://bucket/x"),
     ("run_dir: " + "a" * 40 + "... is too long for a path", "run_dir=" + "a" * 300),
     ("model.path: " + "b" * 40 + "... is too long for a path", "model.path=" + "b" * 300),
     ("run_dir: model is the folder of model.path", "run_dir=model"),
@@ -715,11 +724,11 @@ for name, prompt, overrides in [
     )
 
 bad_value(
-    "(data.system_prompt makes plain text one), but the tokenizer of model.path has no chat",
+    "data.system_prompt make plain text some), but the tokenizer of model.path has no chat",
     "data.system_prompt=b",
 )
-bad_value("(data.as_chat makes plain text one), but the tokenizer of model.path has no chat "
-          "template; take an instruct",
+bad_value("the prompt is chat messages (data.as_chat and data.system_prompt make plain text some), "
+          "but the tokenizer of model.path has no chat template; take an instruct",
           "data.as_chat=true")  # fmt: skip
 
 # The run folder
@@ -1028,8 +1037,7 @@ for name in ("solution_str", "labels", "completion"):
     bad_reward(
         f"another trainer's {name}",
         f"def score(completions, {name}):\n    return []\n",
-        f"besides the prompt it has nums, target; {name!r} is of another trainer's signature: "
-        "here it is fn(prompts, ",
+        "besides the prompt it has nums, target; a reward function is fn(prompts, ",
     )
 bad_reward(
     "reads our arguments",

@@ -141,7 +141,7 @@ def test_what_cannot_be_a_call_is_one_line(tmp_path: Path) -> None:
     )
     assert "optimizer.lr must be a number" in refusal(path, [length], optimizer={"lr": "x"})
     assert "optimizer.lr" in refusal(path, [length], learning_rate=1e-6)
-    assert refusal(path, **{"seed.x": 1}) == "seed must be a whole number; got {'x': 1}"
+    assert refusal(path, **{"seed.x": 1}) == "seed must be a whole number >= 0; got {'x': 1}"
     assert "rewards.1.weight must be a number" in refusal(path, [length, (length, "much")])
 
 

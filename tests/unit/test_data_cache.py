@@ -333,7 +333,7 @@ def test_what_one_rank_finds_wrong_all_say_and_it_is_read_once(
     _go(ranks)
     answer = (
         f"{train}:2: not valid JSON: Expecting property name enclosed in double quotes at "
-        "column 2\n"
+        "column 2 (char 1)\n"
     )
     assert [rank.communicate()[0] for rank in ranks] == [answer] * 3
     assert (tmp_path / "notes").read_text() == "read "

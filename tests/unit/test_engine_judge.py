@@ -80,7 +80,7 @@ def loaded(*of: Any, **more: Any) -> Config:
         ),
         ({"on_long": "drop_start"}, "rewards.0.on_long belongs to a reward model"),
         ({"judge_scale": [3, 1]}, "rewards.0.judge_scale must be its lowest and its highest score"),
-        ({"judge_tokens": 0}, "rewards.0.judge_tokens must be >= 1"),
+        ({"judge_tokens": 0}, "rewards.0.judge_tokens must be a whole number >= 1"),
         (
             {"url": "http://h/x", "judge_model": "m", "judge_tokens": 9},
             "rewards.0.judge_tokens is of url: engine",

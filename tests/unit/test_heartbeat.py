@@ -25,8 +25,7 @@ def after(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
     def look(seconds: float) -> list[str]:
         for _ in range(int(2 * seconds)):
             clock[0] += 0.5
-            if startup._heartbeat is not None:
-                startup._heartbeat.print_if_due()
+            startup._heartbeat.print_if_due()
         return capsys.readouterr().out.splitlines()
 
     monkeypatch.setattr(startup.threading, "Thread", Thread)

@@ -58,7 +58,9 @@ def test_before_the_first_step_it_ends_at_once_with_one_sentence(tmp_path: Path)
         process = ready(start(tmp_path))
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=20)
-        says = "nothing was trained" if newest is None else f"checkpoints/{newest} stands"
+        says = f"checkpoints/{newest} stands (checkpoint.resume=auto)"
+        if newest is None:
+            says = "no checkpoint was saved"
         assert (process.returncode, out, err) == (
             1,
             "",
@@ -82,7 +84,7 @@ def test_one_that_came_before_anybody_heard_it_is_not_lost(tmp_path: Path) -> No
     process = start(tmp_path, old=hold)
     out, err = process.communicate(timeout=20)
     assert process.returncode == 1
-    assert err == "stopped by Ctrl-C before the first step; nothing was trained\n"
+    assert err == "stopped by Ctrl-C before the first step; no checkpoint was saved\n"
     assert out in ("", "ready\n")
 
 

@@ -173,7 +173,7 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(
     (tmp_path / "launches.jsonl").unlink()
     os.mkfifo(tmp_path / "launches.jsonl")
     assert begin(tmp_path) is None
-    assert "is a fifo, and not a regular file" in caplog.text
+    assert "a device, and not a regular file" in caplog.text
     Launch(tmp_path, None, is_rank0=True).end("done")  # as the run has it then
     assert begin(tmp_path / "nowhere") is None
 

@@ -12,8 +12,8 @@ import pytest
 
 from grpo_spmd.distributed import preemption as module
 from grpo_spmd.distributed import processes, store
+from grpo_spmd.distributed.interrupt import SIGNALS
 from grpo_spmd.distributed.preemption import (
-    SIGNALS,
     Preempted,
     Preemption,
     remove_marker,

@@ -768,4 +768,4 @@ def test_a_link_in_the_place_of_token_scores_is_not_read(tmp_path: Path) -> None
     scores.symlink_to(elsewhere)
     _, errors = scan_step(RunFolder(folder), 1)
     assert errors.num == 1
-    assert "is a link" in errors.first
+    assert "and not a regular file" in errors.first

@@ -78,7 +78,10 @@ def build_config(folder: Path, models: Path, *rewards: dict[str, Any], **section
             {"model": "x", "on_long": "cut"},
             "rewards.0.on_long must be not_applicable|drop_start; got 'cut'",
         ),
-        ({"model": "x", "max_tokens": 0}, "rewards.0.max_tokens must be >= 1; got 0"),
+        (
+            {"model": "x", "max_tokens": 0},
+            "rewards.0.max_tokens must be a whole number >= 1 or null; got 0",
+        ),
         ({"model": "."}, "rewards.0.name: '.' ends with no name, which its metrics bear; set name"),
         ({"model": "../.."}, "rewards.0.name: '../..' ends with no name"),
         ({"model": "/"}, "rewards.0.name: '/' ends with no name"),
@@ -219,7 +222,7 @@ def test_check_reads_the_models_folder(folder: Path, models: Path) -> None:
         ),
         (
             {"model": str(folder / "rm"), "template": "/dev/zero"},
-            "rewards.0.template: /dev/zero is a device",
+            "rewards.0.template: /dev/zero is .*, and not a regular file",
         ),
         (
             {"model": str(folder / "rm"), "template": str(models / "one" / "config.json")},

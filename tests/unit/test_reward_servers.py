@@ -683,7 +683,7 @@ JUDGE = {"url": URL, "judge": "rubric.md", "judge_model": "m"}
         (JUDGE | {"judge": "nowhere.md"}, "rewards.0.judge: cannot read nowhere.md"),
         (
             JUDGE | {"judge": "/dev/zero"},
-            "rewards.0.judge: /dev/zero is a device, and not a regular file",
+            "rewards.0.judge: /dev/zero is a folder, a link, a fifo, a socket or a device, and not",
         ),
         (JUDGE | {"judge": "README.md"}, "rewards.0.judge: README.md does not say {completion}"),
     ],

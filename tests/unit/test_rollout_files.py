@@ -315,7 +315,7 @@ def test_a_damaged_gzip_is_one_line(
 
 def test_what_is_no_file_is_or_not_there_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "step_000001.jsonl")
-    with pytest.raises(ConfigError, match="is a fifo, and not a regular file"):
+    with pytest.raises(ConfigError, match="or a device, and not a regular file"):
         list(read_lines(tmp_path / "step_000001.jsonl"))
     with pytest.raises(ConfigError, match=r"nothing\.jsonl: cannot be read: No such file"):
         list(read_lines(tmp_path / "nothing.jsonl"))

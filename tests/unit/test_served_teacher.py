@@ -434,7 +434,10 @@ URL = "http://127.0.0.1:8000/v1/completions"
             [f"teacher.url={{a: {URL}, b: {URL}}}"],
             "the column teacher must name one of teacher.url: a, b",
         ),
-        ([f"teacher.url={URL}", "teacher.max_concurrent=0"], "teacher.max_concurrent must be >= 1"),
+        (
+            [f"teacher.url={URL}", "teacher.max_concurrent=0"],
+            "teacher.max_concurrent must be a whole number >= 1",
+        ),
     ],
 )
 def test_what_is_refused(

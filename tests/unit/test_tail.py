@@ -285,7 +285,7 @@ def test_what_does_not_go_together_is_refused(tmp_path: Path) -> None:
         == 6
     )
     for faulty, label in (
-        ({"tail_batching": 0.5}, r"rollout\.tail_batching must be >= 1"),
+        ({"tail_batching": 0.5}, r"rollout\.tail_batching must be a number >= 1"),
         (
             {"dynamic_sampling": True},
             r"rollout\.dynamic_sampling is true and rollout\.tail_batching is",

@@ -305,8 +305,8 @@ def test_refusals_name_key_value_and_remedy(tmp_path: Path, folders: list[Path])
     for overrides, message in (
         (["teacher.coef=2"], "teacher.path is not set, so that teacher.coef would do nothing"),
         (["rewards=[]"], "rewards must name at least one reward"),
-        ([on, "teacher.coef=0"], "teacher.coef must be > 0; got 0"),
-        ([on, "teacher.beta=1.5"], "teacher.beta must be >= 0 and <= 1; got 1.5"),
+        ([on, "teacher.coef=0"], "teacher.coef must be a number > 0; got 0"),
+        ([on, "teacher.beta=1.5"], "teacher.beta must be a number >= 0 and <= 1; got 1.5"),
         ([on, "teacher.loss=jsd"], "teacher.loss must be sampled|topk|full; got 'jsd'"),
         ([on, "rewards=[]", "rollout.dynamic_sampling=true"], "set dynamic_sampling: false"),
         (
@@ -353,9 +353,9 @@ def test_top_k_is_of_the_tokens_that_both_have(tmp_path: Path, folders: list[Pat
         (
             {},
             ["teacher.path={}"],
-            "rewards: the environment gives none, and all weights are 0; name one",
+            "rewards: the environment gives none, and no other has a weight; name one",
         ),
-        ({}, ["teacher.path={}", "rewards=[]"], "rewards: the environment gives none; name one"),
+        ({}, ["teacher.path={}", "rewards=[]"], "rewards: the environment gives none, and"),
         (
             {"reward": 1.0},
             ["loss.kl_coef=0.1", "loss.kl_in=reward", "rollout.dynamic_sampling=true"],
