@@ -247,6 +247,17 @@ class RolloutBatch:
         """The micro-batches of all mini-batches."""
         return [micro_batch for mini_batch in self.mini_batches for micro_batch in mini_batch]
 
+    def counted_mini_batches(self) -> Iterator[tuple[list[MicroBatch], int, int]]:
+        """Yields (micro-batches, tokens, rollouts) of each mini-batch in which a token counts.
+
+        All ranks agree on them: momentum and weight decay would move a model without any evidence.
+        """
+        for mini_batch, num_tokens, num_sequences in zip(
+            self.mini_batches, self.num_loss_tokens, self.num_loss_sequences, strict=True
+        ):
+            if num_tokens:
+                yield mini_batch, num_tokens, num_sequences
+
 
 @dataclass
 class ScoredRollouts:
@@ -415,6 +426,12 @@ class Decision:
     """Completion tokens that the engines sampled, those of dropped groups included."""
     rank0_decision: StepDecision | None = None
     """The whole decision, on rank 0 only."""
+
+    def rollout_ids(self, group: RolloutGroup) -> range:
+        """Returns the ids of a group's rollouts; none if it is not trained on."""
+        slot = self.slots.get(group.prompt.position)
+        size = len(group.completions)
+        return range(0) if slot is None else range(slot * size, (slot + 1) * size)
 
     @property
     def metrics(self) -> dict[str, float | None]:

@@ -259,16 +259,17 @@ def explained_variance(
     """Returns 1 - Var(return - value) / Var(return), or None if the returns are all alike.
 
     `returns` and `errors` (return - value) are each (sum, sum of squares) over `count` tokens."""
-
-    def variance(total: float, squares: float) -> float:
-        return max(0.0, squares / count - (total / count) ** 2)
-
     if not count:
         return None
-    return_variance = variance(*returns)
+    return_variance = variance(count, *returns)
     if return_variance < _MIN_VARIANCE:
         return None
-    return 1.0 - variance(*errors) / return_variance
+    return 1.0 - variance(count, *errors) / return_variance
+
+
+def variance(count: float, total: float, squares: float) -> float:
+    """Returns the biased variance of `count` numbers from their sum and their sum of squares."""
+    return max(0.0, squares / count - (total / count) ** 2)
 
 
 def value_loss(

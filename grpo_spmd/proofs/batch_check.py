@@ -18,8 +18,7 @@ import logging
 import math
 import zlib
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -34,18 +33,29 @@ from torch import Tensor
 from grpo_spmd.config.schema import DataConfig, LossConfig
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.learn.advantages import Credit, turn_advantages
-from grpo_spmd.learn.contexts import completion_contexts, completion_turns, find_episode_error
+from grpo_spmd.learn.contexts import (
+    completion_contexts,
+    completion_turns,
+    find_episode_error,
+    row_contexts,
+)
 from grpo_spmd.learn.sampled_step import SampledStep
-from grpo_spmd.proofs.gradient_check import CheckResult, UpdateCheckSettings, sum_over_ranks
+from grpo_spmd.proofs.gradient_check import (
+    CheckResult,
+    UpdateCheckSettings,
+    join_ranks,
+    sum_over_ranks,
+)
+from grpo_spmd.proofs.plain_loss import plain_kl
 from grpo_spmd.records import (
     Completion,
     Decision,
+    Episode,
     MicroBatch,
     RolloutBatch,
     RolloutGroup,
     ScoredRollouts,
     StepDecision,
-    Turn,
 )
 
 _log = logging.getLogger("grpo_spmd")
@@ -63,22 +73,6 @@ _MISALIGNED = -1
 """The hash of a rollout with a token that is scored at another position than its own."""
 # One row of a data set: values by column name.
 _Row = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class _TrainedGroup:
-    """A trained group is a group that this rank sampled and that some rank trains on.
-
-    Lists are in the order of the group's completions."""
-
-    group: RolloutGroup
-    """The prompt and its completions."""
-    ids: range
-    """The rollout ids of the completions."""
-    rewards: list[float]
-    """The rewards minus the overlong penalty. NaN: unknown."""
-    penalised: list[float]
-    """`rewards` minus the KL penalty of `loss.kl_in: reward`."""
 
 
 class BatchCheck:
@@ -101,18 +95,33 @@ class BatchCheck:
         # Every rank makes the same collectives in the same order, also without a trained group.
         self._check_completions(result, sampled)
         surplus_or_dropped = self._check_selection(result, sampled, decision)
-        groups = self._trained_groups(sampled, batch, decision)
-        step_mean, step_deviation = on_rank0(
-            lambda by_rank: moments(_join(by_rank)),
-            [reward for group in groups for reward in group.penalised],
-        )
+        kl_penalties = _kl_penalties(batch, self._loss)
+        rewards = self.rewards_of(sampled, decision)
+        penalised = {i: reward - kl_penalties.get(i, 0.0) for i, reward in rewards.items()}
+        step_mean, step_deviation = moments(join_ranks([*penalised.values()]))
         reports: list[tuple[int, int, float]] = []
-        for group in groups:
-            line = self._advantage_line(group.penalised, step_mean, step_deviation)
+        for group in sampled.groups:
+            ids = decision.rollout_ids(group)
+            if not ids:
+                continue
+            group_rewards = [penalised[i] for i in ids]
+            center, scale = self._advantage_line(group_rewards, step_mean, step_deviation)
             if sampled.rules.zero_advantages:
-                line = (line[0], math.inf)
-            reports += self._check_group(result, group, line, sampled.rules.discount, decision)
-        result.metrics["advantages"] = float(len(reports))
+                scale = math.inf
+            # NaN: the reward is not known.
+            expected = [
+                0.0 if math.isnan(reward) or math.isinf(scale) else (reward - center) / scale
+                for reward in group_rewards
+            ]
+            self._check_group(result, group, [rewards[i] for i in ids], expected, decision)
+            credits = self._token_advantages(
+                result, group, group_rewards, scale, sampled.rules.discount, decision
+            )
+            reports += [
+                (i, self._hash(group, n, credits[n], decision), rewards[i])
+                for n, i in enumerate(ids)
+            ]
+        result.metrics["advantages"] = decision.num_rollouts
         trained = [
             pair for row in batch.micro_batches for pair in _hash_rollouts(row, self._has_critic)
         ]
@@ -130,37 +139,14 @@ class BatchCheck:
         trained on.
 
         A reward is the weighted sum minus the overlong penalty. NaN: unknown."""
-        rewards: dict[int, float] = {}
-        for group, sums in zip(sampled.groups, self._weighted_sums(sampled), strict=True):
-            ids = self._ids(group, decision)
+        return {
+            i: reward - self._overlong_penalty(len(completion.token_ids))
+            for group, sums in zip(sampled.groups, self._weighted_sums(sampled), strict=True)
             # Not strict: a group that is not trained on has no ids.
-            for i, completion, reward in zip(ids, group.completions, sums, strict=False):
-                rewards[i] = reward - self._overlong_penalty(len(completion.token_ids))
-        return rewards
-
-    def _ids(self, group: RolloutGroup, decision: Decision) -> range:
-        """Returns the ids of a group's rollouts, none if it is not trained on."""
-        slot = decision.slots.get(group.prompt.position)
-        size = self._rollout.group_size
-        return range(0) if slot is None else range(slot * size, (slot + 1) * size)
-
-    def _trained_groups(
-        self, sampled: SampledStep, batch: RolloutBatch, decision: Decision
-    ) -> list[_TrainedGroup]:
-        """Collective. Returns this rank's groups that are trained on, with their rewards."""
-        ids_by_group = [(group, self._ids(group, decision)) for group in sampled.groups]
-        kl_penalties = _kl_penalties(batch, self._loss)
-        rewards = self.rewards_of(sampled, decision)
-        return [
-            _TrainedGroup(
-                group,
-                ids,
-                rewards=[rewards[i] for i in ids],
-                penalised=[rewards[i] - kl_penalties.get(i, 0.0) for i in ids],
+            for i, completion, reward in zip(
+                decision.rollout_ids(group), group.completions, sums, strict=False
             )
-            for group, ids in ids_by_group
-            if ids
-        ]
+        }
 
     def _weighted_sums(self, sampled: SampledStep) -> list[list[float]]:
         """Returns, for each group, the weighted sum of the rewards of each completion over the
@@ -247,79 +233,70 @@ class BatchCheck:
     def _check_group(
         self,
         result: CheckResult,
-        group: _TrainedGroup,
-        line: tuple[float, float],
-        discount: float | None,
+        group: RolloutGroup,
+        rewards: Sequence[float],
+        expected: Sequence[float],
         decision: Decision,
-    ) -> list[tuple[int, int, float]]:
-        """Checks the advantages and masks of a group. Returns (rollout id, hash, reward) of each
-        rollout.
-
-        `line` is (center, scale) of `_advantage_line`. `discount` is `environment.discount`."""
-        center, scale = line
-        completions = group.group.completions
-        token_advantages = self._token_advantages(result, group, scale, discount, decision)
-        reports = []
-        for n, (i, completion) in enumerate(zip(group.ids, completions, strict=True)):
-            reward = group.penalised[n]
-            is_zero = math.isnan(reward) or math.isinf(scale)
-            expected = 0.0 if is_zero else (reward - center) / scale
-            advantage = decision.advantages[i]
-            if not self._has_critic and not _is_close(advantage, expected):
+    ) -> None:
+        """Checks the advantages and masks of a group. `rewards` are without the KL penalty,
+        `expected` are the advantages."""
+        for i, completion, reward, advantage in zip(
+            decision.rollout_ids(group), group.completions, rewards, expected, strict=True
+        ):
+            decided = decision.advantages[i]
+            if not self._has_critic and not _is_close(decided, advantage):
                 result.errors.append(
-                    f"rollout {i} has the advantage {advantage:.6g}, not {expected:.6g}"
+                    f"rollout {i} has the advantage {decided:.6g}, not {advantage:.6g}"
                 )
             is_cut = self._loss.mask_truncated and completion.finish_reason == "length"
             in_loss = decision.in_loss[i]
             # A rollout counts in the loss if its reward is known and it is not masked for its cut.
-            if in_loss != (not math.isnan(group.rewards[n]) and not is_cut):
+            if in_loss != (not math.isnan(reward) and not is_cut):
                 result.errors.append(f"rollout {i} is {'' if in_loss else 'not '}in the loss")
-            contexts = completion_contexts(group.group.prompt.token_ids, completion)
-            # The hash that the trained row must give: see _hash_rollouts for the other side.
-            tokens = [(context.token_ids, np.flatnonzero(context.sampled)) for context in contexts]
-            mask = [in_loss] * len(completion.token_ids)
-            rollout_hash = _hash_rollout(tokens, completion.logprobs, token_advantages[n], mask)
-            reports.append((i, rollout_hash, group.rewards[n]))
-        return reports
+
+    def _hash(self, group: RolloutGroup, number: int, credit: Credit, decision: Decision) -> int:
+        """Returns the hash that the trained row must give for a rollout: see _hash_rollouts."""
+        completion = group.completions[number]
+        num_tokens = len(completion.token_ids)
+        contexts = completion_contexts(group.prompt.token_ids, completion)
+        return _hash_rollout(
+            [(context.token_ids, np.flatnonzero(context.sampled)) for context in contexts],
+            completion.logprobs,
+            np.broadcast_to(credit, num_tokens),
+            [decision.in_loss[decision.rollout_ids(group)[number]]] * num_tokens,
+        )
 
     def _token_advantages(
         self,
         result: CheckResult,
-        group: _TrainedGroup,
+        group: RolloutGroup,
+        rewards: Sequence[float],
         scale: float,
         discount: float | None,
         decision: Decision,
-    ) -> list[npt.NDArray[Any]]:
-        """Returns one array for each rollout: the advantages of its sampled tokens.
+    ) -> Sequence[Credit]:
+        """Returns the advantages of the sampled tokens of each rollout: one number, or one for each
+        token.
 
         With `environment.discount` the turns of an episode have advantages of their own, which are
-        checked here. With a critic the arrays are 0: the critic's own check compares them."""
-        completions = group.group.completions
-        lengths = [len(completion.token_ids) for completion in completions]
+        checked here. With a critic they are 0: the critic's own check compares them."""
         if self._has_critic:
-            return [np.zeros(length) for length in lengths]
-        advantages = [decision.advantages[i] for i in group.ids]
+            return [0.0] * len(group.completions)
+        ids = decision.rollout_ids(group)
+        advantages = [decision.advantages[i] for i in ids]
         if discount is None:
-            return [np.full(*pair) for pair in zip(lengths, advantages, strict=True)]
-        episodes = [completion.episode for completion in completions]
-        credits: Sequence[Credit] = turn_advantages(advantages, group.penalised, episodes, discount)
-        scored = [n for n, reward in enumerate(group.penalised) if not math.isnan(reward)]
+            return advantages
+        episodes = [completion.episode for completion in group.completions]
+        credits = turn_advantages(advantages, rewards, episodes, discount)
+        is_known = [not math.isnan(reward) for reward in rewards]
         # If whole returns have no spread, no line through them says what those of turns are worth.
-        if moments(group.penalised)[1] < _MIN_DEVIATION:
-            scale = math.inf
-        token_advantages = [
-            np.broadcast_to(credit, length) for credit, length in zip(credits, lengths, strict=True)
-        ]
-        for n, i in enumerate(group.ids):
-            if math.isnan(group.rewards[n]):
-                continue
-            above = _turn_credit(completions, n, scored, scale, discount)
-            expected = [advantages[n] + credit for credit in above]
-            if not np.allclose(token_advantages[n], expected, rtol=1e-4, atol=1e-5):
+        expected = _turn_advantages(advantages, episodes, is_known, scale, discount)
+        for i, credit, values, is_scored in zip(ids, credits, expected, is_known, strict=True):
+            if is_scored and not np.allclose(credit, values, rtol=1e-4, atol=1e-5):
                 result.errors.append(
                     f"rollout {i} has other advantages of its turns than their returns say"
                 )
-        return token_advantages
+        return credits
 
     def _check_completions(self, result: CheckResult, sampled: SampledStep) -> None:
         """Checks that the completions of a group differ, and that each ends where it should."""
@@ -334,7 +311,6 @@ class BatchCheck:
                     result.errors.append(
                         f"{count} completions of a group are one: a chance of e{log_chance:.0f}"
                     )
-        for group in sampled.groups:
             for completion in group.completions:
                 self._check_turns(result, completion)
 
@@ -407,90 +383,77 @@ def _kl_penalties(batch: RolloutBatch, loss: LossConfig) -> dict[int, float]:
     for row in batch.micro_batches:
         for number, i in enumerate(row.rollout_ids):
             rollout_values = row.sequence_index == number
-            p = cast(Tensor, row.old_logprobs)[rollout_values]
-            ref = cast(Tensor, row.ref_logprobs)[rollout_values]
             # In float32 as the trainer's: if the rewards of a group differ by nothing else, its
             # rounding shows.
-            terms = {
-                "k1": p - ref,
-                "k2": (p - ref) ** 2 / 2,
-                "k3": torch.expm1(ref - p) - (ref - p),
-            }[loss.kl_estimator]
+            terms = plain_kl(
+                cast(Tensor, row.old_logprobs)[rollout_values],
+                cast(Tensor, row.ref_logprobs)[rollout_values],
+                loss.kl_estimator,
+            )
             penalties[i] = loss.kl_coef * float(terms.double().sum())
-    return dict(on_rank0(_join, list(penalties.items())))
+    return dict(join_ranks(list(penalties.items())))
 
 
-def _turn_credit(
-    completions: Sequence[Completion],
-    number: int,
-    scored: Sequence[int],
+def _turn_advantages(
+    advantages: Sequence[float],
+    episodes: Sequence[Episode | None],
+    is_known: Sequence[bool],
     scale: float,
     discount: float,
-) -> list[float]:
-    """Returns, for each sampled token of rollout `number` of a group, the token's advantage minus
-    the rollout's advantage.
+) -> list[npt.NDArray[Any]]:
+    """Returns the advantages of the sampled tokens of each rollout of a group.
 
     For a turn, let x be (return from this turn on) - (return of the whole episode). Every token of
-    the turn has (x - mean of x over the group's scored rollouts) / `scale`. `scored` are the
-    indices of the rollouts whose reward is known."""
-
-    def excess(turns: Sequence[Turn], start: int) -> float:
-        """Returns the return from turn `start` on minus the whole return."""
-        rewards = [(n, turn.reward or 0.0) for n, turn in enumerate(turns)]
-        return sum(r * discount ** (n - start) for n, r in rewards[start:]) - sum(
-            r * discount**n for n, r in rewards
-        )
-
-    turns_by_rollout: list[Sequence[Turn]] = [
-        completion.episode.turns if completion.episode is not None else ()
-        for completion in completions
+    the turn has the rollout's advantage plus (x - mean of x over the group's rollouts with a known
+    reward) / `scale`."""
+    turns_by_rollout = [episode.turns if episode is not None else () for episode in episodes]
+    # One more than there are: the returns after the end are 0.
+    starts = range(1 + max(map(len, turns_by_rollout)))
+    returns = np.array(
+        [
+            [
+                sum((turn.reward or 0.0) * discount**n for n, turn in enumerate(turns[start:]))
+                for start in starts
+            ]
+            for turns in turns_by_rollout
+        ]
+    )
+    excess = returns - returns[:, :1]
+    centred = excess - excess[is_known].sum(axis=0) / max(sum(is_known), 1)
+    return [
+        advantage + np.repeat(x[: len(turns)], [turn.num_tokens for turn in turns]) / scale
+        for advantage, x, turns in zip(advantages, centred, turns_by_rollout, strict=True)
     ]
-    credit = []
-    for start, turn in enumerate(turns_by_rollout[number]):
-        mean = sum(excess(turns_by_rollout[n], start) for n in scored) / len(scored)
-        value = (excess(turns_by_rollout[number], start) - mean) / scale
-        credit += [value] * turn.num_tokens
-    return credit
 
 
 def _hash_rollouts(row: MicroBatch, has_critic: bool = False) -> list[tuple[int, int]]:
     """Returns (rollout id, hash) of each rollout in a micro-batch.
 
-    The hash is _MISALIGNED if a target is not the token after the position that predicts it."""
+    The hash is _MISALIGNED if a target is not the token after the position that predicts it, or if
+    positions do not count from 0 in each sequence."""
+    contexts = row_contexts(row)
+    positions = torch.cat([torch.arange(length) for length in row.sequence_lengths])
+    is_aligned = torch.equal(positions, row.position_ids.cpu())
     token_advantages = torch.zeros_like(row.advantages) if has_critic else row.advantages
-    ids, index, predict, targets, positions, logprobs, advantages, mask = (
+    index, targets, logprobs, advantages, mask = (
         column.cpu().numpy()
         for column in (
-            row.input_ids,
             row.sequence_index,
-            row.predict_index,
             row.target_ids,
-            row.position_ids,
             row.rollout_logprobs,
             token_advantages,
             row.loss_mask,
         )
     )
-    # Positions count from 0 in each sequence of the row.
-    starts = np.flatnonzero(positions == 0)
-    following = np.append(ids[1:], -1)
-    sequences = np.searchsorted(starts, predict, "right") - 1
-    # Stable: the tokens of a rollout keep their order.
-    order = np.argsort(index, kind="stable")
-    bounds = np.searchsorted(index[order], np.arange(len(row.rollout_ids) + 1))
     hashes = []
     for number, i in enumerate(row.rollout_ids):
-        entries = order[bounds[number] : bounds[number + 1]]
-        if not len(entries) or not np.array_equal(targets[entries], following[predict[entries]]):
+        entries = np.flatnonzero(index == number)
+        tokens = [(c.token_ids, c.sampled_at) for c in contexts if c.rollout_id == i]
+        # A position may be behind the last token, where there is no other.
+        following = np.concatenate([[-1], *(np.append(ids, -1)[at] for ids, at in tokens)])[1:]
+        if not is_aligned or not np.array_equal(targets[entries], following):
             hashes.append((i, _MISALIGNED))
             continue
-        sequence_of = sequences[entries]
-        sampled_at = predict[entries] + 1
-        tokens = [
-            (ids[start:], sampled_at[sequence_of == n] - start)
-            for n, start in enumerate(starts)
-            if n in sequence_of
-        ]
         hashes.append(
             (i, _hash_rollout(tokens, logprobs[entries], advantages[entries], mask[entries]))
         )
@@ -527,13 +490,15 @@ def find_misplaced(
     are not trained on. Returns one sentence for each error. `num_wanted` is the number of groups of
     a full step; infinity without dynamic sampling."""
     assert decision is not None
-    sampled, trained, not_trained = map(_join, zip(*reports, strict=True))
-    errors = []
+    sampled, trained, not_trained = ([*chain(*lists)] for lists in zip(*reports, strict=True))
     positions = decision.positions.tolist()
-    for position in not_trained:
-        is_surplus = len(positions) == num_wanted and position > max(positions)
-        if not is_surplus:
-            errors.append(f"the group at position {position} is not trained on")
+    is_full = len(positions) == num_wanted
+    errors = [
+        f"the group at position {position} is not trained on"
+        for position in not_trained
+        # Else it is surplus.
+        if not (is_full and position > max(positions))
+    ]
     for i, _, reward in sampled:
         decided = float(decision.rewards[i])
         if not _is_close(decided, reward):
@@ -556,11 +521,6 @@ def find_misplaced(
         if ids:
             errors.append(f"rollouts {sorted(ids)[:5]} are trained on {fault}")
     return errors
-
-
-def _join(lists: Iterable[list[Any]]) -> list[Any]:
-    """Returns the lists of all ranks as one."""
-    return list(chain.from_iterable(lists))
 
 
 def moments(values: Sequence[float]) -> tuple[float, float]:

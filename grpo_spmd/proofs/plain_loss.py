@@ -89,7 +89,7 @@ def plain_terms(
             "entropy": sequence.entropy[counted],
         }
         if sequence.ref is not None:
-            terms["kl"] = _kl(logprobs, sequence.ref[counted], loss.kl_estimator)
+            terms["kl"] = plain_kl(logprobs, sequence.ref[counted], loss.kl_estimator)
         if sequence.divergence is not None:
             terms["teacher"] = teacher_coef * sequence.divergence[counted]
         for name, term in terms.items():
@@ -159,10 +159,8 @@ def _correction(log_ratio: Tensor, loss: LossConfig) -> Tensor:
     return torch.tensor(weights, dtype=torch.float64, device=log_ratio.device)
 
 
-def _kl(p: Tensor, ref: Tensor, estimator: str) -> Tensor:
+def plain_kl(p: Tensor, ref: Tensor, estimator: str) -> Tensor:
     """Returns the estimate [n] of KL(policy || reference) at each token, from logprobs [n]."""
-    if estimator == "k1":
-        return p - ref
-    if estimator == "k2":
-        return (p - ref) ** 2 / 2
-    return (ref - p).exp() - 1 - (ref - p)
+    return {"k1": p - ref, "k2": (p - ref) ** 2 / 2, "k3": torch.expm1(ref - p) - (ref - p)}[
+        estimator
+    ]

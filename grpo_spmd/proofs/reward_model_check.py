@@ -19,7 +19,7 @@ import transformers
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.model.reward_model import RewardModel
 from grpo_spmd.model.reward_model_files import RewardModelFiles
-from grpo_spmd.proofs.gradient_check import eager_attention
+from grpo_spmd.proofs.gradient_check import describe_errors, eager_attention
 from grpo_spmd.records import Completion, Prompt
 
 _log = logging.getLogger("grpo_spmd")
@@ -31,8 +31,6 @@ _NUM_TEXTS = 4
 # as transformers in bfloat16 is from itself in float32. Scores of other texts are off by 0.3 to 1,
 # those at the token before by 0.1 to 0.7.
 _BOUNDS = {"float32": (1e-4, 1e-4), "bfloat16": (0.3, 0.1)}
-# The number of differences that an error names.
-_MAX_NAMED = 4
 
 
 class RewardModelCheckError(RuntimeError):
@@ -162,20 +160,18 @@ def _raise_if_different(
 
     `ranks` has (errors, differences) of each rank. Raises RewardModelCheckError if any rank has an
     error, or if the mean difference is above `mean_bound`."""
-    errors = [f"rank {rank}: {error}" for rank, (errors, _) in enumerate(ranks) for error in errors]
+    errors = describe_errors(errors for errors, _ in ranks)
     differences = [difference for _, differences in ranks for difference in differences]
     mean = sum(differences) / max(len(differences), 1)
     # A single text may differ by more than the mean of several may.
     if not errors and len(differences) >= _NUM_TEXTS and not mean <= mean_bound:
-        errors = [
+        errors = (
             f"by {mean:.3g} of 1 + a score's size on average over {len(differences)} texts; "
             f"at most {mean_bound:g} is rounding"
-        ]
+        )
     if errors:
-        num_more = len(errors) - _MAX_NAMED
-        more = f"; and {num_more} more" if num_more > 0 else ""
         raise RewardModelCheckError(
             f"reward model {name!r} gives other scores than transformers does with its weights and "
-            f"template: {'; '.join(errors[:_MAX_NAMED])}{more}"
+            f"template: {errors}"
         )
     return max(differences, default=None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -24,15 +24,22 @@ from grpo_spmd.learn.update import StopCheck
 from grpo_spmd.model.offload import OffloadableModel
 from grpo_spmd.model.policy import Policy
 from grpo_spmd.model.sharding import is_first_replica
-from grpo_spmd.model.values import PolicyValues, ValueModel, build_value_model, plain_states
+from grpo_spmd.model.values import PolicyValues, build_value_model, plain_states
 from grpo_spmd.proofs.gradient_check import (
     CheckResult,
     SignalProofs,
     UpdateCheckSettings,
     relative_difference,
 )
+from grpo_spmd.proofs.plain_loss import LossTerm
 from grpo_spmd.records import Decision, MicroBatch, Rollout, RolloutBatch
-from grpo_spmd.signals.critic import Critic, CriticCheck, random_head, random_product
+from grpo_spmd.signals.critic import (
+    Critic,
+    CriticCheck,
+    random_head,
+    random_product,
+    relative_size,
+)
 
 
 class PolicyCritic(Critic):
@@ -44,8 +51,8 @@ class PolicyCritic(Critic):
 
     model: PolicyValues
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, model: PolicyValues, config: Config) -> None:
+        super().__init__(model, config)
         # The metrics of the policy's update, if the head was part of it.
         self._update_metrics: Reductions | None = None
         self._num_skipped = 0
@@ -63,7 +70,7 @@ class PolicyCritic(Critic):
     def proofs(self, settings: UpdateCheckSettings) -> SignalProofs:
         """Returns the running check of this signal."""
         check = CriticCheck(self.model, self._config, settings)
-        return SignalProofs([check], values=ValueTargets(self, self._config, settings.dtype))
+        return SignalProofs([check], values=ValueTargets(self, self._config))
 
     def attach(self, batch: RolloutBatch, decision: Decision, stop_check: StopCheck) -> Decision:
         """Collective. Writes values, returns and advantages into the micro-batches; see
@@ -100,37 +107,22 @@ class PolicyCritic(Critic):
 def open_critic_model(config: Config, policy: Policy, session: Session) -> Critic:
     """Collective. Builds the model of critic.path, or a value head on the policy's layers. Raises
     ConfigError for a model that cannot be a critic."""
-    kind: type[Critic] = PolicyCritic
-    model: PolicyValues | ValueModel
     if config.critic.is_on_policy:
-        model = PolicyValues(policy, session)
-    else:
-        kind = Critic
-        model = build_value_model(
-            config.critic.path or "",
-            config.model,
-            session,
-            max_rollout_tokens=config.max_rollout_tokens,
-            num_tokens=policy.model.get_input_embeddings().weight.shape[0],
-        )
-    return kind(
-        model,
-        config.critic,
-        config.advantage.normalize_std,
-        config.loss,
-        config.optimizer,
-        config.training,
+        return PolicyCritic(PolicyValues(policy, session), config)
+    model = build_value_model(
+        config.critic.path or "",
+        config.model,
+        session,
+        max_rollout_tokens=config.max_rollout_tokens,
+        num_tokens=policy.model.get_input_embeddings().weight.shape[0],
     )
+    return Critic(model, config)
 
 
-# Bounds of the mean |difference| of values, relative to the mean |value|.
-_VALUE_BOUNDS = {"float32": 1e-4, "bfloat16": 0.05}
 # Distances of old values and returns from the values, in multiples of the clip. They are on both
 # sides of the clip, and on each side the clipped error is sometimes the larger one, sometimes not.
 _OLD_DISTANCES = (0.0, 0.5, -0.5, 1.5, -1.5, 2.0, -2.0)
 _RETURN_DISTANCES = (0.7, -0.7, 0.9)
-# The number of random vectors whose products with a gradient are compared.
-_NUM_SKETCHES = 8
 # With a larger clip nothing is clipped on synthetic rows.
 _MAX_CLIP = 5.0
 
@@ -139,8 +131,7 @@ class ValueTargets:
     """Makes value targets for the synthetic rows of the gradient check, and computes their loss
     plainly (the SyntheticValues of GradientCheck)."""
 
-    def __init__(self, critic: PolicyCritic, config: CriticConfig, dtype: str) -> None:
-        self.bound = _VALUE_BOUNDS[dtype]
+    def __init__(self, critic: PolicyCritic, config: CriticConfig) -> None:
         self._critic = critic
         self._clip = config.clip_value
         self._coef = config.coef
@@ -167,26 +158,26 @@ class ValueTargets:
     def set_targets(self, row: MicroBatch, values: Tensor) -> None:
         """Gives a row old values and returns at known distances from the trainer's values [C]."""
         clip = min(self._clip or 1.0, _MAX_CLIP)
-        num_old = len(_OLD_DISTANCES)
-        num_returns = len(_RETURN_DISTANCES)
+        v = values.double()
         # Each combination of the distances occurs every 21 tokens.
-        v = values.detach().double()
-        old_steps = [clip * _OLD_DISTANCES[k % num_old] for k in range(len(v))]
-        return_steps = [clip * _RETURN_DISTANCES[k // num_old % num_returns] for k in range(len(v))]
-        row.old_values = (v - v.new_tensor(old_steps)).float()
-        row.returns = (v + v.new_tensor(return_steps)).float()
+        index = torch.arange(len(v), device=v.device)
+        old = v.new_tensor(_OLD_DISTANCES)[index % len(_OLD_DISTANCES)]
+        target = v.new_tensor(_RETURN_DISTANCES)[
+            index // len(_OLD_DISTANCES) % len(_RETURN_DISTANCES)
+        ]
+        row.old_values = (v - clip * old).float()
+        row.returns = (v + clip * target).float()
         if row.rollout_ids:
             self._columns.append((v, row.old_values.double(), row.returns.double()))
 
-    def plain_loss(
-        self, rollouts: Sequence[Rollout], counts: Tensor, num_tokens: int
-    ) -> tuple[Tensor, float, float]:
-        """Collective. Returns (value loss [] with its graph, sum of its terms' sizes, mean
-        difference of the trainer's values relative to their size).
+    def plain_term(
+        self, result: CheckResult, rollouts: Sequence[Rollout], num_tokens: int, bound: float
+    ) -> LossTerm:
+        """Collective. Returns the value loss, and compares the trainer's values with plain ones.
 
         The states are those of the last plain pass within `random_head`, which was over the
-        contexts of `rollouts`. `counts` [n] is True for the tokens that count. The targets of
-        `set_targets` are used once.
+        contexts of `rollouts`. `num_tokens` is the number of tokens that count over all ranks. The
+        targets of `set_targets` are used once.
         """
         states = self._states[-1]  # [S, L, D]
         hidden: list[Tensor] = []
@@ -199,53 +190,47 @@ class ValueTargets:
         weight, bias = self._head
         inputs = (torch.cat(hidden) if hidden else states[0, :1]).float()
         plain = (inputs @ weight[0] + bias + random_product(inputs)).double()
-        zero = (plain * 0.0).sum()
         if not hidden:
-            return zero, 0.0, 0.0
+            return LossTerm((plain * 0.0).sum(), 0.0)
         values, old, target = (torch.cat(column) for column in zip(*self._columns, strict=True))
         self._columns = []
-        size = plain.detach().abs().mean() + 1e-6
-        difference = float((values - plain.detach()).abs().mean() / size)
         # The trainer's values with the plain gradient: else rounding would clip here what it does
         # not clip there.
         v = plain + (values - plain).detach()
-        total = zero
-        total_size = 0.0
-        for k in torch.nonzero(counts)[:, 0].tolist():
-            term = self._coef * 0.5 * self._squared_error(v[k], old[k], target[k]) / num_tokens
-            total = total + term
-            total_size += abs(float(term.detach()))
-        return total, total_size, difference
-
-    def _squared_error(self, value: Tensor, old: Tensor, target: Tensor) -> Tensor:
-        """Returns the squared error of a value; the larger one of PPO's clipped pair."""
-        error = (value - target) ** 2
-        if self._clip is None:
-            return error
-        step = float(value.detach() - old)
-        clipped = old + max(-self._clip, min(self._clip, step))
-        # It has no gradient where the value is clipped.
-        clipped_error = (clipped - target) ** 2
-        return clipped_error if abs(step) > self._clip and clipped_error > error else error
+        errors = (v - target) ** 2
+        # PPO takes the larger of two errors. The clipped one is a constant.
+        if self._clip is not None:
+            steps = values - old
+            clipped = (old + steps.clamp(-self._clip, self._clip) - target) ** 2
+            errors = torch.where((steps.abs() > self._clip) & (clipped > errors), clipped, errors)
+        counts = np.concatenate([rollout.loss_mask for rollout in rollouts])
+        terms = self._coef * 0.5 * errors[torch.from_numpy(counts).to(v.device)] / num_tokens
+        result.check_difference(
+            "the value of a token, of the values' size,",
+            "values",
+            relative_size(values - plain.detach(), plain.detach()),
+            bound,
+        )
+        return LossTerm(terms.sum(), float(terms.detach().abs().sum()))
 
     def check_head_gradient(self, result: CheckResult, bound: float) -> None:
         """Collective. Compares the head's gradient, which FSDP summed over ranks, with the plain
-        gradients, summed here: by their products with eight random vectors. Drops the gradient."""
-        generator = torch.Generator().manual_seed(0)
-        reduced = np.zeros(_NUM_SKETCHES)
-        plain = np.zeros(_NUM_SKETCHES)
+        gradients, summed here. Drops the gradient."""
+        reduced = []
+        plain = []
         for parameter, leaf in zip(self._critic.model.head.parameters(), self._head, strict=True):
-            vectors = torch.randn(
-                _NUM_SKETCHES, leaf.numel(), generator=generator, dtype=torch.float64
-            ).to(leaf.device)
             assert leaf.grad is not None
             # The plain loss is subtracted in the backward pass.
-            plain -= (vectors @ leaf.grad.flatten().double()).cpu().numpy()
-            local = cast(DTensor, parameter.grad)._local_tensor
+            plain.append(-leaf.grad.flatten())
+            local = cast(DTensor, parameter.grad)._local_tensor.flatten()
             # The head has one row, which one rank of each replica holds.
-            if is_first_replica(cast(DTensor, parameter)) and len(local):
-                reduced += (vectors @ local.flatten().double()).cpu().numpy()
-        off = relative_difference(reduced, plain)
-        subject = "the gradient of the value head, of its norm,"
-        result.check_difference(subject, "gradient", off, bound)
+            is_here = is_first_replica(cast(DTensor, parameter)) and len(local)
+            reduced.append(local if is_here else torch.zeros_like(plain[-1]))
+        columns = [torch.cat(tensors).double().cpu().numpy() for tensors in (reduced, plain)]
+        result.check_difference(
+            "the gradient of the value head, of its norm,",
+            "gradient",
+            relative_difference(columns[0], columns[1]),
+            bound,
+        )
         self._critic.drop_gradient()

@@ -95,7 +95,7 @@ class PolicyTrials(Trials):
     ) -> list[str]:
         """What the running checks find wrong, on all ranks."""
         settings = check_settings_of(config, frozenset())
-        values = ValueTargets(critic, config.critic, settings.dtype)
+        values = ValueTargets(critic, config.critic)
         check = GradientCheck(self.policy, updater, settings, SignalProofs(values=values))
         groups = deal(fixed_groups(), "in turn", self.session)
         faulty = check.run(groups, self.session.device, accumulates=True).errors
