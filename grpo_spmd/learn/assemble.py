@@ -81,17 +81,13 @@ def episode_rollout(
 ) -> Rollout:
     """Returns the rollout of an episode, or of a completion that is one segment. Its prompt is the
     beginning of the first segment, its completion the sampled tokens of all segments."""
-    first_segment = segments[0]
-    num_prompt_tokens = (
-        int(first_segment.sampled.argmax())
-        if first_segment.sampled.any()
-        else len(first_segment.sampled)
-    )
+    # All of it if nothing was sampled.
+    num_prompt_tokens = int(np.append(segments[0].sampled, True).argmax())
     return Rollout(
         rollout_id=rollout_id,
         advantages=advantages,
         loss_mask=loss_mask,
-        prompt_ids=first_segment.token_ids[:num_prompt_tokens],
+        prompt_ids=segments[0].token_ids[:num_prompt_tokens],
         completion_ids=np.concatenate([segment.token_ids[segment.sampled] for segment in segments]),
         rollout_logprobs=logprobs,
         segments=tuple(segments),

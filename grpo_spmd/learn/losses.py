@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from grpo_spmd.config.schema import LossConfig
-from grpo_spmd.distributed.reductions import Histogram, Max, Mean, Reductions, Sum, merge
+from grpo_spmd.distributed.reductions import Histogram, Max, Mean, Reductions, Sum
 from grpo_spmd.records import TeacherSignal
 
 T = TypeVar("T", float, Tensor)
@@ -69,23 +69,25 @@ def policy_loss(inputs: LossInputs, options: LossConfig) -> tuple[Float[Tensor, 
     # Masked tokens may have any value, also NaN or inf, and 0 * NaN is NaN: choose before the
     # arithmetic, not after.
     zero = torch.zeros((), dtype=inputs.logprobs.dtype, device=mask.device)
-    logprobs = torch.where(mask, inputs.logprobs, zero)
+
+    def counted(values: PerToken) -> PerToken:
+        return torch.where(mask, values, zero)
+
+    logprobs = counted(inputs.logprobs)
     # Without a bonus the entropy has no gradient at all: one of zeros would still cost a backward
     # pass.
-    entropy = inputs.entropy if options.entropy_coef else inputs.entropy.detach()
-    entropy = torch.where(mask, entropy, zero)
-    log_ratio = logprobs - torch.where(mask, inputs.old_logprobs, zero)
+    entropy = counted(inputs.entropy if options.entropy_coef else inputs.entropy.detach())
+    log_ratio = logprobs - counted(inputs.old_logprobs)
     if options.policy == "gspo":
         index = inputs.sequence_index
         mean = _sequence_mean(log_ratio.detach(), mask, index)[index]
         # The value is the sequence's, the gradient each token's own; with 1/length weights that is
         # the gradient of the geometric mean. The brackets keep it exact: GSPO clips at some 1e-4,
         # and (mean + logprob) - logprob would be off by the rounding of the logprob.
-        log_ratio = torch.where(mask, mean + (logprobs - logprobs.detach()), zero)
-    advantages = torch.where(mask, inputs.advantages, zero)
-    per_token, clipped = _policy_terms(logprobs, log_ratio, advantages, options)
+        log_ratio = counted(mean + (logprobs - logprobs.detach()))
+    per_token, clipped = _policy_terms(logprobs, log_ratio, counted(inputs.advantages), options)
     if correction is not None:
-        per_token = per_token * torch.where(mask, correction, zero)
+        per_token = per_token * counted(correction)
     # Sums in float64: advantages of both signs nearly cancel, and in float32 the order of the
     # tokens would show.
     weights = torch.where(mask, inputs.weights, 0.0).double()
@@ -93,8 +95,7 @@ def policy_loss(inputs: LossInputs, options: LossConfig) -> tuple[Float[Tensor, 
     entropy_sum = (weights * entropy.double()).sum()
     kl_sum = torch.zeros_like(policy_sum)
     if inputs.ref_logprobs is not None:
-        ref_logprobs = torch.where(mask, inputs.ref_logprobs, zero)
-        kl = kl_estimate(logprobs, ref_logprobs, options.kl_estimator)
+        kl = kl_estimate(logprobs, counted(inputs.ref_logprobs), options.kl_estimator)
         kl_sum = (weights * kl.double()).sum()
     total = total_loss(policy_sum, kl_sum, entropy_sum, options)
     num_tokens = mask.sum()
@@ -287,8 +288,8 @@ def taught_loss(
     if divergence is not None:
         term, teacher_metrics = divergence_loss(signal, divergence, inputs.weights, mask)
         total = total + term
-        teacher_metrics["loss"] = teacher_metrics["teacher"]
-    return total, merge([metrics, teacher_metrics])
+        metrics["loss"] = Sum(total.detach())
+    return total, metrics | teacher_metrics
 
 
 def taught_advantages(

@@ -113,14 +113,23 @@ class BatchCheck:
                 0.0 if math.isnan(reward) or math.isinf(scale) else (reward - center) / scale
                 for reward in group_rewards
             ]
-            self._check_group(result, group, [rewards[i] for i in ids], expected, decision)
             credits = self._token_advantages(
                 result, group, group_rewards, scale, sampled.rules.discount, decision
             )
-            reports += [
-                (i, self._hash(group, n, credits[n], decision), rewards[i])
-                for n, i in enumerate(ids)
-            ]
+            for i, completion, advantage, credit in zip(
+                ids, group.completions, expected, credits, strict=True
+            ):
+                self._check_rollout(result, i, completion, rewards[i], advantage, decision)
+                num_tokens = len(completion.token_ids)
+                contexts = completion_contexts(group.prompt.token_ids, completion)
+                # The hash that the trained row must give: see _hash_rollouts for the other side.
+                rollout_hash = _hash_rollout(
+                    [(context.token_ids, np.flatnonzero(context.sampled)) for context in contexts],
+                    completion.logprobs,
+                    np.broadcast_to(credit, num_tokens),
+                    mask=[decision.in_loss[i]] * num_tokens,
+                )
+                reports.append((i, rollout_hash, rewards[i]))
         result.metrics["advantages"] = decision.num_rollouts
         trained = [
             pair for row in batch.micro_batches for pair in _hash_rollouts(row, self._has_critic)
@@ -208,63 +217,47 @@ class BatchCheck:
         the rewards of the whole step. The scale is infinite if there is nothing to learn: then
         every advantage is 0."""
         center, deviation = moments(rewards)
-        is_usable = deviation >= _MIN_DEVIATION
-        scale = 1.0
+        num_known = sum(not math.isnan(reward) for reward in rewards)
         estimator = self._advantage.estimator
+        divisors = {
+            "group": deviation,
+            "batch": max(step_deviation, _MIN_DEVIATION),
+            "none": 1.0,
+        }
+        scale = {
+            "reinforce_pp": step_deviation,
+            "max_rl": center,
+            # r - mean of the n - 1 others = (r - mean of all) / ((n - 1) / n).
+            "rloo": (num_known - 1) / max(num_known, 1),
+            "grpo": divisors[self._advantage.normalize_std],
+        }.get(estimator, 1.0)
         if estimator == "reinforce_pp":
             center = step_mean
-            scale = step_deviation
-            is_usable = step_deviation >= _MIN_DEVIATION
-        elif estimator == "max_rl":
-            scale = center
-            is_usable = is_usable and center >= _MIN_DEVIATION
-        elif estimator == "rloo" and is_usable:
-            # r - mean of the n - 1 others = (r - mean of all) / ((n - 1) / n).
-            num_known = sum(not math.isnan(reward) for reward in rewards)
-            scale = (num_known - 1) / num_known
-        elif estimator == "grpo":
-            scale = {
-                "group": deviation,
-                "batch": max(step_deviation, _MIN_DEVIATION),
-                "none": 1.0,
-            }[self._advantage.normalize_std]
+            deviation = step_deviation
+        is_usable = min(scale, deviation) >= _MIN_DEVIATION
         return center, scale if is_usable else math.inf
 
-    def _check_group(
+    def _check_rollout(
         self,
         result: CheckResult,
-        group: RolloutGroup,
-        rewards: Sequence[float],
-        expected: Sequence[float],
+        i: int,
+        completion: Completion,
+        reward: float,
+        expected: float,
         decision: Decision,
     ) -> None:
-        """Checks the advantages and masks of a group. `rewards` are without the KL penalty,
-        `expected` are the advantages."""
-        for i, completion, reward, advantage in zip(
-            decision.rollout_ids(group), group.completions, rewards, expected, strict=True
-        ):
-            decided = decision.advantages[i]
-            if not self._has_critic and not _is_close(decided, advantage):
-                result.errors.append(
-                    f"rollout {i} has the advantage {decided:.6g}, not {advantage:.6g}"
-                )
-            is_cut = self._loss.mask_truncated and completion.finish_reason == "length"
-            in_loss = decision.in_loss[i]
-            # A rollout counts in the loss if its reward is known and it is not masked for its cut.
-            if in_loss != (not math.isnan(reward) and not is_cut):
-                result.errors.append(f"rollout {i} is {'' if in_loss else 'not '}in the loss")
-
-    def _hash(self, group: RolloutGroup, number: int, credit: Credit, decision: Decision) -> int:
-        """Returns the hash that the trained row must give for a rollout: see _hash_rollouts."""
-        completion = group.completions[number]
-        num_tokens = len(completion.token_ids)
-        contexts = completion_contexts(group.prompt.token_ids, completion)
-        return _hash_rollout(
-            [(context.token_ids, np.flatnonzero(context.sampled)) for context in contexts],
-            completion.logprobs,
-            np.broadcast_to(credit, num_tokens),
-            [decision.in_loss[decision.rollout_ids(group)[number]]] * num_tokens,
-        )
+        """Checks advantage and mask of the rollout `i`. `reward` is without the KL penalty,
+        `expected` is the advantage."""
+        advantage = decision.advantages[i]
+        if not self._has_critic and not _is_close(advantage, expected):
+            result.errors.append(
+                f"rollout {i} has the advantage {advantage:.6g}, not {expected:.6g}"
+            )
+        is_cut = self._loss.mask_truncated and completion.finish_reason == "length"
+        in_loss = decision.in_loss[i]
+        # A rollout counts in the loss if its reward is known and it is not masked for its cut.
+        if in_loss != (not math.isnan(reward) and not is_cut):
+            result.errors.append(f"rollout {i} is {'' if in_loss else 'not '}in the loss")
 
     def _token_advantages(
         self,
@@ -510,26 +503,25 @@ def find_misplaced(
         errors.append("the plan does not have each rollout once")
     hashes: dict[int, int] = dict(trained)
     counts = Counter(i for i, _ in trained)
-    for fault, ids in (
-        ("twice", [i for i, count in counts.items() if count > 1]),
-        (
-            "with other tokens, logprobs or advantages",
-            [i for i, expected, _ in sampled if hashes.get(i, expected) != expected],
-        ),
-        ("not", [i for i, expected, _ in sampled if i not in hashes and expected != NO_TOKENS]),
-    ):
-        if ids:
-            errors.append(f"rollouts {sorted(ids)[:5]} are trained on {fault}")
-    return errors
+    faults = {
+        "twice": [i for i, count in counts.items() if count > 1],
+        "with other tokens, logprobs or advantages": [
+            i for i, expected, _ in sampled if hashes.get(i, expected) != expected
+        ],
+        "not": [i for i, expected, _ in sampled if i not in hashes and expected != NO_TOKENS],
+    }
+    return errors + [
+        f"rollouts {sorted(ids)[:5]} are trained on {fault}" for fault, ids in faults.items() if ids
+    ]
 
 
 def moments(values: Sequence[float]) -> tuple[float, float]:
     """Returns (mean, unbiased standard deviation) of the known values; 0 where there are too few.
     NaN: unknown."""
-    values = [value for value in values if not math.isnan(value)]
-    mean = math.fsum(values) / max(len(values), 1)
-    variance = math.fsum((v - mean) ** 2 for v in values) / max(len(values) - 1, 1)
-    return mean, math.sqrt(variance)
+    known = np.array([value for value in values if not math.isnan(value)])
+    if len(known) < 2:
+        return float(known.sum()), 0.0
+    return float(known.mean()), float(known.std(ddof=1))
 
 
 def _is_close(a: float, b: float) -> bool:
@@ -577,7 +569,6 @@ def check_data(
             for name, value in row.items()
             if data.prompt_template or name != data.prompt_key
         }
-        expected["prompts"] = prompt.text
         # reward_inputs has one entry for each completion, in the order of the groups. Not strict:
         # the slice goes on with the completions of later groups.
         start = number * len(group.completions)
@@ -589,12 +580,12 @@ def check_data(
             if episode is not None and not episode.turns:
                 continue
             text = tokenizer.decode(completion.token_ids, skip_special_tokens=True)
-            expected["completions"] = text
-            if episode is not None:
-                expected["completions"] = episode.messages
-            elif is_chat:
-                expected["completions"] = [{"role": "assistant", "content": text}]
-            expected["completion_ids"] = completion.token_ids
+            reply = [{"role": "assistant", "content": text}] if is_chat else text
+            expected |= {
+                "prompts": prompt.text,
+                "completions": reply if episode is None else episode.messages,
+                "completion_ids": completion.token_ids,
+            }
             # Compared as text, since values of a row may be arrays or NaN.
             wrong_names = [
                 name for name, value in expected.items() if repr(inputs.get(name)) != repr(value)

@@ -43,7 +43,7 @@ from grpo_spmd.learn.update import PolicyUpdater
 from grpo_spmd.model.families.build import decoder_layers
 from grpo_spmd.model.policy import DTYPES, Policy
 from grpo_spmd.model.sharding import first_row, is_first_replica
-from grpo_spmd.proofs.plain_loss import LossTerm, PlainSequence, plain_terms
+from grpo_spmd.proofs.plain_loss import LossTerm, plain_terms
 from grpo_spmd.records import Decision, MicroBatch, Rollout, RolloutBatch, RolloutGroup
 
 Numbers = npt.NDArray[np.float64]
@@ -368,12 +368,13 @@ class GradientCheck:
                 if not self._loss.kl_coef:
                     del columns["ref"]
             terms = plain_terms(
-                _plain_sequences(rollouts, columns),
+                rollouts,
+                columns,
                 self._loss,
-                num_tokens,
-                num_sequences,
-                self._rollout.max_completion_tokens,
-                teacher.coef if teacher is not None else 0.0,
+                num_tokens=num_tokens,
+                num_sequences=num_sequences,
+                max_completion_tokens=self._rollout.max_completion_tokens,
+                teacher_coef=teacher.coef if teacher is not None else 0.0,
             )
             if values is not None:
                 value = values.plain_term(result, rollouts, num_tokens, self._min_score_bound)
@@ -680,20 +681,3 @@ def _short_rollouts(groups: Sequence[RolloutGroup]) -> list[Rollout]:
             Rollout(number, advantage, mask, start, ids, [0.0] * len(ids), tuple(segments))
         )
     return rollouts
-
-
-def _plain_sequences(
-    rollouts: Sequence[Rollout], columns: dict[str, Tensor]
-) -> list[PlainSequence]:
-    """Returns one PlainSequence per rollout from columns [tokens] over all rollouts. The names of
-    the columns are the fields of PlainSequence."""
-    lengths = [len(rollout.completion_ids) for rollout in rollouts]
-    split = {name: column.split(lengths) for name, column in columns.items()}
-    return [
-        PlainSequence(
-            cast(float, rollout.advantages),
-            torch.from_numpy(np.asarray(rollout.loss_mask)),
-            **{name: tensors[number] for name, tensors in split.items()},
-        )
-        for number, rollout in enumerate(rollouts)
-    ]

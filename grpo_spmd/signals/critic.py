@@ -1,16 +1,18 @@
-"""The critic: a model that gives each token of a step a value, and learns in an update of its own.
+"""The critic: a model that gives each token of a step a value, and learns in an update of its own,
+or a value head on the policy's last hidden states that learns in the policy's update.
 
 The advantages of the tokens follow from values and rewards (generalized advantage estimation, GAE).
 PPO is as in Schulman et al. 2017, with a separate lambda for the value targets (VC-PPO, Yuan et al.
-2025). The second half of the file is the running check, which computes values, returns and
-advantages again. A "row" is a micro-batch.
+2025). With a value head one forward pass gives logprobs and values, and one backward pass has both
+losses, as in TRL's PPO. The second half of the file is the running check, which computes values,
+returns and advantages again. A "row" is a micro-batch.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -27,6 +29,7 @@ from torch.nn.utils.rnn import pad_sequence
 from grpo_spmd.config.schema import Config, CriticConfig
 from grpo_spmd.distributed.collectives import any_rank, on_rank0
 from grpo_spmd.distributed.reductions import Max, Mean, Reductions, merge
+from grpo_spmd.distributed.session import Session
 from grpo_spmd.learn.advantages import (
     explained_variance,
     gae_advantages,
@@ -35,13 +38,15 @@ from grpo_spmd.learn.advantages import (
     variance,
     whitening,
 )
-from grpo_spmd.learn.contexts import row_contexts
+from grpo_spmd.learn.contexts import rollout_contexts, row_contexts
 from grpo_spmd.learn.losses import kl_estimate
 from grpo_spmd.learn.sampled_step import SampledStep
 from grpo_spmd.learn.step_messages import revise_decision
 from grpo_spmd.learn.update import Learner, StopCheck, ValueHead
 from grpo_spmd.model.offload import OffloadableModel
-from grpo_spmd.model.values import PolicyValues, ValueModel
+from grpo_spmd.model.policy import Policy
+from grpo_spmd.model.sharding import is_first_replica
+from grpo_spmd.model.values import PolicyValues, ValueModel, build_value_model, plain_states
 from grpo_spmd.proofs.gradient_check import (
     SCORE_BOUNDS,
     CheckResult,
@@ -49,10 +54,11 @@ from grpo_spmd.proofs.gradient_check import (
     UpdateCheckSettings,
     eager_attention,
     join_ranks,
+    relative_difference,
     sum_over_ranks,
 )
-from grpo_spmd.proofs.plain_loss import plain_kl
-from grpo_spmd.records import Completion, Decision, MicroBatch, RolloutBatch
+from grpo_spmd.proofs.plain_loss import LossTerm, plain_kl
+from grpo_spmd.records import Completion, Decision, MicroBatch, Rollout, RolloutBatch
 
 Numbers = npt.NDArray[np.float64]
 
@@ -215,13 +221,18 @@ class Critic(Learner):
         loss or gradient is not finite on some rank changes nothing. Raises FloatingPointError after
         training.max_nonfinite_in_a_row of them.
         """
-        totals = self.no_update()
-        num_skipped = 0
-        for _ in range(self._training.num_epochs):
-            for mini_batch, num_loss_tokens, _ in batch.counted_mini_batches():
-                metrics = self._step(mini_batch, num_loss_tokens)
-                num_skipped += not metrics
-                totals = merge([totals, metrics])
+        return self._totals(
+            [
+                self._step(mini_batch, num_loss_tokens)
+                for _ in range(self._training.num_epochs)
+                for mini_batch, num_loss_tokens, _ in batch.counted_mini_batches()
+            ]
+        )
+
+    def _totals(self, steps: Sequence[Reductions]) -> Reductions:
+        """Returns the metrics of an update from those of its steps, {} for a skipped one."""
+        num_skipped = sum(not metrics for metrics in steps)
+        totals = merge([self.no_update(), *steps])
         return totals | {"critic/skipped_updates": Max(float(num_skipped))}
 
     @staticmethod
@@ -302,6 +313,79 @@ def _rollout_means(row: MicroBatch, advantages: Numbers) -> list[tuple[int, floa
     # Not strict: a row without rollouts has one token.
     columns = zip(row.rollout_ids, totals, counts, strict=False)
     return [(i, total / count) for i, total, count in columns if count]
+
+
+class PolicyCritic(Critic):
+    """A critic that is also the ValueHead of a PolicyUpdater.
+
+    During the warm-up the policy is not updated: then the head learns alone, from hidden states
+    without a gradient.
+    """
+
+    model: PolicyValues
+
+    def __init__(self, model: PolicyValues, config: Config) -> None:
+        super().__init__(model, config)
+        # The metrics of the optimizer steps that were made with the policy's in this step.
+        self._steps: list[Reductions] = []
+
+    @property
+    def offloadable_models(self) -> list[OffloadableModel]:
+        """The head as a module of its own: the policy's forward pass enters it too."""
+        return [(self.model.head, self.optimizer)]
+
+    @property
+    def value_head(self) -> PolicyCritic:
+        """This critic learns in the policy's update."""
+        return self
+
+    def proofs(self, settings: UpdateCheckSettings) -> SignalProofs:
+        """Returns the running check of this signal."""
+        check = CriticCheck(self.model, self._config, settings)
+        return SignalProofs([check], values=ValueTargets(self, self._config))
+
+    def attach(self, batch: RolloutBatch, decision: Decision, stop_check: StopCheck) -> Decision:
+        """Collective. Writes values, returns and advantages into the micro-batches; see
+        Critic.attach."""
+        # A new step: the policy's update has not been made yet.
+        self._steps = []
+        return super().attach(batch, decision, stop_check)
+
+    def term(self, hidden: Tensor, head: Tensor) -> Tensor:
+        """Collective. Returns values [C] of the policy's hidden states [C, D]; see
+        ValueHead.term."""
+        return self.model.term(hidden, head)
+
+    def end_mini_batch(self, is_made: bool) -> None:
+        """Makes the head's optimizer step or drops its gradient, as the policy did."""
+        self._steps.append(self.end_step(is_made))
+
+    def update(self, batch: RolloutBatch) -> Reductions:
+        """Collective. Returns the metrics of the update that was made with the policy; without one
+        the head learns alone."""
+        if self._steps:
+            return self._totals(self._steps)
+        try:
+            return super().update(batch)
+        finally:
+            # No backward pass has reached the policy, which would give its gathered parameters
+            # back.
+            self.model.reshard()
+
+
+def open_critic_model(config: Config, policy: Policy, session: Session) -> Critic:
+    """Collective. Builds the model of critic.path, or a value head on the policy's layers. Raises
+    ConfigError for a model that cannot be a critic."""
+    if config.critic.is_on_policy:
+        return PolicyCritic(PolicyValues(policy, session), config)
+    model = build_value_model(
+        config.critic.path or "",
+        config.model,
+        session,
+        max_rollout_tokens=config.max_rollout_tokens,
+        num_tokens=policy.model.get_input_embeddings().weight.shape[0],
+    )
+    return Critic(model, config)
 
 
 # The running check: values by a plain forward pass, and returns and advantages from them and from
@@ -526,3 +610,122 @@ def random_product(states: Tensor) -> Tensor:
     width = states.shape[-1]
     vector = torch.randn(width, generator=torch.Generator().manual_seed(0)) / math.sqrt(width)
     return states @ vector.to(states)
+
+
+# The running check of a critic that learns in the policy's update: its part of the gradient check.
+
+# Distances of old values and returns from the values, in multiples of the clip. They are on both
+# sides of the clip, and on each side the clipped error is sometimes the larger one, sometimes not.
+_OLD_DISTANCES = (0.0, 0.5, -0.5, 1.5, -1.5, 2.0, -2.0)
+_RETURN_DISTANCES = (0.7, -0.7, 0.9)
+# With a larger clip nothing is clipped on synthetic rows.
+_MAX_CLIP = 5.0
+
+
+class ValueTargets:
+    """Makes value targets for the synthetic rows of the gradient check, and computes their loss
+    plainly (the SyntheticValues of GradientCheck)."""
+
+    def __init__(self, critic: PolicyCritic, config: CriticConfig) -> None:
+        self._critic = critic
+        self._clip = config.clip_value
+        self._coef = config.coef
+        # The decoder's outputs of each plain pass within `random_head`.
+        self._states: list[Tensor] = []
+        # Weight and bias of the head as leaves of the plain loss.
+        self._head: tuple[Tensor, ...] = ()
+        # Values, old values and returns of the rows that hold a rollout, float64.
+        self._columns: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Returns an iterator over (name, parameter) of the head."""
+        return self._critic.model.named_parameters()
+
+    @contextmanager
+    def random_head(self) -> Iterator[None]:
+        """Returns a context manager. Within it the head adds a fixed random product, and the
+        decoder's outputs of plain passes are kept."""
+        model = self._critic.model
+        with random_head(model.head), plain_states(model.policy) as self._states:
+            yield
+        self._states = []
+
+    def set_targets(self, row: MicroBatch, values: Tensor) -> None:
+        """Gives a row old values and returns at known distances from the trainer's values [C]."""
+        clip = min(self._clip or 1.0, _MAX_CLIP)
+        v = values.double()
+        # Each combination of the distances occurs every 21 tokens.
+        index = torch.arange(len(v), device=v.device)
+        old = v.new_tensor(_OLD_DISTANCES)[index % len(_OLD_DISTANCES)]
+        target = v.new_tensor(_RETURN_DISTANCES)[
+            index // len(_OLD_DISTANCES) % len(_RETURN_DISTANCES)
+        ]
+        row.old_values = (v - clip * old).float()
+        row.returns = (v + clip * target).float()
+        if row.rollout_ids:
+            self._columns.append((v, row.old_values.double(), row.returns.double()))
+
+    def plain_term(
+        self, result: CheckResult, rollouts: Sequence[Rollout], num_tokens: int, bound: float
+    ) -> LossTerm:
+        """Collective. Returns the value loss, and compares the trainer's values with plain ones.
+
+        The states are those of the last plain pass within `random_head`, which was over the
+        contexts of `rollouts`. `num_tokens` is the number of tokens that count over all ranks. The
+        targets of `set_targets` are used once.
+        """
+        states = self._states[-1]  # [S, L, D]
+        hidden: list[Tensor] = []
+        for number, context in enumerate(rollout_contexts(rollouts)):
+            sampled = torch.from_numpy(np.flatnonzero(context.sampled)).to(states.device)
+            hidden.append(states[number, sampled - 1])
+        parameters = self._critic.model.head.parameters()
+        gathered = [cast(DTensor, parameter).full_tensor() for parameter in parameters]
+        self._head = tuple(tensor.detach().requires_grad_() for tensor in gathered)
+        weight, bias = self._head
+        inputs = (torch.cat(hidden) if hidden else states[0, :1]).float()
+        plain = (inputs @ weight[0] + bias + random_product(inputs)).double()
+        if not hidden:
+            return LossTerm((plain * 0.0).sum(), 0.0)
+        values, old, target = (torch.cat(column) for column in zip(*self._columns, strict=True))
+        self._columns = []
+        # The trainer's values with the plain gradient: else rounding would clip here what it does
+        # not clip there.
+        v = plain + (values - plain).detach()
+        errors = (v - target) ** 2
+        # PPO takes the larger of two errors. The clipped one is a constant.
+        if self._clip is not None:
+            steps = values - old
+            clipped = (old + steps.clamp(-self._clip, self._clip) - target) ** 2
+            errors = torch.where((steps.abs() > self._clip) & (clipped > errors), clipped, errors)
+        counts = np.concatenate([rollout.loss_mask for rollout in rollouts])
+        terms = self._coef * 0.5 * errors[torch.from_numpy(counts).to(v.device)] / num_tokens
+        result.check_difference(
+            "the value of a token, of the values' size,",
+            "values",
+            relative_size(values - plain.detach(), plain.detach()),
+            bound,
+        )
+        return LossTerm(terms.sum(), float(terms.detach().abs().sum()))
+
+    def check_head_gradient(self, result: CheckResult, bound: float) -> None:
+        """Collective. Compares the head's gradient, which FSDP summed over ranks, with the plain
+        gradients, summed here. Drops the gradient."""
+        reduced = []
+        plain = []
+        for parameter, leaf in zip(self._critic.model.head.parameters(), self._head, strict=True):
+            assert leaf.grad is not None
+            # The plain loss is subtracted in the backward pass.
+            plain.append(-leaf.grad.flatten())
+            local = cast(DTensor, parameter.grad)._local_tensor.flatten()
+            # The head has one row, which one rank of each replica holds.
+            is_here = is_first_replica(cast(DTensor, parameter)) and len(local)
+            reduced.append(local if is_here else torch.zeros_like(plain[-1]))
+        columns = [torch.cat(tensors).double().cpu().numpy() for tensors in (reduced, plain)]
+        result.check_difference(
+            "the gradient of the value head, of its norm,",
+            "gradient",
+            relative_difference(columns[0], columns[1]),
+            bound,
+        )
+        self._critic.drop_gradient()

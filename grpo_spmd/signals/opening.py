@@ -199,7 +199,7 @@ def open_critic(config: Config, policy: Policy, session: Session) -> Critic | No
     if config.critic.path is None:
         return None
     # It is imported only here, and only if it is on.
-    from grpo_spmd.signals.policy_critic import open_critic_model
+    from grpo_spmd.signals.critic import open_critic_model
 
     return open_critic_model(config, policy, session)
 

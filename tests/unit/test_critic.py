@@ -358,7 +358,7 @@ def _tensors(folder: Path) -> list[tuple[str, Tensor]]:
 def test_without_one_nothing_of_it_is_imported() -> None:
     code = (
         "import sys, grpo_spmd.loop\n"
-        "found = [n for n in ('signals.critic', 'signals.policy_critic', 'signals.teacher',"
+        "found = [n for n in ('signals.critic', 'signals.teacher',"
         " 'signals.served_teacher', 'model.values')"
         " if 'grpo_spmd.' + n in sys.modules]\n"
         "assert not found, found"
