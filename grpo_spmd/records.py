@@ -247,17 +247,6 @@ class RolloutBatch:
         """The micro-batches of all mini-batches."""
         return [micro_batch for mini_batch in self.mini_batches for micro_batch in mini_batch]
 
-    def counted_mini_batches(self) -> Iterator[tuple[list[MicroBatch], int, int]]:
-        """Yields (micro-batches, tokens, rollouts) of each mini-batch in which a token counts.
-
-        All ranks agree on them: momentum and weight decay would move a model without any evidence.
-        """
-        for mini_batch, num_tokens, num_sequences in zip(
-            self.mini_batches, self.num_loss_tokens, self.num_loss_sequences, strict=True
-        ):
-            if num_tokens:
-                yield mini_batch, num_tokens, num_sequences
-
 
 @dataclass
 class ScoredRollouts:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -58,12 +58,9 @@ def completion_turns(completion: Completion) -> list[tuple[list[int], str]]:
     an episode is one turn."""
     if completion.episode is None:
         return [(completion.token_ids, completion.finish_reason)]
+    ids = iter(completion.token_ids)
     turns = completion.episode.turns
-    ends = accumulate(turn.num_tokens for turn in turns)
-    return [
-        (completion.token_ids[end - turn.num_tokens : end], turn.finish_reason)
-        for turn, end in zip(turns, ends, strict=True)
-    ]
+    return [(list(islice(ids, turn.num_tokens)), turn.finish_reason) for turn in turns]
 
 
 def find_episode_error(token_ids: Sequence[int], episode: Episode) -> str | None:
@@ -98,13 +95,13 @@ def find_episode_error(token_ids: Sequence[int], episode: Episode) -> str | None
 
 
 def shorten_segments(
-    segments: Sequence[Segment], max_given: int, max_sampled: int
+    segments: Sequence[Segment], max_given: int, max_sampled: int, max_stretch: int
 ) -> tuple[Segment, ...]:
     """Returns the segments with fewer tokens, for a check that looks at few tokens.
 
     A given stretch keeps its first token and its last ones, at most `max_given` together. A sampled
-    stretch keeps its first tokens, at most `max_sampled // 2`. All sampled stretches together keep
-    at most `max_sampled`.
+    stretch keeps its first tokens, at most `max_stretch`. All sampled stretches together keep at
+    most `max_sampled`.
     """
     short: list[Segment] = []
     num_left = max_sampled
@@ -117,7 +114,7 @@ def shorten_segments(
         offsets = positions - np.repeat(starts, lengths)
         remaining = np.repeat(lengths, lengths) - offsets
         is_end = (offsets == 0) | (remaining < max_given)
-        is_kept = np.where(sampled, offsets < max(1, max_sampled // 2), is_end)
+        is_kept = np.where(sampled, offsets < max_stretch, is_end)
         numbers = np.cumsum(is_kept & sampled)
         is_kept &= ~sampled | (numbers <= num_left)
         # Nothing after the last sampled token is needed.

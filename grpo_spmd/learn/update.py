@@ -7,7 +7,7 @@ gradients add up. "Synced" means that the policy has the very weights that the e
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol, cast
 
 import torch
@@ -115,6 +115,18 @@ def attach_logprobs(
         cast(FSDPModule, policy).reshard()
 
 
+def counted_mini_batches(batch: RolloutBatch) -> Iterator[tuple[list[MicroBatch], int, int]]:
+    """Yields (micro-batches, tokens, rollouts) of each mini-batch in which a token counts.
+
+    All ranks agree on them. Without a token, momentum and weight decay would move a model without
+    any evidence."""
+    for mini_batch, num_tokens, num_sequences in zip(
+        batch.mini_batches, batch.num_loss_tokens, batch.num_loss_sequences, strict=True
+    ):
+        if num_tokens:
+            yield mini_batch, num_tokens, num_sequences
+
+
 class Learner:
     """A model with its optimizer and learning rate schedule, and the counts of its updates."""
 
@@ -206,7 +218,7 @@ class PolicyUpdater(Learner):
         num_updates = 0
         num_skipped = 0
         for epoch in range(self._training.num_epochs):
-            for mini_batch, num_loss_tokens, num_loss_sequences in batch.counted_mini_batches():
+            for mini_batch, num_loss_tokens, num_loss_sequences in counted_mini_batches(batch):
                 # True while the scores that are compared with the engine's are those of the
                 # weights that it holds. The policy's old logprobs were all taken before the first
                 # update, so they are throughout the first epoch; with "engine" only the pass before
@@ -252,7 +264,7 @@ class PolicyUpdater(Learner):
                 stop_check(False)
 
         try:
-            for mini_batch, num_loss_tokens, num_loss_sequences in batch.counted_mini_batches():
+            for mini_batch, num_loss_tokens, num_loss_sequences in counted_mini_batches(batch):
                 num_measured += 1
                 metrics, _suspects = self.accumulate(
                     mini_batch,

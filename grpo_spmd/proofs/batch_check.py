@@ -43,6 +43,7 @@ from grpo_spmd.learn.sampled_step import SampledStep
 from grpo_spmd.proofs.gradient_check import (
     CheckResult,
     UpdateCheckSettings,
+    count_loss,
     join_ranks,
     sum_over_ranks,
 )
@@ -353,14 +354,6 @@ class BatchCheck:
                     f"mini-batch {number} is to divide by {pair} tokens and sequences, and has "
                     f"{count}"
                 )
-
-
-def count_loss(mini_batch: Sequence[MicroBatch]) -> tuple[int, int]:
-    """Returns (number of tokens, number of rollouts) of this rank that count in the loss."""
-    return (
-        sum(int(row.loss_mask.sum()) for row in mini_batch),
-        sum(len(row.sequence_index[row.loss_mask].unique()) for row in mini_batch),
-    )
 
 
 def _kl_penalties(batch: RolloutBatch, loss: LossConfig) -> dict[int, float]:

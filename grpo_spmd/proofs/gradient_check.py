@@ -36,8 +36,8 @@ from grpo_spmd.config.schema import (
 )
 from grpo_spmd.distributed.collectives import any_rank, on_rank0
 from grpo_spmd.distributed.reductions import merge
-from grpo_spmd.learn.assemble import pack_rollouts
-from grpo_spmd.learn.contexts import rollout_contexts, shorten_segments
+from grpo_spmd.learn.assemble import episode_rollout, pack_rollouts
+from grpo_spmd.learn.contexts import completion_contexts, rollout_contexts, shorten_segments
 from grpo_spmd.learn.sampled_step import SampledStep
 from grpo_spmd.learn.update import PolicyUpdater
 from grpo_spmd.model.families.build import decoder_layers
@@ -145,14 +145,20 @@ def gradient_squares(policy: Policy) -> dict[str, float]:
     parameter.
 
     It is 0 for a replica's copy, which would count twice, and for a parameter without gradient."""
-    trained = {name: p for name, p in policy.named_parameters() if p.requires_grad}
-    norms = {
-        name: torch.linalg.vector_norm(cast(DTensor, parameter.grad)._local_tensor)
-        for name, parameter in trained.items()
-        if parameter.grad is not None and is_first_replica(cast(DTensor, parameter))
-    }
-    squares = torch.stack([*norms.values()]).double().square().tolist() if norms else []
-    return dict.fromkeys(trained, 0.0) | dict(zip(norms, squares, strict=True))
+    squares = {name: 0.0 for name, p in policy.named_parameters() if p.requires_grad}
+    for name, parameter in policy.named_parameters():
+        if parameter.grad is not None and is_first_replica(cast(DTensor, parameter)):
+            local = cast(DTensor, parameter.grad)._local_tensor
+            squares[name] = float(torch.linalg.vector_norm(local, dtype=torch.float64)) ** 2
+    return squares
+
+
+def count_loss(mini_batch: Sequence[MicroBatch]) -> tuple[int, int]:
+    """Returns (number of tokens, number of rollouts) of this rank that count in the loss."""
+    return (
+        sum(int(row.loss_mask.sum()) for row in mini_batch),
+        sum(len(row.sequence_index[row.loss_mask].unique()) for row in mini_batch),
+    )
 
 
 class SyntheticTeacher(Protocol):
@@ -330,8 +336,8 @@ class GradientCheck:
         rows = [rollouts[:3], rollouts[3:]] if accumulates else [rollouts]
         values_parameters = [] if values is None else values.named_parameters()
         check_no_gradient(result, chain(policy.named_parameters(), values_parameters))
-        num_tokens, num_sequences = _denominators(rollouts)
         batches = [pack_rollouts(row, device) for row in rows]
+        num_tokens, num_sequences = (max(n, 1) for n in sum_over_ranks(count_loss(batches)))
         teacher = self._make_teacher() if self._make_teacher is not None else None
         if teacher is not None:
             for batch in batches:
@@ -578,15 +584,6 @@ def _synthetic_logprobs(
     return dict(zip(("old", "engine", "ref"), columns.float(), strict=True))
 
 
-def _denominators(rollouts: Sequence[Rollout]) -> tuple[int, int]:
-    """Collective. Returns (tokens, rollouts) that count in the loss over all ranks, each at least
-    1."""
-    num_tokens = sum(int(np.sum(rollout.loss_mask)) for rollout in rollouts)
-    num_sequences = sum(int(np.any(rollout.loss_mask)) for rollout in rollouts)
-    tokens, sequences = sum_over_ranks([num_tokens, num_sequences])
-    return max(tokens, 1), max(sequences, 1)
-
-
 class _PlainScores(NamedTuple):
     """The scores of a plain forward pass, with their graph."""
 
@@ -655,29 +652,25 @@ def _short_rollouts(groups: Sequence[RolloutGroup]) -> list[Rollout]:
 
     Every third rollout has one masked token, so that masks show in the loss."""
     pairs = [
-        (group.prompt.token_ids, completion)
+        (completion_contexts(group.prompt.token_ids, completion), completion.episode)
         for group in groups[:_NUM_SEQUENCES]
         for completion in group.completions
         if completion.token_ids
     ]
     step = max(1, len(pairs) // _NUM_SEQUENCES)
     rollouts = []
-    for number, (prompt, completion) in enumerate(pairs[::step][:_NUM_SEQUENCES]):
-        ids = completion.token_ids[:_COMPLETION_TOKENS]
-        segments: Sequence[Any] = ()
-        if completion.episode:
-            segments = shorten_segments(
-                completion.episode.segments, _PROMPT_TOKENS, _COMPLETION_TOKENS
-            )
-        if segments:
-            ids = np.concatenate([s.token_ids[s.sampled] for s in segments]).tolist()
-        mask = np.ones(len(ids), np.bool_)
-        if number % 3 == 1 and len(ids) > 1:
-            mask[len(ids) // 2] = False
-        advantage = (0.7 + 0.1 * number) * (1 if number % 2 == 0 else -1)
-        # Without its first token a model may produce nonsense.
-        start = [*prompt[:1], *prompt[1:][1 - _PROMPT_TOKENS :]]
-        rollouts.append(
-            Rollout(number, advantage, mask, start, ids, [0.0] * len(ids), tuple(segments))
+    for number, (contexts, episode) in enumerate(pairs[::step][:_NUM_SEQUENCES]):
+        # The first token of a prompt stays: without it a model may produce nonsense.
+        segments = shorten_segments(
+            contexts,
+            _PROMPT_TOKENS,
+            _COMPLETION_TOKENS,
+            max_stretch=_COMPLETION_TOKENS // (1 if episode is None else 2),
         )
+        num_tokens = sum(int(segment.sampled.sum()) for segment in segments)
+        mask = np.ones(num_tokens, np.bool_)
+        if number % 3 == 1 and num_tokens > 1:
+            mask[num_tokens // 2] = False
+        advantage = (0.7 + 0.1 * number) * (1 if number % 2 == 0 else -1)
+        rollouts.append(episode_rollout(number, advantage, mask, segments, [0.0] * num_tokens))
     return rollouts

@@ -95,8 +95,9 @@ class RewardModelCheck:
 
         Without a completion it only makes the pass, together with the other ranks."""
         ids = self._encode(scored) if scored is not None else []
-        is_long = len(ids) > self._files.max_tokens
-        ids = ids[-self._files.max_tokens :] if is_long else ids
+        max_tokens = self._files.max_tokens
+        is_long = len(ids) > max_tokens
+        ids = ids[-max_tokens:]
         # A policy may sample a token that the model has no row for.
         is_readable = bool(ids) and max(ids) < self._model.num_embeddings
         plain = self._plain_score(ids if is_readable else [0])
@@ -104,24 +105,18 @@ class RewardModelCheck:
             return
         if is_long and not self._files.drops_start:
             if scored.status == "ok":
-                limit = self._files.max_tokens
-                errors.append(f"a text of {len(ids)} tokens or more was scored, over {limit}")
-            return
-        if not is_readable:
-            return
-        if scored.value is None:
+                errors.append(f"a text was scored, over {max_tokens} tokens")
+        elif is_readable and scored.value is None:
             errors.append(f"a text of {len(ids)} tokens has no score")
-            return
         # A model that overflows gives no number to compare with.
-        if not math.isfinite(plain):
-            return
-        difference = abs(scored.value - plain) / (1 + abs(plain))
-        differences.append(difference)
-        if not difference <= self._text_bound:
-            end = self._tokenizer.decode(ids[-40:])
-            errors.append(
-                f"{scored.value:.6g}, not {plain:.6g}, for the text that ends with {end!r}"
-            )
+        elif is_readable and scored.value is not None and math.isfinite(plain):
+            difference = abs(scored.value - plain) / (1 + abs(plain))
+            differences.append(difference)
+            if not difference <= self._text_bound:
+                end = self._tokenizer.decode(ids[-40:])
+                errors.append(
+                    f"{scored.value:.6g}, not {plain:.6g}, for the text that ends with {end!r}"
+                )
 
     def _encode(self, scored: ScoredCompletion) -> list[int]:
         """Returns the tokens of prompt and completion as transformers renders and encodes them."""

@@ -36,13 +36,14 @@ from grpo_spmd.model.hf_files import checkpoint_folder, tensor_files
 from grpo_spmd.model.lora import adapters_at_zero
 from grpo_spmd.model.policy import Policy, hf_named_parameters
 from grpo_spmd.model.sharding import first_row
-from grpo_spmd.proofs.batch_check import BatchCheck, check_data, check_stop_ids, count_loss
+from grpo_spmd.proofs.batch_check import BatchCheck, check_data, check_stop_ids
 from grpo_spmd.proofs.gradient_check import (
     CheckResult,
     GradientCheck,
     SignalProofs,
     UpdateCheckSettings,
     check_no_gradient,
+    count_loss,
     describe_errors,
     gradient_squares,
     sum_over_ranks,

@@ -42,7 +42,7 @@ from grpo_spmd.learn.contexts import rollout_contexts, row_contexts
 from grpo_spmd.learn.losses import kl_estimate
 from grpo_spmd.learn.sampled_step import SampledStep
 from grpo_spmd.learn.step_messages import revise_decision
-from grpo_spmd.learn.update import Learner, StopCheck, ValueHead
+from grpo_spmd.learn.update import Learner, StopCheck, ValueHead, counted_mini_batches
 from grpo_spmd.model.offload import OffloadableModel
 from grpo_spmd.model.policy import Policy
 from grpo_spmd.model.sharding import is_first_replica
@@ -225,7 +225,7 @@ class Critic(Learner):
             [
                 self._step(mini_batch, num_loss_tokens)
                 for _ in range(self._training.num_epochs)
-                for mini_batch, num_loss_tokens, _ in batch.counted_mini_batches()
+                for mini_batch, num_loss_tokens, _ in counted_mini_batches(batch)
             ]
         )
 

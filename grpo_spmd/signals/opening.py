@@ -78,10 +78,9 @@ def open_reward_models(
     more: list[Scorer] = []
     for index, reward in enumerate(config.rewards):
         if reward.metric_name in scorers.weights and (reward.model or reward.is_engine_judge):
-            kind = "model" if reward.model else "judge"
             raise ConfigError(
                 f"rewards.{index}.name: the environment's own reward is called "
-                f"{reward.metric_name!r} too; give the {kind} another name"
+                f"{reward.metric_name!r} too; give the model or judge another name"
             )
     # Each kind is imported only here, and only if it is on.
     if any(reward.is_engine_judge for reward in config.rewards):
