@@ -213,10 +213,7 @@ def pack_rollouts(rollouts: Sequence[Rollout], device: torch.device) -> MicroBat
     # Positions start at 0 in each sequence of the row.
     position_ids = np.arange(len(input_ids)) - np.repeat(lengths.cumsum() - lengths, lengths)
     completion_positions = np.flatnonzero(is_sampled)
-    assert len(completion_positions) == num_completion.sum(), (
-        len(completion_positions),
-        num_completion.sum(),
-    )
+    assert len(completion_positions) == num_completion.sum()
     assert position_ids[completion_positions].all(), (
         "the first token of a sequence has nothing to predict it"
     )

@@ -75,11 +75,7 @@ def plan_batch(
     """
     all_tokens = np.asarray(num_tokens, np.int64)
     all_costs = np.asarray(num_tokens if costs is None else costs, float)
-    assert sum(mini_batch_sizes) == len(all_tokens) == len(all_costs), (
-        mini_batch_sizes,
-        len(all_tokens),
-        len(all_costs),
-    )
+    assert sum(mini_batch_sizes) == len(all_tokens) == len(all_costs)
     assert all_tokens.max(initial=0) <= max_tokens, (int(all_tokens.max()), max_tokens)
     ids = np.empty(len(all_tokens), np.int32)
     lengths = []

@@ -279,56 +279,33 @@ def taught_loss(
 ) -> tuple[Tensor, Reductions]:
     """Returns the loss and metrics of `policy_loss`, with the teacher's signal added to the loss.
 
-    `divergence` [C] is given if the signal is a divergence, and is None if it is logprobs."""
-    mask = inputs.loss_mask
-    advantages, teacher_metrics = taught_advantages(
-        signal, inputs.advantages, inputs.old_logprobs, mask
-    )
-    total, metrics = policy_loss(dataclasses.replace(inputs, advantages=advantages), options)
-    if divergence is not None:
-        term, teacher_metrics = divergence_loss(signal, divergence, inputs.weights, mask)
-        total = total + term
-        metrics["loss"] = Sum(total.detach())
-    return total, metrics | teacher_metrics
-
-
-def taught_advantages(
-    signal: TeacherSignal, advantages: PerToken, old_logprobs: PerToken, mask: Mask
-) -> tuple[PerToken, Reductions]:
-    """Returns (the advantages changed by the teacher's logprobs, the teacher's metrics).
-
-    A_t - coef * (log pi_old - log pi_teacher) at each sampled token gives, on average over samples,
-    the gradient of coef * KL(policy || teacher) of that token (Thinking Machines, "On-Policy
-    Distillation", 2025). A signal that is a divergence leaves the advantages as they are.
+    If the signal is logprobs, A_t - coef * (log pi_old - log pi_teacher) takes the place of the
+    advantage at each sampled token. On average over samples that gives the gradient of coef *
+    KL(policy || teacher) of that token (Thinking Machines, "On-Policy Distillation", 2025). If the
+    signal is a divergence, `divergence` [C] is its value, and coef times the value is added to the
+    loss, weighted as the policy's term is.
     """
-    if signal.logprobs is None:
-        return advantages, {}
-    mask = _answered(signal, mask)
-    log_ratio = torch.where(mask, old_logprobs.detach() - signal.logprobs, 0.0)
-    return advantages - signal.coef * log_ratio, _teacher_metrics(signal, log_ratio, mask)
-
-
-def divergence_loss(
-    signal: TeacherSignal, divergence: PerToken, weights: PerToken, mask: Mask
-) -> tuple[Tensor, Reductions]:
-    """Returns (the amount [] that coef * divergence adds to the loss, the teacher's metrics). The
-    divergence is weighted as the policy's term is."""
-    mask = _answered(signal, mask)
-    divergence = torch.where(mask, divergence, 0.0)
-    term = signal.coef * (torch.where(mask, weights, 0.0).double() * divergence.double()).sum()
-    metrics = _teacher_metrics(signal, divergence.detach(), mask)
-    return term, {"teacher": Sum(term.detach()), **metrics}
-
-
-def _answered(signal: TeacherSignal, mask: Mask) -> Mask:
-    """Returns the mask without the tokens that got no answer from the teacher's server."""
-    return mask if signal.answered_mask is None else mask & signal.answered_mask
-
-
-def _teacher_metrics(signal: TeacherSignal, kl: PerToken, mask: Mask) -> Reductions:
-    """Returns the mean KL to the teachers over the tokens of `mask`, and that to each teacher."""
-    metrics: Reductions = {"teacher/kl": Mean(kl.double().sum(), mask.sum())}
+    mask = inputs.loss_mask
+    # Tokens that got no answer from the teacher's server are taught nothing.
+    if signal.answered_mask is not None:
+        mask = mask & signal.answered_mask
+    if divergence is None:
+        assert signal.logprobs is not None
+        kl = torch.where(mask, inputs.old_logprobs.detach() - signal.logprobs, 0.0)
+        inputs = dataclasses.replace(inputs, advantages=inputs.advantages - signal.coef * kl)
+        total, metrics = policy_loss(inputs, options)
+    else:
+        kl = torch.where(mask, divergence, 0.0)
+        weights = torch.where(mask, inputs.weights, 0.0).double()
+        term = signal.coef * (weights * kl.double()).sum()
+        total, metrics = policy_loss(inputs, options)
+        total = total + term
+        metrics |= {"loss": Sum(total.detach()), "teacher": Sum(term.detach())}
+    # The mean KL to the teachers, and that to each of several.
+    masks = {"teacher/kl": mask}
     for name, teacher_mask in signal.masks_by_teacher.items():
-        total = torch.where(teacher_mask, kl, 0.0).double().sum()
-        metrics[f"teacher/{name}/kl"] = Mean(total, (mask & teacher_mask).sum())
-    return metrics
+        masks[f"teacher/{name}/kl"] = mask & teacher_mask
+    for name, counted in masks.items():
+        total_kl = torch.where(counted, kl.detach(), 0.0).double().sum()
+        metrics[name] = Mean(total_kl, counted.sum())
+    return total, metrics

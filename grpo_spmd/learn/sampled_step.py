@@ -120,15 +120,12 @@ class _Rank0Step:
 
     def __init__(self, rules: StepRules) -> None:
         self._rules = rules
-        # One array per round, in the order of the prompt stream: the groups, the ranks that sampled
-        # them, and their numbers in the order in which they came.
+        # The groups of each round, in the order of the prompt stream.
         self._rows: list[GroupRows] = []
-        self._ranks: list[npt.NDArray[np.int64]] = []
-        self._arrivals: list[npt.NDArray[np.int64]] = []
+        # Of all groups in the order in which they came: positions in the stream, and ranks.
+        self._positions = np.empty(0, np.int64)
+        self._ranks = np.empty(0, np.int64)
         self._kept_positions = np.empty(0, np.int64)
-        # The number of groups over all ranks and rounds, and that of each rank.
-        self._num_groups = 0
-        self._num_rank_groups = np.zeros(rules.num_ranks, np.int64)
         self._reward_names: list[str] = []
         self._counts = StepCounts()
         self._error_rates: dict[str, float] = {}
@@ -146,7 +143,7 @@ class _Rank0Step:
         is_last_round = len(self._rows) == rollout.dynamic_sampling_max_rounds
         if num_missing <= 0 or not rollout.dynamic_sampling or is_last_round:
             return 0
-        kept_frac = max(len(self._kept_positions) / self._num_groups, _MIN_KEPT_FRAC)
+        kept_frac = max(len(self._kept_positions) / len(self._positions), _MIN_KEPT_FRAC)
         return min(rollout.num_prompts_per_step, math.ceil(num_missing / kept_frac))
 
     def _read_round(self, messages: list[bytes], num_expected: int) -> GroupRows:
@@ -155,16 +152,14 @@ class _Rank0Step:
         assert len(sampled.rows) == num_expected, (sampled.num_groups, num_expected)
         self._reward_names = sampled.reward_names
         self._counts.add(sampled.counts)
+        self._positions = np.append(self._positions, sampled.rows["position"])
+        ranks = np.repeat(np.arange(len(messages)), sampled.num_groups)
+        self._ranks = np.append(self._ranks, ranks)
         # Results must not depend on which rank sampled what.
-        order = np.argsort(sampled.rows["position"])
-        rows = sampled.rows[order]
+        rows = sampled.rows[np.argsort(sampled.rows["position"])]
         is_sorted = (np.diff(rows["position"]) > 0).all()
         assert is_sorted, "a group was sampled twice, and another not at all"
         self._rows.append(rows)
-        self._ranks.append(np.repeat(np.arange(len(messages)), sampled.num_groups)[order])
-        self._arrivals.append(self._num_groups + order)
-        self._num_groups += num_expected
-        self._num_rank_groups += sampled.num_groups
         return rows
 
     def _check_errors(self, rows: GroupRows) -> None:
@@ -177,7 +172,7 @@ class _Rank0Step:
             [counts.status_counts], counts.first_errors, max_error_frac
         )
         self._error_rates |= retried_fracs(
-            counts.status_counts, counts.retried, self._num_groups, counts.first_errors
+            counts.status_counts, counts.retried, len(self._positions), counts.first_errors
         )
 
     def decide(self) -> StepDecision:
@@ -196,9 +191,10 @@ class _Rank0Step:
         positions = np.sort(self._kept_positions)[: rules.rollout.num_prompts_per_step]
         order = np.argsort(rows["position"])
         used = order[np.searchsorted(rows["position"], positions, sorter=order)]
-        slots = np.full(len(rows), -1, np.int32)
-        slots[used] = np.arange(len(used))
-        in_rank_order = np.lexsort((np.concatenate(self._arrivals), np.concatenate(self._ranks)))
+        # In the order in which the ranks hold their groups.
+        held_positions = self._positions[np.argsort(self._ranks, kind="stable")]
+        slots = np.searchsorted(positions, held_positions)
+        slots = np.where(np.isin(held_positions, positions), slots, -1)
         overlong = overlong_penalties(
             _float_grid(rows["completion_tokens"]),
             rules.rollout.max_completion_tokens,
@@ -240,8 +236,8 @@ class _Rank0Step:
             advantages=advantages * np.float32(not rules.zero_advantages),
             in_loss=in_loss.ravel(),
             plan=plan,
-            num_groups=self._num_rank_groups,
-            slots=slots[in_rank_order],
+            num_groups=np.bincount(self._ranks, minlength=rules.num_ranks),
+            slots=slots.astype(np.int32),
             num_loss_tokens=num_loss_tokens,
             num_loss_sequences=num_loss_sequences,
             num_tokens=int(num_tokens.sum()),

@@ -7,8 +7,8 @@ gradients add up. "Synced" means that the policy has the very weights that the e
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol, cast
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -41,14 +41,22 @@ KeepScores = Callable[[MicroBatch, Tensor, Tensor], None]
 NonfiniteTokens = tuple[MicroBatch, Tensor]
 
 
+class MiniBatch(NamedTuple):
+    """The micro-batches of one optimizer step on this rank."""
+
+    micro_batches: list[MicroBatch]
+    num_loss_tokens: int
+    """The tokens that count in the loss, over all ranks."""
+    num_loss_sequences: int
+    """The rollouts with at least one such token, over all ranks."""
+
+
 class UpdateObserver:
     """Observes one policy update, and does nothing. Every method is collective: all ranks must call
     it."""
 
-    def before_backward(
-        self, mini_batch: list[MicroBatch], num_loss_tokens: int, num_loss_sequences: int
-    ) -> None:
-        """Called before the first backward pass of a mini-batch. The counts are over all ranks."""
+    def before_backward(self, mini_batch: MiniBatch) -> None:
+        """Called before the first backward pass of a mini-batch."""
 
     def after_backward(self) -> None:
         """Called when the gradients of the whole mini-batch are complete, before clipping."""
@@ -115,16 +123,14 @@ def attach_logprobs(
         cast(FSDPModule, policy).reshard()
 
 
-def counted_mini_batches(batch: RolloutBatch) -> Iterator[tuple[list[MicroBatch], int, int]]:
-    """Yields (micro-batches, tokens, rollouts) of each mini-batch in which a token counts.
+def counted_mini_batches(batch: RolloutBatch) -> list[MiniBatch]:
+    """Returns the mini-batches in which a token counts.
 
     All ranks agree on them. Without a token, momentum and weight decay would move a model without
     any evidence."""
-    for mini_batch, num_tokens, num_sequences in zip(
-        batch.mini_batches, batch.num_loss_tokens, batch.num_loss_sequences, strict=True
-    ):
-        if num_tokens:
-            yield mini_batch, num_tokens, num_sequences
+    columns = zip(batch.mini_batches, batch.num_loss_tokens, batch.num_loss_sequences, strict=True)
+    mini_batches = [MiniBatch(*column) for column in columns]
+    return [mini_batch for mini_batch in mini_batches if mini_batch.num_loss_tokens]
 
 
 class Learner:
@@ -218,7 +224,7 @@ class PolicyUpdater(Learner):
         num_updates = 0
         num_skipped = 0
         for epoch in range(self._training.num_epochs):
-            for mini_batch, num_loss_tokens, num_loss_sequences in counted_mini_batches(batch):
+            for mini_batch in counted_mini_batches(batch):
                 # True while the scores that are compared with the engine's are those of the
                 # weights that it holds. The policy's old logprobs were all taken before the first
                 # update, so they are throughout the first epoch; with "engine" only the pass before
@@ -227,8 +233,6 @@ class PolicyUpdater(Learner):
                 is_first = not num_updates and not num_skipped
                 metrics, is_made = self._step(
                     mini_batch,
-                    num_loss_tokens,
-                    num_loss_sequences,
                     is_synced=is_synced,
                     observer=observer,
                     stop_check=stop_check if is_first else None,
@@ -264,15 +268,10 @@ class PolicyUpdater(Learner):
                 stop_check(False)
 
         try:
-            for mini_batch, num_loss_tokens, num_loss_sequences in counted_mini_batches(batch):
+            for mini_batch in counted_mini_batches(batch):
                 num_measured += 1
                 metrics, _suspects = self.accumulate(
-                    mini_batch,
-                    num_loss_tokens,
-                    num_loss_sequences,
-                    is_synced=True,
-                    stop_check=check,
-                    keep_scores=keep_scores,
+                    mini_batch, is_synced=True, stop_check=check, keep_scores=keep_scores
                 )
                 totals = merge([totals, *metrics])
         finally:
@@ -283,9 +282,7 @@ class PolicyUpdater(Learner):
 
     def accumulate(
         self,
-        mini_batch: list[MicroBatch],
-        num_loss_tokens: int,
-        num_loss_sequences: int,
+        mini_batch: MiniBatch,
         is_synced: bool,
         stop_check: StopCheck | None = None,
         keep_scores: KeepScores | None = None,
@@ -294,7 +291,8 @@ class PolicyUpdater(Learner):
         each of its micro-batches, the metrics and the tokens with a score that is not finite."""
         totals: list[Reductions] = []
         suspects: list[NonfiniteTokens] = []
-        for micro_batch in mini_batch:
+        micro_batches, num_loss_tokens, num_loss_sequences = mini_batch
+        for micro_batch in micro_batches:
             metrics, nonfinite = self.backward(
                 micro_batch, num_loss_tokens, num_loss_sequences, is_synced, keep_scores
             )
@@ -302,14 +300,12 @@ class PolicyUpdater(Learner):
             # To look up the rollouts of these tokens here would wait for the GPU.
             suspects.append((micro_batch, nonfinite))
             if stop_check is not None:
-                stop_check(micro_batch is mini_batch[-1])
+                stop_check(micro_batch is micro_batches[-1])
         return totals, suspects
 
     def _step(
         self,
-        mini_batch: list[MicroBatch],
-        num_loss_tokens: int,
-        num_loss_sequences: int,
+        mini_batch: MiniBatch,
         *,
         is_synced: bool,
         observer: UpdateObserver,
@@ -318,10 +314,8 @@ class PolicyUpdater(Learner):
     ) -> tuple[Reductions, bool]:
         """Collective. Makes one optimizer step on a mini-batch. Returns (its metrics, True if the
         step was made and False if it was skipped)."""
-        observer.before_backward(mini_batch, num_loss_tokens, num_loss_sequences)
-        parts, suspects = self.accumulate(
-            mini_batch, num_loss_tokens, num_loss_sequences, is_synced, stop_check, keep_scores
-        )
+        observer.before_backward(mini_batch)
+        parts, suspects = self.accumulate(mini_batch, is_synced, stop_check, keep_scores)
         observer.after_backward()
         metrics = merge(parts)
         grad_norm = self.clip_gradient()

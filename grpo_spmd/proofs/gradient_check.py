@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.rnn import pad_sequence
 
 from grpo_spmd.config.schema import (
     AdvantageConfig,
@@ -39,8 +40,9 @@ from grpo_spmd.distributed.reductions import merge
 from grpo_spmd.learn.assemble import episode_rollout, pack_rollouts
 from grpo_spmd.learn.contexts import completion_contexts, rollout_contexts, shorten_segments
 from grpo_spmd.learn.sampled_step import SampledStep
-from grpo_spmd.learn.update import PolicyUpdater
+from grpo_spmd.learn.update import MiniBatch, PolicyUpdater, Reference
 from grpo_spmd.model.families.build import decoder_layers
+from grpo_spmd.model.lora import adapters_at_zero
 from grpo_spmd.model.policy import DTYPES, Policy
 from grpo_spmd.model.sharding import first_row, is_first_replica
 from grpo_spmd.proofs.plain_loss import LossTerm, plain_terms
@@ -345,7 +347,8 @@ class GradientCheck:
         # 1. The trainer's pass leaves its gradient in the parameters.
         trainer = _TrainerPass(rollouts, self._loss, values)
         handle = policy.register_forward_hook(trainer.hook)
-        parts, _ = self._updater.accumulate(batches, num_tokens, num_sequences, is_synced=True)
+        mini_batch = MiniBatch(batches, num_tokens, num_sequences)
+        parts, _ = self._updater.accumulate(mini_batch, is_synced=True)
         totals = merge(parts)
         handle.remove()
         trainer_squares = gradient_squares(policy)
@@ -416,27 +419,34 @@ class GradientCheck:
         is_nonfinite = not bool(plain.logprobs.isfinite().all())
         return CheckResult() if any_rank(is_nonfinite) else result
 
-    def plain_logprobs(
-        self, policy: Policy, groups: Sequence[RolloutGroup], device: torch.device
-    ) -> Tensor:
-        """Collective. Returns plain logprobs [tokens] by another policy, of the same tokens as in
-        `run`."""
-        with eager_attention(policy.model), torch.no_grad():
-            rollouts = _short_rollouts(groups)
-            scores = _plain_scores(policy, rollouts, self._rollout.temperature, device)
-        cast(FSDPModule, policy).reshard()
-        return scores.logprobs
+    def compare_reference(
+        self,
+        result: CheckResult,
+        reference: Reference,
+        model: Policy,
+        groups: Sequence[RolloutGroup],
+        device: torch.device,
+    ) -> None:
+        """Collective. Compares the reference's logprobs of the tokens of `run` with plain ones.
 
-    def trainer_logprobs(
-        self, score: Any, groups: Sequence[RolloutGroup], device: torch.device
-    ) -> Tensor:
-        """Collective. Returns the logprobs [tokens] of the same tokens by `score`, the function
-        that the trainer calls."""
+        `reference` is the function that the trainer calls, `model` has the weights; adapters of the
+        model count as 0."""
         rollouts = _short_rollouts(groups)
+        without_adapters = adapters_at_zero(model.model) if model.lora.rank else nullcontext()
         with torch.no_grad():
-            logprobs, _ = score(pack_rollouts(rollouts, device))
-        cast(FSDPModule, self._policy).reshard()
-        return cast(Tensor, logprobs).double() if rollouts else torch.zeros(0, dtype=torch.float64)
+            logprobs, _ = reference(pack_rollouts(rollouts, device))
+            with eager_attention(model.model), without_adapters:
+                plain = _plain_scores(model, rollouts, self._rollout.temperature, device).logprobs
+        for policy in (self._policy, model):
+            cast(FSDPModule, policy).reshard()
+        # A model that is not finite is no error here: the update reports it, and skips the step.
+        if rollouts and plain.isfinite().all():
+            result.check_difference(
+                "the reference's logprob of a token, in nats on average,",
+                "logprobs",
+                float((logprobs - plain).abs().mean()),
+                self.score_bound,
+            )
 
     def _widen_bounds(self, mean_max_logit: float) -> None:
         """Widens the bounds for large logits, which are rounded by more than small ones.
@@ -607,9 +617,8 @@ def _plain_scores(
     A rollout of several contexts has several rows. Rows are padded on the right, which a causal
     model does not see. Without rollouts the pass is made over two tokens, for the collectives."""
     contexts = rollout_contexts(rollouts)
-    ids = [context.token_ids.tolist() for context in contexts] or [[0, 0]]
-    length = max(map(len, ids))
-    rows = torch.tensor([[*row, *[0] * (length - len(row))] for row in ids], device=device)
+    ids = [torch.from_numpy(context.token_ids).long() for context in contexts]
+    rows = pad_sequence(ids or [torch.zeros(2, dtype=torch.int64)], batch_first=True).to(device)
     logits = policy.plain_logits(rows).float() / temperature
     zero = (logits.sum() * 0.0).double()
     logprobs = [zero[None][:0]]

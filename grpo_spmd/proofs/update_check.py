@@ -15,10 +15,11 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -31,9 +32,8 @@ from grpo_spmd.config.schema import OptimizerConfig
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.learn.sampled_step import SampledStep
-from grpo_spmd.learn.update import PolicyUpdater, Reference, UpdateObserver
+from grpo_spmd.learn.update import MiniBatch, PolicyUpdater, Reference, UpdateObserver
 from grpo_spmd.model.hf_files import checkpoint_folder, tensor_files
-from grpo_spmd.model.lora import adapters_at_zero
 from grpo_spmd.model.policy import Policy, hf_named_parameters
 from grpo_spmd.model.sharding import first_row
 from grpo_spmd.proofs.batch_check import BatchCheck, check_data, check_stop_ids
@@ -48,7 +48,7 @@ from grpo_spmd.proofs.gradient_check import (
     gradient_squares,
     sum_over_ranks,
 )
-from grpo_spmd.records import Decision, MicroBatch, RolloutBatch
+from grpo_spmd.records import Decision, RolloutBatch
 
 _log = logging.getLogger("grpo_spmd")
 # The sizes of the windows. Moments go wrong from one optimizer step to the next, so that one step
@@ -159,13 +159,11 @@ class UpdateCheck(UpdateObserver):
         """Returns the seconds that the check took in this step, as a metric."""
         return {"proofs/update_check_s": self._seconds}
 
-    def before_backward(
-        self, mini_batch: list[MicroBatch], num_loss_tokens: int, num_loss_sequences: int
-    ) -> None:
+    def before_backward(self, mini_batch: MiniBatch) -> None:
         """Collective. Checks the denominators of a mini-batch. See UpdateObserver."""
         if self._window:
             with self._timed():
-                self._adamw.begin(mini_batch, num_loss_tokens, num_loss_sequences)
+                self._adamw.begin(mini_batch)
 
     def after_backward(self) -> None:
         """Collective. Reads the gradients of a mini-batch before they are clipped."""
@@ -206,19 +204,8 @@ class UpdateCheck(UpdateObserver):
         model = policy if has_adapters else reference
         if not isinstance(model, Policy) or (model is policy and not has_adapters):
             return CheckResult(["the reference is not a model of its own"])
-        groups = sampled.groups
         device = self._session.device
-        with adapters_at_zero(model.model) if has_adapters else nullcontext():
-            plain = self._gradients.plain_logprobs(model, groups, device)
-        trainer = self._gradients.trainer_logprobs(reference, groups, device)
-        # A model that is not finite is no error here: the update reports it, and skips the step.
-        if len(plain) and plain.isfinite().all():
-            result.check_difference(
-                "the reference's logprob of a token, in nats on average,",
-                "logprobs",
-                float((trainer - plain).abs().mean()),
-                self._gradients.score_bound,
-            )
+        self._gradients.compare_reference(result, reference, model, sampled.groups, device)
         self._check_files(result, model)
         return result
 
@@ -274,11 +261,13 @@ class UpdateCheck(UpdateObserver):
     def _raise_if_wrong(self, results: list[CheckResult]) -> dict[str, float]:
         """Collective. Raises Rank0Error on every rank, or returns the metrics over all ranks."""
         errors = [text for result in results for text in result.errors]
-        metrics = _largest(result.metrics for result in results)
+        metrics = [pair for result in results for pair in result.metrics.items()]
         return on_rank0(partial(_combine, step=self._step), [errors, metrics])
 
 
-def _combine(by_rank: list[tuple[list[str], dict[str, float]]], step: int) -> dict[str, float]:
+def _combine(
+    by_rank: list[tuple[list[str], list[tuple[str, float]]]], step: int
+) -> dict[str, float]:
     """Returns the largest metrics over ranks. Runs on rank 0. `by_rank` has errors and metrics of
     each. Raises UpdateCheckError if any rank has an error."""
     errors = describe_errors(errors for errors, _ in by_rank)
@@ -286,15 +275,9 @@ def _combine(by_rank: list[tuple[list[str], dict[str, float]]], step: int) -> di
         raise UpdateCheckError(
             f"step {step}: the update is not what a plain recomputation of it gives: {errors}"
         )
-    return _largest(metrics for _, metrics in by_rank)
-
-
-def _largest(all_metrics: Iterable[dict[str, float]]) -> dict[str, float]:
-    """Returns the largest value of each metric."""
     largest: dict[str, float] = {}
-    for metrics in all_metrics:
-        for key, value in metrics.items():
-            largest[key] = max(value, largest.get(key, 0.0))
+    for key, value in chain.from_iterable(metrics for _, metrics in by_rank):
+        largest[key] = max(value, largest.get(key, 0.0))
     return largest
 
 
@@ -378,14 +361,15 @@ class AdamwCheck:
         state = self._updater.optimizer.state.get(parameter, {})
         return {key: _to_host(state.get(key, torch.zeros_like(parameter))) for key in _MOMENTS}
 
-    def begin(self, mini_batch: list[MicroBatch], num_tokens: int, num_sequences: int) -> None:
+    def begin(self, mini_batch: MiniBatch) -> None:
         """Collective. Checks the denominators, and that no gradient is left from before."""
         check_no_gradient(self.result, self._policy.named_parameters())
-        tokens, sequences = sum_over_ranks(count_loss(mini_batch))
-        if (tokens, sequences) != (num_tokens, num_sequences):
+        micro_batches, *denominators = mini_batch
+        counts = sum_over_ranks(count_loss(micro_batches))
+        if counts != denominators:
             self.result.errors.append(
-                f"the loss divides by {num_tokens} tokens and {num_sequences} sequences, and "
-                f"{tokens} and {sequences} count over all ranks"
+                f"the loss divides by {denominators} tokens and sequences, and {counts} count over "
+                "all ranks"
             )
 
     def read_gradients(self) -> None:

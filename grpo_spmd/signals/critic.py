@@ -42,7 +42,7 @@ from grpo_spmd.learn.contexts import rollout_contexts, row_contexts
 from grpo_spmd.learn.losses import kl_estimate
 from grpo_spmd.learn.sampled_step import SampledStep
 from grpo_spmd.learn.step_messages import revise_decision
-from grpo_spmd.learn.update import Learner, StopCheck, ValueHead, counted_mini_batches
+from grpo_spmd.learn.update import Learner, MiniBatch, StopCheck, ValueHead, counted_mini_batches
 from grpo_spmd.model.offload import OffloadableModel
 from grpo_spmd.model.policy import Policy
 from grpo_spmd.model.sharding import is_first_replica
@@ -223,9 +223,9 @@ class Critic(Learner):
         """
         return self._totals(
             [
-                self._step(mini_batch, num_loss_tokens)
+                self._step(mini_batch)
                 for _ in range(self._training.num_epochs)
-                for mini_batch, num_loss_tokens, _ in counted_mini_batches(batch)
+                for mini_batch in counted_mini_batches(batch)
             ]
         )
 
@@ -246,14 +246,14 @@ class Critic(Learner):
             "critic/lr": Max(),
         }
 
-    def _step(self, mini_batch: list[MicroBatch], num_loss_tokens: int) -> Reductions:
+    def _step(self, mini_batch: MiniBatch) -> Reductions:
         """Collective. Makes one optimizer step. Returns its metrics, {} if it was skipped.
 
         If a loss or gradient is not finite on any rank, all ranks skip the step. Raises
         FloatingPointError after training.max_nonfinite_in_a_row skipped steps in a row.
         """
-        for row in mini_batch:
-            self.loss_term(self.model(row), row, num_loss_tokens).backward()
+        for row in mini_batch.micro_batches:
+            self.loss_term(self.model(row), row, mini_batch.num_loss_tokens).backward()
         grad_norm = self.clip_gradient()
         # One synchronisation with the device per mini-batch.
         local_loss = cast(Mean, self._metrics["critic/loss"].on_host()).total

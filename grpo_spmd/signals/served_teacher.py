@@ -32,7 +32,6 @@ from grpo_spmd.model.logprobs import MIN_LOGPROB, TeacherDivergence, TokenIndice
 from grpo_spmd.model.policy import Policy
 from grpo_spmd.proofs.gradient_check import (
     CheckResult,
-    SignalProofs,
     UpdateCheckSettings,
 )
 from grpo_spmd.records import Decision, MicroBatch, Prompt, RolloutBatch
@@ -165,9 +164,8 @@ class ServedTeacher(Teacher):
                 )
         return revise_decision(decision, metrics)
 
-    def proofs(self, settings: UpdateCheckSettings) -> SignalProofs:
-        """Returns the running check of this signal."""
-        return SignalProofs([ServerCheck(self)], self._random_teacher(settings))
+    def _check(self, settings: UpdateCheckSettings) -> TeacherCheck:
+        return ServerCheck(self, settings)
 
     def _ask(self, server: PromptLogprobs, question: RowContext, limit_s: float) -> Answer:
         """Returns the server's answer about the sampled tokens. Runs in a thread. Raises
@@ -275,8 +273,8 @@ class ServerCheck(TeacherCheck):
     """Asks again about a few rollouts, each alone and cut after the last compared token, and
     compares the signal."""
 
-    def __init__(self, teacher: ServedTeacher) -> None:
-        super().__init__(teacher, 1.0, "float32")
+    def __init__(self, teacher: ServedTeacher, settings: UpdateCheckSettings) -> None:
+        super().__init__(teacher, settings)
         self._served = teacher
         self._bound = _BOUND
         self._rounding = 0.0

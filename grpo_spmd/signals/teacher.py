@@ -80,9 +80,8 @@ class TeacherModel:
         """Collective. Returns the logprobs [C] of the row's targets; with `term` the result of
         `term(hidden states [C, D], head [V, D])`."""
         with adapters_off(self.model.model) if self.is_base else nullcontext():
-            if term is None:
-                return self.model(row)[0]
-            return self.model(row, term, only_term=True)[0]
+            terms = [] if term is None else [term]
+            return self.model(row, *terms, only_term=bool(terms))[0]
 
 
 @dataclass(frozen=True)
@@ -161,13 +160,11 @@ class Teacher:
 
     def proofs(self, settings: UpdateCheckSettings) -> SignalProofs:
         """Returns the running check of this signal."""
-        check = TeacherCheck(self, settings.rollout.temperature, settings.dtype)
-        return SignalProofs([check], self._random_teacher(settings))
+        make_teacher = partial(RandomTeacher, self.config, self.policy, settings)
+        return SignalProofs([self._check(settings)], make_teacher)
 
-    def _random_teacher(self, settings: UpdateCheckSettings) -> Callable[[], RandomTeacher]:
-        return partial(
-            RandomTeacher, self.config, self.policy, settings.rollout.temperature, settings.dtype
-        )
+    def _check(self, settings: UpdateCheckSettings) -> TeacherCheck:
+        return TeacherCheck(self, settings)
 
     def requests(self, decision: Decision) -> Requests:
         """Collective. Returns the requests for the rollouts of all ranks."""
@@ -381,12 +378,11 @@ _LONG, _TOO_LONG = 2048, 8192
 class TeacherCheck:
     """Compares the teachers' signal in the micro-batches with plain forward passes."""
 
-    def __init__(self, teacher: Teacher, temperature: float, dtype: str) -> None:
-        """`temperature` is the engine's sampling temperature, `dtype` the compute dtype."""
+    def __init__(self, teacher: Teacher, settings: UpdateCheckSettings) -> None:
         self._teacher = teacher
-        self._temperature = temperature
-        self._bound = SCORE_BOUNDS[dtype]
-        self._rounding = torch.finfo(DTYPES[dtype]).eps / 2
+        self._temperature = settings.rollout.temperature
+        self._bound = SCORE_BOUNDS[settings.dtype]
+        self._rounding = torch.finfo(DTYPES[settings.dtype]).eps / 2
 
     @torch.no_grad()
     def __call__(
@@ -562,12 +558,12 @@ class RandomTeacher:
     """
 
     def __init__(
-        self, config: TeacherConfig, policy: Policy, temperature: float, dtype: str
+        self, config: TeacherConfig, policy: Policy, settings: UpdateCheckSettings
     ) -> None:
         self.coef = config.coef
         self._config = config
-        self._temperature = temperature
-        self._dtype = DTYPES[dtype]
+        self._temperature = settings.rollout.temperature
+        self._dtype = DTYPES[settings.dtype]
         self._generator = torch.Generator().manual_seed(0)
         self._policy_scaling = _scaling(policy)
         self._head = self._draw(policy.model.get_output_embeddings().weight.shape[0])
