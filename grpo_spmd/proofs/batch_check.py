@@ -20,7 +20,7 @@ import zlib
 from collections import Counter
 from collections.abc import Collection, Sequence
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -616,26 +616,23 @@ def _read_rows(source: str, numbers: Collection[int]) -> dict[int, _Row]:
     """Returns the rows with these numbers, counted from 0. `source` is as in `data.train`.
 
     Raises OSError or ValueError if the data cannot be read."""
-    final = max(numbers, default=-1)
     if source.startswith("hub:"):
         import datasets
 
         _, repo, subset, split = source.split(":", 3)
         table = datasets.load_dataset(repo, subset or None, split=split)
         return {number: dict(table[number]) for number in numbers}
-    rows: dict[int, _Row] = {}
-    start = 0
     if source.endswith(".parquet"):
         import pyarrow.parquet
 
         if Path(source).is_dir():
             table = pyarrow.parquet.read_table(source, memory_map=True)
             return {number: table.slice(number, 1).to_pylist()[0] for number in numbers}
+        rows: dict[int, _Row] = {}
+        start = 0
         # Every rank reads the file: none may hold all of it in memory.
         file = pyarrow.parquet.ParquetFile(source, pre_buffer=False, buffer_size=1 << 20)
         for batch in file.iter_batches(4096, use_threads=False):
-            if start > final:
-                break
             for number in numbers:
                 if start <= number < start + len(batch):
                     rows[number] = batch.slice(number - start, 1).to_pylist()[0]
@@ -643,10 +640,9 @@ def _read_rows(source: str, numbers: Collection[int]) -> dict[int, _Row]:
         return rows
     with Path(source).open("rb") as file:
         # Empty lines of a JSONL file are no rows.
-        lines = islice(filter(bytes.strip, file), final + 1)
         return {
             number: json.loads(line.decode("utf-8-sig"))
-            for number, line in enumerate(lines)
+            for number, line in enumerate(filter(bytes.strip, file))
             if number in numbers
         }
 

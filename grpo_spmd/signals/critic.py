@@ -50,7 +50,6 @@ from grpo_spmd.model.values import PolicyValues, ValueModel, build_value_model, 
 from grpo_spmd.proofs.gradient_check import (
     SCORE_BOUNDS,
     CheckResult,
-    SignalProofs,
     UpdateCheckSettings,
     eager_attention,
     join_ranks,
@@ -113,9 +112,14 @@ class Critic(Learner):
         """The number of first steps of the run in which only the critic learns."""
         return self._config.warmup_steps
 
-    def proofs(self, settings: UpdateCheckSettings) -> SignalProofs:
+    @property
+    def value_targets(self) -> ValueTargets | None:
+        """None: the gradient check of the policy has no values."""
+        return None
+
+    def check(self, settings: UpdateCheckSettings) -> CriticCheck:
         """Returns the running check of this signal."""
-        return SignalProofs([CriticCheck(self.model, self._config, settings)])
+        return CriticCheck(self.model, self._config, settings)
 
     def trained_parameters(self) -> dict[str, DTensor]:
         """Returns the sharded parameters by their names in a checkpoint."""
@@ -339,10 +343,10 @@ class PolicyCritic(Critic):
         """This critic learns in the policy's update."""
         return self
 
-    def proofs(self, settings: UpdateCheckSettings) -> SignalProofs:
-        """Returns the running check of this signal."""
-        check = CriticCheck(self.model, self._config, settings)
-        return SignalProofs([check], values=ValueTargets(self, self._config))
+    @property
+    def value_targets(self) -> ValueTargets:
+        """The values of the gradient check's synthetic rows."""
+        return ValueTargets(self, self._config)
 
     def attach(self, batch: RolloutBatch, decision: Decision, stop_check: StopCheck) -> Decision:
         """Collective. Writes values, returns and advantages into the micro-batches; see

@@ -166,12 +166,11 @@ class Signals:
 
     def proofs(self, settings: UpdateCheckSettings) -> SignalProofs:
         """Returns the proofs of all signals as one."""
-        proofs = [signal.proofs(settings) for signal in self._active]
+        teacher = self.teacher
         return SignalProofs(
-            checks=[check for proof in proofs for check in proof.checks],
-            # A run has at most one teacher signal and one value head.
-            make_teacher=next((p.make_teacher for p in proofs if p.make_teacher), None),
-            values=next((p.values for p in proofs if p.values), None),
+            [signal.check(settings) for signal in self._active],
+            None if teacher is None else functools.partial(teacher.random_teacher, settings),
+            None if self.critic is None else self.critic.value_targets,
         )
 
 

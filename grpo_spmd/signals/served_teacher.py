@@ -164,7 +164,8 @@ class ServedTeacher(Teacher):
                 )
         return revise_decision(decision, metrics)
 
-    def _check(self, settings: UpdateCheckSettings) -> TeacherCheck:
+    def check(self, settings: UpdateCheckSettings) -> TeacherCheck:
+        """Returns the running check of this signal."""
         return ServerCheck(self, settings)
 
     def _ask(self, server: PromptLogprobs, question: RowContext, limit_s: float) -> Answer:
@@ -188,13 +189,12 @@ class ServedTeacher(Teacher):
 def compact_answer(tokens: Sequence[PositionLogprobs], top_k: int, vocabulary_size: int) -> Answer:
     """Returns the answer in a few bytes per token. What JSON is parsed into takes ten times as
     much."""
-    if not top_k:
-        logprobs = np.array([[token.logprob] for token in tokens], np.float32)
-        return Answer(np.zeros((len(tokens), 0), np.int32), logprobs)
-    ids = np.array([[token_id for token_id, _ in token.likeliest] for token in tokens], np.int32)
-    likeliest = [[value for _, value in token.likeliest] for token in tokens]
-    rows = [[*values, rest_logprob(values, vocabulary_size)] for values in likeliest]
-    return Answer(ids, np.array(rows, np.float32))
+    ids = [[token_id for token_id, _ in token.likeliest[:top_k]] for token in tokens]
+    logprobs = [[token.logprob] for token in tokens]
+    if top_k:
+        likeliest = [[value for _, value in token.likeliest] for token in tokens]
+        logprobs = [[*values, rest_logprob(values, vocabulary_size)] for values in likeliest]
+    return Answer(np.array(ids, np.int32), np.array(logprobs, np.float32))
 
 
 def _as_tensors(answers: Sequence[Answer], device: torch.device) -> Tensor | TopTeacher:

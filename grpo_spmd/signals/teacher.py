@@ -48,7 +48,6 @@ from grpo_spmd.model.sharding import gather_rows
 from grpo_spmd.proofs.gradient_check import (
     SCORE_BOUNDS,
     CheckResult,
-    SignalProofs,
     UpdateCheckSettings,
     eager_attention,
     join_ranks,
@@ -158,13 +157,13 @@ class Teacher:
         """Does nothing, because a teacher does not train. Returns no metrics."""
         return {}
 
-    def proofs(self, settings: UpdateCheckSettings) -> SignalProofs:
+    def check(self, settings: UpdateCheckSettings) -> TeacherCheck:
         """Returns the running check of this signal."""
-        make_teacher = partial(RandomTeacher, self.config, self.policy, settings)
-        return SignalProofs([self._check(settings)], make_teacher)
-
-    def _check(self, settings: UpdateCheckSettings) -> TeacherCheck:
         return TeacherCheck(self, settings)
+
+    def random_teacher(self, settings: UpdateCheckSettings) -> RandomTeacher:
+        """Returns a teacher for the synthetic rows of the gradient check."""
+        return RandomTeacher(self.config, self.policy, settings)
 
     def requests(self, decision: Decision) -> Requests:
         """Collective. Returns the requests for the rollouts of all ranks."""
