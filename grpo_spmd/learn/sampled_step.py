@@ -281,8 +281,7 @@ def rollout_advantages(
     advantages, _ = compute_advantages(
         torch.from_numpy(rewards), advantage.estimator, advantage.normalize_std
     )
-    values: npt.NDArray[np.float32] = advantages.flatten().numpy()
-    return values
+    return np.asarray(advantages.flatten())
 
 
 def find_alike(rows: GroupRows) -> npt.NDArray[np.bool_]:
@@ -291,8 +290,7 @@ def find_alike(rows: GroupRows) -> npt.NDArray[np.bool_]:
     It is taken before the penalty for overlong completions, as in DAPO: four wrong answers, one of
     them a little long, teach nothing but length."""
     _, is_alike = compute_advantages(_float_grid(rows["rewards"]), "dr_grpo", "none")
-    mask: npt.NDArray[np.bool_] = is_alike.numpy()
-    return mask
+    return np.asarray(is_alike)
 
 
 def group_metrics(rows: GroupRows, is_alike: npt.NDArray[np.bool_]) -> dict[str, float | None]:

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from grpo_spmd.config.schema import LossConfig, OptimizerConfig, TrainingConfig
@@ -29,6 +28,7 @@ from grpo_spmd.learn.losses import (
 )
 from grpo_spmd.model.optimizer import build_optimizer, resume_schedule
 from grpo_spmd.model.policy import Policy, Scores
+from grpo_spmd.model.sharding import reshard
 from grpo_spmd.records import MicroBatch, RolloutBatch
 
 Reference = Callable[[MicroBatch], Scores]
@@ -120,7 +120,7 @@ def attach_logprobs(
     finally:
         # FSDP leaves the root gathered until a backward pass, and a step in which no token counts
         # has none.
-        cast(FSDPModule, policy).reshard()
+        reshard(policy)
 
 
 def counted_mini_batches(batch: RolloutBatch) -> list[MiniBatch]:
@@ -276,7 +276,7 @@ class PolicyUpdater(Learner):
                 totals = merge([totals, *metrics])
         finally:
             # No backward pass gave the gathered root back.
-            cast(FSDPModule, self._policy).reshard()
+            reshard(self._policy)
         on_host = {name: reduction.on_host() for name, reduction in totals.items()}
         return on_host | {"measured": Max(float(num_measured))}
 

@@ -23,7 +23,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -44,7 +43,7 @@ from grpo_spmd.learn.update import MiniBatch, PolicyUpdater, Reference
 from grpo_spmd.model.families.build import decoder_layers
 from grpo_spmd.model.lora import adapters_at_zero
 from grpo_spmd.model.policy import DTYPES, Policy
-from grpo_spmd.model.sharding import first_row, is_first_replica
+from grpo_spmd.model.sharding import first_row, is_first_replica, reshard
 from grpo_spmd.proofs.plain_loss import LossTerm, plain_terms
 from grpo_spmd.records import Decision, MicroBatch, Rollout, RolloutBatch, RolloutGroup
 
@@ -438,7 +437,7 @@ class GradientCheck:
             with eager_attention(model.model), without_adapters:
                 plain = _plain_scores(model, rollouts, self._rollout.temperature, device).logprobs
         for policy in (self._policy, model):
-            cast(FSDPModule, policy).reshard()
+            reshard(policy)
         # A model that is not finite is no error here: the update reports it, and skips the step.
         if rollouts and plain.isfinite().all():
             result.check_difference(

@@ -25,7 +25,6 @@ from typing import Any, cast
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from grpo_spmd.config.schema import OptimizerConfig
@@ -35,7 +34,7 @@ from grpo_spmd.learn.sampled_step import SampledStep
 from grpo_spmd.learn.update import MiniBatch, PolicyUpdater, Reference, UpdateObserver
 from grpo_spmd.model.hf_files import checkpoint_folder, tensor_files
 from grpo_spmd.model.policy import Policy, hf_named_parameters
-from grpo_spmd.model.sharding import first_row
+from grpo_spmd.model.sharding import first_row, reshard
 from grpo_spmd.proofs.batch_check import BatchCheck, check_data, check_stop_ids
 from grpo_spmd.proofs.gradient_check import (
     CheckResult,
@@ -255,7 +254,7 @@ class UpdateCheck(UpdateObserver):
                     self._gradients.score_bound / 10,
                 )
         # No backward pass follows that would give the gathered parameters back.
-        cast(FSDPModule, self._policy).reshard()
+        reshard(self._policy)
         return result
 
     def _raise_if_wrong(self, results: list[CheckResult]) -> dict[str, float]:

@@ -22,7 +22,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -45,7 +44,7 @@ from grpo_spmd.learn.step_messages import revise_decision
 from grpo_spmd.learn.update import Learner, MiniBatch, StopCheck, ValueHead, counted_mini_batches
 from grpo_spmd.model.offload import OffloadableModel
 from grpo_spmd.model.policy import Policy
-from grpo_spmd.model.sharding import is_first_replica
+from grpo_spmd.model.sharding import is_first_replica, reshard
 from grpo_spmd.model.values import PolicyValues, ValueModel, build_value_model, plain_states
 from grpo_spmd.proofs.gradient_check import (
     SCORE_BOUNDS,
@@ -139,7 +138,7 @@ class Critic(Learner):
                 row.old_values = self.model(row)
         finally:
             # There was no backward pass that gives the gathered parameters back.
-            cast(FSDPModule, self.model).reshard()
+            reshard(self.model)
         estimates = [self._estimate(row) for row in rows]
         # Whitening needs sums over the tokens of all ranks, so it is a second pass over the rows.
         mean, factor, decision = self._whiten(rows, estimates, decision)
@@ -482,7 +481,7 @@ class CriticCheck:
                     by_plain_pass = self._model.plain_values(
                         pad_sequence(ids or [row.input_ids[:1]], batch_first=True)
                     )
-        cast(FSDPModule, self._model).reshard()
+        reshard(self._model)
         assert row.old_values is not None
         result.check_difference(
             "a value that the advantages are made of, of its size,",

@@ -16,12 +16,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from grpo_spmd.checks.signals import check_vocabulary, teacher_data
 from grpo_spmd.config.schema import Config, TeacherConfig
@@ -44,7 +43,7 @@ from grpo_spmd.model.logprobs import (
 from grpo_spmd.model.lora import adapters_at_zero, adapters_off
 from grpo_spmd.model.offload import OffloadableModel
 from grpo_spmd.model.policy import DTYPES, Policy, Term, build_policy
-from grpo_spmd.model.sharding import gather_rows
+from grpo_spmd.model.sharding import gather_rows, reshard
 from grpo_spmd.proofs.gradient_check import (
     SCORE_BOUNDS,
     CheckResult,
@@ -150,7 +149,7 @@ class Teacher:
             # signal.
             row.teacher_signal = self._make_signal(row, scored, requests)
         # A teacher that is the policy's own base leaves the policy gathered.
-        cast(FSDPModule, self.policy).reshard()
+        reshard(self.policy)
         return decision
 
     def update(self, batch: RolloutBatch) -> Reductions:
@@ -412,7 +411,7 @@ class TeacherCheck:
         if len(compared):
             subject = "a teacher's logprob of a token that the update is given, in nats on average,"
             result.check_difference(subject, "teacher", float(compared.mean()), self._bound)
-        cast(FSDPModule, self._teacher.policy).reshard()
+        reshard(self._teacher.policy)
         return result
 
     def _is_complete(self, signal: TeacherSignal | None) -> bool:
