@@ -95,16 +95,27 @@ class BatchCheck:
         result = CheckResult()
         # Every rank makes the same collectives in the same order, also without a trained group.
         self._check_completions(result, sampled)
-        surplus_or_dropped = self._check_selection(result, sampled, decision)
         kl_penalties = _kl_penalties(batch, self._loss)
         rewards = self.rewards_of(sampled, decision)
         penalised = {i: reward - kl_penalties.get(i, 0.0) for i, reward in rewards.items()}
         step_mean, step_deviation = moments(join_ranks([*penalised.values()]))
         reports: list[tuple[int, int, float]] = []
-        for group in sampled.groups:
+        # Positions of groups that are right only if they are surplus, which rank 0 knows.
+        not_trained: list[int] = []
+        is_dynamic = self._rollout.dynamic_sampling
+        for group, sums in zip(sampled.groups, self._weighted_sums(sampled), strict=True):
+            position = group.prompt.position
             ids = decision.rollout_ids(group)
+            # The only reason to drop a group: dynamic sampling found no spread in its rewards.
+            is_alike = is_dynamic and moments(sums)[1] < _MIN_DEVIATION
             if not ids:
+                not_trained += [] if is_alike else [position]
                 continue
+            if is_alike:
+                result.errors.append(
+                    f"the group at position {position} has rewards that are all alike, and dynamic "
+                    "sampling kept it"
+                )
             group_rewards = [penalised[i] for i in ids]
             center, scale = self._advantage_line(group_rewards, step_mean, step_deviation)
             if sampled.rules.zero_advantages:
@@ -137,10 +148,9 @@ class BatchCheck:
         ]
         # Dynamic sampling takes the first groups of the prompt stream. Groups at later positions
         # are surplus, but only if the step is full.
-        is_dynamic = self._rollout.dynamic_sampling
         num_wanted = self._rollout.num_prompts_per_step if is_dynamic else math.inf
         find = partial(find_misplaced, decision=decision.rank0_decision, num_wanted=num_wanted)
-        result.errors.extend(on_rank0(find, [reports, trained, surplus_or_dropped]))
+        result.errors.extend(on_rank0(find, [reports, trained, not_trained]))
         self._check_denominators(result, batch)
         return result
 
@@ -185,29 +195,6 @@ class BatchCheck:
         if not buffer or excess <= 0:
             return 0.0
         return self._advantage.overlong_penalty * min(excess, buffer) / buffer
-
-    def _check_selection(
-        self, result: CheckResult, sampled: SampledStep, decision: Decision
-    ) -> list[int]:
-        """Returns the prompt-stream positions of groups that are not trained on without a reason.
-
-        The only reason to drop a group is that dynamic sampling found no spread in its rewards.
-        The returned groups are right only if they are surplus, which rank 0 knows. Adds an error
-        for a group without spread that dynamic sampling kept."""
-        is_dynamic = self._rollout.dynamic_sampling
-        not_trained = []
-        for group, rewards in zip(sampled.groups, self._weighted_sums(sampled), strict=True):
-            has_no_spread = moments(rewards)[1] < _MIN_DEVIATION
-            position = group.prompt.position
-            slot = decision.slots.get(position)
-            if slot is None:
-                if not (is_dynamic and has_no_spread):
-                    not_trained.append(position)
-            elif is_dynamic and has_no_spread:
-                result.errors.append(
-                    f"group {slot} has rewards that are all alike, and dynamic sampling kept it"
-                )
-        return not_trained
 
     def _advantage_line(
         self, rewards: Sequence[float], step_mean: float, step_deviation: float

@@ -125,10 +125,9 @@ class RewardModelCheck:
         completion_ids = scored.completion.token_ids
         text = self._policy_tokenizer.decode(completion_ids, skip_special_tokens=True)
         if isinstance(prompt, str) and episode is None:
-            vocabulary = self._tokenizer.get_vocab()
             policy_vocabulary = self._policy_tokenizer.get_vocab()
             # With the policy's vocabulary the policy's own tokens are scored, without decoding.
-            if all(vocabulary.get(token) == i for token, i in policy_vocabulary.items()):
+            if policy_vocabulary.items() <= self._tokenizer.get_vocab().items():
                 return [*scored.prompt.token_ids, *completion_ids]
             return list(self._tokenizer.encode(prompt + text))
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]

@@ -489,8 +489,8 @@ class CriticCheck:
             relative_size(row.old_values - again, again),
             self._bound,
         )
-        plain = [by_plain_pass[:0, 0]]
-        trainer = [by_trainer[:0]]
+        plain = []
+        trainer = []
         for number, (context, end) in enumerate(zip(contexts, ends, strict=True)):
             # The value of a token is that of the position that predicts it.
             is_inside = context.sampled_at <= end
