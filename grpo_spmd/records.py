@@ -420,6 +420,12 @@ class Decision:
     rank0_decision: StepDecision | None = None
     """The whole decision, on rank 0 only."""
 
+    def rollout_ids(self, group: RolloutGroup) -> range:
+        """Returns the ids of a group's rollouts; none if it is not trained on."""
+        slot = self.slots.get(group.prompt.position)
+        size = len(group.completions)
+        return range(0) if slot is None else range(slot * size, (slot + 1) * size)
+
     @property
     def metrics(self) -> dict[str, float | None]:
         """The metrics on rank 0; empty on the other ranks."""

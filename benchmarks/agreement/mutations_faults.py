@@ -206,9 +206,9 @@ FAULTS = (
     Fault(
         "per-rank denominator",
         "learn/update.py",
-        "self._step(\n                    mini_batch,\n                    num_loss_tokens,",
-        "self._step(\n                    mini_batch,\n                    "
-        "sum(int(m.loss_mask.sum()) for m in mini_batch),",
+        "self._step(\n                    mini_batch,\n",
+        "self._step(\n                    mini_batch._replace(num_loss_tokens="
+        "sum(int(m.loss_mask.sum()) for m in mini_batch.micro_batches)),\n",
         (_PARTITION,),
     ),
     Fault(

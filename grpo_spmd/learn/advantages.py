@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate, zip_longest
 
 import numpy as np
 import numpy.typing as npt
@@ -143,21 +144,11 @@ def turn_advantages(
     returns = [
         returns_to_go(episode, discount) if episode is not None else [] for episode in episodes
     ]
-    num_turns = max(map(len, returns), default=0)
-    # The return from turn t on minus the whole return, 0 instead of the former after the last turn.
-    differences = np.array(
-        [
-            [
-                (episode_returns[t] if t < len(episode_returns) else 0.0)
-                - (episode_returns or [0.0])[0]
-                for t in range(num_turns)
-            ]
-            for episode_returns in returns
-        ]
-    )
-    centred = differences
-    if scored and num_turns:
-        centred = differences - differences[scored].mean(0)
+    # The return from turn t on, 0 after the last turn, minus the whole return.
+    padded = np.array([*zip_longest(*returns, fillvalue=0.0)]).reshape(-1, len(returns)).T
+    centred = padded - padded[:, :1]
+    if scored:
+        centred = centred - centred[scored].mean(0)
     credits: list[Credit] = []
     for i, (advantage, episode) in enumerate(zip(advantages, episodes, strict=True)):
         if episode is None or i not in scored or not episode.turns:
@@ -171,12 +162,8 @@ def turn_advantages(
 def returns_to_go(episode: Episode, discount: float) -> list[float]:
     """Returns for each turn its reward plus the discounted rewards of the later turns. A turn
     without a reward counts 0."""
-    returns: list[float] = []
-    total = 0.0
-    for turn in reversed(episode.turns):
-        total = (turn.reward or 0.0) + discount * total
-        returns.append(total)
-    return returns[::-1]
+    rewards = (turn.reward or 0.0 for turn in reversed(episode.turns))
+    return [*accumulate(rewards, lambda total, reward: reward + discount * total)][::-1]
 
 
 def token_rewards(reward: float, completion: Completion, by_turn: bool) -> Array:
@@ -184,9 +171,8 @@ def token_rewards(reward: float, completion: Completion, by_turn: bool) -> Array
     with `by_turn` each turn's reward at its end, and the rest of the rollout's at the last
     token."""
     rewards = np.zeros(len(completion.token_ids))
-    turns = completion.episode.turns if by_turn and completion.episode is not None else ()
     end = 0
-    for turn in turns:
+    for turn in completion.episode.turns if by_turn and completion.episode is not None else ():
         end += turn.num_tokens
         if turn.num_tokens and turn.reward is not None:
             rewards[end - 1] += turn.reward
@@ -259,16 +245,17 @@ def explained_variance(
     """Returns 1 - Var(return - value) / Var(return), or None if the returns are all alike.
 
     `returns` and `errors` (return - value) are each (sum, sum of squares) over `count` tokens."""
-
-    def variance(total: float, squares: float) -> float:
-        return max(0.0, squares / count - (total / count) ** 2)
-
     if not count:
         return None
-    return_variance = variance(*returns)
+    return_variance = variance(count, *returns)
     if return_variance < _MIN_VARIANCE:
         return None
-    return 1.0 - variance(*errors) / return_variance
+    return 1.0 - variance(count, *errors) / return_variance
+
+
+def variance(count: float, total: float, squares: float) -> float:
+    """Returns the biased variance of `count` numbers from their sum and their sum of squares."""
+    return max(0.0, squares / count - (total / count) ** 2)
 
 
 def value_loss(

@@ -7,8 +7,8 @@ between all ranks. There the rollouts of a row are joined into a micro-batch wit
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -18,26 +18,14 @@ import torch
 from torch import Tensor
 
 from grpo_spmd.config.schema import AdvantageConfig, LossConfig
-from grpo_spmd.distributed.collectives import exchange_bytes
+from grpo_spmd.distributed.collectives import exchange_bytes, on_rank0
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.learn.advantages import Credit, credited_tokens
 from grpo_spmd.learn.contexts import completion_contexts, rollout_contexts
 from grpo_spmd.learn.losses import kl_estimate
 from grpo_spmd.learn.sampled_step import SampledStep, rollout_advantages
-from grpo_spmd.learn.step_messages import (
-    revise_decision,
-    split_by_rank,
-    split_sampled,
-    trained_ids,
-)
-from grpo_spmd.records import (
-    Decision,
-    MicroBatch,
-    Rollout,
-    RolloutBatch,
-    Segment,
-    StepDecision,
-)
+from grpo_spmd.learn.step_messages import revise_decision
+from grpo_spmd.records import Decision, MicroBatch, Rollout, RolloutBatch, Segment
 
 
 def assemble_batch(sampled: SampledStep, session: Session) -> tuple[RolloutBatch, Decision]:
@@ -64,11 +52,10 @@ def assemble_batch(sampled: SampledStep, session: Session) -> tuple[RolloutBatch
 def _sampled_rollouts(sampled: SampledStep, decision: Decision) -> Iterator[Rollout]:
     """Yields the rollouts that this rank sampled and some rank trains on."""
     for number, group in enumerate(sampled.groups):
-        slot = decision.slots.get(group.prompt.position)
-        if slot is None:
+        rollout_ids = decision.rollout_ids(group)
+        if not rollout_ids:
             continue
         size = len(group.completions)
-        rollout_ids = range(slot * size, (slot + 1) * size)
         credits = credited_tokens(
             [decision.advantages[i] for i in rollout_ids],
             sampled.scored.rewards[number * size : (number + 1) * size],
@@ -94,17 +81,13 @@ def episode_rollout(
 ) -> Rollout:
     """Returns the rollout of an episode, or of a completion that is one segment. Its prompt is the
     beginning of the first segment, its completion the sampled tokens of all segments."""
-    first_segment = segments[0]
-    num_prompt_tokens = (
-        int(first_segment.sampled.argmax())
-        if first_segment.sampled.any()
-        else len(first_segment.sampled)
-    )
+    # All of it if nothing was sampled.
+    num_prompt_tokens = int(np.append(segments[0].sampled, True).argmax())
     return Rollout(
         rollout_id=rollout_id,
         advantages=advantages,
         loss_mask=loss_mask,
-        prompt_ids=first_segment.token_ids[:num_prompt_tokens],
+        prompt_ids=segments[0].token_ids[:num_prompt_tokens],
         completion_ids=np.concatenate([segment.token_ids[segment.sampled] for segment in segments]),
         rollout_logprobs=logprobs,
         segments=tuple(segments),
@@ -119,45 +102,29 @@ def penalise_rewards_by_kl(
     gae the critic does it token by token."""
     if loss.kl_in != "reward" or advantage.estimator == "gae":
         return decision
-    kl_by_id = _sum_kl(batch, loss.kl_estimator)
-    trained = [i for rows in decision.rows for row in rows for i in row]
-    # Rollouts without a completion token are in no micro-batch: their KL is 0.
-    local_kl = np.array([kl_by_id.get(i, 0.0) for i in trained], np.float64)
 
-    def revise(step: StepDecision, messages: list[bytes]) -> tuple[StepDecision, list[bytes]]:
-        ids, num_trained = trained_ids(step)
-        # The messages are in rank order, and so are these ids.
+    def penalise(kl_by_rank: list[list[tuple[int, float]]]) -> tuple[list[float], float]:
+        step = decision.rank0_decision
+        assert step is not None
+        # Rollouts without a completion token are in no micro-batch: their KL is 0.
         kl = np.zeros_like(step.rewards)
-        kl[ids] = np.frombuffer(b"".join(messages), np.float64)
+        for i, value in chain.from_iterable(kl_by_rank):
+            kl[i] = value
         penalties = loss.kl_coef * kl
         # Dynamic sampling may leave no group at all.
         num_groups = max(len(step.positions), 1)
-        advantages = rollout_advantages(
-            (step.rewards - penalties).reshape(num_groups, -1), advantage
-        )
-        penalty_mean = sum(penalties.data) / max(len(penalties), 1)
-        metrics = step.metrics | {"reward/kl_penalty_mean": penalty_mean}
-        # A rank needs the advantages of what it sampled, and of what it trains on.
-        sampled_bytes = split_sampled(step, advantages)
-        trained_bytes = split_by_rank(advantages[ids], num_trained)
-        replies = [a + b for a, b in zip(sampled_bytes, trained_bytes, strict=True)]
-        return dataclasses.replace(step, advantages=advantages, metrics=metrics), replies
+        rewards = (step.rewards - penalties).reshape(num_groups, -1)
+        mean = sum(penalties.data) / max(len(penalties), 1)
+        return rollout_advantages(rewards, advantage).tolist(), mean
 
-    reply, rank0_decision = revise_decision(decision, local_kl.tobytes(), revise)
-    values = np.frombuffer(reply, np.float32).tolist()
-    num_sampled = len(decision.advantages)
-    sampled_advantages = dict(zip(decision.advantages, values[:num_sampled], strict=True))
-    trained_advantages = dict(zip(trained, values[num_sampled:], strict=True))
+    local_kl = list(_sum_kl(batch, loss.kl_estimator).items())
+    advantages, penalty_mean = on_rank0(penalise, local_kl)
     for micro_batch in batch.micro_batches:
         if micro_batch.rollout_ids:
-            advantages = torch.tensor(
-                [trained_advantages[i] for i in micro_batch.rollout_ids], dtype=torch.float32
-            )
+            by_rollout = torch.tensor([advantages[i] for i in micro_batch.rollout_ids])
             index = micro_batch.sequence_index
-            micro_batch.advantages = advantages.to(micro_batch.advantages.device)[index]
-    return dataclasses.replace(
-        decision, advantages=sampled_advantages, rank0_decision=rank0_decision
-    )
+            micro_batch.advantages = by_rollout.to(micro_batch.advantages.device)[index]
+    return revise_decision(decision, {"reward/kl_penalty_mean": penalty_mean}, advantages)
 
 
 def _sum_kl(batch: RolloutBatch, estimator: str) -> dict[int, float]:
@@ -246,10 +213,7 @@ def pack_rollouts(rollouts: Sequence[Rollout], device: torch.device) -> MicroBat
     # Positions start at 0 in each sequence of the row.
     position_ids = np.arange(len(input_ids)) - np.repeat(lengths.cumsum() - lengths, lengths)
     completion_positions = np.flatnonzero(is_sampled)
-    assert len(completion_positions) == num_completion.sum(), (
-        len(completion_positions),
-        num_completion.sum(),
-    )
+    assert len(completion_positions) == num_completion.sum()
     assert position_ids[completion_positions].all(), (
         "the first token of a sequence has nothing to predict it"
     )

@@ -75,11 +75,7 @@ def plan_batch(
     """
     all_tokens = np.asarray(num_tokens, np.int64)
     all_costs = np.asarray(num_tokens if costs is None else costs, float)
-    assert sum(mini_batch_sizes) == len(all_tokens) == len(all_costs), (
-        mini_batch_sizes,
-        len(all_tokens),
-        len(all_costs),
-    )
+    assert sum(mini_batch_sizes) == len(all_tokens) == len(all_costs)
     assert all_tokens.max(initial=0) <= max_tokens, (int(all_tokens.max()), max_tokens)
     ids = np.empty(len(all_tokens), np.int32)
     lengths = []
@@ -117,8 +113,10 @@ def plan_metrics(
     for ids, lengths in plan.blocks():
         row_of = np.repeat(np.arange(lengths.size), lengths.ravel())
         # bincount adds one after the other, as a plain sum does: numpy's own sums add pairs.
-        row_costs = np.bincount(row_of, all_costs[ids], lengths.size).reshape(lengths.shape)
-        row_tokens = np.bincount(row_of, all_tokens[ids], lengths.size).reshape(lengths.shape)
+        row_costs, row_tokens = (
+            np.bincount(row_of, values[ids], lengths.size).reshape(lengths.shape)
+            for values in (all_costs, all_tokens)
+        )
         slowest_costs += row_costs.max(axis=0).tolist()
         rank_costs += row_costs.cumsum(axis=1)[:, -1]
         rank_tokens += row_tokens.sum(axis=1)
@@ -162,12 +160,12 @@ def fill_rows(
         _to_array(np.append(0, tokens[cheapest_first])),
         max_tokens,
     )
-    ranks: list[list[memoryview | array[int]]] = [[] for _ in range(num_ranks)]
+    ranks: list[list[array[int]]] = [[] for _ in range(num_ranks)]
     loads = [0.0] * num_ranks
     by_cost = sorted(range(len(row_items)), key=row_costs.__getitem__, reverse=True)
     for start in range(0, len(row_items), num_ranks):
         rows = [
-            _Row(row_costs[n], row_tokens[n], row_items[n])
+            _Row(row_costs[n], row_tokens[n], row_items[n].tolist())
             for n in by_cost[start : start + num_ranks]
         ]
         _level(rows, table)
@@ -175,7 +173,7 @@ def fill_rows(
         idlest_first = sorted(range(num_ranks), key=loads.__getitem__)
         rows.sort(key=attrgetter("cost"), reverse=True)
         for rank, row in zip(idlest_first, rows, strict=True):
-            ranks[rank].append(row.dealt.data if row.items is None else array("i", row.items))
+            ranks[rank].append(array("i", row.items))
             loads[rank] += row.cost
     ordered_items = np.frombuffer(b"".join(chain.from_iterable(ranks)), np.int32)
     lengths = np.array([[len(row) for row in rows] for rows in ranks], np.int32)
@@ -244,39 +242,30 @@ class _ItemTable:
 class _Row:
     """A row of items; its cost and tokens change when it takes part in an exchange."""
 
-    __slots__ = "cost", "dealt", "items", "offer_costs", "offers", "tokens"
+    __slots__ = "cost", "items", "offer_costs", "offers", "tokens"
 
-    def __init__(self, cost: float, tokens: int, dealt: Ids) -> None:
+    def __init__(self, cost: float, tokens: int, items: list[int]) -> None:
         self.cost = cost
         self.tokens = tokens
-        self.dealt = dealt
-        # None: the row still has the items that it was dealt.
-        self.items: list[int] | None = None
+        self.items = items
         # The items that the row may give away, and _NO_ITEM, the cheapest first; then their costs,
-        # with infinity at the end. Empty until the first exchange asks for them.
+        # with infinity at the end. Empty until an exchange asks for them.
         self.offers: list[int] = []
         self.offer_costs: list[float] = []
-
-    def item_list(self) -> list[int]:
-        """Returns the items as a list."""
-        if self.items is None:
-            self.items = self.dealt.tolist()
-        return self.items
 
     def sorted_offers(self, cost_of: Sequence[float]) -> tuple[list[int], list[float]]:
         """Returns (offers, their costs followed by infinity), the cheapest first."""
         if not self.offers:
-            self.offers = sorted([_NO_ITEM, *self.item_list()])
+            self.offers = sorted([_NO_ITEM, *self.items])
             self.offer_costs = [*map(cost_of.__getitem__, self.offers), math.inf]
         return self.offers, self.offer_costs
 
     def replace(self, old: int, new: int, table: _ItemTable) -> None:
         """Replaces an item by another one; either may be _NO_ITEM."""
-        items = self.item_list()
         if old != _NO_ITEM:
-            items.remove(old)
+            self.items.remove(old)
         if new != _NO_ITEM:
-            items.append(new)
+            self.items.append(new)
         self.offers = []
         self.tokens += table.tokens_of[new] - table.tokens_of[old]
         self.cost += table.cost_of[new] - table.cost_of[old]
@@ -317,7 +306,7 @@ def _best_exchange(high: _Row, low: _Row, table: _ItemTable) -> tuple[int, int] 
     min_error = 0.45 * (high.cost - low.cost)
     best: tuple[int, int] | None = None
     # The ideal partner of an item is cheaper by half the gap: then both rows cost the same.
-    for item in high.item_list():
+    for item in high.items:
         cost = cost_of[item]
         index = bisect_left(offer_costs, cost - half_gap)
         # Index -1 and the last one have a cost of infinity.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -58,12 +58,9 @@ def completion_turns(completion: Completion) -> list[tuple[list[int], str]]:
     an episode is one turn."""
     if completion.episode is None:
         return [(completion.token_ids, completion.finish_reason)]
+    ids = iter(completion.token_ids)
     turns = completion.episode.turns
-    ends = accumulate(turn.num_tokens for turn in turns)
-    return [
-        (completion.token_ids[end - turn.num_tokens : end], turn.finish_reason)
-        for turn, end in zip(turns, ends, strict=True)
-    ]
+    return [(list(islice(ids, turn.num_tokens)), turn.finish_reason) for turn in turns]
 
 
 def find_episode_error(token_ids: Sequence[int], episode: Episode) -> str | None:
@@ -98,37 +95,34 @@ def find_episode_error(token_ids: Sequence[int], episode: Episode) -> str | None
 
 
 def shorten_segments(
-    segments: Sequence[Segment], max_given: int, max_sampled: int
+    segments: Sequence[Segment], max_given: int, max_sampled: int, max_stretch: int
 ) -> tuple[Segment, ...]:
     """Returns the segments with fewer tokens, for a check that looks at few tokens.
 
     A given stretch keeps its first token and its last ones, at most `max_given` together. A sampled
-    stretch keeps its first tokens, at most `max_sampled // 2`. All sampled stretches together keep
-    at most `max_sampled`.
+    stretch keeps its first tokens, at most `max_stretch`. All sampled stretches together keep at
+    most `max_sampled`.
     """
     short: list[Segment] = []
     num_left = max_sampled
     for segment in segments:
-        stretches: list[tuple[npt.NDArray[np.int32], bool]] = []
-        changes = np.flatnonzero(np.diff(segment.sampled)) + 1
-        pairs = zip(
-            np.split(segment.token_ids, changes), np.split(segment.sampled, changes), strict=True
-        )
-        for token_ids, mask in pairs:
-            if not mask[0]:
-                ends = np.concatenate([token_ids[:1], token_ids[1:][1 - max_given :]])
-                stretches.append((ends, False))
-            elif num_left:
-                num_tokens = min(num_left, max(1, max_sampled // 2))
-                stretches.append((token_ids[:num_tokens], True))
-                num_left -= len(stretches[-1][0])
+        sampled = segment.sampled
+        positions = np.arange(len(sampled))
+        starts = np.flatnonzero(np.diff(sampled, prepend=~sampled[:1]))
+        lengths = np.diff(starts, append=len(sampled))
+        # The positions of a token in its stretch, from the start and from the end.
+        offsets = positions - np.repeat(starts, lengths)
+        remaining = np.repeat(lengths, lengths) - offsets
+        is_end = (offsets == 0) | (remaining < max_given)
+        is_kept = np.where(sampled, offsets < max_stretch, is_end)
+        numbers = np.cumsum(is_kept & sampled)
+        is_kept &= ~sampled | (numbers <= num_left)
         # Nothing after the last sampled token is needed.
-        while stretches and not stretches[-1][1]:
-            stretches.pop()
-        if stretches:
-            lengths = [len(token_ids) for token_ids, _ in stretches]
-            sampled = np.repeat([is_sampled for _, is_sampled in stretches], lengths)
-            short.append(Segment(np.concatenate([ids for ids, _ in stretches]), sampled))
+        chosen = np.flatnonzero(is_kept & sampled)
+        if len(chosen):
+            num_left -= len(chosen)
+            is_kept &= positions <= chosen[-1]
+            short.append(Segment(segment.token_ids[is_kept], sampled[is_kept]))
     return tuple(short)
 
 

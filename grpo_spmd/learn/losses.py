@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from grpo_spmd.config.schema import LossConfig
-from grpo_spmd.distributed.reductions import Histogram, Max, Mean, Reductions, Sum, merge
+from grpo_spmd.distributed.reductions import Histogram, Max, Mean, Reductions, Sum
 from grpo_spmd.records import TeacherSignal
 
 T = TypeVar("T", float, Tensor)
@@ -69,23 +69,25 @@ def policy_loss(inputs: LossInputs, options: LossConfig) -> tuple[Float[Tensor, 
     # Masked tokens may have any value, also NaN or inf, and 0 * NaN is NaN: choose before the
     # arithmetic, not after.
     zero = torch.zeros((), dtype=inputs.logprobs.dtype, device=mask.device)
-    logprobs = torch.where(mask, inputs.logprobs, zero)
+
+    def counted(values: PerToken) -> PerToken:
+        return torch.where(mask, values, zero)
+
+    logprobs = counted(inputs.logprobs)
     # Without a bonus the entropy has no gradient at all: one of zeros would still cost a backward
     # pass.
-    entropy = inputs.entropy if options.entropy_coef else inputs.entropy.detach()
-    entropy = torch.where(mask, entropy, zero)
-    log_ratio = logprobs - torch.where(mask, inputs.old_logprobs, zero)
+    entropy = counted(inputs.entropy if options.entropy_coef else inputs.entropy.detach())
+    log_ratio = logprobs - counted(inputs.old_logprobs)
     if options.policy == "gspo":
         index = inputs.sequence_index
         mean = _sequence_mean(log_ratio.detach(), mask, index)[index]
         # The value is the sequence's, the gradient each token's own; with 1/length weights that is
         # the gradient of the geometric mean. The brackets keep it exact: GSPO clips at some 1e-4,
         # and (mean + logprob) - logprob would be off by the rounding of the logprob.
-        log_ratio = torch.where(mask, mean + (logprobs - logprobs.detach()), zero)
-    advantages = torch.where(mask, inputs.advantages, zero)
-    per_token, clipped = _policy_terms(logprobs, log_ratio, advantages, options)
+        log_ratio = counted(mean + (logprobs - logprobs.detach()))
+    per_token, clipped = _policy_terms(logprobs, log_ratio, counted(inputs.advantages), options)
     if correction is not None:
-        per_token = per_token * torch.where(mask, correction, zero)
+        per_token = per_token * counted(correction)
     # Sums in float64: advantages of both signs nearly cancel, and in float32 the order of the
     # tokens would show.
     weights = torch.where(mask, inputs.weights, 0.0).double()
@@ -93,8 +95,7 @@ def policy_loss(inputs: LossInputs, options: LossConfig) -> tuple[Float[Tensor, 
     entropy_sum = (weights * entropy.double()).sum()
     kl_sum = torch.zeros_like(policy_sum)
     if inputs.ref_logprobs is not None:
-        ref_logprobs = torch.where(mask, inputs.ref_logprobs, zero)
-        kl = kl_estimate(logprobs, ref_logprobs, options.kl_estimator)
+        kl = kl_estimate(logprobs, counted(inputs.ref_logprobs), options.kl_estimator)
         kl_sum = (weights * kl.double()).sum()
     total = total_loss(policy_sum, kl_sum, entropy_sum, options)
     num_tokens = mask.sum()
@@ -278,56 +279,33 @@ def taught_loss(
 ) -> tuple[Tensor, Reductions]:
     """Returns the loss and metrics of `policy_loss`, with the teacher's signal added to the loss.
 
-    `divergence` [C] is given if the signal is a divergence, and is None if it is logprobs."""
-    mask = inputs.loss_mask
-    advantages, teacher_metrics = taught_advantages(
-        signal, inputs.advantages, inputs.old_logprobs, mask
-    )
-    total, metrics = policy_loss(dataclasses.replace(inputs, advantages=advantages), options)
-    if divergence is not None:
-        term, teacher_metrics = divergence_loss(signal, divergence, inputs.weights, mask)
-        total = total + term
-        teacher_metrics["loss"] = teacher_metrics["teacher"]
-    return total, merge([metrics, teacher_metrics])
-
-
-def taught_advantages(
-    signal: TeacherSignal, advantages: PerToken, old_logprobs: PerToken, mask: Mask
-) -> tuple[PerToken, Reductions]:
-    """Returns (the advantages changed by the teacher's logprobs, the teacher's metrics).
-
-    A_t - coef * (log pi_old - log pi_teacher) at each sampled token gives, on average over samples,
-    the gradient of coef * KL(policy || teacher) of that token (Thinking Machines, "On-Policy
-    Distillation", 2025). A signal that is a divergence leaves the advantages as they are.
+    If the signal is logprobs, A_t - coef * (log pi_old - log pi_teacher) takes the place of the
+    advantage at each sampled token. On average over samples that gives the gradient of coef *
+    KL(policy || teacher) of that token (Thinking Machines, "On-Policy Distillation", 2025). If the
+    signal is a divergence, `divergence` [C] is its value, and coef times the value is added to the
+    loss, weighted as the policy's term is.
     """
-    if signal.logprobs is None:
-        return advantages, {}
-    mask = _answered(signal, mask)
-    log_ratio = torch.where(mask, old_logprobs.detach() - signal.logprobs, 0.0)
-    return advantages - signal.coef * log_ratio, _teacher_metrics(signal, log_ratio, mask)
-
-
-def divergence_loss(
-    signal: TeacherSignal, divergence: PerToken, weights: PerToken, mask: Mask
-) -> tuple[Tensor, Reductions]:
-    """Returns (the amount [] that coef * divergence adds to the loss, the teacher's metrics). The
-    divergence is weighted as the policy's term is."""
-    mask = _answered(signal, mask)
-    divergence = torch.where(mask, divergence, 0.0)
-    term = signal.coef * (torch.where(mask, weights, 0.0).double() * divergence.double()).sum()
-    metrics = _teacher_metrics(signal, divergence.detach(), mask)
-    return term, {"teacher": Sum(term.detach()), **metrics}
-
-
-def _answered(signal: TeacherSignal, mask: Mask) -> Mask:
-    """Returns the mask without the tokens that got no answer from the teacher's server."""
-    return mask if signal.answered_mask is None else mask & signal.answered_mask
-
-
-def _teacher_metrics(signal: TeacherSignal, kl: PerToken, mask: Mask) -> Reductions:
-    """Returns the mean KL to the teachers over the tokens of `mask`, and that to each teacher."""
-    metrics: Reductions = {"teacher/kl": Mean(kl.double().sum(), mask.sum())}
+    mask = inputs.loss_mask
+    # Tokens that got no answer from the teacher's server are taught nothing.
+    if signal.answered_mask is not None:
+        mask = mask & signal.answered_mask
+    if divergence is None:
+        assert signal.logprobs is not None
+        kl = torch.where(mask, inputs.old_logprobs.detach() - signal.logprobs, 0.0)
+        inputs = dataclasses.replace(inputs, advantages=inputs.advantages - signal.coef * kl)
+        total, metrics = policy_loss(inputs, options)
+    else:
+        kl = torch.where(mask, divergence, 0.0)
+        weights = torch.where(mask, inputs.weights, 0.0).double()
+        term = signal.coef * (weights * kl.double()).sum()
+        total, metrics = policy_loss(inputs, options)
+        total = total + term
+        metrics |= {"loss": Sum(total.detach()), "teacher": Sum(term.detach())}
+    # The mean KL to the teachers, and that to each of several.
+    masks = {"teacher/kl": mask}
     for name, teacher_mask in signal.masks_by_teacher.items():
-        total = torch.where(teacher_mask, kl, 0.0).double().sum()
-        metrics[f"teacher/{name}/kl"] = Mean(total, (mask & teacher_mask).sum())
-    return metrics
+        masks[f"teacher/{name}/kl"] = mask & teacher_mask
+    for name, counted in masks.items():
+        total_kl = torch.where(counted, kl.detach(), 0.0).double().sum()
+        metrics[name] = Mean(total_kl, counted.sum())
+    return total, metrics

@@ -24,7 +24,6 @@ from grpo_spmd.learn.balance import plan_batch, plan_metrics, split_groups
 from grpo_spmd.learn.step_messages import (
     GroupRows,
     StepCounts,
-    count_rollout_tokens,
     decode_decision,
     decode_groups,
     encode_decisions,
@@ -116,36 +115,17 @@ class SampledStep:
         return decode_decision(message, self.groups, self._group_size, self._rank0_step.decision)
 
 
-@dataclass(frozen=True)
-class GroupTable:
-    """A table of g groups of G completions: every array has one row per group."""
-
-    rows: GroupRows
-    """The numbers that the sampling ranks sent."""
-    ranks: npt.NDArray[np.int64]
-    """The rank that sampled the group."""
-    local_index: npt.NDArray[np.int64]
-    """The index of the group among those of its rank."""
-    overlong: npt.NDArray[np.float64]
-    """[g, G] The penalty for overlong completions."""
-    penalised: npt.NDArray[np.float64]
-    """[g, G] The rewards minus that penalty. NaN: unknown."""
-    is_alike: npt.NDArray[np.bool_]
-    """True if the rewards of the group are all alike, before the penalty."""
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-
 class _Rank0Step:
     """Rank 0's side of a step: the numbers of all ranks' groups, and the decision about them."""
 
     def __init__(self, rules: StepRules) -> None:
         self._rules = rules
-        self._rounds: list[GroupTable] = []
+        # The groups of each round, in the order of the prompt stream.
+        self._rows: list[GroupRows] = []
+        # Of all groups in the order in which they came: positions in the stream, and ranks.
+        self._positions = np.empty(0, np.int64)
+        self._ranks = np.empty(0, np.int64)
         self._kept_positions = np.empty(0, np.int64)
-        # The number of groups that each rank sampled, over all rounds.
-        self._num_groups = np.zeros(rules.num_ranks, np.int64)
         self._reward_names: list[str] = []
         self._counts = StepCounts()
         self._error_rates: dict[str, float] = {}
@@ -155,55 +135,44 @@ class _Rank0Step:
         """Reads one round. Returns the number of prompts to draw next. Raises RewardError if too
         many rewards failed."""
         rollout = self._rules.rollout
-        table = self._read_round(messages, num_expected)
-        self._rounds.append(table)
-        num_groups = sum(map(len, self._rounds))
-        self._check_errors(table, num_groups)
-        is_dropped = table.is_alike & rollout.dynamic_sampling
-        self._kept_positions = np.append(self._kept_positions, table.rows["position"][~is_dropped])
+        rows = self._read_round(messages, num_expected)
+        self._check_errors(rows)
+        is_dropped = find_alike(rows) & rollout.dynamic_sampling
+        self._kept_positions = np.append(self._kept_positions, rows["position"][~is_dropped])
         num_missing = rollout.num_prompts_per_step - len(self._kept_positions)
-        is_last_round = len(self._rounds) == rollout.dynamic_sampling_max_rounds
+        is_last_round = len(self._rows) == rollout.dynamic_sampling_max_rounds
         if num_missing <= 0 or not rollout.dynamic_sampling or is_last_round:
             return 0
-        kept_frac = max(len(self._kept_positions) / num_groups, _MIN_KEPT_FRAC)
+        kept_frac = max(len(self._kept_positions) / len(self._positions), _MIN_KEPT_FRAC)
         return min(rollout.num_prompts_per_step, math.ceil(num_missing / kept_frac))
 
-    def _read_round(self, messages: list[bytes], num_expected: int) -> GroupTable:
+    def _read_round(self, messages: list[bytes], num_expected: int) -> GroupRows:
         """Returns the groups of one round, in the order of the prompt stream."""
         sampled = decode_groups(messages, self._rules.rollout.group_size)
         assert len(sampled.rows) == num_expected, (sampled.num_groups, num_expected)
         self._reward_names = sampled.reward_names
         self._counts.add(sampled.counts)
-        num_groups = np.array(sampled.num_groups)
-        ranks = np.repeat(np.arange(len(messages)), num_groups)
-        # A row's index among all groups of its rank: earlier rounds count, other ranks do not.
-        offsets = self._num_groups + num_groups - np.cumsum(num_groups)
-        local_index = np.arange(num_expected) + np.repeat(offsets, num_groups)
-        self._num_groups += num_groups
+        self._positions = np.append(self._positions, sampled.rows["position"])
+        ranks = np.repeat(np.arange(len(messages)), sampled.num_groups)
+        self._ranks = np.append(self._ranks, ranks)
         # Results must not depend on which rank sampled what.
-        order = np.argsort(sampled.rows["position"])
-        table = make_group_table(
-            sampled.rows[order],
-            ranks[order],
-            local_index[order],
-            rollout=self._rules.rollout,
-            advantage=self._rules.advantage,
-        )
-        is_sorted = (np.diff(table.rows["position"]) > 0).all()
+        rows = sampled.rows[np.argsort(sampled.rows["position"])]
+        is_sorted = (np.diff(rows["position"]) > 0).all()
         assert is_sorted, "a group was sampled twice, and another not at all"
-        return table
+        self._rows.append(rows)
+        return rows
 
-    def _check_errors(self, table: GroupTable, num_groups: int) -> None:
-        """Raises RewardError if too many environments or rewards failed. `num_groups` counts the
-        groups of all rounds."""
+    def _check_errors(self, rows: GroupRows) -> None:
+        """Raises RewardError if too many environments failed in this round, or too many rewards in
+        all."""
         counts = self._counts
         max_error_frac = self._rules.max_error_frac
-        check_environment_errors(table.rows, counts.first_errors, max_error_frac)
+        check_environment_errors(rows, counts.first_errors, max_error_frac)
         self._error_rates = check_error_rate(
             [counts.status_counts], counts.first_errors, max_error_frac
         )
         self._error_rates |= retried_fracs(
-            counts.status_counts, counts.retried, num_groups, counts.first_errors
+            counts.status_counts, counts.retried, len(self._positions), counts.first_errors
         )
 
     def decide(self) -> StepDecision:
@@ -211,23 +180,34 @@ class _Rank0Step:
         reward."""
         rules = self._rules
         group_size = rules.rollout.group_size
-        num_rounds = len(self._rounds)
-        groups = concat_tables(self._rounds)
-        # A step of 100,000 rollouts has 6 MB of them, and this object lives through the step.
-        self._rounds.clear()
-        if np.isnan(groups.rows["rewards"]).all():
+        rows = np.concatenate(self._rows)
+        if np.isnan(rows["rewards"]).all():
             raise RewardError(
-                f"none of the {len(groups) * group_size} completions of this step has a usable "
-                "reward: every value was None, NaN or not a number; see the module docstring of "
+                f"none of the {rows['rewards'].size} completions of this step has a usable reward: "
+                "every value was None, NaN or not a number; see the module docstring of "
                 "grpo_spmd.rewards for what these mean"
             )
         # The first in the prompt stream; later ones are surplus.
         positions = np.sort(self._kept_positions)[: rules.rollout.num_prompts_per_step]
-        order = np.argsort(groups.rows["position"])
-        used = order[np.searchsorted(groups.rows["position"], positions, sorter=order)]
-        rows = groups.rows[used]
-        rewards = groups.penalised[used]
-        num_tokens = count_rollout_tokens(rows).ravel()
+        order = np.argsort(rows["position"])
+        used = order[np.searchsorted(rows["position"], positions, sorter=order)]
+        # In the order in which the ranks hold their groups.
+        held_positions = self._positions[np.argsort(self._ranks, kind="stable")]
+        slots = np.searchsorted(positions, held_positions)
+        slots = np.where(np.isin(held_positions, positions), slots, -1)
+        overlong = overlong_penalties(
+            _float_grid(rows["completion_tokens"]),
+            rules.rollout.max_completion_tokens,
+            rules.advantage.overlong_buffer_tokens,
+            rules.advantage.overlong_penalty,
+        ).numpy()
+        metrics = self._metrics(rows, overlong, len(used))
+        num_sampled_tokens = int(rows["completion_tokens"].sum(dtype=np.int64))
+        rewards = (rows["rewards"] - overlong)[used]
+        # A step of 100,000 rollouts has 6 MB of them, and this object lives through the step.
+        self._rows.clear()
+        rows = rows[used]
+        num_tokens = rows["tokens"].astype(np.int64).ravel()
         # Rollouts out of the loss are still trained rollouts: they keep their place in the plan.
         in_loss = ~(np.isnan(rewards) | (rows["truncated"] & rules.loss.mask_truncated))
         num_mini_batches = rules.training.num_mini_batches
@@ -237,11 +217,8 @@ class _Rank0Step:
         blocks = np.split(loss_tokens, np.cumsum(sizes)[:-1])
         num_loss_tokens = [int(block.sum()) for block in blocks]
         num_loss_sequences = [int((block > 0).sum()) for block in blocks]
-        metrics = self._metrics(groups, num_rounds, len(used))
-        num_sampled_tokens = int(groups.rows["completion_tokens"].sum(dtype=np.int64))
-        slots = _slots(groups, used)
         # Rank 0 must not hold these while the plan is made: both take the most memory of a step.
-        del groups, rows, loss_tokens, blocks
+        del rows, overlong, loss_tokens, blocks
         costs = num_tokens + rules.attention_cost_ratio * num_tokens * num_tokens
         plan = plan_batch(
             num_tokens,
@@ -259,8 +236,8 @@ class _Rank0Step:
             advantages=advantages * np.float32(not rules.zero_advantages),
             in_loss=in_loss.ravel(),
             plan=plan,
-            num_groups=self._num_groups,
-            slots=slots,
+            num_groups=np.bincount(self._ranks, minlength=rules.num_ranks),
+            slots=slots.astype(np.int32),
             num_loss_tokens=num_loss_tokens,
             num_loss_sequences=num_loss_sequences,
             num_tokens=int(num_tokens.sum()),
@@ -270,34 +247,31 @@ class _Rank0Step:
         return self.decision
 
     def _metrics(
-        self, groups: GroupTable, num_rounds: int, num_used: int
+        self, rows: GroupRows, overlong: npt.NDArray[np.float64], num_used: int
     ) -> dict[str, float | None]:
         """Returns the metrics of all sampled groups. Those that dynamic sampling keeps would say
         little about the policy."""
-        metrics = group_metrics(groups, self._rules.advantage.overlong_buffer_tokens)
+        is_alike = find_alike(rows)
+        metrics = group_metrics(rows, is_alike)
+        if self._rules.advantage.overlong_buffer_tokens:
+            # One after the other, as a plain sum adds them: numpy adds pairs.
+            metrics["reward/overlong_penalty_mean"] = sum(overlong.ravel().data) / overlong.size
         metrics |= mean_metrics(self._counts.logged)
         for number, name in enumerate(self._reward_names):
-            metrics |= reward_metrics(name, groups.rows["by_name"][:, number])
+            metrics |= reward_metrics(name, rows["by_name"][:, number])
         metrics |= self._error_rates
-        metrics |= episode_metrics(groups.rows, self._counts.calls_s)
+        metrics |= episode_metrics(rows, self._counts.calls_s)
         if self._rules.rollout.dynamic_sampling:
-            num_alike = int(groups.is_alike.sum())
-            metrics["dynamic_sampling/rounds"] = num_rounds
-            metrics["dynamic_sampling/sampled_groups"] = len(groups)
-            metrics["dynamic_sampling/alike_groups"] = num_alike
-            metrics["dynamic_sampling/surplus_groups"] = len(groups) - num_alike - num_used
-            num_wanted = self._rules.rollout.num_prompts_per_step
-            metrics["dynamic_sampling/missing_groups"] = num_wanted - num_used
+            num_alike = int(is_alike.sum())
+            num_missing = self._rules.rollout.num_prompts_per_step - num_used
+            metrics |= {
+                "dynamic_sampling/rounds": len(self._rows),
+                "dynamic_sampling/sampled_groups": len(rows),
+                "dynamic_sampling/alike_groups": num_alike,
+                "dynamic_sampling/surplus_groups": len(rows) - num_alike - num_used,
+                "dynamic_sampling/missing_groups": num_missing,
+            }
         return metrics
-
-
-def _slots(groups: GroupTable, used: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-    """Returns StepDecision.slots. `used` has the indices of the groups that are trained on, in the
-    order of their slots."""
-    slots = np.full(len(groups), -1, np.int32)
-    slots[used] = np.arange(len(used))
-    in_rank_order: npt.NDArray[np.int32] = slots[np.lexsort((groups.local_index, groups.ranks))]
-    return in_rank_order
 
 
 def rollout_advantages(
@@ -307,56 +281,26 @@ def rollout_advantages(
     advantages, _ = compute_advantages(
         torch.from_numpy(rewards), advantage.estimator, advantage.normalize_std
     )
-    values: npt.NDArray[np.float32] = advantages.flatten().numpy()
-    return values
+    return np.asarray(advantages.flatten())
 
 
-def make_group_table(
-    rows: GroupRows,
-    ranks: npt.NDArray[np.int64],
-    local_index: npt.NDArray[np.int64],
-    *,
-    rollout: RolloutConfig,
-    advantage: AdvantageConfig,
-) -> GroupTable:
-    """Returns a table of the groups, with their overlong penalties and the mask `is_alike`."""
-    overlong = overlong_penalties(
-        _float_grid(rows["completion_tokens"]),
-        rollout.max_completion_tokens,
-        advantage.overlong_buffer_tokens,
-        advantage.overlong_penalty,
-    )
-    rewards = _float_grid(rows["rewards"])
-    # Before the penalty, as in DAPO: four wrong answers, one of them a little long, teach nothing
-    # but length.
-    _, is_alike = compute_advantages(rewards, "dr_grpo", "none")
-    return GroupTable(
-        rows,
-        ranks,
-        local_index,
-        overlong=overlong.numpy(),
-        penalised=(rewards - overlong).numpy(),
-        is_alike=is_alike.numpy(),
-    )
+def find_alike(rows: GroupRows) -> npt.NDArray[np.bool_]:
+    """Returns the mask of the groups whose rewards are all alike.
+
+    It is taken before the penalty for overlong completions, as in DAPO: four wrong answers, one of
+    them a little long, teach nothing but length."""
+    _, is_alike = compute_advantages(_float_grid(rows["rewards"]), "dr_grpo", "none")
+    return np.asarray(is_alike)
 
 
-def concat_tables(rounds: Sequence[GroupTable]) -> GroupTable:
-    """Returns the groups of all rounds as one table."""
-    if len(rounds) == 1:
-        return rounds[0]
-    columns = zip(*(vars(table).values() for table in rounds), strict=True)
-    return GroupTable(*(np.concatenate(column) for column in columns))
-
-
-def group_metrics(groups: GroupTable, overlong_buffer_tokens: int) -> dict[str, float | None]:
+def group_metrics(rows: GroupRows, is_alike: npt.NDArray[np.bool_]) -> dict[str, float | None]:
     """Returns the metrics of rewards and completion lengths."""
-    rows = groups.rows
     rewards = _float_grid(rows["rewards"])
     lengths = rows["completion_tokens"].ravel().astype(np.int64)
-    metrics: dict[str, float | None] = {
+    return {
         "reward/mean": float(rewards[~rewards.isnan()].mean()),
         "reward/std": float(batch_std(rewards)),
-        "reward/zero_std_groups_frac": int(groups.is_alike.sum()) / len(groups),
+        "reward/zero_std_groups_frac": int(is_alike.sum()) / len(rows),
         "reward/unscored_frac": float(rewards.isnan().double().mean()),
         "completion/tokens_mean": int(lengths.sum()) / lengths.size,
         "completion/tokens_p50": float(np.percentile(lengths, 50)),
@@ -364,10 +308,6 @@ def group_metrics(groups: GroupTable, overlong_buffer_tokens: int) -> dict[str, 
         "completion/tokens_max": int(lengths.max()),
         "completion/truncated_frac": int(rows["truncated"].sum()) / lengths.size,
     }
-    if overlong_buffer_tokens:
-        # One after the other, as a plain sum adds them: numpy adds pairs.
-        metrics["reward/overlong_penalty_mean"] = sum(groups.overlong.ravel().data) / lengths.size
-    return metrics
 
 
 def reward_metrics(name: str, rewards: npt.NDArray[np.float64]) -> dict[str, float | None]:
@@ -387,12 +327,11 @@ def _float_grid(column: npt.NDArray[Any]) -> Tensor:
     return torch.from_numpy(np.array(column, np.float64, order="C"))
 
 
-def count_statuses(rows: GroupRows) -> npt.NDArray[np.int64] | None:
-    """Returns how many episodes ended in each of EPISODE_STATUSES, or None if rollouts are not
-    episodes."""
-    if "status" not in (rows.dtype.names or ()):
-        return None
-    return np.bincount(rows["status"].ravel(), minlength=len(EPISODE_STATUSES))
+def count_statuses(rows: GroupRows) -> dict[str, int]:
+    """Returns how many episodes ended in each of EPISODE_STATUSES."""
+    counts = np.bincount(rows["status"].ravel(), minlength=len(EPISODE_STATUSES))
+    # What stands after these is the number of completions that are no episodes.
+    return dict(zip(EPISODE_STATUSES, counts.tolist(), strict=False))
 
 
 def check_environment_errors(
@@ -401,15 +340,12 @@ def check_environment_errors(
     """Raises RewardError if environments failed in `max_error_frac` of the episodes of a round, at
     both tries."""
     counts = count_statuses(rows)
-    if counts is None:
-        return
-    failed = {status: int(counts[EPISODE_STATUSES.index(status)]) for status in FAILED_STATUSES}
-    num_failed = sum(failed.values())
-    num_episodes = int(counts.sum())
+    num_episodes = sum(counts.values())
+    num_failed = sum(counts[status] for status in FAILED_STATUSES)
     if num_failed and num_failed / num_episodes >= max_error_frac:
-        by_status = ", ".join(f"{number} {status}" for status, number in failed.items())
+        by_status = ", ".join(f"{counts[status]} {status}" for status in FAILED_STATUSES)
         environment_errors = [error for error in first_errors if error.startswith("environment")]
-        first_error = environment_errors[0] if environment_errors else "not recorded"
+        first_error = [*environment_errors, "not recorded"][0]
         raise RewardError(
             f"the environment failed in {num_failed} of {num_episodes} episodes ({by_status}), "
             f"each tried twice: {num_failed / num_episodes:.3g} is not under "
@@ -421,18 +357,25 @@ def episode_metrics(rows: GroupRows, calls_s: Sequence[float]) -> dict[str, floa
     """Returns the metrics `episode/...` and `environment/...`; none if rollouts are not
     episodes."""
     counts = count_statuses(rows)
-    if counts is None:
+    num_episodes = sum(counts.values())
+    if not num_episodes:
         return {}
-    num_episodes = int(counts.sum())
-    metrics: dict[str, float | None] = {}
-    for name in ("turns", "segments"):
-        metrics[f"episode/{name}_mean"] = int(rows[name].sum(dtype=np.int64)) / num_episodes
-    for status, number in zip(EPISODE_STATUSES, counts, strict=True):
-        metrics[f"episode/{status}_frac"] = int(number) / num_episodes
-    given_tokens = rows["tokens"].astype(np.int64) - rows["completion_tokens"]
-    metrics["episode/given_tokens_mean"] = int(given_tokens.sum()) / num_episodes
-    seconds = np.array(calls_s, np.float32)
-    for percentile in (50, 95):
-        value = float(np.percentile(seconds, percentile)) if len(seconds) else None
-        metrics[f"environment/call_s_p{percentile}"] = value
-    return metrics
+    columns = ("turns", "segments", "tokens", "completion_tokens")
+    totals = {name: int(rows[name].sum(dtype=np.int64)) for name in columns}
+    num_given_tokens = totals["tokens"] - totals["completion_tokens"]
+    metrics: dict[str, float | None] = {
+        "episode/turns_mean": totals["turns"] / num_episodes,
+        "episode/segments_mean": totals["segments"] / num_episodes,
+        **{f"episode/{status}_frac": number / num_episodes for status, number in counts.items()},
+        "episode/given_tokens_mean": num_given_tokens / num_episodes,
+    }
+    return metrics | seconds_percentiles("environment/call_s", calls_s)
+
+
+def seconds_percentiles(name: str, seconds: Sequence[float]) -> dict[str, float | None]:
+    """Returns the metrics `name`_p50 and `name`_p95; None if there are no calls."""
+    array = np.array(seconds, np.float32)
+    return {
+        f"{name}_p{percent}": float(np.percentile(array, percent)) if len(array) else None
+        for percent in (50, 95)
+    }

@@ -1,26 +1,27 @@
 """Encodes the two messages of a step between a rank and rank 0 as bytes.
 
 The first one has the numbers of the groups that the rank sampled (`encode_groups`). The second one
-has the part of rank 0's decision that the rank needs (`encode_decisions`). `revise_decision` lets
-rank 0 change the decision later in the step.
+has the part of rank 0's decision that the rank needs (`encode_decisions`). `revise_decision`
+changes the decision later in the step.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from grpo_spmd.distributed.collectives import scatter_from_rank0
-from grpo_spmd.distributed.packed import Array, PackedReader, pack
+from grpo_spmd.distributed.packed import PackedReader, pack
 from grpo_spmd.records import (
     EPISODE_STATUSES,
     Decision,
+    Episode,
     RolloutGroup,
     ScoredRollouts,
     StepDecision,
@@ -31,50 +32,40 @@ from grpo_spmd.rewards.trl import Logged, logged_in, merge_logged
 GroupRows = npt.NDArray[np.void]
 # A rank's number takes two bytes in a message.
 _MAX_RANKS = 1 << 16
+# Stands for the episode of a completion that has none. Its status comes after all others.
+_NO_EPISODE = Episode("", (), (), [], {}, [])
+_STATUSES = (*EPISODE_STATUSES, _NO_EPISODE.status)
 
 
-def group_dtype(num_rewards: int, group_size: int, are_episodes: bool = False) -> np.dtype[np.void]:
-    """Returns the dtype of one group: 12 bytes per group and 13 per rollout, 8 more per rollout and
-    reward function, and 9 more per rollout that is an episode."""
-    columns: list[tuple[str, type]] = [
-        ("completion_tokens", np.int32),
-        ("truncated", np.bool_),
-        ("rewards", np.float64),  # the weighted sums; NaN: unknown
-    ]
-    if are_episodes:
-        columns += [
-            ("tokens", np.int32),  # of all segments, with those that the environment gave
-            ("segments", np.uint16),
-            ("turns", np.uint16),
-            ("status", np.uint8),  # index in EPISODE_STATUSES
-        ]
+def group_dtype(num_rewards: int, group_size: int) -> np.dtype[np.void]:
+    """Returns the dtype of one group: 8 bytes per group and 22 per rollout, 8 more per rollout and
+    reward function."""
+    columns: dict[str, type] = {
+        "completion_tokens": np.int32,
+        "tokens": np.int32,  # of all that the policy reads: prompt, completion, environment
+        "truncated": np.bool_,
+        "rewards": np.float64,  # the weighted sums; NaN: unknown
+        "segments": np.uint16,
+        "turns": np.uint16,
+        "status": np.uint8,  # index in EPISODE_STATUSES, or their number without an episode
+    }
     return np.dtype(
         [
             ("position", np.int64),  # of the prompt in the stream
-            ("prompt_tokens", np.int32),
-            *((name, kind, (group_size,)) for name, kind in columns),
+            *((name, kind, (group_size,)) for name, kind in columns.items()),
             # The rewards of each function. NaN: does not apply, or unusable.
             ("by_name", np.float64, (num_rewards, group_size)),
         ]
     )
 
 
-def count_rollout_tokens(rows: GroupRows) -> npt.NDArray[np.int64]:
-    """Returns the tokens [groups, G] of each rollout, prompt and context included."""
-    if "tokens" in (rows.dtype.names or ()):
-        return rows["tokens"].astype(np.int64)
-    completion_tokens = rows["completion_tokens"].astype(np.int64)
-    total: npt.NDArray[np.int64] = rows["prompt_tokens"][:, None] + completion_tokens
-    return total
-
-
 @dataclass
 class StepCounts:
     """Sums over the completions of a step, of one rank or of all ranks."""
 
-    status_counts: dict[str, dict[str, int]] = field(default_factory=dict)
+    status_counts: dict[str, Counter[str]] = field(default_factory=dict)
     """For each reward function the number of completions with each status."""
-    retried: dict[str, dict[str, int]] = field(default_factory=dict)
+    retried: dict[str, Counter[str]] = field(default_factory=dict)
     """For each reward function the number of groups that it was called for again, by reason."""
     logged: Logged = field(default_factory=dict)
     """The metrics that reward functions logged."""
@@ -104,46 +95,42 @@ def encode_groups(groups: Sequence[RolloutGroup], scored: ScoredRollouts, group_
     if not groups:
         return b""
     completions = [completion for group in groups for completion in group.completions]
-    assert len(completions) == len(scored.rewards) == len(groups) * group_size, (
-        len(completions),
-        len(scored.rewards),
-    )
-    shape = len(groups), group_size
-    episodes = [completion.episode for completion in completions if completion.episode is not None]
-    rows = np.zeros(len(groups), group_dtype(len(scored.by_name), group_size, bool(episodes)))
+    episodes = [completion.episode or _NO_EPISODE for completion in completions]
+    prompt_tokens = [len(group.prompt.token_ids) for group in groups for _ in group.completions]
+    completion_tokens = [len(completion.token_ids) for completion in completions]
+    columns: dict[str, Any] = {
+        "completion_tokens": completion_tokens,
+        # A failed episode has no segment: its prompt is all there is of it.
+        "tokens": [
+            sum(len(segment.token_ids) for segment in episode.segments) or num_prompt + num_sampled
+            for episode, num_prompt, num_sampled in zip(
+                episodes, prompt_tokens, completion_tokens, strict=True
+            )
+        ],
+        "truncated": [completion.finish_reason == "length" for completion in completions],
+        # numpy turns None into NaN.
+        "rewards": np.array(scored.rewards, np.float64),
+        "segments": [len(episode.segments) for episode in episodes],
+        "turns": [len(episode.turns) for episode in episodes],
+        "status": [_STATUSES.index(episode.status) for episode in episodes],
+    }
+    shape = (len(groups), group_size)
+    rows = np.zeros(len(groups), group_dtype(len(scored.by_name), group_size))
     rows["position"] = [group.prompt.position for group in groups]
-    rows["prompt_tokens"] = [len(group.prompt.token_ids) for group in groups]
-    rows["completion_tokens"] = np.reshape([len(c.token_ids) for c in completions], shape)
-    rows["truncated"] = np.reshape([c.finish_reason == "length" for c in completions], shape)
-    # numpy turns None into NaN.
-    rows["rewards"] = np.array(scored.rewards, np.float64).reshape(shape)
+    for name, column in columns.items():
+        rows[name] = np.reshape(column, shape)
     for number, values in enumerate(scored.by_name.values()):
         rows["by_name"][:, number] = np.array(values, np.float64).reshape(shape)
-    if episodes:
-        # A failed episode has no segment: its prompt is all there is of it.
-        prompt_tokens = np.repeat(rows["prompt_tokens"], group_size).tolist()
-        rows["tokens"] = np.reshape(
-            [
-                sum(len(segment.token_ids) for segment in episode.segments) or num_prompt_tokens
-                for episode, num_prompt_tokens in zip(episodes, prompt_tokens, strict=True)
-            ],
-            shape,
-        )
-        rows["segments"] = np.reshape([len(episode.segments) for episode in episodes], shape)
-        rows["turns"] = np.reshape([len(episode.turns) for episode in episodes], shape)
-        statuses = [EPISODE_STATUSES.index(episode.status) for episode in episodes]
-        rows["status"] = np.reshape(statuses, shape)
     counts = StepCounts(
-        {**scored.num_statuses()},
+        scored.num_statuses(),
         logged=logged_in(scored.notes.values()),
         first_errors=[scored.first_error] if scored.first_error else [],
         calls_s=[seconds for episode in episodes for seconds in episode.calls_s],
     )
     for note in scored.notes.values():
         for name, reason in note.get("retried", {}).items():
-            reasons = counts.retried.setdefault(name, {})
-            reasons[reason] = reasons.get(reason, 0) + 1
-    return pack([list(scored.by_name), vars(counts), bool(episodes)], [rows])
+            counts.retried.setdefault(name, Counter())[reason] += 1
+    return pack([list(scored.by_name), vars(counts)], [rows])
 
 
 @dataclass(frozen=True)
@@ -163,53 +150,71 @@ class SampledGroups:
 def decode_groups(messages: Sequence[bytes], group_size: int) -> SampledGroups:
     """Reads the messages of `encode_groups`, one of each rank."""
     row_bytes: list[bytes] = []
-    num_groups = [0] * len(messages)
     names: list[str] = []
     counts = StepCounts()
-    dtype = group_dtype(0, group_size)
-    for rank, payload in enumerate(messages):
-        if not payload:
-            continue
-        reader = PackedReader(payload)
-        rank_names, rank_counts, are_episodes = reader.header
-        if not row_bytes:
-            names = rank_names
-            dtype = group_dtype(len(names), group_size, are_episodes)
-        assert rank_names == names, (rank_names, names)
-        row_bytes.append(reader.rest())
-        num_groups[rank] = len(row_bytes[-1]) // dtype.itemsize
-        counts.add(StepCounts(**rank_counts))
+    for payload in messages:
+        row_bytes.append(b"")
+        if payload:
+            reader = PackedReader(payload)
+            rank_names, rank_counts = reader.header
+            names = names or rank_names
+            assert rank_names == names, (rank_names, names)
+            row_bytes[-1] = reader.rest()
+            counts.add(StepCounts(**rank_counts))
+    dtype = group_dtype(len(names), group_size)
+    num_groups = [len(rank_bytes) // dtype.itemsize for rank_bytes in row_bytes]
     # Joined as bytes: np.concatenate compares the dtypes of thousands of parts field by field.
     return SampledGroups(np.frombuffer(b"".join(row_bytes), dtype), num_groups, names, counts)
 
 
+class _Share(msgspec.Struct, array_like=True):
+    """The part of a StepDecision that one rank needs, as it is sent."""
+
+    slots: bytes
+    """int32: the slots of the groups that the rank sampled. -1: not trained on."""
+    trained_by: bytes
+    """uint16: the ranks that train on the rollouts of these groups."""
+    advantages: bytes
+    """float32: the advantages of the same rollouts."""
+    in_loss: bytes
+    """bool: whether they count in the loss."""
+    rows: list[list[list[int]]]
+    """As in Decision, like all that follow."""
+    num_rollouts: int
+    num_loss_tokens: list[int]
+    num_loss_sequences: list[int]
+    num_tokens: int
+    num_sampled_tokens: int
+
+
 def encode_decisions(step: StepDecision) -> list[bytes]:
     """Returns one message for each rank. It takes 7 bytes per rollout and 4 per group that the rank
-    sampled, 4 per rollout and 4 per row that it trains on, and about 60 more."""
-    assert len(step.num_groups) <= _MAX_RANKS, len(step.num_groups)
+    sampled, at most 5 per rollout that it trains on, and about 60 more."""
+    num_ranks = len(step.num_groups)
+    assert num_ranks <= _MAX_RANKS, num_ranks
     trained_by = np.zeros(len(step.rewards), np.uint16)
-    # By rollout id, as the other [B] columns.
-    trained_by[step.plan.ids] = _trainers(step)
-    lengths = np.hstack(step.plan.lengths)
-    header = pack(
-        [
-            len(step.rewards),
-            step.num_tokens,
-            step.num_sampled_tokens,
-            step.num_loss_tokens,
-            step.num_loss_sequences,
-            [block_lengths.shape[1] for block_lengths in step.plan.lengths],
-        ]
-    )
-    columns = [
-        split_by_rank(step.slots, step.num_groups),
-        split_sampled(step, trained_by),
-        split_sampled(step, step.advantages),
-        split_sampled(step, step.in_loss),
-        split_by_rank(lengths.ravel(), np.full(len(lengths), lengths.shape[1])),
-        split_by_rank(*trained_ids(step)),
-    ]
-    return [b"".join([header, *columns_of_rank]) for columns_of_rank in zip(*columns, strict=True)]
+    for ids, lengths in step.plan.blocks():
+        trained_by[ids] = np.repeat(np.arange(num_ranks), lengths.sum(axis=1))
+    group_size = len(step.rewards) // max(len(step.positions), 1)
+    slots_by_rank = np.split(step.slots, np.cumsum(step.num_groups)[:-1])
+    messages = []
+    # The plan has each mini-batch's rows rank by rank.
+    for slots, rows in zip(slots_by_rank, zip(*step.plan, strict=True), strict=True):
+        sampled = _sampled_ids(slots, group_size)
+        share = _Share(
+            slots.tobytes(),
+            trained_by[sampled].tobytes(),
+            step.advantages[sampled].tobytes(),
+            in_loss=step.in_loss[sampled].tobytes(),
+            rows=list(rows),
+            num_rollouts=len(step.rewards),
+            num_loss_tokens=step.num_loss_tokens,
+            num_loss_sequences=step.num_loss_sequences,
+            num_tokens=step.num_tokens,
+            num_sampled_tokens=step.num_sampled_tokens,
+        )
+        messages.append(msgspec.msgpack.encode(share))
+    return messages
 
 
 def decode_decision(
@@ -220,102 +225,46 @@ def decode_decision(
 ) -> Decision:
     """Reads this rank's message of `encode_decisions`. `groups` are those that this rank
     sampled."""
-    reader = PackedReader(message)
-    num_rollouts, num_tokens, num_sampled_tokens, num_loss_tokens, num_loss_sequences, num_rows = (
-        reader.header
-    )
-    # The columns in the order in which encode_decisions wrote them.
-    slots = reader.array(np.int32, len(groups))
-    ids = sampled_ids(slots, group_size).tolist()
+    share = msgspec.msgpack.decode(message, type=_Share)
+    slots = np.frombuffer(share.slots, np.int32)
+    ids = _sampled_ids(slots, group_size).tolist()
 
-    def read_column(dtype: npt.DTypeLike) -> dict[int, Any]:
-        return dict(zip(ids, reader.array(dtype, len(ids)).tolist(), strict=True))
+    def by_id(column: bytes, dtype: npt.DTypeLike) -> dict[int, Any]:
+        return dict(zip(ids, np.frombuffer(column, dtype).tolist(), strict=True))
 
-    trained_by = read_column(np.uint16)
-    advantages = read_column(np.float32)
-    in_loss = read_column(np.bool_)
-    lengths = reader.array(np.int32, sum(num_rows)).tolist()
-    row_ids: Iterator[int] = iter(reader.array(np.int32, sum(lengths)).tolist())
-    row_lengths = iter(lengths)
-    assert not reader.rest(), (len(message), len(groups), num_rows)
-    return Decision(
-        slots={
+    columns = {
+        "slots": {
             group.prompt.position: slot
             for group, slot in zip(groups, slots.tolist(), strict=True)
             if slot >= 0
         },
-        advantages=advantages,
-        in_loss=in_loss,
-        trained_by=trained_by,
-        rows=[
-            [[next(row_ids) for _ in range(next(row_lengths))] for _ in range(number)]
-            for number in num_rows
-        ],
-        num_rollouts=num_rollouts,
-        num_loss_tokens=num_loss_tokens,
-        num_loss_sequences=num_loss_sequences,
-        num_tokens=num_tokens,
-        num_sampled_tokens=num_sampled_tokens,
-        rank0_decision=rank0_decision,
-    )
+        "advantages": by_id(share.advantages, np.float32),
+        "in_loss": by_id(share.in_loss, np.bool_),
+        "trained_by": by_id(share.trained_by, np.uint16),
+    }
+    return Decision(**msgspec.structs.asdict(share) | columns, rank0_decision=rank0_decision)
 
 
-def sampled_ids(slots: npt.NDArray[np.int32], group_size: int) -> npt.NDArray[np.int32]:
+def _sampled_ids(slots: npt.NDArray[np.int32], group_size: int) -> npt.NDArray[np.int32]:
     """Returns the rollout ids of groups with these slots, without groups that are not trained on
     (-1)."""
     trained_slots = slots[slots >= 0]
     return (trained_slots[:, None] * group_size + np.arange(group_size, dtype=np.int32)).ravel()
 
 
-def split_sampled(step: StepDecision, values: Array) -> list[bytes]:
-    """Splits `values` [B] by the rank that sampled each rollout. Each part is in the order of
-    `sampled_ids`."""
-    group_size = len(step.rewards) // max(len(step.positions), 1)
-    ranks = np.arange(len(step.num_groups))
-    trained_groups = np.repeat(ranks, step.num_groups)[step.slots >= 0]
-    num_rollouts = np.bincount(trained_groups, minlength=len(ranks)) * group_size
-    return split_by_rank(values[sampled_ids(step.slots, group_size)], num_rollouts)
-
-
-def trained_ids(step: StepDecision) -> tuple[npt.NDArray[np.int32], Array]:
-    """Returns (rollout ids in the order in which ranks train on them, rank after rank; the number
-    of each rank's ids)."""
-    trainers = _trainers(step)
-    ids = step.plan.ids[np.argsort(trainers, kind="stable")]
-    return ids, np.bincount(trainers, minlength=len(step.num_groups))
-
-
-def split_by_rank(values: Array, counts: Array) -> list[bytes]:
-    """Splits `values`, which are in rank order, into one part of `counts[rank]` values for each
-    rank."""
-    payload = values.tobytes()
-    ends = np.cumsum(counts) * values.itemsize
-    return [payload[begin:end] for begin, end in pairwise([0, *ends.tolist()])]
-
-
-def _trainers(step: StepDecision) -> npt.NDArray[np.uint16]:
-    """Returns the rank that trains on each of the plan's ids."""
-    ranks = np.arange(len(step.num_groups), dtype=np.uint16)
-    return np.concatenate([np.repeat(ranks, lengths.sum(axis=1)) for lengths in step.plan.lengths])
-
-
 def revise_decision(
     decision: Decision,
-    message: bytes,
-    revise: Callable[[StepDecision, list[bytes]], tuple[StepDecision, list[bytes]]],
-) -> tuple[bytes, StepDecision | None]:
-    """Collective. Lets rank 0 revise its decision from one message of each rank.
-
-    `revise` runs on rank 0 and returns (new decision, one reply for each rank). The function
-    returns (this rank's reply, the new decision on rank 0 and None on other ranks).
-    """
-    revised: list[StepDecision] = []
-
-    def answer(messages: list[bytes]) -> list[bytes]:
-        assert decision.rank0_decision is not None
-        step, replies = revise(decision.rank0_decision, messages)
-        revised.append(step)
-        return replies
-
-    reply = scatter_from_rank0(answer, message)
-    return reply, next(iter(revised), None)
+    metrics: dict[str, float | None],
+    advantages: Sequence[float] | None = None,
+) -> Decision:
+    """Returns the decision with more metrics and with other advantages. `advantages` are those of
+    all rollouts, by rollout id; None: they stay."""
+    step = decision.rank0_decision
+    if step is not None:
+        step = dataclasses.replace(step, metrics=step.metrics | metrics)
+    if advantages is None:
+        return dataclasses.replace(decision, rank0_decision=step)
+    if step is not None:
+        step = dataclasses.replace(step, advantages=np.array(advantages, np.float32))
+    sampled = {i: advantages[i] for i in decision.advantages}
+    return dataclasses.replace(decision, advantages=sampled, rank0_decision=step)

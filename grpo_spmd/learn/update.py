@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from grpo_spmd.config.schema import LossConfig, OptimizerConfig, TrainingConfig
@@ -29,6 +28,7 @@ from grpo_spmd.learn.losses import (
 )
 from grpo_spmd.model.optimizer import build_optimizer, resume_schedule
 from grpo_spmd.model.policy import Policy, Scores
+from grpo_spmd.model.sharding import reshard
 from grpo_spmd.records import MicroBatch, RolloutBatch
 
 Reference = Callable[[MicroBatch], Scores]
@@ -41,22 +41,28 @@ KeepScores = Callable[[MicroBatch, Tensor, Tensor], None]
 NonfiniteTokens = tuple[MicroBatch, Tensor]
 
 
-class UpdateObserver(Protocol):
-    """Observes one policy update. Every method is collective: all ranks must call it."""
+class MiniBatch(NamedTuple):
+    """The micro-batches of one optimizer step on this rank."""
 
-    def before_backward(
-        self, mini_batch: list[MicroBatch], num_loss_tokens: int, num_loss_sequences: int
-    ) -> None:
-        """Called before the first backward pass of a mini-batch. The counts are over all ranks."""
-        ...
+    micro_batches: list[MicroBatch]
+    num_loss_tokens: int
+    """The tokens that count in the loss, over all ranks."""
+    num_loss_sequences: int
+    """The rollouts with at least one such token, over all ranks."""
+
+
+class UpdateObserver:
+    """Observes one policy update, and does nothing. Every method is collective: all ranks must call
+    it."""
+
+    def before_backward(self, mini_batch: MiniBatch) -> None:
+        """Called before the first backward pass of a mini-batch."""
 
     def after_backward(self) -> None:
         """Called when the gradients of the whole mini-batch are complete, before clipping."""
-        ...
 
     def after_step(self, is_made: bool) -> None:
         """Called after the optimizer step. `is_made` is False if the step was skipped."""
-        ...
 
 
 class ValueHead(Protocol):
@@ -66,19 +72,18 @@ class ValueHead(Protocol):
     def term(self, hidden: Tensor, head: Tensor) -> Tensor:
         """Collective. Returns values [C] of hidden states [C, D], within the policy's forward
         pass."""
-        ...
 
     def loss_term(self, values: Tensor, micro_batch: MicroBatch, num_loss_tokens: int) -> Tensor:
         """Returns what the values [C] add to the loss. `num_loss_tokens` counts over all ranks."""
-        ...
 
     def clip_gradient(self) -> float:
         """Collective. Clips the head's own gradient. Returns its norm before clipping."""
-        ...
 
     def end_mini_batch(self, is_made: bool) -> None:
         """Makes the head's optimizer step, or drops its gradient, as the policy does."""
-        ...
+
+
+_NO_OBSERVER = UpdateObserver()
 
 
 @torch.no_grad()
@@ -115,7 +120,17 @@ def attach_logprobs(
     finally:
         # FSDP leaves the root gathered until a backward pass, and a step in which no token counts
         # has none.
-        cast(FSDPModule, policy).reshard()
+        reshard(policy)
+
+
+def counted_mini_batches(batch: RolloutBatch) -> list[MiniBatch]:
+    """Returns the mini-batches in which a token counts.
+
+    All ranks agree on them. Without a token, momentum and weight decay would move a model without
+    any evidence."""
+    columns = zip(batch.mini_batches, batch.num_loss_tokens, batch.num_loss_sequences, strict=True)
+    mini_batches = [MiniBatch(*column) for column in columns]
+    return [mini_batch for mini_batch in mini_batches if mini_batch.num_loss_tokens]
 
 
 class Learner:
@@ -189,7 +204,7 @@ class PolicyUpdater(Learner):
     def update(
         self,
         batch: RolloutBatch,
-        observer: UpdateObserver | None = None,
+        observer: UpdateObserver = _NO_OBSERVER,
         stop_check: StopCheck | None = None,
         keep_scores: KeepScores | None = None,
     ) -> Reductions:
@@ -209,12 +224,7 @@ class PolicyUpdater(Learner):
         num_updates = 0
         num_skipped = 0
         for epoch in range(self._training.num_epochs):
-            for number, mini_batch in enumerate(batch.mini_batches):
-                num_loss_tokens = batch.num_loss_tokens[number]
-                # Momentum and weight decay would move the policy without any evidence. All ranks
-                # agree here.
-                if num_loss_tokens == 0:
-                    continue
+            for mini_batch in counted_mini_batches(batch):
                 # True while the scores that are compared with the engine's are those of the
                 # weights that it holds. The policy's old logprobs were all taken before the first
                 # update, so they are throughout the first epoch; with "engine" only the pass before
@@ -223,15 +233,12 @@ class PolicyUpdater(Learner):
                 is_first = not num_updates and not num_skipped
                 metrics, is_made = self._step(
                     mini_batch,
-                    num_loss_tokens,
-                    batch.num_loss_sequences[number],
                     is_synced=is_synced,
                     observer=observer,
                     stop_check=stop_check if is_first else None,
                     keep_scores=keep_scores,
                 )
-                if observer is not None:
-                    observer.after_step(is_made)
+                observer.after_step(is_made)
                 num_updates += is_made
                 num_skipped += not is_made
                 totals = merge([totals, metrics])
@@ -244,7 +251,7 @@ class PolicyUpdater(Learner):
     def measure(
         self,
         batch: RolloutBatch,
-        _: UpdateObserver | None = None,
+        _: UpdateObserver = _NO_OBSERVER,
         stop_check: StopCheck | None = None,
         keep_scores: KeepScores | None = None,
     ) -> Reductions:
@@ -254,73 +261,63 @@ class PolicyUpdater(Learner):
         mini-batches with a token that counts."""
         totals = no_update(self._loss)
         num_measured = 0
+
+        def check(_: bool) -> None:
+            # The policy never changes.
+            if stop_check is not None:
+                stop_check(False)
+
         try:
-            for number, mini_batch in enumerate(batch.mini_batches):
-                num_loss_tokens = batch.num_loss_tokens[number]
-                if not num_loss_tokens:
-                    continue
+            for mini_batch in counted_mini_batches(batch):
                 num_measured += 1
-                for micro_batch in mini_batch:
-                    if stop_check is not None:
-                        stop_check(False)
-                    metrics, _nonfinite = self.backward(
-                        micro_batch,
-                        num_loss_tokens,
-                        batch.num_loss_sequences[number],
-                        is_synced=True,
-                        keep_scores=keep_scores,
-                    )
-                    totals = merge([totals, metrics])
+                metrics, _suspects = self.accumulate(
+                    mini_batch, is_synced=True, stop_check=check, keep_scores=keep_scores
+                )
+                totals = merge([totals, *metrics])
         finally:
             # No backward pass gave the gathered root back.
-            cast(FSDPModule, self._policy).reshard()
+            reshard(self._policy)
         on_host = {name: reduction.on_host() for name, reduction in totals.items()}
         return on_host | {"measured": Max(float(num_measured))}
 
     def accumulate(
         self,
-        mini_batch: list[MicroBatch],
-        num_loss_tokens: int,
-        num_loss_sequences: int,
+        mini_batch: MiniBatch,
         is_synced: bool,
         stop_check: StopCheck | None = None,
         keep_scores: KeepScores | None = None,
-    ) -> tuple[Reductions, list[NonfiniteTokens]]:
-        """Collective. Adds the gradient of a mini-batch to the parameters' gradients. Returns (its
-        metrics, the tokens with a score that is not finite)."""
-        totals: Reductions = {}
+    ) -> tuple[list[Reductions], list[NonfiniteTokens]]:
+        """Collective. Adds the gradient of a mini-batch to the parameters' gradients. Returns, for
+        each of its micro-batches, the metrics and the tokens with a score that is not finite."""
+        totals: list[Reductions] = []
         suspects: list[NonfiniteTokens] = []
-        for micro_batch in mini_batch:
+        micro_batches, num_loss_tokens, num_loss_sequences = mini_batch
+        for micro_batch in micro_batches:
             metrics, nonfinite = self.backward(
                 micro_batch, num_loss_tokens, num_loss_sequences, is_synced, keep_scores
             )
-            totals = merge([totals, metrics])
+            totals.append(metrics)
             # To look up the rollouts of these tokens here would wait for the GPU.
             suspects.append((micro_batch, nonfinite))
             if stop_check is not None:
-                stop_check(micro_batch is mini_batch[-1])
+                stop_check(micro_batch is micro_batches[-1])
         return totals, suspects
 
     def _step(
         self,
-        mini_batch: list[MicroBatch],
-        num_loss_tokens: int,
-        num_loss_sequences: int,
+        mini_batch: MiniBatch,
         *,
         is_synced: bool,
-        observer: UpdateObserver | None,
+        observer: UpdateObserver,
         stop_check: StopCheck | None,
         keep_scores: KeepScores | None,
     ) -> tuple[Reductions, bool]:
         """Collective. Makes one optimizer step on a mini-batch. Returns (its metrics, True if the
         step was made and False if it was skipped)."""
-        if observer is not None:
-            observer.before_backward(mini_batch, num_loss_tokens, num_loss_sequences)
-        metrics, suspects = self.accumulate(
-            mini_batch, num_loss_tokens, num_loss_sequences, is_synced, stop_check, keep_scores
-        )
-        if observer is not None:
-            observer.after_backward()
+        observer.before_backward(mini_batch)
+        parts, suspects = self.accumulate(mini_batch, is_synced, stop_check, keep_scores)
+        observer.after_backward()
+        metrics = merge(parts)
         grad_norm = self.clip_gradient()
         head_norm = self._value_head.clip_gradient() if self._value_head is not None else 0.0
         # All ranks must agree, or their parameters would differ from here on.

@@ -5,6 +5,7 @@ The mesh has the axis "shard", over which rows are split, and with HSDP "replica
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -38,6 +39,11 @@ def shard_over_ranks(
             # The loss is divided by the global token count: sum gradients, do not average them.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+
+
+def reshard(model: nn.Module) -> None:
+    """Frees the gathered root parameters of a model, after a pass that no backward pass follows."""
+    cast(FSDPModule, model).reshard()
 
 
 def shard_group(parameter: DTensor) -> dist.ProcessGroup:

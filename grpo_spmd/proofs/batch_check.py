@@ -18,10 +18,9 @@ import logging
 import math
 import zlib
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -34,18 +33,30 @@ from torch import Tensor
 from grpo_spmd.config.schema import DataConfig, LossConfig
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.learn.advantages import Credit, turn_advantages
-from grpo_spmd.learn.contexts import completion_contexts, completion_turns, find_episode_error
+from grpo_spmd.learn.contexts import (
+    completion_contexts,
+    completion_turns,
+    find_episode_error,
+    row_contexts,
+)
 from grpo_spmd.learn.sampled_step import SampledStep
-from grpo_spmd.proofs.gradient_check import CheckResult, UpdateCheckSettings, sum_over_ranks
+from grpo_spmd.proofs.gradient_check import (
+    CheckResult,
+    UpdateCheckSettings,
+    count_loss,
+    join_ranks,
+    sum_over_ranks,
+)
+from grpo_spmd.proofs.plain_loss import plain_kl
 from grpo_spmd.records import (
     Completion,
     Decision,
+    Episode,
     MicroBatch,
     RolloutBatch,
     RolloutGroup,
     ScoredRollouts,
     StepDecision,
-    Turn,
 )
 
 _log = logging.getLogger("grpo_spmd")
@@ -63,22 +74,6 @@ _MISALIGNED = -1
 """The hash of a rollout with a token that is scored at another position than its own."""
 # One row of a data set: values by column name.
 _Row = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class _TrainedGroup:
-    """A trained group is a group that this rank sampled and that some rank trains on.
-
-    Lists are in the order of the group's completions."""
-
-    group: RolloutGroup
-    """The prompt and its completions."""
-    ids: range
-    """The rollout ids of the completions."""
-    rewards: list[float]
-    """The rewards minus the overlong penalty. NaN: unknown."""
-    penalised: list[float]
-    """`rewards` minus the KL penalty of `loss.kl_in: reward`."""
 
 
 class BatchCheck:
@@ -100,28 +95,62 @@ class BatchCheck:
         result = CheckResult()
         # Every rank makes the same collectives in the same order, also without a trained group.
         self._check_completions(result, sampled)
-        surplus_or_dropped = self._check_selection(result, sampled, decision)
-        groups = self._trained_groups(sampled, batch, decision)
-        step_mean, step_deviation = on_rank0(
-            lambda by_rank: moments(_join(by_rank)),
-            [reward for group in groups for reward in group.penalised],
-        )
+        kl_penalties = _kl_penalties(batch, self._loss)
+        rewards = self.rewards_of(sampled, decision)
+        penalised = {i: reward - kl_penalties.get(i, 0.0) for i, reward in rewards.items()}
+        step_mean, step_deviation = moments(join_ranks([*penalised.values()]))
         reports: list[tuple[int, int, float]] = []
-        for group in groups:
-            line = self._advantage_line(group.penalised, step_mean, step_deviation)
+        # Positions of groups that are right only if they are surplus, which rank 0 knows.
+        not_trained: list[int] = []
+        is_dynamic = self._rollout.dynamic_sampling
+        for group, sums in zip(sampled.groups, self._weighted_sums(sampled), strict=True):
+            position = group.prompt.position
+            ids = decision.rollout_ids(group)
+            # The only reason to drop a group: dynamic sampling found no spread in its rewards.
+            is_alike = is_dynamic and moments(sums)[1] < _MIN_DEVIATION
+            if not ids:
+                not_trained += [] if is_alike else [position]
+                continue
+            if is_alike:
+                result.errors.append(
+                    f"the group at position {position} has rewards that are all alike, and dynamic "
+                    "sampling kept it"
+                )
+            group_rewards = [penalised[i] for i in ids]
+            center, scale = self._advantage_line(group_rewards, step_mean, step_deviation)
             if sampled.rules.zero_advantages:
-                line = (line[0], math.inf)
-            reports += self._check_group(result, group, line, sampled.rules.discount, decision)
-        result.metrics["advantages"] = float(len(reports))
+                scale = math.inf
+            # NaN: the reward is not known.
+            expected = [
+                0.0 if math.isnan(reward) or math.isinf(scale) else (reward - center) / scale
+                for reward in group_rewards
+            ]
+            credits = self._token_advantages(
+                result, group, group_rewards, scale, sampled.rules.discount, decision
+            )
+            for i, completion, advantage, credit in zip(
+                ids, group.completions, expected, credits, strict=True
+            ):
+                self._check_rollout(result, i, completion, rewards[i], advantage, decision)
+                num_tokens = len(completion.token_ids)
+                contexts = completion_contexts(group.prompt.token_ids, completion)
+                # The hash that the trained row must give: see _hash_rollouts for the other side.
+                rollout_hash = _hash_rollout(
+                    [(context.token_ids, np.flatnonzero(context.sampled)) for context in contexts],
+                    completion.logprobs,
+                    np.broadcast_to(credit, num_tokens),
+                    mask=[decision.in_loss[i]] * num_tokens,
+                )
+                reports.append((i, rollout_hash, rewards[i]))
+        result.metrics["advantages"] = decision.num_rollouts
         trained = [
             pair for row in batch.micro_batches for pair in _hash_rollouts(row, self._has_critic)
         ]
         # Dynamic sampling takes the first groups of the prompt stream. Groups at later positions
         # are surplus, but only if the step is full.
-        is_dynamic = self._rollout.dynamic_sampling
         num_wanted = self._rollout.num_prompts_per_step if is_dynamic else math.inf
         find = partial(find_misplaced, decision=decision.rank0_decision, num_wanted=num_wanted)
-        result.errors.extend(on_rank0(find, [reports, trained, surplus_or_dropped]))
+        result.errors.extend(on_rank0(find, [reports, trained, not_trained]))
         self._check_denominators(result, batch)
         return result
 
@@ -130,37 +159,14 @@ class BatchCheck:
         trained on.
 
         A reward is the weighted sum minus the overlong penalty. NaN: unknown."""
-        rewards: dict[int, float] = {}
-        for group, sums in zip(sampled.groups, self._weighted_sums(sampled), strict=True):
-            ids = self._ids(group, decision)
+        return {
+            i: reward - self._overlong_penalty(len(completion.token_ids))
+            for group, sums in zip(sampled.groups, self._weighted_sums(sampled), strict=True)
             # Not strict: a group that is not trained on has no ids.
-            for i, completion, reward in zip(ids, group.completions, sums, strict=False):
-                rewards[i] = reward - self._overlong_penalty(len(completion.token_ids))
-        return rewards
-
-    def _ids(self, group: RolloutGroup, decision: Decision) -> range:
-        """Returns the ids of a group's rollouts, none if it is not trained on."""
-        slot = decision.slots.get(group.prompt.position)
-        size = self._rollout.group_size
-        return range(0) if slot is None else range(slot * size, (slot + 1) * size)
-
-    def _trained_groups(
-        self, sampled: SampledStep, batch: RolloutBatch, decision: Decision
-    ) -> list[_TrainedGroup]:
-        """Collective. Returns this rank's groups that are trained on, with their rewards."""
-        ids_by_group = [(group, self._ids(group, decision)) for group in sampled.groups]
-        kl_penalties = _kl_penalties(batch, self._loss)
-        rewards = self.rewards_of(sampled, decision)
-        return [
-            _TrainedGroup(
-                group,
-                ids,
-                rewards=[rewards[i] for i in ids],
-                penalised=[rewards[i] - kl_penalties.get(i, 0.0) for i in ids],
+            for i, completion, reward in zip(
+                decision.rollout_ids(group), group.completions, sums, strict=False
             )
-            for group, ids in ids_by_group
-            if ids
-        ]
+        }
 
     def _weighted_sums(self, sampled: SampledStep) -> list[list[float]]:
         """Returns, for each group, the weighted sum of the rewards of each completion over the
@@ -190,29 +196,6 @@ class BatchCheck:
             return 0.0
         return self._advantage.overlong_penalty * min(excess, buffer) / buffer
 
-    def _check_selection(
-        self, result: CheckResult, sampled: SampledStep, decision: Decision
-    ) -> list[int]:
-        """Returns the prompt-stream positions of groups that are not trained on without a reason.
-
-        The only reason to drop a group is that dynamic sampling found no spread in its rewards.
-        The returned groups are right only if they are surplus, which rank 0 knows. Adds an error
-        for a group without spread that dynamic sampling kept."""
-        is_dynamic = self._rollout.dynamic_sampling
-        not_trained = []
-        for group, rewards in zip(sampled.groups, self._weighted_sums(sampled), strict=True):
-            has_no_spread = moments(rewards)[1] < _MIN_DEVIATION
-            position = group.prompt.position
-            slot = decision.slots.get(position)
-            if slot is None:
-                if not (is_dynamic and has_no_spread):
-                    not_trained.append(position)
-            elif is_dynamic and has_no_spread:
-                result.errors.append(
-                    f"group {slot} has rewards that are all alike, and dynamic sampling kept it"
-                )
-        return not_trained
-
     def _advantage_line(
         self, rewards: Sequence[float], step_mean: float, step_deviation: float
     ) -> tuple[float, float]:
@@ -222,104 +205,79 @@ class BatchCheck:
         the rewards of the whole step. The scale is infinite if there is nothing to learn: then
         every advantage is 0."""
         center, deviation = moments(rewards)
-        is_usable = deviation >= _MIN_DEVIATION
-        scale = 1.0
+        num_known = sum(not math.isnan(reward) for reward in rewards)
         estimator = self._advantage.estimator
+        divisors = {
+            "group": deviation,
+            "batch": max(step_deviation, _MIN_DEVIATION),
+            "none": 1.0,
+        }
+        scale = {
+            "reinforce_pp": step_deviation,
+            "max_rl": center,
+            # r - mean of the n - 1 others = (r - mean of all) / ((n - 1) / n).
+            "rloo": (num_known - 1) / max(num_known, 1),
+            "grpo": divisors[self._advantage.normalize_std],
+        }.get(estimator, 1.0)
         if estimator == "reinforce_pp":
             center = step_mean
-            scale = step_deviation
-            is_usable = step_deviation >= _MIN_DEVIATION
-        elif estimator == "max_rl":
-            scale = center
-            is_usable = is_usable and center >= _MIN_DEVIATION
-        elif estimator == "rloo" and is_usable:
-            # r - mean of the n - 1 others = (r - mean of all) / ((n - 1) / n).
-            num_known = sum(not math.isnan(reward) for reward in rewards)
-            scale = (num_known - 1) / num_known
-        elif estimator == "grpo":
-            scale = {
-                "group": deviation,
-                "batch": max(step_deviation, _MIN_DEVIATION),
-                "none": 1.0,
-            }[self._advantage.normalize_std]
+            deviation = step_deviation
+        is_usable = min(scale, deviation) >= _MIN_DEVIATION
         return center, scale if is_usable else math.inf
 
-    def _check_group(
+    def _check_rollout(
         self,
         result: CheckResult,
-        group: _TrainedGroup,
-        line: tuple[float, float],
-        discount: float | None,
+        i: int,
+        completion: Completion,
+        reward: float,
+        expected: float,
         decision: Decision,
-    ) -> list[tuple[int, int, float]]:
-        """Checks the advantages and masks of a group. Returns (rollout id, hash, reward) of each
-        rollout.
-
-        `line` is (center, scale) of `_advantage_line`. `discount` is `environment.discount`."""
-        center, scale = line
-        completions = group.group.completions
-        token_advantages = self._token_advantages(result, group, scale, discount, decision)
-        reports = []
-        for n, (i, completion) in enumerate(zip(group.ids, completions, strict=True)):
-            reward = group.penalised[n]
-            is_zero = math.isnan(reward) or math.isinf(scale)
-            expected = 0.0 if is_zero else (reward - center) / scale
-            advantage = decision.advantages[i]
-            if not self._has_critic and not _is_close(advantage, expected):
-                result.errors.append(
-                    f"rollout {i} has the advantage {advantage:.6g}, not {expected:.6g}"
-                )
-            is_cut = self._loss.mask_truncated and completion.finish_reason == "length"
-            in_loss = decision.in_loss[i]
-            # A rollout counts in the loss if its reward is known and it is not masked for its cut.
-            if in_loss != (not math.isnan(group.rewards[n]) and not is_cut):
-                result.errors.append(f"rollout {i} is {'' if in_loss else 'not '}in the loss")
-            contexts = completion_contexts(group.group.prompt.token_ids, completion)
-            # The hash that the trained row must give: see _hash_rollouts for the other side.
-            tokens = [(context.token_ids, np.flatnonzero(context.sampled)) for context in contexts]
-            mask = [in_loss] * len(completion.token_ids)
-            rollout_hash = _hash_rollout(tokens, completion.logprobs, token_advantages[n], mask)
-            reports.append((i, rollout_hash, group.rewards[n]))
-        return reports
+    ) -> None:
+        """Checks advantage and mask of the rollout `i`. `reward` is without the KL penalty,
+        `expected` is the advantage."""
+        advantage = decision.advantages[i]
+        if not self._has_critic and not _is_close(advantage, expected):
+            result.errors.append(
+                f"rollout {i} has the advantage {advantage:.6g}, not {expected:.6g}"
+            )
+        is_cut = self._loss.mask_truncated and completion.finish_reason == "length"
+        in_loss = decision.in_loss[i]
+        # A rollout counts in the loss if its reward is known and it is not masked for its cut.
+        if in_loss != (not math.isnan(reward) and not is_cut):
+            result.errors.append(f"rollout {i} is {'' if in_loss else 'not '}in the loss")
 
     def _token_advantages(
         self,
         result: CheckResult,
-        group: _TrainedGroup,
+        group: RolloutGroup,
+        rewards: Sequence[float],
         scale: float,
         discount: float | None,
         decision: Decision,
-    ) -> list[npt.NDArray[Any]]:
-        """Returns one array for each rollout: the advantages of its sampled tokens.
+    ) -> Sequence[Credit]:
+        """Returns the advantages of the sampled tokens of each rollout: one number, or one for each
+        token.
 
         With `environment.discount` the turns of an episode have advantages of their own, which are
-        checked here. With a critic the arrays are 0: the critic's own check compares them."""
-        completions = group.group.completions
-        lengths = [len(completion.token_ids) for completion in completions]
+        checked here. With a critic they are 0: the critic's own check compares them."""
         if self._has_critic:
-            return [np.zeros(length) for length in lengths]
-        advantages = [decision.advantages[i] for i in group.ids]
+            return [0.0] * len(group.completions)
+        ids = decision.rollout_ids(group)
+        advantages = [decision.advantages[i] for i in ids]
         if discount is None:
-            return [np.full(*pair) for pair in zip(lengths, advantages, strict=True)]
-        episodes = [completion.episode for completion in completions]
-        credits: Sequence[Credit] = turn_advantages(advantages, group.penalised, episodes, discount)
-        scored = [n for n, reward in enumerate(group.penalised) if not math.isnan(reward)]
+            return advantages
+        episodes = [completion.episode for completion in group.completions]
+        credits = turn_advantages(advantages, rewards, episodes, discount)
+        is_known = [not math.isnan(reward) for reward in rewards]
         # If whole returns have no spread, no line through them says what those of turns are worth.
-        if moments(group.penalised)[1] < _MIN_DEVIATION:
-            scale = math.inf
-        token_advantages = [
-            np.broadcast_to(credit, length) for credit, length in zip(credits, lengths, strict=True)
-        ]
-        for n, i in enumerate(group.ids):
-            if math.isnan(group.rewards[n]):
-                continue
-            above = _turn_credit(completions, n, scored, scale, discount)
-            expected = [advantages[n] + credit for credit in above]
-            if not np.allclose(token_advantages[n], expected, rtol=1e-4, atol=1e-5):
+        expected = _turn_advantages(advantages, episodes, is_known, scale, discount)
+        for i, credit, values, is_scored in zip(ids, credits, expected, is_known, strict=True):
+            if is_scored and not np.allclose(credit, values, rtol=1e-4, atol=1e-5):
                 result.errors.append(
                     f"rollout {i} has other advantages of its turns than their returns say"
                 )
-        return token_advantages
+        return credits
 
     def _check_completions(self, result: CheckResult, sampled: SampledStep) -> None:
         """Checks that the completions of a group differ, and that each ends where it should."""
@@ -334,7 +292,6 @@ class BatchCheck:
                     result.errors.append(
                         f"{count} completions of a group are one: a chance of e{log_chance:.0f}"
                     )
-        for group in sampled.groups:
             for completion in group.completions:
                 self._check_turns(result, completion)
 
@@ -386,14 +343,6 @@ class BatchCheck:
                 )
 
 
-def count_loss(mini_batch: Sequence[MicroBatch]) -> tuple[int, int]:
-    """Returns (number of tokens, number of rollouts) of this rank that count in the loss."""
-    return (
-        sum(int(row.loss_mask.sum()) for row in mini_batch),
-        sum(len(row.sequence_index[row.loss_mask].unique()) for row in mini_batch),
-    )
-
-
 def _kl_penalties(batch: RolloutBatch, loss: LossConfig) -> dict[int, float]:
     """Returns the KL penalties of the rollouts of all ranks by id. Collective with `loss.kl_in:
     reward`, else empty.
@@ -407,90 +356,77 @@ def _kl_penalties(batch: RolloutBatch, loss: LossConfig) -> dict[int, float]:
     for row in batch.micro_batches:
         for number, i in enumerate(row.rollout_ids):
             rollout_values = row.sequence_index == number
-            p = cast(Tensor, row.old_logprobs)[rollout_values]
-            ref = cast(Tensor, row.ref_logprobs)[rollout_values]
             # In float32 as the trainer's: if the rewards of a group differ by nothing else, its
             # rounding shows.
-            terms = {
-                "k1": p - ref,
-                "k2": (p - ref) ** 2 / 2,
-                "k3": torch.expm1(ref - p) - (ref - p),
-            }[loss.kl_estimator]
+            terms = plain_kl(
+                cast(Tensor, row.old_logprobs)[rollout_values],
+                cast(Tensor, row.ref_logprobs)[rollout_values],
+                loss.kl_estimator,
+            )
             penalties[i] = loss.kl_coef * float(terms.double().sum())
-    return dict(on_rank0(_join, list(penalties.items())))
+    return dict(join_ranks(list(penalties.items())))
 
 
-def _turn_credit(
-    completions: Sequence[Completion],
-    number: int,
-    scored: Sequence[int],
+def _turn_advantages(
+    advantages: Sequence[float],
+    episodes: Sequence[Episode | None],
+    is_known: Sequence[bool],
     scale: float,
     discount: float,
-) -> list[float]:
-    """Returns, for each sampled token of rollout `number` of a group, the token's advantage minus
-    the rollout's advantage.
+) -> list[npt.NDArray[Any]]:
+    """Returns the advantages of the sampled tokens of each rollout of a group.
 
     For a turn, let x be (return from this turn on) - (return of the whole episode). Every token of
-    the turn has (x - mean of x over the group's scored rollouts) / `scale`. `scored` are the
-    indices of the rollouts whose reward is known."""
-
-    def excess(turns: Sequence[Turn], start: int) -> float:
-        """Returns the return from turn `start` on minus the whole return."""
-        rewards = [(n, turn.reward or 0.0) for n, turn in enumerate(turns)]
-        return sum(r * discount ** (n - start) for n, r in rewards[start:]) - sum(
-            r * discount**n for n, r in rewards
-        )
-
-    turns_by_rollout: list[Sequence[Turn]] = [
-        completion.episode.turns if completion.episode is not None else ()
-        for completion in completions
+    the turn has the rollout's advantage plus (x - mean of x over the group's rollouts with a known
+    reward) / `scale`."""
+    turns_by_rollout = [episode.turns if episode is not None else () for episode in episodes]
+    # One more than there are: the returns after the end are 0.
+    starts = range(1 + max(map(len, turns_by_rollout)))
+    returns = np.array(
+        [
+            [
+                sum((turn.reward or 0.0) * discount**n for n, turn in enumerate(turns[start:]))
+                for start in starts
+            ]
+            for turns in turns_by_rollout
+        ]
+    )
+    excess = returns - returns[:, :1]
+    centred = excess - excess[is_known].sum(axis=0) / max(sum(is_known), 1)
+    return [
+        advantage + np.repeat(x[: len(turns)], [turn.num_tokens for turn in turns]) / scale
+        for advantage, x, turns in zip(advantages, centred, turns_by_rollout, strict=True)
     ]
-    credit = []
-    for start, turn in enumerate(turns_by_rollout[number]):
-        mean = sum(excess(turns_by_rollout[n], start) for n in scored) / len(scored)
-        value = (excess(turns_by_rollout[number], start) - mean) / scale
-        credit += [value] * turn.num_tokens
-    return credit
 
 
 def _hash_rollouts(row: MicroBatch, has_critic: bool = False) -> list[tuple[int, int]]:
     """Returns (rollout id, hash) of each rollout in a micro-batch.
 
-    The hash is _MISALIGNED if a target is not the token after the position that predicts it."""
+    The hash is _MISALIGNED if a target is not the token after the position that predicts it, or if
+    positions do not count from 0 in each sequence."""
+    contexts = row_contexts(row)
+    positions = torch.cat([torch.arange(length) for length in row.sequence_lengths])
+    is_aligned = torch.equal(positions, row.position_ids.cpu())
     token_advantages = torch.zeros_like(row.advantages) if has_critic else row.advantages
-    ids, index, predict, targets, positions, logprobs, advantages, mask = (
+    index, targets, logprobs, advantages, mask = (
         column.cpu().numpy()
         for column in (
-            row.input_ids,
             row.sequence_index,
-            row.predict_index,
             row.target_ids,
-            row.position_ids,
             row.rollout_logprobs,
             token_advantages,
             row.loss_mask,
         )
     )
-    # Positions count from 0 in each sequence of the row.
-    starts = np.flatnonzero(positions == 0)
-    following = np.append(ids[1:], -1)
-    sequences = np.searchsorted(starts, predict, "right") - 1
-    # Stable: the tokens of a rollout keep their order.
-    order = np.argsort(index, kind="stable")
-    bounds = np.searchsorted(index[order], np.arange(len(row.rollout_ids) + 1))
     hashes = []
     for number, i in enumerate(row.rollout_ids):
-        entries = order[bounds[number] : bounds[number + 1]]
-        if not len(entries) or not np.array_equal(targets[entries], following[predict[entries]]):
+        entries = np.flatnonzero(index == number)
+        tokens = [(c.token_ids, c.sampled_at) for c in contexts if c.rollout_id == i]
+        # A position may be behind the last token, where there is no other.
+        following = np.concatenate([[-1], *(np.append(ids, -1)[at] for ids, at in tokens)])[1:]
+        if not is_aligned or not np.array_equal(targets[entries], following):
             hashes.append((i, _MISALIGNED))
             continue
-        sequence_of = sequences[entries]
-        sampled_at = predict[entries] + 1
-        tokens = [
-            (ids[start:], sampled_at[sequence_of == n] - start)
-            for n, start in enumerate(starts)
-            if n in sequence_of
-        ]
         hashes.append(
             (i, _hash_rollout(tokens, logprobs[entries], advantages[entries], mask[entries]))
         )
@@ -527,13 +463,15 @@ def find_misplaced(
     are not trained on. Returns one sentence for each error. `num_wanted` is the number of groups of
     a full step; infinity without dynamic sampling."""
     assert decision is not None
-    sampled, trained, not_trained = map(_join, zip(*reports, strict=True))
-    errors = []
+    sampled, trained, not_trained = ([*chain(*lists)] for lists in zip(*reports, strict=True))
     positions = decision.positions.tolist()
-    for position in not_trained:
-        is_surplus = len(positions) == num_wanted and position > max(positions)
-        if not is_surplus:
-            errors.append(f"the group at position {position} is not trained on")
+    is_full = len(positions) == num_wanted
+    errors = [
+        f"the group at position {position} is not trained on"
+        for position in not_trained
+        # Else it is surplus.
+        if not (is_full and position > max(positions))
+    ]
     for i, _, reward in sampled:
         decided = float(decision.rewards[i])
         if not _is_close(decided, reward):
@@ -545,31 +483,25 @@ def find_misplaced(
         errors.append("the plan does not have each rollout once")
     hashes: dict[int, int] = dict(trained)
     counts = Counter(i for i, _ in trained)
-    for fault, ids in (
-        ("twice", [i for i, count in counts.items() if count > 1]),
-        (
-            "with other tokens, logprobs or advantages",
-            [i for i, expected, _ in sampled if hashes.get(i, expected) != expected],
-        ),
-        ("not", [i for i, expected, _ in sampled if i not in hashes and expected != NO_TOKENS]),
-    ):
-        if ids:
-            errors.append(f"rollouts {sorted(ids)[:5]} are trained on {fault}")
-    return errors
-
-
-def _join(lists: Iterable[list[Any]]) -> list[Any]:
-    """Returns the lists of all ranks as one."""
-    return list(chain.from_iterable(lists))
+    faults = {
+        "twice": [i for i, count in counts.items() if count > 1],
+        "with other tokens, logprobs or advantages": [
+            i for i, expected, _ in sampled if hashes.get(i, expected) != expected
+        ],
+        "not": [i for i, expected, _ in sampled if i not in hashes and expected != NO_TOKENS],
+    }
+    return errors + [
+        f"rollouts {sorted(ids)[:5]} are trained on {fault}" for fault, ids in faults.items() if ids
+    ]
 
 
 def moments(values: Sequence[float]) -> tuple[float, float]:
     """Returns (mean, unbiased standard deviation) of the known values; 0 where there are too few.
     NaN: unknown."""
-    values = [value for value in values if not math.isnan(value)]
-    mean = math.fsum(values) / max(len(values), 1)
-    variance = math.fsum((v - mean) ** 2 for v in values) / max(len(values) - 1, 1)
-    return mean, math.sqrt(variance)
+    known = np.array([value for value in values if not math.isnan(value)])
+    if len(known) < 2:
+        return float(known.sum()), 0.0
+    return float(known.mean()), float(known.std(ddof=1))
 
 
 def _is_close(a: float, b: float) -> bool:
@@ -617,7 +549,6 @@ def check_data(
             for name, value in row.items()
             if data.prompt_template or name != data.prompt_key
         }
-        expected["prompts"] = prompt.text
         # reward_inputs has one entry for each completion, in the order of the groups. Not strict:
         # the slice goes on with the completions of later groups.
         start = number * len(group.completions)
@@ -629,12 +560,12 @@ def check_data(
             if episode is not None and not episode.turns:
                 continue
             text = tokenizer.decode(completion.token_ids, skip_special_tokens=True)
-            expected["completions"] = text
-            if episode is not None:
-                expected["completions"] = episode.messages
-            elif is_chat:
-                expected["completions"] = [{"role": "assistant", "content": text}]
-            expected["completion_ids"] = completion.token_ids
+            reply = [{"role": "assistant", "content": text}] if is_chat else text
+            expected |= {
+                "prompts": prompt.text,
+                "completions": reply if episode is None else episode.messages,
+                "completion_ids": completion.token_ids,
+            }
             # Compared as text, since values of a row may be arrays or NaN.
             wrong_names = [
                 name for name, value in expected.items() if repr(inputs.get(name)) != repr(value)
@@ -672,26 +603,23 @@ def _read_rows(source: str, numbers: Collection[int]) -> dict[int, _Row]:
     """Returns the rows with these numbers, counted from 0. `source` is as in `data.train`.
 
     Raises OSError or ValueError if the data cannot be read."""
-    final = max(numbers, default=-1)
     if source.startswith("hub:"):
         import datasets
 
         _, repo, subset, split = source.split(":", 3)
         table = datasets.load_dataset(repo, subset or None, split=split)
         return {number: dict(table[number]) for number in numbers}
-    rows: dict[int, _Row] = {}
-    start = 0
     if source.endswith(".parquet"):
         import pyarrow.parquet
 
         if Path(source).is_dir():
             table = pyarrow.parquet.read_table(source, memory_map=True)
             return {number: table.slice(number, 1).to_pylist()[0] for number in numbers}
+        rows: dict[int, _Row] = {}
+        start = 0
         # Every rank reads the file: none may hold all of it in memory.
         file = pyarrow.parquet.ParquetFile(source, pre_buffer=False, buffer_size=1 << 20)
         for batch in file.iter_batches(4096, use_threads=False):
-            if start > final:
-                break
             for number in numbers:
                 if start <= number < start + len(batch):
                     rows[number] = batch.slice(number - start, 1).to_pylist()[0]
@@ -699,10 +627,9 @@ def _read_rows(source: str, numbers: Collection[int]) -> dict[int, _Row]:
         return rows
     with Path(source).open("rb") as file:
         # Empty lines of a JSONL file are no rows.
-        lines = islice(filter(bytes.strip, file), final + 1)
         return {
             number: json.loads(line.decode("utf-8-sig"))
-            for number, line in enumerate(lines)
+            for number, line in enumerate(filter(bytes.strip, file))
             if number in numbers
         }
 

@@ -23,8 +23,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.rnn import pad_sequence
 
 from grpo_spmd.config.schema import (
     AdvantageConfig,
@@ -35,14 +35,16 @@ from grpo_spmd.config.schema import (
     TrainingConfig,
 )
 from grpo_spmd.distributed.collectives import any_rank, on_rank0
-from grpo_spmd.learn.assemble import pack_rollouts
-from grpo_spmd.learn.contexts import rollout_contexts, shorten_segments
+from grpo_spmd.distributed.reductions import merge
+from grpo_spmd.learn.assemble import episode_rollout, pack_rollouts
+from grpo_spmd.learn.contexts import completion_contexts, rollout_contexts, shorten_segments
 from grpo_spmd.learn.sampled_step import SampledStep
-from grpo_spmd.learn.update import PolicyUpdater
+from grpo_spmd.learn.update import MiniBatch, PolicyUpdater, Reference
 from grpo_spmd.model.families.build import decoder_layers
-from grpo_spmd.model.policy import DTYPES, Policy, Scores
-from grpo_spmd.model.sharding import first_row, is_first_replica
-from grpo_spmd.proofs.plain_loss import LossTerm, PlainSequence, plain_terms
+from grpo_spmd.model.lora import adapters_at_zero
+from grpo_spmd.model.policy import DTYPES, Policy
+from grpo_spmd.model.sharding import first_row, is_first_replica, reshard
+from grpo_spmd.proofs.plain_loss import LossTerm, plain_terms
 from grpo_spmd.records import Decision, MicroBatch, Rollout, RolloutBatch, RolloutGroup
 
 Numbers = npt.NDArray[np.float64]
@@ -51,16 +53,21 @@ _NUM_SEQUENCES = 6
 _PROMPT_TOKENS = 16
 _COMPLETION_TOKENS = 12
 _NUM_SKETCHES = 8
+# The number of errors that a message names; the others are only counted.
+_MAX_NAMED = 4
 # Synthetic log ratios stay far below 20, above which the loss ignores them. A config may have
 # bounds like 1e9.
 _MAX_LOG_RATIO = 5.0
 
 
-class _Bounds(NamedTuple):
-    """The largest differences that rounding explains, for one number format."""
+# The mean difference that rounding explains, by number format: of a logprob or an entropy, in nats,
+# and of a value, relative to its size. Measured: 6e-7 and 0.013 nats.
+SCORE_BOUNDS = {"float32": 1e-4, "bfloat16": 0.05}
 
-    score: float
-    """The mean difference of a logprob or an entropy, in nats."""
+
+class _Bounds(NamedTuple):
+    """The largest other differences that rounding explains, for one number format."""
+
     term: float
     """The difference of a term of the loss, relative to the sum of its summands' sizes."""
     gradient: float
@@ -69,11 +76,11 @@ class _Bounds(NamedTuple):
     """The difference of a gradient's sum over ranks, relative to the gradient's norm."""
 
 
-# Measured on models of 2 and 24 layers, in the order of the fields: 6e-7, 2e-8, 1.4e-6, 2e-7 in
-# float32; 0.013, 2e-8, 0.026, 0.002 in bfloat16.
+# Measured on models of 2 and 24 layers, in the order of the fields: 2e-8, 1.4e-6, 2e-7 in float32;
+# 2e-8, 0.026, 0.002 in bfloat16.
 _BOUNDS = {
-    "float32": _Bounds(1e-4, 1e-4, 1e-3, 1e-4),
-    "bfloat16": _Bounds(0.05, 1e-4, 0.2, 0.05),
+    "float32": _Bounds(1e-4, 1e-3, 1e-4),
+    "bfloat16": _Bounds(1e-4, 0.2, 0.05),
 }
 
 
@@ -95,11 +102,29 @@ class CheckResult:
             self.errors.append(f"{subject} is off by {difference:.3g} (bound {bound:.3g})")
 
 
+def describe_errors(errors_by_rank: Iterable[Sequence[str]]) -> str:
+    """Returns the first errors of all ranks in one line, each with its ranks; "" without any."""
+    # Ranks often find the same error: each text is said once.
+    ranks_by_error: dict[str, list[str]] = {}
+    for rank, errors in enumerate(errors_by_rank):
+        for error in dict.fromkeys(errors):
+            ranks_by_error.setdefault(error, []).append(str(rank))
+    texts = [f"rank {', '.join(ranks)}: {error}" for error, ranks in ranks_by_error.items()]
+    if len(texts) > _MAX_NAMED:
+        texts[_MAX_NAMED:] = [f"and {len(texts) - _MAX_NAMED} more"]
+    return "; ".join(texts)
+
+
 def sum_over_ranks(numbers: Iterable[float]) -> list[Any]:
     """Collective. Returns the sum of each number over all ranks, on every rank."""
     return on_rank0(
         lambda by_rank: [sum(column) for column in zip(*by_rank, strict=True)], list(numbers)
     )
+
+
+def join_ranks(values: list[Any]) -> list[Any]:
+    """Collective. Returns the values of all ranks, rank after rank, on every rank."""
+    return on_rank0(lambda by_rank: list(chain.from_iterable(by_rank)), values)
 
 
 def relative_difference(reduced: Numbers, plain: Numbers) -> float:
@@ -121,14 +146,20 @@ def gradient_squares(policy: Policy) -> dict[str, float]:
     parameter.
 
     It is 0 for a replica's copy, which would count twice, and for a parameter without gradient."""
-    trained = {name: p for name, p in policy.named_parameters() if p.requires_grad}
-    norms = {
-        name: torch.linalg.vector_norm(cast(DTensor, parameter.grad)._local_tensor)
-        for name, parameter in trained.items()
-        if parameter.grad is not None and is_first_replica(cast(DTensor, parameter))
-    }
-    squares = torch.stack([*norms.values()]).double().square().tolist() if norms else []
-    return dict.fromkeys(trained, 0.0) | dict(zip(norms, squares, strict=True))
+    squares = {name: 0.0 for name, p in policy.named_parameters() if p.requires_grad}
+    for name, parameter in policy.named_parameters():
+        if parameter.grad is not None and is_first_replica(cast(DTensor, parameter)):
+            local = cast(DTensor, parameter.grad)._local_tensor
+            squares[name] = float(torch.linalg.vector_norm(local, dtype=torch.float64)) ** 2
+    return squares
+
+
+def count_loss(mini_batch: Sequence[MicroBatch]) -> tuple[int, int]:
+    """Returns (number of tokens, number of rollouts) of this rank that count in the loss."""
+    return (
+        sum(int(row.loss_mask.sum()) for row in mini_batch),
+        sum(len(row.sequence_index[row.loss_mask].unique()) for row in mini_batch),
+    )
 
 
 class SyntheticTeacher(Protocol):
@@ -141,51 +172,37 @@ class SyntheticTeacher(Protocol):
     def is_sampled(self) -> bool:
         """True if the teacher gives logprobs of the sampled tokens, False if it gives
         distributions."""
-        ...
 
     def teach(self, row: MicroBatch) -> None:
         """Attach the teacher's signal to a row."""
-        ...
 
     def divergence(self, log_p: Tensor) -> Tensor:
         """Returns the divergence [n], float64, of the policy's logprobs [n, V] of all rows, with
         its graph."""
-        ...
 
 
 class SyntheticValues(Protocol):
     """Makes value targets for the synthetic rows, if a critic's head learns in the policy's
     update."""
 
-    bound: float
-    """The largest relative difference of a value that rounding explains."""
-
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, parameter) of the critic's head."""
-        ...
 
     def random_head(self) -> AbstractContextManager[None]:
         """Return a context manager. Within it the head adds a fixed random product: a head of zeros
         would show no fault."""
-        ...
 
     def set_targets(self, row: MicroBatch, values: Tensor) -> None:
         """Give a row old values and returns at known distances from the trainer's values [C]."""
-        ...
 
-    def plain_loss(
-        self, rollouts: Sequence[Rollout], counts: Tensor, num_tokens: int
-    ) -> tuple[Tensor, float, float]:
-        """Collective. Returns (value loss [] with its graph, sum of its terms' sizes, mean
-        difference of the trainer's values relative to their size).
-
-        `counts` [n] is True for the tokens of the rollouts that count in the loss. `num_tokens`
-        is their number over all ranks."""
-        ...
+    def plain_term(
+        self, result: CheckResult, rollouts: Sequence[Rollout], num_tokens: int, bound: float
+    ) -> LossTerm:
+        """Collective. Returns the value loss, and compares the trainer's values with plain ones.
+        `num_tokens` is the number of tokens that count over all ranks."""
 
     def check_head_gradient(self, result: CheckResult, bound: float) -> None:
         """Collective. Compares the head's gradient with the plain one, and drops it."""
-        ...
 
 
 # Collective. Checks what one signal wrote into the batch of a step. The last argument has the
@@ -237,62 +254,42 @@ class _TrainerPass:
     differently in a compiled model."""
 
     def __init__(
-        self,
-        rows: Sequence[Sequence[Rollout]],
-        loss: LossConfig,
-        values: SyntheticValues | None,
+        self, rollouts: Sequence[Rollout], loss: LossConfig, values: SyntheticValues | None
     ) -> None:
-        self._rows = rows
+        self._rollouts = rollouts
         self._loss = loss
         self._values = values
-        self._scores: list[Scores] = []
-        self._synthetic: list[dict[str, Tensor]] = []
-        self._divergences: list[Tensor] = []
+        # Of each row with a rollout, float64.
+        self._columns: list[dict[str, Tensor]] = []
 
     def hook(self, _: nn.Module, inputs: tuple[MicroBatch], output: tuple[Tensor, ...]) -> None:
         """Runs after each forward pass. `output` is logprobs and entropy [C], then what the terms
         return: the divergence from a teacher, and last the critic's values."""
-        number = len(self._scores)
-        row = self._rows[number]
         batch = inputs[0]
-        logprobs = output[0].detach()
-        self._scores.append((logprobs, output[1].detach()))
-        num_earlier = sum(map(len, self._rows[:number]))
-        # A row without rollouts has one token that counts nothing.
-        base = (logprobs if row else logprobs[:0]).double()
-        synthetic = _synthetic_logprobs(row, num_earlier, base, self._loss)
-        self._synthetic.append(synthetic)
-        if row:
-            num_terms = len(output) - (self._values is not None)
-            self._divergences += output[2:num_terms]
+        logprobs, entropy, *terms = [tensor.detach().double() for tensor in output]
         if self._values is not None:
-            self._values.set_targets(batch, output[-1])
-        if row:
-            # In place: the updater holds this tensor already.
-            batch.rollout_logprobs.copy_(synthetic["engine"])
-            batch.old_logprobs = synthetic["old"].float()
-            batch.ref_logprobs = synthetic["ref"].float() if self._loss.kl_coef else None
-            if batch.teacher_signal is not None and batch.teacher_signal.logprobs is not None:
-                batch.teacher_signal.logprobs.copy_(synthetic["ref"])
-        elif self._loss.kl_coef:
-            batch.ref_logprobs = batch.rollout_logprobs
+            self._values.set_targets(batch, terms.pop())
+        # A row without rollouts has one token that counts nothing.
+        if not batch.rollout_ids:
+            batch.ref_logprobs = batch.rollout_logprobs if self._loss.kl_coef else None
+            return
+        rollouts = [self._rollouts[i] for i in batch.rollout_ids]
+        synthetic = _synthetic_logprobs(rollouts, logprobs, self._loss)
+        # In place: the updater holds this tensor already.
+        batch.rollout_logprobs.copy_(synthetic["engine"])
+        batch.old_logprobs = synthetic["old"]
+        batch.ref_logprobs = synthetic["ref"] if self._loss.kl_coef else None
+        if batch.teacher_signal is not None and batch.teacher_signal.logprobs is not None:
+            batch.teacher_signal.logprobs.copy_(synthetic["ref"])
+        columns = {name: column.double() for name, column in synthetic.items()}
+        columns |= {"logprobs": logprobs, "entropy": entropy}
+        self._columns.append(columns | dict(zip(["divergence"], terms, strict=False)))
 
-    def scores(self) -> list[Tensor]:
-        """Returns [logprobs, entropies], each [tokens] over all rows, float64."""
-        counted = [
-            [column if row else column[:0] for column in scores]
-            for scores, row in zip(self._scores, self._rows, strict=True)
-        ]
-        return [torch.cat(columns).double() for columns in zip(*counted, strict=True)]
-
-    def synthetic(self, name: str) -> Tensor:
-        """Returns the logprobs `name` ("old", "engine" or "ref") of all rows, rounded to float32 as
-        the trainer got them."""
-        return torch.cat([columns[name] for columns in self._synthetic]).float().double()
-
-    def divergence(self) -> Tensor:
-        """Returns the trainer's divergence from the synthetic teacher [tokens], float64."""
-        return torch.cat(self._divergences).detach().double()
+    def columns(self) -> dict[str, Tensor]:
+        """Returns the logprobs "logprobs", "old", "engine" and "ref", "entropy", and from a teacher
+        "divergence", each [tokens] over all rows, float64; nothing without a rollout."""
+        names = self._columns[0] if self._columns else ()
+        return {name: torch.cat([columns[name] for columns in self._columns]) for name in names}
 
 
 class GradientCheck:
@@ -313,7 +310,8 @@ class GradientCheck:
         self._values = signals.values
         self._bounds = _BOUNDS[settings.dtype]
         self._rounding = torch.finfo(DTYPES[settings.dtype]).eps / 2
-        self.score_bound = self._bounds.score
+        self._min_score_bound = SCORE_BOUNDS[settings.dtype]
+        self.score_bound = self._min_score_bound
         self._gradient_bound = self._bounds.gradient
 
     def run(
@@ -334,22 +332,24 @@ class GradientCheck:
         """Does the work of `run`, within the random head."""
         result = CheckResult()
         policy = self._policy
+        values = self._values
         rollouts = _short_rollouts(groups)
         rows = [rollouts[:3], rollouts[3:]] if accumulates else [rollouts]
-        values_parameters = [] if self._values is None else self._values.named_parameters()
+        values_parameters = [] if values is None else values.named_parameters()
         check_no_gradient(result, chain(policy.named_parameters(), values_parameters))
-        num_tokens, num_sequences = _denominators(rollouts)
-        trainer = _TrainerPass(rows, self._loss, self._values)
         batches = [pack_rollouts(row, device) for row in rows]
+        num_tokens, num_sequences = (max(n, 1) for n in sum_over_ranks(count_loss(batches)))
         teacher = self._make_teacher() if self._make_teacher is not None else None
         if teacher is not None:
             for batch in batches:
                 teacher.teach(batch)
         # 1. The trainer's pass leaves its gradient in the parameters.
+        trainer = _TrainerPass(rollouts, self._loss, values)
         handle = policy.register_forward_hook(trainer.hook)
-        totals, _ = self._updater.accumulate(batches, num_tokens, num_sequences, is_synced=True)
+        mini_batch = MiniBatch(batches, num_tokens, num_sequences)
+        parts, _ = self._updater.accumulate(mini_batch, is_synced=True)
+        totals = merge(parts)
         handle.remove()
-        trainer_logprobs, trainer_entropy = trainer.scores()
         trainer_squares = gradient_squares(policy)
         # 2. The plain pass subtracts its gradient from that. Activation checkpointing may run
         # layers again in the backward pass, which therefore is within eager attention too.
@@ -358,40 +358,47 @@ class GradientCheck:
             sketch_of_trainer = sketch.of_gradient()
             plain = _plain_scores(policy, rollouts, self._rollout.temperature, device)
             self._widen_bounds(plain.mean_max_logit)
-            logprobs = plain.logprobs
-            entropy = plain.entropy
+            columns = trainer.columns()
             if rollouts:
-                self._compare_scores(result, "the logprob of a token", trainer_logprobs - logprobs)
-                self._compare_scores(result, "the entropy at a token", trainer_entropy - entropy)
-            columns = {
-                "logprobs": _with_value(logprobs, trainer_logprobs),
-                "entropy": _with_value(entropy, trainer_entropy),
-            }
-            columns |= {name: trainer.synthetic(name) for name in ("old", "engine", "ref")}
-            if teacher is not None and rollouts:
-                columns |= self._teacher_column(result, teacher, columns, plain, trainer)
-            if not self._loss.kl_coef:
-                del columns["ref"]
+                self._take_plain(
+                    result, columns, "logprobs", "the logprob of a token", plain.logprobs
+                )
+                self._take_plain(
+                    result, columns, "entropy", "the entropy at a token", plain.entropy
+                )
+                if teacher is not None and teacher.is_sampled:
+                    penalty = teacher.coef * (columns["old"] - columns["ref"])
+                    columns["teacher_penalty"] = penalty
+                elif teacher is not None:
+                    divergence = teacher.divergence(torch.cat(plain.all_logprobs))
+                    subject = "the divergence from a teacher at a token"
+                    self._take_plain(result, columns, "divergence", subject, divergence)
+                if not self._loss.kl_coef:
+                    del columns["ref"]
             terms = plain_terms(
-                _plain_sequences(rollouts, columns),
+                rollouts,
+                columns,
                 self._loss,
-                num_tokens,
-                num_sequences,
-                self._rollout.max_completion_tokens,
-                teacher.coef if teacher is not None else 0.0,
+                num_tokens=num_tokens,
+                num_sequences=num_sequences,
+                max_completion_tokens=self._rollout.max_completion_tokens,
+                teacher_coef=teacher.coef if teacher is not None else 0.0,
             )
-            if self._values is not None:
-                terms |= self._value_terms(result, terms["loss"], rollouts, num_tokens)
+            if values is not None:
+                value = values.plain_term(result, rollouts, num_tokens, self._min_score_bound)
+                loss = terms["loss"]
+                terms["loss"] = LossTerm(loss.value + value.value, loss.size + value.size)
+                terms["value"] = value
             # Subtracts the plain gradient: what is left is the difference.
             (-terms["loss"].value - plain.zero).backward()
-        for name, (value, size) in terms.items():
+        for name, term in terms.items():
             # The entropy was compared token by token already.
             if rollouts and name in totals and (name != "kl" or self._loss.kl_coef):
-                difference = abs(float(totals[name].value) - float(value.detach()))
+                difference = abs(float(totals[name].value) - float(term.value.detach()))
                 result.check_difference(
                     f"the term {name!r} of the loss, of the size of what it sums,",
                     "loss",
-                    difference / max(size, 1e-12),
+                    difference / max(term.size, 1e-12),
                     bound=self._bounds.term if name != "entropy" else math.inf,
                 )
         # 3. The comparisons, which are collective: every rank makes all of them.
@@ -405,83 +412,70 @@ class GradientCheck:
             self._bounds.reduction,
         )
         self._updater.optimizer.zero_grad(set_to_none=True)
-        if self._values is not None:
-            self._values.check_head_gradient(result, self._gradient_bound)
+        if values is not None:
+            values.check_head_gradient(result, self._gradient_bound)
         # A policy that is not finite is for the update to report, which then skips the step.
-        is_nonfinite = not bool(logprobs.isfinite().all())
+        is_nonfinite = not bool(plain.logprobs.isfinite().all())
         return CheckResult() if any_rank(is_nonfinite) else result
 
-    def _value_terms(
-        self, result: CheckResult, loss: LossTerm, rollouts: Sequence[Rollout], num_tokens: int
-    ) -> dict[str, LossTerm]:
-        """Collective. Returns the terms "loss" (`loss` plus the value loss) and "value"."""
-        assert self._values is not None
-        masks = [np.zeros(0, np.bool_), *(rollout.loss_mask for rollout in rollouts)]
-        counts = torch.from_numpy(np.concatenate(masks))
-        value, size, difference = self._values.plain_loss(rollouts, counts, num_tokens)
-        result.check_difference(
-            "the value of a token, of the values' size,", "values", difference, self._values.bound
-        )
-        return {
-            "loss": LossTerm(loss.value + value, loss.size + size),
-            "value": LossTerm(value, size),
-        }
-
-    def _teacher_column(
+    def compare_reference(
         self,
         result: CheckResult,
-        teacher: SyntheticTeacher,
-        columns: dict[str, Tensor],
-        plain: _PlainScores,
-        trainer: _TrainerPass,
-    ) -> dict[str, Tensor]:
-        """Returns the column that a teacher adds to PlainSequence: the penalty that it subtracts
-        from each advantage, or the divergence from its distribution at each token."""
-        if teacher.is_sampled:
-            return {"teacher_penalty": teacher.coef * (columns["old"] - columns["ref"])}
-        divergence = teacher.divergence(torch.cat(plain.all_logprobs))
-        value = trainer.divergence()
-        self._compare_scores(result, "the divergence from a teacher at a token", value - divergence)
-        return {"divergence": _with_value(divergence, value)}
+        reference: Reference,
+        model: Policy,
+        groups: Sequence[RolloutGroup],
+        device: torch.device,
+    ) -> None:
+        """Collective. Compares the reference's logprobs of the tokens of `run` with plain ones.
 
-    def plain_logprobs(
-        self, policy: Policy, groups: Sequence[RolloutGroup], device: torch.device
-    ) -> Tensor:
-        """Collective. Returns plain logprobs [tokens] by another policy, of the same tokens as in
-        `run`."""
-        with eager_attention(policy.model), torch.no_grad():
-            rollouts = _short_rollouts(groups)
-            scores = _plain_scores(policy, rollouts, self._rollout.temperature, device)
-        cast(FSDPModule, policy).reshard()
-        return scores.logprobs
-
-    def trainer_logprobs(
-        self, score: Any, groups: Sequence[RolloutGroup], device: torch.device
-    ) -> Tensor:
-        """Collective. Returns the logprobs [tokens] of the same tokens by `score`, the function
-        that the trainer calls."""
+        `reference` is the function that the trainer calls, `model` has the weights; adapters of the
+        model count as 0."""
         rollouts = _short_rollouts(groups)
+        without_adapters = adapters_at_zero(model.model) if model.lora.rank else nullcontext()
         with torch.no_grad():
-            logprobs, _ = score(pack_rollouts(rollouts, device))
-        cast(FSDPModule, self._policy).reshard()
-        return cast(Tensor, logprobs).double() if rollouts else torch.zeros(0, dtype=torch.float64)
+            logprobs, _ = reference(pack_rollouts(rollouts, device))
+            with eager_attention(model.model), without_adapters:
+                plain = _plain_scores(model, rollouts, self._rollout.temperature, device).logprobs
+        for policy in (self._policy, model):
+            reshard(policy)
+        # A model that is not finite is no error here: the update reports it, and skips the step.
+        if rollouts and plain.isfinite().all():
+            result.check_difference(
+                "the reference's logprob of a token, in nats on average,",
+                "logprobs",
+                float((logprobs - plain).abs().mean()),
+                self.score_bound,
+            )
 
     def _widen_bounds(self, mean_max_logit: float) -> None:
         """Widens the bounds for large logits, which are rounded by more than small ones.
 
         `mean_max_logit` is the mean of the largest |logit| / temperature of a token."""
-        score, _, gradient, _ = self._bounds
-        self.score_bound = max(score, mean_max_logit * self._rounding)
-        self._gradient_bound = max(gradient, min(0.5, gradient * self.score_bound / score))
+        self.score_bound = max(self._min_score_bound, mean_max_logit * self._rounding)
+        gradient_bound = self._bounds.gradient * self.score_bound / self._min_score_bound
+        self._gradient_bound = max(self._bounds.gradient, min(0.5, gradient_bound))
 
-    def _compare_scores(self, result: CheckResult, subject: str, differences: Tensor) -> None:
-        """Checks the mean of |differences| [tokens], in nats."""
+    def _take_plain(
+        self,
+        result: CheckResult,
+        columns: dict[str, Tensor],
+        name: str,
+        subject: str,
+        plain: Tensor,
+    ) -> None:
+        """Compares a column [tokens] with its plain recomputation, in nats, and gives it the
+        latter's graph.
+
+        Its values stay the trainer's. The synthetic logprobs are set from those: with the values of
+        the plain pass, rounding would clip a token on one side only."""
+        differences = (columns[name] - plain).detach()
         result.check_difference(
             f"{subject}, in nats on average,",
             "logprobs",
-            float(differences.detach().abs().mean()),
+            float(differences.abs().mean()),
             self.score_bound,
         )
+        columns[name] = plain + differences
 
     def _compare_gradients(
         self, result: CheckResult, squares: dict[str, float], difference_squares: dict[str, float]
@@ -489,17 +483,16 @@ class GradientCheck:
         """Collective. Compares the difference of each tensor's gradient with the tensor's own norm
         plus 1 % of the whole gradient's norm. The arguments are sums of squares by parameter."""
 
-        sums = sum_over_ranks([*squares.values(), *difference_squares.values()])
-        norms = [math.sqrt(total) for total in sums]
-        full = math.sqrt(sum(norm * norm for norm in norms[: len(squares)]))
-        relative = [
-            difference / (norm + 0.01 * full + 1e-30)
-            for norm, difference in zip(norms[: len(squares)], norms[len(squares) :], strict=True)
-        ]
+        sums = sum_over_ranks(squares.values())
+        differences = sum_over_ranks(difference_squares.values())
+        full_norm = math.sqrt(sum(sums))
+        relative = {
+            name: math.sqrt(difference) / (math.sqrt(square) + 0.01 * full_norm + 1e-30)
+            for name, square, difference in zip(squares, sums, differences, strict=True)
+        }
         # A NaN counts as the largest difference.
-        worst, name = max(
-            zip(relative, squares, strict=True),
-            key=lambda pair: pair[0] if math.isfinite(pair[0]) else math.inf,
+        name, worst = max(
+            relative.items(), key=lambda item: item[1] if math.isfinite(item[1]) else math.inf
         )
         result.check_difference(
             f"the gradient of {name}, of its norm,", "gradient", worst, self._gradient_bound
@@ -515,27 +508,28 @@ class _Sketch:
     def __init__(self, policy: Policy) -> None:
         modules = decoder_layers(policy.model).modules()
         self._layer = next(
-            (m for m in modules if isinstance(m, nn.Linear) and m.weight.requires_grad), None
+            module
+            for module in modules
+            if isinstance(module, nn.Linear) and module.weight.requires_grad
         )
         # Products from this rank's own tokens, added up by `watching`.
         self.of_tokens: Numbers = np.zeros(_NUM_SKETCHES)
-        if self._layer is not None:
-            generator = torch.Generator().manual_seed(0)
-            # The weight is a DTensor: its shape is that of the whole tensor.
-            self._left, self._right = (
-                torch.randn(_NUM_SKETCHES, size, generator=generator).to(
-                    self._layer.weight.device, torch.float64
-                )
-                for size in self._layer.weight.shape
+        self._weight = cast(DTensor, self._layer.weight)
+        generator = torch.Generator().manual_seed(0)
+        # The weight is a DTensor: its shape is that of the whole tensor.
+        self._left, self._right = (
+            torch.randn(_NUM_SKETCHES, size, generator=generator).to(
+                self._weight.device, torch.float64
             )
+            for size in self._weight.shape
+        )
 
     def of_gradient(self) -> Numbers:
         """Returns the products of this rank's rows of the summed gradient; 0 for a replica."""
-        weight = cast(DTensor, self._layer.weight) if self._layer is not None else None
-        if weight is None or weight.grad is None or not is_first_replica(weight):
+        if self._weight.grad is None or not is_first_replica(self._weight):
             return np.zeros(_NUM_SKETCHES)
-        rows = weight.grad._local_tensor.double()  # type: ignore[attr-defined]
-        start = first_row(weight)
+        rows = cast(DTensor, self._weight.grad)._local_tensor.double()
+        start = first_row(self._weight)
         row_vectors = self._left[:, start : start + len(rows)]
         products: Tensor = (row_vectors * (rows @ self._right.T).T).sum(1)
         return products.cpu().numpy()
@@ -556,73 +550,47 @@ class _Sketch:
             if output.requires_grad:
                 output.register_hook(backward)
 
-        handle = self._layer.register_forward_hook(forward) if self._layer is not None else None
+        handle = self._layer.register_forward_hook(forward)
         try:
             yield
         finally:
-            if handle is not None:
-                handle.remove()
-
-
-def _with_value(plain: Tensor, value: Tensor) -> Tensor:
-    """Returns a tensor with the trainer's `value` and the graph of `plain`.
-
-    The synthetic logprobs are set from the trainer's values. With the values of the plain pass,
-    rounding would clip a token on one side only."""
-    return plain + (value - plain).detach()
+            handle.remove()
 
 
 def _synthetic_logprobs(
-    rollouts: Sequence[Rollout], num_earlier: int, base: Tensor, loss: LossConfig
+    rollouts: Sequence[Rollout], base: Tensor, loss: LossConfig
 ) -> dict[str, Tensor]:
-    """Returns "old", "engine" and "ref" logprobs [tokens] at known distances from `base`, the
-    policy's logprobs.
-
-    `num_earlier` is the number of rollouts in the rows before this one."""
+    """Returns "old", "engine" and "ref" logprobs [tokens], float32, at known distances from `base`,
+    the policy's logprobs."""
     # Log ratios inside, at and beyond each bound of clipping.
     low = math.log(max(1 - loss.clip_ratio_low, 0.3))
     high = min(math.log(1 + loss.clip_ratio_high), _MAX_LOG_RATIO)
     dual = min(math.log(loss.dual_clip or 4.0), _MAX_LOG_RATIO)
-    ratios = [0.0, high / 2, high + 0.3, low / 2, low - 0.3, max(high, dual) + 0.3]
+    ratios = np.array([0.0, high / 2, high + 0.3, low / 2, low - 0.3, max(high, dual) + 0.3])
     cap = min(math.log(loss.rollout_correction_cap), _MAX_LOG_RATIO)
     # Log ratios of policy and engine on both sides of the cap of the rollout correction.
-    factors = [0.0, 0.5 * cap, cap + 0.3, -0.5 * cap, -cap - 0.3]
-    old: list[float] = []
-    engine: list[float] = []
-    ref: list[float] = []
-    for number, rollout in enumerate(rollouts, num_earlier):
+    factors = np.array([0.0, 0.5 * cap, cap + 0.3, -0.5 * cap, -cap - 0.3])
+    # With the engine's logprobs as the old ones there is no mismatch to correct.
+    if loss.old_logprobs == "engine":
+        factors *= 0.0
+    steps: list[Numbers] = []
+    for rollout in rollouts:
+        number = rollout.rollout_id
         length = len(rollout.completion_ids)
+        t = np.arange(length)
         # Rollouts are good and bad by turns. The k-th of either starts at another ratio.
-        indices = [(2 * (number // 2) + t) % len(ratios) for t in range(length)]
+        indices = (2 * (number // 2) + t) % len(ratios)
         # gspo has one ratio per sequence: each is beyond a bound.
         if loss.policy == "gspo":
-            indices = [[2, 4, 5][number // 2]] * length
-        old += [ratios[index] for index in indices]
+            indices = np.full(length, [2, 4, 5][number // 2])
+        mismatch = factors[(number + t) % len(factors)]
         if loss.rollout_correction == "sequence_tis":
-            engine += [factors[number % len(factors)] / length] * length
-        else:
-            engine += [factors[(number + t) % len(factors)] for t in range(length)]
-        ref += [[-0.4, 0.3, 0.7][(number + t) % 3] for t in range(length)]
-    old_step, engine_step, ref_step = (
-        torch.tensor(steps, dtype=torch.float64, device=base.device) for steps in (old, engine, ref)
-    )
-    # Then the engine's logprobs are the old ones, and there is no mismatch to correct.
-    if loss.old_logprobs == "engine":
-        engine_step = torch.zeros_like(engine_step)
-    return {
-        "old": base - old_step,
-        "engine": base - old_step - engine_step,
-        "ref": base + ref_step,
-    }
-
-
-def _denominators(rollouts: Sequence[Rollout]) -> tuple[int, int]:
-    """Collective. Returns (tokens, rollouts) that count in the loss over all ranks, each at least
-    1."""
-    num_tokens = sum(int(np.sum(rollout.loss_mask)) for rollout in rollouts)
-    num_sequences = sum(int(np.any(rollout.loss_mask)) for rollout in rollouts)
-    tokens, sequences = sum_over_ranks([num_tokens, num_sequences])
-    return max(tokens, 1), max(sequences, 1)
+            mismatch = np.full(length, factors[number % len(factors)] / length)
+        old = -ratios[indices]
+        ref = np.array([-0.4, 0.3, 0.7])[(number + t) % 3]
+        steps.append(np.stack([old, old - mismatch, ref]))
+    columns = base + torch.from_numpy(np.concatenate(steps, axis=1)).to(base.device)
+    return dict(zip(("old", "engine", "ref"), columns.float(), strict=True))
 
 
 class _PlainScores(NamedTuple):
@@ -648,9 +616,8 @@ def _plain_scores(
     A rollout of several contexts has several rows. Rows are padded on the right, which a causal
     model does not see. Without rollouts the pass is made over two tokens, for the collectives."""
     contexts = rollout_contexts(rollouts)
-    ids = [context.token_ids.tolist() for context in contexts] or [[0, 0]]
-    length = max(map(len, ids))
-    rows = torch.tensor([[*row, *[0] * (length - len(row))] for row in ids], device=device)
+    ids = [torch.from_numpy(context.token_ids).long() for context in contexts]
+    rows = pad_sequence(ids or [torch.zeros(2, dtype=torch.int64)], batch_first=True).to(device)
     logits = policy.plain_logits(rows).float() / temperature
     zero = (logits.sum() * 0.0).double()
     logprobs = [zero[None][:0]]
@@ -675,9 +642,7 @@ def eager_attention(model: Any) -> Iterator[None]:
     and nothing is compiled.
 
     A backward pass must be within it too: activation checkpointing runs layers again."""
-    configs = {
-        id(module.config): module.config for module in model.modules() if hasattr(module, "config")
-    }.values()
+    configs = [module.config for module in model.modules() if hasattr(module, "config")]
     implementations = [config._attn_implementation for config in configs]
     try:
         for config in configs:
@@ -695,46 +660,25 @@ def _short_rollouts(groups: Sequence[RolloutGroup]) -> list[Rollout]:
 
     Every third rollout has one masked token, so that masks show in the loss."""
     pairs = [
-        (group.prompt.token_ids, completion)
+        (completion_contexts(group.prompt.token_ids, completion), completion.episode)
         for group in groups[:_NUM_SEQUENCES]
         for completion in group.completions
         if completion.token_ids
     ]
     step = max(1, len(pairs) // _NUM_SEQUENCES)
     rollouts = []
-    for number, (prompt, completion) in enumerate(pairs[::step][:_NUM_SEQUENCES]):
-        ids = completion.token_ids[:_COMPLETION_TOKENS]
-        segments: Sequence[Any] = ()
-        if completion.episode:
-            segments = shorten_segments(
-                completion.episode.segments, _PROMPT_TOKENS, _COMPLETION_TOKENS
-            )
-        if segments:
-            ids = np.concatenate([s.token_ids[s.sampled] for s in segments]).tolist()
-        mask = np.ones(len(ids), np.bool_)
-        if number % 3 == 1 and len(ids) > 1:
-            mask[len(ids) // 2] = False
+    for number, (contexts, episode) in enumerate(pairs[::step][:_NUM_SEQUENCES]):
+        # The first token of a prompt stays: without it a model may produce nonsense.
+        segments = shorten_segments(
+            contexts,
+            _PROMPT_TOKENS,
+            _COMPLETION_TOKENS,
+            max_stretch=_COMPLETION_TOKENS // (1 if episode is None else 2),
+        )
+        num_tokens = sum(int(segment.sampled.sum()) for segment in segments)
+        mask = np.ones(num_tokens, np.bool_)
+        if number % 3 == 1 and num_tokens > 1:
+            mask[num_tokens // 2] = False
         advantage = (0.7 + 0.1 * number) * (1 if number % 2 == 0 else -1)
-        # Without its first token a model may produce nonsense.
-        start = [*prompt[:1], *prompt[1:][1 - _PROMPT_TOKENS :]]
-        rollouts.append(
-            Rollout(number, advantage, mask, start, ids, [0.0] * len(ids), tuple(segments))
-        )
+        rollouts.append(episode_rollout(number, advantage, mask, segments, [0.0] * num_tokens))
     return rollouts
-
-
-def _plain_sequences(
-    rollouts: Sequence[Rollout], columns: dict[str, Tensor]
-) -> list[PlainSequence]:
-    """Returns one PlainSequence per rollout from columns [tokens] over all rollouts. The names of
-    the columns are the fields of PlainSequence."""
-    lengths = [len(rollout.completion_ids) for rollout in rollouts]
-    split = {name: column.split(lengths) for name, column in columns.items()}
-    return [
-        PlainSequence(
-            cast(float, rollout.advantages),
-            torch.from_numpy(np.asarray(rollout.loss_mask)),
-            **{name: tensors[number] for name, tensors in split.items()},
-        )
-        for number, rollout in enumerate(rollouts)
-    ]

@@ -19,7 +19,7 @@ import transformers
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.model.reward_model import RewardModel
 from grpo_spmd.model.reward_model_files import RewardModelFiles
-from grpo_spmd.proofs.gradient_check import eager_attention
+from grpo_spmd.proofs.gradient_check import describe_errors, eager_attention
 from grpo_spmd.records import Completion, Prompt
 
 _log = logging.getLogger("grpo_spmd")
@@ -31,8 +31,6 @@ _NUM_TEXTS = 4
 # as transformers in bfloat16 is from itself in float32. Scores of other texts are off by 0.3 to 1,
 # those at the token before by 0.1 to 0.7.
 _BOUNDS = {"float32": (1e-4, 1e-4), "bfloat16": (0.3, 0.1)}
-# The number of differences that an error names.
-_MAX_NAMED = 4
 
 
 class RewardModelCheckError(RuntimeError):
@@ -97,8 +95,9 @@ class RewardModelCheck:
 
         Without a completion it only makes the pass, together with the other ranks."""
         ids = self._encode(scored) if scored is not None else []
-        is_long = len(ids) > self._files.max_tokens
-        ids = ids[-self._files.max_tokens :] if is_long else ids
+        max_tokens = self._files.max_tokens
+        is_long = len(ids) > max_tokens
+        ids = ids[-max_tokens:]
         # A policy may sample a token that the model has no row for.
         is_readable = bool(ids) and max(ids) < self._model.num_embeddings
         plain = self._plain_score(ids if is_readable else [0])
@@ -106,24 +105,18 @@ class RewardModelCheck:
             return
         if is_long and not self._files.drops_start:
             if scored.status == "ok":
-                limit = self._files.max_tokens
-                errors.append(f"a text of {len(ids)} tokens or more was scored, over {limit}")
-            return
-        if not is_readable:
-            return
-        if scored.value is None:
+                errors.append(f"a text was scored, over {max_tokens} tokens")
+        elif is_readable and scored.value is None:
             errors.append(f"a text of {len(ids)} tokens has no score")
-            return
         # A model that overflows gives no number to compare with.
-        if not math.isfinite(plain):
-            return
-        difference = abs(scored.value - plain) / (1 + abs(plain))
-        differences.append(difference)
-        if not difference <= self._text_bound:
-            end = self._tokenizer.decode(ids[-40:])
-            errors.append(
-                f"{scored.value:.6g}, not {plain:.6g}, for the text that ends with {end!r}"
-            )
+        elif is_readable and scored.value is not None and math.isfinite(plain):
+            difference = abs(scored.value - plain) / (1 + abs(plain))
+            differences.append(difference)
+            if not difference <= self._text_bound:
+                end = self._tokenizer.decode(ids[-40:])
+                errors.append(
+                    f"{scored.value:.6g}, not {plain:.6g}, for the text that ends with {end!r}"
+                )
 
     def _encode(self, scored: ScoredCompletion) -> list[int]:
         """Returns the tokens of prompt and completion as transformers renders and encodes them."""
@@ -132,10 +125,9 @@ class RewardModelCheck:
         completion_ids = scored.completion.token_ids
         text = self._policy_tokenizer.decode(completion_ids, skip_special_tokens=True)
         if isinstance(prompt, str) and episode is None:
-            vocabulary = self._tokenizer.get_vocab()
             policy_vocabulary = self._policy_tokenizer.get_vocab()
             # With the policy's vocabulary the policy's own tokens are scored, without decoding.
-            if all(vocabulary.get(token) == i for token, i in policy_vocabulary.items()):
+            if policy_vocabulary.items() <= self._tokenizer.get_vocab().items():
                 return [*scored.prompt.token_ids, *completion_ids]
             return list(self._tokenizer.encode(prompt + text))
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
@@ -162,20 +154,18 @@ def _raise_if_different(
 
     `ranks` has (errors, differences) of each rank. Raises RewardModelCheckError if any rank has an
     error, or if the mean difference is above `mean_bound`."""
-    errors = [f"rank {rank}: {error}" for rank, (errors, _) in enumerate(ranks) for error in errors]
+    errors = describe_errors(errors for errors, _ in ranks)
     differences = [difference for _, differences in ranks for difference in differences]
     mean = sum(differences) / max(len(differences), 1)
     # A single text may differ by more than the mean of several may.
     if not errors and len(differences) >= _NUM_TEXTS and not mean <= mean_bound:
-        errors = [
+        errors = (
             f"by {mean:.3g} of 1 + a score's size on average over {len(differences)} texts; "
             f"at most {mean_bound:g} is rounding"
-        ]
+        )
     if errors:
-        num_more = len(errors) - _MAX_NAMED
-        more = f"; and {num_more} more" if num_more > 0 else ""
         raise RewardModelCheckError(
             f"reward model {name!r} gives other scores than transformers does with its weights and "
-            f"template: {'; '.join(errors[:_MAX_NAMED])}{more}"
+            f"template: {errors}"
         )
     return max(differences, default=None)

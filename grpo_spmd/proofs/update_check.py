@@ -18,34 +18,36 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from typing import Any, cast
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from grpo_spmd.config.schema import OptimizerConfig
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.learn.sampled_step import SampledStep
-from grpo_spmd.learn.update import PolicyUpdater, Reference
+from grpo_spmd.learn.update import MiniBatch, PolicyUpdater, Reference, UpdateObserver
 from grpo_spmd.model.hf_files import checkpoint_folder, tensor_files
-from grpo_spmd.model.lora import adapters_at_zero
 from grpo_spmd.model.policy import Policy, hf_named_parameters
-from grpo_spmd.model.sharding import first_row
-from grpo_spmd.proofs.batch_check import BatchCheck, check_data, check_stop_ids, count_loss
+from grpo_spmd.model.sharding import first_row, reshard
+from grpo_spmd.proofs.batch_check import BatchCheck, check_data, check_stop_ids
 from grpo_spmd.proofs.gradient_check import (
     CheckResult,
     GradientCheck,
     SignalProofs,
     UpdateCheckSettings,
     check_no_gradient,
+    count_loss,
+    describe_errors,
     gradient_squares,
     sum_over_ranks,
 )
-from grpo_spmd.records import Decision, MicroBatch, RolloutBatch
+from grpo_spmd.records import Decision, RolloutBatch
 
 _log = logging.getLogger("grpo_spmd")
 # The sizes of the windows. Moments go wrong from one optimizer step to the next, so that one step
@@ -55,8 +57,6 @@ _LATER_WINDOW = 2
 # How much of the reference is compared with the model's files: tensors, and rows of each.
 _NUM_TENSORS = 8
 _NUM_ROWS = 4
-# The number of errors in the message; the others are only counted.
-_MAX_NAMED = 4
 
 
 class UpdateCheckError(RuntimeError):
@@ -66,7 +66,7 @@ class UpdateCheckError(RuntimeError):
     says_all = True
 
 
-class UpdateCheck:
+class UpdateCheck(UpdateObserver):
     """Checks a step before its update; as an UpdateObserver it checks the update's optimizer
     steps."""
 
@@ -100,7 +100,6 @@ class UpdateCheck:
         self._step = 0
         # Optimizer steps that are still to be followed.
         self._window = 0
-        self._window_result = CheckResult()
         self._seconds = 0.0
 
     def run_if_due(
@@ -139,10 +138,9 @@ class UpdateCheck:
         rewards = self._batch_check.rewards_of(sampled, decision)
         results += [check(sampled, batch, decision, rewards) for check in self._signal_checks]
         self._window = _FIRST_WINDOW if is_first else _LATER_WINDOW
-        self._window_result = CheckResult()
-        self._adamw.open(self._window_result)
+        self._adamw.open()
         # The only place where a rank may stop: errors of one rank end the step on all ranks.
-        metrics = self._raise_if_wrong([*results, self._window_result])
+        metrics = self._raise_if_wrong([*results, self._adamw.result])
         self._seconds = time.perf_counter() - start
         if is_first:
             _log.info(
@@ -160,15 +158,11 @@ class UpdateCheck:
         """Returns the seconds that the check took in this step, as a metric."""
         return {"proofs/update_check_s": self._seconds}
 
-    def before_backward(
-        self, mini_batch: list[MicroBatch], num_loss_tokens: int, num_loss_sequences: int
-    ) -> None:
+    def before_backward(self, mini_batch: MiniBatch) -> None:
         """Collective. Checks the denominators of a mini-batch. See UpdateObserver."""
         if self._window:
             with self._timed():
-                self._adamw.begin(
-                    mini_batch, num_loss_tokens, num_loss_sequences, self._window_result
-                )
+                self._adamw.begin(mini_batch)
 
     def after_backward(self) -> None:
         """Collective. Reads the gradients of a mini-batch before they are clipped."""
@@ -183,8 +177,8 @@ class UpdateCheck:
         Rank0Error on every rank if something is wrong."""
         if self._window:
             with self._timed():
-                self._adamw.end(is_made, self._window_result)
-                self._raise_if_wrong([self._window_result])
+                self._adamw.end(is_made)
+                self._raise_if_wrong([self._adamw.result])
                 self._window -= 1
 
     @contextmanager
@@ -205,29 +199,17 @@ class UpdateCheck:
             )
         if reference is None:
             return result
-        groups = sampled.groups
-        device = self._session.device
-        if policy.lora.rank:
-            with adapters_at_zero(policy.model):
-                plain = self._gradients.plain_logprobs(policy, groups, device)
-        elif isinstance(reference, Policy) and reference is not policy:
-            plain = self._gradients.plain_logprobs(reference, groups, device)
-        else:
+        has_adapters = policy.lora.rank > 0
+        model = policy if has_adapters else reference
+        if not isinstance(model, Policy) or (model is policy and not has_adapters):
             return CheckResult(["the reference is not a model of its own"])
-        trainer = self._gradients.trainer_logprobs(reference, groups, device)
-        # A model that is not finite is no error here: the update reports it, and skips the step.
-        if len(plain) and plain.isfinite().all():
-            result.check_difference(
-                "the reference's logprob of a token, in nats on average,",
-                "logprobs",
-                float((trainer - plain).abs().mean()),
-                self._gradients.score_bound,
-            )
-        self._check_files(result, policy if policy.lora.rank else reference)
+        device = self._session.device
+        self._gradients.compare_reference(result, reference, model, sampled.groups, device)
+        self._check_files(result, model)
         return result
 
     @torch.no_grad()
-    def _check_files(self, result: CheckResult, model: Any) -> None:
+    def _check_files(self, result: CheckResult, model: Policy) -> None:
         """Compares some rows of some tensors of the frozen weights with the model's files.
 
         The files are read at the first check only; later checks compare with the rows that were
@@ -272,48 +254,29 @@ class UpdateCheck:
                     self._gradients.score_bound / 10,
                 )
         # No backward pass follows that would give the gathered parameters back.
-        cast(FSDPModule, self._policy).reshard()
+        reshard(self._policy)
         return result
 
     def _raise_if_wrong(self, results: list[CheckResult]) -> dict[str, float]:
         """Collective. Raises Rank0Error on every rank, or returns the metrics over all ranks."""
         errors = [text for result in results for text in result.errors]
-        metrics: dict[str, float] = {}
-        for result in results:
-            for key, value in result.metrics.items():
-                metrics[key] = max(value, metrics.get(key, 0.0))
-        return on_rank0(
-            lambda by_rank: _combine(by_rank, self._step),
-            [errors[:_MAX_NAMED], len(errors), metrics],
-        )
+        metrics = [pair for result in results for pair in result.metrics.items()]
+        return on_rank0(partial(_combine, step=self._step), [errors, metrics])
 
 
-def _combine(by_rank: list[tuple[list[str], int, dict[str, float]]], step: int) -> dict[str, float]:
-    """Returns the largest metrics over ranks; "advantages", a count, is summed. Runs on rank 0.
-
-    `by_rank` has the errors that a rank names, the number of all its errors, and its metrics.
-    Raises UpdateCheckError if any rank has an error."""
-    # Ranks often find the same error: each text is said once, with its ranks.
-    ranks_by_text: dict[str, list[int]] = {}
-    for rank, (errors, _, _) in enumerate(by_rank):
-        for text in dict.fromkeys(errors):
-            ranks_by_text.setdefault(text, []).append(rank)
-    if ranks_by_text:
-        sentences = [
-            f"rank {', '.join(map(str, ranks))}: {text}"
-            for text, ranks in list(ranks_by_text.items())[:_MAX_NAMED]
-        ]
-        num_more = sum(count for _, count, _ in by_rank) - len(sentences)
-        if num_more > 0:
-            sentences.append(f"and {num_more} more")
+def _combine(
+    by_rank: list[tuple[list[str], list[tuple[str, float]]]], step: int
+) -> dict[str, float]:
+    """Returns the largest metrics over ranks. Runs on rank 0. `by_rank` has errors and metrics of
+    each. Raises UpdateCheckError if any rank has an error."""
+    errors = describe_errors(errors for errors, _ in by_rank)
+    if errors:
         raise UpdateCheckError(
-            f"step {step}: the update is not what a plain recomputation of it gives: "
-            f"{'; '.join(sentences)}"
+            f"step {step}: the update is not what a plain recomputation of it gives: {errors}"
         )
-    all_metrics = [metrics for _, _, metrics in by_rank]
-    keys = {key for metrics in all_metrics for key in metrics}
-    largest = {key: max(metrics.get(key, 0.0) for metrics in all_metrics) for key in keys}
-    largest["advantages"] = sum(metrics.get("advantages", 0.0) for metrics in all_metrics)
+    largest: dict[str, float] = {}
+    for key, value in chain.from_iterable(metrics for _, metrics in by_rank):
+        largest[key] = max(value, largest.get(key, 0.0))
     return largest
 
 
@@ -321,6 +284,7 @@ def _combine(by_rank: list[tuple[list[str], int, dict[str, float]]], step: int) 
 
 # The epsilon in AdamW's denominator.
 _EPS = 1e-8
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 # Relative differences of a moment and of a step. 1e-7 and 1e-4 were measured.
 _MOMENTS_BOUND = 1e-4
 _STEP_BOUND = 1e-2
@@ -336,10 +300,8 @@ class _Shadow:
     name: str
     parameter: DTensor
     weights: Tensor
-    mean: Tensor
-    """The first moment, `exp_avg` in torch."""
-    square: Tensor
-    """The second moment, `exp_avg_sq` in torch."""
+    moments: dict[str, Tensor]
+    """The moments by torch's names, "exp_avg" and "exp_avg_sq"."""
     gradient: Tensor
     """The gradient before clipping."""
 
@@ -368,53 +330,45 @@ class AdamwCheck:
             if same_kind:
                 self._followed.append(min(same_kind, key=lambda pair: (pair[1].numel(), pair[0])))
         self._shadows: list[_Shadow] = []
+        # What is wrong with the optimizer steps since `open`.
+        self.result = CheckResult()
         self._num_updates = 0
         self._clip_factor = 1.0
 
-    def open(self, result: CheckResult) -> None:
+    def open(self) -> None:
         """Starts to follow, before an optimizer step. The moments are copied from the optimizer;
         those of a fresh optimizer are 0."""
+        self.result = CheckResult()
         self._shadows = []
         self._num_updates = self._updater.state()["num_updates"]
-        self._check_groups(result)
+        self._check_groups()
         for name, parameter in self._followed:
             weights = _to_host(parameter)
-            shadow = _Shadow(
-                name,
-                parameter,
-                weights,
-                mean=torch.zeros_like(weights),
-                square=torch.zeros_like(weights),
-                gradient=torch.zeros_like(weights),
-            )
+            moments = self._moments(parameter)
+            shadow = _Shadow(name, parameter, weights, moments, torch.zeros_like(weights))
             self._shadows.append(shadow)
-            state = self._updater.optimizer.state.get(parameter, {})
-            # torch creates the moments at the first step.
-            if not self._num_updates:
-                continue
-            if "exp_avg" not in state:
-                result.errors.append(
-                    f"the optimizer has no moments of {name} after {self._num_updates} updates"
-                )
-                continue
-            shadow.mean = _to_host(state["exp_avg"])
-            shadow.square = _to_host(state["exp_avg_sq"])
-            if int(state["step"]) != self._num_updates:
-                result.errors.append(
-                    f"the optimizer counts {int(state['step'])} steps of {name}, and "
-                    f"{self._num_updates} updates were made"
+            num_steps = int(self._updater.optimizer.state.get(parameter, {}).get("step", 0))
+            if num_steps != self._num_updates:
+                self.result.errors.append(
+                    f"the optimizer counts {num_steps} steps of {name}, and {self._num_updates} "
+                    "updates were made"
                 )
 
-    def begin(
-        self, mini_batch: list[MicroBatch], num_tokens: int, num_sequences: int, result: CheckResult
-    ) -> None:
+    def _moments(self, parameter: DTensor) -> dict[str, Tensor]:
+        """Returns the optimizer's moments of a parameter on the host; torch creates them at the
+        first step."""
+        state = self._updater.optimizer.state.get(parameter, {})
+        return {key: _to_host(state.get(key, torch.zeros_like(parameter))) for key in _MOMENTS}
+
+    def begin(self, mini_batch: MiniBatch) -> None:
         """Collective. Checks the denominators, and that no gradient is left from before."""
-        check_no_gradient(result, self._policy.named_parameters())
-        tokens, sequences = sum_over_ranks(count_loss(mini_batch))
-        if (tokens, sequences) != (num_tokens, num_sequences):
-            result.errors.append(
-                f"the loss divides by {num_tokens} tokens and {num_sequences} sequences, and "
-                f"{tokens} and {sequences} count over all ranks"
+        check_no_gradient(self.result, self._policy.named_parameters())
+        micro_batches, *denominators = mini_batch
+        counts = sum_over_ranks(count_loss(micro_batches))
+        if counts != denominators:
+            self.result.errors.append(
+                f"the loss divides by {denominators} tokens and sequences, and {counts} count over "
+                "all ranks"
             )
 
     def read_gradients(self) -> None:
@@ -427,7 +381,7 @@ class AdamwCheck:
             grad = shadow.parameter.grad
             shadow.gradient = torch.zeros_like(shadow.weights) if grad is None else _to_host(grad)
 
-    def end(self, is_made: bool, result: CheckResult) -> None:
+    def end(self, is_made: bool) -> None:
         """Compares the weights and moments that the step left with those that it should have
         left."""
         self._num_updates += is_made
@@ -435,7 +389,7 @@ class AdamwCheck:
             previous = shadow.weights
             if is_made:
                 self._step(shadow)
-            self._compare(shadow, previous, result)
+            self._compare(shadow, previous)
 
     def _step(self, shadow: _Shadow) -> None:
         """Makes AdamW's step on a shadow (Loshchilov and Hutter 2019)."""
@@ -445,43 +399,41 @@ class AdamwCheck:
         # Norms and biases, which have one dimension, do not decay.
         decay = self._config.weight_decay if shadow.parameter.ndim > 1 else 0.0
         gradient = shadow.gradient * self._clip_factor
-        shadow.mean = beta1 * shadow.mean + (1 - beta1) * gradient
-        shadow.square = beta2 * shadow.square + (1 - beta2) * gradient**2
-        size = (shadow.square / (1 - beta2**step)).sqrt() + _EPS
+        mean = beta1 * shadow.moments["exp_avg"] + (1 - beta1) * gradient
+        square = beta2 * shadow.moments["exp_avg_sq"] + (1 - beta2) * gradient**2
+        size = (square / (1 - beta2**step)).sqrt() + _EPS
         shadow.weights = (
-            shadow.weights * (1 - rate * decay) - rate * (shadow.mean / (1 - beta1**step)) / size
+            shadow.weights * (1 - rate * decay) - rate * (mean / (1 - beta1**step)) / size
         )
+        shadow.moments = {"exp_avg": mean, "exp_avg_sq": square}
 
-    def _compare(self, shadow: _Shadow, previous: Tensor, result: CheckResult) -> None:
+    def _compare(self, shadow: _Shadow, previous: Tensor) -> None:
         """Compares weights and moments with a shadow. `previous` are the weights before the
         step."""
-        state = self._updater.optimizer.state.get(shadow.parameter, {})
         weights = _to_host(shadow.parameter)
-        step_size = float((shadow.weights - previous).norm())
         # A step may be smaller than the rounding of the weights, which is no error.
-        difference = (weights - shadow.weights).norm()
-        beyond_rounding = max(0.0, float(difference - _ROUNDING * previous.norm()))
-        result.check_difference(
-            f"the step of AdamW on {shadow.name}, of its size,",
-            "AdamW",
-            beyond_rounding / step_size if step_size else float(beyond_rounding > 0),
-            _STEP_BOUND,
-        )
-        for key, expected in (("exp_avg", shadow.mean), ("exp_avg_sq", shadow.square)):
-            moment = _to_host(state[key]) if key in state else torch.zeros_like(expected)
-            norm = float(expected.norm())
-            error = float((moment - expected).norm())
-            result.check_difference(
-                f"AdamW's {key} of {shadow.name}, of its norm,",
-                "AdamW",
-                error / norm if norm else float(error > 0),
-                _MOMENTS_BOUND,
+        rounding = _ROUNDING * float(previous.norm())
+        error = max(0.0, float((weights - shadow.weights).norm()) - rounding)
+        size = float((shadow.weights - previous).norm())
+        self._check_size(f"the step of AdamW on {shadow.name}", error, size, bound=_STEP_BOUND)
+        for key, moment in self._moments(shadow.parameter).items():
+            expected = shadow.moments[key]
+            self._check_size(
+                f"AdamW's {key} of {shadow.name}",
+                float((moment - expected).norm()),
+                float(expected.norm()),
+                bound=_MOMENTS_BOUND,
             )
         # The next step starts from the trainer's weights: rounding of several steps must not add
         # up.
         shadow.weights = weights
 
-    def _check_groups(self, result: CheckResult) -> None:
+    def _check_size(self, subject: str, error: float, size: float, bound: float) -> None:
+        """Compares an error with `bound`, relative to the size of what is compared."""
+        relative = error / size if size else float(error > 0)
+        self.result.check_difference(f"{subject}, of its size,", "AdamW", relative, bound)
+
+    def _check_groups(self) -> None:
         """Checks the optimizer's settings and its list of tensors.
 
         The comparison of weights does not replace it: a decay of 1e-8 of a weight is below the
@@ -493,12 +445,12 @@ class AdamwCheck:
             settings = {"betas": tuple(group["betas"]), "eps": group["eps"]}
             decays = {self._config.weight_decay if p.ndim > 1 else 0.0 for p in group["params"]}
             if settings != expected or decays != {group["weight_decay"]}:
-                result.errors.append(
+                self.result.errors.append(
                     f"the optimizer has {settings} and weight_decay {group['weight_decay']} where "
                     f"{expected} and {sorted(decays)} are asked for"
                 )
         if sorted(ids) != sorted(id(p) for p in self._policy.parameters() if p.requires_grad):
-            result.errors.append(
+            self.result.errors.append(
                 f"the optimizer has {len(ids)} tensors, which are not those that train, each once"
             )
 

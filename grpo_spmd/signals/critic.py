@@ -1,62 +1,64 @@
-"""The critic: a model that gives each token of a step a value, and learns in an update of its own.
+"""The critic: a model that gives each token of a step a value, and learns in an update of its own,
+or a value head on the policy's last hidden states that learns in the policy's update.
 
 The advantages of the tokens follow from values and rewards (generalized advantage estimation, GAE).
 PPO is as in Schulman et al. 2017, with a separate lambda for the value targets (VC-PPO, Yuan et al.
-2025). The second half of the file is the running check, which computes values, returns and
-advantages again. A "row" is a micro-batch.
+2025). With a value head one forward pass gives logprobs and values, and one backward pass has both
+losses, as in TRL's PPO. The second half of the file is the running check, which computes values,
+returns and advantages again. A "row" is a micro-batch.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.rnn import pad_sequence
 
-from grpo_spmd.config.schema import (
-    CriticConfig,
-    LossConfig,
-    OptimizerConfig,
-    TrainingConfig,
-)
+from grpo_spmd.config.schema import Config, CriticConfig
 from grpo_spmd.distributed.collectives import any_rank, on_rank0
 from grpo_spmd.distributed.reductions import Max, Mean, Reductions, merge
+from grpo_spmd.distributed.session import Session
 from grpo_spmd.learn.advantages import (
     explained_variance,
     gae_advantages,
     length_lambda,
     value_loss,
+    variance,
     whitening,
 )
-from grpo_spmd.learn.contexts import row_contexts
+from grpo_spmd.learn.contexts import rollout_contexts, row_contexts
 from grpo_spmd.learn.losses import kl_estimate
 from grpo_spmd.learn.sampled_step import SampledStep
-from grpo_spmd.learn.step_messages import revise_decision, split_sampled, trained_ids
-from grpo_spmd.learn.update import Learner, StopCheck, ValueHead
+from grpo_spmd.learn.step_messages import revise_decision
+from grpo_spmd.learn.update import Learner, MiniBatch, StopCheck, ValueHead, counted_mini_batches
 from grpo_spmd.model.offload import OffloadableModel
-from grpo_spmd.model.values import PolicyValues, ValueModel
+from grpo_spmd.model.policy import Policy
+from grpo_spmd.model.sharding import is_first_replica, reshard
+from grpo_spmd.model.values import PolicyValues, ValueModel, build_value_model, plain_states
 from grpo_spmd.proofs.gradient_check import (
+    SCORE_BOUNDS,
     CheckResult,
-    SignalProofs,
     UpdateCheckSettings,
     eager_attention,
+    join_ranks,
+    relative_difference,
     sum_over_ranks,
 )
-from grpo_spmd.records import Completion, Decision, MicroBatch, RolloutBatch, StepDecision
+from grpo_spmd.proofs.plain_loss import LossTerm, plain_kl
+from grpo_spmd.records import Completion, Decision, MicroBatch, Rollout, RolloutBatch
 
 Numbers = npt.NDArray[np.float64]
-# The length of `_Estimate.sums`.
-_NUM_SUMS = 8
 
 
 @dataclass(frozen=True)
@@ -68,35 +70,29 @@ class _Estimate:
     returns: Numbers
     """[C]"""
     sums: Numbers
-    """[8] Sums over the tokens that count: their number; A and A^2 of advantages; V of values; R
-    and R^2 of returns; R - V and its square."""
+    """[9] Sums over the tokens that count: their number; then advantages A, values V, returns R and
+    R - V, each followed by its square."""
 
 
 class Critic(Learner):
     """The critic is a signal: it gives each token an advantage before the policy's update, and
     learns from the same rollouts after the update."""
 
-    def __init__(
-        self,
-        model: ValueModel | PolicyValues,
-        config: CriticConfig,
-        normalize_std: str,
-        loss: LossConfig,
-        optimizer: OptimizerConfig,
-        training: TrainingConfig,
-    ) -> None:
-        """Builds the critic's optimizer. `normalize_std` "batch" whitens the advantages of a step
-        (mean 0, variance 1); "none" leaves them as they are."""
+    def __init__(self, model: ValueModel | PolicyValues, config: Config) -> None:
+        """Builds the critic's optimizer."""
+        optimizer = config.optimizer
+        lr = config.critic.lr
         # The schedule's floor is the same share of the learning rate as the policy's.
-        min_lr = optimizer.min_lr / optimizer.lr * config.lr if optimizer.lr else 0.0
+        min_lr = optimizer.min_lr / optimizer.lr * lr if optimizer.lr else 0.0
         super().__init__(
-            model, dataclasses.replace(optimizer, lr=config.lr, min_lr=min_lr), training
+            model, dataclasses.replace(optimizer, lr=lr, min_lr=min_lr), config.training
         )
         self.model = model
-        self._config = config
-        self._loss = loss
-        self._coef = config.coef if config.is_on_policy else 1.0
-        self._whitens = normalize_std == "batch"
+        self._config = config.critic
+        self._loss = config.loss
+        self._coef = config.critic.coef if config.critic.is_on_policy else 1.0
+        # "batch" gives the advantages of a step mean 0 and variance 1.
+        self._whitens = config.advantage.normalize_std == "batch"
         # The metrics of the mini-batch that is running.
         self._metrics: Reductions = {}
 
@@ -115,9 +111,14 @@ class Critic(Learner):
         """The number of first steps of the run in which only the critic learns."""
         return self._config.warmup_steps
 
-    def proofs(self, settings: UpdateCheckSettings) -> SignalProofs:
+    @property
+    def value_targets(self) -> ValueTargets | None:
+        """None: the gradient check of the policy has no values."""
+        return None
+
+    def check(self, settings: UpdateCheckSettings) -> CriticCheck:
         """Returns the running check of this signal."""
-        return SignalProofs([CriticCheck(self.model, self._config, settings)])
+        return CriticCheck(self.model, self._config, settings)
 
     def trained_parameters(self) -> dict[str, DTensor]:
         """Returns the sharded parameters by their names in a checkpoint."""
@@ -137,7 +138,7 @@ class Critic(Learner):
                 row.old_values = self.model(row)
         finally:
             # There was no backward pass that gives the gathered parameters back.
-            cast(FSDPModule, self.model).reshard()
+            reshard(self.model)
         estimates = [self._estimate(row) for row in rows]
         # Whitening needs sums over the tokens of all ranks, so it is a second pass over the rows.
         mean, factor, decision = self._whiten(rows, estimates, decision)
@@ -172,12 +173,11 @@ class Critic(Learner):
         # Advantages and value targets have a lambda each (VC-PPO).
         returns = gae_advantages(token_rewards, values, lengths, config.gamma, config.lam) + values
         mask = row.loss_mask.cpu().numpy()
-        a = advantages[mask]
-        r = returns[mask]
-        errors = r - values[mask]
-        sums = [len(a), a.sum(), (a**2).sum(), values[mask].sum()]
-        sums += [r.sum(), (r**2).sum(), errors.sum(), (errors**2).sum()]
-        return _Estimate(advantages, returns, np.array(sums, np.float64))
+        sums = []
+        for column in (advantages, values, returns, returns - values):
+            counted = column[mask]
+            sums += [counted.sum(), (counted**2).sum()]
+        return _Estimate(advantages, returns, np.array([mask.sum(), *sums], np.float64))
 
     def _whiten(
         self, rows: list[MicroBatch], estimates: list[_Estimate], decision: Decision
@@ -186,52 +186,35 @@ class Critic(Learner):
 
         (A - mean) * factor whitens the advantages A over the tokens of all ranks. The decision has
         the rollouts' mean advantages, whitened too."""
-        pairs = zip(rows, estimates, strict=True)
-        means = {i: mean for row, e in pairs for i, mean in _rollout_means(row, e.advantages)}
-        trained = [i for rows_of_rank in decision.rows for row in rows_of_rank for i in row]
-        # Rollouts without a token that counts have no mean; rank 0 reads NaN as 0.
-        local_means = np.array([means.get(i, math.nan) for i in trained], np.float64)
-        local_sums = sum((estimate.sums for estimate in estimates), np.zeros(_NUM_SUMS))
 
-        def revise(step: StepDecision, messages: list[bytes]) -> tuple[StepDecision, list[bytes]]:
-            # A message is 8 sums, then the means of the rollouts that the rank trains on.
-            rank_values = [np.frombuffer(message, np.float64) for message in messages]
-            totals = sum(
-                (values[:_NUM_SUMS] for values in rank_values), np.zeros(_NUM_SUMS)
-            ).tolist()
-            count, a, a_squares, v, r, r_squares, error, error_squares = totals
+        def whiten(by_rank: list[Any]) -> list[Any]:
+            totals = [sum(column) for column in zip(*(sums for sums, _ in by_rank), strict=True)]
+            count, a, a_squares, v, _, r, r_squares, error, error_squares = totals
             mean, factor = whitening(count, a, a_squares) if self._whitens else (0.0, 1.0)
-            rollout_means = np.full(len(step.rewards), math.nan)
-            rollout_means[trained_ids(step)[0]] = np.concatenate(
-                [values[_NUM_SUMS:] for values in rank_values]
-            )
-            advantages = np.nan_to_num((rollout_means - mean) * factor).astype(np.float32)
-            variance = max(0.0, a_squares / count - (a / count) ** 2) if count else None
+            # Rollouts without a token that counts have no mean: their advantage is 0.
+            means = np.full(decision.num_rollouts, math.nan)
+            for i, rollout_mean in chain.from_iterable(
+                means_of_rank for _, means_of_rank in by_rank
+            ):
+                means[i] = rollout_mean
+            advantages = np.nan_to_num((means - mean) * factor).astype(np.float32)
             metrics = {
                 "critic/value_mean": v / count if count else None,
                 "critic/explained_variance": explained_variance(
                     count, (r, r_squares), (error, error_squares)
                 ),
-                "critic/advantage_std": None if variance is None else math.sqrt(variance),
+                "critic/advantage_std": math.sqrt(variance(count, a, a_squares)) if count else None,
             }
-            # Every rank needs the same mean and factor, and the means of what it sampled.
-            header = np.array([mean, factor]).tobytes()
-            replies = [header + rank_bytes for rank_bytes in split_sampled(step, advantages)]
-            revised = dataclasses.replace(
-                step, advantages=advantages, metrics=step.metrics | metrics
-            )
-            return revised, replies
+            return [mean, factor, advantages.tolist(), metrics]
 
-        message = np.concatenate([local_sums, local_means]).tobytes()
-        reply, rank0_decision = revise_decision(decision, message, revise)
-        mean, factor = np.frombuffer(reply, np.float64, 2).tolist()
-        values = np.frombuffer(reply, np.float32, offset=16).tolist()
-        decision = dataclasses.replace(
-            decision,
-            advantages=dict(zip(decision.advantages, values, strict=True)),
-            rank0_decision=rank0_decision,
-        )
-        return mean, factor, decision
+        sums = np.sum([estimate.sums for estimate in estimates], axis=0).tolist()
+        local_means = [
+            pair
+            for row, estimate in zip(rows, estimates, strict=True)
+            for pair in _rollout_means(row, estimate.advantages)
+        ]
+        mean, factor, advantages, metrics = on_rank0(whiten, [sums, local_means])
+        return mean, factor, revise_decision(decision, metrics, advantages)
 
     def update(self, batch: RolloutBatch) -> Reductions:
         """Collective. Makes one optimizer step for each mini-batch of each epoch, as the policy
@@ -241,18 +224,18 @@ class Critic(Learner):
         loss or gradient is not finite on some rank changes nothing. Raises FloatingPointError after
         training.max_nonfinite_in_a_row of them.
         """
-        totals = self.no_update()
-        num_skipped = 0
-        for _ in range(self._training.num_epochs):
-            for mini_batch, num_loss_tokens in zip(
-                batch.mini_batches, batch.num_loss_tokens, strict=True
-            ):
-                # All ranks agree on this.
-                if not num_loss_tokens:
-                    continue
-                metrics = self._step(mini_batch, num_loss_tokens)
-                num_skipped += not metrics
-                totals = merge([totals, metrics])
+        return self._totals(
+            [
+                self._step(mini_batch)
+                for _ in range(self._training.num_epochs)
+                for mini_batch in counted_mini_batches(batch)
+            ]
+        )
+
+    def _totals(self, steps: Sequence[Reductions]) -> Reductions:
+        """Returns the metrics of an update from those of its steps, {} for a skipped one."""
+        num_skipped = sum(not metrics for metrics in steps)
+        totals = merge([self.no_update(), *steps])
         return totals | {"critic/skipped_updates": Max(float(num_skipped))}
 
     @staticmethod
@@ -266,14 +249,14 @@ class Critic(Learner):
             "critic/lr": Max(),
         }
 
-    def _step(self, mini_batch: list[MicroBatch], num_loss_tokens: int) -> Reductions:
+    def _step(self, mini_batch: MiniBatch) -> Reductions:
         """Collective. Makes one optimizer step. Returns its metrics, {} if it was skipped.
 
         If a loss or gradient is not finite on any rank, all ranks skip the step. Raises
         FloatingPointError after training.max_nonfinite_in_a_row skipped steps in a row.
         """
-        for row in mini_batch:
-            self.loss_term(self.model(row), row, num_loss_tokens).backward()
+        for row in mini_batch.micro_batches:
+            self.loss_term(self.model(row), row, mini_batch.num_loss_tokens).backward()
         grad_norm = self.clip_gradient()
         # One synchronisation with the device per mini-batch.
         local_loss = cast(Mean, self._metrics["critic/loss"].on_host()).total
@@ -281,8 +264,10 @@ class Critic(Learner):
         metrics = self.end_step(not any_rank(not is_finite))
         max_skipped = self._training.max_nonfinite_in_a_row
         if self._skipped_in_a_row >= max_skipped:
-            reason = "updates of the critic in a row had a loss or gradient that is not finite"
-            raise FloatingPointError(f"{max_skipped} {reason} (training.max_nonfinite_in_a_row)")
+            raise FloatingPointError(
+                f"{max_skipped} updates of the critic in a row had a loss or gradient that is not "
+                "finite (training.max_nonfinite_in_a_row)"
+            )
         return metrics
 
     def loss_term(self, values: Tensor, row: MicroBatch, num_loss_tokens: int) -> Tensor:
@@ -323,16 +308,87 @@ class Critic(Learner):
 
 
 def _rollout_means(row: MicroBatch, advantages: Numbers) -> list[tuple[int, float]]:
-    """Returns the mean advantage of each rollout's tokens that count, by its id; NaN if none
-    counts."""
+    """Returns (id, mean advantage of its tokens that count) of each rollout with such a token."""
     mask = row.loss_mask.cpu().numpy()
     index = row.sequence_index.cpu().numpy()
-    size = max(len(row.rollout_ids), 1)
-    counts = np.bincount(index, mask, size)
-    # 0 / 0: no token counts.
-    with np.errstate(invalid="ignore"):
-        means = np.bincount(index, np.where(mask, advantages, 0.0), size) / counts
-    return list(zip(row.rollout_ids, means.tolist(), strict=False))
+    counts = np.bincount(index, mask).tolist()
+    totals = np.bincount(index, np.where(mask, advantages, 0.0)).tolist()
+    # Not strict: a row without rollouts has one token.
+    columns = zip(row.rollout_ids, totals, counts, strict=False)
+    return [(i, total / count) for i, total, count in columns if count]
+
+
+class PolicyCritic(Critic):
+    """A critic that is also the ValueHead of a PolicyUpdater.
+
+    During the warm-up the policy is not updated: then the head learns alone, from hidden states
+    without a gradient.
+    """
+
+    model: PolicyValues
+
+    def __init__(self, model: PolicyValues, config: Config) -> None:
+        super().__init__(model, config)
+        # The metrics of the optimizer steps that were made with the policy's in this step.
+        self._steps: list[Reductions] = []
+
+    @property
+    def offloadable_models(self) -> list[OffloadableModel]:
+        """The head as a module of its own: the policy's forward pass enters it too."""
+        return [(self.model.head, self.optimizer)]
+
+    @property
+    def value_head(self) -> PolicyCritic:
+        """This critic learns in the policy's update."""
+        return self
+
+    @property
+    def value_targets(self) -> ValueTargets:
+        """The values of the gradient check's synthetic rows."""
+        return ValueTargets(self, self._config)
+
+    def attach(self, batch: RolloutBatch, decision: Decision, stop_check: StopCheck) -> Decision:
+        """Collective. Writes values, returns and advantages into the micro-batches; see
+        Critic.attach."""
+        # A new step: the policy's update has not been made yet.
+        self._steps = []
+        return super().attach(batch, decision, stop_check)
+
+    def term(self, hidden: Tensor, head: Tensor) -> Tensor:
+        """Collective. Returns values [C] of the policy's hidden states [C, D]; see
+        ValueHead.term."""
+        return self.model.term(hidden, head)
+
+    def end_mini_batch(self, is_made: bool) -> None:
+        """Makes the head's optimizer step or drops its gradient, as the policy did."""
+        self._steps.append(self.end_step(is_made))
+
+    def update(self, batch: RolloutBatch) -> Reductions:
+        """Collective. Returns the metrics of the update that was made with the policy; without one
+        the head learns alone."""
+        if self._steps:
+            return self._totals(self._steps)
+        try:
+            return super().update(batch)
+        finally:
+            # No backward pass has reached the policy, which would give its gathered parameters
+            # back.
+            self.model.reshard()
+
+
+def open_critic_model(config: Config, policy: Policy, session: Session) -> Critic:
+    """Collective. Builds the model of critic.path, or a value head on the policy's layers. Raises
+    ConfigError for a model that cannot be a critic."""
+    if config.critic.is_on_policy:
+        return PolicyCritic(PolicyValues(policy, session), config)
+    model = build_value_model(
+        config.critic.path or "",
+        config.model,
+        session,
+        max_rollout_tokens=config.max_rollout_tokens,
+        num_tokens=policy.model.get_input_embeddings().weight.shape[0],
+    )
+    return Critic(model, config)
 
 
 # The running check: values by a plain forward pass, and returns and advantages from them and from
@@ -342,29 +398,12 @@ def _rollout_means(row: MicroBatch, advantages: Numbers) -> list[tuple[int, floa
 # many tokens from the first sampled one on, and no prompt that is longer, since plain attention
 # takes memory by the square of the length.
 _NUM_SEQUENCES, _NUM_TOKENS, _MAX_PROMPT_TOKENS = 4, 32, 2048
-# Bounds of the mean |difference| of values, relative to the mean |value|.
-_VALUE_BOUNDS = {"float32": 1e-4, "bfloat16": 0.05}
 # Bounds of the rounding of a float32 sum over a completion.
 _RELATIVE, _ABSOLUTE = 1e-3, 1e-4
-
-
-@dataclass(frozen=True)
-class _PlainRow:
-    """The recomputed and the attached advantages of one row's tokens [C]."""
-
-    advantages: Numbers
-    """The recomputed advantages, not whitened."""
-    mask: npt.NDArray[np.bool_]
-    """True where a token counts."""
-    attached: Numbers
-    """The advantages that the row holds."""
-
 
 # Number of sampled tokens of a rollout, [(index of a token, its reward)]. Tokens without a reward
 # are left out.
 _TokenRewards = tuple[int, list[tuple[int, float]]]
-# By rollout id.
-_Rewards = dict[int, _TokenRewards]
 
 
 class CriticCheck:
@@ -378,7 +417,7 @@ class CriticCheck:
         self._config = config
         self._loss = settings.loss
         self._whitens = settings.advantage.normalize_std == "batch"
-        self._bound = _VALUE_BOUNDS[settings.dtype]
+        self._bound = SCORE_BOUNDS[settings.dtype]
 
     def __call__(
         self,
@@ -391,10 +430,19 @@ class CriticCheck:
         sampled and some rank trains on; NaN: unknown."""
         # All parts of the check are collective: every rank makes all of them.
         result = CheckResult()
-        self._check_values(result, batch.micro_batches[0])
-        token_rewards = self._fetch_rewards(sampled, decision, rewards)
-        rows = [self._recompute(result, row, token_rewards) for row in batch.micro_batches]
-        counted = np.concatenate([np.zeros(0), *(row.advantages[row.mask] for row in rows)])
+        rows = batch.micro_batches
+        self._check_values(result, rows[0])
+        by_turn = sampled.rules.discount is not None
+        sampled_rewards = [
+            (i, _place_rewards(completion, rewards[i], by_turn))
+            for group in sampled.groups
+            # Not strict: a group that is not trained on has no ids.
+            for i, completion in zip(decision.rollout_ids(group), group.completions, strict=False)
+        ]
+        token_rewards = dict(join_ranks(sampled_rewards))
+        advantages = [self._recompute(result, row, token_rewards) for row in rows]
+        masks = [row.loss_mask.cpu().numpy() for row in rows]
+        counted = np.concatenate([a[mask] for a, mask in zip(advantages, masks, strict=True)])
         count, total = sum_over_ranks([len(counted), float(counted.sum())])
         mean = total / max(count, 1)
         (squares,) = sum_over_ranks([float(((counted - mean) ** 2).sum())])
@@ -402,11 +450,13 @@ class CriticCheck:
         if not self._whitens:
             mean = 0.0
             deviation = 1.0
-        for row in rows:
-            expected = np.where(row.mask, (row.advantages - mean) / deviation, 0.0)
-            for c in _find_differences(row.attached, expected)[:1]:
-                reason = f"and gae gives {expected[c]:.6g}"
-                result.errors.append(f"a token has the advantage {row.attached[c]:.6g}, {reason}")
+        for row, plain, mask in zip(rows, advantages, masks, strict=True):
+            _check_tokens(
+                result,
+                "a token has the advantage {:.6g}, and gae gives {:.6g}",
+                row.advantages.cpu().numpy(),
+                np.where(mask, (plain - mean) / deviation, 0.0),
+            )
         return result
 
     def _check_values(self, result: CheckResult, row: MicroBatch) -> None:
@@ -414,162 +464,134 @@ class CriticCheck:
         by the model with values by a plain forward pass over some sequences.
 
         In the second comparison the head adds a random term: a head of zeros would hide a fault."""
-        # Of each sequence up to some tokens after the prompt.
-        contexts = []
-        for context in row_contexts(row)[:_NUM_SEQUENCES]:
-            num_prompt = int(context.sampled_at[0])
-            num_tokens = num_prompt - 1 + _NUM_TOKENS if num_prompt <= _MAX_PROMPT_TOKENS else 0
-            contexts.append((context, context.token_ids[:num_tokens]))
-        # Without a rollout the pass is made for the other ranks.
-        width = max([1, *(len(token_ids) for _, token_ids in contexts)])
-        ids = row.input_ids.new_zeros(max(len(contexts), 1), width)
-        for number, (_, token_ids) in enumerate(contexts):
-            ids[number, : len(token_ids)] = row.input_ids.new_tensor(token_ids)
+        contexts = [c for c in row_contexts(row) if c.sampled_at[0] <= _MAX_PROMPT_TOKENS]
+        contexts = contexts[:_NUM_SEQUENCES]
+        # Of each sequence up to some tokens after the prompt. Without a rollout the pass is made
+        # for the other ranks.
+        ends = [int(context.sampled_at[0]) - 1 + _NUM_TOKENS for context in contexts]
+        ids = [
+            row.input_ids.new_tensor(context.token_ids[:end])
+            for context, end in zip(contexts, ends, strict=True)
+        ]
         with torch.no_grad():
             again = self._model(row)
             with random_head(self._model.head):
                 by_trainer = self._model(row)
                 with eager_attention(self._model.backbone):
-                    by_plain_pass = self._model.plain_values(ids)
-        cast(FSDPModule, self._model).reshard()
+                    by_plain_pass = self._model.plain_values(
+                        pad_sequence(ids or [row.input_ids[:1]], batch_first=True)
+                    )
+        reshard(self._model)
         assert row.old_values is not None
-        size = float(again.abs().mean()) + 1e-6
         result.check_difference(
             "a value that the advantages are made of, of its size,",
             "values",
-            float((row.old_values - again).abs().mean()) / size,
+            relative_size(row.old_values - again, again),
             self._bound,
         )
-        plain: list[float] = []
-        trainer: list[float] = []
-        for number, (context, token_ids) in enumerate(contexts):
+        plain = []
+        trainer = []
+        for number, (context, end) in enumerate(zip(contexts, ends, strict=True)):
             # The value of a token is that of the position that predicts it.
-            is_inside = context.sampled_at <= len(token_ids)
-            plain += by_plain_pass[number, context.sampled_at[is_inside] - 1].tolist()
-            trainer += by_trainer[context.tokens[is_inside]].tolist()
-        if trainer:
-            difference = math.fsum(abs(a - b) for a, b in zip(trainer, plain, strict=True))
-            size = math.fsum(map(abs, plain)) + 1e-6
+            is_inside = context.sampled_at <= end
+            plain.append(by_plain_pass[number, context.sampled_at[is_inside] - 1])
+            trainer.append(by_trainer[context.tokens[is_inside]])
+        if contexts:
+            expected = torch.cat(plain)
             result.check_difference(
                 "a value beside that of a plain forward pass, of its size,",
                 "values",
-                difference / size,
+                relative_size(torch.cat(trainer) - expected, expected),
                 self._bound,
             )
 
     def _recompute(
-        self, result: CheckResult, row: MicroBatch, token_rewards: _Rewards
-    ) -> _PlainRow:
-        """Recomputes the returns and advantages of a row from the values that it holds."""
+        self, result: CheckResult, row: MicroBatch, token_rewards: Mapping[int, _TokenRewards]
+    ) -> Numbers:
+        """Returns the advantages [C] of a row, not whitened, from the values that it holds, and
+        compares its returns."""
         assert row.old_values is not None
         assert row.returns is not None
-        # The values are taken as they are; _check_values has compared them.
-        columns = (row.old_values, row.returns, row.advantages)
-        values, returns, attached = (column.double().cpu().numpy() for column in columns)
-        mask = row.loss_mask.cpu().numpy()
-        index = row.sequence_index.cpu().numpy()
-        ids = row.rollout_ids
-        lengths = np.bincount(index, minlength=len(ids))
-        mismatched = [i for i, n in zip(ids, lengths, strict=False) if n != token_rewards[i][0]]
-        if mismatched:
-            result.errors.append(f"rollouts {mismatched[:5]} have other tokens than were sampled")
-        if mismatched or not ids:
-            return _PlainRow(np.zeros_like(attached), np.zeros_like(mask), np.zeros_like(attached))
-        # One line per rollout, which ends in the last column.
-        width = int(lengths.max())
-        first_column = width - lengths
-        # column[c] is the column of token c in the line of its rollout.
-        column = np.empty_like(index)
-        order = np.argsort(index, kind="stable")
-        column[order] = np.concatenate([np.arange(start, width) for start in first_column])
-        rewards = np.zeros((len(ids), width))
-        for line, i in enumerate(ids):
-            for index_in_rollout, reward in token_rewards[i][1]:
-                rewards[line, first_column[line] + index_in_rollout] = reward
-        rewards[index, column] -= self._kl_penalty(row)
-        v = np.zeros((len(ids), width))
-        v[index, column] = values
         config = self._config
-        lam = np.full(len(ids), config.lam)
-        # VAPO's lambda depends on the length of the completion.
-        if config.lam_policy == "length":
-            lam_policy = np.maximum(0.0, 1.0 - 1.0 / (config.length_alpha * lengths))
-        else:
-            lam_policy = np.full(len(ids), config.lam_policy)
-        expected = lambda_returns(rewards, v, config.gamma, lam)[index, column]
-        policy_returns = lambda_returns(rewards, v, config.gamma, lam_policy)[index, column]
-        for c in _find_differences(returns, expected)[:1]:
-            reason = f"and the returns of rollout {ids[index[c]]} say {expected[c]:.6g}"
-            result.errors.append(f"a value is taught {returns[c]:.6g}, {reason}")
-        return _PlainRow(policy_returns - values, mask, attached)
-
-    def _kl_penalty(self, row: MicroBatch) -> Numbers:
-        """Returns what is subtracted from the reward of each token [C]."""
-        if self._loss.kl_in != "reward":
-            return np.zeros(len(row.target_ids))
-        p = cast(Tensor, row.old_logprobs)
-        ref = cast(Tensor, row.ref_logprobs)
-        terms = {"k1": p - ref, "k2": (p - ref) ** 2 / 2, "k3": torch.expm1(ref - p) - (ref - p)}
-        penalty = self._loss.kl_coef * terms[self._loss.kl_estimator].double()
-        return cast(Numbers, penalty.cpu().numpy())
-
-    def _fetch_rewards(
-        self, sampled: SampledStep, decision: Decision, rewards: Mapping[int, float]
-    ) -> _Rewards:
-        """Collective. Returns the rewards of all rollouts, from the ranks that sampled them."""
-        sampled_rewards: _Rewards = {}
-        size = sampled.rules.rollout.group_size
-        by_turn = sampled.rules.discount is not None
-        for group in sampled.groups:
-            slot = decision.slots.get(group.prompt.position)
-            if slot is None:
+        # The values are taken as they are; _check_values has compared them.
+        values, returns = (x.double().cpu().numpy() for x in (row.old_values, row.returns))
+        index = row.sequence_index.cpu().numpy()
+        penalties = np.zeros(len(values))
+        # The KL penalty is subtracted token by token.
+        if self._loss.kl_in == "reward":
+            old = cast(Tensor, row.old_logprobs)
+            kl = plain_kl(old, cast(Tensor, row.ref_logprobs), self._loss.kl_estimator)
+            penalties = self._loss.kl_coef * kl.double().cpu().numpy()
+        advantages = np.zeros(len(values))
+        for number, i in enumerate(row.rollout_ids):
+            tokens = np.flatnonzero(index == number)
+            num_tokens, rewards_by_token = token_rewards[i]
+            if len(tokens) != num_tokens:
+                result.errors.append(f"rollout {i} has other tokens than were sampled")
                 continue
-            for i, completion in enumerate(group.completions, start=slot * size):
-                reward = 0.0 if math.isnan(rewards[i]) else rewards[i]
-                sampled_rewards[i] = _place_rewards(completion, reward, by_turn)
-        pairs = list(sampled_rewards.items())
-        return dict(on_rank0(lambda by_rank: list(chain.from_iterable(by_rank)), pairs))
+            rewards = -penalties[tokens]
+            for t, reward in rewards_by_token:
+                rewards[t] += reward
+            # VAPO's lambda depends on the length of the completion.
+            lam = max(0.0, 1.0 - 1.0 / (config.length_alpha * num_tokens))
+            if config.lam_policy != "length":
+                lam = config.lam_policy
+            _check_tokens(
+                result,
+                f"a value is taught {{:.6g}}, and the returns of rollout {i} say {{:.6g}}",
+                returns[tokens],
+                lambda_returns(rewards, values[tokens], config.gamma, config.lam),
+            )
+            policy_returns = lambda_returns(rewards, values[tokens], config.gamma, lam)
+            advantages[tokens] = policy_returns - values[tokens]
+        return advantages
 
 
-def lambda_returns(rewards: Numbers, values: Numbers, gamma: float, lam: Numbers) -> Numbers:
-    """Returns G_t = r_t + gamma ((1 - lam) V_{t+1} + lam G_{t+1}) for `rewards` r and `values` V
-    [n, L].
+def lambda_returns(rewards: Numbers, values: Numbers, gamma: float, lam: float) -> Numbers:
+    """Returns G_t = r_t + gamma ((1 - lam) V_{t+1} + lam G_{t+1}) for the tokens [n] of a rollout.
 
-    Values and returns after the last column are 0. `lam` [n] has one number per line."""
-    returns = np.zeros_like(rewards)
-    next_value = np.zeros(len(rewards))
-    next_return = np.zeros(len(rewards))
-    # Backwards in time; lines that end earlier are aligned at the last column.
-    for t in reversed(range(rewards.shape[1])):
-        next_return = rewards[:, t] + gamma * ((1.0 - lam) * next_value + lam * next_return)
-        next_value = values[:, t]
-        returns[:, t] = next_return
-    return returns
+    `rewards` are r and `values` V. Values and returns after the last token are 0."""
+    returns: list[float] = []
+    next_value = 0.0
+    next_return = 0.0
+    # Backwards in time.
+    for reward, value in zip(rewards[::-1].tolist(), values[::-1].tolist(), strict=True):
+        next_return = reward + gamma * ((1.0 - lam) * next_value + lam * next_return)
+        next_value = value
+        returns.append(next_return)
+    return np.array(returns[::-1], np.float64)
 
 
-def _find_differences(attached: Numbers, expected: Numbers) -> npt.NDArray[np.intp]:
-    """Returns the indices where the arrays differ by more than rounding. NaN differs."""
+def _check_tokens(result: CheckResult, text: str, attached: Numbers, expected: Numbers) -> None:
+    """Adds an error for the first token at which the numbers [n] differ by more than rounding; NaN
+    differs. `text` has places for both numbers."""
     size = np.maximum(np.abs(attached), np.abs(expected))
-    bound = np.maximum(_RELATIVE * size, _ABSOLUTE)
-    return np.flatnonzero(~(np.abs(attached - expected) <= bound))
+    is_right = np.abs(attached - expected) <= np.maximum(_RELATIVE * size, _ABSOLUTE)
+    for c in np.flatnonzero(~is_right)[:1]:
+        result.errors.append(text.format(attached[c], expected[c]))
+
+
+def relative_size(differences: Tensor, values: Tensor) -> float:
+    """Returns the mean of |differences| over the mean of |values|."""
+    return float(differences.abs().mean() / (values.abs().mean() + 1e-6))
 
 
 def _place_rewards(completion: Completion, reward: float, by_turn: bool) -> _TokenRewards:
-    """Returns the rewards of a rollout: the whole reward is at the last token.
+    """Returns the rewards of a rollout: the whole reward is at the last token. NaN: unknown, and so
+    0.
 
     With `by_turn` each turn's reward is at the turn's last token, and the remainder of the whole
     reward at the last token of all."""
     num_tokens = len(completion.token_ids)
     rewards: dict[int, float] = {}
-    if by_turn and completion.episode is not None:
-        position = -1
-        for turn in completion.episode.turns:
-            position += turn.num_tokens
-            if turn.num_tokens and turn.reward:
-                rewards[position] = turn.reward
+    position = -1
+    for turn in completion.episode.turns if by_turn and completion.episode is not None else ():
+        position += turn.num_tokens
+        if turn.num_tokens and turn.reward:
+            rewards[position] = turn.reward
     if num_tokens:
-        remainder = rewards.get(num_tokens - 1, 0.0) + reward - math.fsum(rewards.values())
-        rewards[num_tokens - 1] = remainder
+        remainder = (0.0 if math.isnan(reward) else reward) - math.fsum(rewards.values())
+        rewards[num_tokens - 1] = rewards.get(num_tokens - 1, 0.0) + remainder
     return num_tokens, list(rewards.items())
 
 
@@ -577,11 +599,9 @@ def _place_rewards(completion: Completion, reward: float, by_turn: bool) -> _Tok
 def random_head(head: nn.Linear) -> Iterator[None]:
     """Returns a context manager. Within it the head adds a product with a fixed random vector: a
     new head is zero, and would show no fault."""
-
-    def add(_: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
-        return output + random_product(inputs[0])[..., None]
-
-    handle = head.register_forward_hook(add)
+    handle = head.register_forward_hook(
+        lambda _, inputs, output: output + random_product(inputs[0])[..., None]
+    )
     try:
         yield
     finally:
@@ -593,3 +613,122 @@ def random_product(states: Tensor) -> Tensor:
     width = states.shape[-1]
     vector = torch.randn(width, generator=torch.Generator().manual_seed(0)) / math.sqrt(width)
     return states @ vector.to(states)
+
+
+# The running check of a critic that learns in the policy's update: its part of the gradient check.
+
+# Distances of old values and returns from the values, in multiples of the clip. They are on both
+# sides of the clip, and on each side the clipped error is sometimes the larger one, sometimes not.
+_OLD_DISTANCES = (0.0, 0.5, -0.5, 1.5, -1.5, 2.0, -2.0)
+_RETURN_DISTANCES = (0.7, -0.7, 0.9)
+# With a larger clip nothing is clipped on synthetic rows.
+_MAX_CLIP = 5.0
+
+
+class ValueTargets:
+    """Makes value targets for the synthetic rows of the gradient check, and computes their loss
+    plainly (the SyntheticValues of GradientCheck)."""
+
+    def __init__(self, critic: PolicyCritic, config: CriticConfig) -> None:
+        self._critic = critic
+        self._clip = config.clip_value
+        self._coef = config.coef
+        # The decoder's outputs of each plain pass within `random_head`.
+        self._states: list[Tensor] = []
+        # Weight and bias of the head as leaves of the plain loss.
+        self._head: tuple[Tensor, ...] = ()
+        # Values, old values and returns of the rows that hold a rollout, float64.
+        self._columns: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Returns an iterator over (name, parameter) of the head."""
+        return self._critic.model.named_parameters()
+
+    @contextmanager
+    def random_head(self) -> Iterator[None]:
+        """Returns a context manager. Within it the head adds a fixed random product, and the
+        decoder's outputs of plain passes are kept."""
+        model = self._critic.model
+        with random_head(model.head), plain_states(model.policy) as self._states:
+            yield
+        self._states = []
+
+    def set_targets(self, row: MicroBatch, values: Tensor) -> None:
+        """Gives a row old values and returns at known distances from the trainer's values [C]."""
+        clip = min(self._clip or 1.0, _MAX_CLIP)
+        v = values.double()
+        # Each combination of the distances occurs every 21 tokens.
+        index = torch.arange(len(v), device=v.device)
+        old = v.new_tensor(_OLD_DISTANCES)[index % len(_OLD_DISTANCES)]
+        target = v.new_tensor(_RETURN_DISTANCES)[
+            index // len(_OLD_DISTANCES) % len(_RETURN_DISTANCES)
+        ]
+        row.old_values = (v - clip * old).float()
+        row.returns = (v + clip * target).float()
+        if row.rollout_ids:
+            self._columns.append((v, row.old_values.double(), row.returns.double()))
+
+    def plain_term(
+        self, result: CheckResult, rollouts: Sequence[Rollout], num_tokens: int, bound: float
+    ) -> LossTerm:
+        """Collective. Returns the value loss, and compares the trainer's values with plain ones.
+
+        The states are those of the last plain pass within `random_head`, which was over the
+        contexts of `rollouts`. `num_tokens` is the number of tokens that count over all ranks. The
+        targets of `set_targets` are used once.
+        """
+        states = self._states[-1]  # [S, L, D]
+        hidden: list[Tensor] = []
+        for number, context in enumerate(rollout_contexts(rollouts)):
+            sampled = torch.from_numpy(np.flatnonzero(context.sampled)).to(states.device)
+            hidden.append(states[number, sampled - 1])
+        parameters = self._critic.model.head.parameters()
+        gathered = [cast(DTensor, parameter).full_tensor() for parameter in parameters]
+        self._head = tuple(tensor.detach().requires_grad_() for tensor in gathered)
+        weight, bias = self._head
+        inputs = (torch.cat(hidden) if hidden else states[0, :1]).float()
+        plain = (inputs @ weight[0] + bias + random_product(inputs)).double()
+        if not hidden:
+            return LossTerm((plain * 0.0).sum(), 0.0)
+        values, old, target = (torch.cat(column) for column in zip(*self._columns, strict=True))
+        self._columns = []
+        # The trainer's values with the plain gradient: else rounding would clip here what it does
+        # not clip there.
+        v = plain + (values - plain).detach()
+        errors = (v - target) ** 2
+        # PPO takes the larger of two errors. The clipped one is a constant.
+        if self._clip is not None:
+            steps = values - old
+            clipped = (old + steps.clamp(-self._clip, self._clip) - target) ** 2
+            errors = torch.where((steps.abs() > self._clip) & (clipped > errors), clipped, errors)
+        counts = np.concatenate([rollout.loss_mask for rollout in rollouts])
+        terms = self._coef * 0.5 * errors[torch.from_numpy(counts).to(v.device)] / num_tokens
+        result.check_difference(
+            "the value of a token, of the values' size,",
+            "values",
+            relative_size(values - plain.detach(), plain.detach()),
+            bound,
+        )
+        return LossTerm(terms.sum(), float(terms.detach().abs().sum()))
+
+    def check_head_gradient(self, result: CheckResult, bound: float) -> None:
+        """Collective. Compares the head's gradient, which FSDP summed over ranks, with the plain
+        gradients, summed here. Drops the gradient."""
+        reduced = []
+        plain = []
+        for parameter, leaf in zip(self._critic.model.head.parameters(), self._head, strict=True):
+            assert leaf.grad is not None
+            # The plain loss is subtracted in the backward pass.
+            plain.append(-leaf.grad.flatten())
+            local = cast(DTensor, parameter.grad)._local_tensor.flatten()
+            # The head has one row, which one rank of each replica holds.
+            is_here = is_first_replica(cast(DTensor, parameter)) and len(local)
+            reduced.append(local if is_here else torch.zeros_like(plain[-1]))
+        columns = [torch.cat(tensors).double().cpu().numpy() for tensors in (reduced, plain)]
+        result.check_difference(
+            "the gradient of the value head, of its norm,",
+            "gradient",
+            relative_difference(columns[0], columns[1]),
+            bound,
+        )
+        self._critic.drop_gradient()

@@ -78,10 +78,9 @@ def open_reward_models(
     more: list[Scorer] = []
     for index, reward in enumerate(config.rewards):
         if reward.metric_name in scorers.weights and (reward.model or reward.is_engine_judge):
-            kind = "model" if reward.model else "judge"
             raise ConfigError(
                 f"rewards.{index}.name: the environment's own reward is called "
-                f"{reward.metric_name!r} too; give the {kind} another name"
+                f"{reward.metric_name!r} too; give the model or judge another name"
             )
     # Each kind is imported only here, and only if it is on.
     if any(reward.is_engine_judge for reward in config.rewards):
@@ -165,12 +164,11 @@ class Signals:
 
     def proofs(self, settings: UpdateCheckSettings) -> SignalProofs:
         """Returns the proofs of all signals as one."""
-        proofs = [signal.proofs(settings) for signal in self._active]
+        teacher = self.teacher
         return SignalProofs(
-            checks=[check for proof in proofs for check in proof.checks],
-            # A run has at most one teacher signal and one value head.
-            make_teacher=next((p.make_teacher for p in proofs if p.make_teacher), None),
-            values=next((p.values for p in proofs if p.values), None),
+            [signal.check(settings) for signal in self._active],
+            None if teacher is None else functools.partial(teacher.random_teacher, settings),
+            None if self.critic is None else self.critic.value_targets,
         )
 
 
@@ -197,7 +195,7 @@ def open_critic(config: Config, policy: Policy, session: Session) -> Critic | No
     if config.critic.path is None:
         return None
     # It is imported only here, and only if it is on.
-    from grpo_spmd.signals.policy_critic import open_critic_model
+    from grpo_spmd.signals.critic import open_critic_model
 
     return open_critic_model(config, policy, session)
 

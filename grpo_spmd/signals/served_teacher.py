@@ -25,13 +25,13 @@ from grpo_spmd.config.schema import Config, RewardConfig, TeacherConfig
 from grpo_spmd.distributed.collectives import any_rank, on_rank0
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.learn.contexts import RowContext
-from grpo_spmd.learn.sampled_step import SampledStep
+from grpo_spmd.learn.sampled_step import SampledStep, seconds_percentiles
+from grpo_spmd.learn.step_messages import revise_decision
 from grpo_spmd.learn.update import StopCheck
 from grpo_spmd.model.logprobs import MIN_LOGPROB, TeacherDivergence, TokenIndices, TopTeacher
 from grpo_spmd.model.policy import Policy
 from grpo_spmd.proofs.gradient_check import (
     CheckResult,
-    SignalProofs,
     UpdateCheckSettings,
 )
 from grpo_spmd.records import Decision, MicroBatch, Prompt, RolloutBatch
@@ -45,6 +45,7 @@ from grpo_spmd.signals.teacher import (
     TeacherScores,
     make_request_for,
     teacher_contexts,
+    token_mask,
 )
 
 _log = logging.getLogger("grpo_spmd")
@@ -63,6 +64,17 @@ class Answer(NamedTuple):
     logprobs: npt.NDArray[np.float32]
     """[n, K + 1] Their logprobs, and last that of all other tokens together. [n, 1] with K = 0: the
     logprobs of the sampled tokens."""
+
+
+class _Question(NamedTuple):
+    """A context that a server is asked about."""
+
+    row: MicroBatch
+    """The row that the context is in."""
+    server: int
+    """The number of the server."""
+    context: RowContext
+    """The context as the teacher sees it."""
 
 
 class ServedTeacher(Teacher):
@@ -104,41 +116,56 @@ class ServedTeacher(Teacher):
         """Collective. Asks the servers and writes a TeacherSignal into every micro-batch. Raises
         RewardError on all ranks if too many rollouts have no answer."""
         requests = self.requests(decision)
+        # One request per context. The number of its server selects the limit.
         questions = [
-            {name: teacher_contexts(row, requests, name) for name in self.servers}
+            _Question(row, number, context)
             for row in batch.micro_batches
-        ]
-        numbered = [
-            (number, question)
-            for row_questions in questions
             for number, name in enumerate(self.servers)
-            for question in row_questions[name]
+            for context in teacher_contexts(row, requests, name)
         ]
-        # One job per context. The number of its server selects the limit.
         servers = [*self.servers.values()]
         calls = ServerCalls(
             self._limits,
-            [(n, partial(self._ask, servers[n], question)) for n, question in numbered],
+            [(q.server, partial(self._ask, servers[q.server], q.context)) for q in questions],
         )
         while any_rank(calls.run_for(_STOP_CHECK_S)):
             stop_check(False)
         # A rollout whose context failed has no answer, also if its other contexts have one.
-        self.unanswered = {numbered[job][1].rollout_id for job in calls.errors}
-        num_asked = len({question.rollout_id for _, question in numbered})
+        self.unanswered = {questions[job].context.rollout_id for job in calls.errors}
         # Raises on all ranks alike, before anything is attached.
-        decision = self._add_metrics(decision, calls, num_asked)
-        answers = iter([calls.answers.get(job) for job in range(len(numbered))])
-        for row, row_questions in zip(batch.micro_batches, questions, strict=True):
-            answered = {
-                name: [(question, next(answers)) for question in row_questions_of_name]
-                for name, row_questions_of_name in row_questions.items()
-            }
-            self._attach_answers(row, answered)
-        return decision
+        local = {
+            "asked": len({question.context.rollout_id for question in questions}),
+            "unanswered": len(self.unanswered),
+            "errors": [calls.errors[job] for job in sorted(calls.errors)[:1]],
+            "retries": calls.num_retries,
+            "seconds": calls.seconds,
+        }
+        metrics = on_rank0(partial(_count_answers, max_error_frac=self._max_error_frac), local)
+        for row in batch.micro_batches:
+            scored: list[tuple[TokenIndices | None, TeacherScores]] = []
+            for number in range(len(servers)):
+                answered = [
+                    (question.context.tokens, calls.answers[job])
+                    for job, question in enumerate(questions)
+                    if question.row is row
+                    and question.server == number
+                    and question.context.rollout_id not in self.unanswered
+                ]
+                if answered:
+                    device = row.input_ids.device
+                    tokens = torch.from_numpy(np.concatenate([t for t, _ in answered])).to(device)
+                    scored.append((tokens, _as_tensors([answer for _, answer in answered], device)))
+            row.teacher_signal = self._make_signal(row, scored, requests)
+            if self.unanswered & {*row.rollout_ids}:
+                is_answered = [i not in self.unanswered for i in row.rollout_ids]
+                row.teacher_signal = dataclasses.replace(
+                    row.teacher_signal, answered_mask=token_mask(row, is_answered)
+                )
+        return revise_decision(decision, metrics)
 
-    def proofs(self, settings: UpdateCheckSettings) -> SignalProofs:
+    def check(self, settings: UpdateCheckSettings) -> TeacherCheck:
         """Returns the running check of this signal."""
-        return SignalProofs([ServerCheck(self)], self._random_teacher(settings))
+        return ServerCheck(self, settings)
 
     def _ask(self, server: PromptLogprobs, question: RowContext, limit_s: float) -> Answer:
         """Returns the server's answer about the sampled tokens. Runs in a thread. Raises
@@ -157,69 +184,16 @@ class ServedTeacher(Teacher):
             raise FailedCallError("finds a token likely that the policy does not have")
         return compact_answer(sampled, self.top_k, self._vocabulary_size)
 
-    def _add_metrics(self, decision: Decision, calls: ServerCalls, num_asked: int) -> Decision:
-        """Collective. Returns the decision with the servers' metrics. Raises RewardError as
-        `attach`."""
-        local = {
-            "asked": num_asked,
-            "unanswered": len(self.unanswered),
-            "first_error": calls.errors[min(calls.errors)] if calls.errors else None,
-            "retries": calls.num_retries,
-            "seconds": calls.seconds,
-        }
-        metrics = on_rank0(partial(_count_answers, max_error_frac=self._max_error_frac), local)
-        step = decision.rank0_decision
-        if step is None:
-            return decision
-        step = dataclasses.replace(step, metrics=step.metrics | metrics)
-        return dataclasses.replace(decision, rank0_decision=step)
-
-    def _attach_answers(
-        self, row: MicroBatch, answers: Mapping[str, Sequence[tuple[RowContext, Answer | None]]]
-    ) -> None:
-        """Writes the servers' answers into a row. If one context of an episode has no answer, the
-        whole episode counts as unanswered."""
-        answered_mask = torch.zeros_like(row.loss_mask)
-        scores: list[tuple[TokenIndices | None, TeacherScores]] = []
-        masks: dict[str, Tensor] = {}
-        for name, pairs in answers.items():
-            answered = [
-                (question.tokens, answer)
-                for question, answer in pairs
-                if question.rollout_id not in self.unanswered and answer is not None
-            ]
-            # Masks are for metrics by teacher; they include rollouts without an answer.
-            if len(self.servers) > 1:
-                masks[name] = _mask_of(row, [question.tokens for question, _ in pairs])
-            if answered:
-                device = row.input_ids.device
-                tokens = torch.from_numpy(np.concatenate([t for t, _ in answered])).to(device)
-                answered_mask = answered_mask.index_fill(0, tokens, True)
-                scores.append((tokens, _as_tensors([answer for _, answer in answered], device)))
-        row.teacher_signal = self._make_signal(row, scores, masks)
-        if self.unanswered & {*row.rollout_ids}:
-            row.teacher_signal = dataclasses.replace(
-                row.teacher_signal, answered_mask=answered_mask
-            )
-
-
-def _mask_of(row: MicroBatch, tokens: Sequence[npt.NDArray[np.int64]]) -> Tensor:
-    """Returns a mask [C] of the row's completion tokens with these indices."""
-    mask = np.zeros(len(row.loss_mask), np.bool_)
-    mask[np.concatenate([np.zeros(0, np.int64), *tokens])] = True
-    return torch.from_numpy(mask).to(row.loss_mask.device)
-
 
 def compact_answer(tokens: Sequence[PositionLogprobs], top_k: int, vocabulary_size: int) -> Answer:
     """Returns the answer in a few bytes per token. What JSON is parsed into takes ten times as
     much."""
-    if not top_k:
-        logprobs = np.array([[token.logprob] for token in tokens], np.float32)
-        return Answer(np.zeros((len(tokens), 0), np.int32), logprobs)
-    ids = np.array([[token_id for token_id, _ in token.likeliest] for token in tokens], np.int32)
-    likeliest = [[value for _, value in token.likeliest] for token in tokens]
-    rows = [[*values, rest_logprob(values, vocabulary_size)] for values in likeliest]
-    return Answer(ids, np.array(rows, np.float32))
+    ids = [[token_id for token_id, _ in token.likeliest[:top_k]] for token in tokens]
+    logprobs = [[token.logprob] for token in tokens]
+    if top_k:
+        likeliest = [[value for _, value in token.likeliest] for token in tokens]
+        logprobs = [[*values, rest_logprob(values, vocabulary_size)] for values in likeliest]
+    return Answer(np.array(ids, np.int32), np.array(logprobs, np.float32))
 
 
 def _as_tensors(answers: Sequence[Answer], device: torch.device) -> Tensor | TopTeacher:
@@ -246,27 +220,22 @@ def _count_answers(
     rollouts without an answer reaches `max_error_frac`."""
     num_asked = sum(counts["asked"] for counts in rank_counts)
     num_unanswered = sum(counts["unanswered"] for counts in rank_counts)
+    unanswered_frac = num_unanswered / max(num_asked, 1)
     if num_unanswered:
-        error = next(
-            counts["first_error"] for counts in rank_counts if counts["first_error"] is not None
-        )
+        error = next(error for counts in rank_counts for error in counts["errors"])
         problem = f"teacher.url: {num_unanswered} of {num_asked} rollouts have no answer"
-        unanswered_frac = num_unanswered / num_asked
         if unanswered_frac >= max_error_frac:
-            rule = (
-                f"{unanswered_frac:.3g} is not under reward_pool.max_error_frac={max_error_frac:g}"
+            raise RewardError(
+                f"{problem}: {unanswered_frac:.3g} is not under reward_pool.max_error_frac="
+                f"{max_error_frac:g}. The first: the server {error}"
             )
-            raise RewardError(f"{problem}: {rule}. The first: the server {error}")
         _log.warning("%s, and are taught nothing; the first: the server %s", problem, error)
-    metrics: dict[str, float | None] = {
-        "teacher/unanswered_frac": num_unanswered / max(num_asked, 1),
-        "teacher/retries": sum(counts["retries"] for counts in rank_counts),
-    }
     seconds = [value for counts in rank_counts for value in counts["seconds"]]
-    for percent in (50, 95):
-        value = float(np.percentile(seconds, percent)) if seconds else None
-        metrics[f"teacher/call_s_p{percent}"] = value
-    return metrics
+    return {
+        "teacher/unanswered_frac": unanswered_frac,
+        "teacher/retries": sum(counts["retries"] for counts in rank_counts),
+        **seconds_percentiles("teacher/call_s", seconds),
+    }
 
 
 def open_served_teacher(
@@ -303,8 +272,8 @@ class ServerCheck(TeacherCheck):
     """Asks again about a few rollouts, each alone and cut after the last compared token, and
     compares the signal."""
 
-    def __init__(self, teacher: ServedTeacher) -> None:
-        super().__init__(teacher, 1.0, "float32")
+    def __init__(self, teacher: ServedTeacher, settings: UpdateCheckSettings) -> None:
+        super().__init__(teacher, settings)
         self._served = teacher
         self._bound = _BOUND
         self._rounding = 0.0
@@ -333,24 +302,24 @@ class ServerCheck(TeacherCheck):
         if not predict_index.any():
             return None
         server: PromptLogprobs = source
+        teacher = self._served
         ids = token_ids.tolist()
-        vocabulary_size = self._served.policy.model.get_output_embeddings().weight.shape[0]
-        limit_s = min(self._served.config.timeout_s, _MAX_CHECK_S)
+        vocabulary_size = teacher.policy.model.get_output_embeddings().weight.shape[0]
         try:
-            answers = server.ask(ids, self._served.top_k, limit_s)
+            limit_s = min(teacher.config.timeout_s, _MAX_CHECK_S)
+            answers = server.ask(ids, teacher.top_k, limit_s)
         except FailedCallError:
             return None
-        logits = torch.empty(len(predict_index), vocabulary_size)
-        for number, position in enumerate(predict_index.tolist()):
+        rows = []
+        for position in predict_index.tolist():
             token = answers[position]
             logprobs = {**dict(token.likeliest), ids[position + 1]: token.logprob}
             # The other tokens are compared only all together. So their probability may be spread
             # over them in any way.
             num_others = max(vocabulary_size - len(logprobs), 1)
-            rest = rest_logprob([*logprobs.values()], vocabulary_size)
-            logits[number] = rest - torch.tensor(float(num_others)).log()
-            logits[number, list(logprobs)] = torch.tensor(list(logprobs.values()))
-        return logits.to(token_ids.device)
+            rest = rest_logprob([*logprobs.values()], vocabulary_size) - math.log(num_others)
+            rows.append([logprobs.get(i, rest) for i in range(vocabulary_size)])
+        return torch.tensor(rows, device=token_ids.device)
 
 
 def _has_right_mask(row: MicroBatch, unanswered: set[int]) -> bool:
@@ -361,11 +330,9 @@ def _has_right_mask(row: MicroBatch, unanswered: set[int]) -> bool:
     # The device compares indices of rollouts, not their ids.
     silent = [index for index, rollout_id in enumerate(row.rollout_ids) if rollout_id in unanswered]
     expected = ~torch.isin(row.sequence_index, row.sequence_index.new_tensor(silent))
-    mask = torch.ones_like(expected) if signal.answered_mask is None else signal.answered_mask
-    masks = [mask]
+    masks = [torch.ones_like(expected) if signal.answered_mask is None else signal.answered_mask]
     if isinstance(signal.divergence, TeacherDivergence):
-        scored = torch.zeros_like(expected)
+        masks.append(torch.zeros_like(expected))
         for tokens, _ in signal.divergence.parts:
-            scored[slice(None) if tokens is None else tokens] = True
-        masks.append(scored)
-    return all(bool((mask == expected).all()) for mask in masks)
+            masks[-1][slice(None) if tokens is None else tokens] = True
+    return all(torch.equal(mask, expected) for mask in masks)

@@ -16,12 +16,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from grpo_spmd.checks.signals import check_vocabulary, teacher_data
 from grpo_spmd.config.schema import Config, TeacherConfig
@@ -44,12 +43,13 @@ from grpo_spmd.model.logprobs import (
 from grpo_spmd.model.lora import adapters_at_zero, adapters_off
 from grpo_spmd.model.offload import OffloadableModel
 from grpo_spmd.model.policy import DTYPES, Policy, Term, build_policy
-from grpo_spmd.model.sharding import gather_rows
+from grpo_spmd.model.sharding import gather_rows, reshard
 from grpo_spmd.proofs.gradient_check import (
+    SCORE_BOUNDS,
     CheckResult,
-    SignalProofs,
     UpdateCheckSettings,
     eager_attention,
+    join_ranks,
 )
 from grpo_spmd.records import (
     Decision,
@@ -78,9 +78,8 @@ class TeacherModel:
         """Collective. Returns the logprobs [C] of the row's targets; with `term` the result of
         `term(hidden states [C, D], head [V, D])`."""
         with adapters_off(self.model.model) if self.is_base else nullcontext():
-            if term is None:
-                return self.model(row)[0]
-            return self.model(row, term, only_term=True)[0]
+            terms = [] if term is None else [term]
+            return self.model(row, *terms, only_term=bool(terms))[0]
 
 
 @dataclass(frozen=True)
@@ -128,48 +127,42 @@ class Teacher:
         """Collective. Writes a TeacherSignal into every micro-batch, by one forward pass of each
         teacher over its own rollouts."""
         requests = self.requests(decision)
-        heads: dict[str, Tensor] = {}
         # The whole lm_head of a teacher is gathered once per step, not once per row.
-        if self.config.loss == "full":
-            heads = {
-                name: _gather_head(teacher.model)[: self._vocabulary_size]
-                for name, teacher in self.models.items()
-            }
+        needs_heads = self.config.loss == "full"
+        heads = {
+            name: _gather_head(teacher.model)[: self._vocabulary_size] if needs_heads else None
+            for name, teacher in self.models.items()
+        }
         for row in batch.micro_batches:
-            scores_by_tokens: list[tuple[TokenIndices | None, TeacherScores]] = []
-            masks: dict[str, Tensor] = {}
+            scored: list[tuple[TokenIndices | None, TeacherScores]] = []
             for name, teacher in self.models.items():
                 stop_check(False)
                 if requests is None:
-                    scores_by_tokens.append((None, self._score(teacher, row, heads.get(name))))
+                    scored.append((None, self._score(teacher, row, heads[name])))
                     continue
                 teacher_row, tokens = select_teacher_row(row, requests, name)
                 # Every rank makes the pass, also without a rollout: it is collective.
-                scores = self._score(teacher, teacher_row, heads.get(name))
+                scores = self._score(teacher, teacher_row, heads[name])
                 if len(tokens):
-                    scores_by_tokens.append((tokens, scores))
-                if len(self.models) > 1:
-                    masks[name] = torch.zeros_like(row.loss_mask).index_fill(0, tokens, True)
+                    scored.append((tokens, scores))
             # Rows of other teachers' rollouts are left out of a teacher's part, but every row has a
             # signal.
-            row.teacher_signal = self._make_signal(row, scores_by_tokens, masks)
+            row.teacher_signal = self._make_signal(row, scored, requests)
         # A teacher that is the policy's own base leaves the policy gathered.
-        cast(FSDPModule, self.policy).reshard()
+        reshard(self.policy)
         return decision
 
     def update(self, batch: RolloutBatch) -> Reductions:
         """Does nothing, because a teacher does not train. Returns no metrics."""
         return {}
 
-    def proofs(self, settings: UpdateCheckSettings) -> SignalProofs:
+    def check(self, settings: UpdateCheckSettings) -> TeacherCheck:
         """Returns the running check of this signal."""
-        check = TeacherCheck(self, settings.rollout.temperature, settings.dtype)
-        return SignalProofs([check], self._random_teacher(settings))
+        return TeacherCheck(self, settings)
 
-    def _random_teacher(self, settings: UpdateCheckSettings) -> Callable[[], RandomTeacher]:
-        return partial(
-            RandomTeacher, self.config, self.policy, settings.rollout.temperature, settings.dtype
-        )
+    def random_teacher(self, settings: UpdateCheckSettings) -> RandomTeacher:
+        """Returns a teacher for the synthetic rows of the gradient check."""
+        return RandomTeacher(self.config, self.policy, settings)
 
     def requests(self, decision: Decision) -> Requests:
         """Collective. Returns the requests for the rollouts of all ranks."""
@@ -217,37 +210,36 @@ class Teacher:
     def _make_signal(
         self,
         row: MicroBatch,
-        scores_by_tokens: Sequence[tuple[TokenIndices | None, TeacherScores]],
-        masks: dict[str, Tensor],
+        scored: Sequence[tuple[TokenIndices | None, TeacherScores]],
+        requests: Requests,
     ) -> TeacherSignal:
-        """Returns the signal from the scores of each teacher and the tokens that it scored (None:
-        all)."""
+        """Returns the signal from scores, each with the tokens that it is about (None: all)."""
         coef = self.config.coef
+        masks = {}
+        if requests is not None and len(self.config.names) > 1:
+            for name in self.config.names:
+                is_asked = [requests[i].teacher == name for i in row.rollout_ids]
+                masks[name] = token_mask(row, is_asked)
         if self.config.loss != "sampled":
-            distributions = [
-                (t, scores) for t, scores in scores_by_tokens if not isinstance(scores, Tensor)
+            parts = [
+                (tokens, scores) for tokens, scores in scored if not isinstance(scores, Tensor)
             ]
             divergence = TeacherDivergence(
-                distributions, self.config.beta, _scaling(self.policy), self._vocabulary_size
+                parts, self.config.beta, _scaling(self.policy), self._vocabulary_size
             )
             return TeacherSignal(coef, divergence=divergence, masks_by_teacher=masks)
         logprobs = torch.zeros_like(row.rollout_logprobs)
-        for tokens, scores in scores_by_tokens:
+        for tokens, scores in scored:
             assert isinstance(scores, Tensor)
             logprobs = scores if tokens is None else logprobs.index_copy(0, tokens, scores)
         return TeacherSignal(coef, logprobs, masks_by_teacher=masks)
 
 
-class TeacherRow(NamedTuple):
-    """The completions of one micro-batch that one teacher scores, each behind the teacher's own
-    prompt in the place of the policy's."""
-
-    row: MicroBatch
-    """The row for the teacher's forward pass. If it scores no rollout, the row has two tokens that
-    do not count."""
-    tokens: TokenIndices
-    """[n] The teacher's row has n completion tokens; these are their indices among the completion
-    tokens of the policy's row."""
+def token_mask(row: MicroBatch, by_rollout: Sequence[bool]) -> Tensor:
+    """Returns the mask [C] of a row's completion tokens, from one value for each rollout."""
+    # The token of a row without rollouts is none that was sampled.
+    values = torch.tensor([*by_rollout] or [False], device=row.sequence_index.device)
+    return values[row.sequence_index]
 
 
 def teacher_contexts(row: MicroBatch, requests: Requests, name: str) -> list[RowContext]:
@@ -277,8 +269,12 @@ def _with_prompt(context: RowContext, prompt_ids: list[int] | None) -> RowContex
 
 def select_teacher_row(
     row: MicroBatch, requests: Mapping[int, TeacherRequest], name: str
-) -> TeacherRow:
-    """Returns the part of a row that the teacher `name` scores. Waits for the device."""
+) -> tuple[MicroBatch, TokenIndices]:
+    """Returns the completions of a row that the teacher `name` scores, as a row of its own with the
+    teacher's prompts, and the indices [n] of its n tokens among those of the policy's row.
+
+    If the teacher scores no rollout, the row has two tokens that do not count. Waits for the
+    device."""
     rollouts = []
     # Each context stands alone: a teacher needs not know which of them are one rollout.
     contexts = teacher_contexts(row, requests, name)
@@ -290,7 +286,7 @@ def select_teacher_row(
     # pack_rollouts keeps the order of contexts, so that scores and tokens are aligned.
     tokens = np.concatenate([np.zeros(0, np.int64), *(context.tokens for context in contexts)])
     device = row.input_ids.device
-    return TeacherRow(pack_rollouts(rollouts, device), torch.from_numpy(tokens).to(device))
+    return pack_rollouts(rollouts, device), torch.from_numpy(tokens).to(device)
 
 
 def _scaling(policy: Policy) -> tuple[float, int, float | None]:
@@ -375,19 +371,16 @@ _NUM_TOKENS = 12
 # Attention of a plain pass takes memory by the square of its tokens. If all rollouts of a teacher
 # are longer than _LONG, only the shortest is compared; one longer than _TOO_LONG never is.
 _LONG, _TOO_LONG = 2048, 8192
-# Mean difference in nats per token, as for the policy's own logprobs.
-_BOUNDS = {"float32": 1e-4, "bfloat16": 0.05}
 
 
 class TeacherCheck:
     """Compares the teachers' signal in the micro-batches with plain forward passes."""
 
-    def __init__(self, teacher: Teacher, temperature: float, dtype: str) -> None:
-        """`temperature` is the engine's sampling temperature, `dtype` the compute dtype."""
+    def __init__(self, teacher: Teacher, settings: UpdateCheckSettings) -> None:
         self._teacher = teacher
-        self._temperature = temperature
-        self._bound = _BOUNDS[dtype]
-        self._rounding = torch.finfo(DTYPES[dtype]).eps / 2
+        self._temperature = settings.rollout.temperature
+        self._bound = SCORE_BOUNDS[settings.dtype]
+        self._rounding = torch.finfo(DTYPES[settings.dtype]).eps / 2
 
     @torch.no_grad()
     def __call__(
@@ -407,16 +400,18 @@ class TeacherCheck:
         contexts = _first_contexts(row, requests)
         differences = [torch.zeros(0, dtype=torch.float64)]
         for name, source in self._sources().items():
-            # Each rank makes as many passes.
-            for context in self._choose(
+            chosen = self._choose(
                 c for c in contexts if requests is None or requests[c.rollout_id].teacher == name
-            ):
+            )
+            # Each rank makes as many passes.
+            for number in range(_NUM_ROLLOUTS):
+                context = chosen[number] if number < len(chosen) else None
                 differences.append(self._compare(source, row, context))
         compared = torch.cat(differences)
         if len(compared):
             subject = "a teacher's logprob of a token that the update is given, in nats on average,"
             result.check_difference(subject, "teacher", float(compared.mean()), self._bound)
-        cast(FSDPModule, self._teacher.policy).reshard()
+        reshard(self._teacher.policy)
         return result
 
     def _is_complete(self, signal: TeacherSignal | None) -> bool:
@@ -433,21 +428,15 @@ class TeacherCheck:
         """Returns False if the teacher could not score the rollout."""
         return True
 
-    def _choose(self, contexts: Iterable[RowContext]) -> list[RowContext | None]:
-        """Returns _NUM_ROLLOUTS of a teacher's contexts, with None for those that are missing."""
+    def _choose(self, contexts: Iterable[RowContext]) -> list[RowContext]:
+        """Returns at most _NUM_ROLLOUTS of a teacher's contexts."""
         # Short ones first: a plain pass takes memory by the square of its length.
         candidates = sorted(
-            (
-                context
-                for context in contexts
-                if context.sampled_at[0] < _TOO_LONG and self._has_signal(context.rollout_id)
-            ),
+            (c for c in contexts if c.sampled_at[0] < _TOO_LONG and self._has_signal(c.rollout_id)),
             key=lambda context: int(context.sampled_at[0]),
         )
         short = [c for c in candidates if c.sampled_at[0] < _LONG] or candidates[:1]
-        stride = max(len(short) // _NUM_ROLLOUTS, 1)
-        chosen = short[::stride][:_NUM_ROLLOUTS]
-        return [*chosen, *[None] * (_NUM_ROLLOUTS - len(chosen))]
+        return short[:: max(len(short) // _NUM_ROLLOUTS, 1)][:_NUM_ROLLOUTS]
 
     def _logits(self, source: Any, token_ids: Tensor, predict_index: Tensor) -> Tensor | None:
         """Collective. Returns logits [n, V] at the positions [n] of the ids [T], or None if the
@@ -469,18 +458,16 @@ class TeacherCheck:
     ) -> None:
         """Collective. Compares the requests with those that the sampling ranks make from their own
         rows."""
-        slots = [(g.prompt, decision.slots.get(g.prompt.position)) for g in sampled.groups]
+        # By the id of a group's first rollout.
         local = [
-            [slot, _digest(self._teacher.request_for(prompt))]
-            for prompt, slot in slots
-            if slot is not None
+            (decision.rollout_ids(group)[0], _digest(self._teacher.request_for(group.prompt)))
+            for group in sampled.groups
+            if decision.rollout_ids(group)
         ]
-        by_slot = dict(
-            on_rank0(lambda rank_pairs: [pair for pairs in rank_pairs for pair in pairs], local)
-        )
+        digests = dict(join_ranks(local))
         size = sampled.rules.rollout.group_size
         mismatched = [
-            i for i, request in requests.items() if by_slot.get(i // size) != _digest(request)
+            i for i, request in requests.items() if digests.get(i - i % size) != _digest(request)
         ]
         if mismatched:
             result.errors.append(
@@ -513,15 +500,17 @@ def _first_contexts(row: MicroBatch, requests: Requests) -> list[RowContext]:
     """Returns the first context of each rollout of a row, as its teacher sees it."""
     contexts: dict[int, RowContext] = {}
     for context in row_contexts(row):
-        i = context.rollout_id
+        contexts.setdefault(context.rollout_id, context)
+    for i, context in contexts.items():
         prompt_ids = None if requests is None else requests[i].prompt_ids
         # The teacher's own prompt takes the place of everything before the first sampled token.
         if prompt_ids is not None:
             first = context.sampled_at[0]
-            token_ids = np.concatenate([prompt_ids, context.token_ids[first:]])
-            sampled_at = context.sampled_at - first + len(prompt_ids)
-            context = dataclasses.replace(context, token_ids=token_ids, sampled_at=sampled_at)
-        contexts.setdefault(i, context)
+            contexts[i] = dataclasses.replace(
+                context,
+                token_ids=np.concatenate([prompt_ids, context.token_ids[first:]]),
+                sampled_at=context.sampled_at - first + len(prompt_ids),
+            )
     return list(contexts.values())
 
 
@@ -534,18 +523,16 @@ def _differences(signal: TeacherSignal, logits: Tensor, tokens: Tensor, targets:
     taught = signal.divergence
     assert isinstance(taught, TeacherDivergence)
     differences = []
-    for number, token in enumerate(tokens.tolist()):
-        log_p = logits[number : number + 1, : taught.num_tokens].log_softmax(-1)
-        for scored_tokens, scores in taught.parts:
-            rows = (
-                [token]
-                if scored_tokens is None
-                else torch.nonzero(scored_tokens == token)[:, 0].tolist()
-            )
-            for index in rows:
-                token_slice = slice(index, index + 1)
-                plain = scores.outcomes(log_p, token_slice)
-                difference = (plain - scores.logprobs_of(token_slice)).abs()
+    for scored_tokens, scores in taught.parts:
+        for number, token in enumerate(tokens.tolist()):
+            log_p = logits[number : number + 1, : taught.num_tokens].log_softmax(-1)
+            indices = [token]
+            if scored_tokens is not None:
+                indices = torch.nonzero(scored_tokens == token)[:, 0].tolist()
+            for index in indices:
+                rows = slice(index, index + 1)
+                plain = scores.outcomes(log_p, rows)
+                difference = (plain - scores.logprobs_of(rows)).abs()
                 differences.append(float((plain.exp() * difference).sum()))
     # A token that no teacher scored is as wrong as can be.
     return torch.tensor(differences or [math.inf], dtype=torch.float64)
@@ -569,12 +556,12 @@ class RandomTeacher:
     """
 
     def __init__(
-        self, config: TeacherConfig, policy: Policy, temperature: float, dtype: str
+        self, config: TeacherConfig, policy: Policy, settings: UpdateCheckSettings
     ) -> None:
         self.coef = config.coef
         self._config = config
-        self._temperature = temperature
-        self._dtype = DTYPES[dtype]
+        self._temperature = settings.rollout.temperature
+        self._dtype = DTYPES[settings.dtype]
         self._generator = torch.Generator().manual_seed(0)
         self._policy_scaling = _scaling(policy)
         self._head = self._draw(policy.model.get_output_embeddings().weight.shape[0])

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from grpo_spmd.config.schema import Config
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from grpo_spmd.config.schema import Config, LossConfig
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.distributed.reductions import Reductions, merge_bytes, to_bytes
 from grpo_spmd.distributed.session import Session
+from grpo_spmd.learn import losses
+from grpo_spmd.learn.losses import LossInputs, taught_loss
 from grpo_spmd.learn.sampled_step import SampledStep, StepRules
 from grpo_spmd.learn.update import PolicyUpdater
 from grpo_spmd.model.policy import Policy
 from grpo_spmd.proofs.gradient_check import UpdateCheckSettings
+from grpo_spmd.records import TeacherSignal
 
 
 def updater_of(policy: Policy, config: Config) -> PolicyUpdater:
@@ -43,3 +51,28 @@ def check_settings_of(config: Config, stop_ids: frozenset[int]) -> UpdateCheckSe
         training=config.training,
         reward_weights=[reward.weight for reward in config.rewards],
     )
+
+
+def taught(
+    signal: TeacherSignal, advantages: Tensor, old: Tensor, mask: Tensor, **tensors: Tensor
+) -> tuple[Tensor, Tensor, Reductions]:
+    """The advantages that a teacher makes of these, what it adds to the loss, and its metrics."""
+    received: list[Tensor] = []
+
+    def policy_loss(inputs: LossInputs, _: LossConfig) -> tuple[Tensor, Reductions]:
+        received.append(inputs.advantages)
+        return torch.zeros((), dtype=torch.float64), {}
+
+    inputs = LossInputs(
+        logprobs=old,
+        entropy=old,
+        old_logprobs=old,
+        ref_logprobs=None,
+        advantages=advantages,
+        loss_mask=mask,
+        sequence_index=torch.zeros_like(mask, dtype=torch.int64),
+        weights=tensors.get("weights", torch.ones_like(old)),
+    )
+    with patch.object(losses, "policy_loss", policy_loss):
+        total, metrics = taught_loss(inputs, LossConfig(), signal, tensors.get("divergence"))
+    return received[0], total, metrics

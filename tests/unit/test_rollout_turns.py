@@ -104,10 +104,10 @@ def test_a_short_look_at_an_episode_by_hand() -> None:
     long = segment(
         [*range(10, 30)], [4, 5, 6, 10, 11, 12, 18]
     )  # 10-13 | 14-16 | 17-19 | 20-22 | 23-27 | 28 | 29
-    [short] = shorten_segments([long, EPISODE.segments[1]], 2, 4)
+    [short] = shorten_segments([long, EPISODE.segments[1]], 2, 4, 2)
     assert short.token_ids.tolist() == [10, 13, 14, 15, 17, 19, 20, 21]
     assert np.flatnonzero(short.sampled).tolist() == [2, 3, 6, 7]
-    initial, second = shorten_segments(EPISODE.segments, 16, 12)
+    initial, second = shorten_segments(EPISODE.segments, 16, 12, 6)
     assert [initial.token_ids.tolist(), second.token_ids.tolist()] == [
         [1, 2, 3, 4, 7, 8, 9],
         [1, 5, 6],

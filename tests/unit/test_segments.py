@@ -35,7 +35,7 @@ from grpo_spmd.learn.sampled_step import (
     check_environment_errors,
     episode_metrics,
 )
-from grpo_spmd.learn.step_messages import count_rollout_tokens, decode_groups, encode_groups
+from grpo_spmd.learn.step_messages import decode_groups, encode_groups
 from grpo_spmd.model.policy import build_policy
 from grpo_spmd.records import (
     EPISODE_STATUSES,
@@ -233,7 +233,7 @@ def test_what_rank0_is_told_of_episodes_by_hand() -> None:
     sampled = decode_groups([b"", payload], 2)
     facts = sampled.rows
     assert (sampled.num_groups, sampled.reward_names) == ([0, 2], ["r"])
-    assert count_rollout_tokens(facts).tolist() == [
+    assert facts["tokens"].tolist() == [
         [14, 7],
         [2, 7],
     ]  # the failed one has its prompt alone

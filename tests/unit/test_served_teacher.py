@@ -27,7 +27,6 @@ from grpo_spmd.config.load import load_config, load_config_with_sources
 from grpo_spmd.config.schema import RewardConfig
 from grpo_spmd.learn.assemble import episode_rollout, pack_rollouts
 from grpo_spmd.learn.contexts import row_contexts
-from grpo_spmd.learn.losses import divergence_loss, taught_advantages
 from grpo_spmd.model.config_json import read_model
 from grpo_spmd.model.logprobs import MIN_LOGPROB
 from grpo_spmd.records import Rollout, Segment, TeacherSignal
@@ -37,6 +36,7 @@ from grpo_spmd.rewards.remote.client import PositionLogprobs, PromptLogprobs, Se
 from grpo_spmd.rewards.trl import FailedCallError
 from grpo_spmd.signals.served_teacher import compact_answer, rest_logprob
 from grpo_spmd.signals.teacher import TeacherRequest, teacher_contexts
+from tests.support.learn import taught
 from tests.support.models import make_model, write_config
 from tests.support.stub_server import SECRET, StubServer, stub_server
 from tests.support.stub_vllm import NAME, answers
@@ -324,13 +324,12 @@ def test_tokens_without_an_answer_are_taught_nothing_and_are_in_no_mean() -> Non
     mask, answered = torch.tensor([True, True, True]), torch.tensor([True, False, True])
     old, teacher = torch.tensor([-1.0, -2.0, -1.0]), torch.tensor([-3.0, 0.0, -1.5])
     signal = TeacherSignal(0.5, teacher, answered_mask=answered)
-    advantages, metrics = taught_advantages(signal, torch.ones(3), old, mask)
+    advantages, _, metrics = taught(signal, torch.ones(3), old, mask)
     assert advantages.tolist() == [0.0, 1.0, 0.75]
     assert metrics["teacher/kl"].value == pytest.approx((2.0 + 0.5) / 2)
     separate, weights = torch.tensor([1.0, 100.0, 3.0]), torch.full((3,), 0.1)
-    term, metrics = divergence_loss(
-        TeacherSignal(0.5, answered_mask=answered), separate, weights, mask
-    )
+    signal = TeacherSignal(0.5, answered_mask=answered)
+    _, term, metrics = taught(signal, old, old, mask, divergence=separate, weights=weights)
     assert float(term) == pytest.approx(0.5 * 0.1 * (1.0 + 3.0))
     assert metrics["teacher/kl"].value == pytest.approx(2.0)
 

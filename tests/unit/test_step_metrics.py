@@ -8,12 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from grpo_spmd.config.schema import AdvantageConfig, RolloutConfig
-from grpo_spmd.learn.sampled_step import group_metrics, make_group_table, reward_metrics
+from grpo_spmd.learn.sampled_step import find_alike, group_metrics, reward_metrics
 from grpo_spmd.learn.step_messages import GroupRows, group_dtype
-
-ROLLOUT = RolloutConfig(num_prompts_per_step=2, group_size=4, max_completion_tokens=100)
-
 
 Groups = tuple[GroupRows, list[str]]
 
@@ -23,7 +19,7 @@ def facts(position: int, lengths: list[int], by_name: dict[str, list[float | Non
         None if None in row else sum(map(float, row)) for row in zip(*by_name.values(), strict=True)
     ]
     record = np.zeros(1, group_dtype(len(by_name), 4))
-    record["position"], record["prompt_tokens"], record["completion_tokens"] = position, 3, lengths
+    record["position"], record["completion_tokens"] = position, lengths
     record["truncated"], record["rewards"] = [n == 100 for n in lengths], np.array(total, float)
     record["by_name"] = np.array(list(by_name.values()), float)
     return record, list(by_name)
@@ -31,9 +27,7 @@ def facts(position: int, lengths: list[int], by_name: dict[str, list[float | Non
 
 def metrics_of(*groups: Groups) -> dict[str, float | None]:
     rows = np.concatenate([record for record, _ in groups])
-    index = np.arange(len(groups))
-    table = make_group_table(rows, index, index, rollout=ROLLOUT, advantage=AdvantageConfig())
-    metrics = group_metrics(table, 0)
+    metrics = group_metrics(rows, find_alike(rows))
     for number, name in enumerate(groups[0][1]):
         metrics |= reward_metrics(name, rows["by_name"][:, number])
     return metrics

@@ -32,7 +32,6 @@ from grpo_spmd.config.schema import (
 from grpo_spmd.distributed.reductions import Mean
 from grpo_spmd.distributed.session import Session, end_session, start_session
 from grpo_spmd.learn.assemble import pack_rollouts
-from grpo_spmd.learn.losses import taught_advantages
 from grpo_spmd.learn.update import PolicyUpdater
 from grpo_spmd.model.config_json import read_model
 from grpo_spmd.model.logprobs import Divergence, TopTeacher, WholeTeacher, top_outcomes
@@ -41,6 +40,7 @@ from grpo_spmd.records import Decision, MicroBatch, Rollout, RolloutBatch, Teach
 from grpo_spmd.signals import opening as signal_rewards
 from grpo_spmd.signals.teacher import Teacher, TeacherModel, TeacherRequest, select_teacher_row
 from tests.support import trl_distillation
+from tests.support.learn import taught
 from tests.support.models import make_model, write_config
 
 CPU = torch.device("cpu")
@@ -178,7 +178,7 @@ def test_advantages_worked_by_hand() -> None:
     signal = TeacherSignal(
         0.5, teachers, masks_by_teacher={"x": torch.tensor([True, False, True, True])}
     )
-    advantages, metrics = taught_advantages(signal, torch.tensor([1.0, 0.0, 2.0, -1.0]), old, mask)
+    advantages, _, metrics = taught(signal, torch.tensor([1.0, 0.0, 2.0, -1.0]), old, mask)
     assert advantages.tolist() == [0.0, 0.25, 2.0, -1.0]
     assert metrics["teacher/kl"].value == pytest.approx((2.0 - 0.5 + 0.0) / 3)
     assert metrics["teacher/x/kl"] == Mean(torch.tensor(2.0, dtype=torch.float64), torch.tensor(2))

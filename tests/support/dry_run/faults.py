@@ -259,7 +259,7 @@ def teachers_places_on_the_cpu(trials: Trials) -> None:
 def returns_on_the_cpu(trials: Trials) -> None:
     config, row = trials.config, micro_batch(trials.cuda.device)
     model = build_value_model(str(trials.folder / "critic"), config.model, trials.session(), 24, 97)
-    critic = Critic(model, config.critic, "batch", config.loss, config.optimizer, config.training)
+    critic = Critic(model, config)
     row.old_values = model(row).detach()
     row.returns = torch.zeros(24)
     critic.update(RolloutBatch([[row]], [24], [4]))

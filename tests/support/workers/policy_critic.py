@@ -36,9 +36,8 @@ from grpo_spmd.model.sharding import first_row
 from grpo_spmd.model.values import PolicyValues
 from grpo_spmd.proofs.gradient_check import GradientCheck, SignalProofs
 from grpo_spmd.records import MicroBatch, TeacherSignal
-from grpo_spmd.signals.critic import Critic
+from grpo_spmd.signals.critic import Critic, PolicyCritic, ValueTargets
 from grpo_spmd.signals.opening import open_critic
-from grpo_spmd.signals.policy_critic import PolicyCritic, ValueTargets
 from tests.support.learn import check_settings_of, merged_on_all
 from tests.support.workers.critic import Step, Trials, by_rollout, gathered, refuses, saved
 from tests.support.workers.critic import changed as of_critic
@@ -95,7 +94,7 @@ class PolicyTrials(Trials):
     ) -> list[str]:
         """What the running checks find wrong, on all ranks."""
         settings = check_settings_of(config, frozenset())
-        values = ValueTargets(critic, config.critic, settings.dtype)
+        values = ValueTargets(critic, config.critic)
         check = GradientCheck(self.policy, updater, settings, SignalProofs(values=values))
         groups = deal(fixed_groups(), "in turn", self.session)
         faulty = check.run(groups, self.session.device, accumulates=True).errors

@@ -28,6 +28,7 @@ from grpo_spmd.rewards.remote.client import PromptLogprobs
 from grpo_spmd.signals import served_teacher
 from grpo_spmd.signals.served_teacher import ServedTeacher, ServerCheck
 from grpo_spmd.signals.teacher import Teacher, TeacherCheck, TeacherModel
+from tests.support.learn import check_settings_of
 from tests.support.workers.teacher import Trials, changed, other_samples, request_for
 from tests.support.workers.update import GROUP_SIZE, SPLITS, fixed_groups
 
@@ -75,7 +76,10 @@ class ServedTrials(Trials):
         return ServedTeacher(config, servers, policy, *asks, ranks=ranks, max_error_frac=0.5)
 
     def check(self, teacher: Teacher) -> TeacherCheck:
-        return super().check(teacher) if self.is_here else ServerCheck(cast(ServedTeacher, teacher))
+        if self.is_here:
+            return super().check(teacher)
+        settings = check_settings_of(self.config, frozenset())
+        return ServerCheck(cast(ServedTeacher, teacher), settings)
 
 
 def clean_updates(trials: ServedTrials, *, plain: bool) -> dict[tuple[str, str], Any]:

@@ -27,10 +27,10 @@ from grpo_spmd.config.schema import LoraConfig, LossConfig, TeacherConfig
 from grpo_spmd.distributed.collectives import any_rank
 from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.session import end_session, policy_mesh, start_session
-from grpo_spmd.learn import losses, update
+from grpo_spmd.learn import update
 from grpo_spmd.learn.assemble import assemble_batch
 from grpo_spmd.learn.balance import plan_batch
-from grpo_spmd.learn.losses import LossInputs, policy_loss
+from grpo_spmd.learn.losses import LossInputs, policy_loss, taught_loss
 from grpo_spmd.learn.update import attach_logprobs
 from grpo_spmd.model.logprobs import TeacherDivergence, TopTeacher, WholeTeacher
 from grpo_spmd.model.policy import Policy, build_policy, hf_named_parameters, load_weights
@@ -98,17 +98,11 @@ class Trials:
         return Teacher(KINDS[kind], {"": single}, policy)
 
     def check(self, teacher: Teacher) -> TeacherCheck:
-        return TeacherCheck(teacher, self.config.rollout.temperature, self.config.model.dtype)
+        return TeacherCheck(teacher, check_settings_of(self.config, frozenset()))
 
     def of_gradients(self, updater: Any, teacher: Teacher, policy: Policy) -> GradientCheck:
         settings = check_settings_of(self.config, frozenset())
-        made_up = partial(
-            RandomTeacher,
-            teacher.config,
-            policy,
-            settings.rollout.temperature,
-            settings.dtype,
-        )
+        made_up = partial(RandomTeacher, teacher.config, policy, settings)
         return GradientCheck(policy, updater, settings, SignalProofs(make_teacher=made_up))
 
     def update(
@@ -266,11 +260,12 @@ def faults(trials: Trials) -> int:
     def unheard(inputs: LossInputs, options: LossConfig, *_: Any) -> Any:
         return policy_loss(inputs, options)
 
-    divergence_values = losses.divergence_loss
     twice = patch.object(
-        losses,
-        "divergence_loss",
-        lambda signal, separate, *of: divergence_values(signal, 2 * separate, *of),
+        update,
+        "taught_loss",
+        lambda inputs, options, signal, divergence: taught_loss(
+            inputs, options, signal, 2 * divergence
+        ),
     )
     sees(
         "sampled",

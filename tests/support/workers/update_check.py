@@ -29,7 +29,7 @@ from grpo_spmd.distributed.session import end_session, policy_mesh, start_sessio
 from grpo_spmd.learn import assemble, losses, sampled_step
 from grpo_spmd.learn import update as learn_update
 from grpo_spmd.learn.assemble import episode_rollout
-from grpo_spmd.learn.update import attach_logprobs
+from grpo_spmd.learn.update import UpdateObserver, attach_logprobs
 from grpo_spmd.model import policy as model_policy
 from grpo_spmd.model.attention import PackedLayout
 from grpo_spmd.model.hf_files import load_tokenizer
@@ -179,7 +179,7 @@ class Trials:
             )
             if is_checked:
                 check.run_if_due(step, sampled, batch, decision)
-            updater.update(batch, check if is_checked else None)
+            updater.update(batch, check if is_checked else UpdateObserver())
         if is_checked:
             assert check.metrics()["proofs/update_check_s"] > 0
         return {name: p.detach().to_local().clone() for name, p in policy.named_parameters()}  # type: ignore[attr-defined]
