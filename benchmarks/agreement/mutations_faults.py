@@ -69,7 +69,7 @@ FAULTS = (
         "engine/weight_sync.py",
         _LOAD,
         f"            if self._has_proved:\n                self._engine.policy_version = step\n"
-        f"                return\n{_LOAD}",
+        f"                return []\n{_LOAD}",
         (_UNTIED,),
         of_sync=True,
     ),

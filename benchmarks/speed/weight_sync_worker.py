@@ -156,18 +156,16 @@ def _pieces(
     """As a direct load draws them; copied out, padding too, where there is a place for them."""
 
     def run() -> SyncStats:
-        stats, digest = (
-            SyncStats(),
-            WeightDigest(next(policy.parameters()).device) if is_named else None,
-        )
+        stats, shards = SyncStats(), list(hf_named_shards(policy))
         position = 0
-        for *_, piece in gather_pieces(
-            list(hf_named_shards(policy)), dtype, bucket_bytes, stats, digest=digest
-        ):
+        for *_, piece in gather_pieces(shards, dtype, bucket_bytes, stats):
             if into is not None:
                 into[position : position + piece.numel()].view(piece.shape).copy_(piece)
             position += piece.numel()
-        if digest is not None:
+        if is_named:
+            digest = WeightDigest(next(policy.parameters()).device)
+            for shard in shards:
+                digest.add_shard(shard, dtype)
             digest.totals()
         return stats
 

@@ -310,7 +310,7 @@ def _is_copyable(tensor: EngineTensor, dtype: torch.dtype) -> bool:
     """Returns True if copies alone can fill the tensor with values of `dtype`."""
     layer = tensor.layer
     values = tensor.values
-    if tensor.is_quantised or layer is None:
+    if layer is None:
         return False
     if values is None:
         return hasattr(layer, "cpu_linear")

@@ -41,11 +41,7 @@ class Piece(NamedTuple):
 
 
 def gather_pieces(
-    shards: Sequence[Shard],
-    dtype: torch.dtype,
-    bucket_bytes: int,
-    stats: SyncStats,
-    digest: WeightDigest | None = None,
+    shards: Sequence[Shard], dtype: torch.dtype, bucket_bytes: int, stats: SyncStats
 ) -> Generator[Piece, None, None]:
     """Collective. Yields the tensors of `shards`, one after the other, in pieces.
 
@@ -57,71 +53,35 @@ def gather_pieces(
     one bucket is in use, the next one is on its way. The extra memory is two buckets.
 
     If one rank holds the whole policy, there are no buckets. A piece is then the tensor itself,
-    which is rounded as it is copied. With a digest it is a stretch of the tensor in a small buffer.
-    `digest` gets this rank's rows, from one replica only.
+    which is rounded as it is copied.
     """
     if not shards:
         return
-    parameter = shards[0].parameter
-    # All replicas hold the same weights. The totals of all ranks are added up, so that only one
-    # replica may count.
-    if not is_first_replica(parameter):
-        digest = None
-    num_ranks = num_shards(parameter)
+    num_ranks = num_shards(shards[0].parameter)
     if num_ranks == 1:
-        yield from _whole_pieces(shards, dtype, stats, digest)
+        for shard in shards:
+            values = _local_values(shard)
+            stats.bytes += len(values) * dtype.itemsize
+            if len(values):
+                yield Piece(shard, 0, values[None])
+            # The memory of this tensor must be free before the next one is made.
+            del values
         return
     widths = [_width(shard.parameter, num_ranks) for shard in shards]
-    total = sum(widths)
     # Elements that each rank puts into one bucket. All ranks compute the same number.
-    room = min(max(1, bucket_bytes // (num_ranks * dtype.itemsize)), total)
-    buckets = [
-        torch.empty(num_ranks, room, dtype=dtype, device=parameter.device)
-        for _ in range(min(2, -(-total // room)))
-    ]
-    group = shard_group(parameter)
-    row = _ShardRow(shards, widths, dist.get_rank(group), digest)
-    with closing(_gather_buckets(row, buckets, total, group, stats)) as gathered:
+    room = min(max(1, bucket_bytes // (num_ranks * dtype.itemsize)), sum(widths))
+    with closing(_gather_buckets(shards, widths, dtype, room, stats)) as buckets:
         # The columns of the current bucket that were not yielded yet: none at the start.
-        bucket = buckets[0][:, :0]
+        bucket = torch.empty(0, 0)
         for shard, width in zip(shards, widths, strict=True):
             start = 0
             while start < width:
                 if not bucket.shape[1]:
-                    bucket = next(gathered)
+                    bucket = next(buckets)
                 count = min(width - start, bucket.shape[1])
                 yield Piece(shard, start, bucket[:, :count])
                 bucket = bucket[:, count:]
                 start += count
-
-
-def _whole_pieces(
-    shards: Sequence[Shard],
-    dtype: torch.dtype,
-    stats: SyncStats,
-    digest: WeightDigest | None,
-) -> Iterator[Piece]:
-    """Yields the pieces if one rank holds all rows.
-
-    With a digest a piece is a stretch, which is rounded and hashed while it is in the CPU's cache.
-    """
-    rounded = torch.empty(0)
-    for shard in shards:
-        values = _local_values(shard)
-        stats.bytes += len(values) * dtype.itemsize
-        size = len(values) if digest is None else digest.stretch(dtype.itemsize)
-        start = 0
-        for blocks in values.split(size) if len(values) else ():
-            if digest is not None:
-                if blocks.dtype != dtype:
-                    if not len(rounded):
-                        rounded = torch.empty(size, dtype=dtype, device=blocks.device)
-                    blocks = rounded[: len(blocks)].copy_(blocks)
-                digest.add(shard.name, start, blocks)
-            start += len(blocks)
-            yield Piece(shard, start - len(blocks), blocks[None])
-        # The memory of this tensor must be free before the next one is made.
-        values = blocks = torch.empty(0)
 
 
 def leading_pieces(pieces: Iterator[Piece], shards: Iterable[Shard]) -> Iterator[Piece]:
@@ -169,21 +129,29 @@ def _width(parameter: DTensor, num_ranks: int) -> int:
 
 
 def _gather_buckets(
-    row: _ShardRow, buckets: list[Tensor], total: int, group: dist.ProcessGroup, stats: SyncStats
+    shards: Sequence[Shard], widths: list[int], dtype: torch.dtype, room: int, stats: SyncStats
 ) -> Generator[Tensor, None, None]:
-    """Collective. Yields the long rows of all ranks in buckets [ranks, columns].
+    """Collective. Yields the long rows of all ranks in buckets [ranks, `room` columns at most].
 
-    Each rank's row has `total` elements. A bucket is valid until the next one is drawn."""
-    num_ranks, room = buckets[0].shape
+    Each shard takes its width of the row. A bucket is valid until the next one is drawn."""
+    parameter = shards[0].parameter
+    group = shard_group(parameter)
+    rank = dist.get_rank(group)
+    num_ranks = num_shards(parameter)
+    total = sum(widths)
     num_buckets = -(-total // room)
+    buffers = [
+        torch.empty(num_ranks * room, dtype=dtype, device=parameter.device)
+        for _ in range(min(2, num_buckets))
+    ]
+    row = _ShardRow(shards, widths)
     works: list[dist.Work] = []
 
     def start_bucket(number: int) -> Tensor:
         """Fills this rank's row of a bucket, and starts its all-gather."""
         columns = min(room, total - number * room)
-        flat = buckets[number % len(buckets)].view(-1)
-        bucket = flat[: num_ranks * columns].view(num_ranks, columns)
-        row.fill(bucket[dist.get_rank(group)])
+        bucket = buffers[number % 2][: num_ranks * columns].view(num_ranks, columns)
+        row.fill(bucket[rank])
         works.extend(start_all_gather(bucket, group))
         stats.bytes += bucket.nbytes
         stats.num_collectives += 1
@@ -209,49 +177,28 @@ def _gather_buckets(
 class _ShardRow:
     """Reads this rank's shards end to end, one at a time, each padded to full size."""
 
-    def __init__(
-        self,
-        shards: Iterable[Shard],
-        widths: list[int],
-        rank: int,
-        digest: WeightDigest | None,
-    ) -> None:
+    def __init__(self, shards: Iterable[Shard], widths: list[int]) -> None:
         self._shards = zip(shards, widths, strict=True)
-        self._rank = rank
-        self._digest = digest
         # The values of the current shard that were not written yet.
         self._unread = torch.empty(0)
         # The number of these values and of the shard's padding.
         self._num_unread = 0
-        self._name = ""
-        # Index of the next value among the elements of the whole tensor.
-        self._position = 0
 
     def fill(self, out: Tensor) -> None:
         """Writes the next `len(out)` elements, rounded to its dtype. Padding is not written."""
-        # With a digest it copies and hashes stretch by stretch, while they are in the cache.
-        stretch = len(out) if self._digest is None else self._digest.stretch(out.itemsize)
         while len(out):
             if not self._num_unread:
                 # The memory of this shard must be free before the next one is made.
                 self._unread = torch.empty(0)
                 shard, self._num_unread = next(self._shards)
-                self._name = shard.name
-                self._position = self._rank * self._num_unread
                 self._unread = _local_values(shard)
-            # A digest gets no more than the remainder of one stretch at a time.
-            limit = len(out) if self._digest is None else stretch - self._position % stretch
-            num_values = min(len(self._unread), len(out), limit)
+            count = min(len(out), self._num_unread)
+            num_values = min(len(self._unread), count)
             # No local name for the shard: it would keep it alive.
             out[:num_values].copy_(self._unread[:num_values])
-            if self._digest is not None and num_values:
-                self._digest.add(self._name, self._position, out[:num_values])
-            # Without values left, what remains of the shard is padding.
-            count = num_values or min(len(out), self._num_unread)
             out = out[count:]
             self._unread = self._unread[count:]
             self._num_unread -= count
-            self._position += count
 
 
 # A digest lays a stretch of a tensor out as words of 8 bytes in rows of so many columns.
@@ -262,7 +209,7 @@ _WORD_ROWS = {"cpu": 1 << 10, "cuda": 1 << 14}
 
 
 class WeightDigest:
-    """Hashes all bits of all weights while they are in the cache on their way to the engine.
+    """Hashes all bits of all weights.
 
     It reads a tensor as words of 8 bytes. Each stretch of a tensor is laid out in rows and columns
     of words, which are summed modulo 2^64. The sums are multiplied by a factor and shifted by a
@@ -321,11 +268,15 @@ class WeightDigest:
             column_sums = self._column_sums[first_column_sum : first_column_sum + _WORD_COLUMNS]
             column_sums.add_(words.sum(0), alpha=factor)
 
-    def add_shard(self, name: str, parameter: DTensor, local_rows: Tensor) -> None:
-        """Adds this rank's rows of a parameter. Only the first replica counts."""
-        if is_first_replica(parameter):
-            start = first_row(parameter) * parameter.shape[1:].numel()
-            self.add(name, start, local_rows.detach().reshape(-1))
+    def add_shard(self, shard: Shard, dtype: torch.dtype) -> None:
+        """Adds this rank's rows of a tensor, rounded to `dtype`. Only the first replica counts."""
+        # All replicas hold the same weights, and the totals of all ranks are added up.
+        if is_first_replica(shard.parameter):
+            start = first_row(shard.parameter) * shard.parameter.shape[1:].numel()
+            # Rounded in stretches: there may be no room for a second copy of a large tensor.
+            for values in _local_values(shard).split(self.stretch(dtype.itemsize)):
+                self.add(shard.name, start, values.to(dtype))
+                start += len(values)
 
     def totals(self) -> list[int]:
         """Returns the 16 totals of the elements that this rank added.

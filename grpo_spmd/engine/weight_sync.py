@@ -7,6 +7,7 @@ the engine's tensors (direct_load.py), and is used once a proof has shown that i
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from contextlib import closing
 
 from grpo_spmd.distributed.collectives import on_rank0
@@ -21,7 +22,7 @@ from grpo_spmd.engine.gather import (
 )
 from grpo_spmd.engine.weight_proof import fits, prove_weights
 from grpo_spmd.model.families.refusals import refuse_unsynced_tensors
-from grpo_spmd.model.lora import adapter_shards, base_parameters, gather_adapters
+from grpo_spmd.model.lora import Shard, adapter_shards, base_parameters, gather_adapters
 from grpo_spmd.model.offload import HostOffload
 from grpo_spmd.model.policy import Policy, hf_named_parameters, hf_named_shards
 from grpo_spmd.records import SyncStats
@@ -47,7 +48,6 @@ class WeightSync:
         self._policy = policy
         self._engine = engine
         self._offload = offload
-        self._device = next(policy.model.parameters()).device
         self._bucket_bytes = bucket_bytes
         self._prove_every_steps = prove_every_steps
         self._is_named = is_named
@@ -57,8 +57,8 @@ class WeightSync:
         # The steps at which a proof is due alternate between vLLM's loader and direct copies, so
         # that both stay proved.
         self._loader_is_due = True
-        # The totals of the digest of a base that stays in the engine. The adapters' totals are
-        # added to them at each sync.
+        # The totals of the last weights that were sent. A base that stays in the engine is sent
+        # once, and the adapters' totals are added at each sync.
         self._base_totals: list[int] = []
 
     def sync(self, step: int) -> SyncStats:
@@ -82,7 +82,6 @@ class WeightSync:
         policy = self._policy
         engine = self._engine
         stats = SyncStats()
-        digest = self._new_digest()
         if self._offload is not None:
             self._offload.before_sync()
         engine.wake_weights()
@@ -93,12 +92,11 @@ class WeightSync:
         if engine.needs_weights:
             # A base that stays is not counted in the stats: a new process sends it once more, and
             # would otherwise report other numbers than a process that runs on.
-            self._send(step, SyncStats() if engine.takes_adapters else stats, digest, direct)
-            if digest is not None and engine.takes_adapters:
-                self._base_totals = digest.totals()
+            base_stats = SyncStats() if engine.takes_adapters else stats
+            self._base_totals = self._send(step, base_stats, direct)
+        totals = self._base_totals
         if engine.takes_adapters:
-            digest = self._new_digest()
-            self._send_adapters(step, stats, digest)
+            totals = totals + self._send_adapters(step, stats)
         if is_due or not self._direct_is_proved:
             stats.proof_s = prove_weights(policy, engine, step, is_first=not self._has_proved)
             self._has_proved = True
@@ -108,22 +106,16 @@ class WeightSync:
             if direct is None and not engine.takes_adapters:
                 self._direct = self._proved_direct_load()
                 self._direct_is_proved = self._direct is None
-        if digest is not None:
-            stats.weights_id = on_rank0(weights_id, self._base_totals + digest.totals())
+        if self._is_named:
+            stats.weights_id = on_rank0(weights_id, totals)
         if self._offload is not None:
             self._offload.after_sync()
         engine.wake_kv_cache()
         return stats
 
-    def _new_digest(self) -> WeightDigest | None:
-        """Returns an empty digest, None if the stats have no hash of the weights."""
-        return WeightDigest(self._device) if self._is_named else None
-
-    def _send(
-        self, step: int, stats: SyncStats, digest: WeightDigest | None, direct: DirectLoad | None
-    ) -> None:
+    def _send(self, step: int, stats: SyncStats, direct: DirectLoad | None) -> list[int]:
         """Collective. Sends the whole policy: the tensors of `direct` by copies, all others by
-        vLLM's loader.
+        vLLM's loader. Returns the totals of what was sent (`_totals`).
 
         Both ways read one gathered row, so that every sync has the same number of collectives."""
         direct_names = direct.names if direct is not None else frozenset()
@@ -133,22 +125,29 @@ class WeightSync:
         )
         copied = [shard for shard in shards if shard.name in direct_names]
         dtype = self._engine.dtype
-        with closing(gather_pieces(shards, dtype, self._bucket_bytes, stats, digest)) as pieces:
+        with closing(gather_pieces(shards, dtype, self._bucket_bytes, stats)) as pieces:
             self._engine.load_weights(
                 full_tensors(pieces, dtype), step, direct, leading_pieces(pieces, copied)
             )
+        return self._totals(shards)
 
-    def _send_adapters(self, step: int, stats: SyncStats, digest: WeightDigest | None) -> None:
-        """Collective. Sends the adapters alone."""
-        engine = self._engine
+    def _send_adapters(self, step: int, stats: SyncStats) -> list[int]:
+        """Collective. Sends the adapters alone. Returns their totals (`_totals`)."""
         shards = list(adapter_shards(self._policy.model, self._policy.lora))
-        if digest is not None:
-            for name, parameter, local_rows in shards:
-                digest.add_shard(name, parameter, local_rows().to(engine.dtype))
-        adapters = gather_adapters(shards, engine.dtype)
+        adapters = gather_adapters(shards, self._engine.dtype)
         stats.bytes += sum(tensor.nbytes for tensor in adapters.values())
         stats.num_collectives += 1
-        engine.load_adapters(adapters, step)
+        self._engine.load_adapters(adapters, step)
+        return self._totals(shards)
+
+    def _totals(self, shards: Iterable[Shard]) -> list[int]:
+        """Returns this rank's totals of a digest, [] if the stats have no hash of the weights."""
+        if not self._is_named:
+            return []
+        digest = WeightDigest(next(self._policy.model.parameters()).device)
+        for shard in shards:
+            digest.add_shard(shard, self._engine.dtype)
+        return digest.totals()
 
     def _proved_direct_load(self) -> DirectLoad | None:
         """Collective. Returns the direct copies that the map allows.

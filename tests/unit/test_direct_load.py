@@ -58,7 +58,7 @@ def test_any_cut_fills_any_slice_of_rows_and_columns() -> None:
             TensorPart("b", start, 0, 0, start),
         )
         matrix = _Matrix(
-            EngineTensor("x", pieces, out, None, False, selection, slices, nn.Module()),
+            EngineTensor("x", pieces, out, None, selection, slices, nn.Module()),
             torch.float32,
         )
         matrix.begin()

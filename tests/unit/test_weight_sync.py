@@ -60,6 +60,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(gather, "wait_for", wait_for)
     monkeypatch.setattr(gather, "num_shards", lambda parameter: world.size)
     monkeypatch.setattr(gather, "is_first_replica", lambda parameter: True)
+    monkeypatch.setattr(gather, "first_row", lambda parameter: 0)
     monkeypatch.setattr(gather, "shard_group", lambda parameter: None)
     monkeypatch.setattr(gather.dist, "get_rank", lambda group: 0)
     return world
@@ -120,8 +121,6 @@ def test_adapters_on_another_base_have_another_name(
     adapters = [entry("x.lora_A.weight", torch.randn(4, 4))]
     monkeypatch.setattr(weight_sync, "adapter_shards", lambda *_: adapters)
     monkeypatch.setattr(weight_sync, "gather_adapters", lambda shards, dtype: {})
-    monkeypatch.setattr("grpo_spmd.engine.gather.is_first_replica", lambda parameter: True)
-    monkeypatch.setattr("grpo_spmd.engine.gather.first_row", lambda parameter: 0)
     synced.policy.lora = None
     engine = synced.engine
     engine.takes_adapters, engine.load_adapters = True, lambda adapters, step: None
@@ -206,7 +205,7 @@ def test_the_next_bucket_is_under_way_while_one_is_copied(ranks: SimpleNamespace
 
 
 def test_one_rank_needs_no_bucket(ranks: SimpleNamespace) -> None:
-    """Pieces are the shards themselves, or where they are named, stretches that are used again."""
+    """Pieces are the shards themselves; they are named as they are rounded."""
     entries = [entry("a", torch.randn(2**18, 4)), entry("b", torch.randn(3, 4))]
     for dtype in (torch.float32, torch.bfloat16):
         stats = SyncStats()
@@ -216,19 +215,9 @@ def test_one_rank_needs_no_bucket(ranks: SimpleNamespace) -> None:
         ]
         assert (stats.bytes, stats.num_collectives) == ((2**20 + 12) * dtype.itemsize, 0)
         digest, second = WeightDigest(torch.device("cpu")), WeightDigest(torch.device("cpu"))
-        positions = set[int]()
-        for (name, tensor, _), initial, piece in gather_pieces(
-            entries, dtype, 64, SyncStats(), digest=digest
-        ):
-            assert piece.dtype == dtype
-            assert torch.equal(
-                piece[0], tensor.view(-1)[initial : initial + piece.shape[1]].to(dtype)
-            ), name
-            positions.add(piece.data_ptr())
-        # 4 MiB in float32, named where they are, and "b"; in bfloat16 one MiB at a time, rounded
-        assert len(positions) == (5 if dtype == torch.float32 else 1)
-        for name, tensor, _ in entries:
-            second.add(name, 0, tensor.view(-1).to(dtype))
+        for shard in entries:
+            digest.add_shard(shard, dtype)
+            second.add(shard.name, 0, shard.parameter.view(-1).to(dtype))
         assert digest.totals() == second.totals()
     assert ranks.events == []
 
