@@ -69,7 +69,7 @@ FAULTS = (
         "engine/weight_sync.py",
         _LOAD,
         f"            if self._has_proved:\n                self._engine.policy_version = step\n"
-        f"                return []\n{_LOAD}",
+        f"                return 0\n{_LOAD}",
         (_UNTIED,),
         of_sync=True,
     ),
@@ -151,7 +151,7 @@ FAULTS = (
     Fault(
         "wrong temperature: the engine samples at 1",
         "engine/engine.py",
-        "temperature=self._rollout.temperature if temperature is None",
+        "temperature=rollout.temperature if temperature is None",
         "temperature=1.0 if temperature is None",
         (_TIED,),
         _COOL,
@@ -277,7 +277,7 @@ FAULTS = (
     Fault(
         "seed ignored: the engine's own is used",
         "engine/engine.py",
-        "            seed=request.seed,\n",
+        "                seed=request.seed,\n",
         "",
         (
             "tests/ranks/test_evaluate.py::test_two_ranks_and_tensor_parallelism_evaluate_exactly_as_one_rank[two "  # noqa: E501

@@ -23,7 +23,8 @@ from grpo_spmd.distributed.collectives import on_rank0, start_all_gather, wait_f
 from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.session import end_session, start_session
 from grpo_spmd.engine.engine import RolloutEngine
-from grpo_spmd.engine.gather import WeightDigest, gather_pieces
+from grpo_spmd.engine.gather import gather_pieces
+from grpo_spmd.engine.weight_proof import local_weights_hash
 from grpo_spmd.engine.weight_sync import WeightSync
 from grpo_spmd.model.policy import (
     DTYPES,
@@ -163,10 +164,7 @@ def _pieces(
                 into[position : position + piece.numel()].view(piece.shape).copy_(piece)
             position += piece.numel()
         if is_named:
-            digest = WeightDigest(next(policy.parameters()).device)
-            for shard in shards:
-                digest.add_shard(shard, dtype)
-            digest.totals()
+            local_weights_hash(shards, dtype)
         return stats
 
     return run

@@ -1,14 +1,12 @@
-"""Gathers the policy's shards for an engine: casts them, sends them in buckets, and hashes them.
+"""Gathers the policy's shards for an engine: casts them and sends them in buckets.
 
 A shard is one rank's rows of a tensor. A replica is a group of ranks that together hold the whole
 policy once. A bucket is a buffer of bounded size for one all-gather. A piece is a stretch of one
-tensor as it comes out of a bucket. A digest is a hash of all weights.
+tensor as it comes out of a bucket.
 """
 
 from __future__ import annotations
 
-import functools
-import hashlib
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from typing import NamedTuple
@@ -20,13 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from grpo_spmd.distributed.collectives import start_all_gather, wait_for
 from grpo_spmd.model.lora import Shard
-from grpo_spmd.model.sharding import (
-    first_row,
-    is_first_replica,
-    num_shards,
-    rows_per_rank,
-    shard_group,
-)
+from grpo_spmd.model.sharding import num_shards, rows_per_rank, shard_group
 from grpo_spmd.records import SyncStats
 
 
@@ -199,110 +191,3 @@ class _ShardRow:
             out = out[count:]
             self._unread = self._unread[count:]
             self._num_unread -= count
-
-
-# A digest lays a stretch of a tensor out as words of 8 bytes in rows of so many columns.
-_WORD_COLUMNS = 128
-_NUM_TOTALS = 16
-# Rows of words in one stretch. On a CPU a stretch has a MiB, which fits in the cache.
-_WORD_ROWS = {"cpu": 1 << 10, "cuda": 1 << 14}
-
-
-class WeightDigest:
-    """Hashes all bits of all weights.
-
-    It reads a tensor as words of 8 bytes. Each stretch of a tensor is laid out in rows and columns
-    of words, which are summed modulo 2^64. The sums are multiplied by a factor and shifted by a
-    number of rows and columns. Both depend on the tensor's name and the stretch. The totals are 16
-    products of these sums with random numbers. Sums cost much less than products of all words.
-
-    Elements may be added in any pieces, in any order and by any number of ranks, whose totals are
-    then added. Any single bit changes the hash. Weights that differ by chance have the same hash
-    with a chance of about 1 in 2^60, or 1 in 2^14 if they differ only in the highest bits of two
-    words. It is no signature: changes that cancel out in each row and column of a stretch leave the
-    hash as it is.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._num_rows = _WORD_ROWS.get(device.type, _WORD_ROWS["cuda"])
-        # Each has twice as many sums as there are rows or columns, which leaves room for the shift.
-        self._sums = torch.zeros(
-            2 * (self._num_rows + _WORD_COLUMNS), dtype=torch.int64, device=device
-        )
-        self._column_sums, self._row_sums = self._sums.split(
-            [2 * _WORD_COLUMNS, 2 * self._num_rows]
-        )
-
-    def stretch(self, itemsize: int) -> int:
-        """Returns the number of elements of this size in a stretch.
-
-        Pieces that end where a stretch ends are fastest."""
-        return self._num_rows * _WORD_COLUMNS * 8 // itemsize
-
-    def add(self, name: str, start: int, values: Tensor) -> None:
-        """Adds elements of tensor `name`, in its flat order, from element `start` on."""
-        stretch = self.stretch(values.itemsize)
-        row_length = _WORD_COLUMNS * 8 // values.itemsize
-        while len(values):
-            number, offset = divmod(start, stretch)
-            row, column = divmod(offset, row_length)
-            elements = values[: stretch - offset]
-            start += len(elements)
-            values = values[len(elements) :]
-            # Words need whole rows at an address that 8 divides: copy, with zeros around.
-            is_aligned = elements.storage_offset() * elements.itemsize % 8 == 0
-            if column or len(elements) % row_length or not is_aligned:
-                num_rows = -(-(column + len(elements)) // row_length)
-                padded = elements.new_zeros(num_rows * row_length)
-                padded[column : column + len(elements)] = elements
-                elements = padded
-            words = elements.view(torch.int64).view(-1, _WORD_COLUMNS)
-            # The factor is odd: an even one would lose the highest bit modulo 2^64.
-            key = hashlib.blake2b(f"{name}/{number}".encode(), digest_size=16).digest()
-            factor = int.from_bytes(key[:8], "little", signed=True) | 1
-            shift = int.from_bytes(key[8:], "little")
-            first_row_sum = row + shift % self._num_rows
-            first_column_sum = shift // self._num_rows % _WORD_COLUMNS
-            row_sums = self._row_sums[first_row_sum : first_row_sum + len(words)]
-            row_sums.add_(words.sum(1), alpha=factor)
-            column_sums = self._column_sums[first_column_sum : first_column_sum + _WORD_COLUMNS]
-            column_sums.add_(words.sum(0), alpha=factor)
-
-    def add_shard(self, shard: Shard, dtype: torch.dtype) -> None:
-        """Adds this rank's rows of a tensor, rounded to `dtype`. Only the first replica counts."""
-        # All replicas hold the same weights, and the totals of all ranks are added up.
-        if is_first_replica(shard.parameter):
-            start = first_row(shard.parameter) * shard.parameter.shape[1:].numel()
-            # Rounded in stretches: there may be no room for a second copy of a large tensor.
-            for values in _local_values(shard).split(self.stretch(dtype.itemsize)):
-                self.add(shard.name, start, values.to(dtype))
-                start += len(values)
-
-    def totals(self) -> list[int]:
-        """Returns the 16 totals of the elements that this rank added.
-
-        `weights_id` hashes the totals of all ranks."""
-        factors = _factors(len(self._sums), self._sums.device)
-        products: Tensor = (factors * self._sums[:, None]).sum(0)
-        return products.tolist()
-
-
-def weights_id(rank_totals: list[list[int]]) -> str:
-    """Returns the hash of the weights, 16 hexadecimal digits, from the totals of all ranks."""
-    sums = (sum(totals) % 2**64 for totals in zip(*rank_totals, strict=True))
-    return hashlib.blake2b(
-        b"".join(total.to_bytes(8, "little") for total in sums), digest_size=8
-    ).hexdigest()
-
-
-@functools.lru_cache(maxsize=2)
-def _factors(num_sums: int, device: torch.device) -> Tensor:
-    """Returns random factors [sums, totals], equal on all ranks.
-
-    A single bit of a word changes the sum of its row and the sum of its column. In the first total
-    rows have odd factors and columns even ones, so that the two changes cannot cancel out."""
-    generator = torch.Generator().manual_seed(0)
-    factors = torch.randint(-(2**62), 2**62, (num_sums, _NUM_TOTALS), generator=generator)
-    factors[:, 0] *= 2
-    factors[2 * _WORD_COLUMNS :, 0] += 1
-    return factors.to(device)

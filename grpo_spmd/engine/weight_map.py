@@ -44,7 +44,7 @@ class EngineTensor:
     column_slice: int = 0
     """Index of the slice of the HF tensor's columns, of `num_column_slices` equal ones."""
     num_column_slices: int = 1
-    layer: nn.Module | None = None
+    layer: Any = None
     """The layer that owns the parameter. None for an adapter."""
 
     @property

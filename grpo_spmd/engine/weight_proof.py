@@ -5,14 +5,15 @@ its FSDP shards. One gather brings them to all ranks, and each engine rank compa
 fingerprints of the rows that it holds. No rank needs a full copy of a tensor.
 
 A fingerprint is either a hash of the row's bytes or, if the engine stores the row packed, the row's
-product with a random vector, the probe.
+product with a random vector, the probe. A hash of all weights is made of the hashes of rows.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +25,7 @@ from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.engine.weight_map import EngineTensor
 from grpo_spmd.model.lora import Shard, adapter_shards, base_parameters, named_adapters
 from grpo_spmd.model.policy import Policy, hf_named_shards
-from grpo_spmd.model.sharding import gather_rows
+from grpo_spmd.model.sharding import first_row, gather_rows, is_first_replica
 
 _log = logging.getLogger("grpo_spmd")
 # Differences that an error describes.
@@ -192,6 +193,37 @@ def row_fingerprints(
             pairs = torch.stack([products, slices.norm(dim=-1)], -1)
             result.copy_(pairs.view(torch.int64)[..., 0])
     return fingerprints
+
+
+def rows_hash(name: str, start: int, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the part, int64 [], of rows of tensor `name` in a hash of all weights.
+
+    `rows` are cast to `dtype`, and `start` is the number of the first. Parts add up modulo 2^64,
+    however the rows are dealt out. A row counts by its hash, times factors of its place and its
+    tensor. All factors are odd, so that no changed bit is lost. It is no signature."""
+    matrix = _as_matrix(rows)
+    coefficients = _coefficients(matrix.shape[1], by_probe=False, dtype=dtype, step=0)
+    hashes = row_fingerprints(matrix, coefficients, 1, dtype)[:, 0]
+    places = torch.arange(start, start + len(matrix), device=matrix.device)
+    key = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    return (hashes * (2 * places + 1)).sum() * (int.from_bytes(key, "big", signed=True) | 1)
+
+
+@torch.no_grad()
+def local_weights_hash(shards: Iterable[Shard], dtype: torch.dtype) -> int:
+    """Returns this rank's part of the hash of `shards`. Only the first replica has one."""
+    # All replicas hold the same weights.
+    parts = [
+        rows_hash(name, first_row(parameter), local_rows(), dtype)
+        for name, parameter, local_rows in shards
+        if is_first_replica(parameter)
+    ]
+    return int(torch.stack(parts).sum()) if parts else 0
+
+
+def weights_id(local_hashes: Sequence[int]) -> str:
+    """Returns the hash of all weights, 16 hexadecimal digits, from the parts of all ranks."""
+    return f"{sum(local_hashes) % 2**64:016x}"
 
 
 def _gather_fingerprints(

@@ -7,22 +7,15 @@ the engine's tensors (direct_load.py), and is used once a proof has shown that i
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
 from contextlib import closing
 
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.engine.direct_load import DirectLoad
 from grpo_spmd.engine.engine import RolloutEngine
-from grpo_spmd.engine.gather import (
-    WeightDigest,
-    full_tensors,
-    gather_pieces,
-    leading_pieces,
-    weights_id,
-)
-from grpo_spmd.engine.weight_proof import fits, prove_weights
+from grpo_spmd.engine.gather import full_tensors, gather_pieces, leading_pieces
+from grpo_spmd.engine.weight_proof import fits, local_weights_hash, prove_weights, weights_id
 from grpo_spmd.model.families.refusals import refuse_unsynced_tensors
-from grpo_spmd.model.lora import Shard, adapter_shards, base_parameters, gather_adapters
+from grpo_spmd.model.lora import adapter_shards, base_parameters, gather_adapters
 from grpo_spmd.model.offload import HostOffload
 from grpo_spmd.model.policy import Policy, hf_named_parameters, hf_named_shards
 from grpo_spmd.records import SyncStats
@@ -57,9 +50,9 @@ class WeightSync:
         # The steps at which a proof is due alternate between vLLM's loader and direct copies, so
         # that both stay proved.
         self._loader_is_due = True
-        # The totals of the last weights that were sent. A base that stays in the engine is sent
-        # once, and the adapters' totals are added at each sync.
-        self._base_totals: list[int] = []
+        # This rank's part of the hash of the last weights that were sent. A base that stays in the
+        # engine is sent once, and the adapters' part is added at each sync.
+        self._base_hash = 0
 
     def sync(self, step: int) -> SyncStats:
         """Collective. Wakes the engine with exactly the policy's weights, as version `step`.
@@ -93,10 +86,10 @@ class WeightSync:
             # A base that stays is not counted in the stats: a new process sends it once more, and
             # would otherwise report other numbers than a process that runs on.
             base_stats = SyncStats() if engine.takes_adapters else stats
-            self._base_totals = self._send(step, base_stats, direct)
-        totals = self._base_totals
+            self._base_hash = self._send(step, base_stats, direct)
+        local_hash = self._base_hash
         if engine.takes_adapters:
-            totals = totals + self._send_adapters(step, stats)
+            local_hash += self._send_adapters(step, stats)
         if is_due or not self._direct_is_proved:
             stats.proof_s = prove_weights(policy, engine, step, is_first=not self._has_proved)
             self._has_proved = True
@@ -107,15 +100,15 @@ class WeightSync:
                 self._direct = self._proved_direct_load()
                 self._direct_is_proved = self._direct is None
         if self._is_named:
-            stats.weights_id = on_rank0(weights_id, totals)
+            stats.weights_id = on_rank0(weights_id, local_hash)
         if self._offload is not None:
             self._offload.after_sync()
         engine.wake_kv_cache()
         return stats
 
-    def _send(self, step: int, stats: SyncStats, direct: DirectLoad | None) -> list[int]:
+    def _send(self, step: int, stats: SyncStats, direct: DirectLoad | None) -> int:
         """Collective. Sends the whole policy: the tensors of `direct` by copies, all others by
-        vLLM's loader. Returns the totals of what was sent (`_totals`).
+        vLLM's loader. Returns this rank's part of their hash.
 
         Both ways read one gathered row, so that every sync has the same number of collectives."""
         direct_names = direct.names if direct is not None else frozenset()
@@ -129,25 +122,16 @@ class WeightSync:
             self._engine.load_weights(
                 full_tensors(pieces, dtype), step, direct, leading_pieces(pieces, copied)
             )
-        return self._totals(shards)
+        return local_weights_hash(shards, self._engine.dtype) if self._is_named else 0
 
-    def _send_adapters(self, step: int, stats: SyncStats) -> list[int]:
-        """Collective. Sends the adapters alone. Returns their totals (`_totals`)."""
+    def _send_adapters(self, step: int, stats: SyncStats) -> int:
+        """Collective. Sends the adapters alone. Returns this rank's part of their hash."""
         shards = list(adapter_shards(self._policy.model, self._policy.lora))
         adapters = gather_adapters(shards, self._engine.dtype)
         stats.bytes += sum(tensor.nbytes for tensor in adapters.values())
         stats.num_collectives += 1
         self._engine.load_adapters(adapters, step)
-        return self._totals(shards)
-
-    def _totals(self, shards: Iterable[Shard]) -> list[int]:
-        """Returns this rank's totals of a digest, [] if the stats have no hash of the weights."""
-        if not self._is_named:
-            return []
-        digest = WeightDigest(next(self._policy.model.parameters()).device)
-        for shard in shards:
-            digest.add_shard(shard, self._engine.dtype)
-        return digest.totals()
+        return local_weights_hash(shards, self._engine.dtype) if self._is_named else 0
 
     def _proved_direct_load(self) -> DirectLoad | None:
         """Collective. Returns the direct copies that the map allows.

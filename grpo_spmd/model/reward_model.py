@@ -153,7 +153,6 @@ def build_reward_model(
 def _refuse_other_heads(model: Any, path: str) -> None:
     if type(model).forward is not GenericForSequenceClassification.forward:
         raise ConfigError(
-            f"model.path: {path} is a {type(model).__name__}, which transformers scores in a way "
-            "of "
-            "its own, and not with a head at each text's last token"
+            f"model.path: {path} is a {type(model).__name__}, which transformers does not score "
+            "with a head at each text's last token"
         )

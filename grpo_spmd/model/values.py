@@ -25,12 +25,7 @@ from grpo_spmd.distributed.session import Session
 from grpo_spmd.model.attention import PACKED_ATTENTION, Backend, PackedLayout
 from grpo_spmd.model.families.build import build_hf_model, decoder_layers, initialise_buffers
 from grpo_spmd.model.families.logits import fix_rotary_factors
-from grpo_spmd.model.families.refusals import (
-    refuse_structure,
-    refuse_untrainable,
-    stored_names,
-    trainable_config,
-)
+from grpo_spmd.model.families.refusals import refuse_untrainable, stored_names, trainable_config
 from grpo_spmd.model.hf_files import checkpoint_folder, tensor_files
 from grpo_spmd.model.policy import DTYPES, Policy, attention_backend, load_weights, set_up_layer
 from grpo_spmd.model.reward_model_files import errors_about
@@ -98,7 +93,6 @@ def build_value_model(
         )
         hidden_size = hf_model.get_output_embeddings().weight.shape[1]
         model = ValueModel(hf_model.get_decoder(), hidden_size, attention)
-    refuse_structure(hf_model, path)
     layers = decoder_layers(hf_model)
     folder = checkpoint_folder(path)
     files = tensor_files(folder)
@@ -122,7 +116,7 @@ def build_value_model(
     if head_name is not None:
         # A checkpoint's head may have no bias.
         stored = [pair for pair in model.head.named_parameters(head_name) if pair[0] in files]
-        load_weights(stored, folder, shape_rule="a value head has")
+        load_weights(stored, folder)
     _log.info(
         "critic: %s, %.1f M parameters, %s",
         type(model.backbone).__name__,
@@ -137,11 +131,13 @@ class PolicyValues(nn.Module):
 
     The head is float32 and zero at first. The policy's parameters are not this module's."""
 
+    policy: Policy
+
     def __init__(self, policy: Policy, session: Session) -> None:
         """Collective. Adds a head of zeros to `policy`."""
         super().__init__()
-        # Inside a tuple nn.Module does not register it as a child.
-        self._policy = (policy,)
+        # Set so, nn.Module does not register it as a child.
+        object.__setattr__(self, "policy", policy)
         width = policy.model.get_output_embeddings().weight.shape[1]
         self.head = nn.Linear(width, 1, device=session.device)
         nn.init.zeros_(self.head.weight)
@@ -152,10 +148,6 @@ class PolicyValues(nn.Module):
         _log.info(
             "critic: a value head on the policy's own layers, %d parameters, of zeros", width + 1
         )
-
-    @property
-    def policy(self) -> Policy:
-        return self._policy[0]
 
     @property
     def backbone(self) -> Any:

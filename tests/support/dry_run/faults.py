@@ -16,9 +16,8 @@ from torch.optim import AdamW
 
 from grpo_spmd.checkpoint import save
 from grpo_spmd.config.schema import RewardConfig
-from grpo_spmd.engine import gather
+from grpo_spmd.engine import gather, weight_proof
 from grpo_spmd.engine.engine import RolloutEngine
-from grpo_spmd.engine.gather import WeightDigest
 from grpo_spmd.model import attention
 from grpo_spmd.model import policy as model_policy
 from grpo_spmd.model.attention import PackedLayout
@@ -79,7 +78,8 @@ def wide_bounds_into_varlen(trials: Trials) -> None:
 
 def weights_named_on_the_cpu(trials: Trials) -> None:
     policy = build_policy(trials.config.model, 1.0, trials.session(2))
-    with patch.object(weights, "WeightDigest", lambda device: WeightDigest(torch.device("cpu"))):
+    plain = torch.arange
+    with patch.object(weight_proof.torch, "arange", lambda *bounds, device: plain(*bounds)):
         weights.name_of_weights(policy)
 
 
