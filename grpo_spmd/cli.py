@@ -139,11 +139,6 @@ def _train(arguments: list[str]) -> None:
     # torchrun sets its own.
     for name in sizes:
         del os.environ[name]
-    _exec_torchrun(options, local_ranks, rest)
-
-
-def _exec_torchrun(options: dict[str, str], local_ranks: int, arguments: list[str]) -> NoReturn:
-    """Replaces this process by torchrun's; `arguments` are those of grpo_spmd.train."""
     words = [f"--{name}={value}" for name, value in options.items()]
     if not {*_NODE_OPTIONS} & options.keys():
         words.append("--standalone")
@@ -153,7 +148,7 @@ def _exec_torchrun(options: dict[str, str], local_ranks: int, arguments: list[st
     sys.stdout.flush()
     # Ctrl-C stays pending until launch.py listens to it.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    os.execv(sys.executable, [sys.executable, *launch, "-m", "grpo_spmd.train", *arguments])
+    os.execv(sys.executable, [sys.executable, *launch, "-m", "grpo_spmd.train", *rest])
 
 
 class _TrainParser(argparse.ArgumentParser):

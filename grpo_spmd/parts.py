@@ -62,7 +62,7 @@ from grpo_spmd.rewards.protocol import Reward
 from grpo_spmd.rewards.trl import TrainerState
 from grpo_spmd.rollout.buffer import RolloutBuffer
 from grpo_spmd.rollout.evaluate import Evaluator
-from grpo_spmd.rollout.sample import ExpectedLengths, Sampler, TailBatching, open_tail
+from grpo_spmd.rollout.sample import ExpectedLengths, Sampler, open_tail
 from grpo_spmd.signals.opening import Signals, open_reward_models, open_rewards, open_signals
 
 # Episodes are off by default; then their modules are not even imported.
@@ -313,7 +313,13 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
     )
     # From here on policy, optimizer and critic have the state of the start.
     checkpoints.load(start)
-    stream, tail = open_stream(config, prompts, start)
+    # Prompts that the steps before the start left waiting come first, even if tail batching, which
+    # launches more prompts than those of a step, is off by now.
+    fresh = PromptStream(prompts, config.seed, config.data.shuffle, start.position)
+    stream: PromptStream | TailStream = fresh
+    tail = None
+    if config.rollout.tail_batching != 1 or start.waiting:
+        stream, tail = open_tail(fresh, len(prompts), config.rollout, start.waiting)
     # The folder is written only now: everything that can be refused has been tried.
     num_dropped = inputs.num_rows - len(prompts) - sum(map(len, held_out.values()))
     launch = open_run_dir(config, session, num_dropped, start, inputs.start_time, tokenizer)
@@ -419,20 +425,6 @@ def open_environments(
         log_file if has_episodes else None,
         check,
     )
-
-
-def open_stream(
-    config: Config, prompts: Sequence[Prompt], start: Start
-) -> tuple[PromptStream | TailStream, TailBatching | None]:
-    """Returns (prompt stream, tail batching or None if it is off).
-
-    Prompts that the steps before the start left waiting come first, even if tail batching is off by
-    now."""
-    fresh = PromptStream(prompts, config.seed, config.data.shuffle, start.position)
-    # 1 launches exactly the prompts of a step: tail batching is off.
-    if config.rollout.tail_batching == 1 and not start.waiting:
-        return fresh, None
-    return open_tail(fresh, len(prompts), config.rollout, start.waiting)
 
 
 def open_log(

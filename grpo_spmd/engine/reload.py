@@ -147,9 +147,4 @@ class EngineAdapters:
         """Returns this rank's adapter tensors, by the policy's names.
 
         It leaves out layers that were given no adapter."""
-        tensors = adapter_tensors(self._model, self._rank) if self._layers else []
-        return [
-            tensor
-            for tensor in tensors
-            if tensor.engine_name.rpartition(".lora_")[0] in self._layers
-        ]
+        return adapter_tensors(self._model, self._rank, self._layers)

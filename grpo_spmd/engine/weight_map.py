@@ -202,8 +202,8 @@ def _vocabulary_tensors(path: str, layer: Any, model: Any) -> list[EngineTensor]
     return tensors
 
 
-def adapter_tensors(model: Any, rank: int) -> list[EngineTensor]:
-    """Returns the adapters A and B in vLLM's linear layers, by HF layer, split as the weights are.
+def adapter_tensors(model: Any, rank: int, layers: Collection[str]) -> list[EngineTensor]:
+    """Returns the adapters A and B of these HF layers in vLLM's, split as the weights are.
 
     `rank` is the rank of the adapters, which may be less than the room that vLLM keeps."""
     from vllm.model_executor.layers.linear import LinearBase
@@ -223,6 +223,8 @@ def adapter_tensors(model: Any, rank: int) -> list[EngineTensor]:
             slices, wrapper.lora_a_stacked, wrapper.lora_b_stacked, strict=True
         ):
             layer = tensor_parts[0].name.removesuffix(".weight")
+            if layer not in layers:
+                continue
             name_a = f"{layer}.lora_A.weight"
             name_b = f"{layer}.lora_B.weight"
             parts_b = tuple(

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import hashlib
 from contextlib import closing
+from typing import Any
 
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.engine.direct_load import DirectLoad
 from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.engine.gather import full_tensors, gather_pieces, leading_pieces
 from grpo_spmd.engine.weight_proof import fits, local_weights_hash, prove_weights, weights_id
-from grpo_spmd.model.families.refusals import refuse_unsynced_tensors
-from grpo_spmd.model.lora import adapter_shards, base_parameters, gather_adapters
+from grpo_spmd.model.families.refusals import refuse_unmatched_names
+from grpo_spmd.model.lora import adapter_shards, base_parameters, gather_adapters, is_adapter
 from grpo_spmd.model.offload import HostOffload
 from grpo_spmd.model.policy import Policy, hf_named_parameters, hf_named_shards
 from grpo_spmd.records import SyncStats
@@ -37,7 +38,7 @@ class WeightSync:
 
         With `prove_every_steps` 0 only the first syncs are proved. With `is_named` the stats have a
         hash of the weights, which a rollout buffer needs."""
-        refuse_unsynced_tensors(policy.model, engine.tensors, fits)
+        refuse_unsynced_tensors(policy.model, engine)
         self._policy = policy
         self._engine = engine
         self._offload = offload
@@ -147,3 +148,23 @@ class WeightSync:
         # The order of the gathered row depends on the names, so it must be equal on all ranks.
         is_same = on_rank0(lambda hashes: len(set(hashes)) == 1, hash_of_names)
         return direct if copied and is_same else None
+
+
+def refuse_unsynced_tensors(model: Any, engine: RolloutEngine) -> None:
+    """Raises ConfigError on all ranks alike if policy and engine have different tensors.
+
+    Then the policy would train a tensor that the engine lacks, or no sync would fill one of the
+    engine's. Tensors of an unknown layout count by their rows."""
+    parameters = base_parameters(model)
+    synced: set[int] = set()
+    unknown: dict[str, int] = {}
+    for tensor in engine.tensors(parameters):
+        if is_adapter(tensor.parts[0].name):
+            continue
+        if fits(tensor, parameters):
+            synced |= {id(parameters[row_part.name]) for row_part in tensor.parts}
+        else:
+            unknown[tensor.engine_name] = sum(row_part.num_hf_rows for row_part in tensor.parts)
+    # By parameter: a tied one counts once.
+    missing = {id(p): (name, len(p)) for name, p in parameters.items() if id(p) not in synced}
+    refuse_unmatched_names(type(model).__name__, dict(missing.values()), unknown)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,6 @@ from grpo_spmd.model.config_json import head_dim, refuse_by_config
 from grpo_spmd.model.families.build import as_config_error, build_hf_model, decoder_layers
 from grpo_spmd.model.families.logits import logits_map
 from grpo_spmd.model.hf_files import checkpoint_folder, load_config, tensor_files
-from grpo_spmd.model.lora import base_parameters, is_adapter
 
 # Formats that hold values. Others are the codes of a quantised checkpoint.
 _FORMATS = ("F64", "F32", "F16", "BF16")
@@ -204,29 +203,6 @@ def stored_names(model: Any, stored: Iterable[str]) -> dict[str, str]:
             if candidate in missing:
                 on_disk[candidate] = name
     return on_disk
-
-
-def refuse_unsynced_tensors(
-    model: Any, list_tensors: Callable[[Collection[str]], Sequence[Any]], fits: Callable[..., bool]
-) -> None:
-    """Raises ConfigError on all ranks alike if policy and engine have different tensors.
-
-    Then the policy would train a tensor that the engine lacks, or no sync would fill one of the
-    engine's. `list_tensors` gives what the engine holds (`engine.weight_map.EngineTensor`) for HF's
-    names. Tensors of an unknown layout count by their rows."""
-    parameters = base_parameters(model)
-    synced: set[int] = set()
-    unknown: dict[str, int] = {}
-    for tensor in list_tensors(parameters):
-        if is_adapter(tensor.parts[0].name):
-            continue
-        if fits(tensor, parameters):
-            synced |= {id(parameters[row_part.name]) for row_part in tensor.parts}
-        else:
-            unknown[tensor.engine_name] = sum(row_part.num_hf_rows for row_part in tensor.parts)
-    # By parameter: a tied one counts once.
-    missing = {id(p): (name, len(p)) for name, p in parameters.items() if id(p) not in synced}
-    refuse_unmatched_names(type(model).__name__, dict(missing.values()), unknown)
 
 
 def refuse_unmatched_names(
