@@ -64,14 +64,13 @@ def logits_map(model: Any) -> LogitsMap:
         result = LogitsMap(1.0, softcap)
         expected = torch.tanh(products / softcap) * softcap
     if not (divisor > 0 and torch.allclose(logits, expected, rtol=1e-6, atol=0)):
-        examples = f"3 becomes {by_product[3.0]:g}, and 50 becomes {by_product[50.0]:g}"
-        raise ConfigError(f"model.path: {name} {unknown}: {examples}")
-    keys = [key for key in _CONFIG_KEYS if getattr(model.config, key, None) not in (None, 0, 1)]
-    if keys and result == LogitsMap():  # the engine may follow that key
-        raise ConfigError(
-            f"model.path: config.json changes its logits by {keys[0]}, of which transformers' "
-            f"{name} knows nothing"
-        )
+        raise ConfigError(f"model.path: {name} {unknown}")
+    for key in _CONFIG_KEYS if result == LogitsMap() else ():
+        if getattr(model.config, key, None) not in (None, 0, 1):  # the engine may follow that key
+            raise ConfigError(
+                f"model.path: config.json changes its logits by {key}, of which transformers' "
+                f"{name} knows nothing"
+            )
     return result
 
 
