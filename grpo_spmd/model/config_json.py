@@ -40,10 +40,10 @@ def dimensions(config: Mapping[str, Any]) -> Dimensions | None:
         "intermediate_size",
         "vocab_size",
     )
-    sizes = [config.get(name) for name in names]
+    sizes: list[Any] = [config.get(name) for name in names]
     if not all(isinstance(size, int) and size > 0 for size in sizes):
         return None
-    hidden, layers, heads, intermediate, vocabulary = (int(str(size)) for size in sizes)
+    hidden, layers, heads, intermediate, vocabulary = sizes
     kv_heads = config.get("num_key_value_heads") or heads
     # Some models have a list of these, one for each layer.
     if not isinstance(kv_heads, int) or not isinstance(config.get("head_dim") or 1, int):
@@ -205,14 +205,10 @@ def _reasons(config: Mapping[str, Any]) -> Iterator[str]:
     if config.get("is_encoder_decoder"):
         yield "is an encoder-decoder; only causal decoders train"
     for key in ("quantization_config", "compression_config"):
-        quantisation = config.get(key)
-        if quantisation:
-            if isinstance(quantisation, Mapping):
-                quantisation = quantisation.get("quant_method")
-            method = f"{key}: {quantisation}" if quantisation else key
+        if quantisation := config.get(key):
             yield (
-                f"is quantised ({method} in its config.json); train the checkpoint in bfloat16 or "
-                "float32 instead"
+                f"is quantised ({key} in its config.json: {quantisation!r:.80}); train the "
+                "checkpoint in bfloat16 or float32 instead"
             )
     if experts := _experts_key(config):
         yield f"has experts ({experts} in its config.json): mixture of experts is not supported yet"

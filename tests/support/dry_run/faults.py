@@ -23,9 +23,8 @@ from grpo_spmd.model import policy as model_policy
 from grpo_spmd.model.attention import PackedLayout
 from grpo_spmd.model.offload import HostOffload, HostStorages, ParkedModel, host_buffer
 from grpo_spmd.model.policy import Policy, build_policy
-from grpo_spmd.model.reward_model import RewardModel, build_reward_model
 from grpo_spmd.model.reward_model_files import read_reward_model
-from grpo_spmd.model.values import build_value_model
+from grpo_spmd.model.values import RewardModel, build_reward_model, build_value_model
 from grpo_spmd.records import RolloutBatch, SyncStats
 from grpo_spmd.signals import teacher
 from grpo_spmd.signals.critic import Critic
