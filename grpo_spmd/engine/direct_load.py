@@ -61,18 +61,24 @@ class DirectLoad:
 
     @torch.no_grad()
     def __call__(self, pieces: Iterable[Piece]) -> None:
-        """Replaces the weights of all direct layers by `pieces`, which come in any order.
+        """Replaces the weights of all direct layers by `pieces`, which begin with those of `names`.
 
-        Raises EngineStateError if an element of a direct layer was in no piece."""
+        It draws no other pieces. Raises EngineStateError if an element of a direct layer was in no
+        piece."""
         for matrix in self._matrices:
             matrix.begin()
+        incomplete = set(self.names)
         for (name, parameter, _), start, blocks in pieces:
             block_rows = rows_per_rank(parameter, len(blocks))
             columns = parameter.shape[1:].numel()
             for matrix, tensor_part in self._targets[name]:
                 matrix.copy(tensor_part, blocks, start, (block_rows, columns))
+            if start + blocks.shape[1] == block_rows * columns:
+                incomplete.remove(name)
             # The memory must be free before the next piece is made.
             del blocks
+            if not incomplete:
+                break
         for matrix in self._matrices:
             matrix.end()
         # vLLM makes a packed copy of an embedding on the CPU. If no head uses it, it would become

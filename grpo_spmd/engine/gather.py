@@ -76,18 +76,6 @@ def gather_pieces(
                 start += count
 
 
-def leading_pieces(pieces: Iterator[Piece], shards: Iterable[Shard]) -> Iterator[Piece]:
-    """Yields the pieces of `shards`, which come first in `pieces`. It draws no other pieces."""
-    for shard in shards:
-        is_complete = not shard.parameter.numel()
-        while not is_complete:
-            piece = next(pieces)
-            num_ranks, count = piece.blocks.shape
-            is_complete = piece.start + count == _width(shard.parameter, num_ranks)
-            yield piece
-            del piece
-
-
 def full_tensors(pieces: Iterable[Piece], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Puts pieces together. Yields (name in the HF checkpoint, full tensor in `dtype`).
 

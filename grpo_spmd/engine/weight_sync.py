@@ -13,7 +13,7 @@ from typing import Any
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.engine.direct_load import DirectLoad
 from grpo_spmd.engine.engine import RolloutEngine
-from grpo_spmd.engine.gather import full_tensors, gather_pieces, leading_pieces
+from grpo_spmd.engine.gather import full_tensors, gather_pieces
 from grpo_spmd.engine.weight_proof import fits, local_weights_hash, prove_weights, weights_id
 from grpo_spmd.model.families.refusals import refuse_unmatched_names
 from grpo_spmd.model.lora import adapter_shards, base_parameters, gather_adapters, is_adapter
@@ -117,12 +117,9 @@ class WeightSync:
         shards = sorted(
             hf_named_shards(self._policy), key=lambda shard: shard.name not in direct_names
         )
-        copied = [shard for shard in shards if shard.name in direct_names]
         dtype = self._engine.dtype
         with closing(gather_pieces(shards, dtype, self._bucket_bytes, stats)) as pieces:
-            self._engine.load_weights(
-                full_tensors(pieces, dtype), step, direct, leading_pieces(pieces, copied)
-            )
+            self._engine.load_weights(full_tensors(pieces, dtype), step, direct, pieces=pieces)
         return local_weights_hash(shards, self._engine.dtype) if self._is_named else 0
 
     def _send_adapters(self, step: int, stats: SyncStats) -> int:

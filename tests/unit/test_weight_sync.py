@@ -3,7 +3,6 @@ for the next."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_spmd.engine import gather, weight_proof, weight_sync
-from grpo_spmd.engine.gather import gather_pieces, leading_pieces
+from grpo_spmd.engine.gather import gather_pieces
 from grpo_spmd.engine.weight_sync import WeightSync
 from grpo_spmd.model.lora import Shard
 from grpo_spmd.records import SyncStats
@@ -34,10 +33,11 @@ class Engine:
     def wake_kv_cache(self) -> None: ...
 
     def load_weights(self, weights: Any, step: int, direct: Any, pieces: Any) -> None:
-        self.way = "loader" if direct is None else "direct"
-        self.copied = (
-            [(entry[0], piece.clone()) for entry, _, piece in pieces] if direct is not None else []
-        )
+        self.way, self.copied = "loader" if direct is None else "direct", []
+        for entry, initial, piece in pieces if direct is not None else ():
+            self.copied.append((entry.name, piece.clone()))
+            if piece.numel() and initial * len(piece) + piece.numel() == entry.parameter.numel():
+                break  # the one tensor that is copied is complete
         self.loaded = dict(weights)
 
 
@@ -217,15 +217,12 @@ def test_one_rank_needs_no_bucket(ranks: SimpleNamespace) -> None:
     assert ranks.events == []
 
 
-def test_pieces_that_come_first_leave_the_others_to_be_drawn(ranks: SimpleNamespace) -> None:
+def test_full_tensors_are_new_ones(ranks: SimpleNamespace) -> None:
     entries = [
         entry("a", torch.randn(8, 4)),
         entry("b", torch.randn(0, 4)),
         entry("c", torch.randn(5, 4)),
     ]
-    pieces: Iterator[Any] = gather_pieces(entries, torch.float32, 64, SyncStats())
-    assert [of[0] for of, *_ in leading_pieces(pieces, entries[:2])] == ["a"]
-    assert [of[0] for of, *_ in pieces] == ["c"]
     full = dict(gather_full_tensors(entries, torch.float32, 64, SyncStats()))
     assert torch.equal(full["a"], entries[0][1])
     assert full["a"].data_ptr() != entries[0][1].data_ptr()
