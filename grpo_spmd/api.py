@@ -65,8 +65,14 @@ def run(
     After one Ctrl-C the run saves and returns; a second one raises KeyboardInterrupt. Raises
     ConfigError for what cannot be used, and RuntimeError with the run's report for anything else.
     """
-    tree = _read_config(config)
-    _merge(tree, overrides, "")
+    if isinstance(config, Mapping):
+        tree = _merged({}, config)
+    elif isinstance(config, str | os.PathLike):
+        tree = read_tree(Path(config))[0]
+    else:
+        kind = type(config).__name__
+        raise ConfigError(f"config must be the path of a YAML file or a mapping; got {kind}")
+    tree = _merged(tree, overrides)
     functions: dict[str, RewardFunction] = {}
     if rewards is not None:
         tree["rewards"] = rewards
@@ -116,38 +122,19 @@ def _release() -> None:
         dist.destroy_process_group()
 
 
-def _read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the unchecked values of a YAML file or of a mapping."""
-    if isinstance(config, Mapping):
-        tree: dict[str, Any] = {}
-        _merge(tree, config, "")
-        return tree
-    if not isinstance(config, str | os.PathLike):
-        kind = type(config).__name__
-        raise ConfigError(f"config must be the path of a YAML file or a mapping; got {kind}")
-    return read_tree(Path(config))[0]
+def _merged(old: Any, new: Any) -> Any:
+    """Returns `new` in the place of `old`: mappings are merged key by key.
 
-
-def _merge(tree: dict[str, Any], values: Mapping[str, Any], prefix: str) -> None:
-    """Puts `values` into `tree`: mappings key by key, anything else in the place of the old value.
-
-    Dotted keys become sections. `prefix` is for error messages.
-    """
-    for key, value in values.items():
-        if not isinstance(key, str):
-            raise ConfigError(f"{prefix}{key}: a key must be text")
-        name, dot, subkey = key.partition(".")
+    Dotted keys become sections. Neither argument is changed: they may belong to the caller."""
+    # An empty mapping is a section only if there is one already; else it is a plain value.
+    if not isinstance(new, Mapping) or not (new or isinstance(old, Mapping)):
+        return _plain(new)
+    tree = dict(old) if isinstance(old, Mapping) else {}
+    for key, value in new.items():
         # "optimizer.lr": 1 is the same as optimizer: {lr: 1}.
-        if dot:
-            value = {subkey: value}
-        old_value = tree.get(name)
-        # An empty mapping is a section only if there is one already; else it is a plain value.
-        if isinstance(value, Mapping) and (value or isinstance(old_value, dict)):
-            # The section is copied: it may belong to the caller.
-            tree[name] = dict(old_value) if isinstance(old_value, dict) else {}
-            _merge(tree[name], value, f"{prefix}{name}.")
-        else:
-            tree[name] = _plain(value)
+        name, dot, subkey = str(key).partition(".")
+        tree[name] = _merged(tree.get(name), {subkey: value} if dot else value)
+    return tree
 
 
 def _plain(value: Any) -> Any:

@@ -8,17 +8,14 @@ process itself, in which breakpoint() works.
 from __future__ import annotations
 
 import argparse
-import ast
 import contextlib
 import difflib
 import io
 import os
-import re
 import runpy
 import signal
 import sys
 import textwrap
-from pathlib import Path
 from typing import NoReturn
 
 from grpo_spmd import __version__
@@ -26,8 +23,18 @@ from grpo_spmd.config.errors import ConfigError, refuse, say
 from grpo_spmd.distributed import interrupt, startup
 from grpo_spmd.files import hold_standard_streams, show
 
-_PACKAGE = Path(__file__).parent
-_MAIN = '\nif __name__ == "__main__":'
+_COMMANDS = {
+    "checkup": "Check whether this machine, or these ranks, are fit for a run",
+    "demo": "Make the models, tokenizers and prompts of the built-in demos",
+    "export": "Write a checkpoint as a model folder for transformers and vLLM",
+    "plan": "Work out memory by phase and time of a step, without a GPU",
+    "prefetch": "Fetch the models and data sets that a config names from the hub",
+    "replay": "Repeat a dumped step on the CPU",
+    "report": "Write one HTML file about a run, without network or server",
+    "show": "Show a run, its steps and completions in the terminal",
+    "small": "Run GRPO on one page, made of this package's parts",
+    "train": "Train a language model with GRPO",
+}
 _NODE_OPTIONS = [
     "nnodes",
     "node-rank",
@@ -42,7 +49,6 @@ _NODE_OPTIONS = [
 # Options that torchrun gets as they are.
 _TORCHRUN_OPTIONS = [*_NODE_OPTIONS, "max-restarts"]
 _COLUMNS = 80
-_ABOUT_LENGTH = 66
 _USAGE = """\
 usage: grpo-spmd COMMAND ...
 
@@ -75,17 +81,16 @@ def main() -> None:
         sys.path[0] = os.getcwd()
     arguments = sys.argv[1:]
     if not arguments or arguments[0] in ("-h", "--help"):
-        width = max(map(len, commands()))
-        lines = "\n".join(f"  {name:{width}}  {text}" for name, text in commands().items())
+        lines = "\n".join(f"  {name:9} {text}" for name, text in _COMMANDS.items())
         show(_USAGE.format(commands=lines).rstrip())
         return
     name = arguments[0]
     if name in ("--version", "-V", "version"):
         show(f"grpo-spmd {__version__}")
         return
-    if name not in commands():
+    if name not in _COMMANDS:
         # Any command, however far: there is always a closest one.
-        closest = difflib.get_close_matches(name, commands(), 1, 0.0)[0]
+        closest = difflib.get_close_matches(name, _COMMANDS, 1, 0.0)[0]
         remedy = f"did you mean {closest}? --help lists them"
         refuse(ConfigError(f"grpo-spmd {name}: unknown command; {remedy}"))
     if name == "train":
@@ -99,33 +104,6 @@ def main() -> None:
         sys.exit(1)
 
 
-def commands() -> dict[str, str]:
-    """Returns the name and description of every module or folder that can be run."""
-    # For each name the file that runs, and the file that describes it.
-    files: dict[str, tuple[Path, Path]] = {}
-    for folder in (_PACKAGE, _PACKAGE / "tools"):
-        files |= {path.stem: (path, path) for path in folder.glob("*.py")}
-        for path in folder.glob("*/__main__.py"):
-            files[path.parent.name] = (path, path.parent / "__init__.py")
-    del files[Path(__file__).stem]
-    texts = {}
-    for name, (program, description) in sorted(files.items()):
-        text = program.read_text(encoding="utf-8")
-        if _MAIN in text:
-            texts[name] = _describe(text, description.read_text(encoding="utf-8"))
-    return texts
-
-
-def _describe(program: str, module: str) -> str:
-    """Returns the description in a program's parser if it is one string, else the first line of the
-    module's docstring."""
-    in_parser = re.search(r'description="([^"]+)"[,)]', program)
-    docstring = ast.get_docstring(ast.parse(module)) or ""
-    line = in_parser[1] if in_parser else docstring.partition("\n")[0]
-    line = re.sub(r"`?python -m grpo_spmd\.[^:]*:? ?", "", line).strip(" .:")
-    return textwrap.shorten(line[:1].upper() + line[1:], _ABOUT_LENGTH, placeholder=" ...")
-
-
 def _train(arguments: list[str]) -> None:
     interrupt.listen()
     parser = _TrainParser(add_help=False, allow_abbrev=False)
@@ -133,10 +111,10 @@ def _train(arguments: list[str]) -> None:
     for name in _TORCHRUN_OPTIONS:
         parser.add_argument(f"--{name}", f"--{name.replace('-', '_')}")  # torchrun takes both
     args, rest = parser.parse_known_args(arguments)
-    values = {name: getattr(args, name.replace("-", "_")) for name in _TORCHRUN_OPTIONS}
-    options = {name: value for name, value in values.items() if value is not None}
+    values = vars(args).items()
+    options = {name.replace("_", "-"): value for name, value in values if value is not None}
+    local_ranks = _positive_number("--nproc", options.pop("nproc", "1"))
     num_nodes = _positive_number("--nnodes", options.get("nnodes", "1").partition(":")[0])
-    local_ranks = _positive_number("--nproc", args.nproc or "1")
     is_help = bool({"-h", "--help"} & {*rest})
     if is_help:
         names = textwrap.fill(" ".join(f"--{name}" for name in _TORCHRUN_OPTIONS), _COLUMNS)
@@ -161,11 +139,6 @@ def _train(arguments: list[str]) -> None:
     # torchrun sets its own.
     for name in sizes:
         del os.environ[name]
-    _exec_torchrun(options, local_ranks, rest)
-
-
-def _exec_torchrun(options: dict[str, str], local_ranks: int, arguments: list[str]) -> NoReturn:
-    """Replaces this process by torchrun's; `arguments` are those of grpo_spmd.train."""
     words = [f"--{name}={value}" for name, value in options.items()]
     if not {*_NODE_OPTIONS} & options.keys():
         words.append("--standalone")
@@ -175,7 +148,7 @@ def _exec_torchrun(options: dict[str, str], local_ranks: int, arguments: list[st
     sys.stdout.flush()
     # Ctrl-C stays pending until launch.py listens to it.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    os.execv(sys.executable, [sys.executable, *launch, "-m", "grpo_spmd.train", *arguments])
+    os.execv(sys.executable, [sys.executable, *launch, "-m", "grpo_spmd.train", *rest])
 
 
 class _TrainParser(argparse.ArgumentParser):

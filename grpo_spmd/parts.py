@@ -9,7 +9,7 @@ is written last, so that a run that is refused leaves nothing behind.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,7 +62,7 @@ from grpo_spmd.rewards.protocol import Reward
 from grpo_spmd.rewards.trl import TrainerState
 from grpo_spmd.rollout.buffer import RolloutBuffer
 from grpo_spmd.rollout.evaluate import Evaluator
-from grpo_spmd.rollout.sample import ExpectedLengths, Sampler, TailBatching, open_tail
+from grpo_spmd.rollout.sample import ExpectedLengths, Sampler, open_tail
 from grpo_spmd.signals.opening import Signals, open_reward_models, open_rewards, open_signals
 
 # Episodes are off by default; then their modules are not even imported.
@@ -102,9 +102,11 @@ class Run:
     progress: Progress
     launch: Launch
     num_finished_steps: int
-    """The number of steps that were finished when the run was opened."""
-    step_start: StepStart = field(default_factory=lambda: StepStart(0, 0, {}))
-    """The state with which the current step began."""
+    """The number of steps that were finished when the current step began."""
+    begun_position: int = 0
+    """The position in the prompt stream at which the current step began."""
+    begun_state: dict[str, Any] = field(default_factory=dict)
+    """The state of the prompt stream with which the current step began."""
 
     def steps(self) -> Iterator[int]:
         """Collective. Yields the numbers of the steps that are still to do, counted from 1.
@@ -118,7 +120,9 @@ class Run:
         """Collective. Records the state at the beginning of the step. Raises Preempted if the run
         has to stop."""
         # First: a preemption saves this state, from which the step can be done again.
-        self.step_start = StepStart(step - 1, self.stream.position, self.stream.state())
+        self.num_finished_steps = step - 1
+        self.begun_position = self.stream.position
+        self.begun_state = self.stream.state()
         self.rewards.begin_step(
             TrainerState(step - 1, self.config.training.num_steps, self.stream.epoch)
         )
@@ -138,12 +142,9 @@ class Run:
         preempted."""
         self.engine.sleep()
         self.offload.to_device()
-        start = self.step_start
+        state = self.log_state() | self.begun_state
         self.checkpoints.save_preempted(
-            start.num_finished_steps,
-            start.position,
-            self.log_state() | start.stream_state,
-            reason,
+            self.num_finished_steps, self.begun_position, state, reason=reason
         )
         self.launch.end("preempted", reason)
 
@@ -162,29 +163,6 @@ class Run:
             end_session()
 
 
-@dataclass(frozen=True)
-class StepStart:
-    """The state with which a step begins."""
-
-    num_finished_steps: int
-    position: int
-    """The position in the prompt stream."""
-    stream_state: dict[str, Any]
-    """`PromptStream.state()` at this position."""
-
-
-@dataclass(frozen=True)
-class RunPrompts:
-    """The prompts of a run, with the tokenizer that encoded them."""
-
-    tokenizer: Any
-    train: Sequence[Prompt]
-    held_out: dict[str, Sequence[Prompt]]
-    """The evaluation sets by name."""
-    num_dropped: int
-    """The number of prompts that were dropped: they are longer than data.max_prompt_tokens."""
-
-
 def open_run(config: Config, inputs: Inputs) -> Run | None:
     """Collective. Opens all parts of a run, from its checkpoint if it has one. Returns None if the
     run is over already.
@@ -193,16 +171,28 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
     left in the run folder.
     """
     # The process group does not exist yet: each rank encodes the prompts for itself.
-    prompts = encode_prompts(config, inputs)
+    tokenizer = load_tokenizer(config.model.path)
+    num_per_step = config.rollout.num_prompts_per_step
+    prompts = build_prompts(inputs.rows, tokenizer, config.data, num_per_step)
+    held_out: dict[str, Sequence[Prompt]] = {
+        name: build_prompts(rows, tokenizer, config.data, num_per_step, name)
+        for name, rows in inputs.eval_rows.items()
+    }
     session = start_session(
         config.model.num_replicas, config.rollout.tensor_parallel_size, config.watchdog
     )
     preemption = Preemption(config.training.max_time_s)
-    log_banner(config, session)
+    log_to_terminal(session.rank)
+    if session.is_rank0:
+        for line in banner(
+            config.model, config.data, config.rollout, config.rewards, config.training.num_steps
+        ):
+            _log.info(line)
+    run_dir = Path(config.run_dir)
     # The facts tell this run from another one in the same folder; find_start compares them.
-    facts = run_facts(flatten_config(config), prompts.train, session, prompts.held_out)
+    facts = run_facts(flatten_config(config), prompts, session, held_out)
     start = find_start(
-        Path(config.run_dir),
+        run_dir,
         config.checkpoint.resume,
         session,
         facts=facts,
@@ -213,14 +203,12 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
         end_session()
         return None
     environments = open_environments(
-        config, inputs.rewards, prompts.tokenizer, session, preemption.check_scoring
+        config, inputs.rewards, tokenizer, session, preemption.check_scoring
     )
-    rewards, scorers = open_rewards(
-        config, inputs, prompts.tokenizer, session, preemption, environments
-    )
+    rewards, scorers = open_rewards(config, inputs, tokenizer, session, preemption, environments)
     # A model that cannot be trained is refused before the engine starts, which takes minutes.
     refuse_untrainable(config.model.path, config.max_rollout_tokens)
-    stop_ids = stop_token_ids(config.model.path, prompts.tokenizer)
+    stop_ids = stop_token_ids(config.model.path, tokenizer)
     # The engine comes before the policy: it measures the GPU's free memory, then sleeps and leaves
     # the memory to the policy.
     engine = RolloutEngine(
@@ -240,11 +228,11 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
         max_rollout_tokens=config.max_rollout_tokens,
     )
     reference = build_reference(policy, config.model, temperature, config.loss.kl_coef, session)
-    score = open_reward_models(config, scorers, engine, prompts.tokenizer, session, preemption)
+    score = open_reward_models(config, scorers, engine, tokenizer, session, preemption)
     reward_weights = [*score.weights.values()]
     # A second stream, for the teachers only: it looks up prompts and never advances.
-    prompt_at = PromptStream(prompts.train, config.seed, config.data.shuffle).at
-    signals = open_signals(config, policy, session, reference, prompt_at, prompts.tokenizer)
+    prompt_at = PromptStream(prompts, config.seed, config.data.shuffle).at
+    signals = open_signals(config, policy, session, reference, prompt_at, tokenizer)
     updater = PolicyUpdater(
         policy,
         config.optimizer,
@@ -254,19 +242,43 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
         value_head=signals.value_head,
     )
     # The running check recomputes what the updater does, from the same settings.
-    check_settings = make_check_settings(config, stop_ids, reward_weights)
+    check_settings = UpdateCheckSettings(
+        every_steps=config.proofs.every_steps,
+        model_path=config.model.path,
+        dtype=config.model.dtype,
+        stop_ids=frozenset(stop_ids),
+        data=config.data,
+        rollout=config.rollout,
+        advantage=config.advantage,
+        loss=config.loss,
+        optimizer=config.optimizer,
+        training=config.training,
+        reward_weights=reward_weights,
+        is_agent=bool(config.environment.agent),
+    )
     update_check = UpdateCheck(
         check_settings,
         session=session,
         policy=policy,
         reference=reference,
         updater=updater,
-        tokenizer=prompts.tokenizer,
+        tokenizer=tokenizer,
         signals=signals.proofs(check_settings),
     )
-    # Rows are balanced by their FLOPs, not only by their tokens.
-    cost_ratio = attention_cost_ratio(policy.num_parameters, policy.model.config)
-    step_rules = make_step_rules(config, session.world_size, cost_ratio, reward_weights)
+    # Rewards of weight 0 are only logged, next to a teacher that teaches alone.
+    has_rewards = any(reward_weights)
+    step_rules = StepRules(
+        config.rollout,
+        config.advantage,
+        config.loss,
+        config.training,
+        max_error_frac=config.reward_pool.max_error_frac,
+        num_ranks=session.world_size,
+        # Rows are balanced by their FLOPs, not only by their tokens.
+        attention_cost_ratio=attention_cost_ratio(policy.num_parameters, policy.model.config),
+        discount=config.environment.discount if has_rewards else None,
+        zero_advantages=not has_rewards,
+    )
     offload = HostOffload(
         config.model.offload, policy, reference, updater.optimizer, signals.offloadable_models
     )
@@ -278,20 +290,19 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
         offload,
         is_named=config.checkpoint.rollout_buffer,
     )
-    writer = RolloutWriter(Path(config.run_dir), config.logging, session)
-    writes_rollouts = config.logging.rollouts_every_steps > 0
+    writer = RolloutWriter(run_dir, config.logging, session)
     evaluator = Evaluator(
-        prompts.held_out,
+        held_out,
         engine,
         score,
         config.eval,
         config.seed,
         config.reward_pool.max_error_frac,
-        writer if writes_rollouts else None,
+        writer if config.logging.rollouts_every_steps > 0 else None,
         environments,
     )
     checkpoints = Checkpoints(
-        Path(config.run_dir),
+        run_dir,
         config.checkpoint,
         config.training.num_steps,
         session,
@@ -302,11 +313,16 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
     )
     # From here on policy, optimizer and critic have the state of the start.
     checkpoints.load(start)
-    stream, tail = open_stream(config, prompts.train, start)
+    # Prompts that the steps before the start left waiting come first, even if tail batching, which
+    # launches more prompts than those of a step, is off by now.
+    fresh = PromptStream(prompts, config.seed, config.data.shuffle, start.position)
+    stream: PromptStream | TailStream = fresh
+    tail = None
+    if config.rollout.tail_batching != 1 or start.waiting:
+        stream, tail = open_tail(fresh, len(prompts), config.rollout, start.waiting)
     # The folder is written only now: everything that can be refused has been tried.
-    launch = open_run_dir(
-        config, session, prompts.num_dropped, start, inputs.start_time, prompts.tokenizer
-    )
+    num_dropped = inputs.num_rows - len(prompts) - sum(map(len, held_out.values()))
+    launch = open_run_dir(config, session, num_dropped, start, inputs.start_time, tokenizer)
     # The time limits are set only now: engine and policy have made their process groups.
     set_collective_timeouts(config.watchdog)
     logprob_check = LogprobCheck(config.model.dtype, config.proofs.max_mismatch)
@@ -321,18 +337,29 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
         first_step=start.step + 1,
     )
     # Scores of single tokens go to files of their own, next to the rollouts.
-    score_writer = RolloutWriter(Path(config.run_dir), config.logging, session, "token_scores")
-    has_buffer = config.checkpoint.rollout_buffer
+    score_writer = RolloutWriter(run_dir, config.logging, session, "token_scores")
+    buffer = None
+    if config.checkpoint.rollout_buffer:
+        # A preempted step goes on from the finished completions instead of sampling them again.
+        buffer = RolloutBuffer(
+            config.run_dir,
+            config.seed,
+            config.model,
+            config.rollout,
+            session=session,
+            environment=None if environments is None else config.environment,
+            rewards=() if environments is None else environments.looking_rewards,
+        )
     sampler = Sampler(
         engine,
         config.rollout.group_size,
         config.seed,
-        buffer=open_buffer(config, session, environments) if has_buffer else None,
+        buffer=buffer,
         lengths=ExpectedLengths() if config.rollout.schedule == "shared_queue" else None,
         tail=tail,
         environments=environments,
         early_rewards=rewards,
-        tokenizer=prompts.tokenizer,
+        tokenizer=tokenizer,
     )
     return Run(
         config=config,
@@ -361,69 +388,6 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
         progress=Progress(start.trainer, start.step),
         launch=launch,
         num_finished_steps=start.step,
-    )
-
-
-def encode_prompts(config: Config, inputs: Inputs) -> RunPrompts:
-    """Returns the encoded prompts of training and evaluation sets. Raises ConfigError."""
-    tokenizer = load_tokenizer(config.model.path)
-    num_per_step = config.rollout.num_prompts_per_step
-    train = build_prompts(inputs.rows, tokenizer, config.data, num_per_step)
-    held_out: dict[str, Sequence[Prompt]] = {
-        name: build_prompts(rows, tokenizer, config.data, num_per_step, name)
-        for name, rows in inputs.eval_rows.items()
-    }
-    num_dropped = inputs.num_rows - len(train) - sum(map(len, held_out.values()))
-    return RunPrompts(tokenizer, train, held_out, num_dropped)
-
-
-def log_banner(config: Config, session: Session) -> None:
-    """Starts to log to the terminal. Rank 0 writes a few lines about the run."""
-    log_to_terminal(session.rank)
-    if session.is_rank0:
-        for line in banner(
-            config.model, config.data, config.rollout, config.rewards, config.training.num_steps
-        ):
-            _log.info(line)
-
-
-def make_check_settings(
-    config: Config, stop_ids: Iterable[int], reward_weights: Sequence[float]
-) -> UpdateCheckSettings:
-    """Returns the settings that the running check of the update follows."""
-    return UpdateCheckSettings(
-        every_steps=config.proofs.every_steps,
-        model_path=config.model.path,
-        dtype=config.model.dtype,
-        stop_ids=frozenset(stop_ids),
-        data=config.data,
-        rollout=config.rollout,
-        advantage=config.advantage,
-        loss=config.loss,
-        optimizer=config.optimizer,
-        training=config.training,
-        reward_weights=reward_weights,
-        is_agent=bool(config.environment.agent),
-    )
-
-
-def make_step_rules(
-    config: Config, num_ranks: int, cost_ratio: float, reward_weights: Sequence[float]
-) -> StepRules:
-    """Returns the rules of a step. `cost_ratio` is the result of balance.attention_cost_ratio,
-    `reward_weights` are the weights of all rewards."""
-    # Rewards of weight 0 are only logged, next to a teacher that teaches alone.
-    has_rewards = any(reward_weights)
-    return StepRules(
-        config.rollout,
-        config.advantage,
-        config.loss,
-        config.training,
-        max_error_frac=config.reward_pool.max_error_frac,
-        num_ranks=num_ranks,
-        attention_cost_ratio=cost_ratio,
-        discount=config.environment.discount if has_rewards else None,
-        zero_advantages=not has_rewards,
     )
 
 
@@ -461,37 +425,6 @@ def open_environments(
         log_file if has_episodes else None,
         check,
     )
-
-
-def open_buffer(
-    config: Config, session: Session, environments: Environments | None
-) -> RolloutBuffer:
-    """Collective. Returns the buffer that keeps finished completions, or whole episodes, on
-    disk."""
-    # A preempted step goes on from the finished completions instead of sampling them again.
-    return RolloutBuffer(
-        config.run_dir,
-        config.seed,
-        config.model,
-        config.rollout,
-        session=session,
-        environment=None if environments is None else config.environment,
-        rewards=() if environments is None else environments.looking_rewards,
-    )
-
-
-def open_stream(
-    config: Config, prompts: Sequence[Prompt], start: Start
-) -> tuple[PromptStream | TailStream, TailBatching | None]:
-    """Returns (prompt stream, tail batching or None if it is off).
-
-    Prompts that the steps before the start left waiting come first, even if tail batching is off by
-    now."""
-    fresh = PromptStream(prompts, config.seed, config.data.shuffle, start.position)
-    # 1 launches exactly the prompts of a step: tail batching is off.
-    if config.rollout.tail_batching == 1 and not start.waiting:
-        return fresh, None
-    return open_tail(fresh, len(prompts), config.rollout, start.waiting)
 
 
 def open_log(

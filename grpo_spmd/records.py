@@ -333,19 +333,16 @@ class BatchPlan:
     lengths: list[npt.NDArray[np.int32]]
     """For each mini-batch [ranks, rows per rank]: the number of rollouts in each row."""
 
-    def __len__(self) -> int:
-        return len(self.lengths)
-
     def __iter__(self) -> Iterator[list[list[list[int]]]]:
-        return (self[mini_batch] for mini_batch in range(len(self)))
+        for block_ids, lengths in self.blocks():
+            # The ids of all ranks' rows follow each other: one iterator deals them out.
+            ids = iter(block_ids.tolist())
+            yield [
+                [[next(ids) for _ in range(length)] for length in rank] for rank in lengths.tolist()
+            ]
 
     def __getitem__(self, mini_batch: int) -> list[list[list[int]]]:
-        # The ids of all ranks' rows follow each other: one iterator deals them out.
-        block_ids, lengths = list(self.blocks())[mini_batch]
-        ids = iter(block_ids.tolist())
-        return [
-            [[next(ids) for _ in range(length)] for length in rank] for rank in lengths.tolist()
-        ]
+        return list(self)[mini_batch]
 
     def blocks(self) -> Iterator[tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]]:
         """Yields (rollout ids, lengths [ranks, rows per rank]) of each mini-batch."""

@@ -30,7 +30,29 @@ def main() -> None:
     """Runs the command."""
     hold_standard_streams()
     interrupt.listen()
-    parser = _parser()
+    parser = OverridesParser(
+        allow_abbrev=False,
+        prog="python -m grpo_spmd.train",
+        description="Train a language model with GRPO.",
+        epilog="config keys:\n" + describe_keys(shutil.get_terminal_size().columns),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--config", required=True, help="YAML file; configs/ has examples")
+    add("--check", action="store_true", help="check config and data, print the config, and stop")
+    add(
+        "--explain",
+        action="store_true",
+        help="print what follows from the config and where each set value comes from, and stop",
+    )
+    add("--explain=all", dest="all", action="store_true", help="the same, with the defaults")
+    add(
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="number of ranks to explain (default: WORLD_SIZE, else 1)",
+    )
+    add("overrides", nargs="*", metavar="section.key=value", help="replace values of the file")
     args = parser.parse()
     args.explain |= args.all
     if args.ranks is not None and (args.ranks < 1 or not args.explain):
@@ -75,34 +97,6 @@ def prepare_torch() -> None:
     # Huge pages for large tensors in host memory. Without them page faults are half the time of a
     # weight sync on the CPU.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-
-
-def _parser() -> OverridesParser:
-    """Returns the parser of the command's options and overrides."""
-    parser = OverridesParser(
-        allow_abbrev=False,
-        prog="python -m grpo_spmd.train",
-        description="Train a language model with GRPO.",
-        epilog="config keys:\n" + describe_keys(shutil.get_terminal_size().columns),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
-    add("--config", required=True, help="YAML file; configs/ has examples")
-    add("--check", action="store_true", help="check config and data, print the config, and stop")
-    add(
-        "--explain",
-        action="store_true",
-        help="print what follows from the config and where each set value comes from, and stop",
-    )
-    add("--explain=all", dest="all", action="store_true", help="the same, with the defaults")
-    add(
-        "--ranks",
-        type=int,
-        metavar="N",
-        help="number of ranks to explain (default: WORLD_SIZE, else 1)",
-    )
-    add("overrides", nargs="*", metavar="section.key=value", help="replace values of the file")
-    return parser
 
 
 if __name__ == "__main__":

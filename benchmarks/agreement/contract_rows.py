@@ -331,10 +331,6 @@ RELOAD = (
         "on a CPU a layer keeps its packed weights",
         says=("layer.cpu_linear",),
     ),
-    Row(
-        "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method.UnquantizedFusedMoEMethod.moe_kernel",
-        "on a CPU its kernel is taken away, so that a reload packs anew",
-    ),
 )
 
 LAYOUT = (

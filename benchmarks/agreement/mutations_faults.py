@@ -57,10 +57,10 @@ _YIELD = "            yield name, full.view(-1)[: parameter.numel()].view(parame
 _TENSOR = "            tensor = full.view(-1)[: parameter.numel()].view(parameter.shape)\n"
 _VALUES = "        return shard.local_rows().detach().reshape(-1)\n"
 _COPY = "copy(tensor_part, blocks, start, (block_rows, columns))\n"
-_LOAD = """            self._engine.load_weights(
-                full_tensors(pieces, dtype), step, direct, leading_pieces(pieces, copied)
-            )
-"""
+_LOAD = (
+    "            self._engine.load_weights("
+    "full_tensors(pieces, dtype), step, direct, pieces=pieces)\n"
+)
 _SEED = "partial(rollout_seed, self._seed, self._step - 1, prompt.position, sample)"
 
 FAULTS = (
@@ -69,7 +69,7 @@ FAULTS = (
         "engine/weight_sync.py",
         _LOAD,
         f"            if self._has_proved:\n                self._engine.policy_version = step\n"
-        f"                return\n{_LOAD}",
+        f"                return 0\n{_LOAD}",
         (_UNTIED,),
         of_sync=True,
     ),
@@ -151,7 +151,7 @@ FAULTS = (
     Fault(
         "wrong temperature: the engine samples at 1",
         "engine/engine.py",
-        "temperature=self._rollout.temperature if temperature is None",
+        "temperature=rollout.temperature if temperature is None",
         "temperature=1.0 if temperature is None",
         (_TIED,),
         _COOL,
@@ -277,7 +277,7 @@ FAULTS = (
     Fault(
         "seed ignored: the engine's own is used",
         "engine/engine.py",
-        "            seed=request.seed,\n",
+        "                seed=request.seed,\n",
         "",
         (
             "tests/ranks/test_evaluate.py::test_two_ranks_and_tensor_parallelism_evaluate_exactly_as_one_rank[two "  # noqa: E501

@@ -48,8 +48,8 @@ from grpo_spmd.learn.update import PolicyUpdater, attach_logprobs
 from grpo_spmd.model.hf_files import load_tokenizer
 from grpo_spmd.model.offload import HostOffload, optimizer_state, storage_of
 from grpo_spmd.model.policy import Policy, build_policy
-from grpo_spmd.model.reward_model import RewardModel, build_reward_model
 from grpo_spmd.model.reward_model_files import read_reward_model
+from grpo_spmd.model.values import RewardModel, build_reward_model
 from grpo_spmd.records import Completion, Prompt, Rollout, RolloutGroup, ScoredRollouts
 from grpo_spmd.rollout.reward_models import ModelReward, RewardTexts
 from grpo_spmd.signals.opening import Signals, open_signals

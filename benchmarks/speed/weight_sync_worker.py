@@ -23,7 +23,8 @@ from grpo_spmd.distributed.collectives import on_rank0, start_all_gather, wait_f
 from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.session import end_session, start_session
 from grpo_spmd.engine.engine import RolloutEngine
-from grpo_spmd.engine.gather import WeightDigest, gather_pieces
+from grpo_spmd.engine.gather import gather_pieces
+from grpo_spmd.engine.weight_proof import local_weights_hash
 from grpo_spmd.engine.weight_sync import WeightSync
 from grpo_spmd.model.policy import (
     DTYPES,
@@ -156,19 +157,14 @@ def _pieces(
     """As a direct load draws them; copied out, padding too, where there is a place for them."""
 
     def run() -> SyncStats:
-        stats, digest = (
-            SyncStats(),
-            WeightDigest(next(policy.parameters()).device) if is_named else None,
-        )
+        stats, shards = SyncStats(), list(hf_named_shards(policy))
         position = 0
-        for *_, piece in gather_pieces(
-            list(hf_named_shards(policy)), dtype, bucket_bytes, stats, digest=digest
-        ):
+        for *_, piece in gather_pieces(shards, dtype, bucket_bytes, stats):
             if into is not None:
                 into[position : position + piece.numel()].view(piece.shape).copy_(piece)
             position += piece.numel()
-        if digest is not None:
-            digest.totals()
+        if is_named:
+            local_weights_hash(shards, dtype)
         return stats
 
     return run

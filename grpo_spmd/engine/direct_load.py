@@ -12,7 +12,6 @@ therefore copies directly only after a proof has passed on weights that vLLM's l
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, cast
@@ -25,8 +24,6 @@ from grpo_spmd.engine.requests import EngineStateError
 from grpo_spmd.engine.weight_map import EngineTensor, TensorPart
 from grpo_spmd.model.lora import hf_name
 from grpo_spmd.model.sharding import rows_per_rank
-
-_log = logging.getLogger("grpo_spmd")
 
 
 class DirectLoad:
@@ -61,26 +58,27 @@ class DirectLoad:
             if id(layer) in layers
             for name, _ in layer.named_parameters(path, recurse=False)
         }
-        _log.debug(
-            "weight sync: %d of %d tensors are copied directly",
-            len(self.names),
-            len(set(names.values())),
-        )
 
     @torch.no_grad()
     def __call__(self, pieces: Iterable[Piece]) -> None:
-        """Replaces the weights of all direct layers by `pieces`, which come in any order.
+        """Replaces the weights of all direct layers by `pieces`, which begin with those of `names`.
 
-        Raises EngineStateError if an element of a direct layer was in no piece."""
+        It draws no other pieces. Raises EngineStateError if an element of a direct layer was in no
+        piece."""
         for matrix in self._matrices:
             matrix.begin()
+        incomplete = set(self.names)
         for (name, parameter, _), start, blocks in pieces:
             block_rows = rows_per_rank(parameter, len(blocks))
             columns = parameter.shape[1:].numel()
             for matrix, tensor_part in self._targets[name]:
                 matrix.copy(tensor_part, blocks, start, (block_rows, columns))
+            if start + blocks.shape[1] == block_rows * columns:
+                incomplete.remove(name)
             # The memory must be free before the next piece is made.
             del blocks
+            if not incomplete:
+                break
         for matrix in self._matrices:
             matrix.end()
         # vLLM makes a packed copy of an embedding on the CPU. If no head uses it, it would become
@@ -105,7 +103,7 @@ class _Matrix:
 
     def __init__(self, tensor: EngineTensor, dtype: torch.dtype) -> None:
         self.tensor = tensor
-        self._layer = cast(Any, tensor.layer)
+        self._layer = tensor.layer
         self._dtype = dtype
         # A packed lm_head also has a plain weight, which is copied as a tensor of its own or as the
         # embedding that it is tied to. The packed one is then made from it.
@@ -191,7 +189,7 @@ class _Matrix:
         # Packing has emptied the plain weight.
         if values is None and not weight.numel():
             return torch.empty(num_rows, columns, dtype=self._dtype, device=weight.device)
-        rows = cast(Tensor, weight).data.view(len(weight), columns)
+        rows: Tensor = weight.data.view(len(weight), columns)
         # The padding of a vocabulary is zero, as vLLM has it; a sleep may have lost it.
         rows[num_rows:].zero_()
         return rows
@@ -277,7 +275,7 @@ def _tensors_of_direct_layers(
     copyable = [tensor for tensor in tensors if _is_copyable(tensor, dtype)]
     filled = {id(tensor.values) for tensor in copyable}
     filled |= {
-        id(cast(Any, tensor.layer).weight)
+        id(tensor.layer.weight)
         for tensor in copyable
         if tensor.values is None and not _is_vocabulary(tensor.layer)
     }
@@ -300,8 +298,8 @@ def _tensors_of_direct_layers(
             id(tensor.layer)
             for tensor in tensors
             if any(names[tensor_part.name] in shared for tensor_part in tensor.parts)
-        } - loader_layers
-        if not sharing_layers:
+        }
+        if sharing_layers <= loader_layers:
             return [tensor for tensor in tensors if id(tensor.layer) not in loader_layers]
         loader_layers |= sharing_layers
 
@@ -310,7 +308,7 @@ def _is_copyable(tensor: EngineTensor, dtype: torch.dtype) -> bool:
     """Returns True if copies alone can fill the tensor with values of `dtype`."""
     layer = tensor.layer
     values = tensor.values
-    if tensor.is_quantised or layer is None:
+    if layer is None:
         return False
     if values is None:
         return hasattr(layer, "cpu_linear")

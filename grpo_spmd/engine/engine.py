@@ -24,7 +24,7 @@ from grpo_spmd.distributed.collectives import any_rank, barrier, on_first_in_gro
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.distributed.store import claim
 from grpo_spmd.engine.direct_load import DirectLoad
-from grpo_spmd.engine.failures import forget_engine, note_engine
+from grpo_spmd.engine.failures import running_engines
 from grpo_spmd.engine.gather import Piece
 from grpo_spmd.engine.reload import EngineAdapters, WeightReload
 from grpo_spmd.engine.requests import (
@@ -86,17 +86,13 @@ class RolloutEngine:
         self.tp_size = rollout.tensor_parallel_size
         self.engine_rank, self.tp_rank = divmod(session.rank, self.tp_size)
         self.num_engines = session.world_size // self.tp_size
-        has_group = session.engine_group is not None
-        assert has_group == (self.tp_size > 1), (
-            "start_session was given another tensor_parallel_size"
-        )
         self.policy_version: int | None = None
         self._weights_awake = True
         self._kv_cache_awake = True
         self._holds_weights = False
         # Memory in use before the rest. None if the engine does not rest.
         self._use_before_rest: MemoryUse | None = None
-        self._sleep_check = SleepCheck(session.device, tp_size=self.tp_size)
+        self._sleep_check = SleepCheck(session.device)
         # Equal on all ranks, since it names the queue of a call of `generate_shared`.
         self._num_shared_calls = 0
         _log.info(
@@ -116,7 +112,7 @@ class RolloutEngine:
             warnings.simplefilter("ignore", FutureWarning)
             self._llm = start_vllm(model, rollout, max_rollout_tokens, session)
         self._engine = self._llm.llm_engine
-        note_engine(self._engine)
+        running_engines.add(self._engine)
         warn_of_slow_seeds(self._engine.vllm_config, session.device.type)
         self._model: nn.Module = self._llm.apply_model(lambda model: model)[0]
         restore_hf_classes(self._model)
@@ -210,7 +206,7 @@ class RolloutEngine:
         is_asleep = self._use_before_rest is not None and self._sleep_level == 1
         if not is_asleep:
             self._end_rest()
-        use_before = self._use_before_rest or measure(self._session.device, self.pool_bytes())
+        use_before = self._use_before_rest or self._measure()
         if self._adapters is not None:
             self._adapters.drop()
         if not is_asleep:
@@ -221,8 +217,7 @@ class RolloutEngine:
         self.policy_version = None
         if held_bytes is None:
             return {}
-        use_after = measure(self._session.device, self.pool_bytes())
-        return self._sleep_check.check(use_before, use_after, held_bytes)
+        return self._sleep_check.check(use_before, self._measure(), held_bytes)
 
     def rest(self) -> None:
         """Makes room on the device between two generations with the same weights.
@@ -230,7 +225,7 @@ class RolloutEngine:
         The weights wait in host memory, whatever `sleep_level` is. The next generation or sleep
         ends the rest. The prefix cache is empty afterwards."""
         if self._weights_awake and self._kv_cache_awake and self._use_before_rest is None:
-            self._use_before_rest = measure(self._session.device, self.pool_bytes())
+            self._use_before_rest = self._measure()
             self._llm.sleep(level=1)
 
     def _end_rest(self) -> None:
@@ -249,6 +244,9 @@ class RolloutEngine:
 
         return int(CuMemAllocator.get_instance().get_current_usage())
 
+    def _measure(self) -> MemoryUse:
+        return measure(self._session.device, self.pool_bytes())
+
     def tensors(self, hf_names: Collection[str]) -> list[EngineTensor]:
         """Returns which rows of HF's tensors this rank's engine holds, alike on all ranks."""
         adapters = self._adapters.tensors() if self._adapters is not None else []
@@ -266,7 +264,7 @@ class RolloutEngine:
         # From here on ranks end one by one. The doctor would report the first ones as lost.
         doctor.stop()
         self._engine.engine_core.shutdown()
-        forget_engine(self._engine)
+        running_engines.discard(self._engine)
 
     def generate(self, requests: Sequence[Request], policy_version: int) -> list[Completion]:
         """Collective over the engine's ranks, with the same requests. Returns their completions.
@@ -430,11 +428,8 @@ class RolloutEngine:
                     hooks.early_stop, step_to_agree
                 ):
                     requests = scheduler.requests
-                    hooks.early_stop.drop(
-                        conversations.num_tokens(
-                            request.num_output_tokens for request in requests.values()
-                        )
-                    )
+                    num_tokens = [request.num_output_tokens for request in requests.values()]
+                    hooks.early_stop.drop(conversations.num_tokens(num_tokens))
                     self._abort(list(conversations.running))
                     return conversations.finished()
                 num_steps += 1
@@ -460,51 +455,45 @@ class RolloutEngine:
             )
         if self.policy_version != policy_version:
             raise EngineStateError(
-                f"generate: the engine holds policy_version {self.policy_version}, this step "
-                f"needs {policy_version}"
+                f"generate: the engine holds policy_version {self.policy_version}, this step needs "
+                f"{policy_version}"
             )
 
     # vLLM gives each request a generator of its own from its seed: the order of the requests does
     # not change what is sampled.
     def _add_requests(self, requests: Iterable[tuple[str, Request]]) -> None:
-        for request_id, request in requests:
-            self._add_request(request_id, request)
-
-    def _add_request(self, request_id: str, request: Request) -> None:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        max_tokens = self._rollout.max_completion_tokens
-        if request.max_tokens is not None:
-            max_tokens = (
-                min(request.max_tokens, max_tokens) if request.is_rollout else request.max_tokens
+        rollout = self._rollout
+        for request_id, request in requests:
+            max_tokens = request.max_tokens or rollout.max_completion_tokens
+            if request.is_rollout:
+                max_tokens = min(max_tokens, rollout.max_completion_tokens)
+            temperature = request.temperature
+            params = SamplingParams(
+                max_tokens=max_tokens,
+                temperature=rollout.temperature if temperature is None else temperature,
+                seed=request.seed,
+                stop_token_ids=self._stop_token_ids,
+                # 0 asks for the logprob of the sampled token alone, None for no logprobs.
+                logprobs=0 if request.is_rollout else None,
+                flat_logprobs=True,
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
             )
-        temperature = request.temperature
-        params = SamplingParams(
-            max_tokens=max_tokens,
-            temperature=self._rollout.temperature if temperature is None else temperature,
-            seed=request.seed,
-            stop_token_ids=self._stop_token_ids,
-            # 0 asks for the logprob of the sampled token alone, None for no logprobs.
-            logprobs=0 if request.is_rollout else None,
-            flat_logprobs=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-        self._engine.add_request(
-            request_id,
-            {"prompt_token_ids": request.prompt_ids},
-            params,
-            lora_request=self._adapters.request if self._adapters is not None else None,
-        )
+            self._engine.add_request(
+                request_id,
+                {"prompt_token_ids": request.prompt_ids},
+                params,
+                lora_request=self._adapters.request if self._adapters is not None else None,
+            )
 
 
 def _completion(output: Any) -> Completion:
     """Returns the completion in vLLM's RequestOutput, with logprobs [] if none were asked for."""
     sampled = output.outputs[0]
     token_ids = list(sampled.token_ids)
-    if sampled.logprobs is None:
-        return Completion(token_ids, [], sampled.finish_reason)
-    logprobs = list(sampled.logprobs.logprobs)
-    assert len(token_ids) == len(logprobs), (len(token_ids), len(logprobs))
+    logprobs = [] if sampled.logprobs is None else list(sampled.logprobs.logprobs)
+    assert len(logprobs) in (0, len(token_ids)), (len(token_ids), len(logprobs))
     return Completion(token_ids, logprobs, sampled.finish_reason)

@@ -19,7 +19,8 @@ _MEMORY_ERROR = re.compile(
 _ROLLOUT_TOO_LONG = re.compile(
     r"max seq len\s+\((\d+)\),?\s+\(?([\d.]+) GiB.*?memory\s+\(([\d.]+) GiB\)", re.DOTALL
 )
-_running_engines: weakref.WeakSet[Any] = weakref.WeakSet()
+running_engines: weakref.WeakSet[Any] = weakref.WeakSet()
+"""vLLM's engines from their start to their shutdown, or to `end_engines`."""
 
 
 def cpu_cache_bytes() -> int:
@@ -74,23 +75,13 @@ def refused_keys(keys: Iterable[str], error: BaseException) -> str:
     )
 
 
-def note_engine(engine: Any) -> None:
-    """Remembers a running vLLM engine until its shutdown or `end_engines`."""
-    _running_engines.add(engine)
-
-
-def forget_engine(engine: Any) -> None:
-    """Forgets an engine that was shut down."""
-    _running_engines.discard(engine)
-
-
 def end_engines() -> None:
     """Ends the engines of a failed run and frees their memory. This process can then run again.
 
     It ends vLLM's process groups too: the next engine would take them for its own."""
-    for engine in list(_running_engines):
+    for engine in list(running_engines):
         engine.engine_core.shutdown()
-    _running_engines.clear()
+    running_engines.clear()
     # Never import vllm here: if no engine was started, there is nothing to destroy.
     if "vllm.distributed.parallel_state" in sys.modules:
         from vllm.distributed import parallel_state

@@ -51,8 +51,6 @@ class WeightReload:
         if not names:
             return
         self._loaded = None
-        if self._on_cpu:
-            self._llm.apply_model(before_reload_on_cpu)
         with as_config_error(
             self._llm.model_config.model,
             "cannot be loaded by vLLM",
@@ -77,19 +75,6 @@ class WeightReload:
             )
 
 
-def before_reload_on_cpu(model: nn.Module) -> None:
-    """Takes the kernel from unquantised MoE layers.
-
-    The kernel packs their weights when it is built, and an update that finds one does not pack
-    again (0.28 to 0.32: wrong logprobs, no message)."""
-    for module in model.modules():
-        method: Any = getattr(module, "quant_method", None)
-        is_unquantised = type(method).__name__.startswith("Unquantized")
-        if is_unquantised and getattr(method, "moe_kernel", None) is not None:
-            method._kernel_before_reload = method.moe_kernel
-            method.moe_kernel = None
-
-
 def after_reload_on_cpu(model: nn.Module) -> None:
     """Packs a tied lm_head again.
 
@@ -98,13 +83,8 @@ def after_reload_on_cpu(model: nn.Module) -> None:
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     for module in model.modules():
-        method: Any = getattr(module, "quant_method", None)
         if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
-            method.process_weights_after_loading(module)
-        if getattr(method, "_kernel_before_reload", None) is not None:
-            if method.moe_kernel is None:  # the layer got no weights: it keeps what it had
-                method.moe_kernel = method._kernel_before_reload
-            method._kernel_before_reload = None
+            module.quant_method.process_weights_after_loading(module)
 
 
 _ADAPTER_ID = 1
@@ -167,9 +147,4 @@ class EngineAdapters:
         """Returns this rank's adapter tensors, by the policy's names.
 
         It leaves out layers that were given no adapter."""
-        tensors = adapter_tensors(self._model, self._rank) if self._layers else []
-        return [
-            tensor
-            for tensor in tensors
-            if tensor.engine_name.rpartition(".lora_")[0] in self._layers
-        ]
+        return adapter_tensors(self._model, self._rank, self._layers)

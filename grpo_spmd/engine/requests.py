@@ -133,10 +133,8 @@ def deal(
     engine with the fewest expected tokens so far. Ties keep their order."""
     num_jobs = len(job_sizes)
     num_first = min(num_dealt * num_engines, num_jobs)
-    if expected_tokens is None:
-        in_turn = [list(range(engine, num_first, num_engines)) for engine in range(num_engines)]
-        return JobSchedule(in_turn, list(range(num_first, num_jobs)))
-    longest_first = sorted(range(num_jobs), key=lambda job: -expected_tokens[job])  # stable
+    expected = expected_tokens or [0.0] * num_jobs
+    longest_first = sorted(range(num_jobs), key=lambda job: -expected[job])  # stable
     dealt: list[list[int]] = [[] for _ in range(num_engines)]
     # Entries (expected tokens, jobs so far, engine): the head is the least loaded engine.
     loads = [(0.0, 0, engine) for engine in range(num_engines)]
@@ -144,7 +142,7 @@ def deal(
         tokens, num_jobs_so_far, engine = heapq.heappop(loads)
         dealt[engine].append(job)
         if num_jobs_so_far + 1 < num_dealt:
-            tokens += job_sizes[job] * expected_tokens[job]
+            tokens += job_sizes[job] * expected[job]
             heapq.heappush(loads, (tokens, num_jobs_so_far + 1, engine))
     return JobSchedule(dealt, longest_first[num_first:])
 

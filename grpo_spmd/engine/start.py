@@ -172,17 +172,14 @@ def isolated() -> Iterator[None]:
     depend on what vLLM generated. vLLM also sets LOCAL_WORLD_SIZE to the tensor parallel size."""
     random_state = random.getstate()
     numpy_state = np.random.get_state()
-    torch_state = torch.get_rng_state()
-    cuda_state = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     environment = {name: os.environ[name] for name in _TOUCHED_ENVIRONMENT if name in os.environ}
     try:
-        yield
+        with torch.random.fork_rng(devices):
+            yield
     finally:
         random.setstate(random_state)
         np.random.set_state(numpy_state)
-        torch.set_rng_state(torch_state)
-        if cuda_state is not None:
-            torch.cuda.set_rng_state(cuda_state)
         for name in _TOUCHED_ENVIRONMENT:
             os.environ.pop(name, None)
         os.environ.update(environment)
@@ -288,16 +285,11 @@ def warn_of_slow_seeds(vllm_config: Any, device: str) -> None:
 class SleepCheck:
     """Warns if the memory that is in use after the engine's sleep grows over the run."""
 
-    def __init__(
-        self, device: torch.device, growth_bytes: int | None = None, tp_size: int = 1
-    ) -> None:
-        """`growth_bytes` is the growth to warn of. None stands for 5 % of the device, and at least
+    def __init__(self, device: torch.device, growth_bytes: int = 0) -> None:
+        """`growth_bytes` is the growth to warn of. 0 stands for 5 % of the device, and at least
         1 GiB."""
-        self._device = device
-        self._tp_size = tp_size
-        if growth_bytes is None:
-            growth_bytes = max(_GIB, total_bytes(device) // 20)
-        self._growth_bytes = growth_bytes
+        self._is_cuda = device.type == "cuda"
+        self._growth_bytes = growth_bytes or max(_GIB, total_bytes(device) // 20)
         self._smallest: int | None = None
         self._warned_at = 0
 
@@ -310,8 +302,11 @@ class SleepCheck:
         update creates the optimizer's state. Returns two metrics in GiB:
         `memory/sleep/freed_gib`, and `memory/sleep/left_gib`, the memory in use after the sleep
         less `held_bytes`."""
-        used_after = self._used_bytes(after)
-        freed = self._used_bytes(earlier) - used_after
+        # On a GPU as the driver counts, with vLLM's pool.
+        used_before, used_after = (
+            use.driver_used if self._is_cuda else use.allocated for use in (earlier, after)
+        )
+        freed_gib = (used_before - used_after) / _GIB
         left_bytes = used_after - held_bytes
         self._smallest = left_bytes if self._smallest is None else min(self._smallest, left_bytes)
         if left_bytes - max(self._smallest, self._warned_at) > self._growth_bytes:
@@ -319,29 +314,18 @@ class SleepCheck:
             _log.warning(
                 "memory grows: %.2f GiB in use after the engine's sleep, beyond what policy, "
                 "reference and optimizer hold, where it was %.2f GiB at the least (alarm at +%.2f "
-                "GiB); the sleep freed %.2f GiB. %s",
+                "GiB); the sleep freed %.2f GiB. Tensors of torch: %.2f GiB (weights that the "
+                "engine keeps outside its pool, or tensors of earlier steps kept alive); cached by "
+                "torch: %.2f GiB (fragmentation: try PYTORCH_ALLOC_CONF=expandable_segments:True, "
+                "with tensor parallelism also rollout.engine.disable_custom_all_reduce=true); "
+                "outside torch: %.2f GiB (a pool not given back: try another version of vLLM; CUDA "
+                "graphs, NCCL, another process)",
                 left_bytes / _GIB,
                 self._smallest / _GIB,
                 self._growth_bytes / _GIB,
-                freed / _GIB,
-                self._likely_causes(after, held_bytes),
+                freed_gib,
+                (after.allocated - held_bytes) / _GIB,
+                (after.reserved - after.allocated) / _GIB,
+                after.other / _GIB,
             )
-        return {"memory/sleep/freed_gib": freed / _GIB, "memory/sleep/left_gib": left_bytes / _GIB}
-
-    def _used_bytes(self, use: MemoryUse) -> int:
-        """Returns the bytes in use: on a GPU as the driver counts them, with vLLM's pool."""
-        return use.driver_used if self._device.type == "cuda" else use.allocated
-
-    def _likely_causes(self, after: MemoryUse, held_bytes: int) -> str:
-        """Returns the rest of the warning: where the memory is, and what may have caused it."""
-        if self._device.type != "cuda":
-            return "Likely something keeps tensors or texts of earlier steps alive"
-        with_tp = " with rollout.engine.disable_custom_all_reduce=true" if self._tp_size > 1 else ""
-        return (
-            f"Tensors of torch: {(after.allocated - held_bytes) / _GIB:.2f} GiB (weights that the "
-            "engine keeps outside its pool, or tensors of earlier steps kept alive); cached by "
-            f"torch: {(after.reserved - after.allocated) / _GIB:.2f} GiB (fragmentation: try "
-            f"PYTORCH_ALLOC_CONF=expandable_segments:True{with_tp}); outside torch: "
-            f"{after.other / _GIB:.2f} GiB (a pool not given back: try another version of vLLM; "
-            "CUDA graphs, NCCL, another process)"
-        )
+        return {"memory/sleep/freed_gib": freed_gib, "memory/sleep/left_gib": left_bytes / _GIB}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, cycle
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -39,12 +40,11 @@ class EngineTensor:
     values: Tensor | None
     """The parameter [rows, columns] if its layout is plain, else None."""
     product: Callable[[Tensor], Tensor] | None = None
-    """The product with a vector, [columns] -> [rows], if the weights are packed or quantised."""
-    is_quantised: bool = False
+    """The product with a vector, [columns] -> [rows], if the weights are packed."""
     column_slice: int = 0
     """Index of the slice of the HF tensor's columns, of `num_column_slices` equal ones."""
     num_column_slices: int = 1
-    layer: nn.Module | None = None
+    layer: Any = None
     """The layer that owns the parameter. None for an adapter."""
 
     @property
@@ -105,15 +105,16 @@ def _rename_parts(
             replace(tensor_part, name=hf_names.get(tensor_part.name, tensor_part.name))
             for tensor_part in tensor_parts
         )
-    total = sum(tensor_part.num_hf_rows for tensor_part in tensor_parts)
-    renamed = []
-    top = 0
-    for tensor_part in tensor_parts:
-        renamed.append(
-            replace(tensor_part, name=fused, num_hf_rows=total, hf_start=top + tensor_part.hf_start)
-        )
-        top += tensor_part.num_hf_rows
-    return tuple(renamed)
+    return _parts_of_one(fused, tensor_parts)
+
+
+def _parts_of_one(name: str, tensor_parts: Sequence[TensorPart]) -> tuple[TensorPart, ...]:
+    """Returns the same rows in the one HF tensor `name`, which has those of all parts in turn."""
+    tops = list(accumulate((part.num_hf_rows for part in tensor_parts), initial=0))
+    return tuple(
+        replace(tensor_part, name=name, num_hf_rows=tops[-1], hf_start=top + tensor_part.hf_start)
+        for top, tensor_part in zip(tops, tensor_parts, strict=False)
+    )
 
 
 def _layer_tensors(path: str, layer: nn.Module, model: Any) -> list[EngineTensor]:
@@ -136,26 +137,20 @@ def _linear_rows(layer: Any) -> list[_Rows]:
     from vllm.model_executor.layers import linear
 
     if isinstance(layer, linear.QKVParallelLinear):
-        return _qkv_rows(layer)
+        # With fewer KV heads than ranks, neighbours share one.
+        kv_rank = layer.tp_rank // layer.num_kv_head_replicas
+        size = layer.head_size
+        value_size = getattr(layer, "v_head_size", size)
+        return [
+            _Rows(layer.num_heads * size, layer.total_num_heads * size, layer.tp_rank),
+            _Rows(layer.num_kv_heads * size, layer.total_num_kv_heads * size, kv_rank),
+            _Rows(layer.num_kv_heads * value_size, layer.total_num_kv_heads * value_size, kv_rank),
+        ]
     if not isinstance(layer, linear.ColumnParallelLinear):
         return [_Rows(layer.output_size, layer.output_size, 0)]
     # The projections of an MLP may be fused.
-    is_fused = isinstance(layer, linear.MergedColumnParallelLinear)
-    sizes = layer.output_sizes if is_fused else [layer.output_size]
+    sizes = getattr(layer, "output_sizes", [layer.output_size])
     return [_Rows(size // layer.tp_size, size, layer.tp_rank) for size in sizes]
-
-
-def _qkv_rows(layer: Any) -> list[_Rows]:
-    """Returns this rank's rows of q, k and v in a fused attention projection."""
-    # With fewer KV heads than ranks, neighbours share one.
-    kv_rank = layer.tp_rank // layer.num_kv_head_replicas
-    size = layer.head_size
-    value_size = getattr(layer, "v_head_size", size)
-    return [
-        _Rows(layer.num_heads * size, layer.total_num_heads * size, layer.tp_rank),
-        _Rows(layer.num_kv_heads * size, layer.total_num_kv_heads * size, kv_rank),
-        _Rows(layer.num_kv_heads * value_size, layer.total_num_kv_heads * value_size, kv_rank),
-    ]
 
 
 def _linear_tensors(path: str, layer: Any, model: Any) -> list[EngineTensor]:
@@ -169,13 +164,12 @@ def _linear_tensors(path: str, layer: Any, model: Any) -> list[EngineTensor]:
     # vLLM's row-parallel layers split the input dimension, which is the weight's columns.
     is_split_by_column = isinstance(layer, RowParallelLinear)
     # On a CPU vLLM packs weights for its own matrix product, and calls that product cpu_linear.
-    is_plain = not (hasattr(layer, "cpu_linear") or _is_quantised(layer))
+    is_packed = hasattr(layer, "cpu_linear")
     weight = EngineTensor(
         f"{path}.weight",
         fused_rows([f"{name}.weight" for name in names], rows),
-        values=layer.weight if is_plain else None,
-        product=None if is_plain else _product(layer),
-        is_quantised=_is_quantised(layer),
+        values=None if is_packed else layer.weight,
+        product=_product(layer) if is_packed else None,
         column_slice=layer.tp_rank if is_split_by_column else 0,
         num_column_slices=layer.tp_size if is_split_by_column else 1,
     )
@@ -202,17 +196,14 @@ def _vocabulary_tensors(path: str, layer: Any, model: Any) -> list[EngineTensor]
     start = rows.org_vocab_start_index
     num_rows = rows.org_vocab_end_index - start
     tensor_parts = (TensorPart(name, layer.org_vocab_size, start, 0, num_rows),)
-    is_quantised = _is_quantised(layer)
-    tensors = []
-    if (is_head and hasattr(layer, "cpu_linear")) or is_quantised:
-        tensors.append(EngineTensor(name, tensor_parts, None, _product(layer), is_quantised))
-    if not is_quantised:
-        tensors.append(EngineTensor(name, tensor_parts, layer.weight))
+    tensors = [EngineTensor(name, tensor_parts, layer.weight)]
+    if is_head and hasattr(layer, "cpu_linear"):
+        tensors.insert(0, EngineTensor(name, tensor_parts, None, _product(layer)))
     return tensors
 
 
-def adapter_tensors(model: Any, rank: int) -> list[EngineTensor]:
-    """Returns the adapters A and B in vLLM's linear layers, by HF layer, split as the weights are.
+def adapter_tensors(model: Any, rank: int, layers: Collection[str]) -> list[EngineTensor]:
+    """Returns the adapters A and B of these HF layers in vLLM's, split as the weights are.
 
     `rank` is the rank of the adapters, which may be less than the room that vLLM keeps."""
     from vllm.model_executor.layers.linear import LinearBase
@@ -232,6 +223,8 @@ def adapter_tensors(model: Any, rank: int) -> list[EngineTensor]:
             slices, wrapper.lora_a_stacked, wrapper.lora_b_stacked, strict=True
         ):
             layer = tensor_parts[0].name.removesuffix(".weight")
+            if layer not in layers:
+                continue
             name_a = f"{layer}.lora_A.weight"
             name_b = f"{layer}.lora_B.weight"
             parts_b = tuple(
@@ -261,27 +254,14 @@ def fused_rows(
     `layout` has an entry (rows on this rank, rows of the whole HF tensor, index of this rank's
     block) for each part. `names` has one HF name for each part, or a single name if the checkpoint
     is fused too (Phi-3)."""
-    is_fused_on_disk = len(names) < len(layout)
-    total = sum(num_hf_rows for _, num_hf_rows, _ in layout)
-    tensor_parts = []
-    start = 0
-    # HF rows of the parts above this one: where the part begins in a tensor that is fused on disk.
-    top = 0
-    for number, (num_rows, num_hf_rows, block) in enumerate(layout):
-        hf_start = block * num_rows
-        if is_fused_on_disk:
-            tensor_parts.append(TensorPart(names[0], total, top + hf_start, start, num_rows))
-        else:
-            tensor_parts.append(TensorPart(names[number], num_hf_rows, hf_start, start, num_rows))
-        start += num_rows
-        top += num_hf_rows
-    return tuple(tensor_parts)
-
-
-def _is_quantised(layer: Any) -> bool:
-    """Returns True if vLLM stores the layer's weight as codes."""
-    # All of vLLM's methods for plain weights have this prefix (0.26 to 0.33).
-    return not type(layer.quant_method).__name__.startswith("Unquantized")
+    starts = accumulate((num_rows for num_rows, *_ in layout), initial=0)
+    tensor_parts = tuple(
+        TensorPart(name, num_hf_rows, block * num_rows, start, num_rows)
+        for name, start, (num_rows, num_hf_rows, block) in zip(
+            cycle(names), starts, layout, strict=False
+        )
+    )
+    return _parts_of_one(names[0], tensor_parts) if len(names) < len(layout) else tensor_parts
 
 
 def _product(layer: Any) -> Callable[[Tensor], Tensor]:

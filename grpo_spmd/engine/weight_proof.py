@@ -4,16 +4,16 @@ A fingerprint is 8 bytes that stand for one row of a tensor. Every rank computes
 its FSDP shards. One gather brings them to all ranks, and each engine rank compares them with the
 fingerprints of the rows that it holds. No rank needs a full copy of a tensor.
 
-A fingerprint is either a hash of the row's bytes or, if the engine stores the row packed or
-quantised, the row's product with a random vector, the probe.
+A fingerprint is either a hash of the row's bytes or, if the engine stores the row packed, the row's
+product with a random vector, the probe. A hash of all weights is made of the hashes of rows.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
-import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +25,7 @@ from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.engine.weight_map import EngineTensor
 from grpo_spmd.model.lora import Shard, adapter_shards, base_parameters, named_adapters
 from grpo_spmd.model.policy import Policy, hf_named_shards
-from grpo_spmd.model.sharding import gather_rows
+from grpo_spmd.model.sharding import first_row, gather_rows, is_first_replica
 
 _log = logging.getLogger("grpo_spmd")
 # Differences that an error describes.
@@ -57,7 +57,7 @@ def prove_weights(
     """Collective. Compares every engine's weights with the policy's. Returns the seconds it took.
 
     Weights are compared in the engine's dtype. If the engine's layout is plain, a 64-bit hash of
-    each row is compared, which one flipped bit changes. If the engine packs or quantises, its own
+    each row is compared, which one flipped bit changes. If the engine packs its weights, its own
     layer is applied to a random vector, another one at each step, and the products are compared
     within their rounding (`matches`). `is_first`: log how the tensors were compared. Raises
     Rank0Error on every rank, which names the tensors that differ, on which ranks, and how."""
@@ -195,6 +195,37 @@ def row_fingerprints(
     return fingerprints
 
 
+def rows_hash(name: str, start: int, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the part, int64 [], of rows of tensor `name` in a hash of all weights.
+
+    `rows` are cast to `dtype`, and `start` is the number of the first. Parts add up modulo 2^64,
+    however the rows are dealt out. A row counts by its hash, times factors of its place and its
+    tensor. All factors are odd, so that no changed bit is lost. It is no signature."""
+    matrix = _as_matrix(rows)
+    coefficients = _coefficients(matrix.shape[1], by_probe=False, dtype=dtype, step=0)
+    hashes = row_fingerprints(matrix, coefficients, 1, dtype)[:, 0]
+    places = torch.arange(start, start + len(matrix), device=matrix.device)
+    key = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    return (hashes * (2 * places + 1)).sum() * (int.from_bytes(key, "big", signed=True) | 1)
+
+
+@torch.no_grad()
+def local_weights_hash(shards: Iterable[Shard], dtype: torch.dtype) -> int:
+    """Returns this rank's part of the hash of `shards`. Only the first replica has one."""
+    # All replicas hold the same weights.
+    parts = [
+        rows_hash(name, first_row(parameter), local_rows(), dtype)
+        for name, parameter, local_rows in shards
+        if is_first_replica(parameter)
+    ]
+    return int(torch.stack(parts).sum()) if parts else 0
+
+
+def weights_id(local_hashes: Sequence[int]) -> str:
+    """Returns the hash of all weights, 16 hexadecimal digits, from the parts of all ranks."""
+    return f"{sum(local_hashes) % 2**64:016x}"
+
+
 def _gather_fingerprints(
     shards: Mapping[str, Shard], views: list[_View], dtype: torch.dtype, step: int
 ) -> dict[_View, Tensor]:
@@ -236,7 +267,7 @@ def _differences(
         in_policy = expected[_view(tensor, tensor_part.name)][
             tensor_part.hf_start : tensor_part.hf_start + tensor_part.num_rows, tensor.column_slice
         ]
-        same = matches(rows, in_policy, coefficients, dtype, tensor.is_quantised)
+        same = matches(rows, in_policy, coefficients, dtype)
         if not same.all():
             text = f"{int((~same).sum())} of its {len(same)} rows here differ"
             differences[tensor_part.name] = text
@@ -244,19 +275,13 @@ def _differences(
 
 
 def matches(
-    in_engine: Tensor,
-    expected: Tensor,
-    coefficients: Tensor,
-    dtype: torch.dtype,
-    is_quantised: bool = False,
+    in_engine: Tensor, expected: Tensor, coefficients: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """Returns, for each row, whether the engine's hash (int64) or product fits the fingerprint.
 
     Both sides sum a product of n terms in float32, in different order: at most 1.4e-7 of |row| *
     |probe| was seen in 1e5 rows (oneDNN), 1e-6 is allowed. A bfloat16 result is rounded by up to
-    2^-8 of itself, twice that is allowed. An FP8 weight, and what it is applied to, is off by up to
-    2^-4 of itself: at most 0.15 of |row| * |probe| / sqrt(n) was seen (vLLM's fp8_per_channel), 0.4
-    is allowed, enough to see a wrong tensor, not a stale one.
+    2^-8 of itself, twice that is allowed.
     """
     if coefficients.dtype == torch.int64:
         return in_engine == expected
@@ -264,8 +289,6 @@ def matches(
     product, row_norm = expected.contiguous().view(torch.float32).view(-1, 2).unbind(1)
     scale = row_norm * coefficients.float().norm().to(row_norm.device)
     rounding = (dtype.itemsize < 4) * 2.0**-7 * product.abs()
-    if is_quantised:
-        rounding = 0.4 / math.sqrt(len(coefficients)) * scale
     # A comparison with NaN is False: a NaN in the engine or the policy is a difference.
     same: Tensor = (in_engine.float() - product).abs() <= rounding + 1e-6 * scale
     return same

@@ -8,20 +8,15 @@ from __future__ import annotations
 
 import hashlib
 from contextlib import closing
+from typing import Any
 
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.engine.direct_load import DirectLoad
 from grpo_spmd.engine.engine import RolloutEngine
-from grpo_spmd.engine.gather import (
-    WeightDigest,
-    full_tensors,
-    gather_pieces,
-    leading_pieces,
-    weights_id,
-)
-from grpo_spmd.engine.weight_proof import fits, prove_weights
-from grpo_spmd.model.families.refusals import refuse_unsynced_tensors
-from grpo_spmd.model.lora import adapter_shards, base_parameters, gather_adapters
+from grpo_spmd.engine.gather import full_tensors, gather_pieces
+from grpo_spmd.engine.weight_proof import fits, local_weights_hash, prove_weights, weights_id
+from grpo_spmd.model.families.refusals import refuse_unmatched_names
+from grpo_spmd.model.lora import adapter_shards, base_parameters, gather_adapters, is_adapter
 from grpo_spmd.model.offload import HostOffload
 from grpo_spmd.model.policy import Policy, hf_named_parameters, hf_named_shards
 from grpo_spmd.records import SyncStats
@@ -43,11 +38,10 @@ class WeightSync:
 
         With `prove_every_steps` 0 only the first syncs are proved. With `is_named` the stats have a
         hash of the weights, which a rollout buffer needs."""
-        refuse_unsynced_tensors(policy.model, engine.tensors, fits)
+        refuse_unsynced_tensors(policy.model, engine)
         self._policy = policy
         self._engine = engine
         self._offload = offload
-        self._device = next(policy.model.parameters()).device
         self._bucket_bytes = bucket_bytes
         self._prove_every_steps = prove_every_steps
         self._is_named = is_named
@@ -57,9 +51,9 @@ class WeightSync:
         # The steps at which a proof is due alternate between vLLM's loader and direct copies, so
         # that both stay proved.
         self._loader_is_due = True
-        # The totals of the digest of a base that stays in the engine. The adapters' totals are
-        # added to them at each sync.
-        self._base_totals: list[int] = []
+        # This rank's part of the hash of the last weights that were sent. A base that stays in the
+        # engine is sent once, and the adapters' part is added at each sync.
+        self._base_hash = 0
 
     def sync(self, step: int) -> SyncStats:
         """Collective. Wakes the engine with exactly the policy's weights, as version `step`.
@@ -82,7 +76,6 @@ class WeightSync:
         policy = self._policy
         engine = self._engine
         stats = SyncStats()
-        digest = self._new_digest()
         if self._offload is not None:
             self._offload.before_sync()
         engine.wake_weights()
@@ -93,12 +86,11 @@ class WeightSync:
         if engine.needs_weights:
             # A base that stays is not counted in the stats: a new process sends it once more, and
             # would otherwise report other numbers than a process that runs on.
-            self._send(step, SyncStats() if engine.takes_adapters else stats, digest, direct)
-            if digest is not None and engine.takes_adapters:
-                self._base_totals = digest.totals()
+            base_stats = SyncStats() if engine.takes_adapters else stats
+            self._base_hash = self._send(step, base_stats, direct)
+        local_hash = self._base_hash
         if engine.takes_adapters:
-            digest = self._new_digest()
-            self._send_adapters(step, stats, digest)
+            local_hash += self._send_adapters(step, stats)
         if is_due or not self._direct_is_proved:
             stats.proof_s = prove_weights(policy, engine, step, is_first=not self._has_proved)
             self._has_proved = True
@@ -108,22 +100,16 @@ class WeightSync:
             if direct is None and not engine.takes_adapters:
                 self._direct = self._proved_direct_load()
                 self._direct_is_proved = self._direct is None
-        if digest is not None:
-            stats.weights_id = on_rank0(weights_id, self._base_totals + digest.totals())
+        if self._is_named:
+            stats.weights_id = on_rank0(weights_id, local_hash)
         if self._offload is not None:
             self._offload.after_sync()
         engine.wake_kv_cache()
         return stats
 
-    def _new_digest(self) -> WeightDigest | None:
-        """Returns an empty digest, None if the stats have no hash of the weights."""
-        return WeightDigest(self._device) if self._is_named else None
-
-    def _send(
-        self, step: int, stats: SyncStats, digest: WeightDigest | None, direct: DirectLoad | None
-    ) -> None:
+    def _send(self, step: int, stats: SyncStats, direct: DirectLoad | None) -> int:
         """Collective. Sends the whole policy: the tensors of `direct` by copies, all others by
-        vLLM's loader.
+        vLLM's loader. Returns this rank's part of their hash.
 
         Both ways read one gathered row, so that every sync has the same number of collectives."""
         direct_names = direct.names if direct is not None else frozenset()
@@ -131,24 +117,19 @@ class WeightSync:
         shards = sorted(
             hf_named_shards(self._policy), key=lambda shard: shard.name not in direct_names
         )
-        copied = [shard for shard in shards if shard.name in direct_names]
         dtype = self._engine.dtype
-        with closing(gather_pieces(shards, dtype, self._bucket_bytes, stats, digest)) as pieces:
-            self._engine.load_weights(
-                full_tensors(pieces, dtype), step, direct, leading_pieces(pieces, copied)
-            )
+        with closing(gather_pieces(shards, dtype, self._bucket_bytes, stats)) as pieces:
+            self._engine.load_weights(full_tensors(pieces, dtype), step, direct, pieces=pieces)
+        return local_weights_hash(shards, self._engine.dtype) if self._is_named else 0
 
-    def _send_adapters(self, step: int, stats: SyncStats, digest: WeightDigest | None) -> None:
-        """Collective. Sends the adapters alone."""
-        engine = self._engine
+    def _send_adapters(self, step: int, stats: SyncStats) -> int:
+        """Collective. Sends the adapters alone. Returns this rank's part of their hash."""
         shards = list(adapter_shards(self._policy.model, self._policy.lora))
-        if digest is not None:
-            for name, parameter, local_rows in shards:
-                digest.add_shard(name, parameter, local_rows().to(engine.dtype))
-        adapters = gather_adapters(shards, engine.dtype)
+        adapters = gather_adapters(shards, self._engine.dtype)
         stats.bytes += sum(tensor.nbytes for tensor in adapters.values())
         stats.num_collectives += 1
-        engine.load_adapters(adapters, step)
+        self._engine.load_adapters(adapters, step)
+        return local_weights_hash(shards, self._engine.dtype) if self._is_named else 0
 
     def _proved_direct_load(self) -> DirectLoad | None:
         """Collective. Returns the direct copies that the map allows.
@@ -164,3 +145,23 @@ class WeightSync:
         # The order of the gathered row depends on the names, so it must be equal on all ranks.
         is_same = on_rank0(lambda hashes: len(set(hashes)) == 1, hash_of_names)
         return direct if copied and is_same else None
+
+
+def refuse_unsynced_tensors(model: Any, engine: RolloutEngine) -> None:
+    """Raises ConfigError on all ranks alike if policy and engine have different tensors.
+
+    Then the policy would train a tensor that the engine lacks, or no sync would fill one of the
+    engine's. Tensors of an unknown layout count by their rows."""
+    parameters = base_parameters(model)
+    synced: set[int] = set()
+    unknown: dict[str, int] = {}
+    for tensor in engine.tensors(parameters):
+        if is_adapter(tensor.parts[0].name):
+            continue
+        if fits(tensor, parameters):
+            synced |= {id(parameters[row_part.name]) for row_part in tensor.parts}
+        else:
+            unknown[tensor.engine_name] = sum(row_part.num_hf_rows for row_part in tensor.parts)
+    # By parameter: a tied one counts once.
+    missing = {id(p): (name, len(p)) for name, p in parameters.items() if id(p) not in synced}
+    refuse_unmatched_names(type(model).__name__, dict(missing.values()), unknown)

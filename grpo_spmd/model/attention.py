@@ -58,9 +58,10 @@ def choose_backend(
         device.type == "cuda"
         and dtype == torch.bfloat16
         and torch.cuda.get_device_capability(device) >= (8, 0)
+        # Both kernels take heads of at most 256 numbers, in multiples of 8.
+        and head_dim % 8 == 0
+        and head_dim <= 256
     )
-    # Both kernels take heads of at most 256 numbers, in multiples of 8.
-    has_kernels = has_kernels and head_dim % 8 == 0 and head_dim <= 256
     if has_kernels and choice != "sdpa" and _can_import("flash_attn", "flash_attn_varlen_func"):
         return "flash"
     if choice == "flash":
@@ -69,8 +70,8 @@ def choose_backend(
             "bfloat16, heads of a size that "
             "8 divides, 256 at most, and the flash-attn package; set auto or sdpa"
         )
-    has_kernels = has_kernels and choice == "auto" and not capped
-    if has_kernels and _can_import("torch.nn.attention.varlen", "varlen_attn"):
+    can_be_varlen = has_kernels and choice == "auto" and not capped
+    if can_be_varlen and _can_import("torch.nn.attention.varlen", "varlen_attn"):
         return "varlen"
     return "sdpa"
 
@@ -170,8 +171,6 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, options: _Logit
     """Computes attention [T, heads, head_dim] by SDPA, with one call for each run of equal
     lengths."""
     scale, window, softcap = options
-    if softcap is not None:
-        return capped_attention(q, k, v, layout.runs, scale or q.shape[-1] ** -0.5, window, softcap)
     run_tokens = [number * length for number, length in layout.runs]
     has_fewer_kv_heads = q.shape[1] != k.shape[1]
     outputs = []
@@ -180,25 +179,30 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, options: _Logit
     for (number, length), *run_tensors in zip(
         layout.runs, *(tensor.split(run_tokens) for tensor in (q, k, v)), strict=True
     ):
-        mask = None
-        if window is not None and length > window:
-            positions = torch.arange(length, device=q.device)
-            distance = positions[:, None] - positions
-            mask = (distance >= 0) & (distance < window)
         # [number, heads, length, head_dim]
         query, key, value = (
             tensor.unflatten(0, (number, length)).transpose(1, 2) for tensor in run_tensors
         )
-        out = scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            mask,
-            # SDPA takes either a mask or is_causal. The mask is causal by itself.
-            is_causal=mask is None,
-            scale=scale,
-            enable_gqa=has_fewer_kv_heads,
-        )
+        if softcap is not None:
+            out = capped_attention(
+                query, key, value, scale or q.shape[-1] ** -0.5, window, softcap=softcap
+            )
+        else:
+            mask = None
+            if window is not None and length > window:
+                positions = torch.arange(length, device=q.device)
+                distance = positions[:, None] - positions
+                mask = (distance >= 0) & (distance < window)
+            out = scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                mask,
+                # SDPA takes either a mask or is_causal. The mask is causal by itself.
+                is_causal=mask is None,
+                scale=scale,
+                enable_gqa=has_fewer_kv_heads,
+            )
         outputs.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs)
 

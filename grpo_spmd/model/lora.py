@@ -93,9 +93,8 @@ def target_modules(model: Any, config: LoraConfig) -> list[str]:
         if not any(f".layers.{name}".endswith(f".{target}") for name in layers):
             raise ConfigError(
                 f"model.lora.target_modules: {target!r} names no linear layer of "
-                f"{type(model).__name__}'s decoder; it has {', '.join(layer_names)} (the "
-                "embedding and "
-                "the lm_head get no adapter)"
+                f"{type(model).__name__}'s decoder; it has {', '.join(layer_names)} (embedding "
+                "and lm_head get no adapter)"
             )
     return list(config.target_modules)
 
@@ -150,8 +149,7 @@ def adapter_shards(model: nn.Module, config: LoraConfig) -> Iterator[Shard]:
     The factor is in B so that the product is rounded once."""
 
     def local_rows(parameter: DTensor, scale: float) -> Tensor:
-        rows = parameter.to_local().detach()
-        return rows if scale == 1.0 else rows * scale
+        return parameter.to_local().detach() * scale
 
     for name, parameter in named_adapters(model):
         scale = config.alpha / config.rank if name.endswith("lora_B.weight") else 1.0

@@ -41,16 +41,13 @@ class HostOffload:
         self._mode = mode
         self._policy = policy
         self._optimizer = optimizer
-        self._leaving = list(rest)
-        """Models that leave as a whole before the sync."""
-        self._staying: list[OffloadableModel] = []
+        references: list[OffloadableModel] = []
         if isinstance(reference, nn.Module):
-            (self._leaving if mode is True else self._staying).append((reference, None))
-        if mode is not False:
-            self._storages.guard(policy, optimizer)
-            for model, _ in self._staying:
-                self._storages.guard(model)
-        for model, model_optimizer in self._leaving:
+            references = [(reference, None)]
+        self._models = [(policy, optimizer), *references, *rest]
+        self._leaving = [*rest, *(references if mode is True else ())]
+        """Models that leave as a whole before the sync."""
+        for model, model_optimizer in self._leaving if mode is False else self._models:
             self._storages.guard(model, model_optimizer)
 
     def before_sync(self) -> None:
@@ -74,8 +71,7 @@ class HostOffload:
     @property
     def held_bytes(self) -> int:
         """Memory of the trainer on the device now; on a CPU with the copies in host memory."""
-        models = [(self._policy, self._optimizer), *self._leaving, *self._staying]
-        tensors = [tensor for model, optimizer in models for tensor in _tensors(model, optimizer)]
+        tensors = [tensor for model in self._models for tensor in _tensors(*model)]
         return self._storages.held_bytes(tensors)
 
 
@@ -151,28 +147,23 @@ class HostStorages:
         return num_bytes
 
 
-class ParkedModel:
+class ParkedModel(HostStorages):
     """A model that waits in host memory when unused, such as a reward model.
 
     Call `fetch` before its use and `park` after it."""
 
     def __init__(self, model: nn.Module) -> None:
+        super().__init__("ParkedModel.fetch comes first")
         self._model = model
-        self._storages = HostStorages("ParkedModel.fetch comes first")
-        self._storages.guard(model)
+        self.guard(model)
 
     def fetch(self) -> None:
         """Moves its parameters to the device."""
-        self._storages.bring_back()
+        self.bring_back()
 
     def park(self) -> None:
         """Moves its parameters to host memory."""
-        self._storages.move_out("model", _tensors(self._model))
-
-    @property
-    def held_bytes(self) -> int:
-        """Its memory on the device now; on a CPU with the copies in host memory."""
-        return self._storages.held_bytes(_tensors(self._model))
+        self.move_out("model", _tensors(self._model))
 
 
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[Tensor]:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -227,22 +229,22 @@ def hf_named_shards(policy: Policy) -> Iterator[lora.Shard]:
         yield from lora.merged_shards(policy.model, policy.lora, hf_named_parameters(policy))
         return
     for name, parameter in hf_named_parameters(policy):
-        yield lora.Shard(name, parameter, partial(DTensor.to_local, parameter))
+        yield lora.Shard(name, parameter, parameter.to_local)
 
 
 # `selective` keeps the results of matrix products and attention, which are nearly all of a layer's
 # arithmetic; the rest is cheap to recompute. By name: not every build of torch has every one, and
 # flash-attn and varlen register theirs when they are imported.
 _KEPT_OPERATORS = (
-    ("aten", "mm"),
-    ("aten", "addmm"),
-    ("aten", "bmm"),
-    ("aten", "_scaled_dot_product_flash_attention_for_cpu"),
-    ("aten", "_scaled_dot_product_flash_attention"),
-    ("aten", "_scaled_dot_product_efficient_attention"),
-    ("aten", "_scaled_dot_product_cudnn_attention"),
-    ("torch_attn", "_varlen_attn"),
-    ("flash_attn", "_flash_attn_varlen_forward"),
+    "aten.mm.default",
+    "aten.addmm.default",
+    "aten.bmm.default",
+    "aten._scaled_dot_product_flash_attention_for_cpu.default",
+    "aten._scaled_dot_product_flash_attention.default",
+    "aten._scaled_dot_product_efficient_attention.default",
+    "aten._scaled_dot_product_cudnn_attention.default",
+    "torch_attn._varlen_attn.default",
+    "flash_attn._flash_attn_varlen_forward.default",
 )
 
 
@@ -269,11 +271,11 @@ def set_up_layer(
 
 
 def _keep_products() -> Any:
-    packets = (getattr(getattr(torch.ops, lib), name, None) for lib, name in _KEPT_OPERATORS)
-    operators = [getattr(packet, "default", None) for packet in packets]
-    return create_selective_checkpoint_contexts(
-        [operator for operator in operators if operator is not None]
-    )
+    operators = []
+    for name in _KEPT_OPERATORS:
+        with suppress(AttributeError):
+            operators.append(attrgetter(name)(torch.ops))
+    return create_selective_checkpoint_contexts(operators)
 
 
 @torch.no_grad()
@@ -281,7 +283,6 @@ def load_weights(
     parameters: Iterable[tuple[str, Tensor]],
     folder: Path,
     stored_names: Mapping[str, str] | None = None,
-    shape_rule: str = "config.json asks for",
 ) -> None:
     """Fills every shard from safetensors: each rank reads its own rows of each tensor only.
 
@@ -299,7 +300,7 @@ def load_weights(
             shape = list(stored.get_shape())
             if shape != list(parameter.shape):
                 raise ConfigError(
-                    f"model.path: {name} has shape {shape} in {folder}, but {shape_rule} "
+                    f"model.path: {name} has shape {shape} in {folder}, but the model asks for "
                     f"{list(parameter.shape)}"
                 )
             local = parameter.to_local()

@@ -16,7 +16,7 @@ from typing import Any
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import RewardConfig
 from grpo_spmd.files import UntrustedError, open_regular, read_model_config
-from grpo_spmd.model.config_json import refuse_by_config, shapes_from_headers
+from grpo_spmd.model.config_json import follows_the_row, refuse_by_config, shapes_from_headers
 
 _HEAD = "score.weight"
 _MAX_TEMPLATE_BYTES = 1 << 20
@@ -71,54 +71,40 @@ def read_reward_model(
         refuse_by_config(decoder_config, str(folder))
         shapes = shapes_from_headers(folder, tied=False)
         if not shapes:
-            rule = "holds no .safetensors file, or lacks one of them, and no other weights are read"
-            raise ConfigError(f"{folder} {rule}")
+            raise ConfigError(
+                f"{folder} holds no .safetensors file, or lacks one; no other weights are read"
+            )
         _refuse_unsuitable_config(config, folder)
         _check_head(config, shapes, folder)
         # Without its files transformers would make a tokenizer up.
-        if not _has_tokenizer(folder):
+        patterns = ("tokenizer.*", "vocab*", "*.model", "*.tiktoken")
+        if not any(any(folder.glob(pattern)) for pattern in patterns):
             raise ConfigError(f"{folder} holds no tokenizer; copy that of its base model there")
-    max_tokens = _max_tokens(config, reward, budget, key)
-    template = None
-    if reward.template is not None:
-        template = _read_template(reward.template, f"{key}.template")
+    positions = config.get("max_position_embeddings")
+    limit, limit_name = budget, "training.max_tokens_per_micro_batch"
+    if isinstance(positions, int) and positions < budget:
+        limit, limit_name = positions, "its model has positions"
+    if (reward.max_tokens or 0) > limit:
+        raise ConfigError(
+            f"{key}.max_tokens ({reward.max_tokens}) is more than {limit_name} ({limit}); lower it"
+        )
     return RewardModelFiles(
         name=reward.metric_name,
         where=key,
         folder=folder,
         label=_find_label(config, reward.label, f"{key}.label"),
-        max_tokens=max_tokens,
+        max_tokens=reward.max_tokens or limit,
         drops_start=reward.on_long == "drop_start",
-        template=template,
+        template=reward.template and _read_template(reward.template, f"{key}.template"),
         shapes=shapes,
     )
-
-
-def _has_tokenizer(folder: Path) -> bool:
-    """Returns True if a file in `folder` looks like a tokenizer's."""
-    patterns = ("tokenizer.*", "vocab*", "*.model", "*.tiktoken")
-    return any(any(folder.glob(pattern)) for pattern in patterns)
-
-
-def _max_tokens(config: Mapping[str, Any], reward: RewardConfig, budget: int, key: str) -> int:
-    """Returns the upper bound of a text's tokens: `reward.max_tokens`, or the largest possible.
-
-    Raises ConfigError if `reward.max_tokens` is more than the model's positions or the budget."""
-    positions = config.get("max_position_embeddings")
-    limit = min(positions, budget) if isinstance(positions, int) else budget
-    if reward.max_tokens is not None and reward.max_tokens > limit:
-        reason = f"training.max_tokens_per_micro_batch ({limit})"
-        if limit != budget:
-            reason = f"its model has positions ({limit})"
-        raise ConfigError(f"{key}.max_tokens ({reward.max_tokens}) is more than {reason}; lower it")
-    return reward.max_tokens or limit
 
 
 def _refuse_unsuitable_config(config: Mapping[str, Any], folder: Path) -> None:
     """Raises ConfigError if the model brings code, or if its scores depend on the packed row."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = str(rope.get("rope_type", rope.get("type", ""))) if isinstance(rope, Mapping) else ""
-    if kind == "longrope" or "dynamic" in kind:
+    kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, Mapping) else None
+    if follows_the_row(kind):
         reason = "they change with the longest text of a row, and so would the score of the others"
         raise ConfigError(f"{folder} has rotary factors of the kind {kind}: {reason}")
     if config.get("auto_map"):
@@ -140,12 +126,9 @@ def _check_head(
             if re.match("(classifier|v_head|value_head|lm_head|reward_head)", name)
         ]
         hint = f"; it has {other_heads[0]}" if other_heads else ""
-        rule = (
-            f"a reward model is a causal decoder with a linear head {_HEAD} "
-            "(AutoModelForSequenceClassification)"
-        )
         raise ConfigError(
-            f"{folder} ({model_classes} in its config.json) has no tensor {_HEAD}{hint}; {rule}"
+            f"{folder} ({model_classes} in its config.json) has no tensor {_HEAD}{hint}; a reward "
+            "model is a causal decoder with this linear head (AutoModelForSequenceClassification)"
         )
     # Labels that config.json does not name would shift the row that a label's name stands for.
     num_rows = shapes[_HEAD][0]
@@ -196,10 +179,7 @@ def _read_template(path: str, key: str) -> str:
             # One byte more than is allowed shows that the file is too large, without reading it.
             content = file.read(_MAX_TEMPLATE_BYTES + 1)
         if len(content) > _MAX_TEMPLATE_BYTES:
-            raise ConfigError(
-                f"{key}: {path} is larger than {_MAX_TEMPLATE_BYTES >> 20} MiB, "
-                "which no template is"
-            )
+            raise ConfigError(f"{key}: {path} is larger than 1 MiB, which no template is")
         return content.decode("utf-8")
     except OSError as error:
         raise ConfigError(f"{key}: cannot read {path}: {error.strerror}") from None

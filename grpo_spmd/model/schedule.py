@@ -70,12 +70,12 @@ def changed_schedule(
 def _rate(flat: Mapping[str, Any], num_updates: int) -> tuple[float, int]:
     """Returns the learning rate of the next optimizer step, and the steps of the whole run."""
 
-    def section(name: str, *keys: str) -> dict[str, Any]:
-        return {key: flat[f"{name}.{key}"] for key in keys if f"{name}.{key}" in flat}
+    def section(cls: type, name: str, *keys: str) -> Any:
+        return build(
+            cls, {key: flat[f"{name}.{key}"] for key in keys if f"{name}.{key}" in flat}, name
+        )
 
-    optimizer_keys = section("optimizer", "lr", "min_lr", "schedule", "warmup_steps")
-    training_keys = section("training", "num_steps", "num_mini_batches", "num_epochs")
-    optimizer: OptimizerConfig = build(OptimizerConfig, optimizer_keys, "optimizer")
-    training: TrainingConfig = build(TrainingConfig, training_keys, "training")
+    optimizer = section(OptimizerConfig, "optimizer", "lr", "min_lr", "schedule", "warmup_steps")
+    training = section(TrainingConfig, "training", "num_steps", "num_mini_batches", "num_epochs")
     num_steps = training.num_run_optimizer_steps
     return optimizer.lr * lr_fraction(optimizer, num_updates, num_steps), num_steps

@@ -1,16 +1,21 @@
-"""Builds the critic: a separate decoder with a value head, or a head on the policy's layers.
+"""Builds the models that give numbers: the critic, and frozen reward models.
 
 A value is an estimate of the reward to come, at one token of a completion. A value head turns a
-hidden state into a value."""
+hidden state into a value. The critic is a separate decoder with such a head, or a head on the
+policy's layers. A reward model is a decoder with a head for sequence classification: a score is the
+head's product with one token's hidden state of each text. Packed rows go through transformers' own
+layers and our attention."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.distributed.fsdp import (
     FSDPModule,
@@ -18,6 +23,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from transformers.modeling_layers import GenericForSequenceClassification
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import VALUE_HEADS, ModelConfig
@@ -27,13 +33,14 @@ from grpo_spmd.model.families.build import build_hf_model, decoder_layers, initi
 from grpo_spmd.model.families.logits import fix_rotary_factors
 from grpo_spmd.model.families.refusals import (
     refuse_structure,
+    refuse_tensors,
     refuse_untrainable,
     stored_names,
     trainable_config,
 )
-from grpo_spmd.model.hf_files import checkpoint_folder, tensor_files
+from grpo_spmd.model.hf_files import checkpoint_folder, load_config, tensor_files
 from grpo_spmd.model.policy import DTYPES, Policy, attention_backend, load_weights, set_up_layer
-from grpo_spmd.model.reward_model_files import errors_about
+from grpo_spmd.model.reward_model_files import RewardModelFiles, errors_about
 from grpo_spmd.model.sharding import shard_over_ranks
 from grpo_spmd.records import MicroBatch
 
@@ -98,7 +105,6 @@ def build_value_model(
         )
         hidden_size = hf_model.get_output_embeddings().weight.shape[1]
         model = ValueModel(hf_model.get_decoder(), hidden_size, attention)
-    refuse_structure(hf_model, path)
     layers = decoder_layers(hf_model)
     folder = checkpoint_folder(path)
     files = tensor_files(folder)
@@ -122,7 +128,7 @@ def build_value_model(
     if head_name is not None:
         # A checkpoint's head may have no bias.
         stored = [pair for pair in model.head.named_parameters(head_name) if pair[0] in files]
-        load_weights(stored, folder, shape_rule="a value head has")
+        load_weights(stored, folder)
     _log.info(
         "critic: %s, %.1f M parameters, %s",
         type(model.backbone).__name__,
@@ -137,11 +143,13 @@ class PolicyValues(nn.Module):
 
     The head is float32 and zero at first. The policy's parameters are not this module's."""
 
+    policy: Policy
+
     def __init__(self, policy: Policy, session: Session) -> None:
         """Collective. Adds a head of zeros to `policy`."""
         super().__init__()
-        # Inside a tuple nn.Module does not register it as a child.
-        self._policy = (policy,)
+        # Set so, nn.Module does not register it as a child.
+        object.__setattr__(self, "policy", policy)
         width = policy.model.get_output_embeddings().weight.shape[1]
         self.head = nn.Linear(width, 1, device=session.device)
         nn.init.zeros_(self.head.weight)
@@ -152,10 +160,6 @@ class PolicyValues(nn.Module):
         _log.info(
             "critic: a value head on the policy's own layers, %d parameters, of zeros", width + 1
         )
-
-    @property
-    def policy(self) -> Policy:
-        return self._policy[0]
 
     @property
     def backbone(self) -> Any:
@@ -196,3 +200,131 @@ def plain_states(policy: Policy) -> Iterator[list[Tensor]]:
         yield states
     finally:
         handle.remove()
+
+
+@dataclass(frozen=True)
+class TextRow:
+    """Texts packed into one row without padding."""
+
+    input_ids: Tensor
+    """int64 [T]."""
+    position_ids: Tensor
+    """int64 [T], from 0 in each text."""
+    lengths: list[int]
+    """Tokens of the S texts; their sum is T."""
+    scored: Tensor
+    """int64 [S]: the position in the row whose hidden state gives the score."""
+
+
+class RewardModel(nn.Module):
+    """Scores texts, in the compute dtype but for the head.
+
+    Call it only through `forward` and `plain_score`, where FSDP gathers its parameters."""
+
+    def __init__(self, config: Any, label: int, attention: Backend, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.model = build_hf_model(
+            config,
+            config.name_or_path,
+            transformers.AutoModelForSequenceClassification,
+            attn_implementation=PACKED_ATTENTION,
+            dtype=dtype,
+        )
+        self._label = label
+        self._attention = attention
+        self._pad_id = config.pad_token_id
+
+    @property
+    def num_embeddings(self) -> int:
+        """Number of token ids that it knows."""
+        return int(self.model.get_input_embeddings().num_embeddings)
+
+    def forward(self, row: TextRow) -> Tensor:
+        """Collective. Returns the label's scores, float32 [S]."""
+        states = self.model.get_decoder()(
+            input_ids=row.input_ids[None],
+            position_ids=row.position_ids[None],
+            use_cache=False,
+            packed_layout=PackedLayout(row.lengths, row.input_ids.device, self._attention),
+        )
+        # The head's product is float32: bfloat16 would round a score to 3 digits.
+        hidden = states.last_hidden_state[0][row.scored].float()
+        scores: Tensor = hidden @ self.model.score.weight[self._label].float()
+        return scores
+
+    def plain_score(self, token_ids: Tensor) -> Tensor:
+        """Collective. Returns the score [] of one text [T] by transformers' own forward pass.
+
+        Nothing of ours is in it: proofs/ compares `forward` with it."""
+        logits: Tensor = self.model(input_ids=token_ids[None], use_cache=False).logits
+        return logits[0, self._label].float()
+
+    def row_of(self, texts: list[list[int]]) -> TextRow:
+        """Packs texts in this order; equal lengths should be neighbours.
+
+        Without texts the row is one token that counts nothing, so that the rank takes part."""
+        # Every rank must run the model, since FSDP gathers its layers from all ranks.
+        texts = texts or [[0]]
+        device = next(self.model.parameters()).device
+        ids: list[int] = []
+        positions: list[int] = []
+        scored: list[int] = []
+        for text in texts:
+            scored.append(len(ids) + self._scored_position(text))
+            ids += text
+            positions += range(len(text))
+        return TextRow(
+            torch.tensor(ids, device=device),
+            torch.tensor(positions, device=device),
+            [len(text) for text in texts],
+            torch.tensor(scored, device=device),
+        )
+
+    def _scored_position(self, text: list[int]) -> int:
+        """Returns the position of the last token that is not the padding token.
+
+        transformers counts so, even if the padding token is the end of a text."""
+        positions = reversed(range(len(text)))
+        return next((position for position in positions if text[position] != self._pad_id), 0)
+
+
+def build_reward_model(
+    files: RewardModelFiles, config: ModelConfig, session: Session
+) -> RewardModel:
+    """Collective. Returns the model of `files.folder`, frozen in the policy's compute dtype.
+
+    It is built on the meta device, sharded by FSDP2, and each rank reads its own rows. Raises
+    ConfigError, which names the reward's key, for a model that cannot be packed."""
+    with errors_about(f"{files.where}.model"):
+        path = str(files.folder)
+        hf_config = load_config(path)
+        compute = DTYPES[config.dtype]
+        attention = attention_backend(hf_config, config, session)
+        with torch.device("meta"):
+            model = RewardModel(hf_config, files.label, attention, compute)
+        # Before any memory is taken on the device.
+        _refuse_other_heads(model.model, path)
+        refuse_structure(model.model, path)
+        stored_names = refuse_tensors(model.model, files.folder)
+        model.requires_grad_(False).eval()
+        layers = decoder_layers(model.model)
+        shard_over_ranks(model, layers, session.mesh, compute, reshard_root=True)
+        register_fsdp_forward_method(model, "plain_score")
+        model.to_empty(device=session.device)
+        initialise_buffers(model.model)
+        load_weights(model.model.named_parameters(), files.folder, stored_names)
+    _log.info(
+        "reward model %r: %s, %.1f M parameters",
+        files.name,
+        type(model.model).__name__,
+        sum(parameter.numel() for parameter in model.parameters()) / 1e6,
+    )
+    return model
+
+
+def _refuse_other_heads(model: Any, path: str) -> None:
+    if type(model).forward is not GenericForSequenceClassification.forward:
+        raise ConfigError(
+            f"model.path: {path} is a {type(model).__name__}, which transformers does not score "
+            "with a head at each text's last token"
+        )

@@ -17,8 +17,8 @@ import torch
 import transformers
 
 from grpo_spmd.distributed.collectives import on_rank0
-from grpo_spmd.model.reward_model import RewardModel
 from grpo_spmd.model.reward_model_files import RewardModelFiles
+from grpo_spmd.model.values import RewardModel
 from grpo_spmd.proofs.gradient_check import describe_errors, eager_attention
 from grpo_spmd.records import Completion, Prompt
 

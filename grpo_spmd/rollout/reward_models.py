@@ -24,8 +24,8 @@ from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.learn.balance import fill_rows
 from grpo_spmd.model.hf_files import checkpoint_folder, load_tokenizer
 from grpo_spmd.model.offload import ParkedModel
-from grpo_spmd.model.reward_model import RewardModel, build_reward_model
 from grpo_spmd.model.reward_model_files import RewardModelFiles, errors_about, read_reward_model
+from grpo_spmd.model.values import RewardModel, build_reward_model
 from grpo_spmd.proofs.reward_model_check import RewardModelCheck, ScoredCompletion
 from grpo_spmd.records import Completion, Prompt, RolloutGroup, ScoredRollouts
 from grpo_spmd.rewards.scorers import RewardColumn, merge_results

@@ -8,22 +8,18 @@ from contextlib import closing
 import torch
 from torch import Tensor
 
-from grpo_spmd.engine.gather import WeightDigest, full_tensors, gather_pieces
+from grpo_spmd.engine.gather import full_tensors, gather_pieces
 from grpo_spmd.model.lora import Shard
 from grpo_spmd.model.policy import Policy, hf_named_shards
 from grpo_spmd.records import SyncStats
 
 
 def gather_full_tensors(
-    source: Policy | Sequence[Shard],
-    dtype: torch.dtype,
-    bucket_bytes: int,
-    stats: SyncStats,
-    digest: WeightDigest | None = None,
+    source: Policy | Sequence[Shard], dtype: torch.dtype, bucket_bytes: int, stats: SyncStats
 ) -> Generator[tuple[str, Tensor], None, None]:
     """Collective. Yields (HF name, full tensor) for the whole policy or for some shards.
 
     The arguments are those of `gather_pieces`, the results those of `full_tensors`."""
     shards = list(hf_named_shards(source)) if isinstance(source, Policy) else source
-    with closing(gather_pieces(shards, dtype, bucket_bytes, stats, digest)) as pieces:
+    with closing(gather_pieces(shards, dtype, bucket_bytes, stats)) as pieces:
         yield from full_tensors(pieces, dtype)

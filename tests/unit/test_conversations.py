@@ -4,7 +4,7 @@ when."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -73,14 +73,13 @@ class Engine:
     def _end_rest(self) -> None:
         pass
 
-    def _add_request(self, name: str, request: Request) -> None:
-        running = SimpleNamespace(
-            length=request.seed, last=request.prompt_ids[-1], num_output_tokens=0
-        )
-        self._engine.requests[name] = running
+    def _add_requests(self, requests: Iterable[tuple[str, Request]]) -> None:
+        for name, request in requests:
+            self._engine.requests[name] = SimpleNamespace(
+                length=request.seed, last=request.prompt_ids[-1], num_output_tokens=0
+            )
 
     generate = RolloutEngine._generate
-    _add_requests = RolloutEngine._add_requests
     _abort = RolloutEngine._abort
 
     def _is_stopped(self, early_stop: Any, num_steps: int) -> bool:

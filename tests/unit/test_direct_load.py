@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from grpo_spmd.engine.direct_load import DirectLoad, _Matrix
-from grpo_spmd.engine.gather import WeightDigest, weights_id
 from grpo_spmd.engine.requests import EngineStateError
 from grpo_spmd.engine.weight_map import EngineTensor, TensorPart
+from grpo_spmd.engine.weight_proof import rows_hash, weights_id
 
 
 def blocks(complete: Tensor, ranks: int) -> tuple[Tensor, int]:
@@ -58,7 +58,7 @@ def test_any_cut_fills_any_slice_of_rows_and_columns() -> None:
             TensorPart("b", start, 0, 0, start),
         )
         matrix = _Matrix(
-            EngineTensor("x", pieces, out, None, False, selection, slices, nn.Module()),
+            EngineTensor("x", pieces, out, None, selection, slices, nn.Module()),
             torch.float32,
         )
         matrix.begin()
@@ -139,8 +139,11 @@ def test_ranks_cost_no_copies_and_nothing_is_allocated() -> None:
             for low in range(0, inputs.shape[1], third)
         ]
     assert block == 5
+    # Pieces that another way takes are left to be drawn.
+    drawn = iter([*pieces, ((), 0, None)])
     with result:
-        direct(pieces)
+        direct(drawn)
+    assert len(list(drawn)) == 1
     expected = torch.cat([full[name][: rows // 2] for name in names])
     assert torch.equal(layer.weight, expected)
     assert torch.equal(layer.norm[:, None], full["norm"])
@@ -159,77 +162,61 @@ def test_ranks_cost_no_copies_and_nothing_is_allocated() -> None:
 def test_the_name_does_not_depend_on_the_cut_and_does_on_every_bit_and_place(
     dtype: torch.dtype,
 ) -> None:
-    stretch = WeightDigest(torch.device("cpu")).stretch(dtype.itemsize)  # 2^17 words
-    assert stretch == 2**20 // dtype.itemsize
-    chance, tensors = (
-        random.Random(1),
-        {"a": torch.randn(2 * stretch + 7).to(dtype), "b": torch.randn(5).to(dtype)},
-    )
+    chance = random.Random(1)
+    # more than one chunk of 2^16 elements
+    tensors = {"a": torch.randn(300, 500).to(dtype), "b": torch.randn(5).to(dtype)}
 
-    def named(inputs: dict[str, Tensor], num_ranks: int) -> str:
-        """In pieces of any size and alignment, in any order, over so many ranks."""
-        digests = [WeightDigest(torch.device("cpu")) for _ in range(num_ranks)]
+    def named(inputs: dict[str, Tensor]) -> str:
+        """In any number of pieces, in any order."""
         pieces = [
-            (name, *bounds)
+            int(rows_hash(name, low, tensor[low:high], dtype))
             for name, tensor in inputs.items()
-            for bounds in cuts(len(tensor), chance)
+            for low, high in cuts(len(tensor), chance)
         ]
         chance.shuffle(pieces)
-        for name, low, high in pieces:
-            chance.choice(digests).add(name, low, inputs[name][low:high])
-        return weights_id([digest.totals() for digest in digests])
+        return weights_id(pieces)
 
-    names = {named(tensors, ranks) for ranks in (1, 1, 2, 5)}
+    names = {named(tensors) for _ in range(5)}
     assert len(names) == 1
     a, bits = tensors["a"], torch.int32 if dtype == torch.float32 else torch.int16
-    for bit, position in itertools.product(
-        (0, 8, 8 * dtype.itemsize - 1), (0, 1, 3, stretch + 3, len(a) - 1)
-    ):
+    highest = 8 * dtype.itemsize - 1
+    for bit, place in itertools.product((0, 8, highest), ((0, 0), (0, 1), (1, 0), (299, 499))):
         changed = a.clone()
-        changed.view(bits)[position] ^= -1 << bit if bit == 8 * dtype.itemsize - 1 else 1 << bit
-        names.add(named({**tensors, "a": changed}, 2))
-    names.add(named({**tensors, "a": a.roll(1)}, 1))
-    names.add(named({**tensors, "a": torch.cat([a[stretch:], a[:stretch]])}, 1))  # by a stretch
-    in_rows = 1024 // dtype.itemsize  # elements of a row of the sums
-    names.add(
-        named(
-            {**tensors, "a": torch.cat([a[in_rows : 2 * in_rows], a[:in_rows], a[2 * in_rows :]])},
-            1,
-        )
-    )
+        changed.view(bits)[place] ^= -1 << bit if bit == highest else 1 << bit
+        names.add(named({**tensors, "a": changed}))
+    names.add(named({**tensors, "a": a.roll(1, 0)}))
+    names.add(named({**tensors, "a": a.roll(1, 1)}))
+    names.add(named({**tensors, "a": a[[1, 0, *range(2, 300)]]}))
     swapped = a.clone()
-    swapped[:5] = tensors["b"]
-    names.add(named({"a": swapped, "b": a[:5]}, 1))
-    names.add(named({"a": a, "c": tensors["b"]}, 1))
-    assert len(names) == 1 + 15 + 5
+    swapped[0, :5] = tensors["b"]
+    names.add(named({"a": swapped, "b": a[0, :5]}))
+    names.add(named({"a": a, "c": tensors["b"]}))
+    names.add(named({"a": a[:100], "b": a[100:]}))
+    assert len(names) == 1 + 12 + 6
+    # Unrounded weights have the name of those that the engine gets.
+    full = torch.randn(300, 500)
+    assert weights_id([int(rows_hash("a", 0, full, dtype))]) == named({"a": full.to(dtype)})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_signs_of_two_weights_show_in_the_name(dtype: torch.dtype) -> None:
-    """They are the highest bits of words, which any product of words with odd numbers would lose in
+    """They are the highest bits, which products with odd numbers modulo 2^32 would lose in
     pairs."""
-    chance, per_word = random.Random(2), 8 // dtype.itemsize
-    tensor = torch.randn(1 << 19).to(dtype)
-    num_words = len(tensor) // per_word
+    chance = random.Random(2)
+    tensor = torch.randn(512, 1024).to(dtype)
 
-    def name(*words: int) -> str:
-        """Of the weights with the signs of the last elements of these words turned."""
+    def name(*places: int) -> str:
+        """Of the weights with the signs of these elements turned."""
         changed = tensor.clone()
-        changed[[word * per_word + per_word - 1 for word in words]] *= -1
-        digest = WeightDigest(torch.device("cpu"))
-        digest.add("a", 0, changed)
-        return weights_id([digest.totals()])
+        changed.view(-1)[list(places)] *= -1
+        return weights_id([int(rows_hash("a", 0, changed, dtype))])
 
-    pairs = [chance.sample(range(num_words), 2) for _ in range(40)]
-    pairs += [
-        [0, 1],
-        [0, 128],
-        [5, 5 + (1 << 17)] if num_words > 1 << 17 else [5, 6],
-    ]  # a row, a column, a place
+    pairs = [chance.sample(range(tensor.numel()), 2) for _ in range(40)]
+    pairs += [[0, 1], [0, 1024], [5, 5 + (1 << 17)]]  # a row, a column, a place
     names = {
         name(),
         *(name(*pair) for pair in pairs),
-        name(0, 1, 128, 130),
-        name(*chance.sample(range(num_words), 1000)),
+        name(0, 1, 1024, 1026),
+        name(*chance.sample(range(tensor.numel()), 1000)),
     }
     assert len(names) == 1 + len(pairs) + 2

@@ -96,26 +96,6 @@ def test_probe_is_quiet_about_rounding_and_sees_one_optimizer_step(
     assert not matches(torch.full((1000,), math.nan), expected, probe, dtype).any()
 
 
-def test_probe_of_fp8_is_quiet_about_rounding_and_sees_another_tensor() -> None:
-    """By hand what vLLM's FP8 layers do: a scale a row for the weight, one for the vector, and a
-    product of the rounded
-    ones."""
-
-    def rounded(x: Tensor) -> Tensor:
-        scale = x.abs().amax(-1, keepdim=True) / 448
-        return (x / scale).to(torch.float8_e4m3fn).float() * scale
-
-    policy, second = 0.02 * torch.randn(2, 1000, 512, generator=torch.Generator().manual_seed(1))
-    probe = _coefficients(512, by_probe=True, dtype=torch.bfloat16, step=0)
-    expected = row_fingerprints(policy, probe, 1, torch.bfloat16)[:, 0]
-    retained, faulty = (
-        (rounded(matrix) @ rounded(probe.float())).bfloat16() for matrix in (policy, second)
-    )
-    assert matches(retained, expected, probe, torch.bfloat16, is_quantised=True).all()
-    assert not matches(retained, expected, probe, torch.bfloat16).all()
-    assert matches(faulty, expected, probe, torch.bfloat16, is_quantised=True).float().mean() < 0.4
-
-
 def test_rows_of_a_fused_parameter_by_hand() -> None:
     # Four query heads and one KV head of 8 rows over two ranks, seen by the second: query heads 2
     # and 3, and the KV

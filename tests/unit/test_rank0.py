@@ -301,7 +301,7 @@ def test_a_plan_reads_as_the_nested_lists_that_it_is(seed: int) -> None:
     ids = [i for mini_batch in step.plan for rank in mini_batch for row in rank for i in row]
     assert ids == step.plan.ids.tolist()
     assert sorted(ids) == list(range(len(step.rewards)))
-    assert len(step.plan) == 2
+    assert len(list(step.plan)) == 2
     with pytest.raises(IndexError):
         step.plan[2]
 

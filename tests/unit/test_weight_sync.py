@@ -3,7 +3,6 @@ for the next."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from grpo_spmd.engine import gather, weight_sync
-from grpo_spmd.engine.gather import WeightDigest, gather_pieces, leading_pieces
+from grpo_spmd.engine import gather, weight_proof, weight_sync
+from grpo_spmd.engine.gather import gather_pieces
 from grpo_spmd.engine.weight_sync import WeightSync
 from grpo_spmd.model.lora import Shard
 from grpo_spmd.records import SyncStats
@@ -34,10 +33,11 @@ class Engine:
     def wake_kv_cache(self) -> None: ...
 
     def load_weights(self, weights: Any, step: int, direct: Any, pieces: Any) -> None:
-        self.way = "loader" if direct is None else "direct"
-        self.copied = (
-            [(entry[0], piece.clone()) for entry, _, piece in pieces] if direct is not None else []
-        )
+        self.way, self.copied = "loader" if direct is None else "direct", []
+        for entry, initial, piece in pieces if direct is not None else ():
+            self.copied.append((entry.name, piece.clone()))
+            if piece.numel() and initial * len(piece) + piece.numel() == entry.parameter.numel():
+                break  # the one tensor that is copied is complete
         self.loaded = dict(weights)
 
 
@@ -59,7 +59,8 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(gather, "start_all_gather", all_gather)
     monkeypatch.setattr(gather, "wait_for", wait_for)
     monkeypatch.setattr(gather, "num_shards", lambda parameter: world.size)
-    monkeypatch.setattr(gather, "is_first_replica", lambda parameter: True)
+    monkeypatch.setattr(weight_proof, "is_first_replica", lambda parameter: True)
+    monkeypatch.setattr(weight_proof, "first_row", lambda parameter: 0)
     monkeypatch.setattr(gather, "shard_group", lambda parameter: None)
     monkeypatch.setattr(gather.dist, "get_rank", lambda group: 0)
     return world
@@ -120,8 +121,6 @@ def test_adapters_on_another_base_have_another_name(
     adapters = [entry("x.lora_A.weight", torch.randn(4, 4))]
     monkeypatch.setattr(weight_sync, "adapter_shards", lambda *_: adapters)
     monkeypatch.setattr(weight_sync, "gather_adapters", lambda shards, dtype: {})
-    monkeypatch.setattr("grpo_spmd.engine.gather.is_first_replica", lambda parameter: True)
-    monkeypatch.setattr("grpo_spmd.engine.gather.first_row", lambda parameter: 0)
     synced.policy.lora = None
     engine = synced.engine
     engine.takes_adapters, engine.load_adapters = True, lambda adapters, step: None
@@ -168,7 +167,7 @@ def test_weights_are_named_where_that_is_asked_for_alone(
     assert of.sync(3).weights_id != initial
     assert synced.asked == 3
     synced.asked = 0
-    monkeypatch.setattr(weight_sync, "WeightDigest", None)
+    monkeypatch.setattr(weight_sync, "local_weights_hash", None)
     assert syncs(synced, 3, 0) == "LDd"
 
 
@@ -206,7 +205,7 @@ def test_the_next_bucket_is_under_way_while_one_is_copied(ranks: SimpleNamespace
 
 
 def test_one_rank_needs_no_bucket(ranks: SimpleNamespace) -> None:
-    """Pieces are the shards themselves, or where they are named, stretches that are used again."""
+    """Pieces are the shards themselves."""
     entries = [entry("a", torch.randn(2**18, 4)), entry("b", torch.randn(3, 4))]
     for dtype in (torch.float32, torch.bfloat16):
         stats = SyncStats()
@@ -215,33 +214,15 @@ def test_one_rank_needs_no_bucket(ranks: SimpleNamespace) -> None:
             tensor.data_ptr() for _, tensor, _ in entries
         ]
         assert (stats.bytes, stats.num_collectives) == ((2**20 + 12) * dtype.itemsize, 0)
-        digest, second = WeightDigest(torch.device("cpu")), WeightDigest(torch.device("cpu"))
-        positions = set[int]()
-        for (name, tensor, _), initial, piece in gather_pieces(
-            entries, dtype, 64, SyncStats(), digest=digest
-        ):
-            assert piece.dtype == dtype
-            assert torch.equal(
-                piece[0], tensor.view(-1)[initial : initial + piece.shape[1]].to(dtype)
-            ), name
-            positions.add(piece.data_ptr())
-        # 4 MiB in float32, named where they are, and "b"; in bfloat16 one MiB at a time, rounded
-        assert len(positions) == (5 if dtype == torch.float32 else 1)
-        for name, tensor, _ in entries:
-            second.add(name, 0, tensor.view(-1).to(dtype))
-        assert digest.totals() == second.totals()
     assert ranks.events == []
 
 
-def test_pieces_that_come_first_leave_the_others_to_be_drawn(ranks: SimpleNamespace) -> None:
+def test_full_tensors_are_new_ones(ranks: SimpleNamespace) -> None:
     entries = [
         entry("a", torch.randn(8, 4)),
         entry("b", torch.randn(0, 4)),
         entry("c", torch.randn(5, 4)),
     ]
-    pieces: Iterator[Any] = gather_pieces(entries, torch.float32, 64, SyncStats())
-    assert [of[0] for of, *_ in leading_pieces(pieces, entries[:2])] == ["a"]
-    assert [of[0] for of, *_ in pieces] == ["c"]
     full = dict(gather_full_tensors(entries, torch.float32, 64, SyncStats()))
     assert torch.equal(full["a"], entries[0][1])
     assert full["a"].data_ptr() != entries[0][1].data_ptr()

@@ -71,8 +71,7 @@ def build_hf_model(
                 raise
             raise ConfigError(
                 f"model.path: {path} has its attention in code of its own, not through "
-                "transformers' "
-                "attention interface, which packed rows need"
+                "transformers' attention interface, which packed rows need"
             ) from None
 
 
@@ -87,8 +86,7 @@ def decoder_layers(model: Any) -> nn.ModuleList:
     if len(lists) != 1:
         raise ConfigError(
             f"model.path: {type(model).__name__}'s decoder has {len(lists)} lists of {depth} "
-            "layers; "
-            "only a causal decoder with one list of layers trains"
+            "layers; only a causal decoder with one list of layers trains"
         )
     return lists[0]
 

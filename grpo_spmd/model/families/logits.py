@@ -16,6 +16,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.model.config_json import follows_the_row
 from grpo_spmd.model.families.build import as_config_error
 
 _TINY = 1e-6
@@ -63,15 +64,13 @@ def logits_map(model: Any) -> LogitsMap:
         result = LogitsMap(1.0, softcap)
         expected = torch.tanh(products / softcap) * softcap
     if not (divisor > 0 and torch.allclose(logits, expected, rtol=1e-6, atol=0)):
-        examples = f"3 becomes {by_product[3.0]:g}, and 50 becomes {by_product[50.0]:g}"
-        raise ConfigError(f"model.path: {name} {unknown}: {examples}")
-    keys = [key for key in _CONFIG_KEYS if getattr(model.config, key, None) not in (None, 0, 1)]
-    if keys and result == LogitsMap():  # the engine may follow that key
-        raise ConfigError(
-            f"model.path: config.json changes its logits by {keys[0]}, of which transformers' "
-            f"{name} "
-            "knows nothing"
-        )
+        raise ConfigError(f"model.path: {name} {unknown}")
+    for key in _CONFIG_KEYS if result == LogitsMap() else ():
+        if getattr(model.config, key, None) not in (None, 0, 1):  # the engine may follow that key
+            raise ConfigError(
+                f"model.path: config.json changes its logits by {key}, of which transformers' "
+                f"{name} knows nothing"
+            )
     return result
 
 
@@ -115,35 +114,21 @@ def times_slope(
 
 
 def capped_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    runs: list[tuple[int, int]],
-    scale: float,
-    window: int | None,
-    softcap: float,
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float
 ) -> Tensor:
-    """Returns causal attention within sequences, [T, heads, head_dim], with capped logits.
+    """Returns causal attention with capped logits, [n, heads, length, head_dim] as `q`.
 
-    The softmax is written out in float32, since no kernel on the CPU has soft caps. `runs` has
-    (number, length) of neighbours of equal length. Few logits exist at a time, and the backward
-    pass computes them again."""
-    heads = q.shape[1]
-    lengths = [number * length for number, length in runs]
-    outputs = []
-    # Split once and join once: slicing in the loop would make the backward pass write a whole row
-    # for each sequence.
-    for (number, length), *qkv in zip(runs, *(x.split(lengths) for x in (q, k, v)), strict=True):
-        # [number, heads, length, head_dim]
-        query, key, value = (x.unflatten(0, (number, length)).transpose(1, 2) for x in qkv)
-        rows = max(1, _MAX_SCORES // (number * heads * length))
-        attend = partial(checkpoint, _attend, use_reentrant=False, preserve_rng_state=False)
-        blocks = [
-            attend(block, key, value, i * rows, scale, window, softcap)
-            for i, block in enumerate(query.split(rows, dim=2))
-        ]
-        outputs.append(torch.cat(blocks, dim=2).transpose(1, 2).flatten(0, 1))
-    return torch.cat(outputs)
+    The softmax is written out in float32, since no kernel on the CPU has soft caps. `k` and `v` are
+    [n, kv heads, length, head_dim]. Few logits exist at a time, and the backward pass computes them
+    again."""
+    number, heads, length, _ = q.shape
+    rows = max(1, _MAX_SCORES // (number * heads * length))
+    attend = partial(checkpoint, _attend, use_reentrant=False, preserve_rng_state=False)
+    blocks = [
+        attend(block, k, v, i * rows, scale, window, softcap)
+        for i, block in enumerate(q.split(rows, dim=2))
+    ]
+    return torch.cat(blocks, dim=2)
 
 
 def _attend(
@@ -186,23 +171,18 @@ def fix_rotary_factors(model: Any, max_rollout_tokens: int) -> None:
     for module in model.modules():
         kind = getattr(module, "rope_type", None)
         if isinstance(kind, dict):  # by the type of a layer
-            changing = [layer_kind for layer_kind in kind.values() if _follows_the_row(layer_kind)]
+            changing = [layer_kind for layer_kind in kind.values() if follows_the_row(layer_kind)]
             if changing:
                 raise ConfigError(
                     f"model.path: {type(model).__name__} has {changing[0]} rotary factors for some "
                     "of its layers alone"
                 )
-        elif _follows_the_row(kind):
+        elif follows_the_row(kind):
             if kind == "longrope":
                 frequencies, scaling = _engine_factors(module.config, max_rollout_tokens)
                 module.inv_freq.copy_(frequencies)
                 module.attention_scaling = scaling
             module.rope_type = "default"  # the forward pass then leaves the factors as they are
-
-
-def _follows_the_row(kind: object) -> bool:
-    """Returns True if rotary factors of this kind depend on the longest sequence of a row."""
-    return isinstance(kind, str) and (kind == "longrope" or "dynamic" in kind)
 
 
 def _engine_factors(config: Any, max_rollout_tokens: int) -> tuple[Tensor, float]:

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface
@@ -22,12 +21,12 @@ from transformers.core_model_loading import WeightRenaming
 from transformers.pytorch_utils import Conv1D
 
 from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.files import read_header
 from grpo_spmd.model.attention import PackedLayout, packed_attention
 from grpo_spmd.model.config_json import head_dim, refuse_by_config
 from grpo_spmd.model.families.build import as_config_error, build_hf_model, decoder_layers
 from grpo_spmd.model.families.logits import logits_map
 from grpo_spmd.model.hf_files import checkpoint_folder, load_config, tensor_files
-from grpo_spmd.model.lora import base_parameters, is_adapter
 
 # Formats that hold values. Others are the codes of a quantised checkpoint.
 _FORMATS = ("F64", "F32", "F16", "BF16")
@@ -50,22 +49,9 @@ def trainable_config(path: str, max_rollout_tokens: int, *, is_policy: bool = Tr
     tokens.
 
     With dropout the policy would differ from the engine. Raises ConfigError if the config shows
-    that the model cannot train; a model that is no policy may have any head."""
+    that the model cannot train; a model that is no policy (a teacher, critic or reward model) may
+    have any head."""
     hf_config = load_config(path)
-    _refuse_by_hf_config(hf_config, path, max_rollout_tokens, is_policy=is_policy)
-    for name, value in vars(hf_config).items():
-        if isinstance(value, int | float) and re.search("dropout|pdrop|layerdrop", name):
-            setattr(hf_config, name, 0.0)
-    return hf_config
-
-
-def _refuse_by_hf_config(
-    hf_config: Any, path: str, max_rollout_tokens: int, *, is_policy: bool
-) -> None:
-    """Raises ConfigError for a model that config.json, or transformers' classes, rule out.
-
-    `is_policy`: False for a teacher, critic or reward model.
-    """
     contents = hf_config.to_dict()
     if not is_policy:
         # Their heads are ours: the architecture may be a classifier's.
@@ -77,10 +63,13 @@ def _refuse_by_hf_config(
     if hf_config.model_type == "cohere2" and window is not None and max_rollout_tokens > window:
         raise ConfigError(
             f"model.path: {path} ({hf_config.model_type}): beyond its window of {window} tokens "
-            "vLLM "
-            "lets it see one token more than transformers does; data.max_prompt_tokens + "
+            "vLLM lets it see one token more than transformers does; data.max_prompt_tokens + "
             f"rollout.max_completion_tokens ({max_rollout_tokens}) may be {window} at most"
         )
+    for name, value in vars(hf_config).items():
+        if isinstance(value, int | float) and re.search("dropout|pdrop|layerdrop", name):
+            setattr(hf_config, name, 0.0)
+    return hf_config
 
 
 def refuse_untrainable(path: str, max_rollout_tokens: int = 0, *, is_policy: bool = True) -> None:
@@ -89,8 +78,7 @@ def refuse_untrainable(path: str, max_rollout_tokens: int = 0, *, is_policy: boo
 
     It checks all that can be known before vLLM starts. A model that is no policy may lack an
     lm_head."""
-    hf_config = load_config(path)
-    _refuse_by_hf_config(hf_config, path, max_rollout_tokens, is_policy=is_policy)
+    hf_config = trainable_config(path, max_rollout_tokens, is_policy=is_policy)
     with torch.device("meta"):
         model = build_hf_model(hf_config, path, attn_implementation=_PROBE).eval()
     with as_config_error(path, "has sizes that differ from layer to layer"):
@@ -107,8 +95,7 @@ def refuse_structure(model: Any, path: str) -> None:
     decoder_layers(model)
     if getattr(model.get_output_embeddings(), "bias", None) is not None:
         raise ConfigError(
-            f"model.path: {path} has a bias in its lm_head, which the chunked logprobs do not "
-            "support"
+            f"model.path: {path} has a bias in its lm_head, which chunked logprobs do not support"
         )
     for name, module in model.named_modules():
         if re.search("Experts|SparseMoe", type(module).__name__):
@@ -126,13 +113,12 @@ def refuse_structure(model: Any, path: str) -> None:
         if name not in parameters and buffer.is_floating_point():
             raise ConfigError(
                 f"model.path: {path} has {name} in its checkpoint, which is no parameter: the "
-                "weight "
-                "sync would not bring it to the engine"
+                "weight sync would not bring it to the engine"
             )
     if "position_ids" not in inspect.signature(model.get_decoder().forward).parameters:
         raise ConfigError(
-            f"model.path: the decoder of {type(model).__name__} ({path}) takes no position_ids: it "
-            "counts positions from the start of a row, so that sequences cannot share one"
+            f"model.path: the decoder of {path} takes no position_ids, so that sequences cannot "
+            "share a row"
         )
 
 
@@ -143,39 +129,50 @@ def refuse_tensors(model: Any, folder: Path) -> dict[str, str]:
     the model that trains would not be the one that is stored. Returns {parameter's name: name on
     disk} where they differ (`stored_names`)."""
     files = tensor_files(folder)
-    renamed = stored_names(model, files)
+    stored = {
+        name: entry
+        for path in sorted(set(files.values()))
+        for name, entry in read_header(path).items()
+        if name in files
+    }
+    renamed = stored_names(model, stored)
     parameters = {renamed.get(name, name): p for name, p in model.named_parameters()}
+    for name, parameter in parameters.items():
+        entry = stored.get(name)
+        if entry is not None and entry["dtype"] not in _FORMATS:
+            raise ConfigError(
+                f"model.path: {name} is stored as {entry['dtype']} in {folder}: the raw codes of a "
+                "quantised checkpoint; train the one in bfloat16 or float32 instead"
+            )
+        if entry is not None and entry["shape"] != list(parameter.shape):
+            raise ConfigError(
+                f"model.path: {name} has shape {entry['shape']} in {folder}, but config.json asks "
+                f"for {list(parameter.shape)}"
+            )
     # Tied parameters and buffers may be stored too, and are not read.
     ignored = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     ignored |= {name for name, _ in model.named_buffers()}
     ignored_patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    unused = []
-    for path in sorted(set(files.values())):
-        with safe_open(path, framework="pt") as file:
-            for name in sorted(name for name, tensor_file in files.items() if tensor_file == path):
-                stored = file.get_slice(name)
-                shape = list(stored.get_shape())
-                if name in parameters:
-                    _refuse_format(name, stored.get_dtype(), shape, parameters[name], folder)
-                elif not (
-                    name in ignored
-                    or _BUFFERS.search(name)
-                    or (_MASKS.search(name) and len(shape) != 1)
-                    or any(re.search(pattern, name) for pattern in ignored_patterns)
-                ):
-                    unused.append(name)
-    unused_text = (
-        f"{_first_and_count(unused)}, which {type(model).__name__} has no place for"
-        if unused
-        else ""
-    )
-    missing = [name for name, _ in model.named_parameters() if renamed.get(name, name) not in files]
+    unused = [
+        name
+        for name in sorted(stored.keys() - parameters.keys() - ignored)
+        if not (
+            _BUFFERS.search(name)
+            or (_MASKS.search(name) and len(stored[name]["shape"]) != 1)
+            or any(re.search(pattern, name) for pattern in ignored_patterns)
+        )
+    ]
+    missing = [name for name in parameters if name not in stored]
+    problems = []
     if missing:
-        hint = f"; it has {unused_text}" if unused else ""
-        raise ConfigError(f"model.path: {folder} has no tensor {_first_and_count(missing)}{hint}")
+        problems.append(f"has no tensor {_first_and_count(missing)}")
     if unused:
+        problems.append(
+            f"has {_first_and_count(unused)}, which {type(model).__name__} has no place for"
+        )
+    if problems:
         raise ConfigError(
-            f"model.path: {folder} has {unused_text}: without them the model that trains is not "
+            f"model.path: {folder} {' and '.join(problems)}: the model that trains would not be "
             "the one that is stored"
         )
     return renamed
@@ -208,29 +205,6 @@ def stored_names(model: Any, stored: Iterable[str]) -> dict[str, str]:
     return on_disk
 
 
-def refuse_unsynced_tensors(
-    model: Any, list_tensors: Callable[[Collection[str]], Sequence[Any]], fits: Callable[..., bool]
-) -> None:
-    """Raises ConfigError on all ranks alike if policy and engine have different tensors.
-
-    Then the policy would train a tensor that the engine lacks, or no sync would fill one of the
-    engine's. `list_tensors` gives what the engine holds (`engine.weight_map.EngineTensor`) for HF's
-    names. Tensors of an unknown layout count by their rows."""
-    parameters = base_parameters(model)
-    synced: set[int] = set()
-    unknown: dict[str, int] = {}
-    for tensor in list_tensors(parameters):
-        if is_adapter(tensor.parts[0].name):
-            continue
-        if fits(tensor, parameters):
-            synced |= {id(parameters[row_part.name]) for row_part in tensor.parts}
-        else:
-            unknown[tensor.engine_name] = sum(row_part.num_hf_rows for row_part in tensor.parts)
-    # By parameter: a tied one counts once.
-    missing = {id(p): (name, len(p)) for name, p in parameters.items() if id(p) not in synced}
-    refuse_unmatched_names(type(model).__name__, dict(missing.values()), unknown)
-
-
 def refuse_unmatched_names(
     model_class: str, missing: Mapping[str, int], unknown: Mapping[str, int]
 ) -> None:
@@ -241,30 +215,13 @@ def refuse_unmatched_names(
     # A tensor of unknown layout may hold any of the missing ones, as long as it has room for them.
     if sum(missing.values()) > sum(unknown.values()):
         raise ConfigError(
-            f"model.path: {model_class} has {_first_and_count(sorted(missing))}, which vLLM's "
-            "model "
-            "does not have: what is trained there would never be sampled from"
+            f"model.path: {model_class} has {_first_and_count(sorted(missing))}, which vLLM's model"
+            " does not have: what is trained there would never be sampled from"
         )
     if unknown and not missing:
         raise ConfigError(
             f"model.path: vLLM's model has {_first_and_count(sorted(unknown))}, which "
-            f"{model_class} "
-            "does not have: no sync would fill it"
-        )
-
-
-def _refuse_format(
-    name: str, dtype: str, shape: list[int], parameter: Tensor, folder: Path
-) -> None:
-    if dtype not in _FORMATS:
-        raise ConfigError(
-            f"model.path: {name} is stored as {dtype} in {folder}: the raw codes of a quantised "
-            "checkpoint; train the one in bfloat16 or float32 instead"
-        )
-    if shape != list(parameter.shape):
-        raise ConfigError(
-            f"model.path: {name} has shape {shape} in {folder}, but config.json asks for "
-            f"{list(parameter.shape)}"
+            f"{model_class} does not have: no sync would fill it"
         )
 
 
@@ -290,10 +247,8 @@ def _refuse_other_maths(model: Any, path: str) -> None:
     num_layers = len(decoder_layers(model))
     if layout.num_layers_called != num_layers:
         raise ConfigError(
-            f"model.path: {path} ({model_class}) attends through transformers' attention interface "
-            f"{layout.num_layers_called} times in its {num_layers} layers, and packed rows need "
-            "it once in "
-            "each"
+            f"model.path: {path} ({model_class}) calls transformers' attention interface "
+            f"{layout.num_layers_called} times in its {num_layers} layers, and not once in each"
         )
     for operator in trace.operators:
         if _ALONG_THE_ROW.search(operator):
@@ -304,8 +259,7 @@ def _refuse_other_maths(model: Any, path: str) -> None:
     head = model.get_output_embeddings()
     if tuple(hidden.shape) != (*ids.shape, head.weight.shape[1]):
         raise ConfigError(
-            f"model.path: {path} ({model_class}) does not put its lm_head on the decoder's hidden "
-            "states"
+            f"model.path: the lm_head of {path} ({model_class}) does not read its hidden states"
         )
 
 
@@ -348,15 +302,11 @@ def _probe_attention(
     name = type(module).__name__
     layout = options.get("packed_layout")
     if not isinstance(layout, _ProbeLayout):
-        raise ConfigError(
-            f"model.path: {name} is not told where the sequences of a packed row lie: its layers "
-            "hand nothing on to it"
-        )
+        raise ConfigError(f"model.path: {name} is not told where the sequences of a packed row lie")
     layout.num_layers_called += 1
     if attention_mask is not None:
         raise ConfigError(
-            f"model.path: {name} brings an attention mask of its own, which packed rows do not "
-            "support"
+            f"model.path: {name} brings an attention mask, which packed rows do not support"
         )
     if not getattr(module, "is_causal", True):
         raise ConfigError(f"model.path: {name} is not causal; only causal decoders train")

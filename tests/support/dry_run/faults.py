@@ -16,17 +16,15 @@ from torch.optim import AdamW
 
 from grpo_spmd.checkpoint import save
 from grpo_spmd.config.schema import RewardConfig
-from grpo_spmd.engine import gather
+from grpo_spmd.engine import gather, weight_proof
 from grpo_spmd.engine.engine import RolloutEngine
-from grpo_spmd.engine.gather import WeightDigest
 from grpo_spmd.model import attention
 from grpo_spmd.model import policy as model_policy
 from grpo_spmd.model.attention import PackedLayout
 from grpo_spmd.model.offload import HostOffload, HostStorages, ParkedModel, host_buffer
 from grpo_spmd.model.policy import Policy, build_policy
-from grpo_spmd.model.reward_model import RewardModel, build_reward_model
 from grpo_spmd.model.reward_model_files import read_reward_model
-from grpo_spmd.model.values import build_value_model
+from grpo_spmd.model.values import RewardModel, build_reward_model, build_value_model
 from grpo_spmd.records import RolloutBatch, SyncStats
 from grpo_spmd.signals import teacher
 from grpo_spmd.signals.critic import Critic
@@ -79,7 +77,8 @@ def wide_bounds_into_varlen(trials: Trials) -> None:
 
 def weights_named_on_the_cpu(trials: Trials) -> None:
     policy = build_policy(trials.config.model, 1.0, trials.session(2))
-    with patch.object(weights, "WeightDigest", lambda device: WeightDigest(torch.device("cpu"))):
+    plain = torch.arange
+    with patch.object(weight_proof.torch, "arange", lambda *bounds, device: plain(*bounds)):
         weights.name_of_weights(policy)
 
 
@@ -89,7 +88,7 @@ def buckets_on_the_cpu(trials: Trials) -> None:
 
     def empty(*size: int, device: Any = None, **options: Any) -> Tensor:
         created.append(None)
-        return plain(*size, device=None if len(created) <= 3 else device, **options)
+        return plain(*size, device=None if len(created) <= 4 else device, **options)
 
     policy = build_policy(trials.config.model, 1.0, trials.session(2))
     with patch.object(gather.torch, "empty", empty):

@@ -157,7 +157,7 @@ def after_sleep(engine: RolloutEngine, level: int) -> None:
     with patch.object(
         engine, "_refuse_unless_ready", lambda version: None
     ):  # a loop that forgot to ask
-        engine._add_request("forgotten", REQUESTS[0])
+        engine._add_requests([("forgotten", REQUESTS[0])])
         created = [engine._engine.step() for _ in range(3)]
     assert not any(created), "vLLM sampled in its sleep"
     engine._abort(["forgotten"])
