@@ -265,20 +265,9 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
         tokenizer=tokenizer,
         signals=signals.proofs(check_settings),
     )
-    # Rewards of weight 0 are only logged, next to a teacher that teaches alone.
-    has_rewards = any(reward_weights)
-    step_rules = StepRules(
-        config.rollout,
-        config.advantage,
-        config.loss,
-        config.training,
-        max_error_frac=config.reward_pool.max_error_frac,
-        num_ranks=session.world_size,
-        # Rows are balanced by their FLOPs, not only by their tokens.
-        attention_cost_ratio=attention_cost_ratio(policy.num_parameters, policy.model.config),
-        discount=config.environment.discount if has_rewards else None,
-        zero_advantages=not has_rewards,
-    )
+    # Rows are balanced by their FLOPs, not only by their tokens.
+    cost_ratio = attention_cost_ratio(policy.num_parameters, policy.model.config)
+    step_rules = make_step_rules(config, session.world_size, cost_ratio, reward_weights)
     offload = HostOffload(
         config.model.offload, policy, reference, updater.optimizer, signals.offloadable_models
     )
@@ -388,6 +377,26 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
         progress=Progress(start.trainer, start.step),
         launch=launch,
         num_finished_steps=start.step,
+    )
+
+
+def make_step_rules(
+    config: Config, num_ranks: int, cost_ratio: float, reward_weights: Sequence[float]
+) -> StepRules:
+    """Returns the rules of a step. `cost_ratio` is the result of balance.attention_cost_ratio,
+    `reward_weights` are the weights of all rewards."""
+    # Rewards of weight 0 are only logged, next to a teacher that teaches alone.
+    has_rewards = any(reward_weights)
+    return StepRules(
+        config.rollout,
+        config.advantage,
+        config.loss,
+        config.training,
+        max_error_frac=config.reward_pool.max_error_frac,
+        num_ranks=num_ranks,
+        attention_cost_ratio=cost_ratio,
+        discount=config.environment.discount if has_rewards else None,
+        zero_advantages=not has_rewards,
     )
 
 
