@@ -216,8 +216,8 @@ def test_best_worst_failed_and_most_mismatched_come_first(
     assert {rollout["why"]: (rollout["position"], rollout["sample"]) for rollout in first_ones} == {
         "best": (1, 3), "worst": (8, 1), "failed": (12, 2), "mismatched": (19, 3)
     }  # fmt: skip
-    assert (step.num_wanted, step.num_wanted_shown, step.num_rollouts) == (4, 4, 80)
-    assert step.num_shown == len(chunk["rollouts"]) < 8
+    assert (step.counts["wanted"], step.counts["hidden"], step.counts["read"]) == (4, 0, 80)
+    assert step.counts["shown"] == len(chunk["rollouts"]) < 8
     assert chunk["status_names"][chunk["table"]["status"][50]] == "timeout"
     displayed = {
         position: number for position, number in enumerate(chunk["table"]["shown"]) if number >= 0

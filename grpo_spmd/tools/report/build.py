@@ -10,6 +10,7 @@ import os
 import signal
 import time
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import replace
@@ -84,7 +85,7 @@ def _make_chunks(runs: Sequence[RecordedRun]) -> Iterator[tuple[str, bytes]]:
         plan = make_plan(run, max(0, num_bytes) // len(runs), deadline)
         results = []
         for result in _make_steps(plan):
-            if result.num_rollouts:
+            if result.counts["read"]:
                 yield f"{number}/{result.step}", result.content
             results.append(replace(result, content=b""))
         content |= summarize_prompts(results, max(plan.deadline, time.monotonic() + _TEXTS_S))
@@ -189,11 +190,9 @@ def _start_worker(parent: int) -> None:
 
 def _summarize(run: RecordedRun, plan: Plan, results: Sequence[StepResult]) -> dict[str, Any]:
     """Returns which steps are in the page, and in words what is left out."""
-    num_read = sum(result.num_rollouts for result in results)
-    num_shown = sum(result.num_shown for result in results)
-    num_wanted = sum(result.num_wanted for result in results)
-    num_hidden = num_wanted - sum(result.num_wanted_shown for result in results)
-    num_broken = sum(result.num_broken for result in results)
+    counts = sum((result.counts for result in results), Counter[str]())
+    num_read = counts["read"]
+    num_shown = counts["shown"]
     num_old = len(run.files.rollout_files) - len(run.dumped_steps)
     total = num_read
     about = ""
@@ -214,11 +213,14 @@ def _summarize(run: RecordedRun, plan: Plan, results: Sequence[StepResult]) -> d
             f"of {about}{total:,} rollouts {tables} in the tables, {num_shown:,} with their text"
         )
     for number, text in (
-        (num_hidden, f"of {num_wanted:,} best, worst, most mismatched and failed ones are without"),
-        (num_broken, "broken lines or files of dumps are left out"),
+        (
+            counts["hidden"],
+            f"of {counts['wanted']:,} best, worst, most mismatched and failed ones are without",
+        ),
+        (counts["broken"], "broken lines or files of dumps are left out"),
         (num_old, "dumps are left out: of an earlier attempt at steps that are still to come"),
     ):
         if number:
             notes.append(f"{number:,} {text}")
-    steps = sorted(result.step for result in results if result.num_rollouts)
+    steps = sorted(result.step for result in results if result.counts["read"])
     return {"steps": steps, "shown": num_shown, "total": total, "note": "; ".join(notes)}

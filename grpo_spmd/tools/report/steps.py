@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -257,11 +258,7 @@ class StepResult:
 
     step: int
     content: bytes  # JSON of the step's chunk
-    num_rollouts: int
-    num_shown: int
-    num_wanted: int  # best, worst, most mismatched and failed ones
-    num_wanted_shown: int
-    num_broken: int
+    counts: Counter[str]  # of rollouts, as `fill` returns them
     groups: list[Group]
     rewards: tuple[float, float] | None  # the lowest and the highest
 
@@ -291,16 +288,12 @@ def measure_step(task: StepTask) -> StepCost:
 def make_step(task: StepTask) -> StepResult:
     """Makes the part of one step. Raises nothing, whatever the files hold."""
     page = StepPage(task)
-    page.fill()
+    counts = page.fill()
     rewards = [rollout.reward for rollout in page.rollouts if rollout.reward is not None]
     return StepResult(
         step=task.step,
         content=page.content(),
-        num_rollouts=len(page.rollouts),
-        num_shown=len(page.shown),
-        num_wanted=page.num_wanted,
-        num_wanted_shown=page.num_wanted_shown,
-        num_broken=page.errors.num,
+        counts=counts,
         groups=page.summarize_groups(),
         rewards=(min(rewards), max(rewards)) if rewards else None,
     )
@@ -315,8 +308,6 @@ class StepPage:
         indices = groupby(range(len(self.rollouts)), lambda index: self.rollouts[index].position)
         self.groups = [list(group) for _, group in indices]
         self.shown: dict[int, PageRollout] = {}  # by the index in `rollouts`
-        self.num_wanted = 0
-        self.num_wanted_shown = 0
         self._step = task.step
         self._num_bytes_left = float(task.room)
         # A character takes less than a byte compressed, so three completions fit.
@@ -424,15 +415,14 @@ class StepPage:
                     tokens["mask"] = scores.loss_mask.astype(int).tolist()
         return _cut_middle(tokens, texts, self._max_chars) if is_cut and texts else tokens
 
-    def fill(self) -> None:
-        """Chooses rollouts; the result depends on the step alone.
+    def fill(self) -> Counter[str]:
+        """Chooses rollouts, and returns the numbers of all; the result depends on the step alone.
 
         The most mismatched, the best, the worst and the failed rollouts come first, then their
         tokens; then whole groups, other ones at each step; then single rollouts, spread evenly.
         """
         # Nothing here depends on time or on other steps, so a page can be made again.
         wanted = _wanted_rollouts(self.rollouts)
-        self.num_wanted = len(wanted)
         order = list(wanted)
         # First all texts, then all tokens: a text without tokens is worth more than
         # tokens without the other texts.
@@ -442,7 +432,7 @@ class StepPage:
             self._add_tokens(index)
         for index in order[_NUM_EARLY:]:
             self._add_text(index, wanted[index])
-        self.num_wanted_shown = len(self.shown)
+        num_hidden = len(wanted) - len(self.shown)
         for number in _spread_order(len(self.groups), self._step):
             group = self.groups[number]
             has_room = all(self._add_text(index, "group") for index in group)
@@ -452,6 +442,15 @@ class StepPage:
             if not self._add_text(index, "sampled"):
                 break
             self._add_tokens(index)
+        # How many rollouts were read, and are shown; how many are worth a look, and how many of
+        # these have no room; how many lines are broken.
+        return Counter(
+            read=len(self.rollouts),
+            shown=len(self.shown),
+            wanted=len(wanted),
+            hidden=num_hidden,
+            broken=self.errors.num,
+        )
 
     def _add_text(self, index: int, reason: str) -> bool:
         """Shows a rollout. Returns False if there is no room; a broken line takes none."""
