@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
+# A chat message, in the form that chat templates take.
+Message = dict[str, Any]
+# Named values, which may go through JSON.
+Fields = dict[str, Any]
 # The statuses say how an episode ended. In their order: by itself; after `environment.max_turns`; a
 # result had no room in `environment.max_tokens`; the context had no room in the engine; the last
 # turn was cut off; the environment raised, or hung, at both tries; the policy made invalid tool
@@ -54,9 +58,9 @@ class Prompt:
     """Index of the row in the data set."""
     token_ids: list[int]
     """The prompt as the engine gets it."""
-    text: str | list[dict[str, Any]]
+    text: str | list[Message]
     """The prompt as reward functions get it: a string or chat messages."""
-    columns: dict[str, Any]
+    columns: Fields
     """The other columns of the row, for the reward functions."""
 
 
@@ -105,16 +109,16 @@ class Episode:
 
     status: str
     """One of EPISODE_STATUSES."""
-    segments: tuple[Segment, ...]
+    segments: tuple[Segment, ...] = ()
     """The sequences to train on. Empty if the environment failed."""
-    turns: tuple[Turn, ...]
+    turns: tuple[Turn, ...] = ()
     """The turns in the order in which they were sampled."""
-    messages: list[dict[str, Any]]
+    messages: list[Message] = field(default_factory=list)
     """The chat messages after the prompt. Reward functions get them as the completion."""
-    rewards: dict[str, float | str | None]
+    rewards: dict[str, float | str | None] = field(default_factory=dict)
     """The environment's rewards by name. None: the reward does not apply. A string: the reward is
     unusable, and the string says why."""
-    calls_s: list[float]
+    calls_s: list[float] = field(default_factory=list)
     """Seconds of each call to the environment."""
     error: str | None = None
     """The error of an environment that failed."""

@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -141,6 +142,15 @@ def exchange_bytes(payloads: list[bytes]) -> list[bytes]:
     received = torch.empty(sum(sizes), dtype=torch.uint8)
     dist.all_to_all_single(received, _as_tensor(b"".join(payloads)), sizes, sent_sizes.tolist())
     return [row.numpy().tobytes() for row in received.split(sizes)]
+
+
+def exchange_values(values: list[Any]) -> list[Any]:
+    """Collective. Sends `values[r]` to rank r; returns what each rank sent, in rank order.
+
+    Values go through msgpack, which makes lists of tuples.
+    """
+    payloads = exchange_bytes([msgspec.msgpack.encode(value) for value in values])
+    return [msgspec.msgpack.decode(payload) for payload in payloads]
 
 
 def start_all_gather(rows: Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
