@@ -12,28 +12,34 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.records import Fields
 from grpo_spmd.rewards.trl import BrokenContractError, as_reward
 
 REWARD = "agent"
 _ACCESS = ("base_url", "api_key", "model")
+# OpenAI's own code.
+TOO_LONG = "context_length_exceeded"
 # Error codes of the endpoint that end an episode, with the status of the episode.
 LIMITS = {
     "episode_max_turns": "max_turns",
     "episode_max_tokens": "max_tokens",
     "episode_max_all_tokens": "context_overflow",
+    TOO_LONG: "context_overflow",
 }
-# OpenAI's own code.
-TOO_LONG = "context_length_exceeded"
 
 
 class AgentDriver:
     """Runs one episode at a time; an agent's episode is one call of the user's function."""
 
-    def __init__(self, rollout: Callable[..., Any], key: str = "environment.agent") -> None:
+    kind = "agent"
+    reward_names = (REWARD,)
+    schemas: Sequence[Fields] = ()
+
+    def __init__(self, rollout: Callable[..., Any]) -> None:
         """Raises ConfigError if `rollout` does not take these arguments."""
         self._rollout = rollout
         parameters = ("task", *_ACCESS)
@@ -41,12 +47,17 @@ class AgentDriver:
             inspect.signature(rollout).bind(**dict.fromkeys(parameters))
         except TypeError as error:
             name = getattr(rollout, "__name__", rollout)
-            rule = f"must be called as rollout({', '.join(parameters)})"
-            raise ConfigError(f"{key}: {name!r} {rule}: {error}") from None
+            raise ConfigError(
+                f"environment.agent: {name!r} must be called as rollout({', '.join(parameters)}): "
+                f"{error}"
+            ) from None
         self._runner: asyncio.Runner | None = None
-        _bypass_proxies()
+        # A cluster's proxy cannot reach this host's loopback.
+        for variable in ("no_proxy", "NO_PROXY"):
+            hosts = [host for host in os.environ.get(variable, "").split(",") if host]
+            os.environ[variable] = ",".join(dict.fromkeys([*hosts, "127.0.0.1"]))
 
-    def begin(self, row: Mapping[str, Any], access: Mapping[str, str]) -> dict[str, Any]:
+    def begin(self, row: Mapping[str, Any], access: Mapping[str, str]) -> Fields:
         """Runs the agent to its end.
 
         Returns {"rewards": {"agent": a number, None, or a string that says why it is unusable}}.
@@ -65,9 +76,12 @@ class AgentDriver:
             code = _limit_code(error)
             if code is None:
                 raise
-            remedy = "catch openai.BadRequestError in it and return a reward"
-            reason = f"is unknown: rollout() was refused a turn ({code}) and raised; {remedy}"
-            return {"rewards": {REWARD: reason}}
+            return {
+                "rewards": {
+                    REWARD: f"is unknown: rollout() was refused a turn ({code}) and raised; catch "
+                    "openai.BadRequestError in it and return a reward"
+                }
+            }
         return {"rewards": {REWARD: _reward(result)}}
 
 
@@ -100,18 +114,11 @@ def _reward(result: Any) -> float | str | None:
 def _limit_code(error: BaseException | None) -> str | None:
     """Returns the code of the endpoint's refusal, if an error or one of its causes is such a
     refusal."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        seen.append(error)
         code = getattr(error, "code", None)
-        if isinstance(code, str) and code in (*LIMITS, TOO_LONG):
+        if isinstance(code, str) and code in LIMITS:
             return code
         error = error.__cause__ or error.__context__
     return None
-
-
-def _bypass_proxies() -> None:
-    """Excludes loopback from HTTP proxies: a cluster's proxy cannot reach this host's loopback."""
-    for name in ("no_proxy", "NO_PROXY"):
-        hosts = [host for host in os.environ.get(name, "").split(",") if host]
-        os.environ[name] = ",".join(dict.fromkeys([*hosts, "127.0.0.1"]))

@@ -24,11 +24,11 @@ from os.path import commonprefix
 from typing import Any, Literal
 
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.episodes.reply_parser import Parsed, ReplyParser
+from grpo_spmd.episodes.reply_parser import ReplyParser, decode
+from grpo_spmd.records import Fields, Message
 
 Span = tuple[int, int]
-Message = dict[str, Any]
-Tools = Sequence[dict[str, Any]]
+Tools = Sequence[Fields]
 Kind = Literal["tool", "user"]
 
 # Nobody's text contains this word, as nobody knows it before the process starts.
@@ -46,16 +46,42 @@ _THINKING_TAGS = ("<think>", "</think>")
 # Canonical composition (NFC) makes one letter out of at most four code points.
 _MAX_COMPOSED = 4
 _KEY = "environment: the chat template of model.path"
-_NO_TEMPLATE = "give the model's folder one (chat_template.jinja), or take an instruct model"
-_WORDS = {"tool": "results of tools", "user": "a user's messages behind the first turn"}
+# The messages that follow the policy's turns for certain, by the kind of environment.
+_SURE_KINDS: dict[str, Kind] = {"tools": "tool", "gym": "user"}
+_WORDS: dict[Kind, str] = {
+    "tool": "results of tools",
+    "user": "a user's messages behind the first turn",
+}
 _FIELDS = {
     "role", "type", "content", "text", "name", "tool_call_id", "tool_calls", "id", "function",
     "arguments", "reasoning_content", "thinking",
 }  # fmt: skip
 
 
-class TemplateError(ValueError):
+class TemplateError(ConfigError):
     """The chat template refuses a conversation, or data cannot be encoded as text."""
+
+
+def render(
+    tokenizer: Any, messages: Sequence[Message], tools: Tools = (), generate: bool = True
+) -> str:
+    """Returns the text of a conversation, with the generation prompt if `generate`.
+
+    Raises TemplateError where the chat template refuses the messages.
+    """
+    try:
+        text = tokenizer.apply_chat_template(
+            [*messages],
+            tools=[*tools] or None,
+            tokenize=False,
+            add_generation_prompt=generate,
+        )
+    except Exception as error:
+        # A template may refuse with any error.
+        raise TemplateError(
+            f"the chat template of model.path refuses the messages: {type(error).__name__}: {error}"
+        ) from None
+    return str(text)
 
 
 class PlainText:
@@ -72,6 +98,12 @@ class PlainText:
     """
 
     def __init__(self, tokenizer: Any) -> None:
+        """Raises ConfigError for a tokenizer in Python."""
+        if not getattr(tokenizer, "is_fast", False):
+            raise ConfigError(
+                "the tokenizer of model.path is not a fast one, which alone says where in a "
+                "text a token stands; save it as tokenizer.json"
+            )
         self._tokenizer = tokenizer
         # Data with letters outside the vocabulary may become the unknown token.
         allowed = {tokenizer.unk_token_id}
@@ -110,13 +142,12 @@ class PlainText:
         # Most texts need no encoding. Letters beyond ASCII may become others by a normalizer.
         if text.isascii() and not self._pattern.search(text):
             return text
-        begins = [
-            begin
+        cuts = [
+            begin + 1
             for begin, _, token_id in self.special_spans(text)
             if self._texts[token_id] not in ignored
         ]
-        bounds = [0, *(begin + 1 for begin in begins), len(text)]
-        return _MARK.join(text[begin:end] for begin, end in pairwise(bounds))
+        return _MARK.join(_cut(text, cuts))
 
     def encode(self, text: str, data: Collection[Span] = ()) -> list[int]:
         """Returns the tokens of a text; `data` are the spans of the text that are data.
@@ -125,20 +156,23 @@ class PlainText:
         """
         encoded = self._encode_with_offsets(text)
         ids: list[int] = list(encoded["input_ids"])
-        offsets = encoded["offset_mapping"]
+        # The last pair is the bounds of the text: the end before the first token, at index -1, and
+        # the begin after the last one.
+        offsets = [*encoded["offset_mapping"], (len(text), 0)]
         special = [i for i, token_id in enumerate(ids) if token_id in self._texts] if data else []
-        trusted = [
-            i for i in special if not _overlaps(self._text_span(text, ids[i], offsets[i]), data)
-        ]
+        trusted = []
+        for i in special:
+            begin, end = self._text_span(text, ids[i], offsets[i])
+            if not any(begin < data_end and data_begin < end for data_begin, data_end in data):
+                trusted.append(i)
         if len(trusted) == len(special):
             return ids
         result: list[int] = []
         for previous, following in pairwise([-1, *trusted, len(ids)]):
             between = ids[previous + 1 : following]
             if any(map(self.is_special, between)):
-                begin = offsets[previous][1] if previous >= 0 else 0
-                end = offsets[following][0] if following < len(ids) else len(text)
-                between = self._encode_without_special(text[begin:end])
+                stretch = text[offsets[previous][1] : offsets[following][0]]
+                between = self._encode_without_special(stretch)
             result += between
             result += ids[following : following + 1]
         return result
@@ -163,31 +197,25 @@ class PlainText:
     def _encode_without_special(self, text: str) -> list[int]:
         """Returns the tokens of a text that follows a special token. Raises TemplateError."""
         copy, mark_id = self._copy
-        result: list[int] = []
-        waiting = [text]
-        while waiting:
-            stretch = waiting.pop()
-            encoding = copy.encode(_MARK + stretch, add_special_tokens=False)
-            if encoding.ids[:1] != [mark_id] or mark_id in encoding.ids[1:]:
-                rule = f"does not keep {stretch[:40]!r} apart from what is before it"
-                raise TemplateError(f"the tokenizer {rule}")
-            cuts: list[int] = []
-            for token_id, (begin, end) in zip(encoding.ids[1:], encoding.offsets[1:], strict=True):
-                if token_id not in self._texts:
-                    continue
+        encoding = copy.encode(_MARK + text, add_special_tokens=False)
+        ids: list[int] = encoding.ids[1:]
+        if encoding.ids[:1] != [mark_id] or mark_id in ids:
+            raise TemplateError(
+                f"the tokenizer does not keep {text[:40]!r} apart from what is before it"
+            )
+        cuts: list[int] = []
+        for token_id, offset in zip(ids, encoding.offsets[1:], strict=True):
+            if token_id in self._texts:
+                begin, end = (place - len(_MARK) for place in offset)
                 if end - begin < 2:
-                    letters = stretch[begin - len(_MARK) : end - len(_MARK)]
-                    rule = f"{letters!r} becomes {self._texts[token_id]!r}"
                     raise TemplateError(
-                        f"the tokenizer cannot write it without special tokens: {rule}"
+                        "the tokenizer cannot write it without special tokens: "
+                        f"{text[begin:end]!r} becomes {self._texts[token_id]!r}"
                     )
-                cuts.append(begin - len(_MARK) + 1)
-            if cuts:
-                bounds = [0, *cuts, len(stretch)]
-                waiting += reversed([stretch[begin:end] for begin, end in pairwise(bounds)])
-            else:
-                result += encoding.ids[1:]
-        return result
+                cuts.append(begin + 1)
+        if cuts:
+            ids = [i for piece in _cut(text, cuts) for i in self._encode_without_special(piece)]
+        return ids
 
     @cached_property
     def _copy(self) -> tuple[Any, int]:
@@ -212,8 +240,6 @@ class PlainText:
 def without_surrogates(text: str) -> str:
     """Returns the text with lone surrogates replaced and surrogate pairs joined, as tokenizers need
     it."""
-    if text.isascii():
-        return text
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
@@ -227,14 +253,10 @@ class _HistoryRule:
     end_id: int
     replaced_end: str | None
     """The token that ends the last turn of a conversation, if it is a different token."""
-    rewrites: bool
-    """True if the template changes earlier text other than thinking."""
+    may_append: bool
+    """True if new messages can be appended to the sampled tokens: the template changes nothing in
+    earlier text but thinking."""
     strips_thinking: bool
-
-    @property
-    def may_append(self) -> bool:
-        """Returns whether new messages can be appended to the sampled tokens."""
-        return self.replaced_end is None and not self.rewrites
 
     @property
     def note(self) -> str:
@@ -258,45 +280,40 @@ class ChatFormat:
         tokenizer: Any,
         history: Literal["append", "fork"],
         tools: Tools,
-        *,
-        has_user_turns: bool,
-        has_tool_results: bool,
+        environment: Literal["tools", "gym", "agent"],
     ) -> None:
-        """`tools` are JSON schemas. The two flags say which messages are sure to follow the
-        policy's turns.
+        """`tools` are JSON schemas. The kind of environment says which messages are sure to follow
+        the policy's turns.
 
         Raises ConfigError if the template cannot render these messages, or if it rewrites the
         history although the config wants to append to it.
         """
-        name = "environment: the tokenizer of model.path"
-        if getattr(tokenizer, "chat_template", None) is None:
-            raise ConfigError(f"{name} has no chat template; {_NO_TEMPLATE}")
-        if not getattr(tokenizer, "is_fast", False):
-            rule = "is not a fast one, which alone says where in a text a token stands"
-            raise ConfigError(f"{name} {rule}; save it as tokenizer.json")
         self._tokenizer = tokenizer
         self._history = history
         self._plain = PlainText(tokenizer)
         self.max_token_chars = _MAX_COMPOSED * max(map(len, tokenizer.get_vocab()))
         """A text with more than this many characters for each free token of the context cannot fit.
         It is refused before it is tokenized."""
-        try:
-            prompt = self._render(_TRIAL_PROMPT, tools)
-        except TemplateError as error:
-            raise ConfigError(f"{_KEY} refuses a user's message: {error}") from None
+        self._render = partial(render, tokenizer)
+        prompt = self._render(_TRIAL_PROMPT, tools)
         # No error: a policy may know its tools from its training.
         self._hidden_tools = [name for name in map(_tool_name, tools) if name not in prompt]
         self._trial_tool = _tool_name(tools[0]) if tools else "function"
-        self._rules_by_tools: dict[str, _HistoryRule | None] = {}
+        self._rules_by_tools: dict[str, _HistoryRule | TemplateError] = {}
         self._rules: dict[Kind, _HistoryRule] = {}
-        self._try_kind("tool", tools, is_sure=has_tool_results)
-        self._try_kind("user", tools, is_sure=has_user_turns)
-        # With this, each turn's whole conversation is rendered.
-        self._renders_whole = has_user_turns and has_tool_results and self._rewrites_mixed(tools)
-        can_call = bool(tools) or has_tool_results or not has_user_turns
-        self._parser = ReplyParser(
-            tokenizer, self._anchors(prompt, tools), self._turn_ends(), reads_calls=can_call
+        for kind in _WORDS:
+            self._try_kind(kind, tools, is_sure=kind == _SURE_KINDS.get(environment))
+        ends = {tokenizer.eos_token}
+        for rule in self._rules.values():
+            ends |= {rule.end_token, rule.replaced_end}
+        parser = ReplyParser(
+            tokenizer,
+            self._anchors(prompt, tools),
+            sorted(filter(None, ends), key=len, reverse=True),
+            reads_calls=environment != "gym",
         )
+        self.parse = parser.parse
+        """Returns the message of a turn. Calls that do not parse are counted; nothing raises."""
         if tools:
             self._check_calls(prompt, tools)
 
@@ -304,8 +321,7 @@ class ChatFormat:
     def note(self) -> str:
         """Returns for the log how the template treats earlier turns."""
         notes = [f"{rule.note} before {_WORDS[kind]}" for kind, rule in self._rules.items()]
-        if self._renders_whole or not notes:
-            notes = ["is rendered anew for each turn"]
+        notes = notes or ["is rendered anew for each turn"]
         if self._hidden_tools:
             tools = ", ".join(self._hidden_tools)
             notes.append(f"does not tell the policy of its tools ({tools})")
@@ -325,36 +341,6 @@ class ChatFormat:
         text, data = self._render_with_data(complete(messages), tools, 0)
         return self._plain.encode(text, data)
 
-    def suffix_ids(
-        self, messages: Sequence[Message], tools: Tools, policy_turn: Message
-    ) -> list[int]:
-        """Returns the tokens of new messages after the end of a turn, with the generation prompt.
-
-        `policy_turn` is the turn whose calls the new messages answer. Raises TemplateError.
-        """
-        kind = _kind_of(messages)
-        rule = self._rule(kind, tools)
-        if rule is None:
-            role = messages[0]["role"]
-            raise TemplateError(f"the chat template has no place for a message with role {role!r}")
-        new_messages = complete([policy_turn, *messages])[1:]
-        # gpt-oss has the name of an answering tool only in the turn.
-        calls = policy_turn.get("tool_calls") or [{}]
-        called = calls[0].get("function", {}).get("name")
-        name = str(new_messages[0].get("name") or called or self._trial_tool)
-        trial = [*_TRIAL_PROMPT, self._trial_turn(kind, name), *new_messages]
-        text, data = self._render_with_data(trial, tools, len(_TRIAL_PROMPT))
-        _, word, text_after_turn = text.partition(_SAID_WORD)
-        if not word or not text_after_turn.startswith(rule.end_text):
-            change = "ends the assistant's turn otherwise before these messages"
-            raise TemplateError(f"the chat template {change}")
-        end = len(text) - len(text_after_turn) + len(rule.end_text)
-        ids = self._encode_from(end - len(rule.end_token), text, data)
-        if ids[:1] != [rule.end_id]:
-            token = rule.end_token
-            raise TemplateError(f"the tokenizer does not find {token!r} before these messages")
-        return ids[1:]
-
     def next_ids(
         self,
         context_ids: Sequence[int],
@@ -369,46 +355,41 @@ class ChatFormat:
         all its messages; the last of them is the policy's turn. If the turn ended with another stop
         token than the template's, the template's is appended. Raises TemplateError.
         """
-        rule = None
-        if not self._renders_whole:
-            rule = self._rule(_kind_of(new_messages), tools)
-        if rule and rule.may_append and (self._history == "append" or not rule.strips_thinking):
-            ids = list(context_ids)
-            if ids[-1] != rule.end_id:
-                ids.append(rule.end_id)
-            return ids + self.suffix_ids(new_messages, tools, messages_so_far[-1]), True
+        kind: Kind = "tool" if new_messages[0]["role"] == "tool" else "user"
+        rule = self._rule(kind, tools)
+        if (
+            isinstance(rule, _HistoryRule)
+            and rule.may_append
+            and (self._history == "append" or not rule.strips_thinking)
+        ):
+            turn, *new_messages = complete([messages_so_far[-1], *new_messages])
+            # gpt-oss has the name of an answering tool only in the turn.
+            calls = turn.get("tool_calls") or [{}]
+            called = calls[0].get("function", {}).get("name")
+            name = str(new_messages[0].get("name") or called or self._trial_tool)
+            trial = [*_TRIAL_PROMPT, self._trial_pair(kind, name)[0], *new_messages]
+            text, data = self._render_with_data(trial, tools, len(_TRIAL_PROMPT))
+            begin = text.find(_SAID_WORD) + len(_SAID_WORD)
+            end = begin + len(rule.end_text)
+            ids = self._encode_from(end - len(rule.end_token), text, data)
+            if text[begin:end] != rule.end_text or ids[:1] != [rule.end_id]:
+                raise TemplateError(
+                    "the chat template ends the assistant's turn otherwise before these messages"
+                )
+            # The end of the turn is there, unless another stop token ended it.
+            ids = ids[1:] if context_ids[-1] == rule.end_id else ids
+            return [*context_ids, *ids], True
         # The template renders the whole conversation, of which the prompt is trusted.
         roles = [message["role"] for message in messages_so_far]
         num_prompt = roles.index("assistant") if "assistant" in roles else len(roles)
         messages = complete([*messages_so_far, *new_messages])
         text, data = self._render_with_data(messages, tools, num_prompt)
-        context = self._tokenizer.decode(
-            context_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
+        context = decode(self._tokenizer, context_ids)
         if self._plain.is_special(context_ids[-1]) and text.startswith(context):
             # The template rewrote nothing this time.
             begin = len(context) - len(self._tokenizer.decode(context_ids[-1:]))
             return [*context_ids, *self._encode_from(begin, text, data)[1:]], True
         return self._plain.encode(text, data), False
-
-    def parse(self, token_ids: Sequence[int], context_ids: Sequence[int], tools: Tools) -> Parsed:
-        """Returns the message of a turn. Calls that do not parse are counted; nothing raises."""
-        return self._parser.parse([*token_ids], [*context_ids], tools)
-
-    def _render(self, messages: Sequence[Message], tools: Tools, generate: bool = True) -> str:
-        """Returns the rendered text. Raises TemplateError where the template refuses the
-        messages."""
-        try:
-            text = self._tokenizer.apply_chat_template(
-                [*messages],
-                tools=[*tools] or None,
-                tokenize=False,
-                add_generation_prompt=generate,
-            )
-        except Exception as error:
-            # A template may refuse with any error.
-            raise TemplateError(f"{type(error).__name__}: {error}") from None
-        return str(text)
 
     def _render_with_data(
         self, messages: Sequence[Message], tools: Tools, num_trusted: int
@@ -420,26 +401,25 @@ class ChatFormat:
         without them: where the mark is in one text, the other has data in the form in which the
         template writes it (trimmed, as JSON).
         """
-        trusted = list(messages[:num_trusted])
+        trusted = messages[:num_trusted]
         rest = [_map_texts(message, without_surrogates) for message in messages[num_trusted:]]
         text = self._render([*trusted, *rest], tools)
         # Templates cut thinking out of a turn's text; a mark inside of its tags would hide it.
-        for ignored in ((), _THINKING_TAGS):
-            mark_turn = partial(self._plain.mark, ignored=ignored)
-            marked = [
-                _map_texts(
-                    message, mark_turn if message["role"] == "assistant" else self._plain.mark
-                )
-                for message in rest
-            ]
+        for thinking in ((), _THINKING_TAGS):
+            marked = []
+            for message in rest:
+                ignored = thinking if message["role"] == "assistant" else ()
+                marked.append(_map_texts(message, partial(self._plain.mark, ignored=ignored)))
             if marked == rest:
                 return text, []
             pieces = self._render([*trusted, *marked], tools).split(_MARK)
             # Without its marks this must be the real rendering, or else the spans would be wrong.
             if "".join(pieces) == text:
                 return text, [(end - 1, end) for end in accumulate(map(len, pieces[:-1]))]
-        rule = "looks into, or rewrites, a message that has the text of special tokens in it"
-        raise TemplateError(f"the chat template {rule}")
+        raise TemplateError(
+            "the chat template looks into, or rewrites, a message that has the text of special "
+            "tokens in it"
+        )
 
     def _encode_from(self, begin: int, text: str, data: Sequence[Span]) -> list[int]:
         """Returns the tokens of a text from a special token on; blanks behind that token may belong
@@ -449,22 +429,17 @@ class ChatFormat:
 
     # Trials at the start: what does the template do with earlier turns?
 
-    def _trial_turn(self, kind: Kind, name: str, thinking: bool = False) -> Message:
-        """Returns a made-up turn of the assistant; its last word is _SAID_WORD."""
-        message: Message = {"role": "assistant", "content": "" if kind == "tool" else _SAID_WORD}
-        if thinking:
-            message |= {"reasoning_content": _THINKING_WORD, "thinking": _THINKING_WORD}
-        if kind == "tool":
-            call = {"name": name, "arguments": {"text": _SAID_WORD}}
-            message["tool_calls"] = [{"type": "function", "id": _call_id(0), "function": call}]
-        return message
-
-    def _trial_pair(self, kind: Kind, thinking: bool = False) -> list[Message]:
-        """Returns a made-up turn and the message that answers it."""
+    def _trial_pair(self, kind: Kind, tool_name: str | None = None) -> list[Message]:
+        """Returns a made-up turn, whose last word is _SAID_WORD, and the message that answers
+        it."""
+        turn: Message = {"role": "assistant", "content": _SAID_WORD}
         answer: Message = {"role": kind, "content": _ANSWER_WORD}
         if kind == "tool":
+            call = {"name": tool_name or self._trial_tool, "arguments": {"text": _SAID_WORD}}
+            calls = [{"type": "function", "id": _call_id(0), "function": call}]
+            turn |= {"content": "", "tool_calls": calls}
             answer |= {"name": self._trial_tool, "tool_call_id": _call_id(0)}
-        return [self._trial_turn(kind, self._trial_tool, thinking), answer]
+        return [turn, answer]
 
     def _try_kind(self, kind: Kind, tools: Tools, *, is_sure: bool) -> None:
         """Finds the rule for messages of a kind.
@@ -472,25 +447,25 @@ class ChatFormat:
         Raises ConfigError if such messages are sure to come, and the template refuses them or
         rewrites text that the config wants to keep.
         """
-        subject = _WORDS[kind]
-        try:
-            rule = self._try_history(kind, tools)
-        except TemplateError as error:
-            if is_sure:
-                reason = f"has no place for {subject}: {error}"
-                raise ConfigError(f"{_KEY} {reason}; {_NO_TEMPLATE}") from None
+        rule = self._rule(kind, tools)
+        if isinstance(rule, _HistoryRule):
+            self._rules[kind] = rule
+        if not is_sure:
             return
-        if is_sure and self._history == "append" and not rule.may_append:
-            reason = f"rewrites what came before {subject}"
-            if rule.replaced_end is not None:
-                tokens = f"{rule.end_token!r} in the place of {rule.replaced_end!r}"
-                reason = f"puts {tokens} before {subject}"
-            effect = "earlier turns cannot stay as they were sampled (environment.history: append)"
-            raise ConfigError(f"{_KEY} {reason}, so that {effect}; set environment.history: fork")
-        self._rules[kind] = rule
+        subject = _WORDS[kind]
+        if isinstance(rule, TemplateError):
+            raise ConfigError(
+                f"{_KEY} has no place for {subject}: {rule}; give the model's folder another "
+                "(chat_template.jinja)"
+            )
+        if self._history == "append" and not rule.may_append:
+            raise ConfigError(
+                f"{_KEY} rewrites what came before {subject}, so that earlier turns cannot stay as "
+                "they were sampled (environment.history: append); set environment.history: fork"
+            )
 
-    def _rule(self, kind: Kind, tools: Tools) -> _HistoryRule | None:
-        """Returns the rule with these tools, or None where the template refuses such messages.
+    def _rule(self, kind: Kind, tools: Tools) -> _HistoryRule | TemplateError:
+        """Returns the rule with these tools, or the error where the template refuses such messages.
 
         An agent brings its own tools, and a template may move them to the last message.
         """
@@ -499,8 +474,8 @@ class ChatFormat:
         if key not in self._rules_by_tools:
             try:
                 self._rules_by_tools[key] = self._try_history(kind, tools)
-            except TemplateError:
-                self._rules_by_tools[key] = None
+            except TemplateError as error:
+                self._rules_by_tools[key] = error
         return self._rules_by_tools[key]
 
     def _try_history(self, kind: Kind, tools: Tools) -> _HistoryRule:
@@ -511,56 +486,44 @@ class ChatFormat:
         """
         # Equal turns: what differs between the texts is what the template makes of their places.
         pair = self._trial_pair(kind)
-        texts = self._render_growing([*pair, *pair], tools)
+        messages = [*_TRIAL_PROMPT, *pair, *pair]
+        texts = [self._render(messages[:num], tools) for num in (1, 3, 5)]
         for num, text in enumerate(texts):
             if text.count(_SAID_WORD) != num or text.count(_ANSWER_WORD) != num:
                 raise TemplateError("it leaves out a message, or a part of one")
-        alone = self._render([*_TRIAL_PROMPT, pair[0]], tools, generate=False)
-        rewrites = _rewrites(texts)
-        text_after_turn = texts[1].partition(_SAID_WORD)[2]
-        if not rewrites and not texts[2].endswith(text_after_turn):
+        # The texts after the turn's own words, if nothing follows the turn and if messages do.
+        alone = self._render(messages[:2], tools, generate=False).partition(_SAID_WORD)[2]
+        followed = texts[1].partition(_SAID_WORD)[2]
+        plain = [_THINKING.sub("", text) for text in texts]
+        rewrites = any(not longer.startswith(shorter) for shorter, longer in pairwise(plain))
+        if not rewrites and not texts[2].endswith(followed):
             raise TemplateError("it writes the same messages in two ways")
-        thinking_pairs = [self._trial_pair(kind, thinking=True)]
+        turn, answer = pair
+        fields = {"reasoning_content": _THINKING_WORD, "thinking": _THINKING_WORD}
+        thinking_turns = [{**turn, **fields}]
         if kind == "user":
-            content = f"<think>\n{_THINKING_WORD}\n</think>\n\n{pair[0]['content']}"
-            thinking_pairs.append([{**pair[0], "content": content}, pair[1]])
-        end, replaced_end = self._find_end(alone.partition(_SAID_WORD)[2], text_after_turn)
-        begin, after, end_id = end
-        return _HistoryRule(
-            end_text=text_after_turn[:after],
-            end_token=text_after_turn[begin:after],
-            end_id=end_id,
-            replaced_end=replaced_end,
-            rewrites=rewrites,
-            strips_thinking=any(self._strips(pair, tools) for pair in thinking_pairs),
-        )
-
-    def _render_growing(self, messages: Sequence[Message], tools: Tools) -> list[str]:
-        """Returns the texts of conversations of 0, 1, 2, ... turns with their answers."""
-        return [
-            self._render([*_TRIAL_PROMPT, *messages[:num]], tools)
-            for num in range(0, len(messages) + 1, 2)
-        ]
-
-    def _find_end(self, alone: str, followed: str) -> tuple[tuple[int, int, int], str | None]:
-        """Returns (begin, end, id) of the token in `followed` that ends a turn, and the token that
-        it replaces, or None.
-
-        `alone` is the text after the turn's words if nothing follows the turn; `followed` is the
-        text if messages follow.
-        """
+            thinking_turns.append(
+                {**turn, "content": f"<think>\n{_THINKING_WORD}\n</think>\n\n{turn['content']}"}
+            )
         alone_spans = self._ending_spans(alone)
         # Phi-3 writes one more token where the conversation ends.
         kept_spans = [span for span in alone_spans if followed.startswith(alone[: span[1]])]
-        replaced_end = None
-        if alone_spans and not kept_spans:
-            begin, end, _ = alone_spans[-1]
-            replaced_end = alone[begin:end]
         # In GLM's template the first token of the next message ends a turn.
         spans = kept_spans[-1:] or self._ending_spans(followed)[:1]
         if not spans:
             raise TemplateError("no special token ends the assistant's turn before them")
-        return spans[0], replaced_end
+        begin, end, end_id = spans[0]
+        replaced_end = None
+        if alone_spans and not kept_spans:
+            replaced_end = alone[slice(*alone_spans[-1][:2])]
+        return _HistoryRule(
+            end_text=followed[:end],
+            end_token=followed[begin:end],
+            end_id=end_id,
+            replaced_end=replaced_end,
+            may_append=replaced_end is None and not rewrites,
+            strips_thinking=any(self._strips(turn, answer, tools) for turn in thinking_turns),
+        )
 
     def _ending_spans(self, text: str) -> list[tuple[int, int, int]]:
         """Returns (begin, end, id) of the tokens with special=True, or of all added tokens if there
@@ -569,35 +532,16 @@ class ChatFormat:
         tokens = self._tokenizer.added_tokens_decoder
         return [span for span in spans if tokens[span[2]].special] or spans
 
-    def _strips(self, pair: list[Message], tools: Tools) -> bool:
+    def _strips(self, turn: Message, answer: Message, tools: Tools) -> bool:
         """Returns whether thinking in the last turn disappears as soon as messages follow."""
         try:
-            alone = self._render([*_TRIAL_PROMPT, pair[0]], tools, generate=False)
-            if _THINKING_WORD not in alone and _THINKING_WORD not in pair[0]["content"]:
+            alone = self._render([*_TRIAL_PROMPT, turn], tools, generate=False)
+            if _THINKING_WORD not in f"{alone}{turn['content']}":
                 return False
-            return _THINKING_WORD not in self._render([*_TRIAL_PROMPT, *pair], tools)
+            return _THINKING_WORD not in self._render([*_TRIAL_PROMPT, turn, answer], tools)
         except TemplateError:
             # gpt-oss refuses markup in a turn's text.
             return False
-
-    def _rewrites_mixed(self, tools: Tools) -> bool:
-        """Returns whether the template rewrites turns where tool results and user messages
-        alternate.
-
-        Raises ConfigError where the template refuses them, or where the config wants to keep the
-        turns.
-        """
-        tool_pair = self._trial_pair("tool")
-        try:
-            texts = self._render_growing([*tool_pair, *self._trial_pair("user"), *tool_pair], tools)
-        except TemplateError as error:
-            raise ConfigError(f"{_KEY} refuses a conversation: {error}") from None
-        rewrites = _rewrites(texts)
-        if rewrites and self._history == "append":
-            order = "results of tools and messages of users follow each other"
-            reason = f"rewrites earlier turns where {order}"
-            raise ConfigError(f"{_KEY} {reason}; set environment.history: fork")
-        return rewrites
 
     # What the parser of turns needs.
 
@@ -611,45 +555,32 @@ class ChatFormat:
         if prompt.startswith(bare) and prompt != bare:
             generation_prompt = prompt[len(bare) :]
             return [generation_prompt.partition("<think>")[0] or generation_prompt]
-        texts = [prompt]
-        for kind in self._rules:
-            texts.append(self._render([*_TRIAL_PROMPT, *self._trial_pair(kind)], tools))
-        anchors: dict[str, None] = {}
-        for text in texts:
-            for begin, _, _ in self._ending_spans(text)[-1:]:
-                anchors[text[begin:].partition("<think>")[0]] = None
+        pairs = [[], *map(self._trial_pair, self._rules)]
+        texts = [self._render([*_TRIAL_PROMPT, *pair], tools) for pair in pairs]
+        anchors = dict.fromkeys(
+            text[begin:].partition("<think>")[0]
+            for text in texts
+            for begin, _, _ in self._ending_spans(text)[-1:]
+        )
         return [*anchors] or [prompt]
-
-    def _turn_ends(self) -> list[str]:
-        """Returns the texts of the tokens that may end a turn, the longest first."""
-        ends = {self._tokenizer.eos_token or ""}
-        for rule in self._rules.values():
-            ends |= {rule.end_token, rule.replaced_end or ""}
-        return sorted(ends - {""}, key=len, reverse=True)
 
     def _check_calls(self, prompt: str, tools: Tools) -> None:
         """Checks that the parser reads back a call as the template writes it.
 
-        Raises ConfigError if it does not, or if the format of calls is unknown.
+        Raises ConfigError if it does not, as where the format of calls is unknown.
         """
-        if self._parser.has_calls:
-            turn = self._trial_turn("tool", self._trial_tool)
-            text = self._render([*_TRIAL_PROMPT, turn], tools, generate=False)
-            # Compared letter by letter, which is what is wanted here.
-            common = commonprefix([prompt, text])  # noqa: RUF071
-            written = text.removeprefix(common)
-            token_ids = self._plain.encode(written)
-            parsed = self._parser.parse(token_ids, self._plain.encode(prompt), ())
-            functions = [call["function"] for call in parsed.message.get("tool_calls", [])]
-            if functions == [turn["tool_calls"][0]["function"]] and not parsed.num_invalid:
-                return
-            rule = (
-                f"writes a call as {written!r}, and its response_template does not read that back"
+        turn = self._trial_pair("tool")[0]
+        text = self._render([*_TRIAL_PROMPT, turn], tools, generate=False)
+        # Compared letter by letter, which is what is wanted here.
+        written = text.removeprefix(commonprefix([prompt, text]))  # noqa: RUF071
+        parsed = self.parse(self._plain.encode(written), self._plain.encode(prompt), ())
+        functions = [call["function"] for call in parsed.message.get("tool_calls", [])]
+        if functions != [turn["tool_calls"][0]["function"]] or parsed.num_invalid:
+            raise ConfigError(
+                f"{_KEY} writes a call as {written!r}, which no known format of calls reads back, "
+                "nor its own response_template; put a response_template for transformers' "
+                "parse_response into its tokenizer_config.json"
             )
-        else:
-            rule = "writes calls in no format that is known"
-        template = "a response_template for transformers' parse_response"
-        raise ConfigError(f"{_KEY} {rule}; put {template} into its tokenizer_config.json")
 
 
 def complete(messages: Sequence[Message]) -> list[Message]:
@@ -680,10 +611,6 @@ def _tool_name(tool: Mapping[str, Any]) -> str:
     return str(tool.get("function", tool).get("name", ""))
 
 
-def _kind_of(messages: Sequence[Message]) -> Kind:
-    return "tool" if messages[0]["role"] == "tool" else "user"
-
-
 def _call_id(number: int) -> str:
     # Mistral's templates insist on nine letters and digits.
     return f"call{number:05d}"
@@ -708,11 +635,5 @@ def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
     return value
 
 
-def _overlaps(span: Span, others: Collection[Span]) -> bool:
-    return any(span[0] < end and begin < span[1] for begin, end in others)
-
-
-def _rewrites(texts: Sequence[str]) -> bool:
-    """Returns whether some text, without thinking, is no prefix of the following one."""
-    plain = [_THINKING.sub("", text) for text in texts]
-    return any(not longer.startswith(shorter) for shorter, longer in pairwise(plain))
+def _cut(text: str, cuts: Sequence[int]) -> list[str]:
+    return [text[begin:end] for begin, end in pairwise([0, *cuts, len(text)])]

@@ -25,23 +25,11 @@ import numpy as np
 
 from grpo_spmd.episodes.agent import LIMITS, TOO_LONG
 from grpo_spmd.episodes.chat_format import ChatFormat, TemplateError
-from grpo_spmd.episodes.open_episode import EpisodeLimits
-from grpo_spmd.episodes.openai_api import ApiError, Message, is_plain, num_chars
-from grpo_spmd.records import Completion, Segment, Turn
+from grpo_spmd.episodes.open_episode import EpisodeLimits, finish_reason
+from grpo_spmd.episodes.openai_api import ApiError, is_plain, num_chars
+from grpo_spmd.records import Completion, Episode, Fields, Message, Segment, Turn
 
-Tools = list[dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class TurnRequest:
-    """A turn to sample."""
-
-    number: int
-    """The turn's number, in the order of requests."""
-    key: str
-    """A key for the turn's seed that does not depend on the order of requests."""
-    context_ids: list[int]
-    max_tokens: int
+Tools = list[Fields]
 
 
 @dataclass(frozen=True)
@@ -52,28 +40,13 @@ class TurnAnswer:
     finish_reason: str
     """The reason why the turn ended: "stop", "length" or "tool_calls"."""
     usage: dict[str, int]
-    num_invalid: int
-    """The number of calls that could not be read; they are not in the message."""
-
-
-@dataclass(frozen=True)
-class SessionRecord:
-    """The turns of a session for the records, segment after segment."""
-
-    token_ids: list[int]
-    """The sampled tokens of all turns."""
-    logprobs: list[float]
-    segments: tuple[Segment, ...]
-    turns: tuple[Turn, ...]
-    messages: list[Message]
-    """The messages of the longest conversation, without those of its first request."""
 
 
 @dataclass(eq=False)
-class _Turn:
+class TreeTurn:
     """A node of the tree: the new context after the parent's tokens, and the sampled tokens."""
 
-    parent: _Turn | None
+    parent: TreeTurn | None
     new_ids: list[int]
     messages: list[Message]
     """The messages of the request; the answer follows when there is one."""
@@ -85,13 +58,14 @@ class _Turn:
     num_prompt_tokens: int
     """The tokens of the conversation that do not count against `max_tokens`."""
     key: str = ""
+    """A key for the turn's seed that does not depend on the order of requests."""
     completion: Completion | None = None
     max_tokens: int = 0
-    """The tokens that are reserved while the turn is sampled."""
+    """The most tokens to sample, which are reserved until the turn is there."""
     requested_tokens: int | None = None
     """The agent's own limit of tokens."""
     num_children: int = 0
-    path: list[_Turn] = field(default_factory=list)
+    path: list[TreeTurn] = field(default_factory=list)
     """The turns from the root to this turn."""
 
     def __post_init__(self) -> None:
@@ -108,6 +82,12 @@ class _Turn:
     @property
     def sampled_ids(self) -> list[int]:
         return self.completion.token_ids if self.completion else []
+
+    @property
+    def context_ids(self) -> list[int]:
+        """Returns the tokens that the turn is sampled after."""
+        ids = self.token_ids()
+        return ids[: len(ids) - len(self.sampled_ids)]
 
     def token_ids(self) -> list[int]:
         """Returns all tokens from the prompt on, including the sampled ones."""
@@ -129,7 +109,7 @@ class ConversationTree:
     def __init__(self, chat: ChatFormat, limits: EpisodeLimits) -> None:
         self._chat = chat
         self._limits = limits
-        self._turns: list[_Turn] = []
+        self._turns: list[TreeTurn] = []
         self._num_equal_contexts = Counter[bytes]()
         self._refused_status: str | None = None
 
@@ -146,7 +126,7 @@ class ConversationTree:
 
     def begin(
         self, messages: list[Message], tools: Tools, max_tokens: int | None = None
-    ) -> TurnRequest:
+    ) -> TreeTurn:
         """Returns the turn to sample for a request.
 
         Messages are as read_request returns them. `max_tokens` is the agent's own limit. Raises
@@ -154,8 +134,10 @@ class ConversationTree:
         messages.
         """
         if len(self._turns) >= self._limits.max_turns:
-            rule = f"the episode has had its environment.max_turns={self._limits.max_turns}"
-            raise self._limit_error("episode_max_turns", rule)
+            raise self._limit_error(
+                "episode_max_turns",
+                f"the episode has had its environment.max_turns={self._limits.max_turns}",
+            )
         # A text that cannot fit is refused before it is tokenized.
         if num_chars(messages) > self._limits.max_model_len * self._chat.max_token_chars:
             raise self._too_long_error("far more")
@@ -176,29 +158,27 @@ class ConversationTree:
         # The agent has found a way to continue, so the earlier refusal no longer counts.
         self._refused_status = None
         self._turns.append(turn)
-        return TurnRequest(len(self._turns) - 1, turn.key, context_ids, turn.max_tokens)
+        return turn
 
-    def finish(self, number: int, completion: Completion) -> TurnAnswer:
+    def finish(self, turn: TreeTurn, completion: Completion) -> TurnAnswer:
         """Stores what was sampled for a turn and returns the answer for the agent.
 
         A turn that was cut off has no calls: they may be incomplete.
         """
-        turn = self._turns[number]
-        assert turn.completion is None, f"turn {number} has its completion"
+        assert turn.completion is None, f"turn {turn.key} has its completion"
         context_ids = turn.token_ids()
         parsed = self._chat.parse(completion.token_ids, context_ids, turn.tools)
-        message = dict(parsed.message)
-        parsed_calls = message.pop("tool_calls", None) or []
-        calls, num_invalid = [], 0
         # The calls of a turn that was cut off may be incomplete, so only a finished turn has calls.
-        if completion.finish_reason == "stop":
-            # Templates and clients could not read the other calls.
-            calls = [call for call in parsed_calls if is_plain(call)]
-            num_invalid = parsed.num_invalid + len(parsed_calls) - len(calls)
+        is_finished = completion.finish_reason == "stop"
+        message = dict(parsed.message)
+        # Templates and clients could not read the other calls.
+        calls = [
+            {**call, "id": _call_id(turn.key, number)}
+            for number, call in enumerate(filter(is_plain, message.pop("tool_calls", ())))
+            if is_finished
+        ]
         if calls:
-            message["tool_calls"] = [
-                {**call, "id": _call_id(turn.key, i)} for i, call in enumerate(calls)
-            ]
+            message["tool_calls"] = calls
         turn.completion = completion
         turn.policy_messages |= {len(turn.messages)}
         turn.messages = [*turn.messages, message]
@@ -209,15 +189,21 @@ class ConversationTree:
             "total_tokens": len(context_ids) + num_sampled,
         }
         finish_reason = "tool_calls" if calls else completion.finish_reason
-        return TurnAnswer(message, finish_reason, usage, num_invalid)
+        return TurnAnswer(message, finish_reason, usage)
 
-    def record(self) -> SessionRecord:
-        """Returns the finished turns. A turn whose client had disconnected has no completion."""
+    def completion(
+        self, rewards: dict[str, float | str | None], calls_s: list[float]
+    ) -> Completion:
+        """Returns the finished turns as an episode, segment after segment.
+
+        Its messages are those of the longest conversation, without those of its first request. A
+        turn whose client had disconnected is not in it.
+        """
         token_ids: list[int] = []
         logprobs: list[float] = []
         segments: list[Segment] = []
         turns: list[Turn] = []
-        trained: set[_Turn] = set()
+        trained: set[TreeTurn] = set()
         leaves = self._leaves()
         for leaf in leaves:
             sampled: list[bool] = []
@@ -238,9 +224,17 @@ class ConversationTree:
             segments.append(Segment(ids, np.asarray(sampled, np.bool_)))
         longest_leaf = _longest(leaves)
         messages = longest_leaf.messages[longest_leaf.num_first_messages :] if longest_leaf else []
-        return SessionRecord(token_ids, logprobs, tuple(segments), tuple(turns), messages)
+        episode = Episode(
+            status=self.status,
+            segments=tuple(segments),
+            turns=tuple(turns),
+            messages=messages,
+            rewards=rewards,
+            calls_s=calls_s,
+        )
+        return Completion(token_ids, logprobs, finish_reason(episode.status), episode)
 
-    def _leaves(self) -> list[_Turn]:
+    def _leaves(self) -> list[TreeTurn]:
         """Returns the finished turns that no finished turn continues.
 
         Their order depends on their content alone, not on the times of requests.
@@ -253,7 +247,7 @@ class ConversationTree:
             leaves, key=lambda leaf: (leaf.num_first_messages, len(leaf.messages), leaf.token_ids())
         )
 
-    def _new_turn(self, messages: list[Message], tools: Tools) -> _Turn:
+    def _new_turn(self, messages: list[Message], tools: Tools) -> TreeTurn:
         """Returns the turn of a request; it is not in the tree yet. Raises ApiError."""
         parent = self._earlier_turn(messages, tools)
         policy_messages = frozenset[int]()
@@ -266,8 +260,7 @@ class ConversationTree:
             # The tokens decide which turn is the parent in the tree; the messages only suggest one.
             ids, continues = self._context_ids(parent, messages, tools)
         except TemplateError as error:
-            rule = f"the chat template refuses the messages: {error}"
-            raise ApiError(400, "invalid_messages", rule) from None
+            raise ApiError(400, "invalid_messages", str(error)) from None
         # The text of a conversation may tokenize to what an earlier turn has sampled.
         prefix = parent if continues else self._longest_prefix(ids)
         if prefix is not None:
@@ -281,7 +274,7 @@ class ConversationTree:
         else:
             num_first = len(messages)
             num_prompt = len(ids)
-        return _Turn(
+        return TreeTurn(
             parent=prefix,
             new_ids=ids,
             messages=messages,
@@ -292,7 +285,7 @@ class ConversationTree:
         )
 
     def _context_ids(
-        self, parent: _Turn | None, messages: list[Message], tools: Tools
+        self, parent: TreeTurn | None, messages: list[Message], tools: Tools
     ) -> tuple[list[int], bool]:
         """Returns (tokens, continues): a conversation's tokens, and whether they continue those
         of `parent`."""
@@ -306,15 +299,17 @@ class ConversationTree:
         # The sampled ids of the parent are kept; only the new messages are encoded.
         return self._chat.next_ids(parent.token_ids(), parent.messages, new_messages, tools)
 
-    def _room(self, turn: _Turn, length: int) -> int:
+    def _room(self, turn: TreeTurn, length: int) -> int:
         """Returns the room for a turn after a context of `length` tokens. Raises ApiError."""
         room = self._limits.max_model_len - length
         if room < 1:
             raise self._too_long_error(str(length))
         conversation_room = self._limits.max_tokens - (length - turn.num_prompt_tokens)
         if conversation_room < 1:
-            rule = f"the conversation has had its environment.max_tokens={self._limits.max_tokens}"
-            raise self._limit_error("episode_max_tokens", rule)
+            raise self._limit_error(
+                "episode_max_tokens",
+                f"the conversation has had its environment.max_tokens={self._limits.max_tokens}",
+            )
         # This turn extends its parent's segment; all other segments keep their tokens.
         num_other_tokens = sum(
             len(leaf.token_ids()) + (0 if leaf.completion else leaf.max_tokens)
@@ -323,11 +318,14 @@ class ConversationTree:
         )
         session_room = self._limits.max_all_tokens - num_other_tokens - length
         if session_room < 1:
-            rule = f"the {self._limits.max_all_tokens} tokens that fit into one micro-batch"
-            raise self._limit_error("episode_max_all_tokens", f"its conversations have had {rule}")
+            raise self._limit_error(
+                "episode_max_all_tokens",
+                f"its conversations have had the {self._limits.max_all_tokens} tokens that fit "
+                "into one micro-batch",
+            )
         return min(room, conversation_room, session_room)
 
-    def _earlier_turn(self, messages: list[Message], tools: Tools) -> _Turn | None:
+    def _earlier_turn(self, messages: list[Message], tools: Tools) -> TreeTurn | None:
         """Returns the last turn that a conversation contains; among several, one without a
         child."""
         candidates = [
@@ -345,7 +343,7 @@ class ConversationTree:
             candidates, key=lambda turn: (len(turn.messages), not turn.num_children), default=None
         )
 
-    def _longest_prefix(self, ids: list[int]) -> _Turn | None:
+    def _longest_prefix(self, ids: list[int]) -> TreeTurn | None:
         """Returns the finished turn with the most tokens that `ids` begin with."""
         # Tokens decide, not text: sampled tokens may differ from those that their text gives.
         candidates = [turn for turn in self._turns if turn.sampled_ids and turn.is_prefix_of(ids)]
@@ -356,9 +354,11 @@ class ConversationTree:
         )
 
     def _too_long_error(self, length: str) -> ApiError:
-        self._refused_status = self._refused_status or "context_overflow"
-        rule = f"This model's maximum context length is {self._limits.max_model_len} tokens"
-        return ApiError(400, TOO_LONG, f"{rule}, and the messages have {length}.")
+        return self._limit_error(
+            TOO_LONG,
+            f"This model's maximum context length is {self._limits.max_model_len} tokens, and "
+            f"the messages have {length}",
+        )
 
     def _limit_error(self, code: str, rule: str) -> ApiError:
         self._refused_status = self._refused_status or LIMITS[code]
@@ -370,7 +370,7 @@ def _call_id(turn_key: str, number: int) -> str:
     return hashlib.blake2b(f"{turn_key}.{number}".encode()).hexdigest()[:9]
 
 
-def _longest(leaves: Sequence[_Turn]) -> _Turn | None:
+def _longest(leaves: Sequence[TreeTurn]) -> TreeTurn | None:
     return max(leaves, key=lambda leaf: len(leaf.messages), default=None)
 
 
@@ -380,29 +380,25 @@ def _is_same(stored: Message, received: Message, *, is_policys: bool) -> bool:
     The ids of calls, and the thinking in the policy's messages, may be missing; if they are there,
     they must be equal.
     """
-    names = {*stored, *received} - {"tool_calls"}
-    if is_policys:
-        names -= {"reasoning_content"}
-        thinking = received.get("reasoning_content")
-        if thinking not in (None, stored.get("reasoning_content")):
-            return False
-    if any((stored.get(name) or "") != (received.get(name) or "") for name in names):
-        return False
     known_calls = stored.get("tool_calls") or []
-    received_calls = received.get("tool_calls") or []
-    return len(known_calls) == len(received_calls) and all(
-        map(_is_same_call, known_calls, received_calls)
-    )
+    calls = received.get("tool_calls") or []
+    if len(calls) != len(known_calls):
+        return False
+    thinking = {"reasoning_content": stored.get("reasoning_content")} if is_policys else {}
+    calls = [
+        {"id": known_call.get("id"), **call}
+        for known_call, call in zip(known_calls, calls, strict=True)
+    ]
+    return _comparable(stored) == _comparable({**thinking, **received, "tool_calls": calls})
 
 
-def _is_same_call(stored: dict[str, Any], received: dict[str, Any]) -> bool:
-    known_function = stored["function"]
-    received_function = received["function"]
-    return (
-        known_function["name"] == received_function["name"]
-        and _canonical(known_function["arguments"]) == _canonical(received_function["arguments"])
-        and received.get("id") in (None, stored.get("id"))
-    )
+def _comparable(message: Message) -> Message:
+    """Returns what must be equal in equal messages: no empty fields, and calls in one form."""
+    calls = [
+        (call.get("id"), call["function"]["name"], _canonical(call["function"]["arguments"]))
+        for call in message.get("tool_calls") or ()
+    ]
+    return {name: value for name, value in {**message, "tool_calls": calls}.items() if value}
 
 
 def _canonical(arguments: Any) -> str:

@@ -25,20 +25,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import HttpVersion11, web
-from aiohttp.http_exceptions import LineTooLong
 
 from grpo_spmd.engine.requests import ConversationId
 from grpo_spmd.episodes.openai_api import (
     MODEL,
     ApiError,
     ChatRequest,
-    Message,
     completion_body,
     error_body,
     models_body,
     read_request,
     stream_body,
 )
+from grpo_spmd.records import Message
 
 _log = logging.getLogger(__name__)
 # The bound for the bodies of all unanswered requests together.
@@ -105,8 +104,8 @@ class _Connection(web.RequestHandler):
         # True when the client has named a session and its token.
         self.is_known = False
         self._endpoint = endpoint
-        self._has_sent = False
-        self._deadline = loop.call_later(endpoint.request_s, self._give_up)
+        error = _too_slow(endpoint.request_s)
+        self.deadline = loop.call_later(endpoint.request_s, self._refuse, error)
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -116,13 +115,9 @@ class _Connection(web.RequestHandler):
             self._refuse(_BUSY)
 
     def connection_lost(self, error: BaseException | None) -> None:
-        self.stop_deadline()
-        self._endpoint.forget(self)
+        self.deadline.cancel()
+        self._endpoint.connections.pop(self, None)
         super().connection_lost(error)
-
-    def data_received(self, data: bytes) -> None:
-        self._has_sent = True
-        super().data_received(data)
 
     def handle_error(
         self,
@@ -134,25 +129,9 @@ class _Connection(web.RequestHandler):
         if status != 400:
             return super().handle_error(request, status, exc, message)
         # aiohttp would log a traceback for each malformed request, which any process can send.
-        self.stop_deadline()
-        if isinstance(exc, LineTooLong):
-            rule = f"a header may have {_MAX_HEADER_BYTES} bytes"
-            return _error_response(ApiError(431, "headers_too_large", rule), closes=True)
-        error = ApiError(400, "bad_http", "this is not a request of HTTP/1.1")
-        return _error_response(error, closes=True)
-
-    def stop_deadline(self) -> None:
-        self._deadline.cancel()
-
-    def abort(self) -> None:
-        if self.transport is not None:
-            self.transport.abort()
-
-    def _give_up(self) -> None:
-        if self._has_sent:
-            self._refuse(_too_slow(self._endpoint.request_s))
-        else:
-            self.force_close()
+        self.deadline.cancel()
+        rule = f"this is not a request of HTTP/1.1, with {_MAX_HEADER_BYTES} bytes a header at most"
+        return _error_response(ApiError(400, "bad_http", rule), closes=True)
 
     def _refuse(self, error: ApiError) -> None:
         """Answers with an error before there is a request, and closes the connection."""
@@ -169,29 +148,21 @@ class _Connection(web.RequestHandler):
 class Endpoint(AbstractContextManager["Endpoint"]):
     """The server and its sessions. The rank's thread calls the public methods, except as noted."""
 
-    def __init__(
-        self,
-        *,
-        max_connections: int = 1024,
-        max_waiting: int = 64,
-        request_s: float = 30,
-        beat_s: float = 15,
-    ) -> None:
-        """Starts the server.
+    max_connections = 1024
+    max_waiting = 64
+    """The most requests of one session at a time."""
+    request_s: float = 30
+    """The bound for the arrival of a request, and for the reading of an answer."""
+    beat_s: float = 15
+    """The time between two interim answers."""
 
-        `max_waiting` is the most requests of one session at a time. `request_s` bounds the arrival
-        of a request and the reading of an answer. `beat_s` is the time between two interim
-        answers.
-        """
-        self.request_s = request_s
-        self._max_connections = max_connections
-        self._max_waiting = max_waiting
-        self._beat_s = beat_s
+    def __init__(self) -> None:
+        """Starts the server."""
         self._sessions: dict[str, _Session] = {}
         self._names: dict[ConversationId, str] = {}
         self._calls: deque[Call] = deque()
-        # In the order of arrival, the oldest first.
-        self._connections: dict[_Connection, None] = {}
+        # In the order of arrival, the oldest first. The server's thread alone uses it.
+        self.connections: dict[_Connection, None] = {}
         self._held_bytes = 0
         self._warned: set[str] = set()
         self._wakeup_read, self._wakeup_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -200,11 +171,22 @@ class Endpoint(AbstractContextManager["Endpoint"]):
         self._loop = asyncio.new_event_loop()
         # Set in the loop's thread alone, as asyncio's objects are not safe for threads.
         self._is_stopping = asyncio.Event()
-        self._thread = threading.Thread(target=self._run, name="agents' endpoint", daemon=True)
+        self._thread = threading.Thread(
+            target=self._loop.run_until_complete,
+            args=[self._serve()],
+            name="agents' endpoint",
+            daemon=True,
+        )
         self._thread.start()
 
     def __exit__(self, *_: object) -> None:
-        self.stop()
+        """Ends the server and all connections."""
+        self._call_in_thread(self._is_stopping.set)
+        self._thread.join()
+        self._loop.close()
+        self._listening.close()
+        os.close(self._wakeup_read)
+        os.close(self._wakeup_write)
 
     def fileno(self) -> int:
         """Returns a file that is readable when `take` has calls to return."""
@@ -235,29 +217,22 @@ class Endpoint(AbstractContextManager["Endpoint"]):
         with suppress(BlockingIOError):
             while os.read(self._wakeup_read, 4096):
                 pass
-        calls = []
-        while self._calls:
-            call = self._calls.popleft()
-            if not call.is_over:
-                calls.append(call)
-        return calls
+        calls = [self._calls.popleft() for _ in range(len(self._calls))]
+        return [call for call in calls if not call.is_over]
 
     def answer(
         self, call: Call, message: Message, finish_reason: str, usage: Mapping[str, int]
-    ) -> bool:
-        """Answers a call. Returns False if its client is known to have disconnected.
+    ) -> None:
+        """Answers a call.
 
         `message` is as ChatFormat.parse returns it, with an id in each of its tool calls.
         """
-        is_waiting = not call.is_over
         if call.request.is_stream:
-            streamed_usage = usage if call.request.streams_usage else None
-            body = stream_body(message, finish_reason, streamed_usage)
+            body = stream_body(message, finish_reason, call.request.streams_usage and usage)
             response = web.Response(body=body, content_type="text/event-stream")
         else:
             response = _json_response(completion_body(message, finish_reason, usage))
         self._call_in_thread(_set_reply, call, response)
-        return is_waiting
 
     def refuse(self, call: Call, error: ApiError) -> None:
         """Answers a call with an error."""
@@ -274,26 +249,12 @@ class Endpoint(AbstractContextManager["Endpoint"]):
         seconds, start = self._sessions[name].waited
         return seconds if start is None else seconds + time.monotonic() - start
 
-    def stop(self) -> None:
-        """Ends the server and all connections."""
-        self._call_in_thread(self._is_stopping.set)
-        self._thread.join()
-        self._listening.close()
-        os.close(self._wakeup_read)
-        os.close(self._wakeup_write)
-
     def _call_in_thread(self, function: Callable[..., object], *args: Any) -> None:
         # RuntimeError: the loop is closed, and with it all connections.
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function, *args)
 
     # The methods below run in the server's own thread.
-
-    def _run(self) -> None:
-        try:
-            self._loop.run_until_complete(self._serve())
-        finally:
-            self._loop.close()
 
     async def _serve(self) -> None:
         # With handler_cancellation aiohttp (3.14) cancels a handler as soon as its client leaves.
@@ -318,8 +279,7 @@ class Endpoint(AbstractContextManager["Endpoint"]):
         # One turn of the loop lets connections that were accepted begin.
         await asyncio.sleep(0)
         for connection in server.connections:
-            if connection.transport is not None:
-                connection.transport.abort()
+            _abort(connection)
         # Handlers that still run would keep the loop from closing.
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
@@ -332,25 +292,20 @@ class Endpoint(AbstractContextManager["Endpoint"]):
         Where there are too many, aborts the oldest one whose client has shown no token, or returns
         False if all have shown one.
         """
-        if len(self._connections) >= self._max_connections:
-            # Clients that have shown a token keep their connections; the oldest stranger loses it.
-            strangers = (old for old in self._connections if not old.is_known)
+        if len(self.connections) >= self.max_connections:
+            strangers = (old for old in self.connections if not old.is_known)
             stranger = next(strangers, None)
             if stranger is None:
                 return False
-            stranger.abort()
-            self.forget(stranger)
-        self._connections[connection] = None
+            _abort(stranger)
+            del self.connections[stranger]
+        self.connections[connection] = None
         return True
-
-    def forget(self, connection: _Connection) -> None:
-        """Removes a connection that has ended; runs in the server's thread."""
-        self._connections.pop(connection, None)
 
     async def _handle(self, request: web.BaseRequest) -> web.Response:
         connection = request.protocol
         assert isinstance(connection, _Connection)
-        connection.stop_deadline()
+        connection.deadline.cancel()
         # After a request that was not read whole, nothing on this connection can be trusted.
         closes = True
         num_bytes = request.content_length or 0
@@ -381,16 +336,18 @@ class Endpoint(AbstractContextManager["Endpoint"]):
         """Returns the session that a request head names. Raises ApiError."""
         path = _PATH.fullmatch(request.raw_path.partition("?")[0])
         if path is None:
-            paths = "/sessions/<id>/v1/chat/completions and /sessions/<id>/v1/models"
-            raise ApiError(404, "not_found", f"there are {paths}")
+            raise ApiError(
+                404,
+                "not_found",
+                "there are /sessions/<id>/v1/chat/completions and /sessions/<id>/v1/models",
+            )
         name, resource = path.groups()
         session = self._sessions.get(name)
         if session is None:
             raise _SESSION_ENDED
-        credentials = request.headers.getall("Authorization", [])
-        if len(credentials) > 1:
-            raise ApiError(400, "bad_http", "the header authorization is given twice")
-        scheme, _, token = "".join(credentials).partition(" ")
+        # Several headers are no token.
+        credentials = ", ".join(request.headers.getall("Authorization", []))
+        scheme, _, token = credentials.partition(" ")
         # Bytes beyond UTF-8 come as surrogates.
         token_bytes = token.strip().encode(errors="surrogateescape")
         if scheme.lower() != "bearer" or not hmac.compare_digest(session.token, token_bytes):
@@ -399,8 +356,11 @@ class Endpoint(AbstractContextManager["Endpoint"]):
             raise ApiError(405, "method_not_allowed", f"{resource} takes {_METHODS[resource]}")
         # Without Content-Length the size of a body could not be counted before it is read.
         if "Transfer-Encoding" in request.headers:
-            rule = "a body must come with its Content-Length, and not in chunks"
-            raise ApiError(411, "length_required", rule)
+            raise ApiError(
+                411,
+                "length_required",
+                "a body must come with its Content-Length, and not in chunks",
+            )
         if (request.content_length or 0) > _MAX_BODY_BYTES:
             raise ApiError(413, "body_too_large", f"a body may have {_MAX_BODY_BYTES} bytes")
         return session
@@ -424,12 +384,15 @@ class Endpoint(AbstractContextManager["Endpoint"]):
         aiohttp cancels this when the client disconnects.
         """
         chat_request = read_request(body)
-        self._warn_of_ignored(chat_request)
+        for name in set(chat_request.ignored) - self._warned:
+            self._warned.add(name)
+            _log.warning("an agent's `%s` is ignored: turns are sampled as `rollout` says", name)
         if session.has_ended:
             raise _SESSION_ENDED
-        if len(session.waiting) >= self._max_waiting:
-            rule = f"{self._max_waiting} requests of this session wait already; try again"
-            raise ApiError(429, "busy", rule)
+        if len(session.waiting) >= self.max_waiting:
+            raise ApiError(
+                429, "busy", f"{self.max_waiting} requests of this session wait already; try again"
+            )
         # The rank's thread takes calls out of this queue, and is woken by a byte in the pipe.
         call = Call(session.conversation, chat_request, session, self._loop.create_future())
         session.waiting[call] = None
@@ -440,7 +403,7 @@ class Endpoint(AbstractContextManager["Endpoint"]):
             os.write(self._wakeup_write, b"\0")
         try:
             while not call.reply.done():
-                await asyncio.wait([call.reply], timeout=self._beat_s)
+                await asyncio.wait([call.reply], timeout=self.beat_s)
                 if not call.reply.done():
                     _tell_to_wait(request)
             reply = call.reply.result()
@@ -452,13 +415,6 @@ class Endpoint(AbstractContextManager["Endpoint"]):
             raise reply
         return reply
 
-    def _warn_of_ignored(self, request: ChatRequest) -> None:
-        for name in request.ignored:
-            if name not in self._warned:
-                self._warned.add(name)
-                rule = "turns are sampled as `rollout` says"
-                _log.warning("an agent's `%s` is ignored: %s", name, rule)
-
     async def _send(self, request: web.BaseRequest, response: web.Response) -> None:
         """Sends an answer; a client that does not read it in time loses its connection."""
         try:
@@ -467,8 +423,12 @@ class Endpoint(AbstractContextManager["Endpoint"]):
                 await response.prepare(request)
                 await response.write_eof()
         except TimeoutError:
-            if request.transport is not None:
-                request.transport.abort()
+            _abort(request)
+
+
+def _abort(connection: web.RequestHandler | web.BaseRequest) -> None:
+    if connection.transport is not None:
+        connection.transport.abort()
 
 
 def _json_response(body: bytes, status: int = 200) -> web.Response:

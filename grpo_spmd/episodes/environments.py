@@ -11,7 +11,8 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,16 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import EnvironmentConfig, RewardConfig
 from grpo_spmd.distributed import doctor
 from grpo_spmd.engine.engine import RolloutEngine
-from grpo_spmd.engine.requests import ConversationId, EpisodeTask, GenerationHooks, OnCompletion
-from grpo_spmd.episodes.agent_episodes import AgentEpisodes
+from grpo_spmd.engine.requests import (
+    LATER,
+    ConversationId,
+    EpisodeTask,
+    GenerationHooks,
+    OnCompletion,
+)
 from grpo_spmd.episodes.chat_format import ChatFormat
 from grpo_spmd.episodes.endpoint import Endpoint
-from grpo_spmd.episodes.episodes import Episodes, FollowerEpisodes
+from grpo_spmd.episodes.episodes import AgentEpisodes, Episodes
 from grpo_spmd.episodes.open_episode import EpisodeLimits
 from grpo_spmd.episodes.pool import EnvironmentPool
 from grpo_spmd.records import Completion, RolloutGroup, ScoredRollouts
@@ -33,12 +39,12 @@ from grpo_spmd.rewards.scorers import RewardColumn, merge_results
 _log = logging.getLogger("grpo_spmd")
 
 
+@dataclass(frozen=True)
 class EnvironmentScorer:
     """Reads the rewards of environments out of the episodes, without any communication."""
 
-    def __init__(self, names: Collection[str]) -> None:
-        """`names` are the names of the rewards that the environments give."""
-        self._names = names
+    names: Collection[str]
+    """The names of the rewards that the environments give."""
 
     def score(self, groups: Sequence[RolloutGroup], scored: ScoredRollouts) -> ScoredRollouts:
         """Returns the environments' rewards alone, without texts and sums. Not collective.
@@ -46,7 +52,7 @@ class EnvironmentScorer:
         `scored`, which other scorers read, is not used.
         """
         episodes = [completion.episode for group in groups for completion in group.completions]
-        columns = [RewardColumn(name, len(episodes)) for name in self._names]
+        columns = [RewardColumn(name, len(episodes)) for name in self.names]
         for column in columns:
             for number, episode in enumerate(episodes):
                 value = None if episode is None else episode.rewards.get(column.name)
@@ -58,7 +64,7 @@ class EnvironmentScorer:
         return merge_results([column.scores for column in columns])
 
 
-class Environments(AbstractContextManager["Environments"]):
+class Environments:
     """Holds the environments of one rank, with their processes and the chat format.
 
     Only the first rank of an engine starts processes. The other ranks of the engine sample what the
@@ -99,54 +105,37 @@ class Environments(AbstractContextManager["Environments"]):
                 names.add(function.name)
         self._pool: EnvironmentPool | None = None
         self._endpoint: Endpoint | None = None
+        self._opened = ExitStack()
         self.scorer = EnvironmentScorer([])
         """The scorer of the rewards that environments give."""
         if log_file is None:
             return
-        self._pool = EnvironmentPool(config, self.looking_rewards, log_file, check=check)
         # The pool has processes already, so a failure below must end them.
-        try:
-            self._chat = self._open_chat(tokenizer, names)
-        except BaseException:
-            self._pool.close()
-            raise
-        facts = self._pool.facts
-        self.scorer = EnvironmentScorer(facts.reward_names)
+        pool = EnvironmentPool(config, self.looking_rewards, log_file, check=check)
+        with ExitStack() as stack:
+            stack.callback(pool.close)
+            facts = pool.facts
+            duplicates = sorted(names.intersection(facts.weights))
+            if duplicates:
+                raise ConfigError(
+                    f"environment: its reward is called {duplicates[0]!r}, as one of `rewards` "
+                    "is; give that one another name"
+                )
+            self._chat = ChatFormat(tokenizer, config.history, facts.tools, environment=facts.kind)
+            _log.info("chat template: %s", self._chat.note)
+            if facts.kind == "agent":
+                self._endpoint = stack.enter_context(Endpoint())
+                pool.connect(self._endpoint)
+            self._opened = stack.pop_all()
+        self._pool = pool
+        self.scorer = EnvironmentScorer(list(facts.weights))
         # Order of the sum: rewards of the config keep their places; the environments' own follow.
-        self.weights |= zip(facts.reward_names, facts.weights, strict=True)
-        doctor.describe_waiting_with(self._pool.where)
-        if facts.kind == "agent":
-            self._endpoint = Endpoint()
-            self._pool.connect(self._endpoint)
-
-    def _open_chat(self, tokenizer: Any, other_names: set[str]) -> ChatFormat:
-        """Returns the chat format of the run. Raises ConfigError where two rewards have the same
-        name."""
-        assert self._pool is not None
-        facts = self._pool.facts
-        duplicates = sorted(other_names.intersection(facts.reward_names))
-        if duplicates:
-            rule = f"its reward is called {duplicates[0]!r}, as one of `rewards` is"
-            raise ConfigError(f"environment: {rule}; give that one another name")
-        chat = ChatFormat(
-            tokenizer,
-            self._config.history,
-            facts.tools,
-            has_user_turns=facts.kind == "gym",
-            has_tool_results=facts.kind == "tools",
-        )
-        _log.info("chat template: %s", chat.note)
-        return chat
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        self.weights |= facts.weights
+        doctor.describe_waiting_with(pool.where)
 
     def close(self) -> None:
         """Ends the environments' processes and the endpoint."""
-        if self._pool is not None:
-            self._pool.close()
-        if self._endpoint is not None:
-            self._endpoint.stop()
+        self._opened.close()
 
     def statuses(self, groups: Sequence[RolloutGroup]) -> dict[str, Counter[str]]:
         """Returns {"(environment)": number of episodes by status of rewards}.
@@ -155,12 +144,13 @@ class Environments(AbstractContextManager["Environments"]):
         many failed (check_error_rate).
         """
         words = {"env_error": "error", "env_timeout": "timeout"}
-        counts = Counter[str]()
-        for group in groups:
-            for completion in group.completions:
-                if completion.episode is not None:
-                    counts[words.get(completion.episode.status, "ok")] += 1
-        return {"(environment)": counts}
+        statuses = Counter(
+            words.get(completion.episode.status, "ok")
+            for group in groups
+            for completion in group.completions
+            if completion.episode is not None
+        )
+        return {"(environment)": statuses}
 
     def generate(
         self,
@@ -179,34 +169,13 @@ class Environments(AbstractContextManager["Environments"]):
         conversation, as RolloutEngine.generate_shared does. The first rank of an engine has all
         jobs of the engine, the other ranks have none.
         """
-        # On ranks without a pool the episodes only follow what the first rank of the engine sends.
-        episodes = self._episodes(task, temperature, finished)
-        try:
-            jobs = engine.generate_shared(
-                job_sizes,
-                GenerationHooks(episodes.next_request, late_requests=episodes),
-                policy_version,
-                expected,
-            )
-        finally:
-            episodes.close()
         if self._pool is None:
+            # Only the first rank of an engine runs episodes, and is asked for late requests; the
+            # others follow what it sends.
+            nobody: Any = object()
+            hooks = GenerationHooks(lambda *_: LATER, late_requests=nobody)
+            engine.generate_shared(job_sizes, hooks, policy_version, expected)
             return {}
-        return {
-            job: [[episodes.completions[job, number]] for number in range(len(completions))]
-            for job, completions in jobs.items()
-        }
-
-    def _episodes(
-        self,
-        task: Callable[[ConversationId], EpisodeTask],
-        temperature: float | None,
-        finished: OnCompletion | None,
-    ) -> FollowerEpisodes:
-        """Returns the kind of episodes that this rank samples; only the first rank of an engine
-        runs them."""
-        if self._pool is None:
-            return FollowerEpisodes()
         shared: dict[str, Any] = {
             "pool": self._pool,
             "chat": self._chat,
@@ -217,6 +186,17 @@ class Environments(AbstractContextManager["Environments"]):
             "finished": finished,
         }
         # Agents ask for turns themselves; tools and gyms answer each turn of the policy.
-        if self._endpoint is not None:
-            return AgentEpisodes(self._endpoint, **shared)
-        return Episodes(**shared)
+        episodes = (
+            AgentEpisodes(endpoint=self._endpoint, **shared)
+            if self._endpoint is not None
+            else Episodes(**shared)
+        )
+        try:
+            hooks = GenerationHooks(episodes.next_request, late_requests=episodes)
+            jobs = engine.generate_shared(job_sizes, hooks, policy_version, expected)
+        finally:
+            episodes.close()
+        return {
+            job: [[episodes.completions[job, number]] for number in range(len(completions))]
+            for job, completions in jobs.items()
+        }

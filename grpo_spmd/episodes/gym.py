@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import inspect
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.episodes.trl import resolve
+from grpo_spmd.records import Fields, Message
 from grpo_spmd.rewards.trl import BrokenContractError, as_reward
-
-# The name of the reward: the sum of the steps' rewards.
-REWARD = "environment"
 
 
 class GymDriver:
@@ -28,17 +26,24 @@ class GymDriver:
     An environment that begins with `init` (SkyRL) is made for each episode; others are made once.
     """
 
-    def __init__(self, make: Callable[[], Any], key: str = "environment.gym") -> None:
+    kind = "gym"
+    # The sum of the steps' rewards.
+    reward_names = ("environment",)
+    schemas: Sequence[Fields] = ()
+
+    def __init__(self, make: Callable[[], Any]) -> None:
         """Raises ConfigError for a class that cannot be an environment."""
         self._make = make
         if inspect.isclass(make):
             for names in (("reset", "init"), ("step",)):
                 if not any(callable(getattr(make, name, None)) for name in names):
-                    raise ConfigError(f"{key}: {make.__name__} has no method {' or '.join(names)}")
+                    raise ConfigError(
+                        f"environment.gym: {make.__name__} has no method {' or '.join(names)}"
+                    )
         self.environment: Any = None
-        self._messages: list[dict[str, Any]] = []
+        self._messages: list[Message] = []
 
-    def begin(self, row: dict[str, Any]) -> dict[str, Any]:
+    def begin(self, row: Fields) -> Fields:
         """Begins an episode. Returns {"messages": the messages after the prompt}."""
         prompt = row.get("prompt")
         if isinstance(prompt, str):
@@ -51,7 +56,12 @@ class GymDriver:
         if self.environment is None:
             self.environment = self._make()
         if not hasattr(self.environment, "reset"):
-            return {"messages": self._init()}
+            # SkyRL returns the whole prompt with its own additions.
+            start, _ = resolve(self.environment.init(self._messages))
+            messages = to_messages(start)
+            num_known = len(self._messages)
+            is_known = messages[:num_known] == self._messages
+            return {"messages": messages[num_known:] if is_known else messages}
         parameters = [*inspect.signature(self.environment.reset).parameters]
         # ms-swift: the system prompt comes before the observation.
         if parameters == ["config"]:
@@ -66,14 +76,7 @@ class GymDriver:
             result = result.observation
         return {"messages": to_messages(result)}
 
-    def _init(self) -> list[dict[str, Any]]:
-        """Begins a SkyRL environment, which returns the whole prompt with its own additions."""
-        prompt, _ = resolve(self.environment.init(self._messages))
-        messages = to_messages(prompt)
-        num_known = len(self._messages)
-        return messages[num_known:] if messages[:num_known] == self._messages else messages
-
-    def act(self, message: Mapping[str, Any]) -> dict[str, Any]:
+    def act(self, message: Mapping[str, Any]) -> Fields:
         """Runs one step with the policy's turn."""
         self._messages.append(dict(message))
         step = self.environment.step
@@ -87,7 +90,7 @@ class GymDriver:
         return {}
 
 
-def read_step(result: Any) -> dict[str, Any]:
+def read_step(result: Any) -> Fields:
     """Returns {"messages", "reward", "done"} from what a step returned.
 
     Raises BrokenContractError for another form, ValueError for a reward that is no finite number.
@@ -107,11 +110,11 @@ def read_step(result: Any) -> dict[str, Any]:
     elif isinstance(result, tuple) and len(result) in (3, 4):
         observation, reward, done = result[:3]
     else:
-        forms = (
-            "(observation, reward, terminated, truncated, info), "
-            "(observation, reward, done, info), a dict or an object with these"
+        raise BrokenContractError(
+            f"step() returned {type(result).__name__}, and not (observation, reward, terminated, "
+            "truncated, info), (observation, reward, done, info), a dict or an object with "
+            "these"
         )
-        raise BrokenContractError(f"step() returned {type(result).__name__}, and not {forms}")
     # Rewards may be numpy's or torch's numbers.
     number = as_reward(reward)
     if isinstance(number, str):
@@ -119,7 +122,7 @@ def read_step(result: Any) -> dict[str, Any]:
     return {"messages": to_messages(observation), "reward": number, "done": bool(done)}
 
 
-def to_messages(observation: Any) -> list[dict[str, Any]]:
+def to_messages(observation: Any) -> list[Message]:
     """Returns an observation as messages. Raises BrokenContractError."""
     if observation is None:
         return []
@@ -136,11 +139,13 @@ def to_messages(observation: Any) -> list[dict[str, Any]]:
             inner = getattr(observation, name, None)
         if isinstance(inner, str | list):
             return to_messages(inner)
-    rule = "it must be text, messages, or have an attribute `messages` or `text`"
-    raise BrokenContractError(f"an observation is {type(observation).__name__}: {rule}")
+    raise BrokenContractError(
+        f"an observation is {type(observation).__name__}: it must be text, messages, or have an "
+        "attribute `messages` or `text`"
+    )
 
 
-def _action(step: Callable[..., Any], text: str, messages: list[dict[str, Any]]) -> Any:
+def _action(step: Callable[..., Any], text: str, messages: list[Message]) -> Any:
     """Returns the argument of `step`, chosen by its annotation.
 
     It is the policy's text; or all messages so far; or an object of a class whose first field is a

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
 
 import numpy as np
 
 from grpo_spmd.episodes.chat_format import ChatFormat
-from grpo_spmd.records import Completion, Episode, Segment, Turn
+from grpo_spmd.episodes.openai_api import num_chars
+from grpo_spmd.records import Completion, Episode, Fields, Message, Segment, Turn
 
 # After this many turns in a row with nothing but invalid calls, the episode ends.
 MAX_INVALID_TURNS = 3
-Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -35,19 +34,6 @@ class EpisodeLimits:
     """The most tokens of all segments together, because a micro-batch must hold them."""
 
 
-class _Room(NamedTuple):
-    """The number of tokens that fit after a context."""
-
-    episode: int
-    """The room that `max_tokens` leaves."""
-    context: int
-    """The room that all other limits leave."""
-
-    @property
-    def is_empty(self) -> bool:
-        return min(self) < 1
-
-
 class OpenEpisode:
     """The state of one running episode. Text is never tokenized again once it is in the context."""
 
@@ -55,7 +41,7 @@ class OpenEpisode:
         self,
         limits: EpisodeLimits,
         prompt: list[Message],
-        tools: Sequence[dict[str, Any]],
+        tools: Sequence[Fields],
         prompt_ids: list[int],
     ) -> None:
         """`prompt_ids` are the tokens of the messages `prompt`."""
@@ -74,12 +60,13 @@ class OpenEpisode:
         self.logprobs: list[float] = []
         self.status: str | None = None
         """How the episode ended; None while it runs."""
-        if self._room().is_empty:
-            self._end_without_room(self._room())
+        if self.max_turn_tokens() < 1:
+            self._end_without_room(self.context_ids, self._num_all_tokens)
 
     def max_turn_tokens(self) -> int:
         """Returns the most tokens that the next turn may sample; below 1 there is no room."""
-        return min(self._limits.max_turn_tokens, *self._room())
+        rooms = self._rooms(self.context_ids, self._num_all_tokens)
+        return min(self._limits.max_turn_tokens, *rooms)
 
     def add_turn(
         self, completion: Completion, message: Message, num_invalid: int, ends_without_call: bool
@@ -108,13 +95,15 @@ class OpenEpisode:
         elif ends_without_call and not has_calls:
             self.status = "ok"
 
-    def add_answer(self, values: dict[str, Any], chat: ChatFormat) -> None:
+    def add_answer(self, values: Fields, chat: ChatFormat) -> None:
         """Appends the environment's answer to the last turn (Reply.values).
 
         Raises ValueError where the template refuses the answer, or where the answer is empty and
         the episode is not over.
         """
         self.turns[-1] = replace(self.turns[-1], reward=values["reward"])
+        # No tokenizer makes a longer text short enough: it is refused before it is tokenized.
+        max_chars = max(self.max_turn_tokens(), 0) * chat.max_token_chars
         only_invalid = 0 < values["num_calls"] <= values["num_invalid"]
         self._num_invalid_turns = self._num_invalid_turns + 1 if only_invalid else 0
         if values["done"]:
@@ -124,8 +113,8 @@ class OpenEpisode:
         elif len(self.turns) >= self._limits.max_turns:
             self.status = "max_turns"
         # With "too_long" the messages were larger than any room, so the worker did not send them.
-        elif values.get("too_long") or not self._may_fit(values["messages"], chat):
-            self._end_without_room(self._room())
+        elif values.get("too_long") or num_chars(values["messages"]) > max_chars:
+            self._end_without_room(self.context_ids, self._num_all_tokens)
         else:
             self._add_messages(values["messages"], chat)
 
@@ -144,14 +133,6 @@ class OpenEpisode:
             calls_s=calls_s,
         )
 
-    def _may_fit(self, messages: Sequence[Message], chat: ChatFormat) -> bool:
-        """Returns False for texts that no tokenizer makes short enough.
-
-        So a text of 100 MB is refused before it is tokenized.
-        """
-        num_chars = sum(len(str(message.get("content") or "")) for message in messages)
-        return num_chars <= max(self.max_turn_tokens(), 0) * chat.max_token_chars
-
     def _add_messages(self, messages: Sequence[Message], chat: ChatFormat) -> None:
         """Makes the context of the next turn. Nothing is added if there is no room for that
         turn."""
@@ -161,9 +142,8 @@ class OpenEpisode:
         ids, continues = chat.next_ids(self.context_ids, history, messages, self.tools)
         num_kept = len(self.context_ids) if continues else 0
         num_all_tokens = self._num_all_tokens + len(ids) - num_kept
-        room = self._room(len(ids), num_all_tokens)
-        if room.is_empty:
-            self._end_without_room(room)
+        if min(self._rooms(ids, num_all_tokens)) < 1:
+            self._end_without_room(ids, num_all_tokens)
             return
         if not continues:
             # The template rewrote earlier turns: the sampled tokens stay in a segment of their own.
@@ -173,21 +153,19 @@ class OpenEpisode:
         self._num_all_tokens = num_all_tokens
         self.messages += messages
 
-    def _room(self, length: int | None = None, num_all_tokens: int | None = None) -> _Room:
-        """Returns the room after a context of `length` tokens, or after the present context for
-        None."""
-        if length is None or num_all_tokens is None:
-            length = len(self.context_ids)
-            num_all_tokens = self._num_all_tokens
+    def _rooms(self, ids: Sequence[int], num_all_tokens: int) -> tuple[int, int]:
+        """Returns the tokens that fit after a context: what `max_tokens` leaves, and what the other
+        limits leave. `num_all_tokens` are those of all segments with this context."""
         limits = self._limits
-        return _Room(
-            episode=limits.max_tokens - (length - self._num_prompt_tokens),
-            context=min(limits.max_model_len - length, limits.max_all_tokens - num_all_tokens),
+        return (
+            limits.max_tokens - (len(ids) - self._num_prompt_tokens),
+            min(limits.max_model_len - len(ids), limits.max_all_tokens - num_all_tokens),
         )
 
-    def _end_without_room(self, room: _Room) -> None:
+    def _end_without_room(self, ids: Sequence[int], num_all_tokens: int) -> None:
         """Ends the episode with the status of the limit that leaves the least room."""
-        self.status = "max_tokens" if room.episode <= room.context else "context_overflow"
+        episode_room, context_room = self._rooms(ids, num_all_tokens)
+        self.status = "max_tokens" if episode_room <= context_room else "context_overflow"
 
     def _segment(self) -> Segment:
         return Segment(np.array(self.context_ids, np.int32), np.array(self._sampled, np.bool_))

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-Message = dict[str, Any]
+from grpo_spmd.records import Fields, Message
 
 # The model's name for agents.
 MODEL = "policy"
@@ -27,9 +27,6 @@ _NOT_PLAIN = (
     f"has more than {_MAX_DEPTH} levels or {_MAX_VALUES} values, "
     "or a text that is not valid Unicode"
 )
-_READ = {
-    "model", "messages", "tools", "max_tokens", "max_completion_tokens", "stream", "stream_options",
-}  # fmt: skip
 _WITHOUT_EFFECT = {
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
     "prompt_cache_retention",
@@ -38,7 +35,7 @@ _IGNORED = (
     "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "parallel_tool_calls", "reasoning_effort", "verbosity",
 )  # fmt: skip
-# Values of other options that have no effect.
+# Values of options that would change the form of the answer, with which they have no effect.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
@@ -48,13 +45,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("auto",),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
-    "top_p": (1,),
-    "top_k": (-1, 0),
-    "min_p": (0,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "parallel_tool_calls": (True,),
 }
 
 
@@ -74,7 +64,7 @@ class ChatRequest:
     messages: list[Message]
     """The messages. Text parts are joined, null is "", arguments of calls are dicts, and unknown
     keys are dropped."""
-    tools: list[dict[str, Any]]
+    tools: list[Fields]
     max_tokens: int | None
     """The most tokens of the answer; None means as many as there is room for."""
     is_stream: bool
@@ -122,7 +112,8 @@ class _StreamOptions(msgspec.Struct):
 _Limit = Annotated[int, msgspec.Meta(ge=1)] | None
 
 
-class _Body(msgspec.Struct):
+class _Body(msgspec.Struct, kw_only=True):
+    model: Any = MODEL
     messages: Annotated[list[_Message], msgspec.Meta(min_length=1)]
     tools: Annotated[list[_Tool], msgspec.Meta(max_length=128)] = []
     max_tokens: _Limit = None
@@ -131,26 +122,33 @@ class _Body(msgspec.Struct):
     stream_options: _StreamOptions = msgspec.field(default_factory=_StreamOptions)
 
 
+_KNOWN = {*_Body.__struct_fields__, *_WITHOUT_EFFECT, *_IGNORED}
+
+
 def read_request(body: bytes) -> ChatRequest:
     """Returns the request in `body`.
 
     Raises ApiError for a malformed body and for options that cannot be honoured.
     """
     try:
-        fields = msgspec.json.decode(body, type=dict[str, Any])
+        fields = msgspec.json.decode(body, type=Fields)
         # Clients write null for options that are not set.
         fields = {name: value for name, value in fields.items() if value is not None}
-        model = fields.get("model", MODEL)
-        if model != MODEL:
-            rule = f"there is one model here, {MODEL!r}; got {model!r:.100}"
-            raise ApiError(404, "model_not_found", rule)
         for name, value in fields.items():
             # An option that is unknown is refused by name, unless its value has no effect.
-            is_known = name in _READ or name in _WITHOUT_EFFECT or name in _IGNORED
-            if not is_known and value not in _NEUTRAL.get(name, ()):
-                rule = f"`{name:.100}`={value!r:.100} is not done here; leave it out"
-                raise ApiError(400, "unsupported_parameter", rule)
+            if name not in _KNOWN and value not in _NEUTRAL.get(name, ()):
+                raise ApiError(
+                    400,
+                    "unsupported_parameter",
+                    f"`{name:.100}`={value!r:.100} is not done here; leave it out",
+                )
         request = msgspec.convert(fields, _Body)
+        if request.model != MODEL:
+            raise ApiError(
+                404,
+                "model_not_found",
+                f"there is one model here, {MODEL!r}; got {request.model!r:.100}",
+            )
     except ApiError:
         raise
     # msgspec reports malformed JSON and wrong types as ValueError, deep nesting as RecursionError.
@@ -169,11 +167,7 @@ def read_request(body: bytes) -> ChatRequest:
         max_tokens=min(limits, default=None),
         is_stream=request.stream,
         streams_usage=bool(request.stream_options.include_usage),
-        ignored=[
-            name
-            for name in _IGNORED
-            if name in fields and fields[name] not in _NEUTRAL.get(name, ())
-        ],
+        ignored=[name for name in _IGNORED if name in fields],
     )
 
 
@@ -183,21 +177,24 @@ def _template_message(message: _Message) -> Message:
     if isinstance(content, list):
         content = "".join(text_part.text for text_part in content)
     fields: Message = {"role": message.role, "content": content}
-    if message.role == "assistant" and message.reasoning_content:
-        fields["reasoning_content"] = message.reasoning_content
-    if message.role == "tool" and message.tool_call_id:
-        fields["tool_call_id"] = message.tool_call_id
-    if message.name:
-        fields["name"] = message.name
+    names = {"assistant": ("reasoning_content",), "tool": ("tool_call_id",)}
+    for name in (*names.get(message.role, ()), "name"):
+        value = getattr(message, name)
+        if value:
+            fields[name] = value
     if message.role == "assistant" and message.tool_calls:
-        fields["tool_calls"] = [_template_call(call) for call in message.tool_calls]
+        fields["tool_calls"] = [
+            {
+                "type": "function",
+                "function": {
+                    "name": call.function.name,
+                    "arguments": _arguments(call.function.arguments),
+                },
+                **({} if call.id is None else {"id": call.id}),
+            }
+            for call in message.tool_calls
+        ]
     return fields
-
-
-def _template_call(call: _ToolCall) -> dict[str, Any]:
-    function = {"name": call.function.name, "arguments": _arguments(call.function.arguments)}
-    fields: dict[str, Any] = {"type": "function", "function": function}
-    return fields if call.id is None else {**fields, "id": call.id}
 
 
 def _arguments(arguments: Any) -> Any:
@@ -245,7 +242,7 @@ def is_plain(value: Any) -> bool:
 
 def num_chars(messages: Sequence[Message]) -> int:
     """Returns the least number of characters of the context, whatever the template adds."""
-    return sum(len(message["content"]) for message in messages)
+    return sum(len(str(message.get("content") or "")) for message in messages)
 
 
 # Answer bodies.
@@ -263,16 +260,18 @@ def completion_body(message: Message, finish_reason: str, usage: Mapping[str, in
     return json.dumps({**header, "choices": [choice], "usage": usage}).encode()
 
 
-def stream_body(message: Message, finish_reason: str, usage: Mapping[str, int] | None) -> bytes:
+def stream_body(
+    message: Message, finish_reason: str, usage: Mapping[str, int] | Literal[False]
+) -> bytes:
     """Returns the events of a streamed answer: one delta, as the engine hands over whole turns."""
     delta = _wire_message(message)
     calls = delta.pop("tool_calls", [])
     delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)] or None
-    chunks: list[dict[str, Any]] = [
+    chunks: list[Fields] = [
         {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]},
         {"choices": [{"index": 0, "delta": {}, "finish_reason": finish_reason}]},
     ]
-    if usage is not None:
+    if usage:
         chunks.append({"choices": [], "usage": usage})
     header = _header("chat.completion.chunk")
     events = [json.dumps({**header, **chunk}) for chunk in chunks]
@@ -292,30 +291,25 @@ def models_body() -> bytes:
     return json.dumps({"object": "list", "data": [entry]}).encode()
 
 
-def _header(kind: str) -> dict[str, Any]:
-    name = f"chatcmpl-{secrets.token_hex(8)}"
-    return {"id": name, "object": kind, "created": int(time.time()), "model": MODEL}
+def _header(kind: str) -> Fields:
+    return {
+        "id": f"chatcmpl-{secrets.token_hex(8)}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": MODEL,
+    }
 
 
 def _wire_message(message: Message) -> Message:
     """Returns a message in the protocol's form: arguments as JSON text, no content as null."""
-    calls = [
-        {
-            "id": call["id"],
-            "type": "function",
-            "function": {
-                "name": call["function"]["name"],
-                "arguments": _json_text(call["function"]["arguments"]),
-            },
-        }
-        for call in message.get("tool_calls") or ()
-    ]
+    calls = []
+    for call in message.get("tool_calls") or ():
+        arguments = call["function"]["arguments"]
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
     content = message.get("content") or ""
     fields: Message = {"role": "assistant", "content": None if calls and not content else content}
     if message.get("reasoning_content"):
         fields["reasoning_content"] = message["reasoning_content"]
     return {**fields, "tool_calls": calls} if calls else fields
-
-
-def _json_text(arguments: Any) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

@@ -8,7 +8,6 @@ that it left running.
 from __future__ import annotations
 
 import json
-import math
 import os
 import time
 from collections import deque
@@ -23,6 +22,7 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import EnvironmentConfig, RewardConfig
 from grpo_spmd.engine.requests import ConversationId
 from grpo_spmd.episodes.endpoint import Endpoint
+from grpo_spmd.records import Fields, Message
 from grpo_spmd.rewards.pool.nursery import encode_frame
 from grpo_spmd.rewards.pool.processes import HowItFailed, ProcessPool, WorkerProcess, allow_workers
 from grpo_spmd.rewards.trl import RewardError
@@ -37,9 +37,9 @@ class EnvironmentFacts:
     """The facts about the user's code that its nursery reports."""
 
     kind: Literal["tools", "gym", "agent"]
-    reward_names: list[str]
-    weights: list[float]
-    tools: list[dict[str, Any]]
+    weights: dict[str, float]
+    """The weights of the rewards by name: the environment's own, then those that look at it."""
+    tools: list[Fields]
     """JSON schemas."""
 
 
@@ -48,7 +48,7 @@ class Reply:
     """The result of a successful call."""
 
     method: Method
-    values: dict[str, Any]
+    values: Fields
     seconds: float
 
 
@@ -121,7 +121,7 @@ class EnvironmentPool(ProcessPool):
         )
         self._config = environment
         self._facts: EnvironmentFacts | None = None
-        self._waiting: deque[tuple[ConversationId, dict[str, Any]]] = deque()
+        self._waiting: deque[tuple[ConversationId, Fields]] = deque()
         self._live: dict[ConversationId, _LiveEpisode] = {}
         self._idle: list[WorkerProcess] = []
         self._replies: list[tuple[ConversationId, Reply | Failure]] = []
@@ -146,7 +146,7 @@ class EnvironmentPool(ProcessPool):
     def begin(
         self,
         conversation: ConversationId,
-        row: dict[str, Any],
+        row: Fields,
         seed: int,
         access: dict[str, str] | None = None,
     ) -> None:
@@ -159,19 +159,18 @@ class EnvironmentPool(ProcessPool):
         self._waiting.append((conversation, {"row": row, "seed": seed, "access": access or {}}))
         self._dispatch()
 
-    def act(self, conversation: ConversationId, message: dict[str, Any]) -> None:
+    def act(self, conversation: ConversationId, message: Message) -> None:
         """Sends the policy's turn to the environment. Like every call, it leads to a Reply or a
         Failure."""
         calls = [call["function"]["name"] for call in message.get("tool_calls") or ()]
         location = f"tool {calls[0]!r:.100}" if calls else "step()"
         self._send_call(conversation, "act", {"message": json.dumps(message)}, location)
 
-    def end(self, conversation: ConversationId, columns: dict[str, Any]) -> None:
-        """Asks for the rewards; `columns` are a reward function's keyword lists, of length one."""
-        completion = {
-            name: columns[name] for name in ("completions", "completion_ids") if name in columns
-        }
-        columns = {name: values for name, values in columns.items() if name not in completion}
+    def end(self, conversation: ConversationId, arguments: Fields) -> None:
+        """Asks for the rewards; `arguments` are a reward function's, for one completion."""
+        columns = {name: [value] for name, value in arguments.items()}
+        # What the policy wrote goes as text, so that it cannot pass for a tag of the frame.
+        completion = {name: columns.pop(name, []) for name in ("completions", "completion_ids")}
         message = {"columns": columns, "completion": json.dumps(completion)}
         self._send_call(conversation, "end", message, "its rewards")
 
@@ -210,12 +209,10 @@ class EnvironmentPool(ProcessPool):
     def where(self) -> str:
         """Returns the longest running call, for reports of why this rank waits. Any thread may
         call it."""
-        calls = [
-            worker.call for worker in list(self._workers.values()) if isinstance(worker.call, _Call)
-        ]
+        # The rank's other threads may ask, so the list of workers is copied.
+        calls: list[_Call] = [worker.call for worker in list(self._workers.values()) if worker.call]
         if not calls:
             return ""
-        # The rank's other threads may ask, so the list of workers was copied above.
         call = min(calls, key=lambda call: call.start)
         episode = "/".join(map(str, call.conversation))
         seconds = time.monotonic() - call.start
@@ -224,14 +221,12 @@ class EnvironmentPool(ProcessPool):
     def _extend_deadlines(self) -> None:
         """Adds the time that agents have waited for the engine to their deadlines."""
         for conversation, episode in self._live.items():
-            worker = episode.worker
-            call = worker.call
-            if not isinstance(call, _Call) or call.is_debugged or worker.has_hung_up:
-                continue
-            elapsed_s = time.monotonic() - call.start
-            # Agents' calls include their waits for the engine, which must not count against them.
-            remaining_s = self._config.timeout_s + self._engine_s(conversation) - elapsed_s
-            self._take_on(worker, call, remaining_s)
+            call: _Call | None = episode.worker.call
+            if call and not call.is_debugged and not episode.worker.has_hung_up:
+                # Agents' calls include their waits for the engine, which must not count.
+                elapsed_s = time.monotonic() - call.start
+                remaining_s = self._config.timeout_s + self._engine_s(conversation) - elapsed_s
+                self._take_on(episode.worker, call, remaining_s)
 
     def _dispatch(self) -> None:
         """Begins waiting episodes in idle workers, and in new ones up to `num_workers`."""
@@ -250,7 +245,7 @@ class EnvironmentPool(ProcessPool):
         self,
         conversation: ConversationId,
         method: Method,
-        message: dict[str, Any],
+        message: Fields,
         location: str,
         *,
         is_new_worker: bool = True,
@@ -269,7 +264,7 @@ class EnvironmentPool(ProcessPool):
         # Serial numbers tell the answer to this call from late or forged answers.
         self._num_calls += 1
         call = _Call(conversation, method, self._num_calls, location)
-        fields = {"method": method, "conversation": conversation, "serial": call.serial, **message}
+        fields = {"method": method, "serial": call.serial, **message}
         frame = encode_frame(fields, "an environment")
         seconds = max(self._config.timeout_s - episode.used_s, 0.0)
         # An agent's one call is its whole episode.
@@ -281,13 +276,16 @@ class EnvironmentPool(ProcessPool):
             # The worker has died, or does not read its socket.
             if method == "begin" and not is_new_worker:
                 return False
-            error = "does not take a call: its process has ended, or is stopped"
-            self._fail(episode.worker, "error", error)
+            self._fail(
+                episode.worker,
+                "error",
+                "does not take a call: its process has ended, or is stopped",
+            )
         return True
 
-    def _take(self, worker: WorkerProcess, reply: dict[str, Any]) -> None:
+    def _take(self, worker: WorkerProcess, reply: Fields) -> None:
         """Handles one message; notes that a call is at a breakpoint."""
-        if "breakpoint" in reply and isinstance(worker.call, _Call):
+        if "breakpoint" in reply and worker.call:
             worker.call.is_debugged = True
         super()._take(worker, reply)
 
@@ -295,17 +293,13 @@ class EnvironmentPool(ProcessPool):
         """Returns the time that the user's code took, without waiting for the engine."""
         return max(time.monotonic() - call.start - self._engine_s(call.conversation), 0.0)
 
-    def _answered(self, worker: WorkerProcess, reply: dict[str, Any]) -> None:
-        call = worker.call
-        assert isinstance(call, _Call)
+    def _answered(self, worker: WorkerProcess, reply: Fields) -> None:
+        call: _Call = worker.call
         tool = reply.get("tool")
         if isinstance(tool, str):
             call.location = f"tool {tool!r:.100}"
         # User code may write to the socket: only the answer to this very call counts.
-        elif (reply.get("conversation"), reply.get("serial")) != (
-            [*call.conversation],
-            call.serial,
-        ):
+        elif reply.get("serial") != call.serial:
             self._fail(worker, "error", "answered another call than it was asked")
         elif "quit" in reply:
             raise RewardError("the debugger was left in an environment")
@@ -322,20 +316,30 @@ class EnvironmentPool(ProcessPool):
         # An agent's only call also ends the episode, so its values are those of "end".
         method: Method = "end" if self.facts.kind == "agent" else call.method
         try:
-            checked_values = check_values(method, values)
-        except (ValueError, OverflowError) as error:
+            fields = msgspec.structs.asdict(msgspec.convert(values, _FORMS[method]))
+            messages = fields.get("messages")
+            if isinstance(messages, list):
+                # reset() may return blocks of text in place of messages.
+                if method == "begin":
+                    messages = [
+                        item for item in messages if isinstance(item, dict) and "role" in item
+                    ]
+                msgspec.convert(messages, list[_MessageForm])
+        except ValueError as error:
             self._fail(worker, "error", f"answered with what is no reply: {error!s:.300}")
             return
         self._release(worker)
         # Time at a breakpoint does not count against the episode's deadline.
         if not call.is_debugged:
             self._live[call.conversation].used_s += seconds
-        self._replies.append((call.conversation, Reply(call.method, checked_values, seconds)))
+        self._replies.append((call.conversation, Reply(call.method, fields, seconds)))
 
-    def _failed(self, worker: WorkerProcess, call: Any, method: HowItFailed, reason: str) -> None:
+    def _failed(
+        self, worker: WorkerProcess, call: _Call | None, method: HowItFailed, reason: str
+    ) -> None:
         if worker in self._idle:
             self._idle.remove(worker)
-        if isinstance(call, _Call):
+        if call:
             self._live.pop(call.conversation, None)
             failure = Failure(_STATUSES[method], f"{call.location} {reason}", self._seconds(call))
             self._replies.append((call.conversation, failure))
@@ -346,14 +350,10 @@ class EnvironmentPool(ProcessPool):
                 episode.worker_error = f"its process ended between two calls: {reason}"
 
     def _too_long(self, worker: WorkerProcess) -> str:
-        call = worker.call
-        assert isinstance(call, _Call)
-        timeout_s = self._config.timeout_s
-        if self._live[call.conversation].used_s + self._seconds(call) >= timeout_s:
-            limit = f"environment.timeout_s={timeout_s:g}, with all calls of its episode"
-        else:
-            limit = f"environment.call_timeout_s={self._config.call_timeout_s:g}"
-        return f"took longer than {limit}"
+        return (
+            f"took longer than environment.call_timeout_s={self._config.call_timeout_s:g}, or with "
+            f"all calls of its episode longer than environment.timeout_s={self._config.timeout_s:g}"
+        )
 
     def _ended(self, reason: str) -> Exception:
         return RewardError(reason) if self._facts is not None else ConfigError(reason)
@@ -367,20 +367,22 @@ class _MessageForm(msgspec.Struct):
 
     role: str
     content: str | list[Any] | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: list[Fields] | None = None
 
 
 class _BeginValues(msgspec.Struct):
-    tools: list[dict[str, Any]]
+    tools: list[Fields]
     messages: str | list[Any] | None = None
 
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
+# NaN is within no bounds.
+_Reward = Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)]
 
 
 class _ActValues(msgspec.Struct):
-    messages: list[dict[str, Any]]
-    reward: float | None
+    messages: list[Message]
+    reward: _Reward | None
     done: bool
     num_calls: _Count
     num_invalid: _Count
@@ -388,27 +390,7 @@ class _ActValues(msgspec.Struct):
 
 
 class _EndValues(msgspec.Struct):
-    rewards: dict[str, float | str | None]
+    rewards: dict[str, _Reward | str | None]
 
 
 _FORMS = {"begin": _BeginValues, "act": _ActValues, "end": _EndValues}
-
-
-def check_values(method: Method, values: Any) -> dict[str, Any]:
-    """Returns a reply's values if they have the form that a driver returns. Raises ValueError."""
-    reply = msgspec.convert(values, _FORMS[method])
-    rewards: dict[str, float | str | None] = {}
-    messages: list[Any] = []
-    if isinstance(reply, _EndValues):
-        rewards = reply.rewards
-    elif isinstance(reply, _ActValues):
-        rewards = {"step()": reply.reward}
-        messages = reply.messages
-    elif isinstance(reply, _BeginValues) and isinstance(reply.messages, list):
-        # reset() may return blocks of text in place of messages.
-        messages = [item for item in reply.messages if isinstance(item, dict) and "role" in item]
-    for name, reward in rewards.items():
-        if isinstance(reward, float) and not math.isfinite(reward):
-            raise ValueError(f"the reward {name!r:.80} is {reward!r}, and no finite number")
-    msgspec.convert(messages, list[_MessageForm])
-    return msgspec.structs.asdict(reply)

@@ -17,6 +17,7 @@ import msgspec
 import yaml
 
 from grpo_spmd.episodes.openai_api import is_plain
+from grpo_spmd.records import Fields, Message
 
 # The known formats of calls, as data.
 _FORMATS = Path(__file__).with_name("call_formats.yaml")
@@ -38,7 +39,7 @@ _NUM_TAIL_TOKENS = 256
 class Parsed:
     """The parsed message of a turn."""
 
-    message: dict[str, Any]
+    message: Message
     """role, content, reasoning_content (thinking: gpt-oss) and tool_calls, if there are any:
     {type, function: {name, arguments}, id?} with a dict of arguments."""
     num_invalid: int
@@ -64,23 +65,20 @@ class ReplyParser:
             fields.pop("tool_calls", None)
             self._template = {**self._template, "fields": fields}
         calls = fields.get("tool_calls", {})
-        opens = calls.get("open", [])
-        literals = [opens] if isinstance(opens, str) else opens
-        pattern = calls.get("open_pattern") or "|".join(map(re.escape, literals))
+        literals = map(re.escape, _as_list(calls.get("open")))
+        pattern = calls.get("open_pattern") or "|".join(literals)
         self._call_begin = re.compile(pattern or "(?!)", re.DOTALL)
-        self.has_calls = bool(calls)
 
     def parse(
-        self, token_ids: list[int], context_ids: list[int], tools: Sequence[dict[str, Any]]
+        self, token_ids: list[int], context_ids: list[int], tools: Sequence[Fields]
     ) -> Parsed:
         """Returns the message of a turn. Never raises for any text of the policy."""
         # Special tokens stay in the text, because response templates search for them.
-        text = self._decode(token_ids)
+        text = decode(self._tokenizer, token_ids)
         prefix = self._prefix(context_ids)
-        message: dict[str, Any] | None
+        message: Message | None
         try:
-            message = self._read(text, prefix, tools)
-            calls, num_invalid = _split_calls(message)
+            message, calls, num_invalid = self._read(text, prefix, tools)
         except _UNREADABLE:
             message, calls, num_invalid = self._read_calls_alone(text, prefix, tools)
         # Without a readable call, the whole text stays the content, so that nothing gets lost.
@@ -88,31 +86,30 @@ class ReplyParser:
             content = str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
             message = {"content": content}
         message = {"role": "assistant", "content": "", **message}
-        message.pop("tool_calls", None)
         return Parsed({**message, "tool_calls": calls} if calls else message, num_invalid)
 
     def _read_calls_alone(
-        self, text: str, prefix: str, tools: Sequence[dict[str, Any]]
-    ) -> tuple[dict[str, Any] | None, list[dict[str, Any]], int]:
+        self, text: str, prefix: str, tools: Sequence[Fields]
+    ) -> tuple[Fields | None, list[Fields], int]:
         """Returns (message, calls, number of unreadable calls), with each call read separately.
 
         One unreadable call would otherwise make the whole turn unreadable. The message is None if
         no call can be read.
         """
         begins = [match.start() for match in self._call_begin.finditer(text)]
-        message: dict[str, Any] = {}
-        calls: list[dict[str, Any]] = []
+        message: Message = {}
+        calls: list[Fields] = []
         num_invalid = 0
         # The text before the first call may have thinking and content; it is read on its own.
         try:
-            message = self._read(text[: begins[0]] if begins else text, prefix, tools)
+            message, _, _ = self._read(text[: begins[0]] if begins else text, prefix, tools)
         except _UNREADABLE:
             # A text without a visible call may hide one call.
             num_invalid += not begins
         # Each call reaches to the beginning of the next one.
         for begin, end in zip(begins, [*begins[1:], len(text)], strict=True):
             try:
-                new_calls, num_new_invalid = _split_calls(self._read(text[begin:end], "", tools))
+                _, new_calls, num_new_invalid = self._read(text[begin:end], "", tools)
             except _UNREADABLE:
                 num_invalid += 1
             else:
@@ -120,38 +117,50 @@ class ReplyParser:
                 num_invalid += num_new_invalid
         return message if calls else None, calls, num_invalid
 
-    def _read(self, text: str, prefix: str, tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        fields = self._tokenizer.parse_response(
+    def _read(
+        self, text: str, prefix: str, tools: Sequence[Fields]
+    ) -> tuple[Fields, list[Fields], int]:
+        """Returns (message without calls, calls in the form of templates and tools, number of
+        invalid calls)."""
+        message: Message = self._tokenizer.parse_response(
             text, self._template, prefix=prefix, tools=[*tools] or None
         )
-        message: dict[str, Any] = {"role": "assistant", **fields}
         content = message.get("content")
         if not isinstance(content, str):
             content = "" if content is None else json.dumps(content)
         # The parser may leave a turn's end token in the content.
         for end in self._ends:
             content = content.removesuffix(end)
-        message["content"] = content
-        return message
-
-    def _decode(self, token_ids: list[int]) -> str:
-        text = self._tokenizer.decode(
-            token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        return str(text)
+        raw_calls = message.pop("tool_calls", None) or []
+        if not isinstance(raw_calls, list):
+            raw_calls = [raw_calls]
+        calls = [call for call in map(_read_call, raw_calls) if call is not None]
+        return {**message, "content": content}, calls, len(raw_calls) - len(calls)
 
     def _prefix(self, context_ids: list[int]) -> str:
         """Returns the text before a turn, as far as the parser needs it.
 
         A long context is not decoded as a whole if its end is enough.
         """
-        tail = self._decode(context_ids[-_NUM_TAIL_TOKENS:])
-        anchors = self._template.get("start_anchor") or []
-        anchors = [anchors] if isinstance(anchors, str) else anchors
-        return tail if any(anchor in tail for anchor in anchors) else self._decode(context_ids)
+        tail = decode(self._tokenizer, context_ids[-_NUM_TAIL_TOKENS:])
+        if any(anchor in tail for anchor in _as_list(self._template.get("start_anchor"))):
+            return tail
+        return decode(self._tokenizer, context_ids)
 
 
-def _response_template(chat_template: str, anchors: list[str], ends: list[str]) -> dict[str, Any]:
+def decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
+    """Returns the text of tokens, with special tokens and with every blank."""
+    text = tokenizer.decode(
+        token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
+    return str(text)
+
+
+def _as_list(value: str | list[str] | None) -> list[str]:
+    return [value] if isinstance(value, str) else value or []
+
+
+def _response_template(chat_template: str, anchors: list[str], ends: list[str]) -> Fields:
     """Returns the response template for the first format that fits the chat template."""
     # The last format has no words, and fits every template.
     formats = yaml.safe_load(_FORMATS.read_text(encoding="utf-8"))
@@ -168,30 +177,21 @@ def _response_template(chat_template: str, anchors: list[str], ends: list[str]) 
     }
 
 
-def _split_calls(message: dict[str, Any]) -> tuple[list[dict[str, Any]], int]:
-    """Returns (calls in the form of templates and tools, number of invalid calls)."""
-    raw_calls = message.get("tool_calls") or []
-    if not isinstance(raw_calls, list):
-        raw_calls = [raw_calls]
-    calls = [call for call in map(_read_call, raw_calls) if call is not None]
-    return calls, len(raw_calls) - len(calls)
-
-
 class _Function(msgspec.Struct):
     """The form that a call's name and arguments must have."""
 
     name: Annotated[str, msgspec.Meta(min_length=1)]
-    arguments: dict[str, Any] | str | None = None
+    arguments: Fields | str | None = None
 
 
-def _read_call(raw_call: Any) -> dict[str, Any] | None:
+def _read_call(raw_call: Any) -> Fields | None:
     """Returns a call in the form of templates and tools, or None where the policy wrote none."""
     try:
         function = msgspec.convert(raw_call.get("function", raw_call), _Function)
         arguments: Any = function.arguments
         # Some formats have the arguments as JSON inside of JSON.
         if isinstance(arguments, str):
-            arguments = msgspec.convert(json.loads(arguments), dict[str, Any] | None)
+            arguments = msgspec.convert(json.loads(arguments), Fields | None)
     except (ValueError, AttributeError, RecursionError):
         return None
     arguments = arguments or {}

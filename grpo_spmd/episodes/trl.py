@@ -15,9 +15,12 @@ import functools
 import inspect
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.episodes.shipped.catalog import Factory
+from grpo_spmd.records import Fields, Message
 from grpo_spmd.rewards.trl import callable_name
 
 Tool = Callable[..., Any]
@@ -26,82 +29,80 @@ _NO_TOOLS = ("reset", "get_reward")
 COLUMN = "environment"
 
 
+@dataclass
 class TrlDriver:
     """Runs one episode at a time.
 
     An environment is made once in a worker and reset for each episode, as in TRL.
     """
 
-    def __init__(
-        self,
-        tools: Mapping[str, Tool],
-        helpers: Sequence[Callable[[], Any]],
-        factories: Mapping[str, Callable[[], Any]],
-        by_column: bool,
-        report_tool: Callable[[str], None] = lambda name: None,
-    ) -> None:
-        """`helpers` make environments that only have tools, for every episode. `factories` has
-        one entry, or several of which each row names one (`by_column`). `report_tool` gets the
-        name of each called tool."""
-        self._tools = tools
-        self._helper_factories = helpers
-        self._factories = factories
-        self._by_column = by_column
-        self._report_tool = report_tool
-        self._helpers: list[Any] | None = None
-        self._environments: dict[str, Any] = {}
-        self._episode_tools: dict[str, Tool] = {}
-        self.environment: Any = None
-        """The environment of the running episode."""
+    kind = "tools"
+    tools: Mapping[str, Tool]
+    helper_factories: Sequence[Factory]
+    """They make environments that only have tools, for every episode."""
+    factories: Mapping[str, Factory]
+    """One entry with the name "", or several of which each row names one."""
+    reward_names: Sequence[str] = ()
+    schemas: Sequence[Fields] = ()
+    """JSON schemas of all tools."""
+    report_tool: Callable[[str], None] = lambda name: None
+    """It gets the name of each called tool."""
+    environment: Any = None
+    """The environment of the running episode."""
+    environments: dict[str, Any] = field(default_factory=dict)
+    episode_tools: dict[str, Tool] = field(default_factory=dict)
 
-    def begin(self, row: dict[str, Any]) -> dict[str, Any]:
+    @functools.cached_property
+    def helpers(self) -> list[Any]:
+        """Returns the helpers, which are made in the worker once for all of its episodes."""
+        return [make() for make in self.helper_factories]
+
+    def begin(self, row: Fields) -> Fields:
         """Returns {"messages": what reset returned, "tools": the schemas of this episode}."""
-        # Helpers are made in the worker, once for all of its episodes.
-        if self._helpers is None:
-            self._helpers = [make() for make in self._helper_factories]
         # Shipped tools keep state for one episode alone.
-        for helper in self._helpers:
+        for helper in self.helpers:
             resolve(helper.reset(**row))
         messages = None
         self.environment = None
-        owners = list(self._helpers)
-        if self._factories:
+        owners = list(self.helpers)
+        if self.factories:
             self.environment = self._environment_of(row)
             messages = resolve(self.environment.reset(**row))
             owners.append(self.environment)
         # A tool of the environment replaces a tool of the config with the same name.
-        self._episode_tools = dict(self._tools)
+        self.episode_tools = dict(self.tools)
         for owner in owners:
-            self._episode_tools |= {name: getattr(owner, name) for name in tool_names(type(owner))}
-        schemas = [tool_schema(tool) for tool in self._episode_tools.values()]
-        return {"messages": messages, "tools": schemas}
+            self.episode_tools |= {name: getattr(owner, name) for name in tool_names(type(owner))}
+        tools = self.episode_tools.values()
+        return {"messages": messages, "tools": [checked_schema(tool, "tools") for tool in tools]}
 
-    def _environment_of(self, row: dict[str, Any]) -> Any:
+    def _environment_of(self, row: Fields) -> Any:
         """Returns a row's environment; takes the column that names it out of the row."""
-        name = str(row.pop(COLUMN, None)) if self._by_column else next(iter(self._factories))
-        if name not in self._factories:
-            factories = ", ".join(self._factories)
-            rule = f"environment.factory has {factories}"
-            raise ValueError(f"the row's column {COLUMN!r} is {name!r}, and {rule}")
-        if name not in self._environments:
-            self._environments[name] = self._factories[name]()
-        return self._environments[name]
+        name = "" if "" in self.factories else str(row.pop(COLUMN, None))
+        if name not in self.factories:
+            factories = ", ".join(self.factories)
+            raise ValueError(
+                f"the row's column {COLUMN!r} is {name!r}, and environment.factory has {factories}"
+            )
+        if name not in self.environments:
+            self.environments[name] = self.factories[name]()
+        return self.environments[name]
 
-    def act(self, message: Mapping[str, Any]) -> dict[str, Any]:
+    def act(self, message: Mapping[str, Any]) -> Fields:
         """Calls the tools that a message asks for.
 
         As in TRL, the results of async tools, which run together, come after those of the others.
         """
-        results: list[dict[str, Any]] = []
+        results: list[Message] = []
         pending: list[tuple[str, Awaitable[Any]]] = []
         calls = message.get("tool_calls") or []
         num_invalid = 0
         for call in calls:
             name = call["function"]["name"]
             arguments = call["function"]["arguments"]
-            tool = self._episode_tools.get(name)
+            tool = self.episode_tools.get(name)
             # The report comes first, so that a tool that hangs is named in the error.
-            self._report_tool(name)
+            self.report_tool(name)
             try:
                 if tool is None:
                     raise ValueError(f"Tool {name} not found.")
@@ -150,7 +151,7 @@ def tool_names(environment_class: type) -> list[str]:
     return [name for name, _ in functions if not name.startswith("_") and name not in _NO_TOOLS]
 
 
-def check_class(make: Callable[[], Any], key: str) -> type:
+def check_class(make: Factory, key: str) -> type:
     """Returns the class of the objects that `make` makes; `make` is called only if it is no class.
 
     Raises ConfigError for a class that is no environment.
@@ -161,7 +162,7 @@ def check_class(make: Callable[[], Any], key: str) -> type:
     return environment_class
 
 
-def class_schemas(environment_class: type, key: str) -> list[dict[str, Any]]:
+def class_schemas(environment_class: type, key: str) -> list[Fields]:
     """Returns the schemas of a class's tools, without running its __init__. Raises ConfigError."""
     blank: Any = object.__new__(environment_class)
     names = tool_names(environment_class)
@@ -170,22 +171,19 @@ def class_schemas(environment_class: type, key: str) -> list[dict[str, Any]]:
     return [checked_schema(method, key) for method in methods]
 
 
-def checked_schema(tool: Tool, key: str) -> dict[str, Any]:
+def checked_schema(tool: Tool, key: str) -> Fields:
     """Returns the schema of a tool. Raises ConfigError if it has none."""
-    try:
-        return tool_schema(tool)
-    # transformers raises several kinds, for types and docstrings that say too little.
-    except Exception as error:
-        rule = f"{callable_name(tool)} has no schema: {' '.join(str(error).split())}"
-        remedy = "give it types and a docstring of Google's style"
-        raise ConfigError(f"{key}: {rule}; {remedy}") from None
-
-
-def tool_schema(tool: Tool) -> dict[str, Any]:
     # Imported late: transformers takes seconds, and a gym environment or an agent has no tools.
     from transformers.utils import get_json_schema
 
-    schema: dict[str, Any] = get_json_schema(tool)
+    try:
+        schema: Fields = get_json_schema(tool)
+    # transformers raises several kinds, for types and docstrings that say too little.
+    except Exception as error:
+        raise ConfigError(
+            f"{key}: {callable_name(tool)} has no schema: {' '.join(str(error).split())}; give "
+            "it types and a docstring of Google's style"
+        ) from None
     return schema
 
 
@@ -198,7 +196,7 @@ def _fits(tool: Tool | None, arguments: Any) -> bool:
     return True
 
 
-def _tool_message(name: str, result: Any) -> dict[str, Any]:
+def _tool_message(name: str, result: Any) -> Message:
     is_text_blocks = (
         isinstance(result, list)
         and result

@@ -11,18 +11,18 @@ import functools
 import json
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import EnvironmentConfig, RewardConfig
-from grpo_spmd.episodes.agent import REWARD as AGENT_REWARD
 from grpo_spmd.episodes.agent import AgentDriver
-from grpo_spmd.episodes.gym import REWARD, GymDriver
-from grpo_spmd.episodes.shipped.catalog import shipped_factory
+from grpo_spmd.episodes.gym import GymDriver
+from grpo_spmd.episodes.shipped.catalog import Factory, shipped_factory
 from grpo_spmd.episodes.trl import TrlDriver, check_class, checked_schema, class_schemas
+from grpo_spmd.records import Fields
 from grpo_spmd.rewards.named import Modules, load_named
 from grpo_spmd.rewards.pool.nursery import Answer, Worker, run_nursery
 from grpo_spmd.rewards.pool.worker import call_reward, reply_to_error
@@ -32,18 +32,7 @@ from grpo_spmd.rewards.trl import BrokenContractError, as_reward, callable_name
 Driver = TrlDriver | GymDriver | AgentDriver
 
 
-@dataclass
-class _Environment:
-    """The environment that the config describes."""
-
-    kind: str
-    reward_names: list[str]
-    make_driver: Callable[[Worker], Driver]
-    tools: list[dict[str, Any]]
-    """The tools' JSON schemas."""
-
-
-def load(setup: dict[str, Any]) -> tuple[dict[str, Any], Callable[[Worker], Answer]]:
+def load(setup: Fields) -> tuple[Fields, Callable[[Worker], Answer]]:
     """Runs in the nursery. Returns EnvironmentFacts, and a function that makes a worker's answers.
 
     Raises ConfigError.
@@ -57,49 +46,39 @@ def load(setup: dict[str, Any]) -> tuple[dict[str, Any], Callable[[Worker], Answ
         replace(reward, takes=[name for name in reward.takes if name != "environments"])
         for reward in rewards
     ]
-    environment = _load_environment(config, modules)
-    if environment.kind == "agent" and rewards:
-        rule = "takes `environments`, and an agent has none; return the reward in rollout()"
-        raise ConfigError(f"environment.agent: reward {rewards[0].name!r} {rule}")
-    names = [*environment.reward_names, *(reward.name for reward in rewards)]
-    duplicates = [name for name in names if names.count(name) > 1]
-    if duplicates:
-        rule = f"two rewards are called {duplicates[0]!r}; give one another name"
-        raise ConfigError(f"environment: {rule}")
-    facts = {
-        "kind": environment.kind,
-        "reward_names": names,
-        "weights": [
-            *(1.0 for _ in environment.reward_names),
-            *(reward.weight for reward in rewards),
-        ],
-        "tools": environment.tools,
-    }
+    driver = _load_driver(config, modules)
+    if driver.kind == "agent" and rewards:
+        raise ConfigError(
+            f"environment.agent: reward {rewards[0].name!r} takes `environments`, and an agent "
+            "has none; return the reward in rollout()"
+        )
+    weights = dict.fromkeys(driver.reward_names, 1.0)
+    for reward in rewards:
+        if reward.name in weights:
+            raise ConfigError(
+                f"environment: two rewards are called {reward.name!r}; give one another name"
+            )
+        weights[reward.name] = reward.weight
+    facts = {"kind": driver.kind, "weights": weights, "tools": driver.schemas}
 
     def make_answer(worker: Worker) -> Answer:
-        driver = environment.make_driver(worker)
-        return functools.partial(answer, driver, rewards, setup["max_chars"])
+        reporting: Driver = driver
+        if isinstance(driver, TrlDriver):
+            reporting = replace(driver, report_tool=lambda name: worker.say({"tool": name}))
+        return functools.partial(answer, reporting, rewards, setup["max_chars"])
 
     return facts, make_answer
 
 
-def _load_environment(config: EnvironmentConfig, modules: Modules) -> _Environment:
+def _load_driver(config: EnvironmentConfig, modules: Modules) -> Driver:
+    """Returns the driver of the environment that the config describes; each worker has a copy."""
     if config.agent:
-        rollout = load_named(config.agent, "environment.agent", "function", modules)
-        agent = AgentDriver(rollout)
-        return _Environment("agent", [AGENT_REWARD], lambda worker: agent, [])
+        return AgentDriver(load_named(config.agent, "environment.agent", "function", modules))
     if config.gym:
-        make_gym = load_named(config.gym, "environment.gym", "Class", modules)
-        # Raises ConfigError for a class that is no environment.
-        GymDriver(make_gym)
-        return _Environment("gym", [REWARD], lambda worker: GymDriver(make_gym), [])
-    return _load_tools(config, modules)
-
-
-def _load_tools(config: EnvironmentConfig, modules: Modules) -> _Environment:
+        return GymDriver(load_named(config.gym, "environment.gym", "Class", modules))
     tools: dict[str, Callable[..., Any]] = {}
-    helpers: list[Callable[[], Any]] = []
-    schemas: list[dict[str, Any]] = []
+    helpers: list[Factory] = []
+    schemas: list[Fields] = []
     for number, spec in enumerate(config.tools):
         key = f"environment.tools.{number}"
         factory = shipped_factory(spec)
@@ -113,47 +92,40 @@ def _load_tools(config: EnvironmentConfig, modules: Modules) -> _Environment:
             raise ConfigError(f"{key}: there is a tool {name!r} already")
         tools[name] = tool
         schemas.append(checked_schema(tool, key))
-    by_column = isinstance(config.factory, Mapping)
     specs = config.factory if isinstance(config.factory, Mapping) else {"": config.factory}
-    factories: dict[str, Callable[[], Any]] = {}
-    reward_names: dict[str, None] = {}
+    factories: dict[str, Factory] = {}
+    reward_names: list[str] = []
     for name, spec in specs.items():
         key = f"environment.factory.{name}" if name else "environment.factory"
         factories[name] = shipped_factory(spec) or load_named(spec, key, "Class", modules)
         environment_class = check_class(factories[name], key)
         schemas += class_schemas(environment_class, key)
         if hasattr(environment_class, "get_reward"):
-            reward_names[environment_class.__name__] = None
+            reward_names.append(environment_class.__name__)
     if not schemas:
-        rule = "there is no tool; a factory's class needs public methods, or name some in tools"
-        raise ConfigError(f"environment: {rule}")
-
-    def make_driver(worker: Worker) -> Driver:
-        def report_tool(name: str) -> None:
-            worker.say({"tool": name})
-
-        return TrlDriver(tools, helpers, factories, by_column, report_tool)
-
-    return _Environment("tools", list(reward_names), make_driver, schemas)
+        raise ConfigError(
+            "environment: there is no tool; a factory's class needs public methods, or name "
+            "some in tools"
+        )
+    return TrlDriver(tools, helpers, factories, reward_names=reward_names, schemas=schemas)
 
 
-def answer(
-    driver: Driver, rewards: list[Reward], max_chars: int, message: dict[str, Any]
-) -> dict[str, Any]:
-    """Returns the reply to a call, with the conversation and the serial number of the call.
+def answer(driver: Driver, rewards: list[Reward], max_chars: int, message: Fields) -> Fields:
+    """Returns the reply to a call, with the serial number of the call.
 
     The reply is one of {"values": ...}, {"failed": error with its traceback}, {"broken": an error
     of every episode}, {"quit": True} where the user left the debugger.
     """
-    call = {"conversation": message["conversation"], "serial": message["serial"]}
+    call = {"serial": message["serial"]}
     try:
         values = _values(driver, rewards, message)
         # A huge result is replaced by its size, so that the frame stays within its bound.
         num_chars = len(str(values.get("messages")))
         if num_chars > max_chars:
             if message["method"] != "act":
-                rule = f"{max_chars:,} are the most"
-                raise ValueError(f"reset() gave {num_chars:,} characters, and {rule}")
+                raise ValueError(
+                    f"reset() gave {num_chars:,} characters, and {max_chars:,} are the most"
+                )
             values = {**values, "messages": [], "too_long": num_chars}
         # Raises here, in the user's traceback, and not in the sending of the frame.
         json.dumps(values)
@@ -163,7 +135,7 @@ def answer(
         return {**reply_to_error(error), **call}
 
 
-def _values(driver: Driver, rewards: list[Reward], message: dict[str, Any]) -> dict[str, Any]:
+def _values(driver: Driver, rewards: list[Reward], message: Fields) -> Fields:
     """Runs one method of the driver and returns the values of the reply."""
     if message["method"] == "begin":
         # The same seeds in a second attempt, and whichever process runs the episode.

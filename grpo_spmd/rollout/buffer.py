@@ -7,8 +7,8 @@ A resumed run does not sample these completions again.
 A completion is used again only for the same prompt, sample and sampling settings, and for
 bit-identical weights (`weights_id`). These are the weights of the step from which the run resumed.
 They are those of later steps too where training is deterministic, as on a CPU. A process that dies
-leaves a file complete or absent. A file that somebody changed does not match the hash in its name,
-and is ignored.
+leaves a file complete or absent. A damaged file, which does not match the hash in its name, is
+ignored.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import zlib
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -31,9 +31,9 @@ from grpo_spmd.config.describe import config_to_dict
 from grpo_spmd.config.schema import EnvironmentConfig, ModelConfig, RewardConfig, RolloutConfig
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.distributed.session import Session
-from grpo_spmd.files import UntrustedError, open_regular, write_durably
+from grpo_spmd.files import open_regular, write_durably
 from grpo_spmd.observe.rollout_record import episode_fields, read_episode
-from grpo_spmd.records import FAILED_STATUSES, Completion, Episode, Prompt
+from grpo_spmd.records import FAILED_STATUSES, Completion, Prompt
 
 _log = logging.getLogger("grpo_spmd")
 _FOLDER = "rollout_buffer"
@@ -50,7 +50,7 @@ Key = tuple[int, int, str]
 Slot = tuple[int, int]
 
 
-class _Record(msgspec.Struct, forbid_unknown_fields=True):
+class _Record(msgspec.Struct):
     """One completion in a file. Its bytes stay in the mapped file until they are read."""
 
     position: int
@@ -60,12 +60,12 @@ class _Record(msgspec.Struct, forbid_unknown_fields=True):
     """int32 numbers."""
     logprobs: memoryview
     """float64 numbers, one for each token."""
-    finish_reason: Literal["stop", "length"]
+    finish_reason: str
     episode: memoryview | None = None
     """The result of `encode_episode`; None without an environment."""
 
 
-class _File(msgspec.Struct, forbid_unknown_fields=True):
+class _File(msgspec.Struct):
     """The contents of a file."""
 
     identity: dict[str, str]
@@ -106,9 +106,8 @@ class RolloutBuffer:
         values are stored with an episode. Episodes that were kept under other rewards or another
         environment are not used.
         """
-        self._folder = Path(run_dir, _FOLDER)
+        self._run_dir = run_dir
         self._session = session
-        self._has_episodes = environment is not None
         settings = config_to_dict(rollout)
         sampling = {
             name: settings[name] for name in ("temperature", "max_completion_tokens", "engine")
@@ -119,6 +118,7 @@ class RolloutBuffer:
         content = json.dumps(decisive, sort_keys=True).encode()
         self._sampling_id = hashlib.blake2b(content, digest_size=16).hexdigest()
         self._step = -1
+        self._step_folder = Path()
         # What a file of this step must say of itself.
         self._identity: dict[str, str] = {}
         # The stored completions of this step, equal on all ranks.
@@ -140,15 +140,14 @@ class RolloutBuffer:
         """
         if step != self._step:
             self._begin_step(step, weights_id)
-        if not self._stored:
-            return {}
         stored: dict[Slot, StoredCompletion] = {}
-        for slot, prompt in enumerate(prompts):
+        # Most steps have nothing on disk.
+        for slot, prompt in enumerate(prompts if self._stored else ()):
             digest = _prompt_digest(prompt)
             for sample in range(num_samples):
-                entry = self._stored.get((prompt.position, sample, digest))
-                if entry is not None:
-                    stored[slot, sample] = entry
+                key = (prompt.position, sample, digest)
+                if key in self._stored:
+                    stored[slot, sample] = self._stored[key]
         return stored
 
     def _begin_step(self, step: int, weights_id: str) -> None:
@@ -157,6 +156,7 @@ class RolloutBuffer:
         Collective if completions of the step are on disk.
         """
         self._step = step
+        self._step_folder = _folder(self._run_dir, step)
         self._identity = {
             "format": _FORMAT,
             "step": str(step),
@@ -172,8 +172,22 @@ class RolloutBuffer:
         # not used.
         entries: list[tuple[Key, StoredCompletion]] = []
         for path in sorted(self._step_folder.glob("*.msgpack")):
-            if zlib.crc32(path.name.encode()) % self._session.world_size == self._session.rank:
-                entries += self._read_file(path)
+            if zlib.crc32(path.name.encode()) % self._session.world_size != self._session.rank:
+                continue
+            try:
+                with open_regular(path) as opened:
+                    if hashlib.file_digest(opened, "sha256").hexdigest() != path.stem:
+                        raise OSError("its contents are damaged")
+                file = self._map_file(path.name)
+                if file.identity != self._identity:
+                    raise ValueError("it was sampled from other weights or with other settings")
+            except (OSError, ValueError) as error:
+                _log.warning("step %d: %s is not used: %s", step, path, error)
+                continue
+            for number, record in enumerate(file.records):
+                key = (record.position, record.sample, record.prompt_digest)
+                stored = StoredCompletion(path.name, number, record.token_ids.nbytes // 4)
+                entries.append((key, stored))
         by_rank: list[list[Any]] = on_rank0(list, entries)
         for pairs in by_rank:
             self._stored |= {tuple(key): StoredCompletion(*entry) for key, entry in pairs}
@@ -185,7 +199,13 @@ class RolloutBuffer:
 
     def read(self, stored: StoredCompletion) -> Completion:
         """Returns a completion that `find` has listed."""
-        return _to_completion(self._map_file(stored.file).records[stored.number])
+        record = self._map_file(stored.file).records[stored.number]
+        token_ids = record.token_ids.cast("i").tolist()
+        logprobs: list[Any] = record.logprobs.cast("d").tolist()
+        episode = None
+        if record.episode is not None:
+            episode = read_episode(json.loads(bytes(record.episode)), token_ids)
+        return Completion(token_ids, logprobs, record.finish_reason, episode)
 
     def _map_file(self, name: str) -> _File:
         """Returns a file of the step, of which only the requested bytes are read.
@@ -204,9 +224,12 @@ class RolloutBuffer:
         It is written within a minute, as long as generation goes on. An episode that cannot be read
         back is sampled again after a resume.
         """
-        episode = encode_episode(completion) if self._has_episodes else None
-        if self._has_episodes and episode is None:
-            return
+        episode = None
+        if completion.episode is not None:
+            encoded = encode_episode(completion)
+            if encoded is None:
+                return
+            episode = memoryview(encoded)
         self._pending.append(
             _Record(
                 position=prompt.position,
@@ -215,8 +238,8 @@ class RolloutBuffer:
                 # array takes a quarter of the time that numpy takes for a list.
                 token_ids=memoryview(array("i", completion.token_ids)),
                 logprobs=memoryview(array("d", completion.logprobs)),
-                finish_reason=completion.finish_reason,  # type: ignore[arg-type]
-                episode=None if episode is None else memoryview(episode),
+                finish_reason=completion.finish_reason,
+                episode=episode,
             )
         )
         if time.monotonic() - self._last_write > _WRITE_EVERY_S:
@@ -235,59 +258,13 @@ class RolloutBuffer:
             # Checkpoints need the free space more than this buffer does.
             if shutil.disk_usage(self._step_folder).free < 10 * len(payload):
                 raise OSError("the disk is nearly full")
-            name = f"{hashlib.sha256(payload).hexdigest()}.msgpack"
-            write_durably(self._step_folder / name, payload)
+            write_durably(
+                self._step_folder / f"{hashlib.sha256(payload).hexdigest()}.msgpack", payload
+            )
         except OSError as error:
             _log.warning(
                 "step %d: %d completions are not kept on disk (%s)", self._step, len(pending), error
             )
-
-    @property
-    def _step_folder(self) -> Path:
-        return self._folder / _step_name(self._step)
-
-    def _read_file(self, path: Path) -> list[tuple[Key, StoredCompletion]]:
-        """Returns the completions of a file; none if it is damaged, forged or from another
-        policy."""
-        try:
-            with open_regular(path) as opened:
-                if hashlib.file_digest(opened, "sha256").hexdigest() != path.stem:
-                    raise OSError("its contents are damaged")
-            file = self._map_file(path.name)
-            if file.identity != self._identity:
-                _log.info(
-                    "step %d: %s was sampled from other weights or with other settings, and is not "
-                    "used",
-                    self._step,
-                    path.name,
-                )
-                return []
-            entries: list[tuple[Key, StoredCompletion]] = []
-            for number, record in enumerate(file.records):
-                # Anybody can make a file with a fitting name, so each record is read once.
-                completion = _to_completion(record)
-                if (completion.episode is not None) != self._has_episodes:
-                    raise UntrustedError("its completions are of another kind")
-                key = (record.position, record.sample, record.prompt_digest)
-                stored = StoredCompletion(path.name, number, len(completion.token_ids))
-                entries.append((key, stored))
-        # TypeError: of bytes that are no whole numbers.
-        except (OSError, TypeError, ValueError) as error:
-            _log.warning("step %d: %s is not used: %s", self._step, path, error)
-            return []
-        return entries
-
-
-def _to_completion(record: _Record) -> Completion:
-    """Returns the completion of a record. Raises ValueError if it cannot be one."""
-    token_ids = record.token_ids.cast("i").tolist()
-    logprobs: list[Any] = record.logprobs.cast("d").tolist()
-    if len(logprobs) != len(token_ids) or any(token < 0 for token in token_ids):
-        raise UntrustedError("its logprobs do not fit its tokens")
-    episode = None
-    if record.episode is not None:
-        episode = decode_episode(bytes(record.episode), token_ids)
-    return Completion(token_ids, logprobs, record.finish_reason, episode)
 
 
 def steps_on_disk(run_dir: str | Path) -> list[int]:
@@ -304,13 +281,12 @@ def delete_until(run_dir: str | Path, step: int) -> None:
 
     One rank calls it. Errors only give warnings.
     """
-
-    def warn(_: object, path: str, error: Any) -> None:
-        _log.warning("%s could not be removed: %s", path, error[1])
-
     for old_step in steps_on_disk(run_dir):
         if old_step <= step:
-            shutil.rmtree(Path(run_dir, _FOLDER, _step_name(old_step)), onerror=warn)
+            try:
+                shutil.rmtree(_folder(run_dir, old_step))
+            except OSError as error:
+                _log.warning("step %d: its completions are not removed: %s", old_step, error)
 
 
 def _prompt_digest(prompt: Prompt) -> str:
@@ -318,8 +294,8 @@ def _prompt_digest(prompt: Prompt) -> str:
     return hashlib.blake2b(array("i", prompt.token_ids), digest_size=16).hexdigest()
 
 
-def _step_name(step: int) -> str:
-    return f"step_{step:06d}"
+def _folder(run_dir: str | Path, step: int) -> Path:
+    return Path(run_dir, _FOLDER, f"step_{step:06d}")
 
 
 def environment_id(
@@ -357,7 +333,7 @@ def _file_digest(path: str) -> str:
 
 
 def encode_episode(completion: Completion) -> bytes | None:
-    """Returns JSON that `decode_episode` reads back as the same episode.
+    """Returns JSON that `read_episode` reads back as the same episode.
 
     Returns None for an episode that is not kept: its environment failed, or its messages are not
     JSON (NaN, endless nesting), so that it would come back changed.
@@ -365,26 +341,10 @@ def encode_episode(completion: Completion) -> bytes | None:
     assert completion.episode is not None
     if completion.episode.status in FAILED_STATUSES:
         return None
+    fields = episode_fields(completion.episode)
     try:
-        fields = episode_fields(completion.episode)
         encoded = json.dumps(fields, allow_nan=False, separators=(",", ":")).encode()
-        if json.loads(encoded) != fields:
-            return None
-        decode_episode(encoded, completion.token_ids)
-    except (TypeError, ValueError, RecursionError, UntrustedError):
+        read_episode(fields, completion.token_ids)
+        return encoded if json.loads(encoded) == fields else None
+    except (TypeError, ValueError, RecursionError):
         return None
-    return encoded
-
-
-def decode_episode(encoded: bytes, token_ids: Sequence[int]) -> Episode:
-    """Returns the episode. Raises UntrustedError for JSON that is no episode of these tokens."""
-    try:
-        fields = json.loads(encoded)
-        if not isinstance(fields, dict):
-            raise ValueError(f"got {type(fields).__name__}")
-        episode = read_episode(fields, token_ids)
-    except (ValueError, RecursionError) as error:
-        raise UntrustedError(f"an episode: {error}") from None
-    if episode.status in FAILED_STATUSES:
-        raise UntrustedError(f"an episode that is {episode.status} is not kept")
-    return episode

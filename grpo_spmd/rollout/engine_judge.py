@@ -7,18 +7,16 @@ greedily with the weights that have just sampled. The score is on the last line 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
-
-import msgspec
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import RewardConfig
-from grpo_spmd.distributed.collectives import exchange_bytes
+from grpo_spmd.distributed.collectives import exchange_values
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.engine.requests import GenerationHooks, Request
-from grpo_spmd.episodes.chat_format import PlainText, TemplateError, without_surrogates
+from grpo_spmd.episodes.chat_format import PlainText, TemplateError, render, without_surrogates
 from grpo_spmd.records import Completion, RolloutGroup, ScoredRollouts
 from grpo_spmd.rewards.remote.client import UnexpectedError
 from grpo_spmd.rewards.remote.servers import Judge, assistant_text
@@ -41,33 +39,18 @@ class EngineJudge:
     ) -> None:
         """Raises ConfigError for an unsuitable tokenizer, or a rubric that leaves no room for a
         completion."""
-        if not getattr(tokenizer, "is_fast", False):
-            raise ConfigError(
-                f"{entry}: the tokenizer of model.path is not a fast one, which alone says where "
-                "in a text a token stands; save it as tokenizer.json"
-            )
         self.name = config.metric_name
         self.reply_tokens = config.judge_tokens
         self._judge = Judge(config, f"{entry}.judge")
         self._tokenizer = tokenizer
         self._max_prompt_tokens = max_prompt_tokens
         self._plain = PlainText(tokenizer)
-        messages = [{"role": "user", "content": _PLACEHOLDER}]
-        try:
-            text = str(
-                tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-            )
-        except Exception as error:
-            # A template may refuse with any error.
-            raise ConfigError(
-                f"{entry}: the chat template of model.path refuses a user's message: "
-                f"{type(error).__name__}: {error}"
-            ) from None
-        if text.count(_PLACEHOLDER) != 1:
+        pieces = render(tokenizer, [{"role": "user", "content": _PLACEHOLDER}]).split(_PLACEHOLDER)
+        if len(pieces) != 2:
             raise ConfigError(
                 f"{entry}: the chat template of model.path does not say a user's message just once"
             )
-        self._prefix, _, self._suffix = text.partition(_PLACEHOLDER)
+        self._prefix, self._suffix = pieces
         empty = dict.fromkeys(self._judge.needs)
         num_tokens = len(self._encode({**empty, "prompts": "", "completions": ""}))
         if num_tokens >= max_prompt_tokens:
@@ -93,8 +76,9 @@ class EngineJudge:
         # The whole rubric is data: a completion that imitates the end of a turn must not end the
         # judge's turn, and reply to itself.
         start = len(self._prefix)
-        text = f"{self._prefix}{content}{self._suffix}"
-        return self._plain.encode(text, [(start, start + len(content))])
+        return self._plain.encode(
+            f"{self._prefix}{content}{self._suffix}", [(start, start + len(content))]
+        )
 
     def text_of(self, reply: Completion) -> str:
         """Returns the text of a reply."""
@@ -106,26 +90,6 @@ class EngineJudge:
         return self._judge.score_of(reply, finish_reason)
 
 
-def open_engine_judges(
-    rewards: Sequence[RewardConfig],
-    prompt_tokens: Mapping[int, int],
-    tokenizer: Any,
-    engine: RolloutEngine,
-    session: Session,
-    check: Callable[[], None],
-) -> EngineJudges:
-    """Returns the judges of the config that are its own engine.
-
-    `prompt_tokens` has the longest prompt of each, by its index in `rewards`; `check` is as
-    in EngineJudges. Raises ConfigError.
-    """
-    judges = [
-        EngineJudge(f"rewards.{index}", rewards[index], tokenizer, max_prompt_tokens)
-        for index, max_prompt_tokens in prompt_tokens.items()
-    ]
-    return EngineJudges(judges, engine, session.world_size, check)
-
-
 class EngineJudges:
     """Scores with all judges of the run that are its own engine; it is a Scorer.
 
@@ -134,16 +98,24 @@ class EngineJudges:
 
     def __init__(
         self,
-        judges: Sequence[EngineJudge],
+        rewards: Sequence[RewardConfig],
+        prompt_tokens: Mapping[int, int],
+        tokenizer: Any,
         engine: RolloutEngine,
-        num_ranks: int,
+        session: Session,
         check: Callable[[], None],
     ) -> None:
-        """`check` is called by all ranks after each generation; it raises on all if one was
-        aborted."""
-        self._judges = list(judges)
+        """`prompt_tokens` has the longest prompt of each judge, by its index in `rewards`. `check`
+        is called by all ranks after each generation; it raises on all if one was aborted.
+
+        Raises ConfigError.
+        """
+        self._judges = [
+            EngineJudge(f"rewards.{index}", rewards[index], tokenizer, max_prompt_tokens)
+            for index, max_prompt_tokens in prompt_tokens.items()
+        ]
         self._engine = engine
-        self._num_ranks = num_ranks
+        self._session = session
         self._check = check
 
     def score(self, groups: Sequence[RolloutGroup], scored: ScoredRollouts) -> ScoredRollouts:
@@ -167,14 +139,14 @@ class EngineJudges:
                 ids = judge.prompt_ids(inputs)
             except TemplateError as error:
                 column.fail(number, f"cannot ask the engine: {error}")
-                continue
-            if ids is not None:
-                prompts[key] = ids
+            else:
+                if ids is not None:
+                    prompts[key] = ids
         replies = self._generate_replies(prompts, judge.reply_tokens)
         for number, key in enumerate(keys):
-            if key not in replies:
+            reply = replies.get(key)
+            if reply is None:
                 continue
-            reply = replies[key]
             text = judge.text_of(reply)
             column.scores.notes[number] = {
                 "logged": {judge.name: {"reply_tokens": [float(len(reply.token_ids)), 1]}},
@@ -224,6 +196,4 @@ class EngineJudges:
 
     def _gather(self, items: list[Any]) -> list[Any]:
         """Collective. Returns the items of all ranks, in rank order."""
-        payload = msgspec.msgpack.encode(items)
-        contents = exchange_bytes([payload] * self._num_ranks)
-        return [item for content in contents for item in msgspec.msgpack.decode(content)]
+        return [*chain(*exchange_values([items] * self._session.world_size))]

@@ -12,22 +12,25 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import islice
+from statistics import multimode
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from grpo_spmd.config.schema import EvalConfig
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.engine.engine import RolloutEngine
-from grpo_spmd.engine.requests import ConversationId, EpisodeTask, GenerationHooks, Request
+from grpo_spmd.engine.requests import ConversationId, EpisodeTask
 from grpo_spmd.observe.rollout_record import EvalRecord, bounded_values, to_line
 from grpo_spmd.observe.rollout_writer import RolloutWriter
-from grpo_spmd.records import Completion, Prompt, RolloutGroup, ScoredRollouts, rollout_seed
+from grpo_spmd.records import Prompt, RolloutGroup, ScoredRollouts, rollout_seed
 from grpo_spmd.rewards.protocol import check_error_rate
 from grpo_spmd.rewards.scorers import Score
 from grpo_spmd.rewards.trl import logged_in, mean_metrics
 from grpo_spmd.rewards.verifiers import final_answer
+from grpo_spmd.rollout.sample import generate
 
 if TYPE_CHECKING:
     from grpo_spmd.episodes.environments import Environments
@@ -53,40 +56,30 @@ class Outcome(NamedTuple):
     answer: str
 
 
+@dataclass
 class Evaluator:
     """Evaluates the policy on every held-out set."""
 
-    def __init__(
-        self,
-        held_out: HeldOut,
-        engine: RolloutEngine,
-        score: Score,
-        config: EvalConfig,
-        seed: int,
-        max_error_frac: float,
-        writer: RolloutWriter | None,
-        environments: Environments | None = None,
-    ) -> None:
-        """`score` scores on this rank. Here a group is one completion, and its slot is its number
-        over all sets.
+    held_out: HeldOut
+    engine: RolloutEngine
+    score: Score
+    """Scores on this rank. Here a group is one completion, and its slot is its number over all
+    sets."""
+    config: EvalConfig
+    seed: int
+    max_error_frac: float
+    """That of `reward_pool`."""
+    writer: RolloutWriter | None
+    """Makes eval_<set>_step_<step>.jsonl; with None there is no dump."""
+    environments: Environments | None = None
 
-        `max_error_frac` is that of `reward_pool`. `writer` makes eval_<set>_step_<step>.jsonl; with
-        None there is no dump.
-        """
-        self._held_out = held_out
-        self._engine = engine
-        self._score = score
-        self._config = config
-        self._seed = seed
-        self._max_error_frac = max_error_frac
-        self._writer = writer
-        self._environments = environments
+    def __post_init__(self) -> None:
         # By slot: (set, the prompt's index in the set, the sample's number).
         self._samples = [
             (name, index, sample)
-            for name in held_out
-            for index in range(len(held_out[name]))
-            for sample in range(config.num_samples)
+            for name, prompts in self.held_out.items()
+            for index in range(len(prompts))
+            for sample in range(self.config.num_samples)
         ]
 
     def evaluate_if_due(self, step: int) -> Metrics:
@@ -94,7 +87,7 @@ class Evaluator:
 
         It is due before the training and after each `eval.every_steps`-th step.
         """
-        every = self._config.every_steps
+        every = self.config.every_steps
         return {} if every == 0 or step % every else self.evaluate(step)
 
     def evaluate(self, step: int) -> Metrics:
@@ -108,26 +101,24 @@ class Evaluator:
         """
         # The engine already has the weights for the next step, so its version is step + 1.
         groups = self._sample(step + 1)
-        scored = self._score(groups, num_step_completions=len(self._samples))
+        scored = self.score(groups, num_step_completions=len(self._samples))
         outcomes = outcomes_by_slot(groups, scored)
         statuses = scored.num_statuses()
-        if self._environments is not None:
-            statuses |= self._environments.statuses(groups)
+        if self.environments is not None:
+            statuses |= self.environments.statuses(groups)
         report = {
-            "outcomes": outcomes,
+            "outcomes": [
+                (group.slot, outcomes[group.slot], scored.notes.get(number, {}).get("logged", {}))
+                for number, group in enumerate(groups)
+            ],
             "statuses": statuses,
             "first_error": scored.first_error,
-            "notes": {
-                groups[i].slot: {"logged": note["logged"]}
-                for i, note in scored.notes.items()
-                if "logged" in note
-            },
         }
         by_set: dict[str, Metrics] = on_rank0(self._summarise_sets, report)
         for name, metrics in by_set.items():
-            if self._writer is not None:
+            if self.writer is not None:
                 lines = self._lines(name, groups, outcomes, scored=scored)
-                self._writer.write(f"eval_{name}_step_{step:06d}", lines)
+                self.writer.write(f"eval_{name}_step_{step:06d}", lines)
             values = "  ".join(
                 f"{key} {math.nan if value is None else value:.4g}"
                 for key, value in metrics.items()
@@ -142,20 +133,15 @@ class Evaluator:
 
     def _sample(self, policy_version: int) -> list[RolloutGroup]:
         """Collective. Returns this rank's completions, each as a group."""
-        engine = self._engine
-        sizes = [1] * len(self._samples)
-        if self._environments is None:
-            conversations = engine.generate_shared(
-                sizes, GenerationHooks(self._request), policy_version
-            )
-        else:
-            conversations = self._environments.generate(
-                engine,
-                sizes,
-                self._task,
-                policy_version,
-                temperature=self._config.temperature,
-            )
+        engine = self.engine
+        conversations = generate(
+            engine,
+            self.environments,
+            [1] * len(self._samples),
+            task=self._task,
+            policy_version=policy_version,
+            temperature=self.config.temperature,
+        )
         # A training prompt with a cached prefix would be computed in chunks of other sizes, which
         # rounds differently.
         engine.reset_prefix_cache()
@@ -163,24 +149,18 @@ class Evaluator:
             RolloutGroup(slot, self._prompt(slot), turns) for slot, [turns] in conversations.items()
         ]
         # Ranks of an engine all have its completions, but only the first one has its episodes.
-        return groups[engine.tp_rank :: engine.tp_size] if self._environments is None else groups
-
-    def _request(self, slot: int, _: int, turns: Sequence[Completion]) -> Request | None:
-        if turns:
-            return None
-        prompt, seed = self._task((slot, 0))
-        return Request(prompt.token_ids, seed(), self._config.temperature)
+        return groups[engine.tp_rank :: engine.tp_size] if self.environments is None else groups
 
     def _task(self, conversation: ConversationId) -> EpisodeTask:
         slot = conversation[0]
         name, _, sample = self._samples[slot]
         prompt = self._prompt(slot)
-        return prompt, partial(rollout_seed, self._seed, f"eval/{name}", prompt.row, sample)
+        return prompt, partial(rollout_seed, self.seed, f"eval/{name}", prompt.row, sample)
 
     def _prompt(self, slot: int) -> Prompt:
         name, index, _ = self._samples[slot]
         # The prompts may lie in a file, so only one is read.
-        return self._held_out[name][index]
+        return self.held_out[name][index]
 
     def _summarise_sets(self, reports: Sequence[Mapping[str, Any]]) -> dict[str, Metrics]:
         """Returns the metrics of each set from the scores of all ranks; runs on rank 0.
@@ -191,23 +171,18 @@ class Evaluator:
         check_error_rate(
             [report["statuses"] for report in reports],
             [report["first_error"] for report in reports],
-            self._max_error_frac,
+            self.max_error_frac,
         )
-        outcomes: dict[int, Outcome] = {}
-        notes: dict[str, list[Mapping[str, Any]]] = {name: [] for name in self._held_out}
-        for report in reports:
-            # Keys are strings, because the reports crossed ranks as JSON.
-            for slot, outcome in report["outcomes"].items():
-                assert int(slot) not in outcomes, slot
-                outcomes[int(slot)] = Outcome(*outcome)
-            for slot, note in report["notes"].items():
-                notes[self._samples[int(slot)][0]].append(note)
-        assert len(outcomes) == len(self._samples), (len(outcomes), len(self._samples))
-        in_order = (outcomes[slot] for slot in range(len(self._samples)))
+        rows = [row for report in reports for row in report["outcomes"]]
+        rows.sort(key=lambda row: row[0])
+        assert [slot for slot, *_ in rows] == list(range(len(self._samples))), len(rows)
+        in_order = iter(rows)
         metrics: dict[str, Metrics] = {}
-        for name, prompts in self._held_out.items():
-            by_prompt = [[next(in_order) for _ in range(self._config.num_samples)] for _ in prompts]
-            metrics[name] = summarise(by_prompt) | mean_metrics(logged_in(notes[name]))
+        for name, prompts in self.held_out.items():
+            rows_of_set = list(islice(in_order, len(prompts) * self.config.num_samples))
+            outcomes = [Outcome(*outcome) for _, outcome, _ in rows_of_set]
+            logged = logged_in({"logged": logged} for *_, logged in rows_of_set)
+            metrics[name] = summarise(outcomes, self.config.num_samples) | mean_metrics(logged)
         return metrics
 
     def _lines(
@@ -249,12 +224,12 @@ def outcomes_by_slot(groups: Sequence[RolloutGroup], scored: ScoredRollouts) -> 
         groups, scored.texts, scored.rewards, verdicts, strict=True
     ):
         [completion] = group.completions
-        is_known = verdict is not None and not math.isnan(verdict)
+        verdict = math.nan if verdict is None else verdict
         outcomes[group.slot] = Outcome(
             reward=reward,
             # The comparison is False for NaN.
-            correct=verdict is not None and verdict > 0.5,
-            unscored=reward is None or not is_known,
+            correct=verdict > 0.5,
+            unscored=reward is None or math.isnan(verdict),
             truncated=completion.finish_reason == "length",
             num_tokens=len(completion.token_ids),
             answer=hashlib.blake2b(final_answer(text).encode(), digest_size=16).hexdigest(),
@@ -262,14 +237,14 @@ def outcomes_by_slot(groups: Sequence[RolloutGroup], scored: ScoredRollouts) -> 
     return outcomes
 
 
-def summarise(prompts: Sequence[Sequence[Outcome]]) -> Metrics:
-    """Returns the metrics of one set from the outcomes of each prompt's n completions.
+def summarise(outcomes: Sequence[Outcome], num_samples: int) -> Metrics:
+    """Returns the metrics of one set from the outcomes of its completions, `num_samples` for each
+    prompt.
 
     The k of `pass_at_<k>` is 1, 2, 4, ... below n, and n. `mean` leaves out unknown rewards; it is
     None if all are unknown.
     """
-    num_samples = len(prompts[0])
-    outcomes = [outcome for prompt in prompts for outcome in prompt]
+    prompts = [outcomes[i : i + num_samples] for i in range(0, len(outcomes), num_samples)]
     rewards = [outcome.reward for outcome in outcomes if outcome.reward is not None]
     ks = [2**i for i in range(num_samples.bit_length()) if 2**i < num_samples] + [num_samples]
     nums_correct = [sum(outcome.correct for outcome in prompt) for prompt in prompts]
@@ -303,11 +278,8 @@ def majority(answers: Sequence[str], correct: Sequence[bool]) -> float:
 
     On a tie the completions of all most common answers count.
     """
-    votes = Counter(answers)
-    most_votes = max(votes.values())
+    modes = multimode(answers)
     winners = [
-        is_correct
-        for answer, is_correct in zip(answers, correct, strict=True)
-        if votes[answer] == most_votes
+        is_correct for answer, is_correct in zip(answers, correct, strict=True) if answer in modes
     ]
     return sum(winners) / len(winners)

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from grpo_spmd.config.schema import ModelConfig, RewardConfig
-from grpo_spmd.distributed.collectives import exchange_bytes
+from grpo_spmd.distributed.collectives import exchange_values
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.learn.balance import fill_rows
@@ -29,11 +29,6 @@ from grpo_spmd.model.reward_model_files import RewardModelFiles, errors_about, r
 from grpo_spmd.proofs.reward_model_check import RewardModelCheck, ScoredCompletion
 from grpo_spmd.records import Completion, Prompt, RolloutGroup, ScoredRollouts
 from grpo_spmd.rewards.scorers import RewardColumn, merge_results
-
-# The most completions of a group, for keys that are unique over all ranks.
-_MAX_SAMPLES = 1 << 20
-# The token ids of each text.
-Texts = Sequence[Sequence[int]]
 
 
 class ModelReward:
@@ -73,9 +68,8 @@ class ModelReward:
                 continue
             if ids is not None:
                 inputs[number] = ids
-        keys = [
-            group.slot * _MAX_SAMPLES + n for group, n in (completions[number] for number in inputs)
-        ]
+        # A completion's slot and sample identify it over all ranks.
+        keys = [(group.slot, n) for group, n in (completions[number] for number in inputs)]
         self._parked.fetch()
         scores = score_over_ranks(keys, [*inputs.values()], self._max_tokens, self._score_row)
         for number, score in zip(inputs, scores, strict=True):
@@ -100,43 +94,37 @@ class ModelReward:
         return scores
 
 
+@dataclass
 class RewardModels:
     """Scores with all reward models of the run; it is a Scorer.
 
     They score after the engine has finished.
     """
 
-    def __init__(
-        self,
-        models: Sequence[ModelReward],
-        engine: RolloutEngine,
-        checks: Mapping[str, RewardModelCheck],
-        check_every_steps: int,
-    ) -> None:
-        """`checks` are by the model's name.
+    models: Sequence[ModelReward]
+    engine: RolloutEngine
+    checks: Mapping[str, RewardModelCheck]
+    """The checks by the model's name.
 
-        They run at each scoring (also of an evaluation) in the process's first step and in steps
-        that `check_every_steps` divides; with 0 they run in the first step alone.
-        """
-        self._models = list(models)
-        self._engine = engine
-        self._checks = checks
-        self._check_every_steps = check_every_steps
-        self._first_version: int | None = None
+    They run at each scoring (also of an evaluation) in the process's first step and in steps that
+    `check_every_steps` divides; with 0 they run in the first step alone."""
+    check_every_steps: int
+    first_version: int | None = None
+    """The engine's version at the first scoring."""
 
     def score(self, groups: Sequence[RolloutGroup], scored: ScoredRollouts) -> ScoredRollouts:
         """Collective. Returns the models' scores, as a Scorer does."""
-        version = self._engine.policy_version or 0
-        if self._first_version is None:
-            self._first_version = version
-        every = self._check_every_steps
-        is_due = version == self._first_version or (every > 0 and version % every == 0)
+        version = self.engine.policy_version or 0
+        if self.first_version is None:
+            self.first_version = version
+        every = self.check_every_steps
+        is_due = version == self.first_version or (every > 0 and version % every == 0)
         # From here on the device's memory belongs to the models.
-        self._engine.rest()
+        self.engine.rest()
         return merge_results(
             [
-                model.score(groups, scored.texts, self._checks[model.name] if is_due else None)
-                for model in self._models
+                model.score(groups, scored.texts, self.checks[model.name] if is_due else None)
+                for model in self.models
             ]
         )
 
@@ -170,8 +158,8 @@ def build_reward_models(
 
 
 def score_over_ranks(
-    keys: Sequence[int],
-    texts: Texts,
+    keys: Sequence[Any],
+    texts: Sequence[Sequence[int]],
     max_tokens: int,
     score: Callable[[list[list[int]]], list[float]],
 ) -> list[float]:
@@ -182,30 +170,29 @@ def score_over_ranks(
     called equally often on all ranks.
     """
     rank = dist.get_rank()
-    report = msgspec.msgpack.encode((list(keys), [len(text) for text in texts]))
+    report = (keys, [len(text) for text in texts])
     # Every rank computes the same rows from the same lengths.
-    reports = exchange_bytes([report] * dist.get_world_size())
-    rows = rows_of_ranks([msgspec.msgpack.decode(report) for report in reports], max_tokens)
+    reports = exchange_values([report] * dist.get_world_size())
+    rows = rows_of_ranks(reports, max_tokens)
     # By receiving rank: the numbers of this rank's texts to send, in the order of its rows.
     numbers = [[n for row in theirs for source, n in row if source == rank] for theirs in rows]
-    sent = [msgspec.msgpack.encode([texts[n] for n in one_rank]) for one_rank in numbers]
-    arriving = [iter(msgspec.msgpack.decode(payload)) for payload in exchange_bytes(sent)]
+    sent = [[texts[n] for n in one_rank] for one_rank in numbers]
+    arriving = [iter(received) for received in exchange_values(sent)]
     scores: list[list[float]] = [[] for _ in rows]
     for row in rows[rank]:
         row_scores = score([next(arriving[source]) for source, _ in row])
         # An empty row has one score too, which is ignored.
         for (source, _), value in zip(row, row_scores, strict=False):
             scores[source].append(value)
-    returned = exchange_bytes([msgspec.msgpack.encode(values) for values in scores])
     local_scores = [0.0] * len(texts)
-    for one_rank, payload in zip(numbers, returned, strict=True):
-        for n, value in zip(one_rank, msgspec.msgpack.decode(payload), strict=True):
+    for one_rank, returned in zip(numbers, exchange_values(scores), strict=True):
+        for n, value in zip(one_rank, returned, strict=True):
             local_scores[n] = value
     return local_scores
 
 
 def rows_of_ranks(
-    reports: Sequence[tuple[list[int], list[int]]], max_tokens: int
+    reports: Sequence[tuple[Sequence[Any], list[int]]], max_tokens: int
 ) -> list[list[list[tuple[int, int]]]]:
     """Returns for each rank the texts that it forwards together, row by row.
 

@@ -10,7 +10,7 @@ completions begin first (ExpectedLengths), and tail batching ends a step early (
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -71,17 +71,27 @@ class Sampler:
         if self.buffer is not None:
             stored = self.buffer.find(step, weights_id, prompts, self.group_size)
         sampling = _Round(self, prompts, step, stored)
+        stored_lengths = [(slot, entry.num_tokens) for (slot, _), entry in stored.items()]
         expected = None
         if self.lengths is not None:
-            by_slot = self.lengths.estimate(prompts, sampling.stored_lengths())
+            by_slot = self.lengths.estimate(prompts, stored_lengths)
             expected = [by_slot[slot] for slot in sampling.jobs]
         if self.tail is not None:
-            lengths = [(slot, entry.num_tokens) for (slot, _), entry in stored.items()]
             is_first = self.engine.tp_rank == 0
-            sampling.race = self.tail.begin(sampling.missing, lengths, is_first)
+            sampling.race = self.tail.begin(sampling.missing, stored_lengths, is_first)
         start = time.perf_counter()
         try:
-            conversations = self._generate(sampling, step, expected)
+            conversations = generate(
+                self.engine,
+                self.environments,
+                [len(sampling.missing[slot]) for slot in sampling.jobs],
+                task=sampling.task,
+                policy_version=step,
+                expected=expected,
+                on_completion=sampling.finish,
+                early_stop=sampling.race,
+                before_step=None if sampling.early is None else sampling.early.poll,
+            )
         # An aborted generation must not lose the completions that were finished.
         finally:
             if self.buffer is not None:
@@ -96,32 +106,47 @@ class Sampler:
             self.lengths.record(groups, dropped[sampling.rank :: sampling.num_ranks])
         return groups, seconds
 
-    def _generate(
-        self, sampling: _Round, step: int, expected: Sequence[float] | None
-    ) -> dict[int, list[list[Completion]]]:
-        """Collective. Returns a dict from job to the conversations of this engine.
 
-        A job is a group's missing samples, which one engine generates together. Each conversation
-        is a list of one completion; an episode is one completion, too. `expected` has the expected
-        tokens of one completion by job, equal on all ranks; None if they are unknown. With
-        environments an engine's other ranks get {}.
-        """
-        if self.environments is not None:
-            return self.environments.generate(
-                self.engine,
-                sampling.sizes,
-                sampling.task,
-                step,
-                finished=sampling.finish,
-                expected=expected,
-            )
-        hooks = GenerationHooks(
-            sampling.request,
-            on_completion=sampling.finish,
-            early_stop=sampling.race,
-            before_step=None if sampling.early is None else sampling.early.poll,
+def generate(
+    engine: RolloutEngine,
+    environments: Environments | None,
+    sizes: Sequence[int],
+    *,
+    task: Callable[[ConversationId], EpisodeTask],
+    policy_version: int,
+    temperature: float | None = None,
+    expected: Sequence[float] | None = None,
+    **hooks: Any,
+) -> dict[int, list[list[Completion]]]:
+    """Collective. Returns a dict from job to the conversations of this engine, of which each is a
+    list of one completion.
+
+    Job j has `sizes[j]` conversations, which one engine samples. With environments a completion is
+    an episode, and an engine's other ranks get {}. `task` returns the prompt and the seeds of a
+    conversation. `expected` has the expected tokens of one completion by job, equal on all ranks;
+    None if they are unknown. `hooks` are further fields of GenerationHooks; only `on_completion` is
+    for episodes too.
+    """
+    if environments is not None:
+        return environments.generate(
+            engine,
+            sizes,
+            task,
+            policy_version,
+            temperature=temperature,
+            finished=hooks.get("on_completion"),
+            expected=expected,
         )
-        return self.engine.generate_shared(sampling.sizes, hooks, step, expected)
+
+    def next_request(job: int, number: int, turns: Sequence[Completion]) -> Request | None:
+        """Returns the request of a conversation, which has one turn."""
+        if turns:
+            return None
+        prompt, seed = task((job, number))
+        return Request(prompt.token_ids, seed(), temperature)
+
+    request_hooks = GenerationHooks(next_request, **hooks)
+    return engine.generate_shared(sizes, request_hooks, policy_version, expected)
 
 
 class _Round:
@@ -150,7 +175,6 @@ class _Round:
             for slot in range(len(prompts))
         }
         self.jobs = [slot for slot, samples in self.missing.items() if samples]
-        self.sizes = [len(self.missing[slot]) for slot in self.jobs]
         # Ranks of an engine share its groups. Episodes all belong to the engine's first rank, which
         # has their environments.
         self._num_sharing = engine.tp_size if sampler.environments is None else 1
@@ -161,23 +185,11 @@ class _Round:
         rewards = sampler.early_rewards if sampler.environments is None else None
         self.early = rewards if rewards is not None and rewards.has_slow_rewards else None
         self._tokenizer = sampler.tokenizer
-        self._completions: list[dict[int, Completion]] = [{} for _ in self.jobs]
-        # By complete job: the rank of the engine (tp_rank) that scores its group.
+        self._sampled: dict[Slot, Completion] = {}
+        # By complete slot: the rank of the engine (tp_rank) that scores its group.
         self._scoring_ranks: dict[int, int] = {}
-        # By job: groups whose scoring has begun.
+        # By slot: groups whose scoring has begun.
         self._begun: dict[int, RolloutGroup] = {}
-
-    def stored_lengths(self) -> dict[int, list[int]]:
-        """Returns by slot the token counts of the stored completions, for slots that miss
-        others."""
-        return {
-            slot: [
-                self._stored[slot, sample].num_tokens
-                for sample in self._samples
-                if (slot, sample) in self._stored
-            ]
-            for slot in self.jobs
-        }
 
     def task(self, conversation: ConversationId) -> EpisodeTask:
         """Returns (prompt, seed function): the prompt of a conversation, and the seed of its n-th
@@ -188,66 +200,50 @@ class _Round:
         # The seed depends on the steps before this one, so step 1 has 0.
         return prompt, partial(rollout_seed, self._seed, self._step - 1, prompt.position, sample)
 
-    def request(self, job: int, number: int, turns: Sequence[Completion]) -> Request | None:
-        """Returns the next request in a conversation of one turn, or None after that turn."""
-        if turns:
-            return None
-        prompt, seed = self.task((job, number))
-        return Request(prompt.token_ids, seed())
-
     def finish(self, job: int, number: int, completion: Completion) -> None:
         """Takes a finished completion. Called on all ranks of the engine, in the same order."""
         slot = self.jobs[job]
+        sample = self.missing[slot][number]
         # All ranks of an engine have the same completions, so only one writes them.
         if self._buffer is not None and self._tp_rank == 0:
-            self._buffer.keep(self._prompts[slot], self.missing[slot][number], completion)
+            self._buffer.keep(self._prompts[slot], sample, completion)
         # With tail batching a complete group may still be dropped.
-        is_in_step = self.race is None or self.race.finish(job, len(completion.token_ids))
-        completions = self._completions[job]
-        completions[number] = completion
-        if len(completions) < self.sizes[job]:
+        is_in_step = self.race is None or self.race.finish(slot, len(completion.token_ids))
+        self._sampled[slot, sample] = completion
+        if not all((slot, missing) in self._sampled for missing in self.missing[slot]):
             return
-        self._scoring_ranks[job] = len(self._scoring_ranks) % self._num_sharing
-        if self.early is not None and is_in_step and self._is_scored_here(job):
-            in_order = [completions[i] for i in sorted(completions)]
-            self._begun[job] = self._build_group(slot, in_order)
-            self.early.start_early(self._begun[job], self._tokenizer)
+        self._scoring_ranks[slot] = len(self._scoring_ranks) % self._num_sharing
+        if self.early is not None and is_in_step and self._is_scored_here(slot):
+            self._begun[slot] = self._build_group(slot)
+            self.early.start_early(self._begun[slot], self._tokenizer)
 
-    def groups(
-        self, conversations: Mapping[int, Sequence[Sequence[Completion]]], slots: set[int]
-    ) -> list[RolloutGroup]:
+    def groups(self, jobs: Iterable[int], slots: set[int]) -> list[RolloutGroup]:
         """Returns the groups that this rank scores, in the order of their slots.
 
-        `conversations` is what `_generate` returned. `slots` are the prompts' places that belong to
-        the step: with tail batching more are started than a step trains on.
+        `jobs` are those that this engine has finished. `slots` are the prompts' places that belong
+        to the step: with tail batching more are started than a step trains on.
         """
-        groups: dict[int, RolloutGroup] = {}
+        scored: list[int] = []
         # A group that was complete before (its samples were stored) has no job: such groups are
         # dealt out over the ranks.
         complete = [slot for slot, samples in self.missing.items() if not samples and slot in slots]
         if self._tp_rank < self._num_sharing:
-            for slot in complete[self.rank :: self.num_ranks]:
-                groups[slot] = self._build_group(slot, [])
-        for job, job_conversations in conversations.items():
-            slot = self.jobs[job]
-            if slot in slots and self._is_scored_here(job):
-                # Where scoring has begun, the rewards know the group by its identity.
-                groups[slot] = self._begun.get(job) or self._build_group(
-                    slot, [completion for [completion] in job_conversations]
-                )
-        return [group for _, group in sorted(groups.items())]
+            scored += complete[self.rank :: self.num_ranks]
+        finished = slots.intersection(self.jobs[job] for job in jobs)
+        scored += filter(self._is_scored_here, finished)
+        # Where scoring has begun, the rewards know the group by its identity.
+        return [self._begun.get(slot) or self._build_group(slot) for slot in sorted(scored)]
 
-    def _is_scored_here(self, job: int) -> bool:
-        return self._scoring_ranks.get(job, 0) == self._tp_rank
+    def _is_scored_here(self, slot: int) -> bool:
+        return self._scoring_ranks.get(slot, 0) == self._tp_rank
 
-    def _build_group(self, slot: int, sampled: Sequence[Completion]) -> RolloutGroup:
+    def _build_group(self, slot: int) -> RolloutGroup:
         """Returns a group of the stored completions and those sampled now, in the order of
         samples."""
-        remaining = iter(sampled)
         completions = [
             self._buffer.read(self._stored[slot, sample])
             if self._buffer is not None and (slot, sample) in self._stored
-            else next(remaining)
+            else self._sampled[slot, sample]
             for sample in self._samples
         ]
         return RolloutGroup(slot, self._prompts[slot], completions)
@@ -267,9 +263,8 @@ class ExpectedLengths:
         # The mean tokens of the groups recorded in the previous round.
         self._recent_mean = 0.0
         # What rank 0 gets with the next estimate: this rank's groups as (row, mean, maximum of
-        # tokens), and dropped rows.
-        self._sampled: list[tuple[int, float, int]] = []
-        self._dropped: list[int] = []
+        # tokens). A dropped row has no mean.
+        self._report: list[tuple[int, float | None, int]] = []
 
     def record(self, groups: Sequence[RolloutGroup], dropped: Sequence[Prompt] = ()) -> None:
         """Notes the groups that this rank sampled; rank 0 gets them with the next `estimate`.
@@ -280,45 +275,41 @@ class ExpectedLengths:
         for group in groups:
             lengths = [len(completion.token_ids) for completion in group.completions]
             mean = sum(lengths) / len(lengths)
-            self._sampled.append((group.prompt.row, mean, max(lengths)))
-        self._dropped += [prompt.row for prompt in dropped]
+            self._report.append((group.prompt.row, mean, max(lengths)))
+        self._report += [(prompt.row, None, 0) for prompt in dropped]
 
     def estimate(
-        self, prompts: Sequence[Prompt], stored: Mapping[int, Sequence[int]]
+        self, prompts: Sequence[Prompt], stored_lengths: Iterable[tuple[int, int]]
     ) -> list[float]:
         """Collective. Returns for each prompt the expected tokens of a completion, equal on all
         ranks.
 
         The estimate is the mean of the last time, or the mean of the previous round's prompts.
-        `stored`, equal on all ranks, has by index in `prompts` the token counts of stored
+        `stored_lengths`, equal on all ranks, are (index in `prompts`, tokens) of the stored
         completions. The missing completions of such a prompt ran at the same time and were not
         finished, so that they may be at least as long as the longest stored one.
         """
-        report = (self._sampled, self._dropped)
-        self._sampled = []
-        self._dropped = []
+        report = self._report
+        self._report = []
         means: list[float] = on_rank0(lambda reports: self._look_up(reports, prompts), report)
-        return [
-            max(stored[slot]) if stored.get(slot) else tokens for slot, tokens in enumerate(means)
-        ]
+        # Of several lengths of a prompt the longest comes last, and stays.
+        longest_stored = dict(sorted(stored_lengths))
+        return [longest_stored.get(slot, tokens) for slot, tokens in enumerate(means)]
 
     def _look_up(
         self,
-        reports: Sequence[tuple[Sequence[tuple[int, float, int]], Sequence[int]]],
+        reports: Sequence[Sequence[tuple[int, float | None, int]]],
         prompts: Sequence[Prompt],
     ) -> list[float]:
-        """Records the ranks' reports and returns the mean for each prompt; runs on rank 0.
-
-        A report is (groups, dropped rows); a group is (row, mean, maximum of tokens).
-        """
-        sampled = [group for groups, _ in reports for group in groups]
-        updates = [(row, mean) for row, mean, _ in sampled]
-        # A dropped row counts as long as the longest group of its round.
-        if sampled:
-            self._recent_mean = sum(mean for _, mean in updates) / len(updates)
-            max_length = max(maximum for *_, maximum in sampled)
-            updates += [(row, max_length) for _, dropped in reports for row in dropped]
-        self._means.update(updates)
+        """Records the ranks' reports and returns the mean for each prompt; runs on rank 0."""
+        entries = [entry for report in reports for entry in report]
+        means = [(row, mean) for row, mean, _ in entries if mean is not None]
+        if means:
+            self._recent_mean = sum(mean for _, mean in means) / len(means)
+            # A dropped row counts as long as the longest group of its round.
+            max_length = max(maximum for *_, maximum in entries)
+            means += [(row, max_length) for row, mean, _ in entries if mean is None]
+        self._means.update(means)
         return [round(self._means.get(prompt.row, self._recent_mean), 1) for prompt in prompts]
 
 
@@ -349,29 +340,26 @@ class TailRace:
         self._num_to_come = num_wanted - len(self._complete)
         self._stored_lengths = stored_lengths
         self._is_first = is_first
-        # The slot of each job.
-        self._slots = [slot for slot, samples in missing.items() if samples]
-        self._num_unfinished = [len(missing[slot]) for slot in self._slots]
+        self._num_unfinished = {slot: len(samples) for slot, samples in missing.items()}
         # This engine's complete groups as (count, slot).
         self._order: list[tuple[int, int]] = []
-        # This engine's completions as (slot, tokens).
-        self._lengths: list[tuple[int, int]] = []
-        # The tokens of requests that were begun and not finished.
-        self._dropped: list[int] = []
+        # This engine's completions as (slot, tokens), and the requests that it dropped with a slot
+        # of None.
+        self._lengths: list[tuple[int | None, int]] = []
 
-    def finish(self, job: int, num_tokens: int) -> bool:
-        """Takes a completion of `job`.
+    def finish(self, slot: int, num_tokens: int) -> bool:
+        """Takes a completion of a slot.
 
         Returns True if its group is now complete and certainly in the step.
         """
-        self._num_unfinished[job] -= 1
+        self._num_unfinished[slot] -= 1
         if not self._is_first:
             return False
-        self._lengths.append((self._slots[job], num_tokens))
-        if self._num_unfinished[job]:
+        self._lengths.append((slot, num_tokens))
+        if self._num_unfinished[slot]:
             return False
         count = count_up(self._counter)
-        self._order.append((count, self._slots[job]))
+        self._order.append((count, slot))
         return count <= self._num_to_come
 
     def is_over(self) -> bool:
@@ -381,11 +369,11 @@ class TailRace:
     def drop(self, num_tokens: Sequence[int]) -> None:
         """Takes the token count of each request that the engine drops."""
         if self._is_first:
-            self._dropped += [tokens for tokens in num_tokens if tokens]
+            self._lengths += [(None, tokens) for tokens in num_tokens if tokens]
 
-    def report(self) -> dict[str, Any]:
-        """Returns this rank's report for rank 0: `order`, `lengths` and `dropped`."""
-        return {"order": self._order, "lengths": self._lengths, "dropped": self._dropped}
+    def report(self) -> dict[str, list[Any]]:
+        """Returns this rank's report for rank 0: `order` and `lengths`."""
+        return {"order": self._order, "lengths": self._lengths}
 
     def decide(self, reports: Sequence[Mapping[str, Any]]) -> tuple[list[int], dict[str, float]]:
         """Returns (slots, metrics): the slots of the step, and the round's metrics. Runs on
@@ -393,16 +381,14 @@ class TailRace:
         # Every rank has stopped reading the counter before it reports.
         delete_counter(self._counter)
         # Sorting by count gives the order of completion over all engines.
-        order = sorted(tuple(entry) for report in reports for entry in report["order"])
+        order = sorted(entry for report in reports for entry in report["order"])
         slots = {*self._complete, *(slot for _, slot in order[: self._num_to_come])}
-        finished = [
-            *self._stored_lengths,
-            *(tuple(entry) for report in reports for entry in report["lengths"]),
-        ]
-        dropped = [tokens for report in reports for tokens in report["dropped"]]
+        lengths = [*self._stored_lengths]
+        for report in reports:
+            lengths += report["lengths"]
         # Nothing at all was launched if the run was stopped at once; [0] avoids an empty mean.
-        launched = [*(tokens for _, tokens in finished), *dropped] or [0]
-        num_trained = sum(tokens for slot, tokens in finished if slot in slots)
+        launched = [tokens for _, tokens in lengths] or [0]
+        num_trained = sum(tokens for slot, tokens in lengths if slot in slots)
         return sorted(slots), {
             "rollout/tail_dropped_tokens_frac": 1 - num_trained / max(sum(launched), 1),
             "rollout/tail_launched_tokens_mean": sum(launched) / len(launched),
@@ -410,6 +396,7 @@ class TailRace:
         }
 
 
+@dataclass
 class TailBatching:
     """Fills a step with the groups that are complete first; the other prompts wait for a later
     step.
@@ -418,11 +405,10 @@ class TailBatching:
     trains on it.
     """
 
-    def __init__(self, stream: TailStream, num_prompts: int) -> None:
-        """`num_prompts` is the number of prompts of a step."""
-        self._stream = stream
-        self._num_prompts = num_prompts
-        self._num_races = 0
+    stream: TailStream
+    num_prompts: int
+    """The number of prompts of a step."""
+    num_races: int = 0
 
     def begin(
         self,
@@ -435,13 +421,12 @@ class TailBatching:
         Returns None if `missing` has no more prompts than the step needs. The arguments are
         those of TailRace.
         """
-        if len(missing) <= self._num_prompts:
+        if len(missing) <= self.num_prompts:
             return None
-        self._num_races += 1
-        counter = f"complete/{self._num_races}"
+        self.num_races += 1
         return TailRace(
-            counter,
-            self._num_prompts,
+            f"complete/{self.num_races}",
+            self.num_prompts,
             missing,
             stored_lengths=stored_lengths,
             is_first=is_first,
@@ -452,7 +437,7 @@ class TailBatching:
         chosen, metrics = on_rank0(race.decide, race.report())
         slots = set(chosen)
         waiting = [prompt for slot, prompt in enumerate(prompts) if slot not in slots]
-        self._stream.leave(waiting, metrics)
+        self.stream.leave(waiting, metrics)
         return slots
 
 

@@ -85,13 +85,11 @@ def open_reward_models(
             )
     # Each kind is imported only here, and only if it is on.
     if any(reward.is_engine_judge for reward in config.rewards):
-        from grpo_spmd.rollout.engine_judge import open_engine_judges
+        from grpo_spmd.rollout.engine_judge import EngineJudges
 
         prompt_tokens = judge_prompt_tokens(config)
         check = preemption.check_before_update
-        more.append(
-            open_engine_judges(config.rewards, prompt_tokens, tokenizer, engine, session, check)
-        )
+        more.append(EngineJudges(config.rewards, prompt_tokens, tokenizer, engine, session, check))
     if any(reward.model is not None for reward in config.rewards):
         from grpo_spmd.rollout.reward_models import build_reward_models
 

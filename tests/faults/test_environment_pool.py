@@ -159,8 +159,8 @@ def _played(
         pool.act(position, _call(method))
         reply = _next(pool)[position]
     if isinstance(reply, Reply):
-        message = [[{"role": "assistant", "content": ""}]]
-        pool.end(position, {"prompts": ["p"], "completions": message, "completion_ids": [[1, 2]]})
+        message = [{"role": "assistant", "content": ""}]
+        pool.end(position, {"prompts": "p", "completions": message, "completion_ids": [1, 2]})
         reply = _next(pool)[position]
     if isinstance(reply, Reply):
         pool.release(position)
@@ -186,7 +186,7 @@ def test_what_ends_a_process_costs_its_own_episode_alone(pools: Pools) -> None:
     """In reset, in a call and in get_reward; beside each an episode of another worker goes on as if
     nothing was."""
     pool = pools(rewards=True)
-    assert (pool.facts.reward_names, pool.facts.weights) == (["World", "judged"], [1.0, 0.25])
+    assert list(pool.facts.weights.items()) == [("World", 1.0), ("judged", 0.25)]
     steady = (9, 9)
     pool.begin(steady, {}, 1)
     assert isinstance(_next(pool)[steady], Reply)
@@ -204,7 +204,7 @@ def test_what_ends_a_process_costs_its_own_episode_alone(pools: Pools) -> None:
         reply = _next(pool)[steady]
         assert isinstance(reply, Reply)
         assert [message["content"] for message in reply.values["messages"]] == ["did fine"] * 2
-    pool.end(steady, {"prompts": ["p"], "completions": [[{}, {}]], "completion_ids": [[1]]})
+    pool.end(steady, {"prompts": "p", "completions": [{}, {}], "completion_ids": [1]})
     reply = _next(pool)[steady]
     assert isinstance(reply, Reply)
     num_calls = 2 * len(DIES)  # the state is its own, and was never reset
@@ -215,7 +215,10 @@ def test_what_ends_a_process_costs_its_own_episode_alone(pools: Pools) -> None:
 @pytest.mark.parametrize("method", ["hang", "ignore", "daemon hangs"])
 def test_what_hangs_is_killed_with_all_that_it_started(pools: Pools, method: str) -> None:
     pool = pools(call_timeout_s=1.5)
-    reason = "took longer than environment.call_timeout_s=1.5"
+    reason = (
+        "took longer than environment.call_timeout_s=1.5, or with all calls of its episode longer "
+        "than environment.timeout_s=600"
+    )
     assert _failure(_played(pool, (0, 0), {"how": method})) == ("env_timeout", f"reset() {reason}")
     assert _failure(_played(pool, (0, 0), {}, method)) == ("env_timeout", f"tool 'do' {reason}")
     deadline = time.monotonic() + 20
@@ -240,7 +243,8 @@ def test_all_calls_of_an_episode_have_one_deadline_together(pools: Pools, tmp_pa
         seconds.append(reply.seconds)
     assert _failure(reply) == (
         "env_timeout",
-        "step() took longer than environment.timeout_s=2, with all calls of its episode",
+        "step() took longer than environment.call_timeout_s=20, or with all calls of its episode "
+        "longer than environment.timeout_s=2",
     )
     assert sum(seconds) > 1.9
     assert len(seconds) >= 3 or max(seconds) > 1
@@ -287,8 +291,7 @@ def test_results_that_are_large_odd_or_many(pools: Pools) -> None:
 
 
 def test_an_answer_for_another_call_is_never_taken(pools: Pools, tmp_path: Path) -> None:
-    """Planted: code that answers for its worker, with a sibling's place, and with an old call's
-    number."""
+    """Planted: code that answers for its worker, with the number of an old call or of none."""
     (tmp_path / "forged.py").write_text(
         "import json, os, socket, stat, time\n"
         "def say(message):\n"
@@ -299,17 +302,14 @@ def test_an_answer_for_another_call_is_never_taken(pools: Pools, tmp_path: Path)
         "len(payload).to_bytes(4, 'big') + payload)\n"
         "        except OSError: pass\n"
         "class Forged:\n"
-        "    def reset(self, place, serial, **row):\n"
-        "        say({'values': {'messages': 'of a sibling', 'tools': []}, 'conversation': "
-        "place, 'serial': serial})\n"
+        "    def reset(self, serial, **row):\n"
+        "        say({'values': {'messages': 'of a sibling', 'tools': []}, 'serial': serial})\n"
         "        time.sleep(1000)\n"
         "    def step(self, action): pass\n"
     )
     pool = pools(factory={}, gym=f"{tmp_path}/forged.py:Forged")
-    for number, (position, serial) in enumerate(
-        (([0, 99], 1), ([0, 1], 1), ([0, 2], True), (None, None))
-    ):
-        pool.begin((0, number), {"place": position, "serial": serial}, 1)
+    for number, serial in enumerate((99, 1, 2, None)):
+        pool.begin((0, number), {"serial": serial}, 1)
         failure = _failure(_next(pool)[0, number])
         assert failure == ("env_error", "reset() answered another call than it was asked"), number
 

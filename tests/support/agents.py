@@ -14,7 +14,35 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_spmd.episodes.chat_format import TemplateError
+from grpo_spmd.episodes.conversation_tree import ConversationTree
 from grpo_spmd.episodes.endpoint import Call, Endpoint
+from grpo_spmd.records import Segment, Turn
+
+
+@dataclass(frozen=True)
+class SessionRecord:
+    """What a session's completion and its episode hold."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    segments: tuple[Segment, ...]
+    turns: tuple[Turn, ...]
+    messages: list[dict[str, Any]]
+
+
+def recorded_by(contexts: ConversationTree) -> SessionRecord:
+    completion = contexts.completion({}, [])
+    episode = completion.episode
+    assert episode is not None
+    assert episode.status == contexts.status
+    return SessionRecord(
+        completion.token_ids,
+        completion.logprobs,
+        episode.segments,
+        episode.turns,
+        episode.messages,
+    )
+
 
 USAGE = {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}
 

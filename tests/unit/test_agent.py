@@ -22,7 +22,7 @@ from grpo_spmd.episodes.open_episode import EpisodeLimits
 from grpo_spmd.episodes.openai_api import ApiError
 from grpo_spmd.records import Completion
 from grpo_spmd.rewards.trl import BrokenContractError
-from tests.support.agents import Bytes, answered
+from tests.support.agents import Bytes, answered, recorded_by
 
 EXTRA = {"base_url": "", "api_key": "", "model": "policy"}
 CHAT: Any = Bytes()
@@ -60,7 +60,7 @@ def _session(
         ids = CHAT.sampled(policy(call))
         reason = "stop" if len(ids) <= wanted.max_tokens else "length"
         ids = ids[: wanted.max_tokens]
-        answered = contexts.finish(wanted.number, Completion(ids, [-0.5] * len(ids), reason))
+        answered = contexts.finish(wanted, Completion(ids, [-0.5] * len(ids), reason))
         endpoint.answer(call, answered.message, answered.finish_reason, answered.usage)
 
     with Endpoint() as endpoint, answered(endpoint, answer):
@@ -96,7 +96,7 @@ def test_a_tool_loop_is_one_segment_of_the_tokens_that_were_sampled() -> None:
         assert AgentDriver(_adds).begin({"prompt": "sum", "answer": "31"}, opened) == {
             "rewards": {"agent": 1.0}
         }
-    result = contexts.record()
+    result = recorded_by(contexts)
     (segment,) = result.segments
     turns = [CHAT.sampled('\n!add {"terms": [1, 2]}\n!add {"terms": [30, 1]}'), CHAT.sampled("31")]
     results = [259, *b"3", 260, 259, *b"31", 260, 258]
@@ -140,7 +140,7 @@ async def _asks_three_at_once(task: Any, base_url: str, api_key: str, model: str
 def test_requests_at_once_are_all_served_and_go_on_from_the_same_tokens() -> None:
     with _session(lambda call: f"to {call.request.messages[-1]['content']}") as (opened, contexts):
         assert AgentDriver(_asks_three_at_once).begin({}, opened) == {"rewards": {"agent": 3.0}}
-    result = contexts.record()
+    result = recorded_by(contexts)
     plan = [257, *b"plan", 260, 258, *CHAT.sampled("to plan")]
     assert [segment.token_ids.tolist() for segment in result.segments] == [
         [*plan, 257, *f"way {number}".encode(), 260, 258, *CHAT.sampled(f"to way {number}")]

@@ -34,12 +34,18 @@ WITH_USERS = ["qwen2.5", "qwen3", "llama3.1", "mistral", "gemma"]
 
 
 def chat(name: str, history: Any = "append", kind: str = "tool") -> ChatFormat:
-    tools = TOOLS if kind == "tool" else []
-    is_tool = kind == "tool"
     tokenizer = make_chat_tokenizer(name)
-    return ChatFormat(
-        tokenizer, history, tools, has_user_turns=not is_tool, has_tool_results=is_tool
-    )
+    if kind == "tool":
+        return ChatFormat(tokenizer, history, TOOLS, "tools")
+    return ChatFormat(tokenizer, history, [], "gym")
+
+
+def suffix(form: ChatFormat, new: Any, tools: Any, answer: Any) -> list[int]:
+    """What is put behind a turn and the token that ends it."""
+    ids, is_appended = form.next_ids([-1], [USER, answer], new, tools)
+    assert is_appended
+    assert ids[0] == -1
+    return ids[2:]
 
 
 def rendered(
@@ -145,7 +151,7 @@ def test_results_of_tools_are_data_whatever_is_in_them(name: str) -> None:
         if trial == 0 and name == "qwen2.5":  # 100 KB
             new[0]["content"] = (FAMILIES[name].eos + " text 日本 ") * 4500
         text, ids = behind_the_turn(name, TOOLS, new, answer)
-        assert form.suffix_ids(new, TOOLS, answer) == ids, new
+        assert suffix(form, new, TOOLS, answer) == ids, new
         assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text
         num_hostile += tokenizer(text, add_special_tokens=False)["input_ids"] != ids
     assert num_hostile > 20  # transformers alone makes special tokens of what a tool said
@@ -157,7 +163,7 @@ def test_messages_of_users_are_data(name: str) -> None:
     answer = {"role": "assistant", "content": "said"}
     for _ in range(60):
         new = [{"role": "user", "content": hostile(rng, name)}]
-        assert form.suffix_ids(new, [], answer) == behind_the_turn(name, [], new, answer)[1], new
+        assert suffix(form, new, [], answer) == behind_the_turn(name, [], new, answer)[1], new
 
 
 @pytest.mark.parametrize("name", WITH_TOOLS)
@@ -213,13 +219,13 @@ def test_what_was_sampled_stays_also_where_nobody_would_encode_it_so() -> None:
     end, second = (
         tokenizer.convert_tokens_to_ids(text) for text in ("<|im_end|>", "<|endoftext|>")
     )
-    suffix = form.suffix_ids(new, TOOLS, answer)
+    more = suffix(form, new, TOOLS, answer)
     assert form.next_ids([*context, end], [USER, answer], new, TOOLS) == (
-        [*context, end, *suffix],
+        [*context, end, *more],
         True,
     )
     assert form.next_ids([*context, second], [USER, answer], new, TOOLS) == (
-        [*context, second, end, *suffix],
+        [*context, second, end, *more],
         True,
     )
 
@@ -255,33 +261,22 @@ def test_thinking_stays_or_forks() -> None:
 
 
 REFUSED = [
-    ("gemma", "append", True, False, "has no place for results of tools: .*roles must alternate"),
-    (
-        "gpt-oss",
-        "append",
-        False,
-        True,
-        "puts '<|end|>' in the place of '<|return|>'.*set environment.history: fork",
-    ),
-    (
-        "mistral",
-        "append",
-        True,
-        True,
-        "rewrites what came before a user's messages.*set environment.history: fork",
-    ),
+    ("gemma", "append", "tools", "has no place for results of tools: .*roles must alternate"),
+    ("gpt-oss", "append", "gym", "rewrites what came before.*set environment.history: fork"),
+    ("mistral", "append", "gym", "rewrites what came before a user's messages.*history: fork"),
 ]
 
 
-@pytest.mark.parametrize(("name", "history", "tools", "users", "reason"), REFUSED)
+@pytest.mark.parametrize(("name", "history", "environment", "reason"), REFUSED)
 def test_what_cannot_be_proved_is_refused_at_start(
-    name: str, history: Any, tools: bool, users: bool, reason: str
+    name: str, history: Any, environment: Any, reason: str
 ) -> None:
-    tokenizer, inputs = make_chat_tokenizer(name), TOOLS if tools else []
+    tokenizer = make_chat_tokenizer(name)
+    tools = TOOLS if environment == "tools" or name == "mistral" else []
     with pytest.raises(ConfigError, match=reason):
-        ChatFormat(tokenizer, history, inputs, has_user_turns=users, has_tool_results=tools)
+        ChatFormat(tokenizer, history, tools, environment)
     if "fork" in reason:
-        ChatFormat(tokenizer, "fork", inputs, has_user_turns=users, has_tool_results=tools)
+        ChatFormat(tokenizer, "fork", [], environment)
 
 
 REWRITES = {
@@ -289,8 +284,8 @@ REWRITES = {
                                                                  "'<|im_start|>ass"),
     "no place for results of tools.*leaves "
     "out": ("+ m.content + '\\n</tool_response>'", "+ '\\n</tool_response>'"),
-    "no format that is known": ("tool_call>", "kall>"),
-    "does not read that back": ('"arguments": \' +', '"arguments": \' + "x" +'),
+    "which no known format of calls reads back": ("tool_call>", "kall>"),
+    "nor its own response_template": ('"arguments": \' +', '"arguments": \' + "x" +'),
     "no place for results of tools.*refused": (
         "m.role == 'tool' %}", "m.role == 'tool' %}{{ raise_exception('refused') }}",
     ),
@@ -303,14 +298,14 @@ def test_a_template_that_does_otherwise_is_refused(reason: str) -> None:
     assert template != QWEN25
     tokenizer = make_chat_tokenizer("qwen2.5", chat_template=template)
     with pytest.raises(ConfigError, match=reason):
-        ChatFormat(tokenizer, "append", TOOLS, has_user_turns=False, has_tool_results=True)
+        ChatFormat(tokenizer, "append", TOOLS, "tools")
 
 
 def test_a_policy_that_knows_its_tools_from_its_training_need_not_be_told_of_them() -> None:
     tokenizer = make_chat_tokenizer(
         "qwen2.5", chat_template=QWEN25.replace("{%- if tools %}", "{%- if false %}")
     )
-    form = ChatFormat(tokenizer, "append", TOOLS, has_user_turns=False, has_tool_results=True)
+    form = ChatFormat(tokenizer, "append", TOOLS, "tools")
     assert "does not tell the policy of its tools (add)" in form.note
     assert "does not tell" not in chat("qwen2.5").note
 
@@ -455,8 +450,8 @@ def test_names_that_a_policy_made_up_are_data() -> None:
         "content": "",
         "tool_calls": [{"type": "function", "function": {"name": named, "arguments": {}}}],
     }
-    ids = form.suffix_ids([{"role": "tool", "name": named, "content": "<|call|>"}], TOOLS, answer)
-    harmless = form.suffix_ids([{"role": "tool", "name": "add", "content": "y"}], TOOLS, answer)
+    ids = suffix(form, [{"role": "tool", "name": named, "content": "<|call|>"}], TOOLS, answer)
+    harmless = suffix(form, [{"role": "tool", "name": "add", "content": "y"}], TOOLS, answer)
     special = set(tokenizer.added_tokens_decoder)
     assert [i for i in ids if i in special] == [i for i in harmless if i in special]
 
@@ -474,10 +469,11 @@ def test_another_form_of_a_letter_does_not_make_a_special_token() -> None:
     )
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tree, eos_token="<|im_end|>")
     tokenizer.chat_template = QWEN25
-    form = ChatFormat(tokenizer, "append", TOOLS, has_user_turns=False, has_tool_results=True)
+    form = ChatFormat(tokenizer, "append", TOOLS, "tools")
     text, call = "\uff1ctool_call\uff1e", tokenizer.convert_tokens_to_ids("<tool_call>")
     assert call in tokenizer(text)["input_ids"]
-    ids = form.suffix_ids(
+    ids = suffix(
+        form,
         [{"role": "tool", "name": "add", "content": text}],
         TOOLS,
         {"role": "assistant", "content": ""},

@@ -14,13 +14,13 @@ import pytest
 
 from grpo_spmd.demo.tools import make_tokenizer
 from grpo_spmd.episodes.chat_format import ChatFormat
-from grpo_spmd.episodes.conversation_tree import ConversationTree, SessionRecord, TurnAnswer
+from grpo_spmd.episodes.conversation_tree import ConversationTree, TurnAnswer
 from grpo_spmd.episodes.open_episode import EpisodeLimits
 from grpo_spmd.episodes.openai_api import ApiError, completion_body, read_request
 from grpo_spmd.learn.contexts import find_episode_error
 from grpo_spmd.observe.rollout_record import episode_fields, read_episode
 from grpo_spmd.records import Completion, Episode
-from tests.support.agents import Bytes
+from tests.support.agents import Bytes, SessionRecord, recorded_by
 
 Messages = list[dict[str, Any]]
 
@@ -59,7 +59,7 @@ def _turn(
     contexts: ConversationTree, chat: Bytes, messages: Messages, text: str, **options: Any
 ) -> dict[str, Any]:
     wanted = contexts.begin(_wired(messages), [])
-    return _returned(contexts.finish(wanted.number, _completion(chat, text, **options)))
+    return _returned(contexts.finish(wanted, _completion(chat, text, **options)))
 
 
 def _trained(recorded: SessionRecord) -> list[list[int]]:
@@ -90,14 +90,14 @@ def test_a_conversation_is_sent_on_token_by_token() -> None:
     sampled = chat.sampled("abc")
     assert sampled == [97, 1098, 99, 260]
     answer = _returned(
-        contexts.finish(initial.number, Completion(sampled, [-1.0, -2.0, -3.0, -4.0], "stop"))
+        contexts.finish(initial, Completion(sampled, [-1.0, -2.0, -3.0, -4.0], "stop"))
     )
     assert answer == {"role": "assistant", "content": "abc"}
     second = contexts.begin(_wired([user, answer, more]), [])
     # not what the text "abc" gives: the token 1098 stays
     assert second.context_ids == [257, *b"hi", 260, 258, 97, 1098, 99, 260, 257, *b"on", 260, 258]
-    contexts.finish(second.number, Completion([100, 260], [-5.0, -6.0], "stop"))
-    recorded = contexts.record()
+    contexts.finish(second, Completion([100, 260], [-5.0, -6.0], "stop"))
+    recorded = recorded_by(contexts)
     (segment,) = recorded.segments
     assert segment.token_ids.tolist() == [*second.context_ids, 100, 260]
     assert segment.sampled.tolist() == [False] * 5 + [True] * 4 + [False] * 5 + [True] * 2
@@ -134,8 +134,8 @@ def test_forms_that_clients_give_our_message_are_known(change: dict[str, Any]) -
         "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
     }
     wanted = contexts.begin(_wired([user]), [])
-    answer = contexts.finish(wanted.number, _completion(chat, "thought</think>" + _CALL))
-    assert (answer.finish_reason, answer.num_invalid) == ("tool_calls", 0)
+    answer = contexts.finish(wanted, _completion(chat, "thought</think>" + _CALL))
+    assert answer.finish_reason == "tool_calls"
     returned = _returned(answer)
     assert returned["content"] is None
     assert returned["reasoning_content"] == "thought"
@@ -148,8 +148,8 @@ def test_forms_that_clients_give_our_message_are_known(change: dict[str, Any]) -
     second = contexts.begin(_wired([user, returned, result]), [])
     assert len(chat.rendered) == old, "it was rendered again, so it was not known"
     assert second.context_ids[: len(wanted.context_ids)] == wanted.context_ids
-    contexts.finish(second.number, _completion(chat, "done"))
-    assert len(contexts.record().segments) == 1
+    contexts.finish(second, _completion(chat, "done"))
+    assert len(recorded_by(contexts).segments) == 1
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_arguments_of_any_kind_are_known_again(arguments: str) -> None:
     answer = _turn(contexts, chat, [user], f"a\n!f {arguments}")
     result = {"role": "tool", "tool_call_id": answer["tool_calls"][0]["id"], "content": ""}
     _turn(contexts, chat, [user, answer, result], "b")
-    assert len(contexts.record().segments) == 1
+    assert len(recorded_by(contexts).segments) == 1
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_a_changed_history_begins_a_segment_of_its_own(label: str, value: Any) -
     answer = _turn(contexts, chat, [user], "t</think>abc" + _CALL)
     changed = copy.deepcopy(answer) | {label: value}
     _turn(contexts, chat, [user, changed, {"role": "user", "content": "on"}], "d")
-    recorded = contexts.record()
+    recorded = recorded_by(contexts)
     _check(recorded)
     assert sorted(_trained(recorded)) == sorted(
         [chat.sampled("t</think>abc" + _CALL), chat.sampled("d")]
@@ -194,10 +194,10 @@ def test_other_tools_or_an_earlier_message_changed_begin_one_too() -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
     on: Messages = [answer, {"role": "user", "content": "on"}]
     initial = contexts.begin(_wired([user, *on]), tools)
-    contexts.finish(initial.number, _completion(chat, "d"))
+    contexts.finish(initial, _completion(chat, "d"))
     second = contexts.begin(_wired([{"role": "user", "content": "Hi"}, *on]), [])
-    contexts.finish(second.number, _completion(chat, "e"))
-    recorded = contexts.record()
+    contexts.finish(second, _completion(chat, "e"))
+    recorded = recorded_by(contexts)
     _check(recorded)
     assert len(recorded.segments) == 3
     assert initial.context_ids[0] == ord("T")
@@ -212,8 +212,8 @@ def test_the_second_continuation_of_a_context_is_a_fork_with_the_same_tokens_bef
         for text in ("x", "y")
     ]
     for single, text in zip(reversed(wanted), ("late", "soon"), strict=True):
-        contexts.finish(single.number, _completion(chat, text))
-    recorded = contexts.record()
+        contexts.finish(single, _completion(chat, text))
+    recorded = recorded_by(contexts)
     _check(recorded)
     # "abc" is trained on once, in the first segment, and given in the other
     assert _trained(recorded) == [
@@ -232,12 +232,12 @@ def test_a_text_that_tokenizes_to_what_was_sampled_goes_on_from_it() -> None:
     contexts = _contexts(chat)
     wanted = contexts.begin(_wired([user]), [])
     contexts.finish(
-        wanted.number, Completion([*b"abc", 260], [-1.0] * 4, "stop")
+        wanted, Completion([*b"abc", 260], [-1.0] * 4, "stop")
     )  # first ids: as the text has them
     few_shot = [user, {"role": "assistant", "content": "abc", "reasoning_content": "not ours"}]
     second = contexts.begin(_wired([*few_shot, {"role": "user", "content": "on"}]), [])
-    contexts.finish(second.number, _completion(chat, "d"))
-    recorded = contexts.record()
+    contexts.finish(second, _completion(chat, "d"))
+    recorded = recorded_by(contexts)
     assert _trained(recorded) == [[*b"abc", 260, *chat.sampled("d")]]
 
 
@@ -250,8 +250,8 @@ def test_a_template_that_rewrites_history_seals_the_segment() -> None:
     assert wanted.context_ids == [257, *b"hi", 260, 258, *b"abc", 260, 257, *b"on", 260, 258]
     # behind the first prompt's 5 tokens are 9: a rewritten history has no new allowance
     assert wanted.max_tokens == 20 - 9
-    contexts.finish(wanted.number, _completion(chat, "d"))
-    recorded = contexts.record()
+    contexts.finish(wanted, _completion(chat, "d"))
+    recorded = recorded_by(contexts)
     _check(recorded)
     assert _trained(recorded) == [chat.sampled("abc"), chat.sampled("d")]
     assert [message["content"] for message in recorded.messages] == ["abc", "on", "d"]
@@ -261,12 +261,12 @@ def test_a_turn_that_was_cut_off_has_no_calls() -> None:
     chat, user = Bytes(), {"role": "user", "content": "hi"}
     contexts = _contexts(chat)
     wanted = contexts.begin(_wired([user]), [])
-    answer = contexts.finish(wanted.number, _completion(chat, "abc" + _CALL, full=False))
-    assert (answer.finish_reason, answer.num_invalid) == ("length", 0)
+    answer = contexts.finish(wanted, _completion(chat, "abc" + _CALL, full=False))
+    assert answer.finish_reason == "length"
     assert "tool_calls" not in answer.message
     assert contexts.status == "truncated"
     _turn(contexts, chat, [user, _returned(answer), {"role": "user", "content": "on"}], "d")
-    recorded = contexts.record()
+    recorded = recorded_by(contexts)
     _check(recorded)
     assert contexts.status == "ok"
     # its context is rendered: the template alone knows how it ends what was cut off
@@ -277,9 +277,7 @@ def test_a_turn_that_was_cut_off_has_no_calls() -> None:
 def test_which_of_two_turns_ends_first_says_nothing_of_the_episode(order: tuple[int, int]) -> None:
     chat = Bytes()
     contexts = _contexts(chat)
-    numbers = [
-        contexts.begin(_wired([{"role": "user", "content": word}]), []).number for word in "xy"
-    ]
+    numbers = [contexts.begin(_wired([{"role": "user", "content": word}]), []) for word in "xy"]
     for number in order:
         contexts.finish(numbers[number], _completion(chat, "abc", full=number == 1))
     assert contexts.status == "truncated"
@@ -289,21 +287,20 @@ def test_a_turn_as_short_as_the_agent_wants_it_is_not_cut_off() -> None:
     chat = Bytes()
     for wanted, status in ((3, "ok"), (4, "truncated"), (None, "truncated")):
         contexts = _contexts(chat)
-        number = contexts.begin(_wired([{"role": "user", "content": "hi"}]), [], wanted).number
+        number = contexts.begin(_wired([{"role": "user", "content": "hi"}]), [], wanted)
         assert (
             contexts.finish(number, _completion(chat, "abc", full=False)).finish_reason == "length"
         )
         assert contexts.status == status
 
 
-def test_calls_that_do_not_parse_are_counted_and_left_out() -> None:
+def test_calls_that_do_not_parse_are_left_out() -> None:
     chat = Bytes()
     contexts = _contexts(chat)
     wanted = contexts.begin(_wired([{"role": "user", "content": "hi"}]), [])
     deep = '{"a":' * 40 + "1" + "}" * 40
     output = ["a", "f {", "g {}", f"h {deep}", 'i {"a": "\\ud800"}']  # half of a pair of surrogates
-    answer = contexts.finish(wanted.number, _completion(chat, "\n!".join(output)))
-    assert answer.num_invalid == 3
+    answer = contexts.finish(wanted, _completion(chat, "\n!".join(output)))
     assert [call["function"]["name"] for call in answer.message["tool_calls"]] == ["g"]
 
 
@@ -324,7 +321,7 @@ def test_limits_refuse_with_codes_that_say_which() -> None:
     contexts = _contexts(chat, max_tokens=9)  # "abc" and its end are 4, " on" 5
     initial = contexts.begin(_wired([user]), [], 100)
     assert initial.max_tokens == 9
-    contexts.finish(initial.number, _completion(chat, "abc"))
+    contexts.finish(initial, _completion(chat, "abc"))
     with pytest.raises(ApiError) as refused:
         contexts.begin(_wired([user, answer, *on]), [])
     assert (refused.value.code, contexts.status) == ("episode_max_tokens", "max_tokens")
@@ -361,7 +358,7 @@ def test_limits_refuse_with_codes_that_say_which() -> None:
         _contexts(chat).begin(_wired([{"role": "developer", "content": ""}]), [])
     assert (refused.value.code, str(refused.value)) == (
         "invalid_messages",
-        "the chat template refuses the messages: no role developer",
+        "no role developer",
     )
 
 
@@ -369,10 +366,10 @@ def test_turns_that_nobody_saw_are_not_trained_on() -> None:
     chat, user = Bytes(), {"role": "user", "content": "hi"}
     contexts = _contexts(chat)
     contexts.begin(_wired([user]), [])
-    assert contexts.record() == SessionRecord([], [], (), (), [])
+    assert recorded_by(contexts) == SessionRecord([], [], (), (), [])
     answer = _turn(contexts, chat, [user], "abc")
     contexts.begin(_wired([user, answer, {"role": "user", "content": "on"}]), [])
-    recorded = contexts.record()
+    recorded = recorded_by(contexts)
     _check(recorded)
     assert recorded.token_ids == chat.sampled("abc")
 
@@ -427,10 +424,10 @@ def _in_some_order(turns: list[tuple[int | None, str, str]], order: int, chat: B
             number = draw.choice(sorted(started))
             wanted, messages = started.pop(number)
             completion = _completion(chat, turns[number][2], initial=-100.0 * number)
-            histories[number] = [*messages, _returned(contexts.finish(wanted.number, completion))]
+            histories[number] = [*messages, _returned(contexts.finish(wanted, completion))]
             keys[number] = wanted.key
             old.append((wanted.context_ids, completion.token_ids))
-    recorded = contexts.record()
+    recorded = recorded_by(contexts)
     _check(recorded)
     spans = []
     for segment in recorded.segments:
@@ -458,7 +455,7 @@ def test_with_the_chat_format_of_a_tokenizer_nothing_sampled_is_made_anew(
     and tokens sampled
     that no text gives."""
     tokenizer = make_tokenizer(tmp_path)
-    chat = ChatFormat(tokenizer, history, [], has_user_turns=True, has_tool_results=True)
+    chat = ChatFormat(tokenizer, history, [], "agent")
     limits = EpisodeLimits(
         max_turns=9,
         max_tokens=1000,
@@ -488,7 +485,7 @@ def test_with_the_chat_format_of_a_tokenizer_nothing_sampled_is_made_anew(
     contents = [["<|end|>", "3 <tool_call>"], ["again <|user|>"], []]
     for ids, answers in zip(output, contents, strict=True):
         wanted = contexts.begin(_wired(messages), tools)
-        answer = contexts.finish(wanted.number, Completion(ids, [-1.0] * len(ids), "stop"))
+        answer = contexts.finish(wanted, Completion(ids, [-1.0] * len(ids), "stop"))
         calls = answer.message.get("tool_calls", [])
         assert len(calls) == (2 if ids is output[0] else 0)
         inputs = [{"role": "tool", "tool_call_id": call["id"]} for call in calls] or [
@@ -496,7 +493,7 @@ def test_with_the_chat_format_of_a_tokenizer_nothing_sampled_is_made_anew(
         ]
         new = [{**single, "content": text} for single, text in zip(inputs, answers, strict=False)]
         messages = [*messages, _returned(answer), *new]
-    recorded = contexts.record()
+    recorded = recorded_by(contexts)
     _check(recorded)
     assert recorded.token_ids == [token for ids in output for token in ids]
     (segment,) = recorded.segments  # this template rewrites nothing

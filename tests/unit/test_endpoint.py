@@ -46,8 +46,14 @@ def _says_nothing(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 @pytest.fixture
 def endpoint() -> Iterator[Endpoint]:
-    with Endpoint(request_s=20, beat_s=0.2) as endpoint:
+    with _open(request_s=20, beat_s=0.2) as endpoint:
         yield endpoint
+
+
+def _open(**limits: float) -> Endpoint:
+    """An endpoint with other limits than the program's."""
+    limited: type[Endpoint] = type("LimitedEndpoint", (Endpoint,), limits)
+    return limited()
 
 
 def _answer(endpoint: Endpoint, call: Call) -> None:
@@ -251,7 +257,7 @@ HEADS = {
     "a space before the colon": (400, _OWN + "Content-Length : 2\n\n{}"),
     "a folded line": (400, _OWN + "X: a\n b\nContent-Length: 2\n\n{}"),
     "a bare line feed": (400, _OWN + "X: a\vb\nContent-Length: 2\n\n{}"),
-    "two tokens": (400, _OWN + "Authorization: Bearer x\nContent-Length: 2\n\n{}"),
+    "two tokens": (401, _OWN + "Authorization: Bearer x\nContent-Length: 2\n\n{}"),
     "another protocol": (400, "POST PATH HTTP/2.0\n\n"),
     "TLS": (400, "\x16\x03\x01\n\n"),
     "no path": (404, "GET http://127.0.0.1/ HTTP/1.1\nHost: x\n\n"),
@@ -274,9 +280,9 @@ HEADS = {
         "POST PATH HTTP/1.1\nHost: x\nAuthorization: Bearer \N{LATIN SMALL LETTER E WITH ACUTE}\n\n",  # noqa: E501
     ),
     "another method": (405, "PUT PATH HTTP/1.1\nHost: x\nAuthorization: Bearer TOKEN\n\n"),
-    "a long header": (431, _OWN + "X: " + "x" * 40_000 + "\n\n"),
+    "a long header": (400, _OWN + "X: " + "x" * 40_000 + "\n\n"),
     "many headers": (400, _OWN + "X: y\n" * 3000 + "\n"),
-    "no end of headers": (431, _OWN + "X: " + "x" * 40_000),
+    "no end of headers": (400, _OWN + "X: " + "x" * 40_000),
 }
 
 
@@ -306,7 +312,7 @@ def test_a_body_of_100_mb_is_refused_by_its_length_and_not_kept(endpoint: Endpoi
 
 
 def test_slow_requests_are_given_up_and_hold_nobody_up() -> None:
-    with Endpoint(request_s=0.5) as endpoint:
+    with _open(request_s=0.5) as endpoint:
         opened = endpoint.open((0, 0))
         full = chat_request(opened, HI)
         with (
@@ -324,7 +330,7 @@ def test_slow_requests_are_given_up_and_hold_nobody_up() -> None:
                 for connection in (slow, stuck):
                     status, headers, _ = read_response(connection)
                     assert (status, headers["connection"]) == (408, "close")
-            assert read_response(silent)[0] == 0
+            assert read_response(silent)[0] == 408
         assert endpoint.take() == []
 
 
@@ -336,7 +342,7 @@ def test_a_client_that_goes_while_it_waits_is_forgotten(endpoint: Endpoint) -> N
             connection.sendall(chat_request(opened, HI))
             calls += taken(endpoint, 1)
     wait_until(lambda: all(call.is_over for call in calls))
-    assert endpoint.answer(calls[0], {"role": "assistant", "content": ""}, "stop", USAGE) is False
+    endpoint.answer(calls[0], {"role": "assistant", "content": ""}, "stop", USAGE)
     endpoint.refuse(calls[1], ApiError(400, "late", "late"))
     with answered(endpoint):
         assert ask(opened["base_url"], chat_request(opened, HI)) == (200, "")
@@ -380,7 +386,7 @@ def test_only_the_time_of_waiting_is_the_engines(endpoint: Endpoint) -> None:
 
 
 def test_strangers_lose_their_connections_to_those_who_know_a_token() -> None:
-    with Endpoint(max_connections=4, max_waiting=2) as endpoint:
+    with _open(max_connections=4, max_waiting=2) as endpoint:
         opened = endpoint.open((0, 0))
         strangers = [connect(opened["base_url"]) for _ in range(4)]
         expected_names = [connect(opened["base_url"]) for _ in range(4)]

@@ -79,7 +79,7 @@ def _calls(*calls: tuple[str, Any]) -> dict[str, Any]:
 
 
 def test_tools_in_trls_order_and_one_loop_for_all_calls() -> None:
-    driver = TrlDriver({"alone": alone}, [], {"": World}, False)
+    driver = TrlDriver({"alone": alone}, [], {"": World})
     started = driver.begin({"say": "hello", "environment": "a column like others"})
     assert started["messages"] == "hello"
     assert driver.environment.row == {"say": "hello", "environment": "a column like others"}
@@ -114,7 +114,7 @@ def test_tools_in_trls_order_and_one_loop_for_all_calls() -> None:
 
 def test_the_column_chooses_one_of_several_which_are_made_once() -> None:
     World.made = Other.made = 0
-    driver = TrlDriver({}, [], {"a": World, "b": Other}, True)
+    driver = TrlDriver({}, [], {"a": World, "b": Other})
     for name, reward in (("a", "World"), ("b", "Other"), ("a", "World")):
         driver.begin({"environment": name, "x": 1})
         assert driver.environment.row == {"x": 1}

@@ -97,14 +97,7 @@ class Bed:
 
     def __init__(self, pool: EnvironmentPool, tokenizer: Any) -> None:
         self.pool, self.tokenizer = pool, tokenizer
-        kind = pool.facts.kind
-        self.chat = ChatFormat(
-            tokenizer,
-            "append",
-            pool.facts.tools,
-            has_user_turns=kind == "gym",
-            has_tool_results=kind == "tools",
-        )
+        self.chat = ChatFormat(tokenizer, "append", pool.facts.tools, pool.facts.kind)
 
     def ids(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text))
@@ -121,7 +114,14 @@ class Bed:
                 rollout_seed, 5, 2, 7, position[1]
             )
 
-        return Episodes(self.pool, self.chat, limits, task, temperature=0.7, discount=discount)
+        return Episodes(
+            pool=self.pool,
+            chat=self.chat,
+            limits=limits,
+            task=task,
+            temperature=0.7,
+            discount=discount,
+        )
 
     def play(
         self,

@@ -100,7 +100,7 @@ def test_metrics_of_a_set_by_hand() -> None:
     ]
     # 7 was said twice; one of the two timed out. 8 would be right.
     hard = [outcome("7", None, False), outcome("7", 0.0, False), outcome("8", 1.0, True)]
-    assert summarise([easy, hard]) == pytest.approx(
+    assert summarise([*easy, *hard], 3) == pytest.approx(
         {
             "mean": 3.1 / 5,
             "pass_at_1": (2 / 3 + 1 / 3) / 2,
@@ -116,7 +116,7 @@ def test_metrics_of_a_set_by_hand() -> None:
 
 
 def test_a_set_without_any_reward_has_no_mean_and_nothing_right() -> None:
-    metrics = summarise([[outcome("a", None, False)] * 4])
+    metrics = summarise([outcome("a", None, False)] * 4, 4)
     assert metrics["mean"] is None
     assert [metrics[name] for name in ("pass_at_1", "pass_at_2", "pass_at_4", "maj_at_4")] == [
         0,
@@ -131,6 +131,6 @@ def test_a_set_without_any_reward_has_no_mean_and_nothing_right() -> None:
     ("num_samples", "ks"), [(1, [1]), (2, [1, 2]), (5, [1, 2, 4, 5]), (8, [1, 2, 4, 8])]
 )
 def test_k_doubles_up_to_the_number_of_samples(num_samples: int, ks: list[int]) -> None:
-    metrics = summarise([[outcome("a", 1.0, True)] * num_samples])
+    metrics = summarise([outcome("a", 1.0, True)] * num_samples, num_samples)
     assert [name for name in metrics if name.startswith("pass")] == [f"pass_at_{k}" for k in ks]
     assert f"maj_at_{num_samples}" in metrics

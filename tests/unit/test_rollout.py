@@ -52,6 +52,8 @@ class Recorder:
             while isinstance(request := hooks.next_request(*position, turns), Request):
                 message = [*request.prompt_ids, request.seed or 0]
                 turns.append(Completion(message, [policy_version, 0.0, 0.0], "stop"))
+                assert hooks.on_completion is not None
+                hooks.on_completion(*position, turns[-1])
         return created
 
     def _must_abort(self, num_steps: int) -> bool:

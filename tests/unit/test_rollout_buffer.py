@@ -178,18 +178,13 @@ def test_steps_are_forgotten_once_they_are_saved(written: Path, config: Config) 
         ("sample", 0.5),
         ("prompt_digest", None),
         ("token_ids", [5, 6, 0]),
-        ("token_ids", b"12345"),
-        ("token_ids", (-7).to_bytes(4, "little", signed=True) * 3),
-        ("logprobs", bytes(16)),
-        ("finish_reason", "abort"),
-        ("episode", b"{}"),
-        ("new", 1),
+        ("finish_reason", None),
     ],
 )
-def test_a_forged_file_is_left_out(
+def test_a_file_with_records_of_another_form_is_left_out(
     name: str, odd: Any, written: Path, config: Config, session: Session
 ) -> None:
-    """Its name goes with its contents, as anybody can make it."""
+    """Its name goes with its contents."""
     contents = msgspec.msgpack.decode(written.read_bytes())
     contents["records"][1][name] = odd
     payload = msgspec.msgpack.encode(contents)

@@ -62,7 +62,7 @@ def group(row: int, *lengths: int) -> RolloutGroup:
 def test_expected_lengths_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     rank0, second = ExpectedLengths(), ExpectedLengths()
 
-    def ask(rows: list[int], finished: dict[int, list[int]]) -> list[float]:
+    def ask(rows: list[int], finished: list[tuple[int, int]]) -> list[float]:
         report: list[Any] = []
 
         def of_other(_: Any, local: Any) -> list[float]:
@@ -70,17 +70,17 @@ def test_expected_lengths_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
             return []
 
         monkeypatch.setattr(sample, "on_rank0", of_other)
-        second.estimate([], {})
+        second.estimate([], [])
         monkeypatch.setattr(sample, "on_rank0", lambda look_up, local: look_up([local, *report]))
         return rank0.estimate([prompt(row) for row in rows], finished)
 
-    assert ask([3, 0], {}) == [0.0, 0.0]  # nothing is known
+    assert ask([3, 0], []) == [0.0, 0.0]  # nothing is known
     rank0.record([group(3, 4, 8)])
     second.record([group(0, 1, 2)])
     # row 3: 6, row 0: 1.5; the others, also those beyond the last row seen, as many as these on
     # average
-    assert ask([0, 3, 2, 99], {}) == [1.5, 6.0, 3.8, 3.8]
+    assert ask([0, 3, 2, 99], []) == [1.5, 6.0, 3.8, 3.8]
     # of the second prompt three are done; what is missing was not when they were
-    assert ask([3, 0, 1], {1: [5, 9, 2], 2: []}) == [6.0, 9, 3.8]
+    assert ask([3, 0, 1], [(1, 5), (1, 9), (1, 2)]) == [6.0, 9, 3.8]
     second.record([group(3, 10, 30)])
-    assert ask([0, 3, 1], {}) == [1.5, 20.0, 20.0]  # the last time counts
+    assert ask([0, 3, 1], []) == [1.5, 20.0, 20.0]  # the last time counts

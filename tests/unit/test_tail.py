@@ -88,14 +88,14 @@ def test_a_dropped_prompt_is_expected_to_be_as_long_as_the_longest_that_it_ran_b
     monkeypatch.setattr(sample, "on_rank0", lambda fn, value: fn([*report, value]))
     prompts, lengths = [prompt(row) for row in range(6)], ExpectedLengths()
     second[0].record(*second[1:])
-    report.append((second[0]._sampled, second[0]._dropped))
+    report.append(second[0]._report)
     lengths.record([group(0, 2, 4), group(1, 9, 1)], [prompts[2]])
     # Means of 3, 5 and 2, and 9 where it was not done; of a prompt that nobody sampled the mean of
     # the three.
-    assert lengths.estimate(prompts, {}) == [3.0, 5.0, 9.0, 9.0, 2.0, 3.3]
+    assert lengths.estimate(prompts, []) == [3.0, 5.0, 9.0, 9.0, 2.0, 3.3]
     report.clear()
     lengths.record([], [prompts[3]])  # beside nothing that is known
-    assert lengths.estimate(prompts, {}) == [3.0, 5.0, 9.0, 9.0, 2.0, 3.3]
+    assert lengths.estimate(prompts, []) == [3.0, 5.0, 9.0, 9.0, 2.0, 3.3]
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -223,19 +223,19 @@ def test_a_race_of_two_engines_by_hand(counts: dict[str, int]) -> None:
     assert initial is not None
     assert same_engine is not None
     assert second is not None
-    # jobs 0 1 2 3 4 are slots 0 2 3 4 5; the first engine has 0 2 5, the other 3 4
-    for job, tokens in ((0, 10), (4, 20)):
-        initial.finish(job, tokens)
-        same_engine.finish(job, tokens)
+    # the first engine has the slots 0 2 5, the other 3 4
+    for slot, tokens in ((0, 10), (5, 20)):
+        initial.finish(slot, tokens)
+        same_engine.finish(slot, tokens)
     assert not initial.is_over()
-    second.finish(3, 4)  # slot 4 is complete: the second, of three
+    second.finish(4, 4)  # slot 4 is complete: the second, of three
     assert not second.is_over()
     assert counts == {"complete/1": 1}
-    initial.finish(4, 30)  # slot 5: the third
+    initial.finish(5, 30)  # slot 5: the third
     assert initial.is_over()
     assert second.is_over()
-    second.finish(2, 6)
-    second.finish(2, 8)  # slot 3 came too late
+    second.finish(3, 6)
+    second.finish(3, 8)  # slot 3 came too late
     initial.drop([3, 0, 1])
     slots, metrics = initial.decide([initial.report(), same_engine.report(), second.report()])
     assert slots == [1, 4, 5]

@@ -79,8 +79,10 @@ class PythonTool:
         output = self._session.run(code, _CALL_S, _MAX_CHARS)
         if output is None:
             self._end()
-            reason = f"over {_CALL_S:g} s or too much memory, or it ended Python"
-            return f"[ended: {reason}; all variables are gone]"
+            return (
+                f"[ended: over {_CALL_S:g} s or too much memory, or it ended Python; all "
+                "variables are gone]"
+            )
         return output or "[nothing was printed]"
 
     def _end(self) -> None:
@@ -90,13 +92,8 @@ class PythonTool:
             self._session = None
 
 
-@functools.cache
-def check_sandbox() -> None:
-    """Checks the sandbox once for a process and its forks.
-
-    Raises SandboxError if code cannot be isolated.
-    """
-    check_isolation()
+# Raises SandboxError if code cannot be isolated; once for a process and its forks.
+check_sandbox = functools.cache(check_isolation)
 
 
 class Countdown:
@@ -128,8 +125,9 @@ class Countdown:
         if not isinstance(expression, str) or not re.fullmatch(
             rf"[0-9+\-*/() ]{{1,{_MAX_EXPRESSION_CHARS}}}", expression
         ):
-            limit = f"{_MAX_EXPRESSION_CHARS} characters at most"
-            raise ValueError(f"an expression has {_EXPRESSION}, {limit}")
+            raise ValueError(
+                f"an expression has {_EXPRESSION}, {_MAX_EXPRESSION_CHARS} characters at most"
+            )
         try:
             return str(verifiers.evaluate(expression))
         except ZeroDivisionError:
@@ -167,8 +165,10 @@ def shipped_factory(name: str) -> Factory | None:
     kind, _, path = name.partition(":")
     if kind == "search" and not path.endswith(".py"):
         if not path:
-            rule = "search needs the file that it looks into, JSON lines of title and text"
-            raise ConfigError(f"{rule}: search:CORPUS")
+            raise ConfigError(
+                "search needs the file that it looks into, JSON lines of title and text: "
+                "search:CORPUS"
+            )
         return functools.partial(Search, path)
     if name == "python":
         try:

@@ -59,8 +59,9 @@ class Search:
             raise ValueError(f"top_k is a whole number from 1 to {_MAX_RESULTS}")
         if self._connection is None:
             # Opened in the process that searches: a connection does not survive a fork.
-            uri = f"{self._index.absolute().as_uri()}?mode=ro&immutable=1"
-            self._connection = sqlite3.connect(uri, uri=True)
+            self._connection = sqlite3.connect(
+                f"{self._index.absolute().as_uri()}?mode=ro&immutable=1", uri=True
+            )
         deadline = time.monotonic() + _SEARCH_S
         self._connection.set_progress_handler(lambda: time.monotonic() > deadline, 10_000)
         sql = "select title, text from passages where passages match ? order by rank, rowid limit ?"
@@ -115,9 +116,10 @@ def index_of(corpus: Path) -> Path:
                 if not _is_complete(folder / name):
                     _make_index(corpus, folder / name)
             return folder / name
-    rule = f"no folder takes the index of {corpus} (about {needed_bytes / 1e9:.1f} GB)"
-    remedy = "set XDG_CACHE_HOME to a folder of this host with more room"
-    raise ConfigError(f"search: {rule}: {remedy}")
+    raise ConfigError(
+        f"search: no folder takes the index of {corpus} (about {needed_bytes / 1e9:.1f} GB): set "
+        "XDG_CACHE_HOME to a folder of this host with more room"
+    )
 
 
 def _is_complete(index: Path) -> bool:
