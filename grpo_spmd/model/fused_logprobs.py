@@ -85,7 +85,9 @@ class FusedTokenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """Returns the gradients of the hidden states and the head, and None for the rest."""
         hidden, head, target_ids, log_normalizer, entropy = ctx.saved_tensors
-        grad_logprobs, grad_entropy = (None if grad is None else grad.contiguous() for grad in grads)
+        grad_logprobs, grad_entropy = (
+            None if grad is None else grad.contiguous() for grad in grads
+        )
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(entropy)
         grad_hidden = torch.empty_like(hidden)
@@ -221,7 +223,9 @@ def _block(logits: Tensor) -> int:
 def _tanh(x):  # type: ignore[no-untyped-def]
     """Returns tanh in float32. Near 0 the series, since 1 - 2 / (e^2x + 1) cancels there."""
     square = x * x
-    series = 1.0 - square * (1.0 / 3 - square * (2.0 / 15 - square * (17.0 / 315 - square * 62.0 / 2835)))
+    series = 1.0 - square * (
+        1.0 / 3 - square * (2.0 / 15 - square * (17.0 / 315 - square * 62.0 / 2835))
+    )
     return tl.where(tl.abs(x) < 0.25, x * series, 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0))
 
 
@@ -327,10 +331,10 @@ def replace_logits_by_gradient(  # type: ignore[no-untyped-def]
         tl.store(row + offsets, gradient.to(row.dtype.element_ty), mask=offsets < num_tokens)
 
 
-
-
 @triton.jit
-def _log_normalizer(row, num_tokens, temperature, softcap, HAS_CAP: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _log_normalizer(
+    row, num_tokens, temperature, softcap, HAS_CAP: tl.constexpr, BLOCK: tl.constexpr
+):  # type: ignore[no-untyped-def]
     """Returns the log of the sum of exp(logit / temperature) over a row."""
     largest = tl.full((), -float("inf"), tl.float32)
     total = tl.full((), 0.0, tl.float32)
