@@ -54,42 +54,32 @@ class FusedTokenLogprobs(torch.autograd.Function):
         softcap: Cap = None,
     ) -> Scores:
         """Returns the logprobs of `target_ids` and the entropies, float32 [C] each."""
-        logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
-        entropy = torch.empty_like(logprobs)
-        log_normalizer = torch.empty_like(logprobs)
+        # Rows: logprobs, entropies, log normalizers.
+        results = hidden.new_empty(3, len(hidden), dtype=torch.float32)
         product = _product_buffer(hidden, head, chunk)
         for rows in chunks(len(hidden), chunk):
             logits = torch.mm(hidden[rows], head.T, out=product[: rows.stop - rows.start])
             score_rows[(len(logits),)](
                 logits,
                 target_ids[rows],
-                logprobs[rows],
-                entropy[rows],
-                log_normalizer[rows],
-                num_tokens=logits.shape[1],
-                temperature=temperature,
-                softcap=softcap or 1.0,
-                HAS_CAP=softcap is not None,
-                BLOCK=_block(logits),
+                results[:, rows],
+                column_length=len(hidden),
+                num_tokens=len(head),
+                SCALING=(temperature, softcap),
+                BLOCK=_block(head),
                 num_warps=_NUM_WARPS,
             )
+        logprobs, entropy, log_normalizer = results
         ctx.save_for_backward(hidden, head, target_ids, log_normalizer, entropy)
-        ctx.temperature = temperature
+        ctx.scaling = (temperature, softcap)
         ctx.chunk = chunk
-        ctx.softcap = softcap
-        # An entropy that the loss does not use has the gradient None: the kernel skips its term.
-        ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Returns the gradients of the hidden states and the head, and None for the rest."""
-        hidden, head, target_ids, log_normalizer, entropy = ctx.saved_tensors
-        grad_logprobs, grad_entropy = (
-            None if grad is None else grad.contiguous() for grad in grads
-        )
-        if grad_logprobs is None:
-            grad_logprobs = torch.zeros_like(entropy)
+        hidden, head, target_ids, *saved = ctx.saved_tensors
+        columns = torch.stack([*saved, *grads])
         grad_hidden = torch.empty_like(hidden)
         grad_head = empty_head_gradient(head, needed=ctx.needs_input_grad[1])
         product = _product_buffer(hidden, head, ctx.chunk)
@@ -98,17 +88,11 @@ class FusedTokenLogprobs(torch.autograd.Function):
             replace_logits_by_gradient[(len(logits),)](
                 logits,
                 target_ids[rows],
-                log_normalizer[rows],
-                entropy[rows],
-                grad_logprobs[rows],
-                # A pointer that the kernel does not follow without HAS_ENTROPY.
-                (grad_logprobs if grad_entropy is None else grad_entropy)[rows],
-                num_tokens=logits.shape[1],
-                temperature=ctx.temperature,
-                softcap=ctx.softcap or 1.0,
-                HAS_CAP=ctx.softcap is not None,
-                HAS_ENTROPY=grad_entropy is not None,
-                BLOCK=_block(logits),
+                columns[:, rows],
+                column_length=len(hidden),
+                num_tokens=len(head),
+                SCALING=ctx.scaling,
+                BLOCK=_block(head),
                 num_warps=_NUM_WARPS,
             )
             torch.mm(logits, head, out=grad_hidden[rows])
@@ -136,41 +120,45 @@ class FusedDivergence(torch.autograd.Function):
         softcap: Cap = None,
     ) -> Tensor:
         """Returns the divergence at each token, float32 [C]."""
-        results = [hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(4)]
-        divergence, *saved = results
-        ctx.save_for_backward(hidden, head, *saved)
+        # Rows: divergences, log normalizers of policy and teacher, mean log ratios.
+        results = hidden.new_empty(4, len(hidden), dtype=torch.float32)
+        ctx.save_for_backward(hidden, head, results)
         ctx.teacher = teacher
         ctx.beta = beta
-        ctx.scaling = (temperature, chunk, softcap)
+        ctx.scaling = (temperature, softcap)
+        ctx.chunk = chunk
         for rows, logits, teacher_logits in _products(ctx, hidden, head):
             compare_rows[(len(logits),)](
                 logits,
                 teacher_logits,
-                *(result[rows] for result in results),
-                num_tokens=logits.shape[1],
+                results[:, rows],
+                column_length=len(hidden),
+                num_tokens=len(head),
+                SCALINGS=(ctx.scaling, (teacher.temperature, teacher.softcap)),
                 BETA=beta,
-                **_both_scalings(ctx),
-                BLOCK=_block(logits),
+                BLOCK=_block(head),
                 num_warps=_NUM_WARPS,
             )
-        return divergence
+        return results[0]
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         """Returns the gradients of the hidden states and the head, and None for the rest."""
-        hidden, head, *saved = ctx.saved_tensors
-        grad_output = grad_output.contiguous()
+        hidden, head, results = ctx.saved_tensors
+        teacher = ctx.teacher
+        columns = torch.cat([grad_output[None], results[1:]])
         grad_hidden = torch.empty_like(hidden)
         grad_head = empty_head_gradient(head, needed=ctx.needs_input_grad[1])
         for rows, logits, teacher_logits in _products(ctx, hidden, head):
             replace_logits_by_divergence_gradient[(len(logits),)](
                 logits,
                 teacher_logits,
-                *(tensor[rows] for tensor in (*saved, grad_output)),
-                num_tokens=logits.shape[1],
+                columns[:, rows],
+                column_length=len(hidden),
+                num_tokens=len(head),
+                SCALINGS=(ctx.scaling, (teacher.temperature, teacher.softcap)),
                 BETA=ctx.beta,
-                **_both_scalings(ctx),
-                BLOCK=_block(logits),
+                BLOCK=_block(head),
                 num_warps=_NUM_WARPS,
             )
             torch.mm(logits, head, out=grad_hidden[rows])
@@ -183,30 +171,13 @@ class FusedDivergence(torch.autograd.Function):
 def _products(ctx: Any, hidden: Tensor, head: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Yields chunk by chunk the rows, and the logits [rows, V] of the policy and of the teacher."""
     teacher = ctx.teacher
-    chunk = ctx.scaling[1]
-    buffer = _product_buffer(hidden, head, chunk)
-    teacher_buffer = _product_buffer(teacher.hidden, teacher.head, chunk)
-    for rows in chunks(len(hidden), chunk):
+    buffer = _product_buffer(hidden, head, ctx.chunk)
+    teacher_buffer = _product_buffer(teacher.hidden, teacher.head, ctx.chunk)
+    for rows in chunks(len(hidden), ctx.chunk):
         length = rows.stop - rows.start
-        yield (
-            rows,
-            torch.mm(hidden[rows], head.T, out=buffer[:length]),
-            torch.mm(teacher.hidden[rows], teacher.head.T, out=teacher_buffer[:length]),
-        )
-
-
-def _both_scalings(ctx: Any) -> dict[str, Any]:
-    """Returns temperatures and soft caps of policy and teacher, as arguments of a kernel."""
-    temperature, _, softcap = ctx.scaling
-    teacher = ctx.teacher
-    return {
-        "temperature": temperature,
-        "softcap": softcap or 1.0,
-        "HAS_CAP": softcap is not None,
-        "teacher_temperature": teacher.temperature,
-        "teacher_softcap": teacher.softcap or 1.0,
-        "TEACHER_HAS_CAP": teacher.softcap is not None,
-    }
+        logits = torch.mm(hidden[rows], head.T, out=buffer[:length])
+        teacher_logits = torch.mm(teacher.hidden[rows], teacher.head.T, out=teacher_buffer[:length])
+        yield rows, logits, teacher_logits
 
 
 def _product_buffer(hidden: Tensor, head: Tensor, chunk: int) -> Tensor:
@@ -214,23 +185,27 @@ def _product_buffer(hidden: Tensor, head: Tensor, chunk: int) -> Tensor:
     return hidden.new_empty(min(chunk, len(hidden)), len(head))
 
 
-def _block(logits: Tensor) -> int:
-    """Returns the logits of a program's block: a power of two, no larger than a row needs."""
-    return min(BLOCK, triton.next_power_of_2(logits.shape[1]))
+def _block(head: Tensor) -> int:
+    """Returns the logits that a program loads at a time: a power of two, at most BLOCK."""
+    return min(BLOCK, triton.next_power_of_2(len(head)))
+
+
+# Triton's kernels. `SCALING` is (temperature, soft cap or None) of a model. A program works on one
+# row of logits [rows, V]. Numbers of a row stand in columns: row k of the argument `columns` has
+# the k-th number of all rows, and is `column_length` numbers long.
 
 
 @triton.jit
 def _tanh(x):  # type: ignore[no-untyped-def]
     """Returns tanh in float32. Near 0 the series, since 1 - 2 / (e^2x + 1) cancels there."""
     square = x * x
-    series = 1.0 - square * (
-        1.0 / 3 - square * (2.0 / 15 - square * (17.0 / 315 - square * 62.0 / 2835))
-    )
+    series = 17.0 / 315 - square * (62.0 / 2835)
+    series = 1.0 - square * (1.0 / 3 - square * (2.0 / 15 - square * series))
     return tl.where(tl.abs(x) < 0.25, x * series, 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0))
 
 
 @triton.jit
-def _load_scaled(row, offsets, num_tokens, temperature, softcap, HAS_CAP: tl.constexpr):  # type: ignore[no-untyped-def]
+def _load_scaled(row, offsets, num_tokens, SCALING: tl.constexpr):  # type: ignore[no-untyped-def]
     """Returns logits over the temperature and the tanh of their soft cap, float32 [BLOCK].
 
     Beyond the last token the logits are -inf. With a cap each operation is rounded to the compute
@@ -238,27 +213,25 @@ def _load_scaled(row, offsets, num_tokens, temperature, softcap, HAS_CAP: tl.con
     dtype = row.dtype.element_ty
     logits = tl.load(row + offsets, mask=offsets < num_tokens, other=-float("inf")).to(tl.float32)
     tanh = logits
-    if HAS_CAP:
-        tanh = _tanh((logits / softcap).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
-        # The cap would make a finite number of -inf, which is what lies beyond the last token.
-        logits = tl.where(offsets < num_tokens, (tanh * softcap).to(dtype).to(tl.float32), logits)
-    return logits / temperature, tanh
+    if SCALING[1] is not None:
+        tanh = _tanh((logits / SCALING[1]).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+        # The cap makes a finite number of the -inf that lies beyond the last token.
+        capped = (tanh * SCALING[1]).to(dtype).to(tl.float32)
+        logits = tl.where(offsets < num_tokens, capped, logits)
+    return logits / SCALING[0], tanh
 
 
 @triton.jit
 def score_rows(  # type: ignore[no-untyped-def]
     logits,
     target_ids,
-    logprobs,
-    entropies,
-    log_normalizers,
+    columns,
+    column_length,
     num_tokens,
-    temperature,
-    softcap,
-    HAS_CAP: tl.constexpr,
+    SCALING: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Writes logprob, entropy and log normalizer of each row of `logits` [rows, V].
+    """Writes logprob, entropy and log normalizer of each row into `columns` [3, rows].
 
     The sums are relative to the largest logit so far: `total` of exp(z - largest), and `weighted`
     of exp(z - largest) * (z - largest). When a larger logit comes, both are moved to it."""
@@ -270,7 +243,7 @@ def score_rows(  # type: ignore[no-untyped-def]
     weighted = tl.full((), 0.0, tl.float32)
     for start in range(0, num_tokens, BLOCK):
         offsets = start + tl.arange(0, BLOCK)
-        scaled, _ = _load_scaled(row, offsets, num_tokens, temperature, softcap, HAS_CAP)
+        scaled, _ = _load_scaled(row, offsets, num_tokens, SCALING)
         new_largest = tl.maximum(largest, tl.max(scaled, 0))
         # While all logits are -inf there is nothing to move, and -inf - -inf would be NaN.
         origin = tl.where(new_largest == -float("inf"), 0.0, new_largest)
@@ -284,63 +257,55 @@ def score_rows(  # type: ignore[no-untyped-def]
         total = total * decay + tl.sum(exponentials, 0)
         largest = new_largest
     log_total = tl.log(total)
-    target = tl.load(target_ids + index)
-    scaled, _ = _load_scaled(row, target, num_tokens, temperature, softcap, HAS_CAP)
-    tl.store(logprobs + index, scaled - largest - log_total)
-    tl.store(entropies + index, log_total - weighted / total)
-    tl.store(log_normalizers + index, largest + log_total)
+    target, _ = _load_scaled(row, tl.load(target_ids + index), num_tokens, SCALING)
+    tl.store(columns + index, target - largest - log_total)
+    tl.store(columns + column_length + index, log_total - weighted / total)
+    tl.store(columns + 2 * column_length + index, largest + log_total)
 
 
 @triton.jit
 def replace_logits_by_gradient(  # type: ignore[no-untyped-def]
     logits,
     target_ids,
-    log_normalizers,
-    entropies,
-    grad_logprobs,
-    grad_entropies,
+    columns,
+    column_length,
     num_tokens,
-    temperature,
-    softcap,
-    HAS_CAP: tl.constexpr,
-    HAS_ENTROPY: tl.constexpr,
+    SCALING: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Writes the loss's gradient by each logit in the logit's place, in the compute dtype.
 
-    d logprob / d z = onehot - p and d entropy / d z = -p * (log p + entropy), with z the logits
-    over the temperature. A cap's slope is 1 - tanh^2."""
+    `columns` has log normalizers, entropies, and the gradients by logprob and entropy. d logprob /
+    d z = onehot - p and d entropy / d z = -p * (log p + entropy), with z the logits over the
+    temperature. A cap's slope is 1 - tanh^2."""
     index = tl.program_id(0).to(tl.int64)
     row = logits + index * num_tokens
     target = tl.load(target_ids + index)
-    log_normalizer = tl.load(log_normalizers + index)
-    logprob_factor = tl.load(grad_logprobs + index) / temperature
+    log_normalizer = tl.load(columns + index)
+    entropy = tl.load(columns + column_length + index)
+    logprob_factor = tl.load(columns + 2 * column_length + index) / SCALING[0]
+    entropy_factor = tl.load(columns + 3 * column_length + index) / SCALING[0]
     for start in range(0, num_tokens, BLOCK):
         offsets = start + tl.arange(0, BLOCK)
-        scaled, tanh = _load_scaled(row, offsets, num_tokens, temperature, softcap, HAS_CAP)
+        scaled, tanh = _load_scaled(row, offsets, num_tokens, SCALING)
         log_p = scaled - log_normalizer
         p = tl.exp(log_p)
-        factor = logprob_factor
-        if HAS_ENTROPY:
-            entropy_factor = tl.load(grad_entropies + index) / temperature
-            surprise = tl.where(p > 0.0, log_p + tl.load(entropies + index), 0.0)
-            factor = surprise * entropy_factor + logprob_factor
-        gradient = tl.where(offsets == target, logprob_factor, 0.0) - p * factor
-        if HAS_CAP:
+        surprise = tl.where(p > 0.0, log_p + entropy, 0.0)
+        gradient = tl.where(offsets == target, logprob_factor, 0.0)
+        gradient -= p * (surprise * entropy_factor + logprob_factor)
+        if SCALING[1] is not None:
             gradient = gradient * (1.0 - tanh * tanh)
         tl.store(row + offsets, gradient.to(row.dtype.element_ty), mask=offsets < num_tokens)
 
 
 @triton.jit
-def _log_normalizer(
-    row, num_tokens, temperature, softcap, HAS_CAP: tl.constexpr, BLOCK: tl.constexpr
-):  # type: ignore[no-untyped-def]
+def _log_normalizer(row, num_tokens, SCALING: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Returns the log of the sum of exp(logit / temperature) over a row."""
     largest = tl.full((), -float("inf"), tl.float32)
     total = tl.full((), 0.0, tl.float32)
     for start in range(0, num_tokens, BLOCK):
         offsets = start + tl.arange(0, BLOCK)
-        scaled, _ = _load_scaled(row, offsets, num_tokens, temperature, softcap, HAS_CAP)
+        scaled, _ = _load_scaled(row, offsets, num_tokens, SCALING)
         new_largest = tl.maximum(largest, tl.max(scaled, 0))
         origin = tl.where(new_largest == -float("inf"), 0.0, new_largest)
         total = total * tl.exp(largest - origin) + tl.sum(tl.exp(scaled - origin), 0)
@@ -374,98 +339,82 @@ def _weighted(logprobs, values):  # type: ignore[no-untyped-def]
 def compare_rows(  # type: ignore[no-untyped-def]
     logits,
     teacher_logits,
-    divergences,
-    log_normalizers,
-    teacher_log_normalizers,
-    mean_ratios,
+    columns,
+    column_length,
     num_tokens,
+    SCALINGS: tl.constexpr,
     BETA: tl.constexpr,
-    temperature,
-    softcap,
-    HAS_CAP: tl.constexpr,
-    teacher_temperature,
-    teacher_softcap,
-    TEACHER_HAS_CAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Writes the divergence of each row, both log normalizers, and the policy's mean log ratio.
+    """Writes four numbers of each row into `columns` [4, rows].
 
-    Two passes: the log normalizers come first. The mean of log(p / mixture) under the policy is
-    what the gradient subtracts."""
+    They are the divergence, the log normalizers of policy and teacher, and the policy's mean log
+    ratio to the mixture, which the gradient subtracts. `SCALINGS` are policy's and teacher's."""
     index = tl.program_id(0).to(tl.int64)
     row = logits + index * num_tokens
     teacher_row = teacher_logits + index * num_tokens
-    normalizer = _log_normalizer(row, num_tokens, temperature, softcap, HAS_CAP, BLOCK)
-    teacher_normalizer = _log_normalizer(
-        teacher_row, num_tokens, teacher_temperature, teacher_softcap, TEACHER_HAS_CAP, BLOCK
-    )
+    normalizer = _log_normalizer(row, num_tokens, SCALINGS[0], BLOCK)
+    teacher_normalizer = _log_normalizer(teacher_row, num_tokens, SCALINGS[1], BLOCK)
     divergence = tl.full((), 0.0, tl.float32)
     mean_ratio = tl.full((), 0.0, tl.float32)
     for start in range(0, num_tokens, BLOCK):
         offsets = start + tl.arange(0, BLOCK)
-        scaled, _ = _load_scaled(row, offsets, num_tokens, temperature, softcap, HAS_CAP)
-        teacher_scaled, _ = _load_scaled(
-            teacher_row, offsets, num_tokens, teacher_temperature, teacher_softcap, TEACHER_HAS_CAP
-        )
+        scaled, _ = _load_scaled(row, offsets, num_tokens, SCALINGS[0])
+        teacher_scaled, _ = _load_scaled(teacher_row, offsets, num_tokens, SCALINGS[1])
         s = scaled - normalizer
         t = teacher_scaled - teacher_normalizer
         policy_ratio, teacher_ratio = _log_ratios(s, t, BETA)
-        policy_terms = _weighted(s, policy_ratio)
-        teacher_terms = _weighted(t, teacher_ratio)
+        policy_term = tl.sum(_weighted(s, policy_ratio), 0)
+        teacher_term = tl.sum(_weighted(t, teacher_ratio), 0)
         if BETA == 0.0:
-            divergence += tl.sum(teacher_terms, 0)
+            divergence += teacher_term
         elif BETA == 1.0:
-            divergence += tl.sum(policy_terms, 0)
+            divergence += policy_term
         else:
-            divergence += tl.sum(BETA * teacher_terms + (1.0 - BETA) * policy_terms, 0)
-        mean_ratio += tl.sum(policy_terms, 0)
-    tl.store(divergences + index, divergence)
-    tl.store(log_normalizers + index, normalizer)
-    tl.store(teacher_log_normalizers + index, teacher_normalizer)
-    tl.store(mean_ratios + index, mean_ratio)
+            divergence += BETA * teacher_term + (1.0 - BETA) * policy_term
+        mean_ratio += policy_term
+    tl.store(columns + index, divergence)
+    tl.store(columns + column_length + index, normalizer)
+    tl.store(columns + 2 * column_length + index, teacher_normalizer)
+    tl.store(columns + 3 * column_length + index, mean_ratio)
 
 
 @triton.jit
 def replace_logits_by_divergence_gradient(  # type: ignore[no-untyped-def]
     logits,
     teacher_logits,
-    log_normalizers,
-    teacher_log_normalizers,
-    mean_ratios,
-    grad_divergences,
+    columns,
+    column_length,
     num_tokens,
+    SCALINGS: tl.constexpr,
     BETA: tl.constexpr,
-    temperature,
-    softcap,
-    HAS_CAP: tl.constexpr,
-    teacher_temperature,
-    teacher_softcap,
-    TEACHER_HAS_CAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Writes the loss's gradient by each of the policy's logits in the logit's place.
 
-    d KL(t || s) / d z = p - q, and for a mixture m it is (1 - beta) p (s - m - mean(s - m))."""
+    `columns` is that of `compare_rows`, but its row 0 has the gradients by the divergences. d KL(t
+    || s) / d z = p - q, and for a mixture m it is (1 - beta) p (s - m - mean(s - m))."""
     index = tl.program_id(0).to(tl.int64)
     row = logits + index * num_tokens
     teacher_row = teacher_logits + index * num_tokens
-    factor = tl.load(grad_divergences + index) / temperature
+    factor = tl.load(columns + index) / SCALINGS[0][0]
+    normalizer = tl.load(columns + column_length + index)
+    teacher_normalizer = tl.load(columns + 2 * column_length + index)
+    mean_ratio = tl.load(columns + 3 * column_length + index)
     for start in range(0, num_tokens, BLOCK):
         offsets = start + tl.arange(0, BLOCK)
-        scaled, tanh = _load_scaled(row, offsets, num_tokens, temperature, softcap, HAS_CAP)
-        teacher_scaled, _ = _load_scaled(
-            teacher_row, offsets, num_tokens, teacher_temperature, teacher_softcap, TEACHER_HAS_CAP
-        )
-        s = scaled - tl.load(log_normalizers + index)
-        t = teacher_scaled - tl.load(teacher_log_normalizers + index)
+        scaled, tanh = _load_scaled(row, offsets, num_tokens, SCALINGS[0])
+        teacher_scaled, _ = _load_scaled(teacher_row, offsets, num_tokens, SCALINGS[1])
+        s = scaled - normalizer
+        t = teacher_scaled - teacher_normalizer
         if BETA == 0.0:
             gradient = tl.exp(s) - tl.exp(t)
         else:
             policy_ratio, _ = _log_ratios(s, t, BETA)
-            gradient = _weighted(s, policy_ratio - tl.load(mean_ratios + index))
+            gradient = _weighted(s, policy_ratio - mean_ratio)
             if BETA < 1.0:
                 gradient = gradient * (1.0 - BETA)
         gradient = gradient * factor
-        if HAS_CAP:
+        if SCALINGS[0][1] is not None:
             gradient = gradient * (1.0 - tanh * tanh)
         tl.store(row + offsets, gradient.to(row.dtype.element_ty), mask=offsets < num_tokens)
