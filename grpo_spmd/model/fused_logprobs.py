@@ -54,8 +54,8 @@ class FusedTokenLogprobs(torch.autograd.Function):
         softcap: Cap = None,
     ) -> Scores:
         """Returns the logprobs of `target_ids` and the entropies, float32 [C] each."""
-        # Rows: logprobs, entropies, log normalizers.
-        results = hidden.new_empty(3, len(hidden), dtype=torch.float32)
+        # Rows: logprobs, entropies, largest logits, logs of the sums relative to these.
+        results = hidden.new_empty(4, len(hidden), dtype=torch.float32)
         product = _product_buffer(hidden, head, chunk)
         for rows in chunks(len(hidden), chunk):
             logits = torch.mm(hidden[rows], head.T, out=product[: rows.stop - rows.start])
@@ -69,17 +69,16 @@ class FusedTokenLogprobs(torch.autograd.Function):
                 BLOCK=_block(head),
                 num_warps=_NUM_WARPS,
             )
-        logprobs, entropy, log_normalizer = results
-        ctx.save_for_backward(hidden, head, target_ids, log_normalizer, entropy)
+        ctx.save_for_backward(hidden, head, target_ids, results[1:])
         ctx.scaling = (temperature, softcap)
         ctx.chunk = chunk
-        return logprobs, entropy
+        return results[0], results[1]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Returns the gradients of the hidden states and the head, and None for the rest."""
-        hidden, head, target_ids, *saved = ctx.saved_tensors
-        columns = torch.stack([*saved, *grads])
+        hidden, head, target_ids, saved = ctx.saved_tensors
+        columns = torch.cat([saved, torch.stack(grads)])
         grad_hidden = torch.empty_like(hidden)
         grad_head = empty_head_gradient(head, needed=ctx.needs_input_grad[1])
         product = _product_buffer(hidden, head, ctx.chunk)
@@ -120,8 +119,9 @@ class FusedDivergence(torch.autograd.Function):
         softcap: Cap = None,
     ) -> Tensor:
         """Returns the divergence at each token, float32 [C]."""
-        # Rows: divergences, log normalizers of policy and teacher, mean log ratios.
-        results = hidden.new_empty(4, len(hidden), dtype=torch.float32)
+        # Rows: divergences, largest logit and log of the sum relative to it, of the policy and of
+        # the teacher, mean log ratios.
+        results = hidden.new_empty(6, len(hidden), dtype=torch.float32)
         ctx.save_for_backward(hidden, head, results)
         ctx.teacher = teacher
         ctx.beta = beta
@@ -231,10 +231,12 @@ def score_rows(  # type: ignore[no-untyped-def]
     SCALING: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Writes logprob, entropy and log normalizer of each row into `columns` [3, rows].
+    """Writes four numbers of each row into `columns` [4, rows].
 
-    The sums are relative to the largest logit so far: `total` of exp(z - largest), and `weighted`
-    of exp(z - largest) * (z - largest). When a larger logit comes, both are moved to it."""
+    They are logprob, entropy, the largest z = logit / temperature, and the log of sum(exp(z -
+    largest)). The last two stay apart: their sum would be rounded by more than they are.
+    The sums are relative to the largest z so far: `total` of exp(z - largest), and `weighted`
+    of exp(z - largest) * (z - largest). When a larger one comes, both are moved to it."""
     # In 64 bits: rows times V may pass 2^31.
     index = tl.program_id(0).to(tl.int64)
     row = logits + index * num_tokens
@@ -260,7 +262,8 @@ def score_rows(  # type: ignore[no-untyped-def]
     target, _ = _load_scaled(row, tl.load(target_ids + index), num_tokens, SCALING)
     tl.store(columns + index, target - largest - log_total)
     tl.store(columns + column_length + index, log_total - weighted / total)
-    tl.store(columns + 2 * column_length + index, largest + log_total)
+    tl.store(columns + 2 * column_length + index, largest)
+    tl.store(columns + 3 * column_length + index, log_total)
 
 
 @triton.jit
@@ -275,20 +278,21 @@ def replace_logits_by_gradient(  # type: ignore[no-untyped-def]
 ):
     """Writes the loss's gradient by each logit in the logit's place, in the compute dtype.
 
-    `columns` has log normalizers, entropies, and the gradients by logprob and entropy. d logprob /
-    d z = onehot - p and d entropy / d z = -p * (log p + entropy), with z the logits over the
-    temperature. A cap's slope is 1 - tanh^2."""
+    `columns` has the last three of `score_rows`, and the gradients by logprob and entropy.
+    d logprob / d z = onehot - p, d entropy / d z = -p * (log p + entropy), and a cap's slope is
+    1 - tanh^2."""
     index = tl.program_id(0).to(tl.int64)
     row = logits + index * num_tokens
     target = tl.load(target_ids + index)
-    log_normalizer = tl.load(columns + index)
-    entropy = tl.load(columns + column_length + index)
-    logprob_factor = tl.load(columns + 2 * column_length + index) / SCALING[0]
-    entropy_factor = tl.load(columns + 3 * column_length + index) / SCALING[0]
+    entropy = tl.load(columns + index)
+    largest = tl.load(columns + column_length + index)
+    log_total = tl.load(columns + 2 * column_length + index)
+    logprob_factor = tl.load(columns + 3 * column_length + index) / SCALING[0]
+    entropy_factor = tl.load(columns + 4 * column_length + index) / SCALING[0]
     for start in range(0, num_tokens, BLOCK):
         offsets = start + tl.arange(0, BLOCK)
         scaled, tanh = _load_scaled(row, offsets, num_tokens, SCALING)
-        log_p = scaled - log_normalizer
+        log_p = (scaled - largest) - log_total
         p = tl.exp(log_p)
         surprise = tl.where(p > 0.0, log_p + entropy, 0.0)
         gradient = tl.where(offsets == target, logprob_factor, 0.0)
@@ -300,7 +304,10 @@ def replace_logits_by_gradient(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _log_normalizer(row, num_tokens, SCALING: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Returns the log of the sum of exp(logit / temperature) over a row."""
+    """Returns the largest z = logit / temperature of a row, and the log of sum(exp(z - largest)).
+
+    Apart, since their sum would be rounded by more than the z of a token that has nearly all of the
+    probability, where the gradient is a small difference."""
     largest = tl.full((), -float("inf"), tl.float32)
     total = tl.full((), 0.0, tl.float32)
     for start in range(0, num_tokens, BLOCK):
@@ -310,7 +317,7 @@ def _log_normalizer(row, num_tokens, SCALING: tl.constexpr, BLOCK: tl.constexpr)
         origin = tl.where(new_largest == -float("inf"), 0.0, new_largest)
         total = total * tl.exp(largest - origin) + tl.sum(tl.exp(scaled - origin), 0)
         largest = new_largest
-    return largest + tl.log(total)
+    return largest, tl.log(total)
 
 
 @triton.jit
@@ -322,9 +329,18 @@ def _log_ratios(s, t, BETA: tl.constexpr):  # type: ignore[no-untyped-def]
     distance = tl.where(s == t, 0.0, t - s)
     if BETA == 0.0 or BETA == 1.0:
         return -distance, distance
-    # No argument of an exponential is positive, so that nothing overflows.
-    fraction = tl.where(distance > 0, 1.0 - BETA, BETA)
-    excess = tl.log(1.0 + fraction * (tl.exp(-tl.abs(distance)) - 1.0))
+    # No argument of an exponential is positive, so that nothing overflows. expm1 and log1p are
+    # computed by Kahan's quotients: Triton has neither, and 1 + x would cancel for small x.
+    negative = -tl.abs(distance)
+    power = tl.exp(negative)
+    is_small = power == 1.0
+    expm1 = (power - 1.0) * (negative / tl.log(tl.where(is_small, 2.0, power)))
+    expm1 = tl.where(is_small, negative, tl.where(power > 0.0, expm1, -1.0))
+    change = tl.where(distance > 0, 1.0 - BETA, BETA) * expm1
+    argument = 1.0 + change
+    is_small = argument == 1.0
+    quotient = change / tl.where(is_small, 1.0, argument - 1.0)
+    excess = tl.where(is_small, change, tl.log(argument) * quotient)
     return -excess - tl.maximum(distance, 0.0), -excess + tl.minimum(distance, 0.0)
 
 
@@ -346,23 +362,26 @@ def compare_rows(  # type: ignore[no-untyped-def]
     BETA: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Writes four numbers of each row into `columns` [4, rows].
+    """Writes six numbers of each row into `columns` [6, rows].
 
-    They are the divergence, the log normalizers of policy and teacher, and the policy's mean log
-    ratio to the mixture, which the gradient subtracts. `SCALINGS` are policy's and teacher's."""
+    They are the divergence, what `_log_normalizer` returns for policy and teacher, and the policy's
+    mean log ratio to the mixture, which the gradient subtracts. `SCALINGS` are policy's and
+    teacher's."""
     index = tl.program_id(0).to(tl.int64)
     row = logits + index * num_tokens
     teacher_row = teacher_logits + index * num_tokens
-    normalizer = _log_normalizer(row, num_tokens, SCALINGS[0], BLOCK)
-    teacher_normalizer = _log_normalizer(teacher_row, num_tokens, SCALINGS[1], BLOCK)
+    largest, log_total = _log_normalizer(row, num_tokens, SCALINGS[0], BLOCK)
+    teacher_largest, teacher_log_total = _log_normalizer(
+        teacher_row, num_tokens, SCALINGS[1], BLOCK
+    )
     divergence = tl.full((), 0.0, tl.float32)
     mean_ratio = tl.full((), 0.0, tl.float32)
     for start in range(0, num_tokens, BLOCK):
         offsets = start + tl.arange(0, BLOCK)
         scaled, _ = _load_scaled(row, offsets, num_tokens, SCALINGS[0])
         teacher_scaled, _ = _load_scaled(teacher_row, offsets, num_tokens, SCALINGS[1])
-        s = scaled - normalizer
-        t = teacher_scaled - teacher_normalizer
+        s = (scaled - largest) - log_total
+        t = (teacher_scaled - teacher_largest) - teacher_log_total
         policy_ratio, teacher_ratio = _log_ratios(s, t, BETA)
         policy_term = tl.sum(_weighted(s, policy_ratio), 0)
         teacher_term = tl.sum(_weighted(t, teacher_ratio), 0)
@@ -374,9 +393,11 @@ def compare_rows(  # type: ignore[no-untyped-def]
             divergence += BETA * teacher_term + (1.0 - BETA) * policy_term
         mean_ratio += policy_term
     tl.store(columns + index, divergence)
-    tl.store(columns + column_length + index, normalizer)
-    tl.store(columns + 2 * column_length + index, teacher_normalizer)
-    tl.store(columns + 3 * column_length + index, mean_ratio)
+    tl.store(columns + column_length + index, largest)
+    tl.store(columns + 2 * column_length + index, log_total)
+    tl.store(columns + 3 * column_length + index, teacher_largest)
+    tl.store(columns + 4 * column_length + index, teacher_log_total)
+    tl.store(columns + 5 * column_length + index, mean_ratio)
 
 
 @triton.jit
@@ -398,15 +419,17 @@ def replace_logits_by_divergence_gradient(  # type: ignore[no-untyped-def]
     row = logits + index * num_tokens
     teacher_row = teacher_logits + index * num_tokens
     factor = tl.load(columns + index) / SCALINGS[0][0]
-    normalizer = tl.load(columns + column_length + index)
-    teacher_normalizer = tl.load(columns + 2 * column_length + index)
-    mean_ratio = tl.load(columns + 3 * column_length + index)
+    largest = tl.load(columns + column_length + index)
+    log_total = tl.load(columns + 2 * column_length + index)
+    teacher_largest = tl.load(columns + 3 * column_length + index)
+    teacher_log_total = tl.load(columns + 4 * column_length + index)
+    mean_ratio = tl.load(columns + 5 * column_length + index)
     for start in range(0, num_tokens, BLOCK):
         offsets = start + tl.arange(0, BLOCK)
         scaled, tanh = _load_scaled(row, offsets, num_tokens, SCALINGS[0])
         teacher_scaled, _ = _load_scaled(teacher_row, offsets, num_tokens, SCALINGS[1])
-        s = scaled - normalizer
-        t = teacher_scaled - teacher_normalizer
+        s = (scaled - largest) - log_total
+        t = (teacher_scaled - teacher_largest) - teacher_log_total
         if BETA == 0.0:
             gradient = tl.exp(s) - tl.exp(t)
         else:
