@@ -96,7 +96,7 @@ class TokenLogprobs(torch.autograd.Function):
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(entropy)
         grad_hidden = torch.empty_like(hidden)
-        grad_head = _empty_head_gradient(head, needed=ctx.needs_input_grad[1])
+        grad_head = empty_head_gradient(head, needed=ctx.needs_input_grad[1])
         needs_two = grad_entropy is not None or softcap is not None
         num_rows = max(1, ctx.chunk // 2) if needs_two else ctx.chunk
         buffers = _Buffers(min(num_rows, len(hidden)), hidden, head, two=needs_two)
@@ -127,7 +127,7 @@ class TokenLogprobs(torch.autograd.Function):
         return grad_hidden, head_result, None, None, None, None
 
 
-def _empty_head_gradient(head: Tensor, needed: bool) -> Tensor | None:
+def empty_head_gradient(head: Tensor, needed: bool) -> Tensor | None:
     """Returns float32 zeros [V, D] to sum the head's gradient in, None if none is needed.
 
     A frozen head (LoRA) needs none, which saves a third of the backward pass."""
@@ -279,7 +279,7 @@ class Divergence(torch.autograd.Function):
         temperature, chunk, softcap = ctx.scaling
         teacher = ctx.teacher
         grad_hidden = torch.empty_like(hidden)
-        grad_head = _empty_head_gradient(head, needed=ctx.needs_input_grad[1])
+        grad_head = empty_head_gradient(head, needed=ctx.needs_input_grad[1])
         for rows in chunks(len(hidden), _num_rows(chunk)):
             scaled = _scaled_logits(hidden[rows], head, temperature, softcap)
             log_p = scaled.log_softmax(-1)
