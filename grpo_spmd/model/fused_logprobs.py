@@ -187,7 +187,7 @@ def _product_buffer(hidden: Tensor, head: Tensor, chunk: int) -> Tensor:
 
 def _block(head: Tensor) -> int:
     """Returns the logits that a program loads at a time: a power of two, at most BLOCK."""
-    return min(BLOCK, triton.next_power_of_2(len(head)))
+    return min(BLOCK, int(triton.next_power_of_2(len(head))))
 
 
 # Triton's kernels. `SCALING` is (temperature, soft cap or None) of a model. A program works on one
@@ -196,7 +196,7 @@ def _block(head: Tensor) -> int:
 
 
 @triton.jit
-def _tanh(x):  # type: ignore[no-untyped-def]
+def _tanh(x):
     """Returns tanh in float32. Near 0 the series, since 1 - 2 / (e^2x + 1) cancels there."""
     square = x * x
     series = 17.0 / 315 - square * (62.0 / 2835)
@@ -205,7 +205,7 @@ def _tanh(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _load_scaled(row, offsets, num_tokens, SCALING: tl.constexpr):  # type: ignore[no-untyped-def]
+def _load_scaled(row, offsets, num_tokens, SCALING: tl.constexpr):
     """Returns logits over the temperature and the tanh of their soft cap, float32 [BLOCK].
 
     Beyond the last token the logits are -inf. With a cap each operation is rounded to the compute
@@ -222,7 +222,7 @@ def _load_scaled(row, offsets, num_tokens, SCALING: tl.constexpr):  # type: igno
 
 
 @triton.jit
-def score_rows(  # type: ignore[no-untyped-def]
+def score_rows(
     logits,
     target_ids,
     columns,
@@ -267,7 +267,7 @@ def score_rows(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def replace_logits_by_gradient(  # type: ignore[no-untyped-def]
+def replace_logits_by_gradient(
     logits,
     target_ids,
     columns,
@@ -303,7 +303,7 @@ def replace_logits_by_gradient(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _log_normalizer(row, num_tokens, SCALING: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _log_normalizer(row, num_tokens, SCALING: tl.constexpr, BLOCK: tl.constexpr):
     """Returns the largest z = logit / temperature of a row, and the log of sum(exp(z - largest)).
 
     Apart, since their sum would be rounded by more than the z of a token that has nearly all of the
@@ -321,7 +321,7 @@ def _log_normalizer(row, num_tokens, SCALING: tl.constexpr, BLOCK: tl.constexpr)
 
 
 @triton.jit
-def _log_ratios(s, t, BETA: tl.constexpr):  # type: ignore[no-untyped-def]
+def _log_ratios(s, t, BETA: tl.constexpr):
     """Returns s - m and t - m for the log mixture m = log(beta e^t + (1 - beta) e^s).
 
     For beta 1 m is t, and for beta 0 these are s - t and t - s, as in `logprobs.py`. All are
@@ -345,14 +345,14 @@ def _log_ratios(s, t, BETA: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _weighted(logprobs, values):  # type: ignore[no-untyped-def]
+def _weighted(logprobs, values):
     """Returns exp(logprobs) * values, 0 where the probability is 0."""
     p = tl.exp(logprobs)
     return tl.where(p > 0.0, p * values, 0.0)
 
 
 @triton.jit
-def compare_rows(  # type: ignore[no-untyped-def]
+def compare_rows(
     logits,
     teacher_logits,
     columns,
@@ -401,7 +401,7 @@ def compare_rows(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def replace_logits_by_divergence_gradient(  # type: ignore[no-untyped-def]
+def replace_logits_by_divergence_gradient(
     logits,
     teacher_logits,
     columns,

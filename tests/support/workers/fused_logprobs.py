@@ -88,7 +88,7 @@ def check_logprobs(
     weights = torch.randn(2, NUM_TOKENS)
     if not uses_entropy:
         weights[1] = 0.0
-    results = []
+    results: list[Any] = []
     for function in (FusedTokenLogprobs, TokenLogprobs):
         leaves = [hidden.clone().requires_grad_(), head.clone().requires_grad_()]
         logprobs, entropy = function.apply(*leaves, ids, TEMPERATURE, CHUNK, cap)
@@ -98,12 +98,13 @@ def check_logprobs(
         loss.backward()
         results.append([logprobs.detach(), entropy.detach(), *(leaf.grad for leaf in leaves)])
     leaves = [hidden.double().requires_grad_(), head.double().requires_grad_()]
-    log_p = plain_logprobs(*leaves, TEMPERATURE, cap)
+    log_p = plain_logprobs(leaves[0], leaves[1], TEMPERATURE, cap)
     logprobs = log_p.gather(-1, ids[:, None])[:, 0]
     entropy = -(log_p.exp() * log_p).sum(-1)
     (weights.double() * torch.stack([logprobs, entropy])).sum().backward()
     truth = [logprobs.detach(), entropy.detach(), *(leaf.grad for leaf in leaves)]
-    compare(f"{dtype}, V {vocabulary}, cap {cap}, entropy {uses_entropy}", *results, truth)
+    fused, plain = results
+    compare(f"{dtype}, V {vocabulary}, cap {cap}, entropy {uses_entropy}", fused, plain, truth)
 
 
 def check_divergence(dtype: torch.dtype, beta: float, cap: float | None) -> None:
@@ -114,14 +115,14 @@ def check_divergence(dtype: torch.dtype, beta: float, cap: float | None) -> None
         torch.randn(NUM_TOKENS, 8).to(dtype), torch.randn(vocabulary, 8).to(dtype), 1.3, None
     )
     weights = torch.randn(NUM_TOKENS)
-    results = []
+    results: list[Any] = []
     for function in (FusedDivergence, Divergence):
         leaves = [hidden.clone().requires_grad_(), head.clone().requires_grad_()]
         divergence = function.apply(*leaves, teacher, beta, TEMPERATURE, CHUNK, cap)
         (weights * divergence).sum().backward()
         results.append([divergence.detach(), *(leaf.grad for leaf in leaves)])
     leaves = [hidden.double().requires_grad_(), head.double().requires_grad_()]
-    s = plain_logprobs(*leaves, TEMPERATURE, cap)
+    s = plain_logprobs(leaves[0], leaves[1], TEMPERATURE, cap)
     t = plain_logprobs(teacher.hidden.double(), teacher.head.double(), 1.3, None)
     if beta == 0.0:
         divergence = (t.exp() * (t - s)).sum(-1)
@@ -132,7 +133,8 @@ def check_divergence(dtype: torch.dtype, beta: float, cap: float | None) -> None
         divergence = (beta * t.exp() * (t - m) + (1 - beta) * s.exp() * (s - m)).sum(-1)
     (weights.double() * divergence).sum().backward()
     truth = [divergence.detach(), *(leaf.grad for leaf in leaves)]
-    compare(f"divergence, {dtype}, beta {beta}, cap {cap}", *results, truth)
+    fused, plain = results
+    compare(f"divergence, {dtype}, beta {beta}, cap {cap}", fused, plain, truth)
     # A teacher that is the policy teaches nothing, exactly.
     leaf = hidden.clone().requires_grad_()
     same = WholeTeacher(hidden, head, TEMPERATURE, cap)
