@@ -44,6 +44,7 @@ from grpo_spmd.learn.sampled_step import StepRules
 from grpo_spmd.learn.update import PolicyUpdater
 from grpo_spmd.model.families.refusals import refuse_untrainable
 from grpo_spmd.model.hf_files import load_tokenizer, stop_token_ids
+from grpo_spmd.model.logprobs import choose_fused_kernel
 from grpo_spmd.model.offload import HostOffload
 from grpo_spmd.model.policy import Policy, Scores, build_policy, build_reference
 from grpo_spmd.observe.console import banner, log_to_file, log_to_terminal
@@ -208,6 +209,7 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
     rewards, scorers = open_rewards(config, inputs, tokenizer, session, preemption, environments)
     # A model that cannot be trained is refused before the engine starts, which takes minutes.
     refuse_untrainable(config.model.path, config.max_rollout_tokens)
+    choose_fused_kernel(config.model.logprob_kernel, session.device)
     stop_ids = stop_token_ids(config.model.path, tokenizer)
     # The engine comes before the policy: it measures the GPU's free memory, then sleeps and leaves
     # the memory to the policy.

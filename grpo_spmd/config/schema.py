@@ -91,6 +91,9 @@ class ModelConfig:
     """copies of the policy (HSDP); each is sharded over ranks / num_replicas consecutive ranks"""
     logprob_chunk_tokens: PositiveInt = 1024
     """most tokens whose logits [tokens, vocabulary] are in memory at one time"""
+    logprob_kernel: Literal["auto", "fused", "plain"] = "auto"
+    """what computes logprobs from logits. fused: Triton kernels, which need a GPU of compute
+    capability 8.0; plain: torch's operations; auto: fused where it runs, else plain"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ whole.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -32,7 +33,12 @@ from grpo_spmd.model.families.build import build_hf_model, decoder_layers, initi
 from grpo_spmd.model.families.logits import fix_rotary_factors, logits_map
 from grpo_spmd.model.families.refusals import refuse_structure, refuse_tensors, trainable_config
 from grpo_spmd.model.hf_files import checkpoint_folder, tensor_files
-from grpo_spmd.model.logprobs import Scores, TokenLogprobs
+from grpo_spmd.model.logprobs import (
+    LogitSettings,
+    Scores,
+    choose_fused_kernel,
+    token_logprobs,
+)
 from grpo_spmd.model.sharding import first_row, shard_over_ranks
 from grpo_spmd.records import MicroBatch
 
@@ -49,17 +55,19 @@ class Policy(nn.Module):
     around these two FSDP gathers the embedding and the lm_head, which no inner module does."""
 
     def __init__(
-        self, config: Any, temperature: float, chunk: int, attention: Backend, dtype: torch.dtype
+        self, config: Any, logits: LogitSettings, attention: Backend, dtype: torch.dtype
     ) -> None:
-        """`chunk`: tokens whose logits exist at a time."""
+        """`logits` has the sampling temperature. Divisor and soft cap of the model's own logits are
+        added to it."""
         super().__init__()
         self.model = build_hf_model(
             config, config.name_or_path, attn_implementation=PACKED_ATTENTION, dtype=dtype
         )
-        divisor, self.softcap = logits_map(self.model)
-        self.temperature = temperature * divisor
+        divisor, softcap = logits_map(self.model)
+        self.logits = dataclasses.replace(
+            logits, temperature=logits.temperature * divisor, softcap=softcap
+        )
         self.attention = attention
-        self.logprob_chunk_tokens = chunk
         self.lora = LoraConfig()  # no adapters
         self.max_rollout_tokens = 0
         """Upper bound of a rollout's tokens, as the engine was told."""
@@ -87,14 +95,7 @@ class Policy(nn.Module):
         head = self.model.get_output_embeddings().weight
         if only_term:
             return tuple(term(hidden, head) for term in terms)
-        scores: Scores = TokenLogprobs.apply(
-            hidden,
-            head,
-            batch.target_ids,
-            self.temperature,
-            self.logprob_chunk_tokens,
-            self.softcap,
-        )
+        scores = token_logprobs(hidden, head, batch.target_ids, self.logits)
         return (*scores, *(term(hidden, head) for term in terms))
 
     def plain_logits(self, token_ids: Tensor, positions: Tensor | None = None) -> Tensor:
@@ -141,10 +142,13 @@ def build_policy(
     attention = attention_backend(hf_config, config, session)
     # Parameters are created in their dtype: Module.to would round the rotary frequencies as well.
     stored_dtype = torch.float32 if trainable and not has_adapters else compute
+    logits = LogitSettings(
+        temperature,
+        config.logprob_chunk_tokens,
+        is_fused=choose_fused_kernel(config.logprob_kernel, session.device),
+    )
     with torch.device("meta"):
-        policy = Policy(
-            hf_config, temperature, config.logprob_chunk_tokens, attention, stored_dtype
-        )
+        policy = Policy(hf_config, logits, attention, stored_dtype)
     refuse_structure(policy.model, config.path)
     folder = checkpoint_folder(config.path)
     stored_names = refuse_tensors(policy.model, folder)
