@@ -44,9 +44,14 @@ from grpo_spmd.learn.sampled_step import StepRules
 from grpo_spmd.learn.update import PolicyUpdater
 from grpo_spmd.model.families.refusals import refuse_untrainable
 from grpo_spmd.model.hf_files import load_tokenizer, stop_token_ids
-from grpo_spmd.model.logprobs import choose_fused_kernel
 from grpo_spmd.model.offload import HostOffload
-from grpo_spmd.model.policy import Policy, Scores, build_policy, build_reference
+from grpo_spmd.model.policy import (
+    Policy,
+    Scores,
+    build_policy,
+    build_reference,
+    choose_fused_kernel,
+)
 from grpo_spmd.observe.console import banner, log_to_file, log_to_terminal
 from grpo_spmd.observe.followers import open_followers
 from grpo_spmd.observe.launches import Launch, begin_launch, host_and_device

@@ -17,17 +17,14 @@ The outcomes of a teacher are the events that its distribution tells apart: each
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.model.families.logits import times_slope
 
 # C tokens, D hidden dimensions, V token ids, K likely tokens.
@@ -38,80 +35,8 @@ Scores = tuple[Float[Tensor, " C"], Float[Tensor, " C"]]  # logprobs and entropi
 Cap = float | None
 """The soft cap of the logits: logits become cap * tanh(logits / cap)."""
 TokenIndices = Int[Tensor, " n"]  # positions among the C tokens
-
-
-@dataclass(frozen=True)
-class LogitSettings:
-    """How logprobs follow from hidden states and the lm_head."""
-
-    temperature: float
-    chunk: int
-    """Tokens whose logits exist at a time."""
-    softcap: Cap = None
-    is_fused: bool = False
-    """True: Triton's kernels (fused_logprobs.py) compute them, False: the plain code below."""
-
-
 # The logprob of an event whose probability float32 cannot represent: log(0) would give NaN.
 MIN_LOGPROB = math.log(torch.finfo(torch.float32).tiny)
-
-
-def choose_fused_kernel(kernel: str, device: torch.device) -> bool:
-    """Returns True if `model.logprob_kernel` and the device choose Triton's kernels.
-
-    Raises ConfigError if "fused" cannot run here."""
-    problem = None
-    if find_spec("triton") is None:
-        problem = "triton is not installed"
-    # Triton's interpreter runs the kernels on a CPU, slowly: for tests.
-    elif device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        problem = f"this run is on the {device.type.upper()}"
-    # bfloat16 in Triton begins with the A100.
-    elif device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
-        problem = "this GPU's compute capability is below 8.0"
-    if kernel == "fused" and problem is not None:
-        raise ConfigError(
-            f"model.logprob_kernel: fused needs a GPU of compute capability 8.0 and triton, and "
-            f"{problem}; use auto or plain"
-        )
-    return kernel == "fused" or (kernel == "auto" and device.type == "cuda" and problem is None)
-
-
-def token_logprobs(
-    hidden: Hidden, head: Head, target_ids: TargetIds, settings: LogitSettings
-) -> Scores:
-    """Returns the logprobs of `target_ids` and the entropies of their distributions, float32 [C]
-    each."""
-    function: Any = TokenLogprobs
-    if settings.is_fused:
-        # Only where a GPU uses it: it imports triton.
-        from grpo_spmd.model.fused_logprobs import FusedTokenLogprobs
-
-        function = FusedTokenLogprobs
-    scores: Scores = function.apply(
-        hidden, head, target_ids, settings.temperature, settings.chunk, settings.softcap
-    )
-    return scores
-
-
-def divergence(
-    hidden: Hidden,
-    head: Head,
-    teacher: WholeTeacher | TopTeacher,
-    beta: float,
-    settings: LogitSettings,
-) -> Float[Tensor, " C"]:
-    """Returns the divergence of the policy from a teacher at each token, float32 [C]."""
-    function: Any = Divergence
-    # The likely tokens of a TopTeacher are picked out of the logprobs, which a kernel never has.
-    if settings.is_fused and isinstance(teacher, WholeTeacher):
-        from grpo_spmd.model.fused_logprobs import FusedDivergence
-
-        function = FusedDivergence
-    distance: Tensor = function.apply(
-        hidden, head, teacher, beta, settings.temperature, settings.chunk, settings.softcap
-    )
-    return distance
 
 
 class TokenLogprobs(torch.autograd.Function):
@@ -373,6 +298,39 @@ class Divergence(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
+class LogitSettings:
+    """How logprobs follow from hidden states and the lm_head."""
+
+    temperature: float
+    chunk: int
+    """Tokens whose logits exist at a time."""
+    softcap: Cap = None
+    token_logprobs: type[torch.autograd.Function] = TokenLogprobs
+    """TokenLogprobs, or the same by Triton's kernels."""
+    whole_divergence: type[torch.autograd.Function] = Divergence
+    """Divergence for a WholeTeacher, or the same by Triton's kernels."""
+
+    def score(self, hidden: Hidden, head: Head, target_ids: TargetIds) -> Scores:
+        """Returns the logprobs of `target_ids` and the entropies of their distributions, float32
+        [C] each."""
+        scores: Scores = self.token_logprobs.apply(
+            hidden, head, target_ids, self.temperature, self.chunk, self.softcap
+        )
+        return scores
+
+    def divergence(
+        self, hidden: Hidden, head: Head, teacher: WholeTeacher | TopTeacher, beta: float
+    ) -> Float[Tensor, " C"]:
+        """Returns the divergence of the policy from a teacher at each token, float32 [C]."""
+        # The likely tokens of a TopTeacher are picked out of all logprobs, which no kernel has.
+        function = self.whole_divergence if isinstance(teacher, WholeTeacher) else Divergence
+        distance: Tensor = function.apply(
+            hidden, head, teacher, beta, self.temperature, self.chunk, self.softcap
+        )
+        return distance
+
+
+@dataclass(frozen=True)
 class TeacherDivergence:
     """Computes each token's divergence from its teachers, from the policy's hidden states and
     head."""
@@ -390,7 +348,7 @@ class TeacherDivergence:
         total = torch.zeros(len(hidden), device=hidden.device)
         for indices, teacher in self.parts:
             scored_hidden = hidden if indices is None else hidden[indices]
-            distance = divergence(scored_hidden, head, teacher, self.beta, self.settings)
+            distance = self.settings.divergence(scored_hidden, head, teacher, self.beta)
             total = distance if indices is None else total.index_add(0, indices, distance)
         return total
 

@@ -40,8 +40,7 @@ from grpo_spmd.learn.update import PolicyUpdater
 from grpo_spmd.model import lora
 from grpo_spmd.model.families.build import as_config_error, build_hf_model, decoder_layers
 from grpo_spmd.model.hf_files import load_config
-from grpo_spmd.model.logprobs import LogitSettings
-from grpo_spmd.model.policy import DTYPES, Policy, set_up_layer
+from grpo_spmd.model.policy import DTYPES, Policy, logit_settings, set_up_layer
 from grpo_spmd.model.sharding import shard_over_ranks
 from grpo_spmd.records import Rollout
 
@@ -110,7 +109,7 @@ class Pass:
         with torch.device("meta"):
             # A machine without triton counts the plain code's buffers, which are larger.
             fused = self.on_gpu and self.model.logprob_kernel != "plain" and find_spec("triton")
-            logits = LogitSettings(1.0, self.model.logprob_chunk_tokens, is_fused=bool(fused))
+            logits = logit_settings(1.0, self.model.logprob_chunk_tokens, is_fused=bool(fused))
             policy = Policy(hf_config, logits, attention, stored)
             policy.requires_grad_(trains_all)
             if not trains_all:
