@@ -4,24 +4,20 @@ compilation for real GPUs. Both are processes: triton reads TRITON_INTERPRET whe
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.models import write_config
-from tests.support.processes import ROOT
+from tests.support.processes import run_command
 
 METRICS = ("loss/policy", "loss/entropy", "optim/grad_norm", "weight_sync/mismatch_abs_mean")
 
 
 def _run(method: str, **env: str) -> str:
     command = [sys.executable, "-m", "tests.support.workers.fused_logprobs", method]
-    done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, **env}, capture_output=True, text=True, timeout=300
-    )
+    done = run_command(command, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -50,14 +46,7 @@ def test_a_run_with_the_kernels_is_the_run_without(tmp_path: Path, folder: Path)
             training={"num_steps": 2, "num_mini_batches": 2, "max_tokens_per_micro_batch": 64},
         )
         command = [sys.executable, "-m", "grpo_spmd.train", "--config", str(config)]
-        done = subprocess.run(
-            command,
-            cwd=ROOT,
-            env={**os.environ, "TRITON_INTERPRET": "1"},
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
+        done = run_command(command, env={"TRITON_INTERPRET": "1"})
         assert done.returncode == 0, done.stdout + done.stderr
         lines = (tmp_path / kernel / "metrics.jsonl").read_text().splitlines()
         metrics[kernel] = [{name: json.loads(line)[name] for name in METRICS} for line in lines]
@@ -71,13 +60,7 @@ def test_the_kernels_are_refused_where_they_cannot_run(tmp_path: Path, folder: P
         folder / "model",
         model={"path": str(folder / "model"), "dtype": "float32", "logprob_kernel": "fused"},
     )
-    done = subprocess.run(
-        [sys.executable, "-m", "grpo_spmd.train", "--config", str(config)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = run_command([sys.executable, "-m", "grpo_spmd.train", "--config", str(config)])
     assert done.returncode == 2
     assert "model.logprob_kernel: fused needs a GPU" in done.stderr
     assert "starting vLLM" not in done.stderr
