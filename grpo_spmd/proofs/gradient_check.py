@@ -4,10 +4,10 @@ A synthetic row is a micro-batch made of short pieces of this rank's own rollout
 reference and engine logprobs are set at known distances from the policy's, so that ratios fall on
 both sides of every bound: with the true logprobs nothing is clipped in a first update.
 
-The plain side is transformers' own forward pass with eager attention, one row per sequence, full
-logits, log_softmax in float32, and the loss of plain_loss.py. The trainer's side is the very code
-of the update (PolicyUpdater.accumulate). The plain gradient is subtracted from the trainer's: what
-is left in `.grad` is the difference. No gradient is left behind.
+The plain side is transformers' own forward pass with the attention of plain_attention.py, one row
+per sequence, full logits, log_softmax in float32, and the loss of plain_loss.py. The trainer's side
+is the very code of the update (PolicyUpdater.accumulate). The plain gradient is subtracted from the
+trainer's: what is left in `.grad` is the difference. No gradient is left behind.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from grpo_spmd.model.families.build import decoder_layers
 from grpo_spmd.model.lora import adapters_at_zero
 from grpo_spmd.model.policy import DTYPES, Policy
 from grpo_spmd.model.sharding import first_row, is_first_replica, reshard
+from grpo_spmd.proofs.plain_attention import use_plain_attention
 from grpo_spmd.proofs.plain_loss import LossTerm, plain_terms
 from grpo_spmd.records import Decision, MicroBatch, Rollout, RolloutBatch, RolloutGroup
 
@@ -352,9 +353,9 @@ class GradientCheck:
         handle.remove()
         trainer_squares = gradient_squares(policy)
         # 2. The plain pass subtracts its gradient from that. Activation checkpointing may run
-        # layers again in the backward pass, which therefore is within eager attention too.
+        # layers again in the backward pass, which therefore is within plain attention too.
         sketch = _Sketch(policy)
-        with eager_attention(policy.model), sketch.watching():
+        with use_plain_attention(policy.model), sketch.watching():
             sketch_of_trainer = sketch.of_gradient()
             plain = _plain_scores(policy, rollouts, self._rollout.temperature, device)
             self._widen_bounds(plain.mean_max_logit)
@@ -434,7 +435,7 @@ class GradientCheck:
         without_adapters = adapters_at_zero(model.model) if model.lora.rank else nullcontext()
         with torch.no_grad():
             logprobs, _ = reference(pack_rollouts(rollouts, device))
-            with eager_attention(model.model), without_adapters:
+            with use_plain_attention(model.model), without_adapters:
                 plain = _plain_scores(model, rollouts, self._rollout.temperature, device).logprobs
         for policy in (self._policy, model):
             reshard(policy)
@@ -634,24 +635,6 @@ def _plain_scores(
         entropy.append(-(log_p.exp() * log_p).sum(-1).double())
     mean_max_logit = float(logits.detach().abs().amax(-1).mean())
     return _PlainScores(torch.cat(logprobs), torch.cat(entropy), zero, mean_max_logit, all_logprobs)
-
-
-@contextmanager
-def eager_attention(model: Any) -> Iterator[None]:
-    """Returns a context manager. Within it the model uses transformers' eager attention and mask,
-    and nothing is compiled.
-
-    A backward pass must be within it too: activation checkpointing runs layers again."""
-    configs = [module.config for module in model.modules() if hasattr(module, "config")]
-    implementations = [config._attn_implementation for config in configs]
-    try:
-        for config in configs:
-            config._attn_implementation = "eager"
-        with torch.compiler.set_stance("force_eager"):
-            yield
-    finally:
-        for config, name in zip(configs, implementations, strict=True):
-            config._attn_implementation = name
 
 
 def _short_rollouts(groups: Sequence[RolloutGroup]) -> list[Rollout]:

@@ -48,9 +48,9 @@ from grpo_spmd.proofs.gradient_check import (
     SCORE_BOUNDS,
     CheckResult,
     UpdateCheckSettings,
-    eager_attention,
     join_ranks,
 )
+from grpo_spmd.proofs.plain_attention import use_plain_attention
 from grpo_spmd.records import (
     Decision,
     MicroBatch,
@@ -438,7 +438,7 @@ class TeacherCheck:
         teacher gives none."""
         teacher: TeacherModel = source
         with (
-            eager_attention(teacher.model.model),
+            use_plain_attention(teacher.model.model),
             adapters_at_zero(teacher.model) if teacher.is_base else nullcontext(),
         ):
             logits: Tensor = teacher.model.plain_logits(token_ids[None], predict_index)[0].float()
