@@ -54,7 +54,7 @@ from grpo_spmd.proofs.gradient_check import (
     relative_difference,
     sum_over_ranks,
 )
-from grpo_spmd.proofs.plain_attention import use_plain_attention
+from grpo_spmd.proofs.plain_forward import use_plain_attention
 from grpo_spmd.proofs.plain_loss import LossTerm, plain_kl
 from grpo_spmd.records import Completion, Decision, MicroBatch, Rollout, RolloutBatch
 

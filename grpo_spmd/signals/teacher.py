@@ -50,7 +50,7 @@ from grpo_spmd.proofs.gradient_check import (
     UpdateCheckSettings,
     join_ranks,
 )
-from grpo_spmd.proofs.plain_attention import use_plain_attention
+from grpo_spmd.proofs.plain_forward import use_plain_attention
 from grpo_spmd.records import (
     Decision,
     MicroBatch,
