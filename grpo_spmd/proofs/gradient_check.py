@@ -664,7 +664,7 @@ def _synthetic_logprobs(
 ) -> dict[str, Tensor]:
     """Returns "old", "engine" and "ref" logprobs [tokens], float32, at known distances from `base`,
     the policy's logprobs."""
-    # Log ratios inside, at and beyond each bound of clipping.
+    # Log ratios inside and beyond each bound of clipping.
     low = math.log(max(1 - loss.clip_ratio_low, 0.3))
     high = min(math.log(1 + loss.clip_ratio_high), _MAX_LOG_RATIO)
     dual = min(math.log(loss.dual_clip or 4.0), _MAX_LOG_RATIO)
@@ -680,7 +680,8 @@ def _synthetic_logprobs(
         number = rollout.rollout_id
         length = len(rollout.completion_ids)
         t = np.arange(length)
-        # Rollouts are good and bad by turns. The k-th of either starts at another ratio.
+        # Even rollouts have positive advantages, odd ones negative. Each pair begins two ratios
+        # further on, so that both signs meet every ratio.
         indices = (2 * (number // 2) + t) % len(ratios)
         # gspo has one ratio per sequence: each is beyond a bound.
         if loss.policy == "gspo":

@@ -237,14 +237,16 @@ class Teacher:
 
 def token_mask(row: MicroBatch, by_rollout: Sequence[bool]) -> Tensor:
     """Returns the mask [C] of a row's completion tokens, from one value for each rollout."""
-    # The token of a row without rollouts is none that was sampled.
+    # A row without rollouts has one token, a placeholder that nobody sampled.
     values = torch.tensor([*by_rollout] or [False], device=row.sequence_index.device)
     return values[row.sequence_index]
 
 
 def teacher_contexts(row: MicroBatch, requests: Requests, name: str) -> list[RowContext]:
-    """Returns the contexts of a row that the teacher `name` scores, as it sees them. Waits for the
-    device."""
+    """Returns the contexts of a row that the teacher `name` scores, with the teacher's own prompt
+    in the place of the policy's. Waits for the device.
+
+    `requests` is None if there is one teacher, which scores all rollouts on the policy's prompt."""
     contexts = row_contexts(row)
     if requests is None:
         return contexts
