@@ -251,6 +251,8 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
     # The running check recomputes what the updater does, from the same settings.
     check_settings = UpdateCheckSettings(
         every_steps=config.proofs.every_steps,
+        is_on=config.proofs.update,
+        bound_factor=config.proofs.bound_factor,
         model_path=config.model.path,
         dtype=config.model.dtype,
         stop_ids=frozenset(stop_ids),

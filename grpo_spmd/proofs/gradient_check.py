@@ -244,6 +244,10 @@ class UpdateCheckSettings:
 
     every_steps: int
     """`proofs.every_steps`. 0: only at the first step."""
+    is_on: bool
+    """`proofs.update`. False: nothing is checked."""
+    bound_factor: float
+    """`proofs.bound_factor`: multiplies the bounds of scores and gradients."""
     model_path: str
     dtype: str
     """`model.dtype`, the compute dtype."""
@@ -324,9 +328,10 @@ class GradientCheck:
         self._rollout = settings.rollout
         self._make_teacher = signals.make_teacher
         self._values = signals.values
-        self._bounds = _BOUNDS[settings.dtype]
+        bounds = _BOUNDS[settings.dtype]
+        self._bounds = bounds._replace(gradient=bounds.gradient * settings.bound_factor)
         self._rounding = torch.finfo(DTYPES[settings.dtype]).eps / 2
-        self._min_score_bound = SCORE_BOUNDS[settings.dtype]
+        self._min_score_bound = SCORE_BOUNDS[settings.dtype] * settings.bound_factor
         self.score_bound = self._min_score_bound
         self._gradient_bound = self._bounds.gradient
         self._is_rounded = settings.dtype != "float32"

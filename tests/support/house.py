@@ -52,7 +52,7 @@ ROOM_TOKENS = {
     "rewards": 29_400,
     "model": 22_000,
     "learn": 15_950,
-    "proofs": 14_350,
+    "proofs": 15_800,
     "observe": 21_250,
     "engine": 15_100,
     "episodes": 25_000,

@@ -6,19 +6,23 @@ import dataclasses
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import ModelConfig
 from grpo_spmd.distributed.session import Session, end_session, start_session
 from grpo_spmd.model.policy import build_policy
 from grpo_spmd.model.sharding import reshard
 from grpo_spmd.proofs import gradient_check
-from grpo_spmd.proofs.gradient_check import WHOLE, CheckResult, GradientCheck
+from grpo_spmd.proofs.gradient_check import WHOLE, CheckResult, GradientCheck, SignalProofs
 from grpo_spmd.proofs.plain_forward import use_float32, use_plain_attention
-from tests.support.models import make_model
+from grpo_spmd.proofs.update_check import UpdateCheck
+from tests.support.learn import check_settings_of
+from tests.support.models import make_model, write_config
 
 
 @pytest.fixture(scope="module")
@@ -101,3 +105,24 @@ def test_noise_widens_a_bound_and_never_hides_a_wrong_sign() -> None:
     deaf = {"a": 5.0, "b": 5.0, WHOLE: 5.0}
     assert judged({"a": 2.0, "b": 2.0, WHOLE: 2.0}, deaf, rounded=True).errors
     assert gradient_check._MAX_GRADIENT_BOUND < 1.0  # a gradient that is missing has 1
+
+
+def test_the_check_can_be_relaxed_or_switched_off(tmp_path: Path) -> None:
+    """proofs.bound_factor and proofs.update; the report says so."""
+    config = load_config(write_config(tmp_path, tmp_path / "model"), ["model.dtype=bfloat16"])
+    settings = check_settings_of(config, frozenset())
+    policy = cast(Any, None)
+    plain, relaxed = (
+        GradientCheck(
+            policy, policy, dataclasses.replace(settings, bound_factor=factor), SignalProofs()
+        )
+        for factor in (1.0, 3.0)
+    )
+    assert relaxed._gradient_bound == pytest.approx(3 * plain._gradient_bound)
+    assert relaxed.score_bound == pytest.approx(3 * plain.score_bound)
+    off = object.__new__(UpdateCheck)
+    off._settings = dataclasses.replace(settings, is_on=False)
+    # Whatever it would look at is not touched.
+    nothing = cast(Any, None)
+    off.run_if_due(1, nothing, nothing, nothing)
+    assert off.metrics() == {"proofs/update_check_s": 0.0}

@@ -301,6 +301,9 @@ def _judge_end_state(run: RecordedRun) -> Iterator[Finding]:
 
 
 def _judge_proofs(run: RecordedRun) -> Iterator[Check]:
+    if run.config.get("proofs.update") is False:
+        text = "proofs.update is false: nothing compares the update with a plain recomputation"
+        yield Check("update", "warning", "off", bound="none", text=text)
     interval = run.config.get("proofs.every_steps")
     bound = f"at the start and every {interval} steps" if interval else "at the start"
     for proof in _PROOFS:
